@@ -1,0 +1,130 @@
+// Element types of tensors as the kernels see them: a tag, storage structs for the 16-bit floats, and the
+// conversions that both twins (host and device) share.
+//
+// Rounding is to nearest even in both directions of use; NaN stays NaN, infinities and signed zeros stay exact.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "core/macros.h"
+
+namespace pymoe {
+
+enum class DType : int8_t { kFloat32, kFloat64, kBFloat16, kFloat16 };
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+struct Float16 {
+  uint16_t bits;
+};
+
+PYMOE_HOST_DEVICE constexpr int64_t size_of(DType dtype) {
+  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
+}
+
+constexpr const char* name_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32: return "float32";
+    case DType::kFloat64: return "float64";
+    case DType::kBFloat16: return "bfloat16";
+    case DType::kFloat16: return "float16";
+  }
+  return "?";
+}
+
+// The type in which sums over elements of T are kept: fp64 for fp64, else fp32.
+template <typename T>
+struct AccumulateType {
+  using type = float;
+};
+template <>
+struct AccumulateType<double> {
+  using type = double;
+};
+template <typename T>
+using accumulate_t = typename AccumulateType<T>::type;
+
+template <typename To, typename From>
+PYMOE_HOST_DEVICE PYMOE_INLINE To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From), "bit_cast needs equal sizes");
+  To to;
+  memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+PYMOE_HOST_DEVICE PYMOE_INLINE float to_accumulate(float value) { return value; }
+PYMOE_HOST_DEVICE PYMOE_INLINE double to_accumulate(double value) { return value; }
+
+PYMOE_HOST_DEVICE PYMOE_INLINE float to_accumulate(BFloat16 value) {
+  return bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
+}
+
+PYMOE_HOST_DEVICE PYMOE_INLINE float to_accumulate(Float16 value) {
+  const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
+  const uint32_t magnitude = value.bits & 0x7fffu;
+  if (magnitude >= 0x7c00u) {  // infinity or NaN: widen the exponent, keep the payload
+    return bit_cast<float>(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));
+  }
+  // 2^-14 scaled: exact for normals and subnormals alike, because fp32 holds every fp16 subnormal as a normal.
+  const float scaled = bit_cast<float>((magnitude << 13)) * bit_cast<float>(0x77800000u);  // * 2^112
+  return bit_cast<float>(sign | bit_cast<uint32_t>(scaled));
+}
+
+// round_to<T>(accumulated): the stored element nearest to an accumulated value, ties to even.
+template <typename T>
+PYMOE_HOST_DEVICE PYMOE_INLINE T round_to(accumulate_t<T> value);
+
+template <>
+PYMOE_HOST_DEVICE PYMOE_INLINE float round_to<float>(float value) {
+  return value;
+}
+
+template <>
+PYMOE_HOST_DEVICE PYMOE_INLINE double round_to<double>(double value) {
+  return value;
+}
+
+template <>
+PYMOE_HOST_DEVICE PYMOE_INLINE BFloat16 round_to<BFloat16>(float value) {
+  const uint32_t bits = bit_cast<uint32_t>(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return BFloat16{0x7fc0u};  // NaN, as torch stores it
+  return BFloat16{static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+}
+
+template <>
+PYMOE_HOST_DEVICE PYMOE_INLINE Float16 round_to<Float16>(float value) {
+  const uint32_t bits = bit_cast<uint32_t>(value);
+  const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return Float16{static_cast<uint16_t>(sign | 0x7e00u)};
+  if (magnitude >= 0x477ff000u) return Float16{static_cast<uint16_t>(sign | 0x7c00u)};  // 65520 and up
+  if (magnitude < 0x38800000u) {  // below 2^-14: a subnormal; adding 0.5 aligns the mantissa and rounds it
+    const float aligned = bit_cast<float>(magnitude) + 0.5f;
+    return Float16{static_cast<uint16_t>(sign | (bit_cast<uint32_t>(aligned) - 0x3f000000u))};
+  }
+  const uint32_t odd = (magnitude >> 13) & 1u;
+  const uint32_t rounded = magnitude - 0x38000000u + 0xfffu + odd;
+  return Float16{static_cast<uint16_t>(sign | (rounded >> 13))};
+}
+
+template <typename T>
+struct TypeTag {
+  using type = T;
+};
+
+// Calls f(TypeTag<T>{}) with the C++ type behind `dtype`.
+template <typename F>
+decltype(auto) visit_dtype(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::kFloat64: return f(TypeTag<double>{});
+    case DType::kBFloat16: return f(TypeTag<BFloat16>{});
+    case DType::kFloat16: return f(TypeTag<Float16>{});
+    case DType::kFloat32: break;
+  }
+  return f(TypeTag<float>{});
+}
+
+}  // namespace pymoe

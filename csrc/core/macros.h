@@ -1,0 +1,17 @@
+// Compiler spellings used by every layer. Nothing here knows of torch or Python.
+#pragma once
+
+#if defined(__CUDACC__)
+#define PYMOE_HOST_DEVICE __host__ __device__
+#else
+#define PYMOE_HOST_DEVICE
+#endif
+
+// Functions of the inner loops: inlined whatever the optimiser's size estimate says.
+#if defined(_MSC_VER)
+#define PYMOE_INLINE __forceinline
+#else
+#define PYMOE_INLINE inline __attribute__((always_inline))
+#endif
+
+#define PYMOE_RESTRICT __restrict__

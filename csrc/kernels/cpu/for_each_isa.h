@@ -1,0 +1,74 @@
+// Compiles the file named by PYMOE_ISA_BODY once an instruction set, each time into a namespace of its own:
+//
+//     #define PYMOE_ISA_BODY "kernels/combine_cpu_body.h"
+//     #include "kernels/cpu/for_each_isa.h"
+//     ... PYMOE_SELECT_ISA(combine_rows)(arguments) ...
+//
+// The body opens `namespace pymoe::cpu::PYMOE_ISA { ... }`, has no include guard, and may use simd.h, which is
+// compiled along with it. PYMOE_ISA_LEVEL is 1 (baseline), 3 or 4. System headers must be included before this file:
+// an inline function of theirs that was first seen here would be compiled for the wider instruction set and could be
+// the copy that the linker keeps for everyone.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "core/dtype.h"
+#include "core/macros.h"
+#include "kernels/cpu/isa.h"
+#if PYMOE_MULTIVERSION
+#include <immintrin.h>
+#endif
+
+#define PYMOE_ISA baseline
+#define PYMOE_ISA_LEVEL 1
+#include "kernels/cpu/simd.h"
+#include PYMOE_ISA_BODY
+#undef PYMOE_ISA
+#undef PYMOE_ISA_LEVEL
+
+#if PYMOE_MULTIVERSION
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt")
+#endif
+#define PYMOE_ISA v3
+#define PYMOE_ISA_LEVEL 3
+#include "kernels/cpu/simd.h"
+#include PYMOE_ISA_BODY
+#undef PYMOE_ISA
+#undef PYMOE_ISA_LEVEL
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+#if defined(__clang__)
+#pragma clang attribute push(                                                                                    \
+    __attribute__((target("avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt,avx512f,avx512bw,avx512cd,avx512dq,avx512vl"))), \
+    apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false, from gcc 12's own AVX-512 headers
+#pragma GCC target("avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt,avx512f,avx512bw,avx512cd,avx512dq,avx512vl,prefer-vector-width=512")
+#endif
+#define PYMOE_ISA v4
+#define PYMOE_ISA_LEVEL 4
+#include "kernels/cpu/simd.h"
+#include PYMOE_ISA_BODY
+#undef PYMOE_ISA
+#undef PYMOE_ISA_LEVEL
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#pragma GCC diagnostic pop
+#endif
+
+#endif  // PYMOE_MULTIVERSION
+
+#undef PYMOE_ISA_BODY

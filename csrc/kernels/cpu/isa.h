@@ -1,0 +1,36 @@
+// Which instruction set the CPU kernels use, chosen once at run time.
+//
+// A kernel whose loops gain from wider vectors puts them into a body file and has it compiled once an instruction
+// set (for_each_isa.h). `best_isa()` is what the processor offers, or less where the environment variable
+// PYMOE_CPU_ISA (baseline, v3, v4) asks for it: tests run every body that the machine can run.
+#pragma once
+
+namespace pymoe::cpu {
+
+enum class Isa {
+  kBaseline,  // what the compiler targets by default: SSE2 on x86-64
+  kV3,        // x86-64-v3: AVX2, FMA, F16C, BMI
+  kV4,        // x86-64-v4: AVX-512 F, BW, CD, DQ, VL
+};
+
+Isa best_isa();
+const char* name_of(Isa isa);
+
+}  // namespace pymoe::cpu
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define PYMOE_MULTIVERSION 1
+#else
+#define PYMOE_MULTIVERSION 0
+#endif
+
+// PYMOE_SELECT_ISA(f)(args): calls baseline::f, v3::f or v4::f.
+#if PYMOE_MULTIVERSION
+#define PYMOE_SELECT_ISA(function)                                                    \
+  (::pymoe::cpu::best_isa() == ::pymoe::cpu::Isa::kV4                                 \
+       ? &v4::function                                                                \
+       : ::pymoe::cpu::best_isa() == ::pymoe::cpu::Isa::kV3 ? &v3::function           \
+                                                            : &baseline::function)
+#else
+#define PYMOE_SELECT_ISA(function) (&baseline::function)
+#endif

@@ -1,0 +1,71 @@
+// Parallel loops of the CPU kernels, free of torch.
+//
+// The kernels run on whatever backend is installed: the operator library installs torch's own intra-op pool
+// (ops/parallel.cpp), a C++ test installs plain threads, and without one loops run serially. A backend may cut
+// [begin, end) into any ranges. So that results never depend on the number of threads, a kernel must give every
+// output element to one range, or reduce over blocks of fixed size whose order does not depend on the cut.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <mutex>
+
+namespace pymoe::cpu {
+
+using RangeFunction = void (*)(int64_t begin, int64_t end, void* context);
+
+struct ParallelBackend {
+  // Covers [begin, end) with calls of `function`, in ranges of at least `grain` where it can, and returns when all
+  // are done. An exception that a call throws may be thrown on from here, but need not be: see parallel_for.
+  void (*run)(int64_t begin, int64_t end, int64_t grain, RangeFunction function, void* context);
+  int (*num_threads)();
+};
+
+const ParallelBackend& parallel_backend();
+void set_parallel_backend(const ParallelBackend& backend);
+
+inline int num_threads() { return parallel_backend().num_threads(); }
+
+// body(begin, end) over disjoint ranges that cover [begin, end). The first exception that a body throws is rethrown
+// on the calling thread after all ranges have ended.
+template <typename Body>
+void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {
+  if (end <= begin) return;
+  if (end - begin <= grain) {
+    body(begin, end);
+    return;
+  }
+  struct Context {
+    const Body& body;
+    std::mutex mutex;
+    std::exception_ptr error;
+  } context{body, {}, nullptr};
+  parallel_backend().run(
+      begin, end, grain,
+      [](int64_t range_begin, int64_t range_end, void* opaque) {
+        auto& shared = *static_cast<Context*>(opaque);
+        try {
+          shared.body(range_begin, range_end);
+        } catch (...) {
+          const std::lock_guard<std::mutex> lock(shared.mutex);
+          if (!shared.error) shared.error = std::current_exception();
+        }
+      },
+      &context);
+  if (context.error) std::rethrow_exception(context.error);
+}
+
+// body(i) for every i of [0, count), handed out one at a time: for few tasks of unequal cost.
+template <typename Body>
+void parallel_tasks(int64_t count, const Body& body) {
+  std::atomic<int64_t> next{0};
+  const int64_t workers = count < num_threads() ? count : num_threads();
+  parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t worker = begin; worker < end; ++worker) {
+      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) body(i);
+    }
+  });
+}
+
+}  // namespace pymoe::cpu

@@ -1,0 +1,167 @@
+// Vectors of the instruction set being compiled (see for_each_isa.h; no include guard on purpose).
+//
+// `vector_t<S>` holds kLanes<S> elements of S = float or double. load/store convert from and to the storage types:
+// bf16 and fp16 widen to float and round to nearest even. The partial forms touch `count` elements only and fill the
+// other lanes with zeros. All arithmetic is plain IEEE, in the order written (the build turns contraction off), so an
+// element's result does not depend on the instruction set unless a sum runs over lanes.
+
+namespace pymoe::cpu::PYMOE_ISA {
+
+#if PYMOE_ISA_LEVEL == 4
+inline constexpr int kVectorBytes = 64;
+#elif PYMOE_ISA_LEVEL == 3
+inline constexpr int kVectorBytes = 32;
+#else
+inline constexpr int kVectorBytes = 16;
+#endif
+
+template <typename S>
+inline constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(S));
+
+typedef float vfloat __attribute__((vector_size(kVectorBytes)));
+typedef double vdouble __attribute__((vector_size(kVectorBytes)));
+typedef int32_t vint32 __attribute__((vector_size(kVectorBytes)));
+typedef uint32_t vuint32 __attribute__((vector_size(kVectorBytes)));
+typedef int64_t vint64 __attribute__((vector_size(kVectorBytes)));
+typedef uint16_t vhalf16 __attribute__((vector_size(kVectorBytes / 2)));  // as many 16-bit lanes as vfloat has
+
+template <typename S>
+struct VectorOf;
+template <>
+struct VectorOf<float> {
+  using type = vfloat;
+};
+template <>
+struct VectorOf<double> {
+  using type = vdouble;
+};
+// The vector that accumulates elements stored as T.
+template <typename T>
+using vector_t = typename VectorOf<accumulate_t<T>>::type;
+// How many elements stored as T one such vector takes.
+template <typename T>
+inline constexpr int kStep = kLanes<accumulate_t<T>>;
+
+PYMOE_INLINE vfloat broadcast(float value) { return value - vfloat{}; }
+PYMOE_INLINE vdouble broadcast(double value) { return value - vdouble{}; }
+
+// --- loads ---
+
+PYMOE_INLINE vfloat load(const float* source) {
+  vfloat value;
+  memcpy(&value, source, sizeof(value));
+  return value;
+}
+
+PYMOE_INLINE vdouble load(const double* source) {
+  vdouble value;
+  memcpy(&value, source, sizeof(value));
+  return value;
+}
+
+PYMOE_INLINE vfloat load(const BFloat16* source) {
+  vhalf16 bits;
+  memcpy(&bits, source, sizeof(bits));
+  return (vfloat)(__builtin_convertvector(bits, vuint32) << 16);
+}
+
+PYMOE_INLINE vfloat load(const Float16* source) {
+#if PYMOE_ISA_LEVEL == 4
+  return (vfloat)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
+#elif PYMOE_ISA_LEVEL == 3
+  return (vfloat)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
+#else
+  vfloat value;
+  for (int lane = 0; lane < kLanes<float>; ++lane) value[lane] = to_accumulate(source[lane]);
+  return value;
+#endif
+}
+
+template <typename T>
+PYMOE_INLINE vector_t<T> load_partial(const T* source, int count) {
+  T padded[kStep<T>] = {};
+  memcpy(padded, source, static_cast<size_t>(count) * sizeof(T));
+  return load(padded);
+}
+
+// --- stores ---
+
+PYMOE_INLINE void store(float* target, vfloat value) { memcpy(target, &value, sizeof(value)); }
+PYMOE_INLINE void store(double* target, vdouble value) { memcpy(target, &value, sizeof(value)); }
+
+PYMOE_INLINE void store(BFloat16* target, vfloat value) {
+  const vuint32 bits = (vuint32)value;
+  const vuint32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const vint32 is_nan = value != value;
+  const vuint32 kept = ((vuint32)is_nan & 0x7fc0u) | (~(vuint32)is_nan & rounded);
+  const vhalf16 narrow = __builtin_convertvector(kept, vhalf16);
+  memcpy(target, &narrow, sizeof(narrow));
+}
+
+PYMOE_INLINE void store(Float16* target, vfloat value) {
+#if PYMOE_ISA_LEVEL == 4
+  const __m256i narrow = _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), narrow);
+#elif PYMOE_ISA_LEVEL == 3
+  const __m128i narrow = _mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(target), narrow);
+#else
+  for (int lane = 0; lane < kLanes<float>; ++lane) target[lane] = round_to<Float16>(value[lane]);
+#endif
+}
+
+template <typename T>
+PYMOE_INLINE void store_partial(T* target, vector_t<T> value, int count) {
+  T padded[kStep<T>];
+  store(padded, value);
+  memcpy(target, padded, static_cast<size_t>(count) * sizeof(T));
+}
+
+// --- lane-wise arithmetic ---
+
+PYMOE_INLINE vfloat select(vint32 mask, vfloat yes, vfloat no) { return mask ? yes : no; }
+PYMOE_INLINE vdouble select(vint64 mask, vdouble yes, vdouble no) { return mask ? yes : no; }
+
+// Maximum of two lanes where neither is NaN; where one is, either may come out.
+PYMOE_INLINE vfloat max(vfloat a, vfloat b) { return a > b ? a : b; }
+PYMOE_INLINE vdouble max(vdouble a, vdouble b) { return a > b ? a : b; }
+
+// Sum over lanes as a balanced tree: a fixed order for a given instruction set.
+template <typename Vector>
+PYMOE_INLINE auto sum_lanes(Vector value) {
+  constexpr int lanes = static_cast<int>(sizeof(Vector) / sizeof(value[0]));
+  for (int half = lanes / 2; half > 0; half /= 2) {
+    for (int lane = 0; lane < half; ++lane) value[lane] += value[lane + half];
+  }
+  return value[0];
+}
+
+// e^x within 2 ulp. NaN stays NaN; overflow gives infinity, underflow gradual subnormals and zero.
+// Cody-Waite reduction x = n ln 2 + r, |r| <= ln 2 / 2, then the minimax polynomial of Cephes' expf.
+PYMOE_INLINE vfloat exp(vfloat x) {
+  const vfloat low = broadcast(-104.0f), high = broadcast(89.0f);
+  vfloat clamped = x < low ? low : x;  // a NaN compares false and passes through
+  clamped = clamped > high ? high : clamped;
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const vfloat n = (clamped * 1.44269504088896341f + magic) - magic;
+  const vfloat r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+  vfloat p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = (p * (r * r) + r) + 1.0f;
+  // 2^n in two factors, since n reaches from -150 to 128.
+  const vint32 exponent = __builtin_convertvector(x == x ? n : vfloat{}, vint32);
+  const vint32 half = exponent >> 1;
+  const vfloat scale_a = (vfloat)((half + 127) << 23);
+  const vfloat scale_b = (vfloat)((exponent - half + 127) << 23);
+  return (p * scale_a) * scale_b;
+}
+
+PYMOE_INLINE vdouble exp(vdouble x) {
+  for (int lane = 0; lane < kLanes<double>; ++lane) x[lane] = std::exp(x[lane]);
+  return x;
+}
+
+}  // namespace pymoe::cpu::PYMOE_ISA

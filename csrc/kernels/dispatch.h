@@ -1,0 +1,37 @@
+// dispatch: the batch gather. Copies every token's row to the rows that its choices own.
+//
+//     out[slot[t, k]] = x[t]     for every choice with slot[t, k] >= 0
+//     out[s] = 0                 for rows s >= *used
+//
+// Source-major: a token's row is read once and written K times, so a call moves (T + S) * row_bytes bytes. Rows are
+// opaque bytes; any dtype is served by one kernel. Row offsets are 64-bit.
+//
+// `slot` must hold -1 (dropped) or a row in [0, S). The CPU twin throws std::out_of_range otherwise; the CUDA twin
+// skips such a choice. Neither ever writes outside `out`. The result is a permutation of the input bytes: exact, and
+// the same for any number of threads. No workspace.
+#pragma once
+
+#include <cstdint>
+
+namespace pymoe {
+
+struct DispatchArguments {
+  const void* x;        // (T, row_bytes)
+  const int32_t* slot;  // (T, K)
+  const int32_t* used;  // one value: the number of rows in use, offsets[E]
+  void* out;            // (S, row_bytes), S = T * K
+  int64_t tokens;       // T
+  int64_t choices;      // K
+  int64_t row_bytes;    // H * element size
+};
+
+namespace cpu {
+void dispatch(const DispatchArguments& arguments);
+}
+
+namespace cuda {
+// Enqueues on `stream` (a cudaStream_t) and returns at once; throws std::runtime_error if the launch is refused.
+void dispatch(const DispatchArguments& arguments, void* stream);
+}
+
+}  // namespace pymoe

@@ -1,0 +1,89 @@
+// Guards of the operator layer. Python has checked the caller's arguments against the contract before it comes here
+// (pymoe/reference/checks.py), with its own errors; these guards keep memory safe when someone calls a raw operator.
+//
+// The dispatcher turns standard exceptions into Python's: std::invalid_argument becomes ValueError and
+// std::out_of_range IndexError.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <initializer_list>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "core/dtype.h"
+
+namespace pymoe::ops {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+template <typename... Parts>
+[[noreturn]] void fail(const char* operator_name, const Parts&... parts) {
+  std::ostringstream message;
+  message << operator_name << ": ";
+  (message << ... << parts);
+  throw std::invalid_argument(message.str());
+}
+
+template <typename... Parts>
+void require(bool condition, const char* operator_name, const Parts&... parts) {
+  if (!condition) fail(operator_name, parts...);
+}
+
+inline std::string shape_of(const Tensor& tensor) {
+  std::string text = "(";
+  for (int64_t i = 0; i < tensor.dim(); ++i) text += (i ? ", " : "") + std::to_string(tensor.size(i));
+  return text + ")";
+}
+
+// The tensor must have exactly these sizes and be contiguous; -1 stands for any size.
+inline void require_shape(const char* operator_name, const char* argument, const Tensor& tensor,
+                          std::initializer_list<int64_t> sizes) {
+  bool same = tensor.dim() == static_cast<int64_t>(sizes.size());
+  int64_t i = 0;
+  if (same) {
+    for (const int64_t size : sizes) {
+      if (size != -1 && tensor.size(i) != size) same = false;
+      ++i;
+    }
+  }
+  if (!same) {
+    std::string expected = "(";
+    for (const int64_t size : sizes) {
+      expected += (expected.size() > 1 ? ", " : "") + (size == -1 ? std::string("*") : std::to_string(size));
+    }
+    fail(operator_name, argument, " must have shape ", expected, "), got ", shape_of(tensor));
+  }
+  require(tensor.is_contiguous(), operator_name, argument, " must be contiguous");
+}
+
+inline void require_dtype(const char* operator_name, const char* argument, const Tensor& tensor, ScalarType expected) {
+  require(tensor.scalar_type() == expected, operator_name, argument, " must have dtype ",
+          torch::headeronly::toString(expected), ", got ", torch::headeronly::toString(tensor.scalar_type()));
+}
+
+inline void require_same_device(const char* operator_name, const char* argument, const Tensor& tensor,
+                                const Tensor& other) {
+  require(tensor.device() == other.device(), operator_name, argument, " is on another device");
+}
+
+inline DType floating_dtype(const char* operator_name, const char* argument, const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float: return DType::kFloat32;
+    case ScalarType::Double: return DType::kFloat64;
+    case ScalarType::BFloat16: return DType::kBFloat16;
+    case ScalarType::Half: return DType::kFloat16;
+    default: break;
+  }
+  fail(operator_name, argument, " must have dtype float32, float64, bfloat16 or float16, got ",
+       torch::headeronly::toString(tensor.scalar_type()));
+}
+
+// The dtype in which sums over `dtype` are kept and handed out: float64 for float64, else float32.
+inline ScalarType accumulate_scalar_type(DType dtype) {
+  return dtype == DType::kFloat64 ? ScalarType::Double : ScalarType::Float;
+}
+
+}  // namespace pymoe::ops

@@ -1,0 +1,84 @@
+// pymoe::dispatch: see kernels/dispatch.h for what it computes and pymoe/reference/dispatch.py for its contract.
+#include <torch/csrc/stable/library.h>
+
+#include "kernels/dispatch.h"
+#include "ops/allocate.h"
+#include "ops/check.h"
+#include "ops/stream.h"
+
+namespace pymoe::ops {
+namespace {
+
+constexpr const char* kName = "dispatch";
+
+DispatchArguments checked(const Tensor& x, const Tensor& slot, const Tensor& offsets, Tensor& out) {
+  floating_dtype(kName, "x", x);
+  require_shape(kName, "x", x, {-1, -1});
+  require_dtype(kName, "slot", slot, ScalarType::Int);
+  require_shape(kName, "slot", slot, {x.size(0), -1});
+  require_dtype(kName, "offsets", offsets, ScalarType::Int);
+  require_shape(kName, "offsets", offsets, {-1});
+  require(offsets.size(0) >= 1, kName, "offsets must have E + 1 entries, got none");
+  require_same_device(kName, "slot", slot, x);
+  require_same_device(kName, "offsets", offsets, x);
+  require_same_device(kName, "out", out, x);
+  require_dtype(kName, "out", out, x.scalar_type());
+  require_shape(kName, "out", out, {slot.numel(), x.size(1)});
+  return {
+      x.const_data_ptr(),
+      static_cast<const int32_t*>(slot.const_data_ptr()),
+      static_cast<const int32_t*>(offsets.const_data_ptr()) + offsets.size(0) - 1,
+      out.mutable_data_ptr(),
+      x.size(0),
+      slot.size(1),
+      x.size(1) * static_cast<int64_t>(x.element_size()),
+  };
+}
+
+Tensor fresh_output(const Tensor& x, const Tensor& slot) {
+  require(x.dim() == 2, kName, "x must have shape (T, H), got ", shape_of(x));
+  return empty({slot.numel(), x.size(1)}, x.scalar_type(), x);
+}
+
+void dispatch_out_cpu(const Tensor& x, const Tensor& slot, const Tensor& offsets, Tensor out) {
+  cpu::dispatch(checked(x, slot, offsets, out));
+}
+
+Tensor dispatch_cpu(const Tensor& x, const Tensor& slot, const Tensor& offsets) {
+  Tensor out = fresh_output(x, slot);
+  dispatch_out_cpu(x, slot, offsets, out);
+  return out;
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(pymoe, library) {
+  library.def("dispatch(Tensor x, Tensor slot, Tensor offsets) -> Tensor");
+  library.def("dispatch_out(Tensor x, Tensor slot, Tensor offsets, Tensor(a!) out) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(pymoe, CPU, library) {
+  library.impl("dispatch", TORCH_BOX(&dispatch_cpu));
+  library.impl("dispatch_out", TORCH_BOX(&dispatch_out_cpu));
+}
+
+#if PYMOE_WITH_CUDA
+
+void dispatch_out_cuda(const Tensor& x, const Tensor& slot, const Tensor& offsets, Tensor out) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  cuda::dispatch(checked(x, slot, offsets, out), current_stream(x));
+}
+
+Tensor dispatch_cuda(const Tensor& x, const Tensor& slot, const Tensor& offsets) {
+  Tensor out = fresh_output(x, slot);
+  dispatch_out_cuda(x, slot, offsets, out);
+  return out;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(pymoe, CUDA, library) {
+  library.impl("dispatch", TORCH_BOX(&dispatch_cuda));
+  library.impl("dispatch_out", TORCH_BOX(&dispatch_out_cuda));
+}
+
+#endif
+
+}  // namespace
+}  // namespace pymoe::ops

@@ -1,0 +1,48 @@
+// The Python module pymoe._ops. Importing it runs the registrations of this library; it holds nothing but the facts
+// of its build. Written against the limited API, so one file serves every CPython from 3.10 on.
+#include <Python.h>
+
+#include "kernels/cpu/isa.h"
+
+#ifndef PYMOE_BUILT_WITH_TORCH
+#define PYMOE_BUILT_WITH_TORCH "?"
+#endif
+#ifndef PYMOE_CUDA_VERSION
+#define PYMOE_CUDA_VERSION ""
+#endif
+#ifndef PYMOE_CUDA_ARCHITECTURES
+#define PYMOE_CUDA_ARCHITECTURES ""
+#endif
+
+namespace {
+
+int execute(PyObject* module) {
+  const char* const facts[][2] = {
+      {"torch", PYMOE_BUILT_WITH_TORCH},
+      {"cuda", PYMOE_CUDA_VERSION},
+      {"cuda_architectures", PYMOE_CUDA_ARCHITECTURES},
+      {"compiler", __VERSION__},
+      {"cpu_isa", pymoe::cpu::name_of(pymoe::cpu::best_isa())},
+  };
+  for (const auto& [name, value] : facts) {
+    if (PyModule_AddStringConstant(module, name, value) != 0) return -1;
+  }
+  return 0;
+}
+
+PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, reinterpret_cast<void*>(execute)},
+#if defined(Py_mod_gil) && !defined(Py_LIMITED_API)
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+    {0, nullptr},
+};
+
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_ops", "Operators of pymoe and the facts of their build.", 0, nullptr, slots,
+    nullptr,               nullptr, nullptr,
+};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__ops() { return PyModuleDef_Init(&definition); }

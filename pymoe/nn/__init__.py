@@ -1,0 +1,1 @@
+"""Layers: router, experts, and the mixture-of-experts layer made of them."""

@@ -1,0 +1,10 @@
+"""The specification: every operator in pure PyTorch, with the names and signatures of :mod:`pymoe.ops`.
+
+What a function here returns is what the native operator must return: bit for bit where the docstring says exact,
+within the stated tolerance elsewhere. It is written to be read, not to be fast, and imports torch alone.
+"""
+
+from pymoe.reference.dispatch import dispatch
+from pymoe.reference.types import Gate, Routing
+
+__all__ = ["Gate", "Routing", "dispatch"]

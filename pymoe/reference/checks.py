@@ -1,0 +1,100 @@
+"""Checks of arguments: one contract for the reference and the native operators.
+
+Every message names operator, argument, rule and what was seen. The caller's mistake decides the exception: a wrong
+kind of thing is a :class:`TypeError` (not a tensor, dtype), a wrong value a :class:`ValueError` (rank, size, device,
+range), an index that points outside an :class:`IndexError`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pymoe.reference.types import Routing
+
+FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def tensor(operator: str, argument: str, value: object) -> None:
+    """``value`` must be a tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{operator}: {argument} must be a tensor, got {type(value).__name__}")
+
+
+def floating(operator: str, argument: str, value: Tensor) -> None:
+    """``value`` must be a tensor of one of the four floating dtypes."""
+    tensor(operator, argument, value)
+    if value.dtype not in FLOATING:
+        raise TypeError(
+            f"{operator}: {argument} must have dtype float32, float64, bfloat16 or float16, got {value.dtype}"
+        )
+
+
+def dtype(operator: str, argument: str, value: Tensor, *expected: torch.dtype) -> None:
+    """``value`` must be a tensor of one of the dtypes ``expected``."""
+    tensor(operator, argument, value)
+    if value.dtype not in expected:
+        names = " or ".join(str(one).removeprefix("torch.") for one in expected)
+        raise TypeError(f"{operator}: {argument} must have dtype {names}, got {value.dtype}")
+
+
+def rank(operator: str, argument: str, value: Tensor, layout: str) -> None:
+    """``value`` must have as many dimensions as ``layout``, e.g. ``"(T, H)"``, names."""
+    expected = layout.count(",") + (0 if layout.endswith(",)") else 1)
+    if value.dim() != expected:
+        raise ValueError(f"{operator}: {argument} must have shape {layout}, got {tuple(value.shape)}")
+
+
+def size(operator: str, argument: str, value: Tensor, dim: int, expected: int, meaning: str) -> None:
+    """Dimension ``dim`` of ``value`` must be ``expected``; ``meaning`` says where that number comes from."""
+    if value.shape[dim] != expected:
+        raise ValueError(
+            f"{operator}: {argument} must have size {expected} ({meaning}) in dimension {dim}, "
+            f"got {tuple(value.shape)}"
+        )
+
+
+def same_device(operator: str, argument: str, value: Tensor, other_argument: str, other: Tensor) -> None:
+    """``value`` and ``other`` must lie on the same device."""
+    if value.device != other.device:
+        raise ValueError(
+            f"{operator}: {argument} must be on the device of {other_argument} ({other.device}), got {value.device}"
+        )
+
+
+def integer(operator: str, argument: str, value: object, low: int, high: int | None, meaning: str) -> None:
+    """``value`` must be an int with low <= value (<= high); ``meaning`` spells the range out."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{operator}: {argument} must be an int, got {type(value).__name__}")
+    if value < low or (high is not None and value > high):
+        raise ValueError(f"{operator}: {argument} must be {meaning}, got {value}")
+
+
+def routing(operator: str, value: Routing, rows_argument: str, rows: Tensor) -> None:
+    """``value`` must be a routing on the device of ``rows`` whose parts fit each other."""
+    if not (isinstance(value, tuple) and len(value) == 3):
+        raise TypeError(f"{operator}: routing must be a Routing, got {type(value).__name__}")
+    slot, token_of_row, offsets = value
+    for argument, part, layout in (
+        ("routing.slot", slot, "(T, K)"),
+        ("routing.token", token_of_row, "(S,)"),
+        ("routing.offsets", offsets, "(E + 1,)"),
+    ):
+        dtype(operator, argument, part, torch.int32)
+        rank(operator, argument, part, layout)
+        same_device(operator, argument, part, rows_argument, rows)
+    size(operator, "routing.token", token_of_row, 0, slot.shape[0] * slot.shape[1], "T * K of routing.slot")
+    if offsets.shape[0] < 2:
+        raise ValueError(f"{operator}: routing.offsets must have shape (E + 1,) with E >= 1, got {tuple(offsets.shape)}")
+
+
+def slots_in_range(operator: str, slot: Tensor) -> None:
+    """Every slot must be -1 or a row (reference only: the native kernels check while they read)."""
+    rows = slot.numel()
+    bad = (slot < -1) | (slot >= rows)
+    if rows and bool(bad.any()):
+        token, choice = (int(i) for i in bad.nonzero()[0])
+        raise IndexError(
+            f"{operator}: routing.slot must lie in [-1, S) (S = {rows}), got {int(slot[token, choice])} "
+            f"at [{token}, {choice}]"
+        )

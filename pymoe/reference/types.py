@@ -1,0 +1,29 @@
+"""The named results that operators hand to each other."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Gate(NamedTuple):
+    """What :func:`gate_topk` decides for T tokens, E experts and K choices."""
+
+    weights: Tensor
+    """(T, K) float32 (float64 for float64 logits): the weight of each choice, best choice first."""
+    experts: Tensor
+    """(T, K) int32: the chosen experts, distinct within a token."""
+    load: Tensor
+    """(E,) int32: how many slots each expert was chosen for; sums to T * K."""
+
+
+class Routing(NamedTuple):
+    """Where every choice's row lies when rows are sorted by expert; made by :func:`build_routing`."""
+
+    slot: Tensor
+    """(T, K) int32: the row of each choice, stable in (token, choice) order within an expert; -1 where dropped."""
+    token: Tensor
+    """(S,) int32, S = T * K: the token of each row; -1 for the rows past ``offsets[-1]``."""
+    offsets: Tensor
+    """(E + 1,) int32: rows ``offsets[e]`` to ``offsets[e + 1]`` belong to expert e."""

@@ -1,0 +1,1 @@
+"""Tools of the tests and benchmarks: one specification an operator, comparison, timing."""
