@@ -5,6 +5,17 @@ within the stated tolerance elsewhere. It is written to be read, not to be fast,
 """
 
 from pymoe.reference.dispatch import dispatch
-from pymoe.reference.types import Gate, Routing
+from pymoe.reference.gate_topk import gate_topk
+from pymoe.reference.router_losses import load_balancing_loss, router_losses, router_z_loss
+from pymoe.reference.types import Gate, RouterLosses, Routing
 
-__all__ = ["Gate", "Routing", "dispatch"]
+__all__ = [
+    "Gate",
+    "RouterLosses",
+    "Routing",
+    "dispatch",
+    "gate_topk",
+    "load_balancing_loss",
+    "router_losses",
+    "router_z_loss",
+]

@@ -70,6 +70,14 @@ def integer(operator: str, argument: str, value: object, low: int, high: int | N
         raise ValueError(f"{operator}: {argument} must be {meaning}, got {value}")
 
 
+def choice(operator: str, argument: str, value: object, allowed: tuple[str, ...]) -> None:
+    """``value`` must be one of the strings ``allowed``."""
+    if not isinstance(value, str):
+        raise TypeError(f"{operator}: {argument} must be a string, got {type(value).__name__}")
+    if value not in allowed:
+        raise ValueError(f"{operator}: {argument} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
 def routing(operator: str, value: Routing, rows_argument: str, rows: Tensor) -> None:
     """``value`` must be a routing on the device of ``rows`` whose parts fit each other."""
     if not (isinstance(value, tuple) and len(value) == 3):

@@ -27,3 +27,12 @@ class Routing(NamedTuple):
     """(S,) int32, S = T * K: the token of each row; -1 for the rows past ``offsets[-1]``."""
     offsets: Tensor
     """(E + 1,) int32: rows ``offsets[e]`` to ``offsets[e + 1]`` belong to expert e."""
+
+
+class RouterLosses(NamedTuple):
+    """The auxiliary losses of a router."""
+
+    load_balancing: Tensor
+    """Scalar: E * sum_e f_e * P_e, 1 in perfect balance (Switch Transformer)."""
+    z: Tensor
+    """Scalar: the mean over tokens of logsumexp(logits) squared (ST-MoE)."""

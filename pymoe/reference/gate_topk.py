@@ -1,0 +1,159 @@
+"""gate_topk: scores, choice of experts, weights and load, in one operator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pymoe.reference import checks
+from pymoe.reference.scores import accumulate_dtype, order_key, scores_in_fixed_steps
+from pymoe.reference.types import Gate
+
+RENORMALIZE_FLOOR = 1e-20
+"""Sums of chosen scores are floored at this before they divide (as TransformerEngine and DeepSeek-V3 do)."""
+
+
+def check(
+    logits: Tensor,
+    k: int,
+    *,
+    score: str = "softmax",
+    renormalize: bool = True,
+    bias: Tensor | None = None,
+    num_groups: int | None = None,
+    topk_groups: int | None = None,
+    scale: float = 1.0,
+) -> None:
+    """Raise if the arguments of :func:`gate_topk` break its contract."""
+    name = "gate_topk"
+    checks.floating(name, "logits", logits)
+    checks.rank(name, "logits", logits, "(T, E)")
+    num_experts = logits.shape[1]
+    checks.integer(name, "k", k, 1, num_experts, f"in 1..E (E = {num_experts})")
+    if logits.shape[0] * k >= 2**31:
+        raise ValueError(f"{name}: T * k must be below 2**31, got {logits.shape[0]} * {k}")
+    checks.choice(name, "score", score, ("softmax", "sigmoid"))
+    if not isinstance(renormalize, bool):
+        raise TypeError(f"{name}: renormalize must be a bool, got {type(renormalize).__name__}")
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name}: scale must be a float, got {type(scale).__name__}")
+    if not -float("inf") < scale < float("inf"):
+        raise ValueError(f"{name}: scale must be finite, got {scale}")
+    if bias is not None:
+        checks.floating(name, "bias", bias)
+        checks.rank(name, "bias", bias, "(E,)")
+        checks.size(name, "bias", bias, 0, num_experts, "E of logits")
+        checks.same_device(name, "bias", bias, "logits", logits)
+    if (num_groups is None) != (topk_groups is None):
+        raise ValueError(
+            f"{name}: num_groups and topk_groups must be given together, got num_groups={num_groups} and "
+            f"topk_groups={topk_groups}"
+        )
+    if num_groups is not None and topk_groups is not None:
+        checks.integer(name, "num_groups", num_groups, 1, num_experts, f"in 1..E (E = {num_experts})")
+        if num_experts % num_groups != 0:
+            raise ValueError(f"{name}: num_groups must divide E (E = {num_experts}), got {num_groups}")
+        checks.integer(name, "topk_groups", topk_groups, 1, num_groups, f"in 1..num_groups ({num_groups})")
+        available = topk_groups * (num_experts // num_groups)
+        if available < k:
+            raise ValueError(f"{name}: topk_groups must leave at least k = {k} experts to choose from, got {available}")
+
+
+def _within_best_groups(choice: Tensor, num_groups: int, topk_groups: int) -> Tensor:
+    """(T, E) bool: may the expert be chosen, that is, does its group remain?"""
+    tokens, num_experts = choice.shape
+    grouped = choice.view(tokens, num_groups, num_experts // num_groups)
+    best_two = order_key(grouped).sort(dim=2, descending=True, stable=True).indices[:, :, :2]
+    group_score = grouped.gather(2, best_two).sum(dim=2)
+    best_groups = order_key(group_score).sort(dim=1, descending=True, stable=True).indices[:, :topk_groups]
+    remains = torch.zeros_like(group_score, dtype=torch.bool).scatter(1, best_groups, True)
+    return remains.repeat_interleave(num_experts // num_groups, dim=1)
+
+
+@torch.no_grad()
+def _choose(
+    logits: Tensor, k: int, score: str, bias: Tensor | None, num_groups: int | None, topk_groups: int | None
+) -> Tensor:
+    """(T, k) int64: the chosen experts, best first."""
+    if bias is None and num_groups is None:
+        key = order_key(logits)
+    else:
+        choice = scores_in_fixed_steps(logits, score)
+        if bias is not None:
+            choice = choice + bias.to(choice.dtype)
+        key = order_key(choice)
+        if num_groups is not None and topk_groups is not None:
+            remains = _within_best_groups(choice, num_groups, topk_groups)
+            key = torch.where(remains, key, torch.iinfo(key.dtype).min)
+    return key.sort(dim=1, descending=True, stable=True).indices[:, :k]
+
+
+def gate_topk(
+    logits: Tensor,
+    k: int,
+    *,
+    score: str = "softmax",
+    renormalize: bool = True,
+    bias: Tensor | None = None,
+    num_groups: int | None = None,
+    topk_groups: int | None = None,
+    scale: float = 1.0,
+) -> Gate:
+    """Choose ``k`` experts for every token and weight them by their scores.
+
+    Scores are ``softmax(logits)`` over all experts (Switch Transformer, arXiv 2101.03961) or ``sigmoid(logits)``
+    (DeepSeek-V3, arXiv 2412.19437), computed in float32 (float64 for float64 logits).
+
+    **The choice.** Experts are chosen by ``score(logits) + bias``, best first. Without bias and groups this orders as
+    the logits do, and the choice is made on the logits themselves. With ``num_groups``, the experts form that many
+    groups of consecutive experts; a group's score is the sum of its two best choice scores (of its only one if it
+    holds one expert); experts outside the ``topk_groups`` best groups are never chosen (DeepSeek-V3).
+    The order is total. Ties go to the lower index, of experts and of groups; -0 ties with +0; every NaN comes before
+    all numbers and ties with every other NaN. So the experts of a token are distinct whatever the logits hold.
+
+    **The weights** are the scores of the chosen experts; the bias never enters them (auxiliary-loss-free balancing,
+    arXiv 2408.15664). ``renormalize`` divides them by their sum, floored at 1e-20; ``scale`` multiplies last. A NaN
+    or an infinity in the logits of a token makes no other token's weights NaN.
+
+    ``experts`` and ``load`` are exact: native operators return the same bits, on every device and for any number of
+    threads, also with bias and groups, because the choice scores are computed by one fixed sequence of roundings
+    (:mod:`pymoe.reference.scores`). ``weights`` agree within a few ulp.
+
+    Args:
+        logits: (T, E), any floating dtype.
+        k: choices a token, in 1..E.
+        score: ``"softmax"`` or ``"sigmoid"``.
+        renormalize: divide the weights of a token by their sum.
+        bias: (E,) floating, added to the scores for the choice only; no gradient flows into it.
+        num_groups: number of equal groups; divides E. Given together with ``topk_groups``.
+        topk_groups: groups that remain; ``topk_groups * (E / num_groups) >= k``.
+        scale: factor of the weights.
+
+    Returns:
+        Gate of ``weights`` (T, k) float32 (float64 for float64 logits), ``experts`` (T, k) int32 and ``load`` (E,)
+        int32, the number of slots an expert was chosen for. ``weights`` is differentiable in ``logits`` through the
+        scores of the chosen experts (for softmax, through all logits of the token); the choice is constant.
+
+    Raises:
+        TypeError: an argument is of the wrong kind or dtype.
+        ValueError: a rank, size, device or range does not fit, or only one of the two group arguments is given.
+    """
+    check(
+        logits, k, score=score, renormalize=renormalize, bias=bias, num_groups=num_groups, topk_groups=topk_groups,
+        scale=scale,
+    )  # fmt: skip
+    values = logits.to(accumulate_dtype(logits.dtype))
+    experts = _choose(values.detach(), k, score, bias, num_groups, topk_groups)
+    weights = weights_of(values, experts, score, renormalize, scale)
+    load = torch.zeros(logits.shape[1], dtype=torch.int32, device=logits.device)
+    load.index_add_(0, experts.flatten(), torch.ones(experts.numel(), dtype=torch.int32, device=logits.device))
+    return Gate(weights, experts.to(torch.int32), load)
+
+
+def weights_of(logits: Tensor, experts: Tensor, score: str, renormalize: bool, scale: float) -> Tensor:
+    """(T, k) weights of the chosen ``experts`` (T, k) int64; differentiable in float32 or float64 ``logits``."""
+    scores = torch.softmax(logits, dim=1) if score == "softmax" else torch.sigmoid(logits)
+    weights = scores.gather(1, experts)
+    if renormalize:
+        weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=RENORMALIZE_FLOOR)
+    return weights * scale

@@ -1,0 +1,109 @@
+"""router_losses: the auxiliary losses that keep a router balanced and its logits small."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pymoe.reference import checks
+from pymoe.reference.scores import accumulate_dtype
+from pymoe.reference.types import RouterLosses
+
+SUM_FLOOR = 1e-20
+"""The sum of a token's sigmoid scores is floored at this before it divides."""
+
+
+def check_logits(name: str, logits: Tensor) -> None:
+    """Raise if ``logits`` is not (T, E) floating with E >= 1."""
+    checks.floating(name, "logits", logits)
+    checks.rank(name, "logits", logits, "(T, E)")
+    if logits.shape[1] < 1:
+        raise ValueError(f"{name}: logits must have shape (T, E) with E >= 1, got {tuple(logits.shape)}")
+
+
+def check(name: str, logits: Tensor, load: Tensor, score: str) -> None:
+    """Raise if the arguments of the operator ``name`` break its contract."""
+    check_logits(name, logits)
+    checks.dtype(name, "load", load, torch.int32, torch.int64)
+    checks.rank(name, "load", load, "(E,)")
+    checks.size(name, "load", load, 0, logits.shape[1], "E of logits")
+    checks.same_device(name, "load", load, "logits", logits)
+    checks.choice(name, "score", score, ("softmax", "sigmoid"))
+
+
+def _load_balancing(values: Tensor, load: Tensor, score: str) -> Tensor:
+    tokens, num_experts = values.shape
+    if score == "softmax":
+        probabilities = torch.softmax(values, dim=1)
+    else:
+        scores = torch.sigmoid(values)
+        probabilities = scores / scores.sum(dim=1, keepdim=True).clamp(min=SUM_FLOOR)
+    mean_probability = probabilities.sum(dim=0) / max(tokens, 1)
+    fraction = load.to(values.dtype) / load.sum().clamp(min=1).to(values.dtype)
+    return num_experts * (fraction * mean_probability).sum()
+
+
+def _z(values: Tensor) -> Tensor:
+    return torch.logsumexp(values, dim=1).square().sum() / max(values.shape[0], 1)
+
+
+def load_balancing_loss(logits: Tensor, load: Tensor, *, score: str = "softmax") -> Tensor:
+    """The balancing loss of the Switch Transformer (arXiv 2101.03961, equations 4 to 6): E * sum_e f_e * P_e.
+
+    f_e is the fraction of all slots that expert e got, ``load[e] / load.sum()``, and P_e the mean over tokens of its
+    probability: the softmax of the logits, or for ``"sigmoid"`` the scores divided by the token's sum of scores,
+    floored at 1e-20 (DeepSeek-V3, arXiv 2412.19437). Perfect balance gives 1; T = 0 or an empty load gives 0.
+
+    Args:
+        logits: (T, E), any floating dtype.
+        load: (E,) int32 or int64, slots an expert was chosen for: ``Gate.load``, or its sum over ranks or steps.
+        score: ``"softmax"`` or ``"sigmoid"``.
+
+    Returns:
+        A scalar, float32 (float64 for float64 logits); differentiable in ``logits``.
+
+    Raises:
+        TypeError: a dtype is not as above.
+        ValueError: a rank, size, device or name does not fit.
+    """
+    check("load_balancing_loss", logits, load, score)
+    return _load_balancing(logits.to(accumulate_dtype(logits.dtype)), load, score)
+
+
+def router_z_loss(logits: Tensor) -> Tensor:
+    """The z-loss of ST-MoE (arXiv 2202.08906, equation 5): the mean over tokens of logsumexp(logits) squared.
+
+    Args:
+        logits: (T, E), any floating dtype.
+
+    Returns:
+        A scalar, float32 (float64 for float64 logits), 0 for T = 0; differentiable in ``logits``.
+
+    Raises:
+        TypeError: the dtype is not floating.
+        ValueError: the rank is not 2, or E = 0.
+    """
+    check_logits("router_z_loss", logits)
+    return _z(logits.to(accumulate_dtype(logits.dtype)))
+
+
+def router_losses(logits: Tensor, load: Tensor, *, score: str = "softmax") -> RouterLosses:
+    """Both auxiliary losses of a router, from one pass over its logits.
+
+    Args:
+        logits: (T, E), any floating dtype.
+        load: (E,) int32 or int64, as for :func:`load_balancing_loss`.
+        score: ``"softmax"`` or ``"sigmoid"``: how probabilities for the balancing loss come from the logits.
+
+    Returns:
+        RouterLosses of ``load_balancing`` (:func:`load_balancing_loss`) and ``z`` (:func:`router_z_loss`), scalars in
+        float32 (float64 for float64 logits); both differentiable in ``logits``. Native results are the same for any
+        number of threads and agree with the reference within rounding.
+
+    Raises:
+        TypeError: a dtype is not as above.
+        ValueError: a rank, size, device or name does not fit.
+    """
+    check("router_losses", logits, load, score)
+    values = logits.to(accumulate_dtype(logits.dtype))
+    return RouterLosses(_load_balancing(values, load, score), _z(values))
