@@ -5,7 +5,9 @@ within the stated tolerance elsewhere. It is written to be read, not to be fast,
 """
 
 from pymoe.reference.dispatch import dispatch
+from pymoe.reference.expert_activation import expert_activation
 from pymoe.reference.gate_topk import gate_topk
+from pymoe.reference.grouped_linear import grouped_linear
 from pymoe.reference.router_losses import load_balancing_loss, router_losses, router_z_loss
 from pymoe.reference.types import Gate, RouterLosses, Routing
 
@@ -14,7 +16,9 @@ __all__ = [
     "RouterLosses",
     "Routing",
     "dispatch",
+    "expert_activation",
     "gate_topk",
+    "grouped_linear",
     "load_balancing_loss",
     "router_losses",
     "router_z_loss",

@@ -1,0 +1,24 @@
+"""What ``torch.autocast`` asks of an operator that is a matrix product."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def cast_operands(*operands: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The operands as ``F.linear`` would take them inside ``torch.autocast``.
+
+    While autocast is on for the device of the first operand, every floating tensor except float64 is cast to the
+    autocast dtype, differentiably. Otherwise, and for whatever is not a tensor, the operands come back as they are.
+    """
+    device = operands[0].device.type if isinstance(operands[0], Tensor) else "cpu"
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return operands
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        operand.to(dtype)
+        if isinstance(operand, Tensor) and operand.is_floating_point() and operand.dtype != torch.float64
+        else operand
+        for operand in operands
+    )

@@ -1,0 +1,86 @@
+"""grouped_linear: one linear layer per expert over rows that are sorted by expert."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pymoe.reference import checks
+from pymoe.reference.autocast import cast_operands
+
+
+def check(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> None:
+    """Raise if the arguments of :func:`grouped_linear` break its contract (all but the values of ``offsets``)."""
+    name = "grouped_linear"
+    checks.floating(name, "x", x)
+    checks.rank(name, "x", x, "(S, H)")
+    checks.dtype(name, "weight", weight, x.dtype)
+    checks.rank(name, "weight", weight, "(E, N, H)")
+    checks.size(name, "weight", weight, 2, x.shape[1], "H of x")
+    checks.same_device(name, "weight", weight, "x", x)
+    checks.dtype(name, "offsets", offsets, torch.int32)
+    checks.rank(name, "offsets", offsets, "(E + 1,)")
+    checks.size(name, "offsets", offsets, 0, weight.shape[0] + 1, "E + 1 of weight")
+    checks.same_device(name, "offsets", offsets, "x", x)
+    if bias is not None:
+        checks.dtype(name, "bias", bias, x.dtype)
+        checks.rank(name, "bias", bias, "(E, N)")
+        checks.size(name, "bias", bias, 0, weight.shape[0], "E of weight")
+        checks.size(name, "bias", bias, 1, weight.shape[1], "N of weight")
+        checks.same_device(name, "bias", bias, "x", x)
+
+
+def check_offsets(bounds: list[int], rows: int) -> None:
+    """Raise if the values of ``offsets`` do not cut ``rows`` rows (the native kernels check the same)."""
+    if bounds[0] != 0:
+        raise ValueError(f"grouped_linear: offsets must start at 0, got {bounds[0]}")
+    for expert, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if end < begin:
+            raise ValueError(
+                f"grouped_linear: offsets must not decrease, got {end} after {begin} at index {expert + 1}"
+            )
+    if bounds[-1] > rows:
+        raise IndexError(f"grouped_linear: offsets must lie in [0, S] (S = {rows}), got {bounds[-1]}")
+
+
+def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Apply the linear layer of expert e to the rows ``offsets[e]`` to ``offsets[e + 1]``.
+
+    ``y[r] = weight[e] @ x[r] + bias[e]`` for the expert e that owns row r. Rows past ``offsets[-1]`` belong to no
+    expert: their ``y`` is zero, their ``x`` is never read, and no gradient comes from or reaches them. An expert may
+    own no rows; the gradients of its weight and bias are then zero.
+
+    Sums are kept in float32 (float64 for float64) over the whole of H and rounded once to the dtype of ``x``; the
+    same holds for the gradients, whose sums run over N (``x``) or over an expert's rows (``weight``, ``bias``). A row
+    of ``y`` depends on its own row of ``x`` alone: the bits do not change with the rows around it, nor with the
+    number of threads. Inside ``torch.autocast`` the operands are cast as ``F.linear`` casts its own.
+
+    Args:
+        x: (S, H), rows sorted by expert as :func:`dispatch` leaves them; any floating dtype.
+        weight: (E, N, H), the dtype of ``x``. Any strides: a transposed view of an (E, H, N) tensor is read in place.
+        offsets: (E + 1,) int32, starting at 0, non-decreasing, at most S.
+        bias: (E, N), the dtype of ``x``, or None.
+
+    Returns:
+        (S, N), the dtype of ``x``. Differentiable in ``x``, ``weight`` and ``bias``, any number of times.
+
+    Raises:
+        TypeError: a dtype is not as above.
+        ValueError: a rank, size or device does not fit, or ``offsets`` does not start at 0 or decreases.
+        IndexError: ``offsets`` ends past S.
+    """
+    x, weight, bias = cast_operands(x, weight, bias)  # type: ignore[assignment]
+    check(x, weight, offsets, bias)
+    bounds = offsets.tolist()
+    check_offsets(bounds, x.shape[0])
+    accumulate = torch.promote_types(x.dtype, torch.float32)
+    with torch.autocast(x.device.type, enabled=False):
+        blocks = []
+        for expert in range(weight.shape[0]):
+            rows = x[bounds[expert] : bounds[expert + 1]].to(accumulate)
+            block = rows @ weight[expert].to(accumulate).T
+            if bias is not None:
+                block = block + bias[expert].to(accumulate)
+            blocks.append(block.to(x.dtype))
+        blocks.append(x.new_zeros(x.shape[0] - bounds[-1], weight.shape[1]))
+        return torch.cat(blocks)
