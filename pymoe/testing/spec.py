@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -45,6 +45,15 @@ class RawCall:
 
 
 @dataclass(frozen=True)
+class Target:
+    """A figure that a benchmark line is held to: at least ``ratio`` times as fast as what it is compared with."""
+
+    over: Literal["reference", "baseline", "floor"]
+    """``floor`` is ``copy_`` of as many bytes, or ``torch.mm`` of as many operations: ``ratio`` is the share of it."""
+    ratio: float
+
+
+@dataclass(frozen=True)
 class BenchCase:
     """One line of the benchmark.
 
@@ -63,6 +72,8 @@ class BenchCase:
     """Who publishes this shape."""
     baseline: Callable[..., Any] | None = None
     """What a user would write with torch alone, when the reference spends time on exactness that it does without."""
+    target: Target | None = None
+    """What the line is to reach on a CPU; shown beside what it reached, never a test."""
 
 
 @dataclass(frozen=True)
