@@ -86,7 +86,7 @@ class OpSpec:
     samples: Callable[[torch.dtype, torch.Generator], Iterator[Sample]]
     """At least 40 samples for a dtype: odd shapes, ties, special values, strides, empty dimensions."""
     exact: tuple[bool, ...]
-    """For each output: must native and reference agree bit for bit?"""
+    """For each output: must native and reference agree bit for bit? One flag speaks for any number of outputs."""
     tolerances: dict[torch.dtype, tuple[float, float]]
     """(rtol, atol) a dtype, for outputs that are not exact and for gradients."""
     error_inputs: Callable[[], Iterator[ErrorInput]]
@@ -100,7 +100,11 @@ class OpSpec:
 
 
 def outputs_of(result: Any) -> tuple[Tensor, ...]:
-    """The tensors of an operator's result, whatever its form."""
+    """The tensors of an operator's result, whatever its form; an int counts as a tensor of one element."""
     if isinstance(result, Tensor):
         return (result,)
+    if isinstance(result, int):
+        return (torch.tensor(result),)
+    if result is None:
+        return ()
     return tuple(tensor for part in result for tensor in outputs_of(part))

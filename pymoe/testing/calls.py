@@ -1,0 +1,109 @@
+"""Samples as calls: copies of their arguments in another dtype, as leaves that require grad, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pymoe.testing.spec import OpSpec, Sample, outputs_of
+
+SEED = 20211
+
+
+def generator() -> torch.Generator:
+    """A fresh generator with the seed of the test suite."""
+    return torch.Generator().manual_seed(SEED)
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """``value`` with every tensor in it, however deep in tuples, lists and dictionaries, replaced."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(part, function) for part in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_tensors(part, function) for part in value)
+    if isinstance(value, dict):
+        return {key: map_tensors(part, function) for key, part in value.items()}
+    return value
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Every tensor in ``value``, in the order in which they stand."""
+    found: list[Tensor] = []
+    map_tensors(value, found.append)
+    return found
+
+
+def mapped(sample: Sample, function: Callable[[Tensor], Any]) -> Sample:
+    """``sample`` with every tensor of its arguments replaced."""
+    return replace(sample, args=map_tensors(sample.args, function), kwargs=map_tensors(sample.kwargs, function))
+
+
+def same_layout_copy(value: Tensor) -> Tensor:
+    """A copy with the strides and the offset alignment of ``value``; elements between its own are copied too."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True) if size)
+    if value.numel() == 0:
+        return value.clone()
+    shift = value.storage_offset() % 16
+    storage = torch.empty(span + shift, dtype=value.dtype, device=value.device)
+    storage[shift:].copy_(value.detach().as_strided((span,), (1,)))
+    return storage.as_strided(value.shape, value.stride(), shift)
+
+
+def call(function: Callable[..., Any], sample: Sample) -> Any:
+    """``function(*args, **kwargs)``, with a copy of ``out`` of its own where the sample has one."""
+    kwargs = dict(sample.kwargs)
+    if isinstance(kwargs.get("out"), Tensor):
+        kwargs["out"] = same_layout_copy(kwargs["out"])
+    return function(*sample.args, **kwargs)
+
+
+def in_dtype(sample: Sample, dtype: torch.dtype) -> Sample:
+    """``sample`` with its floating tensors in ``dtype``; what required grad still does."""
+    return mapped(
+        sample,
+        lambda value: (
+            value.detach().to(dtype).requires_grad_(value.requires_grad) if value.is_floating_point() else value
+        ),
+    )
+
+
+def with_grad(sample: Sample) -> Sample | None:
+    """``sample`` with every floating argument a leaf that requires grad; None if there is none, or one not finite."""
+    floating = [value for value in tensors_in((sample.args, sample.kwargs)) if value.is_floating_point()]
+    if not floating or "out" in sample.kwargs or not all(bool(value.isfinite().all()) for value in floating):
+        return None
+    return mapped(sample, lambda value: value.detach().requires_grad_() if value.is_floating_point() else value)
+
+
+def leaves(sample: Sample) -> list[Tensor]:
+    """The tensors of a sample that require grad."""
+    return [value for value in tensors_in((sample.args, sample.kwargs)) if value.requires_grad]
+
+
+def gradients(function: Callable[..., Any], sample: Sample) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """Outputs of a call, and the gradients of its leaves for random gradients of its differentiable outputs.
+
+    A leaf that the result does not depend on has a gradient of zeros.
+    """
+    outputs = outputs_of(call(function, sample))
+    differentiable = [output for output in outputs if output.requires_grad]
+    inputs = leaves(sample)
+    random = generator()
+    seeds = [torch.randn(output.shape, generator=random, dtype=torch.float64).to(output) for output in differentiable]
+    if not differentiable:
+        return outputs, [torch.zeros_like(value) for value in inputs]
+    found = torch.autograd.grad(differentiable, inputs, seeds, allow_unused=True)
+    return outputs, [
+        torch.zeros_like(value) if gradient is None else gradient for value, gradient in zip(inputs, found, strict=True)
+    ]
+
+
+def samples_of(spec: OpSpec, dtype: torch.dtype) -> Iterator[Sample]:
+    """The samples of ``spec``, always the same ones."""
+    return spec.samples(dtype, generator())

@@ -1,0 +1,63 @@
+"""torch.compile(fullgraph=True) traces every operator, forward and backward, and changes no result."""
+
+from itertools import islice
+
+import pytest
+import torch
+
+from pymoe.testing.calls import generator, gradients, in_dtype, leaves, samples_of
+from pymoe.testing.compare import assert_close, assert_same_bits
+from pymoe.testing.specs import all_specs
+from pymoe.testing.verify import is_exact
+
+SPECS = {spec.name: spec for spec in all_specs() if spec.compilable}
+
+
+def some_samples(spec, count):
+    """A few samples: those of the gradient checks where there are any, in float32."""
+    if spec.gradient_samples is not None:
+        yield from (in_dtype(sample, torch.float32) for sample in islice(spec.gradient_samples(generator()), count))
+    else:
+        yield from islice(samples_of(spec, spec.dtypes[0]), count)
+
+
+def compare(spec, sample, backend):
+    torch._dynamo.reset()
+    eager_outputs, eager_gradients = gradients(spec.native, sample)
+    compiled = torch.compile(spec.native, fullgraph=True, backend=backend)
+    outputs, found = gradients(compiled, sample)
+    tolerance = spec.tolerances.get(torch.float32, (0.0, 0.0))
+    for i, (got, wanted) in enumerate(zip(outputs, eager_outputs, strict=True)):
+        assert got.requires_grad == wanted.requires_grad
+        if is_exact(spec, i):
+            assert_same_bits(got, wanted, f"output {i}")
+        else:
+            assert_close(got, wanted, tolerance, f"output {i}")
+    for i, (got, wanted) in enumerate(zip(found, eager_gradients, strict=True)):
+        assert_close(got, wanted, tolerance, f"gradient {i}")
+    return len(leaves(sample))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_traced_whole_and_equal_to_eager(name):
+    for sample in some_samples(SPECS[name], 3):
+        compare(SPECS[name], sample, "aot_eager")
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_one_graph_serves_any_number_of_tokens(name):
+    """With dynamic shapes the traced graph is not specialised to the sizes of its first call."""
+    spec = SPECS[name]
+    torch._dynamo.reset()
+    compiled = torch.compile(spec.native, fullgraph=True, backend="aot_eager", dynamic=True)
+    for sample in some_samples(spec, 4):
+        expected, _ = gradients(spec.native, sample)
+        outputs, _ = gradients(compiled, sample)
+        for i, (got, wanted) in enumerate(zip(outputs, expected, strict=True)):
+            assert_close(got, wanted, spec.tolerances.get(torch.float32, (0.0, 0.0)), f"{sample.name}: output {i}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in ("dispatch", "gate_topk") if name in SPECS])
+def test_inductor_equals_eager(name):
+    compare(SPECS[name], next(some_samples(SPECS[name], 1)), "inductor")

@@ -1,0 +1,45 @@
+"""Results are the same bits for every number of threads and at every call."""
+
+import pytest
+import torch
+
+from pymoe.testing import verify
+from pymoe.testing.calls import generator, samples_of, with_grad
+from pymoe.testing.specs import all_specs
+
+SPECS = {spec.name: spec for spec in all_specs()}
+LARGEST_BYTES = 64 << 20
+
+
+def size(sample):
+    return sum(value.numel() for value in verify.tensors_in((sample.args, sample.kwargs)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SPECS)
+def test_largest_samples(name, dtype):
+    spec = SPECS[name]
+    if dtype not in spec.dtypes:
+        return
+    for sample in sorted(samples_of(spec, dtype), key=size)[-5:]:
+        verify.deterministic(spec, with_grad(sample) or sample)
+
+
+def benchmark_cases(spec, count=2):
+    """The largest benchmark shapes of an operator that are not too large for a test."""
+    cases = [case for case in (spec.bench_cases() if spec.bench_cases else ()) if case.bytes <= LARGEST_BYTES]
+    return sorted(cases, key=lambda case: case.bytes)[-count:]
+
+
+LARGE_CASES = [
+    pytest.param(spec.name, case, id=f"{spec.name}-{case.name}")
+    for spec in SPECS.values()
+    for case in benchmark_cases(spec)
+]
+
+
+@pytest.mark.parametrize(("name", "case"), LARGE_CASES)
+def test_benchmark_shapes(name, case):
+    """Large enough for every kernel to spread over all threads."""
+    sample = case.make(generator())
+    verify.deterministic(SPECS[name], with_grad(sample) or sample, repeats=1)

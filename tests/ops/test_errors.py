@@ -1,0 +1,32 @@
+"""A caller's mistake raises exactly the promised exception, the same one from the operator and its reference."""
+
+from functools import cache
+
+import pytest
+
+from pymoe.testing import verify
+from pymoe.testing.specs import all_specs
+
+SPECS = {spec.name: spec for spec in all_specs()}
+
+
+@cache
+def cases(name):
+    return {error_input.sample.name: error_input for error_input in SPECS[name].error_inputs()}
+
+
+EVERY_MISTAKE = [pytest.param(name, case, id=f"{name}-{case}") for name in SPECS for case in cases(name)]
+
+
+@pytest.mark.parametrize(("name", "case"), EVERY_MISTAKE)
+def test_raises_the_promised_error(name, case):
+    spec = SPECS[name]
+    of_native = verify.error_raised(spec, spec.native, cases(name)[case])
+    of_reference = verify.error_raised(spec, spec.reference, cases(name)[case])
+    assert of_native == of_reference
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_specification_has_enough_mistakes(name):
+    assert len(cases(name)) >= 12
+    assert len(cases(name)) == sum(1 for _ in SPECS[name].error_inputs()), "two mistakes share a name"

@@ -1,0 +1,70 @@
+"""Every operator returns what its reference returns, for every sample of its specification.
+
+Outputs that are promised exactly are compared bit for bit, the others within the specification's tolerance. The same
+comparison runs once more in a child process for every narrower instruction set that the machine can run.
+"""
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import pymoe
+from pymoe.testing import verify
+from pymoe.testing.calls import samples_of, with_grad
+from pymoe.testing.specs import all_specs
+
+SPECS = {spec.name: spec for spec in all_specs()}
+ISAS = ["baseline", "v3", "v4"]
+
+
+@cache
+def cases(name, dtype):
+    return {sample.name: sample for sample in samples_of(SPECS[name], dtype)}
+
+
+def every_sample(accept=lambda spec, sample: True):
+    return [
+        pytest.param(spec.name, dtype, name, id=f"{spec.name}-{str(dtype)[6:]}-{name}")
+        for spec in SPECS.values()
+        for dtype in spec.dtypes
+        for name, sample in cases(spec.name, dtype).items()
+        if accept(spec, sample)
+    ]
+
+
+def has_gradients(spec, sample):
+    return spec.gradient_samples is not None and with_grad(sample) is not None
+
+
+@pytest.mark.parametrize(("name", "dtype", "sample"), every_sample())
+def test_outputs(name, dtype, sample):
+    verify.outputs_equal(SPECS[name], dtype, cases(name, dtype)[sample])
+
+
+@pytest.mark.parametrize(("name", "dtype", "sample"), every_sample(has_gradients))
+def test_gradients_of_finite_samples(name, dtype, sample):
+    verify.gradients_equal(SPECS[name], dtype, with_grad(cases(name, dtype)[sample]))
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=lambda spec: spec.name)
+def test_specification_has_enough_cases(spec):
+    counts = {dtype: sum(1 for _ in samples_of(spec, dtype)) for dtype in spec.dtypes}
+    assert all(count >= 40 for count in counts.values()), counts
+    for dtype in spec.dtypes:
+        assert len(cases(spec.name, dtype)) == counts[dtype], "two samples share a name"
+
+
+def test_same_on_every_narrower_instruction_set():
+    asked, in_use = os.environ.get("PYMOE_CPU_ISA"), pymoe.build_info()["cpu_isa"]
+    if asked is not None:  # this is the child, or somebody runs the whole suite this way
+        assert in_use == asked
+        return
+    for isa in ISAS[: ISAS.index(in_use)]:
+        environment = {**os.environ, "PYMOE_CPU_ISA": isa, "PYTHONPATH": str(Path(pymoe.__file__).parents[1])}
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, f"{isa}: " + result.stdout[-8000:] + result.stderr[-2000:]

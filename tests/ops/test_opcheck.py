@@ -1,0 +1,24 @@
+"""Every raw operator behaves as PyTorch expects of one: schema, autograd registration, fake kernel, AOT dispatch."""
+
+import pytest
+import torch
+
+import pymoe  # noqa: F401
+from pymoe.testing.calls import generator
+from pymoe.testing.specs import all_specs
+
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+CALLS = {
+    f"{call.operator}-{call.name}": call
+    for spec in all_specs()
+    if spec.raw_calls is not None
+    for call in spec.raw_calls(generator())
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+def test_opcheck(call):
+    operator = getattr(torch.ops.pymoe, call.operator).default
+    result = torch.library.opcheck(operator, call.args, test_utils=CHECKS)
+    assert result == dict.fromkeys(CHECKS, "SUCCESS")
+
