@@ -7,7 +7,6 @@
 #include <sys/mman.h>
 #endif
 
-#include <initializer_list>
 #include <vector>
 
 namespace pymoe::ops {
@@ -15,9 +14,8 @@ namespace pymoe::ops {
 // An uninitialised tensor on the device of `like`. Large CPU outputs ask the kernel for huge pages: memory that comes
 // fresh from the system costs one page fault every 4 KiB on first touch, which was most of the time of a memory-bound
 // operator; with 2 MiB pages it is a 512th as many. Where the system has none, the advice changes nothing.
-inline torch::stable::Tensor empty(std::initializer_list<int64_t> sizes, torch::headeronly::ScalarType dtype,
+inline torch::stable::Tensor empty(const std::vector<int64_t>& shape, torch::headeronly::ScalarType dtype,
                                    const torch::stable::Tensor& like) {
-  const std::vector<int64_t> shape(sizes);
   torch::stable::Tensor tensor =
       torch::stable::empty({shape.data(), shape.size()}, dtype, std::nullopt, like.device());
 #if defined(__linux__) && defined(MADV_HUGEPAGE)

@@ -1,0 +1,18 @@
+"""The native operators: the names and signatures of :mod:`pymoe.reference`, computed by kernels."""
+
+import pymoe._native  # registers the operators, before the files below describe them to torch.compile  # noqa: F401
+from pymoe.ops.build_routing import build_routing
+from pymoe.ops.combine import combine
+from pymoe.ops.dispatch import dispatch
+from pymoe.ops.gather_batch import gather_batch, split_batch
+from pymoe.reference.types import Gate, Routing
+
+__all__ = [
+    "Gate",
+    "Routing",
+    "build_routing",
+    "combine",
+    "dispatch",
+    "gather_batch",
+    "split_batch",
+]

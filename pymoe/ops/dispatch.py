@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from pymoe.ops.combine import sum_choices
-from pymoe.reference import dispatch as reference
+from pymoe.ops.row_moves import spread_rows
+from pymoe.reference.dispatch import check, check_out
+from pymoe.reference.dispatch import dispatch as reference
 from pymoe.reference.types import Routing
 
 
-class _Dispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor, slot: Tensor, token: Tensor, offsets: Tensor) -> Tensor:
-        return torch.ops.pymoe.dispatch(x, slot, offsets)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        _, slot, token, offsets = inputs
-        ctx.save_for_backward(slot, token, offsets)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return sum_choices(grad, Routing(*ctx.saved_tensors)), None, None, None
+def dispatch(x: Tensor, routing: Routing, *, out: Tensor | None = None) -> Tensor:
+    check(x, routing)
+    if out is None:
+        return spread_rows(x, routing)
+    check_out(x, routing, out)
+    slot, _, offsets = routing
+    torch.ops.pymoe.dispatch_out(x.detach().contiguous(), slot.contiguous(), offsets.contiguous(), out)
+    return out
 
 
-def dispatch(x: Tensor, routing: Routing) -> Tensor:
-    reference.check(x, routing)
-    slot, token, offsets = routing
-    return _Dispatch.apply(x.contiguous(), slot.contiguous(), token.contiguous(), offsets.contiguous())
-
-
-dispatch.__doc__ = reference.dispatch.__doc__
+dispatch.__doc__ = reference.__doc__
 
 
 @torch.library.register_fake("pymoe::dispatch")

@@ -4,9 +4,12 @@ What a function here returns is what the native operator must return: bit for bi
 within the stated tolerance elsewhere. It is written to be read, not to be fast, and imports torch alone.
 """
 
+from pymoe.reference.build_routing import build_routing
+from pymoe.reference.combine import combine
 from pymoe.reference.dispatch import dispatch
 from pymoe.reference.expert_activation import expert_activation
 from pymoe.reference.gate_topk import gate_topk
+from pymoe.reference.gather_batch import gather_batch, split_batch
 from pymoe.reference.grouped_linear import grouped_linear
 from pymoe.reference.router_losses import load_balancing_loss, router_losses, router_z_loss
 from pymoe.reference.types import Gate, RouterLosses, Routing
@@ -15,11 +18,15 @@ __all__ = [
     "Gate",
     "RouterLosses",
     "Routing",
+    "build_routing",
+    "combine",
     "dispatch",
     "expert_activation",
     "gate_topk",
+    "gather_batch",
     "grouped_linear",
     "load_balancing_loss",
     "router_losses",
     "router_z_loss",
+    "split_batch",
 ]

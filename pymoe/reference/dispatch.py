@@ -17,7 +17,35 @@ def check(x: Tensor, routing: Routing) -> None:
     checks.size("dispatch", "routing.slot", routing[0], 0, x.shape[0], "T of x")
 
 
-def dispatch(x: Tensor, routing: Routing) -> Tensor:
+def check_out(x: Tensor, routing: Routing, out: Tensor) -> None:
+    """Raise if ``out`` is not a buffer that :func:`dispatch` may fill."""
+    checks.dtype("dispatch", "out", out, x.dtype)
+    checks.rank("dispatch", "out", out, "(S, H)")
+    checks.size("dispatch", "out", out, 0, routing[1].shape[0], "T * K of routing.slot")
+    checks.size("dispatch", "out", out, 1, x.shape[1], "H of x")
+    checks.same_device("dispatch", "out", out, "x", x)
+    if not out.is_contiguous():
+        raise ValueError(f"dispatch: out must be contiguous, got strides {out.stride()} for {tuple(out.shape)}")
+    if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
+        name = "x" if x.requires_grad else "out"
+        raise ValueError(
+            f"dispatch: out= has no gradient, but {name} requires one; leave out= away or call under torch.no_grad()"
+        )
+    if not torch.compiler.is_compiling() and _may_overlap(x, out):
+        raise ValueError("dispatch: out must not overlap x in memory")
+
+
+def _may_overlap(x: Tensor, out: Tensor) -> bool:
+    """Whether the stretches of memory from first to last element of the two tensors meet."""
+    if x.numel() == 0 or out.numel() == 0:
+        return False
+    x_begin, out_begin = x.data_ptr(), out.data_ptr()
+    x_reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    x_end = x_begin + (x_reach + 1) * x.element_size()
+    return x_begin < out_begin + out.numel() * out.element_size() and out_begin < x_end
+
+
+def dispatch(x: Tensor, routing: Routing, *, out: Tensor | None = None) -> Tensor:
     """Copy every token's row to the rows that its choices own.
 
     ``out[routing.slot[t, k]] = x[t]`` for every choice that was not dropped; rows past ``routing.offsets[-1]`` are
@@ -26,18 +54,25 @@ def dispatch(x: Tensor, routing: Routing) -> Tensor:
     Args:
         x: (T, H), any floating dtype.
         routing: from :func:`build_routing` for the same T.
+        out: (S, H), contiguous, the dtype and device of ``x``, apart from it in memory: a buffer to fill instead of
+            fresh memory. Nothing is recorded for the backward, so neither tensor may require a gradient then
+            (except under :func:`torch.no_grad`).
 
     Returns:
-        (S, H) with S = T * K, the dtype of ``x``. Differentiable in ``x``: the gradient of a token is the sum over
-        its choices, in the order of the choices (:func:`combine` without weights).
+        (S, H) with S = T * K, the dtype of ``x``; ``out`` where it was given. Differentiable in ``x``: the gradient
+        of a token is the sum over its choices, in the order of the choices (:func:`combine` without weights).
 
     Raises:
         TypeError: a dtype is not as above.
-        ValueError: a rank, size or device does not fit.
+        ValueError: a rank, size or device does not fit; ``out`` is not contiguous, overlaps ``x``, or a gradient
+            would be lost in it.
         IndexError: a slot lies outside [-1, S).
     """
     check(x, routing)
     slot, token, _ = routing
     checks.slots_in_range("dispatch", slot)
+    if out is not None:
+        check_out(x, routing, out)
     rows = x[token.clamp(min=0).long()]
-    return torch.where(token[:, None] >= 0, rows, torch.zeros((), dtype=x.dtype, device=x.device))
+    rows = torch.where(token[:, None] >= 0, rows, torch.zeros((), dtype=x.dtype, device=x.device))
+    return rows if out is None else out.copy_(rows)

@@ -1,0 +1,33 @@
+// build_routing: a stable counting sort of all choices by expert.
+//
+//     offsets[e + 1] - offsets[e] = min(capacity, choices of expert e)
+//     slot[t, k]  = offsets[e] + place,  place = choices of e = experts[t, k] before (t, k);  -1 if place >= capacity
+//     token[slot[t, k]] = t;  token[s] = -1 for s >= offsets[E]
+//
+// The CPU twin throws std::out_of_range for an expert outside [0, E) and leaves the outputs unspecified. No result
+// depends on the number of threads. T * K < 2^31.
+#pragma once
+
+#include <cstdint>
+
+namespace pymoe {
+
+struct BuildRoutingArguments {
+  const void* experts;   // (T, K) int32 or int64
+  bool wide;             // experts are int64
+  int32_t* slot;         // (T, K)
+  int32_t* token;        // (S,), S = T * K
+  int32_t* offsets;      // (E + 1,)
+  int32_t* workspace;    // build_routing_workspace(...) values, contents arbitrary
+  int64_t tokens;        // T
+  int64_t choices;       // K
+  int64_t num_experts;   // E
+  int64_t capacity;      // at least 0; T * K or more drops nothing
+};
+
+namespace cpu {
+int64_t build_routing_workspace(int64_t rows, int64_t num_experts);
+void build_routing(const BuildRoutingArguments& arguments);
+}
+
+}  // namespace pymoe

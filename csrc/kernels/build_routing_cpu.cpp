@@ -1,0 +1,109 @@
+// Three passes over blocks of choices whose size depends on the sizes alone: count the experts of each block, scan
+// the counts over (expert, block), then hand out rows block by block. Within a block choices are visited in order,
+// and an expert's rows of an earlier block come first: stable, whatever thread runs which block.
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "kernels/build_routing.h"
+#include "kernels/cpu/parallel.h"
+
+namespace pymoe::cpu {
+namespace {
+
+[[noreturn]] void throw_bad_expert(int64_t index, int64_t choices, int64_t expert, int64_t num_experts) {
+  throw std::out_of_range("build_routing: experts must lie in [0, E) (E = " + std::to_string(num_experts) +
+                          "), got " + std::to_string(expert) + " at [" + std::to_string(index / choices) + ", " +
+                          std::to_string(index % choices) + "]");
+}
+
+// A block costs E counters in the scan; 8 choices a counter keep the scan a small part.
+int64_t block_size(int64_t rows, int64_t num_experts) {
+  return std::min(std::max<int64_t>(8192, 8 * num_experts), std::max<int64_t>(rows, 1));
+}
+
+int64_t count_blocks(int64_t rows, int64_t num_experts) {
+  const int64_t size = block_size(rows, num_experts);
+  return (rows + size - 1) / size;
+}
+
+template <typename Index>
+void count(const BuildRoutingArguments& a, int64_t begin, int64_t end, int32_t* counts) {
+  const auto* experts = static_cast<const Index*>(a.experts);
+  std::fill_n(counts, a.num_experts, 0);
+  for (int64_t i = begin; i < end; ++i) {
+    const auto expert = static_cast<uint64_t>(static_cast<int64_t>(experts[i]));
+    if (expert >= static_cast<uint64_t>(a.num_experts)) throw_bad_expert(i, a.choices, experts[i], a.num_experts);
+    ++counts[expert];
+  }
+}
+
+template <typename Index>
+void place(const BuildRoutingArguments& a, int64_t begin, int64_t end, int32_t* next) {
+  const auto* experts = static_cast<const Index*>(a.experts);
+  int64_t token = begin / a.choices, choice = begin % a.choices;
+  for (int64_t i = begin; i < end; ++i) {
+    const auto expert = experts[i];
+    const int32_t row = next[expert];
+    if (row < a.offsets[expert + 1]) {
+      next[expert] = row + 1;
+      a.slot[i] = row;
+      a.token[row] = static_cast<int32_t>(token);
+    } else {
+      a.slot[i] = -1;
+    }
+    if (++choice == a.choices) {
+      choice = 0;
+      ++token;
+    }
+  }
+}
+
+template <typename Index>
+void run(const BuildRoutingArguments& a) {
+  const int64_t rows = a.tokens * a.choices;
+  const int64_t size = block_size(rows, a.num_experts), blocks = count_blocks(rows, a.num_experts);
+  parallel_for(0, blocks, 1, [&](int64_t first, int64_t last) {
+    for (int64_t block = first; block < last; ++block) {
+      count<Index>(a, block * size, std::min(rows, (block + 1) * size), a.workspace + block * a.num_experts);
+    }
+  });
+
+  int64_t used = 0;
+  for (int64_t expert = 0; expert < a.num_experts; ++expert) {
+    a.offsets[expert] = static_cast<int32_t>(used);
+    int64_t seen = 0;
+    for (int64_t block = 0; block < blocks; ++block) {
+      int32_t& counter = a.workspace[block * a.num_experts + expert];
+      const int64_t here = counter;
+      counter = static_cast<int32_t>(used + std::min(seen, a.capacity));  // the block's first row for this expert
+      seen += here;
+    }
+    used += std::min(seen, a.capacity);
+  }
+  a.offsets[a.num_experts] = static_cast<int32_t>(used);
+
+  parallel_for(0, blocks, 1, [&](int64_t first, int64_t last) {
+    for (int64_t block = first; block < last; ++block) {
+      place<Index>(a, block * size, std::min(rows, (block + 1) * size), a.workspace + block * a.num_experts);
+    }
+  });
+  std::fill(a.token + used, a.token + rows, -1);
+}
+
+}  // namespace
+
+int64_t build_routing_workspace(int64_t rows, int64_t num_experts) {
+  return count_blocks(rows, num_experts) * num_experts;
+}
+
+void build_routing(const BuildRoutingArguments& arguments) {
+  if (arguments.wide) {
+    run<int64_t>(arguments);
+  } else {
+    run<int32_t>(arguments);
+  }
+}
+
+}  // namespace pymoe::cpu

@@ -1,0 +1,62 @@
+#include "kernels/combine.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kernels/cpu/parallel.h"
+
+namespace pymoe::cpu {
+namespace {
+
+[[noreturn]] void throw_bad_slot(const char* name, int64_t index, int64_t choices, int64_t slot, int64_t rows) {
+  throw std::out_of_range(std::string(name) + ": routing.slot must lie in [-1, S) (S = " + std::to_string(rows) +
+                          "), got " + std::to_string(slot) + " at [" + std::to_string(index / choices) + ", " +
+                          std::to_string(index % choices) + "]");
+}
+
+PYMOE_INLINE int64_t checked_slot(const char* name, const int32_t* slots, int64_t index, int64_t choices,
+                                  int64_t tokens) {
+  const int64_t slot = slots[index];
+  if (slot < -1 || slot >= tokens * choices) throw_bad_slot(name, index, choices, slot, tokens * choices);
+  return slot;
+}
+
+// Tokens a thread takes at least: some 64 KiB of traffic.
+int64_t grain(int64_t choices, int64_t row_bytes) {
+  return std::max<int64_t>(1, (int64_t{64} << 10) / ((1 + choices) * std::max<int64_t>(row_bytes, 1)));
+}
+
+}  // namespace
+}  // namespace pymoe::cpu
+
+#define PYMOE_ISA_BODY "kernels/combine_cpu_body.h"
+#include "kernels/cpu/for_each_isa.h"
+
+namespace pymoe::cpu {
+
+void combine(const CombineArguments& a) {
+  const auto run = PYMOE_SELECT_ISA(combine_range);
+  parallel_for(0, a.tokens, grain(a.choices, a.hidden * size_of(a.dtype)), [&](int64_t begin, int64_t end) {
+    std::vector<const void*> rows(static_cast<size_t>(a.choices));
+    std::vector<double> weights(static_cast<size_t>(a.choices));
+    run(a, begin, end, rows.data(), weights.data());
+  });
+}
+
+void combine_backward(const CombineBackwardArguments& a) {
+  if (a.dy == nullptr && a.dweights == nullptr) return;
+  const int64_t row_bytes = a.hidden * size_of(a.dtype), rows = a.tokens * a.choices;
+  const auto run = PYMOE_SELECT_ISA(combine_backward_range);
+  parallel_for(0, a.tokens, grain(2 * a.choices, row_bytes), [&](int64_t begin, int64_t end) { run(a, begin, end); });
+  if (a.dy == nullptr || row_bytes == 0) return;
+  const int64_t used = std::clamp<int64_t>(*a.used, 0, rows);
+  parallel_for(used, rows, grain(0, row_bytes), [&](int64_t begin, int64_t end) {
+    memset(static_cast<char*>(a.dy) + begin * row_bytes, 0, static_cast<size_t>((end - begin) * row_bytes));
+  });
+}
+
+}  // namespace pymoe::cpu

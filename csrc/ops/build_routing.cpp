@@ -1,0 +1,55 @@
+// pymoe::build_routing: see kernels/build_routing.h for what it computes and pymoe/reference/build_routing.py for its
+// contract.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <optional>
+#include <tuple>
+
+#include "kernels/build_routing.h"
+#include "ops/allocate.h"
+#include "ops/check.h"
+
+namespace pymoe::ops {
+namespace {
+
+constexpr const char* kName = "build_routing";
+constexpr int64_t kRowLimit = int64_t{1} << 31;  // rows are numbered in int32
+
+std::tuple<Tensor, Tensor, Tensor> build_routing_cpu(const Tensor& experts, int64_t num_experts,
+                                                     std::optional<int64_t> capacity) {
+  const bool wide = experts.scalar_type() == ScalarType::Long;
+  if (!wide) require_dtype(kName, "experts", experts, ScalarType::Int);
+  require_shape(kName, "experts", experts, {-1, -1});
+  const int64_t rows = experts.numel();
+  require(rows < kRowLimit, kName, "experts must hold fewer than 2^31 choices, got ", shape_of(experts));
+  require(num_experts >= 1 && num_experts < kRowLimit, kName, "num_experts must be in 1..2^31 - 1, got ", num_experts);
+  require(!capacity || *capacity >= 0, kName, "capacity must be None or at least 0, got ", capacity.value_or(0));
+
+  Tensor slot = empty({experts.size(0), experts.size(1)}, ScalarType::Int, experts);
+  Tensor token = empty({rows}, ScalarType::Int, experts);
+  Tensor offsets = empty({num_experts + 1}, ScalarType::Int, experts);
+  Tensor workspace = empty({cpu::build_routing_workspace(rows, num_experts)}, ScalarType::Int, experts);
+  cpu::build_routing({
+      experts.const_data_ptr(),
+      wide,
+      static_cast<int32_t*>(slot.mutable_data_ptr()),
+      static_cast<int32_t*>(token.mutable_data_ptr()),
+      static_cast<int32_t*>(offsets.mutable_data_ptr()),
+      static_cast<int32_t*>(workspace.mutable_data_ptr()),
+      experts.size(0),
+      experts.size(1),
+      num_experts,
+      std::min(capacity.value_or(rows), rows),
+  });
+  return {slot, token, offsets};
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(pymoe, library) {
+  library.def("build_routing(Tensor experts, SymInt num_experts, SymInt? capacity) -> (Tensor, Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(pymoe, CPU, library) { library.impl("build_routing", TORCH_BOX(&build_routing_cpu)); }
+
+}  // namespace
+}  // namespace pymoe::ops

@@ -1,0 +1,49 @@
+// pymoe::gather_batch: see kernels/gather_batch.h for what it computes and pymoe/reference/gather_batch.py for its
+// contract.
+#include <torch/csrc/stable/library.h>
+
+#include <string>
+#include <vector>
+
+#include "kernels/gather_batch.h"
+#include "ops/allocate.h"
+#include "ops/check.h"
+
+namespace pymoe::ops {
+namespace {
+
+constexpr const char* kName = "gather_batch";
+
+Tensor gather_batch_cpu(const std::vector<Tensor>& tensors) {
+  require(!tensors.empty(), kName, "tensors must hold at least one tensor, got none");
+  const Tensor& first = tensors[0];
+  require(first.dim() >= 1, kName, "tensors[0] must have at least one dimension, got ()");
+  std::vector<int64_t> shape(first.sizes().begin(), first.sizes().end());
+  shape[0] = 0;
+  std::vector<const void*> sources;
+  std::vector<int64_t> starts{0};
+  sources.reserve(tensors.size());
+  starts.reserve(tensors.size() + 1);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const Tensor& tensor = tensors[i];
+    bool same = tensor.dim() == first.dim() && tensor.scalar_type() == first.scalar_type() &&
+                tensor.device() == first.device();
+    for (int64_t dim = 1; same && dim < first.dim(); ++dim) same = tensor.size(dim) == first.size(dim);
+    require(same, kName, "tensors[", i, "] must agree with tensors[0] in dtype, device and trailing shape, got ",
+            shape_of(tensor), " and ", shape_of(first));
+    require(tensor.is_contiguous(), kName, "tensors[", i, "] must be contiguous");
+    shape[0] += tensor.size(0);
+    sources.push_back(tensor.const_data_ptr());
+    starts.push_back(starts.back() + tensor.numel() * static_cast<int64_t>(tensor.element_size()));
+  }
+  Tensor batch = empty(shape, first.scalar_type(), first);
+  cpu::gather_batch({sources.data(), starts.data(), batch.mutable_data_ptr(), static_cast<int64_t>(tensors.size())});
+  return batch;
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(pymoe, library) { library.def("gather_batch(Tensor[] tensors) -> Tensor"); }
+
+STABLE_TORCH_LIBRARY_IMPL(pymoe, CPU, library) { library.impl("gather_batch", TORCH_BOX(&gather_batch_cpu)); }
+
+}  // namespace
+}  // namespace pymoe::ops

@@ -1,0 +1,29 @@
+"""build_routing: native stable counting sort. Contract: :func:`pymoe.reference.build_routing`; kernel:
+csrc/kernels/build_routing.h.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pymoe.reference.build_routing import build_routing as reference
+from pymoe.reference.build_routing import check
+from pymoe.reference.types import Routing
+
+
+def build_routing(experts: Tensor, num_experts: int, *, capacity: int | None = None) -> Routing:
+    check(experts, num_experts, capacity)
+    return Routing(*torch.ops.pymoe.build_routing(experts.contiguous(), num_experts, capacity))
+
+
+build_routing.__doc__ = reference.__doc__
+
+
+@torch.library.register_fake("pymoe::build_routing")
+def _(experts: Tensor, num_experts: int, capacity: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        experts.new_empty(experts.shape, dtype=torch.int32),
+        experts.new_empty((experts.numel(),), dtype=torch.int32),
+        experts.new_empty((num_experts + 1,), dtype=torch.int32),
+    )

@@ -1,0 +1,44 @@
+"""gather_batch, split_batch: many tensors to one batch in one parallel copy, and back by views. Contract:
+:func:`pymoe.reference.gather_batch`; kernel: csrc/kernels/gather_batch.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pymoe.reference.gather_batch import check_tensors, split_batch  # split_batch makes views: no kernel
+from pymoe.reference.gather_batch import gather_batch as reference
+
+__all__ = ["gather_batch", "split_batch"]
+
+
+def gather_batch(tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[int, ...]]:
+    check_tensors(tensors)
+    batch = torch.ops.pymoe.gather_batch([tensor.contiguous() for tensor in tensors])
+    return batch, tuple(tensor.shape[0] for tensor in tensors)
+
+
+gather_batch.__doc__ = reference.__doc__
+
+
+@torch.library.register_fake("pymoe::gather_batch")
+def _(tensors: Sequence[Tensor]) -> Tensor:
+    first = tensors[0]
+    return first.new_empty((sum(tensor.shape[0] for tensor in tensors), *first.shape[1:]))
+
+
+# Registered with the operator, unlike its siblings' torch.autograd.Function: torch.compile does not trace a Function
+# that is given one tensor twice, and a list may well hold one.
+def _setup_context(ctx: Any, inputs: tuple[Sequence[Tensor]], output: Tensor) -> None:
+    ctx.sizes = [tensor.shape[0] for tensor in inputs[0]]
+
+
+def _backward(ctx: Any, grad: Tensor) -> list[Tensor]:
+    return list(grad.split(ctx.sizes))
+
+
+torch.library.register_autograd("pymoe::gather_batch", _backward, setup_context=_setup_context)

@@ -1,0 +1,54 @@
+"""The two moves of rows that undo each other's work in the backward: spread (dispatch) and sum (combine without
+weights). Each is the gradient of the other, so both are differentiable any number of times.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pymoe.reference.types import Routing
+
+
+class _SpreadRows(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, slot: Tensor, token: Tensor, offsets: Tensor) -> Tensor:
+        return torch.ops.pymoe.dispatch(x, slot, offsets)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        _, slot, token, offsets = inputs
+        ctx.save_for_backward(slot, token, offsets)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return sum_choices(grad, Routing(*ctx.saved_tensors)), None, None, None
+
+
+class _SumChoices(torch.autograd.Function):
+    @staticmethod
+    def forward(rows: Tensor, slot: Tensor, token: Tensor, offsets: Tensor) -> Tensor:
+        return torch.ops.pymoe.combine(rows, slot, None)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        _, slot, token, offsets = inputs
+        ctx.save_for_backward(slot, token, offsets)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return spread_rows(grad, Routing(*ctx.saved_tensors)), None, None, None
+
+
+def spread_rows(x: Tensor, routing: Routing) -> Tensor:
+    """(T, H) to (S, H): :func:`dispatch` of checked arguments."""
+    slot, token, offsets = routing
+    return _SpreadRows.apply(x.contiguous(), slot.contiguous(), token.contiguous(), offsets.contiguous())
+
+
+def sum_choices(rows: Tensor, routing: Routing) -> Tensor:
+    """(S, H) to (T, H): :func:`combine` of checked arguments, without weights."""
+    slot, token, offsets = routing
+    return _SumChoices.apply(rows.contiguous(), slot.contiguous(), token.contiguous(), offsets.contiguous())

@@ -1,0 +1,76 @@
+"""build_routing: where every choice's row lies when rows are sorted by expert."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pymoe.reference import checks
+from pymoe.reference.types import Routing
+
+ROW_LIMIT = 2**31
+"""Rows are numbered in int32: S = T * K must stay below this."""
+
+
+def check(experts: Tensor, num_experts: int, capacity: int | None) -> None:
+    """Raise if the arguments of :func:`build_routing` break its contract (but for the indices' range)."""
+    checks.dtype("build_routing", "experts", experts, torch.int32, torch.int64)
+    checks.rank("build_routing", "experts", experts, "(T, K)")
+    checks.integer("build_routing", "num_experts", num_experts, 1, ROW_LIMIT - 1, "in 1..2^31 - 1")
+    if capacity is not None:
+        checks.integer("build_routing", "capacity", capacity, 0, None, "None or at least 0")
+    if experts.shape[0] * experts.shape[1] >= ROW_LIMIT:
+        raise ValueError(f"build_routing: experts must hold fewer than 2^31 choices, got {tuple(experts.shape)}")
+
+
+def build_routing(experts: Tensor, num_experts: int, *, capacity: int | None = None) -> Routing:
+    """Sort the choices of all tokens by expert, stable in (token, choice) order.
+
+    Expert e owns the rows ``offsets[e]`` to ``offsets[e + 1]``. Within an expert rows keep the order of
+    (token, choice); of an expert's rows the first ``capacity`` are kept and what comes after them is dropped, as in
+    Switch Transformer (arXiv 2101.03961) without its padding: rows in use are contiguous. A token may name an
+    expert more than once.
+
+    Args:
+        experts: (T, K) int32 or int64, values in 0..E-1, with T * K < 2^31; from :func:`gate_topk`.
+        num_experts: E, at least 1.
+        capacity: the most rows that an expert may have; ``None`` drops nothing, 0 drops everything.
+
+    Returns:
+        ``Routing(slot, token, offsets)``, all int32, not differentiable: ``slot`` (T, K), the row of each choice or
+        -1 where dropped; ``token`` (S,) with S = T * K, the token of each row, -1 for the rows past ``offsets[-1]``;
+        ``offsets`` (E + 1,).
+
+    Raises:
+        TypeError: ``experts`` is no tensor of int32 or int64, or an int is not an int.
+        ValueError: ``experts`` is not (T, K) or too large, ``num_experts`` or ``capacity`` is out of range.
+        IndexError: an expert index lies outside 0..E-1.
+    """
+    check(experts, num_experts, capacity)
+    tokens, choices = experts.shape
+    rows = tokens * choices
+    expert_S = experts.reshape(-1).long()
+    bad = (expert_S < 0) | (expert_S >= num_experts)
+    if bool(bad.any()):
+        at = int(bad.nonzero()[0])
+        raise IndexError(
+            f"build_routing: experts must lie in [0, E) (E = {num_experts}), got {int(expert_S[at])} "
+            f"at [{at // choices}, {at % choices}]"
+        )
+
+    order = torch.argsort(expert_S, stable=True)  # row in full order -> choice, in (token, choice) order
+    load = torch.bincount(expert_S, minlength=num_experts)
+    start = load.cumsum(0) - load
+    place = torch.empty_like(order)  # choice -> how many choices of its expert come before it
+    place[order] = torch.arange(rows, device=experts.device) - start[expert_S[order]]
+
+    kept_load = load if capacity is None else load.clamp(max=capacity)
+    offsets = torch.cat([kept_load.new_zeros(1), kept_load.cumsum(0)])
+    slot_S = offsets[expert_S] + place
+    if capacity is not None:
+        slot_S = torch.where(place < capacity, slot_S, -1)
+    token = torch.full((rows,), -1, dtype=torch.int32, device=experts.device)
+    kept = slot_S >= 0
+    token_of_choice = torch.arange(rows, device=experts.device) // max(choices, 1)
+    token[slot_S[kept]] = token_of_choice[kept].int()
+    return Routing(slot_S.reshape(tokens, choices).int(), token, offsets.int())

@@ -1,0 +1,65 @@
+"""combine: the weighted sum of a token's rows, rows of experts back to rows of tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pymoe.reference import checks
+from pymoe.reference.types import Routing
+
+
+def check(y: Tensor, routing: Routing, weights: Tensor | None) -> None:
+    """Raise if the arguments of :func:`combine` break its contract."""
+    checks.floating("combine", "y", y)
+    checks.rank("combine", "y", y, "(S, H)")
+    checks.routing("combine", routing, "y", y)
+    slot = routing[0]
+    checks.size("combine", "y", y, 0, slot.shape[0] * slot.shape[1], "T * K of routing.slot")
+    if weights is not None:
+        expected = torch.float64 if y.dtype == torch.float64 else torch.float32
+        checks.tensor("combine", "weights", weights)
+        if weights.dtype != expected:
+            name = str(expected).removeprefix("torch.")
+            raise TypeError(f"combine: weights must have dtype {name} for y of {y.dtype}, got {weights.dtype}")
+        checks.rank("combine", "weights", weights, "(T, K)")
+        checks.size("combine", "weights", weights, 0, slot.shape[0], "T of routing.slot")
+        checks.size("combine", "weights", weights, 1, slot.shape[1], "K of routing.slot")
+        checks.same_device("combine", "weights", weights, "y", y)
+
+
+def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
+    """Sum the rows of every token's choices, weighted where ``weights`` are given.
+
+    ``out[t] = sum over k of weights[t, k] * y[routing.slot[t, k]]``. The sum runs over k in order, in float32 (float64
+    for float64), from +0, product and addition rounded separately, and is rounded once to the dtype of ``y``: the
+    result is exact in this sense, the same on every device and for every number of threads. A dropped choice adds
+    nothing, whatever its weight.
+
+    Args:
+        y: (S, H) with S = T * K, any floating dtype; rows past ``routing.offsets[-1]`` are never read.
+        routing: from :func:`build_routing`.
+        weights: (T, K) float32 (float64 for float64 ``y``), or ``None`` for a plain sum.
+
+    Returns:
+        (T, H), the dtype of ``y``. Differentiable in ``y`` (the gradient of a row is its weight times the gradient
+        of its token, zero past ``routing.offsets[-1]``) and in ``weights`` (the inner product of the token's gradient
+        and the choice's row; zero where dropped).
+
+    Raises:
+        TypeError: a dtype is not as above.
+        ValueError: a rank, size or device does not fit.
+        IndexError: a slot lies outside [-1, S).
+    """
+    check(y, routing, weights)
+    slot = routing[0]
+    checks.slots_in_range("combine", slot)
+    dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
+    total = torch.zeros(slot.shape[0], y.shape[1], dtype=dtype, device=y.device)
+    for choice in range(slot.shape[1]):
+        row = slot[:, choice]
+        term = y[row.clamp(min=0).long()].to(dtype)
+        if weights is not None:
+            term = weights[:, choice, None] * term
+        total = torch.where(row[:, None] >= 0, total + term, total)
+    return total.to(y.dtype)
