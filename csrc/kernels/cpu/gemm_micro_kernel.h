@@ -1,0 +1,92 @@
+// The innermost loop of gemm: a tile of C in registers (see gemm.h; no include guard on purpose).
+//
+// The tile is as large as the registers allow, so that a step of k, which loads kTileVectors vectors of B and
+// broadcasts kTileRows elements of A, feeds many multiply-adds: 6 x 2 vectors of the 16 of AVX2, 14 x 2 of the 32 of
+// AVX-512, 4 x 2 of the 16 of SSE2 (which has no fused multiply-add and needs a register for the product).
+
+namespace pymoe::cpu::PYMOE_ISA {
+
+#if PYMOE_ISA_LEVEL == 4
+inline constexpr int kTileRows = 14;
+#elif PYMOE_ISA_LEVEL == 3
+inline constexpr int kTileRows = 6;
+#else
+inline constexpr int kTileRows = 4;
+#endif
+inline constexpr int kTileVectors = 2;
+
+template <typename S>
+inline constexpr int kTileColumns = kTileVectors * kLanes<S>;
+
+#if PYMOE_ISA_LEVEL == 4
+PYMOE_INLINE vfloat multiply_add(vfloat a, vfloat b, vfloat c) { return (vfloat)_mm512_fmadd_ps(a, b, c); }
+PYMOE_INLINE vdouble multiply_add(vdouble a, vdouble b, vdouble c) { return (vdouble)_mm512_fmadd_pd(a, b, c); }
+#elif PYMOE_ISA_LEVEL == 3
+PYMOE_INLINE vfloat multiply_add(vfloat a, vfloat b, vfloat c) { return (vfloat)_mm256_fmadd_ps(a, b, c); }
+PYMOE_INLINE vdouble multiply_add(vdouble a, vdouble b, vdouble c) { return (vdouble)_mm256_fmadd_pd(a, b, c); }
+#else
+PYMOE_INLINE vfloat multiply_add(vfloat a, vfloat b, vfloat c) { return a * b + c; }
+PYMOE_INLINE vdouble multiply_add(vdouble a, vdouble b, vdouble c) { return a * b + c; }
+#endif
+
+// c[i][j] = start[i][j] + sum over p of a[p][i] * b[p][j] for i < rows and j < columns. `a` is a packed panel of
+// kTileRows, `b` one of kTileColumns. `start` is either c itself or a row of start values (stride 0); it is read a
+// whole vector at a time where columns == kTileColumns.
+template <typename S>
+using MicroKernel = void (*)(int64_t k, const S* a, const S* b, const S* start, int64_t start_stride, S* c,
+                             int64_t c_stride, int columns);
+
+template <typename S, int kRows>
+void micro_kernel(int64_t k, const S* PYMOE_RESTRICT a, const S* PYMOE_RESTRICT b, const S* start,
+                  int64_t start_stride, S* c, int64_t c_stride, int columns) {
+  using Vector = typename VectorOf<S>::type;
+  constexpr int kWidth = kLanes<S>;
+  Vector sum[kRows][kTileVectors] = {};
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) __builtin_prefetch(c + i * c_stride, 1);
+#pragma GCC unroll 4
+  for (int64_t p = 0; p < k; ++p) {
+    Vector right[kTileVectors];
+#pragma GCC unroll 16
+    for (int j = 0; j < kTileVectors; ++j) right[j] = load(b + j * kWidth);
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      const Vector left = broadcast(a[i]);
+#pragma GCC unroll 16
+      for (int j = 0; j < kTileVectors; ++j) sum[i][j] = multiply_add(left, right[j], sum[i][j]);
+    }
+    a += kTileRows;
+    b += kTileColumns<S>;
+  }
+  if (columns == kTileColumns<S>) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 16
+      for (int j = 0; j < kTileVectors; ++j) {
+        store(c + i * c_stride + j * kWidth, load(start + i * start_stride + j * kWidth) + sum[i][j]);
+      }
+    }
+    return;
+  }
+  S whole[kRows][kTileColumns<S>];
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 16
+    for (int j = 0; j < kTileVectors; ++j) store(&whole[i][j * kWidth], sum[i][j]);
+  }
+  for (int i = 0; i < kRows; ++i) {
+    for (int j = 0; j < columns; ++j) c[i * c_stride + j] = start[i * start_stride + j] + whole[i][j];
+  }
+}
+
+// The kernel for a tile of `rows` rows, 1 <= rows <= kTileRows: at the lower edge fewer rows are computed, not
+// padding.
+template <typename S>
+MicroKernel<S> micro_kernel_for(int rows) {
+  return [rows]<int... i>(std::integer_sequence<int, i...>) {
+    static constexpr MicroKernel<S> kernels[] = {&micro_kernel<S, i + 1>...};
+    return kernels[rows - 1];
+  }(std::make_integer_sequence<int, kTileRows>{});
+}
+
+}  // namespace pymoe::cpu::PYMOE_ISA

@@ -1,0 +1,224 @@
+// Packing for gemm (see gemm.h; no include guard on purpose).
+//
+// pack<kPanel>(source, item_stride, k_stride, items, k, target) copies a matrix of `items` x `k` elements to panels of
+// kPanel items, k-major inside a panel, widened to the type that sums are kept in:
+//
+//     target[(item / kPanel) * kPanel * k + p * kPanel + item % kPanel] = source[item * item_stride + p * k_stride]
+//
+// and zero for the items that the last panel lacks. Items are rows of A or columns of B. Where k is contiguous in
+// memory, blocks are transposed in registers; where items are, vectors are copied. The vectors of a step may be wider
+// than the panel: the surplus lands where the next step writes, so `target` needs kPackSlack elements past its end.
+
+namespace pymoe::cpu::PYMOE_ISA {
+
+inline constexpr int64_t kPackSlack = 16;
+inline constexpr int64_t kPackMaxK = 512;  // the longest k of a call
+
+// Elements of S in 16 bytes: a 128-bit part of a vector is the largest piece that cheap shuffles stay within.
+template <typename S>
+inline constexpr int kPart = 16 / static_cast<int>(sizeof(S));
+
+typedef float PartFloat __attribute__((vector_size(16)));
+typedef double PartDouble __attribute__((vector_size(16)));
+typedef uint32_t PartBits __attribute__((vector_size(16)));
+typedef uint16_t PartHalf __attribute__((vector_size(8)));
+
+PYMOE_INLINE PartFloat load_part(const float* source) {
+  PartFloat part;
+  memcpy(&part, source, sizeof(part));
+  return part;
+}
+PYMOE_INLINE PartDouble load_part(const double* source) {
+  PartDouble part;
+  memcpy(&part, source, sizeof(part));
+  return part;
+}
+PYMOE_INLINE PartFloat load_part(const BFloat16* source) {
+  PartHalf bits;
+  memcpy(&bits, source, sizeof(bits));
+  return (PartFloat)(__builtin_convertvector(bits, PartBits) << 16);
+}
+PYMOE_INLINE PartFloat load_part(const Float16* source) {
+#if PYMOE_ISA_LEVEL >= 3
+  return (PartFloat)_mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(source)));
+#else
+  return PartFloat{to_accumulate(source[0]), to_accumulate(source[1]), to_accumulate(source[2]),
+                   to_accumulate(source[3])};
+#endif
+}
+
+// [part of rows[0], part of rows[step], part of rows[2 * step], ...] at element p.
+template <typename T>
+PYMOE_INLINE vector_t<T> gather_parts(const T* const* rows, int step, int64_t p) {
+  using Vector = vector_t<T>;
+  Vector vector;
+#if PYMOE_ISA_LEVEL == 1
+  (void)step;
+  vector = load_part(rows[0] + p);
+#else
+  const auto low = load_part(rows[0] + p);
+  const auto high = load_part(rows[step] + p);
+  const auto pair = [](auto a, auto b) {
+    if constexpr (sizeof(a[0]) == 4) {
+      return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7);
+    } else {
+      return __builtin_shufflevector(a, b, 0, 1, 2, 3);
+    }
+  };
+#if PYMOE_ISA_LEVEL == 3
+  vector = (Vector)pair(low, high);
+#else
+  const auto lower = pair(low, high);
+  const auto upper = pair(load_part(rows[2 * step] + p), load_part(rows[3 * step] + p));
+  if constexpr (sizeof(lower[0]) == 4) {
+    vector = (Vector)__builtin_shufflevector(lower, upper, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  } else {
+    vector = (Vector)__builtin_shufflevector(lower, upper, 0, 1, 2, 3, 4, 5, 6, 7);
+  }
+#endif
+#endif
+  return vector;
+}
+
+// Shuffles two vectors by a rule that repeats in every 128-bit part: lane i takes rule(i within its part), where
+// 0 .. part - 1 are the lanes of a's part and part .. 2 * part - 1 those of b's.
+template <typename Vector, typename Rule>
+PYMOE_INLINE Vector shuffle_parts(Vector a, Vector b, Rule rule) {
+  constexpr int lanes = static_cast<int>(sizeof(Vector) / sizeof(a[0]));
+  constexpr int part = static_cast<int>(16 / sizeof(a[0]));
+  return [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
+    return __builtin_shufflevector(
+        a, b, (i / part * part + Rule{}(i % part) % part + (Rule{}(i % part) >= part ? lanes : 0))...);
+  }(std::make_integer_sequence<int, lanes>{});
+}
+
+// Transposes the part x part block in every 128-bit part.
+PYMOE_INLINE void transpose_parts(vfloat (&v)[4]) {
+  const auto interleave_low = [](int i) constexpr { return (i % 2) * 4 + i / 2; };
+  const auto interleave_high = [](int i) constexpr { return (i % 2) * 4 + i / 2 + 2; };
+  const auto pair_low = [](int i) constexpr { return i / 2 * 4 + i % 2; };
+  const auto pair_high = [](int i) constexpr { return i / 2 * 4 + i % 2 + 2; };
+  const vfloat a = shuffle_parts(v[0], v[1], interleave_low), b = shuffle_parts(v[0], v[1], interleave_high);
+  const vfloat c = shuffle_parts(v[2], v[3], interleave_low), d = shuffle_parts(v[2], v[3], interleave_high);
+  v[0] = shuffle_parts(a, c, pair_low);
+  v[1] = shuffle_parts(a, c, pair_high);
+  v[2] = shuffle_parts(b, d, pair_low);
+  v[3] = shuffle_parts(b, d, pair_high);
+}
+
+PYMOE_INLINE void transpose_parts(vdouble (&v)[2]) {
+  const vdouble a = shuffle_parts(v[0], v[1], [](int i) constexpr { return 2 * i; });
+  v[1] = shuffle_parts(v[0], v[1], [](int i) constexpr { return 2 * i + 1; });
+  v[0] = a;
+}
+
+// k contiguous. A panel's rows are read a cache line at a time, as many rows together as a vector has lanes: rows
+// that lie a power of two apart share a set of the first-level cache, which holds no more lines than that.
+template <int kPanel, typename T>
+void pack_transposed(const T* source, int64_t item_stride, int64_t items, int64_t k, accumulate_t<T>* target) {
+  using S = accumulate_t<T>;
+  constexpr int kWidth = kLanes<S>;
+  constexpr int kGroups = (kPanel + kWidth - 1) / kWidth;
+  constexpr int64_t kLine = 64 / sizeof(T) < 16 ? 64 / sizeof(T) : 16;
+  alignas(64) static const T zeros[kPackMaxK] = {};
+  for (int64_t first = 0; first < items; first += kPanel, target += kPanel * k) {
+    const T* rows[kGroups * kWidth];
+    for (int i = 0; i < kGroups * kWidth; ++i) {
+      rows[i] = i < kPanel && first + i < items ? source + (first + i) * item_stride : zeros;
+    }
+    int64_t p = 0;
+    if constexpr (kPanel % kWidth == 0) {
+      for (; p + kLine <= k; p += kLine) {
+        for (int group = 0; group < kGroups; ++group) {
+#pragma GCC unroll 16
+          for (int64_t q = 0; q < kLine; q += kPart<S>) {
+            vector_t<T> block[kPart<S>];
+#pragma GCC unroll 16
+            for (int i = 0; i < kPart<S>; ++i) block[i] = gather_parts(rows + group * kWidth + i, kPart<S>, p + q);
+            transpose_parts(block);
+#pragma GCC unroll 16
+            for (int i = 0; i < kPart<S>; ++i) store(target + (p + q + i) * kPanel + group * kWidth, block[i]);
+          }
+        }
+      }
+    }
+    for (; p + kPart<S> <= k; p += kPart<S>) {  // steps in ascending order: a step's surplus is the next one's
+      vector_t<T> block[kGroups][kPart<S>];
+      for (int group = 0; group < kGroups; ++group) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kPart<S>; ++i) block[group][i] = gather_parts(rows + group * kWidth + i, kPart<S>, p);
+        transpose_parts(block[group]);
+      }
+#pragma GCC unroll 16
+      for (int i = 0; i < kPart<S>; ++i) {
+        for (int group = 0; group < kGroups; ++group) {
+          store(target + (p + i) * kPanel + group * kWidth, block[group][i]);
+        }
+      }
+    }
+    for (; p < k; ++p) {
+      for (int i = 0; i < kPanel; ++i) target[p * kPanel + i] = to_accumulate(rows[i][p]);
+    }
+  }
+}
+
+// Items contiguous. A few steps of k go through all panels before the next few: both sides then move along lines that
+// are in the cache.
+template <int kPanel, typename T>
+void pack_copied(const T* source, int64_t k_stride, int64_t items, int64_t k, accumulate_t<T>* target) {
+  using S = accumulate_t<T>;
+  constexpr int kWidth = kLanes<S>;
+  constexpr int kGroups = (kPanel + kWidth - 1) / kWidth;
+  constexpr int64_t kSteps = 8;
+  for (int64_t p0 = 0; p0 < k; p0 += kSteps) {
+    const int64_t p1 = p0 + kSteps < k ? p0 + kSteps : k;
+    S* panel = target;
+    for (int64_t first = 0; first < items; first += kPanel, panel += kPanel * k) {
+      const T* from = source + first;
+      if (first + kGroups * kWidth <= items) {
+        // The last step has no next one to cover its surplus, which would fall on the next panel's first.
+        const int64_t whole = kGroups * kWidth == kPanel || p1 < k ? p1 : p1 - 1;
+        for (int64_t p = p0; p < whole; ++p) {
+#pragma GCC unroll 16
+          for (int group = 0; group < kGroups; ++group) {
+            store(panel + p * kPanel + group * kWidth, load(from + p * k_stride + group * kWidth));
+          }
+        }
+        for (int64_t p = whole; p < p1; ++p) {
+          for (int64_t i = 0; i < kPanel; ++i) panel[p * kPanel + i] = to_accumulate(from[p * k_stride + i]);
+        }
+      } else {
+        const int64_t count = items - first < kPanel ? items - first : kPanel;
+        for (int64_t p = p0; p < p1; ++p) {
+          for (int64_t i = 0; i < count; ++i) panel[p * kPanel + i] = to_accumulate(from[p * k_stride + i]);
+          for (int64_t i = count; i < kPanel; ++i) panel[p * kPanel + i] = S{};
+        }
+      }
+    }
+  }
+}
+
+template <int kPanel, typename T>
+void pack_strided(const T* source, int64_t item_stride, int64_t k_stride, int64_t items, int64_t k,
+                  accumulate_t<T>* target) {
+  for (int64_t first = 0; first < items; first += kPanel) {
+    for (int64_t p = 0; p < k; ++p) {
+      for (int64_t i = first; i < first + kPanel; ++i) {
+        *target++ = i < items ? to_accumulate(source[i * item_stride + p * k_stride]) : accumulate_t<T>{};
+      }
+    }
+  }
+}
+
+template <int kPanel, typename T>
+void pack(const T* source, int64_t item_stride, int64_t k_stride, int64_t items, int64_t k, accumulate_t<T>* target) {
+  if (k_stride == 1) {
+    pack_transposed<kPanel>(source, item_stride, items, k, target);
+  } else if (item_stride == 1) {
+    pack_copied<kPanel>(source, k_stride, items, k, target);
+  } else {
+    pack_strided<kPanel>(source, item_stride, k_stride, items, k, target);
+  }
+}
+
+}  // namespace pymoe::cpu::PYMOE_ISA

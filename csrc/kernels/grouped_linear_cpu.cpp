@@ -1,0 +1,184 @@
+#include "kernels/grouped_linear.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kernels/cpu/gemm.h"
+#include "kernels/cpu/parallel.h"
+
+#define PYMOE_ISA_BODY "kernels/cpu/gemm_body.h"
+#include "kernels/cpu/for_each_isa.h"
+
+namespace pymoe::cpu {
+namespace {
+
+void check_offsets(const int32_t* offsets, int64_t experts, int64_t rows) {
+  const auto name = [](int64_t value) { return std::to_string(value); };
+  if (offsets[0] != 0) {
+    throw std::invalid_argument("grouped_linear: offsets must start at 0, got " + name(offsets[0]));
+  }
+  for (int64_t expert = 0; expert < experts; ++expert) {
+    if (offsets[expert + 1] < offsets[expert]) {
+      throw std::invalid_argument("grouped_linear: offsets must not decrease, got " + name(offsets[expert + 1]) +
+                                  " after " + name(offsets[expert]) + " at index " + name(expert + 1));
+    }
+  }
+  if (offsets[experts] > rows) {
+    throw std::out_of_range("grouped_linear: offsets must lie in [0, S] (S = " + name(rows) + "), got " +
+                            name(offsets[experts]));
+  }
+}
+
+template <typename T>
+const T* element(const MatrixView& view, int64_t row, int64_t column) {
+  return static_cast<const T*>(view.data) + row * view.row_stride + column * view.column_stride;
+}
+
+void fill_zero(void* begin, int64_t bytes) {
+  auto* data = static_cast<char*>(begin);
+  parallel_for(0, bytes, int64_t{256} << 10, [&](int64_t from, int64_t to) {
+    memset(data + from, 0, static_cast<size_t>(to - from));
+  });
+}
+
+// A block of the output of one expert: one task.
+struct Block {
+  int64_t expert;
+  int64_t row;
+  int64_t rows;
+  int64_t column;
+  int64_t columns;
+};
+
+int64_t pieces(int64_t length, int64_t piece) { return (length + piece - 1) / piece; }
+
+// Cuts the (rows_of(e), columns) outputs of all experts into blocks: as large as gemm likes them, smaller where the
+// threads would run out of them. How they are cut does not show in the results.
+template <typename RowsOf>
+std::vector<Block> cut(int64_t experts, const RowsOf& rows_of, int64_t columns) {
+  constexpr int64_t kMultiple = 48, kSmallest = 96;  // multiples of every micro-kernel's tile but the last one's rows
+  int64_t block_rows = kGemmBlockRows, block_columns = kGemmBlockColumns;
+  const int threads = num_threads();
+  const auto count = [&] {
+    int64_t blocks = 0;
+    for (int64_t e = 0; e < experts; ++e) blocks += pieces(rows_of(e), block_rows) * pieces(columns, block_columns);
+    return blocks;
+  };
+  while (threads > 1 && count() < 6 * threads && std::max(block_rows, block_columns) > kSmallest) {
+    (block_rows > block_columns ? block_rows : block_columns) /= 2;
+  }
+  std::vector<Block> blocks;
+  for (int64_t e = 0; e < experts; ++e) {
+    const int64_t rows = rows_of(e);
+    if (rows == 0 || columns == 0) continue;
+    const auto even = [](int64_t length, int64_t piece) {
+      return pieces(pieces(length, pieces(length, piece)), kMultiple) * kMultiple;
+    };
+    const int64_t step = even(rows, block_rows), width = even(columns, block_columns);
+    for (int64_t column = 0; column < columns; column += width) {
+      for (int64_t row = 0; row < rows; row += step) {
+        blocks.push_back({e, row, std::min(step, rows - row), column, std::min(width, columns - column)});
+      }
+    }
+  }
+  return blocks;
+}
+
+template <typename T>
+void forward(const GroupedLinearArguments& a) {
+  const int32_t* offsets = a.offsets;
+  const auto blocks =
+      cut(a.experts, [&](int64_t e) { return int64_t{offsets[e + 1]} - offsets[e]; }, a.output_features);
+  const auto gemm = PYMOE_SELECT_ISA(gemm<T>);
+  parallel_tasks(static_cast<int64_t>(blocks.size()), [&](int64_t task) {
+    const Block& block = blocks[static_cast<size_t>(task)];
+    const int64_t row = offsets[block.expert] + block.row;
+    const MatrixView weight{static_cast<const T*>(a.weight.data) + block.expert * a.weight_stride,
+                            a.weight.row_stride, a.weight.column_stride};
+    gemm({
+        .a = element<T>(a.x, row, 0),
+        .a_row_stride = a.x.row_stride,
+        .a_column_stride = a.x.column_stride,
+        .b = element<T>(weight, block.column, 0),
+        .b_row_stride = weight.column_stride,
+        .b_column_stride = weight.row_stride,
+        .bias = a.bias.data == nullptr ? nullptr : element<T>(a.bias, block.expert, block.column),
+        .bias_stride = a.bias.column_stride,
+        .c = static_cast<T*>(a.y) + row * a.output_features + block.column,
+        .c_row_stride = a.output_features,
+        .m = block.rows,
+        .n = block.columns,
+        .k = a.input_features,
+    });
+  });
+  const int64_t used = offsets[a.experts], row_bytes = a.output_features * size_of(a.dtype);
+  fill_zero(static_cast<char*>(a.y) + used * row_bytes, (a.rows - used) * row_bytes);
+}
+
+template <typename T>
+void weight_grad(const GroupedWeightGradArguments& a) {
+  const auto blocks = cut(a.experts, [&](int64_t) { return a.output_features; }, a.input_features);
+  const auto gemm = PYMOE_SELECT_ISA(gemm<T>);
+  parallel_tasks(static_cast<int64_t>(blocks.size()), [&](int64_t task) {
+    const Block& block = blocks[static_cast<size_t>(task)];
+    const int64_t row = a.offsets[block.expert];
+    gemm({
+        .a = element<T>(a.grad, row, block.row),
+        .a_row_stride = a.grad.column_stride,
+        .a_column_stride = a.grad.row_stride,
+        .b = element<T>(a.x, row, block.column),
+        .b_row_stride = a.x.row_stride,
+        .b_column_stride = a.x.column_stride,
+        .bias = nullptr,
+        .bias_stride = 0,
+        .c = static_cast<T*>(a.weight_grad) +
+             (block.expert * a.output_features + block.row) * a.input_features + block.column,
+        .c_row_stride = a.input_features,
+        .m = block.rows,
+        .n = block.columns,
+        .k = int64_t{a.offsets[block.expert + 1]} - row,
+    });
+  });
+}
+
+template <typename T>
+void bias_grad(const GroupedBiasGradArguments& a) {
+  constexpr int64_t kWidth = 64;  // columns of a task
+  const int64_t strips = pieces(a.output_features, kWidth);
+  parallel_for(0, a.experts * strips, std::max<int64_t>(1, 65536 * strips / std::max<int64_t>(1, a.rows * kWidth)),
+               [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t expert = i / strips, first = i % strips * kWidth;
+      const int64_t columns = std::min(kWidth, a.output_features - first);
+      accumulate_t<T> sum[kWidth] = {};
+      for (int64_t row = a.offsets[expert]; row < a.offsets[expert + 1]; ++row) {
+        const T* from = element<T>(a.grad, row, first);
+        for (int64_t j = 0; j < columns; ++j) sum[j] += to_accumulate(from[j * a.grad.column_stride]);
+      }
+      T* to = static_cast<T*>(a.bias_grad) + expert * a.output_features + first;
+      for (int64_t j = 0; j < columns; ++j) to[j] = round_to<T>(sum[j]);
+    }
+  });
+}
+
+}  // namespace
+
+void grouped_linear(const GroupedLinearArguments& arguments) {
+  check_offsets(arguments.offsets, arguments.experts, arguments.rows);
+  visit_dtype(arguments.dtype, [&](auto tag) { forward<typename decltype(tag)::type>(arguments); });
+}
+
+void grouped_linear_weight_grad(const GroupedWeightGradArguments& arguments) {
+  check_offsets(arguments.offsets, arguments.experts, arguments.rows);
+  visit_dtype(arguments.dtype, [&](auto tag) { weight_grad<typename decltype(tag)::type>(arguments); });
+}
+
+void grouped_linear_bias_grad(const GroupedBiasGradArguments& arguments) {
+  check_offsets(arguments.offsets, arguments.experts, arguments.rows);
+  visit_dtype(arguments.dtype, [&](auto tag) { bias_grad<typename decltype(tag)::type>(arguments); });
+}
+
+}  // namespace pymoe::cpu

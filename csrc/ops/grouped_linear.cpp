@@ -1,0 +1,118 @@
+// pymoe::grouped_linear and its gradients: see kernels/grouped_linear.h for what they compute and
+// pymoe/reference/grouped_linear.py for the contract. Inputs may have any strides.
+#include <torch/csrc/stable/library.h>
+
+#include <optional>
+
+#include "kernels/grouped_linear.h"
+#include "ops/allocate.h"
+#include "ops/check.h"
+
+namespace pymoe::ops {
+namespace {
+
+constexpr const char* kName = "grouped_linear";
+
+// `tensor` must be a matrix of `rows` x `columns` elements of the dtype and device of `like`.
+MatrixView checked_matrix(const char* argument, const Tensor& tensor, int64_t rows, int64_t columns,
+                          const Tensor& like) {
+  require(tensor.dim() == 2 && tensor.size(0) == rows && tensor.size(1) == columns, kName, argument,
+          " must have shape (", rows, ", ", columns, "), got ", shape_of(tensor));
+  require_dtype(kName, argument, tensor, like.scalar_type());
+  require_same_device(kName, argument, tensor, like);
+  return {tensor.const_data_ptr(), tensor.strides()[0], tensor.strides()[1]};
+}
+
+const int32_t* checked_offsets(const Tensor& offsets, const Tensor& like) {
+  require_dtype(kName, "offsets", offsets, ScalarType::Int);
+  require_shape(kName, "offsets", offsets, {-1});
+  require(offsets.size(0) >= 1, kName, "offsets must have E + 1 entries, got none");
+  require_same_device(kName, "offsets", offsets, like);
+  return static_cast<const int32_t*>(offsets.const_data_ptr());
+}
+
+Tensor grouped_linear_cpu(const Tensor& x, const Tensor& weight, const Tensor& offsets,
+                          const std::optional<Tensor>& bias) {
+  const DType dtype = floating_dtype(kName, "x", x);
+  require(x.dim() == 2, kName, "x must have shape (S, H), got ", shape_of(x));
+  require(weight.dim() == 3, kName, "weight must have shape (E, N, H), got ", shape_of(weight));
+  const int64_t rows = x.size(0), input_features = x.size(1);
+  const int64_t experts = weight.size(0), output_features = weight.size(1);
+  require(weight.size(2) == input_features, kName, "weight must have shape (E, N, ", input_features, "), got ",
+          shape_of(weight));
+  require_dtype(kName, "weight", weight, x.scalar_type());
+  require_same_device(kName, "weight", weight, x);
+  const int32_t* bounds = checked_offsets(offsets, x);
+  require(offsets.size(0) == experts + 1, kName, "offsets must have E + 1 = ", experts + 1, " entries, got ",
+          offsets.size(0));
+  Tensor y = empty({rows, output_features}, x.scalar_type(), x);
+  cpu::grouped_linear({
+      .x = checked_matrix("x", x, rows, input_features, x),
+      .weight = {weight.const_data_ptr(), weight.strides()[1], weight.strides()[2]},
+      .weight_stride = weight.strides()[0],
+      .bias = bias ? checked_matrix("bias", *bias, experts, output_features, x) : MatrixView{},
+      .offsets = bounds,
+      .y = y.mutable_data_ptr(),
+      .rows = rows,
+      .input_features = input_features,
+      .output_features = output_features,
+      .experts = experts,
+      .dtype = dtype,
+  });
+  return y;
+}
+
+Tensor weight_grad_cpu(const Tensor& grad, const Tensor& x, const Tensor& offsets) {
+  const DType dtype = floating_dtype(kName, "grad", grad);
+  require(grad.dim() == 2, kName, "grad must have shape (S, N), got ", shape_of(grad));
+  require(x.dim() == 2, kName, "x must have shape (S, H), got ", shape_of(x));
+  const int32_t* bounds = checked_offsets(offsets, grad);
+  const int64_t rows = grad.size(0), output_features = grad.size(1), input_features = x.size(1);
+  const int64_t experts = offsets.size(0) - 1;
+  Tensor weight_grad = empty({experts, output_features, input_features}, grad.scalar_type(), grad);
+  cpu::grouped_linear_weight_grad({
+      .grad = checked_matrix("grad", grad, rows, output_features, grad),
+      .x = checked_matrix("x", x, rows, input_features, grad),
+      .offsets = bounds,
+      .weight_grad = weight_grad.mutable_data_ptr(),
+      .rows = rows,
+      .input_features = input_features,
+      .output_features = output_features,
+      .experts = experts,
+      .dtype = dtype,
+  });
+  return weight_grad;
+}
+
+Tensor bias_grad_cpu(const Tensor& grad, const Tensor& offsets) {
+  const DType dtype = floating_dtype(kName, "grad", grad);
+  require(grad.dim() == 2, kName, "grad must have shape (S, N), got ", shape_of(grad));
+  const int32_t* bounds = checked_offsets(offsets, grad);
+  const int64_t experts = offsets.size(0) - 1, output_features = grad.size(1);
+  Tensor bias_grad = empty({experts, output_features}, grad.scalar_type(), grad);
+  cpu::grouped_linear_bias_grad({
+      .grad = checked_matrix("grad", grad, grad.size(0), output_features, grad),
+      .offsets = bounds,
+      .bias_grad = bias_grad.mutable_data_ptr(),
+      .rows = grad.size(0),
+      .output_features = output_features,
+      .experts = experts,
+      .dtype = dtype,
+  });
+  return bias_grad;
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(pymoe, library) {
+  library.def("grouped_linear(Tensor x, Tensor weight, Tensor offsets, Tensor? bias) -> Tensor");
+  library.def("grouped_linear_weight_grad(Tensor grad, Tensor x, Tensor offsets) -> Tensor");
+  library.def("grouped_linear_bias_grad(Tensor grad, Tensor offsets) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(pymoe, CPU, library) {
+  library.impl("grouped_linear", TORCH_BOX(&grouped_linear_cpu));
+  library.impl("grouped_linear_weight_grad", TORCH_BOX(&weight_grad_cpu));
+  library.impl("grouped_linear_bias_grad", TORCH_BOX(&bias_grad_cpu));
+}
+
+}  // namespace
+}  // namespace pymoe::ops

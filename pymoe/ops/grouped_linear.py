@@ -1,0 +1,108 @@
+"""grouped_linear: native. Contract: :func:`pymoe.reference.grouped_linear`; kernel: csrc/kernels/grouped_linear.h.
+
+The operator and its gradients are closed under differentiation: the gradient of each is made of the three functions
+below, so a backward of any order runs on the native kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pymoe.reference.autocast import cast_operands
+from pymoe.reference.grouped_linear import check
+from pymoe.reference.grouped_linear import grouped_linear as reference
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """y[r] = weight[e] @ x[r] + bias[e] for the expert e of row r."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.ops.pymoe.grouped_linear(x, weight, offsets, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, offsets, _ = inputs
+        ctx.save_for_backward(x, weight, offsets)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, offsets = ctx.saved_tensors
+        needs_x, needs_weight, _, needs_bias = ctx.needs_input_grad
+        return (
+            _GroupedLinear.apply(grad, weight.transpose(1, 2), offsets, None) if needs_x else None,
+            _WeightGrad.apply(grad, x, offsets) if needs_weight else None,
+            None,
+            _BiasGrad.apply(grad, offsets) if needs_bias else None,
+        )
+
+
+class _WeightGrad(torch.autograd.Function):
+    """dweight[e] = sum of the outer products grad[r] x[r] over the rows r of expert e."""
+
+    @staticmethod
+    def forward(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+        return torch.ops.pymoe.grouped_linear_weight_grad(grad, x, offsets)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        grad, x, offsets = ctx.saved_tensors
+        needs_grad, needs_x, _ = ctx.needs_input_grad
+        return (
+            _GroupedLinear.apply(x, cotangent, offsets, None) if needs_grad else None,
+            _GroupedLinear.apply(grad, cotangent.transpose(1, 2), offsets, None) if needs_x else None,
+            None,
+        )
+
+
+class _BiasGrad(torch.autograd.Function):
+    """dbias[e] = sum of grad[r] over the rows r of expert e."""
+
+    @staticmethod
+    def forward(grad: Tensor, offsets: Tensor) -> Tensor:
+        return torch.ops.pymoe.grouped_linear_bias_grad(grad, offsets)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        grad, offsets = inputs
+        ctx.rows = grad.shape[0]
+        ctx.save_for_backward(offsets)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (offsets,) = ctx.saved_tensors
+        # Every row gets its expert's cotangent: a grouped linear of no input features, which is its bias alone.
+        nothing = cotangent.new_empty((ctx.rows, 0))
+        no_weight = cotangent.new_empty((*cotangent.shape, 0))
+        return _GroupedLinear.apply(nothing, no_weight, offsets, cotangent), None
+
+
+def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
+    x, weight, bias = cast_operands(x, weight, bias)  # type: ignore[assignment]
+    check(x, weight, offsets, bias)
+    return _GroupedLinear.apply(x, weight, offsets.contiguous(), bias)
+
+
+grouped_linear.__doc__ = reference.__doc__
+
+
+@torch.library.register_fake("pymoe::grouped_linear")
+def _(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[1]))
+
+
+@torch.library.register_fake("pymoe::grouped_linear_weight_grad")
+def _(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    return grad.new_empty((offsets.shape[0] - 1, grad.shape[1], x.shape[1]))
+
+
+@torch.library.register_fake("pymoe::grouped_linear_bias_grad")
+def _(grad: Tensor, offsets: Tensor) -> Tensor:
+    return grad.new_empty((offsets.shape[0] - 1, grad.shape[1]))
