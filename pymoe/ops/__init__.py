@@ -5,6 +5,7 @@ from pymoe.ops.build_routing import build_routing
 from pymoe.ops.combine import combine
 from pymoe.ops.dispatch import dispatch
 from pymoe.ops.gather_batch import gather_batch, split_batch
+from pymoe.ops.grouped_linear import grouped_linear
 from pymoe.reference.types import Gate, Routing
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "combine",
     "dispatch",
     "gather_batch",
+    "grouped_linear",
     "split_batch",
 ]
