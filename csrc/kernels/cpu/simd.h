@@ -59,10 +59,22 @@ PYMOE_INLINE vdouble load(const double* source) {
   return value;
 }
 
+// The conversions of 16-bit floats are spelled out: compilers take __builtin_convertvector between 16 and 32 bits apart.
 PYMOE_INLINE vfloat load(const BFloat16* source) {
+#if PYMOE_ISA_LEVEL == 4
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
+  return (vfloat)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+#elif PYMOE_ISA_LEVEL == 3
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
+  return (vfloat)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16);
+#elif PYMOE_MULTIVERSION
+  const __m128i bits = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(source));
+  return (vfloat)_mm_unpacklo_epi16(_mm_setzero_si128(), bits);
+#else
   vhalf16 bits;
   memcpy(&bits, source, sizeof(bits));
   return (vfloat)(__builtin_convertvector(bits, vuint32) << 16);
+#endif
 }
 
 PYMOE_INLINE vfloat load(const Float16* source) {
@@ -70,10 +82,15 @@ PYMOE_INLINE vfloat load(const Float16* source) {
   return (vfloat)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
 #elif PYMOE_ISA_LEVEL == 3
   return (vfloat)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
-#else
-  vfloat value;
-  for (int lane = 0; lane < kLanes<float>; ++lane) value[lane] = to_accumulate(source[lane]);
-  return value;
+#else  // to_accumulate(Float16), lane by lane
+  vhalf16 narrow;
+  memcpy(&narrow, source, sizeof(narrow));
+  const vuint32 bits = __builtin_convertvector(narrow, vuint32);
+  const vuint32 sign = (bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
+  const vfloat finite = (vfloat)(magnitude << 13) * bit_cast<float>(0x77800000u);  // * 2^112
+  const vuint32 special = ((magnitude & 0x3ffu) << 13) | 0x7f800000u;
+  const vuint32 is_special = (vuint32)(magnitude >= 0x7c00u);
+  return (vfloat)(sign | (is_special & special) | (~is_special & (vuint32)finite));
 #endif
 }
 
@@ -91,11 +108,23 @@ PYMOE_INLINE void store(double* target, vdouble value) { memcpy(target, &value, 
 
 PYMOE_INLINE void store(BFloat16* target, vfloat value) {
   const vuint32 bits = (vuint32)value;
-  const vuint32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const vint32 is_nan = value != value;
-  const vuint32 kept = ((vuint32)is_nan & 0x7fc0u) | (~(vuint32)is_nan & rounded);
-  const vhalf16 narrow = __builtin_convertvector(kept, vhalf16);
+  const vuint32 is_nan = (vuint32)(value != value);
+  const vuint32 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  const vuint32 kept = (is_nan & 0x7fc00000u) | (~is_nan & rounded);  // the upper half is the result
+#if PYMOE_ISA_LEVEL == 4
+  const __m256i narrow = _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)kept, 16));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), narrow);
+#elif PYMOE_ISA_LEVEL == 3
+  const __m256i shifted = _mm256_srli_epi32((__m256i)kept, 16);
+  const __m128i narrow = _mm_packus_epi32(_mm256_castsi256_si128(shifted), _mm256_extracti128_si256(shifted, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(target), narrow);
+#elif PYMOE_MULTIVERSION
+  const __m128i shifted = _mm_srai_epi32((__m128i)kept, 16);  // signed, so that the signed pack keeps every bit
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(target), _mm_packs_epi32(shifted, shifted));
+#else
+  const vhalf16 narrow = __builtin_convertvector(kept >> 16, vhalf16);
   memcpy(target, &narrow, sizeof(narrow));
+#endif
 }
 
 PYMOE_INLINE void store(Float16* target, vfloat value) {
@@ -105,8 +134,22 @@ PYMOE_INLINE void store(Float16* target, vfloat value) {
 #elif PYMOE_ISA_LEVEL == 3
   const __m128i narrow = _mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(target), narrow);
+#else  // round_to<Float16>, lane by lane
+  const vuint32 bits = (vuint32)value, sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+  const vuint32 normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  const vuint32 subnormal = (vuint32)((vfloat)magnitude + 0.5f) - 0x3f000000u;
+  const vuint32 is_small = (vuint32)(magnitude < 0x38800000u), is_large = (vuint32)(magnitude >= 0x477ff000u);
+  const vuint32 is_nan = (vuint32)(magnitude > 0x7f800000u);
+  const vuint32 finite = (is_small & subnormal) | (~is_small & normal);
+  const vuint32 kept = (is_large & (0x7c00u | (is_nan & 0x200u))) | (~is_large & finite);
+#if PYMOE_MULTIVERSION
+  const __m128i moved = (__m128i)((sign | kept) << 16);  // up and back with sign, for the signed pack
+  const __m128i shifted = _mm_srai_epi32(moved, 16);
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(target), _mm_packs_epi32(shifted, shifted));
 #else
-  for (int lane = 0; lane < kLanes<float>; ++lane) target[lane] = round_to<Float16>(value[lane]);
+  const vhalf16 narrow = __builtin_convertvector(sign | kept, vhalf16);
+  memcpy(target, &narrow, sizeof(narrow));
+#endif
 #endif
 }
 
