@@ -1,1 +1,21 @@
-"""Layers: router, experts, and the mixture-of-experts layer made of them."""
+"""Layers: router, experts, and the mixture-of-experts layer made of them.
+
+To follow a token: :meth:`MoE.forward` -> :class:`Router` -> dispatch -> :class:`Experts` -> combine.
+"""
+
+from pymoe.nn.expert_bias import update_expert_biases
+from pymoe.nn.experts import Experts, SharedExperts
+from pymoe.nn.losses import inject_loss, set_aux_loss_scale
+from pymoe.nn.moe import MoE, Stats
+from pymoe.nn.router import Router
+
+__all__ = [
+    "Experts",
+    "MoE",
+    "Router",
+    "SharedExperts",
+    "Stats",
+    "inject_loss",
+    "set_aux_loss_scale",
+    "update_expert_biases",
+]

@@ -1,0 +1,12 @@
+"""Which operators a layer calls: the caller's explicit choice, never a silent fallback."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from pymoe import ops, reference
+
+
+def operators(backend: str) -> ModuleType:
+    """:mod:`pymoe.ops` for ``"native"``, :mod:`pymoe.reference` for ``"reference"``."""
+    return ops if backend == "native" else reference

@@ -1,0 +1,49 @@
+"""The update rule of the expert bias: balance without an auxiliary loss."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pymoe.nn.router import Router
+
+
+@torch.no_grad()
+def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Move the expert bias of every router in ``model`` by the load since its last update. Call it after
+    ``optimizer.step()``.
+
+    ``expert_bias += bias_update_rate * sign(mean load - load)`` (arXiv 2408.15664, algorithm 1; DeepSeek-V3,
+    arXiv 2412.19437), where the load is the number of slots each expert was chosen for in all backward passes since
+    the last update: all micro-batches of an optimizer step together. A router that saw no tokens stays as it is.
+
+    Nothing calls this by itself: a layer cannot know when an optimizer step is complete. Where ``torch.distributed``
+    is initialised the loads are summed over ``group`` first, all layers in one all-reduce, so that the ranks' biases
+    stay equal; every rank of the group must then make the call, for the same routers.
+
+    Args:
+        model: any module that holds :class:`pymoe.nn.Router` or :class:`pymoe.nn.MoE` layers. Those without an
+            ``expert_bias`` are left alone.
+        group: the ranks that share the model's tokens: those of data parallelism. ``None`` means all ranks.
+    """
+    routers = [module for module in model.modules() if isinstance(module, Router) and module.expert_bias is not None]
+    if not routers:
+        return
+    loads = [router.counted["load"] for router in routers]
+    if dist.is_available() and dist.is_initialized():
+        loads = _summed_over_ranks(loads, group)
+    for router, load_E in zip(routers, loads, strict=True):
+        assert router.expert_bias is not None
+        # sign(mean - load) without a rounded mean
+        direction_E = torch.sign(load_E.sum() - router.num_experts * load_E)
+        router.expert_bias.add_(direction_E.to(router.expert_bias.dtype), alpha=router.bias_update_rate)
+        router.counted.zero_()
+
+
+def _summed_over_ranks(loads: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+    """The loads, which may lie on several devices, summed over the ranks of ``group`` in one all-reduce."""
+    flat = torch.cat([load.to(loads[0].device) for load in loads])
+    dist.all_reduce(flat, group=group)
+    parts = flat.split([load.numel() for load in loads])
+    return [part.to(load.device) for part, load in zip(parts, loads, strict=True)]

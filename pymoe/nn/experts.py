@@ -1,0 +1,192 @@
+"""Experts: the feed-forward networks, routed ones and shared ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pymoe.nn import arguments
+from pymoe.nn.backend import operators
+from pymoe.reference import checks
+
+ACTIVATIONS = ("swiglu", "gelu", "relu")
+
+
+class Experts(nn.Module):
+    """E feed-forward networks over rows that are sorted by expert.
+
+    ``act(row @ w_in[e].T + b_in[e]) @ w_out[e].T + b_out[e]`` for the rows of expert e, with the activations of
+    :func:`pymoe.ops.expert_activation`. Parameters are stacked along a first dimension E, as sharding by expert wants
+    them, and each expert is initialised as two ``nn.Linear`` would be.
+
+    Args:
+        hidden_size: H.
+        ffn_size: F.
+        num_experts: E.
+        activation: ``"swiglu"``, ``"gelu"`` or ``"relu"``.
+        bias: have ``b_in`` and ``b_out``.
+        backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Attributes:
+        w_in: (E, 2F, H), gate above up, for ``"swiglu"``; else (E, F, H).
+        w_out: (E, H, F).
+        b_in: (E, 2F) or (E, F), or ``None``.
+        b_out: (E, H), or ``None``.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: an argument is out of range.
+    """
+
+    b_in: nn.Parameter | None
+    b_out: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        num_experts: int,
+        *,
+        activation: str = "swiglu",
+        bias: bool = False,
+        backend: str = "native",
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check("Experts", hidden_size, ffn_size, activation, bias, backend, dtype)
+        arguments.size("Experts", "num_experts", num_experts)
+        self.hidden_size = hidden_size
+        self.ffn_size = ffn_size
+        self.num_experts = num_experts
+        self.activation = activation
+        self.backend = backend
+        inner = 2 * ffn_size if activation == "swiglu" else ffn_size
+        self.w_in = nn.Parameter(torch.empty(num_experts, inner, hidden_size, device=device, dtype=dtype))
+        self.w_out = nn.Parameter(torch.empty(num_experts, hidden_size, ffn_size, device=device, dtype=dtype))
+        b_in = torch.empty(num_experts, inner, device=device, dtype=dtype) if bias else None
+        b_out = torch.empty(num_experts, hidden_size, device=device, dtype=dtype) if bias else None
+        self.register_parameter("b_in", None if b_in is None else nn.Parameter(b_in))
+        self.register_parameter("b_out", None if b_out is None else nn.Parameter(b_out))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise every expert as two ``nn.Linear``: uniform in ±1/sqrt(inputs)."""
+        _reset_linear(self.w_in, self.b_in)
+        _reset_linear(self.w_out, self.b_out)
+
+    def forward(self, rows_SH: Tensor, offsets: Tensor) -> Tensor:
+        """Apply to every row its expert.
+
+        Args:
+            rows_SH: (S, H), from :func:`pymoe.ops.dispatch`.
+            offsets: (E + 1,) int32: rows ``offsets[e]`` to ``offsets[e + 1]`` belong to expert e.
+
+        Returns:
+            (S, H), the dtype of ``rows_SH`` (the autocast dtype inside ``torch.autocast``); zero past
+            ``offsets[-1]``.
+        """
+        ops = operators(self.backend)
+        inner = ops.grouped_linear(rows_SH, self.w_in, offsets, self.b_in)
+        inner = ops.expert_activation(inner, self.activation)
+        rows: Tensor = ops.grouped_linear(inner, self.w_out, offsets, self.b_out)
+        return rows
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden_size={self.hidden_size}, ffn_size={self.ffn_size}, num_experts={self.num_experts}, "
+            f"activation={self.activation!r}, bias={self.b_in is not None}"
+        )
+
+
+class SharedExperts(nn.Module):
+    """The experts that every token passes through (DeepSeekMoE, arXiv 2401.06066).
+
+    n shared experts of size F whose outputs are added are one feed-forward network of size n * F, and that is what
+    this is: ``act(x @ w_in.T + b_in) @ w_out.T + b_out``.
+
+    Args:
+        hidden_size: H.
+        ffn_size: F, of all shared experts together.
+        activation: ``"swiglu"``, ``"gelu"`` or ``"relu"``.
+        bias: have ``b_in`` and ``b_out``.
+        backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Attributes:
+        w_in: (2F, H), gate above up, for ``"swiglu"``; else (F, H).
+        w_out: (H, F).
+        b_in: (2F,) or (F,), or ``None``.
+        b_out: (H,), or ``None``.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: an argument is out of range.
+    """
+
+    b_in: nn.Parameter | None
+    b_out: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        *,
+        activation: str = "swiglu",
+        bias: bool = False,
+        backend: str = "native",
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check("SharedExperts", hidden_size, ffn_size, activation, bias, backend, dtype)
+        self.hidden_size = hidden_size
+        self.ffn_size = ffn_size
+        self.activation = activation
+        self.backend = backend
+        inner = 2 * ffn_size if activation == "swiglu" else ffn_size
+        self.w_in = nn.Parameter(torch.empty(inner, hidden_size, device=device, dtype=dtype))
+        self.w_out = nn.Parameter(torch.empty(hidden_size, ffn_size, device=device, dtype=dtype))
+        b_in = torch.empty(inner, device=device, dtype=dtype) if bias else None
+        b_out = torch.empty(hidden_size, device=device, dtype=dtype) if bias else None
+        self.register_parameter("b_in", None if b_in is None else nn.Parameter(b_in))
+        self.register_parameter("b_out", None if b_out is None else nn.Parameter(b_out))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise as two ``nn.Linear``: uniform in ±1/sqrt(inputs)."""
+        _reset_linear(self.w_in, self.b_in)
+        _reset_linear(self.w_out, self.b_out)
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        """(T, H) to (T, H)."""
+        inner = F.linear(x_TH, self.w_in, self.b_in)
+        return F.linear(operators(self.backend).expert_activation(inner, self.activation), self.w_out, self.b_out)
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden_size={self.hidden_size}, ffn_size={self.ffn_size}, activation={self.activation!r}, "
+            f"bias={self.b_in is not None}"
+        )
+
+
+def _check(
+    layer: str, hidden_size: object, ffn_size: object, activation: object, bias: object, backend: object, dtype: object
+) -> None:
+    arguments.size(layer, "hidden_size", hidden_size)
+    arguments.size(layer, "ffn_size", ffn_size)
+    checks.choice(layer, "activation", activation, ACTIVATIONS)
+    arguments.flag(layer, "bias", bias)
+    arguments.backend(layer, backend)
+    arguments.floating_dtype(layer, dtype)
+
+
+def _reset_linear(weight: Tensor, bias: Tensor | None) -> None:
+    bound = weight.shape[-1] ** -0.5
+    nn.init.uniform_(weight, -bound, bound)
+    if bias is not None:
+        nn.init.uniform_(bias, -bound, bound)

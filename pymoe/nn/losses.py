@@ -1,0 +1,122 @@
+"""Auxiliary losses of a router, and how they reach the gradients without passing through the model's outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pymoe.nn import arguments
+from pymoe.nn.backend import operators
+from pymoe.reference import checks
+from pymoe.reference.types import Gate, RouterLosses
+
+
+class _InjectLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(carrier: Tensor, loss: Tensor) -> Tensor:
+        return carrier.view_as(carrier)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        (loss,) = ctx.saved_tensors
+        return grad, torch.ones_like(loss)
+
+
+def inject_loss(carrier: Tensor, loss: Tensor) -> Tensor:
+    """Pass ``carrier`` on; when a gradient comes back through it, ``loss`` gets the gradient 1.
+
+    ``objective(inject_loss(carrier, loss)).backward()`` leaves the gradients of ``objective(carrier) + loss``: the
+    loss need not be carried to the end of the model. The gradient that comes back does not scale it. Since the
+    gradient comes back once however often a forward is recomputed, this holds under activation checkpointing.
+    The idea is that of Megatron-LM's ``MoEAuxLossAutoScaler``.
+
+    Args:
+        carrier: any tensor on the way from the inputs to the objective.
+        loss: a scalar.
+
+    Returns:
+        The values of ``carrier``.
+    """
+    passed: Tensor = _InjectLoss.apply(carrier, loss)
+    return passed
+
+
+class AuxiliaryLosses(nn.Module):
+    """The balancing loss and the z loss of one router; in training they are injected into its gate's weights.
+
+    Args:
+        aux_loss_coef: factor of the balancing loss (Switch Transformer, arXiv 2101.03961), at least 0.
+        z_loss_coef: factor of the z loss (ST-MoE, arXiv 2202.08906), at least 0.
+        score: ``"softmax"`` or ``"sigmoid"``, as of the router.
+        backend: ``"native"`` or ``"reference"``.
+    """
+
+    def __init__(
+        self,
+        aux_loss_coef: float = 0.0,
+        z_loss_coef: float = 0.0,
+        *,
+        score: str = "softmax",
+        backend: str = "native",
+    ) -> None:
+        super().__init__()
+        arguments.number("AuxiliaryLosses", "aux_loss_coef", aux_loss_coef, minimum=0)
+        arguments.number("AuxiliaryLosses", "z_loss_coef", z_loss_coef, minimum=0)
+        checks.choice("AuxiliaryLosses", "score", score, ("softmax", "sigmoid"))
+        arguments.backend("AuxiliaryLosses", backend)
+        self.aux_loss_coef = aux_loss_coef
+        self.z_loss_coef = z_loss_coef
+        self.score = score
+        self.backend = backend
+        self.scale: float | Tensor = 1.0
+        """Factor of what is injected; see :func:`set_aux_loss_scale`."""
+
+    def forward(self, gate: Gate, logits_TE: Tensor) -> tuple[Tensor, RouterLosses]:
+        """Return the gate's weights (T, K), now carrying the losses, and the losses themselves, detached.
+
+        Args:
+            gate: the router's choice for the logits.
+            logits_TE: (T, E).
+        """
+        injects = self.training and (self.aux_loss_coef > 0 or self.z_loss_coef > 0)
+        losses = operators(self.backend).router_losses(
+            logits_TE if injects else logits_TE.detach(), gate.load, score=self.score
+        )
+        weights_TK = gate.weights
+        if injects:
+            loss = self.aux_loss_coef * losses.load_balancing + self.z_loss_coef * losses.z
+            weights_TK = inject_loss(weights_TK, self.scale * loss)
+        return weights_TK, RouterLosses(losses.load_balancing.detach(), losses.z.detach())
+
+    def extra_repr(self) -> str:
+        return f"aux_loss_coef={self.aux_loss_coef}, z_loss_coef={self.z_loss_coef}"
+
+
+def set_aux_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
+    """Scale the auxiliary losses that the layers of ``model`` inject from their next forward on.
+
+    The gradient that comes back does not scale an injected loss, so whoever scales the model's own loss before its
+    backward says so here, with the same factor, before the forward:
+
+    - gradient accumulation over n micro-batches, with ``(loss / n).backward()``: ``set_aux_loss_scale(model, 1 / n)``;
+    - ``torch.amp.GradScaler``: ``set_aux_loss_scale(model, scaler.get_scale())`` in every step. A scalar tensor, for
+      example ``scaler.scale(torch.ones((), device=device))``, saves the host synchronisation.
+
+    Args:
+        model: any module that holds :class:`pymoe.nn.MoE` layers.
+        scale: a number, or a scalar tensor on the layers' device.
+    """
+    if not isinstance(scale, Tensor):
+        arguments.number("set_aux_loss_scale", "scale", scale)
+    elif scale.numel() != 1 or not scale.is_floating_point():
+        raise ValueError(f"set_aux_loss_scale: scale must be a floating scalar, got {tuple(scale.shape)} {scale.dtype}")
+    value = scale.detach().reshape(()) if isinstance(scale, Tensor) else float(scale)
+    for module in model.modules():
+        if isinstance(module, AuxiliaryLosses):
+            module.scale = value

@@ -1,0 +1,248 @@
+"""MoE: the mixture-of-experts layer, a drop-in for a dense feed-forward network."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pymoe.nn import arguments
+from pymoe.nn.backend import operators
+from pymoe.nn.expert_bias import update_expert_biases
+from pymoe.nn.experts import Experts, SharedExperts
+from pymoe.nn.losses import AuxiliaryLosses
+from pymoe.nn.record import Record
+from pymoe.nn.router import Router
+from pymoe.reference import checks
+from pymoe.reference.autocast import cast_operands
+from pymoe.reference.types import Gate, RouterLosses, Routing
+
+
+class Stats(NamedTuple):
+    """What the last forward of a layer did; tensors on its device, so that reading them waits for nothing."""
+
+    load: Tensor
+    """(E,) int32: slots each expert was chosen for, before any were dropped; sums to T * K."""
+    dropped: Tensor
+    """Scalar int32: slots past an expert's capacity."""
+    load_balancing_loss: Tensor
+    """Scalar float32, without its coefficient; 1 is perfect balance."""
+    z_loss: Tensor
+    """Scalar float32, without its coefficient."""
+
+
+class MoE(nn.Module):
+    """A mixture-of-experts feed-forward network: (..., H) to (..., H).
+
+    Every token goes to the ``top_k`` experts that the router chooses for it. The weights of the choice multiply the
+    experts' outputs, when these are summed (:func:`pymoe.ops.combine`), not their inputs. Shared experts see every
+    token; their output is added unweighted. Nothing is added for the residual connection.
+
+    **Auxiliary losses** need not be added to the model's loss: in training mode ``loss.backward()`` of whatever the
+    output leads to also leaves the gradients of ``aux_loss_coef * balancing loss + z_loss_coef * z loss``, whatever
+    factor scales ``loss``; see :func:`pymoe.nn.set_aux_loss_scale` for gradient accumulation and loss scaling. Each
+    rank of data parallelism has its own losses, of its own tokens; the gradients' mean is that of their mean.
+
+    **Expert bias**: with ``bias_update_rate > 0`` call :func:`pymoe.nn.update_expert_biases` after every
+    ``optimizer.step()``; see :class:`Router`.
+
+    **Capacity**: with a ``capacity_factor`` an expert takes at most ``ceil(capacity_factor * (T * K) / E)`` slots, at
+    least 1 (GShard, arXiv 2006.16668; Megatron-LM's ``get_capacity``). T counts the tokens of one call. What comes
+    after them, in the order of tokens, is dropped: it adds nothing to the output, and the token's other weights stay
+    as they are.
+
+    **Precision**: logits, scores, losses and the final sum are computed in float32 (float64 in a float64 layer), also
+    with bfloat16 parameters and inside ``torch.autocast``, where the experts compute in the autocast dtype, which is
+    then the output's, as for ``nn.Linear``.
+
+    The layer works under ``torch.utils.checkpoint`` (the load for the expert bias is counted once, gradients are
+    equal bit for bit), ``torch.compile(fullgraph=True)``, ``copy.deepcopy``, ``DistributedDataParallel``, and built on
+    the meta device. Calls of one layer must not run in several threads at once.
+
+    Args:
+        hidden_size: H.
+        ffn_size: F, of one expert.
+        num_experts: E.
+        top_k: K, experts per token, in 1..E.
+        activation: ``"swiglu"``, ``"gelu"`` (exact) or ``"relu"``.
+        score: ``"softmax"`` or ``"sigmoid"`` of the logits.
+        renormalize: divide the weights of a token by their sum.
+        bias_update_rate: step of the expert bias; 0 for none. DeepSeek-V3 trains with 0.001.
+        num_groups: choose from the best ``topk_groups`` of this many groups of experts (DeepSeek-V3).
+        topk_groups: see ``num_groups``; given together.
+        scale: factor of the weights (the routed scaling factor of DeepSeek-V3).
+        capacity_factor: see above; ``None`` drops nothing.
+        num_shared_experts: experts of size F that every token passes through (DeepSeekMoE, arXiv 2401.06066).
+        aux_loss_coef: coefficient of the balancing loss (Switch Transformer, arXiv 2101.03961, which uses 0.01).
+        z_loss_coef: coefficient of the z loss (ST-MoE, arXiv 2202.08906, which uses 0.001).
+        bias: of the experts' linear layers; the router has none.
+        backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`, pure PyTorch.
+        device: of the parameters.
+        dtype: of the parameters: float32, float64, bfloat16 or float16.
+
+    ``state_dict`` keys: ``router.weight`` (E, H); ``router.expert_bias`` (E,) if ``bias_update_rate > 0``;
+    ``experts.w_in`` (E, 2F, H), or (E, F, H) without a gate; ``experts.w_out`` (E, H, F); ``shared.w_in`` and
+    ``shared.w_out`` if there are shared experts; and ``b_in``, ``b_out`` beside each pair if ``bias``.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: an argument is out of range, or arguments do not fit each other.
+    """
+
+    shared: SharedExperts | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        activation: str = "swiglu",
+        score: str = "softmax",
+        renormalize: bool = True,
+        bias_update_rate: float = 0.0,
+        num_groups: int | None = None,
+        topk_groups: int | None = None,
+        scale: float = 1.0,
+        capacity_factor: float | None = None,
+        num_shared_experts: int = 0,
+        aux_loss_coef: float = 0.0,
+        z_loss_coef: float = 0.0,
+        bias: bool = False,
+        backend: str = "native",
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        checks.integer("MoE", "num_shared_experts", num_shared_experts, 0, None, "at least 0")
+        if capacity_factor is not None:
+            arguments.number("MoE", "capacity_factor", capacity_factor, above=0)
+        self.hidden_size = hidden_size
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.capacity_factor = capacity_factor
+        self.backend = backend
+        self.router = Router(
+            hidden_size,
+            num_experts,
+            top_k,
+            score=score,
+            renormalize=renormalize,
+            bias_update_rate=bias_update_rate,
+            num_groups=num_groups,
+            topk_groups=topk_groups,
+            scale=scale,
+            backend=backend,
+            device=device,
+            dtype=dtype,
+        )
+        self.losses = AuxiliaryLosses(aux_loss_coef, z_loss_coef, score=score, backend=backend)
+        self.experts = Experts(
+            hidden_size,
+            ffn_size,
+            num_experts,
+            activation=activation,
+            bias=bias,
+            backend=backend,
+            device=device,
+            dtype=dtype,
+        )
+        self.shared = None
+        if num_shared_experts > 0:
+            self.shared = SharedExperts(
+                hidden_size,
+                num_shared_experts * ffn_size,
+                activation=activation,
+                bias=bias,
+                backend=backend,
+                device=device,
+                dtype=dtype,
+            )
+        self.last = Record(
+            load=torch.zeros(num_experts, device=device, dtype=torch.int32),
+            dropped=torch.zeros((), device=device, dtype=torch.int32),
+            load_balancing_loss=torch.zeros((), device=device, dtype=torch.float32),
+            z_loss=torch.zeros((), device=device, dtype=torch.float32),
+        )
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters as the constructor does, and set expert bias, counts and statistics to zero."""
+        self.router.reset_parameters()
+        self.experts.reset_parameters()
+        if self.shared is not None:
+            self.shared.reset_parameters()
+        self.last.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Send every token through its experts.
+
+        Args:
+            x: (..., H), any number of dimensions from one on, the dtype of the parameters (any inside
+                ``torch.autocast``). No tokens at all are fine.
+
+        Returns:
+            The shape and dtype of ``x`` (the autocast dtype inside ``torch.autocast``).
+
+        Raises:
+            TypeError: ``x`` is not a tensor of the dtype of the parameters.
+            ValueError: the last dimension of ``x`` is not H.
+        """
+        self._check_input(x)
+        ops = operators(self.backend)
+        x_TH = x.reshape(-1, self.hidden_size)
+
+        gate, logits_TE = self.router(x_TH)
+        weights_TK, losses = self.losses(gate, logits_TE)
+        routing = ops.build_routing(gate.experts, self.num_experts, capacity=self._capacity(x_TH.shape[0]))
+        (rows_TH,) = cast_operands(x_TH)  # once a token, not once a choice
+        rows_SH = self.experts(ops.dispatch(rows_TH, routing), routing.offsets)
+        y_TH = ops.combine(rows_SH, routing, weights_TK)
+        if self.shared is not None:
+            y_TH = y_TH + self.shared(rows_TH)
+
+        self._keep_stats(gate, routing, losses)
+        output: Tensor = y_TH.reshape(x.shape)
+        return output
+
+    @property
+    def stats(self) -> Stats:
+        """Load, dropped slots and losses of the last forward, in training or evaluation; zero before the first.
+
+        Detached copies: they stay as they are when the layer runs again. Under activation checkpointing the
+        recomputation leaves the same values.
+        """
+        return Stats(**{name: tensor.clone() for name, tensor in self.last.tensors.items()})
+
+    def update_bias(self) -> None:
+        """Move this layer's expert bias by the load since its last update: ``update_expert_biases(self)``."""
+        update_expert_biases(self)
+
+    def extra_repr(self) -> str:
+        text = f"backend={self.backend!r}"
+        return text if self.capacity_factor is None else f"capacity_factor={self.capacity_factor}, {text}"
+
+    def _capacity(self, tokens: int) -> int | None:
+        if self.capacity_factor is None:
+            return None
+        return max(1, math.ceil(self.capacity_factor * (tokens * self.top_k) / self.num_experts))
+
+    def _keep_stats(self, gate: Gate, routing: Routing, losses: RouterLosses) -> None:
+        with torch.no_grad():
+            self.last["load"].copy_(gate.load)
+            self.last["dropped"].copy_(routing.slot.numel() - routing.offsets[-1])
+            self.last["load_balancing_loss"].copy_(losses.load_balancing)
+            self.last["z_loss"].copy_(losses.z)
+
+    def _check_input(self, x: Tensor) -> None:
+        checks.floating("MoE", "x", x)
+        if x.dim() < 1 or x.shape[-1] != self.hidden_size:
+            raise ValueError(f"MoE: x must have shape (..., H) with H = {self.hidden_size}, got {tuple(x.shape)}")
+        weight = self.experts.w_in
+        checks.same_device("MoE", "x", x, "the parameters", weight)
+        device = x.device.type
+        autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        if x.dtype != weight.dtype and not autocast:
+            raise TypeError(f"MoE: x must have the dtype of the parameters ({weight.dtype}), got {x.dtype}")

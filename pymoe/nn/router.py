@@ -1,0 +1,189 @@
+"""Router: which experts a token goes to, and with what weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pymoe.nn import arguments
+from pymoe.nn.backend import operators
+from pymoe.nn.load_count import count_on_backward
+from pymoe.nn.record import Record
+from pymoe.reference import checks
+from pymoe.reference.types import Gate
+
+
+class Router(nn.Module):
+    """A linear layer from a token to one logit per expert, and the choice of ``top_k`` experts by them.
+
+    Logits are computed in float32 (float64 for float64), whatever the dtype of the weights and also inside
+    ``torch.autocast``: half precision changes which experts are chosen (selective precision, Switch Transformer,
+    arXiv 2101.03961). The choice and its options are those of :func:`pymoe.ops.gate_topk`.
+
+    With ``bias_update_rate > 0`` the router balances its experts without an auxiliary loss (arXiv 2408.15664,
+    DeepSeek-V3): a buffer ``expert_bias`` is added to the scores for the choice, never to the weights, and
+    :func:`pymoe.nn.update_expert_biases` moves it after every optimizer step, up for experts that got less than the
+    mean and down for those that got more. The load that it looks at is counted when gradients come back, in training
+    mode: once a step also under activation checkpointing, summed over micro-batches, never in evaluation.
+
+    Args:
+        hidden_size: H.
+        num_experts: E.
+        top_k: K, in 1..E.
+        score: ``"softmax"`` or ``"sigmoid"``.
+        renormalize: divide the weights of a token by their sum.
+        bias_update_rate: how far one update moves an expert's bias; 0 for a router without ``expert_bias``.
+        num_groups: experts form this many groups (DeepSeek-V3); divides E, given together with ``topk_groups``.
+        topk_groups: experts are chosen from this many best groups.
+        scale: factor of the weights, the routed scaling factor of DeepSeek-V3.
+        backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
+        device: of the parameters.
+        dtype: of the parameters. ``expert_bias`` is never narrower than float32: an update must not round away.
+
+    Attributes:
+        weight: (E, H), initialised as that of ``nn.Linear``.
+        expert_bias: (E,), a buffer in the ``state_dict``; ``None`` if ``bias_update_rate`` is 0. To freeze a trained
+            bias, keep the rate and leave the updates out.
+        counted: ``counted["load"]`` (E,) int64, slots since the last update; not in the ``state_dict``.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: an argument is out of range, or arguments do not fit each other.
+    """
+
+    expert_bias: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        score: str = "softmax",
+        renormalize: bool = True,
+        bias_update_rate: float = 0.0,
+        num_groups: int | None = None,
+        topk_groups: int | None = None,
+        scale: float = 1.0,
+        backend: str = "native",
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        arguments.size("Router", "hidden_size", hidden_size)
+        arguments.size("Router", "num_experts", num_experts)
+        checks.integer("Router", "top_k", top_k, 1, num_experts, f"in 1..num_experts ({num_experts})")
+        checks.choice("Router", "score", score, ("softmax", "sigmoid"))
+        arguments.flag("Router", "renormalize", renormalize)
+        arguments.number("Router", "bias_update_rate", bias_update_rate, minimum=0)
+        arguments.number("Router", "scale", scale)
+        arguments.backend("Router", backend)
+        arguments.floating_dtype("Router", dtype)
+        _check_groups(num_experts, top_k, num_groups, topk_groups)
+        self.hidden_size = hidden_size
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.score = score
+        self.renormalize = renormalize
+        self.bias_update_rate = bias_update_rate
+        self.num_groups = num_groups
+        self.topk_groups = topk_groups
+        self.scale = scale
+        self.backend = backend
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
+        bias = None
+        if bias_update_rate > 0:
+            bias = torch.empty(num_experts, device=device, dtype=_at_least_float32(self.weight.dtype))
+        self.register_buffer("expert_bias", bias)
+        self.counted = Record(load=torch.zeros(num_experts, device=device, dtype=torch.int64))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise the weight as ``nn.Linear`` does, and set bias and counted load to zero."""
+        bound = self.hidden_size**-0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.expert_bias is not None:
+            nn.init.zeros_(self.expert_bias)
+        self.counted.zero_()
+
+    def forward(self, x_TH: Tensor) -> tuple[Gate, Tensor]:
+        """Choose experts for every token.
+
+        Args:
+            x_TH: (T, H).
+
+        Returns:
+            The gate (``weights`` (T, K) float32, ``experts`` (T, K) int32, ``load`` (E,) int32) and the logits
+            (T, E) float32 that it was made from; float64 in place of float32 if anything is float64.
+        """
+        logits_TE = self.logits(x_TH)
+        gate: Gate = operators(self.backend).gate_topk(
+            logits_TE,
+            self.top_k,
+            score=self.score,
+            renormalize=self.renormalize,
+            bias=self.expert_bias,
+            num_groups=self.num_groups,
+            topk_groups=self.topk_groups,
+            scale=self.scale,
+        )
+        if self.training and self.expert_bias is not None:
+            weights_TK = count_on_backward(gate.weights, gate.load, self.counted["load"])
+            gate = Gate(weights_TK, gate.experts, gate.load)
+        return gate, logits_TE
+
+    def logits(self, x_TH: Tensor) -> Tensor:
+        """(T, E) logits of (T, H) tokens, in float32 or float64, outside of autocast."""
+        dtype = _at_least_float32(torch.promote_types(x_TH.dtype, self.weight.dtype))
+        with _without_autocast(x_TH.device.type):
+            return F.linear(x_TH.to(dtype), self.weight.to(dtype))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.expert_bias is not None and self.expert_bias.dtype.itemsize < 4:
+            self.expert_bias = bias.to(self.expert_bias.device)  # bfloat16() and half() leave it in float32
+        return self
+
+    def extra_repr(self) -> str:
+        text = f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, top_k={self.top_k}"
+        text += f", score={self.score!r}, renormalize={self.renormalize}"
+        if self.bias_update_rate > 0:
+            text += f", bias_update_rate={self.bias_update_rate}"
+        if self.num_groups is not None:
+            text += f", num_groups={self.num_groups}, topk_groups={self.topk_groups}"
+        if self.scale != 1.0:
+            text += f", scale={self.scale}"
+        return text
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
+def _check_groups(num_experts: int, top_k: int, num_groups: int | None, topk_groups: int | None) -> None:
+    if (num_groups is None) != (topk_groups is None):
+        raise ValueError(
+            f"Router: num_groups and topk_groups must be given together, got num_groups={num_groups} and "
+            f"topk_groups={topk_groups}"
+        )
+    if num_groups is None or topk_groups is None:
+        return
+    checks.integer("Router", "num_groups", num_groups, 1, num_experts, f"in 1..num_experts ({num_experts})")
+    if num_experts % num_groups != 0:
+        raise ValueError(f"Router: num_groups must divide num_experts ({num_experts}), got {num_groups}")
+    checks.integer("Router", "topk_groups", topk_groups, 1, num_groups, f"in 1..num_groups ({num_groups})")
+    available = topk_groups * (num_experts // num_groups)
+    if available < top_k:
+        raise ValueError(f"Router: topk_groups must leave at least top_k = {top_k} experts, got {available}")
