@@ -1,0 +1,228 @@
+"""The command line of ``python -m pymoe.bench``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pymoe.bench.compare import change_table, compare
+from pymoe.bench.environment import environment
+from pymoe.bench.floor import DTYPES, Rates, measure_rates
+from pymoe.bench.lines import FULL, QUICK, Effort, Line, lines_of, run_line
+from pymoe.bench.plot import plot
+from pymoe.bench.report import EXPLANATION, Table, correctness, run_table, show, time_with_spread, times
+from pymoe.testing.specs import all_specs
+
+SCHEMA = 1
+"""Version of the JSON that ``run`` writes."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns the exit status: 0, 1 when a result was wrong, 2 when the call was."""
+    options = parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except (OSError, ValueError, ImportError, re.error) as error:
+        print(f"pymoe.bench: {error}", file=sys.stderr)
+        return 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """The subcommands and their options."""
+    top = argparse.ArgumentParser(prog="python -m pymoe.bench", description="Measure pymoe on this machine.")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+
+    env = commands.add_parser("env", help="print what was built and what it runs on")
+    env.add_argument("--json", action="store_true", help="as JSON")
+    env.set_defaults(run=run_env)
+
+    select = argparse.ArgumentParser(add_help=False)
+    select.add_argument("--filter", default="", metavar="REGEX", help="only lines whose name contains a match")
+    names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
+    select.add_argument("--dtype", action="append", choices=names, help="only this dtype (may be repeated)")
+    select.add_argument("--quick", action="store_true", help="less time a line, large lines left out")
+
+    lines = commands.add_parser("list", parents=[select], help="list the lines")
+    lines.set_defaults(run=run_list)
+
+    run = commands.add_parser("run", parents=[select], help="measure")
+    run.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
+    run.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    run.add_argument("--threads", type=int, metavar="N", help="torch's threads (default: torch's own choice)")
+    run.add_argument("--budget", type=float, metavar="SECONDS", help="time a line, after warm-up")
+    run.set_defaults(run=run_run)
+
+    diff = commands.add_parser("compare", help="compare two results of run --json")
+    diff.add_argument("old", type=Path, metavar="OLD.json")
+    diff.add_argument("new", type=Path, metavar="NEW.json")
+    diff.set_defaults(run=run_compare)
+
+    picture = commands.add_parser("plot", help="draw a result of run --json")
+    picture.add_argument("file", type=Path, metavar="FILE.json")
+    picture.add_argument("--output", type=Path, default=Path("."), metavar="DIR")
+    picture.set_defaults(run=run_plot)
+    return top
+
+
+def run_env(options: argparse.Namespace) -> int:
+    """``env``."""
+    facts = environment()
+    if options.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        print(f"{name.ljust(width)}  {value}")
+    return 0
+
+
+def run_list(options: argparse.Namespace) -> int:
+    """``list``."""
+    chosen, left_out = selected(options)
+    rows = [[line.name, f"{line.bytes / 1e6:.1f}", f"{line.flops / 1e9:.1f}", line.source] for line in chosen]
+    show(Table(["line", "MB", "GFLOP", "source of the shape"], rows, frozenset({"line", "source of the shape"})))
+    tell_left_out(left_out)
+    return 0
+
+
+def run_run(options: argparse.Namespace) -> int:
+    """``run``."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    effort = effort_of(options)
+    chosen, left_out = selected(options)
+    if not chosen:
+        raise ValueError("no line is left: see `python -m pymoe.bench list`")
+    device = torch.device(options.device)
+    facts = environment()
+    start = time.perf_counter()
+    rates = measure_rates(device, (line.dtype for line in chosen), options.quick)
+    print(rates_text(facts, rates))
+    records = []
+    for number, line in enumerate(chosen, 1):
+        record = run_line(line, device, rates, effort)
+        records.append(record)
+        print(
+            f"[{number}/{len(chosen)}] {line.name}: {time_with_spread(record['native'])}, "
+            f"{times(record['over_reference'])} the reference, {correctness(record)} {record['correctness']['detail']}",
+            file=sys.stderr,
+            flush=True,
+        )
+    result = {
+        "schema": SCHEMA,
+        "environment": facts,
+        "settings": {
+            "device": options.device,
+            "quick": options.quick,
+            "seconds_per_line": effort.budget,
+            "rounds": effort.rounds,
+            "load_after": environment()["load"],
+            "wall_seconds": round(time.perf_counter() - start, 1),
+        },
+        "rates": {
+            "copy_bytes_per_second": rates.copy,
+            "mm_flops_per_second": {str(dtype).removeprefix("torch."): rate for dtype, rate in rates.mm.items()},
+        },
+        "lines": records,
+    }
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    show(run_table(records))
+    print(EXPLANATION)
+    tell_left_out(left_out)
+    return summary(records)
+
+
+def run_compare(options: argparse.Namespace) -> int:
+    """``compare``: always 0, a change is for a person to judge."""
+    old, new = (load(file) for file in (options.old, options.new))
+    for name in ("cpu", "threads", "torch", "cpu_isa", "gpu"):
+        if old["environment"].get(name) != new["environment"].get(name):
+            print(f"not the same {name}: {old['environment'].get(name)} and {new['environment'].get(name)}")
+    changes, only = compare(old, new)
+    show(change_table(changes))
+    marked = sum(bool(one.marker) for one in changes)
+    print(f"{len(changes)} lines compared, {marked} outside the spread; machine: what the floors did meanwhile")
+    if only:
+        print(f"measured in one of the two alone: {', '.join(only)}")
+    return 0
+
+
+def run_plot(options: argparse.Namespace) -> int:
+    """``plot``."""
+    for file in plot(load(options.file), options.output):
+        print(file)
+    return 0
+
+
+def load(file: Path) -> dict[str, Any]:
+    """A result that ``run --json`` wrote."""
+    result = json.loads(file.read_text())
+    if not isinstance(result, dict) or result.get("schema") != SCHEMA:
+        raise ValueError(f"{file} is not a result of `python -m pymoe.bench run --json` (schema {SCHEMA})")
+    return result
+
+
+def all_lines() -> list[Line]:
+    """Every line, in the order in which they are measured."""
+    return [line for spec in all_specs() for line in lines_of(spec)]
+
+
+def selected(options: argparse.Namespace) -> tuple[list[Line], list[Line]]:
+    """The lines that the options ask for, and those among them that are too large for ``--quick``."""
+    pattern = re.compile(options.filter)
+    wanted = [
+        line
+        for line in all_lines()
+        if pattern.search(line.name) and (not options.dtype or str(line.dtype).removeprefix("torch.") in options.dtype)
+    ]
+    effort = effort_of(options)
+    fits = [line.bytes <= effort.most_bytes and line.flops <= effort.most_flops for line in wanted]
+    return [one for one, fit in zip(wanted, fits, strict=True) if fit], [
+        one for one, fit in zip(wanted, fits, strict=True) if not fit
+    ]
+
+
+def effort_of(options: argparse.Namespace) -> Effort:
+    """How long the lines are measured."""
+    effort = QUICK if options.quick else FULL
+    if getattr(options, "budget", None):
+        return Effort(options.budget, effort.rounds, effort.most_bytes, effort.most_flops)
+    return effort
+
+
+def tell_left_out(lines: Sequence[Line]) -> None:
+    """Say what ``--quick`` does not measure."""
+    if lines:
+        print(f"--quick left out {len(lines)} large lines: {'; '.join(line.name for line in lines)}")
+
+
+def rates_text(facts: dict[str, Any], rates: Rates) -> str:
+    """What the machine gives, in one paragraph."""
+    products = ", ".join(f"{str(dtype).removeprefix('torch.')} {rate / 1e9:.0f}" for dtype, rate in rates.mm.items())
+    return (
+        f"{facts['cpu']}, {facts['threads']} threads, load {facts['load']}, torch {facts['torch']}, "
+        f"pymoe's instruction set {facts['cpu_isa']}\n"
+        f"copy_ {rates.copy / 1e9:.1f} GB/s (read + written); torch.mm GFLOP/s: {products}"
+    )
+
+
+def summary(records: Sequence[dict[str, Any]]) -> int:
+    """Print how many lines are right and how many targets are reached; 1 if a line is not right."""
+    bad = [record for record in records if record["correctness"]["verdict"] in ("WRONG", "ERROR")]
+    aims = [record["target"]["reached"] for record in records if record["target"]]
+    print(f"{len(records)} lines, {len(records) - len(bad)} right; {aims.count(True)} of {len(aims)} targets reached")
+    for record in bad:
+        print(f"{record['operator']} {record['case']} {record['dtype']}: {record['correctness']['detail']}")
+    return 1 if bad else 0

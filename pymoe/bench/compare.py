@@ -1,0 +1,87 @@
+"""Two runs against each other: which lines became faster or slower, beyond noise and beyond the machine's mood."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pymoe.bench.report import Table, seconds
+
+SMALLEST_CHANGE = 0.03
+"""Changes below this are never marked: quartiles of a quiet run can lie closer together than runs do."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One line in two runs."""
+
+    name: str
+    old: float
+    new: float
+    """Median seconds."""
+    machine: float
+    """How many times as long the line's floor took in the new run; 1 without a floor."""
+    marker: str
+    """``"slower"``, ``"faster"`` or ``""``; ``"now WRONG"`` when only the new result is not what it should be."""
+
+    @property
+    def ratio(self) -> float:
+        """New time over old time."""
+        return self.new / self.old
+
+
+def compare(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[Change], list[str]]:
+    """Compare two results of ``run --json``.
+
+    A line is marked when its time, divided by the time of its floor in the same run, moved so far that the quartile
+    ranges of both runs no longer touch.
+
+    Returns:
+        The lines that both runs measured, and the names of those that only one did.
+    """
+    before, after = by_name(old["lines"]), by_name(new["lines"])
+    changes = [change(name, before[name], after[name]) for name in after if name in before]
+    only = [name for name in (*before, *after) if (name in before) != (name in after)]
+    usable = [one for one in changes if one is not None]
+    return usable, only + [name for name in after if name in before and name not in {one.name for one in usable}]
+
+
+def by_name(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Records by what identifies a line."""
+    return {" ".join(record[key] for key in ("operator", "case", "dtype", "direction")): record for record in records}
+
+
+def change(name: str, old: dict[str, Any], new: dict[str, Any]) -> Change | None:
+    """How one line changed; None if one of the runs has no time for it."""
+    if not old["native"] or not new["native"]:
+        return None
+    same_floor = old["floor"] and new["floor"] and old["floor"]["kind"] == new["floor"]["kind"]
+    machine = new["floor"]["median"] / old["floor"]["median"] if same_floor else 1.0
+    was, now = relative(old, bool(same_floor)), relative(new, bool(same_floor))
+    marker = ""
+    if now[0] > was[2] and now[1] > was[1] * (1 + SMALLEST_CHANGE):
+        marker = "slower"
+    elif now[2] < was[0] and now[1] < was[1] / (1 + SMALLEST_CHANGE):
+        marker = "faster"
+    bad = ("WRONG", "ERROR")
+    if new["correctness"]["verdict"] in bad and old["correctness"]["verdict"] not in bad:
+        marker = f"now {new['correctness']['verdict']}"
+    return Change(name, old["native"]["median"], new["native"]["median"], machine, marker)
+
+
+def relative(record: dict[str, Any], to_floor: bool) -> tuple[float, float, float]:
+    """Quartile, median, quartile of a line's time, in units of the floor's median where there is one."""
+    unit = record["floor"]["median"] if to_floor else 1.0
+    native = record["native"]
+    return native["low"] / unit, native["median"] / unit, native["high"] / unit
+
+
+def change_table(changes: Sequence[Change]) -> Table:
+    """One row a line; ``machine`` is what the floor did in the meantime."""
+    rows = [
+        [one.name, seconds(one.old), seconds(one.new), f"{one.ratio:.2f}x", f"{one.machine:.2f}x", one.marker]
+        for one in changes
+    ]
+    heading = ["line", "old", "new", "new/old", "machine", "outside spread"]
+    return Table(heading, rows, frozenset({"line", "outside spread"}), frozenset({"slower", "now "}))

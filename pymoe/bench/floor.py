@@ -1,0 +1,97 @@
+"""What no operator can beat: moving its bytes with ``copy_``, or doing its operations with ``torch.mm``.
+
+A floor is timed in the same rounds as the operator, with as many bytes (so that it finds them in the same cache) or
+with about as many operations. The rates measured before the first line say what the machine gives at best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from pymoe.testing.timing import Timing, measure, timer_for
+
+RATE_BYTES = 1 << 28
+"""Bytes that the copy behind the first rate moves, read and written: past every cache."""
+RATE_SIZE = 512
+"""Rows and columns of the matrices behind the first rates of ``torch.mm``."""
+QUICK_RATE_BYTES, QUICK_RATE_SIZE = 1 << 26, 192
+MOST_BYTES = 1 << 30
+MOST_SIZE = 2048
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Floor:
+    """A call that does the necessary work of an operator, and nothing else, as fast as torch can."""
+
+    kind: str
+    """``"copy_"``, or ``"mm"`` with the dtype it runs in."""
+    run: Callable[[], object]
+    work: float
+    """Bytes, or floating-point operations, of one call."""
+    needed: float
+    """Bytes, or floating-point operations, that one call of the operator cannot do without."""
+
+    def share(self, floor: Timing, operator: Timing) -> tuple[float, ...]:
+        """For every round, the operator's rate over the floor's rate: 1 means as fast as the floor."""
+        factor = self.needed / self.work
+        return tuple(factor * a / b for a, b in zip(floor.seconds, operator.seconds, strict=True))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the machine gives: bytes per second of ``copy_``, operations per second of ``torch.mm`` by dtype."""
+
+    copy: float
+    mm: dict[torch.dtype, float]
+
+    def fastest_mm(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which torch multiplies what is stored as ``dtype`` fastest: itself, or fp32 for 16 bits."""
+        if dtype in (torch.bfloat16, torch.float16) and self.mm[torch.float32] > self.mm[dtype]:
+            return torch.float32
+        return dtype
+
+
+def measure_rates(device: torch.device, dtypes: Iterable[torch.dtype], quick: bool = False) -> Rates:
+    """Measure both rates (medians), for ``dtypes`` and fp32; ``quick`` with smaller work and less time."""
+    moved, size = (QUICK_RATE_BYTES, QUICK_RATE_SIZE) if quick else (RATE_BYTES, RATE_SIZE)
+    budget = 0.05 if quick else 0.5
+    dtypes = dict.fromkeys((torch.float32, *dtypes))
+    timer = timer_for(device)
+    copies = measure({"copy_": copy(moved, device)}, budget=budget, rounds=(3, 50), timer=timer)
+    products = measure(
+        {str(dtype): product(size, dtype, device) for dtype in dtypes}, budget=budget, rounds=(3, 50), timer=timer
+    )
+    return Rates(
+        moved / copies["copy_"].median, {dtype: 2 * size**3 / products[str(dtype)].median for dtype in dtypes}
+    )
+
+
+def floor_for(bytes: int, flops: int, dtype: torch.dtype, device: torch.device, rates: Rates) -> Floor | None:
+    """The floor of a call that moves ``bytes`` or, where ``flops`` is given, computes; None where it does neither."""
+    if flops:
+        size = min(max(round((flops / 2) ** (1 / 3) / 64) * 64, 64), MOST_SIZE)
+        dtype = rates.fastest_mm(dtype)
+        name = str(dtype).removeprefix("torch.")
+        return Floor(f"mm {name}", product(size, dtype, device), 2 * size**3, flops)
+    if bytes:
+        moved = min(max(bytes // 8 * 8, 8), MOST_BYTES)
+        return Floor("copy_", copy(moved, device), moved, bytes)
+    return None
+
+
+def copy(bytes: int, device: torch.device) -> Callable[[], object]:
+    """A copy that reads ``bytes / 2`` and writes ``bytes / 2`` into memory that is there already."""
+    source = torch.ones(bytes // 8, device=device)
+    target = torch.zeros_like(source)
+    return lambda: target.copy_(source)
+
+
+def product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    """A product of two square matrices into memory that is there already."""
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    return lambda: torch.mm(left, right, out=out)

@@ -1,0 +1,185 @@
+"""The lines of the benchmark: one for every operator, shape, dtype and direction, and how one is measured."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from pymoe.bench.correctness import Verdict, verify
+from pymoe.bench.floor import Floor, Rates, floor_for
+from pymoe.testing.calls import generator, leaves, mapped, with_grad
+from pymoe.testing.spec import BenchCase, OpSpec, Sample, Target, outputs_of
+from pymoe.testing.timing import Spread, Timing, measure, timer_for
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long a line is measured."""
+
+    budget: float = 1.0
+    """Seconds a line, all candidates together, after warm-up."""
+    rounds: tuple[int, int] = (5, 60)
+    most_bytes: float = float("inf")
+    """Lines that move more than this are left out."""
+    most_flops: float = float("inf")
+    """Lines that compute more than this are left out."""
+
+
+FULL = Effort()
+QUICK = Effort(budget=0.15, rounds=(3, 20), most_bytes=2.0**27, most_flops=5e9)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What is timed against each other for one line, over the same inputs, and how its result is judged."""
+
+    calls: dict[str, Callable[[], object]]
+    """``"native"`` and ``"reference"``, and ``"baseline"`` where there is one."""
+    floor: Floor | None
+    verify: Callable[[], Verdict]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line before it is measured. Inputs are made by ``prepare``, so that listing lines costs nothing."""
+
+    operator: str
+    case: str
+    dtype: torch.dtype
+    direction: str
+    """``"forward"`` or ``"forward+backward"``."""
+    bytes: int
+    flops: int
+    source: str
+    target: Target | None
+    prepare: Callable[[torch.device, Rates], Candidates] = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        """What ``--filter`` is matched with."""
+        return f"{self.operator} {self.case} {str(self.dtype).removeprefix('torch.')} {self.direction}"
+
+
+def lines_of(spec: OpSpec) -> Iterator[Line]:
+    """The lines of an operator, from its specification."""
+    for case in spec.bench_cases() if spec.bench_cases else ():
+        yield Line(
+            spec.name,
+            case.name,
+            case.dtype,
+            "forward+backward" if case.backward else "forward",
+            case.bytes,
+            case.flops,
+            case.source,
+            case.target,
+            lambda device, rates, case=case: candidates_of(spec, case, device, rates),  # type: ignore[misc]
+        )
+
+
+def candidates_of(spec: OpSpec, case: BenchCase, device: torch.device, rates: Rates) -> Candidates:
+    """Make the inputs of a case on ``device``, and the calls to be timed."""
+    sample = mapped(case.make(generator()), lambda value: value.to(device))
+    if case.backward and not leaves(sample):
+        wanted = with_grad(sample)
+        if wanted is None:
+            raise ValueError(f"{spec.name}: {case.name} times the backward, but no argument can require grad")
+        sample = wanted
+    functions = {"native": spec.native, "reference": spec.reference}
+    if case.baseline:
+        functions["baseline"] = case.baseline
+    call = training_step if case.backward else forward_call
+    return Candidates(
+        {name: call(function, sample) for name, function in functions.items()},
+        floor_for(case.bytes, case.flops, case.dtype, device, rates),
+        lambda: verify(spec, case, sample),
+    )
+
+
+def forward_call(function: Callable[..., Any], sample: Sample) -> Callable[[], object]:
+    """The call of ``sample``."""
+    return lambda: function(*sample.args, **sample.kwargs)
+
+
+def training_step(function: Callable[..., Any], sample: Sample) -> Callable[[], object]:
+    """The call of ``sample`` and the gradients of its leaves, for given gradients of its outputs."""
+    inputs = leaves(sample)
+    outputs = [one for one in outputs_of(function(*sample.args, **sample.kwargs)) if one.requires_grad]
+    seeds = [torch.randn(one.shape, device=one.device).to(one.dtype) for one in outputs]
+    del outputs
+
+    def step() -> object:
+        results = [one for one in outputs_of(function(*sample.args, **sample.kwargs)) if one.requires_grad]
+        return torch.autograd.grad(results, inputs, seeds, allow_unused=True)
+
+    return step
+
+
+def run_line(line: Line, device: torch.device, rates: Rates, effort: Effort) -> dict[str, Any]:
+    """Measure a line and judge its result.
+
+    Returns:
+        A record for the table and for JSON: names, seconds (median, quartiles, rounds, calls) of every candidate,
+        ratios compared round by round, share of the floor, correctness, and the target with what was reached. A call
+        that raises makes the verdict ``"ERROR"``; the record then has no timings.
+    """
+    record = described(line)
+    try:
+        candidates = line.prepare(device, rates)
+        verdict = candidates.verify()
+        calls = dict(candidates.calls)
+        if candidates.floor:
+            calls["floor"] = candidates.floor.run
+        timings = measure(calls, budget=effort.budget, rounds=effort.rounds, timer=timer_for(device))
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        verdict = Verdict("ERROR", detail=f"{type(error).__name__}: {error} (in {last.name})")
+        return record | {"correctness": asdict(verdict)}
+    return record | measured(line, candidates.floor, timings) | {"correctness": asdict(verdict)}
+
+
+def described(line: Line) -> dict[str, Any]:
+    """The part of a record that is known before measuring."""
+    return {
+        "operator": line.operator,
+        "case": line.case,
+        "dtype": str(line.dtype).removeprefix("torch."),
+        "direction": line.direction,
+        "bytes": line.bytes,
+        "flops": line.flops,
+        "source": line.source,
+        "native": None,
+        "reference": None,
+        "baseline": None,
+        "floor": None,
+        "over_reference": None,
+        "over_baseline": None,
+        "share_of_floor": None,
+        "target": asdict(line.target) | {"reached": None} if line.target else None,
+        "correctness": None,
+    }
+
+
+def measured(line: Line, floor: Floor | None, timings: dict[str, Timing]) -> dict[str, Any]:
+    """The part of a record that comes from timings."""
+    native = timings["native"]
+    facts: dict[str, Any] = {name: timing_record(timing) for name, timing in timings.items()}
+    for name in ("reference", "baseline"):
+        if name in timings:
+            facts[f"over_{name}"] = asdict(timings[name].over(native))
+    if floor:
+        facts["floor"] |= {"kind": floor.kind, "work": floor.work, "needed": floor.needed}
+        facts["share_of_floor"] = asdict(Spread.of(floor.share(timings["floor"], native)))
+    if line.target:
+        seen = facts["share_of_floor" if line.target.over == "floor" else f"over_{line.target.over}"]
+        reached = seen is not None and seen["median"] >= line.target.ratio
+        facts["target"] = asdict(line.target) | {"reached": reached}
+    return facts
+
+
+def timing_record(timing: Timing) -> dict[str, Any]:
+    """Seconds per call as JSON holds them."""
+    return asdict(timing.spread) | {"rounds": len(timing.seconds), "calls": timing.calls}

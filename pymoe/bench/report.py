@@ -1,0 +1,133 @@
+"""Records as tables: with rich where it is installed, as plain text elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Record = dict[str, Any]
+
+EXPLANATION = """\
+native     median time of one call, in brackets the quartiles over interleaved rounds
+/reference speed-up over the pure PyTorch reference;  /torch: over plain torch as one would write it
+of floor   rate as a share of copy_ (same bytes) or torch.mm (same operations), measured in the same rounds
+correct    native against reference on the timed inputs: exact (every bit), close (largest error), WRONG, ERROR
+target     the figure the line is held to, and whether this run reached it"""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a heading; ``left`` names the columns that are not numbers."""
+
+    heading: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: frozenset[str] = frozenset()
+    alarms: frozenset[str] = frozenset()
+    """Words that make a row stand out."""
+
+
+def show(table: Table) -> None:
+    """Print a table to standard output."""
+    try:
+        from rich.console import Console
+        from rich.table import Table as RichTable
+        from rich.text import Text
+    except ImportError:
+        print(plain(table))
+        return
+    rich_table = RichTable(box=None, header_style="bold", pad_edge=False)
+    for name in table.heading:
+        rich_table.add_column(name, justify="left" if name in table.left else "right", no_wrap=True)
+    for row in table.rows:
+        style = "red" if any(word in cell for cell in row for word in table.alarms) else ""
+        rich_table.add_row(*(Text(cell, style=style) for cell in row))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, plain(table).find("\n") + 1))
+    console.print(rich_table)
+
+
+def plain(table: Table) -> str:
+    """The table as lines of equal width."""
+    widths = [max(len(row[i]) for row in (table.heading, *table.rows)) for i in range(len(table.heading))]
+    cells = [
+        [
+            cell.ljust(width) if name in table.left else cell.rjust(width)
+            for name, cell, width in zip(table.heading, row, widths, strict=True)
+        ]
+        for row in (table.heading, *table.rows)
+    ]
+    return "\n".join("  ".join(row) for row in cells)
+
+
+def run_table(records: Sequence[Record]) -> Table:
+    """One row a measured line."""
+    rows = [
+        [
+            record["operator"],
+            record["case"],
+            record["dtype"],
+            "fwd+bwd" if "backward" in record["direction"] else "fwd",
+            time_with_spread(record["native"]),
+            times(record["over_reference"]),
+            times(record["over_baseline"]),
+            share(record),
+            correctness(record),
+            target(record),
+        ]
+        for record in records
+    ]
+    heading = ["operator", "case", "dtype", "what", "native", "/reference", "/torch", "of floor", "correct", "target"]
+    return Table(
+        heading,
+        rows,
+        frozenset({"operator", "case", "dtype", "what", "correct", "target"}),
+        frozenset({"WRONG", "ERROR"}),
+    )
+
+
+def seconds(value: float) -> str:
+    """A time with three digits and its unit."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value / 1e-9:.3g} ns"
+
+
+def time_with_spread(timing: dict[str, float] | None) -> str:
+    """Median and quartiles in the median's unit."""
+    if not timing:
+        return "-"
+    middle, unit = seconds(timing["median"]).split()
+    scale = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}[unit]
+    return f"{float(middle):g} {unit} [{timing['low'] / scale:.3g}-{timing['high'] / scale:.3g}]"
+
+
+def times(spread: dict[str, float] | None) -> str:
+    """A speed-up."""
+    return f"{spread['median']:.3g}x" if spread else "-"
+
+
+def share(record: Record) -> str:
+    """The share of the floor, and which floor that is."""
+    if not record["share_of_floor"]:
+        return "-"
+    return f"{100 * record['share_of_floor']['median']:.0f}% {record['floor']['kind']}"
+
+
+def correctness(record: Record) -> str:
+    """The verdict in one word, with the largest error where the result is not exact."""
+    found = record["correctness"]
+    return f"close {found['max_error']:.0e}" if found["verdict"] == "close" else str(found["verdict"])
+
+
+def target(record: Record) -> str:
+    """What the line is held to, and whether it got there."""
+    wanted = record["target"]
+    if not wanted:
+        return ""
+    name = {"reference": "/reference", "baseline": "/torch", "floor": "of floor"}[wanted["over"]]
+    figure = f"{100 * wanted['ratio']:.0f}%" if wanted["over"] == "floor" else f"{wanted['ratio']:g}x"
+    outcome = {True: "reached", False: "missed", None: "not measured"}[wanted["reached"]]
+    return f">= {figure} {name}: {outcome}"

@@ -1,0 +1,285 @@
+"""The benchmark's command line: its output is complete, and it notices what is wrong. No time is asserted."""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from pymoe.bench import cli
+from pymoe.bench.compare import compare
+from pymoe.bench.floor import Floor
+from pymoe.testing.spec import BenchCase, OpSpec, Sample, Target
+from pymoe.testing.timing import Timing
+
+COLUMNS = {
+    "operator",
+    "case",
+    "dtype",
+    "direction",
+    "native",
+    "reference",
+    "baseline",
+    "floor",
+    "over_reference",
+    "over_baseline",
+    "share_of_floor",
+    "correctness",
+    "target",
+    "bytes",
+    "flops",
+    "source",
+}
+
+
+def scale(x, factor=2.0):
+    return x * factor
+
+
+def wrong_scale(x, factor=2.0):
+    result = x * factor
+    result.view(-1)[3] += 0.125
+    return result
+
+
+def wrong_gradient(x, factor=2.0):
+    return x.detach() * factor + (x - x.detach()) * 3
+
+
+def failing(x, factor=2.0):
+    raise RuntimeError("no luck today")
+
+
+def spec_of(native, *, exact=True, backward=False, **options):
+    """An operator that doubles 1,000 numbers."""
+    case = BenchCase(
+        "N1000",
+        torch.float32,
+        lambda generator: Sample("", (torch.randn(1000, generator=generator),)),
+        bytes=8000,
+        backward=backward,
+        source="this test",
+        **options,
+    )
+    return OpSpec(
+        name="scale",
+        native=native,
+        reference=scale,
+        samples=lambda dtype, generator: iter(()),
+        exact=(exact,),
+        tolerances={torch.float32: (1e-6, 1e-6)},
+        error_inputs=lambda: iter(()),
+        bench_cases=lambda: iter([case]),
+    )
+
+
+def only(patch, *specs):
+    """Makes ``specs`` all that the command line knows."""
+    patch.setattr(cli, "all_specs", lambda: list(specs))
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys):
+    """Runs the command line over given specifications; returns exit status, JSON result and output."""
+
+    def runner(*specs):
+        only(monkeypatch, *specs)
+        file = tmp_path / "result.json"
+        status = cli.main(["run", "--quick", "--budget", "0.01", "--json", str(file)])
+        return status, json.loads(file.read_text()), capsys.readouterr().out
+
+    return runner
+
+
+def test_facts_name_no_host_and_no_path(run):
+    import platform
+
+    _, result, _ = run(spec_of(scale))
+    facts = json.dumps(result["environment"])
+    assert "/" not in facts.replace("not installed (imported from a source tree)", "")
+    assert platform.node() not in facts
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_right_operator_is_exact(run, backward):
+    status, result, out = run(spec_of(scale, backward=backward, baseline=lambda x: x + x))
+    assert status == 0
+    assert result["lines"][0]["correctness"]["verdict"] == "exact"
+    assert result["lines"][0]["over_baseline"]["median"] > 0
+    assert "WRONG" not in out.replace("WRONG, ERROR", "")
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_wrong_operator_is_called_wrong(run, exact):
+    status, result, out = run(spec_of(wrong_scale, exact=exact))
+    found = result["lines"][0]["correctness"]
+    assert status == 1
+    assert found["verdict"] == "WRONG"
+    assert found["max_error"] == pytest.approx(0.125, abs=1e-3)
+    assert "[3]" in found["detail"]
+    assert "WRONG" in out.splitlines()[3]
+
+
+def test_a_wrong_gradient_is_called_wrong(run):
+    assert run(spec_of(wrong_gradient, backward=False))[0] == 0
+    status, result, _ = run(spec_of(wrong_gradient, backward=True))
+    assert status == 1
+    assert result["lines"][0]["correctness"]["detail"].startswith("gradient 0")
+
+
+def test_a_small_error_within_the_tolerance_is_shown(run):
+    status, result, out = run(spec_of(lambda x: x * 2.0000005, exact=False))
+    found = result["lines"][0]["correctness"]
+    assert (status, found["verdict"]) == (0, "close")
+    assert 0 < found["max_error"] < 1e-5
+    assert "close" in out
+
+
+def test_one_failing_operator_does_not_end_the_run(run):
+    status, result, out = run(spec_of(failing), spec_of(scale))
+    assert status == 1
+    assert [record["correctness"]["verdict"] for record in result["lines"]] == ["ERROR", "exact"]
+    assert set(result["lines"][0]) == COLUMNS
+    assert "RuntimeError: no luck today" in out
+
+
+@pytest.mark.parametrize(("ratio", "reached"), [(1e-9, True), (1e9, False)])
+@pytest.mark.parametrize("over", ["reference", "baseline", "floor"])
+def test_targets_are_shown_beside_what_was_reached(run, over, ratio, reached):
+    _, result, out = run(spec_of(scale, baseline=scale, target=Target(over, ratio)))
+    assert result["lines"][0]["target"] == {"over": over, "ratio": ratio, "reached": reached}
+    assert ("reached" if reached else "missed") in out.splitlines()[3]
+    assert f"{int(reached)} of 1 targets reached" in out
+
+
+def test_share_of_the_floor_compares_rates():
+    floor = Floor("copy_", lambda: None, work=100.0, needed=50.0)
+    shares = floor.share(Timing((1.0, 2.0), 1), Timing((1.0, 1.0), 1))
+    assert shares == (0.5, 1.0)
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    """What a run of one line wrote."""
+    file = tmp_path_factory.mktemp("bench") / "result.json"
+    with pytest.MonkeyPatch.context() as patch:
+        only(patch, spec_of(scale))
+        assert cli.main(["run", "--quick", "--budget", "0.01", "--json", str(file)]) == 0
+    return json.loads(file.read_text())
+
+
+def doctored(result, factor, names=("native",)):
+    """The same result with some times multiplied."""
+    changed = copy.deepcopy(result)
+    for record in changed["lines"]:
+        for name in names:
+            for key in ("low", "median", "high"):
+                record[name][key] *= factor
+    return changed
+
+
+@pytest.mark.parametrize(("factor", "marker"), [(50.0, "slower"), (0.02, "faster"), (1.0, "")])
+def test_compare_marks_what_left_the_spread(result, factor, marker):
+    (change,), alone = compare(result, doctored(result, factor))
+    assert change.marker == marker
+    assert change.ratio == pytest.approx(factor)
+    assert alone == []
+
+
+def test_compare_does_not_blame_a_slower_machine(result):
+    (change,), _ = compare(result, doctored(result, 50.0, names=("native", "floor")))
+    assert change.marker == ""
+    assert change.machine == pytest.approx(50.0)
+
+
+def test_compare_marks_a_result_that_became_wrong(result):
+    worse = copy.deepcopy(result)
+    worse["lines"][0]["correctness"]["verdict"] = "WRONG"
+    assert compare(result, worse)[0][0].marker == "now WRONG"
+    assert compare(worse, worse)[0][0].marker == ""
+
+
+def test_compare_names_lines_of_one_run_alone(result):
+    other = copy.deepcopy(result)
+    other["lines"][0]["case"] = "N2000"
+    changes, alone = compare(result, other)
+    assert changes == []
+    assert [name.split()[1] for name in alone] == ["N1000", "N2000"]
+
+
+def test_compare_prints_a_table_and_succeeds(result, tmp_path, capsys):
+    files = [tmp_path / "old.json", tmp_path / "new.json"]
+    files[0].write_text(json.dumps(result))
+    files[1].write_text(json.dumps(doctored(result, 50.0)))
+    assert cli.main(["compare", *map(str, files)]) == 0
+    out = capsys.readouterr().out
+    assert "50.00x" in out
+    assert "slower" in out
+    assert "1 outside the spread" in out
+
+
+def test_plot_draws_two_pictures(result, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps(result))
+    assert cli.main(["plot", str(file), "--output", str(tmp_path / "pictures")]) == 0
+    pictures = sorted((tmp_path / "pictures").iterdir())
+    assert [one.name for one in pictures] == ["floor.png", "speedup.png"]
+    assert all(one.read_bytes().startswith(b"\x89PNG") for one in pictures)
+
+
+@pytest.fixture
+def missing(monkeypatch):
+    """Makes imports of a package fail."""
+    original = builtins.__import__
+
+    def without(package):
+        def importing(name, *rest, **options):
+            if name.split(".")[0] == package:
+                raise ImportError(f"No module named {name!r}")
+            return original(name, *rest, **options)
+
+        monkeypatch.setattr(builtins, "__import__", importing)
+
+    return without
+
+
+def test_without_matplotlib_plot_says_what_to_install(result, tmp_path, capsys, missing):
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps(result))
+    missing("matplotlib")
+    assert cli.main(["plot", str(file), "--output", str(tmp_path)]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_without_rich_the_table_is_plain_text(run, missing):
+    missing("rich")
+    status, _, out = run(spec_of(scale))
+    assert status == 0
+    heading = next(line for line in out.splitlines() if line.startswith("operator"))
+    row = next(line for line in out.splitlines() if line.startswith("scale"))
+    assert heading.index("correct") == row.index("exact")
+
+
+def test_wrong_calls_are_told_apart_from_wrong_results(tmp_path, capsys):
+    file = tmp_path / "other.json"
+    file.write_text("{}")
+    assert cli.main(["compare", str(file), str(file)]) == 2
+    assert cli.main(["plot", str(tmp_path / "absent.json")]) == 2
+    assert cli.main(["run", "--filter", "no such operator"]) == 2
+    assert cli.main(["list", "--filter", "("]) == 2
+    assert capsys.readouterr().err.count("pymoe.bench: ") == 4
+
+
+def test_env_runs_as_a_module():
+    process = subprocess.run(
+        [sys.executable, "-m", "pymoe.bench", "env", "--json"], capture_output=True, text=True, check=True
+    )
+    facts = json.loads(process.stdout)
+    assert facts["torch"] == torch.__version__
+    assert facts["cpu_isa"] in ("baseline", "v3", "v4")
