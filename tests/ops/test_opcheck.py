@@ -22,3 +22,11 @@ def test_opcheck(call):
     result = torch.library.opcheck(operator, call.args, test_utils=CHECKS)
     assert result == dict.fromkeys(CHECKS, "SUCCESS")
 
+
+def test_every_registered_operator_is_checked():
+    registered = {
+        name.removeprefix("pymoe::").split(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("pymoe::")
+    }
+    assert registered == {call.operator for call in CALLS.values()}
