@@ -1,0 +1,237 @@
+"""The directions of the house: who may include and import whom, read from the sources.
+
+C++     core -> kernels -> ops;  core, kernels -> runtime -> bindings  (right may use left); no torch and no Python
+        below ops and bindings.
+Python  reference -> ops -> nn -> integrations;  runtime -> pipe;  reference, ops -> testing -> bench. The reference
+        imports torch alone, and the package at import time torch and numpy alone.
+"""
+
+import ast
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import pymoe
+from pymoe.testing.specs import all_specs
+
+ROOT = Path(__file__).parents[1]
+LONGEST_FILE, LONG_FILE = 500, 300
+SOURCE_SUFFIXES = {".py", ".cpp", ".h", ".cu"}
+
+CPP_MAY_USE = {
+    "core": {"core"},
+    "kernels": {"core", "kernels"},
+    "ops": {"core", "kernels", "ops"},
+    "runtime": {"core", "kernels", "runtime"},
+    "bindings": {"core", "kernels", "runtime", "bindings"},
+}
+TORCH_HEADERS = re.compile(r"(torch|ATen|c10|caffe2)/")
+STABLE_TORCH_HEADERS = re.compile(r"torch/(csrc/stable|headeronly)/|torch/csrc/inductor/aoti_torch/c/shim\.h$")
+PYTHON_HEADERS = re.compile(r"Python\.h$|pybind11/")
+
+PYTHON_MAY_USE = {
+    "reference": {"reference"},
+    "_native": {"_native", "_ops", "_runtime"},
+    "ops": {"reference", "ops", "_native", "_ops"},
+    "nn": {"reference", "ops", "nn"},
+    "runtime": {"runtime", "_runtime", "_native"},
+    "pipe": {"runtime", "pipe", "_runtime", "_native"},
+    "integrations": {"reference", "ops", "nn", "runtime", "pipe", "integrations"},
+    "testing": {"reference", "ops", "testing", "_native"},
+    "bench": {"reference", "ops", "nn", "runtime", "pipe", "integrations", "testing", "bench", "_native"},
+}
+ALWAYS_INSTALLED = {"torch", "numpy", "pymoe"}
+MAY_IMPORT_LAZILY = {"bench", "integrations"}
+
+
+def cpp_faults(file, text):
+    """Every include in the file csrc/``file`` that the directions forbid."""
+    layer = file.split("/")[0]
+    for quoted, system in re.findall(r'^\s*#\s*include\s*(?:"([^"]+)"|<([^>]+)>)', text, re.MULTILINE):
+        header = quoted or system
+        folder = header.split("/")[0]
+        if quoted and "/" in header and folder not in CPP_MAY_USE[layer]:
+            yield f"csrc/{file} includes {header}: {layer} may use {sorted(CPP_MAY_USE[layer])}"
+        if TORCH_HEADERS.match(header) and not (layer == "ops" and STABLE_TORCH_HEADERS.match(header)):
+            yield f"csrc/{file} includes {header}: torch belongs to ops, its stable ABI alone"
+        if PYTHON_HEADERS.match(header) and layer != "bindings" and file != "ops/module.cpp":
+            yield f"csrc/{file} includes {header}: Python belongs to bindings"
+        if header.startswith("cuda") and layer == "ops":
+            yield f"csrc/{file} includes {header}: CUDA belongs to kernels"
+
+
+def imports(file, text):
+    """(module, at import time?) for every import in the Python file ``file``, relative names resolved."""
+    package = Path(file).with_suffix("").parts
+    tree = ast.parse(text)
+    lazy = {
+        node
+        for function in ast.walk(tree)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for node in ast.walk(function)
+    }
+    for test in ast.walk(tree):  # an import for the type checker alone never runs
+        if isinstance(test, ast.If) and ast.unparse(test.test).endswith("TYPE_CHECKING"):
+            lazy.update(node for statement in test.body for node in ast.walk(statement))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node not in lazy
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: -node.level]) if node.level else ""
+            module = ".".join(filter(None, [base, node.module]))
+            if module == "pymoe":
+                for alias in node.names:
+                    yield f"pymoe.{alias.name}", node not in lazy
+            else:
+                yield module, node not in lazy
+
+
+def python_faults(file, text):
+    """Every import in the file pymoe/... that the directions forbid."""
+    parts = Path(file).with_suffix("").parts
+    layer = parts[1]
+    if layer == "__init__":
+        return
+    for module, at_import_time in imports(file, text):
+        root, *rest = module.split(".")
+        if root == "pymoe":
+            used = rest[0] if rest else ""
+            if used in PYTHON_MAY_USE and used not in PYTHON_MAY_USE[layer]:
+                yield f"{file} imports {module}: {layer} may use {sorted(PYTHON_MAY_USE[layer])}"
+        elif root not in sys.stdlib_module_names:
+            if layer == "reference" and root != "torch":
+                yield f"{file} imports {module}: the reference imports torch alone"
+            elif root not in ALWAYS_INSTALLED and (at_import_time or layer not in MAY_IMPORT_LAZILY):
+                yield f"{file} imports {module}: not among the package's requirements"
+
+
+def files(*folders):
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in SOURCE_SUFFIXES and "build" not in path.relative_to(ROOT).parts:
+                yield path
+
+
+def test_includes_follow_the_directions():
+    seen = list(files("csrc"))
+    assert len(seen) > 20
+    faults = [
+        fault for path in seen for fault in cpp_faults(path.relative_to(ROOT / "csrc").as_posix(), path.read_text())
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def test_imports_follow_the_directions():
+    seen = [path for path in files("pymoe") if path.suffix == ".py"]
+    assert len(seen) > 20
+    faults = [fault for path in seen for fault in python_faults(path.relative_to(ROOT).as_posix(), path.read_text())]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("core/dtype.h", '#include "kernels/dispatch.h"'),
+        ("kernels/dispatch_cpu.cpp", '#include "ops/check.h"'),
+        ("kernels/dispatch_cpu.cpp", "#include <torch/csrc/stable/tensor.h>"),
+        ("kernels/dispatch_cpu.cpp", "  #  include <Python.h>"),
+        ("kernels/cpu/parallel.h", "#include <ATen/Parallel.h>"),
+        ("runtime/pool.h", '#include "ops/allocate.h"'),
+        ("runtime/pool.h", "#include <pybind11/pybind11.h>"),
+        ("runtime/pool.h", '#include "bindings/runtime.h"'),
+        ("ops/dispatch.cpp", "#include <torch/extension.h>"),
+        ("ops/dispatch.cpp", "#include <c10/core/Device.h>"),
+        ("ops/dispatch.cpp", "#include <Python.h>"),
+        ("ops/dispatch.cpp", "#include <cuda_runtime.h>"),
+        ("bindings/runtime.cpp", "#include <torch/csrc/stable/tensor.h>"),
+        ("bindings/runtime.cpp", '#include "ops/check.h"'),
+    ],
+)
+def test_a_planted_include_is_found(file, line):
+    assert list(cpp_faults(file, f"// text\n#include <vector>\n{line}\n"))
+    assert not list(cpp_faults(file, '// text\n#include <vector>\n#include "core/macros.h"\n'))
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("pymoe/reference/gate.py", "from pymoe.ops import dispatch"),
+        ("pymoe/reference/gate.py", "from pymoe import ops"),
+        ("pymoe/reference/gate.py", "def f():\n    import numpy"),
+        ("pymoe/reference/gate.py", "from ..ops.dispatch import dispatch"),
+        ("pymoe/ops/gate.py", "from pymoe.nn import MoE"),
+        ("pymoe/ops/gate.py", "def f():\n    from pymoe.testing import compare"),
+        ("pymoe/ops/gate.py", "import triton"),
+        ("pymoe/nn/moe.py", "from pymoe.integrations import transformers"),
+        ("pymoe/nn/moe.py", "def f():\n    import transformers"),
+        ("pymoe/testing/spec.py", "import pymoe.bench.timing"),
+        ("pymoe/testing/spec.py", "import hypothesis"),
+        ("pymoe/runtime/pool.py", "from pymoe.pipe import Pipe"),
+        ("pymoe/bench/plot.py", "import matplotlib.pyplot as plt"),
+        ("pymoe/bench/plot.py", "try:\n    import rich\nexcept ImportError:\n    rich = None"),
+    ],
+)
+def test_a_planted_import_is_found(file, line):
+    assert list(python_faults(file, f"import torch\n{line}\n"))
+    assert not list(python_faults(file, "import math\nfrom collections.abc import Iterator\nimport torch\n"))
+
+
+def test_an_optional_package_may_be_imported_where_it_is_used():
+    lazily = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import rich\ndef f():\n    import rich\n"
+    assert not list(python_faults("pymoe/bench/table.py", lazily))
+
+
+def test_no_file_is_too_long():
+    lengths = {
+        path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines())
+        for path in files("csrc", "pymoe", "tests", "benchmarks", "examples")
+    }
+    for file, length in sorted(lengths.items(), key=lambda item: -item[1]):
+        if length > LONG_FILE:
+            print(f"{length:5} lines: {file}")
+    assert not {file: length for file, length in lengths.items() if length > LONGEST_FILE}
+
+
+PUBLIC = {name: getattr(pymoe.ops, name) for name in pymoe.ops.__all__ if inspect.isfunction(getattr(pymoe.ops, name))}
+
+
+def test_there_are_operators():
+    assert {"build_routing", "combine", "dispatch"} <= PUBLIC.keys()
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_operator_has_a_reference_of_the_same_signature(name):
+    twin = getattr(pymoe.reference, name)
+    assert inspect.signature(PUBLIC[name]) == inspect.signature(twin)
+    assert inspect.getdoc(PUBLIC[name]) == inspect.getdoc(twin), "the docstring is the contract of both"
+    assert len(inspect.getdoc(twin).splitlines()) >= 5
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_operator_has_a_specification(name):
+    spec = {spec.name: spec for spec in all_specs()}[name]
+    assert spec.native is PUBLIC[name]
+    assert spec.reference is getattr(pymoe.reference, name)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_operator_has_its_files(name):
+    module = PUBLIC[name].__module__.rsplit(".", 1)[1]
+    for file in (
+        f"pymoe/reference/{module}.py",
+        f"pymoe/ops/{module}.py",
+        f"pymoe/testing/specs/{module}.py",
+        f"csrc/kernels/{module}.h",
+        f"csrc/kernels/{module}_cpu.cpp",
+        f"csrc/ops/{module}.cpp",
+    ):
+        assert (ROOT / file).exists(), f"{name}: {file} is missing"
+
+
+def test_every_reference_function_is_an_operator():
+    functions = {name for name in pymoe.reference.__all__ if inspect.isfunction(getattr(pymoe.reference, name))}
+    assert functions == PUBLIC.keys()

@@ -1,0 +1,47 @@
+"""What ``import pymoe`` costs: next to nothing over ``import torch``, no thread, and no further package."""
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pymoe
+
+# CPU seconds, not elapsed ones: what else runs on the machine does not count.
+LIMIT_SECONDS = 0.15
+
+MEASURE = """
+import json, os, sys, time
+import torch, numpy
+before, threads, start = set(sys.modules), len(os.listdir("/proc/self/task")), time.process_time()
+import pymoe
+seconds = time.process_time() - start
+print(json.dumps({
+    "seconds": seconds,
+    "threads": len(os.listdir("/proc/self/task")) - threads,
+    "packages": sorted({name.split(".")[0] for name in set(sys.modules) - before}),
+}))
+"""
+
+
+def measure():
+    command = [sys.executable, "-c", MEASURE]
+    root = Path(pymoe.__file__).parents[1]
+    return json.loads(subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout)
+
+
+def test_import_is_cheap():
+    seconds = [measure()["seconds"] for _ in range(5)]
+    print(f"import pymoe after torch: {statistics.median(seconds) * 1000:.0f} ms of CPU time (median of {seconds})")
+    assert statistics.median(seconds) <= LIMIT_SECONDS
+
+
+def test_import_starts_no_thread():
+    assert measure()["threads"] == 0
+
+
+def test_import_loads_torch_and_numpy_alone():
+    """Neither rich, matplotlib, transformers nor anything else that only benchmarks and examples need."""
+    packages = set(measure()["packages"])
+    assert packages - set(sys.stdlib_module_names) == {"pymoe"}
