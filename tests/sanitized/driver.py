@@ -1,0 +1,120 @@
+"""Runs operators in a process whose ``pymoe._ops`` is the sanitized library; started by build.run.
+
+    driver.py LIBRARY samples | errors | hostile | threads | read_past_end | overflow
+
+Ends with status 0 and prints how many calls it made; a report of a sanitizer ends the process with another status.
+"""
+
+import importlib.machinery
+import importlib.util
+import sys
+
+import torch
+
+
+def load(path):
+    """Import the library at ``path`` as pymoe._ops, before pymoe does."""
+    loader = importlib.machinery.ExtensionFileLoader("pymoe._ops", path)
+    spec = importlib.util.spec_from_file_location("pymoe._ops", path, loader=loader)
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    sys.modules["pymoe._ops"] = module
+
+
+load(sys.argv[1])
+
+from pymoe.testing import verify  # noqa: E402
+from pymoe.testing.calls import generator, gradients, same_layout_copy, samples_of, with_grad  # noqa: E402
+from pymoe.testing.hostile import hostile_calls  # noqa: E402
+from pymoe.testing.spec import outputs_of  # noqa: E402
+from pymoe.testing.specs import all_specs  # noqa: E402
+
+
+def samples():
+    """Every fifth sample a dtype, exactly allocated so that no neighbour hides an overrun; forward and backward."""
+    count = 0
+    for spec in all_specs():
+        for dtype in spec.dtypes:
+            for sample in list(samples_of(spec, dtype))[count % 5 :: 5]:
+                verify.outputs_equal(spec, dtype, sample)
+                if spec.gradient_samples is not None and with_grad(sample) is not None:
+                    gradients(spec.native, with_grad(sample))
+                count += 1
+    return count
+
+
+def errors():
+    """Every mistake of the specifications."""
+    count = 0
+    for spec in all_specs():
+        for error_input in spec.error_inputs():
+            verify.error_raised(spec, spec.native, error_input)
+            count += 1
+    return count
+
+
+def hostile():
+    """Every raw call with one argument gone wrong: an exception or a result, and nothing else."""
+    count, refused = 0, 0
+    for spec in all_specs():
+        for call in spec.raw_calls(generator()) if spec.raw_calls is not None else ():
+            operator = getattr(torch.ops.pymoe, call.operator)
+            for bad in hostile_calls(call):
+                try:
+                    results = operator(*bad.args)
+                except (ValueError, IndexError, TypeError, RuntimeError, MemoryError):
+                    refused += 1
+                else:
+                    for output in outputs_of(results):
+                        if output.device.type == "cpu":
+                            same_layout_copy(output)  # reads every byte of it
+                count += 1
+    print(f"{refused} of them refused")
+    return count
+
+
+def threads():
+    """Forward and backward of every kernel at its largest benchmark shape: on as many threads as torch is given."""
+    probe = torch.ops.pymoe_probe
+    count = 0
+    for spec in all_specs():
+        cases = [case for case in (spec.bench_cases() if spec.bench_cases else ()) if case.bytes <= 64 << 20]
+        if not cases or spec.native is spec.reference:
+            continue
+        sample = max(cases, key=lambda case: case.bytes).make(generator())
+        for size in (1, 2, 3):
+            torch.set_num_threads(size)
+            probe.observe_threads()
+            outputs = outputs_of(spec.native(*sample.args, **sample.kwargs))
+            # One thread may run a loop without asking the pool.
+            print(f"{spec.name} forward: {max(1, probe.count_threads())} of {size}")
+            differentiable = with_grad(sample)
+            if differentiable is not None and spec.gradient_samples is not None:
+                outputs = outputs_of(spec.native(*differentiable.args, **differentiable.kwargs))
+                probe.observe_threads()
+                torch.autograd.backward(
+                    [o for o in outputs if o.requires_grad], [torch.ones_like(o) for o in outputs if o.requires_grad]
+                )
+                print(f"{spec.name} backward: {max(1, probe.count_threads())} of {size}")
+            count += 1
+    return count
+
+
+def read_past_end():
+    """A planted fault: the report must come."""
+    slot = torch.arange(16, dtype=torch.int32).view(8, 2)
+    used = torch.tensor([16], dtype=torch.int32)
+    torch.ops.pymoe_probe.read_past_end(torch.zeros(4, 64), slot, used, torch.empty(16, 64))
+    return 1
+
+
+def overflow():
+    """A planted fault: the report must come."""
+    torch.ops.pymoe_probe.overflow(2)
+    return 1
+
+
+if __name__ == "__main__":
+    chosen = {f.__name__: f for f in (samples, errors, hostile, threads, read_past_end, overflow)}
+    for argument in sys.argv[2:]:
+        print(f"{argument}: {chosen[argument]()} calls", flush=True)
