@@ -98,7 +98,7 @@ def test_wide_expert_that_wraps_to_a_valid_one_raises(value):
 )
 def test_grouped_linear_refuses_offsets_out_of_order_or_range(offsets):
     x, weight = torch.ones(8, 16, requires_grad=True), torch.ones(4, 5, 16, requires_grad=True)
-    with pytest.raises((IndexError, ValueError), match="grouped_linear: .*offsets"):
+    with pytest.raises((IndexError, ValueError), match=r"grouped_linear: .*offsets"):
         pymoe.ops.grouped_linear(x, weight, torch.tensor(offsets, dtype=torch.int32))
 
 
