@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -87,19 +87,23 @@ def leaves(sample: Sample) -> list[Tensor]:
 
 
 def gradients(function: Callable[..., Any], sample: Sample) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    """Outputs of a call, and the gradients of its leaves for random gradients of its differentiable outputs.
-
-    A leaf that the result does not depend on has a gradient of zeros.
-    """
+    """Outputs of a call, and the gradients of its leaves: see :func:`gradients_of`."""
     outputs = outputs_of(call(function, sample))
+    return outputs, gradients_of(outputs, leaves(sample))
+
+
+def gradients_of(outputs: Iterable[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of ``inputs`` for random gradients, always the same ones, of the outputs that are differentiable.
+
+    An input that the outputs do not depend on has a gradient of zeros.
+    """
     differentiable = [output for output in outputs if output.requires_grad]
-    inputs = leaves(sample)
+    if not differentiable:
+        return [torch.zeros_like(value) for value in inputs]
     random = generator()
     seeds = [torch.randn(output.shape, generator=random, dtype=torch.float64).to(output) for output in differentiable]
-    if not differentiable:
-        return outputs, [torch.zeros_like(value) for value in inputs]
     found = torch.autograd.grad(differentiable, inputs, seeds, allow_unused=True)
-    return outputs, [
+    return [
         torch.zeros_like(value) if gradient is None else gradient for value, gradient in zip(inputs, found, strict=True)
     ]
 

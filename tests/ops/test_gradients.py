@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from pymoe.testing import verify
-from pymoe.testing.calls import generator, in_dtype
+from pymoe.testing.calls import call, generator, gradients, gradients_of, in_dtype, leaves, mapped, tensors_in
+from pymoe.testing.compare import assert_same_bits
+from pymoe.testing.spec import outputs_of
 from pymoe.testing.specs import all_specs
 
 SPECS = {spec.name: spec for spec in all_specs() if spec.gradient_samples is not None}
@@ -35,3 +37,30 @@ def test_reference_passes_gradcheck_and_gradgradcheck(name, sample):
 def test_native_gradients_equal_reference_gradients(name, sample, dtype):
     if dtype in SPECS[name].dtypes:
         verify.gradients_equal(SPECS[name], dtype, in_dtype(cases(name)[sample], dtype))
+
+
+def changed_in_place(value):
+    """Give ``value`` other contents, as a careless caller would between forward and backward."""
+    with torch.no_grad():
+        if value.is_floating_point():
+            value.mul_(2).add_(1)
+        else:
+            value.zero_()
+
+
+@pytest.mark.parametrize(("name", "sample"), EVERY_SAMPLE)
+def test_change_in_place_before_backward_is_never_silent(name, sample):
+    """Either autograd refuses, or the gradients are those of the values that the forward saw."""
+    spec, original = SPECS[name], cases(name)[sample]
+    _, expected = gradients(spec.native, original)
+    for position in range(len(tensors_in((original.args, original.kwargs)))):
+        copy = mapped(original, lambda value: value.detach().clone().requires_grad_(value.requires_grad))
+        outputs = outputs_of(call(spec.native, copy))
+        changed_in_place(tensors_in((copy.args, copy.kwargs))[position])
+        try:
+            found = gradients_of(outputs, leaves(copy))
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)  # noqa: PT017
+        else:
+            for got, wanted in zip(found, expected, strict=True):
+                assert_same_bits(got, wanted, f"gradient after argument {position} was changed")

@@ -34,7 +34,7 @@ def test_every_round_runs_every_candidate_and_starts_with_another():
     measure(candidates, budget=0, rounds=(4, 4), timer=WallTimer(clock))
     warm_up, rounds = clock.log[:6], clock.log[6:]
     assert warm_up == list("aabbcc")
-    assert "".join(rounds) == "abc" "bca" "cab" "abc"
+    assert "".join(rounds) == "abcbcacababc"
 
 
 def test_warm_up_calls_are_not_counted():
