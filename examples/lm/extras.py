@@ -1,0 +1,16 @@
+"""Packages that the example needs and pymoe itself does not: checked once, before anything else is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterable
+
+EXTRAS = ("rich", "matplotlib", "safetensors")
+
+
+def require(names: Iterable[str] = EXTRAS) -> None:
+    """Leaves with one line that holds the command to run when a package is missing."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(f"error: this example needs {', '.join(missing)}: python -m pip install {' '.join(missing)}")
