@@ -30,11 +30,20 @@ def main(argv: list[str] | None = None) -> int:
         description=head, epilog=tail, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its record.json")
-    parser.add_argument("--output", type=Path, default=Path("runs/comparison.png"), metavar="FILE",
-                        help="picture to write (default: %(default)s)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs/comparison.png"),
+        metavar="FILE",
+        help="picture to write (default: %(default)s)",
+    )
     parser.add_argument("--labels", nargs="+", metavar="TEXT", help="names of the runs (default: what they trained)")
-    parser.add_argument("--over", choices=("steps", "seconds"), default="steps",
-                        help="what the curves are drawn over (default: %(default)s)")
+    parser.add_argument(
+        "--over",
+        choices=("steps", "seconds"),
+        default="steps",
+        help="what the curves are drawn over (default: %(default)s)",
+    )
     arguments = parser.parse_args(argv)
     try:
         records = [read_record(run) for run in arguments.runs]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pymoe.nn import MoE
 
-from .trainer import Trainer, make_optimizer, train_step
 from .model import LanguageModel
+from .trainer import Trainer, make_optimizer, train_step
 
 WARM_UP = 1
 

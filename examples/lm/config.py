@@ -21,10 +21,19 @@ def _flag(default: Any, text: str, *, group: str, choices: tuple[str, ...] | Non
 
 @dataclass(frozen=True)
 class Config:
-    ffn: str = _flag("moe", "feed-forward layers: mixture of experts, or the dense one of equal FLOPs per token "
-                     "(its hidden size is top-k times --ffn-size)", group="model", choices=("moe", "dense"))
-    backend: str = _flag("native", "what computes the MoE layers: pymoe's native operators or its pure PyTorch "
-                         "reference", group="model", choices=("native", "reference"))
+    ffn: str = _flag(
+        "moe",
+        "feed-forward layers: mixture of experts, or the dense one of equal FLOPs per token "
+        "(its hidden size is top-k times --ffn-size)",
+        group="model",
+        choices=("moe", "dense"),
+    )
+    backend: str = _flag(
+        "native",
+        "what computes the MoE layers: pymoe's native operators or its pure PyTorch reference",
+        group="model",
+        choices=("native", "reference"),
+    )
     layers: int = _flag(4, "transformer blocks", group="model")
     width: int = _flag(128, "size of the residual stream", group="model")
     heads: int = _flag(4, "attention heads", group="model")
@@ -33,14 +42,19 @@ class Config:
     num_experts: int = _flag(8, "experts in a layer", group="model")
     top_k: int = _flag(2, "experts that each byte is sent to", group="model")
     aux_loss_coef: float = _flag(0.01, "weight of the load-balancing loss (Switch Transformer)", group="model")
-    bias_update_rate: float = _flag(0.0, "step of the expert bias that balances load without a loss (DeepSeek-V3); "
-                                    "0 turns it off", group="model")
-    text: str = _flag("", "text file to train on (default: the Python manual that this interpreter carries, "
-                      "pydoc_data.topics)", group="training")
+    bias_update_rate: float = _flag(
+        0.0, "step of the expert bias that balances load without a loss (DeepSeek-V3); 0 turns it off", group="model"
+    )
+    text: str = _flag(
+        "",
+        "text file to train on (default: the Python manual that this interpreter carries, pydoc_data.topics)",
+        group="training",
+    )
     steps: int = _flag(400, "optimizer steps", group="training")
     batch_size: int = _flag(16, "windows of --context bytes in a step", group="training")
-    learning_rate: float = _flag(4e-3, "peak learning rate of AdamW; linear warm-up, then cosine to zero",
-                                 group="training")
+    learning_rate: float = _flag(
+        4e-3, "peak learning rate of AdamW; linear warm-up, then cosine to zero", group="training"
+    )
     warmup: int = _flag(40, "steps of linear warm-up", group="training")
     weight_decay: float = _flag(0.1, "weight decay of matrices", group="training")
     grad_clip: float = _flag(1.0, "largest norm of the gradient", group="training")

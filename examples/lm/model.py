@@ -104,7 +104,7 @@ class Attention(nn.Module):
 
 
 def rotary_tables(context: int, head_size: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * frequency, (context, head_size / 2) each (RoFormer, arXiv 2104.09864)."""
+    """The cos and sin of position * frequency, (context, head_size / 2) each (RoFormer, arXiv 2104.09864)."""
     frequency = ROTARY_BASE ** (-torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
     angle = torch.arange(context, dtype=torch.float64)[:, None] * frequency
     return angle.cos().float(), angle.sin().float()

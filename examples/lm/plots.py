@@ -27,8 +27,14 @@ def plot_loss(record: dict[str, Any], path: Path) -> Path:
     axes.plot(steps, bits, color=COLORS[0], alpha=0.25, linewidth=0.8)
     axes.plot(steps, smooth(bits), color=COLORS[0], label="training batches (smoothed)")
     validation = record["validation"]
-    axes.plot(validation["step"], validation["bits_per_byte"], color=COLORS[1], marker="o", markersize=4,
-              label="held-back text")
+    axes.plot(
+        validation["step"],
+        validation["bits_per_byte"],
+        color=COLORS[1],
+        marker="o",
+        markersize=4,
+        label="held-back text",
+    )
     _end_label(axes, validation["step"][-1], validation["bits_per_byte"][-1], COLORS[1])
     axes.set_title(f"{describe(record)}, trained on {record['text']['name']}", fontsize=10)
     _loss_axes(axes, bits)
@@ -75,9 +81,15 @@ def plot_comparison(records: list[dict[str, Any]], path: Path, *, labels: list[s
         x = _x_values(record, over)
         axes.plot(x, smooth(bits), color=color, alpha=0.35, linewidth=1, linestyle=style)
         validation = record["validation"]
-        axes.plot([x[step - 1] for step in validation["step"]], validation["bits_per_byte"], color=color,
-                  linestyle=style, marker="o", markersize=4,
-                  label=f"{label}: {validation['bits_per_byte'][-1]:.3f} bits/byte at the end")
+        axes.plot(
+            [x[step - 1] for step in validation["step"]],
+            validation["bits_per_byte"],
+            color=color,
+            linestyle=style,
+            marker="o",
+            markersize=4,
+            label=f"{label}: {validation['bits_per_byte'][-1]:.3f} bits/byte at the end",
+        )
     axes.set_title("Held-back text (dots) and training batches, smoothed (faint)", fontsize=10)
     _loss_axes(axes, [loss / math.log(2) for record in records for loss in record["loss"]])
     unit = f"optimizer step ({records[0]['bytes_per_step']:,} bytes each)"

@@ -50,7 +50,8 @@ class Trainer:
     def step(self) -> float:
         """Makes the next step and returns its loss in nats per byte."""
         start = time.perf_counter()
-        loss = train_step(self.model, self.optimizer, self.config, self.steps_done, *self.batches.batch(self.steps_done))
+        step = self.steps_done
+        loss = train_step(self.model, self.optimizer, self.config, step, *self.batches.batch(step))
         loads = self.model.loads()
         if loads is not None:
             self.history.load.append(loads)

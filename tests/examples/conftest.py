@@ -1,0 +1,19 @@
+"""The examples are scripts beside the package: their folder goes on the path, as running one of them puts it there."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+
+@pytest.fixture(autouse=True, scope="package")
+def thread_count() -> Iterator[None]:
+    """Runs set the process's thread count; the tests after them find it as it was."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
