@@ -4,6 +4,7 @@ import pymoe._native  # registers the operators, before the files below describe
 from pymoe.ops.build_routing import build_routing
 from pymoe.ops.combine import combine
 from pymoe.ops.dispatch import dispatch
+from pymoe.ops.expert_activation import expert_activation
 from pymoe.ops.gather_batch import gather_batch, split_batch
 from pymoe.ops.grouped_linear import grouped_linear
 from pymoe.reference.types import Gate, Routing
@@ -14,6 +15,7 @@ __all__ = [
     "build_routing",
     "combine",
     "dispatch",
+    "expert_activation",
     "gather_batch",
     "grouped_linear",
     "split_batch",

@@ -24,13 +24,13 @@ const char* name_of(Isa isa);
 #define PYMOE_MULTIVERSION 0
 #endif
 
-// PYMOE_SELECT_ISA(f)(args): calls baseline::f, v3::f or v4::f.
+// PYMOE_SELECT_ISA(f)(args): calls baseline::f, v3::f or v4::f; f may be a template with its arguments.
 #if PYMOE_MULTIVERSION
-#define PYMOE_SELECT_ISA(function)                                                    \
-  (::pymoe::cpu::best_isa() == ::pymoe::cpu::Isa::kV4                                 \
-       ? &v4::function                                                                \
-       : ::pymoe::cpu::best_isa() == ::pymoe::cpu::Isa::kV3 ? &v3::function           \
-                                                            : &baseline::function)
+#define PYMOE_SELECT_ISA(...)                                                        \
+  (::pymoe::cpu::best_isa() == ::pymoe::cpu::Isa::kV4                                \
+       ? &v4::__VA_ARGS__                                                            \
+       : ::pymoe::cpu::best_isa() == ::pymoe::cpu::Isa::kV3 ? &v3::__VA_ARGS__       \
+                                                            : &baseline::__VA_ARGS__)
 #else
-#define PYMOE_SELECT_ISA(function) (&baseline::function)
+#define PYMOE_SELECT_ISA(...) (&baseline::__VA_ARGS__)
 #endif

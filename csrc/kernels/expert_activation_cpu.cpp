@@ -1,0 +1,79 @@
+#include "kernels/expert_activation.h"
+
+#include <algorithm>
+
+#include "kernels/cpu/parallel.h"
+
+#define PYMOE_ISA_BODY "kernels/expert_activation_cpu_body.h"
+#include "kernels/cpu/for_each_isa.h"
+
+namespace pymoe::cpu {
+namespace {
+
+// body(row, first, count) over strips of rows that together cover the (rows, features) output. Without a gate the
+// rows lie one behind the other, and are one long row.
+template <typename Body>
+void for_each_strip(int64_t rows, int64_t features, bool gated, const Body& body) {
+  constexpr int64_t kStrip = 4096;
+  if (!gated) {
+    features *= rows;
+    rows = 1;
+  }
+  if (rows == 0 || features == 0) return;
+  const int64_t strips = (features + kStrip - 1) / kStrip;
+  const int64_t grain = std::max<int64_t>(1, 2 * kStrip / std::min(features, kStrip));
+  parallel_for(0, rows * strips, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t first = i % strips * kStrip;
+      body(i / strips, first, std::min(kStrip, features - first));
+    }
+  });
+}
+
+template <Activation kind, typename T>
+void forward(const ExpertActivationArguments& a) {
+  constexpr bool gated = kind == Activation::kSwiglu;
+  const auto activate = PYMOE_SELECT_ISA(activate_strip<kind, T>);
+  for_each_strip(a.rows, a.features, gated, [&](int64_t row, int64_t first, int64_t count) {
+    const T* x = static_cast<const T*>(a.h) + row * 2 * a.features + first;
+    activate(x, gated ? x + a.features : nullptr, static_cast<T*>(a.out) + row * a.features + first, count);
+  });
+}
+
+template <Activation kind, typename T>
+void backward(const ExpertActivationBackwardArguments& a) {
+  constexpr bool gated = kind == Activation::kSwiglu;
+  const auto differentiate = PYMOE_SELECT_ISA(differentiate_strip<kind, T>);
+  for_each_strip(a.rows, a.features, gated, [&](int64_t row, int64_t first, int64_t count) {
+    const T* x = static_cast<const T*>(a.h) + row * 2 * a.features + first;
+    T* grad_x = static_cast<T*>(a.grad_h) + row * 2 * a.features + first;
+    differentiate(static_cast<const T*>(a.grad) + row * a.features + first, x, gated ? x + a.features : nullptr,
+                  grad_x, gated ? grad_x + a.features : nullptr, count);
+  });
+}
+
+// Calls f with the kind as a constant.
+template <typename F>
+void visit_kind(Activation kind, F&& f) {
+  switch (kind) {
+    case Activation::kSwiglu: return f(std::integral_constant<Activation, Activation::kSwiglu>{});
+    case Activation::kGelu: return f(std::integral_constant<Activation, Activation::kGelu>{});
+    case Activation::kRelu: return f(std::integral_constant<Activation, Activation::kRelu>{});
+  }
+}
+
+}  // namespace
+
+void expert_activation(const ExpertActivationArguments& arguments) {
+  visit_kind(arguments.kind, [&](auto kind) {
+    visit_dtype(arguments.dtype, [&](auto tag) { forward<kind(), typename decltype(tag)::type>(arguments); });
+  });
+}
+
+void expert_activation_backward(const ExpertActivationBackwardArguments& arguments) {
+  visit_kind(arguments.kind, [&](auto kind) {
+    visit_dtype(arguments.dtype, [&](auto tag) { backward<kind(), typename decltype(tag)::type>(arguments); });
+  });
+}
+
+}  // namespace pymoe::cpu

@@ -1,0 +1,60 @@
+// pymoe::expert_activation: see kernels/expert_activation.h for what it computes and
+// pymoe/reference/expert_activation.py for its contract.
+#include <torch/csrc/stable/library.h>
+
+#include "kernels/expert_activation.h"
+#include "ops/allocate.h"
+#include "ops/check.h"
+
+namespace pymoe::ops {
+namespace {
+
+constexpr const char* kName = "expert_activation";
+
+// `kind` counts the kinds in the order of pymoe.reference.expert_activation.KINDS.
+Activation checked_kind(int64_t kind) {
+  require(kind >= 0 && kind <= 2, kName, "kind must be 0 (swiglu), 1 (gelu) or 2 (relu), got ", kind);
+  return static_cast<Activation>(kind);
+}
+
+int64_t checked_features(const Tensor& h, Activation kind) {
+  require_shape(kName, "h", h, {-1, -1});
+  if (kind != Activation::kSwiglu) return h.size(1);
+  require(h.size(1) % 2 == 0, kName, "h must have shape (S, 2F) with an even second size, got ", shape_of(h));
+  return h.size(1) / 2;
+}
+
+Tensor expert_activation_cpu(const Tensor& h, int64_t kind) {
+  const DType dtype = floating_dtype(kName, "h", h);
+  const Activation activation = checked_kind(kind);
+  const int64_t features = checked_features(h, activation);
+  Tensor out = empty({h.size(0), features}, h.scalar_type(), h);
+  cpu::expert_activation({h.const_data_ptr(), out.mutable_data_ptr(), h.size(0), features, activation, dtype});
+  return out;
+}
+
+Tensor expert_activation_backward_cpu(const Tensor& grad, const Tensor& h, int64_t kind) {
+  const DType dtype = floating_dtype(kName, "h", h);
+  const Activation activation = checked_kind(kind);
+  const int64_t features = checked_features(h, activation);
+  require_dtype(kName, "grad", grad, h.scalar_type());
+  require_shape(kName, "grad", grad, {h.size(0), features});
+  require_same_device(kName, "grad", grad, h);
+  Tensor grad_h = empty({h.size(0), h.size(1)}, h.scalar_type(), h);
+  cpu::expert_activation_backward({grad.const_data_ptr(), h.const_data_ptr(), grad_h.mutable_data_ptr(), h.size(0),
+                                   features, activation, dtype});
+  return grad_h;
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(pymoe, library) {
+  library.def("expert_activation(Tensor h, int kind) -> Tensor");
+  library.def("expert_activation_backward(Tensor grad, Tensor h, int kind) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(pymoe, CPU, library) {
+  library.impl("expert_activation", TORCH_BOX(&expert_activation_cpu));
+  library.impl("expert_activation_backward", TORCH_BOX(&expert_activation_backward_cpu));
+}
+
+}  // namespace
+}  // namespace pymoe::ops
