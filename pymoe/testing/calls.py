@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pymoe.testing.spec import OpSpec, Sample, outputs_of
+from pymoe.testing.spec import BenchCase, OpSpec, Sample, outputs_of
 
 SEED = 20211
 
@@ -111,3 +111,9 @@ def gradients_of(outputs: Iterable[Tensor], inputs: Sequence[Tensor]) -> list[Te
 def samples_of(spec: OpSpec, dtype: torch.dtype) -> Iterator[Sample]:
     """The samples of ``spec``, always the same ones."""
     return spec.samples(dtype, generator())
+
+
+def large_cases(spec: OpSpec, count: int = 2, most_bytes: int = 64 << 20) -> list[BenchCase]:
+    """The largest benchmark shapes of an operator that are not too large for a test: every loop runs in parallel."""
+    cases = [case for case in (spec.bench_cases() if spec.bench_cases else ()) if case.bytes <= most_bytes]
+    return sorted(cases, key=lambda case: case.bytes)[-count:]

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from pymoe.testing import verify
-from pymoe.testing.calls import generator, samples_of, with_grad
+from pymoe.testing.calls import generator, large_cases, samples_of, with_grad
 from pymoe.testing.specs import all_specs
 
 SPECS = {spec.name: spec for spec in all_specs()}
-LARGEST_BYTES = 64 << 20
 
 
 def size(sample):
@@ -25,16 +24,10 @@ def test_largest_samples(name, dtype):
         verify.deterministic(spec, with_grad(sample) or sample)
 
 
-def benchmark_cases(spec, count=2):
-    """The largest benchmark shapes of an operator that are not too large for a test."""
-    cases = [case for case in (spec.bench_cases() if spec.bench_cases else ()) if case.bytes <= LARGEST_BYTES]
-    return sorted(cases, key=lambda case: case.bytes)[-count:]
-
-
 LARGE_CASES = [
     pytest.param(spec.name, case, id=f"{spec.name}-{case.name}")
     for spec in SPECS.values()
-    for case in benchmark_cases(spec)
+    for case in large_cases(spec)
 ]
 
 

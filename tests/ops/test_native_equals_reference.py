@@ -14,7 +14,7 @@ import pytest
 
 import pymoe
 from pymoe.testing import verify
-from pymoe.testing.calls import samples_of, with_grad
+from pymoe.testing.calls import generator, large_cases, samples_of, with_grad
 from pymoe.testing.specs import all_specs
 
 SPECS = {spec.name: spec for spec in all_specs()}
@@ -48,6 +48,19 @@ def test_outputs(name, dtype, sample):
 @pytest.mark.parametrize(("name", "dtype", "sample"), every_sample(has_gradients))
 def test_gradients_of_finite_samples(name, dtype, sample):
     verify.gradients_equal(SPECS[name], dtype, with_grad(cases(name, dtype)[sample]))
+
+
+LARGE_CASES = [
+    pytest.param(spec.name, case, id=f"{spec.name}-{case.name}")
+    for spec in SPECS.values()
+    for case in large_cases(spec)
+]
+
+
+@pytest.mark.parametrize(("name", "case"), LARGE_CASES)
+def test_outputs_of_benchmark_shapes(name, case):
+    """Large enough for every loop over blocks and threads to take more than one turn."""
+    verify.outputs_equal(SPECS[name], case.dtype, case.make(generator()))
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=lambda spec: spec.name)

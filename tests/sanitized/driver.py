@@ -24,7 +24,7 @@ def load(path):
 load(sys.argv[1])
 
 from pymoe.testing import verify  # noqa: E402
-from pymoe.testing.calls import generator, gradients, same_layout_copy, samples_of, with_grad  # noqa: E402
+from pymoe.testing.calls import generator, gradients, large_cases, same_layout_copy, samples_of, with_grad  # noqa: E402
 from pymoe.testing.hostile import hostile_calls  # noqa: E402
 from pymoe.testing.spec import outputs_of  # noqa: E402
 from pymoe.testing.specs import all_specs  # noqa: E402
@@ -78,10 +78,10 @@ def threads():
     probe = torch.ops.pymoe_probe
     count = 0
     for spec in all_specs():
-        cases = [case for case in (spec.bench_cases() if spec.bench_cases else ()) if case.bytes <= 64 << 20]
+        cases = large_cases(spec, count=1)
         if not cases or spec.native is spec.reference:
             continue
-        sample = max(cases, key=lambda case: case.bytes).make(generator())
+        sample = cases[0].make(generator())
         for size in (1, 2, 3):
             torch.set_num_threads(size)
             probe.observe_threads()
