@@ -1,0 +1,68 @@
+// Planted errors. Each must be reported by the sanitizer of its build; ctest looks for the report.
+#include <climits>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <latch>
+#include <thread>
+
+#include "runtime/worker_pool.h"
+
+namespace {
+
+int shared_counter = 0;
+
+void count_together(std::latch& start) {
+  start.arrive_and_wait();  // without it the threads often run one after the other, and nothing is found
+  for (int i = 0; i < 100; ++i) ++shared_counter;
+}
+
+void race() {
+  std::latch start(2);
+  std::thread other([&] { count_together(start); });
+  count_together(start);
+  other.join();
+}
+
+void pool_race() {
+  pymoe::runtime::WorkerPool pool(2);
+  std::latch start(2);
+  const auto first = pool.submit([&] { count_together(start); });
+  const auto second = pool.submit([&] { count_together(start); });
+  first.get();
+  second.get();
+}
+
+void overflow(volatile int count) {
+  auto* buffer = static_cast<volatile int*>(std::malloc(sizeof(int) * static_cast<size_t>(count)));
+  buffer[count] = 1;
+  std::free(const_cast<int*>(buffer));
+}
+
+void use_after_free() {
+  auto* buffer = static_cast<volatile int*>(std::malloc(sizeof(int)));
+  *buffer = 1;
+  std::free(const_cast<int*>(buffer));
+  shared_counter = *buffer;
+}
+
+void signed_overflow(volatile int value) { shared_counter = value + INT_MAX; }
+
+void leak() {
+  void* volatile lost = std::malloc(64);
+  lost = nullptr;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const char* name = argc > 1 ? argv[1] : "";
+  if (std::strcmp(name, "race") == 0) race();
+  if (std::strcmp(name, "pool_race") == 0) pool_race();
+  if (std::strcmp(name, "overflow") == 0) overflow(8);
+  if (std::strcmp(name, "use_after_free") == 0) use_after_free();
+  if (std::strcmp(name, "signed_overflow") == 0) signed_overflow(argc);
+  if (std::strcmp(name, "leak") == 0) leak();
+  std::printf("canary '%s' has run, %d\n", name, shared_counter);
+  return 0;
+}
