@@ -8,7 +8,6 @@ __all__: list[str] = ["Future", "WorkerPool", "compiler"]
 
 class Future:
     """The outcome of a task, to come. Made by :meth:`WorkerPool.submit`."""
-
     def done(self) -> bool:
         """True once the task has ended."""
     def exception(self, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
@@ -37,7 +36,6 @@ class WorkerPool:
     Dropping the last reference lets queued tasks run and does not wait for them; at
     interpreter exit queued tasks are cancelled and running ones waited for.
     """
-
     def __enter__(self) -> WorkerPool: ...
     def __exit__(self, type: typing.Any, value: typing.Any, traceback: typing.Any) -> None:
         """Shut down: draining, or cancelling what is queued if the block raised."""
