@@ -5,18 +5,25 @@ from pymoe.ops.build_routing import build_routing
 from pymoe.ops.combine import combine
 from pymoe.ops.dispatch import dispatch
 from pymoe.ops.expert_activation import expert_activation
+from pymoe.ops.gate_topk import gate_topk
 from pymoe.ops.gather_batch import gather_batch, split_batch
 from pymoe.ops.grouped_linear import grouped_linear
-from pymoe.reference.types import Gate, Routing
+from pymoe.ops.router_losses import load_balancing_loss, router_losses, router_z_loss
+from pymoe.reference.types import Gate, RouterLosses, Routing
 
 __all__ = [
     "Gate",
+    "RouterLosses",
     "Routing",
     "build_routing",
     "combine",
     "dispatch",
     "expert_activation",
+    "gate_topk",
     "gather_batch",
     "grouped_linear",
+    "load_balancing_loss",
+    "router_losses",
+    "router_z_loss",
     "split_batch",
 ]

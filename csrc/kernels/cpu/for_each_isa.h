@@ -11,9 +11,11 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "core/dtype.h"
 #include "core/macros.h"
+#include "core/score.h"
 #include "kernels/cpu/isa.h"
 #if PYMOE_MULTIVERSION
 #include <immintrin.h>

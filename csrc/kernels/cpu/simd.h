@@ -179,32 +179,29 @@ PYMOE_INLINE auto sum_lanes(Vector value) {
   return value[0];
 }
 
-// e^x within 2 ulp. NaN stays NaN; overflow gives infinity, underflow gradual subnormals and zero.
-// Cody-Waite reduction x = n ln 2 + r, |r| <= ln 2 / 2, then the minimax polynomial of Cephes' expf.
-PYMOE_INLINE vfloat exp(vfloat x) {
-  const vfloat low = broadcast(-104.0f), high = broadcast(89.0f);
-  vfloat clamped = x < low ? low : x;  // a NaN compares false and passes through
-  clamped = clamped > high ? high : clamped;
-  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  const vfloat n = (clamped * 1.44269504088896341f + magic) - magic;
-  const vfloat r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
-  vfloat p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = (p * (r * r) + r) + 1.0f;
-  // 2^n in two factors, since n reaches from -150 to 128.
-  const vint32 exponent = __builtin_convertvector(x == x ? n : vfloat{}, vint32);
-  const vint32 half = exponent >> 1;
-  const vfloat scale_a = (vfloat)((half + 127) << 23);
-  const vfloat scale_b = (vfloat)((exponent - half + 127) << 23);
+// e^x within 2 ulp, lane by lane the same bits as exp_in_fixed_steps in core/score.h, whatever the instruction set.
+template <typename Vector>
+PYMOE_INLINE Vector exp_vector(Vector x) {
+  using S = std::remove_cvref_t<decltype(x[0])>;
+  using Steps = ExpSteps<S>;
+  using Integers = decltype(x < x);
+  Vector clamped = x < Steps::kLow ? broadcast(Steps::kLow) : x;  // a NaN compares false and passes through
+  clamped = clamped > Steps::kHigh ? broadcast(Steps::kHigh) : clamped;
+  const Vector n = (clamped * Steps::kLog2E + Steps::kMagic) - Steps::kMagic;
+  const Vector r = (clamped - n * Steps::kLn2High) - n * Steps::kLn2Low;
+  Vector p = broadcast(Steps::kPolynomial[0]);
+  for (int i = 1; i < Steps::kTerms; ++i) p = p * r + Steps::kPolynomial[i];
+  p = (p * (r * r) + r) + S{1};
+  // n is an integer below 2^22: the magic number's bits turn it into one, and a NaN into something finite.
+  const Vector integral = x == x ? n : Vector{};
+  const Integers exponent = (Integers)(integral + Steps::kMagic) - (Integers)broadcast(Steps::kMagic);
+  const Integers half = exponent >> 1;
+  const Vector scale_a = (Vector)((half + Steps::kBias) << Steps::kMantissa);
+  const Vector scale_b = (Vector)((exponent - half + Steps::kBias) << Steps::kMantissa);
   return (p * scale_a) * scale_b;
 }
 
-PYMOE_INLINE vdouble exp(vdouble x) {
-  for (int lane = 0; lane < kLanes<double>; ++lane) x[lane] = std::exp(x[lane]);
-  return x;
-}
+PYMOE_INLINE vfloat exp(vfloat x) { return exp_vector(x); }
+PYMOE_INLINE vdouble exp(vdouble x) { return exp_vector(x); }
 
 }  // namespace pymoe::cpu::PYMOE_ISA

@@ -1,0 +1,48 @@
+// The order in which experts are chosen, on integers.
+//
+// order_key(x) is greater for what is chosen first: numbers by value, -0 equal to +0, every NaN above all numbers and
+// equal to every other NaN. No value has the least integer as its key, so that one can stand for "nothing yet".
+// 16-bit floats order as the float that they widen to. Ties between keys go to the lower index.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+#include "core/dtype.h"
+#include "core/macros.h"
+
+namespace pymoe {
+
+template <typename S>
+struct OrderKey;
+template <>
+struct OrderKey<float> {
+  using type = int32_t;
+};
+template <>
+struct OrderKey<double> {
+  using type = int64_t;
+};
+// The key of elements whose sums are kept in S = float or double.
+template <typename S>
+using order_key_t = typename OrderKey<S>::type;
+
+template <typename S>
+inline constexpr order_key_t<S> kNoKey = std::numeric_limits<order_key_t<S>>::min();
+
+template <typename S>
+PYMOE_HOST_DEVICE PYMOE_INLINE order_key_t<S> order_key(S value) {
+  using Key = order_key_t<S>;
+  constexpr Key kMagnitude = std::numeric_limits<Key>::max();
+  if (value != value) return kMagnitude;
+  const Key bits = bit_cast<Key>(value + S{0});  // -0 + 0 = +0
+  return bits < 0 ? bits ^ kMagnitude : bits;
+}
+
+// The value of a key that order_key made: exact but for -0, which comes back as +0, and for a NaN's payload.
+template <typename S>
+PYMOE_HOST_DEVICE PYMOE_INLINE S value_of_key(order_key_t<S> key) {
+  return bit_cast<S>(key < 0 ? key ^ std::numeric_limits<order_key_t<S>>::max() : key);
+}
+
+}  // namespace pymoe

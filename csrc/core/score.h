@@ -1,0 +1,86 @@
+// Scores of a router's logits, by one fixed sequence of IEEE operations, so that a choice that is made on scores does
+// not depend on a library's exp, on the instruction set or on the device. The specification is
+// pymoe/reference/scores.py; kernels/cpu/simd.h computes the same steps on vectors. Build without contraction.
+#pragma once
+
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "core/macros.h"
+
+namespace pymoe {
+
+enum class Score : int8_t { kSoftmax, kSigmoid };
+
+// Sums of chosen scores, and sums of sigmoid scores, are floored at this before they divide.
+inline constexpr double kScoreSumFloor = 1e-20;
+
+// Sums over experts run in this many interleaved lanes: lane i adds values i, i + 16, i + 32, ... in turn; then lanes
+// i and i + 8 are added, then i and i + 4, i + 2, i + 1.
+inline constexpr int kSumLanes = 16;
+
+// The numbers of exp_in_fixed_steps: x = n ln 2 + r, |r| <= ln 2 / 2, e^r = 1 + r + r^2 * polynomial(r).
+template <typename S>
+struct ExpSteps;
+
+template <>
+struct ExpSteps<float> {
+  using Integer = int32_t;
+  static constexpr float kLow = -104.0f, kHigh = 89.0f;  // past these the result is 0 or infinity
+  static constexpr float kMagic = 12582912.0f;           // 1.5 * 2^23: adding it rounds to an integer
+  static constexpr float kLog2E = 1.44269504088896341f;
+  static constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
+  static constexpr int kBias = 127, kMantissa = 23;
+  // Cephes' expf.
+  static constexpr int kTerms = 6;
+  static constexpr float kPolynomial[kTerms] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
+                                                4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+};
+
+template <>
+struct ExpSteps<double> {
+  using Integer = int64_t;
+  static constexpr double kLow = -746.0, kHigh = 710.0;
+  static constexpr double kMagic = 6755399441055744.0;  // 1.5 * 2^52
+  static constexpr double kLog2E = 1.44269504088896341;
+  static constexpr double kLn2High = 6.93145751953125e-1, kLn2Low = 1.42860682030941723212e-6;
+  static constexpr int kBias = 1023, kMantissa = 52;
+  // Taylor: 1/13!, ..., 1/3!, 1/2!.
+  static constexpr int kTerms = 12;
+  static constexpr double kPolynomial[kTerms] = {
+      1.0 / 6227020800.0, 1.0 / 479001600.0, 1.0 / 39916800.0, 1.0 / 3628800.0, 1.0 / 362880.0, 1.0 / 40320.0,
+      1.0 / 5040.0,       1.0 / 720.0,       1.0 / 120.0,      1.0 / 24.0,      1.0 / 6.0,      1.0 / 2.0};
+};
+
+// e^x within 2 ulp. NaN stays NaN; overflow gives infinity, underflow gradual subnormals and zero.
+template <typename S>
+PYMOE_HOST_DEVICE PYMOE_INLINE S exp_in_fixed_steps(S x) {
+  using Steps = ExpSteps<S>;
+  using Integer = typename Steps::Integer;
+  S clamped = x < Steps::kLow ? Steps::kLow : x;  // a NaN compares false and passes through
+  clamped = clamped > Steps::kHigh ? Steps::kHigh : clamped;
+  const S n = (clamped * Steps::kLog2E + Steps::kMagic) - Steps::kMagic;
+  const S r = (clamped - n * Steps::kLn2High) - n * Steps::kLn2Low;
+  S p = Steps::kPolynomial[0];
+  for (int i = 1; i < Steps::kTerms; ++i) p = p * r + Steps::kPolynomial[i];
+  p = (p * (r * r) + r) + S{1};
+  // 2^n in two factors: n reaches below the least normal exponent and above the greatest.
+  const Integer exponent = x == x ? static_cast<Integer>(n) : Integer{0};
+  const Integer half = exponent >> 1;
+  const S scale_a = bit_cast<S>((half + Steps::kBias) << Steps::kMantissa);
+  const S scale_b = bit_cast<S>((exponent - half + Steps::kBias) << Steps::kMantissa);
+  return (p * scale_a) * scale_b;
+}
+
+template <typename S>
+PYMOE_HOST_DEVICE PYMOE_INLINE S sigmoid_in_fixed_steps(S x) {
+  return S{1} / (exp_in_fixed_steps(-x) + S{1});
+}
+
+// The floor keeps a NaN.
+template <typename S>
+PYMOE_HOST_DEVICE PYMOE_INLINE S floored_sum(S sum) {
+  return sum < static_cast<S>(kScoreSumFloor) ? static_cast<S>(kScoreSumFloor) : sum;
+}
+
+}  // namespace pymoe

@@ -1,0 +1,107 @@
+// Scores of one token's row of logits, on the vectors of the instruction set being compiled (a part of bodies for
+// for_each_isa.h; no include guard on purpose). Bit for bit what core/score.h and pymoe/reference/scores.py specify,
+// whatever the instruction set: sums run in kSumLanes virtual lanes.
+
+namespace pymoe::cpu::PYMOE_ISA {
+
+// How many vectors make the kSumLanes virtual lanes.
+template <typename S>
+inline constexpr int kLaneVectors = kSumLanes / kLanes<S>;
+
+// f(vector, first, count, part) over a row of `size` elements stored as T, a block of kSumLanes elements after the
+// other; vector `part` of a block holds elements `first` to `first + count`. In the last block count may be less than
+// a vector's lanes, down to 0, the other lanes then being `fill`.
+template <typename T, typename F>
+PYMOE_INLINE void for_row(const T* row, int64_t size, accumulate_t<T> fill, const F& f) {
+  using S = accumulate_t<T>;
+  constexpr int kL = kLanes<S>;
+  int64_t block = 0;
+  for (; block + kSumLanes <= size; block += kSumLanes) {
+    for (int part = 0; part < kLaneVectors<S>; ++part) f(load(row + block + part * kL), block + part * kL, kL, part);
+  }
+  if (block < size) {
+    const int rest = static_cast<int>(size - block);
+    S padded[kSumLanes];
+    for (int i = 0; i < kSumLanes; ++i) padded[i] = i < rest ? to_accumulate(row[block + i]) : fill;
+    for (int part = 0; part < kLaneVectors<S>; ++part) {
+      const int count = rest < part * kL ? 0 : rest - part * kL < kL ? rest - part * kL : kL;
+      f(load(padded + part * kL), block + part * kL, count, part);
+    }
+  }
+}
+
+template <typename S, typename Vector>
+PYMOE_INLINE void store_count(S* target, Vector value, int count) {
+  if (count == kLanes<S>) {
+    store(target, value);
+  } else {
+    store_partial(target, value, count);
+  }
+}
+
+// A sum in kSumLanes lanes: add the vectors of a row in order, each to its part, with zeros past its end.
+template <typename S>
+class LaneSum {
+ public:
+  PYMOE_INLINE void add(vector_t<S> value, int part) { lanes_[part] += value; }
+
+  PYMOE_INLINE S total() {
+    for (int half = kLaneVectors<S> / 2; half > 0; half /= 2) {
+      for (int i = 0; i < half; ++i) lanes_[i] += lanes_[i + half];
+    }
+    return sum_lanes(lanes_[0]);
+  }
+
+ private:
+  vector_t<S> lanes_[kLaneVectors<S>] = {};
+};
+
+// The greatest logit of a row; NaNs are passed over (all NaN: -infinity).
+template <typename T>
+PYMOE_INLINE accumulate_t<T> max_of_row(const T* row, int64_t size) {
+  using S = accumulate_t<T>;
+  constexpr S kLeast = -std::numeric_limits<S>::infinity();
+  vector_t<T> best = broadcast(kLeast);
+  for_row(row, size, kLeast, [&](vector_t<T> value, int64_t, int, int) { best = max(value, best); });
+  S result = best[0];
+  for (int lane = 1; lane < kStep<T>; ++lane) result = best[lane] > result ? best[lane] : result;
+  return result;
+}
+
+// Writes e^(logit - max) into `exps` unless it is null, and returns the sum.
+template <typename T>
+PYMOE_INLINE accumulate_t<T> exp_row(const T* row, int64_t size, accumulate_t<T> max, accumulate_t<T>* exps) {
+  using S = accumulate_t<T>;
+  LaneSum<S> sum;
+  for_row(row, size, -std::numeric_limits<S>::infinity(), [&](vector_t<T> value, int64_t first, int count, int part) {
+    vector_t<T> e = exp(value - max);
+    for (int lane = count; lane < kStep<T>; ++lane) e[lane] = 0;
+    if (exps != nullptr) store_count(exps + first, e, count);
+    sum.add(e, part);
+  });
+  return sum.total();
+}
+
+template <typename Vector>
+PYMOE_INLINE Vector sigmoid(Vector x) {
+  return 1 / (exp(-x) + 1);
+}
+
+template <typename T>
+PYMOE_INLINE void softmax_row(const T* row, int64_t size, accumulate_t<T>* scores) {
+  using S = accumulate_t<T>;
+  const S sum = exp_row(row, size, max_of_row(row, size), scores);
+  for_row(scores, size, S{0}, [&](vector_t<S> e, int64_t first, int count, int) {
+    store_count(scores + first, e / sum, count);
+  });
+}
+
+template <typename T>
+PYMOE_INLINE void sigmoid_row(const T* row, int64_t size, accumulate_t<T>* scores) {
+  using S = accumulate_t<T>;
+  for_row(row, size, S{0}, [&](vector_t<T> value, int64_t first, int count, int) {
+    store_count(scores + first, sigmoid(value), count);
+  });
+}
+
+}  // namespace pymoe::cpu::PYMOE_ISA

@@ -1,0 +1,63 @@
+// gate_topk: scores, choice of experts, weights and load in one pass over the logits; and its backward.
+//
+// Contract: pymoe/reference/gate_topk.py. The choice is made on integer keys (core/order.h). With neither bias nor
+// groups they are the keys of the logits, and softmax scores that are renormalised need K exponentials a token:
+// the weights are e^(l - l_best) over their sum. Otherwise they are the keys of score(logit) + bias, where the scores
+// are computed in the fixed steps of core/score.h. Either way `experts` and `load` are exact, for every instruction set
+// and any number of threads; weights agree with the reference within a few ulp.
+//
+// The backward recomputes scores from the logits. It trusts no index: an expert outside [0, E) throws
+// std::out_of_range. A logit that is NaN gets a NaN gradient, and makes those of its token NaN where softmax does.
+//
+#pragma once
+
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "core/score.h"
+
+namespace pymoe {
+
+// Accumulated dtype below: float64 for float64 logits, else float32.
+struct GateOptions {
+  Score score;
+  bool renormalize;
+  double scale;
+};
+
+struct GateTopkArguments {
+  DType dtype;          // of logits
+  const void* logits;   // (T, E)
+  const void* bias;     // (E,) accumulated dtype, or null
+  void* weights;        // (T, K) accumulated dtype
+  int32_t* experts;     // (T, K)
+  int32_t* load;        // (E,)
+  int64_t tokens;       // T
+  int64_t num_experts;  // E >= 1
+  int64_t choices;      // K, 1 <= K <= E
+  int64_t num_groups;   // 0: no groups; else divides E
+  int64_t topk_groups;  // topk_groups * (E / num_groups) >= K
+  GateOptions options;
+
+  bool chooses_on_logits() const { return bias == nullptr && num_groups == 0; }
+};
+
+struct GateTopkBackwardArguments {
+  DType dtype;               // of logits and grad_logits
+  const void* logits;        // (T, E)
+  const int32_t* experts;    // (T, K)
+  const void* grad_weights;  // (T, K) accumulated dtype
+  void* grad_logits;         // (T, E)
+  int64_t tokens;
+  int64_t num_experts;
+  int64_t choices;
+  bool chosen_on_logits;  // the best expert is among the chosen, so no floor and no full softmax to renormalise
+  GateOptions options;
+};
+
+namespace cpu {
+void gate_topk(const GateTopkArguments& arguments);
+void gate_topk_backward(const GateTopkBackwardArguments& arguments);
+}  // namespace cpu
+
+}  // namespace pymoe

@@ -1,0 +1,54 @@
+// router_losses: the balancing loss and the z-loss of a router, in one pass over its logits; and their backward.
+//
+//     balance = E / T * sum_t <f, p_t>      f_e = load_e / max(sum load, 1), p_t the probabilities of token t
+//     z       = 1 / T * sum_t lse_t^2       lse_t = logsumexp of the logits of token t
+//
+// Contract: pymoe/reference/router_losses.py. Sums over tokens run over blocks of a fixed number of tokens, in the
+// accumulated dtype within a block and in fp64 over blocks, in order: the same bits for any number of threads. The
+// backward recomputes the probabilities and writes each gradient once:
+//
+//     softmax: grad = p_te * (a (f_e - <f, p_t>) + b lse_t)    a = grad_balance * E / T, b = 2 * grad_z / T
+//     sigmoid: the first part is a (f_e - <f, p_t>) s (1 - s) / S, with S the sum of the token's scores s; where S is
+//              floored, <f, p_t> drops out
+#pragma once
+
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "core/score.h"
+
+namespace pymoe {
+
+struct RouterLossesArguments {
+  DType dtype;          // of logits
+  const void* logits;   // (T, E)
+  const void* load;     // (E,) int32 or int64; null: no balancing loss
+  bool load_is_int64;
+  bool with_z;
+  Score score;
+  void* balance;        // one value, accumulated dtype; 0 without load
+  void* z;              // one value, accumulated dtype; 0 without with_z
+  int64_t tokens;       // T
+  int64_t num_experts;  // E >= 1
+};
+
+struct RouterLossesBackwardArguments {
+  DType dtype;               // of logits and grad_logits
+  const void* logits;        // (T, E)
+  const void* load;          // as above
+  bool load_is_int64;
+  bool with_z;
+  Score score;
+  const void* grad_balance;  // one value, accumulated dtype
+  const void* grad_z;        // one value, accumulated dtype
+  void* grad_logits;         // (T, E)
+  int64_t tokens;
+  int64_t num_experts;
+};
+
+namespace cpu {
+void router_losses(const RouterLossesArguments& arguments);
+void router_losses_backward(const RouterLossesBackwardArguments& arguments);
+}  // namespace cpu
+
+}  // namespace pymoe

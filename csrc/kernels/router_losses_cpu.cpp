@@ -1,0 +1,107 @@
+#include "kernels/router_losses.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "kernels/cpu/parallel.h"
+
+namespace pymoe::cpu {
+namespace {
+
+// max + log(sum of e^(l - max)). Where the maximum is infinite the terms of that sum are NaN, and the result is that
+// infinity, unless the row holds a NaN.
+template <typename T>
+accumulate_t<T> logsumexp_of(accumulate_t<T> max, accumulate_t<T> sum, const T* row, int64_t size) {
+  if (!std::isinf(max)) return max + std::log(sum);
+  for (int64_t i = 0; i < size; ++i) {
+    const accumulate_t<T> logit = to_accumulate(row[i]);
+    if (logit != logit) return logit;
+  }
+  return max;
+}
+
+}  // namespace
+}  // namespace pymoe::cpu
+
+#define PYMOE_ISA_BODY "kernels/router_losses_cpu_body.h"
+#include "kernels/cpu/for_each_isa.h"
+
+namespace pymoe::cpu {
+namespace {
+
+// Tokens whose sums are kept in the accumulated dtype; fixed, so that no result depends on the number of threads.
+constexpr int64_t kBlock = 64;
+
+// load / sum of load, in the accumulated dtype, with kSumLanes zeros after it for the last vector of a row.
+class Fraction {
+ public:
+  Fraction(DType dtype, const void* load, bool load_is_int64, int64_t num_experts) {
+    if (load == nullptr) return;
+    values_.reset(new double[static_cast<size_t>(num_experts + kSumLanes)]());
+    const auto load_of = [&](int64_t e) {
+      return load_is_int64 ? static_cast<const int64_t*>(load)[e] : int64_t{static_cast<const int32_t*>(load)[e]};
+    };
+    int64_t total = 0;
+    for (int64_t e = 0; e < num_experts; ++e) total += load_of(e);
+    total = std::max<int64_t>(total, 1);
+    for (int64_t e = 0; e < num_experts; ++e) {
+      if (dtype == DType::kFloat64) {
+        values_[e] = static_cast<double>(load_of(e)) / static_cast<double>(total);
+      } else {
+        reinterpret_cast<float*>(values_.get())[e] = static_cast<float>(load_of(e)) / static_cast<float>(total);
+      }
+    }
+  }
+
+  const void* values() const { return values_.get(); }
+
+ private:
+  std::unique_ptr<double[]> values_;
+};
+
+void write_scalar(DType dtype, void* target, double value) {
+  if (dtype == DType::kFloat64) {
+    *static_cast<double*>(target) = value;
+  } else {
+    *static_cast<float*>(target) = static_cast<float>(value);
+  }
+}
+
+}  // namespace
+
+void router_losses(const RouterLossesArguments& a) {
+  const Fraction fraction(a.dtype, a.load, a.load_is_int64, a.num_experts);
+  const int64_t blocks = (a.tokens + kBlock - 1) / kBlock;
+  std::vector<double> balance(static_cast<size_t>(blocks)), z(static_cast<size_t>(blocks));
+  const auto router_losses_block = PYMOE_SELECT_ISA(router_losses_block);
+  const int64_t grain = std::max<int64_t>(1, (int64_t{8} << 10) / (kBlock * a.num_experts));
+  parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      router_losses_block(a, fraction.values(), block * kBlock, std::min((block + 1) * kBlock, a.tokens),
+                          &balance[block], &z[block]);
+    }
+  });
+  double balance_total = 0, z_total = 0;
+  for (int64_t block = 0; block < blocks; ++block) {
+    balance_total += balance[block];
+    z_total += z[block];
+  }
+  const double tokens = static_cast<double>(std::max<int64_t>(a.tokens, 1));
+  write_scalar(a.dtype, a.balance, balance_total / tokens * static_cast<double>(a.num_experts));
+  write_scalar(a.dtype, a.z, z_total / tokens);
+}
+
+void router_losses_backward(const RouterLossesBackwardArguments& a) {
+  const Fraction fraction(a.dtype, a.load, a.load_is_int64, a.num_experts);
+  const auto router_losses_backward_range = PYMOE_SELECT_ISA(router_losses_backward_range);
+  const int64_t grain = std::max<int64_t>(1, (int64_t{8} << 10) / a.num_experts);
+  parallel_for(0, a.tokens, grain, [&](int64_t begin, int64_t end) {
+    const std::unique_ptr<double[]> scratch(new double[static_cast<size_t>(3 * (a.num_experts + kSumLanes))]);
+    router_losses_backward_range(a, fraction.values(), begin, end, scratch.get());
+  });
+}
+
+}  // namespace pymoe::cpu

@@ -1,0 +1,124 @@
+// The inner loops of router_losses for one instruction set; see kernels/cpu/for_each_isa.h.
+
+#include "kernels/cpu/score_rows.h"
+
+namespace pymoe::cpu::PYMOE_ISA {
+
+// What one token's row comes to. `sum` and `dot` are of the terms that are normalised: e^(l - max) or sigmoid(l).
+template <typename S>
+struct RowStatistics {
+  S max;  // of the logits
+  S sum;  // of e^(l - max)
+  S score_sum, score_dot;  // of the scores before they are normalised, and of those times f
+};
+
+// Writes e^(l - max) to `exps` and, for sigmoid, the scores to `scores`; either may be null. `fraction` may be null.
+template <typename T>
+PYMOE_INLINE RowStatistics<accumulate_t<T>> row_statistics(const T* row, int64_t size, Score score, bool with_z,
+                                                           const accumulate_t<T>* fraction, accumulate_t<T>* exps,
+                                                           accumulate_t<T>* scores) {
+  using S = accumulate_t<T>;
+  RowStatistics<S> result{};
+  const bool sigmoid_scores = fraction != nullptr && score == Score::kSigmoid;
+  if (with_z || !sigmoid_scores) {
+    result.max = max_of_row(row, size);
+    LaneSum<S> sum, dot;
+    for_row(row, size, -std::numeric_limits<S>::infinity(), [&](vector_t<S> value, int64_t first, int count, int part) {
+      vector_t<S> e = exp(value - result.max);
+      if (count < kLanes<S>) {
+        for (int lane = count; lane < kLanes<S>; ++lane) e[lane] = 0;
+      }
+      if (exps != nullptr) store_count(exps + first, e, count);
+      sum.add(e, part);
+      if (fraction != nullptr) dot.add(e * load(fraction + first), part);
+    });
+    result.sum = sum.total();
+    result.score_sum = result.sum;
+    result.score_dot = dot.total();
+  }
+  if (sigmoid_scores) {
+    LaneSum<S> sum, dot;
+    for_row(row, size, S{0}, [&](vector_t<S> value, int64_t first, int count, int part) {
+      vector_t<S> s = sigmoid(value);
+      if (count < kLanes<S>) {
+        for (int lane = count; lane < kLanes<S>; ++lane) s[lane] = 0;
+      }
+      if (scores != nullptr) store_count(scores + first, s, count);
+      sum.add(s, part);
+      dot.add(s * load(fraction + first), part);
+    });
+    result.score_sum = sum.total();
+    result.score_dot = dot.total();
+  }
+  return result;
+}
+
+// Sums of <f, p> and lse^2 over the tokens of one block. `fraction` has kSumLanes zeros after its E values, or is null.
+void router_losses_block(const RouterLossesArguments& a, const void* fraction, int64_t begin, int64_t end,
+                         double* balance, double* z) {
+  visit_dtype(a.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using S = accumulate_t<T>;
+    S balance_sum = 0, z_sum = 0;
+    for (int64_t token = begin; token < end; ++token) {
+      const T* row = static_cast<const T*>(a.logits) + token * a.num_experts;
+      const auto r = row_statistics<T>(row, a.num_experts, a.score, a.with_z, static_cast<const S*>(fraction), nullptr,
+                                       nullptr);
+      if (fraction != nullptr) {
+        balance_sum += r.score_dot / (a.score == Score::kSigmoid ? floored_sum(r.score_sum) : r.score_sum);
+      }
+      if (a.with_z) {
+        const S lse = logsumexp_of(r.max, r.sum, row, a.num_experts);
+        z_sum += lse * lse;
+      }
+    }
+    *balance = balance_sum;
+    *z = z_sum;
+  });
+}
+
+void router_losses_backward_range(const RouterLossesBackwardArguments& a, const void* fraction_values, int64_t begin,
+                                  int64_t end, double* scratch) {
+  visit_dtype(a.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using S = accumulate_t<T>;
+    const auto* fraction = static_cast<const S*>(fraction_values);
+    const bool sigmoid_scores = fraction != nullptr && a.score == Score::kSigmoid;
+    const int64_t padded = (a.num_experts + kSumLanes - 1) / kSumLanes * kSumLanes;
+    S* exps = reinterpret_cast<S*>(scratch);
+    S* scores = exps + padded;
+    S* grad = scores + padded;
+    const S tokens = static_cast<S>(a.tokens);
+    const S of_balance =
+        fraction == nullptr ? 0 : *static_cast<const S*>(a.grad_balance) * static_cast<S>(a.num_experts) / tokens;
+    const S of_z = a.with_z ? 2 * *static_cast<const S*>(a.grad_z) / tokens : 0;
+    for (int64_t token = begin; token < end; ++token) {
+      const T* row = static_cast<const T*>(a.logits) + token * a.num_experts;
+      T* out = static_cast<T*>(a.grad_logits) + token * a.num_experts;
+      const auto r = row_statistics<T>(row, a.num_experts, a.score, a.with_z, fraction, exps, scores);
+      const S along_z = a.with_z ? of_z * (r.max + std::log(r.sum)) : 0;
+      if (!sigmoid_scores) {
+        const S mean = fraction == nullptr ? 0 : r.score_dot / r.sum;
+        for_row(exps, a.num_experts, S{0}, [&](vector_t<S> e, int64_t first, int count, int) {
+          vector_t<S> slope = broadcast(along_z);
+          if (fraction != nullptr) slope += of_balance * (load(fraction + first) - mean);
+          store_count(grad + first, e / r.sum * slope, count);
+        });
+      } else {
+        const S divisor = floored_sum(r.score_sum);
+        const bool floored = r.score_sum < static_cast<S>(kScoreSumFloor);
+        const S mean = floored ? 0 : r.score_dot / divisor;
+        for_row(scores, a.num_experts, S{0}, [&](vector_t<S> s, int64_t first, int count, int) {
+          vector_t<S> value = of_balance * (load(fraction + first) - mean) / divisor * (1 - s) * s;
+          if (a.with_z) value += load(exps + first) / r.sum * along_z;
+          store_count(grad + first, value, count);
+        });
+      }
+      int64_t i = 0;
+      for (; i + kLanes<S> <= a.num_experts; i += kLanes<S>) store(out + i, load(grad + i));
+      for (; i < a.num_experts; ++i) out[i] = round_to<T>(grad[i]);
+    }
+  });
+}
+
+}  // namespace pymoe::cpu::PYMOE_ISA

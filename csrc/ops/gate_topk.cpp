@@ -1,0 +1,102 @@
+// pymoe::gate_topk and its backward: see kernels/gate_topk.h for what they compute and pymoe/reference/gate_topk.py for
+// the contract.
+#include <torch/csrc/stable/library.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "kernels/gate_topk.h"
+#include "ops/allocate.h"
+#include "ops/check.h"
+#include "ops/score.h"
+
+namespace pymoe::ops {
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor> gate_topk_cpu(const Tensor& logits, std::optional<Tensor> bias, int64_t k,
+                                                 std::string score, bool renormalize, int64_t num_groups,
+                                                 int64_t topk_groups, double scale) {
+  constexpr const char* kName = "gate_topk";
+  GateTopkArguments a{};
+  a.dtype = floating_dtype(kName, "logits", logits);
+  require_shape(kName, "logits", logits, {-1, -1});
+  a.tokens = logits.size(0);
+  a.num_experts = logits.size(1);
+  a.choices = k;
+  require(k >= 1 && k <= a.num_experts, kName, "k must be in 1..E (E = ", a.num_experts, "), got ", k);
+  require(a.tokens < (int64_t{1} << 31) / k, kName, "T * k must be below 2**31, got ", a.tokens, " * ", k);
+  const ScalarType accumulated = accumulate_scalar_type(a.dtype);
+  if (bias.has_value()) {
+    require_dtype(kName, "bias", *bias, accumulated);
+    require_shape(kName, "bias", *bias, {a.num_experts});
+    require_same_device(kName, "bias", *bias, logits);
+    a.bias = bias->const_data_ptr();
+  }
+  a.num_groups = num_groups;
+  a.topk_groups = topk_groups;
+  if (num_groups != 0) {
+    require(num_groups >= 1 && num_groups <= a.num_experts && a.num_experts % num_groups == 0, kName,
+            "num_groups must divide E (E = ", a.num_experts, "), got ", num_groups);
+    require(topk_groups >= 1 && topk_groups <= num_groups, kName, "topk_groups must be in 1..num_groups (", num_groups,
+            "), got ", topk_groups);
+    require(topk_groups * (a.num_experts / num_groups) >= k, kName, "topk_groups must leave at least k = ", k,
+            " experts to choose from, got ", topk_groups * (a.num_experts / num_groups));
+  }
+  a.options = {score_named(kName, score), renormalize, scale};
+
+  Tensor weights = empty({a.tokens, k}, accumulated, logits);
+  Tensor experts = empty({a.tokens, k}, ScalarType::Int, logits);
+  Tensor load = empty({a.num_experts}, ScalarType::Int, logits);
+  a.logits = logits.const_data_ptr();
+  a.weights = weights.mutable_data_ptr();
+  a.experts = static_cast<int32_t*>(experts.mutable_data_ptr());
+  a.load = static_cast<int32_t*>(load.mutable_data_ptr());
+  cpu::gate_topk(a);
+  return {weights, experts, load};
+}
+
+Tensor gate_topk_backward_cpu(const Tensor& grad_weights, const Tensor& logits, const Tensor& experts,
+                              std::string score, bool renormalize, bool chosen_on_logits, double scale) {
+  constexpr const char* kName = "gate_topk_backward";
+  GateTopkBackwardArguments a{};
+  a.dtype = floating_dtype(kName, "logits", logits);
+  require_shape(kName, "logits", logits, {-1, -1});
+  require(logits.size(1) >= 1, kName, "logits must have shape (T, E) with E >= 1, got ", shape_of(logits));
+  require_dtype(kName, "experts", experts, ScalarType::Int);
+  require_shape(kName, "experts", experts, {logits.size(0), -1});
+  require_same_device(kName, "experts", experts, logits);
+  require_dtype(kName, "grad_weights", grad_weights, accumulate_scalar_type(a.dtype));
+  require_shape(kName, "grad_weights", grad_weights, {logits.size(0), experts.size(1)});
+  require_same_device(kName, "grad_weights", grad_weights, logits);
+
+  Tensor grad_logits = empty({logits.size(0), logits.size(1)}, logits.scalar_type(), logits);
+  a.logits = logits.const_data_ptr();
+  a.experts = static_cast<const int32_t*>(experts.const_data_ptr());
+  a.grad_weights = grad_weights.const_data_ptr();
+  a.grad_logits = grad_logits.mutable_data_ptr();
+  a.tokens = logits.size(0);
+  a.num_experts = logits.size(1);
+  a.choices = experts.size(1);
+  a.chosen_on_logits = chosen_on_logits;
+  a.options = {score_named(kName, score), renormalize, scale};
+  cpu::gate_topk_backward(a);
+  return grad_logits;
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(pymoe, library) {
+  library.def(
+      "gate_topk(Tensor logits, Tensor? bias, int k, str score, bool renormalize, int num_groups, int topk_groups, "
+      "float scale) -> (Tensor, Tensor, Tensor)");
+  library.def(
+      "gate_topk_backward(Tensor grad_weights, Tensor logits, Tensor experts, str score, bool renormalize, "
+      "bool chosen_on_logits, float scale) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(pymoe, CPU, library) {
+  library.impl("gate_topk", TORCH_BOX(&gate_topk_cpu));
+  library.impl("gate_topk_backward", TORCH_BOX(&gate_topk_backward_cpu));
+}
+
+}  // namespace
+}  // namespace pymoe::ops
