@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/macros.h"
 #include "kernels/build_routing.h"
 #include "kernels/cpu/parallel.h"
 
@@ -29,8 +30,8 @@ int64_t count_blocks(int64_t rows, int64_t num_experts) {
 }
 
 template <typename Index>
-void count(const BuildRoutingArguments& a, int64_t begin, int64_t end, int32_t* counts) {
-  const auto* experts = static_cast<const Index*>(a.experts);
+void count(const BuildRoutingArguments& a, int64_t begin, int64_t end, int32_t* PYMOE_RESTRICT counts) {
+  const auto* PYMOE_RESTRICT experts = static_cast<const Index*>(a.experts);
   std::fill_n(counts, a.num_experts, 0);
   for (int64_t i = begin; i < end; ++i) {
     const auto expert = static_cast<uint64_t>(static_cast<int64_t>(experts[i]));
@@ -40,18 +41,21 @@ void count(const BuildRoutingArguments& a, int64_t begin, int64_t end, int32_t* 
 }
 
 template <typename Index>
-void place(const BuildRoutingArguments& a, int64_t begin, int64_t end, int32_t* next) {
-  const auto* experts = static_cast<const Index*>(a.experts);
+void place(const BuildRoutingArguments& a, int64_t begin, int64_t end, int32_t* PYMOE_RESTRICT next) {
+  const auto* PYMOE_RESTRICT experts = static_cast<const Index*>(a.experts);
+  const int32_t* PYMOE_RESTRICT limits = a.offsets + 1;
+  int32_t* PYMOE_RESTRICT slots = a.slot;
+  int32_t* PYMOE_RESTRICT tokens = a.token;
   int64_t token = begin / a.choices, choice = begin % a.choices;
   for (int64_t i = begin; i < end; ++i) {
     const auto expert = experts[i];
     const int32_t row = next[expert];
-    if (row < a.offsets[expert + 1]) {
+    if (row < limits[expert]) {
       next[expert] = row + 1;
-      a.slot[i] = row;
-      a.token[row] = static_cast<int32_t>(token);
+      slots[i] = row;
+      tokens[row] = static_cast<int32_t>(token);
     } else {
-      a.slot[i] = -1;
+      slots[i] = -1;
     }
     if (++choice == a.choices) {
       choice = 0;

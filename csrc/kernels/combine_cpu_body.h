@@ -12,67 +12,78 @@ PYMOE_INLINE Vector accumulate(Vector total, Scalar weight, Vector value) {
   }
 }
 
-template <typename T, bool kWeighted, int kVectors>
-PYMOE_INLINE void combine_columns(const T* const* rows, const accumulate_t<T>* weights, int64_t count, T* out,
-                                  int64_t column) {
-  vector_t<T> total[kVectors] = {};
-  for (int64_t k = 0; k < count; ++k) {
-    const T* row = rows[k] + column;
-    for (int v = 0; v < kVectors; ++v) {
-      total[v] = accumulate<kWeighted>(total[v], weights[k], load(row + v * kStep<T>));
-    }
-  }
-  for (int v = 0; v < kVectors; ++v) store(out + column + v * kStep<T>, total[v]);
-}
+// The choices of one token that were not dropped.
+template <typename T>
+struct Choices {
+  const T** rows;            // room for K
+  accumulate_t<T>* weights;  // room for K
+  int64_t count;
+};
 
+// `next` are the rows that the following token will want: 16-bit rows gain from being asked for early, because a
+// block of them is converted for longer than it is loaded; wider ones do not.
 template <typename T, bool kWeighted>
-PYMOE_INLINE void combine_row(const T* const* rows, const accumulate_t<T>* weights, int64_t count, T* out,
-                              int64_t hidden) {
-  constexpr int kVectors = 4;
+PYMOE_INLINE void combine_row(const Choices<T>& now, const Choices<T>& next, T* out, int64_t hidden) {
+  constexpr int kVectors = 4, kBlock = kVectors * kStep<T>;
   int64_t column = 0;
-  for (; column + kVectors * kStep<T> <= hidden; column += kVectors * kStep<T>) {
-    combine_columns<T, kWeighted, kVectors>(rows, weights, count, out, column);
+  for (; column + kBlock <= hidden; column += kBlock) {
+    vector_t<T> totals[kVectors] = {};
+    for (int64_t k = 0; k < now.count; ++k) {
+      const T* row = now.rows[k] + column;
+      for (int v = 0; v < kVectors; ++v) {
+        totals[v] = accumulate<kWeighted>(totals[v], now.weights[k], load(row + v * kStep<T>));
+      }
+    }
+    if constexpr (sizeof(T) == 2) {
+      for (int64_t k = 0; k < next.count; ++k) prefetch(next.rows[k] + column);
+    }
+    for (int v = 0; v < kVectors; ++v) store(out + column + v * kStep<T>, totals[v]);
   }
-  for (; column + kStep<T> <= hidden; column += kStep<T>) {
-    combine_columns<T, kWeighted, 1>(rows, weights, count, out, column);
-  }
-  if (column < hidden) {
-    const int rest = static_cast<int>(hidden - column);
+  for (; column < hidden; column += kStep<T>) {
+    const int count = hidden - column < kStep<T> ? static_cast<int>(hidden - column) : kStep<T>;
     vector_t<T> total = {};
-    for (int64_t k = 0; k < count; ++k) {
-      total = accumulate<kWeighted>(total, weights[k], load_partial(rows[k] + column, rest));
+    for (int64_t k = 0; k < now.count; ++k) {
+      total = accumulate<kWeighted>(total, now.weights[k], load_partial(now.rows[k] + column, count));
     }
-    store_partial(out + column, total, rest);
+    store_partial(out + column, total, count);
   }
 }
 
-// Tokens [begin, end). `rows` and `weights` have room for K entries: the choices of a token that were not dropped.
 template <typename T, bool kWeighted>
-PYMOE_INLINE void combine_tokens(const CombineArguments& a, int64_t begin, int64_t end, const T** rows,
-                                 accumulate_t<T>* weights) {
-  const auto* y = static_cast<const T*>(a.y);
-  auto* out = static_cast<T*>(a.out);
-  for (int64_t token = begin; token < end; ++token) {
-    int64_t count = 0;
-    for (int64_t choice = token * a.choices; choice < (token + 1) * a.choices; ++choice) {
-      const int64_t slot = checked_slot("combine", a.slot, choice, a.choices, a.tokens);
-      if (slot < 0) continue;
-      rows[count] = y + slot * a.hidden;
-      weights[count++] = kWeighted ? static_cast<const accumulate_t<T>*>(a.weights)[choice] : accumulate_t<T>(1);
-    }
-    combine_row<T, kWeighted>(rows, weights, count, out + token * a.hidden, a.hidden);
+PYMOE_INLINE void find_choices(const CombineArguments& a, int64_t token, Choices<T>& choices) {
+  choices.count = 0;
+  for (int64_t choice = token * a.choices; choice < (token + 1) * a.choices; ++choice) {
+    const int64_t slot = checked_slot("combine", a.slot, choice, a.choices, a.tokens);
+    if (slot < 0) continue;
+    choices.rows[choices.count] = static_cast<const T*>(a.y) + slot * a.hidden;
+    if constexpr (kWeighted) choices.weights[choices.count] = static_cast<const accumulate_t<T>*>(a.weights)[choice];
+    ++choices.count;
   }
 }
 
-inline void combine_range(const CombineArguments& a, int64_t begin, int64_t end, const void** rows, double* weights) {
+template <typename T, bool kWeighted>
+PYMOE_INLINE void combine_tokens(const CombineArguments& a, int64_t begin, int64_t end, void* scratch) {
+  const auto rows = static_cast<const T**>(scratch);
+  const auto weights = reinterpret_cast<accumulate_t<T>*>(rows + 2 * a.choices);
+  Choices<T> now{rows, weights, 0};
+  Choices<T> next{rows + a.choices, weights + a.choices, 0};
+  find_choices<T, kWeighted>(a, begin, next);
+  for (int64_t token = begin; token < end; ++token) {
+    std::swap(now, next);
+    next.count = 0;
+    if (token + 1 < end) find_choices<T, kWeighted>(a, token + 1, next);
+    combine_row<T, kWeighted>(now, next, static_cast<T*>(a.out) + token * a.hidden, a.hidden);
+  }
+}
+
+// Tokens [begin, end), at least one. `scratch` has room for 2 K pointers and as many doubles.
+inline void combine_range(const CombineArguments& a, int64_t begin, int64_t end, void* scratch) {
   visit_dtype(a.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto typed_rows = reinterpret_cast<const T**>(rows);
-    const auto typed_weights = reinterpret_cast<accumulate_t<T>*>(weights);
     if (a.weights != nullptr) {
-      combine_tokens<T, true>(a, begin, end, typed_rows, typed_weights);
+      combine_tokens<T, true>(a, begin, end, scratch);
     } else {
-      combine_tokens<T, false>(a, begin, end, typed_rows, typed_weights);
+      combine_tokens<T, false>(a, begin, end, scratch);
     }
   });
 }
@@ -120,9 +131,9 @@ PYMOE_INLINE void combine_backward_tokens(const CombineBackwardArguments& a, int
       const int64_t slot = checked_slot("combine_backward", a.slot, choice, a.choices, a.tokens);
       Accumulate product = 0;
       if (slot >= 0) {
-        product = combine_backward_row<T, kRows, kWeights>(grad + token * a.hidden, y + slot * a.hidden,
-                                                           kRows ? weights[choice] : Accumulate(0),
-                                                           dy + slot * a.hidden, a.hidden);
+        product = combine_backward_row<T, kRows, kWeights>(
+            grad + token * a.hidden, y + slot * a.hidden, kRows ? weights[choice] : Accumulate(0), dy + slot * a.hidden,
+            a.hidden);
       }
       if constexpr (kWeights) dweights[choice] = product;
     }
@@ -132,12 +143,12 @@ PYMOE_INLINE void combine_backward_tokens(const CombineBackwardArguments& a, int
 inline void combine_backward_range(const CombineBackwardArguments& a, int64_t begin, int64_t end) {
   visit_dtype(a.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if (a.dy != nullptr && a.dweights != nullptr) {
-      combine_backward_tokens<T, true, true>(a, begin, end);
-    } else if (a.dy != nullptr) {
+    if (a.dy == nullptr) {
+      combine_backward_tokens<T, false, true>(a, begin, end);
+    } else if (a.dweights == nullptr) {
       combine_backward_tokens<T, true, false>(a, begin, end);
     } else {
-      combine_backward_tokens<T, false, true>(a, begin, end);
+      combine_backward_tokens<T, true, true>(a, begin, end);
     }
   });
 }

@@ -71,6 +71,7 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
     if weights is None:
         return sum_choices(y, routing)
     slot, _, offsets = routing
+    weights = weights.to(torch.float64 if y.dtype == torch.float64 else torch.float32)
     return _Combine.apply(y.contiguous(), weights.contiguous(), slot.contiguous(), offsets.contiguous())
 
 

@@ -17,11 +17,9 @@ def check(y: Tensor, routing: Routing, weights: Tensor | None) -> None:
     slot = routing[0]
     checks.size("combine", "y", y, 0, slot.shape[0] * slot.shape[1], "T * K of routing.slot")
     if weights is not None:
-        expected = torch.float64 if y.dtype == torch.float64 else torch.float32
-        checks.tensor("combine", "weights", weights)
-        if weights.dtype != expected:
-            name = str(expected).removeprefix("torch.")
-            raise TypeError(f"combine: weights must have dtype {name} for y of {y.dtype}, got {weights.dtype}")
+        checks.floating("combine", "weights", weights)
+        if weights.dtype == torch.float64 and y.dtype != torch.float64:
+            raise TypeError(f"combine: weights must not have dtype float64 for y of {y.dtype}, whose sums are float32")
         checks.rank("combine", "weights", weights, "(T, K)")
         checks.size("combine", "weights", weights, 0, slot.shape[0], "T of routing.slot")
         checks.size("combine", "weights", weights, 1, slot.shape[1], "K of routing.slot")
@@ -39,7 +37,8 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
     Args:
         y: (S, H) with S = T * K, any floating dtype; rows past ``routing.offsets[-1]`` are never read.
         routing: from :func:`build_routing`.
-        weights: (T, K) float32 (float64 for float64 ``y``), or ``None`` for a plain sum.
+        weights: (T, K), usually float32 as :func:`gate_topk` makes them; any floating dtype that widens without loss to
+            the dtype of the sum (so float64 for float64 ``y`` only). ``None`` for a plain sum.
 
     Returns:
         (T, H), the dtype of ``y``. Differentiable in ``y`` (the gradient of a row is its weight times the gradient
@@ -55,11 +54,12 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
     slot = routing[0]
     checks.slots_in_range("combine", slot)
     dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
+    weights_TK = None if weights is None else weights.to(dtype)
     total = torch.zeros(slot.shape[0], y.shape[1], dtype=dtype, device=y.device)
     for choice in range(slot.shape[1]):
         row = slot[:, choice]
         term = y[row.clamp(min=0).long()].to(dtype)
-        if weights is not None:
-            term = weights[:, choice, None] * term
+        if weights_TK is not None:
+            term = weights_TK[:, choice, None] * term
         total = torch.where(row[:, None] >= 0, total + term, total)
     return total.to(y.dtype)

@@ -16,22 +16,31 @@ def check_tensors(tensors: Sequence[Tensor]) -> None:
         raise TypeError(f"gather_batch: tensors must be a list or tuple of tensors, got {type(tensors).__name__}")
     if len(tensors) == 0:
         raise ValueError("gather_batch: tensors must hold at least one tensor, got none")
+    first = tensors[0]
     for position, tensor in enumerate(tensors):
-        name = f"tensors[{position}]"
-        checks.tensor("gather_batch", name, tensor)
-        if tensor.dim() == 0:
-            raise ValueError(f"gather_batch: {name} must have at least one dimension, got ()")
-        first = tensors[0]
-        if tensor.dtype != first.dtype:
-            raise TypeError(
-                f"gather_batch: {name} must have the dtype of tensors[0] ({first.dtype}), got {tensor.dtype}"
-            )
-        if tensor.shape[1:] != first.shape[1:]:
-            raise ValueError(
-                f"gather_batch: {name} must agree with tensors[0] ({tuple(first.shape)}) past dimension 0, "
-                f"got {tuple(tensor.shape)}"
-            )
-        checks.same_device("gather_batch", name, tensor, "tensors[0]", first)
+        # One cheap line for what fits; names and messages are made for what does not.
+        if not (
+            isinstance(tensor, Tensor)
+            and tensor.dim() > 0
+            and tensor.dtype == first.dtype
+            and tensor.shape[1:] == first.shape[1:]
+            and tensor.device == first.device
+        ):
+            _refuse(f"tensors[{position}]", tensor, first)
+
+
+def _refuse(name: str, tensor: Tensor, first: Tensor) -> None:
+    checks.tensor("gather_batch", name, tensor)
+    if tensor.dim() == 0:
+        raise ValueError(f"gather_batch: {name} must have at least one dimension, got ()")
+    if tensor.dtype != first.dtype:
+        raise TypeError(f"gather_batch: {name} must have the dtype of tensors[0] ({first.dtype}), got {tensor.dtype}")
+    if tensor.shape[1:] != first.shape[1:]:
+        raise ValueError(
+            f"gather_batch: {name} must agree with tensors[0] ({tuple(first.shape)}) past dimension 0, "
+            f"got {tuple(tensor.shape)}"
+        )
+    checks.same_device("gather_batch", name, tensor, "tensors[0]", first)
 
 
 def gather_batch(tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[int, ...]]:
