@@ -108,7 +108,8 @@ def operator_extension(cuda_home):
         "pymoe._ops",
         files,
         include_dirs=[str(ROOT / "csrc")],
-        py_limited_api=True,
+        # A free-threaded CPython has no limited API to load.
+        py_limited_api=not sysconfig.get_config_var("Py_GIL_DISABLED"),
         extra_compile_args={
             "cxx": [*CXX_FLAGS, *defines],
             # --fmad=false: host and device share the arithmetic that decides results.

@@ -352,19 +352,6 @@ def test_threads_of_dropped_pools_end() -> None:
 # --- the process ---
 
 
-def test_import_starts_no_thread() -> None:
-    # The package imports torch and numpy, whose threads are their own, so they come first.
-    script = """
-    import os, numpy, torch
-    assert "pymoe" not in sys.modules
-    before = len(os.listdir("/proc/self/task"))
-    import pymoe, pymoe._runtime
-    print(len(os.listdir("/proc/self/task")) - before)
-    """
-    done = run_python(script)
-    assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr
-
-
 EXITS: dict[str, str] = {
     "queued": "futures = [pool.submit(sum, range(1000)) for _ in range(20000)]",
     "running": "pool.submit(time.sleep, 0.2); pool.submit(time.sleep, 0.2); pool.submit(time.sleep, 100)",

@@ -1,0 +1,62 @@
+# pymoe: every target makes what it needs, so each works on a fresh clone. Options go through ARGS:
+#     make train ARGS="--steps 200 --ffn dense"
+.PHONY: help train test bench lint format clean
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+RUN := $(VENV)/bin/python
+# The tools of the environment come first: ninja is found also where the system has none.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+
+PACKAGES := $(VENV)/.packages
+INSTALLED := $(VENV)/.installed
+NATIVE := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+
+help:
+	@echo 'make train   train a mixture-of-experts language model (ARGS="--help" for its options); results in runs/'
+	@echo 'make test    lint, types, Python tests, C++ tests plain and under sanitizers, packaging; results in build/tests/'
+	@echo 'make bench   benchmark every operator; results in build/bench.json (ARGS="--help" for its options)'
+	@echo 'make lint    ruff and mypy'
+	@echo 'make format  lay out the sources, write the type stub again'
+	@echo 'make clean   remove what was built, and the virtual environment'
+	@echo
+	@echo 'PYMOE_CUDA=auto|0|1 says whether CUDA kernels are built (auto: if nvcc is found); PYTHON names the interpreter.'
+
+train: $(INSTALLED)
+	$(RUN) examples/train_lm.py $(ARGS)
+
+test: $(INSTALLED)
+	$(RUN) tests/run_all.py $(ARGS)
+
+bench: $(INSTALLED)
+	$(RUN) -m pymoe.bench run --json build/bench.json $(ARGS)
+
+lint: $(PACKAGES)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+format: $(INSTALLED)
+	$(RUN) -m ruff check --fix-only --quiet .
+	$(RUN) -m ruff format .
+	$(RUN) tests/write_stub.py
+
+clean:
+	rm -rf $(VENV) build dist pymoe.egg-info pymoe/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(PACKAGES): requirements-dev.txt
+	@echo '== Python packages into $(VENV)'
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+# Editable: what runs is what stands in the tree, and a change of Python code needs no new installation. That the
+# package also works when it is really installed is what tests/packaging/ shows.
+$(INSTALLED): $(PACKAGES) $(NATIVE) setup.py pyproject.toml
+	@echo '== building pymoe'
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
+	$(RUN) -c 'import pymoe; print(*(f"   {name}: {fact}" for name, fact in pymoe.build_info().items()), sep="\n")'
+	@touch $@

@@ -1,0 +1,118 @@
+"""Runs every check of the project one after the other and ends with a summary: what ``make test`` calls.
+
+    python tests/run_all.py [STEP ...]      # all steps, or those whose name contains one of the words
+
+Each step's output goes to the terminal and to build/tests/STEP.log. A step that fails does not keep the others from
+running; the exit status is 1 if any did.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "build" / "tests"
+PYTHON = sys.executable
+
+
+@dataclass(frozen=True)
+class Step:
+    name: str
+    about: str
+    commands: list[list[str]]
+
+
+def pytest_step(name: str, about: str, *arguments: str) -> Step:
+    report = f"--junitxml={RESULTS / name}.xml"
+    return Step(name, about, [[PYTHON, "-m", "pytest", "--durations=10", report, *arguments]])
+
+
+def cpp_step(variant: str, about: str, sanitizer: str) -> Step:
+    folder = f"build/cpp/{variant}"
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    jobs = str(os.cpu_count() or 2)
+    return Step(
+        f"cpp-{variant}",
+        about,
+        [
+            ["cmake", "-S", ".", "-B", folder, *generator, f"-DPYMOE_SANITIZE={sanitizer}"],
+            ["cmake", "--build", folder, "-j", jobs],
+            ["ctest", "--test-dir", folder, "--output-on-failure", "-j", jobs],
+        ],
+    )
+
+
+def all_steps() -> list[Step]:
+    return [
+        Step("lint", "ruff: rules", [[PYTHON, "-m", "ruff", "check", "."]]),
+        Step("format", "ruff: layout", [[PYTHON, "-m", "ruff", "format", "--check", "."]]),
+        Step("types", "mypy --strict", [[PYTHON, "-m", "mypy"]]),
+        pytest_step(
+            "python",
+            "operators, layers, runtime, benchmark, examples, architecture, type stub",
+            "-m",
+            "not build",
+            "-n",
+            str(min(os.cpu_count() or 1, 8)),
+            "--dist=worksteal",
+        ),
+        cpp_step("plain", "C++ tests", ""),
+        cpp_step("thread", "C++ tests under ThreadSanitizer, planted races included", "thread"),
+        cpp_step("address", "C++ tests under AddressSanitizer and UBSan, planted errors included", "address"),
+        pytest_step("packaging", "sdist, installation into new environments, the built files", "-m", "build"),
+    ]
+
+
+# The line of a log that says how it went.
+OUTCOME = re.compile(r"(\d+ passed|\d+ failed|tests passed|All checks passed|already formatted|Success:|^Found \d+|error)")
+
+
+def run(step: Step) -> tuple[bool, str, float]:
+    print(f"\n=== {step.name}: {step.about}", flush=True)
+    start = time.monotonic()
+    outcome = ""
+    passed = True
+    with open(RESULTS / f"{step.name}.log", "w") as log:
+        for command in step.commands:
+            print("$ " + " ".join(command), flush=True)
+            process = subprocess.Popen(
+                command, cwd=ROOT, text=True, errors="replace", stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            assert process.stdout is not None
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                log.write(line)
+                if OUTCOME.search(line):
+                    outcome = line.strip().strip("= ")
+            if process.wait() != 0:
+                outcome = f"{outcome} (exit status {process.returncode})".strip()
+                passed = False
+                break
+    return passed, outcome, time.monotonic() - start
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    steps = [step for step in all_steps() if not words or any(word in step.name for word in words)]
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    results = [(step, *run(step)) for step in steps]
+
+    print(f"\n=== summary (logs and reports in {RESULTS.relative_to(ROOT)}/)")
+    for step, passed, outcome, seconds in results:
+        print(f"{'ok  ' if passed else 'FAIL'} {step.name:<12} {seconds:6.0f} s  {outcome}")
+    failed = [step.name for step, passed, *_ in results if not passed]
+    total = sum(seconds for *_, seconds in results)
+    print(f"FAILED: {', '.join(failed)}" if failed else f"all {len(results)} steps passed in {total / 60:.1f} min")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
