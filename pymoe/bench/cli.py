@@ -15,10 +15,12 @@ import torch
 
 from pymoe.bench.compare import change_table, compare
 from pymoe.bench.environment import environment
-from pymoe.bench.floor import DTYPES, Rates, measure_rates
+from pymoe.bench.floor import Rates, measure_rates
+from pymoe.bench.layer import layer_lines
 from pymoe.bench.lines import FULL, QUICK, Effort, Line, lines_of, run_line
 from pymoe.bench.plot import plot
 from pymoe.bench.report import EXPLANATION, Table, correctness, run_table, show, time_with_spread, times
+from pymoe.testing.spec import ALL_DTYPES
 from pymoe.testing.specs import all_specs
 
 SCHEMA = 1
@@ -46,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
 
     select = argparse.ArgumentParser(add_help=False)
     select.add_argument("--filter", default="", metavar="REGEX", help="only lines whose name contains a match")
-    names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
+    names = [str(dtype).removeprefix("torch.") for dtype in (*ALL_DTYPES, torch.int32, torch.int64)]
     select.add_argument("--dtype", action="append", choices=names, help="only this dtype (may be repeated)")
     select.add_argument("--quick", action="store_true", help="less time a line, large lines left out")
 
@@ -106,7 +108,7 @@ def run_run(options: argparse.Namespace) -> int:
     device = torch.device(options.device)
     facts = environment()
     start = time.perf_counter()
-    rates = measure_rates(device, (line.dtype for line in chosen), options.quick)
+    rates = measure_rates(device, (line.dtype for line in chosen if line.dtype.is_floating_point), options.quick)
     print(rates_text(facts, rates))
     records = []
     for number, line in enumerate(chosen, 1):
@@ -176,7 +178,7 @@ def load(file: Path) -> dict[str, Any]:
 
 def all_lines() -> list[Line]:
     """Every line, in the order in which they are measured."""
-    return [line for spec in all_specs() for line in lines_of(spec)]
+    return [*(line for spec in all_specs() for line in lines_of(spec)), *layer_lines()]
 
 
 def selected(options: argparse.Namespace) -> tuple[list[Line], list[Line]]:

@@ -43,6 +43,12 @@ def memory_gib() -> float | None:
     return round(int(kibibytes.split()[0]) / 2**20, 1) if kibibytes else None
 
 
+def available_gib() -> float:
+    """Memory that can be taken without swapping, in GiB; infinite where the system does not say."""
+    kibibytes = _field("/proc/meminfo", "MemAvailable")
+    return int(kibibytes.split()[0]) / 2**20 if kibibytes else float("inf")
+
+
 def _field(file: str, name: str) -> str | None:
     try:
         lines = Path(file).read_text().splitlines()

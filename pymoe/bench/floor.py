@@ -20,7 +20,6 @@ RATE_SIZE = 512
 QUICK_RATE_BYTES, QUICK_RATE_SIZE = 1 << 26, 192
 MOST_BYTES = 1 << 30
 MOST_SIZE = 2048
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,7 @@ def measure_rates(device: torch.device, dtypes: Iterable[torch.dtype], quick: bo
     products = measure(
         {str(dtype): product(size, dtype, device) for dtype in dtypes}, budget=budget, rounds=(3, 50), timer=timer
     )
-    return Rates(
-        moved / copies["copy_"].median, {dtype: 2 * size**3 / products[str(dtype)].median for dtype in dtypes}
-    )
+    return Rates(moved / copies["copy_"].median, {dtype: 2 * size**3 / products[str(dtype)].median for dtype in dtypes})
 
 
 def floor_for(bytes: int, flops: int, dtype: torch.dtype, device: torch.device, rates: Rates) -> Floor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -37,7 +37,7 @@ QUICK = Effort(budget=0.15, rounds=(3, 20), most_bytes=2.0**27, most_flops=5e9)
 class Candidates:
     """What is timed against each other for one line, over the same inputs, and how its result is judged."""
 
-    calls: dict[str, Callable[[], object]]
+    calls: Mapping[str, Callable[[], object]]
     """``"native"`` and ``"reference"``, and ``"baseline"`` where there is one."""
     floor: Floor | None
     verify: Callable[[], Verdict]

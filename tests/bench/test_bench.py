@@ -13,7 +13,8 @@ import torch
 
 from pymoe.bench import cli
 from pymoe.bench.compare import compare
-from pymoe.bench.floor import Floor
+from pymoe.bench.floor import Floor, Rates
+from pymoe.bench.layer import Shape, candidates_of, layer_lines, verdict_of
 from pymoe.testing.spec import BenchCase, OpSpec, Sample, Target
 from pymoe.testing.timing import Timing
 
@@ -81,6 +82,7 @@ def spec_of(native, *, exact=True, backward=False, **options):
 def only(patch, *specs):
     """Makes ``specs`` all that the command line knows."""
     patch.setattr(cli, "all_specs", lambda: list(specs))
+    patch.setattr(cli, "layer_lines", lambda: iter(()))
 
 
 @pytest.fixture
@@ -94,6 +96,26 @@ def run(monkeypatch, tmp_path, capsys):
         return status, json.loads(file.read_text()), capsys.readouterr().out
 
     return runner
+
+
+def test_a_real_line_has_every_column(tmp_path, capsys):
+    smallest = min((line for line in cli.all_lines() if line.operator == "build_routing"), key=lambda line: line.bytes)
+    file = tmp_path / "deeper" / "result.json"
+    status = cli.main(["run", "--quick", "--budget", "0.01", "--filter", f"^{smallest.name}$", "--json", str(file)])
+    result = json.loads(file.read_text())
+    (record,) = result["lines"]
+    assert status == 0
+    assert set(record) == COLUMNS
+    assert record["correctness"] == {"verdict": "exact", "max_error": 0.0, "detail": ""}
+    for name in ("native", "reference", "floor"):
+        assert record[name]["low"] <= record[name]["median"] <= record[name]["high"]
+        assert record[name]["rounds"] >= 3
+    assert record["floor"]["kind"] == "copy_"
+    assert result["environment"]["torch"] == torch.__version__
+    assert {"cpu", "cores", "memory_gib", "threads", "date", "load"} <= set(result["environment"])
+    assert result["rates"]["copy_bytes_per_second"] > 0
+    assert set(result["rates"]["mm_flops_per_second"]) == {"float32"}
+    assert smallest.case in capsys.readouterr().out
 
 
 def test_facts_name_no_host_and_no_path(run):
@@ -283,3 +305,29 @@ def test_env_runs_as_a_module():
     facts = json.loads(process.stdout)
     assert facts["torch"] == torch.__version__
     assert facts["cpu_isa"] in ("baseline", "v3", "v4")
+
+
+def test_the_layer_agrees_with_its_reference_and_has_a_floor():
+    shape = Shape("tiny", 24, 16, 8, 4, 2, skew=1.0)
+    cpu = torch.device("cpu")
+    candidates = candidates_of(shape, torch.float32, cpu, Rates(1.0, {torch.float32: 1.0}))
+    assert candidates.verify().verdict == "close"
+    assert candidates.floor.needed == candidates.floor.work == shape.flops
+    assert {"MoE"} == {line.operator for line in layer_lines()}
+
+
+def test_the_layer_is_called_wrong_when_a_gradient_is():
+    results = (torch.ones(3), torch.tensor([1.0, 2.0, 3.0]))
+    worse = (torch.ones(3), torch.tensor([1.0, 2.0, 3.1]))
+    assert verdict_of(results, results, ("output", "gradient"), 1e-5).good
+    found = verdict_of(worse, results, ("output", "gradient"), 1e-5)
+    assert found.verdict == "WRONG"
+    assert found.detail.startswith("gradient: off by 0.1")
+    assert verdict_of((torch.tensor([float("nan")]),), (torch.ones(1),), ("output",), 1.0).verdict == "WRONG"
+
+
+def test_16_bit_products_are_held_to_the_faster_of_both_dtypes():
+    rates = Rates(1.0, {torch.float32: 2.0, torch.bfloat16: 1.0, torch.float64: 1.0})
+    assert rates.fastest_mm(torch.bfloat16) == torch.float32
+    assert rates.fastest_mm(torch.float64) == torch.float64
+    assert Rates(1.0, {torch.float32: 1.0, torch.bfloat16: 2.0}).fastest_mm(torch.bfloat16) == torch.bfloat16

@@ -1,0 +1,272 @@
+"""A mixture-of-experts layer, forward and backward: pymoe, its peers, and the floor, side by side.
+
+    python -m benchmarks.moe_layer [--quick] [--output DIR]
+
+Everyone computes the same function of the same weights; results are compared with the layer in fp64. Times are taken
+in interleaved rounds, so that ratios hold on a machine that is not quiet. Writes JSON, a Markdown table and a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.peers import PARTS, Absent, Contender, Task, contenders, name_of
+from pymoe.bench.environment import environment
+from pymoe.bench.floor import Rates, measure_rates
+from pymoe.bench.layer import Shape, dense_floor, inputs_of, layer_of, training_step
+from pymoe.bench.plot import pyplot
+from pymoe.bench.report import Table, plain, seconds, time_with_spread
+from pymoe.testing.timing import Timing, measure
+
+CPU = torch.device("cpu")
+FP32, BF16 = torch.float32, torch.bfloat16
+SCENARIOS = (
+    (Shape("few tokens", 256, 256, 512, 8, 2), FP32),
+    (Shape("small language model", 2048, 256, 512, 8, 2), FP32),
+    (Shape("skewed load", 2048, 512, 512, 16, 2, skew=1.0), FP32),
+    (Shape("many experts", 2048, 1024, 512, 128, 8), FP32),
+    (Shape("mid size", 2048, 1024, 1024, 32, 4), FP32),
+    (Shape("few tokens", 256, 256, 512, 8, 2), BF16),
+    (Shape("small language model", 2048, 256, 512, 8, 2), BF16),
+)
+QUICK_SCENARIOS = (SCENARIOS[0], SCENARIOS[1], (Shape("many experts", 256, 256, 128, 64, 8), FP32), SCENARIOS[5])
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.2}
+"""Largest relative error (Frobenius norm of the difference over that of the fp64 result) that is not called WRONG. In
+bf16 a router that computes its logits in bf16 sends some tokens to other experts, which alone gives errors near 0.1."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long is measured."""
+
+    budget: float
+    rounds: tuple[int, int]
+    limit: float
+    """Seconds for one call, beyond which a contender is timed by that call alone."""
+
+
+FULL = Effort(6.0, (3, 30), 8.0)
+QUICK = Effort(1.5, (3, 10), 2.0)
+
+
+def main() -> int:
+    """Run all scenarios; 1 if a contender's result is wrong."""
+    options = parse()
+    effort = QUICK if options.quick else FULL
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    facts = environment()
+    rates = measure_rates(CPU, (FP32, BF16))
+    scenarios = []
+    for shape, dtype in QUICK_SCENARIOS if options.quick else SCENARIOS:
+        scenarios.append(scenario(shape, dtype, rates, effort))
+        print(f"\n{heading(scenarios[-1])}\n{plain(table(scenarios[-1]))}", flush=True)
+        for one in scenarios[-1]["absent"]:
+            print(f"{one['name']}: left out, {one['reason']}")
+    result = {
+        "environment": facts,
+        "settings": asdict(effort) | {"quick": options.quick, "load_after": environment()["load"]},
+        "wall_seconds": round(time.perf_counter() - start, 1),
+        "scenarios": scenarios,
+    }
+    write(result, options.output)
+    return int(any(row["verdict"] == "WRONG" for one in scenarios for row in one["rows"]))
+
+
+def parse() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.moe_layer", description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="smaller shapes, at most a minute")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
+    return parser.parse_args()
+
+
+def scenario(shape: Shape, dtype: torch.dtype, rates: Rates, effort: Effort) -> dict[str, Any]:
+    """Measure everyone on one shape; returns a record with a row for each contender, the floor first."""
+    print(f"\n{shape.name}: {shape} {name_of(dtype)}", file=sys.stderr, flush=True)
+    x, grad = inputs_of(shape, dtype, CPU)
+    layer = layer_of(shape, dtype, CPU)
+    task = Task(shape, dtype, layer, x, grad, dense_floor(shape, rates.fastest_mm(dtype), CPU))
+    expected = in_fp64(task)
+    running: dict[str, Contender] = {}
+    verdicts: dict[str, tuple[str, float]] = {}
+    timings: dict[str, Timing] = {}
+    absent: list[Absent] = []
+    for one in contenders(task):
+        if isinstance(one, Absent):
+            absent.append(one)
+            continue
+        begin = time.perf_counter()
+        result = one.step()
+        took = time.perf_counter() - begin
+        verdicts[one.name] = judge(one, result, expected)
+        running[one.name] = one
+        if took > effort.limit:
+            timings[one.name] = Timing((took,), 1)
+        print(f"  {one.name}: first call {seconds(took)}", file=sys.stderr, flush=True)
+        del result
+    del expected
+    repeated = {name: one.step for name, one in running.items() if name not in timings}
+    timings |= measure(repeated, budget=effort.budget, rounds=effort.rounds)
+    return {
+        "name": shape.name,
+        "shape": asdict(shape),
+        "dtype": name_of(dtype),
+        "flops": shape.flops,
+        "rows": [row(one, verdicts[name], timings, shape) for name, one in running.items()],
+        "absent": [asdict(one) for one in absent],
+    }
+
+
+def in_fp64(task: Task) -> tuple[Tensor, ...]:
+    """:data:`PARTS` of the layer with the same weights in fp64."""
+    layer = layer_of(task.shape, task.dtype, CPU, backend="reference").double()
+    layer.load_state_dict(task.layer.state_dict())
+    results = training_step(layer, task.x.detach().double().requires_grad_(), task.grad.double())()
+    names = [name for name, _ in layer.named_parameters()]
+    order = [2 + names.index(name) for name in ("router.weight", "experts.w_in", "experts.w_out")]
+    return tuple(results[i].float() for i in (0, 1, *order))
+
+
+def judge(contender: Contender, result: Any, expected: tuple[Tensor, ...]) -> tuple[str, float]:
+    """``"close"`` or ``"WRONG"``, and the largest relative error over :data:`PARTS`; ``"-"`` for another function."""
+    if contender.parts is None:
+        return "-", 0.0
+    worst = 0.0
+    for name, got, wanted in zip(PARTS, contender.parts(result), expected, strict=True):
+        error = float((got.float() - wanted).norm() / wanted.norm())
+        if not error <= TOLERANCE[contender.computes_in]:
+            print(f"  {contender.name}: {name} is off by {error:.2g}", file=sys.stderr)
+            return "WRONG", error
+        worst = max(worst, error)
+    return "close", worst
+
+
+def row(contender: Contender, verdict: tuple[str, float], timings: dict[str, Timing], shape: Shape) -> dict[str, Any]:
+    """One line of the table."""
+    mine = timings[contender.name]
+    return {
+        "name": contender.name,
+        "version": contender.version,
+        "note": contender.note,
+        "seconds": asdict(mine.spread) | {"rounds": len(mine.seconds)},
+        "over_floor": ratio(mine, timings["torch.mm, dense"]),
+        "over_pymoe": ratio(mine, timings["pymoe native"]),
+        "gflops_per_second": shape.flops / mine.median / 1e9,
+        "verdict": verdict[0],
+        "error": verdict[1],
+    }
+
+
+def ratio(mine: Timing, other: Timing) -> dict[str, float]:
+    """How many times as long as another: round by round, or of medians where a contender ran once."""
+    if len(mine.seconds) == len(other.seconds):
+        return asdict(mine.over(other))
+    middle = mine.median / other.median
+    return {"low": middle, "median": middle, "high": middle}
+
+
+def heading(one: dict[str, Any]) -> str:
+    """What a scenario is."""
+    return f"{one['name']}: {Shape(**one['shape'])} {one['dtype']}, {one['flops'] / 1e9:.1f} GFLOP forward + backward"
+
+
+def table(one: dict[str, Any]) -> Table:
+    """A scenario as text."""
+    rows = [
+        [
+            r["name"],
+            r["version"],
+            time_with_spread(r["seconds"])
+            if r["seconds"]["rounds"] > 1
+            else f"{seconds(r['seconds']['median'])} (once)",
+            f"{r['over_floor']['median']:.2f}",
+            f"{r['over_pymoe']['median']:.2f}",
+            f"{r['gflops_per_second']:.3g}",
+            r["verdict"] if r["verdict"] != "close" else f"error {r['error']:.0e}",
+            r["note"],
+        ]
+        for r in one["rows"]
+    ]
+    names = ["layer", "version", "time [quartiles]", "/ floor", "/ pymoe", "GFLOP/s", "against fp64", "note"]
+    return Table(names, rows, frozenset({"layer", "version", "against fp64", "note"}))
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """All scenarios as Markdown."""
+    facts = result["environment"]
+    lines = [
+        f"Measured {facts['date'][:10]} on {facts['cpu']}, {facts['threads']} threads, {facts['cpu_capability']}, "
+        f"torch {facts['torch']}; load average before and after {facts['load'][0]}, "
+        f"{result['settings']['load_after'][0]}. Forward and backward, medians over interleaved rounds, quartiles in "
+        "brackets. `/ floor`: time over that of the same operations in dense `torch.mm`; `/ pymoe`: time over pymoe's."
+    ]
+    for one in result["scenarios"]:
+        text = table(one)
+        lines += ["", f"**{heading(one)}**", "", "| " + " | ".join(text.heading) + " |"]
+        lines.append("|" + "|".join("---" if name in text.left else "--:" for name in text.heading) + "|")
+        lines += ["| " + " | ".join(cells) + " |" for cells in text.rows]
+        lines += ["", *(f"- {absent['name']}: left out, {absent['reason']}" for absent in one["absent"])]
+    return "\n".join(lines) + "\n"
+
+
+def draw(result: dict[str, Any], file: Path) -> None:
+    """Time over the floor's, a panel a scenario."""
+    plt = pyplot()
+    scenarios = result["scenarios"]
+    figure, panels = plt.subplots(
+        (len(scenarios) + 1) // 2,
+        2,
+        figsize=(13, 2.3 * ((len(scenarios) + 1) // 2) + 0.6),
+        layout="constrained",
+        squeeze=False,
+    )
+    for panel, one in zip(panels.flat, scenarios, strict=False):
+        rows = one["rows"]
+        colours = ["0.6" if r["verdict"] == "-" else "C2" if r["name"] == "pymoe native" else "C0" for r in rows]
+        values = [r["over_floor"]["median"] for r in rows]
+        bars = panel.barh([r["name"] for r in rows], values, color=colours)
+        labels = [f"{r['over_floor']['median']:.2f}{' (once)' if r['seconds']['rounds'] == 1 else ''}" for r in rows]
+        panel.bar_label(bars, labels, padding=3, fontsize=8)
+        panel.axvline(1, color="black", lw=1)
+        panel.set_xscale("log")
+        panel.set_xlim(min(0.5, 0.7 * min(values)), 3 * max(values))
+        panel.invert_yaxis()
+        panel.tick_params(labelsize=8)
+        panel.set_title(f"{one['name']}: {Shape(**one['shape'])} {one['dtype']}", fontsize=9)
+    for panel in list(panels.flat)[len(scenarios) :]:
+        panel.set_visible(False)
+    facts = result["environment"]
+    figure.suptitle(
+        "Mixture-of-experts layer, forward + backward: time over the same operations in dense torch.mm\n"
+        f"{facts['cpu']}, {facts['threads']} threads, torch {facts['torch']}, {facts['date'][:10]}",
+        fontsize=10,
+    )
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+
+
+def write(result: dict[str, Any], folder: Path) -> None:
+    """JSON, Markdown and, where matplotlib is installed, a picture."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "moe_layer.json").write_text(json.dumps(result, indent=1) + "\n")
+    (folder / "moe_layer.md").write_text(markdown(result))
+    print(f"\n{result['wall_seconds']} s; {folder / 'moe_layer.json'}, moe_layer.md", end="")
+    try:
+        draw(result, folder / "moe_layer.png")
+        print(", moe_layer.png")
+    except ImportError as error:
+        print(f"\n{error}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,233 @@
+"""The layers that are measured side by side, all over the same weights, input and gradient.
+
+Everyone computes a swiglu mixture of experts with softmax over all logits, the K best kept and their weights
+normalised: what Qwen3-MoE, Mixtral and OLMoE (with ``norm_topk_prob``) compute. A peer that is not installed or cannot
+run is an :class:`Absent` with the reason, and is printed as such.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+
+import torch
+from torch import Tensor, nn
+
+from pymoe.bench.environment import available_gib
+from pymoe.bench.floor import Floor
+from pymoe.bench.layer import Shape, training_step
+from pymoe.nn import MoE
+
+Tensors = tuple[Tensor, ...]
+PARTS = ("output", "gradient of x", "of the router", "of w_in", "of w_out")
+"""What a contender's ``parts`` returns, in pymoe's layout."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A layer that can run."""
+
+    name: str
+    version: str
+    step: Callable[[], Tensors]
+    """Forward and backward."""
+    parts: Callable[[Tensors], Tensors] | None
+    """Puts what ``step`` returns in the order of :data:`PARTS`; None for what computes something else."""
+    computes_in: torch.dtype
+    """The narrowest dtype it multiplies in, which decides how exact it can be."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A layer that cannot run here."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """What everyone is given."""
+
+    shape: Shape
+    dtype: torch.dtype
+    layer: MoE
+    x: Tensor
+    grad: Tensor
+    floor: Floor
+
+
+def contenders(task: Task) -> Iterator[Contender | Absent]:
+    """Everyone, in the order of the table."""
+    yield floor(task)
+    yield pymoe(task, "native")
+    yield pymoe(task, "reference")
+    yield dense_ffn(task)
+    for implementation in ("eager", "grouped_mm", "batched_mm"):
+        yield transformers(task, implementation)
+    yield torchtitan(task)
+
+
+def floor(task: Task) -> Contender:
+    """The same operations in dense ``torch.mm``, into memory that is there already."""
+    kind = task.floor.kind.removeprefix("mm ")
+    note = "" if kind == name_of(task.dtype) else f"in {kind}, which is faster here than {name_of(task.dtype)}"
+    return Contender("torch.mm, dense", torch.__version__, task.floor.run, None, task.dtype, note)
+
+
+def pymoe(task: Task, backend: str) -> Contender:
+    """The layer of pymoe."""
+    layer = task.layer
+    if backend != layer.backend:
+        shape = task.shape
+        layer = MoE(shape.hidden, shape.ffn, shape.experts, shape.choices, backend=backend, dtype=task.dtype)
+        layer.router.weight, layer.experts.w_in, layer.experts.w_out = parameters_of(task.layer)
+    step = training_step(layer, task.x, task.grad)
+    return Contender(f"pymoe {backend}", metadata_version("pymoe"), step, in_order(layer, task.layer), task.dtype)
+
+
+def dense_ffn(task: Task) -> Contender:
+    """A dense swiglu network of equal operations for a token: K times the width, every weight used by every token."""
+
+    class SwiGLU(nn.Module):
+        def forward(self, inner: Tensor) -> Tensor:
+            gate, up = inner.chunk(2, dim=-1)
+            return nn.functional.silu(gate) * up
+
+    shape = task.shape
+    width = shape.choices * shape.ffn
+    layer = nn.Sequential(
+        nn.Linear(shape.hidden, 2 * width, bias=False), SwiGLU(), nn.Linear(width, shape.hidden, bias=False)
+    ).to(task.dtype)
+    step = training_step(layer, task.x, task.grad)
+    note = f"F{width}, fresh results, autograd; fewer weights"
+    return Contender("dense nn.Sequential", torch.__version__, step, None, task.dtype, note)
+
+
+def transformers(task: Task, implementation: str) -> Contender | Absent:
+    """The Qwen3-MoE block of transformers with one of its expert implementations."""
+    name = f"transformers {implementation}"
+    try:
+        from transformers import Qwen3MoeConfig
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+    except ImportError as error:
+        return Absent(name, f"not installed ({error}): pip install 'pymoe[peers]'")
+    shape = task.shape
+    if implementation == "batched_mm":
+        # It copies the weights of every slot, and keeps the copies and their gradients.
+        needed = 2 * shape.slots * 3 * shape.ffn * shape.hidden * task.x.element_size() / 2**30
+        if needed > available_gib() / 3:
+            return Absent(name, f"copies the weights for every slot, here about {needed:.0f} GiB")
+    config = Qwen3MoeConfig(
+        hidden_size=shape.hidden,
+        moe_intermediate_size=shape.ffn,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.choices,
+        norm_topk_prob=True,
+        hidden_act="silu",
+    )
+    config._experts_implementation = implementation
+    with torch.device("meta"):
+        block = Qwen3MoeSparseMoeBlock(config)
+    block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj = parameters_of(task.layer)
+
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x_TH: Tensor) -> Tensor:
+            return self.block(x_TH[None])[0]
+
+    layer = Flat()
+    step = training_step(layer, task.x, task.grad)
+    return Contender(name, metadata_version("transformers"), step, in_order(layer, task.layer), task.dtype)
+
+
+def torchtitan(task: Task) -> Contender | Absent:
+    """The MoE of torchtitan; its experts multiply in bf16 whatever they are given."""
+    name = "torchtitan"
+    try:
+        from torchtitan.models.common.linear import Linear
+        from torchtitan.models.common.moe import GroupedExperts, RoutedExperts, TokenChoiceTopKRouter
+        from torchtitan.models.common.moe import MoE as TitanMoE
+        from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+    except ImportError as error:
+        return Absent(name, f"cannot be imported ({error}); see benchmarks/README.md")
+    shape = task.shape
+    config = TitanMoE.Config(
+        num_experts=shape.experts,
+        routed_experts=RoutedExperts.Config(
+            inner_experts=GroupedExperts.Config(dim=shape.hidden, hidden_dim=shape.ffn, num_experts=shape.experts),
+            token_dispatcher=LocalTokenDispatcher.Config(num_experts=shape.experts, top_k=shape.choices),
+        ),
+        router=TokenChoiceTopKRouter.Config(
+            num_experts=shape.experts,
+            gate=Linear.Config(in_features=shape.hidden, out_features=shape.experts),
+            top_k=shape.choices,
+            score_func="softmax",
+            route_norm=True,
+        ),
+        load_balance_coeff=None,
+    )
+    with torch.device("meta"):
+        block = config.build()
+    block.tokens_per_expert_E = torch.zeros(shape.experts)
+    experts = block.routed_experts.inner_experts
+    router, w_in, w_out = parameters_of(task.layer)
+    gate, up = (nn.Parameter(half.contiguous()) for half in w_in.detach().chunk(2, dim=1))
+    block.router.gate.weight, experts.w1_EFD, experts.w3_EFD, experts.w2_EDF = router, gate, up, w_out
+
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x_TH: Tensor) -> Tensor:
+            return self.block(x_TH[None])[0]
+
+    layer = Flat()
+    names = {id(parameter): i for i, parameter in enumerate(layer.parameters(), 2)}
+
+    def parts(results: Tensors) -> Tensors:
+        found = {key: results[names[id(value)]] for key, value in (("r", router), ("g", gate), ("u", up), ("o", w_out))}
+        return (*results[:2], found["r"], torch.cat([found["g"], found["u"]], dim=1), found["o"])
+
+    step = training_step(layer, task.x, task.grad)
+
+    def quiet_step() -> Tensors:
+        with warnings.catch_warnings():  # it asks for fp32 autocast, which the CPU does not have
+            warnings.simplefilter("ignore", UserWarning)
+            return step()
+
+    return Contender(
+        name, metadata_version("torchtitan"), quiet_step, parts, torch.bfloat16, "experts always multiply in bf16"
+    )
+
+
+def parameters_of(layer: MoE) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
+    """Router (E, H), w_in (E, 2F, H) and w_out (E, H, F); the peers hold the very same parameters."""
+    return layer.router.weight, layer.experts.w_in, layer.experts.w_out
+
+
+def in_order(layer: nn.Module, owner: MoE) -> Callable[[Tensors], Tensors]:
+    """How the results of a step of ``layer``, whose parameters are those of ``owner``, become :data:`PARTS`."""
+    position = {id(parameter): i for i, parameter in enumerate(layer.parameters(), 2)}
+    order = [position[id(parameter)] for parameter in parameters_of(owner)]
+    return lambda results: (results[0], results[1], *(results[i] for i in order))
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """``float32`` and so on."""
+    return str(dtype).removeprefix("torch.")
+
+
+def metadata_version(package: str) -> str:
+    """The version of an installed package."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "source tree"

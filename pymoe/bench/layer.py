@@ -1,0 +1,168 @@
+"""The whole layer, forward and backward, against its floor: the same operations in dense ``torch.mm``.
+
+Legend: T tokens, H hidden, F ffn, E experts, K choices (experts per token), S = T * K slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pymoe.bench.correctness import Verdict, max_error
+from pymoe.bench.floor import Floor, Rates
+from pymoe.bench.lines import Candidates, Line
+from pymoe.nn import MoE
+from pymoe.testing.calls import generator
+from pymoe.testing.spec import Target
+
+FORWARD_BACKWARD = "forward+backward"
+SLOWDOWN_ALLOWED = 1.15
+"""The target: time over that of the dense products."""
+RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+"""Largest error over the largest value at which outputs and gradients of two backends still count as equal."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a swiglu layer and its input, and how uneven the load of its experts is."""
+
+    name: str
+    tokens: int
+    hidden: int
+    ffn: int
+    experts: int
+    choices: int
+    skew: float = 0.0
+    """0: as a fresh router spreads tokens; 1: popularity falls like 1/rank."""
+
+    def __str__(self) -> str:
+        text = f"T{self.tokens} H{self.hidden} F{self.ffn} E{self.experts} K{self.choices}"
+        return f"{text} skewed" if self.skew else text
+
+    @property
+    def slots(self) -> int:
+        """S: rows that experts see."""
+        return self.tokens * self.choices
+
+    @property
+    def flops(self) -> int:
+        """Operations of forward and backward: six a weight and row (one product forward, two backward)."""
+        return 6 * (self.slots * 3 * self.ffn * self.hidden + self.tokens * self.hidden * self.experts)
+
+    @property
+    def bytes(self) -> int:
+        """fp32 bytes of weights and their gradients and of input, output and their gradients."""
+        return 4 * (2 * (3 * self.experts * self.ffn * self.hidden) + 4 * self.tokens * self.hidden)
+
+
+SHAPES = (
+    Shape("small language model", 2048, 256, 512, 8, 2),
+    Shape("wide", 1024, 1024, 1024, 16, 2),
+)
+
+
+def layer_lines() -> Iterator[Line]:
+    """The lines of the layer."""
+    for shape in SHAPES:
+        yield Line(
+            "MoE",
+            str(shape),
+            torch.float32,
+            FORWARD_BACKWARD,
+            shape.bytes,
+            shape.flops,
+            shape.name,
+            Target("floor", 1 / SLOWDOWN_ALLOWED),
+            lambda device, rates, shape=shape: candidates_of(shape, torch.float32, device, rates),  # type: ignore[misc]
+        )
+
+
+def candidates_of(shape: Shape, dtype: torch.dtype, device: torch.device, rates: Rates) -> Candidates:
+    """The layer in both backends with the same weights, and its floor."""
+    x, grad = inputs_of(shape, dtype, device)
+    native = layer_of(shape, dtype, device)
+    reference = layer_of(shape, dtype, device, backend="reference")
+    calls = {"native": training_step(native, x, grad), "reference": training_step(reference, x, grad)}
+    names = ("output", "gradient of x", *(f"gradient of {name}" for name, _ in native.named_parameters()))
+    return Candidates(
+        calls,
+        dense_floor(shape, rates.fastest_mm(dtype), device),
+        lambda: verdict_of(calls["native"](), calls["reference"](), names, RELATIVE_ERROR[dtype]),
+    )
+
+
+def layer_of(shape: Shape, dtype: torch.dtype, device: torch.device, backend: str = "native") -> MoE:
+    """A layer with weights that depend on ``shape`` alone."""
+    layer = MoE(shape.hidden, shape.ffn, shape.experts, shape.choices, activation="swiglu", backend=backend)
+    random = generator()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            bound = parameter.shape[-1] ** -0.5
+            parameter.uniform_(-bound, bound, generator=random)
+        popularity = -shape.skew * torch.arange(1, shape.experts + 1).float().log()
+        layer.router.weight.add_(popularity[:, None] * preferred_direction(shape))
+    return layer.to(device, dtype)
+
+
+def preferred_direction(shape: Shape) -> Tensor:
+    """(H,): what all tokens of a skewed input share, so that a router's weights can prefer experts."""
+    return torch.full((shape.hidden,), shape.hidden**-0.5)
+
+
+def inputs_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(T, H) tokens, a leaf that requires grad, and (T, H) gradient of the output."""
+    random = generator()
+    x = torch.randn(shape.tokens, shape.hidden, generator=random)
+    if shape.skew:
+        direction = preferred_direction(shape)
+        x += (1 - x @ direction)[:, None] * direction
+    grad = torch.randn(shape.tokens, shape.hidden, generator=random)
+    return x.to(device, dtype).requires_grad_(), grad.to(device, dtype)
+
+
+def training_step(layer: nn.Module, x: Tensor, grad: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    """Forward and backward; returns output, gradient of ``x``, and gradients of the parameters."""
+    leaves = [x, *layer.parameters()]
+
+    def step() -> tuple[Tensor, ...]:
+        output = layer(x)
+        return (output.detach(), *torch.autograd.grad(output, leaves, grad))
+
+    return step
+
+
+def dense_floor(shape: Shape, dtype: torch.dtype, device: torch.device) -> Floor:
+    """The products of the layer, had it one expert for all S rows: contiguous, into memory that is there already.
+
+    Forward and both backward products of the input, output and router weights. No activation, no routing, no memory
+    for results: nothing that computes the same can be faster than this by much.
+    """
+    s, t, h, f, e = shape.slots, shape.tokens, shape.hidden, shape.ffn, shape.experts
+    sizes = []
+    for rows, inputs, outputs in ((s, h, 2 * f), (s, f, h), (t, h, e)):
+        sizes += [(rows, inputs, outputs), (rows, outputs, inputs), (outputs, rows, inputs)]
+    products = [
+        (torch.randn(m, k, device=device).to(dtype), torch.randn(k, n, device=device).to(dtype)) for m, k, n in sizes
+    ]
+    results = [torch.empty(m, n, device=device, dtype=dtype) for m, _, n in sizes]
+
+    def run() -> None:
+        for (left, right), out in zip(products, results, strict=True):
+            torch.mm(left, right, out=out)
+
+    return Floor(f"mm {str(dtype).removeprefix('torch.')}", run, shape.flops, shape.flops)
+
+
+def verdict_of(
+    actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], names: tuple[str, ...], tolerance: float
+) -> Verdict:
+    """Compare results whose sums may run in another order: the largest error over the largest value."""
+    for name, got, wanted in zip(names, actual, expected, strict=True):
+        error = max_error([(got, wanted)])
+        allowed = tolerance * float(wanted.abs().max())
+        if not bool(got.isfinite().all()) or error > allowed:
+            return Verdict("WRONG", error, f"{name}: off by {error:.3g}, allowed {allowed:.3g}")
+    return Verdict("close", max_error(zip(actual, expected, strict=True)))

@@ -1,0 +1,15 @@
+"""One thread for the benchmark's tests: their shapes are tiny, and none of them asserts a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Torch on one thread, as before afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,93 @@
+"""benchmarks/moe_layer.py: all contenders compute the same layer, and one that does not is called WRONG."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def moe_layer(monkeypatch):
+    """The module, imported from the source tree."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks import moe_layer
+
+    return moe_layer
+
+
+@pytest.fixture
+def tiny(moe_layer):
+    """Measures a tiny shape."""
+
+    def measured(dtype=torch.float32):
+        shape = moe_layer.Shape("tiny", 32, 16, 24, 4, 2)
+        rates = moe_layer.Rates(1.0, {torch.float32: 2.0, torch.bfloat16: 1.0})
+        return moe_layer.scenario(shape, dtype, rates, moe_layer.Effort(0.0, (1, 1), 60.0))
+
+    return measured
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_everyone_computes_the_same(tiny, dtype):
+    result = tiny(dtype)
+    verdicts = {row["name"]: row["verdict"] for row in result["rows"]}
+    assert verdicts.pop("torch.mm, dense") == verdicts.pop("dense nn.Sequential") == "-"
+    assert set(verdicts.values()) == {"close"}
+    assert {"pymoe native", "pymoe reference"} <= set(verdicts)
+    everyone = {*verdicts, *(one["name"] for one in result["absent"])}
+    assert everyone == {
+        "pymoe native",
+        "pymoe reference",
+        "transformers eager",
+        "transformers grouped_mm",
+        "transformers batched_mm",
+        "torchtitan",
+    }
+
+
+def test_a_wrong_contender_is_called_wrong(moe_layer, tiny, monkeypatch):
+    right = moe_layer.contenders
+
+    def lie(step):
+        def wrong():
+            output, *rest = step()
+            return (output * 1.01, *rest)
+
+        return wrong
+
+    def with_a_liar(task):
+        for one in right(task):
+            yield dataclasses.replace(one, name="liar", step=lie(one.step)) if one.name == "pymoe reference" else one
+
+    monkeypatch.setattr(moe_layer, "contenders", with_a_liar)
+    verdicts = {row["name"]: row["verdict"] for row in tiny()["rows"]}
+    assert verdicts["liar"] == "WRONG"
+    assert verdicts["pymoe native"] == "close"
+
+
+def test_a_missing_peer_is_named_with_the_reason(moe_layer, tiny, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    absent = {one["name"]: one["reason"] for one in tiny()["absent"]}
+    assert "pip install" in absent["transformers eager"]
+
+
+def test_results_are_written(moe_layer, tiny, tmp_path):
+    result = {
+        "environment": moe_layer.environment(),
+        "settings": {"load_after": [0.0, 0.0, 0.0]},
+        "wall_seconds": 0.0,
+        "scenarios": [tiny()],
+    }
+    moe_layer.write(result, tmp_path)
+    text = (tmp_path / "moe_layer.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| pymoe native |")]
+    assert len(rows) == 1
+    assert rows[0].count("|") == 9
+    assert (tmp_path / "moe_layer.json").exists()
