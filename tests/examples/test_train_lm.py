@@ -128,7 +128,8 @@ def test_interrupt_saves_and_says_how_to_resume(tmp_path: Path) -> None:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(pymoe.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
+    package = str(Path(pymoe.__file__).parents[1])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])}
 
 
 def test_resume_names_the_setting_that_differs(runs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
