@@ -29,22 +29,17 @@ def main(argv: list[str], description: str) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     run.announce(trainer, folder)
-    if not run.train(trainer, folder, arguments):
-        print(
-            f"stopped after step {trainer.steps_done} of {trainer.config.steps}; the run is saved in {folder}\n"
-            f"continue it with: {resume_command(folder)}"
-        )
-        return 0 if arguments.stop_after else INTERRUPTED
+    again = f"python {sys.argv[0]} --resume {folder}"
     try:
+        if not run.train(trainer, folder, arguments):
+            done, steps = trainer.steps_done, trainer.config.steps
+            print(f"stopped after step {done} of {steps}; the run is saved in {folder}\ncontinue it with: {again}")
+            return 0 if done == arguments.stop_after else INTERRUPTED
         run.finish(trainer, folder, arguments, started)
     except KeyboardInterrupt:
-        print(f"\nstopped; the trained run is saved in {folder}, its report comes with: {resume_command(folder)}")
+        print(f"\nstopped at once; if the run was saved before, this goes on from there: {again}")
         return INTERRUPTED
     return 0
-
-
-def resume_command(folder: Path) -> str:
-    return f"python {sys.argv[0]} --resume {folder}"
 
 
 def at_least(smallest: int) -> Callable[[str], int]:

@@ -52,7 +52,7 @@ def make_record(
             "tokens_per_second": trainer.bytes_per_step / seconds,
         },
         "timings": {
-            "wall_seconds": wall_seconds,
+            "wall_seconds": wall_seconds,  # from start to report; of a resumed run, its last part
             "training_seconds": sum(history.seconds),
             "median_step_seconds": seconds,
         },

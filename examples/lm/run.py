@@ -28,30 +28,32 @@ def announce(trainer: Trainer, folder: Path) -> None:
         f"model: {settings.layers} layers of width {settings.width}, {ffn}; {counts['total']:,} parameters, "
         f"{counts['active_per_byte']:,} of them at work on a byte\n"
         f"run: steps {trainer.steps_done + 1} to {settings.steps} of {trainer.bytes_per_step:,} bytes, "
-        f"{settings.threads} threads, results in {folder}; Ctrl-C saves and stops",
+        f"{settings.threads} thread{'s' * (settings.threads != 1)}, results in {folder}; Ctrl-C saves and stops",
         flush=True,
     )
 
 
 def train(trainer: Trainer, folder: Path, arguments: argparse.Namespace) -> bool:
-    """Makes the remaining steps; False if it was asked to stop before the last one. The run is saved either way."""
+    """Makes the remaining steps; False if it was asked to stop before the last one.
+
+    The run is saved either way, but not where a step broke off in the middle: then the last whole save stays.
+    """
     steps = trainer.config.steps
+    limit = min(steps, arguments.stop_after or steps)
     display = open_display(trainer)
     try:
         with StopRequest() as stop:
-            while trainer.steps_done < steps:
+            while trainer.steps_done < limit and not stop.made:
                 trainer.step()
                 done = trainer.steps_done
                 if done == steps or done % arguments.eval_every == 0:
                     trainer.validate()
                 display.step()
-                if stop.made or done == arguments.stop_after:
-                    break
                 if done % arguments.checkpoint_every == 0:
                     checkpoint.save(trainer, folder)
+            checkpoint.save(trainer, folder)
     finally:
         display.close()
-        checkpoint.save(trainer, folder)
     return trainer.steps_done == steps
 
 
@@ -59,6 +61,7 @@ def finish(trainer: Trainer, folder: Path, arguments: argparse.Namespace, starte
     sample = make_sample(trainer, arguments)
     comparison = None
     if arguments.compare_steps and trainer.config.ffn == "moe":
+        print("timing native and reference side by side ...", flush=True)
         comparison = compare_backends(trainer, arguments.compare_steps)
     wall = time.perf_counter() - started
     facts = record.make_record(trainer, wall_seconds=wall, comparison=comparison, sample=sample)
@@ -72,6 +75,7 @@ def finish(trainer: Trainer, folder: Path, arguments: argparse.Namespace, starte
 def make_sample(trainer: Trainer, arguments: argparse.Namespace) -> dict[str, Any] | None:
     if not arguments.sample_bytes:
         return None
+    print(f"writing a sample of {arguments.sample_bytes} bytes ...", flush=True)
     settings = {"temperature": arguments.temperature, "top_k": arguments.sample_top_k, "seed": trainer.config.seed}
     text = generate(trainer.model, arguments.prompt, arguments.sample_bytes, context=trainer.config.context, **settings)
     return {"prompt": arguments.prompt, **settings, "text": text}
