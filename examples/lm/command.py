@@ -79,21 +79,21 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     flags.add_argument(
         "--eval-every",
         type=at_least(1),
-        default=50,
+        default=100,
         metavar="STEPS",
         help="steps between two validations on the held-back last tenth of the text (default: %(default)s)",
     )
     flags.add_argument(
         "--checkpoint-every",
         type=at_least(1),
-        default=100,
+        default=200,
         metavar="STEPS",
         help="steps between two saves (default: %(default)s)",
     )
     flags.add_argument(
         "--compare-steps",
         type=at_least(0),
-        default=8,
+        default=20,
         metavar="STEPS",
         help="steps of the comparison of native and reference at the end; 0 leaves it out (default: %(default)s)",
     )

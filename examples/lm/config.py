@@ -50,12 +50,12 @@ class Config:
         "text file to train on (default: the Python manual that this interpreter carries, pydoc_data.topics)",
         group="training",
     )
-    steps: int = _flag(400, "optimizer steps", group="training")
-    batch_size: int = _flag(16, "windows of --context bytes in a step", group="training")
+    steps: int = _flag(1300, "optimizer steps", group="training")
+    batch_size: int = _flag(4, "windows of --context bytes in a step", group="training")
     learning_rate: float = _flag(
-        4e-3, "peak learning rate of AdamW; linear warm-up, then cosine to zero", group="training"
+        3e-3, "peak learning rate of AdamW; linear warm-up, then cosine to zero", group="training"
     )
-    warmup: int = _flag(40, "steps of linear warm-up", group="training")
+    warmup: int = _flag(50, "steps of linear warm-up", group="training")
     weight_decay: float = _flag(0.1, "weight decay of matrices", group="training")
     grad_clip: float = _flag(1.0, "largest norm of the gradient", group="training")
     seed: int = _flag(0, "seed of the weights, of the order of the data and of the sample", group="training")
