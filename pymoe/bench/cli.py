@@ -212,7 +212,7 @@ def tell_left_out(lines: Sequence[Line]) -> None:
 
 def rates_text(facts: dict[str, Any], rates: Rates) -> str:
     """What the machine gives, in one paragraph."""
-    products = ", ".join(f"{str(dtype).removeprefix('torch.')} {rate / 1e9:.0f}" for dtype, rate in rates.mm.items())
+    products = ", ".join(f"{str(dtype).removeprefix('torch.')} {rate / 1e9:.3g}" for dtype, rate in rates.mm.items())
     return (
         f"{facts['cpu']}, {facts['threads']} threads, load {facts['load']}, torch {facts['torch']}, "
         f"pymoe's instruction set {facts['cpu_isa']}\n"

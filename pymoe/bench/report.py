@@ -106,7 +106,10 @@ def time_with_spread(timing: dict[str, float] | None) -> str:
 
 def times(spread: dict[str, float] | None) -> str:
     """A speed-up."""
-    return f"{spread['median']:.3g}x" if spread else "-"
+    if not spread:
+        return "-"
+    value = spread["median"]
+    return f"{value:.0f}x" if value >= 100 else f"{value:.3g}x"
 
 
 def share(record: Record) -> str:
