@@ -57,16 +57,22 @@ def find_cuda_home():
         sys.exit(f"PYMOE_CUDA must be auto, 0 or 1, got {wish!r}")
     if wish == "0":
         return None
-    candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
-    nvcc = shutil.which("nvcc")
-    if nvcc:
-        candidates.append(str(Path(nvcc).resolve().parent.parent))
-    candidates.append("/usr/local/cuda")
-    for candidate in filter(None, candidates):
+    # A folder that was named is not silently replaced by another.
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if named:
+        candidates = [named]
+    else:
+        nvcc = shutil.which("nvcc")
+        candidates = [str(Path(nvcc).resolve().parent.parent)] if nvcc else []
+        candidates.append("/usr/local/cuda")
+    for candidate in candidates:
         if (Path(candidate) / "bin" / "nvcc").exists() and (Path(candidate) / "include" / "cuda_runtime.h").exists():
             return candidate
     if wish == "1":
-        sys.exit("PYMOE_CUDA=1, but no CUDA toolkit was found: set CUDA_HOME to a folder with bin/nvcc")
+        sys.exit(
+            "PYMOE_CUDA=1, but no CUDA toolkit was found: set CUDA_HOME to a folder with bin/nvcc and "
+            f"include/cuda_runtime.h (looked in {', '.join(candidates)})"
+        )
     return None
 
 
@@ -135,8 +141,16 @@ def runtime_extension():
 
 
 # -ffp-contract=off: the compiler must not fuse a*b+c on its own, or results would depend on the instruction set.
-CXX_FLAGS = ["-O3", "-std=c++20", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra",
-             "-Wno-unused-parameter"]  # the last one for torch's own headers
+CXX_FLAGS = [
+    "-O3",
+    "-std=c++20",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-Wall",
+    "-Wextra",
+    "-Wno-unused-parameter",
+]  # the last one for torch's own headers
 LINK_FLAGS = ["-s"] if sysconfig.get_platform().startswith("linux") else []
 
 require_build_packages()

@@ -71,7 +71,9 @@ def all_steps() -> list[Step]:
 
 
 # The line of a log that says how it went.
-OUTCOME = re.compile(r"(\d+ passed|\d+ failed|tests passed|All checks passed|already formatted|Success:|^Found \d+|error)")
+OUTCOME = re.compile(
+    r"(\d+ passed|\d+ failed|tests passed|All checks passed|already formatted|Success:|^Found \d+|error)"
+)
 
 
 def run(step: Step) -> tuple[bool, str, float]:

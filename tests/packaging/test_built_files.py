@@ -1,0 +1,71 @@
+"""The built operator library: what it exports, what it needs, and from which torch on."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from torch.utils import cpp_extension
+
+from pymoe import _native
+
+LIBRARY = Path(str(_native.load_operators().__file__))
+ROOT = Path(__file__).parents[2]
+
+
+def dynamic_symbols() -> list[list[str]]:
+    """Fields of ``readelf``: number, value, size, type, binding, visibility, section, name."""
+    text = subprocess.run(
+        ["readelf", "--dyn-syms", "--wide", LIBRARY], capture_output=True, text=True, check=True
+    ).stdout
+    rows = [line.split()[:8] for line in text.splitlines()]
+    return [row for row in rows if len(row) == 8 and row[0].rstrip(":").isdigit()]
+
+
+@pytest.fixture(scope="module")
+def target_version() -> str:
+    found = re.search(r'TORCH_TARGET_VERSION = "(0x[0-9a-f]+)"', (ROOT / "setup.py").read_text())
+    assert found is not None
+    return found[1]
+
+
+def test_it_is_built_for_the_limited_api() -> None:
+    assert LIBRARY.name == "_ops.abi3.so"
+
+
+def test_it_exports_its_init_function_alone() -> None:
+    defined = [row for row in dynamic_symbols() if row[6] != "UND"]
+    assert [row[7] for row in defined if row[3] == "FUNC" and row[4] == "GLOBAL"] == ["PyInit__ops"]
+    assert [row[7] for row in defined if "pymoe" in row[7]] == []
+
+
+def test_it_needs_neither_torchs_python_nor_cuda_libraries() -> None:
+    text = subprocess.run(["readelf", "--dynamic", LIBRARY], capture_output=True, text=True, check=True).stdout
+    needed = re.findall(r"NEEDED.*\[(.*)\]", text)
+    assert any(name.startswith("libtorch_cpu") or name.startswith("libtorch.") for name in needed)
+    assert [name for name in needed if re.match(r"libtorch_python|libtorch_cuda|libcudart|libcuda", name)] == []
+
+
+def test_it_uses_no_cplusplus_symbol_of_torch() -> None:
+    """C++ symbols of torch change from release to release; its C interface does not."""
+    undefined = [row[7] for row in dynamic_symbols() if row[6] == "UND"]
+    assert [name for name in undefined if re.search(r"2at\d|3c106|5torch", name)] == []
+    assert [name for name in undefined if name.startswith("aoti_torch_")] != []
+
+
+def test_every_symbol_of_torch_was_there_in_the_oldest_release_served(target_version: str, tmp_path: Path) -> None:
+    source = tmp_path / "shims.cpp"
+    source.write_text(
+        "#include <torch/csrc/stable/c/shim.h>\n"
+        "#include <torch/csrc/inductor/aoti_torch/c/shim.h>\n"
+        'extern "C" int aoti_torch_get_current_cuda_stream(int, void**);\n'  # weak in ops/stream.h, since torch 2.0
+    )
+    includes = [f"-I{path}" for path in cpp_extension.include_paths()]
+    command = ["g++", "-std=c++20", "-E", "-P", f"-DTORCH_TARGET_VERSION={target_version}", *includes, str(source)]
+    declared = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = {row[7].split("@")[0] for row in dynamic_symbols() if row[6] == "UND"}
+    of_torch = {name for name in used if name.startswith(("aoti_torch_", "torch_"))}
+    assert len(of_torch) > 20
+    assert {name for name in of_torch if not re.search(rf"\b{name}\b", declared)} == set()

@@ -1,0 +1,116 @@
+"""From the sdist into new environments, as a user does it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.build
+
+ROOT = Path(__file__).parents[2]
+BUILD_PACKAGES = ["numpy", "setuptools", "wheel", "pybind11", "ninja"]
+
+
+@dataclass
+class Environment:
+    folder: Path
+
+    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Python of this environment, in its own folder, so that no source tree is in the way."""
+        variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        variables["PATH"] = f"{self.folder / 'bin'}:{variables['PATH']}"
+        command = [str(self.folder / "bin" / "python"), *arguments]
+        return subprocess.run(
+            command, cwd=self.folder, capture_output=True, text=True, env={**variables, **environment}
+        )
+
+    def pip_install(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return self.run("-m", "pip", "install", "--disable-pip-version-check", *arguments, **environment)
+
+
+def new_environment(folder: Path, *packages: str) -> Environment:
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    environment = Environment(folder)
+    done = environment.pip_install("--quiet", *packages)
+    assert done.returncode == 0, done.stderr
+    return environment
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYMOE_CUDA": "0"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    (archive,) = folder.glob("*.tar.gz")
+    return archive
+
+
+@pytest.fixture(scope="module")
+def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    return new_environment(tmp_path_factory.mktemp("without") / "venv", *BUILD_PACKAGES)
+
+
+def test_the_sdist_holds_all_that_a_build_and_its_tests_need(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    wanted = [path for pattern in ("*.h", "*.cpp", "*.cu") for path in (ROOT / "csrc").rglob(pattern)]
+    wanted += [*(ROOT / "pymoe").rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "tests" / "cpp").iterdir()]
+    wanted += [ROOT / name for name in ("pymoe/_runtime.pyi", "pymoe/py.typed", "setup.py", "pyproject.toml")]
+    wanted += [ROOT / name for name in ("Makefile", "CMakeLists.txt", "requirements-dev.txt", ".ci/run")]
+    assert {str(path.relative_to(ROOT)) for path in wanted} - names == set()
+    assert [name for name in names if name.endswith((".so", ".o", ".pyc"))] == []
+
+
+USE = """
+import json, os, sys
+import numpy, torch
+before = len(os.listdir("/proc/self/task"))
+import pymoe
+threads = len(os.listdir("/proc/self/task")) - before
+x = torch.arange(6.0).reshape(3, 2)
+routing = pymoe.ops.build_routing(torch.tensor([[1], [0], [1]], dtype=torch.int32), 2)
+assert pymoe.ops.dispatch(x, routing).tolist() == [[2.0, 3.0], [0.0, 1.0], [4.0, 5.0]]
+from pymoe._runtime import WorkerPool
+with WorkerPool(1) as pool:
+    assert pool.submit(int, 3).result() == 3
+print(json.dumps({"threads": threads, "file": pymoe.__file__, **pymoe.build_info()}))
+"""
+
+
+def test_an_installation_from_the_sdist_works(sdist: Path, tmp_path: Path) -> None:
+    version = torch.__version__.split("+")[0]
+    environment = new_environment(tmp_path / "venv", f"torch=={version}", *BUILD_PACKAGES)
+    done = environment.pip_install("--no-build-isolation", "--no-deps", str(sdist), PYMOE_CUDA="0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    used = environment.run("-W", "error", "-c", USE)
+    assert used.returncode == 0, used.stderr
+    facts = json.loads(used.stdout)
+    assert facts["file"].startswith(str(tmp_path))
+    assert facts["threads"] == 0
+    assert facts["pymoe"] == "0.1.0"
+    assert facts["built_with_torch"] == facts["torch"]
+    assert facts["cuda_kernels"] is False
+    assert facts["cuda_toolkit"] is None
+    typed = environment.run("-c", "import pymoe, os; print(sorted(os.listdir(os.path.dirname(pymoe.__file__))))")
+    assert "py.typed" in typed.stdout
+    assert "_runtime.pyi" in typed.stdout
+
+
+@pytest.mark.parametrize("isolation", [["--no-build-isolation"], []], ids=["in place", "isolated"])
+def test_without_torch_it_says_what_to_do(sdist: Path, without_torch: Environment, isolation: list[str]) -> None:
+    done = without_torch.pip_install(*isolation, "--no-deps", str(sdist))
+    text = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert 'pip install "torch>=2.11" numpy setuptools wheel pybind11 ninja' in text
+    assert "pip install --no-build-isolation pymoe" in text
+    assert "missing in this environment: torch" in text
+    assert "Traceback" not in text
