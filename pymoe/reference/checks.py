@@ -93,7 +93,8 @@ def routing(operator: str, value: Routing, rows_argument: str, rows: Tensor) -> 
         same_device(operator, argument, part, rows_argument, rows)
     size(operator, "routing.token", token_of_row, 0, slot.shape[0] * slot.shape[1], "T * K of routing.slot")
     if offsets.shape[0] < 2:
-        raise ValueError(f"{operator}: routing.offsets must have shape (E + 1,) with E >= 1, got {tuple(offsets.shape)}")
+        seen = tuple(offsets.shape)
+        raise ValueError(f"{operator}: routing.offsets must have shape (E + 1,) with E >= 1, got {seen}")
 
 
 def slots_in_range(operator: str, slot: Tensor) -> None:

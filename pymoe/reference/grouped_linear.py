@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -34,7 +36,7 @@ def check_offsets(bounds: list[int], rows: int) -> None:
     """Raise if the values of ``offsets`` do not cut ``rows`` rows (the native kernels check the same)."""
     if bounds[0] != 0:
         raise ValueError(f"grouped_linear: offsets must start at 0, got {bounds[0]}")
-    for expert, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for expert, (begin, end) in enumerate(itertools.pairwise(bounds)):
         if end < begin:
             raise ValueError(
                 f"grouped_linear: offsets must not decrease, got {end} after {begin} at index {expert + 1}"

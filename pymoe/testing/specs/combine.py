@@ -53,10 +53,10 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     yield Sample("weights_bfloat16", (y, routing, weights.bfloat16()))
     for (name, slot), (_, token), (_, offsets) in zip(*map(layouts, routing), strict=False):
         yield Sample(f"routing_{name}", (y, Routing(slot, token, offsets), weights))
-    for choices in (2, 5):
-        routing = routings.Choices("", routings.skewed(1500, choices, 16, generator), 16, 500).routing()
-        y = uniform(1500 * choices, 1024, dtype=dtype, generator=generator)
-        yield Sample(f"large_K{choices}", (y, routing, torch.rand(1500, choices, generator=generator, dtype=wide)))
+    for k in (2, 5):
+        routing = routings.Choices("", routings.skewed(1500, k, 16, generator), 16, 500).routing()
+        y = uniform(1500 * k, 1024, dtype=dtype, generator=generator)
+        yield Sample(f"large_K{k}", (y, routing, torch.rand(1500, k, generator=generator, dtype=wide)))
 
 
 def error_inputs() -> Iterator[ErrorInput]:
