@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from lm import extras
 
+extras.require_pymoe()
 extras.require(["matplotlib"])
 
 import argparse  # noqa: E402 (what follows imports the extras)

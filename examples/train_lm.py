@@ -13,6 +13,7 @@ import sys
 
 from lm import extras
 
+extras.require_pymoe()
 extras.require()
 
 from lm.command import main  # noqa: E402 (it imports the extras)

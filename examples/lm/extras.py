@@ -1,4 +1,4 @@
-"""Packages that the example needs and pymoe itself does not: checked once, before anything else is imported."""
+"""What the examples need and may not find: checked once, before anything else is imported."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ import sys
 from collections.abc import Iterable
 
 EXTRAS = ("rich", "matplotlib", "safetensors")
+
+
+def require_pymoe() -> None:
+    """Leaves with one line that holds the command to run when pymoe is not installed."""
+    if importlib.util.find_spec("pymoe") is None:
+        sys.exit("error: this example needs pymoe: python -m pip install --no-build-isolation .   (in the checkout)")
 
 
 def require(names: Iterable[str] = EXTRAS) -> None:

@@ -23,12 +23,15 @@ def announce(trainer: Trainer, folder: Path) -> None:
         if settings.ffn == "dense"
         else f"{settings.num_experts} experts of {settings.ffn_size} a layer, top {settings.top_k}, {settings.backend}"
     )
+    todo = f"steps {trainer.steps_done + 1} to {settings.steps} of {trainer.bytes_per_step:,} bytes"
+    if trainer.steps_done == settings.steps:
+        todo = f"all {settings.steps} steps are made"
     print(
         f"text: {text.name}, {text.train.numel():,} bytes to train on, the last {text.validation.numel():,} held back\n"
         f"model: {settings.layers} layers of width {settings.width}, {ffn}; {counts['total']:,} parameters, "
         f"{counts['active_per_byte']:,} of them at work on a byte\n"
-        f"run: steps {trainer.steps_done + 1} to {settings.steps} of {trainer.bytes_per_step:,} bytes, "
-        f"{settings.threads} thread{'s' * (settings.threads != 1)}, results in {folder}; Ctrl-C saves and stops",
+        f"run: {todo}, {settings.threads} thread{'s' * (settings.threads != 1)}, results in {folder}; "
+        f"Ctrl-C saves and stops",
         flush=True,
     )
 

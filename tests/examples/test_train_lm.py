@@ -110,6 +110,14 @@ def test_resume_continues_bit_for_bit(tmp_path: Path, flags: list[str]) -> None:
     assert different == []
 
 
+def test_resuming_a_finished_run_reports_it_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--steps", "2", "--ffn", "dense", "--out", tmp_path) == 0
+    before = record_of(tmp_path)
+    assert main(["--resume", str(tmp_path)], "resumed") == 0
+    assert "all 2 steps are made" in capsys.readouterr().out
+    assert record_of(tmp_path)["loss"] == before["loss"]
+
+
 def test_interrupt_saves_and_says_how_to_resume(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = [sys.executable, str(EXAMPLES / "train_lm.py"), *SMALL, "--steps", "100000", "--out", str(folder)]
