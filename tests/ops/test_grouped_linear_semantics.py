@@ -1,0 +1,176 @@
+"""What grouped_linear and expert_activation promise by name."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import pymoe
+from pymoe.testing.compare import assert_close, assert_same_bits
+
+BACKENDS = pytest.mark.parametrize("backend", [pymoe.ops, pymoe.reference], ids=["native", "reference"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+
+
+def problem(counts, outputs=20, inputs=13, past=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(sum(counts) + past, inputs, generator=generator).to(dtype)
+    weight = torch.randn(len(counts), outputs, inputs, generator=generator).to(dtype)
+    bias = torch.randn(len(counts), outputs, generator=generator).to(dtype)
+    offsets = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+    return x.requires_grad_(), weight.requires_grad_(), offsets, bias.requires_grad_()
+
+
+@BACKENDS
+def test_sum_backward_takes_an_expanded_gradient(backend):
+    x, weight, offsets, bias = problem([3, 0, 5])
+    backend.grouped_linear(x, weight, offsets, bias).sum().backward()
+    assert_close(x.grad[:3], weight[0].detach().sum(0).expand(3, -1), (1e-5, 1e-5))
+    assert_close(weight.grad[2], x.detach()[3:].sum(0).expand(20, -1), (1e-5, 1e-5))
+    assert_same_bits(bias.grad, torch.tensor([3.0, 0.0, 5.0])[:, None].expand(3, 20).contiguous())
+
+
+@BACKENDS
+@DTYPES
+def test_rows_past_the_end_are_never_read(backend, dtype):
+    x, weight, offsets, bias = problem([2, 4], past=5, dtype=dtype)
+    with torch.no_grad():
+        x[6:] = float("nan")
+    y = backend.grouped_linear(x, weight, offsets, bias)
+    assert_same_bits(y.detach()[6:], torch.zeros(5, 20, dtype=dtype))
+    grad = torch.ones_like(y)
+    grad[6:] = float("nan")
+    grads = torch.autograd.grad(y, (x, weight, bias), grad)
+    assert all(bool(found.isfinite().all()) for found in (y, *grads))
+    assert_same_bits(grads[0][6:], torch.zeros(5, 13, dtype=dtype))
+
+
+@BACKENDS
+def test_experts_without_rows_have_zero_gradients(backend):
+    x, weight, offsets, bias = problem([0, 4, 0, 1, 0])
+    backend.grouped_linear(x, weight, offsets, bias).square().sum().backward()
+    for expert in (0, 2, 4):
+        assert_same_bits(weight.grad[expert], torch.zeros(20, 13))
+        assert_same_bits(bias.grad[expert], torch.zeros(20))
+    assert bool(weight.grad[1].any()) and bool(weight.grad[3].any())
+
+
+@DTYPES
+def test_a_row_does_not_depend_on_the_rows_around_it(dtype):
+    x, weight, offsets, bias = problem([1, 61, 0, 500], outputs=70, inputs=600, dtype=dtype)
+    whole = pymoe.ops.grouped_linear(x, weight, offsets, bias)
+    for row, expert in ((0, 0), (1, 1), (30, 1), (61, 1), (62, 3), (561, 3)):
+        alone = torch.zeros(5, dtype=torch.int32)
+        alone[expert + 1 :] = 1
+        assert_same_bits(pymoe.ops.grouped_linear(x[row : row + 1], weight, alone, bias), whole[row : row + 1])
+
+
+def test_sums_are_kept_wide_and_rounded_once():
+    ones = torch.ones(1, 4096, dtype=torch.bfloat16)  # a bf16 sum would stick at 256
+    y = pymoe.ops.grouped_linear(ones, ones[None], torch.tensor([0, 1], dtype=torch.int32))
+    assert y.item() == 4096.0
+    weight_grad = torch.ops.pymoe.grouped_linear_weight_grad(ones.T, ones.T, torch.tensor([0, 4096]).int())
+    assert weight_grad.item() == 4096.0
+
+
+@BACKENDS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_behaves_as_linear(backend, dtype):
+    x, weight, offsets, bias = problem([5])
+    with torch.autocast("cpu", dtype=dtype):
+        y = backend.grouped_linear(x, weight, offsets, bias)
+        expected = F.linear(x, weight[0], bias[0])
+    assert y.dtype == expected.dtype == dtype
+    assert_close(y, expected, (2e-2, 2e-2))
+    grads = torch.autograd.grad(y.float().sum(), (x, weight, bias))
+    assert [found.dtype for found in grads] == [torch.float32] * 3
+
+
+def test_a_transposed_weight_is_read_in_place():
+    x, weight, offsets, bias = problem([5, 9])
+    stored = weight.detach().transpose(1, 2).contiguous()  # (E, H, N), as some models keep it
+    assert_same_bits(
+        pymoe.ops.grouped_linear(x, stored.transpose(1, 2), offsets, bias).detach(),
+        pymoe.ops.grouped_linear(x, weight, offsets, bias).detach(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ([-1, 2, 4], ValueError),
+        ([1, 2, 4], ValueError),
+        ([0, 3, 2], ValueError),
+        ([0, -(2**31), 4], ValueError),
+        ([0, 2, 5], IndexError),
+        ([0, 2**31 - 1, 2**31 - 1], IndexError),
+    ],
+)
+def test_raw_operators_refuse_offsets_that_point_outside(values, error):
+    x, grad, weight = torch.ones(4, 3), torch.ones(4, 6), torch.ones(2, 6, 3)
+    offsets = torch.tensor(values, dtype=torch.int32)
+    for call in (
+        lambda: torch.ops.pymoe.grouped_linear(x, weight, offsets, None),
+        lambda: torch.ops.pymoe.grouped_linear_weight_grad(grad, x, offsets),
+        lambda: torch.ops.pymoe.grouped_linear_bias_grad(grad, offsets),
+    ):
+        with pytest.raises(error, match="grouped_linear: offsets must"):
+            call()
+
+
+ISA_SCRIPT = """
+import torch, pymoe
+from pymoe.testing.compare import assert_close
+from pymoe.testing.calls import gradients, samples_of, with_grad
+from pymoe.testing.specs import grouped_linear, expert_activation
+from pymoe.testing.verify import gradients_equal, outputs_equal
+done = 0
+for spec in (*grouped_linear.SPECS, *expert_activation.SPECS):
+    for dtype in spec.dtypes:
+        for sample in samples_of(spec, dtype):
+            outputs_equal(spec, dtype, sample)
+            if (leafy := with_grad(sample)) is not None:
+                gradients_equal(spec, dtype, leafy)
+            done += 1
+print("verified", done)
+"""
+
+
+@pytest.mark.parametrize("isa", ["baseline", "v3", "v4"])
+def test_every_instruction_set_that_runs_here(isa):
+    """An instruction set that the machine lacks falls back to the best one that it has."""
+    done = subprocess.run(
+        [sys.executable, "-c", ISA_SCRIPT],
+        env={**os.environ, "PYMOE_CPU_ISA": isa},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) > 400
+
+
+@BACKENDS
+def test_relu_passes_nan_and_its_gradient(backend):
+    h = torch.tensor([[float("nan"), -1.0, 0.0, 2.0]], requires_grad=True)
+    y = backend.expert_activation(h, "relu")
+    assert_same_bits(y.detach(), torch.tensor([[float("nan"), 0.0, 0.0, 2.0]]))
+    assert_same_bits(torch.autograd.grad(y.sum(), h)[0], torch.tensor([[1.0, 0.0, 0.0, 1.0]]))
+
+
+def test_gelu_keeps_the_relative_accuracy_of_its_lower_tail():
+    h = torch.linspace(-12.0, -2.0, 1001)[None]
+    exact = h.double() * 0.5 * torch.special.erfc(h.double() * -(0.5**0.5))
+    assert_close(pymoe.ops.expert_activation(h, "gelu").double(), exact, (1e-5, 1e-40))
+
+
+def test_activation_saves_its_input_alone():
+    h = torch.randn(4, 6, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: saved.append(value) or value, lambda value: value):
+        pymoe.ops.expert_activation(h, "swiglu")
+    assert [value.data_ptr() for value in saved] == [h.data_ptr()]
