@@ -63,6 +63,18 @@ def call(function: Callable[..., Any], sample: Sample) -> Any:
     return function(*sample.args, **kwargs)
 
 
+def widened(sample: Sample) -> Sample:
+    """``sample`` with its bfloat16 and float16 tensors in float32, the same values."""
+    return mapped(
+        sample,
+        lambda value: (
+            value.detach().float().requires_grad_(value.requires_grad)
+            if value.dtype in (torch.bfloat16, torch.float16)
+            else value
+        ),
+    )
+
+
 def in_dtype(sample: Sample, dtype: torch.dtype) -> Sample:
     """``sample`` with its floating tensors in ``dtype``; what required grad still does."""
     return mapped(
@@ -101,7 +113,11 @@ def gradients_of(outputs: Iterable[Tensor], inputs: Sequence[Tensor]) -> list[Te
     if not differentiable:
         return [torch.zeros_like(value) for value in inputs]
     random = generator()
-    seeds = [torch.randn(output.shape, generator=random, dtype=torch.float64).to(output) for output in differentiable]
+    # Rounded to bfloat16's 8 bits and to what float16 holds as well: the same numbers in every dtype.
+    seeds = [
+        torch.randn(output.shape, generator=random, dtype=torch.float64).bfloat16().to(output)
+        for output in differentiable
+    ]
     found = torch.autograd.grad(differentiable, inputs, seeds, allow_unused=True)
     return [
         torch.zeros_like(value) if gradient is None else gradient for value, gradient in zip(inputs, found, strict=True)

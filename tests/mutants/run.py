@@ -51,6 +51,8 @@ def first_failure(tests):
     result = subprocess.run(command, cwd=TREE, capture_output=True, text=True, check=False)
     if result.returncode == 0:
         return None
+    if result.returncode == 5:
+        raise RuntimeError("no test was chosen")
     failed = re.search(r"^(?:FAILED|ERROR) (\S.*?)(?: - |$)", result.stdout, re.MULTILINE)
     return failed.group(1) if failed else f"pytest ended with {result.returncode}: {result.stdout[-300:]}"
 
@@ -73,7 +75,7 @@ def main(words):
                 build()
                 found = first_failure(fault.tests)
             except RuntimeError as error:
-                found, verdict = None, f"DOES NOT COMPILE: {error}"
+                found, verdict = None, f"NOT TRIED: {error}"
             else:
                 verdict = f"found by {found}" if found else "SURVIVES"
             finally:
