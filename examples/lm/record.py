@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -80,7 +81,10 @@ def binned_load(load: list[Tensor]) -> dict[str, Any] | None:
 
 def write_record(record: dict[str, Any], folder: Path) -> Path:
     path = folder / FILE_NAME
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    text = json.dumps(record, indent=1)
+    # A list of numbers on one line. Text cannot be hit: JSON writes a line break inside a string as two characters.
+    text = re.sub(r"\[\n[^\[\]{}\"]*\]", lambda match: " ".join(match.group().split()), text)
+    path.write_text(text + "\n")
     return path
 
 
