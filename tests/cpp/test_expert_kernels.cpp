@@ -1,0 +1,109 @@
+// expert_activation and grouped_linear: values, threads, guard bands.
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <stdexcept>
+
+#include "kernels/expert_activation.h"
+#include "kernels/grouped_linear.h"
+#include "same_on_threads.h"
+
+using namespace pymoe;
+using namespace pymoe::test;
+
+namespace {
+
+template <typename T>
+void check_activation(Activation kind, int64_t rows, int64_t features) {
+  const int64_t width = kind == Activation::kSwiglu ? 2 * features : features;
+  const auto h = random_values<T>(rows * width, 1), grad = random_values<T>(rows * features, 2);
+  const auto [out] = same_on_threads([&] { return std::tuple(Guarded<T>(rows * features)); },
+                                     [&](auto& result) {
+                                       cpu::expert_activation(
+                                           {h.data(), result.data(), rows, features, kind, dtype_of<T>()});
+                                     });
+  double worst = 0;
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t f = 0; f < features; ++f) {
+      const double x = to_accumulate(h[static_cast<size_t>(r * width + f)]);
+      double expected = x > 0 ? x : 0;
+      if (kind == Activation::kGelu) expected = x * std::erfc(-x / std::sqrt(2.0)) / 2;
+      if (kind == Activation::kSwiglu) {
+        expected = x / (1 + std::exp(-x)) * to_accumulate(h[static_cast<size_t>(r * width + features + f)]);
+      }
+      worst = std::fmax(worst, std::fabs(to_accumulate(out[r * features + f]) - expected) / (1 + std::fabs(expected)));
+    }
+  }
+  CHECK(worst < (sizeof(T) == 2 ? 1e-2 : 1e-5));
+  same_on_threads([&] { return std::tuple(Guarded<T>(rows * width)); },
+                  [&](auto& grad_h) {
+                    cpu::expert_activation_backward(
+                        {grad.data(), h.data(), grad_h.data(), rows, features, kind, dtype_of<T>()});
+                  });
+}
+
+template <typename T>
+void check_linear(std::vector<int32_t> offsets, int64_t rows, int64_t input, int64_t output) {
+  const auto experts = static_cast<int64_t>(offsets.size()) - 1;
+  const auto x = random_values<T>(rows * input, 1), weight = random_values<T>(experts * output * input, 2);
+  const auto bias = random_values<T>(experts * output, 3), grad = random_values<T>(rows * output, 4);
+  const auto [y] = same_on_threads(
+      [&] { return std::tuple(Guarded<T>(rows * output)); },
+      [&](auto& result) {
+        cpu::grouped_linear({{x.data(), input, 1}, {weight.data(), input, 1}, output * input, {bias.data(), output, 1},
+                             offsets.data(), result.data(), rows, input, output, experts, dtype_of<T>()});
+      });
+  double worst = 0;
+  int64_t expert = 0;
+  for (int64_t r = 0; r < rows; ++r) {
+    while (expert < experts && r >= offsets[static_cast<size_t>(expert + 1)]) ++expert;
+    for (int64_t n = 0; n < output; ++n) {
+      double expected = 0;
+      if (expert < experts) {
+        expected = to_accumulate(bias[static_cast<size_t>(expert * output + n)]);
+        for (int64_t h = 0; h < input; ++h) {
+          expected += static_cast<double>(to_accumulate(x[static_cast<size_t>(r * input + h)])) *
+                      to_accumulate(weight[static_cast<size_t>((expert * output + n) * input + h)]);
+        }
+      }
+      worst = std::fmax(worst, std::fabs(to_accumulate(y[r * output + n]) - expected) / (1 + std::fabs(expected)));
+    }
+  }
+  CHECK(worst < (sizeof(T) == 2 ? 1e-2 : 1e-4));
+  same_on_threads(
+      [&] { return std::tuple(Guarded<T>(experts * output * input), Guarded<T>(experts * output)); },
+      [&](auto& weight_grad, auto& bias_grad) {
+        cpu::grouped_linear_weight_grad({{grad.data(), output, 1}, {x.data(), input, 1}, offsets.data(),
+                                         weight_grad.data(), rows, input, output, experts, dtype_of<T>()});
+        cpu::grouped_linear_bias_grad({{grad.data(), output, 1}, offsets.data(), bias_grad.data(), rows, output,
+                                       experts, dtype_of<T>()});
+      });
+}
+
+}  // namespace
+
+TEST_CASE("expert_activation, forward and backward") {
+  for (const Activation kind : {Activation::kSwiglu, Activation::kGelu, Activation::kRelu}) {
+    check_activation<float>(kind, 67, 33);
+    check_activation<BFloat16>(kind, 40, 64);
+    check_activation<double>(kind, 5, 7);
+    check_activation<float>(kind, 0, 8);
+  }
+}
+
+TEST_CASE("grouped_linear and its gradients, with empty experts and unused rows") {
+  check_linear<float>({0, 10, 10, 70, 71}, 80, 37, 19);
+  check_linear<BFloat16>({0, 0, 64, 100}, 100, 64, 32);
+  check_linear<double>({0, 3, 9}, 9, 5, 3);
+  check_linear<float>({0, 0, 0}, 0, 8, 8);
+}
+
+TEST_CASE("grouped_linear refuses offsets that do not cut the rows") {
+  const auto x = random_values<float>(10 * 8, 1), weight = random_values<float>(2 * 4 * 8, 2);
+  for (const std::vector<int32_t>& offsets : {std::vector<int32_t>{1, 5, 10}, {0, 6, 5}, {0, 5, 11}, {0, -1, 10}}) {
+    Guarded<float> y(10 * 4);
+    CHECK_THROWS(cpu::grouped_linear({{x.data(), 8, 1}, {weight.data(), 8, 1}, 32, {nullptr, 0, 0}, offsets.data(),
+                                      y.data(), 10, 8, 4, 2, DType::kFloat32}));
+    CHECK(y.intact());
+  }
+}
