@@ -128,7 +128,5 @@ def _(logits: Tensor, load: Tensor | None, score: str, with_z: bool) -> tuple[Te
 
 
 @torch.library.register_fake("pymoe::router_losses_backward")
-def _(
-    grad_balance: Tensor, grad_z: Tensor, logits: Tensor, load: Tensor | None, score: str, with_z: bool
-) -> Tensor:
+def _(grad_balance: Tensor, grad_z: Tensor, logits: Tensor, load: Tensor | None, score: str, with_z: bool) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)

@@ -49,8 +49,7 @@ def size(operator: str, argument: str, value: Tensor, dim: int, expected: int, m
     """Dimension ``dim`` of ``value`` must be ``expected``; ``meaning`` says where that number comes from."""
     if value.shape[dim] != expected:
         raise ValueError(
-            f"{operator}: {argument} must have size {expected} ({meaning}) in dimension {dim}, "
-            f"got {tuple(value.shape)}"
+            f"{operator}: {argument} must have size {expected} ({meaning}) in dimension {dim}, got {tuple(value.shape)}"
         )
 
 

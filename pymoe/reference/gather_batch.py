@@ -72,9 +72,7 @@ def check_split(batch: Tensor, sizes: Sequence[int]) -> None:
     for position, size in enumerate(sizes):
         checks.integer("split_batch", f"sizes[{position}]", size, 0, None, "at least 0")
     if sum(sizes) != batch.shape[0]:
-        raise ValueError(
-            f"split_batch: sizes must sum to {batch.shape[0]} (dimension 0 of batch), got {sum(sizes)}"
-        )
+        raise ValueError(f"split_batch: sizes must sum to {batch.shape[0]} (dimension 0 of batch), got {sum(sizes)}")
 
 
 def split_batch(batch: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:

@@ -206,10 +206,10 @@ def test_waiting_lets_other_threads_run() -> None:
     for wait in (lambda future: future.result(LONG), lambda future: future.exception(LONG), lambda _: pool.shutdown()):
         go = threading.Event()
         future = pool.submit(go.wait, LONG)
-        helper = threading.Thread(target=go.set)
-        helper.start()
+        opener = threading.Thread(target=go.set)
+        opener.start()
         wait(future)
-        helper.join(LONG)
+        opener.join(LONG)
         assert future.result(0) is True
 
 

@@ -129,9 +129,7 @@ def concatenate(tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[int, ...]]:
 def bench_cases() -> Iterator[BenchCase]:
     for count, rows, columns in ((64, 1, 1024), (64, 64, 1024), (8, 2048, 1024)):
 
-        def make(
-            generator: torch.Generator, count: int = count, rows: int = rows, columns: int = columns
-        ) -> Sample:
+        def make(generator: torch.Generator, count: int = count, rows: int = rows, columns: int = columns) -> Sample:
             return Sample("", ([torch.randn(rows, columns, generator=generator) for _ in range(count)],))
 
         moved = 2 * 4 * count * rows * columns
