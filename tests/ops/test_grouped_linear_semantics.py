@@ -55,7 +55,8 @@ def test_experts_without_rows_have_zero_gradients(backend):
     for expert in (0, 2, 4):
         assert_same_bits(weight.grad[expert], torch.zeros(20, 13))
         assert_same_bits(bias.grad[expert], torch.zeros(20))
-    assert bool(weight.grad[1].any()) and bool(weight.grad[3].any())
+    assert bool(weight.grad[1].any())
+    assert bool(weight.grad[3].any())
 
 
 @DTYPES
@@ -144,7 +145,7 @@ def test_every_instruction_set_that_runs_here(isa):
     """An instruction set that the machine lacks falls back to the best one that it has."""
     done = subprocess.run(
         [sys.executable, "-c", ISA_SCRIPT],
-        env={**os.environ, "PYMOE_CPU_ISA": isa},
+        env={**os.environ, "PYMOE_CPU_ISA": isa, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=600,
