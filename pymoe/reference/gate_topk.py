@@ -53,7 +53,7 @@ def check(
         checks.integer(name, "num_groups", num_groups, 1, num_experts, f"in 1..E (E = {num_experts})")
         if num_experts % num_groups != 0:
             raise ValueError(f"{name}: num_groups must divide E (E = {num_experts}), got {num_groups}")
-        checks.integer(name, "topk_groups", topk_groups, 1, num_groups, f"in 1..num_groups ({num_groups})")
+        checks.integer(name, "topk_groups", topk_groups, 1, num_groups, "in 1..num_groups")
         available = topk_groups * (num_experts // num_groups)
         if available < k:
             raise ValueError(f"{name}: topk_groups must leave at least k = {k} experts to choose from, got {available}")
