@@ -24,7 +24,7 @@ class Config:
     ffn: str = _flag(
         "moe",
         "feed-forward layers: mixture of experts, or the dense one of equal FLOPs per token "
-        "(its hidden size is top-k times --ffn-size)",
+        "(its hidden size is that of the experts a byte meets)",
         group="model",
         choices=("moe", "dense"),
     )
@@ -41,6 +41,7 @@ class Config:
     ffn_size: int = _flag(256, "hidden size of one expert", group="model")
     num_experts: int = _flag(8, "experts in a layer", group="model")
     top_k: int = _flag(2, "experts that each byte is sent to", group="model")
+    shared_experts: int = _flag(0, "experts besides those that every byte passes through (DeepSeekMoE)", group="model")
     aux_loss_coef: float = _flag(0.01, "weight of the load-balancing loss (Switch Transformer)", group="model")
     bias_update_rate: float = _flag(
         0.0, "step of the expert bias that balances load without a loss (DeepSeek-V3); 0 turns it off", group="model"
@@ -61,6 +62,11 @@ class Config:
     seed: int = _flag(0, "seed of the weights, of the order of the data and of the sample", group="training")
     threads: int = _flag(0, "CPU threads (0: what torch chooses); the sums of a run depend on it", group="training")
 
+    @property
+    def dense_ffn_size(self) -> int:
+        """Hidden size of all experts that one byte meets together."""
+        return (self.top_k + self.shared_experts) * self.ffn_size
+
     def learning_rate_at(self, step: int) -> float:
         """The rate of the update that makes step ``step`` (0-based)."""
         if step < self.warmup:
@@ -74,7 +80,7 @@ class Config:
         for name in positive:
             if getattr(self, name) < 1:
                 return f"{flag_name(name)} must be at least 1, got {getattr(self, name)}"
-        for name in ("threads", "warmup", "aux_loss_coef", "bias_update_rate", "weight_decay"):
+        for name in ("threads", "warmup", "shared_experts", "aux_loss_coef", "bias_update_rate", "weight_decay"):
             if getattr(self, name) < 0:
                 return f"{flag_name(name)} must not be negative, got {getattr(self, name)}"
         for name in ("learning_rate", "grad_clip"):

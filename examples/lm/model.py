@@ -65,13 +65,14 @@ class Block(nn.Module):
 
 def make_ffn(config: Config) -> nn.Module:
     if config.ffn == "dense":
-        return DenseFFN(config.width, config.top_k * config.ffn_size)
+        return DenseFFN(config.width, config.dense_ffn_size)
     return MoE(
         config.width,
         config.ffn_size,
         config.num_experts,
         config.top_k,
         activation="swiglu",
+        num_shared_experts=config.shared_experts,
         aux_loss_coef=config.aux_loss_coef,
         bias_update_rate=config.bias_update_rate,
         backend=config.backend,

@@ -101,7 +101,7 @@ def plot_comparison(records: list[dict[str, Any]], path: Path, *, labels: list[s
 def describe(record: dict[str, Any]) -> str:
     config = record["config"]
     if config["ffn"] == "dense":
-        return f"dense, FFN {config['top_k'] * config['ffn_size']}"
+        return f"dense, FFN {(config['top_k'] + config['shared_experts']) * config['ffn_size']}"
     return f"MoE, {config['num_experts']} experts, top {config['top_k']} ({config['backend']})"
 
 

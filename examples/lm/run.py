@@ -19,10 +19,12 @@ from .trainer import Trainer
 def announce(trainer: Trainer, folder: Path) -> None:
     settings, text, counts = trainer.config, trainer.text, parameter_counts(trainer.model, trainer.config)
     ffn = (
-        f"dense FFNs of {settings.top_k * settings.ffn_size}"
+        f"dense FFNs of {settings.dense_ffn_size}"
         if settings.ffn == "dense"
         else f"{settings.num_experts} experts of {settings.ffn_size} a layer, top {settings.top_k}, {settings.backend}"
     )
+    if settings.ffn == "moe" and settings.shared_experts:
+        ffn += f", {settings.shared_experts} shared"
     todo = f"steps {trainer.steps_done + 1} to {settings.steps} of {trainer.bytes_per_step:,} bytes"
     if trainer.steps_done == settings.steps:
         todo = f"all {settings.steps} steps are made"

@@ -94,7 +94,7 @@ def test_pictures_are_written(runs: dict[str, Path], tmp_path: Path, capsys: pyt
     assert "largest difference of the losses" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("flags", [[], ["--bias-update-rate", "0.01"], ["--ffn", "dense"]])
+@pytest.mark.parametrize("flags", [[], ["--bias-update-rate", "0.01", "--shared-experts", "1"], ["--ffn", "dense"]])
 def test_resume_continues_bit_for_bit(tmp_path: Path, flags: list[str]) -> None:
     straight, parts = tmp_path / "straight", tmp_path / "parts"
     common = ["--steps", "6", "--eval-every", "2", *flags]
@@ -207,8 +207,9 @@ def test_a_missing_package_is_named_with_its_command() -> None:
         extras.require(["json", "nobody_wrote_this"])
 
 
-def test_dense_model_has_as_many_flops_per_byte() -> None:
-    moe, dense = Config(ffn="moe"), Config(ffn="dense")
+@pytest.mark.parametrize("shared_experts", [0, 2])
+def test_dense_model_has_as_many_flops_per_byte(shared_experts: int) -> None:
+    moe, dense = (Config(ffn=ffn, shared_experts=shared_experts) for ffn in ("moe", "dense"))
     routers = moe.layers * moe.width * moe.num_experts
     active = parameter_counts(LanguageModel(moe), moe)["active_per_byte"]
     assert active - routers == parameter_counts(LanguageModel(dense), dense)["active_per_byte"]
