@@ -62,6 +62,8 @@ def main() -> int:
     """Run all scenarios; 1 if a contender's result is wrong."""
     options = parse()
     effort = QUICK if options.quick else FULL
+    if options.threads:
+        torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     start = time.perf_counter()
     facts = environment()
@@ -86,6 +88,7 @@ def parse() -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.moe_layer", description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="smaller shapes, at most a minute")
+    parser.add_argument("--threads", type=int, metavar="N", help="torch's threads (default: torch's own choice)")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
     return parser.parse_args()
 
