@@ -25,7 +25,7 @@ from pymoe.bench.floor import Rates, measure_rates
 from pymoe.bench.layer import Shape, dense_floor, inputs_of, layer_of, training_step
 from pymoe.bench.plot import pyplot
 from pymoe.bench.report import Table, plain, seconds, time_with_spread
-from pymoe.testing.timing import Timing, measure
+from pymoe.testing.timing import Timing, WallTimer, measure
 
 CPU = torch.device("cpu")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -62,21 +62,27 @@ def main() -> int:
     """Run all scenarios; 1 if a contender's result is wrong."""
     options = parse()
     effort = QUICK if options.quick else FULL
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    timer = WallTimer(time.process_time if options.cpu_time else time.perf_counter)
+    if options.cpu_time or options.threads:
+        torch.set_num_threads(1 if options.cpu_time else options.threads)
     torch.manual_seed(0)
     start = time.perf_counter()
     facts = environment()
-    rates = measure_rates(CPU, (FP32, BF16))
+    rates = measure_rates(CPU, (FP32, BF16), timer=timer)
     scenarios = []
     for shape, dtype in QUICK_SCENARIOS if options.quick else SCENARIOS:
-        scenarios.append(scenario(shape, dtype, rates, effort))
+        scenarios.append(scenario(shape, dtype, rates, effort, timer))
         print(f"\n{heading(scenarios[-1])}\n{plain(table(scenarios[-1]))}", flush=True)
         for one in scenarios[-1]["absent"]:
             print(f"{one['name']}: left out, {one['reason']}")
     result = {
         "environment": facts,
-        "settings": asdict(effort) | {"quick": options.quick, "load_after": environment()["load"]},
+        "settings": asdict(effort)
+        | {
+            "quick": options.quick,
+            "clock": "processor-time" if options.cpu_time else "wall",
+            "load_after": environment()["load"],
+        },
         "wall_seconds": round(time.perf_counter() - start, 1),
         "scenarios": scenarios,
     }
@@ -89,11 +95,12 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.moe_layer", description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="smaller shapes, at most a minute")
     parser.add_argument("--threads", type=int, metavar="N", help="torch's threads (default: torch's own choice)")
+    parser.add_argument("--cpu-time", action="store_true", help="on one thread, count processor time (busy machines)")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
     return parser.parse_args()
 
 
-def scenario(shape: Shape, dtype: torch.dtype, rates: Rates, effort: Effort) -> dict[str, Any]:
+def scenario(shape: Shape, dtype: torch.dtype, rates: Rates, effort: Effort, timer: WallTimer) -> dict[str, Any]:
     """Measure everyone on one shape; returns a record with a row for each contender, the floor first."""
     print(f"\n{shape.name}: {shape} {name_of(dtype)}", file=sys.stderr, flush=True)
     x, grad = inputs_of(shape, dtype, CPU)
@@ -108,9 +115,9 @@ def scenario(shape: Shape, dtype: torch.dtype, rates: Rates, effort: Effort) -> 
         if isinstance(one, Absent):
             absent.append(one)
             continue
-        begin = time.perf_counter()
+        begin = timer.now()
         result = one.step()
-        took = time.perf_counter() - begin
+        took = timer.now() - begin
         verdicts[one.name] = judge(one, result, expected)
         running[one.name] = one
         if took > effort.limit:
@@ -119,7 +126,7 @@ def scenario(shape: Shape, dtype: torch.dtype, rates: Rates, effort: Effort) -> 
         del result
     del expected
     repeated = {name: one.step for name, one in running.items() if name not in timings}
-    timings |= measure(repeated, budget=effort.budget, rounds=effort.rounds)
+    timings |= measure(repeated, budget=effort.budget, rounds=effort.rounds, timer=timer)
     return {
         "name": shape.name,
         "shape": asdict(shape),
@@ -211,7 +218,8 @@ def markdown(result: dict[str, Any]) -> str:
         f"Measured {facts['date'][:10]} on {facts['cpu']}, {facts['threads']} threads, {facts['cpu_capability']}, "
         f"torch {facts['torch']}; load average before and after {facts['load'][0]}, "
         f"{result['settings']['load_after'][0]}. Forward and backward, medians over interleaved rounds, quartiles in "
-        "brackets. `/ floor`: time over that of the same operations in dense `torch.mm`; `/ pymoe`: time over pymoe's."
+        f"brackets, by {result['settings']['clock']} clock. `/ floor`: time over that of the same operations in dense "
+        "`torch.mm`; `/ pymoe`: time over pymoe's."
     ]
     for one in result["scenarios"]:
         text = table(one)

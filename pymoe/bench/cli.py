@@ -22,6 +22,7 @@ from pymoe.bench.plot import plot
 from pymoe.bench.report import EXPLANATION, Table, correctness, run_table, show, time_with_spread, times
 from pymoe.testing.spec import ALL_DTYPES
 from pymoe.testing.specs import all_specs
+from pymoe.testing.timing import WallTimer, timer_for
 
 SCHEMA = 1
 """Version of the JSON that ``run`` writes."""
@@ -60,6 +61,11 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     run.add_argument("--threads", type=int, metavar="N", help="torch's threads (default: torch's own choice)")
     run.add_argument("--budget", type=float, metavar="SECONDS", help="time a line, after warm-up")
+    run.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="on one thread, count processor time: for a machine where much else is running",
+    )
     run.set_defaults(run=run_run)
 
     diff = commands.add_parser("compare", help="compare two results of run --json")
@@ -99,8 +105,11 @@ def run_run(options: argparse.Namespace) -> int:
     """``run``."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no CUDA device")
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    if options.cpu_time and (options.device != "cpu" or options.threads not in (None, 1)):
+        raise ValueError("--cpu-time counts one thread on the CPU")
+    threads = 1 if options.cpu_time else options.threads
+    if threads:
+        torch.set_num_threads(threads)
     effort = effort_of(options)
     chosen, left_out = selected(options)
     if not chosen:
@@ -108,11 +117,13 @@ def run_run(options: argparse.Namespace) -> int:
     device = torch.device(options.device)
     facts = environment()
     start = time.perf_counter()
-    rates = measure_rates(device, (line.dtype for line in chosen if line.dtype.is_floating_point), options.quick)
+    timer = WallTimer(time.process_time) if options.cpu_time else timer_for(device)
+    dtypes = (line.dtype for line in chosen if line.dtype.is_floating_point)
+    rates = measure_rates(device, dtypes, options.quick, timer)
     print(rates_text(facts, rates))
     records = []
     for number, line in enumerate(chosen, 1):
-        record = run_line(line, device, rates, effort)
+        record = run_line(line, device, rates, effort, timer)
         records.append(record)
         print(
             f"[{number}/{len(chosen)}] {line.name}: {time_with_spread(record['native'])}, "
@@ -126,6 +137,7 @@ def run_run(options: argparse.Namespace) -> int:
         "settings": {
             "device": options.device,
             "quick": options.quick,
+            "clock": "cpu time" if options.cpu_time else "wall",
             "seconds_per_line": effort.budget,
             "rounds": effort.rounds,
             "load_after": environment()["load"],

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pymoe.testing.timing import Timing, measure, timer_for
+from pymoe.testing.timing import Timer, Timing, measure, timer_for
 
 RATE_BYTES = 1 << 28
 """Bytes that the copy behind the first rate moves, read and written: past every cache."""
@@ -54,12 +54,14 @@ class Rates:
         return dtype
 
 
-def measure_rates(device: torch.device, dtypes: Iterable[torch.dtype], quick: bool = False) -> Rates:
+def measure_rates(
+    device: torch.device, dtypes: Iterable[torch.dtype], quick: bool = False, timer: Timer | None = None
+) -> Rates:
     """Measure both rates (medians), for ``dtypes`` and fp32; ``quick`` with smaller work and less time."""
     moved, size = (QUICK_RATE_BYTES, QUICK_RATE_SIZE) if quick else (RATE_BYTES, RATE_SIZE)
     budget = 0.05 if quick else 0.5
     dtypes = dict.fromkeys((torch.float32, *dtypes))
-    timer = timer_for(device)
+    timer = timer or timer_for(device)
     copies = measure({"copy_": copy(moved, device)}, budget=budget, rounds=(3, 50), timer=timer)
     products = measure(
         {str(dtype): product(size, dtype, device) for dtype in dtypes}, budget=budget, rounds=(3, 50), timer=timer

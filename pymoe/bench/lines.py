@@ -13,7 +13,7 @@ from pymoe.bench.correctness import Verdict, verify
 from pymoe.bench.floor import Floor, Rates, floor_for
 from pymoe.testing.calls import generator, leaves, mapped, with_grad
 from pymoe.testing.spec import BenchCase, OpSpec, Sample, Target, outputs_of
-from pymoe.testing.timing import Spread, Timing, measure, timer_for
+from pymoe.testing.timing import Spread, Timer, Timing, measure
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Effort:
 
     budget: float = 1.0
     """Seconds a line, all candidates together, after warm-up."""
-    rounds: tuple[int, int] = (5, 60)
+    rounds: tuple[int, int] = (3, 60)
     most_bytes: float = float("inf")
     """Lines that move more than this are left out."""
     most_flops: float = float("inf")
@@ -118,7 +118,7 @@ def training_step(function: Callable[..., Any], sample: Sample) -> Callable[[], 
     return step
 
 
-def run_line(line: Line, device: torch.device, rates: Rates, effort: Effort) -> dict[str, Any]:
+def run_line(line: Line, device: torch.device, rates: Rates, effort: Effort, timer: Timer) -> dict[str, Any]:
     """Measure a line and judge its result.
 
     Returns:
@@ -133,7 +133,7 @@ def run_line(line: Line, device: torch.device, rates: Rates, effort: Effort) -> 
         calls = dict(candidates.calls)
         if candidates.floor:
             calls["floor"] = candidates.floor.run
-        timings = measure(calls, budget=effort.budget, rounds=effort.rounds, timer=timer_for(device))
+        timings = measure(calls, budget=effort.budget, rounds=effort.rounds, timer=timer)
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         verdict = Verdict("ERROR", detail=f"{type(error).__name__}: {error} (in {last.name})")

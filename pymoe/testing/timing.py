@@ -86,7 +86,11 @@ class Timer(Protocol):
 
 
 class WallTimer:
-    """Wall-clock time, for calls that have done their work when they return."""
+    """Time between call and return by ``clock``, for calls that have done their work when they return.
+
+    ``time.process_time`` as the clock counts what the process computes: on one thread, what other processes do to the
+    machine then hardly shows. On several threads it would add them up, and their waiting with it.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.now = clock

@@ -295,7 +295,8 @@ def test_wrong_calls_are_told_apart_from_wrong_results(tmp_path, capsys):
     assert cli.main(["plot", str(tmp_path / "absent.json")]) == 2
     assert cli.main(["run", "--filter", "no such operator"]) == 2
     assert cli.main(["list", "--filter", "("]) == 2
-    assert capsys.readouterr().err.count("pymoe.bench: ") == 4
+    assert cli.main(["run", "--cpu-time", "--threads", "2"]) == 2
+    assert capsys.readouterr().err.count("pymoe.bench: ") == 5
 
 
 def test_env_runs_as_a_module():

@@ -27,7 +27,7 @@ def tiny(moe_layer):
     def measured(dtype=torch.float32):
         shape = moe_layer.Shape("tiny", 32, 16, 24, 4, 2)
         rates = moe_layer.Rates(1.0, {torch.float32: 2.0, torch.bfloat16: 1.0})
-        return moe_layer.scenario(shape, dtype, rates, moe_layer.Effort(0.0, (1, 1), 60.0))
+        return moe_layer.scenario(shape, dtype, rates, moe_layer.Effort(0.0, (1, 1), 60.0), moe_layer.WallTimer())
 
     return measured
 
@@ -81,7 +81,7 @@ def test_a_missing_peer_is_named_with_the_reason(moe_layer, tiny, monkeypatch):
 def test_results_are_written(moe_layer, tiny, tmp_path):
     result = {
         "environment": moe_layer.environment(),
-        "settings": {"load_after": [0.0, 0.0, 0.0]},
+        "settings": {"load_after": [0.0, 0.0, 0.0], "clock": "wall"},
         "wall_seconds": 0.0,
         "scenarios": [tiny()],
     }
