@@ -44,9 +44,9 @@ class Fraction {
     const auto load_of = [&](int64_t e) {
       return load_is_int64 ? static_cast<const int64_t*>(load)[e] : int64_t{static_cast<const int32_t*>(load)[e]};
     };
-    int64_t total = 0;
-    for (int64_t e = 0; e < num_experts; ++e) total += load_of(e);
-    total = std::max<int64_t>(total, 1);
+    uint64_t sum = 0;  // unsigned: a load is the caller's, and may hold anything
+    for (int64_t e = 0; e < num_experts; ++e) sum += static_cast<uint64_t>(load_of(e));
+    const int64_t total = std::max<int64_t>(static_cast<int64_t>(sum), 1);
     for (int64_t e = 0; e < num_experts; ++e) {
       if (dtype == DType::kFloat64) {
         values_[e] = static_cast<double>(load_of(e)) / static_cast<double>(total);
