@@ -29,7 +29,6 @@ from pymoe.testing.hostile import hostile_calls  # noqa: E402
 from pymoe.testing.spec import outputs_of  # noqa: E402
 from pymoe.testing.specs import all_specs  # noqa: E402
 
-
 BACKWARD_IS_VIEWS = {"gather_batch"}
 
 
