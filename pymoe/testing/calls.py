@@ -130,6 +130,6 @@ def samples_of(spec: OpSpec, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def large_cases(spec: OpSpec, count: int = 2, most_bytes: int = 64 << 20) -> list[BenchCase]:
-    """Benchmark shapes for tests, large enough to run in parallel: the largest up to ``most_bytes``, or the smallest."""
+    """Benchmark shapes for tests, big enough to run in parallel: the largest up to ``most_bytes``, or the smallest."""
     cases = sorted(spec.bench_cases() if spec.bench_cases else (), key=lambda case: case.bytes)
     return [case for case in cases if case.bytes <= most_bytes][-count:] or cases[:1]
