@@ -7,6 +7,10 @@
 
 Without --text it learns the Python manual that the interpreter carries. A run leaves in its folder a checkpoint
 (checkpoint.safetensors), a record of everything measured (record.json) and two pictures (loss.png, experts.png).
+
+The reference trains to the same curve. Its losses and those of the native run with the default settings agreed to 5e-7
+nats per byte for 30 steps, until rounding changed an expert that a byte is sent to; after that they differed by 0.03 on
+average and 0.22 at most on a batch, and by at most 0.04 bits per byte on the held-back text (measured over 700 steps).
 """
 
 import sys
