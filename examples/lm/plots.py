@@ -33,9 +33,8 @@ def plot_loss(record: dict[str, Any], path: Path) -> Path:
         color=COLORS[1],
         marker="o",
         markersize=4,
-        label="held-back text",
+        label=f"held-back text, {validation['bits_per_byte'][-1]:.3f} at the end",
     )
-    _end_label(axes, validation["step"][-1], validation["bits_per_byte"][-1], COLORS[1])
     axes.set_title(f"{describe(record)}, trained on {record['text']['name']}", fontsize=10)
     _loss_axes(axes, bits)
     axes.set_xlabel(f"optimizer step ({record['bytes_per_step']:,} bytes each)")
@@ -132,10 +131,6 @@ def _loss_axes(axes: Axes, bits: list[float]) -> None:
     axes.set_ylim(min(bits) * 0.9, min(max(bits), 2.5 * min(bits)))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _end_label(axes: Axes, x: float, y: float, color: str) -> None:
-    axes.annotate(f"{y:.3f}", (x, y), textcoords="offset points", xytext=(0, 7), ha="right", color=color, fontsize=9)
 
 
 def _save(figure: plt.Figure, path: Path) -> Path:
