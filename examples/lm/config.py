@@ -51,7 +51,7 @@ class Config:
         "text file to train on (default: the Python manual that this interpreter carries, pydoc_data.topics)",
         group="training",
     )
-    steps: int = _flag(1300, "optimizer steps", group="training")
+    steps: int = _flag(1200, "optimizer steps", group="training")
     batch_size: int = _flag(4, "windows of --context bytes in a step", group="training")
     learning_rate: float = _flag(
         3e-3, "peak learning rate of AdamW; linear warm-up, then cosine to zero", group="training"
