@@ -3,6 +3,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "kernels/cpu/parallel.h"
 #include "kernels/gate_topk.h"

@@ -81,7 +81,7 @@ void softmax_backward(const GateTopkBackwardArguments& a, const T* row, const in
     }
     return;
   }
-  softmax_row(row, a.num_experts, scratch.scores);
+  softmax_row(widened_row(row, a.num_experts, scratch.grad), a.num_experts, scratch.scores);
   for (int64_t j = 0; j < a.choices; ++j) scratch.chosen[j] = scratch.scores[experts[j]];
   const S through = chosen_gradients(a.options, a.choices, scratch.chosen, scratch.delta);
   for (int64_t i = 0; i < a.num_experts; ++i) scratch.grad[i] = scratch.scores[i] * (S{0} - through);

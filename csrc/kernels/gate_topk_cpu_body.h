@@ -314,23 +314,6 @@ PYMOE_INLINE void finish_weights(const GateTopkArguments& a, const Scratch<S>& s
   }
 }
 
-// Row t of the tile in the accumulated dtype. Lanes past the last token repeat it; nothing of theirs is written out.
-template <typename T>
-PYMOE_INLINE const accumulate_t<T>* tile_row(const GateTopkArguments& a, int64_t token, int t,
-                                             const Scratch<accumulate_t<T>>& scratch) {
-  using S = accumulate_t<T>;
-  const T* row = static_cast<const T*>(a.logits) + token * a.num_experts;
-  if constexpr (std::is_same_v<T, S>) {
-    return row;
-  } else {
-    S* wide = scratch.wide + t * a.num_experts;
-    for_row(row, a.num_experts, S{0}, [&](vector_t<S> value, int64_t first, int count, int) {
-      store_count(wide + first, value, count);
-    });
-    return wide;
-  }
-}
-
 template <typename S>
 void gate_tile(const GateTopkArguments& a, const S* const* rows, int64_t first, int count, const Scratch<S>& scratch,
                int32_t* histogram) {
@@ -376,7 +359,11 @@ void gate_tokens(const GateTopkArguments& a, int64_t begin, int64_t end, unsigne
     for (int64_t first = begin; first < end; first += kLanes<S>) {
       const int count = end - first < kLanes<S> ? static_cast<int>(end - first) : kLanes<S>;
       const S* rows[kLanes<S>];
-      for (int t = 0; t < kLanes<S>; ++t) rows[t] = tile_row<T>(a, first + (t < count ? t : count - 1), t, scratch);
+      for (int t = 0; t < kLanes<S>; ++t) {  // past the last token it is repeated; nothing of it is written out
+        const int64_t token = first + (t < count ? t : count - 1);
+        rows[t] = widened_row(static_cast<const T*>(a.logits) + token * a.num_experts, a.num_experts,
+                              scratch.wide + t * a.num_experts);
+      }
       gate_tile<S>(a, rows, first, count, scratch, histogram);
     }
   });

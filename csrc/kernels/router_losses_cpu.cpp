@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "kernels/cpu/parallel.h"
@@ -13,12 +14,11 @@ namespace {
 
 // max + log(sum of e^(l - max)). Where the maximum is infinite the terms of that sum are NaN, and the result is that
 // infinity, unless the row holds a NaN.
-template <typename T>
-accumulate_t<T> logsumexp_of(accumulate_t<T> max, accumulate_t<T> sum, const T* row, int64_t size) {
+template <typename S>
+S logsumexp_of(S max, S sum, const S* row, int64_t size) {
   if (!std::isinf(max)) return max + std::log(sum);
   for (int64_t i = 0; i < size; ++i) {
-    const accumulate_t<T> logit = to_accumulate(row[i]);
-    if (logit != logit) return logit;
+    if (row[i] != row[i]) return row[i];
   }
   return max;
 }
@@ -79,8 +79,9 @@ void router_losses(const RouterLossesArguments& a) {
   const auto router_losses_block = PYMOE_SELECT_ISA(router_losses_block);
   const int64_t grain = std::max<int64_t>(1, (int64_t{8} << 10) / (kBlock * a.num_experts));
   parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
+    const std::unique_ptr<double[]> scratch(new double[static_cast<size_t>(a.num_experts)]);
     for (int64_t block = begin; block < end; ++block) {
-      router_losses_block(a, fraction.values(), block * kBlock, std::min((block + 1) * kBlock, a.tokens),
+      router_losses_block(a, fraction.values(), block * kBlock, std::min((block + 1) * kBlock, a.tokens), scratch.get(),
                           &balance[block], &z[block]);
     }
   });

@@ -13,11 +13,9 @@ struct RowStatistics {
 };
 
 // Writes e^(l - max) to `exps` and, for sigmoid, the scores to `scores`; either may be null. `fraction` may be null.
-template <typename T>
-PYMOE_INLINE RowStatistics<accumulate_t<T>> row_statistics(const T* row, int64_t size, Score score, bool with_z,
-                                                           const accumulate_t<T>* fraction, accumulate_t<T>* exps,
-                                                           accumulate_t<T>* scores) {
-  using S = accumulate_t<T>;
+template <typename S>
+RowStatistics<S> row_statistics(const S* row, int64_t size, Score score, bool with_z, const S* fraction, S* exps,
+                                S* scores) {
   RowStatistics<S> result{};
   const bool sigmoid_scores = fraction != nullptr && score == Score::kSigmoid;
   if (with_z || !sigmoid_scores) {
@@ -54,15 +52,17 @@ PYMOE_INLINE RowStatistics<accumulate_t<T>> row_statistics(const T* row, int64_t
 }
 
 // Sums of <f, p> and lse^2 over the tokens of one block. `fraction` has kSumLanes zeros after its E values, or is null.
+// `scratch` has room for a row.
 void router_losses_block(const RouterLossesArguments& a, const void* fraction, int64_t begin, int64_t end,
-                         double* balance, double* z) {
+                         double* scratch, double* balance, double* z) {
   visit_dtype(a.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using S = accumulate_t<T>;
     S balance_sum = 0, z_sum = 0;
     for (int64_t token = begin; token < end; ++token) {
-      const T* row = static_cast<const T*>(a.logits) + token * a.num_experts;
-      const auto r = row_statistics<T>(row, a.num_experts, a.score, a.with_z, static_cast<const S*>(fraction), nullptr,
+      const S* row = widened_row(static_cast<const T*>(a.logits) + token * a.num_experts, a.num_experts,
+                                 reinterpret_cast<S*>(scratch));
+      const auto r = row_statistics<S>(row, a.num_experts, a.score, a.with_z, static_cast<const S*>(fraction), nullptr,
                                        nullptr);
       if (fraction != nullptr) {
         balance_sum += r.score_dot / (a.score == Score::kSigmoid ? floored_sum(r.score_sum) : r.score_sum);
@@ -93,9 +93,9 @@ void router_losses_backward_range(const RouterLossesBackwardArguments& a, const 
         fraction == nullptr ? 0 : *static_cast<const S*>(a.grad_balance) * static_cast<S>(a.num_experts) / tokens;
     const S of_z = a.with_z ? 2 * *static_cast<const S*>(a.grad_z) / tokens : 0;
     for (int64_t token = begin; token < end; ++token) {
-      const T* row = static_cast<const T*>(a.logits) + token * a.num_experts;
+      const S* row = widened_row(static_cast<const T*>(a.logits) + token * a.num_experts, a.num_experts, grad);
       T* out = static_cast<T*>(a.grad_logits) + token * a.num_experts;
-      const auto r = row_statistics<T>(row, a.num_experts, a.score, a.with_z, fraction, exps, scores);
+      const auto r = row_statistics<S>(row, a.num_experts, a.score, a.with_z, fraction, exps, scores);
       const S along_z = a.with_z ? of_z * (r.max + std::log(r.sum)) : 0;
       if (!sigmoid_scores) {
         const S mean = fraction == nullptr ? 0 : r.score_dot / r.sum;

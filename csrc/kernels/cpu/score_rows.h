@@ -39,6 +39,21 @@ PYMOE_INLINE void store_count(S* target, Vector value, int count) {
   }
 }
 
+// A row in the accumulated dtype: the row itself, or widened into `scratch`, which has room for it. What follows is then
+// compiled once an accumulated dtype, not once a dtype.
+template <typename T>
+PYMOE_INLINE const accumulate_t<T>* widened_row(const T* row, int64_t size, accumulate_t<T>* scratch) {
+  using S = accumulate_t<T>;
+  if constexpr (std::is_same_v<T, S>) {
+    return row;
+  } else {
+    for_row(row, size, S{0}, [&](vector_t<S> value, int64_t first, int count, int) {
+      store_count(scratch + first, value, count);
+    });
+    return scratch;
+  }
+}
+
 // A sum in kSumLanes lanes: add the vectors of a row in order, each to its part, with zeros past its end.
 template <typename S>
 class LaneSum {
@@ -87,19 +102,17 @@ PYMOE_INLINE Vector sigmoid(Vector x) {
   return 1 / (exp(-x) + 1);
 }
 
-template <typename T>
-PYMOE_INLINE void softmax_row(const T* row, int64_t size, accumulate_t<T>* scores) {
-  using S = accumulate_t<T>;
+template <typename S>
+void softmax_row(const S* row, int64_t size, S* scores) {
   const S sum = exp_row(row, size, max_of_row(row, size), scores);
   for_row(scores, size, S{0}, [&](vector_t<S> e, int64_t first, int count, int) {
     store_count(scores + first, e / sum, count);
   });
 }
 
-template <typename T>
-PYMOE_INLINE void sigmoid_row(const T* row, int64_t size, accumulate_t<T>* scores) {
-  using S = accumulate_t<T>;
-  for_row(row, size, S{0}, [&](vector_t<T> value, int64_t first, int count, int) {
+template <typename S>
+void sigmoid_row(const S* row, int64_t size, S* scores) {
+  for_row(row, size, S{0}, [&](vector_t<S> value, int64_t first, int count, int) {
     store_count(scores + first, sigmoid(value), count);
   });
 }
