@@ -27,7 +27,9 @@ help:
 train: $(INSTALLED)
 	$(RUN) examples/train_lm.py $(ARGS)
 
-test: $(INSTALLED)
+test:
+	@bash tests/system_packages.sh
+	@$(MAKE) --no-print-directory $(INSTALLED)
 	$(RUN) tests/run_all.py $(ARGS)
 
 bench: $(INSTALLED)
