@@ -82,7 +82,7 @@ assert pymoe.ops.dispatch(x, routing).tolist() == [[2.0, 3.0], [0.0, 1.0], [4.0,
 from pymoe._runtime import WorkerPool
 with WorkerPool(1) as pool:
     assert pool.submit(int, 3).result() == 3
-print(json.dumps({"threads": threads, "file": pymoe.__file__, **pymoe.build_info()}))
+print(json.dumps({"new_threads": threads, "file": pymoe.__file__, **pymoe.build_info()}))
 """
 
 
@@ -95,7 +95,7 @@ def test_an_installation_from_the_sdist_works(sdist: Path, tmp_path: Path) -> No
     assert used.returncode == 0, used.stderr
     facts = json.loads(used.stdout)
     assert facts["file"].startswith(str(tmp_path))
-    assert facts["threads"] == 0
+    assert facts["new_threads"] == 0
     assert facts["pymoe"] == "0.1.0"
     assert facts["built_with_torch"] == facts["torch"]
     assert facts["cuda_kernels"] is False
