@@ -28,7 +28,7 @@ train: $(INSTALLED)
 	$(RUN) examples/train_lm.py $(ARGS)
 
 test:
-	@bash tests/system_packages.sh
+	@PYTHON=$(PYTHON) bash tests/system_packages.sh test
 	@$(MAKE) --no-print-directory $(INSTALLED)
 	$(RUN) tests/run_all.py $(ARGS)
 
@@ -50,6 +50,8 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PACKAGES): requirements-dev.txt
+	@PYTHON=$(PYTHON) bash tests/system_packages.sh build
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the pinned packages need Python 3.11 or newer: name one with make PYTHON=...")'
 	@echo '== Python packages into $(VENV)'
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt

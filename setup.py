@@ -81,6 +81,18 @@ def nvcc_version(cuda_home):
     return text.split("release ")[1].split(",")[0]
 
 
+def reason_to_leave_out(cuda_home):
+    """Why the toolkit that was found by itself does not serve: such a build goes on without CUDA, and says so."""
+    import torch
+
+    found = nvcc_version(cuda_home)
+    if int(found.split(".")[0]) < 12:
+        return f"CUDA {found} is too old for C++20: 12.0 is the oldest"
+    if torch.version.cuda and torch.version.cuda.split(".")[0] != found.split(".")[0]:
+        return f"CUDA {found} does not fit a torch built with {torch.version.cuda}"
+    return None
+
+
 def sources(*patterns):
     return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern))
 
@@ -158,7 +170,11 @@ require_build_packages()
 from torch.utils.cpp_extension import BuildExtension  # noqa: E402
 
 cuda_home = find_cuda_home()
-print(f"pymoe: CUDA kernels {'with ' + cuda_home if cuda_home else 'left out (no CUDA toolkit, or PYMOE_CUDA=0)'}")
+misfit = reason_to_leave_out(cuda_home) if cuda_home and os.environ.get("PYMOE_CUDA", "auto") == "auto" else None
+if misfit:
+    cuda_home = None
+left_out = misfit or "no CUDA toolkit, or PYMOE_CUDA=0"
+print(f"pymoe: CUDA kernels {'with ' + cuda_home if cuda_home else f'left out ({left_out})'}")
 setup(
     ext_modules=[operator_extension(cuda_home), runtime_extension()],
     cmdclass={"build_ext": BuildExtension.with_options(use_ninja=shutil.which("ninja") is not None)},

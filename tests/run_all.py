@@ -79,6 +79,13 @@ OUTCOME = re.compile(
 )
 
 
+def start_process(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, cwd=ROOT, text=True, errors="replace", stdin=subprocess.DEVNULL, env=ENVIRONMENT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
 def run(step: Step) -> tuple[bool, str, float]:
     print(f"\n=== {step.name}: {step.about}", flush=True)
     start = time.monotonic()
@@ -87,10 +94,12 @@ def run(step: Step) -> tuple[bool, str, float]:
     with open(RESULTS / f"{step.name}.log", "w") as log:
         for command in step.commands:
             print("$ " + " ".join(command), flush=True)
-            process = subprocess.Popen(
-                command, cwd=ROOT, text=True, errors="replace", stdin=subprocess.DEVNULL, env=ENVIRONMENT,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+            try:
+                process = start_process(command)
+            except OSError as error:  # a tool that is not there must not keep the other steps from running
+                outcome, passed = f"{command[0]}: {error.strerror}", False
+                print(outcome, flush=True)
+                break
             assert process.stdout is not None
             for line in process.stdout:
                 print(line, end="", flush=True)
@@ -106,6 +115,11 @@ def run(step: Step) -> tuple[bool, str, float]:
 
 def main() -> int:
     words = sys.argv[1:]
+    names = [step.name for step in all_steps()]
+    unknown = [word for word in words if not any(word in name for name in names)]
+    if unknown:
+        print(f"no step is called {', '.join(unknown)}; the steps are {', '.join(names)}", file=sys.stderr)
+        return 2
     steps = [step for step in all_steps() if not words or any(word in step.name for word in words)]
     RESULTS.mkdir(parents=True, exist_ok=True)
     results = [(step, *run(step)) for step in steps]

@@ -45,6 +45,16 @@ def test_cuda_is_left_out(wish: str, tmp_path: Path) -> None:
     assert "CUDA kernels left out" in done.stdout
 
 
+def test_a_toolkit_that_does_not_fit_is_left_out_and_named(tmp_path: Path) -> None:
+    executable(tmp_path / "bin" / "nvcc", 'echo "Cuda compilation tools, release 11.8, V11.8.89"')
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "cuda_runtime.h").touch()
+    done = run_setup("--name", PYMOE_CUDA="auto", CUDA_HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "CUDA kernels left out (CUDA 11.8 is too old for C++20: 12.0 is the oldest)" in done.stdout
+    assert f"with {tmp_path}" in run_setup("--name", PYMOE_CUDA="1", CUDA_HOME=str(tmp_path)).stdout
+
+
 @pytest.fixture
 def planned(tmp_path: Path):
     """Runs build_ext with a toolkit and a ninja that do nothing; returns the commands that it would have run."""
