@@ -244,7 +244,7 @@ BAD_ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("change", "error", "message"), BAD_ARGUMENTS, ids=[str(case[0]) for case in BAD_ARGUMENTS])
+@pytest.mark.parametrize(("change", "error", "message"), BAD_ARGUMENTS, ids=[case[2] for case in BAD_ARGUMENTS])
 def test_a_bad_constructor_argument_is_named(change, error, message):
     arguments = {"hidden_size": 8, "ffn_size": 4, "num_experts": 8, "top_k": 2, **change}
     with pytest.raises(error, match=message):
