@@ -78,7 +78,8 @@ class MoE(nn.Module):
         aux_loss_coef: coefficient of the balancing loss (Switch Transformer, arXiv 2101.03961, which uses 0.01).
         z_loss_coef: coefficient of the z loss (ST-MoE, arXiv 2202.08906, which uses 0.001).
         bias: of the experts' linear layers; the router has none.
-        backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`, pure PyTorch.
+        backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`, pure PyTorch. Native
+            operators without a CUDA kernel in this build raise ``RuntimeError`` for CUDA tensors; the reference runs.
         device: of the parameters.
         dtype: of the parameters: float32, float64, bfloat16 or float16.
 
@@ -230,6 +231,7 @@ class MoE(nn.Module):
         return max(1, math.ceil(self.capacity_factor * (tokens * self.top_k) / self.num_experts))
 
     def _keep_stats(self, gate: Gate, routing: Routing, losses: RouterLosses) -> None:
+        self.last.follow(gate.load.device)
         with torch.no_grad():
             self.last["load"].copy_(gate.load)
             self.last["dropped"].copy_(routing.slot.numel() - routing.offsets[-1])

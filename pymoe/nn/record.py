@@ -30,13 +30,25 @@ class Record(nn.Module):
         for tensor in self.tensors.values():
             tensor.zero_()
 
+    def follow(self, device: torch.device) -> None:
+        """Move to the device where the module's input is: ``load_state_dict(assign=True)`` moves parameters and tells
+        nobody. Usually there is nothing to do.
+        """
+        for name, tensor in self.tensors.items():
+            if tensor.device != device:
+                self.tensors[name] = _moved(tensor, device)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
         for name, tensor in self.tensors.items():
-            device = fn(torch.empty(0, device=tensor.device)).device
-            leaves_meta = tensor.is_meta and device.type != "meta"
-            self.tensors[name] = torch.zeros_like(tensor, device=device) if leaves_meta else tensor.to(device)
+            self.tensors[name] = _moved(tensor, fn(torch.empty(0, device=tensor.device)).device)
         return self
 
     def extra_repr(self) -> str:
         return ", ".join(self.tensors)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.is_meta and device.type != "meta":
+        return torch.zeros_like(tensor, device=device)
+    return tensor.to(device)

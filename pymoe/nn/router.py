@@ -122,6 +122,7 @@ class Router(nn.Module):
             (T, E) float32 that it was made from; float64 in place of float32 if anything is float64.
         """
         logits_TE = self.logits(x_TH)
+        self.counted.follow(logits_TE.device)
         gate: Gate = operators(self.backend).gate_topk(
             logits_TE,
             self.top_k,
@@ -149,6 +150,11 @@ class Router(nn.Module):
         if bias is not None and self.expert_bias is not None and self.expert_bias.dtype.itemsize < 4:
             self.expert_bias = bias.to(self.expert_bias.device)  # bfloat16() and half() leave it in float32
         return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        if self.expert_bias is not None:  # assign=True takes the dtype of the checkpoint
+            self.expert_bias = self.expert_bias.to(_at_least_float32(self.expert_bias.dtype))
 
     def extra_repr(self) -> str:
         text = f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, top_k={self.top_k}"

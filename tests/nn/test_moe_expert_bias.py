@@ -1,6 +1,7 @@
 """Balancing by an expert bias: what is counted, when, and how the bias moves."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -180,3 +181,22 @@ def test_router_alone_counts_and_updates():
     assert router.counted["load"].sum() == 18
     update_expert_biases(router)
     assert router.counted["load"].sum() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bias_moves_in_a_layer_assigned_from_a_checkpoint(dtype):
+    """``assign=True`` gives a layer on the meta device its parameters; nothing tells the counters to follow."""
+    trained = biased_layer(dtype=dtype).state_dict()
+    trained["router.expert_bias"] = torch.linspace(0.5, 1, trained["router.expert_bias"].numel()).to(dtype)
+    layer = biased_layer(dtype=dtype, device="meta")
+    layer.load_state_dict(trained, assign=True)
+    bias = layer.router.expert_bias.clone()
+    assert bias.dtype == torch.float32
+    assert torch.equal(bias, trained["router.expert_bias"].float())
+    train_on(layer, make_input(12, dtype=dtype))
+    assert layer.stats.load.sum() == 12 * layer.top_k
+    assert torch.equal(layer.router.counted["load"], layer.stats.load.long())
+    layer.update_bias()
+    assert not torch.equal(layer.router.expert_bias, bias)
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(layer)))
+    assert torch.equal(twin.router.expert_bias, layer.router.expert_bias)
