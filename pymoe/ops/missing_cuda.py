@@ -1,0 +1,26 @@
+"""CUDA tensors meet a helpful error where a build has no CUDA kernel for an operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch
+
+_LIBRARY = torch.library.Library("pymoe", "IMPL")  # registrations last as long as this object
+
+
+def register() -> None:
+    """Give every operator without a CUDA kernel one that says so; torch's own message speaks of selective builds."""
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("pymoe::") and not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):
+            _LIBRARY.impl(name, _refusal(name), "CUDA")
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
+        raise RuntimeError(
+            f"{name}: there is no CUDA kernel in this build; use CPU tensors, or pymoe.reference / backend='reference'"
+        )
+
+    return refuse
