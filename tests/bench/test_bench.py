@@ -7,11 +7,12 @@ import copy
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
-from pymoe.bench import cli
+from pymoe.bench import cli, correctness
 from pymoe.bench.compare import compare
 from pymoe.bench.floor import Floor, Rates
 from pymoe.bench.layer import Shape, candidates_of, layer_lines, verdict_of
@@ -152,6 +153,27 @@ def test_a_wrong_gradient_is_called_wrong(run):
     status, result, _ = run(spec_of(wrong_gradient, backward=True))
     assert status == 1
     assert result["lines"][0]["correctness"]["detail"].startswith("gradient 0")
+
+
+def repeat(x):
+    """The gradient of 16 bits is rounded at each of 15 additions."""
+    return torch.stack([x] * 16)
+
+
+def repeat_and_round_once(x):
+    return torch.stack([x.float()] * 16).to(x.dtype)
+
+
+def repeat_and_lose_one(x):
+    return torch.stack([*[x.float()] * 15, x.detach().float()]).to(x.dtype)
+
+
+@pytest.mark.parametrize(("native", "verdict"), [(repeat_and_round_once, "exact"), (repeat_and_lose_one, "WRONG")])
+def test_gradients_of_16_bits_are_compared_with_those_of_float32(native, verdict):
+    values = torch.linspace(-2, 2, 100).bfloat16().requires_grad_()
+    case = BenchCase("N100", torch.bfloat16, lambda generator: Sample("", (values,)), bytes=800, backward=True)
+    spec = replace(spec_of(native), reference=repeat, tolerances={torch.bfloat16: (0.008, 1e-5)})
+    assert correctness.verify(spec, case, case.make(torch.Generator())).verdict == verdict
 
 
 def test_a_small_error_within_the_tolerance_is_shown(run):
