@@ -1,5 +1,6 @@
 """Bugs that were met and mended, each with its story."""
 
+import pytest
 import torch
 
 import pymoe
@@ -17,3 +18,35 @@ def test_router_losses_of_a_load_whose_sum_passes_64_bits():
         losses = pymoe.ops.router_losses(logits, load)
         expected = pymoe.reference.router_losses(logits, load)
         torch.testing.assert_close(losses.load_balancing, expected.load_balancing)
+
+
+def test_gate_topk_backward_of_no_choices():
+    """The raw operator read the first of K chosen experts, and with K = 0 there is none: the process died.
+
+    A caller's K is at least 1, but a raw operator must be safe whatever it is handed.
+    """
+    with pytest.raises(ValueError, match="experts must have shape"):
+        torch.ops.pymoe.gate_topk_backward(
+            torch.zeros(4, 0), torch.zeros(4, 8), torch.zeros(4, 0, dtype=torch.int32), "softmax", True, True, 1.0
+        )
+
+
+def test_half_precision_subnormals_on_a_thread_that_flushes_them():
+    """Widening an fp16 subnormal went through a float32 subnormal, which ``set_flush_denormal`` turns to zero.
+
+    The vector loops use the processor's conversion, which is not affected, and so the elements of a row counted or not
+    depending on whether they fell into a vector or into the rest: for K = 4, 5, 6, 7 equal terms the sums were 4, 4,
+    4, 4.
+    """
+    tiny = 2.0**-20
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor has no such mode")
+    try:
+        for size in range(1, 40):
+            x = torch.full((1, size), tiny, dtype=torch.float16)
+            weight = torch.full((1, 1, size), 1024.0, dtype=torch.float16)
+            offsets = torch.tensor([0, 1], dtype=torch.int32)
+            y = pymoe.ops.grouped_linear(x, weight, offsets)
+            assert y.item() == pytest.approx(size * tiny * 1024, rel=1e-3), size
+    finally:
+        torch.set_flush_denormal(False)

@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -37,6 +38,7 @@ constexpr std::chrono::milliseconds kSlice{50};
 // Calls ended(slice), which waits for at most `slice`, until it returns true or `timeout` seconds have passed.
 template <typename Ended>
 bool wait_interruptibly(const Ended& ended, std::optional<double> timeout = std::nullopt) {
+  if (timeout && std::isnan(*timeout)) throw py::value_error("timeout must be a number of seconds, got nan");
   const auto start = Clock::now();
   for (;;) {
     std::chrono::milliseconds slice = kSlice;
@@ -148,12 +150,12 @@ void with_thread_state(const std::function<void()>& work) {
 }
 
 void stop_all() {
-  exiting = true;
   std::vector<std::shared_ptr<WorkerPool>> pools;
   {
     const py::gil_scoped_release released;
     {
       const std::lock_guard lock(registry->mutex);
+      exiting = true;  // under the lock: a pool is registered before this copy, or not at all
       pools = registry->pools;
     }
     for (const auto& pool : pools) pool->request_stop(Stop::kCancel);
@@ -209,12 +211,22 @@ class PyFuture {
 class PyWorkerPool {
  public:
   explicit PyWorkerPool(int workers) : created_(generation.load()) {
-    if (exiting) throw std::runtime_error("WorkerPool: the interpreter is exiting");
-    const py::gil_scoped_release released;
+    const py::gil_scoped_release released;  // also while a pool that came too late joins its workers
     reap();
-    pool_ = std::make_shared<WorkerPool>(workers, with_thread_state);
-    const std::lock_guard lock(registry->mutex);
-    registry->pools.push_back(pool_);
+    auto pool = std::make_shared<WorkerPool>(workers, with_thread_state);
+    bool registered = false;
+    {
+      const std::lock_guard lock(registry->mutex);
+      if (!exiting) {
+        registry->pools.push_back(pool);
+        registered = true;
+      }
+    }
+    if (!registered) {
+      pool.reset();
+      throw std::runtime_error("WorkerPool: the interpreter is exiting");
+    }
+    pool_ = std::move(pool);
   }
 
   // May run on any thread, a worker of this very pool included, so it does not wait: the registry keeps the pool.

@@ -1,7 +1,7 @@
 // Element types of tensors as the kernels see them: a tag, storage structs for the 16-bit floats, and the
 // conversions that both twins (host and device) share.
 //
-// Rounding is to nearest even in both directions of use; NaN stays NaN, infinities and signed zeros stay exact.
+// Widening is exact and rounding is to nearest even; NaN stays NaN, infinities and signed zeros stay exact.
 #pragma once
 
 #include <cstdint>
@@ -23,16 +23,6 @@ struct Float16 {
 
 PYMOE_HOST_DEVICE constexpr int64_t size_of(DType dtype) {
   return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
-}
-
-constexpr const char* name_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32: return "float32";
-    case DType::kFloat64: return "float64";
-    case DType::kBFloat16: return "bfloat16";
-    case DType::kFloat16: return "float16";
-  }
-  return "?";
 }
 
 // The type in which sums over elements of T are kept: fp64 for fp64, else fp32.
@@ -68,9 +58,11 @@ PYMOE_HOST_DEVICE PYMOE_INLINE float to_accumulate(Float16 value) {
   if (magnitude >= 0x7c00u) {  // infinity or NaN: widen the exponent, keep the payload
     return bit_cast<float>(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));
   }
-  // 2^-14 scaled: exact for normals and subnormals alike, because fp32 holds every fp16 subnormal as a normal.
-  const float scaled = bit_cast<float>((magnitude << 13)) * bit_cast<float>(0x77800000u);  // * 2^112
-  return bit_cast<float>(sign | bit_cast<uint32_t>(scaled));
+  // fp32 holds every fp16 subnormal as a normal. No operand below is subnormal, so that a thread which flushes
+  // subnormals to zero gets the same.
+  const float widened = magnitude < 0x400u ? static_cast<float>(magnitude) * bit_cast<float>(0x33800000u)  // * 2^-24
+                                           : bit_cast<float>((magnitude << 13) + 0x38000000u);
+  return bit_cast<float>(sign | bit_cast<uint32_t>(widened));
 }
 
 // round_to<T>(accumulated): the stored element nearest to an accumulated value, ties to even.

@@ -8,10 +8,6 @@
 #endif
 
 // Functions of the inner loops: inlined whatever the optimiser's size estimate says.
-#if defined(_MSC_VER)
-#define PYMOE_INLINE __forceinline
-#else
 #define PYMOE_INLINE inline __attribute__((always_inline))
-#endif
 
 #define PYMOE_RESTRICT __restrict__

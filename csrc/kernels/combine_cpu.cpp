@@ -33,13 +33,7 @@ int64_t grain(int64_t choices, int64_t row_bytes) {
 }
 
 // Asks for the cache line at `source`.
-PYMOE_INLINE void prefetch(const void* source) {
-#if defined(__GNUC__)
-  __builtin_prefetch(source);
-#else
-  (void)source;
-#endif
-}
+PYMOE_INLINE void prefetch(const void* source) { __builtin_prefetch(source); }
 
 }  // namespace
 }  // namespace pymoe::cpu
@@ -52,6 +46,7 @@ namespace pymoe::cpu {
 // Stores go through the caches: an output fresh from the system was cleared there a moment ago, and stores past the
 // caches (row_copy.h) gained nothing.
 void combine(const CombineArguments& a) {
+  if (a.tokens == 0) return;
   const int64_t row_bytes = a.hidden * size_of(a.dtype);
   const auto run = PYMOE_SELECT_ISA(combine_range);
   parallel_for(0, a.tokens, grain(a.choices, row_bytes), [&](int64_t begin, int64_t end) {

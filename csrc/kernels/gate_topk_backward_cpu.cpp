@@ -26,6 +26,7 @@ namespace {
 namespace pymoe::cpu {
 
 void gate_topk_backward(const GateTopkBackwardArguments& a) {
+  if (a.tokens == 0) return;
   const auto gate_backward_tokens = PYMOE_SELECT_ISA(gate_backward_tokens);
   const int64_t grain = std::max<int64_t>(1, (int64_t{16} << 10) / (a.num_experts + 8 * a.choices));
   parallel_for(0, a.tokens, grain, [&](int64_t begin, int64_t end) {

@@ -59,7 +59,8 @@ int64_t pieces(int64_t length, int64_t piece) { return (length + piece - 1) / pi
 // threads would run out of them. How they are cut does not show in the results.
 template <typename RowsOf>
 std::vector<Block> cut(int64_t experts, const RowsOf& rows_of, int64_t columns) {
-  constexpr int64_t kMultiple = 48, kSmallest = 96;  // multiples of every micro-kernel's tile but the last one's rows
+  // Multiples of every micro-kernel's tile but for AVX-512's 14 rows: a block then ends in whole tiles.
+  constexpr int64_t kRowMultiple = 48, kColumnMultiple = 96, kSmallest = 96;
   int64_t block_rows = kGemmBlockRows, block_columns = kGemmBlockColumns;
   const int threads = num_threads();
   const auto count = [&] {
@@ -74,10 +75,10 @@ std::vector<Block> cut(int64_t experts, const RowsOf& rows_of, int64_t columns) 
   for (int64_t e = 0; e < experts; ++e) {
     const int64_t rows = rows_of(e);
     if (rows == 0 || columns == 0) continue;
-    const auto even = [](int64_t length, int64_t piece) {
-      return pieces(pieces(length, pieces(length, piece)), kMultiple) * kMultiple;
+    const auto even = [](int64_t length, int64_t piece, int64_t multiple) {
+      return pieces(pieces(length, pieces(length, piece)), multiple) * multiple;
     };
-    const int64_t step = even(rows, block_rows), width = even(columns, block_columns);
+    const int64_t step = even(rows, block_rows, kRowMultiple), width = even(columns, block_columns, kColumnMultiple);
     for (int64_t column = 0; column < columns; column += width) {
       for (int64_t row = 0; row < rows; row += step) {
         blocks.push_back({e, row, std::min(step, rows - row), column, std::min(width, columns - column)});
@@ -148,7 +149,7 @@ template <typename T>
 void bias_grad(const GroupedBiasGradArguments& a) {
   constexpr int64_t kWidth = 64;  // columns of a task
   const int64_t strips = pieces(a.output_features, kWidth);
-  parallel_for(0, a.experts * strips, std::max<int64_t>(1, 65536 * strips / std::max<int64_t>(1, a.rows * kWidth)),
+  parallel_for(0, a.experts * strips, std::max<int64_t>(1, 65536 * a.experts / std::max<int64_t>(1, a.rows * kWidth)),
                [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t expert = i / strips, first = i % strips * kWidth;

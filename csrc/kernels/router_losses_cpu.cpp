@@ -73,6 +73,11 @@ void write_scalar(DType dtype, void* target, double value) {
 }  // namespace
 
 void router_losses(const RouterLossesArguments& a) {
+  if (a.tokens == 0) {
+    write_scalar(a.dtype, a.balance, 0);
+    write_scalar(a.dtype, a.z, 0);
+    return;
+  }
   const Fraction fraction(a.dtype, a.load, a.load_is_int64, a.num_experts);
   const int64_t blocks = (a.tokens + kBlock - 1) / kBlock;
   std::vector<double> balance(static_cast<size_t>(blocks)), z(static_cast<size_t>(blocks));
@@ -90,12 +95,13 @@ void router_losses(const RouterLossesArguments& a) {
     balance_total += balance[block];
     z_total += z[block];
   }
-  const double tokens = static_cast<double>(std::max<int64_t>(a.tokens, 1));
+  const double tokens = static_cast<double>(a.tokens);
   write_scalar(a.dtype, a.balance, balance_total / tokens * static_cast<double>(a.num_experts));
   write_scalar(a.dtype, a.z, z_total / tokens);
 }
 
 void router_losses_backward(const RouterLossesBackwardArguments& a) {
+  if (a.tokens == 0) return;
   const Fraction fraction(a.dtype, a.load, a.load_is_int64, a.num_experts);
   const auto router_losses_backward_range = PYMOE_SELECT_ISA(router_losses_backward_range);
   const int64_t grain = std::max<int64_t>(1, (int64_t{8} << 10) / a.num_experts);

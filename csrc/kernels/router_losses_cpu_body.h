@@ -4,7 +4,7 @@
 
 namespace pymoe::cpu::PYMOE_ISA {
 
-// What one token's row comes to. `sum` and `dot` are of the terms that are normalised: e^(l - max) or sigmoid(l).
+// What one token's row comes to. Scores are e^(l - max) or sigmoid(l).
 template <typename S>
 struct RowStatistics {
   S max;  // of the logits

@@ -22,7 +22,7 @@ std::tuple<Tensor, Tensor, Tensor> build_routing_cpu(const Tensor& experts, int6
   if (!wide) require_dtype(kName, "experts", experts, ScalarType::Int);
   require_shape(kName, "experts", experts, {-1, -1});
   const int64_t rows = experts.numel();
-  require(rows < kRowLimit, kName, "experts must hold fewer than 2^31 choices, got ", shape_of(experts));
+  require(rows < kRowLimit, kName, "experts must hold fewer than 2^31 choices, got ", experts);
   require(num_experts >= 1 && num_experts < kRowLimit, kName, "num_experts must be in 1..2^31 - 1, got ", num_experts);
   require(!capacity || *capacity >= 0, kName, "capacity must be None or at least 0, got ", capacity.value_or(0));
 

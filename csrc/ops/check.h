@@ -19,23 +19,30 @@ namespace pymoe::ops {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+inline std::string shape_of(const Tensor& tensor) {
+  std::string text = "(";
+  for (int64_t i = 0; i < tensor.dim(); ++i) text += (i ? ", " : "") + std::to_string(tensor.size(i));
+  return text + ")";
+}
+
+// How a part of a message is printed: a tensor as its shape, and only when the message is needed.
+inline std::string printable(const Tensor& tensor) { return shape_of(tensor); }
+template <typename Part>
+const Part& printable(const Part& part) {
+  return part;
+}
+
 template <typename... Parts>
 [[noreturn]] void fail(const char* operator_name, const Parts&... parts) {
   std::ostringstream message;
   message << operator_name << ": ";
-  (message << ... << parts);
+  (message << ... << printable(parts));
   throw std::invalid_argument(message.str());
 }
 
 template <typename... Parts>
 void require(bool condition, const char* operator_name, const Parts&... parts) {
   if (!condition) fail(operator_name, parts...);
-}
-
-inline std::string shape_of(const Tensor& tensor) {
-  std::string text = "(";
-  for (int64_t i = 0; i < tensor.dim(); ++i) text += (i ? ", " : "") + std::to_string(tensor.size(i));
-  return text + ")";
 }
 
 // The tensor must have exactly these sizes and be contiguous; -1 stands for any size.

@@ -36,7 +36,7 @@ DispatchArguments checked(const Tensor& x, const Tensor& slot, const Tensor& off
 }
 
 Tensor fresh_output(const Tensor& x, const Tensor& slot) {
-  require(x.dim() == 2, kName, "x must have shape (T, H), got ", shape_of(x));
+  require(x.dim() == 2, kName, "x must have shape (T, H), got ", x);
   return empty({slot.numel(), x.size(1)}, x.scalar_type(), x);
 }
 
@@ -63,8 +63,9 @@ STABLE_TORCH_LIBRARY_IMPL(pymoe, CPU, library) {
 #if PYMOE_WITH_CUDA
 
 void dispatch_out_cuda(const Tensor& x, const Tensor& slot, const Tensor& offsets, Tensor out) {
+  const DispatchArguments arguments = checked(x, slot, offsets, out);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  cuda::dispatch(checked(x, slot, offsets, out), current_stream(x));
+  cuda::dispatch(arguments, current_stream(x));
 }
 
 Tensor dispatch_cuda(const Tensor& x, const Tensor& slot, const Tensor& offsets) {

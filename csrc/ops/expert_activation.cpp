@@ -20,7 +20,7 @@ Activation checked_kind(int64_t kind) {
 int64_t checked_features(const Tensor& h, Activation kind) {
   require_shape(kName, "h", h, {-1, -1});
   if (kind != Activation::kSwiglu) return h.size(1);
-  require(h.size(1) % 2 == 0, kName, "h must have shape (S, 2F) with an even second size, got ", shape_of(h));
+  require(h.size(1) % 2 == 0, kName, "h must have shape (S, 2F) with an even second size, got ", h);
   return h.size(1) / 2;
 }
 

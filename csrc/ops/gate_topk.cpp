@@ -18,6 +18,7 @@ std::tuple<Tensor, Tensor, Tensor> gate_topk_cpu(const Tensor& logits, std::opti
                                                  std::string score, bool renormalize, int64_t num_groups,
                                                  int64_t topk_groups, double scale) {
   constexpr const char* kName = "gate_topk";
+  constexpr int64_t kLimit = int64_t{1} << 31;  // experts and loads are int32
   GateTopkArguments a{};
   a.dtype = floating_dtype(kName, "logits", logits);
   require_shape(kName, "logits", logits, {-1, -1});
@@ -25,7 +26,8 @@ std::tuple<Tensor, Tensor, Tensor> gate_topk_cpu(const Tensor& logits, std::opti
   a.num_experts = logits.size(1);
   a.choices = k;
   require(k >= 1 && k <= a.num_experts, kName, "k must be in 1..E (E = ", a.num_experts, "), got ", k);
-  require(a.tokens < (int64_t{1} << 31) / k, kName, "T * k must be below 2**31, got ", a.tokens, " * ", k);
+  require(a.num_experts < kLimit, kName, "E must be below 2**31, got ", a.num_experts);
+  require(a.tokens <= (kLimit - 1) / k, kName, "T * k must be below 2**31, got ", a.tokens, " * ", k);
   const ScalarType accumulated = accumulate_scalar_type(a.dtype);
   if (bias.has_value()) {
     require_dtype(kName, "bias", *bias, accumulated);
@@ -62,9 +64,10 @@ Tensor gate_topk_backward_cpu(const Tensor& grad_weights, const Tensor& logits, 
   GateTopkBackwardArguments a{};
   a.dtype = floating_dtype(kName, "logits", logits);
   require_shape(kName, "logits", logits, {-1, -1});
-  require(logits.size(1) >= 1, kName, "logits must have shape (T, E) with E >= 1, got ", shape_of(logits));
+  require(logits.size(1) >= 1, kName, "logits must have shape (T, E) with E >= 1, got ", logits);
   require_dtype(kName, "experts", experts, ScalarType::Int);
   require_shape(kName, "experts", experts, {logits.size(0), -1});
+  require(experts.size(1) >= 1, kName, "experts must have shape (T, K) with K >= 1, got ", experts);
   require_same_device(kName, "experts", experts, logits);
   require_dtype(kName, "grad_weights", grad_weights, accumulate_scalar_type(a.dtype));
   require_shape(kName, "grad_weights", grad_weights, {logits.size(0), experts.size(1)});

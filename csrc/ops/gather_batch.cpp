@@ -30,7 +30,7 @@ Tensor gather_batch_cpu(const std::vector<Tensor>& tensors) {
                 tensor.device() == first.device();
     for (int64_t dim = 1; same && dim < first.dim(); ++dim) same = tensor.size(dim) == first.size(dim);
     require(same, kName, "tensors[", i, "] must agree with tensors[0] in dtype, device and trailing shape, got ",
-            shape_of(tensor), " and ", shape_of(first));
+            tensor, " and ", first);
     require(tensor.is_contiguous(), kName, "tensors[", i, "] must be contiguous");
     shape[0] += tensor.size(0);
     sources.push_back(tensor.const_data_ptr());

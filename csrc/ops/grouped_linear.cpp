@@ -17,7 +17,7 @@ constexpr const char* kName = "grouped_linear";
 MatrixView checked_matrix(const char* argument, const Tensor& tensor, int64_t rows, int64_t columns,
                           const Tensor& like) {
   require(tensor.dim() == 2 && tensor.size(0) == rows && tensor.size(1) == columns, kName, argument,
-          " must have shape (", rows, ", ", columns, "), got ", shape_of(tensor));
+          " must have shape (", rows, ", ", columns, "), got ", tensor);
   require_dtype(kName, argument, tensor, like.scalar_type());
   require_same_device(kName, argument, tensor, like);
   return {tensor.const_data_ptr(), tensor.strides()[0], tensor.strides()[1]};
@@ -34,12 +34,12 @@ const int32_t* checked_offsets(const Tensor& offsets, const Tensor& like) {
 Tensor grouped_linear_cpu(const Tensor& x, const Tensor& weight, const Tensor& offsets,
                           const std::optional<Tensor>& bias) {
   const DType dtype = floating_dtype(kName, "x", x);
-  require(x.dim() == 2, kName, "x must have shape (S, H), got ", shape_of(x));
-  require(weight.dim() == 3, kName, "weight must have shape (E, N, H), got ", shape_of(weight));
+  require(x.dim() == 2, kName, "x must have shape (S, H), got ", x);
+  require(weight.dim() == 3, kName, "weight must have shape (E, N, H), got ", weight);
   const int64_t rows = x.size(0), input_features = x.size(1);
   const int64_t experts = weight.size(0), output_features = weight.size(1);
   require(weight.size(2) == input_features, kName, "weight must have shape (E, N, ", input_features, "), got ",
-          shape_of(weight));
+          weight);
   require_dtype(kName, "weight", weight, x.scalar_type());
   require_same_device(kName, "weight", weight, x);
   const int32_t* bounds = checked_offsets(offsets, x);
@@ -64,8 +64,8 @@ Tensor grouped_linear_cpu(const Tensor& x, const Tensor& weight, const Tensor& o
 
 Tensor weight_grad_cpu(const Tensor& grad, const Tensor& x, const Tensor& offsets) {
   const DType dtype = floating_dtype(kName, "grad", grad);
-  require(grad.dim() == 2, kName, "grad must have shape (S, N), got ", shape_of(grad));
-  require(x.dim() == 2, kName, "x must have shape (S, H), got ", shape_of(x));
+  require(grad.dim() == 2, kName, "grad must have shape (S, N), got ", grad);
+  require(x.dim() == 2, kName, "x must have shape (S, H), got ", x);
   const int32_t* bounds = checked_offsets(offsets, grad);
   const int64_t rows = grad.size(0), output_features = grad.size(1), input_features = x.size(1);
   const int64_t experts = offsets.size(0) - 1;
@@ -86,7 +86,7 @@ Tensor weight_grad_cpu(const Tensor& grad, const Tensor& x, const Tensor& offset
 
 Tensor bias_grad_cpu(const Tensor& grad, const Tensor& offsets) {
   const DType dtype = floating_dtype(kName, "grad", grad);
-  require(grad.dim() == 2, kName, "grad must have shape (S, N), got ", shape_of(grad));
+  require(grad.dim() == 2, kName, "grad must have shape (S, N), got ", grad);
   const int32_t* bounds = checked_offsets(offsets, grad);
   const int64_t experts = offsets.size(0) - 1, output_features = grad.size(1);
   Tensor bias_grad = empty({experts, output_features}, grad.scalar_type(), grad);

@@ -23,7 +23,7 @@ Arguments checked(const char* name, const Tensor& logits, const std::optional<Te
   require_shape(name, "logits", logits, {-1, -1});
   a.tokens = logits.size(0);
   a.num_experts = logits.size(1);
-  require(a.num_experts >= 1, name, "logits must have shape (T, E) with E >= 1, got ", shape_of(logits));
+  require(a.num_experts >= 1, name, "logits must have shape (T, E) with E >= 1, got ", logits);
   if (load.has_value()) {
     a.load_is_int64 = load->scalar_type() == ScalarType::Long;
     if (!a.load_is_int64) require_dtype(name, "load", *load, ScalarType::Int);

@@ -98,6 +98,13 @@ TEST_CASE("grouped_linear and its gradients, with empty experts and unused rows"
   check_linear<float>({0, 0, 0}, 0, 8, 8);
 }
 
+TEST_CASE("grouped_linear past one block of k, of rows and of columns, in every width of element") {
+  check_linear<float>({0, 400}, 400, 1100, 50);
+  check_linear<double>({0, 200}, 200, 600, 30);
+  check_linear<Float16>({0, 30, 130}, 130, 700, 150);
+  check_linear<float>({0, 5}, 5, 0, 4);
+}
+
 TEST_CASE("grouped_linear refuses offsets that do not cut the rows") {
   const auto x = random_values<float>(10 * 8, 1), weight = random_values<float>(2 * 4 * 8, 2);
   for (const std::vector<int32_t>& offsets : {std::vector<int32_t>{1, 5, 10}, {0, 6, 5}, {0, 5, 11}, {0, -1, 10}}) {

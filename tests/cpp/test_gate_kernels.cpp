@@ -72,6 +72,9 @@ TEST_CASE("gate_topk and router_losses, forward and backward") {
   check_gate<BFloat16>(300, 8, 8);
   check_gate<Float16>(65, 257, 4);
   check_gate<double>(40, 3, 1);
+  check_gate<float>(40, 64, 12);
+  check_gate<BFloat16>(40, 64, 20);
+  check_gate<double>(40, 64, 20);
   check_gate<float>(5, 1, 1);
   check_gate<float>(0, 4, 2);
 }

@@ -87,10 +87,13 @@ PYMOE_INLINE vfloat load(const Float16* source) {
   memcpy(&narrow, source, sizeof(narrow));
   const vuint32 bits = __builtin_convertvector(narrow, vuint32);
   const vuint32 sign = (bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
-  const vfloat finite = (vfloat)(magnitude << 13) * bit_cast<float>(0x77800000u);  // * 2^112
+  const vuint32 subnormal =
+      (vuint32)(__builtin_convertvector((vint32)magnitude, vfloat) * bit_cast<float>(0x33800000u));  // * 2^-24
+  const vuint32 is_subnormal = (vuint32)(magnitude < 0x400u);
+  const vuint32 finite = (is_subnormal & subnormal) | (~is_subnormal & ((magnitude << 13) + 0x38000000u));
   const vuint32 special = ((magnitude & 0x3ffu) << 13) | 0x7f800000u;
   const vuint32 is_special = (vuint32)(magnitude >= 0x7c00u);
-  return (vfloat)(sign | (is_special & special) | (~is_special & (vuint32)finite));
+  return (vfloat)(sign | (is_special & special) | (~is_special & finite));
 #endif
 }
 
@@ -161,9 +164,6 @@ PYMOE_INLINE void store_partial(T* target, vector_t<T> value, int count) {
 }
 
 // --- lane-wise arithmetic ---
-
-PYMOE_INLINE vfloat select(vint32 mask, vfloat yes, vfloat no) { return mask ? yes : no; }
-PYMOE_INLINE vdouble select(vint64 mask, vdouble yes, vdouble no) { return mask ? yes : no; }
 
 // Maximum of two lanes where neither is NaN; where one is, either may come out.
 PYMOE_INLINE vfloat max(vfloat a, vfloat b) { return a > b ? a : b; }
