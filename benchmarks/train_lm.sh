@@ -4,10 +4,10 @@
 #
 #     benchmarks/train_lm.sh [flags of examples/train_lm.py for all three]
 #
-# PYTHON names the interpreter (default: python); pymoe and the packages of its "examples" extra must be installed.
+# PYTHON names the interpreter (default: python3); pymoe and the packages of its "examples" extra must be installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python=${PYTHON:-python}
+python=${PYTHON:-python3}
 runs=$(mktemp -d)
 trap 'rm -rf "$runs"' EXIT
 results=benchmarks/results/train_lm
