@@ -81,7 +81,7 @@ class Config:
             if getattr(self, name) < 1:
                 return f"{flag_name(name)} must be at least 1, got {getattr(self, name)}"
         for name in ("threads", "warmup", "shared_experts", "aux_loss_coef", "bias_update_rate", "weight_decay"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:  # nor NaN
                 return f"{flag_name(name)} must not be negative, got {getattr(self, name)}"
         for name in ("learning_rate", "grad_clip"):
             if not getattr(self, name) > 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 import time
@@ -59,8 +60,8 @@ def parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", parents=[select], help="measure")
     run.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
     run.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    run.add_argument("--threads", type=int, metavar="N", help="torch's threads (default: torch's own choice)")
-    run.add_argument("--budget", type=float, metavar="SECONDS", help="time a line, after warm-up")
+    run.add_argument("--threads", type=positive_int, metavar="N", help="torch's threads (default: torch's own choice)")
+    run.add_argument("--budget", type=positive_seconds, metavar="SECONDS", help="time a line, after warm-up")
     run.add_argument(
         "--cpu-time",
         action="store_true",
@@ -78,6 +79,25 @@ def parser() -> argparse.ArgumentParser:
     picture.add_argument("--output", type=Path, default=Path("."), metavar="DIR")
     picture.set_defaults(run=run_plot)
     return top
+
+
+def positive_int(text: str) -> int:
+    """An option's value: an integer of at least 1."""
+    value = int(text) if text.isascii() and text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
+    return value
+
+
+def positive_seconds(text: str) -> float:
+    """An option's value: a finite number greater than 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds greater than 0, got {text!r}")
+    return value
 
 
 def run_env(options: argparse.Namespace) -> int:
@@ -182,7 +202,10 @@ def run_plot(options: argparse.Namespace) -> int:
 
 def load(file: Path) -> dict[str, Any]:
     """A result that ``run --json`` wrote."""
-    result = json.loads(file.read_text())
+    try:
+        result = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(result, dict) or result.get("schema") != SCHEMA:
         raise ValueError(f"{file} is not a result of `python -m pymoe.bench run --json` (schema {SCHEMA})")
     return result

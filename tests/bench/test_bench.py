@@ -354,3 +354,23 @@ def test_16_bit_products_are_held_to_the_faster_of_both_dtypes():
     assert rates.fastest_mm(torch.bfloat16) == torch.float32
     assert rates.fastest_mm(torch.float64) == torch.float64
     assert Rates(1.0, {torch.float32: 1.0, torch.bfloat16: 2.0}).fastest_mm(torch.bfloat16) == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--threads", "0"), ("--threads", "-1"), ("--threads", "two"), ("--budget", "0"), ("--budget", "nan")],
+)
+def test_an_option_that_makes_no_sense_is_named(option, value, capsys):
+    with pytest.raises(SystemExit) as status:
+        cli.main(["run", option, value])
+    assert status.value.code == 2
+    assert f"argument {option}: must be" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{", "", "[1]"])
+def test_a_file_that_is_no_result_is_named(text, tmp_path, capsys):
+    file = tmp_path / "bad.json"
+    file.write_text(text)
+    for command in (["compare", str(file), str(file)], ["plot", str(file)]):
+        assert cli.main(command) == 2
+        assert str(file) in capsys.readouterr().err

@@ -154,6 +154,7 @@ def test_resume_names_the_setting_that_differs(runs: dict[str, Path], capsys: py
         (["--top-k", "9"], "--top-k must be at most --num-experts"),
         (["--steps", "0"], "--steps must be at least 1"),
         (["--width", "33"], "--width must be a multiple"),
+        (["--aux-loss-coef", "nan"], "--aux-loss-coef must not be negative"),
         (["--learning-rate", "0"], "--learning-rate must be positive"),
         (["--minutes", "1", "--steps", "3"], "--minutes"),
         (["--eval-every", "0"], "--eval-every: must be at least 1"),
