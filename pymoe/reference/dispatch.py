@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from pymoe.reference import checks
 from pymoe.reference.types import Routing
@@ -38,6 +39,8 @@ def check_out(x: Tensor, routing: Routing, out: Tensor) -> None:
 def _may_overlap(x: Tensor, out: Tensor) -> bool:
     """Whether the stretches of memory from first to last element of the two tensors meet."""
     if x.numel() == 0 or out.numel() == 0:
+        return False
+    if x.is_meta or any(isinstance(one, FakeTensor) for one in (x, out)):  # they have no memory
         return False
     x_begin, out_begin = x.data_ptr(), out.data_ptr()
     x_reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))

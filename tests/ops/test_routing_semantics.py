@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import pymoe
 from pymoe.ops import build_routing, combine, dispatch, gather_batch, split_batch
@@ -214,3 +215,15 @@ def test_every_operator_is_exported():
     names = {"build_routing", "dispatch", "combine", "gather_batch", "split_batch"}
     assert names <= set(pymoe.ops.__all__)
     assert names <= set(pymoe.reference.__all__)
+
+
+def test_dispatch_fills_a_buffer_without_memory():
+    """Meta and fake tensors all lie at address 0; that is no overlap."""
+    experts = torch.tensor([[0, 1], [1, 0], [2, 1]])
+    routing = build_routing(experts, 3)
+    x, out = torch.zeros(3, 4, device="meta"), torch.zeros(6, 4, device="meta")
+    assert dispatch(x, type(routing)(*(part.to("meta") for part in routing)), out=out) is out
+    with FakeTensorMode() as mode:
+        fake = type(routing)(*(mode.from_tensor(part) for part in routing))
+        out = torch.zeros(6, 4)
+        assert dispatch(torch.zeros(3, 4), fake, out=out) is out
