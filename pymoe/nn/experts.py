@@ -9,8 +9,7 @@ from torch.nn import functional as F
 from pymoe.nn import arguments
 from pymoe.nn.backend import operators
 from pymoe.reference import checks
-
-ACTIVATIONS = ("swiglu", "gelu", "relu")
+from pymoe.reference.expert_activation import KINDS
 
 
 class Experts(nn.Module):
@@ -179,7 +178,7 @@ def _check(
 ) -> None:
     arguments.size(layer, "hidden_size", hidden_size)
     arguments.size(layer, "ffn_size", ffn_size)
-    checks.choice(layer, "activation", activation, ACTIVATIONS)
+    checks.choice(layer, "activation", activation, KINDS)
     arguments.flag(layer, "bias", bias)
     arguments.backend(layer, backend)
     arguments.floating_dtype(layer, dtype)

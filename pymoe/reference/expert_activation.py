@@ -15,10 +15,7 @@ def check(h: Tensor, kind: str) -> None:
     """Raise if the arguments of :func:`expert_activation` break its contract."""
     name = "expert_activation"
     checks.floating(name, "h", h)
-    if not isinstance(kind, str):
-        raise TypeError(f"{name}: kind must be a str, got {type(kind).__name__}")
-    if kind not in KINDS:
-        raise ValueError(f"{name}: kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    checks.choice(name, "kind", kind, KINDS)
     checks.rank(name, "h", h, "(S, 2F)" if kind == "swiglu" else "(S, F)")
     if kind == "swiglu" and h.shape[1] % 2:
         raise ValueError(f"{name}: h must have shape (S, 2F) with an even second size, got {tuple(h.shape)}")
