@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 
 from pymoe.reference import checks
 
@@ -26,7 +26,8 @@ def number(
     elif above is not None:
         rule = f"finite and greater than {above:g}"
     low = minimum is not None and value < minimum
-    if not math.isfinite(value) or low or (above is not None and value <= above):
+    finite = -sys.float_info.max <= value <= sys.float_info.max  # an int may be too large for a float
+    if not finite or low or (above is not None and value <= above):
         raise ValueError(f"{layer}: {argument} must be {rule}, got {value}")
 
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pymoe.reference.build_routing import ROW_LIMIT, check
 from pymoe.reference.build_routing import build_routing as reference
-from pymoe.reference.build_routing import check
 from pymoe.reference.types import Routing
 
 
 def build_routing(experts: Tensor, num_experts: int, *, capacity: int | None = None) -> Routing:
     check(experts, num_experts, capacity)
+    if capacity is not None:
+        capacity = min(capacity, ROW_LIMIT)
     return Routing(*torch.ops.pymoe.build_routing(experts.contiguous(), num_experts, capacity))
 
 

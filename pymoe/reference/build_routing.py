@@ -47,6 +47,8 @@ def build_routing(experts: Tensor, num_experts: int, *, capacity: int | None = N
         IndexError: an expert index lies outside 0..E-1.
     """
     check(experts, num_experts, capacity)
+    if capacity is not None:
+        capacity = min(capacity, ROW_LIMIT)  # keeps as much, and fits an int64
     tokens, choices = experts.shape
     rows = tokens * choices
     expert_S = experts.reshape(-1).long()

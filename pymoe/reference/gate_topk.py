@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -37,7 +39,7 @@ def check(
         raise TypeError(f"{name}: renormalize must be a bool, got {type(renormalize).__name__}")
     if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name}: scale must be a float, got {type(scale).__name__}")
-    if not -float("inf") < scale < float("inf"):
+    if not -sys.float_info.max <= scale <= sys.float_info.max:  # an int may be too large for a float
         raise ValueError(f"{name}: scale must be finite, got {scale}")
     if bias is not None:
         checks.floating(name, "bias", bias)

@@ -28,6 +28,7 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
         yield Sample(name, (view, 16))
         yield Sample(f"{name}_capacity", (view, 16), {"capacity": 3})
     yield Sample("one_token_expanded", (expanded(experts, 12), 16))
+    yield Sample("capacity_past_64_bits", (experts, 16), {"capacity": 2**70})
     yield Sample("one_choice_expanded", (expanded(experts, 5, dim=1), 16), {"capacity": 9})
     yield Sample("no_choices", (experts[:, :0], 16))
     yield Sample("more_experts_than_slots", (experts, 70_000))

@@ -99,6 +99,7 @@ def error_inputs() -> Iterator[ErrorInput]:
         ("renormalize_int", (logits, 2), {"renormalize": 1}, TypeError, "renormalize must be a bool, got int"),
         ("scale_string", (logits, 2), {"scale": "1"}, TypeError, "scale must be a float, got str"),
         ("scale_infinite", (logits, 2), {"scale": float("inf")}, ValueError, "scale must be finite, got inf"),
+        ("scale_huge", (logits, 2), {"scale": 10**400}, ValueError, "scale must be finite, got 1000"),
         ("scale_nan", (logits, 2), {"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
         ("bias_list", (logits, 2), {"bias": [0.0] * 6}, TypeError, "bias must be a tensor, got list"),
         ("bias_int", (logits, 2), {"bias": bias.int()}, TypeError, "bias must have dtype float32"),
