@@ -72,6 +72,7 @@ def make_ffn(config: Config) -> nn.Module:
         config.num_experts,
         config.top_k,
         activation="swiglu",
+        renormalize=config.top_k > 1,  # a single weight of 1 would leave the router no gradient from the task
         num_shared_experts=config.shared_experts,
         aux_loss_coef=config.aux_loss_coef,
         bias_update_rate=config.bias_update_rate,

@@ -34,6 +34,9 @@ def count_on_backward(weights: Tensor, load: Tensor, total: Tensor) -> Tensor:
     what is counted here is the load of the tokens that were trained on, whoever re-runs the forward, and nothing has
     to detect a recomputation. In-place addition in a backward also compiles into one graph.
 
+    Each backward counts: a graph that is kept (``retain_graph=True``, ``create_graph=True``) and run twice counts its
+    tokens twice.
+
     Args:
         weights: (T, K), the weights of a gate.
         load: (E,) int32.

@@ -58,8 +58,9 @@ class MoE(nn.Module):
     then the output's, as for ``nn.Linear``.
 
     The layer works under ``torch.utils.checkpoint`` (the load for the expert bias is counted once, gradients are
-    equal bit for bit), ``torch.compile(fullgraph=True)``, ``copy.deepcopy``, ``DistributedDataParallel``, and built on
-    the meta device. Calls of one layer must not run in several threads at once.
+    equal bit for bit), ``torch.compile`` (``fullgraph=True`` with the native backend), ``copy.deepcopy``,
+    ``DistributedDataParallel``, and built on the meta device. Calls of one layer must not run in several threads at
+    once.
 
     Args:
         hidden_size: H.
@@ -68,7 +69,8 @@ class MoE(nn.Module):
         top_k: K, experts per token, in 1..E.
         activation: ``"swiglu"``, ``"gelu"`` (exact) or ``"relu"``.
         score: ``"softmax"`` or ``"sigmoid"`` of the logits.
-        renormalize: divide the weights of a token by their sum.
+        renormalize: divide the weights of a token by their sum. With ``top_k=1`` that makes every weight 1 and the
+            task's gradient of the router exactly 0: use ``renormalize=False`` there, as Switch Transformer does.
         bias_update_rate: step of the expert bias; 0 for none. DeepSeek-V3 trains with 0.001.
         num_groups: choose from the best ``topk_groups`` of this many groups of experts (DeepSeek-V3).
         topk_groups: see ``num_groups``; given together.
@@ -181,14 +183,15 @@ class MoE(nn.Module):
         """Send every token through its experts.
 
         Args:
-            x: (..., H), any number of dimensions from one on, the dtype of the parameters (any inside
-                ``torch.autocast``). No tokens at all are fine.
+            x: (..., H), any number of dimensions from one on, the dtype of the parameters (any but float64
+                inside ``torch.autocast``). No tokens at all are fine.
 
         Returns:
             The shape and dtype of ``x`` (the autocast dtype inside ``torch.autocast``).
 
         Raises:
-            TypeError: ``x`` is not a tensor of the dtype of the parameters.
+            TypeError: ``x`` is not a tensor of the dtype of the parameters, or float64 inside ``torch.autocast``
+                with other parameters, which autocast does not cast.
             ValueError: the last dimension of ``x`` is not H.
         """
         self._check_input(x)
@@ -228,7 +231,8 @@ class MoE(nn.Module):
     def _capacity(self, tokens: int) -> int | None:
         if self.capacity_factor is None:
             return None
-        return max(1, math.ceil(self.capacity_factor * (tokens * self.top_k) / self.num_experts))
+        factor = min(self.capacity_factor, self.num_experts)  # which lets one expert take every slot
+        return max(1, math.ceil(factor * (tokens * self.top_k) / self.num_experts))
 
     def _keep_stats(self, gate: Gate, routing: Routing, losses: RouterLosses) -> None:
         self.last.follow(gate.load.device)
@@ -248,3 +252,7 @@ class MoE(nn.Module):
         autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         if x.dtype != weight.dtype and not autocast:
             raise TypeError(f"MoE: x must have the dtype of the parameters ({weight.dtype}), got {x.dtype}")
+        if x.dtype == torch.float64 != weight.dtype:
+            raise TypeError(
+                f"MoE: x must not be float64 where the parameters are {weight.dtype}: autocast leaves float64 as it is"
+            )

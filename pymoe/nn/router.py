@@ -36,7 +36,8 @@ class Router(nn.Module):
         num_experts: E.
         top_k: K, in 1..E.
         score: ``"softmax"`` or ``"sigmoid"``.
-        renormalize: divide the weights of a token by their sum.
+        renormalize: divide the weights of a token by their sum. With ``top_k=1`` that makes every weight 1 and the
+            task's gradient of the router exactly 0: use ``renormalize=False`` there.
         bias_update_rate: how far one update moves an expert's bias; 0 for a router without ``expert_bias``.
         num_groups: experts form this many groups (DeepSeek-V3); divides E, given together with ``topk_groups``.
         topk_groups: experts are chosen from this many best groups.

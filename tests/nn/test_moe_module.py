@@ -278,3 +278,36 @@ BAD_INPUTS = [
 def test_a_bad_input_is_named(x, error, message, backend):
     with pytest.raises(error, match=f"MoE: {message}"):
         make_layer(dtype=torch.float32, backend=backend)(x)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_float64_inside_autocast_is_refused(backend):
+    """Autocast leaves float64 as it is, so that an expert would multiply two dtypes."""
+    layer = make_layer(dtype=torch.float32, backend=backend)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(torch.ones(3, 12, dtype=torch.bfloat16)).dtype == torch.bfloat16
+        with pytest.raises(TypeError, match=r"MoE: x must not be float64 where the parameters are torch\.float32"):
+            layer(torch.ones(3, 12, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("factor", [8, 1e30, 1e308])
+def test_a_huge_capacity_factor_drops_nothing(factor, backend):
+    layer = make_layer(capacity_factor=factor, backend=backend)
+    twin = make_layer(backend=backend)
+    x = make_input(9)
+    assert torch.equal(layer(x), twin(x))
+    assert layer.stats.dropped == 0
+
+
+@pytest.mark.parametrize("argument", ["scale", "capacity_factor", "aux_loss_coef", "bias_update_rate"])
+def test_an_int_too_large_for_a_float_is_refused(argument):
+    with pytest.raises(ValueError, match=f"{argument} must be finite"):
+        MoE(8, 6, 4, 2, **{argument: 10**400})
+
+
+def test_a_single_choice_teaches_the_router_only_without_renormalization():
+    for renormalize in (False, True):
+        layer = make_layer(top_k=1, renormalize=renormalize)
+        layer(make_input(9)).square().sum().backward()
+        assert bool(layer.router.weight.grad.any()) is not renormalize
