@@ -11,12 +11,13 @@ from pathlib import Path
 
 import plot_runs
 import pytest
+import torch
 from lm import extras
 from lm.checkpoint import FILE_NAME
 from lm.command import main
 from lm.config import Config
 from lm.data import load_text
-from lm.model import LanguageModel, parameter_counts
+from lm.model import LanguageModel, make_ffn, parameter_counts
 from safetensors.torch import load_file
 
 import pymoe
@@ -222,3 +223,10 @@ def test_the_manual_holds_no_paragraph_twice() -> None:
     training = bytes(text.train.tolist()).decode(errors="replace")
     assert text.train.numel() > 8 * text.validation.numel()
     assert not [paragraph for paragraph in paragraphs[1:] if len(paragraph) > 80 and f"\n{paragraph}\n" in training]
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_a_single_expert_a_byte_still_teaches_the_router(top_k: int) -> None:
+    layer = make_ffn(Config(width=16, ffn_size=8, num_experts=4, top_k=top_k, aux_loss_coef=0.0))
+    layer(torch.randn(9, 16)).square().sum().backward()
+    assert layer.router.weight.grad.any()
