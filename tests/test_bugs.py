@@ -50,3 +50,20 @@ def test_half_precision_subnormals_on_a_thread_that_flushes_them():
             assert y.item() == pytest.approx(size * tiny * 1024, rel=1e-3), size
     finally:
         torch.set_flush_denormal(False)
+
+
+def test_a_layer_does_not_ask_what_torch_2_11_cannot_trace(monkeypatch):
+    """``torch.compile(fullgraph=True)`` of the layer failed before torch 2.13, found by loading the library there.
+
+    Dynamo could not trace ``torch.amp.is_autocast_available``, which the layer asked at every call. It is asked once,
+    when pymoe is imported.
+    """
+
+    def refuse(device_type):
+        raise AssertionError(f"is_autocast_available({device_type!r}) in a forward")
+
+    moe = pymoe.nn.MoE(8, 8, 4, 2)
+    monkeypatch.setattr(torch.amp, "is_autocast_available", refuse)
+    moe(torch.randn(3, 8)).sum().backward()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert moe(torch.randn(3, 8)).dtype == torch.bfloat16

@@ -16,7 +16,7 @@ from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.nn.record import Record
 from pymoe.nn.router import Router
 from pymoe.reference import checks
-from pymoe.reference.autocast import cast_operands
+from pymoe.reference.autocast import autocast_enabled, cast_operands
 from pymoe.reference.types import Gate, RouterLosses, Routing
 
 
@@ -248,9 +248,7 @@ class MoE(nn.Module):
             raise ValueError(f"MoE: x must have shape (..., H) with H = {self.hidden_size}, got {tuple(x.shape)}")
         weight = self.experts.w_in
         checks.same_device("MoE", "x", x, "the parameters", weight)
-        device = x.device.type
-        autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        if x.dtype != weight.dtype and not autocast:
+        if x.dtype != weight.dtype and not autocast_enabled(x.device.type):
             raise TypeError(f"MoE: x must have the dtype of the parameters ({weight.dtype}), got {x.dtype}")
         if x.dtype == torch.float64 != weight.dtype:
             raise TypeError(

@@ -15,6 +15,7 @@ from pymoe.nn.backend import operators
 from pymoe.nn.load_count import count_on_backward
 from pymoe.nn.record import Record
 from pymoe.reference import checks
+from pymoe.reference.autocast import autocast_enabled
 from pymoe.reference.types import Gate
 
 
@@ -174,7 +175,7 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+    if autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
 

@@ -6,6 +6,17 @@ import torch
 from torch import Tensor
 
 
+# Asked once: torch.compile cannot trace the question before torch 2.13.
+_DEVICES = frozenset(
+    device for device in ("cpu", "cuda", "xpu", "hpu", "mps", "mtia", "maia") if torch.amp.is_autocast_available(device)
+)
+
+
+def autocast_enabled(device_type: str) -> bool:
+    """Is ``torch.autocast`` on for devices of this type? False for types that know no autocast, such as ``"meta"``."""
+    return device_type in _DEVICES and torch.is_autocast_enabled(device_type)
+
+
 def cast_operands(*operands: Tensor | None) -> tuple[Tensor | None, ...]:
     """The operands as ``F.linear`` would take them inside ``torch.autocast``.
 
@@ -13,7 +24,7 @@ def cast_operands(*operands: Tensor | None) -> tuple[Tensor | None, ...]:
     autocast dtype, differentiably. Otherwise, and for whatever is not a tensor, the operands come back as they are.
     """
     device = operands[0].device.type if isinstance(operands[0], Tensor) else "cpu"
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    if not autocast_enabled(device):
         return operands
     dtype = torch.get_autocast_dtype(device)
     return tuple(
