@@ -23,6 +23,10 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     for make in (routings.usual, routings.odd, routings.large):
         for choices in make(generator):
             yield sample(choices, dtype)
+            for capacity in (0, 1, 5):  # nothing kept, one row an expert, and a few
+                if choices.capacity is None:
+                    arguments = (choices.experts.to(dtype), choices.num_experts)
+                    yield Sample(f"{choices.name}_capacity{capacity}", arguments, {"capacity": capacity})
     experts = routings.distinct(30, 4, 16, generator).to(dtype)
     for name, view in layouts(experts):
         yield Sample(name, (view, 16))
