@@ -22,14 +22,6 @@ struct ChosenScratch {
   S* delta;   // (K,) their gradients
 };
 
-template <typename T>
-PYMOE_INLINE void store_row(T* target, const accumulate_t<T>* row, int64_t size) {
-  using S = accumulate_t<T>;
-  int64_t i = 0;
-  for (; i + kLanes<S> <= size; i += kLanes<S>) store(target + i, load(row + i));
-  for (; i < size; ++i) target[i] = round_to<T>(row[i]);
-}
-
 // In blocks, so that rounding stays small for large K.
 template <typename S>
 PYMOE_INLINE S sum_of(const S* values, int64_t count) {

@@ -114,9 +114,7 @@ void router_losses_backward_range(const RouterLossesBackwardArguments& a, const 
           store_count(grad + first, value, count);
         });
       }
-      int64_t i = 0;
-      for (; i + kLanes<S> <= a.num_experts; i += kLanes<S>) store(out + i, load(grad + i));
-      for (; i < a.num_experts; ++i) out[i] = round_to<T>(grad[i]);
+      store_row(out, grad, a.num_experts);
     }
   });
 }

@@ -54,6 +54,15 @@ PYMOE_INLINE const accumulate_t<T>* widened_row(const T* row, int64_t size, accu
   }
 }
 
+// A row of the accumulated dtype, rounded to T: the way back from widened_row.
+template <typename T>
+PYMOE_INLINE void store_row(T* target, const accumulate_t<T>* row, int64_t size) {
+  using S = accumulate_t<T>;
+  int64_t i = 0;
+  for (; i + kLanes<S> <= size; i += kLanes<S>) store(target + i, load(row + i));
+  for (; i < size; ++i) target[i] = round_to<T>(row[i]);
+}
+
 // A sum in kSumLanes lanes: add the vectors of a row in order, each to its part, with zeros past its end.
 template <typename S>
 class LaneSum {
