@@ -33,8 +33,12 @@ struct ExpSteps<float> {
   static constexpr int kBias = 127, kMantissa = 23;
   // Cephes' expf.
   static constexpr int kTerms = 6;
-  static constexpr float kPolynomial[kTerms] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
-                                                4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+  // A function: device code cannot address a static array of the host.
+  PYMOE_HOST_DEVICE static constexpr float polynomial(int i) {
+    constexpr float kCoefficients[kTerms] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
+                                             4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+    return kCoefficients[i];
+  }
 };
 
 template <>
@@ -47,9 +51,12 @@ struct ExpSteps<double> {
   static constexpr int kBias = 1023, kMantissa = 52;
   // Taylor: 1/13!, ..., 1/3!, 1/2!.
   static constexpr int kTerms = 12;
-  static constexpr double kPolynomial[kTerms] = {
-      1.0 / 6227020800.0, 1.0 / 479001600.0, 1.0 / 39916800.0, 1.0 / 3628800.0, 1.0 / 362880.0, 1.0 / 40320.0,
-      1.0 / 5040.0,       1.0 / 720.0,       1.0 / 120.0,      1.0 / 24.0,      1.0 / 6.0,      1.0 / 2.0};
+  PYMOE_HOST_DEVICE static constexpr double polynomial(int i) {
+    constexpr double kCoefficients[kTerms] = {
+        1.0 / 6227020800.0, 1.0 / 479001600.0, 1.0 / 39916800.0, 1.0 / 3628800.0, 1.0 / 362880.0, 1.0 / 40320.0,
+        1.0 / 5040.0,       1.0 / 720.0,       1.0 / 120.0,      1.0 / 24.0,      1.0 / 6.0,      1.0 / 2.0};
+    return kCoefficients[i];
+  }
 };
 
 // e^x within 2 ulp. NaN stays NaN; overflow gives infinity, underflow gradual subnormals and zero.
@@ -61,8 +68,8 @@ PYMOE_HOST_DEVICE PYMOE_INLINE S exp_in_fixed_steps(S x) {
   clamped = clamped > Steps::kHigh ? Steps::kHigh : clamped;
   const S n = (clamped * Steps::kLog2E + Steps::kMagic) - Steps::kMagic;
   const S r = (clamped - n * Steps::kLn2High) - n * Steps::kLn2Low;
-  S p = Steps::kPolynomial[0];
-  for (int i = 1; i < Steps::kTerms; ++i) p = p * r + Steps::kPolynomial[i];
+  S p = Steps::polynomial(0);
+  for (int i = 1; i < Steps::kTerms; ++i) p = p * r + Steps::polynomial(i);
   p = (p * (r * r) + r) + S{1};
   // 2^n in two factors: n reaches below the least normal exponent and above the greatest.
   const Integer exponent = x == x ? static_cast<Integer>(n) : Integer{0};

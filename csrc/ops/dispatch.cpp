@@ -4,7 +4,7 @@
 #include "kernels/dispatch.h"
 #include "ops/allocate.h"
 #include "ops/check.h"
-#include "ops/stream.h"
+#include "ops/twins.h"
 
 namespace pymoe::ops {
 namespace {
@@ -40,13 +40,13 @@ Tensor fresh_output(const Tensor& x, const Tensor& slot) {
   return empty({slot.numel(), x.size(1)}, x.scalar_type(), x);
 }
 
-void dispatch_out_cpu(const Tensor& x, const Tensor& slot, const Tensor& offsets, Tensor out) {
-  cpu::dispatch(checked(x, slot, offsets, out));
+void dispatch_out(const Tensor& x, const Tensor& slot, const Tensor& offsets, Tensor out) {
+  run(PYMOE_TWINS(dispatch), checked(x, slot, offsets, out), x);
 }
 
-Tensor dispatch_cpu(const Tensor& x, const Tensor& slot, const Tensor& offsets) {
+Tensor dispatch(const Tensor& x, const Tensor& slot, const Tensor& offsets) {
   Tensor out = fresh_output(x, slot);
-  dispatch_out_cpu(x, slot, offsets, out);
+  dispatch_out(x, slot, offsets, out);
   return out;
 }
 
@@ -55,31 +55,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pymoe, library) {
   library.def("dispatch_out(Tensor x, Tensor slot, Tensor offsets, Tensor(a!) out) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(pymoe, CPU, library) {
-  library.impl("dispatch", TORCH_BOX(&dispatch_cpu));
-  library.impl("dispatch_out", TORCH_BOX(&dispatch_out_cpu));
+template <typename Library>
+void implement(Library& library) {
+  library.impl("dispatch", TORCH_BOX(&dispatch));
+  library.impl("dispatch_out", TORCH_BOX(&dispatch_out));
 }
-
-#if PYMOE_WITH_CUDA
-
-void dispatch_out_cuda(const Tensor& x, const Tensor& slot, const Tensor& offsets, Tensor out) {
-  const DispatchArguments arguments = checked(x, slot, offsets, out);
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  cuda::dispatch(arguments, current_stream(x));
-}
-
-Tensor dispatch_cuda(const Tensor& x, const Tensor& slot, const Tensor& offsets) {
-  Tensor out = fresh_output(x, slot);
-  dispatch_out_cuda(x, slot, offsets, out);
-  return out;
-}
-
-STABLE_TORCH_LIBRARY_IMPL(pymoe, CUDA, library) {
-  library.impl("dispatch", TORCH_BOX(&dispatch_cuda));
-  library.impl("dispatch_out", TORCH_BOX(&dispatch_out_cuda));
-}
-
-#endif
+PYMOE_IMPLEMENT_ON_EVERY_DEVICE(implement)
 
 }  // namespace
 }  // namespace pymoe::ops

@@ -189,8 +189,8 @@ PYMOE_INLINE Vector exp_vector(Vector x) {
   clamped = clamped > Steps::kHigh ? broadcast(Steps::kHigh) : clamped;
   const Vector n = (clamped * Steps::kLog2E + Steps::kMagic) - Steps::kMagic;
   const Vector r = (clamped - n * Steps::kLn2High) - n * Steps::kLn2Low;
-  Vector p = broadcast(Steps::kPolynomial[0]);
-  for (int i = 1; i < Steps::kTerms; ++i) p = p * r + Steps::kPolynomial[i];
+  Vector p = broadcast(Steps::polynomial(0));
+  for (int i = 1; i < Steps::kTerms; ++i) p = p * r + Steps::polynomial(i);
   p = (p * (r * r) + r) + S{1};
   // n is an integer below 2^22: the magic number's bits turn it into one, and a NaN into something finite.
   const Vector integral = x == x ? n : Vector{};

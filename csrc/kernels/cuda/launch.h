@@ -1,0 +1,56 @@
+// Starts a kernel on a stream: the one place where pymoe launches.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "kernels/cuda/platform.h"
+
+namespace pymoe::cuda {
+
+struct LaunchShape {
+  int64_t blocks;            // in one dimension, at most kMostBlocks; with none there is nothing to launch
+  int threads;               // a block, at most 1024
+  int64_t shared_bytes = 0;  // dynamic shared memory a block, at most kMostSharedBytes
+};
+
+inline constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
+// What a block may have on every GPU from compute capability 8.0 on (8.6 and 8.9 have the least).
+inline constexpr int64_t kMostSharedBytes = 99 << 10;
+
+inline constexpr int kWarp = 32;
+inline constexpr unsigned kFullWarp = 0xffffffffu;
+
+PYMOE_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Enqueues kernel(arguments...) on `stream` (a cudaStream_t) and returns at once. Throws std::runtime_error, which names
+// the operator, where the launch is refused.
+template <typename... Parameters, typename... Arguments>
+void launch(const char* operator_name, void (*kernel)(Parameters...), const LaunchShape& shape, void* stream,
+            const Arguments&... arguments) {
+  if (shape.blocks == 0) return;
+  if (shape.blocks < 0 || shape.blocks > kMostBlocks) {
+    throw std::runtime_error(std::string(operator_name) + ": too large for one launch");
+  }
+#if defined(__CUDACC__)
+  cudaError_t error = cudaSuccess;
+  if (shape.shared_bytes > 48 << 10) {  // more than this a kernel must ask for
+    error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 static_cast<int>(shape.shared_bytes));
+  }
+  if (error == cudaSuccess) {
+    kernel<<<static_cast<unsigned>(shape.blocks), static_cast<unsigned>(shape.threads),
+             static_cast<size_t>(shape.shared_bytes), static_cast<cudaStream_t>(stream)>>>(
+        static_cast<Parameters>(arguments)...);
+    error = cudaGetLastError();
+  }
+  if (error != cudaSuccess) throw std::runtime_error(std::string(operator_name) + ": " + cudaGetErrorString(error));
+#else
+  static_cast<void>(stream);
+  emulator::launch(operator_name, shape.blocks, shape.threads, shape.shared_bytes,
+                   [&] { kernel(static_cast<Parameters>(arguments)...); });
+#endif
+}
+
+}  // namespace pymoe::cuda

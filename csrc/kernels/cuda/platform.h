@@ -1,0 +1,29 @@
+// All that a kernel file knows of CUDA. nvcc takes it from the toolkit; every other compiler takes it from the emulator
+// of the tests (tests/cuda_on_cpu), so that the kernels that ship are also run, and searched for races and overruns, on
+// machines without a GPU. A kernel file therefore includes this instead of <cuda_runtime.h>, declares shared memory
+// with the macros below, is started by kernels/cuda/launch.h, and uses only intrinsics that the emulator has
+// (tests/cuda_on_cpu/device.h lists them). It has no host synchronisation, no float atomics and no static state.
+#pragma once
+
+#include "core/macros.h"
+
+#if defined(__CUDACC__)
+
+#include <cuda_runtime.h>
+
+// An array in the shared memory of a block: PYMOE_SHARED(float, tile, 256);
+#define PYMOE_SHARED(Type, name, count) __shared__ Type name[count]
+
+// The shared memory whose size the launch gives, aligned to 16 bytes; at most one in a kernel.
+#define PYMOE_DYNAMIC_SHARED(Type, name)                                \
+  extern __shared__ __align__(16) unsigned char pymoe_dynamic_shared[]; \
+  Type* const name = reinterpret_cast<Type*>(pymoe_dynamic_shared)
+
+// Functions of a kernel: inlined whatever the optimiser's size estimate says.
+#define PYMOE_DEVICE __device__ __forceinline__
+
+#else
+
+#include "cuda_on_cpu/device.h"
+
+#endif
