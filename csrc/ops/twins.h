@@ -18,8 +18,11 @@ struct Twins {
 #define PYMOE_TWINS(kernel) \
   ::pymoe::ops::Twins { &::pymoe::cpu::kernel, &::pymoe::cuda::kernel }
 #else
-#define PYMOE_TWINS(kernel) \
-  ::pymoe::ops::Twins { &::pymoe::cpu::kernel, nullptr }
+template <typename Arguments>
+Twins<Arguments> cpu_alone(void (*cpu)(const Arguments&)) {
+  return {cpu, nullptr};
+}
+#define PYMOE_TWINS(kernel) ::pymoe::ops::cpu_alone(&::pymoe::cpu::kernel)
 #endif
 
 // Does the CUDA twin serve this tensor? In the library that the tests build with the emulator it serves CPU tensors.
