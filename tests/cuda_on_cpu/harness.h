@@ -1,0 +1,188 @@
+// What the tests of emulated kernels share: random cases, exactly sized buffers, bits that are compared.
+//
+//     TEST_CASE("combine: emulated kernel = CPU twin") {
+//       for_cases("combine", 120, [](Random& random) { ... one random case, one or more launches ... });
+//     }
+//
+// Under ThreadSanitizer, where a thread is thousands of times as dear, fewer cases run (cases()) and sizes are cut
+// (size()), but every kernel is launched at least twelve times: main.cpp counts.
+#pragma once
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <new>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "core/dtype.h"
+#include "cuda_on_cpu/emulator.h"
+
+namespace pymoe::test {
+
+#if defined(__SANITIZE_THREAD__)
+inline constexpr bool kSlow = true;
+#else
+inline constexpr bool kSlow = false;
+#endif
+
+// PYMOE_EMULATED_SEED=n repeats a failing run; PYMOE_EMULATED_SCALE=10 runs ten times as many cases.
+inline uint64_t base_seed() {
+  const char* text = std::getenv("PYMOE_EMULATED_SEED");
+  return text == nullptr ? 1 : std::strtoull(text, nullptr, 10);
+}
+inline int cases(int usual) {
+  const char* text = std::getenv("PYMOE_EMULATED_SCALE");
+  const double scale = text == nullptr ? 1.0 : std::strtod(text, nullptr);
+  const int count = static_cast<int>(usual * scale);
+  return kSlow ? std::min(count, 14) : count;
+}
+// A size of the usual kind, cut under ThreadSanitizer.
+inline int64_t size(int64_t usual, int64_t slow) { return kSlow ? std::min(usual, slow) : usual; }
+
+class Random {
+ public:
+  explicit Random(uint64_t seed) : engine_(seed) {}
+  int64_t between(int64_t low, int64_t high) {  // both ends included
+    return low + static_cast<int64_t>(engine_() % static_cast<uint64_t>(high - low + 1));
+  }
+  bool chance(double probability) { return std::uniform_real_distribution<>()(engine_) < probability; }
+  double number() { return std::normal_distribution<>()(engine_); }
+  template <typename T>
+  T one_of(std::initializer_list<T> choices) {
+    return choices.begin()[between(0, static_cast<int64_t>(choices.size()) - 1)];
+  }
+  std::mt19937_64& engine() { return engine_; }
+
+ private:
+  std::mt19937_64 engine_;
+};
+
+template <typename F>
+void for_cases(const char* name, int usual, F&& one_case) {
+  for (int i = 0; i < cases(usual); ++i) {
+    const uint64_t seed = base_seed() * 1000003 + static_cast<uint64_t>(i) * 7919 + std::hash<std::string>()(name) % 997;
+    INFO(name, ", case ", i, " (PYMOE_EMULATED_SEED=", base_seed(), ")");
+    emulator::set_seed(seed);
+    Random random(seed);
+    one_case(random);
+  }
+}
+
+// `count` elements in a heap block that ends where they end, so that a sanitizer sees the first byte past them; it
+// starts `shift` elements off 16-byte alignment. Without a sanitizer, bands before and after are watched: check
+// intact(). Filled with an arbitrary pattern.
+template <typename T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t count, int64_t shift = 0)
+      : count_(count),
+        lead_(kLead + shift * static_cast<int64_t>(sizeof(T))),
+        bytes_(lead_ + count * static_cast<int64_t>(sizeof(T)) + kTrail),
+        storage_(static_cast<unsigned char*>(std::aligned_alloc(16, static_cast<size_t>((bytes_ + 15) / 16 * 16)))) {
+    // aligned_alloc wants a multiple of 16: where a sanitizer watches, the exact size is had from malloc instead.
+    if (kTrail == 0) storage_.reset(static_cast<unsigned char*>(std::malloc(static_cast<size_t>(bytes_))));
+    memset(storage_.get(), kPattern, static_cast<size_t>(bytes_));
+  }
+
+  T* data() { return reinterpret_cast<T*>(storage_.get() + lead_); }
+  const T* data() const { return reinterpret_cast<const T*>(storage_.get() + lead_); }
+  int64_t size() const { return count_; }
+  T& operator[](int64_t i) { return data()[i]; }
+  const T& operator[](int64_t i) const { return data()[i]; }
+  T* begin() { return data(); }
+  T* end() { return data() + count_; }
+
+  bool intact() const {
+    const auto* bytes = storage_.get();
+    for (int64_t i = 0; i < lead_; ++i) {
+      if (bytes[i] != kPattern) return false;
+    }
+    for (int64_t i = bytes_ - kTrail; i < bytes_; ++i) {
+      if (bytes[i] != kPattern) return false;
+    }
+    return true;
+  }
+  // Same bits: NaN equals the same NaN, -0 differs from +0.
+  bool same(const Buffer& other) const {
+    return count_ == other.count_ && memcmp(data(), other.data(), static_cast<size_t>(count_) * sizeof(T)) == 0;
+  }
+
+ private:
+  static constexpr unsigned char kPattern = 0xa5;
+#if defined(__SANITIZE_ADDRESS__)
+  static constexpr int64_t kLead = 0, kTrail = 0;
+#else
+  static constexpr int64_t kLead = 256, kTrail = 256;
+#endif
+  struct Free {
+    void operator()(unsigned char* p) const { std::free(p); }
+  };
+
+  int64_t count_, lead_, bytes_;
+  std::unique_ptr<unsigned char, Free> storage_;
+};
+
+template <typename T>
+constexpr DType dtype_of() {
+  if constexpr (std::is_same_v<T, double>) return DType::kFloat64;
+  if constexpr (std::is_same_v<T, BFloat16>) return DType::kBFloat16;
+  if constexpr (std::is_same_v<T, Float16>) return DType::kFloat16;
+  return DType::kFloat32;
+}
+
+// Calls f(TypeTag<T>{}) for a dtype at random.
+template <typename F>
+void with_random_dtype(Random& random, F&& f) {
+  visit_dtype(random.one_of({DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64}), f);
+}
+
+// Normal numbers, now and then a special one.
+template <typename T>
+void fill(Buffer<T>& buffer, Random& random, double special = 0.0) {
+  using S = accumulate_t<T>;
+  for (T& value : buffer) {
+    S number = static_cast<S>(random.number());
+    if (special > 0 && random.chance(special)) {
+      number = random.one_of<S>({std::numeric_limits<S>::quiet_NaN(), std::numeric_limits<S>::infinity(),
+                                 -std::numeric_limits<S>::infinity(), S{0}, -S{0}, S{1}, S{1}});
+    }
+    value = round_to<T>(number);
+  }
+}
+
+// The greatest of |a - b| / (absolute + relative * |b|) over the elements; a NaN must meet a NaN, an infinity itself.
+template <typename T>
+double worst_error(const Buffer<T>& a, const Buffer<T>& b, double relative, double absolute) {
+  double worst = 0;
+  for (int64_t i = 0; i < a.size(); ++i) {
+    const double x = static_cast<double>(to_accumulate(a[i])), y = static_cast<double>(to_accumulate(b[i]));
+    if (x == y || (x != x && y != y)) continue;
+    const double error = std::abs(x - y) / (absolute + relative * std::abs(y));
+    worst = error == error ? std::max(worst, error) : std::numeric_limits<double>::infinity();
+  }
+  return worst;
+}
+
+// A stretch of address space that costs memory only where it is touched: for offsets past 2^31.
+class SparseMemory {
+ public:
+  explicit SparseMemory(int64_t bytes);
+  ~SparseMemory();
+  SparseMemory(const SparseMemory&) = delete;
+  SparseMemory& operator=(const SparseMemory&) = delete;
+  void* data() const { return data_; }
+
+ private:
+  int64_t bytes_;
+  void* data_;
+};
+
+}  // namespace pymoe::test
