@@ -165,7 +165,7 @@ void begin_block(unsigned index) {
 }
 
 void end_block(Block* block) {
-  for (int i = 0; i < block->shared_count; ++i) std::free(block->shared[i].memory);
+  for (int i = 0; i < block->shared_count; ++i) free_shared_block(block->shared[i].memory);
   const auto place = std::find_if(grid->live.begin(), grid->live.end(), [&](auto& one) { return one.get() == block; });
   std::swap(*place, grid->live.back());
   grid->live.pop_back();
@@ -188,6 +188,7 @@ void end_thread(Thread* thread) {
 
 // The last of a meeting's lanes to go clears it away.
 void leave_meeting(Meeting* meeting) {
+  const Unwatched unwatched;
   if (++meeting->left == static_cast<unsigned>(__builtin_popcount(meeting->mask))) delete meeting;
 }
 
@@ -277,6 +278,7 @@ void warp_exchange(const char* name, unsigned mask, const void* mine, void* all,
     place = i;
   }
   if (meeting == nullptr) {
+    const Unwatched unwatched;
     meeting = new Meeting{.name = name, .mask = mask, .size = size, .site = site, .brought = {}};
     place = open.count++;
     open.meetings[place] = meeting;

@@ -22,6 +22,10 @@ void __tsan_switch_to_fiber(void* fiber, unsigned flags);
 void* __tsan_get_current_fiber();
 void __tsan_acquire(void* address);
 void __tsan_release(void* address);
+void AnnotateIgnoreReadsBegin(const char* file, int line);
+void AnnotateIgnoreReadsEnd(const char* file, int line);
+void AnnotateIgnoreWritesBegin(const char* file, int line);
+void AnnotateIgnoreWritesEnd(const char* file, int line);
 }
 #endif
 
@@ -222,10 +226,30 @@ void happens_after(void* token) {
 #endif
 }
 
+Unwatched::Unwatched() {
+#if PYMOE_EMULATOR_THREAD
+  AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
+  AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
+#endif
+}
+
+Unwatched::~Unwatched() {
+#if PYMOE_EMULATOR_THREAD
+  AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
+  AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+#endif
+}
+
 void* shared_block(size_t bytes) {
+  const Unwatched unwatched;
   auto* memory = static_cast<volatile unsigned char*>(std::malloc(bytes));
   for (size_t i = 0; i < bytes; ++i) memory[i] = 0xa5;
   return const_cast<unsigned char*>(memory);
+}
+
+void free_shared_block(void* memory) {
+  const Unwatched unwatched;
+  std::free(memory);
 }
 
 void copy_bytes(void* to, const void* from, size_t bytes) {
