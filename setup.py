@@ -131,7 +131,14 @@ def operator_extension(cuda_home):
         extra_compile_args={
             "cxx": [*CXX_FLAGS, *defines],
             # --fmad=false: host and device share the arithmetic that decides results.
-            "nvcc": ["-O3", "-std=c++20", "--fmad=false", "--expt-relaxed-constexpr", "-lineinfo", "-Xcompiler=-fvisibility=hidden"],
+            "nvcc": [
+                "-O3",
+                "-std=c++20",
+                "--fmad=false",
+                "--expt-relaxed-constexpr",
+                "-lineinfo",
+                "-Xcompiler=-fvisibility=hidden",
+            ],
         },
         extra_link_args=LINK_FLAGS,
         **options,

@@ -66,6 +66,11 @@ def all_steps() -> list[Step]:
             str(min(os.cpu_count() or 1, 8)),
             "--dist=worksteal",
         ),
+        Step(
+            "cuda-compile",
+            "CUDA kernels for sm_80, sm_90 and PTX: no warning, no spill (table in build/cuda/registers.md)",
+            [[PYTHON, "tests/cuda_on_cpu/compile_gate.py"]],
+        ),
         cpp_step("plain", "C++ tests", ""),
         cpp_step("thread", "C++ tests under ThreadSanitizer, planted races included", "thread"),
         cpp_step("address", "C++ tests under AddressSanitizer and UBSan, planted errors included", "address"),
@@ -75,7 +80,7 @@ def all_steps() -> list[Step]:
 
 # The line of a log that says how it went.
 OUTCOME = re.compile(
-    r"(\d+ passed|\d+ failed|tests passed|All checks passed|already formatted|Success:|^Found \d+|error)"
+    r"(\d+ passed|\d+ failed|tests passed|[Cc]hecks passed|already formatted|Success:|^Found \d+|error)"
 )
 
 

@@ -42,7 +42,7 @@ inline int cases(int usual) {
   const char* text = std::getenv("PYMOE_EMULATED_SCALE");
   const double scale = text == nullptr ? 1.0 : std::strtod(text, nullptr);
   const int count = static_cast<int>(usual * scale);
-  return kSlow ? std::min(count, 14) : count;
+  return kSlow ? std::min(count, 18) : count;
 }
 // A size of the usual kind, cut under ThreadSanitizer.
 inline int64_t size(int64_t usual, int64_t slow) { return kSlow ? std::min(usual, slow) : usual; }

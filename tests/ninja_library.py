@@ -1,0 +1,77 @@
+"""Builds an operator library for tests: pymoe's sources with other flags, in the place of ``pymoe._ops``."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.utils import cpp_extension
+
+ROOT = Path(__file__).parents[1]
+# The flags of setup.py that decide results.
+FLAGS = "-std=c++20 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -w -DTORCH_TARGET_VERSION=0x020b000000000000"
+
+
+def compiler() -> str:
+    return os.environ.get("CXX", "g++")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file and the flags that it alone is compiled with."""
+
+    file: Path
+    flags: str = ""
+
+
+def operator_sources() -> list[Source]:
+    """The CPU kernels and the operators."""
+    patterns = ("csrc/kernels/*.cpp", "csrc/kernels/cpu/*.cpp", "csrc/ops/*.cpp")
+    return [Source(file) for pattern in patterns for file in sorted(ROOT.glob(pattern))]
+
+
+def build_library(folder: Path, flags: str, sources: Sequence[Source], link_flags: str = "") -> Path:
+    """Compile and link what changed into ``folder/_ops.so``; raises RuntimeError with the compiler's output."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:  # several test processes may ask at once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        write_recipe(folder, f"{FLAGS} {flags}", sources, link_flags)
+        ninja = Path(sys.executable).parent / "ninja"
+        command = [str(ninja) if ninja.exists() else "ninja", "-C", str(folder), f"-j{os.environ.get('MAX_JOBS', 2)}"]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise RuntimeError(f"the build in {folder} failed:\n{result.stdout[-6000:]}{result.stderr[-2000:]}")
+    return folder / "_ops.so"
+
+
+def write_recipe(folder: Path, flags: str, sources: Sequence[Source], link_flags: str) -> None:
+    """Write build.ninja, unless it is there with the same text: a new one makes ninja build anew."""
+    includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
+    libraries = cpp_extension.library_paths()
+    objects = {source: f"{source.file.parent.name}_{source.file.stem}.o" for source in sources}
+    lines = [
+        f"# torch {torch.__version__}",
+        f"flags = {flags} " + " ".join(f"-isystem {path}" for path in includes) + f" -I{ROOT / 'csrc'}",
+        "rule compile",
+        f"  command = {compiler()} -MMD -MF $out.d $flags $own -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "rule link",
+        f"  command = {compiler()} -shared {link_flags} $in -o $out "
+        + " ".join(f"-L{path} -Wl,-rpath,{path}" for path in libraries)
+        + " -lc10 -ltorch -ltorch_cpu",
+    ]
+    for source, target in objects.items():
+        lines += [f"build {target}: compile {source.file}", f"  own = {source.flags}"]
+    lines += ["build _ops.so: link " + " ".join(objects.values()), ""]
+    recipe = folder / "build.ninja"
+    text = "\n".join(lines)
+    if not recipe.exists() or recipe.read_text() != text:
+        recipe.write_text(text)
