@@ -16,7 +16,12 @@ from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parents[1]
 # The flags of setup.py that decide results.
-FLAGS = "-std=c++20 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -w -DTORCH_TARGET_VERSION=0x020b000000000000"
+FLAGS = " ".join(
+    [
+        "-std=c++20 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -w",
+        "-DTORCH_TARGET_VERSION=0x020b000000000000",
+    ]
+)
 
 
 def compiler() -> str:

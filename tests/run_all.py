@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -30,6 +30,7 @@ class Step:
     name: str
     about: str
     commands: list[list[str]]
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 def pytest_step(name: str, about: str, *arguments: str) -> Step:
@@ -52,6 +53,14 @@ def cpp_step(variant: str, about: str, sanitizer: str) -> Step:
     )
 
 
+XDIST = ["-n", str(min(os.cpu_count() or 1, 8)), "--dist=worksteal"]
+# What runs on the emulated kernels: check_emulated.py is collected here alone.
+EMULATED = [
+    "tests/cuda_on_cpu/check_emulated.py",
+    "tests/ops/test_native_equals_reference.py",
+]
+
+
 def all_steps() -> list[Step]:
     return [
         Step("lint", "ruff: rules", [[PYTHON, "-m", "ruff", "check", "."]]),
@@ -62,9 +71,7 @@ def all_steps() -> list[Step]:
             "operators, layers, runtime, benchmark, examples, architecture, type stub",
             "-m",
             "not build",
-            "-n",
-            str(min(os.cpu_count() or 1, 8)),
-            "--dist=worksteal",
+            *XDIST,
         ),
         Step(
             "cuda-compile",
@@ -74,6 +81,17 @@ def all_steps() -> list[Step]:
         cpp_step("plain", "C++ tests", ""),
         cpp_step("thread", "C++ tests under ThreadSanitizer, planted races included", "thread"),
         cpp_step("address", "C++ tests under AddressSanitizer and UBSan, planted errors included", "address"),
+        Step(
+            "cuda-mutants",
+            "faults planted in the CUDA kernels, one by one: the emulated tests must notice",
+            [[PYTHON, "tests/cuda_on_cpu/run_mutants.py"]],
+        ),
+        Step(
+            "cuda-on-cpu",
+            "operators and layers on the CUDA kernels, run by the emulator",
+            [[PYTHON, "-m", "pytest", "-p", "emulated_ops", *XDIST, *EMULATED]],
+            {"PYTHONPATH": str(ROOT / "tests" / "cuda_on_cpu")},
+        ),
         pytest_step("packaging", "sdist, installation into new environments, the built files", "-m", "build"),
     ]
 
@@ -84,9 +102,9 @@ OUTCOME = re.compile(
 )
 
 
-def start_process(command: list[str]) -> subprocess.Popen[str]:
+def start_process(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command, cwd=ROOT, text=True, errors="replace", stdin=subprocess.DEVNULL, env=ENVIRONMENT,
+        command, cwd=ROOT, text=True, errors="replace", stdin=subprocess.DEVNULL, env={**ENVIRONMENT, **environment},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
@@ -100,7 +118,7 @@ def run(step: Step) -> tuple[bool, str, float]:
         for command in step.commands:
             print("$ " + " ".join(command), flush=True)
             try:
-                process = start_process(command)
+                process = start_process(command, step.environment)
             except OSError as error:  # a tool that is not there must not keep the other steps from running
                 outcome, passed = f"{command[0]}: {error.strerror}", False
                 print(outcome, flush=True)

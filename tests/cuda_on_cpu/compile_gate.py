@@ -23,7 +23,8 @@ FOLDER = ROOT / "build" / "cuda"
 # As setup.py compiles them, and stricter.
 FLAGS = [
     "-O3", "-std=c++20", "--fmad=false", "--expt-relaxed-constexpr", "-lineinfo", "-Werror=all-warnings", "-Xptxas=-v",
-    "-Xcompiler=-Wall,-Wextra", "-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]",
+    "-Xcompiler=-Wall,-Wextra",
+    "-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]",
 ]  # fmt: skip
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for 'sm_(\d+)'")
 FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
