@@ -4,8 +4,9 @@
 //     slot[t, k]  = offsets[e] + place,  place = choices of e = experts[t, k] before (t, k);  -1 if place >= capacity
 //     token[slot[t, k]] = t;  token[s] = -1 for s >= offsets[E]
 //
-// The CPU twin throws std::out_of_range for an expert outside [0, E) and leaves the outputs unspecified. No result
-// depends on the number of threads. T * K < 2^31.
+// For an expert outside [0, E) the CPU twin throws std::out_of_range and leaves the outputs unspecified. The CUDA twin
+// never throws for a value: such a choice gets slot -1 and counts for no expert, and all else is as if it were not
+// there. Neither touches memory outside its buffers. No result depends on the number of threads. T * K < 2^31.
 #pragma once
 
 #include <cstdint>
@@ -28,6 +29,13 @@ struct BuildRoutingArguments {
 namespace cpu {
 int64_t build_routing_workspace(int64_t rows, int64_t num_experts);
 void build_routing(const BuildRoutingArguments& arguments);
+}
+
+namespace cuda {
+int64_t build_routing_workspace(int64_t rows, int64_t num_experts);
+// Enqueues on `stream` (a cudaStream_t), one launch or two, and returns at once; throws std::runtime_error if a launch
+// is refused. S of `token` counts every choice, so with hostile experts rows from offsets[E] on hold -1 as ever.
+void build_routing(const BuildRoutingArguments& arguments, void* stream);
 }
 
 }  // namespace pymoe

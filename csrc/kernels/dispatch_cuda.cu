@@ -1,6 +1,18 @@
-// Source-major gather on the GPU. A group of threads owns a token: every thread holds one vector of the token's row
-// at a time and writes it to the K rows that the token's choices own, so a row is read once whatever K is. Vectors
-// are as wide as alignment allows, 16 bytes in all usual shapes. Blocks past the tokens clear the unused rows.
+// Source-major gather on the GPU. A group of threads owns a stretch of one token's row, kUnroll words a thread: it
+// reads its words once, all of them in flight together, and writes them to the K rows that the token's choices own.
+// Words are as wide as alignment allows, 16 bytes in all usual shapes, and neighbouring threads hold neighbouring
+// words, so every store of a warp is 512 contiguous bytes. A block has as many groups as 256 threads hold; the group is
+// cut to the row, so that H 7168 in bf16, 896 words, is one group of 224 threads with 4 words each.
+//
+// With K = 8 the bytes written outweigh those read 8 to 1: what counts is that stores are wide and never wait. A token's
+// slots are therefore read once a thread, 8 at a time, together with the row. Where input and output together are
+// larger than a GPU's L2 the stores are streaming: nothing of them would be found there later.
+//
+// The same threads then clear the rows from *used on, a share each: nothing where no choice was dropped, and the
+// bandwidth of the whole GPU where many were. A choice whose slot is not in [0, *used) is skipped, so no two blocks
+// write to one place unless two choices name one slot.
+#include <algorithm>
+
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/pack.h"
 #include "kernels/dispatch.h"
@@ -9,56 +21,99 @@ namespace pymoe::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kClearBlocks = 32;
+constexpr int kUnroll = 4;  // words of a row in a thread's hands
+constexpr int kSlots = 8;   // slots in a thread's hands
+constexpr int64_t kLargerThanL2 = int64_t{64} << 20;
 
-template <typename Word>
-__global__ void __launch_bounds__(kThreads)
-    dispatch_kernel(const Word* PYMOE_RESTRICT x, const int32_t* PYMOE_RESTRICT slot, const int32_t* PYMOE_RESTRICT used,
-                    Word* PYMOE_RESTRICT out, int64_t tokens, int64_t choices, int64_t row_words, int group,
-                    int64_t token_blocks) {
-  const int64_t rows = tokens * choices;
-  if (blockIdx.x < token_blocks) {
-    const int64_t token = static_cast<int64_t>(blockIdx.x) * (kThreads / group) + threadIdx.x / group;
-    if (token >= tokens) return;
-    const Word* row = x + token * row_words;
-    for (int64_t column = threadIdx.x % group; column < row_words; column += group) {
-      const Word value = row[column];
-      for (int64_t choice = 0; choice < choices; ++choice) {
-        const int64_t target = slot[token * choices + choice];
-        if (target >= 0 && target < rows) out[target * row_words + column] = value;
-      }
-    }
-    return;
-  }
-  const int64_t in_use = *used < 0 ? 0 : *used;
-  const int64_t words = (rows - in_use) * row_words;
-  const int64_t stride = static_cast<int64_t>(kClearBlocks) * kThreads;
-  for (int64_t i = (blockIdx.x - token_blocks) * kThreads + threadIdx.x; i < words; i += stride) {
-    out[in_use * row_words + i] = Word{};
+struct Shape {
+  int64_t tokens;
+  int64_t choices;
+  int64_t row_words;
+  int group;       // threads that share a stretch of a row: kUnroll * group words
+  int groups;      // of a block, one a token
+  int stretches;   // of a row
+};
+
+template <typename Word, bool kStreaming>
+PYMOE_DEVICE void store_word(Word* to, const Word& word) {
+  if constexpr (kStreaming) {
+    __stcs(to, word);
+  } else {
+    *to = word;
   }
 }
 
-template <int kBytes>
+template <typename Word, bool kStreaming>
+__global__ void __launch_bounds__(kThreads, 5)
+    dispatch_kernel(const Word* PYMOE_RESTRICT x, const int32_t* PYMOE_RESTRICT slot,
+                    const int32_t* PYMOE_RESTRICT used, Word* PYMOE_RESTRICT out, Shape shape) {
+  const int64_t rows = shape.tokens * shape.choices;
+  const int64_t named = *used;
+  const int64_t in_use = named < 0 ? 0 : named < rows ? named : rows;
+  const unsigned stretch = blockIdx.x % static_cast<unsigned>(shape.stretches);
+  const unsigned group = threadIdx.x / static_cast<unsigned>(shape.group);
+  const int64_t token = static_cast<int64_t>(blockIdx.x / static_cast<unsigned>(shape.stretches)) * shape.groups + group;
+  const int64_t first = (static_cast<int64_t>(stretch) * kUnroll) * shape.group +
+                        (threadIdx.x - group * static_cast<unsigned>(shape.group));
+
+  if (token < shape.tokens) {
+    const Word* const row = x + token * shape.row_words;
+    Word words[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t column = first + u * shape.group;
+      if (column < shape.row_words) words[u] = row[column];
+    }
+    const int32_t* const slots = slot + token * shape.choices;
+    for (int64_t choice = 0; choice < shape.choices; choice += kSlots) {
+      int32_t targets[kSlots];
+#pragma unroll
+      for (int k = 0; k < kSlots; ++k) targets[k] = choice + k < shape.choices ? slots[choice + k] : -1;
+#pragma unroll
+      for (int k = 0; k < kSlots; ++k) {
+        if (targets[k] < 0 || targets[k] >= in_use) continue;
+        Word* const target = out + static_cast<int64_t>(targets[k]) * shape.row_words;
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+          const int64_t column = first + u * shape.group;
+          if (column < shape.row_words) store_word<Word, kStreaming>(target + column, words[u]);
+        }
+      }
+    }
+  }
+
+  const int64_t unused_words = (rows - in_use) * shape.row_words;
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < unused_words; i += stride) {
+    store_word<Word, kStreaming>(out + in_use * shape.row_words + i, Word{});
+  }
+}
+
+template <int kBytes, bool kStreaming>
 void dispatch_words(const DispatchArguments& a, void* stream) {
   using Word = typename WordOf<kBytes>::type;
-  const int64_t row_words = a.row_bytes / kBytes;
-  int group = kWarp;  // threads a token: enough to cover its row once, whole warps, at most the block
-  while (group < kThreads && group < row_words) group *= 2;
-  const int64_t token_blocks = ceil_div(a.tokens, kThreads / group);
-  launch("dispatch", dispatch_kernel<Word>, {token_blocks + kClearBlocks, kThreads}, stream,
-         static_cast<const Word*>(a.x), a.slot, a.used, static_cast<Word*>(a.out), a.tokens, a.choices, row_words, group,
-         token_blocks);
+  Shape shape{a.tokens, a.choices, a.row_bytes / kBytes, 0, 0, 0};
+  // Few stretches, and groups that fit them: whole warps, or as many threads as a short row has words.
+  shape.stretches = static_cast<int>(ceil_div(shape.row_words, kUnroll * kThreads));
+  const int64_t threads = ceil_div(ceil_div(shape.row_words, shape.stretches), kUnroll);
+  shape.group = static_cast<int>(std::min(shape.row_words, ceil_div(threads, kWarp) * kWarp));
+  shape.groups = static_cast<int>(std::min<int64_t>(kThreads / shape.group, shape.tokens));
+  launch("dispatch", dispatch_kernel<Word, kStreaming>,
+         {ceil_div(shape.tokens, shape.groups) * shape.stretches, shape.groups * shape.group}, stream,
+         static_cast<const Word*>(a.x), a.slot, a.used, static_cast<Word*>(a.out), shape);
 }
 
 }  // namespace
 
 void dispatch(const DispatchArguments& a, void* stream) {
   if (a.tokens == 0 || a.choices == 0 || a.row_bytes == 0) return;
+  const bool streaming = a.tokens * (a.choices + 1) * a.row_bytes > kLargerThanL2;
   switch (widest_access({a.x, a.out}, a.row_bytes)) {
-    case 16: return dispatch_words<16>(a, stream);
-    case 8: return dispatch_words<8>(a, stream);
-    case 4: return dispatch_words<4>(a, stream);
-    default: return dispatch_words<2>(a, stream);
+    case 16: return streaming ? dispatch_words<16, true>(a, stream) : dispatch_words<16, false>(a, stream);
+    case 8: return dispatch_words<8, false>(a, stream);
+    case 4: return dispatch_words<4, false>(a, stream);
+    case 2: return dispatch_words<2, false>(a, stream);
+    default: return dispatch_words<1, false>(a, stream);
   }
 }
 

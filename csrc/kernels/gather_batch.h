@@ -2,8 +2,12 @@
 //
 //     out[starts[i] .. starts[i + 1]) = sources[i][0 .. starts[i + 1] - starts[i])
 //
-// Exact, any dtype. The CPU twin cuts the output, not the list, so many small tensors and one large one are spread
-// over the threads alike.
+// Exact, any dtype. Both twins cut the output, not the list, so many small tensors and one large one are spread over
+// the threads alike.
+//
+// `sources` and `starts` are host memory for both twins; what sources[i] points to, and `out`, are memory of the
+// device. The CUDA twin hands both tables to the kernel by value, and is done with them when it returns: one launch for
+// up to 2000 blocks that are not empty, one more for each further 2000 (250 where the toolkit is older than CUDA 12.1).
 #pragma once
 
 #include <cstdint>
@@ -19,6 +23,11 @@ struct GatherBatchArguments {
 
 namespace cpu {
 void gather_batch(const GatherBatchArguments& arguments);
+}
+
+namespace cuda {
+// Enqueues on `stream` (a cudaStream_t) and returns at once; throws std::runtime_error if a launch is refused.
+void gather_batch(const GatherBatchArguments& arguments, void* stream);
 }
 
 }  // namespace pymoe

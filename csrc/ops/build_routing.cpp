@@ -9,6 +9,7 @@
 #include "kernels/build_routing.h"
 #include "ops/allocate.h"
 #include "ops/check.h"
+#include "ops/twins.h"
 
 namespace pymoe::ops {
 namespace {
@@ -16,8 +17,15 @@ namespace {
 constexpr const char* kName = "build_routing";
 constexpr int64_t kRowLimit = int64_t{1} << 31;  // rows are numbered in int32
 
-std::tuple<Tensor, Tensor, Tensor> build_routing_cpu(const Tensor& experts, int64_t num_experts,
-                                                     std::optional<int64_t> capacity) {
+int64_t workspace_size(const Tensor& experts, int64_t rows, int64_t num_experts) {
+#if PYMOE_WITH_CUDA
+  if (on_cuda(experts)) return cuda::build_routing_workspace(rows, num_experts);
+#endif
+  return cpu::build_routing_workspace(rows, num_experts);
+}
+
+std::tuple<Tensor, Tensor, Tensor> build_routing(const Tensor& experts, int64_t num_experts,
+                                                 std::optional<int64_t> capacity) {
   const bool wide = experts.scalar_type() == ScalarType::Long;
   if (!wide) require_dtype(kName, "experts", experts, ScalarType::Int);
   require_shape(kName, "experts", experts, {-1, -1});
@@ -29,8 +37,8 @@ std::tuple<Tensor, Tensor, Tensor> build_routing_cpu(const Tensor& experts, int6
   Tensor slot = empty({experts.size(0), experts.size(1)}, ScalarType::Int, experts);
   Tensor token = empty({rows}, ScalarType::Int, experts);
   Tensor offsets = empty({num_experts + 1}, ScalarType::Int, experts);
-  Tensor workspace = empty({cpu::build_routing_workspace(rows, num_experts)}, ScalarType::Int, experts);
-  cpu::build_routing({
+  Tensor workspace = empty({workspace_size(experts, rows, num_experts)}, ScalarType::Int, experts);
+  const BuildRoutingArguments arguments{
       experts.const_data_ptr(),
       wide,
       static_cast<int32_t*>(slot.mutable_data_ptr()),
@@ -41,7 +49,8 @@ std::tuple<Tensor, Tensor, Tensor> build_routing_cpu(const Tensor& experts, int6
       experts.size(1),
       num_experts,
       std::min(capacity.value_or(rows), rows),
-  });
+  };
+  run(PYMOE_TWINS(build_routing), arguments, experts);
   return {slot, token, offsets};
 }
 
@@ -49,7 +58,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pymoe, library) {
   library.def("build_routing(Tensor experts, SymInt num_experts, SymInt? capacity) -> (Tensor, Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(pymoe, CPU, library) { library.impl("build_routing", TORCH_BOX(&build_routing_cpu)); }
+template <typename Library>
+void implement(Library& library) {
+  library.impl("build_routing", TORCH_BOX(&build_routing));
+}
+PYMOE_IMPLEMENT_ON_EVERY_DEVICE(implement)
 
 }  // namespace
 }  // namespace pymoe::ops

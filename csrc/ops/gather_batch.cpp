@@ -8,13 +8,14 @@
 #include "kernels/gather_batch.h"
 #include "ops/allocate.h"
 #include "ops/check.h"
+#include "ops/twins.h"
 
 namespace pymoe::ops {
 namespace {
 
 constexpr const char* kName = "gather_batch";
 
-Tensor gather_batch_cpu(const std::vector<Tensor>& tensors) {
+Tensor gather_batch(const std::vector<Tensor>& tensors) {
   require(!tensors.empty(), kName, "tensors must hold at least one tensor, got none");
   const Tensor& first = tensors[0];
   require(first.dim() >= 1, kName, "tensors[0] must have at least one dimension, got ()");
@@ -37,13 +38,19 @@ Tensor gather_batch_cpu(const std::vector<Tensor>& tensors) {
     starts.push_back(starts.back() + tensor.numel() * static_cast<int64_t>(tensor.element_size()));
   }
   Tensor batch = empty(shape, first.scalar_type(), first);
-  cpu::gather_batch({sources.data(), starts.data(), batch.mutable_data_ptr(), static_cast<int64_t>(tensors.size())});
+  const GatherBatchArguments arguments{sources.data(), starts.data(), batch.mutable_data_ptr(),
+                                       static_cast<int64_t>(tensors.size())};
+  run(PYMOE_TWINS(gather_batch), arguments, first);
   return batch;
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pymoe, library) { library.def("gather_batch(Tensor[] tensors) -> Tensor"); }
 
-STABLE_TORCH_LIBRARY_IMPL(pymoe, CPU, library) { library.impl("gather_batch", TORCH_BOX(&gather_batch_cpu)); }
+template <typename Library>
+void implement(Library& library) {
+  library.impl("gather_batch", TORCH_BOX(&gather_batch));
+}
+PYMOE_IMPLEMENT_ON_EVERY_DEVICE(implement)
 
 }  // namespace
 }  // namespace pymoe::ops

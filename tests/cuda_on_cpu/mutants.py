@@ -25,8 +25,8 @@ FAULTS = [
     Fault(
         "dispatch takes slot S",
         DISPATCH,
-        "target >= 0 && target < rows",
-        "target >= 0 && target <= rows",
+        "targets[k] >= in_use) continue",
+        "targets[k] > in_use) continue",
         "address",
         "dispatch",
     ),

@@ -1,0 +1,342 @@
+// Stable counting sort on the GPU, in one launch for few choices and in two for many.
+//
+// Choices are cut into tiles, one block each. To place its tile's rows a block needs two numbers per expert: how many
+// choices the expert has in all (they give the offsets) and how many of them lie in earlier tiles. Blocks never wait
+// for one another, so they come by these numbers in one of two ways:
+//
+//   one launch    every block counts all choices itself. It reads 4 S bytes from L2, which for the S = 32768 of 4096
+//                 tokens and 8 choices is 128 KiB a block, and makes S additions in shared memory. A lane adds in a
+//                 column of its own, which is one bank, and to both numbers at once, 16 bits each.
+//   two launches  a first kernel writes every tile's histogram to the workspace, and every block of the second one
+//                 sums them. Twice the launches, but the work of a block no longer grows with S.
+//
+// From there both are one: a scan over the experts gives offsets; every warp of the block owns a stretch of the tile
+// and counts it; a prefix over the warps gives each its first row per expert; then the warp takes 32 choices at a time,
+// whose rank among the choices of the same expert __match_any_sync gives. Ranks follow the order of the choices
+// everywhere, so the sort is stable, and no result depends on which block runs when.
+//
+// A block holds (warps + 2) * E counters. They lie in shared memory up to some thousand experts (fewer warps make room
+// for more experts), else in the workspace. Nothing need be initialised: each value is written before it is read.
+#include <algorithm>
+#include <type_traits>
+
+#include "kernels/build_routing.h"
+#include "kernels/cuda/launch.h"
+#include "kernels/cuda/pack.h"
+
+namespace pymoe::cuda {
+namespace {
+
+constexpr const char* kName = "build_routing";
+constexpr int kMostWarps = 32;
+constexpr int64_t kOneLaunchRows = int64_t{48} << 10;  // below 2^16: counts are kept in 16 bits there
+constexpr int kOneLaunchWarps = 16;                    // with fewer, counting everything in every block takes too long
+
+// How the choices are cut; a function of the sizes alone.
+struct Plan {
+  bool in_shared;    // the blocks' counters are in shared memory
+  bool one_launch;
+  int warps;         // a block
+  int64_t rounds;    // of 32 choices a warp
+  int64_t tiles;     // and blocks
+
+  int64_t tile() const { return warps * rounds * kWarp; }
+  int64_t counters(int64_t experts) const { return (warps + 2) * experts; }  // a block
+};
+
+constexpr int64_t kScanWords = kMostWarps;
+constexpr int64_t kSharedWords = kMostSharedBytes / static_cast<int64_t>(sizeof(int32_t)) - kScanWords;
+
+Plan make_plan(int64_t rows, int64_t experts) {
+  Plan plan{};
+  for (plan.warps = kMostWarps; plan.warps > 4 && plan.counters(experts) > kSharedWords;) plan.warps /= 2;
+  plan.in_shared = plan.counters(experts) <= kSharedWords;
+  plan.one_launch = plan.in_shared && plan.warps >= kOneLaunchWarps && rows <= kOneLaunchRows;
+  plan.rounds = 1;
+  if (!plan.one_launch) {
+    // Every block reads the histograms of all tiles: fewer tiles where there are many experts. Counters in the
+    // workspace are paid for by the choices: 8 an expert and a tile at least.
+    const int64_t most_tiles = std::clamp<int64_t>((int64_t{64} << 10) / experts, 32, 128);
+    const int64_t fewest = plan.in_shared ? 2 * plan.warps * kWarp : 8 * experts;
+    plan.rounds = ceil_div(std::max(fewest, ceil_div(rows, most_tiles)), plan.warps * kWarp);
+  }
+  plan.tiles = std::max<int64_t>(1, ceil_div(rows, plan.tile()));
+  return plan;
+}
+
+// The expert of a choice, or -1 where it names none.
+template <typename Index>
+PYMOE_DEVICE int expert_of(Index named, int experts) {
+  using Unsigned = std::conditional_t<sizeof(Index) == 8, uint64_t, uint32_t>;  // a negative index is a large one
+  return static_cast<Unsigned>(named) < static_cast<Unsigned>(experts) ? static_cast<int>(named) : -1;
+}
+
+struct Tile {
+  int64_t begin;
+  int rounds;
+
+  // The place of this thread's choice in round `round` of its warp.
+  PYMOE_DEVICE int64_t place(int round) const {
+    const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
+    return begin + (static_cast<int64_t>(warp) * rounds + round) * kWarp + lane;
+  }
+};
+
+// --- how many choices an expert has: in all, and before this tile ---
+
+// Adds choices that lie on one side of the tile's begin to a column of counts: in all in the low half of a word, in
+// earlier tiles in the high half.
+template <typename Index, int kCount>
+PYMOE_DEVICE void count_choices(const Pack<Index, kCount>& named, bool earlier, int experts, int columns,
+                                unsigned* column) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int expert = expert_of(named[i], experts);
+    if (expert >= 0) atomicAdd(&column[expert * columns], earlier ? 0x10001u : 1u);
+  }
+}
+
+// total[e], before[e] of all choices. `scratch` holds experts * warps words. A tile begins at a multiple of a pack.
+template <typename Index>
+PYMOE_DEVICE void count_all(const Index* PYMOE_RESTRICT named, int64_t rows, int64_t tile_begin, int experts,
+                            int32_t* scratch, int32_t* total, int32_t* before) {
+  constexpr int kWide = 16 / static_cast<int>(sizeof(Index)), kLoads = 4;
+  using Wide = Pack<Index, kWide>;
+  auto* counts = reinterpret_cast<unsigned*>(scratch);
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int columns = threads / kWarp;  // a power of two
+  unsigned* const column = counts + (thread & (columns - 1));
+  for (int i = thread; i < experts * columns; i += threads) counts[i] = 0;
+  __syncthreads();
+
+  const int64_t packs = reinterpret_cast<uintptr_t>(named) % sizeof(Wide) == 0 ? rows / kWide : 0;
+  for (int64_t batch = thread; batch < packs; batch += kLoads * threads) {
+    Wide loaded[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int64_t pack = batch + i * threads;
+      if (pack < packs) loaded[i] = load_pack<Wide>(named + pack * kWide);
+    }
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int64_t pack = batch + i * threads;
+      if (pack < packs) count_choices(loaded[i], pack * kWide < tile_begin, experts, columns, column);
+    }
+  }
+  for (int64_t i = packs * kWide + thread; i < rows; i += threads) {
+    count_choices(Pack<Index, 1>{{named[i]}}, i < tile_begin, experts, columns, column);
+  }
+  __syncthreads();
+
+  for (int64_t expert = thread; expert < experts; expert += threads) {
+    unsigned both = 0;
+    for (int i = 0; i < columns; ++i) both += counts[expert * columns + ((expert + i) & (columns - 1))];  // bank by bank
+    total[expert] = static_cast<int32_t>(both & 0xffffu);
+    before[expert] = static_cast<int32_t>(both >> 16);
+  }
+  __syncthreads();
+}
+
+// The same from the histograms of all tiles. A warp sums every warps-th tile.
+PYMOE_DEVICE void sum_histograms(const int32_t* PYMOE_RESTRICT histograms, int64_t tiles, int64_t tile, int experts,
+                                 int32_t* total, int32_t* before) {
+  constexpr int kLoads = 4;
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int warp = thread / kWarp, warps = threads / kWarp;
+  for (int64_t expert = thread; expert < experts; expert += threads) total[expert] = before[expert] = 0;
+  __syncthreads();
+  for (int64_t expert = thread % kWarp; expert < experts; expert += kWarp) {
+    int32_t all = 0, earlier = 0;
+    for (int64_t first = warp; first < tiles; first += kLoads * warps) {
+      int32_t loaded[kLoads];
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const int64_t other = first + i * warps;
+        loaded[i] = other < tiles ? histograms[other * experts + expert] : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        all += loaded[i];
+        if (first + i * warps < tile) earlier += loaded[i];
+      }
+    }
+    if (all != 0) atomicAdd(&total[expert], all);
+    if (earlier != 0) atomicAdd(&before[expert], earlier);
+  }
+  __syncthreads();
+}
+
+// --- where rows begin and end ---
+
+// In: total[e], before[e]. Out: first[e], the tile's first row for expert e, in place of before; limit[e], the end of
+// the expert's rows, in place of total. `sums` holds one word a warp.
+PYMOE_DEVICE void scan_experts(int experts, int64_t capacity, int32_t* sums, int32_t* total_to_limit,
+                               int32_t* before_to_first) {
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int warp = thread / kWarp, lane = thread % kWarp, warps = threads / kWarp;
+  int32_t carry = 0;
+  for (int64_t chunk = 0; chunk < experts; chunk += threads) {
+    const int64_t expert = chunk + thread;
+    const int32_t total = expert < experts ? total_to_limit[expert] : 0;
+    const int32_t kept = total < capacity ? total : static_cast<int32_t>(capacity);
+    int32_t within = kept;  // up to and with this expert, in the warp
+    for (int step = 1; step < kWarp; step *= 2) {
+      const int32_t other = __shfl_up_sync(kFullWarp, within, step);
+      if (lane >= step) within += other;
+    }
+    if (lane == kWarp - 1) sums[warp] = within;
+    __syncthreads();
+    int32_t of_warps = lane < warps ? sums[lane] : 0;
+    for (int step = 1; step < kWarp; step *= 2) {
+      const int32_t other = __shfl_up_sync(kFullWarp, of_warps, step);
+      if (lane >= step) of_warps += other;
+    }
+    const int32_t earlier_warps = __shfl_sync(kFullWarp, of_warps, warp == 0 ? 0 : warp - 1);
+    const int32_t end = carry + (warp == 0 ? 0 : earlier_warps) + within;
+    if (expert < experts) {
+      total_to_limit[expert] = end;
+      before_to_first[expert] += end - kept;
+    }
+    carry += __shfl_sync(kFullWarp, of_warps, kWarp - 1);
+    __syncthreads();
+  }
+}
+
+// --- the kernels ---
+
+// Where a block keeps its counters.
+template <bool kInShared>
+PYMOE_DEVICE int32_t* block_counters(int32_t* shared, int32_t* workspace, int64_t tiles, int64_t words, int experts) {
+  if constexpr (kInShared) return shared;
+  return workspace + tiles * experts + static_cast<int64_t>(blockIdx.x) * words;  // behind the histograms
+}
+
+template <typename Index, bool kInShared>
+__global__ void __launch_bounds__(kMostWarps* kWarp)
+    count_kernel(const Index* PYMOE_RESTRICT named, int32_t* histograms, int64_t rows, int rounds, int experts) {
+  PYMOE_DYNAMIC_SHARED(int32_t, shared);
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  int32_t* const histogram = histograms + static_cast<int64_t>(blockIdx.x) * experts;
+  int32_t* const counts = kInShared ? shared : histogram;
+  for (int64_t expert = thread; expert < experts; expert += threads) counts[expert] = 0;
+  __syncthreads();
+  const int64_t tile = static_cast<int64_t>(rounds) * threads, begin = blockIdx.x * tile;
+  const int64_t end = begin + tile < rows ? begin + tile : rows;
+#pragma unroll 4
+  for (int64_t i = begin + thread; i < end; i += threads) {
+    const int expert = expert_of(named[i], experts);
+    if (expert >= 0) atomicAdd(&counts[expert], 1);
+  }
+  if constexpr (kInShared) {
+    __syncthreads();
+    for (int64_t expert = thread; expert < experts; expert += threads) histogram[expert] = counts[expert];
+  }
+}
+
+template <typename Index, bool kInShared, bool kOneLaunch>
+__global__ void __launch_bounds__(kMostWarps* kWarp)
+    place_kernel(const Index* PYMOE_RESTRICT named, int32_t* slot, int32_t* token, int32_t* offsets, int32_t* workspace,
+                 int64_t rows, int64_t choices, int rounds, int64_t tiles, int experts, int64_t capacity) {
+  PYMOE_DYNAMIC_SHARED(int32_t, shared);
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int warp = thread / kWarp, lane = thread % kWarp, warps = threads / kWarp;
+  const Tile tile{static_cast<int64_t>(blockIdx.x) * rounds * threads, rounds};
+  const int64_t words = static_cast<int64_t>(warps + 2) * experts;
+  int32_t* const of_warps = block_counters<kInShared>(shared + kScanWords, workspace, tiles, words, experts);
+  int32_t* const limit = of_warps + static_cast<int64_t>(warps) * experts;
+  int32_t* const first = limit + experts;
+
+  if constexpr (kOneLaunch) {
+    count_all(named, rows, tile.begin, experts, of_warps, limit, first);
+  } else {
+    sum_histograms(workspace, tiles, blockIdx.x, experts, limit, first);
+  }
+  int32_t* const of_warp = of_warps + static_cast<int64_t>(warp) * experts;
+  for (int64_t expert = lane; expert < experts; expert += kWarp) of_warp[expert] = 0;
+  scan_experts(experts, capacity, shared, limit, first);
+
+  for (int round = 0; round < rounds; ++round) {
+    const int64_t i = tile.place(round);
+    const int expert = i < rows ? expert_of(named[i], experts) : -1;
+    if (expert >= 0) atomicAdd(&of_warp[expert], 1);
+  }
+  __syncthreads();
+  for (int64_t expert = thread; expert < experts; expert += threads) {
+    int32_t row = first[expert];
+    for (int other = 0; other < warps; ++other) {
+      int32_t* const counter = &of_warps[static_cast<int64_t>(other) * experts + expert];
+      const int32_t here = *counter;
+      *counter = row;
+      row += here;
+    }
+  }
+  __syncthreads();
+
+  const auto expert_in = [&](int round) {
+    const int64_t i = tile.place(round);
+    return round < rounds && i < rows ? expert_of(named[i], experts) : -1;
+  };
+  int next = expert_in(0);
+  for (int round = 0; round < rounds; ++round) {
+    const int64_t i = tile.place(round);
+    const int expert = next;
+    next = expert_in(round + 1);  // on its way while this round is placed
+    const unsigned same = __match_any_sync(kFullWarp, expert);
+    const int rank = __popc(same & ((1u << lane) - 1u));
+    const int32_t row = expert >= 0 ? of_warp[expert] + rank : 0;
+    __syncwarp(kFullWarp);
+    if (expert >= 0 && rank == 0) of_warp[expert] += __popc(same);
+    __syncwarp(kFullWarp);
+    if (i >= rows) continue;  // no collective follows in this round, and none that is missed in the next
+    const bool kept = expert >= 0 && row < limit[expert];
+    slot[i] = kept ? row : -1;
+    if (kept) token[row] = static_cast<int32_t>(static_cast<uint32_t>(i) / static_cast<uint32_t>(choices));
+  }
+
+  const int32_t used = limit[experts - 1];
+  for (int round = 0; round < rounds; ++round) {
+    const int64_t row = tile.place(round);
+    if (row >= used && row < rows) token[row] = -1;
+  }
+  if (blockIdx.x != 0) return;
+  if (thread == 0) offsets[0] = 0;
+  for (int64_t expert = thread; expert < experts; expert += threads) offsets[expert + 1] = limit[expert];
+}
+
+template <typename Index, bool kInShared>
+void run(const BuildRoutingArguments& a, const Plan& plan, void* stream) {
+  const int64_t rows = a.tokens * a.choices;
+  const int threads = plan.warps * kWarp;
+  const auto* named = static_cast<const Index*>(a.experts);
+  constexpr int64_t kWord = sizeof(int32_t);
+  const int64_t shared_bytes = kWord * (kScanWords + (kInShared ? plan.counters(a.num_experts) : 0));
+  const auto place = [&](auto* kernel) {
+    launch(kName, kernel, {plan.tiles, threads, shared_bytes}, stream, named, a.slot, a.token, a.offsets, a.workspace,
+           rows, a.choices, plan.rounds, plan.tiles, a.num_experts, a.capacity);
+  };
+  if constexpr (kInShared) {
+    if (plan.one_launch) return place(&place_kernel<Index, true, true>);
+  }
+  launch(kName, count_kernel<Index, kInShared>, {plan.tiles, threads, kWord * (kInShared ? a.num_experts : 1)}, stream,
+         named, a.workspace, rows, plan.rounds, a.num_experts);
+  place(&place_kernel<Index, kInShared, false>);
+}
+
+}  // namespace
+
+int64_t build_routing_workspace(int64_t rows, int64_t num_experts) {
+  const Plan plan = make_plan(rows, num_experts);
+  if (plan.one_launch) return 0;
+  return plan.tiles * (num_experts + (plan.in_shared ? 0 : plan.counters(num_experts)));
+}
+
+void build_routing(const BuildRoutingArguments& a, void* stream) {
+  const Plan plan = make_plan(a.tokens * a.choices, a.num_experts);
+  if (a.wide) {
+    plan.in_shared ? run<int64_t, true>(a, plan, stream) : run<int64_t, false>(a, plan, stream);
+  } else {
+    plan.in_shared ? run<int32_t, true>(a, plan, stream) : run<int32_t, false>(a, plan, stream);
+  }
+}
+
+}  // namespace pymoe::cuda

@@ -1,0 +1,164 @@
+// Many blocks of bytes to one, on the GPU, in one launch for up to 2000 of them.
+//
+// The table of pointers and starts travels as a parameter of the kernel: the driver copies it when the launch is
+// enqueued, or captured into a graph, so there is no staging buffer to allocate, to wait for or to keep alive. A
+// table has one of two sizes, 4 KB for everyday calls and the 32 KB that CUDA allows from 12.1 on. Blocks that do not
+// fit one table go to further launches; empty ones are left out.
+//
+// The output, not the list, is cut over the grid, 16 KiB a block, so one large tensor and a thousand small ones are
+// spread alike. A block looks its first and last byte up in the table (all threads ask the same: a broadcast from the
+// constant cache) and keeps what lies between in shared memory. A thread owns four 16-byte words of the output, finds
+// where each comes from, and copies whole words whose source is as aligned as the output with four loads in flight;
+// otherwise it reads as widely as the source's alignment allows and still writes 16 bytes. Words that two sources
+// share, and the ends of the output, go byte by byte.
+#include <algorithm>
+
+#include "kernels/cuda/launch.h"
+#include "kernels/cuda/pack.h"
+#include "kernels/gather_batch.h"
+
+namespace pymoe::cuda {
+namespace {
+
+using Byte = unsigned char;
+
+constexpr int kThreads = 256;
+constexpr int kUnroll = 4;  // words in a thread's hands
+constexpr int kWord = 16;
+constexpr int64_t kBlockBytes = int64_t{kThreads} * kUnroll * kWord;
+
+constexpr int kFew = 250;  // 4 KB
+#if defined(CUDART_VERSION) && CUDART_VERSION < 12010
+constexpr int kMany = kFew;
+#else
+constexpr int kMany = 2000;  // 32 KB
+#endif
+
+template <int kMost>
+struct Table {
+  const Byte* sources[kMost];
+  int64_t starts[kMost + 1];  // strictly ascending from 0
+};
+
+// The block that holds byte `at`, among first..last.
+PYMOE_DEVICE int find_block(const int64_t* starts, int64_t at, int first, int last) {
+  while (first < last) {
+    const int middle = (first + last + 1) / 2;
+    if (starts[middle] <= at) {
+      first = middle;
+    } else {
+      last = middle - 1;
+    }
+  }
+  return first;
+}
+
+template <typename Piece>
+PYMOE_DEVICE void copy_word(Byte* to, const Byte* from) {
+  using Pieces = Pack<Piece, kWord / static_cast<int>(sizeof(Piece))>;
+  Pieces pieces;
+#pragma unroll
+  for (int i = 0; i < Pieces::kSize; ++i) pieces[i] = __ldg(reinterpret_cast<const Piece*>(from) + i);
+  store_pack(to, pieces);
+}
+
+PYMOE_DEVICE void copy_word_from_anywhere(Byte* to, const Byte* from) {
+  const auto address = reinterpret_cast<uintptr_t>(from);
+  if (address % 8 == 0) {
+    copy_word<uint2>(to, from);
+  } else if (address % 4 == 0) {
+    copy_word<unsigned int>(to, from);
+  } else if (address % 2 == 0) {
+    copy_word<unsigned short>(to, from);
+  } else {
+    copy_word<Byte>(to, from);
+  }
+}
+
+template <int kMost>
+__global__ void __launch_bounds__(kThreads) gather_batch_kernel(const Table<kMost> table, int count, Byte* out) {
+  PYMOE_SHARED(const Byte*, sources, kMost);
+  PYMOE_SHARED(int64_t, starts, kMost + 1);
+  const int thread = static_cast<int>(threadIdx.x);
+  const int64_t total = table.starts[count];
+  // Words are aligned in memory: the first one may begin before the output.
+  const int64_t head = static_cast<int64_t>(reinterpret_cast<uintptr_t>(out) % kWord);
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * kBlockBytes - head;
+  const int64_t end = begin + kBlockBytes < total ? begin + kBlockBytes : total;
+  const int first = find_block(table.starts, begin < 0 ? 0 : begin, 0, count - 1);
+  const int last = find_block(table.starts, end - 1, first, count - 1);
+  for (int i = first + thread; i <= last; i += kThreads) {
+    sources[i - first] = table.sources[i];
+    starts[i - first] = table.starts[i];
+  }
+  if (thread == 0) starts[last + 1 - first] = table.starts[last + 1];
+  __syncthreads();
+
+  const Byte* from[kUnroll];  // null: not one whole word of one source
+  int block[kUnroll];
+  bool aligned = true;
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
+    const int64_t at = begin + (u * kThreads + thread) * kWord;
+    block[u] = find_block(starts, at, 0, last - first);
+    const bool whole = at >= 0 && at + kWord <= starts[block[u] + 1];
+    from[u] = whole ? sources[block[u]] + (at - starts[block[u]]) : nullptr;
+    aligned = aligned && whole && reinterpret_cast<uintptr_t>(from[u]) % kWord == 0;
+  }
+  if (aligned) {
+    uint4 words[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) words[u] = __ldg(reinterpret_cast<const uint4*>(from[u]));
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      *reinterpret_cast<uint4*>(out + begin + (u * kThreads + thread) * kWord) = words[u];
+    }
+    return;
+  }
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
+    const int64_t at = begin + (u * kThreads + thread) * kWord;
+    if (from[u] != nullptr) {
+      copy_word_from_anywhere(out + at, from[u]);
+      continue;
+    }
+    int source = block[u];
+    for (int64_t byte = at < 0 ? 0 : at; byte < at + kWord && byte < end; ++byte) {
+      while (byte >= starts[source + 1]) ++source;
+      out[byte] = __ldg(sources[source] + (byte - starts[source]));
+    }
+  }
+}
+
+// Copies from the first blocks that are not empty, as many as a table holds, to `out`; returns how many blocks of the
+// list it is done with.
+template <int kMost>
+int64_t gather_some(const void* const* sources, const int64_t* starts, int64_t count, Byte* out, void* stream) {
+  Table<kMost> table;
+  int filled = 0;
+  int64_t i = 0;
+  table.starts[0] = 0;
+  for (; i < count && filled < kMost; ++i) {
+    if (starts[i + 1] == starts[i]) continue;
+    table.sources[filled] = static_cast<const Byte*>(sources[i]);
+    table.starts[++filled] = starts[i + 1] - starts[0];
+  }
+  if (filled > 0) {
+    const auto head = static_cast<int64_t>(reinterpret_cast<uintptr_t>(out) % kWord);
+    launch("gather_batch", gather_batch_kernel<kMost>, {ceil_div(head + table.starts[filled], kBlockBytes), kThreads},
+           stream, table, filled, out);
+  }
+  return i;
+}
+
+}  // namespace
+
+void gather_batch(const GatherBatchArguments& a, void* stream) {
+  for (int64_t done = 0; done < a.count;) {
+    const int64_t left = a.count - done;
+    const auto gather = left <= kFew ? &gather_some<kFew> : &gather_some<kMany>;
+    done += gather(a.sources + done, a.starts + done, left, static_cast<Byte*>(a.out) + a.starts[done], stream);
+  }
+}
+
+}  // namespace pymoe::cuda

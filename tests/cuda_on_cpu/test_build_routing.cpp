@@ -1,0 +1,165 @@
+// build_routing: the emulated CUDA kernels sort as the CPU twin does, bit for bit.
+#include "cuda_on_cpu/harness.h"
+#include "kernels/build_routing.h"
+
+using namespace pymoe;
+using namespace pymoe::test;
+
+namespace {
+
+struct Routing {
+  Buffer<int32_t> slot, token, offsets;
+  Routing(int64_t rows, int64_t experts) : slot(rows), token(rows), offsets(experts + 1) {}
+  bool same(const Routing& other) const {
+    return slot.same(other.slot) && token.same(other.token) && offsets.same(other.offsets);
+  }
+  bool intact() const { return slot.intact() && token.intact() && offsets.intact(); }
+};
+
+struct Sizes {
+  int64_t tokens, choices, experts, capacity;
+  int64_t rows() const { return tokens * choices; }
+};
+
+template <typename Index>
+BuildRoutingArguments arguments(const Buffer<Index>& named, Routing& to, Buffer<int32_t>& workspace, const Sizes& s) {
+  return {named.data(),     sizeof(Index) == 8, to.slot.data(), to.token.data(), to.offsets.data(),
+          workspace.data(), s.tokens,           s.choices,      s.experts,       s.capacity};
+}
+
+// Most choices go to few experts, as in a router that has not been trained, or all are alike.
+template <typename Index>
+void fill_experts(Buffer<Index>& named, Random& random, int64_t experts) {
+  const int64_t popular = random.between(0, experts - 1);
+  const double skew = random.one_of({0.0, 0.5, 1.0});
+  for (Index& expert : named) {
+    expert = static_cast<Index>(random.chance(skew) ? popular : random.between(0, experts - 1));
+  }
+}
+
+template <typename Index>
+void check_equal(Random& random, const Sizes& s) {
+  Buffer<Index> named(s.rows(), random.between(0, 3));  // off the alignment of a wide load, now and then
+  fill_experts(named, random, s.experts);
+  Routing expected(s.rows(), s.experts), got(s.rows(), s.experts);
+  Buffer<int32_t> cpu_workspace(cpu::build_routing_workspace(s.rows(), s.experts));
+  Buffer<int32_t> workspace(cuda::build_routing_workspace(s.rows(), s.experts));
+  cpu::build_routing(arguments(named, expected, cpu_workspace, s));
+  cuda::build_routing(arguments(named, got, workspace, s), nullptr);
+  CHECK(got.same(expected));
+  CHECK(got.intact());
+  CHECK(workspace.intact());
+}
+
+void check_equal(Random& random, const Sizes& sizes) {
+  INFO("T ", sizes.tokens, " K ", sizes.choices, " E ", sizes.experts, " capacity ", sizes.capacity);
+  random.chance(0.3) ? check_equal<int64_t>(random, sizes) : check_equal<int32_t>(random, sizes);
+}
+
+int64_t random_capacity(Random& random, int64_t tokens, int64_t choices, int64_t experts) {
+  const int64_t rows = tokens * choices;
+  return random.one_of<int64_t>({rows, rows, rows / experts, rows / (2 * experts) + 1, 1, 0});
+}
+
+}  // namespace
+
+TEST_CASE("build_routing: one launch equals the CPU twin") {
+  for_cases("build_routing", 60, [](Random& random) {
+    const int64_t choices = random.between(1, size(9, 4));
+    // Sizes at, before and after the edge of a tile, which is 512 or 1024 choices.
+    const int64_t edge = random.one_of<int64_t>({0, 0, 512, 1024, size(2048, 1024), size(4096, 1024)});
+    const int64_t tokens = std::max<int64_t>(0, edge / choices + random.between(-3, size(80, 20)));
+    const int64_t experts = random.one_of<int64_t>({1, 2, 7, 64, 128, 160, 256, size(743, 8), size(1404, 60)});
+    check_equal(random, {tokens, choices, experts, random_capacity(random, tokens, choices, experts)});
+  });
+}
+
+TEST_CASE("build_routing: two launches equal the CPU twin") {
+  // Two launches come with many choices or with many experts: 1405 and more have fewer warps a block, 4214 and more
+  // keep their counters in the workspace.
+  for_cases("build_routing two", 24, [](Random& random) {
+    const int64_t choices = random.between(1, 4), tokens = random.between(0, size(700, 60));
+    const int64_t experts = random.one_of<int64_t>({1405, 2528, 2529, 4213, 4214, 5000});
+    check_equal(random, {tokens, choices, experts, random_capacity(random, tokens, choices, experts)});
+  });
+  if (kSlow) return;
+  for_cases("build_routing many", 2, [](Random& random) {
+    const int64_t choices = random.between(1, 8), tokens = (int64_t{49152} + random.between(1, 6000)) / choices + 1;
+    const int64_t experts = random.one_of<int64_t>({3, 64, 256});
+    check_equal(random, {tokens, choices, experts, random_capacity(random, tokens, choices, experts)});
+  });
+}
+
+TEST_CASE("build_routing: the same bits whatever the workspace held and whatever the order of blocks") {
+  for_cases("build_routing again", 6, [](Random& random) {
+    const Sizes sizes{random.between(1, size(900, 40)), 3, random.one_of<int64_t>({5, 1405, 4300}), 100};
+    Buffer<int32_t> named(sizes.rows());
+    fill_experts(named, random, sizes.experts);
+    Routing first(sizes.rows(), sizes.experts), second(sizes.rows(), sizes.experts);
+    Buffer<int32_t> workspace(cuda::build_routing_workspace(sizes.rows(), sizes.experts));
+    for (int32_t& word : workspace) word = static_cast<int32_t>(random.between(INT32_MIN, INT32_MAX));
+    cuda::build_routing(arguments(named, first, workspace, sizes), nullptr);
+    cuda::build_routing(arguments(named, second, workspace, sizes), nullptr);
+    CHECK(first.same(second));
+  });
+}
+
+namespace {
+
+// What the CPU twin makes of the choices that name an expert; the others get -1.
+template <typename Index>
+void check_hostile(Random& random, const Sizes& s, std::initializer_list<int64_t> outside) {
+  Buffer<Index> named(s.rows());
+  fill_experts(named, random, s.experts);
+  const double share = random.one_of({0.01, 0.3, 1.0});
+  named[random.between(0, s.rows() - 1)] = static_cast<Index>(random.one_of(outside));
+  for (Index& expert : named) {
+    if (random.chance(share)) expert = static_cast<Index>(random.one_of(outside));
+  }
+  const auto valid = [&](int64_t i) {
+    return static_cast<int64_t>(named[i]) >= 0 && static_cast<int64_t>(named[i]) < s.experts;
+  };
+
+  Routing got(s.rows(), s.experts);
+  Buffer<int32_t> workspace(cuda::build_routing_workspace(s.rows(), s.experts));
+  cuda::build_routing(arguments(named, got, workspace, s), nullptr);
+  CHECK(got.intact());
+  CHECK(workspace.intact());
+
+  std::vector<int64_t> load(static_cast<size_t>(s.experts));
+  for (int64_t i = 0; i < s.rows(); ++i) {
+    if (valid(i)) ++load[static_cast<size_t>(named[i])];
+  }
+  int64_t wrong = got.offsets[0] != 0, end = 0;
+  for (int64_t e = 0; e < s.experts; ++e) {
+    end += std::min(load[static_cast<size_t>(e)], s.capacity);
+    wrong += got.offsets[e + 1] != end;
+  }
+  std::vector<int64_t> place(static_cast<size_t>(s.experts));
+  for (int64_t i = 0; i < s.rows(); ++i) {
+    const int64_t before = valid(i) ? place[static_cast<size_t>(named[i])]++ : s.capacity;
+    const bool kept = before < s.capacity;
+    const int64_t row = kept ? got.offsets[named[i]] + before : -1;
+    wrong += got.slot[i] != row;
+    if (kept) wrong += got.token[row] != i / s.choices;
+  }
+  for (int64_t row = end; row < s.rows(); ++row) wrong += got.token[row] != -1;
+  CHECK(wrong == 0);
+}
+
+}  // namespace
+
+TEST_CASE("build_routing: choices outside [0, E) are dropped, the others are as they would be") {
+  for_cases("build_routing hostile", 30, [](Random& random) {
+    const int64_t choices = random.between(1, 4), tokens = random.between(1, size(500, 30));
+    const int64_t experts = random.one_of<int64_t>({1, 8, 200, 1405, 4300});
+    const Sizes sizes{tokens, choices, experts, std::max<int64_t>(1, random_capacity(random, tokens, choices, experts))};
+    if (random.chance(0.5)) {
+      check_hostile<int32_t>(random, sizes, {-1, -2, experts, experts + 1, INT32_MIN, INT32_MAX});
+    } else {
+      check_hostile<int64_t>(random, sizes,
+                             {-1, experts, INT64_MIN, INT64_MAX, int64_t{1} << 32, (int64_t{1} << 32) + experts - 1,
+                              -(int64_t{1} << 32), INT32_MIN});
+    }
+  });
+}
