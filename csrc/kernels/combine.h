@@ -11,11 +11,16 @@
 //     dy[slot[t, k]] = round(weights[t, k] * grad[t]);  dy[s] = 0 for s >= *used
 //     dweights[t, k] = <grad[t], y[slot[t, k]]>;  0 where the slot is -1
 //
-// The inner product is kept in 32 interleaved partial sums, element h in sum h % 32, which are added as a balanced
-// tree: one order for every instruction set.
+// The CPU twin keeps the inner product in 32 interleaved partial sums, element h in sum h % 32, which are added as a
+// balanced tree: one order for every instruction set. The CUDA twin has another fixed order, which depends on H and the
+// dtype alone (combine_backward_cuda.cu): its dweights are within rounding of the CPU's; out and dy have the same bits.
 //
-// Slots must hold -1 or a row in [0, S). The CPU twin throws std::out_of_range otherwise; a CUDA twin skips such a
-// choice. Neither touches memory outside the tensors. Row offsets are 64-bit. No workspace.
+// Slots must hold -1 or a row in [0, S), each row once, the rows below *used. The CPU twin throws std::out_of_range for
+// a slot outside [-1, S); the CUDA twin skips such a choice (nothing is added, its dweight is 0). Whatever slots and
+// *used hold, neither touches memory outside the tensors, and every element of out and dweights is written. A row of dy
+// below *used that no slot names is left as it was; one that two slots name gets a gradient of either (on the GPU the
+// elements of such a row may come from both); a row from *used on is 0 also where a slot names it. Row offsets are
+// 64-bit. No workspace.
 #pragma once
 
 #include <cstdint>
@@ -53,5 +58,10 @@ namespace cpu {
 void combine(const CombineArguments& arguments);
 void combine_backward(const CombineBackwardArguments& arguments);
 }  // namespace cpu
+
+namespace cuda {
+void combine(const CombineArguments& arguments, void* stream);
+void combine_backward(const CombineBackwardArguments& arguments, void* stream);
+}  // namespace cuda
 
 }  // namespace pymoe

@@ -8,6 +8,7 @@
 #include "kernels/combine.h"
 #include "ops/allocate.h"
 #include "ops/check.h"
+#include "ops/twins.h"
 
 namespace pymoe::ops {
 namespace {
@@ -27,10 +28,10 @@ DType check_rows(const char* name, const Tensor& y, const Tensor& slot, const st
   return dtype;
 }
 
-Tensor combine_cpu(const Tensor& y, const Tensor& slot, std::optional<Tensor> weights) {
+Tensor combine(const Tensor& y, const Tensor& slot, std::optional<Tensor> weights) {
   const DType dtype = check_rows("combine", y, slot, weights);
   Tensor out = empty({slot.size(0), y.size(1)}, y.scalar_type(), y);
-  cpu::combine({
+  const CombineArguments arguments{
       y.const_data_ptr(),
       static_cast<const int32_t*>(slot.const_data_ptr()),
       weights ? weights->const_data_ptr() : nullptr,
@@ -39,13 +40,14 @@ Tensor combine_cpu(const Tensor& y, const Tensor& slot, std::optional<Tensor> we
       slot.size(1),
       y.size(1),
       dtype,
-  });
+  };
+  run(PYMOE_TWINS(combine), arguments, y);
   return out;
 }
 
-std::tuple<Tensor, Tensor> combine_backward_cpu(const Tensor& grad, const Tensor& y, const Tensor& weights,
-                                                const Tensor& slot, const Tensor& offsets, bool need_dy,
-                                                bool need_dweights) {
+std::tuple<Tensor, Tensor> combine_backward(const Tensor& grad, const Tensor& y, const Tensor& weights,
+                                            const Tensor& slot, const Tensor& offsets, bool need_dy,
+                                            bool need_dweights) {
   constexpr const char* name = "combine_backward";
   const DType dtype = check_rows(name, y, slot, weights);
   require_dtype(name, "grad", grad, y.scalar_type());
@@ -57,7 +59,7 @@ std::tuple<Tensor, Tensor> combine_backward_cpu(const Tensor& grad, const Tensor
   require_same_device(name, "offsets", offsets, y);
   Tensor dy = empty({need_dy ? y.size(0) : 0, y.size(1)}, y.scalar_type(), y);
   Tensor dweights = empty({need_dweights ? slot.size(0) : 0, slot.size(1)}, weights.scalar_type(), y);
-  cpu::combine_backward({
+  const CombineBackwardArguments arguments{
       grad.const_data_ptr(),
       y.const_data_ptr(),
       static_cast<const int32_t*>(slot.const_data_ptr()),
@@ -69,7 +71,8 @@ std::tuple<Tensor, Tensor> combine_backward_cpu(const Tensor& grad, const Tensor
       slot.size(1),
       y.size(1),
       dtype,
-  });
+  };
+  run(PYMOE_TWINS(combine_backward), arguments, y);
   return {dy, dweights};
 }
 
@@ -80,10 +83,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pymoe, library) {
       "bool need_dweights) -> (Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(pymoe, CPU, library) {
-  library.impl("combine", TORCH_BOX(&combine_cpu));
-  library.impl("combine_backward", TORCH_BOX(&combine_backward_cpu));
+template <typename Library>
+void implement(Library& library) {
+  library.impl("combine", TORCH_BOX(&combine));
+  library.impl("combine_backward", TORCH_BOX(&combine_backward));
 }
+PYMOE_IMPLEMENT_ON_EVERY_DEVICE(implement)
 
 }  // namespace
 }  // namespace pymoe::ops

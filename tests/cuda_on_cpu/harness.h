@@ -171,6 +171,16 @@ double worst_error(const Buffer<T>& a, const Buffer<T>& b, double relative, doub
   return worst;
 }
 
+// Same bits, but for those of a NaN, which depend on the order of a product's operands.
+template <typename T>
+bool same_values(const Buffer<T>& a, const Buffer<T>& b) {
+  for (int64_t i = 0; i < a.size(); ++i) {
+    const auto x = to_accumulate(a[i]), y = to_accumulate(b[i]);
+    if (memcmp(&a[i], &b[i], sizeof(T)) != 0 && (x == x || y == y)) return false;
+  }
+  return a.size() == b.size();
+}
+
 // A stretch of address space that costs memory only where it is touched: for offsets past 2^31.
 class SparseMemory {
  public:

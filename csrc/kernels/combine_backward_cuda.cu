@@ -1,0 +1,214 @@
+// The backward of the gather-sum on the GPU, in one pass over grad and y. A group of threads owns a token and takes its
+// choices up to eight at a time. Every thread reads a chunk of 16 bytes of grad, issues the loads of the eight chunks of y,
+// writes the eight chunks of dy, and keeps eight sums of products; at the end of the row the group adds up its threads'
+// sums. A token's group also clears its share of the rows of dy that are not in use: rows t, t + T, t + 2 T, ...
+//
+// The order of a dweight: the products of a chunk are added as a balanced tree; thread i of the group adds the trees of
+// chunks i, i + threads, ... in turn; the threads of a warp are added by the lane bits 16, 8, 4, 2, 1, the warps in
+// turn. The number of threads follows from H and the dtype alone, and a chunk has 16 bytes whatever the alignment of the
+// tensors, so a result depends on neither grid nor address.
+//
+// Bytes: (T + 2 S) rows, each once (998 MB for T 4096, K 8, H 7168 in bf16). Two blocks of 256 threads with 128 bytes
+// on their way each are 64 KB an SM, and as much again to be stored; some 25 KB are needed (combine_cuda.cu).
+#include "kernels/combine.h"
+#include "kernels/cuda/convert.h"
+#include "kernels/cuda/launch.h"
+#include "kernels/cuda/pack.h"
+#include "kernels/cuda/row_group.h"
+
+namespace pymoe::cuda {
+namespace {
+
+template <typename T>
+constexpr int kChunk = 16 / static_cast<int>(sizeof(T));
+
+// The choices that fit into the registers at once.
+template <typename T>
+constexpr int kMostAtOnce = sizeof(T) == 8 ? 4 : 8;
+
+// A chunk of a row, by accesses of kBytes; where those are narrower the row may end within the chunk, and `count`
+// elements are touched.
+template <int kBytes, typename T>
+PYMOE_DEVICE Pack<T, kChunk<T>> load_chunk(const T* from, int count) {
+  if constexpr (kBytes == 16) {
+    return load_pack_streaming<Pack<T, kChunk<T>>>(from);
+  } else {
+    Pack<T, kChunk<T>> chunk{};
+    for (int i = 0; i < kChunk<T>; ++i) {
+      if (i < count) chunk[i] = from[i];
+    }
+    return chunk;
+  }
+}
+
+template <int kBytes, typename T>
+PYMOE_DEVICE void store_chunk(T* to, const Pack<T, kChunk<T>>& chunk, int count) {
+  if constexpr (kBytes == 16) {
+    store_pack(to, chunk);
+  } else {
+    for (int i = 0; i < kChunk<T>; ++i) {
+      if (i < count) to[i] = chunk[i];
+    }
+  }
+}
+
+// The sum of the values as a balanced tree: i and i + kCount / 2, and so on.
+template <typename S, int kCount>
+PYMOE_DEVICE S tree_sum(S (&values)[kCount]) {
+#pragma unroll
+  for (int half = kCount / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int i = 0; i < half; ++i) values[i] = values[i] + values[i + half];
+  }
+  return values[0];
+}
+
+template <typename T>
+struct Rows {
+  const T* PYMOE_RESTRICT grad;
+  const T* PYMOE_RESTRICT y;
+  const int32_t* PYMOE_RESTRICT slots;
+  const int32_t* PYMOE_RESTRICT used;
+  const accumulate_t<T>* PYMOE_RESTRICT weights;
+  T* PYMOE_RESTRICT dy;                       // or null
+  accumulate_t<T>* PYMOE_RESTRICT dweights;  // or null
+  int64_t tokens, choices, hidden;
+  int64_t row_chunks;  // the last may be partial
+  int group;           // threads a token
+};
+
+// Clears the rows of dy that are not in use and fall to `token`.
+template <typename T, int kBytes>
+PYMOE_DEVICE void clear_rows(const Rows<T>& a, int64_t token, int64_t used, int lane) {
+  for (int64_t row = token; row < a.tokens * a.choices; row += a.tokens) {
+    if (row < used) continue;
+    for (int64_t chunk = lane; chunk < a.row_chunks; chunk += a.group) {
+      const int64_t column = chunk * kChunk<T>;
+      store_chunk<kBytes>(a.dy + row * a.hidden + column, Pack<T, kChunk<T>>{},
+                          static_cast<int>(min(a.hidden - column, int64_t{kChunk<T>})));
+    }
+  }
+}
+
+template <typename T, int kBytes, int kAtOnce>
+__global__ void __launch_bounds__(kRowThreads, kAtOnce <= 2 ? 4 : 2) combine_backward_kernel(const Rows<T> a) {
+  using S = accumulate_t<T>;
+  using Chunk = Pack<T, kChunk<T>>;
+  constexpr int kWarps = kRowThreads / kWarp;
+  PYMOE_SHARED(S, shared_sums, 2 * kWarps * kAtOnce);
+
+  const int lane = static_cast<int>(threadIdx.x) % a.group, in_block = static_cast<int>(threadIdx.x) / a.group;
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * (blockDim.x / a.group) + in_block;
+  const bool there = token < a.tokens;  // no early return: the block meets at barriers
+  const int64_t rows = a.tokens * a.choices;
+  const bool with_rows = a.dy != nullptr, with_weights = a.dweights != nullptr;
+  const int64_t used = with_rows ? max(min(int64_t{*a.used}, rows), int64_t{0}) : 0;
+  const T* grad = a.grad + token * a.hidden;
+
+  for (int64_t begin = 0, round = 0; begin < a.choices; begin += kAtOnce, ++round) {
+    int32_t row[kAtOnce];
+    S weight[kAtOnce], sums[kAtOnce] = {};
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const bool chosen = there && begin + k < a.choices;
+      const int32_t slot = chosen ? a.slots[token * a.choices + begin + k] : -1;
+      row[k] = slot < rows ? slot : -1;
+      weight[k] = chosen && with_rows ? a.weights[token * a.choices + begin + k] : S{0};
+    }
+    for (int64_t chunk = there ? lane : a.row_chunks; chunk < a.row_chunks; chunk += a.group) {
+      const int64_t column = chunk * kChunk<T>;
+      const int count = static_cast<int>(min(a.hidden - column, int64_t{kChunk<T>}));
+      const Chunk of_grad = load_chunk<kBytes>(grad + column, count);
+      Chunk of_y[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        // Where there is nothing to read, grad once more: a load behind a branch would not be issued with the others.
+        const T* const from = with_weights && row[k] >= 0 ? a.y + row[k] * a.hidden : grad;
+        of_y[k] = load_chunk<kBytes>(from + column, count);
+      }
+      S g[kChunk<T>];
+      for (int i = 0; i < kChunk<T>; ++i) g[i] = to_accumulate(of_grad[i]);
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (row[k] < 0) continue;
+        S products[kChunk<T>];
+        if (row[k] < used) {  // with_rows, that is
+          for (int i = 0; i < kChunk<T>; ++i) products[i] = weight[k] * g[i];
+          store_chunk<kBytes>(a.dy + row[k] * a.hidden + column, narrow<T>(products), count);
+        }
+        if (with_weights) {
+          for (int i = 0; i < kChunk<T>; ++i) products[i] = g[i] * to_accumulate(of_y[k][i]);
+          sums[k] = sums[k] + tree_sum(products);
+        }
+      }
+    }
+    if (!with_weights) continue;
+
+    for (int bit = min(a.group, kWarp) / 2; bit > 0; bit /= 2) {
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) sums[k] = sums[k] + __shfl_xor_sync(kFullWarp, sums[k], bit);
+    }
+    // Two halves of shared memory in turn: the barrier of the next round stands between this round's readers and the
+    // writers that come after it.
+    S* const of_block = shared_sums + (round % 2) * kWarps * kAtOnce;
+    const int warp = static_cast<int>(threadIdx.x) / kWarp, warps = a.group / kWarp;
+    if (warps > 1) {
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (lane % kWarp == 0) of_block[warp * kAtOnce + k] = sums[k];
+      }
+      __syncthreads();
+      if (there && lane < kAtOnce && begin + lane < a.choices) {
+        S total = of_block[warp * kAtOnce + lane];  // of the group's first warp
+        for (int i = 1; i < warps; ++i) total = total + of_block[(warp + i) * kAtOnce + lane];
+        a.dweights[token * a.choices + begin + lane] = total;
+      }
+    } else if (there && lane == 0) {
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (begin + k < a.choices) a.dweights[token * a.choices + begin + k] = sums[k];
+      }
+    }
+  }
+  if (there && with_rows) clear_rows<T, kBytes>(a, token, used, lane);
+}
+
+template <typename T, int kBytes, int kAtOnce>
+void launch_combine_backward(const CombineBackwardArguments& a, void* stream) {
+  using S = accumulate_t<T>;
+  const int64_t row_chunks = ceil_div(a.hidden, kChunk<T>);
+  const RowGroup group = group_for(row_chunks);
+  const Rows<T> rows{static_cast<const T*>(a.grad),
+                     static_cast<const T*>(a.y),
+                     a.slot,
+                     a.used,
+                     static_cast<const S*>(a.weights),
+                     static_cast<T*>(a.dy),
+                     static_cast<S*>(a.dweights),
+                     a.tokens,
+                     a.choices,
+                     a.hidden,
+                     row_chunks,
+                     group.threads};
+  launch("combine_backward", combine_backward_kernel<T, kBytes, kAtOnce>,
+         {ceil_div(a.tokens, group.rows), group.block()}, stream, rows);
+}
+
+}  // namespace
+
+void combine_backward(const CombineBackwardArguments& a, void* stream) {
+  if ((a.dy == nullptr && a.dweights == nullptr) || a.tokens == 0 || a.choices == 0) return;
+  visit_dtype(a.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    constexpr int kNarrow = static_cast<int>(sizeof(T));
+    if (widest_access({a.grad, a.y, a.dy}, a.hidden * kNarrow) < 16) {
+      launch_combine_backward<T, kNarrow, 4>(a, stream);
+    } else if (a.choices <= 2) {
+      launch_combine_backward<T, 16, 2>(a, stream);
+    } else {
+      launch_combine_backward<T, 16, kMostAtOnce<T>>(a, stream);
+    }
+  });
+}
+
+}  // namespace pymoe::cuda

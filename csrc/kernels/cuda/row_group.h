@@ -1,0 +1,35 @@
+// How the threads of a block are shared out to rows: a group of threads a row, every thread taking packs `lane`,
+// `lane + group`, ... of it.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/cuda/launch.h"
+#include "kernels/cuda/platform.h"
+
+namespace pymoe::cuda {
+
+inline constexpr int kRowThreads = 256;  // a block, at most
+
+struct RowGroup {
+  int threads;  // a row: a power of two below a warp, else whole warps
+  int rows;     // a block
+
+  int block() const { return threads * rows; }
+};
+
+// A group for rows of `packs` packs, so that every thread takes at least `share` of them and no more rounds run than
+// a full block needs: 896 packs are four rounds of 224 threads, not three and a half of 256.
+inline RowGroup group_for(int64_t packs, int64_t share = 1) {
+  const int64_t wanted = ceil_div(packs, share);
+  if (wanted <= kWarp) {
+    int threads = 1;
+    while (threads < wanted) threads *= 2;
+    return {threads, kRowThreads / threads};
+  }
+  const int64_t rounds = ceil_div(wanted, kRowThreads);
+  const int threads = static_cast<int>(ceil_div(ceil_div(wanted, rounds), kWarp)) * kWarp;
+  return {threads, kRowThreads / threads};
+}
+
+}  // namespace pymoe::cuda

@@ -1,0 +1,41 @@
+// Random routings for tests: rows for the choices of tokens, as build_routing may hand them out.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "cuda_on_cpu/harness.h"
+
+namespace pymoe::test {
+
+// Every choice owns a row of its own, in random order, or was dropped; the rows in use come first.
+struct Slots {
+  Buffer<int32_t> slot, used;
+
+  Slots(Random& random, int64_t tokens, int64_t choices, double dropped) : slot(tokens * choices), used(1) {
+    std::vector<int32_t> rows;
+    for (int32_t& value : slot) {
+      value = random.chance(dropped) ? -1 : 0;
+      if (value == 0) rows.push_back(static_cast<int32_t>(rows.size()));
+    }
+    used[0] = static_cast<int32_t>(rows.size());
+    std::shuffle(rows.begin(), rows.end(), random.engine());
+    size_t next = 0;
+    for (int32_t& value : slot) {
+      if (value == 0) value = rows[next++];
+    }
+  }
+
+  // Some slots, and perhaps the number of rows in use, name what is not there or what another choice owns.
+  void spoil(Random& random) {
+    const auto rows = static_cast<int32_t>(slot.size());
+    for (int32_t& value : slot) {
+      if (!random.chance(0.4)) continue;
+      value = random.one_of<int32_t>(
+          {-2, -rows, rows, rows + 1, INT32_MIN, INT32_MAX, static_cast<int32_t>(random.between(0, rows - 1))});
+    }
+    used[0] = random.one_of<int32_t>({used[0], 0, -1, rows, rows + 1, INT32_MIN, INT32_MAX, rows / 2});
+  }
+};
+
+}  // namespace pymoe::test

@@ -1,0 +1,226 @@
+// combine and its backward: the emulated CUDA kernels give the CPU twin's bits, but for dweights, whose sums have
+// another order.
+#include "cuda_on_cpu/harness.h"
+#include "cuda_on_cpu/slots.h"
+#include "kernels/combine.h"
+
+using namespace pymoe;
+using namespace pymoe::test;
+
+namespace {
+
+// AddressSanitizer has nothing to say of mapped memory, and takes long over so many elements.
+#if defined(__SANITIZE_ADDRESS__)
+constexpr bool kWatched = true;
+#else
+constexpr bool kWatched = false;
+#endif
+
+int64_t random_hidden(Random& random) {
+  if (random.chance(0.15)) return random.between(1, size(2300, 300));
+  const int64_t hidden = random.between(0, 70);
+  return random.chance(0.5) ? hidden * 8 : hidden;
+}
+
+struct Shape {
+  int64_t tokens, choices, hidden, shift;
+
+  explicit Shape(Random& random)
+      : tokens(random.between(0, size(random.chance(0.3) ? 60 : 9, 5))),
+        choices(random.one_of<int64_t>({1, 2, 2, 3, 6, 8, 8, 9, 17})),
+        hidden(random_hidden(random)),
+        shift(random.chance(0.7) ? 0 : random.between(1, 7)) {}
+
+  int64_t rows() const { return tokens * choices; }
+};
+
+// Within so many roundings of one another: two sums of `hidden` products in different orders.
+template <typename T>
+double tolerance(int64_t hidden) {
+  return static_cast<double>(hidden + 4) * std::numeric_limits<accumulate_t<T>>::epsilon();
+}
+
+// |a - b| against the sum of the products' magnitudes.
+template <typename T>
+bool close_weights(const Buffer<accumulate_t<T>>& a, const Buffer<accumulate_t<T>>& b, const Buffer<T>& grad,
+                   const Buffer<T>& y, const Buffer<int32_t>& slot, const Shape& shape) {
+  for (int64_t i = 0; i < a.size(); ++i) {
+    double magnitude = 0;
+    for (int64_t h = 0; h < shape.hidden && slot[i] >= 0; ++h) {
+      magnitude += std::abs(static_cast<double>(to_accumulate(grad[i / shape.choices * shape.hidden + h])) *
+                            static_cast<double>(to_accumulate(y[slot[i] * shape.hidden + h])));
+    }
+    if (std::abs(static_cast<double>(a[i]) - static_cast<double>(b[i])) > tolerance<T>(shape.hidden) * magnitude) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+TEST_CASE("combine: the emulated kernel gives the CPU twin's bits") {
+  for_cases("combine", 120, [](Random& random) {
+    with_random_dtype(random, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      const Shape shape(random);
+      Slots slots(random, shape.tokens, shape.choices, random.one_of({0.0, 0.3, 1.0}));
+      Buffer<T> y(shape.rows() * shape.hidden, shape.shift);
+      Buffer<accumulate_t<T>> weights(shape.rows());
+      fill(y, random, random.one_of({0.0, 0.02}));
+      fill(weights, random, random.one_of({0.0, 0.02}));
+      Buffer<T> expected(shape.tokens * shape.hidden), out(shape.tokens * shape.hidden, shape.shift);
+      const void* const given = random.chance(0.8) ? weights.data() : nullptr;
+      CombineArguments a{y.data(),     slots.slot.data(), given,        expected.data(),
+                         shape.tokens, shape.choices,     shape.hidden, dtype_of<T>()};
+      cpu::combine(a);
+      a.out = out.data();
+      cuda::combine(a, nullptr);
+      CHECK(same_values(out, expected));
+      CHECK(out.intact());
+    });
+  });
+}
+
+TEST_CASE("combine: tokens without choices are zero") {
+  Buffer<float> out(3 * 5);
+  cuda::combine({nullptr, nullptr, nullptr, out.data(), 3, 0, 5, DType::kFloat32}, nullptr);
+  for (const float value : out) CHECK(bit_cast<uint32_t>(value) == 0);
+}
+
+TEST_CASE("combine: a slot that points outside adds nothing") {
+  for_cases("combine hostile", 40, [](Random& random) {
+    with_random_dtype(random, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      const Shape shape(random);
+      if (shape.tokens == 0) return;
+      Slots slots(random, shape.tokens, shape.choices, 0.2);
+      slots.spoil(random);
+      Buffer<T> y(shape.rows() * shape.hidden, shape.shift);
+      Buffer<accumulate_t<T>> weights(shape.rows());
+      fill(y, random);
+      fill(weights, random);
+      Buffer<T> expected(shape.tokens * shape.hidden), out(shape.tokens * shape.hidden, shape.shift);
+      CombineArguments a{y.data(),     slots.slot.data(), weights.data(), out.data(),
+                         shape.tokens, shape.choices,     shape.hidden,   dtype_of<T>()};
+      cuda::combine(a, nullptr);
+      for (int32_t& slot : slots.slot) slot = slot < shape.rows() ? std::max(slot, -1) : -1;
+      a.out = expected.data();
+      cpu::combine(a);
+      CHECK(same_values(out, expected));
+      CHECK(out.intact());
+    });
+  });
+}
+
+TEST_CASE("combine_backward: the emulated kernel gives the CPU twin's dy, and dweights within rounding") {
+  for_cases("combine_backward", 50, [](Random& random) {
+    with_random_dtype(random, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      const Shape shape(random);
+      Slots slots(random, shape.tokens, shape.choices, random.one_of({0.0, 0.3, 1.0}));
+      const int64_t elements = shape.rows() * shape.hidden;
+      Buffer<T> grad(shape.tokens * shape.hidden, shape.shift), y(elements, shape.shift);
+      Buffer<accumulate_t<T>> weights(shape.rows());
+      fill(grad, random);
+      fill(y, random);
+      fill(weights, random, random.one_of({0.0, 0.1}));
+      const bool rows = random.chance(0.8), sums = !rows || random.chance(0.8);
+      Buffer<T> expected_dy(elements), dy(elements, shape.shift);
+      Buffer<accumulate_t<T>> expected_dweights(shape.rows()), dweights(shape.rows()), again(shape.rows());
+      CombineBackwardArguments a{grad.data(),
+                                 sums ? y.data() : nullptr,
+                                 slots.slot.data(),
+                                 slots.used.data(),
+                                 rows ? weights.data() : nullptr,
+                                 rows ? expected_dy.data() : nullptr,
+                                 sums ? expected_dweights.data() : nullptr,
+                                 shape.tokens,
+                                 shape.choices,
+                                 shape.hidden,
+                                 dtype_of<T>()};
+      cpu::combine_backward(a);
+      a.dy = rows ? dy.data() : nullptr;
+      a.dweights = sums ? dweights.data() : nullptr;
+      cuda::combine_backward(a, nullptr);
+      CHECK(same_values(dy, expected_dy));
+      CHECK(dy.intact());
+      CHECK(dweights.intact());
+      if (!sums) return;
+      CHECK(close_weights(dweights, expected_dweights, grad, y, slots.slot, shape));
+
+      // The order of a sum depends neither on addresses nor on whether dy is asked for.
+      Buffer<T> moved(grad.size(), shape.shift + 1);
+      std::copy(grad.begin(), grad.end(), moved.begin());
+      a.grad = moved.data();
+      a.dy = nullptr;
+      a.dweights = again.data();
+      cuda::combine_backward(a, nullptr);
+      CHECK(again.same(dweights));
+    });
+  });
+}
+
+TEST_CASE("combine_backward: slots and a row count that point outside touch nothing outside") {
+  for_cases("combine_backward hostile", 16, [](Random& random) {
+    with_random_dtype(random, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      const Shape shape(random);
+      if (shape.tokens == 0) return;
+      Slots slots(random, shape.tokens, shape.choices, 0.2);
+      slots.spoil(random);
+      // Rows that two choices own are written by both: one owner each, for the search for races.
+      std::vector<bool> owned(static_cast<size_t>(shape.rows()));
+      for (int32_t& slot : slots.slot) {
+        if (slot < 0 || slot >= shape.rows()) continue;
+        if (owned[slot]) slot = INT32_MIN;
+        else owned[slot] = true;
+      }
+      Buffer<T> grad(shape.tokens * shape.hidden, shape.shift), y(shape.rows() * shape.hidden, shape.shift);
+      Buffer<accumulate_t<T>> weights(shape.rows()), dweights(shape.rows()), expected_dweights(shape.rows());
+      fill(grad, random);
+      fill(y, random);
+      fill(weights, random);
+      Buffer<T> dy(y.size(), shape.shift), expected_dy(y.size());
+      CombineBackwardArguments a{grad.data(),     y.data(),     slots.slot.data(), slots.used.data(),
+                                 weights.data(),  dy.data(),    dweights.data(),   shape.tokens,
+                                 shape.choices,   shape.hidden, dtype_of<T>()};
+      cuda::combine_backward(a, nullptr);
+      for (int32_t& slot : slots.slot) slot = slot < shape.rows() ? std::max(slot, -1) : -1;
+      a.dy = expected_dy.data();
+      a.dweights = expected_dweights.data();
+      cpu::combine_backward(a);
+      CHECK(same_values(dy, expected_dy));
+      CHECK(dy.intact());
+      CHECK(close_weights(dweights, expected_dweights, grad, y, slots.slot, shape));
+      CHECK(dweights.intact());
+    });
+  });
+}
+
+TEST_CASE("combine and its backward: rows past 2^31 elements") {
+  if (kSlow || kWatched) return;
+  constexpr int64_t kHidden = int64_t{1} << 25, kChoices = 68, kTarget = 66;  // the row is 2^31 + 2^26 elements in
+  SparseMemory y(kChoices * kHidden * 2), dy(kChoices * kHidden * 2), out(kHidden * 2), grad(kHidden * 2);
+  const auto elements = [](SparseMemory& memory) { return static_cast<BFloat16*>(memory.data()); };
+  Buffer<int32_t> slot(kChoices), used(1);
+  Buffer<float> weights(kChoices), dweights(kChoices);
+  for (int32_t& value : slot) value = -1;
+  slot[60] = kTarget;
+  used[0] = kChoices;
+  weights[60] = 2;
+  for (const int64_t column : {int64_t{5}, kHidden - 1}) {
+    elements(y)[kTarget * kHidden + column] = round_to<BFloat16>(3);
+    elements(grad)[column] = round_to<BFloat16>(7);
+  }
+  cuda::combine({y.data(), slot.data(), weights.data(), out.data(), 1, kChoices, kHidden, DType::kBFloat16}, nullptr);
+  cuda::combine_backward({grad.data(), y.data(), slot.data(), used.data(), weights.data(), dy.data(), dweights.data(), 1,
+                          kChoices, kHidden, DType::kBFloat16},
+                         nullptr);
+  for (const int64_t column : {int64_t{5}, kHidden - 1}) {
+    CHECK(to_accumulate(elements(out)[column]) == 6);
+    CHECK(to_accumulate(elements(dy)[kTarget * kHidden + column]) == 14);
+  }
+  CHECK(dweights[60] == 42);
+  CHECK(dweights[59] == 0);
+}
