@@ -14,7 +14,11 @@
 // depend on the rows around it.
 //
 // `offsets` must start at 0, not decrease, and end within S. The CPU twin throws std::invalid_argument or
-// std::out_of_range otherwise, before it touches any memory. Workspace: a few MiB a thread, kept between calls.
+// std::out_of_range otherwise, before it touches any memory. The CUDA twin, which reads nothing on the host, takes 0 for
+// the first and the greatest before it, or S, for one that decreases or passes S: it never reads or writes a row outside
+// of [0, S), and rows of experts whose offsets are right come out right.
+//
+// Memory: the CPU twin keeps a few MiB a thread between calls; the CUDA twin works in `workspace`.
 #pragma once
 
 #include <cstdint>
@@ -41,6 +45,7 @@ struct GroupedLinearArguments {
   int64_t output_features;  // N
   int64_t experts;          // E
   DType dtype;              // of every tensor
+  int32_t* workspace = nullptr;  // cuda::grouped_linear_workspace(E) values, contents arbitrary; the CPU needs none
 };
 
 struct GroupedWeightGradArguments {
@@ -53,6 +58,7 @@ struct GroupedWeightGradArguments {
   int64_t output_features;
   int64_t experts;
   DType dtype;
+  int32_t* workspace = nullptr;  // as above
 };
 
 struct GroupedBiasGradArguments {
@@ -63,6 +69,7 @@ struct GroupedBiasGradArguments {
   int64_t output_features;
   int64_t experts;
   DType dtype;
+  int32_t* workspace = nullptr;  // as above
 };
 
 namespace cpu {
@@ -70,5 +77,30 @@ void grouped_linear(const GroupedLinearArguments& arguments);
 void grouped_linear_weight_grad(const GroupedWeightGradArguments& arguments);
 void grouped_linear_bias_grad(const GroupedBiasGradArguments& arguments);
 }  // namespace cpu
+
+struct GroupedPlanArguments {
+  const int32_t* offsets;  // (E + 1,)
+  int32_t* workspace;
+  int64_t rows;     // S
+  int64_t experts;  // E
+};
+
+// All enqueue on `stream` (a cudaStream_t) and return at once; they throw std::runtime_error if a launch is refused.
+namespace cuda {
+constexpr int64_t grouped_linear_workspace(int64_t experts) { return 2 * (experts + 1); }
+void grouped_linear(const GroupedLinearArguments& arguments, void* stream);
+void grouped_linear_weight_grad(const GroupedWeightGradArguments& arguments, void* stream);
+void grouped_linear_bias_grad(const GroupedBiasGradArguments& arguments, void* stream);
+
+// What stands around a product that another grouped GEMM makes: before it, a plan, whose first E + 1 values are offsets
+// that keep the contract; after it, bias and zeros. The product is in bf16 and contiguous at a 16-byte boundary, its
+// rows are multiples of 16 bytes, and the workspace is that of the plan. y is rounded once before and once after the
+// bias is added.
+void plan_grouped_linear(const GroupedPlanArguments& arguments, void* stream);
+void complete_grouped_linear(const GroupedLinearArguments& arguments, void* stream);
+void complete_grouped_weight_grad(const GroupedWeightGradArguments& arguments, void* stream);
+// The major compute capability of a device; Hopper's where kernels are emulated. Asks the runtime, not the device.
+int compute_capability(int device);
+}  // namespace cuda
 
 }  // namespace pymoe

@@ -1,5 +1,8 @@
 // pymoe::grouped_linear and its gradients: see kernels/grouped_linear.h for what they compute and
 // pymoe/reference/grouped_linear.py for the contract. Inputs may have any strides.
+//
+// On CUDA torch's grouped GEMM makes the products that it takes without the host (ops/torch_grouped_mm.h), and kernels
+// of ours make its offsets safe and add what it leaves out; all other products are made by our own kernel.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -7,6 +10,8 @@
 #include "kernels/grouped_linear.h"
 #include "ops/allocate.h"
 #include "ops/check.h"
+#include "ops/torch_grouped_mm.h"
+#include "ops/twins.h"
 
 namespace pymoe::ops {
 namespace {
@@ -31,8 +36,55 @@ const int32_t* checked_offsets(const Tensor& offsets, const Tensor& like) {
   return static_cast<const int32_t*>(offsets.const_data_ptr());
 }
 
-Tensor grouped_linear_cpu(const Tensor& x, const Tensor& weight, const Tensor& offsets,
-                          const std::optional<Tensor>& bias) {
+// Scratch of the CUDA twins, alive as long as this; the CPU twins need none.
+struct Workspace {
+  std::optional<Tensor> values;
+  Workspace(int64_t experts, const Tensor& like) {
+    if (on_cuda(like)) values = empty({cuda::grouped_linear_workspace(experts)}, ScalarType::Int, like);
+  }
+  int32_t* data() const { return values ? static_cast<int32_t*>(values->mutable_data_ptr()) : nullptr; }
+};
+
+#if PYMOE_WITH_CUDA
+
+int compute_capability(const Tensor& tensor) {
+  return cuda::compute_capability(tensor.is_cpu() ? 0 : tensor.get_device_index());
+}
+
+// A step around torch's product: it has no twin on the CPU.
+template <typename Arguments>
+void run_on_cuda(void (*step)(const Arguments&, void*), const Arguments& arguments, const Tensor& tensor) {
+  run(Twins<Arguments>{nullptr, step}, arguments, tensor);
+}
+
+// Plans, and gives torch's offsets: where the rows of each expert end.
+template <typename Arguments>
+Tensor plan(const Arguments& a, Tensor workspace) {
+  run_on_cuda(&cuda::plan_grouped_linear, {a.offsets, a.workspace, a.rows, a.experts}, workspace);
+  return torch::stable::narrow(workspace, 0, 1, a.experts);
+}
+
+Tensor linear_by_torch(GroupedLinearArguments arguments, const Tensor& x, const Tensor& weight,
+                       const Tensor& workspace) {
+  Tensor weight_EHN = torch::stable::transpose(weight, 1, 2);
+  Tensor y = call_torch_grouped_mm(x, weight_EHN, plan(arguments, workspace));
+  arguments.y = y.mutable_data_ptr();
+  run_on_cuda(&cuda::complete_grouped_linear, arguments, x);
+  return y;
+}
+
+Tensor weight_grad_by_torch(GroupedWeightGradArguments arguments, const Tensor& grad, const Tensor& x,
+                            const Tensor& workspace) {
+  Tensor grad_NS = torch::stable::transpose(grad, 0, 1);
+  Tensor weight_grad = call_torch_grouped_mm(grad_NS, x, plan(arguments, workspace));
+  arguments.weight_grad = weight_grad.mutable_data_ptr();
+  run_on_cuda(&cuda::complete_grouped_weight_grad, arguments, x);
+  return weight_grad;
+}
+
+#endif
+
+Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offsets, const std::optional<Tensor>& bias) {
   const DType dtype = floating_dtype(kName, "x", x);
   require(x.dim() == 2, kName, "x must have shape (S, H), got ", x);
   require(weight.dim() == 3, kName, "weight must have shape (E, N, H), got ", weight);
@@ -45,60 +97,82 @@ Tensor grouped_linear_cpu(const Tensor& x, const Tensor& weight, const Tensor& o
   const int32_t* bounds = checked_offsets(offsets, x);
   require(offsets.size(0) == experts + 1, kName, "offsets must have E + 1 = ", experts + 1, " entries, got ",
           offsets.size(0));
-  Tensor y = empty({rows, output_features}, x.scalar_type(), x);
-  cpu::grouped_linear({
+  const Workspace workspace(experts, x);
+  GroupedLinearArguments arguments{
       .x = checked_matrix("x", x, rows, input_features, x),
       .weight = {weight.const_data_ptr(), weight.strides()[1], weight.strides()[2]},
       .weight_stride = weight.strides()[0],
       .bias = bias ? checked_matrix("bias", *bias, experts, output_features, x) : MatrixView{},
       .offsets = bounds,
-      .y = y.mutable_data_ptr(),
+      .y = nullptr,
       .rows = rows,
       .input_features = input_features,
       .output_features = output_features,
       .experts = experts,
       .dtype = dtype,
-  });
+      .workspace = workspace.data(),
+  };
+#if PYMOE_WITH_CUDA
+  if (on_cuda(x) && torch_takes(arguments, compute_capability(x))) {
+    return linear_by_torch(arguments, x, weight, *workspace.values);
+  }
+#endif
+  Tensor y = empty({rows, output_features}, x.scalar_type(), x);
+  arguments.y = y.mutable_data_ptr();
+  run(PYMOE_TWINS(grouped_linear), arguments, x);
   return y;
 }
 
-Tensor weight_grad_cpu(const Tensor& grad, const Tensor& x, const Tensor& offsets) {
+Tensor weight_grad(const Tensor& grad, const Tensor& x, const Tensor& offsets) {
   const DType dtype = floating_dtype(kName, "grad", grad);
   require(grad.dim() == 2, kName, "grad must have shape (S, N), got ", grad);
   require(x.dim() == 2, kName, "x must have shape (S, H), got ", x);
   const int32_t* bounds = checked_offsets(offsets, grad);
   const int64_t rows = grad.size(0), output_features = grad.size(1), input_features = x.size(1);
   const int64_t experts = offsets.size(0) - 1;
-  Tensor weight_grad = empty({experts, output_features, input_features}, grad.scalar_type(), grad);
-  cpu::grouped_linear_weight_grad({
+  const Workspace workspace(experts, grad);
+  GroupedWeightGradArguments arguments{
       .grad = checked_matrix("grad", grad, rows, output_features, grad),
       .x = checked_matrix("x", x, rows, input_features, grad),
       .offsets = bounds,
-      .weight_grad = weight_grad.mutable_data_ptr(),
+      .weight_grad = nullptr,
       .rows = rows,
       .input_features = input_features,
       .output_features = output_features,
       .experts = experts,
       .dtype = dtype,
-  });
+      .workspace = workspace.data(),
+  };
+#if PYMOE_WITH_CUDA
+  if (on_cuda(grad) && torch_takes(arguments, compute_capability(grad))) {
+    return weight_grad_by_torch(arguments, grad, x, *workspace.values);
+  }
+#endif
+  Tensor weight_grad = empty({experts, output_features, input_features}, grad.scalar_type(), grad);
+  arguments.weight_grad = weight_grad.mutable_data_ptr();
+  run(PYMOE_TWINS(grouped_linear_weight_grad), arguments, grad);
   return weight_grad;
 }
 
-Tensor bias_grad_cpu(const Tensor& grad, const Tensor& offsets) {
+Tensor bias_grad(const Tensor& grad, const Tensor& offsets) {
   const DType dtype = floating_dtype(kName, "grad", grad);
   require(grad.dim() == 2, kName, "grad must have shape (S, N), got ", grad);
   const int32_t* bounds = checked_offsets(offsets, grad);
   const int64_t experts = offsets.size(0) - 1, output_features = grad.size(1);
   Tensor bias_grad = empty({experts, output_features}, grad.scalar_type(), grad);
-  cpu::grouped_linear_bias_grad({
-      .grad = checked_matrix("grad", grad, grad.size(0), output_features, grad),
-      .offsets = bounds,
-      .bias_grad = bias_grad.mutable_data_ptr(),
-      .rows = grad.size(0),
-      .output_features = output_features,
-      .experts = experts,
-      .dtype = dtype,
-  });
+  const Workspace workspace(experts, grad);
+  run(PYMOE_TWINS(grouped_linear_bias_grad),
+      GroupedBiasGradArguments{
+          .grad = checked_matrix("grad", grad, grad.size(0), output_features, grad),
+          .offsets = bounds,
+          .bias_grad = bias_grad.mutable_data_ptr(),
+          .rows = grad.size(0),
+          .output_features = output_features,
+          .experts = experts,
+          .dtype = dtype,
+          .workspace = workspace.data(),
+      },
+      grad);
   return bias_grad;
 }
 
@@ -108,11 +182,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pymoe, library) {
   library.def("grouped_linear_bias_grad(Tensor grad, Tensor offsets) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(pymoe, CPU, library) {
-  library.impl("grouped_linear", TORCH_BOX(&grouped_linear_cpu));
-  library.impl("grouped_linear_weight_grad", TORCH_BOX(&weight_grad_cpu));
-  library.impl("grouped_linear_bias_grad", TORCH_BOX(&bias_grad_cpu));
+template <typename Library>
+void implement(Library& library) {
+  library.impl("grouped_linear", TORCH_BOX(&grouped_linear));
+  library.impl("grouped_linear_weight_grad", TORCH_BOX(&weight_grad));
+  library.impl("grouped_linear_bias_grad", TORCH_BOX(&bias_grad));
 }
+PYMOE_IMPLEMENT_ON_EVERY_DEVICE(implement)
 
 }  // namespace
 }  // namespace pymoe::ops

@@ -1,0 +1,104 @@
+// How the rows of a grouped product are shared out to blocks, worked out on the device.
+//
+// A plan is 2 (E + 1) numbers. The bounds are the offsets as memory can take them: the first is 0, none is less than
+// the one before or more than S. Offsets that keep the contract are their own bounds; whatever others hold, no row
+// outside of [0, S) is touched and no two experts share one. The tiles count the tiles of rows before each expert; the
+// rows past the last bound have tiles of their own, as those of an expert E would.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/cuda/launch.h"
+
+namespace pymoe::cuda {
+
+struct GroupPlan {
+  int32_t* bounds;  // (E + 1,)
+  int32_t* tiles;   // (E + 1,)
+};
+
+inline GroupPlan group_plan(int32_t* workspace, int64_t experts) { return {workspace, workspace + experts + 1}; }
+
+// At least as many tiles as any offsets make of `rows` rows.
+inline int64_t most_row_tiles(int64_t rows, int64_t experts, int64_t tile_rows) {
+  return rows / tile_rows + experts + 1;
+}
+
+inline constexpr int kPlanThreads = 256;
+
+// combine(every value up to the thread's own), over the threads of a block of kPlanThreads. `scratch`: one value a warp.
+template <typename F>
+PYMOE_DEVICE int scan_block(int value, int* scratch, F&& combine) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
+#pragma unroll
+  for (int reach = 1; reach < kWarp; reach *= 2) {
+    const int before = __shfl_up_sync(kFullWarp, value, static_cast<unsigned>(reach));
+    if (lane >= reach) value = combine(before, value);
+  }
+  if (lane == kWarp - 1) scratch[warp] = value;
+  __syncthreads();
+  for (int i = 0; i < warp; ++i) value = combine(scratch[i], value);
+  __syncthreads();
+  return value;
+}
+
+// One block. `rows`: S, or the greatest int32 where S is greater.
+static __global__ void __launch_bounds__(kPlanThreads)
+    plan_groups_kernel(const int32_t* PYMOE_RESTRICT offsets, GroupPlan plan, int experts, int rows, int tile_rows) {
+  PYMOE_SHARED(int, scratch, kPlanThreads / kWarp);
+  PYMOE_SHARED(int, ends, kPlanThreads);
+  PYMOE_SHARED(int, carried, 2);  // the bound and the tiles before the experts of this round
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread == 0) {
+    plan.bounds[0] = plan.tiles[0] = 0;
+    carried[0] = carried[1] = 0;
+  }
+  __syncthreads();
+  for (int first = 0; first < experts; first += kPlanThreads) {
+    const int expert = first + thread, begin = carried[0], tiles_before = carried[1];
+    int end = expert < experts ? offsets[expert + 1] : 0;
+    end = end < begin ? begin : end > rows ? rows : end;
+    end = scan_block(end, scratch, [](int a, int b) { return a > b ? a : b; });
+    ends[thread] = end;
+    __syncthreads();
+    const int length = end - (thread == 0 ? begin : ends[thread - 1]);
+    const int own_tiles = length == 0 ? 0 : (length - 1) / tile_rows + 1;
+    const int tiles = tiles_before + scan_block(own_tiles, scratch, [](int a, int b) { return a + b; });
+    if (expert < experts) {
+      plan.bounds[expert + 1] = end;
+      plan.tiles[expert + 1] = tiles;
+    }
+    if (thread == kPlanThreads - 1) {  // all have read `carried`: two barriers ago
+      carried[0] = end;
+      carried[1] = tiles;
+    }
+    __syncthreads();
+  }
+}
+
+// A tile of rows: those of one expert, or (expert == E) rows of none; `rows` is 0 past the last tile.
+struct RowTile {
+  int expert;
+  int rows;
+  int64_t first;
+};
+
+// All lanes of a warp call it together with the same tile.
+PYMOE_DEVICE RowTile find_row_tile(const GroupPlan& plan, int experts, int64_t rows, int tile_rows, int tile) {
+  // The last e with tiles[e] <= tile. A warp asks 32 at once: two rounds up to E = 1023.
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  int expert = 0, candidates = experts + 1;
+  while (candidates > 1) {
+    const int step = (candidates + kWarp - 1) / kWarp, ahead = lane * step;
+    const bool reached = ahead < candidates && plan.tiles[expert + ahead] <= tile;
+    const int last = __popc(__ballot_sync(kFullWarp, reached)) - 1;
+    expert += last * step;
+    candidates = candidates - last * step < step ? candidates - last * step : step;
+  }
+  const int64_t begin = plan.bounds[expert], end = expert < experts ? int64_t{plan.bounds[expert + 1]} : rows;
+  const int64_t first = begin + static_cast<int64_t>(tile - plan.tiles[expert]) * tile_rows;
+  const int64_t left = end - first;
+  return {expert, static_cast<int>(left < 0 ? 0 : left < tile_rows ? left : tile_rows), first};
+}
+
+}  // namespace pymoe::cuda

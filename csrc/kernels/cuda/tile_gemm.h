@@ -1,0 +1,208 @@
+// A block's share of a matrix product: c = a * b^T for 64 rows of a and 128 rows of b, which are the columns of c.
+// 16-bit floats go through the tensor cores, fp32 and fp64 through the CUDA cores in full precision. Sums are kept in
+// fp32 (fp64) and run over the depth in its order, whatever the tile's place in c.
+//
+// A step of 64 bytes of depth is read into registers while the step before it is multiplied; there are two tiles of
+// each operand in shared memory, so one barrier a step is enough. A thread holds its part of c in registers: 64 values
+// on the tensor cores, 32 on the CUDA cores.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "kernels/cuda/launch.h"
+#include "kernels/cuda/mma.h"
+#include "kernels/cuda/tile_loader.h"
+
+namespace pymoe::cuda {
+
+inline constexpr int kTileRows = 64, kTileColumns = 128;
+
+// Runs compute(a_tile, b_tile) on every step of the depth. `a_shared` and `b_shared` hold two tiles of the given sizes.
+template <typename T, typename A, typename B, typename Compute>
+PYMOE_DEVICE void for_each_step(A& a, B& b, int64_t depth, T* a_shared, int a_size, TileLayout a_layout, T* b_shared,
+                                int b_size, TileLayout b_layout, Compute&& compute) {
+  if (depth <= 0) return;
+  int buffer = 1;
+  for (int64_t left = depth + A::kDepth; left > 0; left -= A::kDepth, buffer ^= 1) {
+    const bool first = left > depth;  // nothing to multiply yet
+    T* const a_tile = a_shared + buffer * a_size;
+    T* const b_tile = b_shared + buffer * b_size;
+    if (!first) {
+      a.store(a_tile, a_layout, left);  // last read two steps ago, before the barrier that all have passed since
+      b.store(b_tile, b_layout, left);
+      __syncthreads();
+    }
+    if (left > A::kDepth) {
+      a.fetch(left - A::kDepth);
+      b.fetch(left - A::kDepth);
+    }
+    if (!first) compute(a_tile, b_tile);
+  }
+}
+
+// The tensor cores: 4 warps, each 32 rows x 64 columns.
+template <typename T>
+struct TensorCoreTile {
+  static constexpr int kThreads = 128, kBlocks = 3;  // and how many blocks share a multiprocessor
+  static constexpr int kRun = 2;  // neighbouring columns that a thread holds
+
+  using ALoader = TileLoader<T, kTileRows, kThreads>;
+  using BLoader = TileLoader<T, kTileColumns, kThreads>;
+  static constexpr int kDepth = ALoader::kDepth;
+  // An operand's tile lies as it came: rows of 32 + 8 elements, or depths of 64 + 8 or 128 + 8. With this padding the
+  // eight rows of 16 bytes that ldmatrix reads together lie in different banks.
+  static constexpr int kPadding = 8, kPitch = kDepth + kPadding;
+  static constexpr int kASize = kTileRows * kPitch, kBSize = kTileColumns * kPitch;
+  static constexpr int kSharedElements = 2 * (kASize + kBSize);
+
+  float sum[2][8][4] = {};
+  int warp_row = static_cast<int>(threadIdx.x) / kWarp / 2 * 32;
+  int warp_column = static_cast<int>(threadIdx.x) / kWarp % 2 * 64;
+
+  static PYMOE_DEVICE TileLayout layout(bool along_rows, int rows) {
+    return along_rows ? TileLayout{1, rows + kPadding} : TileLayout{kPitch, 1};
+  }
+
+  // Loads the 16 x 16 block at (row, depth) of a tile.
+  static PYMOE_DEVICE void load(uint32_t (&to)[4], const T* tile, TileLayout layout, bool along_rows, int row,
+                                int depth) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const T* block = tile + row * layout.row_step + depth * layout.depth_step;
+    if (along_rows) {
+      load_matrices_transposed(to, block + (lane % 8 + lane / 16 * 8) * layout.depth_step + lane / 8 % 2 * 8);
+    } else {
+      load_matrices(to, block + lane % 16 * layout.row_step + lane / 16 * 8);
+    }
+  }
+
+  PYMOE_DEVICE void run(const Operand<T>& a, const Operand<T>& b, int rows, int columns, int64_t depth, T* shared) {
+    ALoader a_loader(a, rows);
+    BLoader b_loader(b, columns);
+    const TileLayout a_layout = layout(a.along_rows, kTileRows), b_layout = layout(b.along_rows, kTileColumns);
+    const bool idle = warp_row >= rows || warp_column >= columns;  // the same for a whole warp
+    for_each_step(a_loader, b_loader, depth, shared, kASize, a_layout, shared + 2 * kASize, kBSize, b_layout,
+                  [&](const T* a_tile, const T* b_tile) {
+      if (idle) return;
+#pragma unroll
+      for (int k = 0; k < kDepth; k += 16) {
+        uint32_t a_block[2][4];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) load(a_block[i], a_tile, a_layout, a.along_rows, warp_row + 16 * i, k);
+#pragma unroll
+        for (int j = 0; j < 8; j += 2) {
+          uint32_t b_block[4];
+          load(b_block, b_tile, b_layout, b.along_rows, warp_column + 8 * j, k);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            multiply_add(TypeTag<T>{}, sum[i][j], a_block[i], b_block[0], b_block[2]);
+            multiply_add(TypeTag<T>{}, sum[i][j + 1], a_block[i], b_block[1], b_block[3]);
+          }
+        }
+      }
+    });
+  }
+
+  // Calls f(row, column, sums of kRun columns) for all that the thread holds.
+  template <typename F>
+  PYMOE_DEVICE void each(F&& f) const {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const int row = warp_row + 16 * i + lane / 4, column = warp_column + 8 * j + lane % 4 * 2;
+        f(row, column, &sum[i][j][0]);
+        f(row + 8, column, &sum[i][j][2]);
+      }
+    }
+  }
+};
+
+PYMOE_DEVICE float fused_multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+PYMOE_DEVICE double fused_multiply_add(double a, double b, double c) { return fma(a, b, c); }
+
+// The CUDA cores: 8 warps, each 16 rows x 64 columns, of which a thread holds 4 rows x (4 + 4) columns.
+template <typename T>
+struct CudaCoreTile {
+  static constexpr int kThreads = 256, kBlocks = 1;
+  static constexpr int kRun = 16 / static_cast<int>(sizeof(T));
+
+  using ALoader = TileLoader<T, kTileRows, kThreads>;
+  using BLoader = TileLoader<T, kTileColumns, kThreads>;
+  static constexpr int kDepth = ALoader::kDepth;
+  // Tiles lie depth by depth, so that a thread reads neighbouring rows in packs.
+  static constexpr int kAPitch = kTileRows + kRun, kBPitch = kTileColumns + kRun;
+  static constexpr int kASize = kDepth * kAPitch, kBSize = kDepth * kBPitch;
+  static constexpr int kSharedElements = 2 * (kASize + kBSize);
+
+  T sum[4][8] = {};
+  int thread_row, thread_column;
+
+  PYMOE_DEVICE CudaCoreTile() {
+    const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
+    thread_row = warp / 2 * 16 + lane / 8 * 4;
+    thread_column = warp % 2 * 64 + lane % 8 * 4;
+  }
+
+  static PYMOE_DEVICE void load(T (&to)[4], const T* from) {
+#pragma unroll
+    for (int i = 0; i < 4; i += kRun) {
+      const auto pack = load_pack<Pack<T, kRun>>(from + i);
+#pragma unroll
+      for (int j = 0; j < kRun; ++j) to[i + j] = pack[j];
+    }
+  }
+
+  PYMOE_DEVICE void run(const Operand<T>& a, const Operand<T>& b, int rows, int columns, int64_t depth, T* shared) {
+    ALoader a_loader(a, rows);
+    BLoader b_loader(b, columns);
+    const bool idle = thread_row >= rows || thread_column >= columns;
+    for_each_step(a_loader, b_loader, depth, shared, kASize, {1, kAPitch}, shared + 2 * kASize, kBSize, {1, kBPitch},
+                  [&](const T* a_tile, const T* b_tile) {
+      if (idle) return;
+#pragma unroll
+      for (int k = 0; k < kDepth; ++k) {
+        T a_values[4], b_values[2][4];
+        load(a_values, a_tile + k * kAPitch + thread_row);
+        load(b_values[0], b_tile + k * kBPitch + thread_column);
+        load(b_values[1], b_tile + k * kBPitch + thread_column + 32);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+          for (int j = 0; j < 8; ++j) {
+            sum[i][j] = fused_multiply_add(a_values[i], b_values[j / 4][j % 4], sum[i][j]);
+          }
+        }
+      }
+    });
+  }
+
+  template <typename F>
+  PYMOE_DEVICE void each(F&& f) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int j = 0; j < 8; j += kRun) f(thread_row + i, thread_column + j % 4 + j / 4 * 32, &sum[i][j]);
+    }
+  }
+};
+
+// The one that multiplies elements of T.
+template <typename T>
+struct TileFor {
+  using type = TensorCoreTile<T>;
+};
+template <>
+struct TileFor<float> {
+  using type = CudaCoreTile<float>;
+};
+template <>
+struct TileFor<double> {
+  using type = CudaCoreTile<double>;
+};
+template <typename T>
+using tile_for = typename TileFor<T>::type;
+
+}  // namespace pymoe::cuda

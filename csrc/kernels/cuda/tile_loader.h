@@ -1,0 +1,128 @@
+// Operands of a tiled matrix product on their way from memory to shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "kernels/cuda/pack.h"
+
+namespace pymoe::cuda {
+
+// One operand: element (row, depth) is data[row * row_stride + depth * depth_stride]. The product sums over the depth.
+template <typename T>
+struct Operand {
+  const T* data;
+  int64_t row_stride;
+  int64_t depth_stride;
+  bool along_rows;  // a pack holds elements of neighbouring rows, not of neighbouring depths
+  bool whole;       // ... and is one access: neighbours in memory, aligned, and all or none of it exists
+};
+
+// In which direction blocks of the operand may start anywhere; in the other they start at multiples of a tile.
+enum class Cut : int8_t { kNone, kRows, kDepth };
+
+// How to read the matrix of `rows` x `depth` (any number in the direction of the cut) that begins at `data`, or those
+// that follow at multiples of `jump` elements.
+template <typename T>
+Operand<T> operand(const void* data, int64_t row_stride, int64_t depth_stride, int64_t rows, int64_t depth, Cut cut,
+                   int64_t jump = 0) {
+  const bool along_rows = row_stride == 1 && depth_stride != 1;
+  const bool neighbours = along_rows || depth_stride == 1;
+  const bool cut_in_packs = cut == (along_rows ? Cut::kRows : Cut::kDepth);
+  const int64_t steps = (along_rows ? depth_stride | rows : row_stride | depth) | jump;
+  const bool aligned = widest_access({data}, steps * static_cast<int64_t>(sizeof(T))) == 16;
+  return {static_cast<const T*>(data), row_stride, depth_stride, along_rows, neighbours && !cut_in_packs && aligned};
+}
+
+// Where element (row, depth) of a tile lies in shared memory: at row * row_step + depth * depth_step.
+struct TileLayout {
+  int row_step;
+  int depth_step;
+};
+
+// Brings kRows rows and 64 bytes of depth at a time: whole packs by way of registers, where they wait while the tile
+// before is multiplied, others element by element. What lies outside of the operand counts as zero and is not read.
+template <typename T, int kRows, int kThreads>
+struct TileLoader {
+  static constexpr int kPack = 16 / static_cast<int>(sizeof(T)), kDepth = 4 * kPack;
+  static constexpr int kPacks = kRows * 4 / kThreads;  // a thread's
+  static_assert(kPacks * kThreads == kRows * 4);
+
+  Pack<T, kPack> packs[kPacks];
+  const T* from;               // the thread's first pack of the next tile
+  int64_t pack_step;           // in memory, from a thread's pack to its next
+  int64_t tile_step;           // ... and to the next tile
+  int64_t element_step;        // ... and from element to element of a pack
+  int row, depth;              // of the thread's first pack in a tile
+  int row_step, depth_step;    // to its next pack
+  int rows;                    // that the operand has
+  bool along_rows, whole;
+
+  PYMOE_DEVICE TileLoader(const Operand<T>& operand, int rows_there)
+      : tile_step(kDepth * operand.depth_stride),
+        element_step(operand.along_rows ? operand.row_stride : operand.depth_stride),
+        rows(rows_there), along_rows(operand.along_rows), whole(operand.whole) {
+    const int thread = static_cast<int>(threadIdx.x);
+    if (along_rows) {
+      constexpr int kAcross = kRows / kPack;  // packs of one depth
+      row = thread % kAcross * kPack;
+      depth = thread / kAcross;
+      row_step = 0;
+      depth_step = kThreads / kAcross;
+    } else {
+      // Four threads take the 64 bytes of a row. The eight that store together take rows r and r + 4, which lie in
+      // different banks where rows are 80 bytes apart.
+      const int quad = thread / 4;
+      row = (quad & ~7) | (quad & 1) << 2 | (quad & 7) >> 1;
+      depth = thread % 4 * kPack;
+      row_step = kThreads / 4;
+      depth_step = 0;
+    }
+    from = operand.data + row * operand.row_stride + depth * operand.depth_stride;
+    pack_step = row_step * operand.row_stride + depth_step * operand.depth_stride;
+  }
+
+  // Reads the next tile, of which `left` depths exist. Only packs come this early.
+  PYMOE_DEVICE void fetch(int64_t left) {
+    if (!whole) return;
+    const int rows_left = rows - row, depths_left = (left < kDepth ? static_cast<int>(left) : kDepth) - depth;
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      const bool inside = i * row_step < rows_left && i * depth_step < depths_left;
+      packs[i] = inside ? load_pack<Pack<T, kPack>>(from + i * pack_step) : Pack<T, kPack>{};
+    }
+    from += tile_step;
+  }
+
+  // Writes the tile that was read. `left`: as it was for fetch.
+  PYMOE_DEVICE void store(T* tile, TileLayout layout, int64_t left) {
+    T* to = tile + row * layout.row_step + depth * layout.depth_step;
+    const int shared_step = row_step * layout.row_step + depth_step * layout.depth_step;
+    const int element = along_rows ? layout.row_step : layout.depth_step;
+    if (whole) {
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        if (element == 1) {
+          store_pack(to + i * shared_step, packs[i]);
+        } else {
+#pragma unroll
+          for (int j = 0; j < kPack; ++j) to[i * shared_step + j * element] = packs[i][j];
+        }
+      }
+      return;
+    }
+    const int rows_left = rows - row, depths_left = (left < kDepth ? static_cast<int>(left) : kDepth) - depth;
+#pragma unroll 1
+    for (int i = 0; i < kPacks; ++i) {
+#pragma unroll 4
+      for (int j = 0; j < kPack; ++j) {
+        const bool inside = i * row_step + (along_rows ? j : 0) < rows_left &&
+                            i * depth_step + (along_rows ? 0 : j) < depths_left;
+        to[i * shared_step + j * element] = inside ? from[i * pack_step + j * element_step] : T{};
+      }
+    }
+    from += tile_step;
+  }
+};
+
+}  // namespace pymoe::cuda

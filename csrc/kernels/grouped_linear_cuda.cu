@@ -1,0 +1,267 @@
+// Grouped products on the GPU, safe under CUDA graphs: nothing is read on the host. A launch of one block turns the
+// offsets into a plan (kernels/cuda/group_plan.h); then every block takes one 64 x 128 tile of the output and finds its
+// expert in the plan. The grid is the most tiles that any offsets could make, so blocks may find no tile and end. A
+// tile runs over the whole depth of its sum: results know nothing of the grid. 64 rows, since experts see few rows.
+//
+// Per step of 32 depths a tile of 16-bit floats reads 12 KiB and multiplies 0.5 MFLOP: 43 FLOP a byte from L2. Blocks
+// that follow each other take the columns of the same rows, whose x stays in L1 and L2. kernels/cuda/tile_gemm.h has
+// the rest.
+//
+// Where torch's grouped GEMM makes the product, the plan's bounds are its offsets and the two complete_ kernels add what
+// it leaves out; they return at once for tiles and experts that lack nothing.
+#include <limits>
+
+#include "kernels/cuda/group_plan.h"
+#include "kernels/cuda/launch.h"
+#include "kernels/cuda/pack.h"
+#include "kernels/cuda/tile_gemm.h"
+#include "kernels/grouped_linear.h"
+
+namespace pymoe::cuda {
+namespace {
+
+constexpr const char* kName = "grouped_linear";
+
+// Writes a tile's part of the output: rows of `pitch` elements that begin at `to`. f(row, column) gives what to add.
+template <typename T, typename Tile>
+PYMOE_DEVICE void write_tile(const Tile& tile, T* to, int64_t pitch, int rows, int columns, const T* bias,
+                             int64_t bias_step, bool in_runs) {
+  tile.each([&](int row, int column, const accumulate_t<T>* sums) {
+    if (row >= rows) return;
+    T* const run = to + row * pitch + column;
+    Pack<T, Tile::kRun> values;
+#pragma unroll
+    for (int i = 0; i < Tile::kRun; ++i) {
+      accumulate_t<T> value = sums[i];
+      if (bias != nullptr && column + i < columns) value += to_accumulate(bias[(column + i) * bias_step]);
+      values[i] = round_to<T>(value);
+    }
+    if (in_runs && column + Tile::kRun <= columns) {
+      store_pack(run, values);
+    } else {
+#pragma unroll
+      for (int i = 0; i < Tile::kRun; ++i) {
+        if (column + i < columns) run[i] = values[i];
+      }
+    }
+  });
+}
+
+template <typename T>
+__global__ void __launch_bounds__(tile_for<T>::kThreads, tile_for<T>::kBlocks)
+    linear_kernel(Operand<T> x, Operand<T> weight, int64_t weight_stride, const T* PYMOE_RESTRICT bias,
+                  int64_t bias_row_stride, int64_t bias_step, GroupPlan plan, T* PYMOE_RESTRICT y, int64_t rows,
+                  int64_t input_features, int64_t output_features, int experts, int column_tiles, bool in_runs) {
+  using Tile = tile_for<T>;
+  PYMOE_SHARED(T, shared, Tile::kSharedElements);
+  const RowTile tile = find_row_tile(plan, experts, rows, kTileRows, static_cast<int>(blockIdx.x) / column_tiles);
+  const int64_t column = static_cast<int64_t>(static_cast<int>(blockIdx.x) % column_tiles) * kTileColumns;
+  const int64_t columns_left = output_features - column;
+  const int columns = columns_left < kTileColumns ? static_cast<int>(columns_left) : kTileColumns;
+  T* const to = y + tile.first * output_features + column;
+  if (tile.expert == experts) {  // rows of no expert, or no rows
+    for (int i = static_cast<int>(threadIdx.x); i < tile.rows * kTileColumns; i += Tile::kThreads) {
+      if (i % kTileColumns < columns) to[i / kTileColumns * output_features + i % kTileColumns] = T{};
+    }
+    return;
+  }
+  x.data += tile.first * x.row_stride;
+  weight.data += tile.expert * weight_stride + column * weight.row_stride;
+  if (bias != nullptr) bias += tile.expert * bias_row_stride + column * bias_step;
+  Tile sums;
+  sums.run(x, weight, tile.rows, columns, input_features, shared);
+  write_tile(sums, to, output_features, tile.rows, columns, bias, bias_step, in_runs);
+}
+
+// The output's rows are grad's features, its columns x's, its depth the expert's rows.
+template <typename T>
+__global__ void __launch_bounds__(tile_for<T>::kThreads, tile_for<T>::kBlocks)
+    weight_grad_kernel(Operand<T> grad, Operand<T> x, GroupPlan plan, T* PYMOE_RESTRICT weight_grad,
+                       int64_t input_features, int64_t output_features, int64_t row_tiles, int64_t column_tiles,
+                       bool in_runs) {
+  using Tile = tile_for<T>;
+  PYMOE_SHARED(T, shared, Tile::kSharedElements);
+  const int64_t block = blockIdx.x, expert = block / (row_tiles * column_tiles);
+  const int64_t row = block / column_tiles % row_tiles * kTileRows, column = block % column_tiles * kTileColumns;
+  const int64_t rows_left = output_features - row, columns_left = input_features - column;
+  const int rows = rows_left < kTileRows ? static_cast<int>(rows_left) : kTileRows;
+  const int columns = columns_left < kTileColumns ? static_cast<int>(columns_left) : kTileColumns;
+  const int64_t begin = plan.bounds[expert], end = plan.bounds[expert + 1];
+  grad.data += begin * grad.depth_stride + row * grad.row_stride;
+  x.data += begin * x.depth_stride + column * x.row_stride;
+  Tile sums;
+  sums.run(grad, x, rows, columns, end - begin, shared);
+  write_tile<T>(sums, weight_grad + (expert * output_features + row) * input_features + column, input_features, rows,
+                columns, nullptr, 0, in_runs);
+}
+
+constexpr int kBiasThreads = 256, kBiasWarps = kBiasThreads / kWarp;
+
+// A block sums one expert's rows in 32 columns. Warp w adds rows w, w + 8, w + 16, ... in turn; then the warps' sums
+// are added in order.
+template <typename T>
+__global__ void __launch_bounds__(kBiasThreads)
+    bias_grad_kernel(const T* PYMOE_RESTRICT grad, int64_t row_stride, int64_t column_stride, GroupPlan plan,
+                     T* PYMOE_RESTRICT bias_grad, int64_t output_features, int64_t strips) {
+  using Sum = accumulate_t<T>;
+  PYMOE_SHARED(Sum, sums, kBiasThreads);
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarp, lane = thread % kWarp;
+  const int64_t expert = blockIdx.x / strips, column = blockIdx.x % strips * kWarp + lane;
+  const int64_t end = plan.bounds[expert + 1];
+  Sum sum = 0;
+  if (column < output_features) {
+    const T* from = grad + column * column_stride;
+    constexpr int kAhead = 8;  // loads in flight
+    int64_t row = int64_t{plan.bounds[expert]} + warp;
+    for (; row + (kAhead - 1) * kBiasWarps < end; row += kAhead * kBiasWarps) {
+      T values[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) values[i] = from[(row + i * kBiasWarps) * row_stride];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) sum += to_accumulate(values[i]);
+    }
+    for (; row < end; row += kBiasWarps) sum += to_accumulate(from[row * row_stride]);
+  }
+  sums[thread] = sum;
+  __syncthreads();
+  if (warp == 0 && column < output_features) {
+    for (int i = 1; i < kBiasWarps; ++i) sum += sums[i * kWarp + lane];
+    bias_grad[expert * output_features + column] = round_to<T>(sum);
+  }
+}
+
+constexpr int kCompleteThreads = 256;
+
+// For y as torch's grouped GEMM leaves it: adds the bias, and clears the rows of no expert. A block takes a tile of
+// rows, a thread packs of its columns.
+template <typename T>
+__global__ void __launch_bounds__(kCompleteThreads)
+    complete_linear_kernel(T* y, const T* PYMOE_RESTRICT bias, int64_t bias_row_stride, int64_t bias_step,
+                           GroupPlan plan, int64_t rows, int64_t output_features, int experts) {
+  constexpr int kPack = 16 / static_cast<int>(sizeof(T));
+  const RowTile tile = find_row_tile(plan, experts, rows, kTileRows, static_cast<int>(blockIdx.x));
+  const bool clear = tile.expert == experts;
+  if (!clear && bias == nullptr) return;
+  for (int64_t column = static_cast<int64_t>(threadIdx.x) * kPack; column < output_features;
+       column += static_cast<int64_t>(kCompleteThreads) * kPack) {
+    accumulate_t<T> added[kPack] = {};
+    for (int i = 0; i < kPack && !clear; ++i) {
+      added[i] = to_accumulate(bias[tile.expert * bias_row_stride + (column + i) * bias_step]);
+    }
+    T* run = y + tile.first * output_features + column;
+#pragma unroll 4
+    for (int row = 0; row < tile.rows; ++row, run += output_features) {
+      Pack<T, kPack> values{};
+      if (!clear) {
+        values = load_pack<Pack<T, kPack>>(run);
+#pragma unroll
+        for (int i = 0; i < kPack; ++i) values[i] = round_to<T>(to_accumulate(values[i]) + added[i]);
+      }
+      store_pack(run, values);
+    }
+  }
+}
+
+// Clears the gradients of experts without rows. Several blocks an expert.
+__global__ void __launch_bounds__(kCompleteThreads)
+    complete_weight_grad_kernel(uint4* weight_grad, GroupPlan plan, int64_t expert_packs, int64_t blocks) {
+  const int64_t expert = blockIdx.x / blocks;
+  if (plan.bounds[expert] < plan.bounds[expert + 1]) return;
+  for (int64_t i = blockIdx.x % blocks * kCompleteThreads + threadIdx.x; i < expert_packs;
+       i += blocks * kCompleteThreads) {
+    weight_grad[expert * expert_packs + i] = uint4{};
+  }
+}
+
+// May threads store their runs of `features` columns as one access each?
+template <typename T>
+bool in_runs(const void* output, int64_t features) {
+  constexpr int64_t kBytes = tile_for<T>::kRun * sizeof(T);
+  return widest_access({output}, features * static_cast<int64_t>(sizeof(T))) >= kBytes;
+}
+
+template <typename T>
+void linear(const GroupedLinearArguments& a, void* stream) {
+  const int64_t column_tiles = ceil_div(a.output_features, kTileColumns);
+  launch(kName, linear_kernel<T>,
+         {most_row_tiles(a.rows, a.experts, kTileRows) * column_tiles, tile_for<T>::kThreads}, stream,
+         operand<T>(a.x.data, a.x.row_stride, a.x.column_stride, a.rows, a.input_features, Cut::kRows),
+         operand<T>(a.weight.data, a.weight.row_stride, a.weight.column_stride, a.output_features, a.input_features,
+                    Cut::kNone, a.weight_stride),
+         a.weight_stride, static_cast<const T*>(a.bias.data), a.bias.row_stride, a.bias.column_stride,
+         group_plan(a.workspace, a.experts), static_cast<T*>(a.y), a.rows, a.input_features, a.output_features,
+         a.experts, column_tiles, in_runs<T>(a.y, a.output_features));
+}
+
+template <typename T>
+void weight_grad(const GroupedWeightGradArguments& a, void* stream) {
+  const int64_t row_tiles = ceil_div(a.output_features, kTileRows);
+  const int64_t column_tiles = ceil_div(a.input_features, kTileColumns);
+  launch(kName, weight_grad_kernel<T>, {a.experts * row_tiles * column_tiles, tile_for<T>::kThreads}, stream,
+         operand<T>(a.grad.data, a.grad.column_stride, a.grad.row_stride, a.output_features, a.rows, Cut::kDepth),
+         operand<T>(a.x.data, a.x.column_stride, a.x.row_stride, a.input_features, a.rows, Cut::kDepth),
+         group_plan(a.workspace, a.experts),
+         static_cast<T*>(a.weight_grad), a.input_features, a.output_features, row_tiles, column_tiles,
+         in_runs<T>(a.weight_grad, a.input_features));
+}
+
+template <typename T>
+void bias_grad(const GroupedBiasGradArguments& a, void* stream) {
+  const int64_t strips = ceil_div(a.output_features, kWarp);
+  launch(kName, bias_grad_kernel<T>, {a.experts * strips, kBiasThreads}, stream, static_cast<const T*>(a.grad.data),
+         a.grad.row_stride, a.grad.column_stride, group_plan(a.workspace, a.experts), static_cast<T*>(a.bias_grad),
+         a.output_features, strips);
+}
+
+}  // namespace
+
+int compute_capability(int device) {
+  int major = 9;
+#if defined(__CUDACC__)
+  if (const cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) {
+    throw std::runtime_error(std::string(kName) + ": " + cudaGetErrorString(error));
+  }
+#endif
+  return major;
+}
+
+void plan_grouped_linear(const GroupedPlanArguments& a, void* stream) {
+  constexpr int64_t kMostRows = std::numeric_limits<int32_t>::max();
+  launch(kName, plan_groups_kernel, {1, kPlanThreads}, stream, a.offsets, group_plan(a.workspace, a.experts), a.experts,
+         a.rows < kMostRows ? a.rows : kMostRows, kTileRows);
+}
+
+void grouped_linear(const GroupedLinearArguments& a, void* stream) {
+  if (a.rows == 0 || a.output_features == 0) return;
+  plan_grouped_linear({a.offsets, a.workspace, a.rows, a.experts}, stream);
+  visit_dtype(a.dtype, [&](auto tag) { linear<typename decltype(tag)::type>(a, stream); });
+}
+
+void grouped_linear_weight_grad(const GroupedWeightGradArguments& a, void* stream) {
+  if (a.experts == 0 || a.output_features == 0 || a.input_features == 0) return;
+  plan_grouped_linear({a.offsets, a.workspace, a.rows, a.experts}, stream);
+  visit_dtype(a.dtype, [&](auto tag) { weight_grad<typename decltype(tag)::type>(a, stream); });
+}
+
+void grouped_linear_bias_grad(const GroupedBiasGradArguments& a, void* stream) {
+  if (a.experts == 0 || a.output_features == 0) return;
+  plan_grouped_linear({a.offsets, a.workspace, a.rows, a.experts}, stream);
+  visit_dtype(a.dtype, [&](auto tag) { bias_grad<typename decltype(tag)::type>(a, stream); });
+}
+
+void complete_grouped_linear(const GroupedLinearArguments& a, void* stream) {
+  if (a.rows == 0 || a.output_features == 0) return;
+  using T = BFloat16;
+  launch(kName, complete_linear_kernel<T>, {most_row_tiles(a.rows, a.experts, kTileRows), kCompleteThreads}, stream,
+         static_cast<T*>(a.y), static_cast<const T*>(a.bias.data), a.bias.row_stride, a.bias.column_stride,
+         group_plan(a.workspace, a.experts), a.rows, a.output_features, a.experts);
+}
+
+void complete_grouped_weight_grad(const GroupedWeightGradArguments& a, void* stream) {
+  const int64_t packs = a.output_features * a.input_features * size_of(a.dtype) / 16;
+  const int64_t blocks = ceil_div(packs, 16 * kCompleteThreads);
+  launch(kName, complete_weight_grad_kernel, {a.experts * blocks, kCompleteThreads}, stream,
+         static_cast<uint4*>(a.weight_grad), group_plan(a.workspace, a.experts), packs, blocks);
+}
+
+}  // namespace pymoe::cuda

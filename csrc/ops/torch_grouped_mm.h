@@ -1,0 +1,73 @@
+// torch's grouped GEMM, aten::_grouped_mm: what it takes on CUDA, and the call.
+//
+// Its fast kernel is for bf16 on compute capability 9.x and 10.x; it wants 16-byte alignment of all rows and of every
+// expert's part, at most 1023 experts, and runs on the stream alone. All else it gives to a loop over experts that
+// copies the offsets to the host, which no CUDA graph can hold, so all else is refused here. It trusts its offsets, and
+// it leaves rows past the last one unwritten.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <array>
+#include <limits>
+
+#include "kernels/grouped_linear.h"
+#include "ops/check.h"
+
+namespace pymoe::ops {
+
+namespace torch_grouped_mm {
+
+inline constexpr int64_t kAlignment = 16, kElements = kAlignment / 2;
+
+inline bool aligned(std::initializer_list<int64_t> elements) {
+  for (const int64_t count : elements) {
+    if (count % kElements != 0) return false;
+  }
+  return true;
+}
+
+// By rows, or (`either`) by columns.
+inline bool takes_matrix(const MatrixView& m, int64_t rows, int64_t columns, bool either = false) {
+  const bool by_rows = m.column_stride == 1 && m.row_stride >= columns && aligned({m.row_stride});
+  const bool by_columns = m.row_stride == 1 && m.column_stride >= rows && aligned({m.column_stride});
+  return (by_rows || (either && by_columns)) && reinterpret_cast<uintptr_t>(m.data) % kAlignment == 0;
+}
+
+inline bool takes_sizes(DType dtype, int capability, int64_t experts, int64_t rows, int64_t input, int64_t output) {
+  return dtype == DType::kBFloat16 && (capability == 9 || capability == 10) && experts >= 1 && experts <= 1023 &&
+         rows >= 1 && rows <= std::numeric_limits<int32_t>::max() && input >= 1 && output >= 1 &&
+         aligned({input, output});
+}
+
+}  // namespace torch_grouped_mm
+
+inline bool torch_takes(const GroupedLinearArguments& a, int capability) {
+  using namespace torch_grouped_mm;
+  return takes_sizes(a.dtype, capability, a.experts, a.rows, a.input_features, a.output_features) &&
+         takes_matrix(a.x, a.rows, a.input_features) &&
+         takes_matrix(a.weight, a.output_features, a.input_features, true) && aligned({a.weight_stride});
+}
+
+inline bool torch_takes(const GroupedWeightGradArguments& a, int capability) {
+  using namespace torch_grouped_mm;
+  return takes_sizes(a.dtype, capability, a.experts, a.rows, a.input_features, a.output_features) &&
+         takes_matrix(a.grad, a.rows, a.output_features) && takes_matrix(a.x, a.rows, a.input_features);
+}
+
+// (S, H) x (E, H, N) -> (S, N): rows up to ends[0] times the first matrix, and so on; or
+// (N, S) x (S, H) -> (E, N, H): the same rows summed over. A product like every other here: autograd does not see it.
+inline Tensor call_torch_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& ends) {
+  struct WithoutGrad {
+    bool before = aoti_torch_grad_mode_is_enabled();
+    WithoutGrad() { aoti_torch_grad_mode_set_enabled(false); }
+    ~WithoutGrad() { aoti_torch_grad_mode_set_enabled(before); }
+  } without_grad;
+  using torch::stable::detail::from;
+  std::array<StableIValue, 5> stack{from(a), from(b), from(std::optional<Tensor>(ends)), from(std::nullopt),
+                                    from(std::nullopt)};  // bias, out_dtype
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::_grouped_mm", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+}  // namespace pymoe::ops

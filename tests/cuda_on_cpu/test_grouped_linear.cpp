@@ -1,0 +1,356 @@
+// grouped_linear and its gradients: the emulated CUDA kernels against the CPU twins. Small integers make every sum
+// exact in fp32, so that the order of addition does not show and results must agree bit for bit; other numbers agree
+// within rounding.
+#include <doctest/doctest.h>
+
+#include <cmath>
+
+#include "cuda_on_cpu/harness.h"
+#include "kernels/cuda/launch.h"
+#include "kernels/cuda/mma.h"
+#include "kernels/grouped_linear.h"
+
+using namespace pymoe;
+using namespace pymoe::test;
+
+namespace {
+
+// A matrix of `rows` x `columns` in memory of its own: by rows, by columns, or with gaps; at any alignment.
+template <typename T>
+struct Matrix {
+  int64_t row_stride, column_stride;
+  Buffer<T> buffer;
+
+  static int64_t extent(int64_t rows, int64_t columns, int64_t row_stride, int64_t column_stride) {
+    return rows == 0 || columns == 0 ? 0 : (rows - 1) * row_stride + (columns - 1) * column_stride + 1;
+  }
+  Matrix(Random& random, int64_t rows, int64_t columns)
+      : Matrix(random, rows, columns, random.between(0, 4), random.one_of<int64_t>({0, 0, 0, 1, 3})) {}
+  Matrix(Random& random, int64_t rows, int64_t columns, int64_t layout, int64_t shift)
+      : row_stride(layout == 0   ? columns
+                   : layout == 1 ? (columns + 15) / 8 * 8  // padded rows, aligned
+                   : layout == 2 ? 1
+                   : layout == 3 ? columns * 2
+                                 : columns + 3),
+        column_stride(layout == 2 ? (rows + 7) / 8 * 8 : layout == 3 ? 2 : 1),
+        buffer(extent(rows, columns, row_stride, column_stride), shift) {}
+  MatrixView view() const { return {buffer.data(), row_stride, column_stride}; }
+};
+
+template <typename T>
+void fill_integers(Buffer<T>& buffer, Random& random) {
+  for (T& value : buffer) value = round_to<T>(static_cast<accumulate_t<T>>(random.between(-2, 2)));
+}
+
+// Offsets of E experts in `rows` rows; some experts are empty, rows may be left over.
+Buffer<int32_t> random_offsets(Random& random, int64_t experts, int64_t rows) {
+  Buffer<int32_t> offsets(experts + 1);
+  std::vector<int64_t> cuts;
+  const int64_t used = random.chance(0.3) ? random.between(0, rows) : rows;
+  for (int64_t e = 0; e < experts; ++e) cuts.push_back(random.chance(0.2) ? 0 : random.between(0, used));
+  std::sort(cuts.begin(), cuts.end());
+  offsets[0] = 0;
+  for (int64_t e = 0; e < experts; ++e) offsets[e + 1] = static_cast<int32_t>(cuts[static_cast<size_t>(e)]);
+  if (experts > 0) offsets[experts] = static_cast<int32_t>(used);
+  return offsets;
+}
+
+// What any offsets mean to the CUDA twin.
+Buffer<int32_t> bounds_of(const Buffer<int32_t>& offsets, int64_t rows) {
+  Buffer<int32_t> bounds(offsets.size());
+  bounds[0] = 0;
+  for (int64_t e = 1; e < offsets.size(); ++e) {
+    bounds[e] = std::max(bounds[e - 1], static_cast<int32_t>(std::min<int64_t>(offsets[e], rows)));
+  }
+  return bounds;
+}
+
+struct Shape {
+  int64_t experts, rows, input, output;
+};
+
+Shape random_shape(Random& random) {
+  return {random.between(1, size(6, 3)), random.between(0, size(200, 40)),
+          random.chance(0.3) ? 8 * random.between(1, 12) : random.between(0, size(90, 40)),
+          random.chance(0.3) ? 8 * random.between(1, size(24, 4)) : random.between(1, size(150, 40))};
+}
+
+// |difference| allowed: half an ulp each of two roundings, and fp32 sums in different orders of `terms` normal numbers.
+template <typename T>
+void check_close(const Buffer<T>& found, const Buffer<T>& expected, int64_t terms) {
+  const double ulp = sizeof(T) == 8 ? 2e-16 : sizeof(T) == 4 ? 1e-7 : std::is_same_v<T, Float16> ? 1e-3 : 8e-3;
+  const double sum = (sizeof(T) == 8 ? 2e-16 : 1.2e-7) * 4 * static_cast<double>(terms + 1);
+  CHECK(worst_error(found, expected, ulp, sum) <= 1.0);
+}
+
+template <typename T>
+struct Problem {
+  Shape shape;
+  Matrix<T> x, grad, bias;
+  Matrix<T> weight;  // (E N, H): expert e's begins weight_stride * e elements in
+  int64_t weight_stride;
+  bool has_bias, exact;
+  Buffer<int32_t> workspace;
+
+  Problem(Random& random, Shape s)
+      : shape(s),
+        x(random, s.rows, s.input),
+        grad(random, s.rows, s.output),
+        bias(random, s.experts, s.output),
+        weight(random, s.experts * s.output, s.input),
+        weight_stride(s.output * weight.row_stride),
+        has_bias(random.chance(0.5)),
+        exact(random.chance(0.6)),
+        workspace(cuda::grouped_linear_workspace(s.experts)) {
+    for (Buffer<T>* buffer : {&x.buffer, &grad.buffer, &bias.buffer, &weight.buffer}) {
+      exact ? fill_integers(*buffer, random) : fill(*buffer, random, random.chance(0.1) ? 0.01 : 0.0);
+    }
+  }
+
+  GroupedLinearArguments forward(const Buffer<int32_t>& offsets, Buffer<T>& y) {
+    return {x.view(),  weight.view(), weight_stride, has_bias ? bias.view() : MatrixView{}, offsets.data(),
+            y.data(),  shape.rows,    shape.input,   shape.output,                          shape.experts,
+            dtype_of<T>(), workspace.data()};
+  }
+  GroupedLinearArguments input_grad(const Buffer<int32_t>& offsets, Buffer<T>& dx) {
+    return {grad.view(), {weight.buffer.data(), weight.column_stride, weight.row_stride}, weight_stride, {},
+            offsets.data(), dx.data(), shape.rows, shape.output, shape.input, shape.experts, dtype_of<T>(),
+            workspace.data()};
+  }
+  GroupedWeightGradArguments weight_grad(const Buffer<int32_t>& offsets, Buffer<T>& dw) {
+    return {grad.view(), x.view(),     offsets.data(), dw.data(),     shape.rows,
+            shape.input, shape.output, shape.experts,  dtype_of<T>(), workspace.data()};
+  }
+  GroupedBiasGradArguments bias_grad(const Buffer<int32_t>& offsets, Buffer<T>& db) {
+    return {grad.view(),  offsets.data(), db.data(),     shape.rows,
+            shape.output, shape.experts,  dtype_of<T>(), workspace.data()};
+  }
+
+  void compare(const Buffer<T>& found, const Buffer<T>& expected, int64_t terms) const {
+    CHECK(found.intact());
+    if (exact) {
+      CHECK(found.same(expected));
+    } else {
+      check_close(found, expected, terms);
+    }
+  }
+
+  // All four products with the CUDA twins' `offsets` against the CPU twins' `bounds`.
+  void check(Random& random, const Buffer<int32_t>& offsets, const Buffer<int32_t>& bounds) {
+    const int64_t shift = random.chance(0.3) ? random.between(1, 3) : 0;
+    const auto [experts, rows, input, output] = shape;
+    Buffer<T> y(rows * output, shift), expected_y(rows * output);
+    cuda::grouped_linear(forward(offsets, y), nullptr);
+    cpu::grouped_linear(forward(bounds, expected_y));
+    compare(y, expected_y, input);
+    Buffer<T> dx(rows * input, shift), expected_dx(rows * input);
+    cuda::grouped_linear(input_grad(offsets, dx), nullptr);
+    cpu::grouped_linear(input_grad(bounds, expected_dx));
+    compare(dx, expected_dx, output);
+    Buffer<T> dw(experts * output * input, shift), expected_dw(experts * output * input);
+    cuda::grouped_linear_weight_grad(weight_grad(offsets, dw), nullptr);
+    cpu::grouped_linear_weight_grad(weight_grad(bounds, expected_dw));
+    compare(dw, expected_dw, rows);
+    Buffer<T> db(experts * output, shift), expected_db(experts * output);
+    cuda::grouped_linear_bias_grad(bias_grad(offsets, db), nullptr);
+    cpu::grouped_linear_bias_grad(bias_grad(bounds, expected_db));
+    compare(db, expected_db, rows);
+    CHECK(workspace.intact());
+  }
+};
+
+__global__ void multiply_kernel(const BFloat16* a, const BFloat16* b, float* c) {
+  const int group = static_cast<int>(threadIdx.x) >> 2, in_group = static_cast<int>(threadIdx.x) % 4;
+  const auto pack = [](BFloat16 low, BFloat16 high) { return low.bits | static_cast<uint32_t>(high.bits) << 16; };
+  const auto a_at = [&](int i) {  // as the PTX ISA numbers a thread's elements: a0 ... a7, b0 ... b3, c0 ... c3
+    const int row = (i < 2 || (i >= 4 && i < 6)) ? group : group + 8;
+    const int column = i < 4 ? in_group * 2 + (i & 1) : in_group * 2 + (i & 1) + 8;
+    return a[row * 16 + column];
+  };
+  const auto b_at = [&](int i) {
+    const int row = i < 2 ? in_group * 2 + (i & 1) : in_group * 2 + (i & 1) + 8;
+    return b[row * 8 + group];
+  };
+  float sums[4] = {};
+  cuda::multiply_add(TypeTag<BFloat16>{}, sums,
+                     {pack(a_at(0), a_at(1)), pack(a_at(2), a_at(3)), pack(a_at(4), a_at(5)), pack(a_at(6), a_at(7))},
+                     pack(b_at(0), b_at(1)), pack(b_at(2), b_at(3)));
+  for (int i = 0; i < 4; ++i) c[(i < 2 ? group : group + 8) * 8 + in_group * 2 + (i & 1)] = sums[i];
+}
+
+__global__ void load_kernel(const uint16_t* from, uint32_t* straight, uint32_t* transposed) {
+  PYMOE_SHARED(uint16_t, tile, 4 * 8 * 8);
+  const int lane = static_cast<int>(threadIdx.x);
+  for (int i = lane; i < 256; i += 32) tile[i] = from[i];
+  __syncthreads();
+  uint32_t to[4];
+  cuda::load_matrices(to, tile + lane * 8);
+  for (int i = 0; i < 4; ++i) straight[i * 32 + lane] = to[i];
+  cuda::load_matrices_transposed(to, tile + lane * 8);
+  for (int i = 0; i < 4; ++i) transposed[i * 32 + lane] = to[i];
+}
+
+}  // namespace
+
+TEST_CASE("grouped_linear: the tensor core's instructions have the PTX ISA's layouts") {
+  for_cases("mma", 12, [](Random& random) {
+    Buffer<BFloat16> a(16 * 16), b(16 * 8);
+    Buffer<float> c(16 * 8);
+    fill_integers(a, random);
+    fill_integers(b, random);
+    cuda::launch("mma", multiply_kernel, {1, 32}, nullptr, a.data(), b.data(), c.data());
+    for (int64_t row = 0; row < 16; ++row) {
+      for (int64_t column = 0; column < 8; ++column) {
+        float sum = 0;
+        for (int64_t k = 0; k < 16; ++k) sum += to_accumulate(a[row * 16 + k]) * to_accumulate(b[k * 8 + column]);
+        REQUIRE(c[row * 8 + column] == sum);
+      }
+    }
+    Buffer<uint16_t> from(256);
+    for (int64_t i = 0; i < 256; ++i) from[i] = static_cast<uint16_t>(random.between(0, 65535));
+    Buffer<uint32_t> straight(128), transposed(128);
+    cuda::launch("ldmatrix", load_kernel, {1, 32}, nullptr, from.data(), straight.data(), transposed.data());
+    for (int64_t matrix = 0; matrix < 4; ++matrix) {
+      for (int64_t row = 0; row < 8; ++row) {
+        for (int64_t column = 0; column < 8; ++column) {
+          const auto half = [&](const Buffer<uint32_t>& registers, int64_t r, int64_t k) {
+            return static_cast<uint16_t>(registers[matrix * 32 + r * 4 + k / 2] >> (k % 2 * 16));
+          };
+          REQUIRE(half(straight, row, column) == from[matrix * 64 + row * 8 + column]);
+          REQUIRE(half(transposed, column, row) == from[matrix * 64 + row * 8 + column]);
+        }
+      }
+    }
+  });
+}
+
+TEST_CASE("grouped_linear: the emulated kernels equal the CPU twins in any shape, layout and dtype") {
+  for_cases("grouped_linear", 60, [](Random& random) {
+    with_random_dtype(random, [&](auto tag) {
+      Problem<typename decltype(tag)::type> problem(random, random_shape(random));
+      const auto offsets = random_offsets(random, problem.shape.experts, problem.shape.rows);
+      problem.check(random, offsets, offsets);
+    });
+  });
+}
+
+TEST_CASE("grouped_linear: offsets that hold anything touch no row outside, and the others are right") {
+  for_cases("grouped_linear hostile", 30, [](Random& random) {
+    with_random_dtype(random, [&](auto tag) {
+      Problem<typename decltype(tag)::type> problem(random, random_shape(random));
+      auto offsets = random_offsets(random, problem.shape.experts, problem.shape.rows);
+      const auto rows = static_cast<int32_t>(problem.shape.rows);
+      for (int32_t& offset : offsets) {
+        if (random.chance(0.4)) {
+          offset = random.one_of<int32_t>({-1, -2, rows, rows + 1, INT32_MIN, INT32_MAX, rows / 2, 0});
+        }
+      }
+      problem.check(random, offsets, bounds_of(offsets, rows));
+    });
+  });
+}
+
+TEST_CASE("grouped_linear: hundreds of experts, and none") {
+  for_cases("grouped_linear experts", 6, [](Random& random) {
+    const int64_t experts = random.one_of<int64_t>({0, 1, 255, 256, 257, size(1100, 300)});
+    Problem<BFloat16> problem(random, {experts, random.between(0, size(300, 30)), 5, 3});
+    const auto offsets = random_offsets(random, experts, problem.shape.rows);
+    problem.check(random, offsets, offsets);
+  });
+}
+
+TEST_CASE("grouped_linear: a row's bits do not depend on the rows around it") {
+  for_cases("grouped_linear rows", 6, [](Random& random) {
+    with_random_dtype(random, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      const int64_t rows = random.between(2, 150), input = random.between(1, 200), output = 40;
+      Buffer<T> x(rows * input), weight(output * input), y(rows * output), alone(output);
+      Buffer<int32_t> workspace(cuda::grouped_linear_workspace(1)), all(2), one(2);
+      fill(x, random);
+      fill(weight, random);
+      all[0] = one[0] = 0, all[1] = static_cast<int32_t>(rows), one[1] = 1;
+      GroupedLinearArguments a{{x.data(), input, 1}, {weight.data(), input, 1}, 0, {}, all.data(), y.data(), rows,
+                               input, output, 1, dtype_of<T>(), workspace.data()};
+      cuda::grouped_linear(a, nullptr);
+      const int64_t row = random.between(0, rows - 1);
+      a.x.data = x.data() + row * input, a.offsets = one.data(), a.y = alone.data(), a.rows = 1;
+      cuda::grouped_linear(a, nullptr);
+      CHECK(memcmp(alone.data(), y.data() + row * output, static_cast<size_t>(output) * sizeof(T)) == 0);
+    });
+  });
+}
+
+TEST_CASE("grouped_linear: strides past 2^31 elements") {
+  for_cases("grouped_linear large", 6, [](Random& random) {
+    using T = BFloat16;
+    const int64_t far = (int64_t{1} << 31) + 8, experts = 2, rows = 3, input = 16, output = 8;
+    SparseMemory x(3 * far * 2), weight(3 * far * 2), grad(3 * far * 2);
+    const auto at = [](const SparseMemory& memory, int64_t i) -> T& { return static_cast<T*>(memory.data())[i]; };
+    Buffer<T> near_x(rows * input), near_weight(experts * output * input), near_grad(rows * output);
+    for (Buffer<T>* buffer : {&near_x, &near_weight, &near_grad}) fill_integers(*buffer, random);
+    for (int64_t i = 0; i < near_x.size(); ++i) at(x, i / input * far + i % input) = near_x[i];
+    for (int64_t i = 0; i < near_grad.size(); ++i) at(grad, i / output * far + i % output) = near_grad[i];
+    for (int64_t i = 0; i < near_weight.size(); ++i) {
+      at(weight, i / (output * input) * far + i % (output * input)) = near_weight[i];
+    }
+    Buffer<int32_t> offsets(3), workspace(cuda::grouped_linear_workspace(experts));
+    offsets[0] = 0, offsets[1] = 1, offsets[2] = 3;
+    Buffer<T> y(rows * output), expected_y(rows * output), dw(near_weight.size()), expected_dw(near_weight.size());
+    Buffer<T> db(experts * output), expected_db(experts * output);
+    cuda::grouped_linear({{x.data(), far, 1}, {weight.data(), input, 1}, far, {}, offsets.data(), y.data(), rows, input,
+                          output, experts, DType::kBFloat16, workspace.data()}, nullptr);
+    cpu::grouped_linear({{near_x.data(), input, 1}, {near_weight.data(), input, 1}, output * input, {}, offsets.data(),
+                         expected_y.data(), rows, input, output, experts, DType::kBFloat16});
+    CHECK(y.same(expected_y));
+    cuda::grouped_linear_weight_grad({{grad.data(), far, 1}, {x.data(), far, 1}, offsets.data(), dw.data(), rows, input,
+                                      output, experts, DType::kBFloat16, workspace.data()}, nullptr);
+    cpu::grouped_linear_weight_grad({{near_grad.data(), output, 1}, {near_x.data(), input, 1}, offsets.data(),
+                                     expected_dw.data(), rows, input, output, experts, DType::kBFloat16});
+    CHECK(dw.same(expected_dw));
+    cuda::grouped_linear_bias_grad({{grad.data(), far, 1}, offsets.data(), db.data(), rows, output, experts,
+                                    DType::kBFloat16, workspace.data()}, nullptr);
+    cpu::grouped_linear_bias_grad({{near_grad.data(), output, 1}, offsets.data(), expected_db.data(), rows, output,
+                                   experts, DType::kBFloat16});
+    CHECK(db.same(expected_db));
+  });
+}
+
+TEST_CASE("grouped_linear: a plan is the offsets made safe, and a foreign product is completed by it") {
+  for_cases("grouped_linear complete", 24, [](Random& random) {
+    using T = BFloat16;
+    const Shape shape{random.between(1, 40), random.between(0, size(300, 40)), 8 * random.between(1, 3),
+                      8 * random.between(1, size(40, 3))};
+    const auto [experts, rows, input, output] = shape;
+    auto offsets = random_offsets(random, experts, rows);
+    if (random.chance(0.3)) offsets[random.between(0, experts)] = random.one_of<int32_t>({-7, INT32_MIN, INT32_MAX});
+    const auto bounds = bounds_of(offsets, rows);
+    Problem<T> problem(random, shape);
+    cuda::plan_grouped_linear({offsets.data(), problem.workspace.data(), rows, experts}, nullptr);
+    for (int64_t e = 0; e <= experts; ++e) CHECK(problem.workspace[e] == bounds[e]);
+    Buffer<T> y(rows * output), expected(rows * output);
+    fill(y, random);
+    int64_t expert = 0;
+    for (int64_t i = 0; i < y.size(); ++i) {
+      while (expert < experts && i / output >= bounds[expert + 1]) ++expert;
+      const MatrixView bias = problem.bias.view();
+      const auto value = to_accumulate(y[i]);
+      expected[i] = expert == experts ? T{0}
+                    : !problem.has_bias
+                        ? y[i]
+                        : round_to<T>(value + to_accumulate(static_cast<const T*>(
+                                                  bias.data)[expert * bias.row_stride + i % output * bias.column_stride]));
+    }
+    cuda::complete_grouped_linear(problem.forward(offsets, y), nullptr);
+    CHECK(y.same(expected));
+    CHECK(y.intact());
+    Buffer<T> dw(experts * output * input), expected_dw(experts * output * input);
+    fill(dw, random);
+    for (int64_t i = 0; i < dw.size(); ++i) {
+      const int64_t e = i / (output * input);
+      expected_dw[i] = bounds[e] == bounds[e + 1] ? T{0} : dw[i];
+    }
+    cuda::complete_grouped_weight_grad(problem.weight_grad(offsets, dw), nullptr);
+    CHECK(dw.same(expected_dw));
+    CHECK(dw.intact());
+  });
+}
