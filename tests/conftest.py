@@ -1,9 +1,14 @@
-"""Fixtures of the whole suite."""
+"""Fixtures of the whole suite, and the devices that its tests run on."""
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # devices.py, which says how tests run on a GPU
+
+import devices
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +20,57 @@ def run_sanitized():
     spec.loader.exec_module(module)
     module.build()
     return module.run
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--device",
+        action="append",
+        choices=sorted(devices.DEVICES),
+        help="run operators and layers on this device (may be repeated; default: on all that torch sees)",
+    )
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "only_on(*devices): concerns these alone, of 'cpu', 'cuda' and 'pretended'")
+
+
+def wanted_devices(config):
+    return config.getoption("device") or devices.seen()
+
+
+def pytest_generate_tests(metafunc):
+    """One more test a device. With the CPU alone nothing is added, and tests keep their names."""
+    item = metafunc.definition
+    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+    names = [name for name in wanted_devices(metafunc.config) if folder in devices.FOLDERS and concerns(item, name)]
+    if names not in (["cpu"], []):
+        metafunc.parametrize("device", names, indirect=True)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what concerns none of the devices that are asked for."""
+    left_out = set()
+    for item in items:
+        name = item.callspec.params.get("device", "cpu") if hasattr(item, "callspec") else "cpu"
+        if name not in wanted_devices(config) or not concerns(item, name):
+            left_out.add(item)
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+
+
+def concerns(item, name):
+    """Is a test, or one of its cases, to run on the device called ``name``?"""
+    return all(name in marker.args for marker in item.iter_markers("only_on"))
+
+
+@pytest.fixture(autouse=True)
+def device(request, monkeypatch):
+    """Where the tensors of a test lie: the CPU, or a GPU (see devices.py)."""
+    name = getattr(request, "param", "cpu")
+    if name != "cpu":
+        for module, attribute, value in list(devices.replacements(request.module, devices.DEVICES[name])):
+            monkeypatch.setattr(module, attribute, value)
+    with devices.PREPARED[name]():
+        yield devices.DEVICES[name]

@@ -31,6 +31,7 @@ def test_gate_topk_backward_of_no_choices():
         )
 
 
+@pytest.mark.only_on("cpu")
 def test_half_precision_subnormals_on_a_thread_that_flushes_them():
     """Widening an fp16 subnormal went through a float32 subnormal, which ``set_flush_denormal`` turns to zero.
 
@@ -52,7 +53,7 @@ def test_half_precision_subnormals_on_a_thread_that_flushes_them():
         torch.set_flush_denormal(False)
 
 
-def test_a_layer_does_not_ask_what_torch_2_11_cannot_trace(monkeypatch):
+def test_a_layer_does_not_ask_what_torch_2_11_cannot_trace(monkeypatch, device):
     """``torch.compile(fullgraph=True)`` of the layer failed before torch 2.13, found by loading the library there.
 
     Dynamo could not trace ``torch.amp.is_autocast_available``, which the layer asked at every call. It is asked once,
@@ -62,8 +63,8 @@ def test_a_layer_does_not_ask_what_torch_2_11_cannot_trace(monkeypatch):
     def refuse(device_type):
         raise AssertionError(f"is_autocast_available({device_type!r}) in a forward")
 
-    moe = pymoe.nn.MoE(8, 8, 4, 2)
+    moe = pymoe.nn.MoE(8, 8, 4, 2).to(device)
     monkeypatch.setattr(torch.amp, "is_autocast_available", refuse)
     moe(torch.randn(3, 8)).sum().backward()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(device.type, dtype=torch.bfloat16):
         assert moe(torch.randn(3, 8)).dtype == torch.bfloat16

@@ -44,13 +44,17 @@ def mapped(sample: Sample, function: Callable[[Tensor], Any]) -> Sample:
     return replace(sample, args=map_tensors(sample.args, function), kwargs=map_tensors(sample.kwargs, function))
 
 
-def same_layout_copy(value: Tensor) -> Tensor:
-    """A copy with the strides and the offset alignment of ``value``; elements between its own are copied too."""
+def same_layout_copy(value: Tensor, device: torch.device | None = None) -> Tensor:
+    """A copy with the strides and the offset alignment of ``value``; elements between its own are copied too.
+
+    On ``device``, where one is given.
+    """
     span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True) if size)
+    device = value.device if device is None else device
     if value.numel() == 0:
-        return value.clone()
+        return value.detach().clone().to(device)
     shift = value.storage_offset() % 16
-    storage = torch.empty(span + shift, dtype=value.dtype, device=value.device)
+    storage = torch.empty(span + shift, dtype=value.dtype, device=device)
     storage[shift:].copy_(value.detach().as_strided((span,), (1,)))
     return storage.as_strided(value.shape, value.stride(), shift)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,16 +47,17 @@ def layouts(value: Tensor) -> Iterator[tuple[str, Tensor]]:
     look); ``transposed`` has its last two dimensions swapped in memory; ``reversed_strides`` all of them.
     """
     alien = float("nan") if value.is_floating_point() else torch.iinfo(value.dtype).max
-    base = torch.full((value.numel() + 2,), alien, dtype=value.dtype)
+    like: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+    base = torch.full((value.numel() + 2,), alien, **like)
     offset = base[1 : 1 + value.numel()].view(value.shape)
     offset.copy_(value)
     yield "offset", offset
     if value.dim() == 0:
         return
-    stepped = torch.full((*value.shape[:-1], 2 * value.shape[-1]), alien, dtype=value.dtype)[..., ::2]
+    stepped = torch.full((*value.shape[:-1], 2 * value.shape[-1]), alien, **like)[..., ::2]
     stepped.copy_(value)
     yield "stepped", stepped
-    padded = torch.full((*value.shape[:-1], value.shape[-1] + 3), alien, dtype=value.dtype)[..., 1:-2]
+    padded = torch.full((*value.shape[:-1], value.shape[-1] + 3), alien, **like)[..., 1:-2]
     padded.copy_(value)
     yield "padded", padded
     if value.dim() >= 2:

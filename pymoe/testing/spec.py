@@ -33,6 +33,13 @@ class ErrorInput:
     sample: Sample
     error: type[Exception]
     match: str
+    wrong_offsets: bool = False
+    """Is it the order of the values in ``offsets`` that is wrong?"""
+
+    @property
+    def of_values(self) -> bool:
+        """Is it values of an index tensor that are wrong? On CUDA such a call raises in debug mode alone."""
+        return self.error is IndexError or self.wrong_offsets
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Each raises AssertionError with a message that names the output or the gradient,
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -93,18 +93,34 @@ def error_raised(spec: OpSpec, function: Callable[..., Any], error_input: ErrorI
 
 
 def deterministic(spec: OpSpec, sample: Sample, threads: tuple[int, ...] = (1, 2, 4), repeats: int = 3) -> None:
-    """Outputs and gradients are the same bits for every number of threads and at every call."""
-    before = torch.get_num_threads()
+    """Outputs and gradients are the same bits for every number of threads, on every stream and at every call."""
     expected: list[Tensor] = []
+    for where in ways_to_run(sample, threads):
+        for _ in range(repeats):
+            outputs, found = gradients(spec.native, sample)
+            seen = [*outputs, *found]
+            expected = expected or seen
+            for i, (got, wanted) in enumerate(zip(seen, expected, strict=True)):
+                part = f"output {i}" if i < len(outputs) else f"gradient {i - len(outputs)}"
+                assert_same_bits(got, wanted, f"{spec.name}: {part} on {where}")
+
+
+def ways_to_run(sample: Sample, threads: tuple[int, ...]) -> Iterator[str]:
+    """Sets torch to every number of threads; on CUDA, to the stream in use and to as many others, one after another."""
+    devices = {value.device for value in tensors_in((sample.args, sample.kwargs)) if value.device.type == "cuda"}
+    for device in devices:
+        yield "the current stream"
+        torch.cuda.synchronize(device)
+        for number in range(len(threads)):
+            with torch.cuda.stream(torch.cuda.Stream(device)):
+                yield f"stream {number}"
+                torch.cuda.synchronize(device)
+    if devices:
+        return
+    before = torch.get_num_threads()
     try:
         for count in threads:
             torch.set_num_threads(count)
-            for _ in range(repeats):
-                outputs, found = gradients(spec.native, sample)
-                seen = [*outputs, *found]
-                expected = expected or seen
-                for i, (got, wanted) in enumerate(zip(seen, expected, strict=True)):
-                    part = f"output {i}" if i < len(outputs) else f"gradient {i - len(outputs)}"
-                    assert_same_bits(got, wanted, f"{spec.name}: {part} on {count} threads")
+            yield f"{count} threads"
     finally:
         torch.set_num_threads(before)

@@ -61,7 +61,7 @@ def make_layer(*, seed=0, hidden_size=12, ffn_size=10, num_experts=8, top_k=2, *
     layer = MoE(hidden_size, ffn_size, num_experts, top_k, **options)
     if layer.router.expert_bias is not None:
         layer.router.expert_bias.uniform_(-0.2, 0.2)
-    return layer
+    return layer if "device" in options else layer.to(torch.empty(0).device)  # drawn on the CPU, the same anywhere
 
 
 def make_input(*shape, hidden_size=12, dtype=torch.float64, seed=1):

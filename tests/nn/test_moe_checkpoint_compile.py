@@ -7,6 +7,8 @@ import torch
 from moe_layers import BACKENDS, OPTIONS, assert_same, make_input, make_layer, run
 from torch.utils.checkpoint import checkpoint
 
+pytestmark = pytest.mark.only_on("cpu", "cuda")  # neither knows another device
+
 
 def everything(**options):
     return make_layer(**{**OPTIONS["everything"], **options})
@@ -98,11 +100,11 @@ def test_compiles_for_any_number_of_tokens():
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-def test_compiles_inside_autocast():
+def test_compiles_inside_autocast(device):
     layer = everything(dtype=torch.float32)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x = make_input(21, dtype=torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(device.type, dtype=torch.bfloat16):
         y, compiled_y = layer(x), compiled(x)
     assert compiled_y.dtype == torch.bfloat16
     torch.testing.assert_close(compiled_y, y, rtol=0.02, atol=0.02)

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -48,6 +49,7 @@ def worker(rank, folder):
         dist.destroy_process_group()
 
 
+@pytest.mark.only_on("cpu")
 def test_two_processes_equal_one_on_the_concatenated_batch(tmp_path):
     mp.spawn(worker, args=(str(tmp_path),), nprocs=WORLD)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(WORLD)]

@@ -45,9 +45,9 @@ def test_an_expert_at_the_mean_keeps_its_bias():
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_updates_balance_a_skewed_router(score):
+def test_updates_balance_a_skewed_router(score, device):
     torch.manual_seed(0)
-    router = Router(6, 4, 2, score=score, bias_update_rate=RATE)
+    router = Router(6, 4, 2, score=score, bias_update_rate=RATE).to(device)
     x = torch.randn(128, 6)
     x[:, 0] = 1.0
     with torch.no_grad():
@@ -102,6 +102,7 @@ def test_nothing_is_counted_without_a_gradient():
     assert layer.router.counted["load"].sum() == 0
 
 
+@pytest.mark.only_on("cpu", "cuda")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_checkpointing_counts_once(backend, use_reentrant):
@@ -123,8 +124,10 @@ def test_a_forward_without_gradients_before_the_real_one_is_not_counted():
     assert layer.router.counted["load"].sum() == 22
 
 
-def test_update_reaches_every_router_of_a_model():
-    model = nn.Sequential(biased_layer(), nn.Linear(12, 12).double(), biased_layer(num_experts=3), make_layer())
+def test_update_reaches_every_router_of_a_model(device):
+    model = nn.Sequential(biased_layer(), nn.Linear(12, 12).double(), biased_layer(num_experts=3), make_layer()).to(
+        device
+    )
     train_on(model, make_input(11))
     update_expert_biases(model)
     assert model[0].router.expert_bias.abs().max() == RATE
@@ -148,10 +151,12 @@ def test_bias_is_a_buffer_in_the_state_dict_and_no_parameter():
     assert "router.expert_bias" not in dict(layer.named_parameters())
 
 
+@pytest.mark.only_on("cpu", "cuda")
 @pytest.mark.parametrize("cast", ["bfloat16", "half", "to", "constructor"])
-def test_bias_stays_in_float32_in_half_precision(cast):
+def test_bias_stays_in_float32_in_half_precision(cast, device):
     dtype = torch.float16 if cast == "half" else torch.bfloat16
     layer = MoE(8, 4, 4, 2, bias_update_rate=0.001, dtype=dtype if cast == "constructor" else torch.float32)
+    layer = layer.to(device)
     layer.router.expert_bias.fill_(1.0)
     layer.router.counted["load"].copy_(torch.tensor([0, 0, 9, 9]))
     layer.update_bias()
@@ -173,8 +178,8 @@ def test_a_copy_counts_for_itself():
     assert twin.router.counted["load"].sum() == 0
 
 
-def test_router_alone_counts_and_updates():
-    router = Router(6, 4, 2, bias_update_rate=0.5)
+def test_router_alone_counts_and_updates(device):
+    router = Router(6, 4, 2, bias_update_rate=0.5).to(device)
     gate, logits = router(torch.randn(9, 6))
     assert logits.shape == (9, 4)
     gate.weights.sum().backward()
@@ -183,6 +188,7 @@ def test_router_alone_counts_and_updates():
     assert router.counted["load"].sum() == 0
 
 
+@pytest.mark.only_on("cpu", "cuda")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bias_moves_in_a_layer_assigned_from_a_checkpoint(dtype):
     """``assign=True`` gives a layer on the meta device its parameters; nothing tells the counters to follow."""

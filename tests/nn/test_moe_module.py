@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from devices import moved
 from moe_layers import BACKENDS, OPTIONS, make_input, make_layer, run
 from torch import nn
 
@@ -47,8 +48,8 @@ def test_non_contiguous_inputs_give_the_same_bits():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_output_has_the_dtype_of_the_layer_and_logits_at_least_float32(dtype):
-    layer = MoE(8, 6, 4, 2, num_shared_experts=1, bias=True, dtype=dtype)
+def test_output_has_the_dtype_of_the_layer_and_logits_at_least_float32(dtype, device):
+    layer = MoE(8, 6, 4, 2, num_shared_experts=1, bias=True, dtype=dtype).to(device)
     x = torch.randn(5, 8, dtype=dtype)
     assert layer(x).dtype == dtype
     gate, logits = layer.router(x)
@@ -58,12 +59,12 @@ def test_output_has_the_dtype_of_the_layer_and_logits_at_least_float32(dtype):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_autocast_keeps_the_router_in_float32_and_the_experts_in_bfloat16(backend):
+def test_autocast_keeps_the_router_in_float32_and_the_experts_in_bfloat16(backend, device):
     layer = make_layer(dtype=torch.float32, backend=backend, **OPTIONS["everything"])
     x = make_input(20, dtype=torch.float32)
     expected = layer(x)
     load = layer.stats.load
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(device.type, dtype=torch.bfloat16):
         gate, logits = layer.router(x)
         y = layer(x)
         assert layer(x.bfloat16()).dtype == torch.bfloat16
@@ -93,6 +94,7 @@ def test_deepcopy_is_equal_and_independent(options):
     assert twin.stats.load.sum() == 4 * layer.top_k
 
 
+@pytest.mark.only_on("cpu", "cuda")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_state_dict_round_trips_strictly(options):
     layer, other = make_layer(seed=0, **options), make_layer(seed=5, **options)
@@ -122,10 +124,10 @@ def test_state_dict_has_the_documented_keys():
     assert make_layer(activation="relu").experts.w_in.shape == (8, 10, 12)
 
 
-def test_built_on_the_meta_device_it_becomes_real_without_leftovers():
+def test_built_on_the_meta_device_it_becomes_real_without_leftovers(device):
     layer = MoE(8, 6, 4, 2, bias_update_rate=0.1, num_shared_experts=1, bias=True, device="meta")
     assert all(tensor.is_meta for tensor in layer.state_dict().values())
-    layer = layer.to_empty(device="cpu")
+    layer = layer.to_empty(device=device)
     layer.reset_parameters()
     assert layer.stats.load.tolist() == [0, 0, 0, 0]
     assert layer.router.counted["load"].tolist() == [0, 0, 0, 0]
@@ -133,7 +135,7 @@ def test_built_on_the_meta_device_it_becomes_real_without_leftovers():
     torch.manual_seed(3)
     layer.reset_parameters()
     torch.manual_seed(3)
-    twin = MoE(8, 6, 4, 2, bias_update_rate=0.1, num_shared_experts=1, bias=True)
+    twin = MoE(8, 6, 4, 2, bias_update_rate=0.1, num_shared_experts=1, bias=True, device=device)
     assert all(torch.equal(a, b) for a, b in zip(layer.state_dict().values(), twin.state_dict().values(), strict=True))
     layer(torch.randn(3, 8)).sum().backward()
     assert layer.router.counted["load"].sum() == 6
@@ -148,6 +150,7 @@ def test_parameters_start_like_those_of_a_linear_layer_per_expert():
         assert weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.05)
 
 
+@pytest.mark.only_on("cpu", "cuda")
 def test_train_and_eval_give_the_same_output():
     layer = make_layer(**OPTIONS["everything"])
     x = make_input(9)
@@ -172,9 +175,9 @@ def test_stats_are_those_of_the_last_forward_and_do_not_change_afterwards():
     assert first.z_loss.dtype == torch.float32
 
 
-def test_replaces_a_dense_network_in_training():
+def test_replaces_a_dense_network_in_training(device):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 16), MoE(16, 32, 4, 2, aux_loss_coef=0.01), nn.Linear(16, 1))
+    model = nn.Sequential(nn.Linear(4, 16), MoE(16, 32, 4, 2, aux_loss_coef=0.01), nn.Linear(16, 1)).to(device)
     x = torch.randn(256, 4)
     target = (x[:, :1] * x[:, 1:2]).sign()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -275,16 +278,17 @@ BAD_INPUTS = [
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("x", "error", "message"), BAD_INPUTS, ids=[case[2][:70] for case in BAD_INPUTS])
-def test_a_bad_input_is_named(x, error, message, backend):
+def test_a_bad_input_is_named(x, error, message, backend, device):
+    message = message.replace(r"\(cpu\)", rf"\({device}\)")
     with pytest.raises(error, match=f"MoE: {message}"):
-        make_layer(dtype=torch.float32, backend=backend)(x)
+        make_layer(dtype=torch.float32, backend=backend)(moved(x, device))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_float64_inside_autocast_is_refused(backend):
+def test_float64_inside_autocast_is_refused(backend, device):
     """Autocast leaves float64 as it is, so that an expert would multiply two dtypes."""
     layer = make_layer(dtype=torch.float32, backend=backend)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(device.type, dtype=torch.bfloat16):
         assert layer(torch.ones(3, 12, dtype=torch.bfloat16)).dtype == torch.bfloat16
         with pytest.raises(TypeError, match=r"MoE: x must not be float64 where the parameters are torch\.float32"):
             layer(torch.ones(3, 12, dtype=torch.float64))

@@ -4,9 +4,12 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
+
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 
 
+@pytest.mark.only_on("cpu")
 def test_quickstart_learns(capsys):
     runpy.run_path(str(QUICKSTART))
     lines = capsys.readouterr().out.splitlines()

@@ -4,21 +4,24 @@ from itertools import islice
 
 import pytest
 import torch
+from devices import moved
 
 from pymoe.testing.calls import generator, gradients, in_dtype, leaves, samples_of
 from pymoe.testing.compare import assert_close, assert_same_bits
 from pymoe.testing.specs import all_specs
 from pymoe.testing.verify import is_exact
 
+pytestmark = pytest.mark.only_on("cpu", "cuda")  # the compiler knows no other device
 SPECS = {spec.name: spec for spec in all_specs() if spec.compilable}
 
 
-def some_samples(spec, count):
+def some_samples(spec, count, device):
     """A few samples: those of the gradient checks where there are any, in float32."""
     if spec.gradient_samples is not None:
-        yield from (in_dtype(sample, torch.float32) for sample in islice(spec.gradient_samples(generator()), count))
+        samples = (in_dtype(sample, torch.float32) for sample in spec.gradient_samples(generator()))
     else:
-        yield from islice(samples_of(spec, spec.dtypes[0]), count)
+        samples = samples_of(spec, spec.dtypes[0])
+    return (moved(sample, device) for sample in islice(samples, count))
 
 
 def compare(spec, sample, backend):
@@ -39,18 +42,18 @@ def compare(spec, sample, backend):
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_traced_whole_and_equal_to_eager(name):
-    for sample in some_samples(SPECS[name], 3):
+def test_traced_whole_and_equal_to_eager(name, device):
+    for sample in some_samples(SPECS[name], 3, device):
         compare(SPECS[name], sample, "aot_eager")
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_one_graph_serves_any_number_of_tokens(name):
+def test_one_graph_serves_any_number_of_tokens(name, device):
     """With dynamic shapes the traced graph is not specialised to the sizes of its first call."""
     spec = SPECS[name]
     torch._dynamo.reset()
     compiled = torch.compile(spec.native, fullgraph=True, backend="aot_eager", dynamic=True)
-    for sample in some_samples(spec, 4):
+    for sample in some_samples(spec, 4, device):
         expected, _ = gradients(spec.native, sample)
         outputs, _ = gradients(compiled, sample)
         for i, (got, wanted) in enumerate(zip(outputs, expected, strict=True)):
@@ -59,5 +62,5 @@ def test_one_graph_serves_any_number_of_tokens(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in ("dispatch", "gate_topk") if name in SPECS])
-def test_inductor_equals_eager(name):
-    compare(SPECS[name], next(some_samples(SPECS[name], 1)), "inductor")
+def test_inductor_equals_eager(name, device):
+    compare(SPECS[name], next(some_samples(SPECS[name], 1, device)), "inductor")

@@ -1,7 +1,8 @@
-"""Results are the same bits for every number of threads and at every call."""
+"""Results are the same bits at every call, for every number of threads and on every stream."""
 
 import pytest
 import torch
+from devices import moved
 
 from pymoe.testing import verify
 from pymoe.testing.calls import generator, large_cases, samples_of, with_grad
@@ -22,10 +23,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_largest_samples(name, dtype):
+def test_largest_samples(name, dtype, device):
     spec = SPECS[name]
     for sample in sorted(samples_of(spec, dtype), key=size)[-5:]:
-        verify.deterministic(spec, with_grad(sample) or sample)
+        verify.deterministic(spec, moved(with_grad(sample) or sample, device))
 
 
 LARGE_CASES = [
@@ -36,7 +37,7 @@ LARGE_CASES = [
 
 
 @pytest.mark.parametrize(("name", "case"), LARGE_CASES)
-def test_benchmark_shapes(name, case):
+def test_benchmark_shapes(name, case, device):
     """Large enough for every kernel to spread over all threads."""
     sample = case.make(generator())
-    verify.deterministic(SPECS[name], with_grad(sample) or sample, repeats=1)
+    verify.deterministic(SPECS[name], moved(with_grad(sample) or sample, device), repeats=1)

@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from devices import moved
 
 from pymoe.testing import verify
 from pymoe.testing.calls import call, generator, gradients, gradients_of, leaves, mapped, tensors_in
@@ -27,13 +28,13 @@ EVERY_SAMPLE = [pytest.param(name, sample, id=f"{name}-{sample}") for name in SP
 
 
 @pytest.mark.parametrize(("name", "sample"), EVERY_SAMPLE)
-def test_native_passes_gradcheck_and_gradgradcheck(name, sample):
-    verify.gradcheck(SPECS[name], cases(name)[sample])
+def test_native_passes_gradcheck_and_gradgradcheck(name, sample, device):
+    verify.gradcheck(SPECS[name], moved(cases(name)[sample], device))
 
 
 @pytest.mark.parametrize(("name", "sample"), EVERY_SAMPLE)
-def test_reference_passes_gradcheck_and_gradgradcheck(name, sample):
-    verify.gradcheck(SPECS[name], cases(name)[sample], SPECS[name].reference)
+def test_reference_passes_gradcheck_and_gradgradcheck(name, sample, device):
+    verify.gradcheck(SPECS[name], moved(cases(name)[sample], device), SPECS[name].reference)
 
 
 def changed_in_place(value):
@@ -46,9 +47,9 @@ def changed_in_place(value):
 
 
 @pytest.mark.parametrize(("name", "sample"), EVERY_SAMPLE)
-def test_change_in_place_before_backward_is_never_silent(name, sample):
+def test_change_in_place_before_backward_is_never_silent(name, sample, device):
     """Either autograd refuses, or the gradients are those of the values that the forward saw."""
-    spec, original = SPECS[name], cases(name)[sample]
+    spec, original = SPECS[name], moved(cases(name)[sample], device)
     _, expected = gradients(spec.native, original)
     for position in range(len(tensors_in((original.args, original.kwargs)))):
         copy = mapped(original, lambda value: value.detach().clone().requires_grad_(value.requires_grad))

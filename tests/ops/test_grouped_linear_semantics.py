@@ -79,9 +79,9 @@ def test_sums_are_kept_wide_and_rounded_once():
 
 @BACKENDS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_behaves_as_linear(backend, dtype):
+def test_autocast_behaves_as_linear(backend, dtype, device):
     x, weight, offsets, bias = problem([5])
-    with torch.autocast("cpu", dtype=dtype):
+    with torch.autocast(device.type, dtype=dtype):
         y = backend.grouped_linear(x, weight, offsets, bias)
         expected = F.linear(x, weight[0], bias[0])
     assert y.dtype == expected.dtype == dtype
@@ -99,6 +99,7 @@ def test_a_transposed_weight_is_read_in_place():
     )
 
 
+@pytest.mark.only_on("cpu", "pretended")  # on CUDA in debug mode alone: see test_cuda_indices.py
 @pytest.mark.parametrize(
     ("values", "error"),
     [
@@ -140,6 +141,7 @@ print("verified", done)
 """
 
 
+@pytest.mark.only_on("cpu")
 @pytest.mark.parametrize("isa", ["baseline", "v3", "v4"])
 def test_every_instruction_set_that_runs_here(isa):
     """An instruction set that the machine lacks falls back to the best one that it has."""

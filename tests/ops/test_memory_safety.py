@@ -13,6 +13,7 @@ INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 TOKENS, CHOICES, EXPERTS, HIDDEN = 40, 3, 5, 17
 ROWS = TOKENS * CHOICES
 OUTSIDE = [-2, -3, ROWS, ROWS + 1, INT_MIN, INT_MIN + 1, INT_MAX, INT_MAX - 1]
+IN_DEBUG_MODE = pytest.mark.only_on("cpu", "pretended")  # on CUDA: see test_cuda_indices.py
 PLACES = [0, 1, ROWS // 2, ROWS - 1]
 
 
@@ -40,6 +41,7 @@ def raw_calls(slot, offsets):
     }
 
 
+@IN_DEBUG_MODE
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("value", OUTSIDE)
 @pytest.mark.parametrize("name", raw_calls(None, None))
@@ -64,6 +66,7 @@ def test_offsets_outside_stay_inside_the_output(used):
     assert torch.equal(out, torch.ones_like(out) if used > 0 else torch.zeros_like(out))
 
 
+@IN_DEBUG_MODE
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("value", [-1, -2, EXPERTS, EXPERTS + 1, INT_MIN, INT_MAX])
 def test_expert_outside_raises(value, dtype):
@@ -73,6 +76,7 @@ def test_expert_outside_raises(value, dtype):
             torch.ops.pymoe.build_routing(with_value(experts, place, value), EXPERTS, None)
 
 
+@IN_DEBUG_MODE
 @pytest.mark.parametrize("value", [2**32, 2**32 + 1, -(2**32), -(2**63), 2**63 - 1])
 def test_wide_expert_that_wraps_to_a_valid_one_raises(value):
     experts = with_value(torch.zeros(TOKENS, CHOICES, dtype=torch.int64), 7, value)
@@ -80,6 +84,7 @@ def test_wide_expert_that_wraps_to_a_valid_one_raises(value):
         torch.ops.pymoe.build_routing(experts, EXPERTS, None)
 
 
+@IN_DEBUG_MODE
 @pytest.mark.parametrize(
     "offsets",
     [
@@ -102,6 +107,7 @@ def test_grouped_linear_refuses_offsets_out_of_order_or_range(offsets):
         pymoe.ops.grouped_linear(x, weight, torch.tensor(offsets, dtype=torch.int32))
 
 
+@pytest.mark.only_on("cpu")
 @pytest.mark.parametrize(
     ("fault", "report"), [("read_past_end", "heap-buffer-overflow"), ("overflow", "runtime error")]
 )
@@ -119,12 +125,14 @@ def calls_made(result, phase):
     return int(line.split()[1])
 
 
+@pytest.mark.only_on("cpu")
 def test_sanitizers_find_nothing_in_hostile_calls_and_mistakes(run_sanitized):
     result = run_sanitized("hostile", "errors")
     assert calls_made(result, "hostile") >= 500
     assert calls_made(result, "errors") >= 100
 
 
+@pytest.mark.only_on("cpu")
 @pytest.mark.parametrize("isa", ["baseline", "v4"])
 def test_sanitizers_find_nothing_in_ordinary_calls(run_sanitized, isa):
     """v4 stands for the widest instruction set that the machine has."""

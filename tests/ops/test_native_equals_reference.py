@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from devices import moved
 
 import pymoe
 from pymoe.testing import verify
@@ -41,13 +42,13 @@ def has_gradients(spec, sample):
 
 
 @pytest.mark.parametrize(("name", "dtype", "sample"), every_sample())
-def test_outputs(name, dtype, sample):
-    verify.outputs_equal(SPECS[name], dtype, cases(name, dtype)[sample])
+def test_outputs(name, dtype, sample, device):
+    verify.outputs_equal(SPECS[name], dtype, moved(cases(name, dtype)[sample], device))
 
 
 @pytest.mark.parametrize(("name", "dtype", "sample"), every_sample(has_gradients))
-def test_gradients_of_finite_samples(name, dtype, sample):
-    verify.gradients_equal(SPECS[name], dtype, with_grad(cases(name, dtype)[sample]))
+def test_gradients_of_finite_samples(name, dtype, sample, device):
+    verify.gradients_equal(SPECS[name], dtype, moved(with_grad(cases(name, dtype)[sample]), device))
 
 
 LARGE_CASES = [
@@ -58,11 +59,12 @@ LARGE_CASES = [
 
 
 @pytest.mark.parametrize(("name", "case"), LARGE_CASES)
-def test_outputs_of_benchmark_shapes(name, case):
+def test_outputs_of_benchmark_shapes(name, case, device):
     """Large enough for every loop over blocks and threads to take more than one turn."""
-    verify.outputs_equal(SPECS[name], case.dtype, case.make(generator()))
+    verify.outputs_equal(SPECS[name], case.dtype, moved(case.make(generator()), device))
 
 
+@pytest.mark.only_on("cpu")
 @pytest.mark.parametrize("spec", SPECS.values(), ids=lambda spec: spec.name)
 def test_specification_has_enough_cases(spec):
     counts = {dtype: sum(1 for _ in samples_of(spec, dtype)) for dtype in spec.dtypes}
@@ -71,6 +73,7 @@ def test_specification_has_enough_cases(spec):
         assert len(cases(spec.name, dtype)) == counts[dtype], "two samples share a name"
 
 
+@pytest.mark.only_on("cpu")
 def test_same_on_every_narrower_instruction_set():
     asked, in_use = os.environ.get("PYMOE_CPU_ISA"), pymoe.build_info()["cpu_isa"]
     if asked is not None:  # this is the child, or somebody runs the whole suite this way

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from devices import moved
 
 import pymoe  # noqa: F401
 from pymoe.testing.calls import generator
@@ -16,13 +17,15 @@ CALLS = {
 }
 
 
+@pytest.mark.only_on("cpu", "cuda")
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
-def test_opcheck(call):
+def test_opcheck(call, device):
     operator = getattr(torch.ops.pymoe, call.operator).default
-    result = torch.library.opcheck(operator, call.args, test_utils=CHECKS)
+    result = torch.library.opcheck(operator, moved(call, device).args, test_utils=CHECKS)
     assert result == dict.fromkeys(CHECKS, "SUCCESS")
 
 
+@pytest.mark.only_on("cpu")
 def test_every_registered_operator_is_checked():
     registered = {
         name.removeprefix("pymoe::").split(".")[0]

@@ -5,7 +5,10 @@ Seen by counting the threads on which the ranges of their parallel loops ran, no
 
 import re
 
+import pytest
 
+
+@pytest.mark.only_on("cpu")
 def test_every_kernel_uses_all_threads(run_sanitized):
     result = run_sanitized("threads")
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[:6000]

@@ -217,6 +217,7 @@ def test_every_operator_is_exported():
     assert names <= set(pymoe.reference.__all__)
 
 
+@pytest.mark.only_on("cpu")
 def test_dispatch_fills_a_buffer_without_memory():
     """Meta and fake tensors all lie at address 0; that is no overlap."""
     experts = torch.tensor([[0, 1], [1, 0], [2, 1]])

@@ -1,0 +1,105 @@
+"""The tests of operators and layers on every device that torch sees.
+
+Tests are written as if there were one device. Where torch sees a GPU, each test of tests/ops, tests/nn and
+tests/test_bugs.py is collected once more for it (``--device`` says otherwise), and then
+
+* the fixture ``device``, which every test has, is the GPU;
+* ``torch`` in the test's module makes tensors there: ``torch.randn(3, 4, generator=g)`` draws on the CPU, so that the
+  numbers are the same ones, and moves the result; what the module took from :data:`MAKERS` does so too. Nothing is
+  changed for the library under test, which must say itself where its tensors lie;
+* samples of a specification, made when tests are collected, are moved by :func:`moved`.
+
+``@pytest.mark.only_on("cpu")`` is for what concerns one device alone: threads, instruction sets, sanitizers.
+
+``--device pretended`` needs no GPU: its tensors say that they lie on another device, refuse to meet the CPU's, and are
+computed by the CPU's kernels (see pretended.py). It proves the tests, not the kernels.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from inspect import isgeneratorfunction
+from types import FunctionType, ModuleType
+
+import pretended
+import torch
+from torch import Tensor
+
+from pymoe.testing.calls import map_tensors, same_layout_copy
+from pymoe.testing.spec import ErrorInput, RawCall, Sample
+
+CPU = torch.device("cpu")
+DEVICES = {"cpu": CPU, "cuda": torch.device("cuda", 0), "pretended": pretended.DEVICE}
+PREPARED = {"cpu": nullcontext, "cuda": nullcontext, "pretended": pretended.pretended}
+"""What a test on a device runs in."""
+FOLDERS = ("ops", "nn", "test_bugs.py")
+"""What of tests/ runs on every device."""
+
+FACTORIES = {"arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones"}
+FACTORIES |= {"rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"}
+MAKERS = ("pymoe.testing.routings", "pymoe.testing.samples")
+
+
+def seen() -> list[str]:
+    """The devices that tests run on unless told otherwise."""
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+def moved(sample, device):
+    """A tensor, a sample, a raw call or an error input on ``device``, in the same layout; leaves stay leaves."""
+    if device == CPU or not isinstance(sample, (Tensor, Sample, RawCall, ErrorInput)):
+        return sample
+    if isinstance(sample, ErrorInput):  # a message that names the device names the new one
+        return replace(
+            sample,
+            sample=moved(sample.sample, device),
+            match=sample.match.replace("(cpu)", f"({device})").replace("got cpu", f"got {device}"),
+        )
+    copies: dict[int, Tensor] = {}
+
+    def move(value: Tensor) -> Tensor:
+        if value.device != CPU:  # meant to lie elsewhere
+            return value
+        if id(value) not in copies:  # a tensor that a sample holds twice stays one tensor
+            copies[id(value)] = same_layout_copy(value, device).requires_grad_(value.requires_grad)
+        return copies[id(value)]
+
+    if isinstance(sample, Sample):
+        return replace(sample, args=map_tensors(sample.args, move), kwargs=map_tensors(sample.kwargs, move))
+    if isinstance(sample, RawCall):
+        return replace(sample, args=map_tensors(sample.args, move))
+    return move(sample)
+
+
+class TorchOn:
+    """The module ``torch``, whose functions that make tensors make them on ``device`` where no other is named."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __getattr__(self, name: str):
+        value = getattr(torch, name)
+        if name not in FACTORIES:
+            return value
+
+        def make(*args, requires_grad=False, **kwargs):
+            made = value(*args, **kwargs)
+            if kwargs.get("device") is None and not any(isinstance(arg, Tensor) for arg in args):
+                made = made.to(self._device)
+            return made.requires_grad_(requires_grad) if requires_grad else made
+
+        return make
+
+
+def replacements(module: ModuleType, device: torch.device) -> Iterator[tuple[ModuleType, str, object]]:
+    """(module, name, value): what a test's module, and helpers of tests/nn, see instead of what makes CPU tensors."""
+    helpers = [sys.modules[name] for name in ("moe_layers", "naive_moe") if name in sys.modules]
+    for one in (module, *helpers):
+        for name, value in vars(one).items():
+            if value is torch:
+                yield one, name, TorchOn(device)
+            elif isinstance(value, FunctionType) and value.__module__ in MAKERS and not isgeneratorfunction(value):
+                yield one, name, lambda *args, make=value, **kwargs: moved(make(*args, **kwargs), device)

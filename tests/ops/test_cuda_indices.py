@@ -1,0 +1,42 @@
+"""On CUDA indices are not looked at before a kernel runs, so a kernel must bear any: it returns, and harms nobody.
+
+That nothing outside the tensors is touched is seen on the CPU, where the emulator runs the same kernels under the
+address sanitizer (tests/cuda_on_cpu), and on a GPU by compute-sanitizer (benchmarks/gpu_report.sh).
+"""
+
+import pytest
+import torch
+from devices import moved
+
+from pymoe.testing.calls import generator
+from pymoe.testing.hostile import hostile_calls
+from pymoe.testing.spec import outputs_of
+from pymoe.testing.specs import all_specs
+
+CALLS = {
+    f"{call.operator}-{call.name}": call
+    for spec in all_specs()
+    if spec.raw_calls is not None
+    for call in spec.raw_calls(generator())
+}
+REFUSALS = (ValueError, IndexError, TypeError, RuntimeError, MemoryError)
+
+
+@pytest.mark.only_on("cuda", "pretended")
+@pytest.mark.parametrize("name", CALLS)
+def test_hostile_calls_leave_the_device_healthy(name, device):
+    """Every argument gone wrong in every way, one at a time: an exception or a result, and the device lives on."""
+    call = CALLS[name]
+    operator = getattr(torch.ops.pymoe, call.operator)
+    neighbour = torch.full((1 << 16,), 7, dtype=torch.int32)
+    for bad in hostile_calls(call):
+        try:
+            results = operator(*moved(bad, device).args)
+        except REFUSALS as error:
+            assert "CUDA error" not in str(error), bad.name  # noqa: PT017
+        else:
+            for output in outputs_of(results):
+                if not output.is_meta:
+                    output.cpu()  # waits for the kernel: its faults show here
+    assert bool((neighbour == 7).all())
+    operator(*moved(call, device).args)
