@@ -9,6 +9,7 @@ from pymoe.ops.expert_activation import expert_activation
 from pymoe.ops.gate_topk import gate_topk
 from pymoe.ops.gather_batch import gather_batch, split_batch
 from pymoe.ops.grouped_linear import grouped_linear
+from pymoe.ops.index_checks import check_indices
 from pymoe.ops.router_losses import load_balancing_loss, router_losses, router_z_loss
 from pymoe.reference.types import Gate, RouterLosses, Routing
 
@@ -17,6 +18,7 @@ __all__ = [
     "RouterLosses",
     "Routing",
     "build_routing",
+    "check_indices",
     "combine",
     "dispatch",
     "expert_activation",

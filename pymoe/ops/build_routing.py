@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pymoe.ops import index_checks
 from pymoe.reference.build_routing import ROW_LIMIT, check
 from pymoe.reference.build_routing import build_routing as reference
 from pymoe.reference.types import Routing
@@ -14,6 +15,7 @@ from pymoe.reference.types import Routing
 
 def build_routing(experts: Tensor, num_experts: int, *, capacity: int | None = None) -> Routing:
     check(experts, num_experts, capacity)
+    index_checks.experts_in_range("build_routing", experts, num_experts)
     if capacity is not None:
         capacity = min(capacity, ROW_LIMIT)
     return Routing(*torch.ops.pymoe.build_routing(experts.contiguous(), num_experts, capacity))

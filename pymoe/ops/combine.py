@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pymoe.ops import index_checks
 from pymoe.ops.row_moves import sum_choices
 from pymoe.reference.combine import check
 from pymoe.reference.combine import combine as reference
@@ -68,6 +69,7 @@ class _CombineBackward(torch.autograd.Function):
 
 def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
     check(y, routing, weights)
+    index_checks.slots_in_range("combine", routing[0])
     if weights is None:
         return sum_choices(y, routing)
     slot, _, offsets = routing

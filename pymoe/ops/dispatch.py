@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pymoe.ops import index_checks
 from pymoe.ops.row_moves import spread_rows
 from pymoe.reference.dispatch import check, check_out
 from pymoe.reference.dispatch import dispatch as reference
@@ -13,6 +14,7 @@ from pymoe.reference.types import Routing
 
 def dispatch(x: Tensor, routing: Routing, *, out: Tensor | None = None) -> Tensor:
     check(x, routing)
+    index_checks.slots_in_range("dispatch", routing[0])
     if out is None:
         return spread_rows(x, routing)
     check_out(x, routing, out)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pymoe.ops import index_checks
 from pymoe.reference.autocast import cast_operands
 from pymoe.reference.grouped_linear import check
 from pymoe.reference.grouped_linear import grouped_linear as reference
@@ -87,6 +88,7 @@ class _BiasGrad(torch.autograd.Function):
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
     x, weight, bias = cast_operands(x, weight, bias)  # type: ignore[assignment]
     check(x, weight, offsets, bias)
+    index_checks.offsets_in_range("grouped_linear", offsets, x.shape[0])
     return _GroupedLinear.apply(x, weight, offsets.contiguous(), bias)
 
 

@@ -23,6 +23,17 @@ def check(experts: Tensor, num_experts: int, capacity: int | None) -> None:
         raise ValueError(f"build_routing: experts must hold fewer than 2^31 choices, got {tuple(experts.shape)}")
 
 
+def check_experts(experts: Tensor, num_experts: int) -> None:
+    """Raise if a choice names no expert (the native kernels check the same, on CUDA in debug mode)."""
+    bad = (experts < 0) | (experts >= num_experts)
+    if bool(bad.any()):
+        token, choice = (int(i) for i in bad.nonzero()[0])
+        raise IndexError(
+            f"build_routing: experts must lie in [0, E) (E = {num_experts}), got {int(experts[token, choice])} "
+            f"at [{token}, {choice}]"
+        )
+
+
 def build_routing(experts: Tensor, num_experts: int, *, capacity: int | None = None) -> Routing:
     """Sort the choices of all tokens by expert, stable in (token, choice) order.
 
@@ -47,18 +58,12 @@ def build_routing(experts: Tensor, num_experts: int, *, capacity: int | None = N
         IndexError: an expert index lies outside 0..E-1.
     """
     check(experts, num_experts, capacity)
+    check_experts(experts, num_experts)
     if capacity is not None:
         capacity = min(capacity, ROW_LIMIT)  # keeps as much, and fits an int64
     tokens, choices = experts.shape
     rows = tokens * choices
     expert_S = experts.reshape(-1).long()
-    bad = (expert_S < 0) | (expert_S >= num_experts)
-    if bool(bad.any()):
-        at = int(bad.nonzero()[0])
-        raise IndexError(
-            f"build_routing: experts must lie in [0, E) (E = {num_experts}), got {int(expert_S[at])} "
-            f"at [{at // choices}, {at % choices}]"
-        )
 
     order = torch.argsort(expert_S, stable=True)  # row in full order -> choice, in (token, choice) order
     load = torch.bincount(expert_S, minlength=num_experts)

@@ -97,7 +97,7 @@ def routing(operator: str, value: Routing, rows_argument: str, rows: Tensor) -> 
 
 
 def slots_in_range(operator: str, slot: Tensor) -> None:
-    """Every slot must be -1 or a row (reference only: the native kernels check while they read)."""
+    """Every slot must be -1 or a row (the native kernels check the same, on CUDA in debug mode)."""
     rows = slot.numel()
     bad = (slot < -1) | (slot >= rows)
     if rows and bool(bad.any()):

@@ -33,7 +33,7 @@ def check(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> No
 
 
 def check_offsets(bounds: list[int], rows: int) -> None:
-    """Raise if the values of ``offsets`` do not cut ``rows`` rows (the native kernels check the same)."""
+    """Raise if ``offsets`` do not cut ``rows`` rows (the native kernels check the same, on CUDA in debug mode)."""
     if bounds[0] != 0:
         raise ValueError(f"grouped_linear: offsets must start at 0, got {bounds[0]}")
     for expert, (begin, end) in enumerate(itertools.pairwise(bounds)):

@@ -1,0 +1,104 @@
+"""The values of index tensors on a GPU, checked where the caller asks for it.
+
+On the CPU every kernel checks the indices that it reads. A CUDA kernel skips those that point outside: to report them
+the host would have to wait for the device in every call. While :class:`check_indices` is on, it does.
+"""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from pymoe.reference import checks
+from pymoe.reference.build_routing import check_experts
+from pymoe.reference.grouped_linear import check_offsets
+
+VARIABLE = "PYMOE_CHECK_INDICES"
+
+
+def _from_environment() -> bool:
+    text = os.environ.get(VARIABLE, "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"{VARIABLE} must be 0 or 1, got {text!r}")
+    return text == "1"
+
+
+_enabled = _from_environment()
+
+
+class check_indices:
+    """Check the values of index tensors on CUDA devices before every call: a debug mode, off by default.
+
+    While it is on, the operators that take indices (``build_routing``, ``dispatch``, ``combine``, ``grouped_linear``)
+    raise for values that point outside, with the exception and the words they raise on the CPU. Every such call then
+    waits for the device. While it is off, CUDA kernels skip such values: memory is safe, and what is computed from
+    them is unspecified. CPU tensors are always checked.
+
+    Calling it sets the mode of the process; as a context manager it puts the former mode back at the end. The
+    environment variable ``PYMOE_CHECK_INDICES=1`` turns it on from the start. Code compiled by :func:`torch.compile`
+    is not checked, and while a CUDA graph is captured, when nothing can wait, a call in debug mode raises
+    ``RuntimeError``.
+
+    Args:
+        enabled: whether to check from now on.
+
+    Example::
+
+        with pymoe.ops.check_indices():
+            loss = model(batch)  # an index out of range raises here, at its operator
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        global _enabled
+        if not isinstance(enabled, bool):
+            raise TypeError(f"check_indices: enabled must be a bool, got {type(enabled).__name__}")
+        self._former = _enabled
+        _enabled = enabled
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _enabled
+        _enabled = self._former
+
+
+def _kernel_checks(index: Tensor) -> bool:
+    """Whether the kernel that will read ``index`` reports bad values by itself."""
+    return not index.is_cuda
+
+
+def _to_check(operator: str, index: Tensor) -> bool:
+    # First, so that a compiled graph neither reads the mode nor depends on it.
+    if torch.compiler.is_compiling() or not _enabled or _kernel_checks(index) or isinstance(index, FakeTensor):
+        return False
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{operator}: indices cannot be checked while a CUDA graph is captured; "
+            f"capture under pymoe.ops.check_indices(False)"
+        )
+    return True
+
+
+def experts_in_range(operator: str, experts: Tensor, num_experts: int) -> None:
+    """In debug mode: every choice must name an expert."""
+    if _to_check(operator, experts):
+        check_experts(experts, num_experts)
+
+
+def slots_in_range(operator: str, slot: Tensor) -> None:
+    """In debug mode: every slot must be -1 or a row."""
+    if _to_check(operator, slot):
+        checks.slots_in_range(operator, slot)
+
+
+def offsets_in_range(operator: str, offsets: Tensor, rows: int) -> None:
+    """In debug mode: offsets must cut ``rows`` rows."""
+    if _to_check(operator, offsets):
+        check_offsets(offsets.tolist(), rows)
