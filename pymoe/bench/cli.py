@@ -20,7 +20,16 @@ from pymoe.bench.floor import Rates, measure_rates
 from pymoe.bench.layer import layer_lines
 from pymoe.bench.lines import FULL, QUICK, Effort, Line, lines_of, run_line
 from pymoe.bench.plot import plot
-from pymoe.bench.report import EXPLANATION, Table, correctness, run_table, show, time_with_spread, times
+from pymoe.bench.report import (
+    CUDA_EXPLANATION,
+    EXPLANATION,
+    Table,
+    correctness,
+    run_table,
+    show,
+    time_with_spread,
+    times,
+)
 from pymoe.testing.spec import ALL_DTYPES
 from pymoe.testing.specs import all_specs
 from pymoe.testing.timing import WallTimer, timer_for
@@ -54,14 +63,18 @@ def parser() -> argparse.ArgumentParser:
     select.add_argument("--dtype", action="append", choices=names, help="only this dtype (may be repeated)")
     select.add_argument("--quick", action="store_true", help="less time a line, large lines left out")
 
+    select.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+
     lines = commands.add_parser("list", parents=[select], help="list the lines")
     lines.set_defaults(run=run_list)
 
     run = commands.add_parser("run", parents=[select], help="measure")
     run.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
-    run.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     run.add_argument("--threads", type=positive_int, metavar="N", help="torch's threads (default: torch's own choice)")
     run.add_argument("--budget", type=positive_seconds, metavar="SECONDS", help="time a line, after warm-up")
+    run.add_argument(
+        "--limit", type=positive_seconds, metavar="SECONDS", help="start no further line after this time in all"
+    )
     run.add_argument(
         "--cpu-time",
         action="store_true",
@@ -141,41 +154,62 @@ def run_run(options: argparse.Namespace) -> int:
     dtypes = (line.dtype for line in chosen if line.dtype.is_floating_point)
     rates = measure_rates(device, dtypes, options.quick, timer)
     print(rates_text(facts, rates))
-    records = []
-    for number, line in enumerate(chosen, 1):
-        record = run_line(line, device, rates, effort, timer)
-        records.append(record)
-        print(
-            f"[{number}/{len(chosen)}] {line.name}: {time_with_spread(record['native'])}, "
-            f"{times(record['over_reference'])} the reference, {correctness(record)} {record['correctness']['detail']}",
-            file=sys.stderr,
-            flush=True,
-        )
+    records: list[dict[str, Any]] = []
+    settings: dict[str, Any] = {
+        "device": options.device,
+        "quick": options.quick,
+        "clock": "cpu time" if options.cpu_time else "events" if options.device == "cuda" else "wall",
+        "seconds_per_line": effort.budget,
+        "rounds": effort.rounds,
+        "not_measured": [],
+    }
     result = {
         "schema": SCHEMA,
         "environment": facts,
-        "settings": {
-            "device": options.device,
-            "quick": options.quick,
-            "clock": "cpu time" if options.cpu_time else "wall",
-            "seconds_per_line": effort.budget,
-            "rounds": effort.rounds,
-            "load_after": environment()["load"],
-            "wall_seconds": round(time.perf_counter() - start, 1),
-        },
+        "settings": settings,
         "rates": {
             "copy_bytes_per_second": rates.copy,
             "mm_flops_per_second": {str(dtype).removeprefix("torch."): rate for dtype, rate in rates.mm.items()},
         },
         "lines": records,
     }
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+    def keep() -> None:
+        """What was measured so far is there also if the next line ends the process."""
+        settings["load_after"] = environment()["load"]
+        settings["wall_seconds"] = round(time.perf_counter() - start, 1)
+        if options.json:
+            write(result, options.json)
+
+    keep()
+    for number, line in enumerate(chosen, 1):
+        if options.limit and time.perf_counter() - start > options.limit:
+            settings["not_measured"] = [one.name for one in chosen[number - 1 :]]
+            break
+        record = run_line(line, device, rates, effort, timer)
+        records.append(record)
+        keep()
+        print(
+            f"[{number}/{len(chosen)}] {line.name}: {time_with_spread(record['native'])}, "
+            f"{times(record['over_reference'])} the reference, {correctness(record)} {record['correctness']['detail']}",
+            file=sys.stderr,
+            flush=True,
+        )
+    keep()
     show(run_table(records))
-    print(EXPLANATION)
+    print(EXPLANATION + (CUDA_EXPLANATION if options.device == "cuda" else ""))
     tell_left_out(left_out)
+    if settings["not_measured"]:
+        print(f"--limit left out {len(settings['not_measured'])} lines: {'; '.join(settings['not_measured'])}")
     return summary(records)
+
+
+def write(result: dict[str, Any], file: Path) -> None:
+    """Write JSON so that a reader, or the end of the process, never meets half of it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(file.name + ".unfinished")
+    unfinished.write_text(json.dumps(result, indent=1) + "\n")
+    unfinished.replace(file)
 
 
 def run_compare(options: argparse.Namespace) -> int:
@@ -222,7 +256,9 @@ def selected(options: argparse.Namespace) -> tuple[list[Line], list[Line]]:
     wanted = [
         line
         for line in all_lines()
-        if pattern.search(line.name) and (not options.dtype or str(line.dtype).removeprefix("torch.") in options.dtype)
+        if options.device in line.devices
+        and pattern.search(line.name)
+        and (not options.dtype or str(line.dtype).removeprefix("torch.") in options.dtype)
     ]
     effort = effort_of(options)
     fits = [line.bytes <= effort.most_bytes and line.flops <= effort.most_flops for line in wanted]
@@ -250,7 +286,7 @@ def rates_text(facts: dict[str, Any], rates: Rates) -> str:
     products = ", ".join(f"{str(dtype).removeprefix('torch.')} {rate / 1e9:.3g}" for dtype, rate in rates.mm.items())
     return (
         f"{facts['cpu']}, {facts['threads']} threads, load {facts['load']}, torch {facts['torch']}, "
-        f"pymoe's instruction set {facts['cpu_isa']}\n"
+        f"pymoe's instruction set {facts['cpu_isa']}{', ' + facts['gpu'] if facts['gpu'] else ''}\n"
         f"copy_ {rates.copy / 1e9:.1f} GB/s (read + written); torch.mm GFLOP/s: {products}"
     )
 

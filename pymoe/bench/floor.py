@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pymoe.bench.cold import Rotating, copies_needed
 from pymoe.testing.timing import Timer, Timing, measure, timer_for
 
 RATE_BYTES = 1 << 28
@@ -18,8 +19,10 @@ RATE_BYTES = 1 << 28
 RATE_SIZE = 512
 """Rows and columns of the matrices behind the first rates of ``torch.mm``."""
 QUICK_RATE_BYTES, QUICK_RATE_SIZE = 1 << 26, 192
+CUDA_RATE_BYTES, CUDA_RATE_SIZE = 1 << 33, 8192
+"""A GPU's caches, and the matrices that fill it, are larger."""
 MOST_BYTES = 1 << 30
-MOST_SIZE = 2048
+MOST_SIZE = {"cpu": 2048, "cuda": 8192}
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,9 @@ def measure_rates(
 ) -> Rates:
     """Measure both rates (medians), for ``dtypes`` and fp32; ``quick`` with smaller work and less time."""
     moved, size = (QUICK_RATE_BYTES, QUICK_RATE_SIZE) if quick else (RATE_BYTES, RATE_SIZE)
+    if device.type == "cuda":
+        moved, size = CUDA_RATE_BYTES, CUDA_RATE_SIZE
+        dtypes = (torch.bfloat16, *dtypes)
     budget = 0.05 if quick else 0.5
     dtypes = dict.fromkeys((torch.float32, *dtypes))
     timer = timer or timer_for(device)
@@ -72,7 +78,7 @@ def measure_rates(
 def floor_for(bytes: int, flops: int, dtype: torch.dtype, device: torch.device, rates: Rates) -> Floor | None:
     """The floor of a call that moves ``bytes`` or, where ``flops`` is given, computes; None where it does neither."""
     if flops:
-        size = min(max(round((flops / 2) ** (1 / 3) / 64) * 64, 64), MOST_SIZE)
+        size = min(max(round((flops / 2) ** (1 / 3) / 64) * 64, 64), MOST_SIZE[device.type])
         dtype = rates.fastest_mm(dtype)
         name = str(dtype).removeprefix("torch.")
         return Floor(f"mm {name}", product(size, dtype, device), 2 * size**3, flops)
@@ -83,10 +89,14 @@ def floor_for(bytes: int, flops: int, dtype: torch.dtype, device: torch.device, 
 
 
 def copy(bytes: int, device: torch.device) -> Callable[[], object]:
-    """A copy that reads ``bytes / 2`` and writes ``bytes / 2`` into memory that is there already."""
-    source = torch.ones(bytes // 8, device=device)
-    target = torch.zeros_like(source)
-    return lambda: target.copy_(source)
+    """A copy that reads ``bytes / 2`` and writes ``bytes / 2`` into memory that is there already; cold on CUDA."""
+
+    def one() -> Callable[[], object]:
+        source = torch.ones(bytes // 8, device=device)
+        target = torch.zeros_like(source)
+        return lambda: target.copy_(source)
+
+    return Rotating([one() for _ in range(copies_needed(bytes // 2, device))])
 
 
 def product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:

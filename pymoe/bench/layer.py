@@ -62,6 +62,11 @@ SHAPES = (
     Shape("small language model", 2048, 256, 512, 8, 2),
     Shape("wide", 1024, 1024, 1024, 16, 2),
 )
+CUDA_SHAPES = (
+    Shape("Qwen3-30B: Liger-Kernel", 8192, 2048, 768, 128, 8),
+    Shape("SonicMoE Fig. 13", 16384, 1536, 1024, 16, 2),
+    Shape("few tokens", 256, 2048, 768, 128, 8),
+)
 
 
 def layer_lines() -> Iterator[Line]:
@@ -75,8 +80,22 @@ def layer_lines() -> Iterator[Line]:
             shape.bytes,
             shape.flops,
             shape.name,
-            Target("floor", 1 / SLOWDOWN_ALLOWED),
+            {"cpu": Target("floor", 1 / SLOWDOWN_ALLOWED)},
             lambda device, rates, shape=shape: candidates_of(shape, torch.float32, device, rates),  # type: ignore[misc]
+            devices=("cpu",),
+        )
+    for shape in CUDA_SHAPES:
+        yield Line(
+            "MoE",
+            str(shape),
+            torch.bfloat16,
+            FORWARD_BACKWARD,
+            shape.bytes // 2,
+            shape.flops,
+            shape.name,
+            {},
+            lambda device, rates, shape=shape: candidates_of(shape, torch.bfloat16, device, rates),  # type: ignore[misc]
+            devices=("cuda",),
         )
 
 
@@ -86,6 +105,8 @@ def candidates_of(shape: Shape, dtype: torch.dtype, device: torch.device, rates:
     native = layer_of(shape, dtype, device)
     reference = layer_of(shape, dtype, device, backend="reference")
     calls = {"native": training_step(native, x, grad), "reference": training_step(reference, x, grad)}
+    if device.type == "cuda":
+        calls["baseline"] = torch_step(native, x, grad)
     names = ("output", "gradient of x", *(f"gradient of {name}" for name, _ in native.named_parameters()))
     return Candidates(
         calls,
@@ -129,6 +150,28 @@ def training_step(layer: nn.Module, x: Tensor, grad: Tensor) -> Callable[[], tup
 
     def step() -> tuple[Tensor, ...]:
         output = layer(x)
+        return (output.detach(), *torch.autograd.grad(output, leaves, grad))
+
+    return step
+
+
+def torch_step(layer: MoE, x: Tensor, grad: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    """The same function of the same parameters, as one writes it with torch alone: sort, index, grouped_mm, add."""
+    leaves = [x, *layer.parameters()]
+    router, w_in, w_out = layer.router.weight, layer.experts.w_in, layer.experts.w_out
+    k = layer.top_k
+
+    def step() -> tuple[Tensor, ...]:
+        scores = (x.float() @ router.float().T).softmax(1)
+        weights, experts = scores.topk(k, dim=1)
+        weights = weights / weights.sum(1, keepdim=True)
+        expert, order = experts.flatten().sort(stable=True)
+        ends = torch.searchsorted(expert, torch.arange(1, layer.num_experts + 1, device=x.device)).int()
+        token = order // k
+        gate, up = nn.functional.grouped_mm(x[token], w_in.transpose(1, 2), offs=ends).chunk(2, dim=1)
+        rows = nn.functional.grouped_mm(nn.functional.silu(gate) * up, w_out.transpose(1, 2), offs=ends)
+        weighted = rows * weights.flatten()[order, None].to(rows.dtype)
+        output = torch.zeros_like(x).index_add(0, token, weighted)
         return (output.detach(), *torch.autograd.grad(output, leaves, grad))
 
     return step

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pymoe.bench.cold import Rotating, copies_of, in_graph
 from pymoe.bench.correctness import Verdict, verify
 from pymoe.bench.floor import Floor, Rates, floor_for
 from pymoe.testing.calls import generator, leaves, mapped, with_grad
@@ -55,8 +56,11 @@ class Line:
     bytes: int
     flops: int
     source: str
-    target: Target | None
+    targets: Mapping[str, Target | None]
+    """By type of device."""
     prepare: Callable[[torch.device, Rates], Candidates] = field(repr=False)
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    """Types of devices that it is measured on."""
 
     @property
     def name(self) -> str:
@@ -75,14 +79,14 @@ def lines_of(spec: OpSpec) -> Iterator[Line]:
             case.bytes,
             case.flops,
             case.source,
-            case.target,
+            {"cpu": case.target, "cuda": case.cuda_target},
             lambda device, rates, case=case: candidates_of(spec, case, device, rates),  # type: ignore[misc]
         )
 
 
 def candidates_of(spec: OpSpec, case: BenchCase, device: torch.device, rates: Rates) -> Candidates:
     """Make the inputs of a case on ``device``, and the calls to be timed."""
-    sample = mapped(case.make(generator()), lambda value: value.to(device))
+    sample = mapped(case.make(generator()), lambda value: value.detach().to(device).requires_grad_(value.requires_grad))
     if case.backward and not leaves(sample):
         wanted = with_grad(sample)
         if wanted is None:
@@ -92,8 +96,9 @@ def candidates_of(spec: OpSpec, case: BenchCase, device: torch.device, rates: Ra
     if case.baseline:
         functions["baseline"] = case.baseline
     call = training_step if case.backward else forward_call
+    samples = copies_of(sample, device)
     return Candidates(
-        {name: call(function, sample) for name, function in functions.items()},
+        {name: Rotating([call(function, one) for one in samples]) for name, function in functions.items()},
         floor_for(case.bytes, case.flops, case.dtype, device, rates),
         lambda: verify(spec, case, sample),
     )
@@ -126,22 +131,42 @@ def run_line(line: Line, device: torch.device, rates: Rates, effort: Effort, tim
         ratios compared round by round, share of the floor, correctness, and the target with what was reached. A call
         that raises makes the verdict ``"ERROR"``; the record then has no timings.
     """
-    record = described(line)
+    target = line.targets.get(device.type)
+    record = described(line, target)
     try:
         candidates = line.prepare(device, rates)
         verdict = candidates.verify()
         calls = dict(candidates.calls)
         if candidates.floor:
             calls["floor"] = candidates.floor.run
+        refused: dict[str, str] = {}
+        if device.type == "cuda":
+            captured, refused = captured_calls(calls)
+            calls |= captured
         timings = measure(calls, budget=effort.budget, rounds=effort.rounds, timer=timer)
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         verdict = Verdict("ERROR", detail=f"{type(error).__name__}: {error} (in {last.name})")
         return record | {"correctness": asdict(verdict)}
-    return record | measured(line, candidates.floor, timings) | {"correctness": asdict(verdict)}
+    found = measured(line, target, candidates.floor, timings, rates)
+    return record | found | {"not_in_graph": refused, "correctness": asdict(verdict)}
 
 
-def described(line: Line) -> dict[str, Any]:
+def captured_calls(calls: Mapping[str, Callable[[], object]]) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
+    """Native, baseline and floor in CUDA graphs, by name, and why those that cannot be captured cannot."""
+    captured: dict[str, Callable[[], object]] = {}
+    refused = {}
+    for name in ("native", "floor", "baseline"):
+        if name in calls:
+            try:
+                captured[f"{name}_in_graph"] = in_graph(calls[name])
+            except Exception as error:
+                torch.cuda.synchronize()
+                refused[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return captured, refused
+
+
+def described(line: Line, target: Target | None) -> dict[str, Any]:
     """The part of a record that is known before measuring."""
     return {
         "operator": line.operator,
@@ -155,29 +180,52 @@ def described(line: Line) -> dict[str, Any]:
         "reference": None,
         "baseline": None,
         "floor": None,
+        "native_in_graph": None,
+        "baseline_in_graph": None,
+        "floor_in_graph": None,
+        "not_in_graph": {},
         "over_reference": None,
         "over_baseline": None,
+        "over_baseline_in_graph": None,
         "share_of_floor": None,
-        "target": asdict(line.target) | {"reached": None} if line.target else None,
+        "share_of_copy": None,
+        "target": asdict(target) | {"reached": None} if target else None,
         "correctness": None,
     }
 
 
-def measured(line: Line, floor: Floor | None, timings: dict[str, Timing]) -> dict[str, Any]:
-    """The part of a record that comes from timings."""
+def measured(
+    line: Line, target: Target | None, floor: Floor | None, timings: dict[str, Timing], rates: Rates
+) -> dict[str, Any]:
+    """The part of a record that comes from timings.
+
+    Rates are those of the device's own time: of the calls in a graph, where these were captured.
+    """
     native = timings["native"]
+    on_device = timings.get("native_in_graph", native)
     facts: dict[str, Any] = {name: timing_record(timing) for name, timing in timings.items()}
     for name in ("reference", "baseline"):
         if name in timings:
             facts[f"over_{name}"] = asdict(timings[name].over(native))
+    if "baseline_in_graph" in timings and "native_in_graph" in timings:
+        facts["over_baseline_in_graph"] = asdict(timings["baseline_in_graph"].over(on_device))
     if floor:
         facts["floor"] |= {"kind": floor.kind, "work": floor.work, "needed": floor.needed}
-        facts["share_of_floor"] = asdict(Spread.of(floor.share(timings["floor"], native)))
-    if line.target:
-        seen = facts["share_of_floor" if line.target.over == "floor" else f"over_{line.target.over}"]
-        reached = seen is not None and seen["median"] >= line.target.ratio
-        facts["target"] = asdict(line.target) | {"reached": reached}
+        floor_time = timings.get("floor_in_graph", timings["floor"])
+        facts["share_of_floor"] = asdict(Spread.of(floor.share(floor_time, on_device)))
+    if line.bytes and not line.flops:
+        facts["share_of_copy"] = line.bytes / on_device.median / rates.copy
+    if target:
+        facts["target"] = asdict(target) | {"reached": is_reached(target, facts, on_device)}
     return facts
+
+
+def is_reached(target: Target, facts: dict[str, Any], on_device: Timing) -> bool:
+    """Is the line as fast as its target asks?"""
+    if target.over == "seconds":
+        return on_device.median <= target.ratio
+    seen = facts.get("share_of_floor" if target.over == "floor" else f"over_{target.over}")
+    return bool(seen is not None and seen["median"] >= target.ratio)
 
 
 def timing_record(timing: Timing) -> dict[str, Any]:

@@ -33,13 +33,6 @@ class ErrorInput:
     sample: Sample
     error: type[Exception]
     match: str
-    wrong_offsets: bool = False
-    """Is it the order of the values in ``offsets`` that is wrong?"""
-
-    @property
-    def of_values(self) -> bool:
-        """Is it values of an index tensor that are wrong? On CUDA such a call raises in debug mode alone."""
-        return self.error is IndexError or self.wrong_offsets
 
 
 @dataclass(frozen=True)
@@ -55,8 +48,12 @@ class RawCall:
 class Target:
     """A figure that a benchmark line is held to: at least ``ratio`` times as fast as what it is compared with."""
 
-    over: Literal["reference", "baseline", "floor"]
-    """``floor`` is ``copy_`` of as many bytes, or ``torch.mm`` of as many operations: ``ratio`` is the share of it."""
+    over: Literal["reference", "baseline", "floor", "seconds"]
+    """``floor`` is ``copy_`` of as many bytes, or ``torch.mm`` of as many operations: ``ratio`` is the share of it.
+
+    ``seconds``: ``ratio`` is the most seconds that a call may take on the device, where it can be seen without its
+    launch: in a CUDA graph.
+    """
     ratio: float
 
 
@@ -81,6 +78,8 @@ class BenchCase:
     """What a user would write with torch alone, when the reference spends time on exactness that it does without."""
     target: Target | None = None
     """What the line is to reach on a CPU; shown beside what it reached, never a test."""
+    cuda_target: Target | None = None
+    """What it is to reach on an H200."""
 
 
 @dataclass(frozen=True)

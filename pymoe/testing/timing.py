@@ -8,7 +8,7 @@
 * **Medians with spread**: a :class:`Spread` is the median and the two quartiles over the rounds, never a best case.
 
 Every candidate is called untimed first (memory, caches, lazy initialisation), and garbage collection is off meanwhile.
-On CUDA, time is taken by events on the device, and the L2 cache is overwritten before every call.
+On CUDA, time is taken by events on the device, around calls in a row (see :class:`CudaTimer`).
 """
 
 from __future__ import annotations
@@ -103,10 +103,12 @@ class WallTimer:
 
 
 class CudaTimer:
-    """Device time between two events around every call, with the L2 cache overwritten before it.
+    """Device time between two events around calls in a row, per call.
 
-    All calls are enqueued before the device is waited for. Overwriting takes longer than launching a kernel, so the
-    host runs ahead and the time between the events holds no launch latency.
+    The device is given work first, so that the host, which does not wait for it, runs ahead: what lies between the
+    events is the calls' own time on the device, or the host's where it takes longer to launch a call than the device
+    takes to run it. That work overwrites the L2 cache; that later calls find their inputs cold too is up to them. A
+    function with an attribute ``calls`` does that many at once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -117,16 +119,14 @@ class CudaTimer:
 
     def __call__(self, function: Callable[[], object], calls: int) -> float:
         with torch.cuda.device(self.device):
-            events = [
-                (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)
-            ]
-            for start, end in events:
-                self._scratch.zero_()
-                start.record()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._scratch.zero_()
+            start.record()
+            for _ in range(calls):
                 function()
-                end.record()
-            torch.cuda.synchronize()
-        return float(statistics.median(start.elapsed_time(end) for start, end in events)) * 1e-3
+            end.record()
+            end.synchronize()
+        return float(start.elapsed_time(end)) * 1e-3 / (calls * getattr(function, "calls", 1))
 
 
 def timer_for(device: torch.device) -> Timer:
@@ -159,7 +159,7 @@ def measure(
     first = {}
     for name, function in candidates.items():
         function()
-        first[name] = timer(function, 1)
+        first[name] = timer(function, 1) * getattr(function, "calls", 1)
     calls = calls_per_value(first)
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     names = list(candidates)

@@ -15,7 +15,7 @@ import torch
 from pymoe.bench import cli, correctness
 from pymoe.bench.compare import compare
 from pymoe.bench.floor import Floor, Rates
-from pymoe.bench.layer import Shape, candidates_of, layer_lines, verdict_of
+from pymoe.bench.layer import Shape, candidates_of, inputs_of, layer_lines, layer_of, torch_step, verdict_of
 from pymoe.testing.spec import BenchCase, OpSpec, Sample, Target
 from pymoe.testing.timing import Timing
 
@@ -31,6 +31,12 @@ COLUMNS = {
     "over_reference",
     "over_baseline",
     "share_of_floor",
+    "native_in_graph",
+    "baseline_in_graph",
+    "floor_in_graph",
+    "not_in_graph",
+    "over_baseline_in_graph",
+    "share_of_copy",
     "correctness",
     "target",
     "bytes",
@@ -337,6 +343,10 @@ def test_the_layer_agrees_with_its_reference_and_has_a_floor():
     assert candidates.verify().verdict == "close"
     assert candidates.floor.needed == candidates.floor.work == shape.flops
     assert {"MoE"} == {line.operator for line in layer_lines()}
+    layer, (x, grad) = layer_of(shape, torch.float32, cpu), inputs_of(shape, torch.float32, cpu)
+    alone = torch_step(layer, x, grad)()
+    names = ("output", "gradient of x", *(name for name, _ in layer.named_parameters()))
+    assert verdict_of(alone, candidates.calls["native"](), names, 1e-5).good
 
 
 def test_the_layer_is_called_wrong_when_a_gradient_is():

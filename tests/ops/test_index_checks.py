@@ -15,6 +15,7 @@ import torch
 import pymoe
 from pymoe.ops import index_checks
 
+pytestmark = pytest.mark.only_on("cpu")  # where the kernels check too; on CUDA: test_errors.py
 TOKENS, CHOICES, EXPERTS, HIDDEN = 6, 2, 4, 8
 ROWS = TOKENS * CHOICES
 

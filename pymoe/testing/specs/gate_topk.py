@@ -163,7 +163,7 @@ def _torch(logits: Tensor, k: int, **options: Any) -> tuple[Tensor, Tensor, Tens
     if "num_groups" in options:
         grouped = choice.view(len(logits), options["num_groups"], -1)
         groups = grouped.topk(2, dim=2).values.sum(2).topk(options["topk_groups"], dim=1).indices
-        mask = torch.ones(grouped.shape[:2], dtype=torch.bool).scatter(1, groups, False)
+        mask = torch.ones(grouped.shape[:2], dtype=torch.bool, device=logits.device).scatter(1, groups, False)
         choice = grouped.masked_fill(mask[:, :, None], -torch.inf).flatten(1)
     experts = choice.topk(k, dim=1).indices
     weights = scores.gather(1, experts)
@@ -174,16 +174,18 @@ def _torch(logits: Tensor, k: int, **options: Any) -> tuple[Tensor, Tensor, Tens
 def bench_cases() -> Iterator[BenchCase]:
     plain = {"score": "softmax"}
     groups = {"score": "sigmoid", "num_groups": 8, "topk_groups": 4, "scale": 2.5}
-    for tokens, num_experts, k, dtype, options, backward, source, target in (
-        (16384, 64, 2, torch.float32, plain, False, "", Target("reference", 15)),
-        (16384, 64, 2, torch.bfloat16, plain, False, "", None),
-        (4096, 128, 8, torch.float32, plain, False, "TileOPs", Target("baseline", 8)),
-        (16384, 128, 8, torch.float32, plain, False, "FreeToken", Target("baseline", 8)),
-        (8192, 128, 4, torch.float32, plain, True, "TransformerEngine", None),
-        (16384, 256, 8, torch.float32, plain, False, "SonicMoE", None),
-        (4096, 192, 8, torch.float32, groups, False, "TransformerEngine", None),
-        (4096, 256, 8, torch.float32, {**groups, "bias": torch.linspace(-0.1, 0.1, 256)}, False, "DeepSeek-V3", None),
-        (8192, 2304, 36, torch.float32, plain, False, "TransformerEngine", None),
+    deepseek = {**groups, "bias": torch.linspace(-0.1, 0.1, 256)}
+    for tokens, num_experts, k, dtype, options, backward, source, target, cuda_target in (
+        (16384, 64, 2, torch.float32, plain, False, "", Target("reference", 15), None),
+        (16384, 64, 2, torch.bfloat16, plain, False, "", None, None),
+        (4096, 128, 8, torch.float32, plain, False, "TileOPs", Target("baseline", 8), Target("seconds", 4e-6)),
+        (4096, 128, 8, torch.bfloat16, plain, False, "TileOPs", None, Target("seconds", 4e-6)),
+        (16384, 128, 8, torch.float32, plain, False, "FreeToken", Target("baseline", 8), Target("seconds", 8e-6)),
+        (8192, 128, 4, torch.float32, plain, True, "TransformerEngine", None, None),
+        (16384, 256, 8, torch.float32, plain, False, "SonicMoE", None, None),
+        (4096, 192, 8, torch.float32, groups, False, "TransformerEngine", None, None),
+        (4096, 256, 8, torch.float32, deepseek, False, "DeepSeek-V3", None, None),
+        (8192, 2304, 36, torch.float32, plain, False, "TransformerEngine", None, None),
     ):
 
         def make(
@@ -207,6 +209,7 @@ def bench_cases() -> Iterator[BenchCase]:
             source=source,
             baseline=_torch,
             target=target,
+            cuda_target=cuda_target,
         )
 
 

@@ -93,15 +93,12 @@ def _samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]
     yield Sample("minus_zeros", (-torch.zeros_like(x), weight.abs(), offsets))
 
 
-ORDER = ("offsets must start at 0", "offsets must not decrease")
-
-
 def _error_inputs() -> Iterator[ErrorInput]:
     x, weight, bias = torch.randn(5, 3), torch.randn(2, 4, 3), torch.randn(2, 4)
     offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
 
     def wrong(name: str, error: type[Exception], match: str, *args: object) -> ErrorInput:
-        return ErrorInput(Sample(name, args), error, match, wrong_offsets=match.startswith(ORDER))
+        return ErrorInput(Sample(name, args), error, match)
 
     def cuts(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32)

@@ -1,0 +1,85 @@
+"""What a measurement on a GPU needs beside events: inputs that no cache holds, and calls without their launches.
+
+A kernel of microseconds reads its inputs from the L2 cache if the call before it read the same ones. Candidates on CUDA
+therefore take their inputs in turn from copies that are several times the cache together (:class:`Rotating`).
+
+Such a kernel is also shorter than the host takes to launch it, through Python or not. Replayed from a CUDA graph of
+many calls (:class:`InGraph`) it costs what it costs the device; called eagerly, what it costs a program that does
+nothing else. Both are shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import cycle
+
+import torch
+
+from pymoe.testing.calls import mapped, same_layout_copy, tensors_in
+from pymoe.testing.spec import Sample
+
+TIMES_THE_CACHE = 3
+MOST_COPIES = 2048
+CALLS_IN_GRAPH = 20
+"""At least; every copy of the inputs has its turn."""
+
+
+class Rotating:
+    """Calls ``functions`` in turn."""
+
+    def __init__(self, functions: Sequence[Callable[[], object]]) -> None:
+        self.functions = tuple(functions)
+        self._turns = cycle(self.functions)
+
+    def __call__(self) -> object:
+        return next(self._turns)()
+
+
+class InGraph:
+    """Calls of ``function`` in a row, captured in one CUDA graph; calling replays it.
+
+    Raises what capturing raises: a function that waits for the device, as one that asks a tensor for a value does,
+    cannot be captured.
+    """
+
+    def __init__(self, function: Callable[[], object], calls: int) -> None:
+        self.calls = calls
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                function()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            for _ in range(calls):
+                function()
+
+    def __call__(self) -> None:
+        self._graph.replay()
+
+
+def in_graph(function: Callable[[], object]) -> InGraph:
+    """``function`` often enough in one graph."""
+    turns = len(function.functions) if isinstance(function, Rotating) else 1
+    return InGraph(function, turns * -(-CALLS_IN_GRAPH // turns))
+
+
+def copies_needed(bytes: int, device: torch.device) -> int:
+    """How many copies of ``bytes`` are several times the cache of ``device``; 1 on a CPU, whose lines are warm."""
+    if device.type != "cuda":
+        return 1
+    cache = int(torch.cuda.get_device_properties(device).L2_cache_size)
+    return min(max(-(-TIMES_THE_CACHE * cache // max(bytes, 1)), 1), MOST_COPIES)
+
+
+def copies_of(sample: Sample, device: torch.device) -> list[Sample]:
+    """``sample`` and as many copies of it as :func:`copies_needed` says; leaves that require grad stay leaves."""
+    tensors = tensors_in((sample.args, sample.kwargs))
+    count = copies_needed(sum(value.numel() * value.element_size() for value in tensors), device)
+    copies = [
+        mapped(sample, lambda value: same_layout_copy(value).requires_grad_(value.requires_grad))
+        for _ in range(count - 1)
+    ]
+    return [sample, *copies]
