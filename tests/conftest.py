@@ -12,14 +12,20 @@ import devices
 
 
 @pytest.fixture(scope="session")
-def run_sanitized():
-    """Runs tests/sanitized/driver.py on an operator library built with the address and UB sanitizers."""
+def sanitized():
+    """The module tests/sanitized/build.py: runs Python with an operator library that sanitizers watch."""
     path = Path(__file__).parent / "sanitized" / "build.py"
     spec = importlib.util.spec_from_file_location("pymoe_sanitized_build", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.build()
-    return module.run
+    return module
+
+
+@pytest.fixture(scope="session")
+def run_sanitized(sanitized):
+    """Runs tests/sanitized/driver.py on an operator library built with the address and UB sanitizers."""
+    sanitized.build()
+    return sanitized.run
 
 
 def pytest_addoption(parser):

@@ -54,6 +54,8 @@ def cpp_faults(file, text):
     layer = file.split("/")[0]
     for quoted, system in re.findall(r'^\s*#\s*include\s*(?:"([^"]+)"|<([^>]+)>)', text, re.MULTILINE):
         header = quoted or system
+        if file.startswith("kernels/cuda/") and header.startswith("cuda_on_cpu/"):
+            continue  # the emulator of the tests, where there is no nvcc
         folder = header.split("/")[0]
         if folder == "cuda_on_cpu" and file in FACES_OF_CUDA:
             continue
@@ -143,6 +145,7 @@ def test_imports_follow_the_directions():
         ("kernels/dispatch_cpu.cpp", '#include "ops/check.h"'),
         ("kernels/dispatch_cpu.cpp", "#include <torch/csrc/stable/tensor.h>"),
         ("kernels/dispatch_cpu.cpp", "  #  include <Python.h>"),
+        ("kernels/dispatch_cuda.cu", '#include "cuda_on_cpu/device.h"'),
         ("kernels/cpu/parallel.h", "#include <ATen/Parallel.h>"),
         ("runtime/pool.h", '#include "ops/allocate.h"'),
         ("runtime/pool.h", "#include <pybind11/pybind11.h>"),
@@ -189,6 +192,47 @@ def test_an_optional_package_may_be_imported_where_it_is_used():
     assert not list(python_faults("pymoe/bench/table.py", lazily))
 
 
+# What a CUDA kernel file must not hold, and why.
+FORBIDDEN_IN_KERNELS = {
+    r"cuda(Device|Stream|Event)Synchronize|cudaMemcpy\b|cudaMalloc|cudaFree": "waits for the GPU, or allocates",
+    r"atomicAdd\((?:static_cast<|\()?\s*(?:float|double|__half|__nv_bfloat16)": "a float atomic: order decides results",
+    r"<<<": "kernels/cuda/launch.h launches",
+    r"\bprintf\b": "prints",
+    r"<cuda_\w+\.h>|<cub/|<thrust/|<cooperative_groups": "kernels/cuda/platform.h is the door to CUDA",
+    r"\b__shared__\b": "PYMOE_SHARED of kernels/cuda/platform.h",
+    r"\basm\b": "instructions by hand live in a header of kernels/cuda, beside their twin for the emulator",
+}
+
+
+def kernel_faults(text):
+    """What a CUDA kernel file holds that it must not."""
+    code = re.sub(r"//.*", "", text)
+    return [why for pattern, why in FORBIDDEN_IN_KERNELS.items() if re.search(pattern, code)]
+
+
+def test_cuda_kernels_hold_nothing_forbidden():
+    seen = sorted((ROOT / "csrc" / "kernels").glob("*.cu"))
+    assert seen
+    assert not {path.name: kernel_faults(path.read_text()) for path in seen if kernel_faults(path.read_text())}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "cudaStreamSynchronize(stream);",
+        "cudaMemcpy(a, b, 4, cudaMemcpyDeviceToHost);",
+        "atomicAdd(static_cast<float*>(a.out), 1.0f);",
+        "kernel<<<1, 32>>>(a);",
+        "#include <cuda_runtime.h>",
+        "__shared__ float tile[32];",
+        'asm("trap;");',
+    ],
+)
+def test_a_planted_line_is_found_in_a_kernel(line):
+    assert kernel_faults(f"// text\n{line}\n")
+    assert not kernel_faults(f"// {line}\natomicAdd(counter, 1);\n")
+
+
 def test_no_file_is_too_long():
     lengths = {
         path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines())
@@ -231,6 +275,7 @@ def test_operator_has_its_files(name):
         f"pymoe/testing/specs/{module}.py",
         f"csrc/kernels/{module}.h",
         f"csrc/kernels/{module}_cpu.cpp",
+        f"csrc/kernels/{module}_cuda.cu",
         f"csrc/ops/{module}.cpp",
     ):
         assert (ROOT / file).exists(), f"{name}: {file} is missing"

@@ -1,6 +1,6 @@
 """Builds an operator library whose CPU operators run the CUDA kernels, on the emulator.
 
-    python tests/cuda_on_cpu/library.py      # writes build/cuda_on_cpu/_ops.so; only what changed is compiled again
+    python tests/cuda_on_cpu/library.py [--sanitize]      # writes build/cuda_on_cpu; compiles only what changed
 
 With the pytest plugin ``emulated_ops`` it takes the place of ``pymoe._ops``, and tests of operators and layers then
 prove the CUDA kernels with the checks and allocations around them:
@@ -17,19 +17,30 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 from ninja_library import Source, build_library, operator_sources  # noqa: E402
 
-LIBRARY = ROOT / "build" / "cuda_on_cpu" / "_ops.so"
+FOLDER = ROOT / "build" / "cuda_on_cpu"
+EMULATOR = ("emulator", "fiber")
+SANITIZE = "-fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all -fno-omit-frame-pointer"
 
 
-def build() -> Path:
-    """Compile and link what changed; raises RuntimeError with the compiler's output when that fails."""
-    emulated = f"-I{ROOT / 'tests'} -DPYMOE_WITH_CUDA=1 -DPYMOE_CUDA_ON_CPU=1"
+def build(sanitize: bool = False) -> Path:
+    """Compile and link what changed; raises RuntimeError with the compiler's output when that fails.
+
+    With ``sanitize`` AddressSanitizer and UBSan watch operators and CUDA kernels (tests/sanitized/build.py runs Python
+    with such a library).
+    """
+    tests = ROOT / "tests" / "cuda_on_cpu"
+    unwatched = "-O2 -fno-sanitize=all -DPYMOE_EMULATOR_ADDRESS=1" if sanitize else "-O2"
     sources = [
-        *operator_sources(),
+        *(Source(one.file, "-fno-sanitize=all" if "kernels" in one.file.parts else "") for one in operator_sources()),
         *(Source(file, "-x c++") for file in sorted(ROOT.glob("csrc/kernels/*.cu"))),
-        *(Source(ROOT / f"tests/cuda_on_cpu/{name}.cpp", "-O2") for name in ("emulator", "fiber", "probe")),
+        *(Source(tests / f"{name}.cpp", unwatched) for name in EMULATOR),
+        Source(tests / "probe.cpp"),
     ]
-    return build_library(LIBRARY.parent, f"-O1 -g0 {emulated}", sources)
+    flags = f"-O1 -I{ROOT / 'tests'} -DPYMOE_WITH_CUDA=1 -DPYMOE_CUDA_ON_CPU=1"
+    if sanitize:
+        return build_library(FOLDER / "sanitized", f"{flags} -g1 {SANITIZE}", sources, SANITIZE)
+    return build_library(FOLDER / "plain", f"{flags} -g0", sources)
 
 
 if __name__ == "__main__":
-    print(build())
+    print(build("--sanitize" in sys.argv))

@@ -33,8 +33,8 @@ def runtime_library(name):
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def run(*arguments, **environment):
-    """``python tests/sanitized/driver.py *arguments`` with the sanitized library; returns the finished process."""
+def run(*arguments, library=LIBRARY, **environment):
+    """``python tests/sanitized/driver.py *arguments`` with a sanitized library; returns the finished process."""
     variables = {
         **os.environ,
         # libstdc++ too: the sanitizer looks for __cxa_throw when it starts, before Python would load it.
@@ -44,7 +44,7 @@ def run(*arguments, **environment):
         "PYTHONPATH": str(ROOT),
         **environment,
     }
-    command = [sys.executable, str(ROOT / "tests/sanitized/driver.py"), str(LIBRARY), *arguments]
+    command = [sys.executable, str(ROOT / "tests/sanitized/driver.py"), str(library), *arguments]
     return subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
