@@ -5,16 +5,18 @@
 //     relu     h (S, F)                   out = h where h > 0 or NaN, else 0
 //
 // The backward recomputes from h. Everything in fp32 (fp64 for fp64), rounded once; NaN stays NaN. All tensors are
-// contiguous. An element depends on its own inputs alone, so results are the same for any number of threads.
+// contiguous. An element depends on its own inputs alone, by the steps of core/activation.h, so results are the same
+// for any number of threads, and on the GPU too: but for fp64's gelu, where the two libraries' erfc may differ in the
+// last bits. No workspace.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
+#include "core/activation.h"
 #include "core/dtype.h"
 
 namespace pymoe {
-
-enum class Activation : int8_t { kSwiglu, kGelu, kRelu };
 
 struct ExpertActivationArguments {
   const void* h;     // (S, 2F) for swiglu, else (S, F)
@@ -35,9 +37,24 @@ struct ExpertActivationBackwardArguments {
   DType dtype;
 };
 
+// Calls f with the kind as a constant.
+template <typename F>
+void visit_kind(Activation kind, F&& f) {
+  switch (kind) {
+    case Activation::kSwiglu: return f(std::integral_constant<Activation, Activation::kSwiglu>{});
+    case Activation::kGelu: return f(std::integral_constant<Activation, Activation::kGelu>{});
+    case Activation::kRelu: return f(std::integral_constant<Activation, Activation::kRelu>{});
+  }
+}
+
 namespace cpu {
 void expert_activation(const ExpertActivationArguments& arguments);
 void expert_activation_backward(const ExpertActivationBackwardArguments& arguments);
 }  // namespace cpu
+
+namespace cuda {
+void expert_activation(const ExpertActivationArguments& arguments, void* stream);
+void expert_activation_backward(const ExpertActivationBackwardArguments& arguments, void* stream);
+}  // namespace cuda
 
 }  // namespace pymoe

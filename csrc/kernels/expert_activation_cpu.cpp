@@ -52,16 +52,6 @@ void backward(const ExpertActivationBackwardArguments& a) {
   });
 }
 
-// Calls f with the kind as a constant.
-template <typename F>
-void visit_kind(Activation kind, F&& f) {
-  switch (kind) {
-    case Activation::kSwiglu: return f(std::integral_constant<Activation, Activation::kSwiglu>{});
-    case Activation::kGelu: return f(std::integral_constant<Activation, Activation::kGelu>{});
-    case Activation::kRelu: return f(std::integral_constant<Activation, Activation::kRelu>{});
-  }
-}
-
 }  // namespace
 
 void expert_activation(const ExpertActivationArguments& arguments) {

@@ -1,26 +1,24 @@
-// The loops of expert_activation, compiled once an instruction set (see expert_activation.h).
+// The loops of expert_activation, compiled once an instruction set (see expert_activation.h): the steps of
+// core/activation.h on vectors.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
-// The normal distribution's Phi(x), and e^(-x^2 / 2) into `gauss`.
-//
-// fp32: for z = |x| / sqrt 2 and t = 1 / (1 + 0.3 z), 1 - Phi(|x|) = e^(-z^2) t P(t). P is a minimax fit (relative
-// error 2e-8 for 0 <= z <= 10.5, beyond which the result underflows), so the lower tail keeps its relative accuracy,
-// which it loses as 1 + erf. Evaluated by Estrin's scheme: short chains of dependent operations.
+// Phi(x), and e^(-x^2 / 2) into `gauss`: the steps of core/activation.h.
 PYMOE_INLINE vfloat normal_cdf(vfloat x, vfloat& gauss) {
+  using P = NormalTail;
   gauss = exp(x * x * -0.5f);
   const vfloat magnitude = x < 0.0f ? -x : x;
-  const vfloat t = 1.0f / (1.0f + magnitude * 0.212132034f);
+  const vfloat t = 1.0f / (1.0f + magnitude * P::kSlope);
   const vfloat t2 = t * t, t4 = t2 * t2;
-  const vfloat low = (0.0845937263f + t * 0.0853616191f) + (0.0741449206f + t * 0.107547398f) * t2;
-  const vfloat high = (-0.0475009843f + t * 0.27408818f) + (-0.25632001f + t * 0.242861843f) * t2;
-  const vfloat tail = gauss * t * (low + (high + t4 * -0.0647767023f) * t4);
+  const vfloat low = (P::kP0 + t * P::kP1) + (P::kP2 + t * P::kP3) * t2;
+  const vfloat high = (P::kP4 + t * P::kP5) + (P::kP6 + t * P::kP7) * t2;
+  const vfloat tail = gauss * t * (low + (high + t4 * P::kP8) * t4);
   return x > 0.0f ? 1.0f - tail : tail;
 }
 
 PYMOE_INLINE vdouble normal_cdf(vdouble x, vdouble& gauss) {
   gauss = exp(x * x * -0.5);
-  for (int lane = 0; lane < kLanes<double>; ++lane) x[lane] = 0.5 * std::erfc(x[lane] * -0.70710678118654752);
+  for (int lane = 0; lane < kLanes<double>; ++lane) x[lane] = 0.5 * std::erfc(x[lane] * kMinusInverseSqrt2);
   return x;
 }
 
@@ -55,7 +53,7 @@ PYMOE_INLINE Vector differentiate(Vector grad, Vector x, Vector up, Vector& grad
   } else if constexpr (kind == Activation::kGelu) {
     Vector gauss;
     const Vector distribution = normal_cdf(x, gauss);
-    return grad * (distribution + x * (gauss * S(0.39894228040143268)));
+    return grad * (distribution + x * (gauss * S(kInverseSqrt2Pi)));
   } else {
     return x <= S(0) ? Vector{} : grad;
   }

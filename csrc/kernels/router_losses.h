@@ -3,13 +3,16 @@
 //     balance = E / T * sum_t <f, p_t>      f_e = load_e / max(sum load, 1), p_t the probabilities of token t
 //     z       = 1 / T * sum_t lse_t^2       lse_t = logsumexp of the logits of token t
 //
-// Contract: pymoe/reference/router_losses.py. Sums over tokens run over blocks of a fixed number of tokens, in the
-// accumulated dtype within a block and in fp64 over blocks, in order: the same bits for any number of threads. The
-// backward recomputes the probabilities and writes each gradient once:
+// Contract: pymoe/reference/router_losses.py. Sums over tokens run over blocks of kLossBlock tokens: in the accumulated
+// dtype and in order within a block, in fp64 and in kSumLanes lanes (as sums over experts, core/score.h) over blocks. So
+// there is one result for any number of threads and for both twins, but for their libraries' logarithms, which may
+// differ in the last bit. The backward recomputes the probabilities and writes each gradient once:
 //
 //     softmax: grad = p_te * (a (f_e - <f, p_t>) + b lse_t)    a = grad_balance * E / T, b = 2 * grad_z / T
 //     sigmoid: the first part is a (f_e - <f, p_t>) s (1 - s) / S, with S the sum of the token's scores s; where S is
 //              floored, <f, p_t> drops out
+//
+// `load` may hold anything: its sum wraps, and no value of it is an index.
 #pragma once
 
 #include <cstdint>
@@ -18,6 +21,11 @@
 #include "core/score.h"
 
 namespace pymoe {
+
+inline constexpr int64_t kLossBlock = 64;
+
+// How many doubles the forward needs as a workspace: two sums a block of tokens.
+constexpr int64_t router_losses_workspace(int64_t tokens) { return 2 * ((tokens + kLossBlock - 1) / kLossBlock); }
 
 struct RouterLossesArguments {
   DType dtype;          // of logits
@@ -30,6 +38,7 @@ struct RouterLossesArguments {
   void* z;              // one value, accumulated dtype; 0 without with_z
   int64_t tokens;       // T
   int64_t num_experts;  // E >= 1
+  double* workspace;    // router_losses_workspace(T) values, contents arbitrary
 };
 
 struct RouterLossesBackwardArguments {
@@ -50,5 +59,10 @@ namespace cpu {
 void router_losses(const RouterLossesArguments& arguments);
 void router_losses_backward(const RouterLossesBackwardArguments& arguments);
 }  // namespace cpu
+
+namespace cuda {
+void router_losses(const RouterLossesArguments& arguments, void* stream);
+void router_losses_backward(const RouterLossesBackwardArguments& arguments, void* stream);
+}  // namespace cuda
 
 }  // namespace pymoe

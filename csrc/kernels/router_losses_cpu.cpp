@@ -5,7 +5,6 @@
 #include <limits>
 #include <memory>
 #include <type_traits>
-#include <vector>
 
 #include "kernels/cpu/parallel.h"
 
@@ -31,9 +30,6 @@ S logsumexp_of(S max, S sum, const S* row, int64_t size) {
 
 namespace pymoe::cpu {
 namespace {
-
-// Tokens whose sums are kept in the accumulated dtype; fixed, so that no result depends on the number of threads.
-constexpr int64_t kBlock = 64;
 
 // load / sum of load, in the accumulated dtype, with kSumLanes zeros after it for the last vector of a row.
 class Fraction {
@@ -62,6 +58,16 @@ class Fraction {
   std::unique_ptr<double[]> values_;
 };
 
+// A sum over blocks, in kSumLanes lanes.
+double sum_of_blocks(const double* sums, int64_t blocks) {
+  double lanes[kSumLanes] = {};
+  for (int64_t block = 0; block < blocks; ++block) lanes[block % kSumLanes] += sums[block];
+  for (int half = kSumLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
+}
+
 void write_scalar(DType dtype, void* target, double value) {
   if (dtype == DType::kFloat64) {
     *static_cast<double*>(target) = value;
@@ -79,25 +85,21 @@ void router_losses(const RouterLossesArguments& a) {
     return;
   }
   const Fraction fraction(a.dtype, a.load, a.load_is_int64, a.num_experts);
-  const int64_t blocks = (a.tokens + kBlock - 1) / kBlock;
-  std::vector<double> balance(static_cast<size_t>(blocks)), z(static_cast<size_t>(blocks));
+  const int64_t blocks = (a.tokens + kLossBlock - 1) / kLossBlock;
+  double* const balance = a.workspace;
+  double* const z = balance + blocks;
   const auto router_losses_block = PYMOE_SELECT_ISA(router_losses_block);
-  const int64_t grain = std::max<int64_t>(1, (int64_t{8} << 10) / (kBlock * a.num_experts));
+  const int64_t grain = std::max<int64_t>(1, (int64_t{8} << 10) / (kLossBlock * a.num_experts));
   parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
     const std::unique_ptr<double[]> scratch(new double[static_cast<size_t>(a.num_experts)]);
     for (int64_t block = begin; block < end; ++block) {
-      router_losses_block(a, fraction.values(), block * kBlock, std::min((block + 1) * kBlock, a.tokens), scratch.get(),
-                          &balance[block], &z[block]);
+      router_losses_block(a, fraction.values(), block * kLossBlock, std::min((block + 1) * kLossBlock, a.tokens),
+                          scratch.get(), &balance[block], &z[block]);
     }
   });
-  double balance_total = 0, z_total = 0;
-  for (int64_t block = 0; block < blocks; ++block) {
-    balance_total += balance[block];
-    z_total += z[block];
-  }
   const double tokens = static_cast<double>(a.tokens);
-  write_scalar(a.dtype, a.balance, balance_total / tokens * static_cast<double>(a.num_experts));
-  write_scalar(a.dtype, a.z, z_total / tokens);
+  write_scalar(a.dtype, a.balance, sum_of_blocks(balance, blocks) / tokens * static_cast<double>(a.num_experts));
+  write_scalar(a.dtype, a.z, sum_of_blocks(z, blocks) / tokens);
 }
 
 void router_losses_backward(const RouterLossesBackwardArguments& a) {

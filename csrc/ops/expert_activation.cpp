@@ -5,6 +5,7 @@
 #include "kernels/expert_activation.h"
 #include "ops/allocate.h"
 #include "ops/check.h"
+#include "ops/twins.h"
 
 namespace pymoe::ops {
 namespace {
@@ -24,16 +25,18 @@ int64_t checked_features(const Tensor& h, Activation kind) {
   return h.size(1) / 2;
 }
 
-Tensor expert_activation_cpu(const Tensor& h, int64_t kind) {
+Tensor expert_activation(const Tensor& h, int64_t kind) {
   const DType dtype = floating_dtype(kName, "h", h);
   const Activation activation = checked_kind(kind);
   const int64_t features = checked_features(h, activation);
   Tensor out = empty({h.size(0), features}, h.scalar_type(), h);
-  cpu::expert_activation({h.const_data_ptr(), out.mutable_data_ptr(), h.size(0), features, activation, dtype});
+  const ExpertActivationArguments arguments{h.const_data_ptr(), out.mutable_data_ptr(), h.size(0), features, activation,
+                                            dtype};
+  run(PYMOE_TWINS(expert_activation), arguments, h);
   return out;
 }
 
-Tensor expert_activation_backward_cpu(const Tensor& grad, const Tensor& h, int64_t kind) {
+Tensor expert_activation_backward(const Tensor& grad, const Tensor& h, int64_t kind) {
   const DType dtype = floating_dtype(kName, "h", h);
   const Activation activation = checked_kind(kind);
   const int64_t features = checked_features(h, activation);
@@ -41,8 +44,9 @@ Tensor expert_activation_backward_cpu(const Tensor& grad, const Tensor& h, int64
   require_shape(kName, "grad", grad, {h.size(0), features});
   require_same_device(kName, "grad", grad, h);
   Tensor grad_h = empty({h.size(0), h.size(1)}, h.scalar_type(), h);
-  cpu::expert_activation_backward({grad.const_data_ptr(), h.const_data_ptr(), grad_h.mutable_data_ptr(), h.size(0),
-                                   features, activation, dtype});
+  const ExpertActivationBackwardArguments arguments{
+      grad.const_data_ptr(), h.const_data_ptr(), grad_h.mutable_data_ptr(), h.size(0), features, activation, dtype};
+  run(PYMOE_TWINS(expert_activation_backward), arguments, h);
   return grad_h;
 }
 
@@ -51,10 +55,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pymoe, library) {
   library.def("expert_activation_backward(Tensor grad, Tensor h, int kind) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(pymoe, CPU, library) {
-  library.impl("expert_activation", TORCH_BOX(&expert_activation_cpu));
-  library.impl("expert_activation_backward", TORCH_BOX(&expert_activation_backward_cpu));
+template <typename Library>
+void implement(Library& library) {
+  library.impl("expert_activation", TORCH_BOX(&expert_activation));
+  library.impl("expert_activation_backward", TORCH_BOX(&expert_activation_backward));
 }
+PYMOE_IMPLEMENT_ON_EVERY_DEVICE(implement)
 
 }  // namespace
 }  // namespace pymoe::ops

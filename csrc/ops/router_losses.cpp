@@ -10,6 +10,7 @@
 #include "ops/allocate.h"
 #include "ops/check.h"
 #include "ops/score.h"
+#include "ops/twins.h"
 
 namespace pymoe::ops {
 namespace {
@@ -37,19 +38,21 @@ Arguments checked(const char* name, const Tensor& logits, const std::optional<Te
   return a;
 }
 
-std::tuple<Tensor, Tensor> router_losses_cpu(const Tensor& logits, std::optional<Tensor> load, std::string score,
-                                             bool with_z) {
+std::tuple<Tensor, Tensor> router_losses(const Tensor& logits, std::optional<Tensor> load, std::string score,
+                                         bool with_z) {
   auto a = checked<RouterLossesArguments>("router_losses", logits, load, score, with_z);
   Tensor balance = empty({}, accumulate_scalar_type(a.dtype), logits);
   Tensor z = empty({}, accumulate_scalar_type(a.dtype), logits);
+  Tensor workspace = empty({router_losses_workspace(a.tokens)}, ScalarType::Double, logits);
   a.balance = balance.mutable_data_ptr();
   a.z = z.mutable_data_ptr();
-  cpu::router_losses(a);
+  a.workspace = static_cast<double*>(workspace.mutable_data_ptr());
+  run(PYMOE_TWINS(router_losses), a, logits);
   return {balance, z};
 }
 
-Tensor router_losses_backward_cpu(const Tensor& grad_balance, const Tensor& grad_z, const Tensor& logits,
-                                  std::optional<Tensor> load, std::string score, bool with_z) {
+Tensor router_losses_backward(const Tensor& grad_balance, const Tensor& grad_z, const Tensor& logits,
+                              std::optional<Tensor> load, std::string score, bool with_z) {
   constexpr const char* kName = "router_losses_backward";
   auto a = checked<RouterLossesBackwardArguments>(kName, logits, load, score, with_z);
   require_dtype(kName, "grad_balance", grad_balance, accumulate_scalar_type(a.dtype));
@@ -62,7 +65,7 @@ Tensor router_losses_backward_cpu(const Tensor& grad_balance, const Tensor& grad
   a.grad_balance = grad_balance.const_data_ptr();
   a.grad_z = grad_z.const_data_ptr();
   a.grad_logits = grad_logits.mutable_data_ptr();
-  cpu::router_losses_backward(a);
+  run(PYMOE_TWINS(router_losses_backward), a, logits);
   return grad_logits;
 }
 
@@ -73,10 +76,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pymoe, library) {
       "bool with_z) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(pymoe, CPU, library) {
-  library.impl("router_losses", TORCH_BOX(&router_losses_cpu));
-  library.impl("router_losses_backward", TORCH_BOX(&router_losses_backward_cpu));
+template <typename Library>
+void implement(Library& library) {
+  library.impl("router_losses", TORCH_BOX(&router_losses));
+  library.impl("router_losses_backward", TORCH_BOX(&router_losses_backward));
 }
+PYMOE_IMPLEMENT_ON_EVERY_DEVICE(implement)
 
 }  // namespace
 }  // namespace pymoe::ops

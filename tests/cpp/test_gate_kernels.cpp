@@ -52,8 +52,9 @@ void check_gate(int64_t tokens, int64_t num_experts, int64_t choices) {
   for (const Score score : {Score::kSoftmax, Score::kSigmoid}) {
     same_on_threads([&] { return std::tuple(Guarded<Wide>(1), Guarded<Wide>(1)); },
                     [&](auto& balance, auto& z) {
+                      std::vector<double> workspace(static_cast<size_t>(router_losses_workspace(tokens)));
                       cpu::router_losses({dtype_of<T>(), logits.data(), load.data(), false, true, score,
-                                          balance.data(), z.data(), tokens, num_experts});
+                                          balance.data(), z.data(), tokens, num_experts, workspace.data()});
                     });
     const Wide one = 1;
     same_on_threads([&] { return std::tuple(Guarded<T>(tokens * num_experts)); },

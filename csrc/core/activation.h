@@ -1,0 +1,100 @@
+// The arithmetic of expert_activation on one element, by one fixed sequence of IEEE operations, so that results do not
+// depend on a library's functions or on the device: but for fp64's gelu, which takes the library's erfc. The loops of
+// the CPU twin compute the same steps on vectors. Build without contraction.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "core/dtype.h"
+#include "core/macros.h"
+#include "core/score.h"
+
+namespace pymoe {
+
+enum class Activation : int8_t { kSwiglu, kGelu, kRelu };
+
+// 1 + e^x: the bits of exp_in_fixed_steps(x) + 1 for every x but NaN, where it is some number. Fewer steps reach them,
+// because what e^x is below the rounding of 1 does not matter: no second factor for subnormals, and none for NaN.
+template <typename S>
+PYMOE_HOST_DEVICE PYMOE_INLINE S one_plus_exp(S x) {
+  using Steps = ExpSteps<S>;
+  using Integer = typename Steps::Integer;
+  constexpr S kLow = sizeof(S) == 4 ? S(-86) : S(-700);  // 2^n and 2^(n - 1) are normal numbers
+  S clamped = x > kLow ? x : kLow;
+  clamped = clamped < Steps::kHigh ? clamped : Steps::kHigh;
+  const S shifted = clamped * Steps::kLog2E + Steps::kMagic;
+  const S n = shifted - Steps::kMagic;
+  const S r = (clamped - n * Steps::kLn2High) - n * Steps::kLn2Low;
+  S p = Steps::polynomial(0);
+  for (int i = 1; i < Steps::kTerms; ++i) p = p * r + Steps::polynomial(i);
+  p = (p * (r * r) + r) + S{1};
+  // The lower bits of `shifted` are n, whose upper ones the shift pushes out. 2 p * 2^(n - 1): for the greatest x 2^n
+  // would overflow before the result does.
+  using Unsigned = std::make_unsigned_t<Integer>;
+  const Unsigned exponent = (bit_cast<Unsigned>(shifted) + static_cast<Unsigned>(Steps::kBias - 1)) << Steps::kMantissa;
+  return (p + p) * bit_cast<S>(exponent) + S{1};
+}
+
+// The numbers of fp32's normal_cdf: for z = |x| / sqrt 2 and t = 1 / (1 + 0.3 z), 1 - Phi(|x|) = e^(-z^2) t P(t). P is
+// a minimax fit (relative error 2e-8 for 0 <= z <= 10.5, beyond which the result underflows), so the lower tail keeps
+// its relative accuracy, which it loses as 1 + erf.
+struct NormalTail {
+  static constexpr float kSlope = 0.212132034f;  // 0.3 / sqrt 2
+  static constexpr float kP0 = 0.0845937263f, kP1 = 0.0853616191f, kP2 = 0.0741449206f, kP3 = 0.107547398f;
+  static constexpr float kP4 = -0.0475009843f, kP5 = 0.27408818f, kP6 = -0.25632001f, kP7 = 0.242861843f;
+  static constexpr float kP8 = -0.0647767023f;
+};
+
+inline constexpr double kInverseSqrt2Pi = 0.39894228040143268, kMinusInverseSqrt2 = -0.70710678118654752;
+
+// The normal distribution's Phi(x), and e^(-x^2 / 2) into `gauss`. The polynomial by Estrin's scheme: short chains of
+// dependent operations.
+PYMOE_HOST_DEVICE PYMOE_INLINE float normal_cdf(float x, float& gauss) {
+  using P = NormalTail;
+  gauss = exp_in_fixed_steps(x * x * -0.5f);
+  const float magnitude = x < 0.0f ? -x : x;
+  const float t = 1.0f / (1.0f + magnitude * P::kSlope);
+  const float t2 = t * t, t4 = t2 * t2;
+  const float low = (P::kP0 + t * P::kP1) + (P::kP2 + t * P::kP3) * t2;
+  const float high = (P::kP4 + t * P::kP5) + (P::kP6 + t * P::kP7) * t2;
+  const float tail = gauss * t * (low + (high + t4 * P::kP8) * t4);
+  return x > 0.0f ? 1.0f - tail : tail;
+}
+
+PYMOE_HOST_DEVICE PYMOE_INLINE double normal_cdf(double x, double& gauss) {
+  gauss = exp_in_fixed_steps(x * x * -0.5);
+  return 0.5 * erfc(x * kMinusInverseSqrt2);
+}
+
+// One result. `up` is read by swiglu alone.
+template <Activation kind, typename S>
+PYMOE_HOST_DEVICE PYMOE_INLINE S activate(S x, S up) {
+  if constexpr (kind == Activation::kSwiglu) {
+    return x / one_plus_exp(-x) * up;
+  } else if constexpr (kind == Activation::kGelu) {
+    S gauss;
+    return x * normal_cdf(x, gauss);
+  } else {
+    return x <= S(0) ? S(0) : x;
+  }
+}
+
+// One gradient: of x (the gate, for swiglu), and of up into `grad_up`.
+template <Activation kind, typename S>
+PYMOE_HOST_DEVICE PYMOE_INLINE S differentiate(S grad, S x, S up, S& grad_up) {
+  if constexpr (kind == Activation::kSwiglu) {
+    const S gate = S(1) / one_plus_exp(-x);
+    grad_up = grad * (x * gate);
+    return grad * up * (gate * (S(1) + x * (S(1) - gate)));
+  } else if constexpr (kind == Activation::kGelu) {
+    S gauss;
+    const S distribution = normal_cdf(x, gauss);
+    return grad * (distribution + x * (gauss * S(kInverseSqrt2Pi)));
+  } else {
+    return x <= S(0) ? S(0) : grad;
+  }
+}
+
+}  // namespace pymoe

@@ -1,0 +1,82 @@
+// expert_activation and its backward: the emulated CUDA kernels give the CPU twin's bits.
+#include "cuda_on_cpu/harness.h"
+#include "kernels/expert_activation.h"
+
+using namespace pymoe;
+using namespace pymoe::test;
+
+namespace {
+
+// Values that reach every branch: the usual, the far tails, the special.
+template <typename T>
+void fill_wide(Buffer<T>& buffer, Random& random) {
+  using S = accumulate_t<T>;
+  fill(buffer, random, random.one_of({0.0, 0.1}));
+  const bool wide = random.chance(0.5);
+  for (T& value : buffer) {
+    if (!wide || !random.chance(0.3)) continue;
+    value = round_to<T>(static_cast<S>(random.number() * random.one_of({10.0, 90.0, 1e30})));
+  }
+}
+
+struct Shape {
+  Activation kind;
+  int64_t rows, features, shift;
+
+  explicit Shape(Random& random)
+      : kind(random.one_of({Activation::kSwiglu, Activation::kSwiglu, Activation::kGelu, Activation::kRelu})),
+        rows(random.between(0, size(random.chance(0.3) ? 70 : 8, 8))),
+        features(random.between(0, random.chance(0.2) ? size(random.chance(0.2) ? 9000 : 1100, 500) : 40)),
+        shift(random.chance(0.6) ? 0 : random.between(1, 7)) {
+    if (random.chance(0.6)) features = (features + 7) / 8 * 8;
+  }
+
+  int64_t outputs() const { return rows * features; }
+  int64_t inputs() const { return outputs() * (kind == Activation::kSwiglu ? 2 : 1); }
+};
+
+}  // namespace
+
+TEST_CASE("expert_activation: the emulated kernels give the CPU twin's bits, forward and backward") {
+  for_cases("expert_activation", 120, [](Random& random) {
+    with_random_dtype(random, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      const Shape shape(random);
+      Buffer<T> h(shape.inputs(), shape.shift), expected(shape.outputs()), out(shape.outputs(), shape.shift);
+      fill_wide(h, random);
+      cpu::expert_activation({h.data(), expected.data(), shape.rows, shape.features, shape.kind, dtype_of<T>()});
+      cuda::expert_activation({h.data(), out.data(), shape.rows, shape.features, shape.kind, dtype_of<T>()}, nullptr);
+      CHECK(same_values(out, expected));
+      CHECK(out.intact());
+
+      Buffer<T> grad(shape.outputs(), random.chance(0.8) ? shape.shift : 0);
+      Buffer<T> expected_h(shape.inputs()), grad_h(shape.inputs(), shape.shift);
+      fill(grad, random, random.one_of({0.0, 0.05}));
+      cpu::expert_activation_backward(
+          {grad.data(), h.data(), expected_h.data(), shape.rows, shape.features, shape.kind, dtype_of<T>()});
+      cuda::expert_activation_backward(
+          {grad.data(), h.data(), grad_h.data(), shape.rows, shape.features, shape.kind, dtype_of<T>()}, nullptr);
+      CHECK(same_values(grad_h, expected_h));
+      CHECK(grad_h.intact());
+    });
+  });
+}
+
+TEST_CASE("one_plus_exp: the bits of 1 + e^x for every x but NaN") {
+  std::mt19937 bits(1);
+  int different = 0;
+  for (int i = 0; i < 300'000; ++i) {
+    const auto anything = bit_cast<float>(static_cast<uint32_t>(bits()));
+    const float near = static_cast<float>(i) * 1e-3f - 150.0f;
+    for (const float x : {anything, near}) {
+      if (x == x) different += one_plus_exp(x) != exp_in_fixed_steps(x) + 1.0f;
+    }
+    const double wide = static_cast<double>(i) * 6e-3 - 900.0;
+    different += one_plus_exp(wide) != exp_in_fixed_steps(wide) + 1.0;
+  }
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  for (const double x : {-kInfinity, kInfinity, 709.78, 709.79}) {
+    different += one_plus_exp(x) != exp_in_fixed_steps(x) + 1.0;
+  }
+  CHECK(different == 0);
+}

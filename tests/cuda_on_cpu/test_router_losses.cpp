@@ -1,0 +1,96 @@
+// router_losses and its backward: the emulated CUDA kernels give the CPU twin's bits. (On a GPU the two differ by the
+// rounding of its library's logarithm.)
+#include "cuda_on_cpu/harness.h"
+#include "kernels/router_losses.h"
+
+using namespace pymoe;
+using namespace pymoe::test;
+
+namespace {
+
+struct Options {
+  int64_t tokens, experts, shift;
+  bool wide, with_load, with_z;
+  Score score;
+
+  explicit Options(Random& random)
+      : tokens(random.chance(0.2) ? random.between(65, size(300, 80)) : random.between(0, 64)),
+        experts(random.one_of<int64_t>({1, 2, 7, 15, 16, 17, 33, random.between(1, 130)})),
+        shift(random.chance(0.7) ? 0 : random.between(1, 7)),
+        wide(random.chance(0.4)),
+        with_load(random.chance(0.8)),
+        with_z(random.chance(0.7)),
+        score(random.one_of({Score::kSoftmax, Score::kSigmoid})) {}
+};
+
+// A load of counts, or of anything at all.
+template <typename Count>
+void fill_load(Buffer<Count>& load, Random& random) {
+  const bool hostile = random.chance(0.2), empty = random.chance(0.1);
+  for (Count& count : load) {
+    count = static_cast<Count>(empty ? 0 : random.between(0, 500));
+    if (hostile) {
+      count = random.one_of<Count>({std::numeric_limits<Count>::min(), std::numeric_limits<Count>::max(), -1, 0,
+                                    static_cast<Count>(random.engine()())});
+    }
+  }
+}
+
+template <typename T>
+void compare(const Options& o, Random& random) {
+  using S = accumulate_t<T>;
+  Buffer<T> logits(o.tokens * o.experts, o.shift);
+  fill(logits, random, random.one_of({0.0, 0.0, 0.01}));
+  if (random.chance(0.2)) {  // far apart: scores that underflow, sums of sigmoids that are floored
+    for (T& logit : logits) logit = round_to<T>(to_accumulate(logit) * S(random.one_of({30.0, 1000.0})) - S(100));
+  }
+  Buffer<int32_t> narrow_load(o.experts);
+  Buffer<int64_t> wide_load(o.experts);
+  fill_load(narrow_load, random);
+  fill_load(wide_load, random);
+  const void* const counts = o.wide ? static_cast<const void*>(wide_load.data()) : narrow_load.data();
+  const void* const load = o.with_load ? counts : nullptr;
+
+  Buffer<double> workspace(router_losses_workspace(o.tokens));
+  Buffer<S> balance(1), z(1), expected_balance(1), expected_z(1);
+  RouterLossesArguments a{dtype_of<T>(),           logits.data(),     load,     o.wide,    o.with_z,        o.score,
+                          expected_balance.data(), expected_z.data(), o.tokens, o.experts, workspace.data()};
+  cpu::router_losses(a);
+  a.balance = balance.data();
+  a.z = z.data();
+  cuda::router_losses(a, nullptr);
+  CHECK(same_values(balance, expected_balance));
+  CHECK(same_values(z, expected_z));
+  CHECK(workspace.intact());
+
+  Buffer<S> grad_balance(1), grad_z(1);
+  fill(grad_balance, random);
+  fill(grad_z, random);
+  Buffer<T> grad(logits.size(), o.shift), expected(logits.size());
+  RouterLossesBackwardArguments b{dtype_of<T>(), logits.data(),   load,     o.wide,   o.with_z, o.score, grad_balance.data(),
+                                  grad_z.data(), expected.data(), o.tokens, o.experts};
+  cpu::router_losses_backward(b);
+  b.grad_logits = grad.data();
+  cuda::router_losses_backward(b, nullptr);
+  CHECK(same_values(grad, expected));
+  CHECK(grad.intact());
+}
+
+}  // namespace
+
+TEST_CASE("router_losses: the emulated kernels give the CPU twin's bits, forward and backward") {
+  for_cases("router_losses", 70, [](Random& random) {
+    const Options options(random);
+    with_random_dtype(random, [&](auto tag) { compare<typename decltype(tag)::type>(options, random); });
+  });
+}
+
+TEST_CASE("router_losses: more experts than a table of fractions holds") {
+  for_cases("router_losses wide", 2, [](Random& random) {
+    Options options(random);
+    options.tokens = 3;
+    options.experts = random.between(8200, 8300);
+    options.with_load = true;
+    with_random_dtype(random, [&](auto tag) { compare<typename decltype(tag)::type>(options, random); });
+  });
+}
