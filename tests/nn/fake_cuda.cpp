@@ -1,0 +1,39 @@
+// A CUDA device that is not there: what torch's autograd engine asks of one, answered without one. With it, a CPU build
+// of torch runs fake CUDA tensors (FakeTensorMode) forward and backward. Nothing can be computed on it.
+//
+// Load it before torch, so that torch finds it when it looks for its CUDA part.
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+namespace {
+
+struct CUDAHooks : at::CUDAHooksInterface {  // torch looks for this name
+  explicit CUDAHooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+};
+
+constexpr c10::DeviceType kCuda = c10::DeviceType::CUDA;
+
+struct Guard : c10::impl::NoOpDeviceGuardImpl<kCuda> {
+  c10::Device getDevice() const override { return {kCuda, 0}; }
+  c10::Stream getStream(c10::Device) const noexcept override {
+    return c10::Stream(c10::Stream::DEFAULT, c10::Device(kCuda, 0));
+  }
+  void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
+};
+
+using at::CUDAHooksRegistry;
+using at::RegistererCUDAHooksRegistry;
+REGISTER_CUDA_HOOKS(CUDAHooks)
+C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+
+}  // namespace

@@ -1,0 +1,26 @@
+"""Without a GPU: the whole layer, forward and backward, on CUDA tensors that have no values."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from moe_layers import OPTIONS
+from ninja_library import Source, build_library
+
+FOLDER = Path(__file__).parent
+
+
+if torch.version.cuda is None:  # a CUDA build of torch has a device of its own
+
+    @pytest.mark.only_on("cpu")
+    def test_the_layer_reads_nothing_on_the_host_and_keeps_to_its_device():
+        source = Source(FOLDER / "fake_cuda.cpp", "-UTORCH_TARGET_VERSION")
+        library = build_library(FOLDER.parents[1] / "build" / "fake_cuda", "-O0", [source])
+        command = [sys.executable, str(FOLDER / "trace_on_fake_cuda.py"), str(library)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert f"traced {len(OPTIONS)} kinds of layer on cuda:0" in result.stdout

@@ -1,0 +1,82 @@
+"""Runs layers forward and backward on fake CUDA tensors; test_moe_fake_cuda.py starts it.
+
+    python tests/nn/trace_on_fake_cuda.py path/of/fake_cuda.so
+
+Fake tensors know shape, dtype and device, and no values. So whatever reads a value on the host (``.item()``, a Python
+branch on a tensor: a synchronisation, which no CUDA graph can hold), and whatever mixes a tensor of the CPU into a
+computation on CUDA, cannot be traced.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+
+def load_before_torch(library: str) -> None:
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    for name in ("libc10.so", "libtorch_cpu.so"):
+        ctypes.CDLL(str(Path(spec.origin).parent / "lib" / name), ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+
+
+load_before_torch(sys.argv[1])
+sys.path.insert(0, str(Path(__file__).parent))
+import torch  # noqa: E402
+from moe_layers import OPTIONS, make_layer  # noqa: E402
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode  # noqa: E402
+
+from pymoe.nn import MoE  # noqa: E402
+
+CUDA = torch.device("cuda", 0)
+
+
+def trace(dtype: torch.dtype, shape: tuple[int, ...], spoil: Callable[[MoE], object] = id, **options: object) -> None:
+    layer = make_layer(**{**options, "hidden_size": shape[-1], "dtype": dtype, "device": "cuda"})
+    spoil(layer)
+    x = torch.empty(shape, dtype=dtype, device="cuda", requires_grad=True)
+    y = layer(x)
+    assert (y.shape, y.dtype, y.device) == (x.shape, dtype, CUDA), y
+    y.sum().backward()
+    for name, leaf in [("x", x), *layer.named_parameters()]:
+        assert leaf.grad is not None, name
+        assert (leaf.grad.shape, leaf.grad.dtype, leaf.grad.device) == (leaf.shape, dtype, CUDA), name
+    for name, tensor in [*layer.stats._asdict().items(), *layer.named_buffers()]:
+        assert tensor.device == CUDA, name
+    layer.update_bias()
+    layer.eval()(x.detach())
+
+
+def leave_scale_on_the_cpu(layer: MoE) -> None:
+    layer.losses.scale = torch.ones(3)
+
+
+def notices(error: type[Exception], about: str, **arguments: object) -> None:
+    """A fault that the trace of a layer must stumble over."""
+    try:
+        trace(torch.float32, (5, 16), **arguments)
+    except error as found:
+        assert about in str(found), found
+    else:
+        raise AssertionError(f"not noticed: {arguments}")
+
+
+def main() -> None:
+    with FakeTensorMode():
+        for options in OPTIONS.values():
+            trace(torch.bfloat16, (3, 5, 16), **options)
+        for name in ("plain", "everything"):
+            for dtype in (torch.float16, torch.float32, torch.float64):
+                trace(dtype, (15, 16), **OPTIONS[name])
+            trace(torch.float32, (0, 16), **OPTIONS[name])
+        notices(DataDependentOutputException, "", backend="reference")  # reads its offsets on the host
+        notices(RuntimeError, "devices", spoil=leave_scale_on_the_cpu, aux_loss_coef=0.1)
+    print(f"traced {len(OPTIONS)} kinds of layer on {CUDA}")
+
+
+if __name__ == "__main__":
+    main()
