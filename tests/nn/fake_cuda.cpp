@@ -1,7 +1,8 @@
-// A CUDA device that is not there: what torch's autograd engine asks of one, answered without one. With it, a CPU build
-// of torch runs fake CUDA tensors (FakeTensorMode) forward and backward. Nothing can be computed on it.
+// A CUDA device that is not there: what torch's autograd engine asks of one, answered without one. With it, torch runs
+// fake CUDA tensors (FakeTensorMode) forward and backward where there is no GPU, in a CPU build and in a CUDA build.
+// Nothing can be computed on it.
 //
-// Load it before torch, so that torch finds it when it looks for its CUDA part.
+// Load it before torch, so that torch finds it when it looks for its CUDA part; call take_the_place_of_the_guard after.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -31,9 +32,13 @@ struct Guard : c10::impl::NoOpDeviceGuardImpl<kCuda> {
   void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
 };
 
-using at::CUDAHooksRegistry;
-using at::RegistererCUDAHooksRegistry;
-REGISTER_CUDA_HOOKS(CUDAHooks)
-C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+// Preferred to the part of a CUDA build of torch, which finds no device where there is none.
+const at::RegistererCUDAHooksRegistry registered("CUDAHooks", c10::REGISTRY_PREFERRED, at::CUDAHooksRegistry(),
+                                                 at::RegistererCUDAHooksRegistry::DefaultCreator<CUDAHooks>);
 
 }  // namespace
+
+extern "C" __attribute__((visibility("default"))) void take_the_place_of_the_guard() {
+  static const Guard guard;
+  c10::impl::registerDeviceGuard(kCuda, &guard);
+}
