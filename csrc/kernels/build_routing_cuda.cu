@@ -44,7 +44,7 @@ struct Plan {
   int64_t counters(int64_t experts) const { return (warps + 2) * experts; }  // a block
 };
 
-constexpr int64_t kScanWords = kMostWarps;
+constexpr int64_t kScanWords = kMostWarps;  // before the counters in shared memory
 constexpr int64_t kSharedWords = kMostSharedBytes / static_cast<int64_t>(sizeof(int32_t)) - kScanWords;
 
 Plan make_plan(int64_t rows, int64_t experts) {
@@ -85,14 +85,14 @@ struct Tile {
 // --- how many choices an expert has: in all, and before this tile ---
 
 // Adds choices that lie on one side of the tile's begin to a column of counts: in all in the low half of a word, in
-// earlier tiles in the high half.
+// earlier tiles in the high half. There is no branch: a choice of no expert is counted before the column, where the
+// scan has its words later.
 template <typename Index, int kCount>
 PYMOE_DEVICE void count_choices(const Pack<Index, kCount>& named, bool earlier, int experts, int columns,
                                 unsigned* column) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const int expert = expert_of(named[i], experts);
-    if (expert >= 0) atomicAdd(&column[expert * columns], earlier ? 0x10001u : 1u);
+    atomicAdd(&column[expert_of(named[i], experts) * columns], earlier ? 0x10001u : 1u);
   }
 }
 

@@ -43,27 +43,36 @@ PYMOE_DEVICE void store_word(Word* to, const Word& word) {
   }
 }
 
+// How many of the words 0, group, 2 * group, ... are among the first `left`, kUnroll at most.
+PYMOE_DEVICE int words_left(int64_t left, int group) {
+  int count = 0;
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) count += u * group < left ? 1 : 0;
+  return count;
+}
+
 template <typename Word, bool kStreaming>
 __global__ void __launch_bounds__(kThreads, 5)
     dispatch_kernel(const Word* PYMOE_RESTRICT x, const int32_t* PYMOE_RESTRICT slot,
                     const int32_t* PYMOE_RESTRICT used, Word* PYMOE_RESTRICT out, Shape shape) {
-  const int64_t rows = shape.tokens * shape.choices;
-  const int64_t named = *used;
-  const int64_t in_use = named < 0 ? 0 : named < rows ? named : rows;
+  const int32_t named = *used;  // on its way together with the row
   const unsigned stretch = blockIdx.x % static_cast<unsigned>(shape.stretches);
   const unsigned group = threadIdx.x / static_cast<unsigned>(shape.group);
   const int64_t token = static_cast<int64_t>(blockIdx.x / static_cast<unsigned>(shape.stretches)) * shape.groups + group;
   const int64_t first = (static_cast<int64_t>(stretch) * kUnroll) * shape.group +
                         (threadIdx.x - group * static_cast<unsigned>(shape.group));
+  // How many of the thread's words lie in the row.
+  const int count = token < shape.tokens ? words_left(shape.row_words - first, shape.group) : 0;
 
-  if (token < shape.tokens) {
-    const Word* const row = x + token * shape.row_words;
-    Word words[kUnroll];
+  const Word* const from = x + token * shape.row_words + first;
+  Word words[kUnroll];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int64_t column = first + u * shape.group;
-      if (column < shape.row_words) words[u] = row[column];
-    }
+  for (int u = 0; u < kUnroll; ++u) {
+    if (u < count) words[u] = from[u * shape.group];
+  }
+  const int64_t rows = shape.tokens * shape.choices;
+  const int64_t in_use = named < 0 ? 0 : named < rows ? named : rows;
+  if (count > 0) {
     const int32_t* const slots = slot + token * shape.choices;
     for (int64_t choice = 0; choice < shape.choices; choice += kSlots) {
       int32_t targets[kSlots];
@@ -72,11 +81,10 @@ __global__ void __launch_bounds__(kThreads, 5)
 #pragma unroll
       for (int k = 0; k < kSlots; ++k) {
         if (targets[k] < 0 || targets[k] >= in_use) continue;
-        Word* const target = out + static_cast<int64_t>(targets[k]) * shape.row_words;
+        Word* const to = out + targets[k] * shape.row_words + first;
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) {
-          const int64_t column = first + u * shape.group;
-          if (column < shape.row_words) store_word<Word, kStreaming>(target + column, words[u]);
+          if (u < count) store_word<Word, kStreaming>(to + u * shape.group, words[u]);
         }
       }
     }
