@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from fault import Fault
+from routing_mutants import FAULTS as ROUTING_FAULTS
 
-
-@dataclass(frozen=True)
-class Fault:
-    """``old`` becomes ``new`` at its only place in ``file``."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    how: str
-    """What notices it: ``values`` (also the emulator's own checks), ``address`` or ``thread`` (a sanitizer)."""
-    tests: str
-    """The test file whose cases are run: ``dispatch`` for test_dispatch.cpp."""
-
-
-DISPATCH = "csrc/kernels/dispatch_cuda.cu"
 COMBINE = "csrc/kernels/combine_cuda.cu"
 COMBINE_BACKWARD = "csrc/kernels/combine_backward_cuda.cu"
 EXPERT_ACTIVATION = "csrc/kernels/expert_activation_cuda.cu"
 ROUTER_LOSSES = "csrc/kernels/router_losses_cuda.cu"
 
 FAULTS = [
-    Fault(
-        "dispatch takes slot S",
-        DISPATCH,
-        "targets[k] >= in_use) continue",
-        "targets[k] > in_use) continue",
-        "address",
-        "dispatch",
-    ),
+    *ROUTING_FAULTS,
     Fault("combine takes slot S", COMBINE, "slot < rows ? slot", "slot <= rows ? slot", "address", "combine"),
     Fault(
         "combine: an offset of 32 bits",

@@ -77,7 +77,7 @@ def compile_command(folder: Path, source: Path) -> list[str]:
 
 def run_tests(program: Path, fault: Fault) -> tuple[int, str]:
     """Exit status and output of the fault's tests; a hang counts as status 124."""
-    command = [str(program), f"--source-file=*test_{fault.tests}.cpp"]
+    command = [str(program), f"--source-file=*test_{fault.tests}.cpp", "--abort-after=1"]
     try:
         result = subprocess.run(
             command, env=ENVIRONMENT, capture_output=True, text=True, errors="replace", timeout=SECONDS, check=False
