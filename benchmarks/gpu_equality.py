@@ -1,0 +1,132 @@
+"""The same calls on the device and on the emulator of the tests, compared bit for bit.
+
+    python -m benchmarks.gpu_equality --device cuda --output FILE.json --seconds 60
+
+A child process runs samples of every operator's specification, forward and backward, with the library whose kernels
+are the CUDA kernels compiled for the CPU (tests/cuda_on_cpu), for as long as it is given. Then the same samples run on
+the device. What a specification promises exactly must agree in every bit; how much of the rest does is counted, and it
+must lie within the specification's tolerance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.stages import ROOT, write_json
+
+STRIDE = 7
+"""Samples are taken in steps of this, so that whatever the time allows is spread over all of them."""
+
+
+def samples() -> Iterator[tuple[str, Any, torch.dtype, Any]]:
+    """(name, specification, dtype, sample), in the same order in every process."""
+    from pymoe.testing.calls import samples_of
+    from pymoe.testing.specs import all_specs
+
+    specs = [spec for spec in all_specs() if spec.native is not spec.reference]
+    listed = [
+        [(f"{spec.name} {str(dtype)[6:]} {sample.name}", spec, dtype, sample) for sample in samples_of(spec, dtype)]
+        for spec in specs
+        for dtype in spec.dtypes
+    ]
+    for phase in range(STRIDE):
+        for column in listed:
+            yield from column[phase::STRIDE]
+
+
+def results(spec: Any, sample: Any, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Outputs and gradients of the native operator for a sample on ``device``, on the CPU."""
+    from pymoe.testing.calls import gradients, map_tensors, mapped, same_layout_copy, with_grad
+
+    wanted = (with_grad(sample) if spec.gradient_samples is not None else None) or sample
+    copies: dict[int, torch.Tensor] = {}
+
+    def move(value: torch.Tensor) -> torch.Tensor:
+        if id(value) not in copies:
+            copies[id(value)] = same_layout_copy(value, device).requires_grad_(value.requires_grad)
+        return copies[id(value)]
+
+    outputs, found = gradients(spec.native, mapped(wanted, move))
+    return map_tensors((list(outputs), found), lambda value: value.detach().cpu())
+
+
+def emulated(file: Path, seconds: float) -> None:
+    """In the child: results of as many samples as the time allows."""
+    sys.path.insert(0, str(ROOT / "tests" / "cuda_on_cpu"))
+    import emulated_ops  # noqa: F401, before pymoe
+
+    torch.set_num_threads(1)
+    start, kept = time.monotonic(), {}
+    for name, spec, _, sample in samples():
+        if time.monotonic() - start > seconds:
+            break
+        kept[name] = results(spec, sample, torch.device("cpu"))
+    torch.save(kept, file)
+
+
+def compare(kept: dict[str, Any], device: torch.device) -> dict[str, dict[str, Any]]:
+    """A record a specification: how many calls and tensors, how many agree in every bit, and what is wrong."""
+    from pymoe.testing.compare import assert_close, assert_same_bits, same_bits
+    from pymoe.testing.verify import is_exact
+
+    records: dict[str, dict[str, Any]] = {}
+    for name, spec, dtype, sample in samples():
+        if name not in kept:
+            continue
+        empty: dict[str, Any] = {"calls": 0, "tensors": 0, "same_bits": 0, "wrong": []}
+        record = records.setdefault(spec.name, empty)
+        record["calls"] += 1
+        try:
+            found = results(spec, sample, device)
+            for kind, mine, theirs in zip(("output", "gradient"), found, kept[name], strict=True):
+                for i, (got, wanted) in enumerate(zip(mine, theirs, strict=True)):
+                    record["tensors"] += 1
+                    if bool(same_bits(got, wanted).all()):
+                        record["same_bits"] += 1
+                    elif kind == "output" and is_exact(spec, i):
+                        assert_same_bits(got, wanted, f"{kind} {i}")
+                    else:
+                        assert_close(got, wanted, spec.tolerances.get(dtype, (0.0, 0.0)), f"{kind} {i}")
+        except Exception as error:
+            record["wrong"].append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
+    return records
+
+
+def main() -> int:
+    """Run both sides; 1 if anything is wrong."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seconds", type=float, default=60.0, help="once the emulator is built")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--emulate", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.emulate:
+        emulated(options.emulate, options.seconds)
+        return 0
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device(options.device)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "emulated.pt"
+        command = [sys.executable, "-m", "benchmarks.gpu_equality", "--emulate", str(file), "--output", "-"]
+        begin = time.monotonic()
+        subprocess.run([*command, "--seconds", str(0.4 * options.seconds)], cwd=ROOT, check=True)
+        print(f"emulator, built and run: {time.monotonic() - begin:.0f} s", flush=True)
+        records = compare(torch.load(file), device)
+    write_json(options.output, {"device": options.device, "operators": records})
+    for name, record in records.items():
+        print(f"{name}: {record['calls']} calls, {record['same_bits']} of {record['tensors']} tensors in every bit")
+        for wrong in record["wrong"][:5]:
+            print(f"  WRONG {wrong}")
+    return int(not records or any(record["wrong"] for record in records.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Facts of a GPU machine, without its name and its paths; each is asked for in a process that may fail."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.stages import ROOT
+
+QUERY = (
+    "name", "driver_version", "memory.total", "clocks.max.sm", "clocks.max.memory", "clocks.sm", "clocks.memory",
+    "power.limit", "power.draw", "temperature.gpu", "utilization.gpu",
+)  # fmt: skip
+ASK_TORCH = """
+import json, torch
+facts = {"torch": torch.__version__, "torch_cuda": torch.version.cuda, "gpu": None}
+if torch.cuda.is_available():
+    one = torch.cuda.get_device_properties(0)
+    facts |= {"gpu": one.name, "capability": f"{one.major}.{one.minor}", "multiprocessors": one.multi_processor_count,
+              "memory_gib": round(one.total_memory / 2**30, 1), "l2_mib": one.L2_cache_size / 2**20}
+print(json.dumps(facts))
+"""
+PACKAGES = ("pytest", "xdist", "hypothesis", "pybind11", "ninja", "transformers", "triton")
+
+
+def output_of(*command: str, seconds: float = 60.0) -> str:
+    """What a command prints; nothing where it fails or does not exist."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def cuda_home() -> str | None:
+    """The toolkit's folder, as setup.py looks for it."""
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = shutil.which("nvcc")
+    for folder in filter(None, [named, nvcc and str(Path(nvcc).resolve().parents[1]), "/usr/local/cuda"]):
+        if Path(folder, "bin", "nvcc").exists():
+            return folder
+    return None
+
+
+def facts() -> dict[str, Any]:
+    """What a reader needs to judge the report."""
+    import json
+
+    found: dict[str, Any] = json.loads(output_of(sys.executable, "-c", ASK_TORCH) or '{"gpu": null, "torch": null}')
+    home = cuda_home()
+    version = output_of(f"{home}/bin/nvcc", "--version") if home else ""
+    found["nvcc"] = version.split("release ")[1].split(",")[0] if "release " in version else None
+    found["compiler"] = (output_of("g++", "--version").splitlines() or [None])[0]
+    found["python"] = ".".join(map(str, sys.version_info[:3]))
+    found["cores"] = len(os.sched_getaffinity(0))
+    smi = output_of("nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader")
+    smi = output_of("nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader")
+    rows = list(csv.reader(smi.splitlines()))
+    found["nvidia_smi"] = dict(zip(QUERY, (cell.strip() for cell in rows[0]), strict=False)) if rows else None
+    found["gpus"] = len(rows) if rows else None
+    found["commit"] = output_of("git", "rev-parse", "HEAD") or None
+    changed = output_of("git", "status", "--porcelain", "--untracked-files=no", "--", "csrc", "pymoe")
+    changed = output_of("git", "status", "--porcelain", "--untracked-files=no", "--", "csrc", "pymoe")
+    found["uncommitted"] = bool(changed)
+    found["packages"] = [name for name in PACKAGES if importlib.util.find_spec(name)]
+    return found
+
+
+def slug(name: str) -> str:
+    """A GPU's name as a folder's: ``NVIDIA H200`` is ``nvidia-h200``."""
+    return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())

@@ -1,0 +1,58 @@
+"""A small grid of calls of every kernel, forward and backward: what compute-sanitizer looks at.
+
+python -m benchmarks.gpu_grid --device cuda --seconds 10
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from itertools import islice
+
+import torch
+
+from pymoe.testing.calls import generator, gradients, map_tensors, mapped, samples_of, with_grad
+from pymoe.testing.specs import all_specs
+
+SAMPLES = 60
+"""A dtype and operator, from all over its samples."""
+
+
+def main() -> int:
+    """Make calls until the time is over; prints how many."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seconds", type=float, default=10.0)
+    options = parser.parse_args()
+    device, start, count = torch.device(options.device), time.monotonic(), 0
+
+    def over() -> bool:
+        return time.monotonic() - start > options.seconds
+
+    for spec in all_specs():  # every kernel once, whatever the time
+        for call in spec.raw_calls(generator()) if spec.raw_calls else ():
+            arguments = map_tensors(call.args, lambda value: value.to(device))
+            getattr(torch.ops.pymoe, call.operator)(*arguments)
+            count += 1
+    everything = [(spec, samples_of(spec, dtype)) for spec in all_specs() for dtype in spec.dtypes[:3]]
+    while everything and not over():
+        for spec, samples in list(everything):
+            chosen = next(islice(samples, 3, None), None)
+            if chosen is None or over():
+                everything.remove((spec, samples))
+                continue
+            sample = (with_grad(chosen) if spec.gradient_samples else None) or chosen
+            gradients(
+                spec.native,
+                mapped(sample, lambda value: value.detach().to(device).requires_grad_(value.requires_grad)),
+            )
+            count += 1
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    print(f"{count} calls")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""The stages of ``benchmarks/gpu_report.sh``; see there, and benchmarks/README.md for what it writes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_facts import cuda_home, facts, slug
+from benchmarks.gpu_markdown import markdown
+from benchmarks.stages import PASSED, ROOT, SECONDS, Stage, run_stages, write_json
+
+LIMIT = {"cuda": 530.0, "cpu": 150.0}
+"""Seconds in all: below nine minutes."""
+DESIGN_ROWS = "gate_topk T4096 E128|build_routing T4096|(dispatch|combine) T4096 H7168"
+QUICK_ROWS = "build_routing T16384|gate_topk T16384 E64 K2 softmax float32"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the stages and write the report; 0 if all passed, 1 if not, 3 without a GPU."""
+    options = parse(arguments)
+    start = time.monotonic()
+    machine = facts() | {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "device": options.device}
+    folder = options.output or default_folder(options.device, machine)
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in (*folder.glob("*.json"), *folder.glob("*.unfinished")):
+        old.unlink()  # of an earlier report
+    write_json(folder / "machine.json", machine)
+    if options.device == "cuda" and not machine["gpu"]:
+        reason = f"torch {machine['torch']} sees no GPU" if machine["torch"] else "no working torch was found"
+        (folder / "REPORT.md").write_text(
+            markdown(folder, machine, [], f"No GPU was found: {reason}. Nothing was run.")
+        )
+        print(f"gpu_report: no GPU was found: {reason}. `--device cpu` runs the same stages on the CPU.")
+        return 3
+    stages = [one for one in all_stages(options.device, machine, folder) if chosen(one.name, options.stages)]
+    limit = options.limit or LIMIT[options.device]
+    outcomes = run_stages(stages, folder, limit - (time.monotonic() - start), reserve=5.0)
+    machine["seconds"] = round(time.monotonic() - start, 1)
+    machine["nvidia_smi_after"] = facts()["nvidia_smi"] if options.device == "cuda" else None
+    write_json(folder / "machine.json", machine)
+    text = markdown(folder, machine, [asdict(one) for one in outcomes], "")
+    (folder / "REPORT.md").write_text(text)
+    bad = [f"{one.stage} {one.status}" for one in outcomes if one.status != PASSED]
+    print(f"\n{len(outcomes) - len(bad)} of {len(outcomes)} stages passed in {machine['seconds']:.0f} s", end="")
+    print(f"; {', '.join(bad)}" if bad else "")
+    print(f"report: {os.path.relpath(folder, ROOT)}/REPORT.md")
+    return 1 if bad else 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(prog="gpu_report.sh", description="Build, prove and measure pymoe on a GPU.")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: a quick run of the same stages")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help=f"for everything (default: {LIMIT})")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="default: benchmarks/results/gpu_NAME")
+    parser.add_argument("--stages", default="", metavar="REGEX", help="only stages whose name matches")
+    return parser.parse_args(arguments)
+
+
+def default_folder(device: str, machine: dict[str, Any]) -> Path:
+    """Results of a GPU are kept; a rehearsal's are not."""
+    if device == "cuda" and machine["gpu"]:
+        return ROOT / "benchmarks" / "results" / f"gpu_{slug(machine['gpu'])}"
+    return ROOT / "build" / "gpu_report"
+
+
+def chosen(name: str, pattern: str) -> bool:
+    """Does ``--stages`` ask for it?"""
+    return bool(re.search(pattern, name))
+
+
+def all_stages(device: str, machine: dict[str, Any], folder: Path) -> list[Stage]:
+    """Every stage with the seconds that are kept for it and the most that it may take; on the CPU a part of each."""
+    gpu = device == "cuda"
+    no_compiler = "" if shutil.which("g++") or shutil.which("c++") else "no C++ compiler was found"
+    no_nvcc = "nvcc was not found" if gpu and not cuda_home() else ""
+    build = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    for_gpu = {"PYMOE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": machine["capability"]} if gpu else {}
+    emulator = [sys.executable, "tests/cuda_on_cpu/library.py"]
+    equality = module("benchmarks.gpu_equality", "--device", device, "--output", folder / "equality.json")
+    sanitizer = module("benchmarks.gpu_sanitize", "--output", folder / "sanitizer.json")
+    jobs = {"MAX_JOBS": os.environ.get("MAX_JOBS", str(machine["cores"]))}
+    return [
+        Stage("build", "both native modules, in place", build, 100 if gpu else 10, 240,
+              missing=no_compiler or no_nvcc, environment=for_gpu | jobs),
+        tests("tests_operators", "operators against their references", device, machine, folder, 85, 170),
+        tests("tests_layers", "gradients, compiled operators, layers, graphs", device, machine, folder, 55, 120),
+        Stage("emulator", "the library whose CPU operators run the CUDA kernels", emulator, 40, 100,
+              missing=no_compiler, environment=jobs),
+        Stage("equality", f"the same calls on the {'GPU' if gpu else 'CPU'} and on the emulator",
+              [*equality, "--seconds", SECONDS], 40, 60, after=("build", "emulator")),
+        Stage("sanitizer", "compute-sanitizer over a small grid of calls",
+              [*sanitizer, "--seconds", SECONDS], 65 if gpu else 0, 100, after=("build",),
+              missing=no_nvcc or ("" if gpu else "compute-sanitizer needs a GPU")),
+        measurement("design_rows", "rates of the machine, and lines that have targets", device, folder, 30, 50),
+        measurement("layer", "forward and backward: eager, in a graph, with torch alone", device, folder, 35, 60),
+        measurement("operators", "every line of the operators", device, folder, 45, 95),
+    ]  # fmt: skip
+
+
+def module(name: str, *arguments: object) -> list[str]:
+    """The command that runs a Python module."""
+    return [sys.executable, "-m", name, *map(str, arguments)]
+
+
+LINES = {
+    "design_rows": ("gate_topk T4096 E128|build_routing T4096|(dispatch|combine) T4096 H7168", "gate_topk T16384 E64"),
+    "layer": ("^MoE", "^MoE T2048"),
+    "operators": ("^(?!MoE)", "^build_routing"),
+}
+"""The lines of each run of the benchmark: on a GPU, and on the CPU."""
+BUDGETS = {"design_rows": 1.0, "layer": 2.0, "operators": 0.3}
+
+
+def measurement(name: str, about: str, device: str, folder: Path, reserved: float, most: float) -> Stage:
+    """A run of pymoe.bench, which keeps what it has measured so far."""
+    gpu = device == "cuda"
+    lines = LINES[name][0 if gpu else 1]
+    command = module("pymoe.bench", "run", "--device", device, "--filter", lines, "--json", folder / f"{name}.json")
+    command += ["--limit", SECONDS, "--budget", str(BUDGETS[name] if gpu else 0.05)]
+    return Stage(name, about, command, reserved if gpu else 8, most, after=("build",), environment=PASSIVE)
+
+
+TESTS = {
+    "tests_operators": (
+        "errors gate_topk_semantics grouped_linear_semantics routing_semantics native_equals_reference determinism "
+        "properties memory_safety cuda_indices",
+        "gate_topk_semantics",
+    ),
+    "tests_layers": ("nn/ ops/test_compile.py ops/test_gradients.py ops/test_opcheck.py test_bugs.py", "test_bugs.py"),
+}
+"""The tests of each run: on a GPU, and on the CPU."""
+PASSIVE = {"OMP_WAIT_POLICY": "passive"}
+
+
+def tests(
+    name: str, about: str, device: str, machine: dict[str, Any], folder: Path, reserved: float, most: float
+) -> Stage:
+    """A run of pytest, over as many processes as help where pytest-xdist is installed."""
+    gpu = device == "cuda"
+    files = TESTS[name][0 if gpu else 1].split()
+    paths = [f"tests/{one}" if re.search(r"/|\.py$", one) else f"tests/ops/test_{one}.py" for one in files]
+    if "hypothesis" not in machine["packages"]:
+        paths = [one for one in paths if "properties" not in one]
+    command = module("pytest", "-p", "benchmarks.tally", "-p", "no:cacheprovider", "--tb=short")
+    if "xdist" in machine["packages"] and machine["cores"] > 2:
+        command += ["-n", str(min(machine["cores"] - 1, 12)), "--dist=worksteal"]
+    return Stage(
+        name,
+        about,
+        [*command, "-m", "not slow and not build", "--device", device, *paths],
+        reserved if gpu else 10,
+        most,
+        after=("build",),
+        missing="" if "pytest" in machine["packages"] else "pytest is not installed",
+        environment=PASSIVE | {"TALLY": str(folder / f"{name}.json"), "OMP_NUM_THREADS": "2"},
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""compute-sanitizer over a small grid of calls, each of its tools with a planted fault first.
+
+    python -m benchmarks.gpu_sanitize --output FILE.json --seconds 80
+
+A tool that does not report its planted fault (gpu_canary.cu) does not work on this machine, and says nothing about
+pymoe's kernels. Reports are counted apart for pymoe's kernels and for others in the process: torch's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.stages import ROOT, scrubbed, write_json
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+REPORT = re.compile(r"^========= (?!COMPUTE-SANITIZER|ERROR SUMMARY|RACECHECK SUMMARY|LEAK SUMMARY|\s)(\S.*)$")
+Run = Callable[[Sequence[str], float], "tuple[int | None, str]"]
+
+
+def reports(text: str) -> list[str]:
+    """The reports in the output of a tool: what was found, with the lines that belong to it."""
+    found: list[list[str]] = []
+    for line in text.splitlines():
+        if REPORT.match(line):
+            found.append([line])
+        elif line.startswith("=========  ") and found:
+            found[-1].append(line)
+    return ["\n".join(lines) for lines in found]
+
+
+def judge(tool: str, canary: str, grid_status: int | None, grid: str) -> dict[str, Any]:
+    """What the two runs of a tool mean."""
+    planted = [one for one in reports(canary) if f"pymoe_canary_{tool}" in one]
+    if not planted:
+        tail = [scrubbed(line) for line in canary.splitlines()[-5:]]
+        return {"tool": tool, "status": "does not work here", "reason": "it missed the planted fault", "tail": tail}
+    found = reports(grid)
+    of_pymoe = [one for one in found if "pymoe" in one]
+    calls = re.search(r"^(\d+) calls$", grid, re.MULTILINE)
+    record: dict[str, Any] = {
+        "tool": tool,
+        "status": "passed",
+        "reason": "",
+        "calls": int(calls[1]) if calls else 0,
+        "reports": len(of_pymoe),
+        "reports_of_others": len(found) - len(of_pymoe),
+        "first": [scrubbed(line) for line in of_pymoe[0].splitlines()[:12]] if of_pymoe else [],
+    }
+    if of_pymoe:
+        record |= {"status": "failed", "reason": f"{len(of_pymoe)} reports in pymoe's kernels"}
+    elif grid_status is None:
+        record |= {"status": "timed out", "reason": "the grid did not end in its time"}
+    elif not calls:
+        record |= {"status": "failed", "reason": "the grid did not end well"}
+        record["tail"] = [scrubbed(line) for line in grid.splitlines()[-8:]]
+    return record
+
+
+def run(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
+    """Exit status (None after ``seconds``) and output of a command."""
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # every tensor an allocation with its own end
+    try:
+        done = subprocess.run(
+            list(command), cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            errors="replace", timeout=max(seconds, 1.0), check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as over:
+        output = over.stdout or b""
+        return None, output.decode(errors="replace") if isinstance(output, bytes) else output
+    return done.returncode, done.stdout
+
+
+def sanitize(sanitizer: str, canary: str, seconds: float, output: Path, run: Run = run) -> list[dict[str, Any]]:
+    """Every tool: its canary, then the grid. Writes after each."""
+    start, records = time.monotonic(), []
+    for number, tool in enumerate(TOOLS):
+        share = (seconds - (time.monotonic() - start)) / (len(TOOLS) - number)
+        command = [sanitizer, "--tool", tool]
+        if tool == "racecheck":
+            command += ["--racecheck-report", "all"]
+        _, planted = run([*command, canary, tool], min(share / 3, 20.0))
+        grid = [sys.executable, "-m", "benchmarks.gpu_grid", "--seconds", f"{max(share / 3, 1.0):.1f}"]
+        status, text = (0, "") if not reports(planted) else run([*command, *grid], share * 0.9)
+        records.append(judge(tool, planted, status, text))
+        write_json(output, {"tools": records})
+        print(f"{tool}: {records[-1]['status']} {records[-1]['reason']}", flush=True)
+    return records
+
+
+def main() -> int:
+    """0 if every tool works here and none reports a fault of pymoe's."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--seconds", type=float, default=80.0)
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args()
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    start = time.monotonic()
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=f"{home}/bin")
+    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
+    if not sanitizer or not nvcc:
+        print(f"{'compute-sanitizer' if nvcc else 'nvcc'} was not found")
+        return 1
+    with tempfile.TemporaryDirectory() as folder:
+        canary = f"{folder}/gpu_canary"
+        source = str(ROOT / "benchmarks" / "gpu_canary.cu")
+        subprocess.run([nvcc, "-O1", "-lineinfo", "-arch=native", source, "-o", canary], check=True)
+        left = options.seconds - (time.monotonic() - start)
+        records = sanitize(sanitizer, canary, left, options.output)
+    return int(any(record["status"] != "passed" for record in records))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""Stages of a long report, run one after another, each in a process of its own, under one clock.
+
+A stage may fail, hang or end its process: what came before is written already, and what comes after still runs. Each
+stage has time reserved for it, so that a slow one cannot starve those that follow; what others left over it may use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+TAIL_LINES = 40
+SECONDS = "{seconds}"
+"""In a command: the time that it is given, less a margin to write what it found."""
+PASSED, FAILED, TIMED_OUT, DID_NOT_RUN = "passed", "failed", "timed out", "did not run"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One command, which writes what it finds out into a file of its own, as it goes."""
+
+    name: str
+    about: str
+    command: Sequence[str]
+    reserved: float
+    """Seconds that are kept for it."""
+    most: float
+    """Seconds that it may take where others left time over."""
+    after: tuple[str, ...] = ()
+    """Stages that must have passed, or this one cannot run."""
+    missing: str = ""
+    """Why it cannot run at all on this machine."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    """How a stage went."""
+
+    stage: str
+    about: str
+    status: str
+    reason: str = ""
+    seconds: float = 0.0
+    allowed: float = 0.0
+    tail: list[str] = field(default_factory=list)
+
+
+def run_stages(stages: Sequence[Stage], folder: Path, limit: float, reserve: float = 0.0) -> list[Outcome]:
+    """Run ``stages`` within ``limit`` seconds; writes ``stage_NAME.json`` into ``folder`` as each one ends."""
+    start = time.monotonic()
+    outcomes: list[Outcome] = []
+    for number, stage in enumerate(stages):
+        later = sum(one.reserved for one in stages[number + 1 :] if not one.missing)
+        left = limit - reserve - (time.monotonic() - start)
+        allowed = min(stage.most, max(left - later, min(stage.reserved, left)))
+        outcome = refused(stage, outcomes, allowed) or run(stage, allowed)
+        outcome.allowed = round(max(allowed, 0.0), 1)
+        outcomes.append(outcome)
+        write_json(folder / f"stage_{stage.name}.json", asdict(outcome))
+        print(
+            f"    {outcome.status}{': ' + outcome.reason if outcome.reason else ''} ({outcome.seconds:.0f} s)",
+            flush=True,
+        )
+    return outcomes
+
+
+def refused(stage: Stage, before: Sequence[Outcome], allowed: float) -> Outcome | None:
+    """The outcome of a stage that is not even started."""
+    reason = stage.missing
+    status = {outcome.stage: outcome.status for outcome in before}
+    for name in stage.after:
+        if not reason and status.get(name, PASSED) != PASSED:
+            reason = f"{name} {status[name]}"
+    if not reason and allowed < min(stage.reserved, 5.0):
+        reason = "no time was left"
+    if not reason:
+        return None
+    print(f"=== {stage.name}: {stage.about}", flush=True)
+    return Outcome(stage.name, stage.about, DID_NOT_RUN, scrubbed(reason))
+
+
+def run(stage: Stage, allowed: float) -> Outcome:
+    """Run a stage for at most ``allowed`` seconds; every process that it started ends with it."""
+    print(f"=== {stage.name}: {stage.about} (at most {allowed:.0f} s)", flush=True)
+    start = time.monotonic()
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **stage.environment}
+    reason, status, text = "", PASSED, ""
+    command = [part if part != SECONDS else f"{0.85 * allowed:.1f}" for part in stage.command]
+    try:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        return Outcome(stage.name, stage.about, FAILED, scrubbed(f"could not be started: {error}"))
+    try:
+        text, _ = process.communicate(timeout=allowed)
+        if process.returncode != 0:
+            status, reason = FAILED, ended(process.returncode)
+    except subprocess.TimeoutExpired:
+        status, reason = TIMED_OUT, f"after {allowed:.0f} s"
+        text = stop(process)
+    finally:
+        end_group(process, signal.SIGKILL)  # what it left behind
+    tail = [scrubbed(line) for line in text.splitlines()[-TAIL_LINES:]]
+    return Outcome(stage.name, stage.about, status, reason, round(time.monotonic() - start, 1), tail=tail)
+
+
+def stop(process: subprocess.Popen[str]) -> str:
+    """End a process and those that it started; returns what it printed."""
+    end_group(process, signal.SIGTERM)
+    try:
+        return process.communicate(timeout=3)[0]
+    except subprocess.TimeoutExpired:
+        end_group(process, signal.SIGKILL)
+    try:
+        return process.communicate(timeout=3)[0]
+    except subprocess.TimeoutExpired as error:  # someone outside the group holds the pipe
+        output = error.stdout or ""
+        return output.decode(errors="replace") if isinstance(output, bytes) else output
+
+
+def end_group(process: subprocess.Popen[str], by: signal.Signals) -> None:
+    """Send a signal to the process group that ``run`` gave a stage."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, by)
+
+
+def ended(status: int) -> str:
+    """An exit status in words."""
+    if status < 0:
+        return f"ended by signal {signal.Signals(-status).name}"
+    return f"exit status {status}"
+
+
+PLACES = sorted(
+    {(str(ROOT), "."), (str(Path.home()), "~"), (sys.prefix, "python"), (sys.base_prefix, "python")},
+    key=lambda pair: -len(pair[0]),
+)
+HOST = re.compile(rf"\b{re.escape(os.uname().nodename)}\b")
+ABSOLUTE_PATH = re.compile(r"(?<![\w.:/~-])/(?:[\w.+@=-]+/)+(?=[\w.+@=-])")
+
+
+def scrubbed(text: str) -> str:
+    """``text`` without the paths and the name of this machine: of an absolute path the last part remains."""
+    for place, name in PLACES:
+        if len(place) > 1:
+            text = text.replace(place, name)
+    return HOST.sub("host", ABSOLUTE_PATH.sub("", text))
+
+
+def scrubbed_value(value: Any) -> Any:
+    """:func:`scrubbed`, in everything that JSON holds."""
+    if isinstance(value, str):
+        return scrubbed(value)
+    if isinstance(value, Mapping):
+        return {key: scrubbed_value(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [scrubbed_value(part) for part in value]
+    return value
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write ``value`` whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(file.name + ".unfinished")
+    unfinished.write_text(json.dumps(scrubbed_value(value), indent=1) + "\n")
+    unfinished.replace(file)
+
+
+def read_json(file: Path) -> Any:
+    """What a stage wrote, or None."""
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,47 @@
+"""A pytest plugin that writes what tests came to as they end, so that a run that is cut off has counted what it did.
+
+TALLY=FILE.json python -m pytest -p benchmarks.tally ...
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from benchmarks.stages import write_json
+
+EVERY_SECONDS = 2.0
+MOST_FAILURES = 40
+counts: Counter[str] = Counter()
+failures: list[dict[str, str]] = []
+last = 0.0
+
+
+def keep(finished: bool) -> None:
+    """Write the counts."""
+    result = {"counts": dict(counts), "finished": finished, "failures": failures[:MOST_FAILURES]}
+    write_json(Path(os.environ["TALLY"]), result)
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Count a test; with pytest-xdist this runs in the process that starts the others."""
+    global last
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    if report.when == "call" or report.outcome != "passed":
+        counts[report.outcome] += 1
+    if report.outcome == "failed":
+        crash = getattr(getattr(report.longrepr, "reprcrash", None), "message", str(report.longrepr))
+        failures.append({"test": report.nodeid, "error": crash.splitlines()[0][:300] if crash else ""})
+    if time.monotonic() - last > EVERY_SECONDS:
+        last = time.monotonic()
+        keep(finished=False)
+
+
+def pytest_sessionfinish(session: Any, exitstatus: int) -> None:
+    """The last counts."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        keep(finished=True)

@@ -1,0 +1,277 @@
+"""The GPU report survives whatever a stage does, says what happened, and names neither machine nor paths.
+
+No GPU is needed: stages are planted, and compute-sanitizer's outputs are given.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from pymoe.bench import cli
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+from benchmarks import gpu_report, gpu_sanitize  # noqa: E402
+from benchmarks.gpu_facts import facts, slug  # noqa: E402
+from benchmarks.gpu_markdown import markdown  # noqa: E402
+from benchmarks.stages import SECONDS, Stage, run_stages, scrubbed  # noqa: E402
+
+HANG = "import subprocess, sys, time; print('begun', flush=True)\n"
+HANG += "subprocess.Popen([sys.executable, '-c', CHILD]); time.sleep(600)"
+MACHINE = {
+    "gpu": None, "torch": "2.13", "nvcc": None, "compiler": "g++", "python": "3.11.7", "cores": 2, "device": "cpu",
+    "commit": None, "uncommitted": False, "date": "2026-11-21T00:00:00+00:00", "packages": ["pytest"],
+}  # fmt: skip
+
+
+def stage(name, code, reserved=20.0, most=60.0, **options):
+    return Stage(name, f"planted: {name}", [sys.executable, "-c", code], reserved, most, **options)
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """Outcomes by name, folder, and the file to which a hanging stage's child writes while it lives."""
+    folder = tmp_path_factory.mktemp("report")
+    pulse = folder / "pulse"
+    child = (
+        f"import time, pathlib\nwhile True: pathlib.Path({str(pulse)!r}).write_text(str(time.time())); time.sleep(0.1)"
+    )
+    outcomes = run_stages(
+        [
+            stage("good", "print('all is well')"),
+            stage("failing", f"import sys; print('at {folder}/deep/file.py on {os.uname().nodename}'); sys.exit(7)"),
+            stage("crashing", "import os; print('before', flush=True); os.abort()"),
+            stage("hanging", f"CHILD = {child!r}\n{HANG}", reserved=3.0, most=3.0),
+            stage("no_program", ""),
+            stage("dependent", "print('never')", after=("good", "failing")),
+            stage("impossible", "print('never')", missing="there is no such tool"),
+            stage("last", "print('still here')", after=("good",)),
+        ],
+        folder,
+        limit=120.0,
+    )
+    return {one.stage: one for one in outcomes}, folder, pulse
+
+
+def test_every_stage_ends_in_a_file_with_its_outcome(planted):
+    outcomes, folder, _ = planted
+    written = {name: json.loads((folder / f"stage_{name}.json").read_text()) for name in outcomes}
+    assert {name: one["status"] for name, one in written.items()} == {
+        "good": "passed", "failing": "failed", "crashing": "failed", "hanging": "timed out", "no_program": "passed",
+        "dependent": "did not run", "impossible": "did not run", "last": "passed",
+    }  # fmt: skip
+    assert written["failing"]["reason"] == "exit status 7"
+    assert written["crashing"]["reason"] == "ended by signal SIGABRT"
+    assert written["dependent"]["reason"] == "failing failed"
+    assert written["impossible"]["reason"] == "there is no such tool"
+    assert written["last"]["tail"] == ["still here"]
+    assert "begun" in written["hanging"]["tail"]
+
+
+def test_a_hanging_stage_ends_with_all_that_it_started(planted):
+    _, _, pulse = planted
+    assert pulse.exists(), "the child of the hanging stage ran"
+    before = pulse.read_text()
+    time.sleep(0.5)
+    assert pulse.read_text() == before
+
+
+def test_what_is_written_names_no_machine_and_no_path(planted):
+    outcomes, folder, _ = planted
+    text = "".join(file.read_text() for file in folder.glob("*.json"))
+    assert str(folder) not in text
+    assert not re.search(rf"\b{re.escape(os.uname().nodename)}\b", text)
+    assert outcomes["failing"].tail == ["at file.py on host"]
+    assert scrubbed("a/b and 1/2 s and https://x.org/a/b") == "a/b and 1/2 s and https://x.org/a/b"
+
+
+def test_a_program_that_does_not_exist_is_a_failure(tmp_path):
+    (outcome,) = run_stages([Stage("gone", "", ["/no/such/program"], 5, 5)], tmp_path, limit=30)
+    assert outcome.status == "failed"
+    assert "could not be started" in outcome.reason
+
+
+def test_a_slow_stage_leaves_later_ones_their_time(tmp_path):
+    slow, later = stage("slow", "import time; time.sleep(600)", 2.0, 500.0), stage("later", "print('ran')", 8.0, 20.0)
+    outcomes = run_stages([slow, later], tmp_path, limit=12.0)
+    assert [one.status for one in outcomes] == ["timed out", "passed"]
+    assert outcomes[0].seconds < 8
+
+
+def test_without_time_a_stage_is_dropped_and_says_so(tmp_path):
+    outcomes = run_stages(
+        [stage("one", "import time; time.sleep(600)", 4.0, 4.0), stage("two", "", 5.0)], tmp_path, limit=5
+    )
+    assert outcomes[1].status == "did not run"
+    assert outcomes[1].reason == "no time was left"
+
+
+def test_a_command_is_told_its_time(tmp_path):
+    command = [sys.executable, "-c", "import sys; print(float(sys.argv[1]))", SECONDS]
+    (outcome,) = run_stages([Stage("told", "", command, 5, 10)], tmp_path, limit=100)
+    assert outcome.tail == ["8.5"]
+
+
+def test_the_report_holds_every_outcome_and_the_last_words(planted):
+    outcomes, folder, _ = planted
+    text = markdown(folder, MACHINE, [vars(one) for one in outcomes.values()], "")
+    assert "| failing | planted: failing | **failed**: exit status 7 |" in text
+    assert "| hanging | planted: hanging | **timed out**: after 3 s |" in text
+    assert "failing:\n\n```\nat file.py on host" in text
+
+
+def run_script(*arguments, **environment):
+    command = ["bash", "benchmarks/gpu_report.sh", *arguments]
+    variables = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+
+
+def test_without_a_gpu_the_script_says_so_and_ends(tmp_path):
+    done = run_script("--output", str(tmp_path), CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "no GPU was found" in done.stdout
+    assert "No GPU was found" in (tmp_path / "REPORT.md").read_text()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["REPORT.md", "machine.json"]
+
+
+def test_a_rehearsal_on_the_cpu_runs_real_stages(tmp_path):
+    """Tests and a measurement, with the very commands that a GPU gets; the sanitizer says why it does not run."""
+    done = run_script("--device", "cpu", "--stages", "^(tests_layers|sanitizer|operators)$", "--output", str(tmp_path))
+    assert done.returncode == 1, done.stdout + done.stderr
+    outcomes = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("stage_*.json"))]
+    assert {one["stage"]: one["status"] for one in outcomes} == {
+        "operators": "passed", "sanitizer": "did not run", "tests_layers": "passed",
+    }, done.stdout  # fmt: skip
+    tally = json.loads((tmp_path / "tests_layers.json").read_text())
+    assert tally["finished"]
+    assert tally["counts"]["passed"] >= 4
+    text = (tmp_path / "REPORT.md").read_text()
+    assert "a rehearsal on the CPU" in text
+    assert "| build_routing T16384 K2 E64 int32 |" in text
+    assert "compute-sanitizer needs a GPU" in text
+
+
+def test_a_script_without_torch_says_what_to_name(tmp_path):
+    """The Python that is found must have torch: one that fails is passed over."""
+    for name in ("python3", "python"):
+        (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "benchmarks").mkdir()
+    script = tmp_path / "benchmarks" / "gpu_report.sh"
+    script.write_text((ROOT / "benchmarks" / "gpu_report.sh").read_text())
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "no Python with torch was found" in done.stderr
+
+
+def test_facts_name_the_torch_that_is_there():
+    found = facts()
+    assert found["torch"] == torch.__version__
+    assert found["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert {"nvidia_smi", "nvcc", "commit", "packages"} <= set(found)
+    assert slug("NVIDIA H200") == "nvidia-h200"
+
+
+def test_the_stages_of_a_gpu_fit_its_limit_and_name_files_that_exist(tmp_path):
+    machine = MACHINE | {
+        "gpu": "NVIDIA H200",
+        "capability": "9.0",
+        "cores": 16,
+        "packages": ["pytest", "hypothesis", "xdist"],
+    }
+    stages = gpu_report.all_stages("cuda", machine, tmp_path)
+    assert sum(one.reserved for one in stages) <= gpu_report.LIMIT["cuda"] <= 540
+    names = [one.name for one in stages]
+    assert names.index("build") == 0
+    assert all(set(one.after) <= set(names) for one in stages)
+    for one in stages:
+        for part in one.command:
+            if part.startswith("tests/"):
+                assert (ROOT / part).exists(), part
+    lines = {name: [line.name for line in selected("cuda", wanted[0])] for name, wanted in gpu_report.LINES.items()}
+    assert len(lines["design_rows"]) >= 7
+    assert all("MoE" in name for name in lines["layer"])
+    assert len(lines["layer"]) >= 3
+    assert len(lines["operators"]) > 30
+    for operator in ("gate_topk T4096 E128 K8", "build_routing T4096 K8 E128", "dispatch T4096 H7168 K8"):
+        assert any(name.startswith(operator) for name in lines["design_rows"])
+    assert all(selected("cpu", wanted[1]) for wanted in gpu_report.LINES.values())
+
+
+def selected(device, pattern):
+    options = cli.parser().parse_args(["run", "--device", device, "--filter", pattern])
+    return cli.selected(options)[0]
+
+
+MEMCHECK = """\
+========= COMPUTE-SANITIZER
+========= Invalid __global__ write of size 4 bytes
+=========     at {kernel}(int *, int)+0x90 in file.cu:8
+=========     by thread (0,0,0) in block (0,0,0)
+=========
+{calls}
+========= ERROR SUMMARY: 1 error
+"""
+CLEAN = "========= COMPUTE-SANITIZER\n120 calls\n========= ERROR SUMMARY: 0 errors\n"
+PLANTED = MEMCHECK.format(kernel="pymoe_canary_memcheck", calls="")
+
+
+@pytest.mark.parametrize(
+    ("canary", "status", "grid", "expected"),
+    [
+        (PLANTED, 0, CLEAN, "passed"),
+        (PLANTED, 1, MEMCHECK.format(kernel="pymoe::cuda::dispatch_kernel", calls="120 calls"), "failed"),
+        (PLANTED, 0, MEMCHECK.format(kernel="at::native::fill", calls="120 calls"), "passed"),
+        (PLANTED, None, "========= COMPUTE-SANITIZER\n", "timed out"),
+        (PLANTED, 1, "========= COMPUTE-SANITIZER\nTraceback\n", "failed"),
+        ("========= Error: Device not supported\n", 0, CLEAN, "does not work here"),
+        (CLEAN, 0, CLEAN, "does not work here"),
+    ],
+)
+def test_a_tool_counts_only_after_it_reported_its_planted_fault(canary, status, grid, expected):
+    record = gpu_sanitize.judge("memcheck", canary, status, grid)
+    assert record["status"] == expected
+    if expected == "failed":
+        assert record["reason"]
+    if "fill" in grid:
+        assert (record["reports"], record["reports_of_others"]) == (0, 1)
+
+
+def test_every_tool_runs_its_canary_first_and_is_written_at_once(tmp_path):
+    commands, file = [], tmp_path / "sanitizer.json"
+
+    def run(command, seconds):
+        assert seconds > 0
+        commands.append(command)
+        tool = command[command.index("--tool") + 1]
+        if "canary" in command:
+            assert (
+                len(json.loads(file.read_text())["tools"]) == len(commands) // 2
+                if file.exists()
+                else len(commands) == 1
+            )
+            return 1, MEMCHECK.format(kernel=f"pymoe_canary_{tool}", calls="")
+        return 0, CLEAN
+
+    records = gpu_sanitize.sanitize("compute-sanitizer", "canary", 60.0, file, run)
+    assert [one["tool"] for one in records] == list(gpu_sanitize.TOOLS)
+    assert {one["status"] for one in records} == {"passed"}
+    assert {one["calls"] for one in records} == {120}
+    assert ["canary" in command for command in commands] == [True, False] * 4
+
+
+def test_the_canary_has_a_fault_for_every_tool():
+    source = (ROOT / "benchmarks" / "gpu_canary.cu").read_text()
+    for tool in gpu_sanitize.TOOLS:
+        assert f"__global__ void pymoe_canary_{tool}(" in source
+        assert f'std::strcmp(fault, "{tool}") == 0' in source
