@@ -34,20 +34,29 @@ isolated environment, where it would not be seen. Two commands:
 """
 
 
-def require_build_packages():
-    missing = []
-    for name in ("torch", "pybind11"):
-        try:
-            __import__(name)
-        except ImportError:
-            missing.append(name)
-    if missing:
-        sys.exit(HOW_TO_INSTALL.format(source="pymoe   # or the path of this source tree", missing=", ".join(missing)))
-    import torch
+def pybind11_include():
+    """The folder of pybind11's headers: the package's own, or the copy that torch brings along; None without both."""
+    try:
+        import pybind11
 
+        return pybind11.get_include()
+    except ImportError:
+        from torch.utils import cpp_extension
+
+        paths = cpp_extension.include_paths()
+        return next((path for path in paths if Path(path, "pybind11", "pybind11.h").exists()), None)
+
+
+def require_build_packages():
+    try:
+        import torch
+    except ImportError:
+        sys.exit(HOW_TO_INSTALL.format(source="pymoe   # or the path of this source tree", missing="torch"))
     found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if found < (2, 11):
         sys.exit(HOW_TO_INSTALL.format(source="pymoe", missing=f"torch>=2.11, found {torch.__version__}"))
+    if not pybind11_include():
+        sys.exit(HOW_TO_INSTALL.format(source="pymoe", missing="pybind11"))
 
 
 def find_cuda_home():
@@ -146,12 +155,10 @@ def operator_extension(cuda_home):
 
 
 def runtime_extension():
-    import pybind11
-
     return Extension(
         "pymoe._runtime",
         sources("csrc/runtime/*.cpp", "csrc/bindings/*.cpp"),
-        include_dirs=[str(ROOT / "csrc"), pybind11.get_include()],
+        include_dirs=[str(ROOT / "csrc"), pybind11_include()],
         # A dict, because torch's build_ext takes it so for every extension it builds.
         extra_compile_args={"cxx": CXX_FLAGS},
         extra_link_args=[*LINK_FLAGS, "-pthread"],
