@@ -90,4 +90,16 @@ PYMOE_HOST_DEVICE PYMOE_INLINE S floored_sum(S sum) {
   return sum < static_cast<S>(kScoreSumFloor) ? static_cast<S>(kScoreSumFloor) : sum;
 }
 
+// A sum over the choices of a token, in blocks so that rounding stays small for large K.
+template <typename S>
+PYMOE_HOST_DEVICE PYMOE_INLINE S sum_in_blocks(const S* values, int64_t count) {
+  S total = 0;
+  for (int64_t block = 0; block < count; block += kSumLanes) {
+    S sum = 0;
+    for (int64_t j = block; j < count && j < block + kSumLanes; ++j) sum += values[j];
+    total += sum;
+  }
+  return total;
+}
+
 }  // namespace pymoe

@@ -6,9 +6,9 @@
 // are computed in the fixed steps of core/score.h. Either way `experts` and `load` are exact, for every instruction set
 // and any number of threads; weights agree with the reference within a few ulp.
 //
-// The backward recomputes scores from the logits. It trusts no index: an expert outside [0, E) throws
-// std::out_of_range. A logit that is NaN gets a NaN gradient, and makes those of its token NaN where softmax does.
-//
+// The backward recomputes scores from the logits. It trusts no index: at an expert outside [0, E) the CPU twin throws
+// std::out_of_range; the CUDA twin goes on as if that choice had not been made. Neither touches memory outside. A logit
+// that is NaN gets a NaN gradient, and makes those of its token NaN where softmax does.
 #pragma once
 
 #include <cstdint>
@@ -38,8 +38,11 @@ struct GateTopkArguments {
   int64_t num_groups;   // 0: no groups; else divides E
   int64_t topk_groups;  // topk_groups * (E / num_groups) >= K
   GateOptions options;
+  // Of the CUDA twin. Results do not depend on the number of blocks.
+  void* workspace = nullptr;  // cuda::gate_topk_workspace bytes
+  int64_t most_blocks = 0;    // in the grid; 0: the twin's own choice
 
-  bool chooses_on_logits() const { return bias == nullptr && num_groups == 0; }
+  PYMOE_HOST_DEVICE bool chooses_on_logits() const { return bias == nullptr && num_groups == 0; }
 };
 
 struct GateTopkBackwardArguments {
@@ -53,11 +56,21 @@ struct GateTopkBackwardArguments {
   int64_t choices;  // K >= 1
   bool chosen_on_logits;  // the best expert is among the chosen, so no floor and no full softmax to renormalise
   GateOptions options;
+  void* workspace = nullptr;  // cuda::gate_topk_backward_workspace bytes, of the CUDA twin
 };
 
 namespace cpu {
 void gate_topk(const GateTopkArguments& arguments);
 void gate_topk_backward(const GateTopkBackwardArguments& arguments);
 }  // namespace cpu
+
+namespace cuda {
+// How many bytes of workspace a call needs: none in usual shapes, whose rows fit into shared memory.
+int64_t gate_topk_workspace(const GateTopkArguments& arguments);
+int64_t gate_topk_backward_workspace(const GateTopkBackwardArguments& arguments);
+// Enqueue on `stream` (a cudaStream_t) and return at once; throw std::runtime_error if a launch is refused.
+void gate_topk(const GateTopkArguments& arguments, void* stream);
+void gate_topk_backward(const GateTopkBackwardArguments& arguments, void* stream);
+}  // namespace cuda
 
 }  // namespace pymoe

@@ -22,24 +22,12 @@ struct ChosenScratch {
   S* delta;   // (K,) their gradients
 };
 
-// In blocks, so that rounding stays small for large K.
-template <typename S>
-PYMOE_INLINE S sum_of(const S* values, int64_t count) {
-  S total = 0;
-  for (int64_t block = 0; block < count; block += kSumLanes) {
-    S sum = 0;
-    for (int64_t j = block; j < count && j < block + kSumLanes; ++j) sum += values[j];
-    total += sum;
-  }
-  return total;
-}
-
 // Gradients of the weights to gradients of the chosen scores, in place; returns sum_c s d.
 template <typename S>
 PYMOE_INLINE S chosen_gradients(const GateOptions& options, int64_t choices, const S* chosen, S* delta) {
   S divisor = 1, inner = 0;
   if (options.renormalize) {
-    const S sum = sum_of(chosen, choices);
+    const S sum = sum_in_blocks(chosen, choices);
     divisor = floored_sum(sum);
     if (!(sum < static_cast<S>(kScoreSumFloor))) {
       for (int64_t j = 0; j < choices; ++j) inner += delta[j] * (chosen[j] / divisor);
@@ -62,7 +50,7 @@ void softmax_backward(const GateTopkBackwardArguments& a, const T* row, const in
     for (int64_t j = 0; j < a.choices; ++j) {
       scratch.chosen[j] = exp_in_fixed_steps(to_accumulate(row[experts[j]]) - greatest);
     }
-    const S sum = sum_of(scratch.chosen, a.choices);
+    const S sum = sum_in_blocks(scratch.chosen, a.choices);
     S inner = 0;
     for (int64_t j = 0; j < a.choices; ++j) inner += scratch.delta[j] * (scratch.chosen[j] / sum);
     // 0, or NaN where the token's scores are NaN: NaN is never hidden.

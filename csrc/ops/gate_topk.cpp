@@ -10,13 +10,34 @@
 #include "ops/allocate.h"
 #include "ops/check.h"
 #include "ops/score.h"
+#include "ops/twins.h"
 
 namespace pymoe::ops {
 namespace {
 
-std::tuple<Tensor, Tensor, Tensor> gate_topk_cpu(const Tensor& logits, std::optional<Tensor> bias, int64_t k,
-                                                 std::string score, bool renormalize, int64_t num_groups,
-                                                 int64_t topk_groups, double scale) {
+// Scratch of the CUDA twins, alive as long as this; the CPU twins allocate their own.
+#if PYMOE_WITH_CUDA
+int64_t workspace_bytes(const GateTopkArguments& a) { return cuda::gate_topk_workspace(a); }
+int64_t workspace_bytes(const GateTopkBackwardArguments& a) { return cuda::gate_topk_backward_workspace(a); }
+#else
+template <typename Arguments>
+int64_t workspace_bytes(const Arguments&) {
+  return 0;
+}
+#endif
+
+template <typename Arguments>
+std::optional<Tensor> give_workspace(Arguments& a, const Tensor& like) {
+  const int64_t bytes = on_cuda(like) ? workspace_bytes(a) : 0;
+  if (bytes == 0) return std::nullopt;
+  Tensor workspace = empty({bytes}, ScalarType::Byte, like);
+  a.workspace = workspace.mutable_data_ptr();
+  return workspace;
+}
+
+std::tuple<Tensor, Tensor, Tensor> gate_topk(const Tensor& logits, std::optional<Tensor> bias, int64_t k,
+                                             std::string score, bool renormalize, int64_t num_groups,
+                                             int64_t topk_groups, double scale) {
   constexpr const char* kName = "gate_topk";
   constexpr int64_t kLimit = int64_t{1} << 31;  // experts and loads are int32
   GateTopkArguments a{};
@@ -54,12 +75,13 @@ std::tuple<Tensor, Tensor, Tensor> gate_topk_cpu(const Tensor& logits, std::opti
   a.weights = weights.mutable_data_ptr();
   a.experts = static_cast<int32_t*>(experts.mutable_data_ptr());
   a.load = static_cast<int32_t*>(load.mutable_data_ptr());
-  cpu::gate_topk(a);
+  const auto workspace = give_workspace(a, logits);
+  run(PYMOE_TWINS(gate_topk), a, logits);
   return {weights, experts, load};
 }
 
-Tensor gate_topk_backward_cpu(const Tensor& grad_weights, const Tensor& logits, const Tensor& experts,
-                              std::string score, bool renormalize, bool chosen_on_logits, double scale) {
+Tensor gate_topk_backward(const Tensor& grad_weights, const Tensor& logits, const Tensor& experts, std::string score,
+                          bool renormalize, bool chosen_on_logits, double scale) {
   constexpr const char* kName = "gate_topk_backward";
   GateTopkBackwardArguments a{};
   a.dtype = floating_dtype(kName, "logits", logits);
@@ -83,7 +105,8 @@ Tensor gate_topk_backward_cpu(const Tensor& grad_weights, const Tensor& logits, 
   a.choices = experts.size(1);
   a.chosen_on_logits = chosen_on_logits;
   a.options = {score_named(kName, score), renormalize, scale};
-  cpu::gate_topk_backward(a);
+  const auto workspace = give_workspace(a, logits);
+  run(PYMOE_TWINS(gate_topk_backward), a, logits);
   return grad_logits;
 }
 
@@ -96,10 +119,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pymoe, library) {
       "bool chosen_on_logits, float scale) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(pymoe, CPU, library) {
-  library.impl("gate_topk", TORCH_BOX(&gate_topk_cpu));
-  library.impl("gate_topk_backward", TORCH_BOX(&gate_topk_backward_cpu));
+template <typename Library>
+void implement(Library& library) {
+  library.impl("gate_topk", TORCH_BOX(&gate_topk));
+  library.impl("gate_topk_backward", TORCH_BOX(&gate_topk_backward));
 }
+PYMOE_IMPLEMENT_ON_EVERY_DEVICE(implement)
 
 }  // namespace
 }  // namespace pymoe::ops

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -50,6 +51,20 @@ void launch(const char* operator_name, void (*kernel)(Parameters...), const Laun
   static_cast<void>(stream);
   emulator::launch(operator_name, shape.blocks, shape.threads, shape.shared_bytes,
                    [&] { kernel(static_cast<Parameters>(arguments)...); });
+#endif
+}
+
+// Enqueues zeroes for `bytes` bytes: what a kernel then counts in.
+inline void clear(const char* operator_name, void* pointer, int64_t bytes, void* stream) {
+  if (bytes == 0) return;
+#if defined(__CUDACC__)
+  const cudaError_t error =
+      cudaMemsetAsync(pointer, 0, static_cast<size_t>(bytes), static_cast<cudaStream_t>(stream));
+  if (error != cudaSuccess) throw std::runtime_error(std::string(operator_name) + ": " + cudaGetErrorString(error));
+#else
+  static_cast<void>(operator_name);
+  static_cast<void>(stream);
+  std::memset(pointer, 0, static_cast<size_t>(bytes));
 #endif
 }
 

@@ -1,0 +1,97 @@
+// What a group of kLanes lanes of a warp (a power of two) does together: maximum, sum in the order of core/score.h, sort.
+// Lane l of a group holds elements l, l + kLanes, l + 2 kLanes, ... of a row. All 32 lanes of the warp must arrive.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "core/score.h"
+#include "kernels/cuda/launch.h"
+
+namespace pymoe::cuda {
+
+template <int kLanes, typename V>
+PYMOE_DEVICE V group_max(V value) {
+  if constexpr (kLanes == kWarp && std::is_same_v<V, int32_t>) {
+    return __reduce_max_sync(kFullWarp, value);
+  } else {
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+      const V other = __shfl_xor_sync(kFullWarp, value, distance);
+      value = other > value ? other : value;
+    }
+    return value;
+  }
+}
+
+// The sum of a row in kSumLanes lanes: add() element l, then l + kLanes, ..., with zeros past the row's end; `step`
+// counts them (and should be known to the compiler). With up to 16 lanes in a group a lane owns whole sum lanes; with 32
+// two lanes share one, and both add it up.
+template <typename S, int kLanes>
+class LaneSum {
+ public:
+  PYMOE_DEVICE void add(S value, int step) {
+    if constexpr (kLanes > kSumLanes) {
+      static_assert(kLanes == 2 * kSumLanes);
+      const S other = __shfl_xor_sync(kFullWarp, value, kSumLanes);
+      const bool first = threadIdx.x % kLanes < kSumLanes;
+      parts_[0] += first ? value : other;
+      parts_[0] += first ? other : value;
+    } else {
+      parts_[step % kParts] += value;
+    }
+  }
+
+  PYMOE_DEVICE S total() {
+#pragma unroll
+    for (int half = kParts / 2; half > 0; half /= 2) {
+#pragma unroll
+      for (int i = 0; i < half; ++i) parts_[i] += parts_[i + half];
+    }
+    S sum = parts_[0];
+#pragma unroll
+    for (int distance = (kLanes < kSumLanes ? kLanes : kSumLanes) / 2; distance > 0; distance /= 2) {
+      sum += __shfl_xor_sync(kFullWarp, sum, distance);
+    }
+    return sum;
+  }
+
+ private:
+  static constexpr int kParts = kLanes < kSumLanes ? kSumLanes / kLanes : 1;
+  S parts_[kParts] = {};
+};
+
+// Sorts kLanes * kEach keys, greatest first: key number i ends in lane i / kEach, at i % kEach. A bitonic network whose
+// merges begin with a mirrored step, so that the lower place keeps the greater key everywhere.
+template <int kLanes, int kEach, typename Key>
+PYMOE_DEVICE void sort_descending(Key (&keys)[kEach]) {
+  const int lane = threadIdx.x % kLanes;
+#pragma unroll
+  for (int size = 2; size <= kLanes * kEach; size *= 2) {
+#pragma unroll
+    for (int stride = size / 2; stride > 0; stride /= 2) {
+      const bool mirrored = stride == size / 2;
+      if (stride < kEach) {
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+          const int j = mirrored ? i ^ (size - 1) : i ^ stride;
+          if (i > j) continue;
+          const Key a = keys[i], b = keys[j];
+          keys[i] = a > b ? a : b;
+          keys[j] = a > b ? b : a;
+        }
+      } else {
+        Key others[kEach];
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+          others[i] = mirrored ? __shfl_xor_sync(kFullWarp, keys[kEach - 1 - i], size / kEach - 1)
+                               : __shfl_xor_sync(kFullWarp, keys[i], stride / kEach);
+        }
+        const bool lower = (lane & (stride / kEach)) == 0;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) keys[i] = (others[i] > keys[i]) == lower ? others[i] : keys[i];
+      }
+    }
+  }
+}
+
+}  // namespace pymoe::cuda

@@ -1,0 +1,425 @@
+// The router's gate on the GPU, in one launch.
+//
+// A group of 4 to 32 lanes owns a token. Element l + n * kLanes of the row belongs to lane l: consecutive lanes load
+// consecutive elements, so that every load fills its sectors for any E and any alignment, all loads of a row are in
+// flight at once, and a lane owns whole lanes of the sums in core/score.h. Rows of up to 512 experts stay in registers
+// as 32-bit keys; longer ones and fp64 in a buffer (shared memory, or the workspace where that is too small).
+//
+// The limit is instructions, not bytes: peers spend K dependent passes over the row. Here (choose.h) maxima of parts of
+// the row give a bound that leaves little more than K candidates, and these are ranked against each other. One or two
+// choices, more choices than maxima, and rows with too many ties at the bound take passes, which need no memory.
+//
+// Weights are computed by the lanes of the group in parallel, in the operations and order of the CPU twin: all outputs
+// have its bits. Loads are counted in shared memory, then one integer atomic an expert a block: order-free.
+#include <algorithm>
+#include <type_traits>
+
+#include "kernels/cuda/choose.h"
+#include "kernels/gate_topk.h"
+
+namespace pymoe::cuda {
+namespace {
+
+constexpr const char* kName = "gate_topk";
+constexpr int kThreads = 256;
+constexpr int64_t kBlocks = 528;             // at most: what four blocks on each of an H200's 132 multiprocessors make
+constexpr int64_t kMostCounted = 8192;       // experts whose slots are counted in shared memory
+constexpr int64_t kUsualShared = 48 << 10;   // above this a block gets fewer threads
+constexpr int kHeldExperts = 512;
+constexpr int kHeldScores = 256;             // where the choice or the weights need the scores of the whole row
+
+// How a launch lays out its memory.
+struct Layout {
+  int64_t tiles;          // of threads / kLanes tokens
+  int32_t capacity;       // candidates of a token that there is room for; 0: choose by passes
+  int32_t group_size;     // experts a group; 0: no groups
+  int64_t row_keys;       // keys a token buffers: E and one a group, or none
+  bool counts_in_shared;
+  void* rows;             // buffered keys, a token of a block after the other; null: in shared memory
+};
+
+// A row in registers.
+template <typename S, int kLanes, int kHeld>
+struct HeldRow {
+  order_key_t<S> slots[kHeld];
+
+  PYMOE_DEVICE explicit HeldRow(const GateTopkArguments&, order_key_t<S>*) {}
+
+  // slot = f(slot, expert, step) for all slots of the lane, those past the row's end too.
+  template <typename F>
+  PYMOE_DEVICE void map(const F& f) {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) slots[i] = f(slots[i], static_cast<int32_t>(threadIdx.x % kLanes) + i * kLanes, i);
+  }
+  template <typename F>
+  PYMOE_DEVICE void each(const F& f) const {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) f(slots[i], static_cast<int32_t>(threadIdx.x % kLanes) + i * kLanes, i);
+  }
+};
+
+// A row in a buffer, for any number of experts: kHeld = 0.
+template <typename S, int kLanes>
+struct HeldRow<S, kLanes, 0> {
+  static constexpr int kAtOnce = 8;
+  order_key_t<S>* buffer;
+  uint32_t size;
+
+  PYMOE_DEVICE HeldRow(const GateTopkArguments& a, order_key_t<S>* row)
+      : buffer(row), size(static_cast<uint32_t>(a.num_experts)) {}
+
+  template <typename F>
+  PYMOE_DEVICE void map(const F& f) {
+    for (uint32_t first = threadIdx.x % kLanes, begin = 0; begin < size; begin += kAtOnce * kLanes) {
+      order_key_t<S> slots[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const uint32_t expert = begin + first + i * kLanes;
+        slots[i] = f(expert < size ? buffer[expert] : kNoKey<S>, static_cast<int32_t>(expert), i);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const uint32_t expert = begin + first + i * kLanes;
+        if (expert < size) buffer[expert] = slots[i];
+      }
+    }
+  }
+  template <typename F>
+  PYMOE_DEVICE void each(const F& f) const {
+    for (uint32_t first = threadIdx.x % kLanes, begin = 0; begin < size; begin += kAtOnce * kLanes) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const uint32_t expert = begin + first + i * kLanes;
+        f(expert < size ? buffer[expert] : kNoKey<S>, static_cast<int32_t>(expert), i);
+      }
+    }
+  }
+};
+
+// Calls f with the row of logits of a token, as a pointer to its dtype.
+template <typename S, typename F>
+PYMOE_DEVICE void with_logits(const GateTopkArguments& a, int64_t token, const F& f) {
+  const int64_t start = token * a.num_experts;
+  if constexpr (std::is_same_v<S, double>) {
+    f(static_cast<const double*>(a.logits) + start);
+  } else if (a.dtype == DType::kFloat32) {
+    f(static_cast<const float*>(a.logits) + start);
+  } else if (a.dtype == DType::kBFloat16) {
+    f(static_cast<const BFloat16*>(a.logits) + start);
+  } else {
+    f(static_cast<const Float16*>(a.logits) + start);
+  }
+}
+
+// One token in the hands of a group of lanes.
+template <typename S, int kLanes, int kHeld, bool kScoresRow>
+class Token {
+  using Key = order_key_t<S>;
+
+ public:
+  PYMOE_DEVICE Token(const GateTopkArguments& a, const Layout& layout, int64_t token, bool writes, Key* buffer,
+                     int32_t* counts)
+      : a_(a), layout_(layout), token_(token), writes_(writes), counts_(counts), buffer_(buffer), row_(a, buffer) {}
+
+  PYMOE_DEVICE void gate(Candidate<S>* list, Candidate<S>* chosen, S* scores) {
+    load_row();
+    score_row();
+    if (layout_.capacity > 0) {
+      const Key best = choose_by_rank<S, kLanes, kMaxima>(row_, static_cast<int>(a_.choices), list, layout_.capacity,
+                                                          chosen);
+      if (best != kNoKey<S>) return finish_ranked(best, chosen, scores);
+      __syncwarp();
+    }
+    gate_by_passes();
+  }
+
+  // Maxima a lane: twice as many of them as there are choices in usual shapes keep the candidates few.
+  static constexpr int kMaxima = kHeld == 0 ? 8 : kLanes == kWarp ? 4 : 2;
+
+ private:
+  PYMOE_DEVICE int lane() const { return threadIdx.x % kLanes; }
+  PYMOE_DEVICE bool inside(int32_t expert) const { return static_cast<uint32_t>(expert) < a_.num_experts; }
+  PYMOE_DEVICE bool softmax() const { return a_.options.score == Score::kSoftmax; }
+  // Softmax weights that are renormalised need the exponentials of the chosen alone, if the greatest is among them.
+  PYMOE_DEVICE bool sums_row() const {
+    return kScoresRow && softmax() && !(a_.chooses_on_logits() && a_.options.renormalize);
+  }
+
+  // Slots hold the bits of the logits; -infinity past the end.
+  PYMOE_DEVICE void load_row() {
+    with_logits<S>(a_, token_, [&](const auto* PYMOE_RESTRICT logits) {
+      row_.map([&](Key, int32_t expert, int) {
+        return bit_cast<Key>(inside(expert) ? to_accumulate(logits[expert]) : -std::numeric_limits<S>::infinity());
+      });
+    });
+  }
+
+  // From logits to keys of the choice.
+  PYMOE_DEVICE void score_row() {
+    if (sums_row()) {
+      S local = -std::numeric_limits<S>::infinity();  // of the numbers alone
+      row_.each([&](Key slot, int32_t expert, int) {
+        const S logit = bit_cast<S>(slot);
+        if (inside(expert) && logit > local) local = logit;
+      });
+      greatest_ = value_of_key<S>(group_max<kLanes>(order_key(local)));
+      LaneSum<S, kLanes> sum;
+      const bool keep = !a_.chooses_on_logits();
+      row_.map([&](Key slot, int32_t expert, int step) {
+        const S e = inside(expert) ? exp_in_fixed_steps(bit_cast<S>(slot) - greatest_) : S{0};
+        sum.add(e, step);
+        return keep ? bit_cast<Key>(e) : slot;
+      });
+      sum_ = sum.total();
+    }
+    if (!kScoresRow || a_.chooses_on_logits()) {
+      row_.map([&](Key slot, int32_t expert, int) { return inside(expert) ? order_key(bit_cast<S>(slot)) : kNoKey<S>; });
+      return;
+    }
+    const auto* bias = static_cast<const S*>(a_.bias);
+    row_.map([&](Key slot, int32_t expert, int) {
+      if (!inside(expert)) return kNoKey<S>;
+      const S value = bit_cast<S>(slot);
+      S score = softmax() ? value / sum_ : sigmoid_in_fixed_steps(value);
+      if (bias != nullptr) score += bias[expert];
+      return order_key(score);
+    });
+    if (layout_.group_size > 0) keep_best_groups();
+  }
+
+  // Takes the experts of all groups but the best out of the choice.
+  PYMOE_DEVICE void keep_best_groups() {
+    const auto size = static_cast<uint32_t>(layout_.group_size), groups = static_cast<uint32_t>(a_.num_groups);
+    if constexpr (kHeld > 0) {
+      row_.each([&](Key key, int32_t expert, int) {
+        if (inside(expert)) buffer_[expert] = key;
+      });
+    }
+    __syncwarp();
+    Key* group_keys = buffer_ + a_.num_experts;
+    for (uint32_t group = lane(); group < groups; group += kLanes) {
+      Key first = kNoKey<S>, second = first;
+      uint32_t at = group % size;  // lanes begin in different banks; the order is of no account
+      for (uint32_t i = 0; i < size; ++i) {
+        const Key key = buffer_[group * size + at];
+        const Key lesser = key > first ? first : key;
+        second = lesser > second ? lesser : second;
+        first = key > first ? key : first;
+        at = at + 1 == size ? 0 : at + 1;
+      }
+      S score = value_of_key<S>(first);
+      if (size > 1) score += value_of_key<S>(second);
+      group_keys[group] = order_key(score);
+    }
+    __syncwarp();
+    for (uint32_t group = lane(); group < groups; group += kLanes) {
+      const Key key = group_keys[group];
+      uint32_t rank = 0;
+      for (uint32_t other = 0; other < groups; ++other) {
+        rank += group_keys[other] > key || (group_keys[other] == key && other < group);
+      }
+      if (rank < a_.topk_groups) continue;
+      uint32_t at = group % size;
+      for (uint32_t i = 0; i < size; ++i) {
+        buffer_[group * size + at] = kNoKey<S>;
+        at = at + 1 == size ? 0 : at + 1;
+      }
+    }
+    __syncwarp();
+    if constexpr (kHeld > 0) {
+      row_.map([&](Key, int32_t expert, int) { return inside(expert) ? buffer_[expert] : kNoKey<S>; });
+    }
+  }
+
+  // The score of a chosen expert; e^(logit - best) where a common factor is divided away later.
+  PYMOE_DEVICE S score_of(const Candidate<S>& candidate) const {
+    S logit;
+    if (!kScoresRow || a_.chooses_on_logits()) {
+      logit = value_of_key<S>(candidate.key());
+    } else {
+      with_logits<S>(a_, token_, [&](const auto* logits) { logit = to_accumulate(logits[candidate.expert()]); });
+    }
+    if (!softmax()) return sigmoid_in_fixed_steps(logit);
+    const S e = exp_in_fixed_steps(logit - greatest_);
+    return kScoresRow ? e / sum_ : e;
+  }
+
+  PYMOE_DEVICE S weight_of(S score, S divisor) const {
+    return (a_.options.renormalize ? score / divisor : score) * static_cast<S>(a_.options.scale);
+  }
+
+  PYMOE_DEVICE void write_choice(int64_t choice, int32_t expert) const {
+    if (!writes_) return;
+    a_.experts[token_ * a_.choices + choice] = expert;
+    atomicAdd(counts_ + expert, 1);
+  }
+  PYMOE_DEVICE S* weights() const { return static_cast<S*>(a_.weights) + token_ * a_.choices; }
+
+  PYMOE_DEVICE void finish_ranked(Key best, const Candidate<S>* chosen, S* scores) {
+    if (!sums_row()) greatest_ = value_of_key<S>(best);
+    const int choices = static_cast<int>(a_.choices);
+    for (int choice = lane(); choice < choices; choice += kLanes) {
+      scores[choice] = score_of(chosen[choice]);
+      write_choice(choice, chosen[choice].expert());
+    }
+    __syncwarp();
+    const S divisor = a_.options.renormalize ? floored_sum(sum_in_blocks(scores, choices)) : S{1};
+    if (writes_) {
+      for (int choice = lane(); choice < choices; choice += kLanes) {
+        weights()[choice] = weight_of(scores[choice], divisor);
+      }
+    }
+    __syncwarp();  // the lists serve the next token
+  }
+
+  // Lane `choice % kLanes` writes a choice; its weight waits in a register, or in the output where the lane has several.
+  PYMOE_DEVICE void gate_by_passes() {
+    auto previous = Candidate<S>::before_all();
+    S total = 0, block = 0, mine = 0;
+    for (int64_t choice = 0; choice < a_.choices; ++choice) {
+      previous = next_best<S, kLanes>(row_, previous);
+      if (choice == 0 && !sums_row()) greatest_ = value_of_key<S>(previous.key());
+      const S score = score_of(previous);
+      block += score;
+      if (choice % kSumLanes == kSumLanes - 1) {
+        total += block;
+        block = 0;
+      }
+      if (choice % kLanes == lane()) {
+        mine = score;
+        write_choice(choice, previous.expert());
+        if (writes_ && a_.choices > kLanes) weights()[choice] = score;
+      }
+    }
+    if (!writes_) return;
+    const S divisor = floored_sum(total + block);
+    if (a_.choices <= kLanes) {
+      if (lane() < a_.choices) weights()[lane()] = weight_of(mine, divisor);
+      return;
+    }
+    for (int64_t choice = lane(); choice < a_.choices; choice += kLanes) {
+      weights()[choice] = weight_of(weights()[choice], divisor);
+    }
+  }
+
+  const GateTopkArguments& a_;
+  const Layout& layout_;
+  const int64_t token_;
+  const bool writes_;
+  int32_t* const counts_;
+  Key* const buffer_;
+  S greatest_ = 0;  // the greatest logit
+  S sum_ = 1;       // of e^(logit - greatest) over the row, where that is needed
+  HeldRow<S, kLanes, kHeld> row_;
+};
+
+template <typename S, int kLanes, int kHeld, bool kScoresRow>
+__global__ void __launch_bounds__(kThreads, kLanes == kWarp ? 2 : 3) gate_topk_kernel(const GateTopkArguments a, const Layout layout) {
+  PYMOE_DYNAMIC_SHARED(unsigned char, memory);
+  const int tokens = blockDim.x / kLanes, slot = threadIdx.x / kLanes;
+  unsigned char* next = memory;
+  const auto array = [&](auto element, int64_t count) {  // this token's part of an array
+    auto* const first = reinterpret_cast<decltype(element)*>(next);
+    next += tokens * count * static_cast<int64_t>(sizeof(element));
+    return first + slot * count;
+  };
+  const int64_t places = layout.capacity > 0 ? a.choices : 0;
+  auto* const list = array(Candidate<S>{}, layout.capacity);
+  auto* const chosen = array(Candidate<S>{}, places);
+  auto* const scores = array(S{}, places);
+  auto* buffer = array(order_key_t<S>{}, layout.rows == nullptr ? layout.row_keys : 0);
+  if (layout.rows != nullptr) {
+    buffer = static_cast<order_key_t<S>*>(layout.rows) +
+             (static_cast<int64_t>(blockIdx.x) * tokens + slot) * layout.row_keys;
+  }
+  auto* const counts = reinterpret_cast<int32_t*>(next);
+  if (layout.counts_in_shared) {
+    for (int64_t expert = threadIdx.x; expert < a.num_experts; expert += blockDim.x) counts[expert] = 0;
+    __syncthreads();
+  }
+  for (int64_t tile = blockIdx.x; tile < layout.tiles; tile += gridDim.x) {
+    const int64_t token = tile * tokens + slot;
+    // Groups past the last token repeat it and write nothing: the warp's collectives need all lanes.
+    Token<S, kLanes, kHeld, kScoresRow>(a, layout, min(token, a.tokens - 1), token < a.tokens, buffer,
+                                        layout.counts_in_shared ? counts : a.load)
+        .gate(list, chosen, scores);
+  }
+  if (layout.counts_in_shared) {
+    __syncthreads();
+    for (int64_t expert = threadIdx.x; expert < a.num_experts; expert += blockDim.x) {
+      const int32_t count = counts[expert];
+      if (gridDim.x == 1) {
+        a.load[expert] = count;
+      } else if (count != 0) {
+        atomicAdd(a.load + expert, count);
+      }
+    }
+  }
+}
+
+struct Plan {
+  LaunchShape shape;
+  Layout layout;
+  int64_t workspace_bytes = 0;
+};
+
+template <typename S, int kLanes, int kHeld>
+Plan plan_of(const GateTopkArguments& a) {
+  constexpr int64_t kMaxima = Token<S, kLanes, kHeld, true>::kMaxima;
+  Layout layout{};
+  const bool ranked = a.choices > 2 && a.choices <= kLanes * kMaxima;
+  // An odd number, so that the lists of a warp's tokens begin in different banks.
+  layout.capacity = ranked ? static_cast<int32_t>(std::max<int64_t>(4 * a.choices, 32) + 1) : 0;
+  layout.group_size = a.num_groups > 0 ? static_cast<int32_t>(a.num_experts / a.num_groups) : 0;
+  if (kHeld == 0 || a.num_groups > 0) layout.row_keys = a.num_experts + a.num_groups;
+  layout.counts_in_shared = a.num_experts <= kMostCounted;
+
+  const int64_t counts = layout.counts_in_shared ? a.num_experts * int64_t{sizeof(int32_t)} : 0;
+  const int64_t lists = layout.capacity * int64_t{sizeof(Candidate<S>)} +
+                        (ranked ? a.choices : 0) * int64_t{sizeof(Candidate<S>) + sizeof(S)};
+  const int64_t rows = layout.row_keys * int64_t{sizeof(S)};
+  const bool rows_in_shared = kWarp / kLanes * (lists + rows) + counts <= kMostSharedBytes;
+  const int64_t token_bytes = lists + (rows_in_shared ? rows : 0);
+  int threads = kThreads;
+  while (threads > kWarp && threads / kLanes * token_bytes + counts > kUsualShared) threads /= 2;
+  const int64_t tokens = threads / kLanes;
+  layout.tiles = ceil_div(a.tokens, tokens);
+  const int64_t blocks = std::min(layout.tiles, a.most_blocks > 0 ? a.most_blocks : kBlocks);
+  Plan plan{{blocks, threads, std::max<int64_t>(tokens * token_bytes + counts, 1)}, layout};
+  if (!rows_in_shared) plan.workspace_bytes = blocks * tokens * rows;
+  return plan;
+}
+
+template <typename S, int kLanes, int kHeld, bool kScoresRow>
+void gate(const GateTopkArguments& a, void* stream) {
+  Plan plan = plan_of<S, kLanes, kHeld>(a);
+  if (plan.workspace_bytes > 0) plan.layout.rows = a.workspace;
+  if (plan.shape.blocks != 1 || !plan.layout.counts_in_shared) {
+    clear(kName, a.load, a.num_experts * int64_t{sizeof(int32_t)}, stream);
+  }
+  launch(kName, gate_topk_kernel<S, kLanes, kHeld, kScoresRow>, plan.shape, stream, a, plan.layout);
+}
+
+}  // namespace
+
+int64_t gate_topk_workspace(const GateTopkArguments& a) {
+  if (a.dtype == DType::kFloat64) return plan_of<double, kWarp, 0>(a).workspace_bytes;
+  return plan_of<float, kWarp, 0>(a).workspace_bytes;  // rows short enough for registers need none
+}
+
+void gate_topk(const GateTopkArguments& a, void* stream) {
+  if (a.dtype == DType::kFloat64) return gate<double, kWarp, 0, true>(a, stream);
+  const bool chosen_alone = a.chooses_on_logits() && (a.options.score == Score::kSigmoid || a.options.renormalize);
+  if (a.num_experts > (chosen_alone ? kHeldExperts : kHeldScores)) return gate<float, kWarp, 0, true>(a, stream);
+  if (!chosen_alone) {
+    if (a.num_experts <= 128) return gate<float, 8, 16, true>(a, stream);
+    return gate<float, 16, 16, true>(a, stream);
+  }
+  if (a.num_experts <= 32) return gate<float, 4, 8, false>(a, stream);
+  if (a.num_experts <= 64) return gate<float, 8, 8, false>(a, stream);
+  if (a.num_experts <= 128) return gate<float, 8, 16, false>(a, stream);
+  if (a.num_experts <= 256) return gate<float, 16, 16, false>(a, stream);
+  return gate<float, kWarp, 16, false>(a, stream);
+}
+
+}  // namespace pymoe::cuda
