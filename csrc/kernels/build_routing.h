@@ -33,8 +33,8 @@ void build_routing(const BuildRoutingArguments& arguments);
 
 namespace cuda {
 int64_t build_routing_workspace(int64_t rows, int64_t num_experts);
-// Enqueues on `stream` (a cudaStream_t), one launch or two, and returns at once; throws std::runtime_error if a launch
-// is refused. S of `token` counts every choice, so with hostile experts rows from offsets[E] on hold -1 as ever.
+// Enqueues on `stream` (a cudaStream_t) and returns at once: one launch for up to 49152 choices and 1406 experts, else
+// two. Throws std::runtime_error if a launch is refused.
 void build_routing(const BuildRoutingArguments& arguments, void* stream);
 }
 

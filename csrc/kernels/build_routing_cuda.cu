@@ -202,6 +202,26 @@ PYMOE_DEVICE void scan_experts(int experts, int64_t capacity, int32_t* sums, int
   }
 }
 
+// Turns every warp's count of an expert's choices into the warp's first row for that expert.
+PYMOE_DEVICE void counts_to_rows(int experts, const int32_t* first, int32_t* of_warps) {
+  constexpr int kAtOnce = 4;  // divides the number of warps; read together, because a read waits for a write before it
+  const int threads = static_cast<int>(blockDim.x), warps = threads / kWarp;
+  for (int64_t expert = threadIdx.x; expert < experts; expert += threads) {
+    int32_t row = first[expert];
+    for (int warp = 0; warp < warps; warp += kAtOnce) {
+      int32_t* const counts = of_warps + static_cast<int64_t>(warp) * experts + expert;
+      int32_t here[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) here[i] = counts[static_cast<int64_t>(i) * experts];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        counts[static_cast<int64_t>(i) * experts] = row;
+        row += here[i];
+      }
+    }
+  }
+}
+
 // --- the kernels ---
 
 // Where a block keeps its counters.
@@ -261,15 +281,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp)
     if (expert >= 0) atomicAdd(&of_warp[expert], 1);
   }
   __syncthreads();
-  for (int64_t expert = thread; expert < experts; expert += threads) {
-    int32_t row = first[expert];
-    for (int other = 0; other < warps; ++other) {
-      int32_t* const counter = &of_warps[static_cast<int64_t>(other) * experts + expert];
-      const int32_t here = *counter;
-      *counter = row;
-      row += here;
-    }
-  }
+  counts_to_rows(experts, first, of_warps);
   __syncthreads();
 
   const auto expert_in = [&](int round) {

@@ -69,21 +69,21 @@ TEST_CASE("build_routing: one launch equals the CPU twin") {
     // Sizes at, before and after the edge of a tile, which is 512 or 1024 choices.
     const int64_t edge = random.one_of<int64_t>({0, 0, 512, 1024, size(2048, 1024), size(4096, 1024)});
     const int64_t tokens = std::max<int64_t>(0, edge / choices + random.between(-3, size(80, 20)));
-    const int64_t experts = random.one_of<int64_t>({1, 2, 7, 64, 128, 160, 256, size(743, 8), size(1404, 60)});
+    const int64_t experts = random.one_of<int64_t>({1, 2, 7, 64, 128, 160, 256, size(744, 8), size(745, 60), size(1406, 60)});
     check_equal(random, {tokens, choices, experts, random_capacity(random, tokens, choices, experts)});
   });
 }
 
 TEST_CASE("build_routing: two launches equal the CPU twin") {
-  // Two launches come with many choices or with many experts: 1405 and more have fewer warps a block, 4214 and more
+  // Two launches come with many choices or with many experts: 1407 and more have fewer warps a block, 4219 and more
   // keep their counters in the workspace.
   for_cases("build_routing two", 24, [](Random& random) {
     const int64_t choices = random.between(1, 4), tokens = random.between(0, size(700, 300));
-    const int64_t experts = random.one_of<int64_t>({1405, 2528, 2529, 4213, 4214, 5000});
+    const int64_t experts = random.one_of<int64_t>({1407, 2531, 2532, 4218, 4219, 5000});
     check_equal(random, {tokens, choices, experts, random_capacity(random, tokens, choices, experts)});
   });
   if (kSlow) return;
-  for (const int64_t experts : {160, 4214, 5000}) {  // 25 tiles or more; 2 or 3 of them
+  for (const int64_t experts : {160, 4219, 5000}) {  // 25 tiles or more; 2 or 3 of them
     for_cases("build_routing many", 1, [&](Random& random) {
       const int64_t choices = random.between(1, 8), tokens = (int64_t{49152} + random.between(1, 3000)) / choices + 1;
       check_equal(random, {tokens, choices, experts, random_capacity(random, tokens, choices, experts)});
@@ -91,9 +91,26 @@ TEST_CASE("build_routing: two launches equal the CPU twin") {
   }
 }
 
+TEST_CASE("build_routing: one launch for up to 49152 choices and 1406 experts, else two") {
+  struct Case {
+    int64_t rows, experts, launches;
+  };
+  for (const Case& c : {Case{0, 1, 1}, {9, 1406, 1}, {9, 1407, 2}, {49152, 1, 1}, {49153, 1, 2}}) {
+    if (kSlow && c.rows > 100) continue;
+    const auto launches = [] {
+      const auto& all = emulator::launches();
+      return all.contains("build_routing") ? all.at("build_routing") : 0;
+    };
+    const int64_t before = launches();
+    Random random(static_cast<uint64_t>(c.rows + c.experts));
+    check_equal<int32_t>(random, {c.rows, 1, c.experts, c.rows});
+    CHECK(launches() - before == c.launches);
+  }
+}
+
 TEST_CASE("build_routing: the same bits whatever the workspace held and whatever the order of blocks") {
   for_cases("build_routing again", 6, [](Random& random) {
-    const Sizes sizes{random.between(1, size(900, 40)), 3, random.one_of<int64_t>({5, 1405, 4300}), 100};
+    const Sizes sizes{random.between(1, size(900, 40)), 3, random.one_of<int64_t>({5, 1407, 4300}), 100};
     Buffer<int32_t> named(sizes.rows());
     fill_experts(named, random, sizes.experts);
     Routing first(sizes.rows(), sizes.experts), second(sizes.rows(), sizes.experts);
@@ -153,7 +170,7 @@ void check_hostile(Random& random, const Sizes& s, std::initializer_list<int64_t
 TEST_CASE("build_routing: choices outside [0, E) are dropped, the others are as they would be") {
   for_cases("build_routing hostile", 30, [](Random& random) {
     const int64_t choices = random.between(1, 4), tokens = random.between(1, size(500, 30));
-    const int64_t experts = random.one_of<int64_t>({1, 8, 200, 1405, 4300});
+    const int64_t experts = random.one_of<int64_t>({1, 8, 200, 1407, 4300});
     const Sizes sizes{tokens, choices, experts, std::max<int64_t>(1, random_capacity(random, tokens, choices, experts))};
     if (random.chance(0.5)) {
       check_hostile<int32_t>(random, sizes, {-1, -2, experts, experts + 1, INT32_MIN, INT32_MAX});
