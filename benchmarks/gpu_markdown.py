@@ -26,6 +26,7 @@ def markdown(folder: Path, machine: Record, outcomes: Sequence[Record], note: st
         ("The lines with targets", bench(folder / "design_rows.json")),
         ("Layer, forward and backward", bench(folder / "layer.json")),
         ("Operators", bench(folder / "operators.json")),
+        ("Layer beside its peers", peers(folder)),
         ("What failed, in its last words", last_words(outcomes)),
     ):
         text = list(section)
@@ -166,6 +167,12 @@ def bench(file: Path) -> Iterator[str]:
             yield f"\n- {one['operator']} {one['case']}: {one['correctness']['detail'].splitlines()[0]}"
         for name, reason in one["not_in_graph"].items():
             yield f"\n- {one['operator']} {one['case']} {one['dtype']}: {name} not in a graph: {reason}"
+
+
+def peers(folder: Path) -> Iterator[str]:
+    """The table that benchmarks.moe_layer wrote."""
+    if (folder / "moe_layer.json").exists() and (folder / "moe_layer.md").exists():
+        yield (folder / "moe_layer.md").read_text().strip()
 
 
 def last_words(outcomes: Sequence[Record]) -> Iterator[str]:

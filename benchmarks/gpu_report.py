@@ -88,6 +88,7 @@ def all_stages(device: str, machine: dict[str, Any], folder: Path) -> list[Stage
     emulator = [sys.executable, "tests/cuda_on_cpu/library.py"]
     equality = module("benchmarks.gpu_equality", "--device", device, "--output", folder / "equality.json")
     sanitizer = module("benchmarks.gpu_sanitize", "--output", folder / "sanitizer.json")
+    peers = module("benchmarks.moe_layer", "--device", device, "--output", folder)
     jobs = {"MAX_JOBS": os.environ.get("MAX_JOBS", str(machine["cores"]))}
     return [
         Stage("build", "both native modules, in place", build, 100 if gpu else 10, 240,
@@ -104,6 +105,8 @@ def all_stages(device: str, machine: dict[str, Any], folder: Path) -> list[Stage
         measurement("design_rows", "rates of the machine, and lines that have targets", device, folder, 30, 50),
         measurement("layer", "forward and backward: eager, in a graph, with torch alone", device, folder, 35, 60),
         measurement("operators", "every line of the operators", device, folder, 45, 95),
+        Stage("peers", "the layer beside the peers that are installed here", [*peers, "--quick"], 25 if gpu else 10, 60,
+              after=("build",), environment=PASSIVE),
     ]  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """A mixture-of-experts layer, forward and backward: pymoe, its peers, and the floor, side by side.
 
-    python -m benchmarks.moe_layer [--quick] [--output DIR]
+    python -m benchmarks.moe_layer [--device cuda] [--quick] [--output DIR]
 
 Everyone computes the same function of the same weights; results are compared with the layer in fp64. Times are taken
 in interleaved rounds, so that ratios hold on a machine that is not quiet. Writes JSON, a Markdown table and a picture.
@@ -22,10 +22,10 @@ from torch import Tensor
 from benchmarks.peers import PARTS, Absent, Contender, Task, contenders, name_of
 from pymoe.bench.environment import environment
 from pymoe.bench.floor import Rates, measure_rates
-from pymoe.bench.layer import Shape, dense_floor, inputs_of, layer_of, training_step
+from pymoe.bench.layer import CUDA_SHAPES, Shape, dense_floor, inputs_of, layer_of, training_step
 from pymoe.bench.plot import pyplot
 from pymoe.bench.report import Table, plain, seconds, time_with_spread
-from pymoe.testing.timing import Timing, WallTimer, measure
+from pymoe.testing.timing import Timer, Timing, WallTimer, measure, timer_for
 
 CPU = torch.device("cpu")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -39,6 +39,7 @@ SCENARIOS = (
     (Shape("small language model", 2048, 256, 512, 8, 2), BF16),
 )
 QUICK_SCENARIOS = (SCENARIOS[0], SCENARIOS[1], (Shape("many experts", 256, 256, 128, 64, 8), FP32), SCENARIOS[5])
+CUDA_SCENARIOS = tuple((shape, BF16) for shape in CUDA_SHAPES)
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.2}
 """Largest relative error (Frobenius norm of the difference over that of the fp64 result) that is not called WRONG. In
 bf16 a router that computes its logits in bf16 sends some tokens to other experts, which alone gives errors near 0.1."""
@@ -62,16 +63,18 @@ def main() -> int:
     """Run all scenarios; 1 if a contender's result is wrong."""
     options = parse()
     effort = QUICK if options.quick else FULL
-    timer = WallTimer(time.process_time if options.cpu_time else time.perf_counter)
+    device = torch.device(options.device)
+    timer = WallTimer(time.process_time) if options.cpu_time else timer_for(device)
     if options.cpu_time or options.threads:
         torch.set_num_threads(1 if options.cpu_time else options.threads)
     torch.manual_seed(0)
     start = time.perf_counter()
     facts = environment()
-    rates = measure_rates(CPU, (FP32, BF16), timer=timer)
+    rates = measure_rates(device, (FP32, BF16), timer=timer)
     scenarios = []
-    for shape, dtype in QUICK_SCENARIOS if options.quick else SCENARIOS:
-        scenarios.append(scenario(shape, dtype, rates, effort, timer))
+    on_cpu = QUICK_SCENARIOS if options.quick else SCENARIOS
+    for shape, dtype in CUDA_SCENARIOS if device.type == "cuda" else on_cpu:
+        scenarios.append(scenario(shape, dtype, rates, effort, timer, device))
         print(f"\n{heading(scenarios[-1])}\n{plain(table(scenarios[-1]))}", flush=True)
         for one in scenarios[-1]["absent"]:
             print(f"{one['name']}: left out, {one['reason']}")
@@ -80,19 +83,23 @@ def main() -> int:
         "settings": asdict(effort)
         | {
             "quick": options.quick,
-            "clock": "processor-time" if options.cpu_time else "wall",
+            "device": options.device,
+            "clock": "processor-time" if options.cpu_time else "event" if device.type == "cuda" else "wall",
             "load_after": environment()["load"],
         },
         "wall_seconds": round(time.perf_counter() - start, 1),
         "scenarios": scenarios,
     }
     write(result, options.output)
-    return int(any(row["verdict"] == "WRONG" for one in scenarios for row in one["rows"]))
+    rows = [row for one in scenarios for row in one["rows"]]
+    ours = sum(row["name"] == "pymoe native" for row in rows)
+    return int(ours < len(scenarios) or any(row["verdict"] == "WRONG" for row in rows))
 
 
 def parse() -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.moe_layer", description=__doc__.split("\n")[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--quick", action="store_true", help="smaller shapes, at most a minute")
     parser.add_argument("--threads", type=int, metavar="N", help="torch's threads (default: torch's own choice)")
     parser.add_argument("--cpu-time", action="store_true", help="on one thread, count processor time (busy machines)")
@@ -100,12 +107,14 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def scenario(shape: Shape, dtype: torch.dtype, rates: Rates, effort: Effort, timer: WallTimer) -> dict[str, Any]:
+def scenario(
+    shape: Shape, dtype: torch.dtype, rates: Rates, effort: Effort, timer: Timer, device: torch.device = CPU
+) -> dict[str, Any]:
     """Measure everyone on one shape; returns a record with a row for each contender, the floor first."""
     print(f"\n{shape.name}: {shape} {name_of(dtype)}", file=sys.stderr, flush=True)
-    x, grad = inputs_of(shape, dtype, CPU)
-    layer = layer_of(shape, dtype, CPU)
-    task = Task(shape, dtype, layer, x, grad, dense_floor(shape, rates.fastest_mm(dtype), CPU))
+    x, grad = inputs_of(shape, dtype, device)
+    layer = layer_of(shape, dtype, device)
+    task = Task(shape, dtype, layer, x, grad, dense_floor(shape, rates.fastest_mm(dtype), device))
     expected = in_fp64(task)
     running: dict[str, Contender] = {}
     verdicts: dict[str, tuple[str, float]] = {}
@@ -115,9 +124,11 @@ def scenario(shape: Shape, dtype: torch.dtype, rates: Rates, effort: Effort, tim
         if isinstance(one, Absent):
             absent.append(one)
             continue
-        begin = timer.now()
-        result = one.step()
-        took = timer.now() - begin
+        try:
+            result, took = first_call(one, timer, device)
+        except Exception as error:  # a peer that fails here must not keep the others from being measured
+            absent.append(Absent(one.name, f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"))
+            continue
         verdicts[one.name] = judge(one, result, expected)
         running[one.name] = one
         if took > effort.limit:
@@ -137,9 +148,19 @@ def scenario(shape: Shape, dtype: torch.dtype, rates: Rates, effort: Effort, tim
     }
 
 
+def first_call(contender: Contender, timer: Timer, device: torch.device) -> tuple[Any, float]:
+    """What a contender returns, and the seconds until it is there."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    begin = timer.now()
+    result = contender.step()
+    wait()
+    return result, timer.now() - begin
+
+
 def in_fp64(task: Task) -> tuple[Tensor, ...]:
     """:data:`PARTS` of the layer with the same weights in fp64."""
-    layer = layer_of(task.shape, task.dtype, CPU, backend="reference").double()
+    layer = layer_of(task.shape, task.dtype, task.x.device, backend="reference").double()
     layer.load_state_dict(task.layer.state_dict())
     results = training_step(layer, task.x.detach().double().requires_grad_(), task.grad.double())()
     names = [name for name, _ in layer.named_parameters()]
@@ -215,7 +236,7 @@ def markdown(result: dict[str, Any]) -> str:
     """All scenarios as Markdown."""
     facts = result["environment"]
     lines = [
-        f"Measured {facts['date'][:10]} on {facts['cpu']}, {facts['threads']} threads, {facts['cpu_capability']}, "
+        f"Measured {facts['date'][:10]} on {machine(result)}, "
         f"torch {facts['torch']}; load average before and after {facts['load'][0]}, "
         f"{result['settings']['load_after'][0]}. Forward and backward, medians over interleaved rounds, quartiles in "
         f"brackets, by {result['settings']['clock']} clock. `/ floor`: time over that of the same operations in dense "
@@ -228,6 +249,14 @@ def markdown(result: dict[str, Any]) -> str:
         lines += ["| " + " | ".join(cells) + " |" for cells in text.rows]
         lines += ["", *(f"- {absent['name']}: left out, {absent['reason']}" for absent in one["absent"])]
     return "\n".join(lines) + "\n"
+
+
+def machine(result: dict[str, Any]) -> str:
+    """What computed."""
+    facts = result["environment"]
+    if result["settings"].get("device") == "cuda":
+        return str(facts["gpu"])
+    return f"{facts['cpu']}, {facts['threads']} threads, {facts['cpu_capability']}"
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
@@ -259,7 +288,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
     facts = result["environment"]
     figure.suptitle(
         "Mixture-of-experts layer, forward + backward: time over the same operations in dense torch.mm\n"
-        f"{facts['cpu']}, {facts['threads']} threads, torch {facts['torch']}, {facts['date'][:10]}",
+        f"{machine(result)}, torch {facts['torch']}, {facts['date'][:10]}",
         fontsize=10,
     )
     figure.savefig(file, dpi=120)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pymoe.bench.environment import available_gib
 from pymoe.bench.floor import Floor
-from pymoe.bench.layer import Shape, training_step
+from pymoe.bench.layer import Shape, torch_step, training_step
 from pymoe.nn import MoE
 
 Tensors = tuple[Tensor, ...]
@@ -65,6 +65,7 @@ def contenders(task: Task) -> Iterator[Contender | Absent]:
     yield floor(task)
     yield pymoe(task, "native")
     yield pymoe(task, "reference")
+    yield torch_alone(task)
     yield dense_ffn(task)
     for implementation in ("eager", "grouped_mm", "batched_mm"):
         yield transformers(task, implementation)
@@ -84,9 +85,21 @@ def pymoe(task: Task, backend: str) -> Contender:
     if backend != layer.backend:
         shape = task.shape
         layer = MoE(shape.hidden, shape.ffn, shape.experts, shape.choices, backend=backend, dtype=task.dtype)
+        layer.to(task.x.device)
         layer.router.weight, layer.experts.w_in, layer.experts.w_out = parameters_of(task.layer)
     step = training_step(layer, task.x, task.grad)
     return Contender(f"pymoe {backend}", metadata_version("pymoe"), step, in_order(layer, task.layer), task.dtype)
+
+
+def torch_alone(task: Task) -> Contender:
+    """What one writes without any library for it: sort, index, ``grouped_mm``, ``index_add``."""
+    step = torch_step(task.layer, task.x, task.grad)
+    return Contender("torch alone", torch.__version__, step, in_order(task.layer, task.layer), task.dtype)
+
+
+def free_gib(device: torch.device) -> float:
+    """Memory that can be taken, in GiB."""
+    return torch.cuda.mem_get_info(device)[0] / 2**30 if device.type == "cuda" else available_gib()
 
 
 def dense_ffn(task: Task) -> Contender:
@@ -101,7 +114,7 @@ def dense_ffn(task: Task) -> Contender:
     width = shape.choices * shape.ffn
     layer = nn.Sequential(
         nn.Linear(shape.hidden, 2 * width, bias=False), SwiGLU(), nn.Linear(width, shape.hidden, bias=False)
-    ).to(task.dtype)
+    ).to(task.x.device, task.dtype)
     step = training_step(layer, task.x, task.grad)
     note = f"F{width}, fresh results, autograd; fewer weights"
     return Contender("dense nn.Sequential", torch.__version__, step, None, task.dtype, note)
@@ -119,7 +132,7 @@ def transformers(task: Task, implementation: str) -> Contender | Absent:
     if implementation == "batched_mm":
         # It copies the weights of every slot, and keeps the copies and their gradients.
         needed = 2 * shape.slots * 3 * shape.ffn * shape.hidden * task.x.element_size() / 2**30
-        if needed > available_gib() / 3:
+        if needed > free_gib(task.x.device) / 3:
             return Absent(name, f"copies the weights for every slot, here about {needed:.0f} GiB")
     config = Qwen3MoeConfig(
         hidden_size=shape.hidden,
@@ -175,7 +188,7 @@ def torchtitan(task: Task) -> Contender | Absent:
     )
     with torch.device("meta"):
         block = config.build()
-    block.tokens_per_expert_E = torch.zeros(shape.experts)
+    block.tokens_per_expert_E = torch.zeros(shape.experts, device=task.x.device)
     experts = block.routed_experts.inner_experts
     router, w_in, w_out = parameters_of(task.layer)
     gate, up = (nn.Parameter(half.contiguous()) for half in w_in.detach().chunk(2, dim=1))

@@ -18,6 +18,8 @@ MOST_FAILURES = 40
 counts: Counter[str] = Counter()
 failures: list[dict[str, str]] = []
 last = 0.0
+worker = False
+"""Is this one of the processes that pytest-xdist starts?"""
 
 
 def keep(finished: bool) -> None:
@@ -26,10 +28,16 @@ def keep(finished: bool) -> None:
     write_json(Path(os.environ["TALLY"]), result)
 
 
+def pytest_configure(config: Any) -> None:
+    """With pytest-xdist the process that starts the others counts for all."""
+    global worker
+    worker = hasattr(config, "workerinput")
+
+
 def pytest_runtest_logreport(report: Any) -> None:
-    """Count a test; with pytest-xdist this runs in the process that starts the others."""
+    """Count a test."""
     global last
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if worker:
         return
     if report.when == "call" or report.outcome != "passed":
         counts[report.outcome] += 1
@@ -43,5 +51,5 @@ def pytest_runtest_logreport(report: Any) -> None:
 
 def pytest_sessionfinish(session: Any, exitstatus: int) -> None:
     """The last counts."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
+    if not worker:
         keep(finished=True)

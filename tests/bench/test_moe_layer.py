@@ -43,6 +43,7 @@ def test_everyone_computes_the_same(tiny, dtype):
     assert everyone == {
         "pymoe native",
         "pymoe reference",
+        "torch alone",
         "transformers eager",
         "transformers grouped_mm",
         "transformers batched_mm",
