@@ -37,7 +37,8 @@ PYMOE_DEVICE void write_tile(const Tile& tile, T* to, int64_t pitch, int rows, i
       values[i] = round_to<T>(value);
     }
     if (in_runs && column + Tile::kRun <= columns) {
-      store_pack(run, values);
+      using Word = word_of<decltype(values)>;
+      __stcg(reinterpret_cast<Word*>(run), bit_cast<Word>(values));  // one access; a plain one is taken apart
     } else {
 #pragma unroll
       for (int i = 0; i < Tile::kRun; ++i) {
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(tile_for<T>::kThreads, tile_for<T>::kBlocks)
                   int64_t bias_row_stride, int64_t bias_step, GroupPlan plan, T* PYMOE_RESTRICT y, int64_t rows,
                   int64_t input_features, int64_t output_features, int experts, int column_tiles, bool in_runs) {
   using Tile = tile_for<T>;
-  PYMOE_SHARED(T, shared, Tile::kSharedElements);
+  PYMOE_SHARED(uint4, shared, Tile::kSharedPacks);
   const RowTile tile = find_row_tile(plan, experts, rows, kTileRows, static_cast<int>(blockIdx.x) / column_tiles);
   const int64_t column = static_cast<int64_t>(static_cast<int>(blockIdx.x) % column_tiles) * kTileColumns;
   const int64_t columns_left = output_features - column;
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(tile_for<T>::kThreads, tile_for<T>::kBlocks)
   weight.data += tile.expert * weight_stride + column * weight.row_stride;
   if (bias != nullptr) bias += tile.expert * bias_row_stride + column * bias_step;
   Tile sums;
-  sums.run(x, weight, tile.rows, columns, input_features, shared);
+  sums.run(x, weight, tile.rows, columns, input_features, reinterpret_cast<T*>(shared));
   write_tile(sums, to, output_features, tile.rows, columns, bias, bias_step, in_runs);
 }
 
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(tile_for<T>::kThreads, tile_for<T>::kBlocks)
                        int64_t input_features, int64_t output_features, int64_t row_tiles, int64_t column_tiles,
                        bool in_runs) {
   using Tile = tile_for<T>;
-  PYMOE_SHARED(T, shared, Tile::kSharedElements);
+  PYMOE_SHARED(uint4, shared, Tile::kSharedPacks);
   const int64_t block = blockIdx.x, expert = block / (row_tiles * column_tiles);
   const int64_t row = block / column_tiles % row_tiles * kTileRows, column = block % column_tiles * kTileColumns;
   const int64_t rows_left = output_features - row, columns_left = input_features - column;
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(tile_for<T>::kThreads, tile_for<T>::kBlocks)
   grad.data += begin * grad.depth_stride + row * grad.row_stride;
   x.data += begin * x.depth_stride + column * x.row_stride;
   Tile sums;
-  sums.run(grad, x, rows, columns, end - begin, shared);
+  sums.run(grad, x, rows, columns, end - begin, reinterpret_cast<T*>(shared));
   write_tile<T>(sums, weight_grad + (expert * output_features + row) * input_features + column, input_features, rows,
                 columns, nullptr, 0, in_runs);
 }

@@ -13,20 +13,24 @@ inline uint32_t two_elements(const void* first, const void* second) {
   return low | static_cast<uint32_t>(high) << 16;
 }
 
-inline void load_matrices(uint32_t (&to)[4], const void* row, PYMOE_SITE) {
-  const auto all = emulator::exchange("ldmatrix", 0xffffffffu, static_cast<const uint16_t*>(row), PYMOE_HERE);
+template <typename T>
+void load_matrices(uint32_t (&to)[4], const T* tile, int offset, PYMOE_SITE) {
+  const auto all = emulator::exchange("ldmatrix", 0xffffffffu, tile + offset, PYMOE_HERE);
   const unsigned g = emulator::lane() / 4, t = emulator::lane() % 4;
   for (unsigned i = 0; i < 4; ++i) {
-    const uint16_t* from = all.values[8 * i + g];
+    const T* from = all.values[8 * i + g];
     to[i] = two_elements(from + 2 * t, from + 2 * t + 1);
   }
 }
 
-inline void load_matrices_transposed(uint32_t (&to)[4], const void* row, PYMOE_SITE) {
-  const auto all = emulator::exchange("ldmatrix.trans", 0xffffffffu, static_cast<const uint16_t*>(row), PYMOE_HERE);
+template <typename T>
+void load_matrices_transposed(uint32_t (&to)[4], const T* tile, int offset, PYMOE_SITE) {
+  const auto all = emulator::exchange("ldmatrix.trans", 0xffffffffu, tile + offset, PYMOE_HERE);
   const unsigned g = emulator::lane() / 4, t = emulator::lane() % 4;
   for (unsigned i = 0; i < 4; ++i) to[i] = two_elements(all.values[8 * i + 2 * t] + g, all.values[8 * i + 2 * t + 1] + g);
 }
+
+inline void store_16_bytes(void* to, uint4 value) { *static_cast<uint4*>(to) = value; }
 
 template <typename T>
 void multiply_add(TypeTag<T>, float (&c)[4], const uint32_t (&a)[4], uint32_t b_low, uint32_t b_high, PYMOE_SITE) {

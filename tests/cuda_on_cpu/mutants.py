@@ -9,6 +9,10 @@ COMBINE = "csrc/kernels/combine_cuda.cu"
 COMBINE_BACKWARD = "csrc/kernels/combine_backward_cuda.cu"
 EXPERT_ACTIVATION = "csrc/kernels/expert_activation_cuda.cu"
 ROUTER_LOSSES = "csrc/kernels/router_losses_cuda.cu"
+GROUPED_LINEAR = "csrc/kernels/grouped_linear_cuda.cu"
+GROUP_PLAN = "csrc/kernels/cuda/group_plan.h"
+TILE_GEMM = "csrc/kernels/cuda/tile_gemm.h"
+TILE_LOADER = "csrc/kernels/cuda/tile_loader.h"
 
 FAULTS = [
     *ROUTING_FAULTS,
@@ -148,5 +152,109 @@ FAULTS = [
         "count = kLossBlock;",
         "address",
         "router_losses",
+    ),
+    Fault(
+        "grouped_linear multiplies a tile before all of it is there",
+        TILE_GEMM,
+        "      __syncthreads();\n",
+        "",
+        "thread",
+        "grouped_linear",
+    ),
+    Fault(
+        "grouped_linear writes the next tile over the one being read",
+        TILE_GEMM,
+        "buffer ^= 1",
+        "buffer ^= 0",
+        "thread",
+        "grouped_linear",
+    ),
+    Fault(
+        "grouped_linear: warps without rows leave before the barrier",
+        TILE_GEMM,
+        "const bool idle = warp_row >= rows || warp_column >= columns;",
+        "const bool idle = warp_row >= rows || warp_column >= columns;\n    if (idle) return;",
+        "values",
+        "grouped_linear",
+    ),
+    Fault(
+        "grouped_linear takes a block of b for its neighbour",
+        TILE_GEMM,
+        "a_block[i], b_block[0], b_block[2]",
+        "a_block[i], b_block[0], b_block[1]",
+        "values",
+        "grouped_linear",
+    ),
+    Fault(
+        "grouped_linear reads one row past its tile",
+        TILE_LOADER,
+        "const bool inside = i * row_step < rows_left && i * depth_step < depths_left;",
+        "const bool inside = i * row_step <= rows_left && i * depth_step < depths_left;",
+        "address",
+        "grouped_linear",
+    ),
+    Fault(
+        "grouped_linear sums the next expert's rows into a weight's gradient",
+        TILE_LOADER,
+        "    if (!whole) return;\n",
+        "    if (!whole) return;\n    left = kDepth;\n",
+        "values",
+        "grouped_linear",
+    ),
+    Fault(
+        "grouped_linear stores columns that do not exist",
+        GROUPED_LINEAR,
+        "column + Tile::kRun <= columns",
+        "column < columns",
+        "address",
+        "grouped_linear",
+    ),
+    Fault(
+        "grouped_linear: an offset of 32 bits",
+        GROUPED_LINEAR,
+        "x.data += tile.first * x.row_stride;",
+        "x.data += static_cast<int32_t>(tile.first * x.row_stride);",
+        "values",
+        "grouped_linear",
+    ),
+    Fault(
+        "grouped_linear does not wait for the other warps' sums of the bias",
+        GROUPED_LINEAR,
+        "  sums[thread] = sum;\n  __syncthreads();",
+        "  sums[thread] = sum;",
+        "thread",
+        "grouped_linear",
+    ),
+    Fault(
+        "grouped_linear trusts offsets past S",
+        GROUP_PLAN,
+        "end < begin ? begin : end > rows ? rows : end",
+        "end < begin ? begin : end",
+        "address",
+        "grouped_linear",
+    ),
+    Fault(
+        "grouped_linear takes the expert before at a tile's edge",
+        GROUP_PLAN,
+        "plan.tiles[expert + ahead] <= tile",
+        "plan.tiles[expert + ahead] < tile",
+        "values",
+        "grouped_linear",
+    ),
+    Fault(
+        "grouped_linear forgets the bound of the 256th expert",
+        GROUP_PLAN,
+        "      carried[0] = end;\n",
+        "",
+        "values",
+        "grouped_linear",
+    ),
+    Fault(
+        "grouped_linear reads the bound before it is there",
+        GROUP_PLAN,
+        "    ends[thread] = end;\n    __syncthreads();",
+        "    ends[thread] = end;",
+        "thread",
+        "grouped_linear",
     ),
 ]

@@ -184,9 +184,9 @@ __global__ void load_kernel(const uint16_t* from, uint32_t* straight, uint32_t* 
   for (int i = lane; i < 256; i += 32) tile[i] = from[i];
   __syncthreads();
   uint32_t to[4];
-  cuda::load_matrices(to, tile + lane * 8);
+  cuda::load_matrices(to, tile, lane * 8);
   for (int i = 0; i < 4; ++i) straight[i * 32 + lane] = to[i];
-  cuda::load_matrices_transposed(to, tile + lane * 8);
+  cuda::load_matrices_transposed(to, tile, lane * 8);
   for (int i = 0; i < 4; ++i) transposed[i * 32 + lane] = to[i];
 }
 

@@ -1,13 +1,14 @@
 // The tensor cores' instructions for 16-bit floats, as every GPU from sm_80 on has them. All 32 lanes of a warp must
 // call them together. Layouts are those of the PTX ISA, "mma.m16n8k16" and "ldmatrix".
 //
-//   load_matrices             four 8 x 8 matrices from shared memory: `row` of lane 8 i + r is row r of matrix i, 16
-//                             bytes at a 16-byte boundary. Lane 4 g + t gets to[i] = elements (g, 2 t), (g, 2 t + 1).
+//   load_matrices             four 8 x 8 matrices from shared memory: tile + offset of lane 8 i + r is row r of matrix i,
+//                             16 bytes at a 16-byte boundary. Lane 4 g + t gets to[i] = elements (g, 2 t), (g, 2 t + 1).
 //   load_matrices_transposed  the same of the matrices' transposes: elements (2 t, g), (2 t + 1, g).
 //   multiply_add              c (16 x 8) += a (16 x 16) * b (16 x 8), products exact, sums in fp32. Lane 4 g + t holds
 //                             a: rows g, g + 8, g, g + 8 at columns 2 t, 2 t, 2 t + 8, 2 t + 8 and the one after;
 //                             b: rows 2 t, 2 t + 8 and the one after, column g;
 //                             c: (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1).
+//   store_16_bytes            one access to shared memory at a 16-byte boundary; compilers like to make four of it.
 // What load_matrices brings from a 16 x 16 block whose quarters it takes in the order (0, 0), (8, 0), (0, 8), (8, 8) is
 // `a`; of a block of b's columns it is b of columns 0 to 7 in to[0], to[2], and of columns 8 to 15 in to[1], to[3].
 #pragma once
@@ -21,17 +22,23 @@
 
 namespace pymoe::cuda {
 
-PYMOE_DEVICE void load_matrices(uint32_t (&to)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(row)))
-               : "memory");
-}
+// One base for many offsets: addresses in shared memory are then sums of 32 bits.
+#define PYMOE_LOAD_MATRICES(name, modifier)                                                         \
+  template <typename T>                                                                             \
+  PYMOE_DEVICE void name(uint32_t (&to)[4], const T* tile, int offset) {                            \
+    const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(tile));                    \
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4" modifier ".shared.b16 {%0, %1, %2, %3}, [%4];"     \
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])                               \
+                 : "r"(base + static_cast<uint32_t>(offset) * static_cast<uint32_t>(sizeof(T)))     \
+                 : "memory");                                                                       \
+  }
+PYMOE_LOAD_MATRICES(load_matrices, "")
+PYMOE_LOAD_MATRICES(load_matrices_transposed, ".trans")
+#undef PYMOE_LOAD_MATRICES
 
-PYMOE_DEVICE void load_matrices_transposed(uint32_t (&to)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(row)))
+PYMOE_DEVICE void store_16_bytes(void* to, uint4 value) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+               "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
                : "memory");
 }
 

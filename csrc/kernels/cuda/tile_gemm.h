@@ -48,14 +48,14 @@ struct TensorCoreTile {
   static constexpr int kThreads = 128, kBlocks = 3;  // and how many blocks share a multiprocessor
   static constexpr int kRun = 2;  // neighbouring columns that a thread holds
 
-  using ALoader = TileLoader<T, kTileRows, kThreads>;
-  using BLoader = TileLoader<T, kTileColumns, kThreads>;
+  using ALoader = TileLoader<T, kTileRows, kThreads, false>;
+  using BLoader = TileLoader<T, kTileColumns, kThreads, false>;
   static constexpr int kDepth = ALoader::kDepth;
   // An operand's tile lies as it came: rows of 32 + 8 elements, or depths of 64 + 8 or 128 + 8. With this padding the
   // eight rows of 16 bytes that ldmatrix reads together lie in different banks.
   static constexpr int kPadding = 8, kPitch = kDepth + kPadding;
   static constexpr int kASize = kTileRows * kPitch, kBSize = kTileColumns * kPitch;
-  static constexpr int kSharedElements = 2 * (kASize + kBSize);
+  static constexpr int kSharedPacks = 2 * (kASize + kBSize) / ALoader::kPack;  // of 16 bytes, where they are aligned
 
   float sum[2][8][4] = {};
   int warp_row = static_cast<int>(threadIdx.x) / kWarp / 2 * 32;
@@ -65,35 +65,46 @@ struct TensorCoreTile {
     return along_rows ? TileLayout{1, rows + kPadding} : TileLayout{kPitch, 1};
   }
 
-  // Loads the 16 x 16 block at (row, depth) of a tile.
-  static PYMOE_DEVICE void load(uint32_t (&to)[4], const T* tile, TileLayout layout, bool along_rows, int row,
-                                int depth) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarp;
-    const T* block = tile + row * layout.row_step + depth * layout.depth_step;
-    if (along_rows) {
-      load_matrices_transposed(to, block + (lane % 8 + lane / 16 * 8) * layout.depth_step + lane / 8 % 2 * 8);
-    } else {
-      load_matrices(to, block + lane % 16 * layout.row_step + lane / 16 * 8);
+  // Where the 16 x 16 blocks of a tile are, seen from this lane: offset + i * rows_16 + k * depths_16.
+  struct Blocks {
+    bool along_rows;
+    int offset, rows_16, depths_16;
+
+    PYMOE_DEVICE Blocks(TileLayout layout, bool transposed, int first_row) : along_rows(transposed) {
+      const int lane = static_cast<int>(threadIdx.x) % kWarp;
+      offset = first_row * layout.row_step + (along_rows ? (lane % 8 + lane / 16 * 8) * layout.depth_step + lane / 8 % 2 * 8
+                                                         : lane % 16 * layout.row_step + lane / 16 * 8);
+      rows_16 = 16 * layout.row_step;
+      depths_16 = 16 * layout.depth_step;
     }
-  }
+    PYMOE_DEVICE void load(uint32_t (&to)[4], const T* tile, int i, int k) const {
+      const int at = offset + i * rows_16 + k * depths_16;
+      if (along_rows) {
+        load_matrices_transposed(to, tile, at);
+      } else {
+        load_matrices(to, tile, at);
+      }
+    }
+  };
 
   PYMOE_DEVICE void run(const Operand<T>& a, const Operand<T>& b, int rows, int columns, int64_t depth, T* shared) {
     ALoader a_loader(a, rows);
     BLoader b_loader(b, columns);
     const TileLayout a_layout = layout(a.along_rows, kTileRows), b_layout = layout(b.along_rows, kTileColumns);
+    const Blocks a_blocks(a_layout, a.along_rows, warp_row), b_blocks(b_layout, b.along_rows, warp_column);
     const bool idle = warp_row >= rows || warp_column >= columns;  // the same for a whole warp
     for_each_step(a_loader, b_loader, depth, shared, kASize, a_layout, shared + 2 * kASize, kBSize, b_layout,
                   [&](const T* a_tile, const T* b_tile) {
       if (idle) return;
 #pragma unroll
-      for (int k = 0; k < kDepth; k += 16) {
+      for (int k = 0; k < kDepth / 16; ++k) {
         uint32_t a_block[2][4];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) load(a_block[i], a_tile, a_layout, a.along_rows, warp_row + 16 * i, k);
+        for (int i = 0; i < 2; ++i) a_blocks.load(a_block[i], a_tile, i, k);
 #pragma unroll
         for (int j = 0; j < 8; j += 2) {
           uint32_t b_block[4];
-          load(b_block, b_tile, b_layout, b.along_rows, warp_column + 8 * j, k);
+          b_blocks.load(b_block, b_tile, j / 2, k);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             multiply_add(TypeTag<T>{}, sum[i][j], a_block[i], b_block[0], b_block[2]);
@@ -129,13 +140,13 @@ struct CudaCoreTile {
   static constexpr int kThreads = 256, kBlocks = 1;
   static constexpr int kRun = 16 / static_cast<int>(sizeof(T));
 
-  using ALoader = TileLoader<T, kTileRows, kThreads>;
-  using BLoader = TileLoader<T, kTileColumns, kThreads>;
+  using ALoader = TileLoader<T, kTileRows, kThreads, true>;
+  using BLoader = TileLoader<T, kTileColumns, kThreads, true>;
   static constexpr int kDepth = ALoader::kDepth;
   // Tiles lie depth by depth, so that a thread reads neighbouring rows in packs.
   static constexpr int kAPitch = kTileRows + kRun, kBPitch = kTileColumns + kRun;
   static constexpr int kASize = kDepth * kAPitch, kBSize = kDepth * kBPitch;
-  static constexpr int kSharedElements = 2 * (kASize + kBSize);
+  static constexpr int kSharedPacks = 2 * (kASize + kBSize) / ALoader::kPack;  // of 16 bytes, where they are aligned
 
   T sum[4][8] = {};
   int thread_row, thread_column;

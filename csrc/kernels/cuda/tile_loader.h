@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "core/dtype.h"
+#include "kernels/cuda/mma.h"
 #include "kernels/cuda/pack.h"
 
 namespace pymoe::cuda {
@@ -42,13 +43,14 @@ struct TileLayout {
 
 // Brings kRows rows and 64 bytes of depth at a time: whole packs by way of registers, where they wait while the tile
 // before is multiplied, others element by element. What lies outside of the operand counts as zero and is not read.
-template <typename T, int kRows, int kThreads>
+// kDepthByDepth: the tile in shared memory always lies so, else as the operand does, so that packs stay whole.
+template <typename T, int kRows, int kThreads, bool kDepthByDepth>
 struct TileLoader {
   static constexpr int kPack = 16 / static_cast<int>(sizeof(T)), kDepth = 4 * kPack;
   static constexpr int kPacks = kRows * 4 / kThreads;  // a thread's
   static_assert(kPacks * kThreads == kRows * 4);
 
-  Pack<T, kPack> packs[kPacks];
+  uint4 packs[kPacks];  // as loads leave them: to take them apart would be to wait for them
   const T* from;               // the thread's first pack of the next tile
   int64_t pack_step;           // in memory, from a thread's pack to its next
   int64_t tile_step;           // ... and to the next tile
@@ -89,7 +91,8 @@ struct TileLoader {
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       const bool inside = i * row_step < rows_left && i * depth_step < depths_left;
-      packs[i] = inside ? load_pack<Pack<T, kPack>>(from + i * pack_step) : Pack<T, kPack>{};
+      packs[i] = uint4{};
+      if (inside) packs[i] = *reinterpret_cast<const uint4*>(from + i * pack_step);
     }
     from += tile_step;
   }
@@ -102,11 +105,12 @@ struct TileLoader {
     if (whole) {
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
-        if (element == 1) {
-          store_pack(to + i * shared_step, packs[i]);
+        if (!kDepthByDepth || along_rows) {
+          store_16_bytes(to + i * shared_step, packs[i]);
         } else {
+          const auto elements = bit_cast<Pack<T, kPack>>(packs[i]);
 #pragma unroll
-          for (int j = 0; j < kPack; ++j) to[i * shared_step + j * element] = packs[i][j];
+          for (int j = 0; j < kPack; ++j) to[i * shared_step + j * element] = elements[j];
         }
       }
       return;
