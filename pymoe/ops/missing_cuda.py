@@ -9,12 +9,16 @@ import torch
 
 _LIBRARY = torch.library.Library("pymoe", "IMPL")  # registrations last as long as this object
 
+refused: list[str] = []
+"""The operators that refuse CUDA tensors in this build: all of them, or none."""
+
 
 def register() -> None:
     """Give every operator without a CUDA kernel one that says so; torch's own message speaks of selective builds."""
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith("pymoe::") and not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):
             _LIBRARY.impl(name, _refusal(name), "CUDA")
+            refused.append(name)
 
 
 def _refusal(name: str) -> Callable[..., NoReturn]:

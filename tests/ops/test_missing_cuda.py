@@ -1,9 +1,12 @@
 """An operator without a CUDA kernel says so to CUDA tensors, in words that help."""
 
+from functools import partial
+
 import pytest
 import torch
 
 import pymoe
+from pymoe.ops import missing_cuda
 from pymoe.testing.calls import generator
 from pymoe.testing.specs import all_specs
 
@@ -16,14 +19,19 @@ def test_every_operator_has_a_kernel_or_a_refusal(name):
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"pymoe::{name}", "CUDA")
 
 
+def test_a_build_with_cuda_kernels_has_all_of_them_and_one_without_has_none():
+    refused = {name.removeprefix("pymoe::") for name in missing_cuda.refused}
+    assert refused & CALLS.keys() == (set() if pymoe.build_info()["cuda_kernels"] else CALLS.keys())
+
+
 def test_the_refusal_names_the_operator_and_the_ways_out():
     """Sent to the CUDA kernel past the choice by device, so that no GPU is needed."""
     cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-    refused = 0
     for name, call in CALLS.items():
-        if name.startswith("dispatch") and pymoe.build_info()["cuda_kernels"]:
-            continue  # the kernel is there
+        operator = getattr(torch.ops.pymoe, name).default
+        if f"pymoe::{name}" in missing_cuda.refused:
+            to_cuda = partial(operator.redispatch, cuda)
+        else:  # the build has the kernel: what another one would say
+            to_cuda = missing_cuda._refusal(f"pymoe::{name}")
         with pytest.raises(RuntimeError, match=rf"^pymoe::{name}: there is no CUDA kernel .* backend='reference'$"):
-            getattr(torch.ops.pymoe, name).default.redispatch(cuda, *call.args)
-        refused += 1
-    assert refused >= len(CALLS) - 2
+            to_cuda(*call.args)
