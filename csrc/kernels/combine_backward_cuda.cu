@@ -63,6 +63,34 @@ PYMOE_DEVICE S tree_sum(S (&values)[kCount]) {
   return values[0];
 }
 
+// Which of the sums a lane holds in the end: none, or `count` from `first` on.
+struct Held {
+  int first, count;
+};
+
+// Adds each of kCount sums over the `lanes` of a group in a warp, by the lane bits from the highest down. As long as a
+// lane has several, it gives half of them to its partner and gets the partner's other half: 9 shuffles for 8 sums over
+// 32 lanes, where 8 sums one by one take 40. The sums that the lane holds in the end come first in `sums`.
+template <typename S, int kCount>
+PYMOE_DEVICE Held add_lanes(S (&sums)[kCount], int lane, int lanes) {
+  int bit = lanes / 2, count = kCount;
+#pragma unroll
+  for (int half = kCount / 2; half > 0; half /= 2) {
+    if (bit == 0) continue;
+    const bool upper = (lane & bit) != 0;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const S given = upper ? sums[i] : sums[i + half];
+      sums[i] = (upper ? sums[i + half] : sums[i]) + __shfl_xor_sync(kFullWarp, given, bit);
+    }
+    bit /= 2;
+    count = half;
+  }
+  for (; bit > 0; bit /= 2) sums[0] = sums[0] + __shfl_xor_sync(kFullWarp, sums[0], bit);
+  const int sharers = lanes > kCount ? lanes / kCount : 1, position = lane % lanes;  // lanes that hold the same sum
+  return {position / sharers * count, position % sharers == 0 ? count : 0};
+}
+
 template <typename T>
 struct Rows {
   const T* PYMOE_RESTRICT grad;
@@ -144,29 +172,27 @@ __global__ void __launch_bounds__(kRowThreads, kAtOnce <= 2 ? 4 : 2) combine_bac
     }
     if (!with_weights) continue;
 
-    for (int bit = min(a.group, kWarp) / 2; bit > 0; bit /= 2) {
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) sums[k] = sums[k] + __shfl_xor_sync(kFullWarp, sums[k], bit);
-    }
+    const Held held = add_lanes(sums, lane % kWarp, min(a.group, kWarp));
     // Two halves of shared memory in turn: the barrier of the next round stands between this round's readers and the
     // writers that come after it.
     S* const of_block = shared_sums + (round % 2) * kWarps * kAtOnce;
     const int warp = static_cast<int>(threadIdx.x) / kWarp, warps = a.group / kWarp;
-    if (warps > 1) {
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        if (lane % kWarp == 0) of_block[warp * kAtOnce + k] = sums[k];
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int k = held.first + i;
+      if (i >= held.count) continue;
+      if (warps > 1) {
+        of_block[warp * kAtOnce + k] = sums[i];
+      } else if (there && begin + k < a.choices) {
+        a.dweights[token * a.choices + begin + k] = sums[i];
       }
+    }
+    if (warps > 1) {
       __syncthreads();
       if (there && lane < kAtOnce && begin + lane < a.choices) {
         S total = of_block[warp * kAtOnce + lane];  // of the group's first warp
         for (int i = 1; i < warps; ++i) total = total + of_block[(warp + i) * kAtOnce + lane];
         a.dweights[token * a.choices + begin + lane] = total;
-      }
-    } else if (there && lane == 0) {
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        if (begin + k < a.choices) a.dweights[token * a.choices + begin + k] = sums[k];
       }
     }
   }
