@@ -41,8 +41,8 @@ PYMOE_DEVICE void read_choices(Choices<S, kAtOnce>& now, const int32_t* slots, c
 template <typename T, int kBytes, int kAtOnce>
 __global__ void __launch_bounds__(kRowThreads, kAtOnce <= 2 ? 5 : 3)
     combine_kernel(const T* PYMOE_RESTRICT y, const int32_t* PYMOE_RESTRICT slots,
-                   const accumulate_t<T>* PYMOE_RESTRICT weights, T* PYMOE_RESTRICT out, int64_t tokens, int64_t choices,
-                   int64_t row_packs, int group) {
+                   const accumulate_t<T>* PYMOE_RESTRICT weights, T* PYMOE_RESTRICT out, int64_t tokens,
+                   int64_t choices, int64_t row_packs, int group) {
   using S = accumulate_t<T>;
   constexpr int kElements = kBytes / static_cast<int>(sizeof(T));
   using P = Pack<T, kElements>;

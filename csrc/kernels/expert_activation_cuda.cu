@@ -7,8 +7,8 @@
 // with one, a chunk never crosses from gate to up. Where the tensors or F do not allow accesses of 16 bytes, elements
 // are moved one by one.
 //
-// A swiglu element costs some 45 instructions (sass of sm_90, bf16; 26 of them e^x, ten the division), about as many as
-// the SMs issue while its six bytes pass: hence one_plus_exp, which leaves out what 1 + e^x cannot show.
+// A swiglu element costs some 45 instructions (counted in sm_90's code for bf16; 26 are e^x, ten the division), about
+// as many as the SMs can issue while its six bytes pass: hence one_plus_exp, which leaves out what 1 + e^x cannot show.
 #include <cstdint>
 #include <initializer_list>
 

@@ -4,8 +4,8 @@
 //     z       = 1 / T * sum_t lse_t^2       lse_t = logsumexp of the logits of token t
 //
 // Contract: pymoe/reference/router_losses.py. Sums over tokens run over blocks of kLossBlock tokens: in the accumulated
-// dtype and in order within a block, in fp64 and in kSumLanes lanes (as sums over experts, core/score.h) over blocks. So
-// there is one result for any number of threads and for both twins, but for their libraries' logarithms, which may
+// dtype and in order within a block, in fp64 and in kSumLanes lanes (as sums over experts, core/score.h) over blocks.
+// So there is one result for any number of threads and for both twins, but for their libraries' logarithms, which may
 // differ in the last bit. The backward recomputes the probabilities and writes each gradient once:
 //
 //     softmax: grad = p_te * (a (f_e - <f, p_t>) + b lse_t)    a = grad_balance * E / T, b = 2 * grad_z / T

@@ -247,10 +247,10 @@ void router_losses_backward(const RouterLossesBackwardArguments& a, void* stream
     using T = typename decltype(tag)::type;
     using S = accumulate_t<T>;
     const int64_t bytes = table_bytes<S>(a.load, a.num_experts);
-    launch("router_losses_backward", router_losses_backward_kernel<T>, {blocks, kBackwardThreads, max(bytes, kLeastBytes)}, stream,
-           static_cast<const T*>(a.logits), a.load, a.load_is_int64, a.with_z, a.score,
-           static_cast<const S*>(a.grad_balance), static_cast<const S*>(a.grad_z), static_cast<T*>(a.grad_logits),
-           a.tokens, a.num_experts, bytes > 0);
+    launch("router_losses_backward", router_losses_backward_kernel<T>,
+           {blocks, kBackwardThreads, max(bytes, kLeastBytes)}, stream, static_cast<const T*>(a.logits), a.load,
+           a.load_is_int64, a.with_z, a.score, static_cast<const S*>(a.grad_balance), static_cast<const S*>(a.grad_z),
+           static_cast<T*>(a.grad_logits), a.tokens, a.num_experts, bytes > 0);
   });
 }
 

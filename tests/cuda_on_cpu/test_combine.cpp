@@ -214,8 +214,8 @@ TEST_CASE("combine and its backward: rows past 2^31 elements") {
     elements(grad)[column] = round_to<BFloat16>(7);
   }
   cuda::combine({y.data(), slot.data(), weights.data(), out.data(), 1, kChoices, kHidden, DType::kBFloat16}, nullptr);
-  cuda::combine_backward({grad.data(), y.data(), slot.data(), used.data(), weights.data(), dy.data(), dweights.data(), 1,
-                          kChoices, kHidden, DType::kBFloat16},
+  cuda::combine_backward({grad.data(), y.data(), slot.data(), used.data(), weights.data(), dy.data(), dweights.data(),
+                          1, kChoices, kHidden, DType::kBFloat16},
                          nullptr);
   for (const int64_t column : {int64_t{5}, kHidden - 1}) {
     CHECK(to_accumulate(elements(out)[column]) == 6);

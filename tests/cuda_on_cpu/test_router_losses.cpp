@@ -67,8 +67,9 @@ void compare(const Options& o, Random& random) {
   fill(grad_balance, random);
   fill(grad_z, random);
   Buffer<T> grad(logits.size(), o.shift), expected(logits.size());
-  RouterLossesBackwardArguments b{dtype_of<T>(), logits.data(),   load,     o.wide,   o.with_z, o.score, grad_balance.data(),
-                                  grad_z.data(), expected.data(), o.tokens, o.experts};
+  RouterLossesBackwardArguments b{dtype_of<T>(), logits.data(),       load,          o.wide,          o.with_z,
+                                  o.score,       grad_balance.data(), grad_z.data(), expected.data(), o.tokens,
+                                  o.experts};
   cpu::router_losses_backward(b);
   b.grad_logits = grad.data();
   cuda::router_losses_backward(b, nullptr);
