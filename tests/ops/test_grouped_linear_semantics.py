@@ -59,6 +59,7 @@ def test_experts_without_rows_have_zero_gradients(backend):
     assert bool(weight.grad[3].any())
 
 
+@pytest.mark.only_on("cpu", "pretended")  # on a GPU the order of sums may be torch's choice
 @DTYPES
 def test_a_row_does_not_depend_on_the_rows_around_it(dtype):
     x, weight, offsets, bias = problem([1, 61, 0, 500], outputs=70, inputs=600, dtype=dtype)
@@ -90,6 +91,7 @@ def test_autocast_behaves_as_linear(backend, dtype, device):
     assert [found.dtype for found in grads] == [torch.float32] * 3
 
 
+@pytest.mark.only_on("cpu", "pretended")  # on a GPU the order of sums may be torch's choice
 def test_a_transposed_weight_is_read_in_place():
     x, weight, offsets, bias = problem([5, 9])
     stored = weight.detach().transpose(1, 2).contiguous()  # (E, H, N), as some models keep it
