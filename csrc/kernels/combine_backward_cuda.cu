@@ -1,12 +1,12 @@
 // The backward of the gather-sum on the GPU, in one pass over grad and y. A group of threads owns a token and takes its
-// choices up to eight at a time. Every thread reads a chunk of 16 bytes of grad, issues the loads of the eight chunks of
-// y, writes the eight chunks of dy, and keeps eight sums of products; at the end of the row the group adds up its
+// choices up to eight at a time. Every thread reads a chunk of 16 bytes of grad, issues the loads of the eight chunks
+// of y, writes the eight chunks of dy, and keeps eight sums of products; at the end of the row the group adds up its
 // threads' sums. A token's group also clears its share of the rows of dy that are not in use: t, t + T, t + 2 T, ...
 //
 // The order of a dweight: the products of a chunk are added as a balanced tree; thread i of the group adds the trees of
-// chunks i, i + threads, ... in turn; the threads of a warp are added by the bits of their lanes, from the highest down;
-// the warps in turn. The number of threads follows from H and the dtype alone, and a chunk has 16 bytes whatever the
-// alignment of the tensors, so a result depends on neither grid nor address.
+// chunks i, i + threads, ... in turn; the threads of a warp are added by the bits of their lanes, from the highest
+// down; the warps in turn. The number of threads follows from H and the dtype alone, and a chunk has 16 bytes whatever
+// the alignment of the tensors, so a result depends on neither grid nor address.
 //
 // Bytes: (T + 2 S) rows, each once (998 MB for T 4096, K 8, H 7168 in bf16). Two blocks of 256 threads with 128 bytes
 // on their way each are 64 KB an SM, and as much again to be stored; some 25 KB are needed (combine_cuda.cu).

@@ -41,8 +41,8 @@ struct Strips {
 template <typename T>
 struct Place {
   int64_t row, column[kShare];
-  int count[kShare];    // elements in the chunk, 0: none
-  bool whole[kShare];   // one access moves it
+  int count[kShare];   // elements in the chunk, 0: none
+  bool whole[kShare];  // one access moves it
 };
 
 template <typename T>

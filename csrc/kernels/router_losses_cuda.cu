@@ -101,7 +101,7 @@ PYMOE_DEVICE RowStatistics<S> row_statistics(const T* row, int64_t size, bool wi
     r.max = max;
     r.has_nan = nan != 0;
     S sum = 0, dot = 0;
-#pragma unroll 4
+#pragma unroll 2
     for (int64_t e = lane; e < size; e += kSumLanes) {
       const S exp = exp_in_fixed_steps(to_accumulate(row[e]) - max);
       sum = sum + exp;
@@ -112,7 +112,7 @@ PYMOE_DEVICE RowStatistics<S> row_statistics(const T* row, int64_t size, bool wi
   }
   if (with_sigmoids) {
     S sum = 0, dot = 0;
-#pragma unroll 4
+#pragma unroll 2
     for (int64_t e = lane; e < size; e += kSumLanes) {
       const S score = sigmoid_in_fixed_steps(to_accumulate(row[e]));
       sum = sum + score;
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   const S divisor = sigmoids ? floored_sum(r.score_sum) : r.sum;
   const bool floored = sigmoids && r.score_sum < static_cast<S>(kScoreSumFloor);
   const S mean = !balanced || floored ? S{0} : r.score_dot / divisor;
-#pragma unroll 4
+#pragma unroll 2
   for (int64_t e = lane; e < num_experts; e += kSumLanes) {
     const S value = to_accumulate(row[e]);
     S grad;
