@@ -16,7 +16,7 @@
 // everywhere, so the sort is stable, and no result depends on which block runs when.
 //
 // A block holds (warps + 2) * E counters. They lie in shared memory up to some thousand experts (fewer warps make room
-// for more experts), else in the workspace. Nothing need be initialised: each value is written before it is read.
+// for more experts), else in the workspace. Nothing need be initialised: what is used is written first.
 #include <algorithm>
 #include <type_traits>
 

@@ -7,8 +7,9 @@
 // opaque bytes; any dtype is served by one kernel. Row offsets are 64-bit.
 //
 // `slot` must hold -1 (dropped) or a row in [0, S). The CPU twin throws std::out_of_range otherwise; the CUDA twin
-// skips such a choice. Neither ever writes outside `out`. The result is a permutation of the input bytes: exact, and
-// the same for any number of threads. No workspace.
+// skips such a choice. *used is clamped to [0, S]; a row that is not in use is zero even if a slot names it. Neither
+// ever writes outside `out`. The result is a permutation of the input bytes: exact, and the same for any number of
+// threads. No workspace.
 #pragma once
 
 #include <cstdint>
