@@ -63,7 +63,8 @@ def measure_rates(
     """Measure both rates (medians), for ``dtypes`` and fp32; ``quick`` with smaller work and less time."""
     moved, size = (QUICK_RATE_BYTES, QUICK_RATE_SIZE) if quick else (RATE_BYTES, RATE_SIZE)
     if device.type == "cuda":
-        moved, size = CUDA_RATE_BYTES, CUDA_RATE_SIZE
+        memory = torch.cuda.get_device_properties(device).total_memory
+        moved, size = min(CUDA_RATE_BYTES, memory // 4), CUDA_RATE_SIZE
         dtypes = (torch.bfloat16, *dtypes)
     budget = 0.05 if quick else 0.5
     dtypes = dict.fromkeys((torch.float32, *dtypes))
