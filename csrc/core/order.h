@@ -34,9 +34,9 @@ template <typename S>
 PYMOE_HOST_DEVICE PYMOE_INLINE order_key_t<S> order_key(S value) {
   using Key = order_key_t<S>;
   constexpr Key kMagnitude = std::numeric_limits<Key>::max();
-  if (value != value) return kMagnitude;
   const Key bits = bit_cast<Key>(value + S{0});  // -0 + 0 = +0
-  return bits < 0 ? bits ^ kMagnitude : bits;
+  const Key key = bits < 0 ? bits ^ kMagnitude : bits;
+  return value != value ? kMagnitude : key;
 }
 
 // The value of a key that order_key made: exact but for -0, which comes back as +0, and for a NaN's payload.

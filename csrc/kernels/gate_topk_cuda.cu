@@ -173,7 +173,10 @@ class Token {
       sum_ = sum.total();
     }
     if (!kScoresRow || a_.chooses_on_logits()) {
-      row_.map([&](Key slot, int32_t expert, int) { return inside(expert) ? order_key(bit_cast<S>(slot)) : kNoKey<S>; });
+      row_.map([&](Key slot, int32_t expert, int) {
+        const Key key = order_key(bit_cast<S>(slot));  // whether inside or not: without a branch
+        return inside(expert) ? key : kNoKey<S>;
+      });
       return;
     }
     const auto* bias = static_cast<const S*>(a_.bias);
@@ -251,7 +254,11 @@ class Token {
   PYMOE_DEVICE void write_choice(int64_t choice, int32_t expert) const {
     if (!writes_) return;
     a_.experts[token_ * a_.choices + choice] = expert;
-    atomicAdd(counts_ + expert, 1);
+    if (layout_.counts_in_shared) {
+      atomicAdd(counts_ + expert, 1);
+    } else {
+      atomicAdd(a_.load + expert, 1);
+    }
   }
   PYMOE_DEVICE S* weights() const { return static_cast<S*>(a_.weights) + token_ * a_.choices; }
 
@@ -313,8 +320,13 @@ class Token {
   HeldRow<S, kLanes, kHeld> row_;
 };
 
+// Blocks a multiprocessor: as many registers a thread as keep everything out of local memory.
+template <int kLanes, int kHeld, bool kScoresRow>
+inline constexpr int kResident = kLanes == kWarp || (kHeld == 16 && !kScoresRow) ? 2 : 3;
+
 template <typename S, int kLanes, int kHeld, bool kScoresRow>
-__global__ void __launch_bounds__(kThreads, kLanes == kWarp ? 2 : 3) gate_topk_kernel(const GateTopkArguments a, const Layout layout) {
+__global__ void __launch_bounds__(kThreads, (kResident<kLanes, kHeld, kScoresRow>))
+    gate_topk_kernel(const GateTopkArguments a, const Layout layout) {
   PYMOE_DYNAMIC_SHARED(unsigned char, memory);
   const int tokens = blockDim.x / kLanes, slot = threadIdx.x / kLanes;
   unsigned char* next = memory;
@@ -341,11 +353,11 @@ __global__ void __launch_bounds__(kThreads, kLanes == kWarp ? 2 : 3) gate_topk_k
     const int64_t token = tile * tokens + slot;
     // Groups past the last token repeat it and write nothing: the warp's collectives need all lanes.
     Token<S, kLanes, kHeld, kScoresRow>(a, layout, min(token, a.tokens - 1), token < a.tokens, buffer,
-                                        layout.counts_in_shared ? counts : a.load)
+                                        counts)
         .gate(list, chosen, scores);
   }
   if (layout.counts_in_shared) {
-    __syncthreads();
+    __syncthreads();  // all have counted
     for (int64_t expert = threadIdx.x; expert < a.num_experts; expert += blockDim.x) {
       const int32_t count = counts[expert];
       if (gridDim.x == 1) {

@@ -5,6 +5,9 @@ from __future__ import annotations
 from fault import Fault
 from routing_mutants import FAULTS as ROUTING_FAULTS
 
+CHOOSE = "csrc/kernels/cuda/choose.h"
+GATE = "csrc/kernels/gate_topk_cuda.cu"
+GATE_BACKWARD = "csrc/kernels/gate_topk_backward_cuda.cu"
 COMBINE = "csrc/kernels/combine_cuda.cu"
 COMBINE_BACKWARD = "csrc/kernels/combine_backward_cuda.cu"
 EXPERT_ACTIVATION = "csrc/kernels/expert_activation_cuda.cu"
@@ -256,5 +259,133 @@ FAULTS = [
         "    ends[thread] = end;",
         "thread",
         "grouped_linear",
+    ),
+    Fault(
+        "gate_topk forgets the keys that tie with the bound",
+        CHOOSE,
+        "if (key >= bound) *next++",
+        "if (key > bound) *next++",
+        "values",
+        "gate_topk",
+    ),
+    Fault(
+        "gate_topk gives tied candidates one place",
+        CHOOSE,
+        "return rank > other.rank;",
+        "return key() > other.key();",
+        "values",
+        "gate_topk",
+    ),
+    Fault(
+        "gate_topk takes the higher index of a tie in float64",
+        CHOOSE,
+        "id < other.id",
+        "id > other.id",
+        "values",
+        "gate_topk",
+    ),
+    Fault(
+        "gate_topk ranks candidates before all are gathered",
+        CHOOSE,
+        "  });\n  __syncwarp();\n\n",
+        "  });\n\n",
+        "thread",
+        "gate_topk",
+    ),
+    Fault(
+        "gate_topk gathers more candidates than there is room for",
+        CHOOSE,
+        "count > capacity)",
+        "count > 8 * capacity)",
+        "address",
+        "gate_topk",
+    ),
+    Fault(
+        "gate_topk loses counts of slots",
+        GATE,
+        "atomicAdd(counts_ + expert, 1);",
+        "counts_[expert] += 1;",
+        "thread",
+        "gate_topk",
+    ),
+    Fault(
+        "gate_topk loses the counts of a block",
+        GATE,
+        "atomicAdd(a.load + expert, count);",
+        "a.load[expert] += count;",
+        "thread",
+        "gate_topk",
+    ),
+    Fault(
+        "gate_topk adds up counts while others still count",
+        GATE,
+        "__syncthreads();  // all have counted",
+        "",
+        "thread",
+        "gate_topk",
+    ),
+    Fault(
+        "gate_topk reads the logit past the row",
+        GATE,
+        "static_cast<uint32_t>(expert) < a_.num_experts;",
+        "static_cast<uint32_t>(expert) <= a_.num_experts;",
+        "address",
+        "gate_topk",
+    ),
+    Fault(
+        "gate_topk writes past the last token",
+        GATE,
+        "min(token, a.tokens - 1), token < a.tokens,",
+        "token, true,",
+        "address",
+        "gate_topk",
+    ),
+    Fault(
+        "gate_topk prefers the higher of tied groups",
+        GATE,
+        "== key && other < group",
+        "== key && other > group",
+        "values",
+        "gate_topk",
+    ),
+    Fault(
+        "gate_topk_backward takes expert E",
+        GATE_BACKWARD,
+        "expert < a_.num_experts; }",
+        "expert <= a_.num_experts; }",
+        "address",
+        "gate_topk",
+    ),
+    Fault(
+        "gate_topk_backward writes rows before they are done",
+        GATE_BACKWARD,
+        "      .backward();\n  __syncthreads();",
+        "      .backward();",
+        "thread",
+        "gate_topk",
+    ),
+    Fault(
+        "gate_topk_backward writes a whole block of tokens at the end",
+        GATE_BACKWARD,
+        "write_rows(rows, min(tokens, a.tokens - first) *",
+        "write_rows(rows, tokens *",
+        "address",
+        "gate_topk",
+    ),
+    Fault(
+        "gate_topk_backward divides scores that others still add",
+        GATE_BACKWARD,
+        "sum_in_blocks(chosen_, a_.choices);\n    __syncwarp();",
+        "sum_in_blocks(chosen_, a_.choices);",
+        "thread",
+        "gate_topk",
+    ),
+    Fault(
+        "gate_topk_backward forgets what fills no pack",
+        GATE_BACKWARD,
+        "packs * P::kSize + threadIdx.x",
+        "packs * P::kSize + threadIdx.x + 1",
+        "values",
+        "gate_topk",
     ),
 ]
