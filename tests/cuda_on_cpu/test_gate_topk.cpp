@@ -153,6 +153,12 @@ TEST_CASE("gate_topk: the emulated kernel equals the CPU twin, bit for bit") {
   });
 }
 
+TEST_CASE("gate_topk: blocks that choose the same experts count together") {
+  for_cases("gate_topk blocks", 4, [](Random& random) {
+    check_gate<float>({20, 300, 3}, Logits::kEqual, false, 0, 0, random_options(random), random);
+  });
+}
+
 TEST_CASE("gate_topk: rows too long for shared memory, and for counting in it") {
   if (kSlow) return;
   for_cases("gate_topk long", 6, [](Random& random) {
