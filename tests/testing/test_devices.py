@@ -42,7 +42,7 @@ def test_names_of_tests_by_device():
         assert any(wanted in name for name in names)
         assert not any(unwanted in name for name in names)
     semantics = [sum("test_routing_semantics" in name for name in names) for names in (cpu, cuda)]
-    assert semantics[0] == semantics[1] + 1  # of fake tensors, which lie nowhere
+    assert 0.8 * semantics[0] < semantics[1] < semantics[0], "all but what says that it concerns the CPU"
 
 
 def test_tests_pass_on_another_device():
