@@ -205,10 +205,10 @@ FAULTS = [
         "grouped_linear",
     ),
     Fault(
-        "grouped_linear stores columns that do not exist",
+        "grouped_linear stores a row past its tile",
         GROUPED_LINEAR,
-        "column + Tile::kRun <= columns",
-        "column < columns",
+        "if (row >= rows) return;",
+        "if (row > rows) return;",
         "address",
         "grouped_linear",
     ),
