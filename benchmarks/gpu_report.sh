@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 
 for python in ${PYTHON:+"$PYTHON"} .venv/bin/python python3 python; do
   if command -v "$python" >/dev/null && "$python" -c 'import torch' >/dev/null 2>&1; then
-    exec "$python" -m benchmarks.gpu_report "$@"
+    exec "$python" -m benchmarks.gpu.report "$@"
   fi
 done
 echo "gpu_report: no Python with torch was found; name one: PYTHON=... bash benchmarks/gpu_report.sh" >&2

@@ -20,10 +20,10 @@ from pymoe.bench import cli
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmarks import gpu_report, gpu_sanitize  # noqa: E402
-from benchmarks.gpu_facts import facts, slug  # noqa: E402
-from benchmarks.gpu_markdown import markdown  # noqa: E402
-from benchmarks.stages import SECONDS, Stage, run_stages, scrubbed  # noqa: E402
+from benchmarks.gpu import report, sanitize  # noqa: E402
+from benchmarks.gpu.facts import facts, slug  # noqa: E402
+from benchmarks.gpu.markdown import markdown  # noqa: E402
+from benchmarks.gpu.stages import SECONDS, Stage, run_stages, scrubbed  # noqa: E402
 
 HANG = "import subprocess, sys, time; print('begun', flush=True)\n"
 HANG += "subprocess.Popen([sys.executable, '-c', CHILD]); time.sleep(600)"
@@ -189,8 +189,8 @@ def test_the_stages_of_a_gpu_fit_its_limit_and_name_files_that_exist(tmp_path):
         "cores": 16,
         "packages": ["pytest", "hypothesis", "xdist"],
     }
-    stages = gpu_report.all_stages("cuda", machine, tmp_path)
-    assert sum(one.reserved for one in stages) <= gpu_report.LIMIT["cuda"] <= 540
+    stages = report.all_stages("cuda", machine, tmp_path)
+    assert sum(one.reserved for one in stages) <= report.LIMIT["cuda"] <= 540
     names = [one.name for one in stages]
     assert names.index("build") == 0
     assert all(set(one.after) <= set(names) for one in stages)
@@ -198,14 +198,14 @@ def test_the_stages_of_a_gpu_fit_its_limit_and_name_files_that_exist(tmp_path):
         for part in one.command:
             if part.startswith("tests/"):
                 assert (ROOT / part).exists(), part
-    lines = {name: [line.name for line in selected("cuda", wanted[0])] for name, wanted in gpu_report.LINES.items()}
+    lines = {name: [line.name for line in selected("cuda", wanted[0])] for name, wanted in report.LINES.items()}
     assert len(lines["design_rows"]) >= 7
     assert all("MoE" in name for name in lines["layer"])
     assert len(lines["layer"]) >= 3
     assert len(lines["operators"]) > 30
     for operator in ("gate_topk T4096 E128 K8", "build_routing T4096 K8 E128", "dispatch T4096 H7168 K8"):
         assert any(name.startswith(operator) for name in lines["design_rows"])
-    assert all(selected("cpu", wanted[1]) for wanted in gpu_report.LINES.values())
+    assert all(selected("cpu", wanted[1]) for wanted in report.LINES.values())
 
 
 def selected(device, pattern):
@@ -239,7 +239,7 @@ PLANTED = MEMCHECK.format(kernel="pymoe_canary_memcheck", calls="")
     ],
 )
 def test_a_tool_counts_only_after_it_reported_its_planted_fault(canary, status, grid, expected):
-    record = gpu_sanitize.judge("memcheck", canary, status, grid)
+    record = sanitize.judge("memcheck", canary, status, grid)
     assert record["status"] == expected
     if expected == "failed":
         assert record["reason"]
@@ -263,15 +263,15 @@ def test_every_tool_runs_its_canary_first_and_is_written_at_once(tmp_path):
             return 1, MEMCHECK.format(kernel=f"pymoe_canary_{tool}", calls="")
         return 0, CLEAN
 
-    records = gpu_sanitize.sanitize("compute-sanitizer", "canary", 60.0, file, run)
-    assert [one["tool"] for one in records] == list(gpu_sanitize.TOOLS)
+    records = sanitize.sanitize("compute-sanitizer", "canary", 60.0, file, run)
+    assert [one["tool"] for one in records] == list(sanitize.TOOLS)
     assert {one["status"] for one in records} == {"passed"}
     assert {one["calls"] for one in records} == {120}
     assert ["canary" in command for command in commands] == [True, False] * 4
 
 
 def test_the_canary_has_a_fault_for_every_tool():
-    source = (ROOT / "benchmarks" / "gpu_canary.cu").read_text()
-    for tool in gpu_sanitize.TOOLS:
+    source = (ROOT / "benchmarks" / "gpu/canary.cu").read_text()
+    for tool in sanitize.TOOLS:
         assert f"__global__ void pymoe_canary_{tool}(" in source
         assert f'std::strcmp(fault, "{tool}") == 0' in source

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.stages import ROOT
+from benchmarks.gpu.stages import ROOT
 
 QUERY = (
     "name", "driver_version", "memory.total", "clocks.max.sm", "clocks.max.memory", "clocks.sm", "clocks.memory",

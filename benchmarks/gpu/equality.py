@@ -1,6 +1,6 @@
 """The same calls on the device and on the emulator of the tests, compared bit for bit.
 
-    python -m benchmarks.gpu_equality --device cuda --output FILE.json --seconds 60
+    python -m benchmarks.gpu.equality --device cuda --output FILE.json --seconds 60
 
 A child process runs samples of every operator's specification, forward and backward, with the library whose kernels
 are the CUDA kernels compiled for the CPU (tests/cuda_on_cpu), for as long as it is given. Then the same samples run on
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.stages import ROOT, write_json
+from benchmarks.gpu.stages import ROOT, write_json
 
 STRIDE = 7
 """Samples are taken in steps of this, so that whatever the time allows is spread over all of them."""
@@ -115,7 +115,7 @@ def main() -> int:
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device(options.device)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "emulated.pt"
-        command = [sys.executable, "-m", "benchmarks.gpu_equality", "--emulate", str(file), "--output", "-"]
+        command = [sys.executable, "-m", "benchmarks.gpu.equality", "--emulate", str(file), "--output", "-"]
         begin = time.monotonic()
         subprocess.run([*command, "--seconds", str(0.4 * options.seconds)], cwd=ROOT, check=True)
         print(f"emulator, built and run: {time.monotonic() - begin:.0f} s", flush=True)

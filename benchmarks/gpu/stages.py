@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TAIL_LINES = 40
 SECONDS = "{seconds}"
 """In a command: the time that it is given, less a margin to write what it found."""

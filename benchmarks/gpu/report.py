@@ -14,14 +14,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_facts import cuda_home, facts, slug
-from benchmarks.gpu_markdown import markdown
-from benchmarks.stages import PASSED, ROOT, SECONDS, Stage, run_stages, write_json
+from benchmarks.gpu.facts import cuda_home, facts, slug
+from benchmarks.gpu.markdown import markdown
+from benchmarks.gpu.stages import PASSED, ROOT, SECONDS, Stage, run_stages, write_json
 
 LIMIT = {"cuda": 530.0, "cpu": 150.0}
 """Seconds in all: below nine minutes."""
-DESIGN_ROWS = "gate_topk T4096 E128|build_routing T4096|(dispatch|combine) T4096 H7168"
-QUICK_ROWS = "build_routing T16384|gate_topk T16384 E64 K2 softmax float32"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,8 +84,8 @@ def all_stages(device: str, machine: dict[str, Any], folder: Path) -> list[Stage
     build = [sys.executable, "setup.py", "build_ext", "--inplace"]
     for_gpu = {"PYMOE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": machine["capability"]} if gpu else {}
     emulator = [sys.executable, "tests/cuda_on_cpu/library.py"]
-    equality = module("benchmarks.gpu_equality", "--device", device, "--output", folder / "equality.json")
-    sanitizer = module("benchmarks.gpu_sanitize", "--output", folder / "sanitizer.json")
+    equality = module("benchmarks.gpu.equality", "--device", device, "--output", folder / "equality.json")
+    sanitizer = module("benchmarks.gpu.sanitize", "--output", folder / "sanitizer.json")
     peers = module("benchmarks.moe_layer", "--device", device, "--output", folder)
     jobs = {"MAX_JOBS": os.environ.get("MAX_JOBS", str(machine["cores"]))}
     return [
@@ -154,7 +152,7 @@ def tests(
     paths = [f"tests/{one}" if re.search(r"/|\.py$", one) else f"tests/ops/test_{one}.py" for one in files]
     if "hypothesis" not in machine["packages"]:
         paths = [one for one in paths if "properties" not in one]
-    command = module("pytest", "-p", "benchmarks.tally", "-p", "no:cacheprovider", "--tb=short")
+    command = module("pytest", "-p", "benchmarks.gpu.tally", "-p", "no:cacheprovider", "--tb=short")
     if "xdist" in machine["packages"] and machine["cores"] > 2:
         command += ["-n", str(min(machine["cores"] - 1, 12)), "--dist=worksteal"]
     return Stage(

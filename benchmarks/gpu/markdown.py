@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.stages import PASSED, read_json, scrubbed
+from benchmarks.gpu.stages import PASSED, read_json, scrubbed
 
 Record = Mapping[str, Any]
 

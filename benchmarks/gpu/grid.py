@@ -1,6 +1,6 @@
 """A small grid of calls of every kernel, forward and backward: what compute-sanitizer looks at.
 
-python -m benchmarks.gpu_grid --device cuda --seconds 10
+python -m benchmarks.gpu.grid --device cuda --seconds 10
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """compute-sanitizer over a small grid of calls, each of its tools with a planted fault first.
 
-    python -m benchmarks.gpu_sanitize --output FILE.json --seconds 80
+    python -m benchmarks.gpu.sanitize --output FILE.json --seconds 80
 
-A tool that does not report its planted fault (gpu_canary.cu) does not work on this machine, and says nothing about
+A tool that does not report its planted fault (gpu/canary.cu) does not work on this machine, and says nothing about
 pymoe's kernels. Reports are counted apart for pymoe's kernels and for others in the process: torch's own.
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.stages import ROOT, scrubbed, write_json
+from benchmarks.gpu.stages import ROOT, scrubbed, write_json
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 REPORT = re.compile(r"^========= (?!COMPUTE-SANITIZER|ERROR SUMMARY|RACECHECK SUMMARY|LEAK SUMMARY|\s)(\S.*)$")
@@ -89,7 +89,7 @@ def sanitize(sanitizer: str, canary: str, seconds: float, output: Path, run: Run
         if tool == "racecheck":
             command += ["--racecheck-report", "all"]
         _, planted = run([*command, canary, tool], min(share / 3, 20.0))
-        grid = [sys.executable, "-m", "benchmarks.gpu_grid", "--seconds", f"{max(share / 3, 1.0):.1f}"]
+        grid = [sys.executable, "-m", "benchmarks.gpu.grid", "--seconds", f"{max(share / 3, 1.0):.1f}"]
         status, text = (0, "") if not reports(planted) else run([*command, *grid], share * 0.9)
         records.append(judge(tool, planted, status, text))
         write_json(output, {"tools": records})
@@ -111,8 +111,8 @@ def main() -> int:
         print(f"{'compute-sanitizer' if nvcc else 'nvcc'} was not found")
         return 1
     with tempfile.TemporaryDirectory() as folder:
-        canary = f"{folder}/gpu_canary"
-        source = str(ROOT / "benchmarks" / "gpu_canary.cu")
+        canary = f"{folder}/canary"
+        source = str(ROOT / "benchmarks" / "gpu/canary.cu")
         subprocess.run([nvcc, "-O1", "-lineinfo", "-arch=native", source, "-o", canary], check=True)
         left = options.seconds - (time.monotonic() - start)
         records = sanitize(sanitizer, canary, left, options.output)

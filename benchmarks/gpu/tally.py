@@ -1,6 +1,6 @@
 """A pytest plugin that writes what tests came to as they end, so that a run that is cut off has counted what it did.
 
-TALLY=FILE.json python -m pytest -p benchmarks.tally ...
+TALLY=FILE.json python -m pytest -p benchmarks.gpu.tally ...
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.stages import write_json
+from benchmarks.gpu.stages import write_json
 
 EVERY_SECONDS = 2.0
 MOST_FAILURES = 40

@@ -1,4 +1,4 @@
-// Faults that compute-sanitizer must report, one a run: gpu_canary memcheck|racecheck|initcheck|synccheck|none.
+// Faults that compute-sanitizer must report, one a run: canary memcheck|racecheck|initcheck|synccheck|none.
 // Where it does not report the planted fault, its silence about pymoe's kernels means nothing.
 #include <cstdio>
 #include <cstring>
