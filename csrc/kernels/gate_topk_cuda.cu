@@ -279,7 +279,7 @@ class Token {
     __syncwarp();  // the lists serve the next token
   }
 
-  // Lane `choice % kLanes` writes a choice; its weight waits in a register, or in the output where the lane has several.
+  // Lane `choice % kLanes` writes a choice; its weight waits in a register, or in the output if the lane has several.
   PYMOE_DEVICE void gate_by_passes() {
     auto previous = Candidate<S>::before_all();
     S total = 0, block = 0, mine = 0;

@@ -1,4 +1,4 @@
-// What a group of kLanes lanes of a warp (a power of two) does together: maximum, sum in the order of core/score.h, sort.
+// What a group of kLanes lanes of a warp (a power of two) does together: maximum, sum in core/score.h's order, sort.
 // Lane l of a group holds elements l, l + kLanes, l + 2 kLanes, ... of a row. All 32 lanes of the warp must arrive.
 #pragma once
 
@@ -24,8 +24,8 @@ PYMOE_DEVICE V group_max(V value) {
 }
 
 // The sum of a row in kSumLanes lanes: add() element l, then l + kLanes, ..., with zeros past the row's end; `step`
-// counts them (and should be known to the compiler). With up to 16 lanes in a group a lane owns whole sum lanes; with 32
-// two lanes share one, and both add it up.
+// counts them (and should be known to the compiler). With up to 16 lanes in a group a lane owns whole sum lanes; with
+// 32 two lanes share one, and both add it up.
 template <typename S, int kLanes>
 class LaneSum {
  public:
