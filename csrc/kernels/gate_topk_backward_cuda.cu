@@ -3,8 +3,8 @@
 //
 // A group of 16 lanes owns a token (one lane a lane of the sums in core/score.h); a block's tokens are consecutive.
 // Rows of gradients are put together in shared memory (in the workspace where that is too small): what is not chosen
-// first, then the lane that owns a chosen element replaces it. Then the block writes its rows, one stretch of memory, once, in 16-byte stores whatever E is. Of a
-// renormalised softmax over logits, the usual gate, only the logits of the chosen are read: the kernel moves little
+// first, then the lane that owns a chosen element replaces it. Then the block writes its rows, one stretch of memory, once, in 16-byte stores whatever E is.
+// Of a renormalised softmax over logits, the usual gate, only the logits of the chosen are read: the kernel moves little
 // more than the gradients that it writes.
 #include <algorithm>
 
