@@ -149,7 +149,7 @@ def operator_extension(cuda_home):
                 "-Xcompiler=-fvisibility=hidden",
             ],
         },
-        extra_link_args=LINK_FLAGS,
+        extra_link_args=[*LINK_FLAGS, *TORCH_LINK_FLAGS],
         **options,
     )
 
@@ -178,7 +178,11 @@ CXX_FLAGS = [
     "-Wextra",
     "-Wno-unused-parameter",  # torch's own headers
 ]
-LINK_FLAGS = ["-s"] if sysconfig.get_platform().startswith("linux") else []
+ON_LINUX = sysconfig.get_platform().startswith("linux")
+LINK_FLAGS = ["-s"] if ON_LINUX else []
+# libtorch.so is empty, so linkers that keep only what is used leave it out. But in a CUDA build of torch it is what
+# brings libtorch_cuda.so into the operators' reach: without it the weak symbol of ops/stream.h is never found.
+TORCH_LINK_FLAGS = ["-Wl,--push-state,--no-as-needed", "-ltorch", "-Wl,--pop-state"] if ON_LINUX else []
 
 require_build_packages()
 from torch.utils.cpp_extension import BuildExtension  # noqa: E402
