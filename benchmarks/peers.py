@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 
 import torch
@@ -68,8 +69,22 @@ def contenders(task: Task) -> Iterator[Contender | Absent]:
     yield torch_alone(task)
     yield dense_ffn(task)
     for implementation in ("eager", "grouped_mm", "batched_mm"):
-        yield transformers(task, implementation)
-    yield torchtitan(task)
+        yield made(f"transformers {implementation}", partial(transformers, task, implementation))
+    yield made("torchtitan", partial(torchtitan, task))
+
+
+def made(name: str, make: Callable[[], Contender | Absent]) -> Contender | Absent:
+    """A peer, or why there is none: another version of it may want to be called otherwise."""
+    try:
+        return make()
+    except Exception as error:
+        return Absent(name, failure(error))
+
+
+def failure(error: Exception) -> str:
+    """An exception in one line."""
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
 
 
 def floor(task: Task) -> Contender:
@@ -84,8 +99,8 @@ def pymoe(task: Task, backend: str) -> Contender:
     layer = task.layer
     if backend != layer.backend:
         shape = task.shape
-        layer = MoE(shape.hidden, shape.ffn, shape.experts, shape.choices, backend=backend, dtype=task.dtype)
-        layer.to(task.x.device)
+        sizes = (shape.hidden, shape.ffn, shape.experts, shape.choices)
+        layer = MoE(*sizes, backend=backend, device=task.x.device, dtype=task.dtype)
         layer.router.weight, layer.experts.w_in, layer.experts.w_out = parameters_of(task.layer)
     step = training_step(layer, task.x, task.grad)
     return Contender(f"pymoe {backend}", metadata_version("pymoe"), step, in_order(layer, task.layer), task.dtype)

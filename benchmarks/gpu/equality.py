@@ -97,7 +97,7 @@ def compare(kept: dict[str, Any], device: torch.device) -> dict[str, dict[str, A
                     else:
                         assert_close(got, wanted, spec.tolerances.get(dtype, (0.0, 0.0)), f"{kind} {i}")
         except Exception as error:
-            record["wrong"].append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
+            record["wrong"].append(f"{name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
     return records
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -42,16 +43,15 @@ def cuda_home() -> str | None:
     """The toolkit's folder, as setup.py looks for it."""
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = shutil.which("nvcc")
-    for folder in filter(None, [named, nvcc and str(Path(nvcc).resolve().parents[1]), "/usr/local/cuda"]):
-        if Path(folder, "bin", "nvcc").exists():
+    found = [str(Path(nvcc).resolve().parents[1])] if nvcc else []
+    for folder in [named] if named else [*found, "/usr/local/cuda"]:
+        if Path(folder, "bin", "nvcc").exists() and Path(folder, "include", "cuda_runtime.h").exists():
             return folder
     return None
 
 
 def facts() -> dict[str, Any]:
     """What a reader needs to judge the report."""
-    import json
-
     found: dict[str, Any] = json.loads(output_of(sys.executable, "-c", ASK_TORCH) or '{"gpu": null, "torch": null}')
     home = cuda_home()
     version = output_of(f"{home}/bin/nvcc", "--version") if home else ""
@@ -60,12 +60,10 @@ def facts() -> dict[str, Any]:
     found["python"] = ".".join(map(str, sys.version_info[:3]))
     found["cores"] = len(os.sched_getaffinity(0))
     smi = output_of("nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader")
-    smi = output_of("nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader")
     rows = list(csv.reader(smi.splitlines()))
     found["nvidia_smi"] = dict(zip(QUERY, (cell.strip() for cell in rows[0]), strict=False)) if rows else None
     found["gpus"] = len(rows) if rows else None
     found["commit"] = output_of("git", "rev-parse", "HEAD") or None
-    changed = output_of("git", "status", "--porcelain", "--untracked-files=no", "--", "csrc", "pymoe")
     changed = output_of("git", "status", "--porcelain", "--untracked-files=no", "--", "csrc", "pymoe")
     found["uncommitted"] = bool(changed)
     found["packages"] = [name for name in PACKAGES if importlib.util.find_spec(name)]

@@ -98,7 +98,7 @@ def all_stages(device: str, machine: dict[str, Any], folder: Path) -> list[Stage
         Stage("equality", f"the same calls on the {'GPU' if gpu else 'CPU'} and on the emulator",
               [*equality, "--seconds", SECONDS], 40, 60, after=("build", "emulator")),
         Stage("sanitizer", "compute-sanitizer over a small grid of calls",
-              [*sanitizer, "--seconds", SECONDS], 65 if gpu else 0, 100, after=("build",),
+              [*sanitizer, "--seconds", SECONDS], 65 if gpu else 0, 110, after=("build",),
               missing=no_nvcc or ("" if gpu else "compute-sanitizer needs a GPU")),
         measurement("design_rows", "rates of the machine, and lines that have targets", device, folder, 30, 50),
         measurement("layer", "forward and backward: eager, in a graph, with torch alone", device, folder, 35, 60),

@@ -149,7 +149,7 @@ PLACES = sorted(
     {(str(ROOT), "."), (str(Path.home()), "~"), (sys.prefix, "python"), (sys.base_prefix, "python")},
     key=lambda pair: -len(pair[0]),
 )
-HOST = re.compile(rf"\b{re.escape(os.uname().nodename)}\b")
+HOST = re.compile(rf"\b{re.escape(os.uname().nodename or 'localhost')}\b")
 ABSOLUTE_PATH = re.compile(r"(?<![\w.:/~-])/(?:[\w.+@=-]+/)+(?=[\w.+@=-])")
 
 

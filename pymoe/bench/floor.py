@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from pymoe.bench.cold import Rotating, copies_needed
+from pymoe.testing.calls import generator
 from pymoe.testing.timing import Timer, Timing, measure, timer_for
 
 RATE_BYTES = 1 << 28
@@ -102,6 +103,7 @@ def copy(bytes: int, device: torch.device) -> Callable[[], object]:
 
 def product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
     """A product of two square matrices into memory that is there already."""
-    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    random = generator(device)
+    left, right = (torch.randn(size, size, device=device, generator=random).to(dtype) for _ in range(2))
     out = torch.empty_like(left)
     return lambda: torch.mm(left, right, out=out)

@@ -116,16 +116,17 @@ def candidates_of(shape: Shape, dtype: torch.dtype, device: torch.device, rates:
 
 
 def layer_of(shape: Shape, dtype: torch.dtype, device: torch.device, backend: str = "native") -> MoE:
-    """A layer with weights that depend on ``shape`` alone."""
-    layer = MoE(shape.hidden, shape.ffn, shape.experts, shape.choices, activation="swiglu", backend=backend)
-    random = generator()
+    """A layer with weights that depend on ``shape`` and the type of ``device``, which draws them, alone."""
+    sizes = (shape.hidden, shape.ffn, shape.experts, shape.choices)
+    layer = MoE(*sizes, activation="swiglu", backend=backend, device=device)
+    random = generator(device)
     with torch.no_grad():
         for parameter in layer.parameters():
             bound = parameter.shape[-1] ** -0.5
             parameter.uniform_(-bound, bound, generator=random)
         popularity = -shape.skew * torch.arange(1, shape.experts + 1).float().log()
-        layer.router.weight.add_(popularity[:, None] * preferred_direction(shape))
-    return layer.to(device, dtype)
+        layer.router.weight.add_((popularity[:, None] * preferred_direction(shape)).to(device))
+    return layer.to(dtype)
 
 
 def preferred_direction(shape: Shape) -> Tensor:
@@ -187,9 +188,12 @@ def dense_floor(shape: Shape, dtype: torch.dtype, device: torch.device) -> Floor
     sizes = []
     for rows, inputs, outputs in ((s, h, 2 * f), (s, f, h), (t, h, e)):
         sizes += [(rows, inputs, outputs), (rows, outputs, inputs), (outputs, rows, inputs)]
-    products = [
-        (torch.randn(m, k, device=device).to(dtype), torch.randn(k, n, device=device).to(dtype)) for m, k, n in sizes
-    ]
+    random = generator(device)
+
+    def matrix(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=random).to(dtype)
+
+    products = [(matrix(m, k), matrix(k, n)) for m, k, n in sizes]
     results = [torch.empty(m, n, device=device, dtype=dtype) for m, _, n in sizes]
 
     def run() -> None:

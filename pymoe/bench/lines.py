@@ -113,7 +113,8 @@ def training_step(function: Callable[..., Any], sample: Sample) -> Callable[[], 
     """The call of ``sample`` and the gradients of its leaves, for given gradients of its outputs."""
     inputs = leaves(sample)
     outputs = [one for one in outputs_of(function(*sample.args, **sample.kwargs)) if one.requires_grad]
-    seeds = [torch.randn(one.shape, device=one.device).to(one.dtype) for one in outputs]
+    random = generator(inputs[0].device)
+    seeds = [torch.randn(one.shape, device=one.device, generator=random).to(one.dtype) for one in outputs]
     del outputs
 
     def step() -> object:
@@ -161,8 +162,8 @@ def captured_calls(calls: Mapping[str, Callable[[], object]]) -> tuple[dict[str,
             try:
                 captured[f"{name}_in_graph"] = in_graph(calls[name])
             except Exception as error:
-                torch.cuda.synchronize()
-                refused[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                first = error.__context__ or error  # ending a capture that failed raises another one
+                refused[name] = f"{type(first).__name__}: {str(first).splitlines()[0] if str(first) else ''}"
     return captured, refused
 
 

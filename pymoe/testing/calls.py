@@ -14,9 +14,9 @@ from pymoe.testing.spec import BenchCase, OpSpec, Sample, outputs_of
 SEED = 20211
 
 
-def generator() -> torch.Generator:
+def generator(device: torch.device | str = "cpu") -> torch.Generator:
     """A fresh generator with the seed of the test suite."""
-    return torch.Generator().manual_seed(SEED)
+    return torch.Generator(device).manual_seed(SEED)
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +26,7 @@ class Device:
 
     def __init__(self):
         self.clock, self.log, self.capturing = 0.0, [], None
+        self.waiting, self.stream, self.failed = "default", "the usual one", 0
 
     def work(self, name, seconds):
         def call():
@@ -66,9 +67,22 @@ def gpu(monkeypatch):
 
         def __enter__(self):
             device.capturing = self.graph.work = []
+            device.stream = "the capture's"
 
-        def __exit__(self, *error):
+        def __exit__(self, kind, *error):  # as torch does: see torch.cuda.graph
             device.capturing = None
+            if kind:
+                device.failed += 1
+                raise RuntimeError("operation failed due to a previous error during capture")
+            device.stream = "the usual one"
+
+    @contextmanager
+    def use(stream):
+        before = device.stream
+        try:
+            yield
+        finally:
+            device.stream = before
 
     stream = SimpleNamespace(wait_stream=lambda other: None)
     for name, value in {
@@ -76,7 +90,9 @@ def gpu(monkeypatch):
         "CUDAGraph": Graph,
         "graph": Capture,
         "Stream": lambda *_: stream,
-        "stream": lambda _: nullcontext(),
+        "stream": use,
+        "get_sync_debug_mode": lambda: device.waiting,
+        "set_sync_debug_mode": lambda mode: setattr(device, "waiting", mode),
         "current_stream": lambda *_: stream,
         "synchronize": lambda *_: None,
         "device": lambda _: nullcontext(),
@@ -168,6 +184,21 @@ def test_a_line_shows_eager_time_and_time_in_a_graph(gpu, timer, most, reached):
 
 
 def test_what_waits_for_the_device_is_measured_eagerly_alone(gpu, timer):
+    """Where torch notices it, nothing is captured: a capture that fails would spoil what comes after."""
+
+    def waits():
+        if gpu.waiting == "error":
+            raise RuntimeError("called a synchronizing CUDA operation\nand more")
+        gpu.work("baseline", 50e-6)()
+
+    record = run_line(line_of(gpu, None, baseline=waits), CUDA, RATES, EFFORT, timer)
+    assert record["baseline"]["median"] == pytest.approx(50e-6)
+    assert record["not_in_graph"] == {"baseline": "RuntimeError: called a synchronizing CUDA operation"}
+    assert record["native_in_graph"]
+    assert (gpu.failed, gpu.waiting, gpu.stream) == (0, "default", "the usual one")
+
+
+def test_what_cannot_be_captured_is_measured_eagerly_alone(gpu, timer):
     def waits():
         if gpu.capturing is not None:
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
@@ -179,6 +210,7 @@ def test_what_waits_for_the_device_is_measured_eagerly_alone(gpu, timer):
     assert record["baseline_in_graph"] is None
     assert record["not_in_graph"] == {"baseline": "RuntimeError: operation not permitted when stream is capturing"}
     assert record["native_in_graph"]
+    assert (gpu.failed, gpu.stream) == (1, "the usual one")
 
 
 def test_a_target_belongs_to_a_device(gpu):
