@@ -219,9 +219,7 @@ void bias_grad(const GroupedBiasGradArguments& a, void* stream) {
 int compute_capability(int device) {
   int major = 9;
 #if defined(__CUDACC__)
-  if (const cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) {
-    throw std::runtime_error(std::string(kName) + ": " + cudaGetErrorString(error));
-  }
+  check(kName, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
 #endif
   return major;
 }

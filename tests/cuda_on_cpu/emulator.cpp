@@ -307,7 +307,10 @@ void* shared_memory(const void* declaration, size_t bytes) {
     if (block->shared[i].declaration == declaration) return block->shared[i].memory;
   }
   block->static_shared += static_cast<int64_t>(bytes);
-  if (block->static_shared > kMostStaticShared) broken("more than 48 KiB of static shared memory");
+  // A launch asks for more only where a kernel has no static arrays (kernels/cuda/launch.h).
+  if (block->static_shared + grid->shared_bytes > kMostStaticShared) {
+    broken("more than 48 KiB of shared memory, part of it static");
+  }
   if (block->shared_count == Block::kMostShared) broken("more shared arrays than the emulator has room for");
   block->shared[block->shared_count] = {declaration, shared_block(bytes)};
   return block->shared[block->shared_count++].memory;

@@ -19,11 +19,21 @@ struct LaunchShape {
 inline constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
 // What a block may have on every GPU from compute capability 8.0 on (8.6 and 8.9 have the least).
 inline constexpr int64_t kMostSharedBytes = 99 << 10;
+// A kernel that is given more than this has no static shared memory: both together count against the limits.
+inline constexpr int64_t kUsualSharedBytes = 48 << 10;
 
 inline constexpr int kWarp = 32;
 inline constexpr unsigned kFullWarp = 0xffffffffu;
 
 PYMOE_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+#if defined(__CUDACC__)
+inline void check(const char* operator_name, cudaError_t error) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // the runtime remembers it: the next launch would take it for its own
+  throw std::runtime_error(std::string(operator_name) + ": " + cudaGetErrorString(error));
+}
+#endif
 
 // Enqueues kernel(arguments...) on `stream` (a cudaStream_t) and returns at once. Throws std::runtime_error, which names
 // the operator, where the launch is refused.
@@ -35,18 +45,17 @@ void launch(const char* operator_name, void (*kernel)(Parameters...), const Laun
     throw std::runtime_error(std::string(operator_name) + ": too large for one launch");
   }
 #if defined(__CUDACC__)
-  cudaError_t error = cudaSuccess;
-  if (shape.shared_bytes > 48 << 10) {  // more than this a kernel must ask for
-    error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 static_cast<int>(shape.shared_bytes));
+  if (shape.shared_bytes > kUsualSharedBytes) {
+    // The limit is the kernel's, not the launch's, and threads share it: one that asked for no more than its own launch
+    // needs could take it from another that is about to launch with more.
+    check(operator_name, cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                              cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                              static_cast<int>(kMostSharedBytes)));
   }
-  if (error == cudaSuccess) {
-    kernel<<<static_cast<unsigned>(shape.blocks), static_cast<unsigned>(shape.threads),
-             static_cast<size_t>(shape.shared_bytes), static_cast<cudaStream_t>(stream)>>>(
-        static_cast<Parameters>(arguments)...);
-    error = cudaGetLastError();
-  }
-  if (error != cudaSuccess) throw std::runtime_error(std::string(operator_name) + ": " + cudaGetErrorString(error));
+  kernel<<<static_cast<unsigned>(shape.blocks), static_cast<unsigned>(shape.threads),
+           static_cast<size_t>(shape.shared_bytes), static_cast<cudaStream_t>(stream)>>>(
+      static_cast<Parameters>(arguments)...);
+  check(operator_name, cudaGetLastError());
 #else
   static_cast<void>(stream);
   emulator::launch(operator_name, shape.blocks, shape.threads, shape.shared_bytes,
@@ -58,9 +67,7 @@ void launch(const char* operator_name, void (*kernel)(Parameters...), const Laun
 inline void clear(const char* operator_name, void* pointer, int64_t bytes, void* stream) {
   if (bytes == 0) return;
 #if defined(__CUDACC__)
-  const cudaError_t error =
-      cudaMemsetAsync(pointer, 0, static_cast<size_t>(bytes), static_cast<cudaStream_t>(stream));
-  if (error != cudaSuccess) throw std::runtime_error(std::string(operator_name) + ": " + cudaGetErrorString(error));
+  check(operator_name, cudaMemsetAsync(pointer, 0, static_cast<size_t>(bytes), static_cast<cudaStream_t>(stream)));
 #else
   static_cast<void>(operator_name);
   static_cast<void>(stream);

@@ -1,0 +1,33 @@
+"""kernels/cuda/launch.h as nvcc compiles it, on a CUDA runtime that is pretended (pretended_runtime.h)."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from compile_gate import find_nvcc
+
+HERE = Path(__file__).parent
+
+
+def test_launches_do_not_disturb_one_another(tmp_path):
+    """A thread that launched with 60 KiB of shared memory lowered the kernel's limit under another's 90 KiB, whose
+    launch was refused; and what the runtime had refused was reported once more, by the next launch that went well.
+    """
+    nvcc = find_nvcc()
+    if nvcc is None:
+        pytest.xfail("there is no nvcc to compile with")
+    program = tmp_path / "launch_check"
+    command = [nvcc, "-std=c++20", "-cudart=none", "-arch=sm_80", f"-I{HERE.parents[1] / 'csrc'}", "-o", str(program)]
+    files = [str(HERE / "launch_check.cu"), str(HERE / "pretended_runtime.cpp")]
+    subprocess.run([*command, *files], check=True)
+    said = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    assert said.splitlines() == [
+        "beside a smaller launch: started",
+        "launches: 2",
+        "refused: kernel: refused",
+        "after it: started",
+        "after a refused clear: started",
+    ]
