@@ -15,9 +15,6 @@ import torch
 from pymoe.testing.calls import generator, gradients, map_tensors, mapped, samples_of, with_grad
 from pymoe.testing.specs import all_specs
 
-SAMPLES = 60
-"""A dtype and operator, from all over its samples."""
-
 
 def main() -> int:
     """Make calls until the time is over; prints how many."""

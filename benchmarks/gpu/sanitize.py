@@ -40,6 +40,15 @@ def reports(text: str) -> list[str]:
     return ["\n".join(lines) for lines in found]
 
 
+def is_of_pymoe(report: str) -> bool:
+    """Is it about a kernel of pymoe, or, where it is about no kernel, about a call that pymoe made?
+
+    A kernel of torch's that pymoe launched has pymoe among the callers below it.
+    """
+    found = report.split("Saved host backtrace")[0]
+    return "pymoe" in (found if " at " in found else report)
+
+
 def judge(tool: str, canary: str, grid_status: int | None, grid: str) -> dict[str, Any]:
     """What the two runs of a tool mean."""
     planted = [one for one in reports(canary) if f"pymoe_canary_{tool}" in one]
@@ -47,7 +56,7 @@ def judge(tool: str, canary: str, grid_status: int | None, grid: str) -> dict[st
         tail = [scrubbed(line) for line in canary.splitlines()[-5:]]
         return {"tool": tool, "status": "does not work here", "reason": "it missed the planted fault", "tail": tail}
     found = reports(grid)
-    of_pymoe = [one for one in found if "pymoe" in one]
+    of_pymoe = [one for one in found if is_of_pymoe(one)]
     calls = re.search(r"^(\d+) calls$", grid, re.MULTILINE)
     record: dict[str, Any] = {
         "tool": tool,

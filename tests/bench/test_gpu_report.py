@@ -203,6 +203,9 @@ def test_the_stages_of_a_gpu_fit_its_limit_and_name_files_that_exist(tmp_path):
     assert all("MoE" in name for name in lines["layer"])
     assert len(lines["layer"]) >= 3
     assert len(lines["operators"]) > 30
+    everything = selected("cuda", "")
+    assert sorted(line.name for line in everything) == sorted(name for names in lines.values() for name in names)
+    assert {line.name for line in everything if line.targets.get("cuda")} == set(lines["design_rows"])
     for operator in ("gate_topk T4096 E128 K8", "build_routing T4096 K8 E128", "dispatch T4096 H7168 K8"):
         assert any(name.startswith(operator) for name in lines["design_rows"])
     assert all(selected("cpu", wanted[1]) for wanted in report.LINES.values())
@@ -222,6 +225,10 @@ MEMCHECK = """\
 {calls}
 ========= ERROR SUMMARY: 1 error
 """
+CALLERS = """\
+=========     Saved host backtrace up to driver entry point
+=========         Host Frame: pymoe::cuda::dispatch [0x8ad] in _ops.abi3.so
+"""
 CLEAN = "========= COMPUTE-SANITIZER\n120 calls\n========= ERROR SUMMARY: 0 errors\n"
 PLANTED = MEMCHECK.format(kernel="pymoe_canary_memcheck", calls="")
 
@@ -232,6 +239,8 @@ PLANTED = MEMCHECK.format(kernel="pymoe_canary_memcheck", calls="")
         (PLANTED, 0, CLEAN, "passed"),
         (PLANTED, 1, MEMCHECK.format(kernel="pymoe::cuda::dispatch_kernel", calls="120 calls"), "failed"),
         (PLANTED, 0, MEMCHECK.format(kernel="at::native::fill", calls="120 calls"), "passed"),
+        (PLANTED, 0, MEMCHECK.format(kernel="at::native::fill", calls=f"120 calls\n{CALLERS}"), "passed"),
+        (PLANTED, 1, f"========= Program hit cudaErrorInvalidValue\n{CALLERS}120 calls\n", "failed"),
         (PLANTED, None, "========= COMPUTE-SANITIZER\n", "timed out"),
         (PLANTED, 1, "========= COMPUTE-SANITIZER\nTraceback\n", "failed"),
         ("========= Error: Device not supported\n", 0, CLEAN, "does not work here"),
