@@ -68,3 +68,16 @@ def test_a_layer_does_not_ask_what_torch_2_11_cannot_trace(monkeypatch, device):
     moe(torch.randn(3, 8)).sum().backward()
     with torch.autocast(device.type, dtype=torch.bfloat16):
         assert moe(torch.randn(3, 8)).dtype == torch.bfloat16
+
+
+@pytest.mark.only_on("cpu")
+def test_grouped_linear_of_more_experts_than_the_gpu_counts():
+    """The kernel that plans on the GPU counts experts in int32: near 2^31 of them the count overflowed, and it wrote
+    before its plan. Nobody has so many experts, but a raw operator must be safe whatever it is handed.
+    """
+    offsets = torch.empty((1 << 30) + 1, dtype=torch.int32)  # never touched
+    weight = torch.zeros(1, 1, 1).expand(1 << 30, 1, 1)
+    with pytest.raises(ValueError, match="at most 1073741824 entries"):
+        torch.ops.pymoe.grouped_linear(torch.zeros(2, 1), weight, offsets, None)
+    with pytest.raises(ValueError, match="at most 1073741824 entries"):
+        torch.ops.pymoe.grouped_linear_bias_grad(torch.zeros(2, 1), offsets)

@@ -11,7 +11,8 @@
 //
 // Sums are kept in fp32 (fp64 for fp64) and rounded once. The terms of an output element are added in an order that
 // depends on the length of its sum alone: results are the same for any number of threads, and a row of y does not
-// depend on the rows around it.
+// depend on the rows around it. (Where torch's grouped GEMM makes the product, ops/torch_grouped_mm.h, the order is
+// torch's.)
 //
 // `offsets` must start at 0, not decrease, and end within S. The CPU twin throws std::invalid_argument or
 // std::out_of_range otherwise, before it touches any memory. The CUDA twin, which reads nothing on the host, takes 0 for
@@ -43,7 +44,7 @@ struct GroupedLinearArguments {
   int64_t rows;             // S
   int64_t input_features;   // H
   int64_t output_features;  // N
-  int64_t experts;          // E
+  int64_t experts;          // E, below 2^30
   DType dtype;              // of every tensor
   int32_t* workspace = nullptr;  // cuda::grouped_linear_workspace(E) values, contents arbitrary; the CPU needs none
 };

@@ -17,6 +17,7 @@ namespace pymoe::ops {
 namespace {
 
 constexpr const char* kName = "grouped_linear";
+constexpr int64_t kMostOffsets = int64_t{1} << 30;  // experts are counted in int32 on the GPU, and rounded up
 
 // `tensor` must be a matrix of `rows` x `columns` elements of the dtype and device of `like`.
 MatrixView checked_matrix(const char* argument, const Tensor& tensor, int64_t rows, int64_t columns,
@@ -32,6 +33,8 @@ const int32_t* checked_offsets(const Tensor& offsets, const Tensor& like) {
   require_dtype(kName, "offsets", offsets, ScalarType::Int);
   require_shape(kName, "offsets", offsets, {-1});
   require(offsets.size(0) >= 1, kName, "offsets must have E + 1 entries, got none");
+  require(offsets.size(0) <= kMostOffsets, kName, "offsets must have at most ", kMostOffsets, " entries, got ",
+          offsets.size(0));
   require_same_device(kName, "offsets", offsets, like);
   return static_cast<const int32_t*>(offsets.const_data_ptr());
 }

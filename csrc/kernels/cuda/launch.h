@@ -35,8 +35,8 @@ inline void check(const char* operator_name, cudaError_t error) {
 }
 #endif
 
-// Enqueues kernel(arguments...) on `stream` (a cudaStream_t) and returns at once. Throws std::runtime_error, which names
-// the operator, where the launch is refused.
+// Enqueues kernel(arguments...) on `stream` (a cudaStream_t) and returns at once. Throws std::runtime_error, which
+// names the operator, where the launch is refused.
 template <typename... Parameters, typename... Arguments>
 void launch(const char* operator_name, void (*kernel)(Parameters...), const LaunchShape& shape, void* stream,
             const Arguments&... arguments) {
