@@ -23,8 +23,11 @@ LIMIT = {"cuda": 530.0, "cpu": 150.0}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the stages and write the report; 0 if all passed, 1 if not, 3 without a GPU."""
+    """Run the stages and write the report; 0 if all passed, 1 if not, 2 for a wrong call, 3 without a GPU."""
     options = parse(arguments)
+    if options.output and any(options.output.glob("*.json")) and not (options.output / "machine.json").exists():
+        print(f"gpu_report: {options.output} holds JSON that no report wrote, and a report clears its folder")
+        return 2
     start = time.monotonic()
     machine = facts() | {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "device": options.device}
     folder = options.output or default_folder(options.device, machine)

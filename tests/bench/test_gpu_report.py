@@ -143,6 +143,13 @@ def test_without_a_gpu_the_script_says_so_and_ends(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["REPORT.md", "machine.json"]
 
 
+def test_a_folder_with_files_of_others_is_left_alone(tmp_path, capsys):
+    (tmp_path / "theirs.json").write_text("{}")
+    assert report.main(["--output", str(tmp_path)]) == 2
+    assert "holds JSON that no report wrote" in capsys.readouterr().out
+    assert [file.name for file in tmp_path.iterdir()] == ["theirs.json"]
+
+
 def test_a_rehearsal_on_the_cpu_runs_real_stages(tmp_path):
     """Tests and a measurement, with the very commands that a GPU gets; the sanitizer says why it does not run."""
     done = run_script("--device", "cpu", "--stages", "^(tests_layers|sanitizer|operators)$", "--output", str(tmp_path))
