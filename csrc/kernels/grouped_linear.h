@@ -94,9 +94,9 @@ void grouped_linear_weight_grad(const GroupedWeightGradArguments& arguments, voi
 void grouped_linear_bias_grad(const GroupedBiasGradArguments& arguments, void* stream);
 
 // What stands around a product that another grouped GEMM makes: before it, a plan, whose first E + 1 values are offsets
-// that keep the contract; after it, bias and zeros. The product is in bf16 and contiguous at a 16-byte boundary, its
-// rows are multiples of 16 bytes, and the workspace is that of the plan. y is rounded once before and once after the
-// bias is added.
+// that keep the contract; after it, zeros where no expert has a say. The product is in bf16 and contiguous at a 16-byte
+// boundary, its rows are multiples of 16 bytes, and the workspace is that of the plan. There is no bias: added to a
+// product that has been rounded, it would make two roundings of one.
 void plan_grouped_linear(const GroupedPlanArguments& arguments, void* stream);
 void complete_grouped_linear(const GroupedLinearArguments& arguments, void* stream);
 void complete_grouped_weight_grad(const GroupedWeightGradArguments& arguments, void* stream);

@@ -9,6 +9,7 @@
 //
 // Where torch's grouped GEMM makes the product, the plan's bounds are its offsets and the two complete_ kernels add what
 // it leaves out; they return at once for tiles and experts that lack nothing.
+#include <algorithm>
 #include <limits>
 
 #include "kernels/cuda/group_plan.h"
@@ -133,33 +134,13 @@ __global__ void __launch_bounds__(kBiasThreads)
 
 constexpr int kCompleteThreads = 256;
 
-// For y as torch's grouped GEMM leaves it: adds the bias, and clears the rows of no expert. A block takes a tile of
-// rows, a thread packs of its columns.
-template <typename T>
+// Clears the rows of no expert; nothing is left to do where there are none.
 __global__ void __launch_bounds__(kCompleteThreads)
-    complete_linear_kernel(T* y, const T* PYMOE_RESTRICT bias, int64_t bias_row_stride, int64_t bias_step,
-                           GroupPlan plan, int64_t rows, int64_t output_features, int experts) {
-  constexpr int kPack = 16 / static_cast<int>(sizeof(T));
-  const RowTile tile = find_row_tile(plan, experts, rows, kTileRows, static_cast<int>(blockIdx.x));
-  const bool clear = tile.expert == experts;
-  if (!clear && bias == nullptr) return;
-  for (int64_t column = static_cast<int64_t>(threadIdx.x) * kPack; column < output_features;
-       column += static_cast<int64_t>(kCompleteThreads) * kPack) {
-    accumulate_t<T> added[kPack] = {};
-    for (int i = 0; i < kPack && !clear; ++i) {
-      added[i] = to_accumulate(bias[tile.expert * bias_row_stride + (column + i) * bias_step]);
-    }
-    T* run = y + tile.first * output_features + column;
-#pragma unroll 4
-    for (int row = 0; row < tile.rows; ++row, run += output_features) {
-      Pack<T, kPack> values{};
-      if (!clear) {
-        values = load_pack<Pack<T, kPack>>(run);
-#pragma unroll
-        for (int i = 0; i < kPack; ++i) values[i] = round_to<T>(to_accumulate(values[i]) + added[i]);
-      }
-      store_pack(run, values);
-    }
+    complete_linear_kernel(uint4* y, GroupPlan plan, int64_t packs, int64_t row_packs, int experts) {
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kCompleteThreads;
+  for (int64_t i = plan.bounds[experts] * row_packs + static_cast<int64_t>(blockIdx.x) * kCompleteThreads + threadIdx.x; i < packs;
+       i += stride) {
+    y[i] = uint4{};
   }
 }
 
@@ -249,11 +230,11 @@ void grouped_linear_bias_grad(const GroupedBiasGradArguments& a, void* stream) {
 }
 
 void complete_grouped_linear(const GroupedLinearArguments& a, void* stream) {
-  if (a.rows == 0 || a.output_features == 0) return;
-  using T = BFloat16;
-  launch(kName, complete_linear_kernel<T>, {most_row_tiles(a.rows, a.experts, kTileRows), kCompleteThreads}, stream,
-         static_cast<T*>(a.y), static_cast<const T*>(a.bias.data), a.bias.row_stride, a.bias.column_stride,
-         group_plan(a.workspace, a.experts), a.rows, a.output_features, a.experts);
+  constexpr int64_t kMostBlocks = 1024, kShare = 8;  // packs a thread, before blocks take more
+  const int64_t row_packs = a.output_features * size_of(a.dtype) / 16, packs = a.rows * row_packs;
+  launch(kName, complete_linear_kernel, {std::min(ceil_div(packs, kShare * kCompleteThreads), kMostBlocks),
+         kCompleteThreads}, stream, static_cast<uint4*>(a.y), group_plan(a.workspace, a.experts), packs, row_packs,
+         a.experts);
 }
 
 void complete_grouped_weight_grad(const GroupedWeightGradArguments& a, void* stream) {
