@@ -18,7 +18,7 @@ help:
 	@echo 'make train   train a mixture-of-experts language model (ARGS="--help" for its options); results in runs/'
 	@echo 'make test    lint, types, Python tests, C++ tests plain and under sanitizers, packaging; results in build/tests/'
 	@echo 'make bench   benchmark every operator; results in build/bench.json (ARGS="--help" for its options)'
-	@echo 'make lint    ruff and mypy'
+	@echo 'make lint    ruff, clang-format and mypy'
 	@echo 'make format  lay out the sources, write the type stub again'
 	@echo 'make clean   remove what was built, and the virtual environment'
 	@echo
@@ -38,11 +38,13 @@ bench: $(INSTALLED)
 lint: $(PACKAGES)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	find csrc tests benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.cu' | xargs $(VENV)/bin/clang-format --dry-run --Werror
 	$(RUN) -m mypy
 
 format: $(INSTALLED)
 	$(RUN) -m ruff check --fix-only --quiet .
 	$(RUN) -m ruff format .
+	find csrc tests benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.cu' | xargs $(VENV)/bin/clang-format -i
 	$(RUN) tests/write_stub.py
 
 clean:

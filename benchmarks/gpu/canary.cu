@@ -27,7 +27,8 @@ __global__ void pymoe_canary_none(int* values) { values[threadIdx.x] = 1; }
 int main(int argc, char** argv) {
   const char* fault = argc > 1 ? argv[1] : "none";
   int *values = nullptr, *never_written = nullptr;
-  if (cudaMalloc(&values, 64 * sizeof(int)) != cudaSuccess || cudaMalloc(&never_written, 64 * sizeof(int)) != cudaSuccess) {
+  if (cudaMalloc(&values, 64 * sizeof(int)) != cudaSuccess ||
+      cudaMalloc(&never_written, 64 * sizeof(int)) != cudaSuccess) {
     std::printf("no device memory: %s\n", cudaGetErrorString(cudaGetLastError()));
     return 2;
   }

@@ -134,7 +134,8 @@ void reap() {
   std::vector<std::shared_ptr<WorkerPool>> ended;
   const std::lock_guard lock(registry->mutex);
   std::erase_if(registry->pools, [&](std::shared_ptr<WorkerPool>& pool) {
-    if (pool.use_count() > 1 || pool->on_worker() || !pool->wait_stopped_for(std::chrono::milliseconds(0))) return false;
+    if (pool.use_count() > 1 || pool->on_worker() || !pool->wait_stopped_for(std::chrono::milliseconds(0)))
+      return false;
     ended.push_back(std::move(pool));
     return true;
   });
@@ -310,7 +311,8 @@ PYBIND11_MODULE(_runtime, module, py::mod_gil_not_used()) {
            "Raises:\n"
            "    RuntimeError: called from a worker of this pool, or in a fork.")
       .def_property_readonly("workers", &PyWorkerPool::workers, "The number of threads.")
-      .def("__enter__", [](PyWorkerPool& self) -> PyWorkerPool& { return self; }, py::return_value_policy::reference)
+      .def(
+          "__enter__", [](PyWorkerPool& self) -> PyWorkerPool& { return self; }, py::return_value_policy::reference)
       .def(
           "__exit__",
           [](PyWorkerPool& self, const py::object& type, const py::object&, const py::object&) {

@@ -52,9 +52,9 @@ struct ExpSteps<double> {
   // Taylor: 1/13!, ..., 1/3!, 1/2!.
   static constexpr int kTerms = 12;
   PYMOE_HOST_DEVICE static constexpr double polynomial(int i) {
-    constexpr double kCoefficients[kTerms] = {
-        1.0 / 6227020800.0, 1.0 / 479001600.0, 1.0 / 39916800.0, 1.0 / 3628800.0, 1.0 / 362880.0, 1.0 / 40320.0,
-        1.0 / 5040.0,       1.0 / 720.0,       1.0 / 120.0,      1.0 / 24.0,      1.0 / 6.0,      1.0 / 2.0};
+    constexpr double kCoefficients[kTerms] = {1.0 / 6227020800.0, 1.0 / 479001600.0, 1.0 / 39916800.0, 1.0 / 3628800.0,
+                                              1.0 / 362880.0,     1.0 / 40320.0,     1.0 / 5040.0,     1.0 / 720.0,
+                                              1.0 / 120.0,        1.0 / 24.0,        1.0 / 6.0,        1.0 / 2.0};
     return kCoefficients[i];
   }
 };

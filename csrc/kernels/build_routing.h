@@ -14,28 +14,28 @@
 namespace pymoe {
 
 struct BuildRoutingArguments {
-  const void* experts;   // (T, K) int32 or int64
-  bool wide;             // experts are int64
-  int32_t* slot;         // (T, K)
-  int32_t* token;        // (S,), S = T * K
-  int32_t* offsets;      // (E + 1,)
-  int32_t* workspace;    // build_routing_workspace(...) values, contents arbitrary
-  int64_t tokens;        // T
-  int64_t choices;       // K
-  int64_t num_experts;   // E
-  int64_t capacity;      // at least 0; T * K or more drops nothing
+  const void* experts;  // (T, K) int32 or int64
+  bool wide;            // experts are int64
+  int32_t* slot;        // (T, K)
+  int32_t* token;       // (S,), S = T * K
+  int32_t* offsets;     // (E + 1,)
+  int32_t* workspace;   // build_routing_workspace(...) values, contents arbitrary
+  int64_t tokens;       // T
+  int64_t choices;      // K
+  int64_t num_experts;  // E
+  int64_t capacity;     // at least 0; T * K or more drops nothing
 };
 
 namespace cpu {
 int64_t build_routing_workspace(int64_t rows, int64_t num_experts);
 void build_routing(const BuildRoutingArguments& arguments);
-}
+}  // namespace cpu
 
 namespace cuda {
 int64_t build_routing_workspace(int64_t rows, int64_t num_experts);
 // Enqueues on `stream` (a cudaStream_t) and returns at once: one launch for up to 49152 choices and 1406 experts, else
 // two. Throws std::runtime_error if a launch is refused.
 void build_routing(const BuildRoutingArguments& arguments, void* stream);
-}
+}  // namespace cuda
 
 }  // namespace pymoe

@@ -14,8 +14,8 @@ namespace pymoe::cpu {
 namespace {
 
 [[noreturn]] void throw_bad_expert(int64_t index, int64_t choices, int64_t expert, int64_t num_experts) {
-  throw std::out_of_range("build_routing: experts must lie in [0, E) (E = " + std::to_string(num_experts) +
-                          "), got " + std::to_string(expert) + " at [" + std::to_string(index / choices) + ", " +
+  throw std::out_of_range("build_routing: experts must lie in [0, E) (E = " + std::to_string(num_experts) + "), got " +
+                          std::to_string(expert) + " at [" + std::to_string(index / choices) + ", " +
                           std::to_string(index % choices) + "]");
 }
 

@@ -34,11 +34,11 @@ constexpr int kOneLaunchWarps = 16;                    // with fewer, counting e
 
 // How the choices are cut; a function of the sizes alone.
 struct Plan {
-  bool in_shared;    // the blocks' counters are in shared memory
+  bool in_shared;  // the blocks' counters are in shared memory
   bool one_launch;
-  int warps;         // a block
-  int64_t rounds;    // of 32 choices a warp
-  int64_t tiles;     // and blocks
+  int warps;       // a block
+  int64_t rounds;  // of 32 choices a warp
+  int64_t tiles;   // and blocks
 
   int64_t tile() const { return warps * rounds * kWarp; }
   int64_t counters(int64_t experts) const { return (warps + 2) * experts; }  // a block
@@ -130,7 +130,8 @@ PYMOE_DEVICE void count_all(const Index* PYMOE_RESTRICT named, int64_t rows, int
 
   for (int64_t expert = thread; expert < experts; expert += threads) {
     unsigned both = 0;
-    for (int i = 0; i < columns; ++i) both += counts[expert * columns + ((expert + i) & (columns - 1))];  // bank by bank
+    for (int i = 0; i < columns; ++i)
+      both += counts[expert * columns + ((expert + i) & (columns - 1))];  // bank by bank
     total[expert] = static_cast<int32_t>(both & 0xffffu);
     before[expert] = static_cast<int32_t>(both >> 16);
   }

@@ -98,7 +98,7 @@ struct Rows {
   const int32_t* PYMOE_RESTRICT slots;
   const int32_t* PYMOE_RESTRICT used;
   const accumulate_t<T>* PYMOE_RESTRICT weights;
-  T* PYMOE_RESTRICT dy;                       // or null
+  T* PYMOE_RESTRICT dy;                      // or null
   accumulate_t<T>* PYMOE_RESTRICT dweights;  // or null
   int64_t tokens, choices, hidden;
   int64_t row_chunks;  // the last may be partial

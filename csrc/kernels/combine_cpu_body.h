@@ -131,9 +131,9 @@ PYMOE_INLINE void combine_backward_tokens(const CombineBackwardArguments& a, int
       const int64_t slot = checked_slot("combine_backward", a.slot, choice, a.choices, a.tokens);
       Accumulate product = 0;
       if (slot >= 0) {
-        product = combine_backward_row<T, kRows, kWeights>(
-            grad + token * a.hidden, y + slot * a.hidden, kRows ? weights[choice] : Accumulate(0), dy + slot * a.hidden,
-            a.hidden);
+        product = combine_backward_row<T, kRows, kWeights>(grad + token * a.hidden, y + slot * a.hidden,
+                                                           kRows ? weights[choice] : Accumulate(0),
+                                                           dy + slot * a.hidden, a.hidden);
       }
       if constexpr (kWeights) dweights[choice] = product;
     }

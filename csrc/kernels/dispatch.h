@@ -33,6 +33,6 @@ void dispatch(const DispatchArguments& arguments);
 namespace cuda {
 // Enqueues on `stream` (a cudaStream_t) and returns at once; throws std::runtime_error if the launch is refused.
 void dispatch(const DispatchArguments& arguments, void* stream);
-}
+}  // namespace cuda
 
 }  // namespace pymoe

@@ -4,9 +4,9 @@
 // words, so every store of a warp is 512 contiguous bytes. A block has as many groups as 256 threads hold; the group is
 // cut to the row, so that H 7168 in bf16, 896 words, is one group of 224 threads with 4 words each.
 //
-// With K = 8 the bytes written outweigh those read 8 to 1: what counts is that stores are wide and never wait. A token's
-// slots are therefore read once a thread, 8 at a time, together with the row. Where input and output together are
-// larger than a GPU's L2 the stores are streaming: nothing of them would be found there later.
+// With K = 8 the bytes written outweigh those read 8 to 1: what counts is that stores are wide and never wait. A
+// token's slots are therefore read once a thread, 8 at a time, together with the row. Where input and output together
+// are larger than a GPU's L2 the stores are streaming: nothing of them would be found there later.
 //
 // The same threads then clear the rows from *used on, a share each: nothing where no choice was dropped, and the
 // bandwidth of the whole GPU where many were. A choice whose slot is not in [0, *used) is skipped, so no two blocks
@@ -29,9 +29,9 @@ struct Shape {
   int64_t tokens;
   int64_t choices;
   int64_t row_words;
-  int group;       // threads that share a stretch of a row: kUnroll * group words
-  int groups;      // of a block, one a token
-  int stretches;   // of a row
+  int group;      // threads that share a stretch of a row: kUnroll * group words
+  int groups;     // of a block, one a token
+  int stretches;  // of a row
 };
 
 template <typename Word, bool kStreaming>
@@ -58,7 +58,8 @@ __global__ void __launch_bounds__(kThreads, 5)
   const int32_t named = *used;  // on its way together with the row
   const unsigned stretch = blockIdx.x % static_cast<unsigned>(shape.stretches);
   const unsigned group = threadIdx.x / static_cast<unsigned>(shape.group);
-  const int64_t token = static_cast<int64_t>(blockIdx.x / static_cast<unsigned>(shape.stretches)) * shape.groups + group;
+  const int64_t token =
+      static_cast<int64_t>(blockIdx.x / static_cast<unsigned>(shape.stretches)) * shape.groups + group;
   const int64_t first = (static_cast<int64_t>(stretch) * kUnroll) * shape.group +
                         (threadIdx.x - group * static_cast<unsigned>(shape.group));
   // How many of the thread's words lie in the row.

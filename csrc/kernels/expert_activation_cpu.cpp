@@ -47,8 +47,8 @@ void backward(const ExpertActivationBackwardArguments& a) {
   for_each_strip(a.rows, a.features, gated, [&](int64_t row, int64_t first, int64_t count) {
     const T* x = static_cast<const T*>(a.h) + row * 2 * a.features + first;
     T* grad_x = static_cast<T*>(a.grad_h) + row * 2 * a.features + first;
-    differentiate(static_cast<const T*>(a.grad) + row * a.features + first, x, gated ? x + a.features : nullptr,
-                  grad_x, gated ? grad_x + a.features : nullptr, count);
+    differentiate(static_cast<const T*>(a.grad) + row * a.features + first, x, gated ? x + a.features : nullptr, grad_x,
+                  gated ? grad_x + a.features : nullptr, count);
   });
 }
 

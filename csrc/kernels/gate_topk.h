@@ -53,7 +53,7 @@ struct GateTopkBackwardArguments {
   void* grad_logits;         // (T, E)
   int64_t tokens;
   int64_t num_experts;
-  int64_t choices;  // K >= 1
+  int64_t choices;        // K >= 1
   bool chosen_on_logits;  // the best expert is among the chosen, so no floor and no full softmax to renormalise
   GateOptions options;
   void* workspace = nullptr;  // cuda::gate_topk_backward_workspace bytes, of the CUDA twin

@@ -3,9 +3,9 @@
 //
 // A group of 16 lanes owns a token (one lane a lane of the sums in core/score.h); a block's tokens are consecutive.
 // Rows of gradients are put together in shared memory (in the workspace where that is too small): what is not chosen
-// first, then the lane that owns a chosen element replaces it. Then the block writes its rows, one stretch of memory, once, in 16-byte stores whatever E is.
-// Of a renormalised softmax over logits, the usual gate, only the logits of the chosen are read: the kernel moves little
-// more than the gradients that it writes.
+// first, then the lane that owns a chosen element replaces it. Then the block writes its rows, one stretch of memory,
+// once, in 16-byte stores whatever E is. Of a renormalised softmax over logits, the usual gate, only the logits of the
+// chosen are read: the kernel moves little more than the gradients that it writes.
 #include <algorithm>
 
 #include "kernels/cuda/lane_group.h"
@@ -154,9 +154,8 @@ class Token {
   }
 
   PYMOE_DEVICE void sigmoid_backward() {
-    each_own_choice([&](int64_t j) {
-      chosen_[j] = inside(experts_[j]) ? sigmoid_in_fixed_steps(logit(experts_[j])) : S{0};
-    });
+    each_own_choice(
+        [&](int64_t j) { chosen_[j] = inside(experts_[j]) ? sigmoid_in_fixed_steps(logit(experts_[j])) : S{0}; });
     chosen_gradients();
     each_own_element([&](int64_t i) {
       const S value = logit(i);
@@ -197,12 +196,11 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t tokens = blockDim.x / kLanes, slot = threadIdx.x / kLanes;
   const int64_t first = blockIdx.x * tokens, token = first + slot;
   const int64_t of_choices = kValuesOfChoice * a.choices;
-  S* const rows = layout.rows == nullptr ? memory
-                                         : static_cast<S*>(layout.rows) +
-                                               blockIdx.x * tokens * (a.num_experts + of_choices);
+  S* const rows = layout.rows == nullptr
+                      ? memory
+                      : static_cast<S*>(layout.rows) + blockIdx.x * tokens * (a.num_experts + of_choices);
   // Groups past the last token repeat it, and nothing of it is written: the warp's collectives need all lanes.
-  Token<T>(a, min(token, a.tokens - 1), rows + slot * a.num_experts,
-                   rows + tokens * a.num_experts + slot * of_choices)
+  Token<T>(a, min(token, a.tokens - 1), rows + slot * a.num_experts, rows + tokens * a.num_experts + slot * of_choices)
       .backward();
   __syncthreads();
   write_rows(rows, min(tokens, a.tokens - first) * a.num_experts,

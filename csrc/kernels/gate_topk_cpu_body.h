@@ -1,9 +1,9 @@
 // The inner loops of gate_topk for one instruction set; see kernels/cpu/for_each_isa.h.
 //
 // Tokens go in tiles of as many as a vector has lanes. First most experts are ruled out, a token's row at a time: each
-// of 16 or 32 virtual lanes holds the maximum of its share of the row, and since K of these maxima are at least as great
-// as the K-th greatest of them, no logit below that one can be among the best K. A little more than K candidates are
-// left on average. Then a lane is a token: its best experts are kept as a sorted list of vectors, into which the
+// of 16 or 32 virtual lanes holds the maximum of its share of the row, and since K of these maxima are at least as
+// great as the K-th greatest of them, no logit below that one can be among the best K. A little more than K candidates
+// are left on average. Then a lane is a token: its best experts are kept as a sorted list of vectors, into which the
 // candidates are inserted without a branch.
 
 #include "kernels/cpu/lanes.h"
@@ -224,15 +224,14 @@ void keep_best_groups(const GateTopkArguments& a, const Scratch<S>& scratch) {
   for (int t = 0; t < kL; ++t) rows[t] = scratch.choice + t * a.num_experts;
   for (int64_t g = 0; g < a.num_groups; ++g) {
     Keys first = Keys{} + kNoKey<S>, second = first;
-    for_columns(rows, g * group_size, (g + 1) * group_size,
-                [&](const vector_t<S>(&columns)[kL], int64_t, int count) {
-                  for (int i = 0; i < count; ++i) {
-                    const Keys key = order_keys<S>(columns[i]);
-                    const Keys lesser = key > first ? first : key;
-                    second = lesser > second ? lesser : second;
-                    first = key > first ? key : first;
-                  }
-                });
+    for_columns(rows, g * group_size, (g + 1) * group_size, [&](const vector_t<S>(&columns)[kL], int64_t, int count) {
+      for (int i = 0; i < count; ++i) {
+        const Keys key = order_keys<S>(columns[i]);
+        const Keys lesser = key > first ? first : key;
+        second = lesser > second ? lesser : second;
+        first = key > first ? key : first;
+      }
+    });
     vector_t<S> score = values_of_keys<S>(first);
     if (group_size > 1) score += values_of_keys<S>(second);
     const Keys key = order_keys<S>(score);
@@ -300,7 +299,8 @@ PYMOE_INLINE void finish_weights(const GateTopkArguments& a, const Scratch<S>& s
   vector_t<S> divisor = broadcast(S{1});
   if (a.options.renormalize) {
     divisor = vector_t<S>{};
-    for (int64_t block = 0; block < a.choices; block += kSumLanes) {  // blocks, so that rounding stays small for large K
+    for (int64_t block = 0; block < a.choices;
+         block += kSumLanes) {  // blocks, so that rounding stays small for large K
       vector_t<S> sum = {};
       for (int64_t j = block; j < a.choices && j < block + kSumLanes; ++j) sum += load(scratch.weights + j * kL);
       divisor += sum;

@@ -25,18 +25,18 @@ constexpr int kThreads = 256;
 constexpr int64_t kBlocks = 528;             // at most: what four blocks on each of an H200's 132 multiprocessors make
 constexpr int64_t kMostCounted = 8192;       // experts whose slots are counted in shared memory
 constexpr int64_t kUsualShared = 48 << 10;   // above this a block gets fewer threads
-constexpr int64_t kMostBuffered = 64 << 20;   // bytes of the workspace for rows; fewer blocks above it
+constexpr int64_t kMostBuffered = 64 << 20;  // bytes of the workspace for rows; fewer blocks above it
 constexpr int kHeldExperts = 512;
-constexpr int kHeldScores = 256;             // where the choice or the weights need the scores of the whole row
+constexpr int kHeldScores = 256;  // where the choice or the weights need the scores of the whole row
 
 // How a launch lays out its memory.
 struct Layout {
-  int64_t tiles;          // of threads / kLanes tokens
-  int32_t capacity;       // candidates of a token that there is room for; 0: choose by passes
-  int32_t group_size;     // experts a group; 0: no groups
-  int64_t row_keys;       // keys a token buffers: E and one a group, or none
+  int64_t tiles;       // of threads / kLanes tokens
+  int32_t capacity;    // candidates of a token that there is room for; 0: choose by passes
+  int32_t group_size;  // experts a group; 0: no groups
+  int64_t row_keys;    // keys a token buffers: E and one a group, or none
   bool counts_in_shared;
-  void* rows;             // buffered keys, a token of a block after the other; null: in shared memory
+  void* rows;  // buffered keys, a token of a block after the other; null: in shared memory
 };
 
 // A row in registers.
@@ -126,8 +126,8 @@ class Token {
     load_row();
     score_row();
     if (layout_.capacity > 0) {
-      const Key best = choose_by_rank<S, kLanes, kMaxima>(row_, static_cast<int>(a_.choices), list, layout_.capacity,
-                                                          chosen);
+      const Key best =
+          choose_by_rank<S, kLanes, kMaxima>(row_, static_cast<int>(a_.choices), list, layout_.capacity, chosen);
       if (best != kNoKey<S>) return finish_ranked(best, chosen, scores);
       __syncwarp();
     }
@@ -353,8 +353,7 @@ __global__ void __launch_bounds__(kThreads, (kResident<kLanes, kHeld, kScoresRow
   for (int64_t tile = blockIdx.x; tile < layout.tiles; tile += gridDim.x) {
     const int64_t token = tile * tokens + slot;
     // Groups past the last token repeat it and write nothing: the warp's collectives need all lanes.
-    Token<S, kLanes, kHeld, kScoresRow>(a, layout, min(token, a.tokens - 1), token < a.tokens, buffer,
-                                        counts)
+    Token<S, kLanes, kHeld, kScoresRow>(a, layout, min(token, a.tokens - 1), token < a.tokens, buffer, counts)
         .gate(list, chosen, scores);
   }
   if (layout.counts_in_shared) {

@@ -15,9 +15,9 @@
 // torch's.)
 //
 // `offsets` must start at 0, not decrease, and end within S. The CPU twin throws std::invalid_argument or
-// std::out_of_range otherwise, before it touches any memory. The CUDA twin, which reads nothing on the host, takes 0 for
-// the first and the greatest before it, or S, for one that decreases or passes S: it never reads or writes a row outside
-// of [0, S), and rows of experts whose offsets are right come out right.
+// std::out_of_range otherwise, before it touches any memory. The CUDA twin, which reads nothing on the host, takes 0
+// for the first and the greatest before it, or S, for one that decreases or passes S: it never reads or writes a row
+// outside of [0, S), and rows of experts whose offsets are right come out right.
 //
 // Memory: the CPU twin keeps a few MiB a thread between calls; the CUDA twin works in `workspace`.
 #pragma once
@@ -35,17 +35,17 @@ struct MatrixView {
 };
 
 struct GroupedLinearArguments {
-  MatrixView x;             // (S, H)
-  MatrixView weight;        // (N, H) of expert 0
-  int64_t weight_stride;    // from one expert's weight to the next
-  MatrixView bias;          // (E, N); data may be null
-  const int32_t* offsets;   // (E + 1,)
-  void* y;                  // (S, N)
-  int64_t rows;             // S
-  int64_t input_features;   // H
-  int64_t output_features;  // N
-  int64_t experts;          // E, below 2^30
-  DType dtype;              // of every tensor
+  MatrixView x;                  // (S, H)
+  MatrixView weight;             // (N, H) of expert 0
+  int64_t weight_stride;         // from one expert's weight to the next
+  MatrixView bias;               // (E, N); data may be null
+  const int32_t* offsets;        // (E + 1,)
+  void* y;                       // (S, N)
+  int64_t rows;                  // S
+  int64_t input_features;        // H
+  int64_t output_features;       // N
+  int64_t experts;               // E, below 2^30
+  DType dtype;                   // of every tensor
   int32_t* workspace = nullptr;  // cuda::grouped_linear_workspace(E) values, contents arbitrary; the CPU needs none
 };
 

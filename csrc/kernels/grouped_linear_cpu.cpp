@@ -39,9 +39,8 @@ const T* element(const MatrixView& view, int64_t row, int64_t column) {
 
 void fill_zero(void* begin, int64_t bytes) {
   auto* data = static_cast<char*>(begin);
-  parallel_for(0, bytes, int64_t{256} << 10, [&](int64_t from, int64_t to) {
-    memset(data + from, 0, static_cast<size_t>(to - from));
-  });
+  parallel_for(0, bytes, int64_t{256} << 10,
+               [&](int64_t from, int64_t to) { memset(data + from, 0, static_cast<size_t>(to - from)); });
 }
 
 // A block of the output of one expert: one task.
@@ -97,8 +96,8 @@ void forward(const GroupedLinearArguments& a) {
   parallel_tasks(static_cast<int64_t>(blocks.size()), [&](int64_t task) {
     const Block& block = blocks[static_cast<size_t>(task)];
     const int64_t row = offsets[block.expert] + block.row;
-    const MatrixView weight{static_cast<const T*>(a.weight.data) + block.expert * a.weight_stride,
-                            a.weight.row_stride, a.weight.column_stride};
+    const MatrixView weight{static_cast<const T*>(a.weight.data) + block.expert * a.weight_stride, a.weight.row_stride,
+                            a.weight.column_stride};
     gemm({
         .a = element<T>(a.x, row, 0),
         .a_row_stride = a.x.row_stride,
@@ -135,8 +134,8 @@ void weight_grad(const GroupedWeightGradArguments& a) {
         .b_column_stride = a.x.column_stride,
         .bias = nullptr,
         .bias_stride = 0,
-        .c = static_cast<T*>(a.weight_grad) +
-             (block.expert * a.output_features + block.row) * a.input_features + block.column,
+        .c = static_cast<T*>(a.weight_grad) + (block.expert * a.output_features + block.row) * a.input_features +
+             block.column,
         .c_row_stride = a.input_features,
         .m = block.rows,
         .n = block.columns,
@@ -151,18 +150,18 @@ void bias_grad(const GroupedBiasGradArguments& a) {
   const int64_t strips = pieces(a.output_features, kWidth);
   parallel_for(0, a.experts * strips, std::max<int64_t>(1, 65536 * a.experts / std::max<int64_t>(1, a.rows * kWidth)),
                [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t expert = i / strips, first = i % strips * kWidth;
-      const int64_t columns = std::min(kWidth, a.output_features - first);
-      accumulate_t<T> sum[kWidth] = {};
-      for (int64_t row = a.offsets[expert]; row < a.offsets[expert + 1]; ++row) {
-        const T* from = element<T>(a.grad, row, first);
-        for (int64_t j = 0; j < columns; ++j) sum[j] += to_accumulate(from[j * a.grad.column_stride]);
-      }
-      T* to = static_cast<T*>(a.bias_grad) + expert * a.output_features + first;
-      for (int64_t j = 0; j < columns; ++j) to[j] = round_to<T>(sum[j]);
-    }
-  });
+                 for (int64_t i = begin; i < end; ++i) {
+                   const int64_t expert = i / strips, first = i % strips * kWidth;
+                   const int64_t columns = std::min(kWidth, a.output_features - first);
+                   accumulate_t<T> sum[kWidth] = {};
+                   for (int64_t row = a.offsets[expert]; row < a.offsets[expert + 1]; ++row) {
+                     const T* from = element<T>(a.grad, row, first);
+                     for (int64_t j = 0; j < columns; ++j) sum[j] += to_accumulate(from[j * a.grad.column_stride]);
+                   }
+                   T* to = static_cast<T*>(a.bias_grad) + expert * a.output_features + first;
+                   for (int64_t j = 0; j < columns; ++j) to[j] = round_to<T>(sum[j]);
+                 }
+               });
 }
 
 }  // namespace

@@ -7,8 +7,8 @@
 // that follow each other take the columns of the same rows, whose x stays in L1 and L2. kernels/cuda/tile_gemm.h has
 // the rest.
 //
-// Where torch's grouped GEMM makes the product, the plan's bounds are its offsets and the two complete_ kernels add what
-// it leaves out; they return at once for tiles and experts that lack nothing.
+// Where torch's grouped GEMM makes the product, the plan's bounds are its offsets and the two complete_ kernels add
+// what it leaves out; they return at once for tiles and experts that lack nothing.
 #include <algorithm>
 #include <limits>
 
@@ -138,8 +138,8 @@ constexpr int kCompleteThreads = 256;
 __global__ void __launch_bounds__(kCompleteThreads)
     complete_linear_kernel(uint4* y, GroupPlan plan, int64_t packs, int64_t row_packs, int experts) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kCompleteThreads;
-  for (int64_t i = plan.bounds[experts] * row_packs + static_cast<int64_t>(blockIdx.x) * kCompleteThreads + threadIdx.x; i < packs;
-       i += stride) {
+  for (int64_t i = plan.bounds[experts] * row_packs + static_cast<int64_t>(blockIdx.x) * kCompleteThreads + threadIdx.x;
+       i < packs; i += stride) {
     y[i] = uint4{};
   }
 }
@@ -165,9 +165,8 @@ bool in_runs(const void* output, int64_t features) {
 template <typename T>
 void linear(const GroupedLinearArguments& a, void* stream) {
   const int64_t column_tiles = ceil_div(a.output_features, kTileColumns);
-  launch(kName, linear_kernel<T>,
-         {most_row_tiles(a.rows, a.experts, kTileRows) * column_tiles, tile_for<T>::kThreads}, stream,
-         operand<T>(a.x.data, a.x.row_stride, a.x.column_stride, a.rows, a.input_features, Cut::kRows),
+  launch(kName, linear_kernel<T>, {most_row_tiles(a.rows, a.experts, kTileRows) * column_tiles, tile_for<T>::kThreads},
+         stream, operand<T>(a.x.data, a.x.row_stride, a.x.column_stride, a.rows, a.input_features, Cut::kRows),
          operand<T>(a.weight.data, a.weight.row_stride, a.weight.column_stride, a.output_features, a.input_features,
                     Cut::kNone, a.weight_stride),
          a.weight_stride, static_cast<const T*>(a.bias.data), a.bias.row_stride, a.bias.column_stride,
@@ -182,9 +181,8 @@ void weight_grad(const GroupedWeightGradArguments& a, void* stream) {
   launch(kName, weight_grad_kernel<T>, {a.experts * row_tiles * column_tiles, tile_for<T>::kThreads}, stream,
          operand<T>(a.grad.data, a.grad.column_stride, a.grad.row_stride, a.output_features, a.rows, Cut::kDepth),
          operand<T>(a.x.data, a.x.column_stride, a.x.row_stride, a.input_features, a.rows, Cut::kDepth),
-         group_plan(a.workspace, a.experts),
-         static_cast<T*>(a.weight_grad), a.input_features, a.output_features, row_tiles, column_tiles,
-         in_runs<T>(a.weight_grad, a.input_features));
+         group_plan(a.workspace, a.experts), static_cast<T*>(a.weight_grad), a.input_features, a.output_features,
+         row_tiles, column_tiles, in_runs<T>(a.weight_grad, a.input_features));
 }
 
 template <typename T>
@@ -232,9 +230,9 @@ void grouped_linear_bias_grad(const GroupedBiasGradArguments& a, void* stream) {
 void complete_grouped_linear(const GroupedLinearArguments& a, void* stream) {
   constexpr int64_t kMostBlocks = 1024, kShare = 8;  // packs a thread, before blocks take more
   const int64_t row_packs = a.output_features * size_of(a.dtype) / 16, packs = a.rows * row_packs;
-  launch(kName, complete_linear_kernel, {std::min(ceil_div(packs, kShare * kCompleteThreads), kMostBlocks),
-         kCompleteThreads}, stream, static_cast<uint4*>(a.y), group_plan(a.workspace, a.experts), packs, row_packs,
-         a.experts);
+  launch(kName, complete_linear_kernel,
+         {std::min(ceil_div(packs, kShare * kCompleteThreads), kMostBlocks), kCompleteThreads}, stream,
+         static_cast<uint4*>(a.y), group_plan(a.workspace, a.experts), packs, row_packs, a.experts);
 }
 
 void complete_grouped_weight_grad(const GroupedWeightGradArguments& a, void* stream) {

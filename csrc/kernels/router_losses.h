@@ -28,9 +28,9 @@ inline constexpr int64_t kLossBlock = 64;
 constexpr int64_t router_losses_workspace(int64_t tokens) { return 2 * ((tokens + kLossBlock - 1) / kLossBlock); }
 
 struct RouterLossesArguments {
-  DType dtype;          // of logits
-  const void* logits;   // (T, E)
-  const void* load;     // (E,) int32 or int64; null: no balancing loss
+  DType dtype;         // of logits
+  const void* logits;  // (T, E)
+  const void* load;    // (E,) int32 or int64; null: no balancing loss
   bool load_is_int64;
   bool with_z;
   Score score;
@@ -42,9 +42,9 @@ struct RouterLossesArguments {
 };
 
 struct RouterLossesBackwardArguments {
-  DType dtype;               // of logits and grad_logits
-  const void* logits;        // (T, E)
-  const void* load;          // as above
+  DType dtype;         // of logits and grad_logits
+  const void* logits;  // (T, E)
+  const void* load;    // as above
   bool load_is_int64;
   bool with_z;
   Score score;

@@ -7,8 +7,8 @@ namespace pymoe::cpu::PYMOE_ISA {
 // What one token's row comes to. Scores are e^(l - max) or sigmoid(l).
 template <typename S>
 struct RowStatistics {
-  S max;  // of the logits
-  S sum;  // of e^(l - max)
+  S max;                   // of the logits
+  S sum;                   // of e^(l - max)
   S score_sum, score_dot;  // of the scores before they are normalised, and of those times f
 };
 
@@ -62,8 +62,8 @@ void router_losses_block(const RouterLossesArguments& a, const void* fraction, i
     for (int64_t token = begin; token < end; ++token) {
       const S* row = widened_row(static_cast<const T*>(a.logits) + token * a.num_experts, a.num_experts,
                                  reinterpret_cast<S*>(scratch));
-      const auto r = row_statistics<S>(row, a.num_experts, a.score, a.with_z, static_cast<const S*>(fraction), nullptr,
-                                       nullptr);
+      const auto r =
+          row_statistics<S>(row, a.num_experts, a.score, a.with_z, static_cast<const S*>(fraction), nullptr, nullptr);
       if (fraction != nullptr) {
         balance_sum += r.score_dot / (a.score == Score::kSigmoid ? floored_sum(r.score_sum) : r.score_sum);
       }

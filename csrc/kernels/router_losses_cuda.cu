@@ -71,9 +71,9 @@ PYMOE_DEVICE S sum_of_lanes(S value) {
 // What one token's row comes to; scores are e^(l - max) or sigmoid(l).
 template <typename S>
 struct RowStatistics {
-  S max;         // of the logits that are not NaN
+  S max;  // of the logits that are not NaN
   bool has_nan;
-  S sum;         // of e^(l - max)
+  S sum;                   // of e^(l - max)
   S score_sum, score_dot;  // of the scores before they are normalised, and of those times f
 };
 

@@ -16,8 +16,7 @@ namespace pymoe::ops {
 // operator; with 2 MiB pages it is a 512th as many. Where the system has none, the advice changes nothing.
 inline torch::stable::Tensor empty(const std::vector<int64_t>& shape, torch::headeronly::ScalarType dtype,
                                    const torch::stable::Tensor& like) {
-  torch::stable::Tensor tensor =
-      torch::stable::empty({shape.data(), shape.size()}, dtype, std::nullopt, like.device());
+  torch::stable::Tensor tensor = torch::stable::empty({shape.data(), shape.size()}, dtype, std::nullopt, like.device());
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr int64_t kHugePage = int64_t{2} << 20;
   const int64_t bytes = tensor.numel() * static_cast<int64_t>(tensor.element_size());

@@ -30,8 +30,8 @@ Tensor expert_activation(const Tensor& h, int64_t kind) {
   const Activation activation = checked_kind(kind);
   const int64_t features = checked_features(h, activation);
   Tensor out = empty({h.size(0), features}, h.scalar_type(), h);
-  const ExpertActivationArguments arguments{h.const_data_ptr(), out.mutable_data_ptr(), h.size(0), features, activation,
-                                            dtype};
+  const ExpertActivationArguments arguments{
+      h.const_data_ptr(), out.mutable_data_ptr(), h.size(0), features, activation, dtype};
   run(PYMOE_TWINS(expert_activation), arguments, h);
   return out;
 }

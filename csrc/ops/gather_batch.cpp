@@ -27,8 +27,8 @@ Tensor gather_batch(const std::vector<Tensor>& tensors) {
   starts.reserve(tensors.size() + 1);
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Tensor& tensor = tensors[i];
-    bool same = tensor.dim() == first.dim() && tensor.scalar_type() == first.scalar_type() &&
-                tensor.device() == first.device();
+    bool same =
+        tensor.dim() == first.dim() && tensor.scalar_type() == first.scalar_type() && tensor.device() == first.device();
     for (int64_t dim = 1; same && dim < first.dim(); ++dim) same = tensor.size(dim) == first.size(dim);
     require(same, kName, "tensors[", i, "] must agree with tensors[0] in dtype, device and trailing shape, got ",
             tensor, " and ", first);

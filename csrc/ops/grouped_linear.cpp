@@ -93,8 +93,7 @@ Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offse
   require(weight.dim() == 3, kName, "weight must have shape (E, N, H), got ", weight);
   const int64_t rows = x.size(0), input_features = x.size(1);
   const int64_t experts = weight.size(0), output_features = weight.size(1);
-  require(weight.size(2) == input_features, kName, "weight must have shape (E, N, ", input_features, "), got ",
-          weight);
+  require(weight.size(2) == input_features, kName, "weight must have shape (E, N, ", input_features, "), got ", weight);
   require_dtype(kName, "weight", weight, x.scalar_type());
   require_same_device(kName, "weight", weight, x);
   const int32_t* bounds = checked_offsets(offsets, x);

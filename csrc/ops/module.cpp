@@ -39,8 +39,15 @@ PyModuleDef_Slot slots[] = {
 };
 
 PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_ops", "Operators of pymoe and the facts of their build.", 0, nullptr, slots,
-    nullptr,               nullptr, nullptr,
+    PyModuleDef_HEAD_INIT,
+    "_ops",
+    "Operators of pymoe and the facts of their build.",
+    0,
+    nullptr,
+    slots,
+    nullptr,
+    nullptr,
+    nullptr,
 };
 
 }  // namespace

@@ -7,8 +7,7 @@
 #include <stdexcept>
 
 // Weak: absent from a CPU build of torch, where no CUDA tensor can exist to ask for it.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
-                                                                                   void** stream);
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
 namespace pymoe::ops {
 

@@ -49,7 +49,7 @@ void run(Twins<Arguments> twins, const Arguments& arguments, const Tensor& tenso
 // Registers implement(library), a function template, for every device that the build has kernels for.
 #if PYMOE_WITH_CUDA && !PYMOE_CUDA_ON_CPU
 #define PYMOE_IMPLEMENT_ON_EVERY_DEVICE(implement)                       \
-  STABLE_TORCH_LIBRARY_IMPL(pymoe, CPU, library) { implement(library); }       \
+  STABLE_TORCH_LIBRARY_IMPL(pymoe, CPU, library) { implement(library); } \
   STABLE_TORCH_LIBRARY_IMPL(pymoe, CUDA, library) { implement(library); }
 #else
 #define PYMOE_IMPLEMENT_ON_EVERY_DEVICE(implement) \

@@ -127,12 +127,12 @@ class WorkerPool {
 
   const int workers_;
   const Around around_;
-  std::mutex mutex_;  // guards queue_, stopping_ and running_
+  std::mutex mutex_;                 // guards queue_, stopping_ and running_
   std::condition_variable changed_;  // a worker has something to do: a task, or to stop
-  std::condition_variable ended_;  // running_ has reached 0
+  std::condition_variable ended_;    // running_ has reached 0
   std::deque<std::shared_ptr<Task>> queue_;
   bool stopping_ = false;
-  int running_ = 0;  // workers that have not ended
+  int running_ = 0;        // workers that have not ended
   std::mutex join_mutex_;  // guards threads_
   std::vector<std::thread> threads_;
 };

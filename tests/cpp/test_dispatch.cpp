@@ -26,8 +26,12 @@ struct Case {
   int32_t used;
 
   Case(int64_t tokens, int64_t choices, int64_t row_bytes, int64_t dropped = 0)
-      : tokens(tokens), choices(choices), row_bytes(row_bytes), dropped(dropped),
-        x(static_cast<size_t>(tokens * row_bytes)), slot(static_cast<size_t>(tokens * choices)),
+      : tokens(tokens),
+        choices(choices),
+        row_bytes(row_bytes),
+        dropped(dropped),
+        x(static_cast<size_t>(tokens * row_bytes)),
+        slot(static_cast<size_t>(tokens * choices)),
         used(static_cast<int32_t>(tokens * choices - dropped)) {
     std::mt19937 random(7);
     for (auto& byte : x) byte = static_cast<unsigned char>(random());
@@ -62,8 +66,8 @@ struct Case {
 
 TEST_CASE("dispatch copies rows, clears the unused, and stays inside") {
   const Case cases[] = {
-      {0, 2, 64},    {1, 1, 2},      {5, 1, 6},          {33, 2, 100, 7},
-      {64, 8, 256},  {40, 4, 4098, 160},  {257, 3, 16, 1},  {3000, 2, 2048, 11},  // the last is streamed
+      {0, 2, 64},   {1, 1, 2},          {5, 1, 6},       {33, 2, 100, 7},
+      {64, 8, 256}, {40, 4, 4098, 160}, {257, 3, 16, 1}, {3000, 2, 2048, 11},  // the last is streamed
   };
   for (const Case& c : cases) {
     for (const int64_t shift : {0, 2}) {

@@ -36,8 +36,8 @@ int count_wrong_widenings(int exponent_bits, int mantissa_bits) {
   for (uint32_t bits = 0; bits < 0x10000; ++bits) {
     const double expected = defined_value(static_cast<uint16_t>(bits), exponent_bits, mantissa_bits);
     const float got = to_accumulate(from_bits<T>(static_cast<uint16_t>(bits)));
-    const bool same = std::isnan(expected) ? std::isnan(got)
-                                           : got == expected && std::signbit(got) == std::signbit(expected);
+    const bool same =
+        std::isnan(expected) ? std::isnan(got) : got == expected && std::signbit(got) == std::signbit(expected);
     wrong += !same;
   }
   return wrong;
@@ -62,7 +62,8 @@ int count_wrong_roundings(uint16_t largest) {
   for (uint32_t bits = 0; bits <= largest; ++bits) {
     const double low = to_accumulate(from_bits<T>(static_cast<uint16_t>(bits)));
     const double below = bits == 0 ? 0 : to_accumulate(from_bits<T>(static_cast<uint16_t>(bits - 1)));
-    const double high = bits < largest ? to_accumulate(from_bits<T>(static_cast<uint16_t>(bits + 1))) : low + (low - below);
+    const double high =
+        bits < largest ? to_accumulate(from_bits<T>(static_cast<uint16_t>(bits + 1))) : low + (low - below);
     const auto middle = static_cast<float>((low + high) / 2);
     if (static_cast<double>(middle) != (low + high) / 2) continue;  // below the smallest float: nothing in between
     const uint32_t even = bits % 2 == 0 ? bits : bits + 1;

@@ -53,8 +53,8 @@ void check_gate(int64_t tokens, int64_t num_experts, int64_t choices) {
     same_on_threads([&] { return std::tuple(Guarded<Wide>(1), Guarded<Wide>(1)); },
                     [&](auto& balance, auto& z) {
                       std::vector<double> workspace(static_cast<size_t>(router_losses_workspace(tokens)));
-                      cpu::router_losses({dtype_of<T>(), logits.data(), load.data(), false, true, score,
-                                          balance.data(), z.data(), tokens, num_experts, workspace.data()});
+                      cpu::router_losses({dtype_of<T>(), logits.data(), load.data(), false, true, score, balance.data(),
+                                          z.data(), tokens, num_experts, workspace.data()});
                     });
     const Wide one = 1;
     same_on_threads([&] { return std::tuple(Guarded<T>(tokens * num_experts)); },
@@ -87,8 +87,16 @@ TEST_CASE("gate_topk_backward refuses an expert outside [0, E)") {
     experts[11] = hostile;
     const WithThreads backend(4);
     Guarded<float> grad(10 * 8);
-    CHECK_THROWS_AS(cpu::gate_topk_backward({DType::kFloat32, logits.data(), experts.data(), grad_weights.data(),
-                                             grad.data(), 10, 8, 2, true, {Score::kSoftmax, true, 1.0}}),
+    CHECK_THROWS_AS(cpu::gate_topk_backward({DType::kFloat32,
+                                             logits.data(),
+                                             experts.data(),
+                                             grad_weights.data(),
+                                             grad.data(),
+                                             10,
+                                             8,
+                                             2,
+                                             true,
+                                             {Score::kSoftmax, true, 1.0}}),
                     std::out_of_range);
     CHECK(grad.intact());
   }

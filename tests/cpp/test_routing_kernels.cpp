@@ -41,11 +41,11 @@ void check_combine(int64_t tokens, int64_t choices, int64_t hidden) {
   const auto y = random_values<T>(rows * hidden, 1), grad = random_values<T>(tokens * hidden, 2);
   const auto weights = random_values<accumulate_t<T>>(rows, 3);
 
-  const auto [out] = same_on_threads([&] { return std::tuple(Guarded<T>(tokens * hidden)); },
-                                     [&](auto& result) {
-                                       cpu::combine({y.data(), slot.data(), weights.data(), result.data(), tokens,
-                                                     choices, hidden, dtype_of<T>()});
-                                     });
+  const auto [out] = same_on_threads(
+      [&] { return std::tuple(Guarded<T>(tokens * hidden)); },
+      [&](auto& result) {
+        cpu::combine({y.data(), slot.data(), weights.data(), result.data(), tokens, choices, hidden, dtype_of<T>()});
+      });
   int64_t wrong = 0;
   for (int64_t t = 0; t < tokens; ++t) {
     for (int64_t h = 0; h < hidden; ++h) {
@@ -53,8 +53,8 @@ void check_combine(int64_t tokens, int64_t choices, int64_t hidden) {
       for (int64_t k = 0; k < choices; ++k) {
         const int64_t row = slot[t * choices + k];
         if (row < 0) continue;
-        const accumulate_t<T> product = weights[static_cast<size_t>(t * choices + k)] *
-                                        to_accumulate(y[static_cast<size_t>(row * hidden + h)]);
+        const accumulate_t<T> product =
+            weights[static_cast<size_t>(t * choices + k)] * to_accumulate(y[static_cast<size_t>(row * hidden + h)]);
         sum += product;
       }
       wrong += to_accumulate(out[t * hidden + h]) != to_accumulate(round_to<T>(sum));
@@ -135,10 +135,9 @@ TEST_CASE("gather_batch joins blocks, empty ones included") {
     sources.push_back(size ? bytes.data() + i * 3 : nullptr);
     starts.push_back(starts.back() + size);
   }
-  const auto [out] = same_on_threads([&] { return std::tuple(Guarded<unsigned char>(starts.back())); },
-                                     [&](auto& result) {
-                                       cpu::gather_batch({sources.data(), starts.data(), result.data(), 300});
-                                     });
+  const auto [out] =
+      same_on_threads([&] { return std::tuple(Guarded<unsigned char>(starts.back())); },
+                      [&](auto& result) { cpu::gather_batch({sources.data(), starts.data(), result.data(), 300}); });
   for (size_t i = 0; i < sources.size(); ++i) {
     const auto size = static_cast<size_t>(starts[i + 1] - starts[i]);
     if (size) CHECK(memcmp(out.data() + starts[i], sources[i], size) == 0);

@@ -82,7 +82,8 @@ int main(int argc, char** argv) {
     launch(name, missing_fence, {2, 32}, nullptr, x.data(), out.data());
   }
   bool right = true;
-  for (int i = 0; i < 64; ++i) right = right && (std::strcmp(name, "missing_barrier") != 0 || out[static_cast<size_t>(i)] == 63 - i);
+  for (int i = 0; i < 64; ++i)
+    right = right && (std::strcmp(name, "missing_barrier") != 0 || out[static_cast<size_t>(i)] == 63 - i);
   std::printf("canary '%s' has run: %s\n", name, right ? "right values" : "wrong values");
   return 0;
 }

@@ -19,10 +19,9 @@
 #define __align__(bytes) alignas(bytes)
 #define PYMOE_DEVICE inline
 
-#define PYMOE_SHARED(Type, name, count)                                                                   \
-  static char name##_declaration;                                                                         \
-  Type* const name =                                                                                      \
-      static_cast<Type*>(::pymoe::emulator::shared_memory(&name##_declaration, sizeof(Type) * (count)))
+#define PYMOE_SHARED(Type, name, count) \
+  static char name##_declaration;       \
+  Type* const name = static_cast<Type*>(::pymoe::emulator::shared_memory(&name##_declaration, sizeof(Type) * (count)))
 #define PYMOE_DYNAMIC_SHARED(Type, name) \
   Type* const name = static_cast<Type*>(::pymoe::emulator::dynamic_shared_memory())
 
@@ -33,18 +32,15 @@
 
 // A collective notes the place of its call.
 #define PYMOE_SITE int line = __builtin_LINE(), const char *file = __builtin_FILE()
-#define PYMOE_HERE ::pymoe::emulator::Site{file, line}
+#define PYMOE_HERE \
+  ::pymoe::emulator::Site { file, line }
 
 // --- vectors ---
 
-#define PYMOE_VECTOR(Name, Type, bytes)                                        \
-  struct alignas(bytes / 2) Name##2 {                                          \
-    Type x, y;                                                                 \
-  };                                                                           \
-  struct alignas(bytes) Name##4 {                                              \
-    Type x, y, z, w;                                                           \
-  };                                                                           \
-  inline Name##2 make_##Name##2(Type x, Type y) { return {x, y}; }             \
+#define PYMOE_VECTOR(Name, Type, bytes)                            \
+  struct alignas(bytes / 2) Name##2 { Type x, y; };                \
+  struct alignas(bytes) Name##4 { Type x, y, z, w; };              \
+  inline Name##2 make_##Name##2(Type x, Type y) { return {x, y}; } \
   inline Name##4 make_##Name##4(Type x, Type y, Type z, Type w) { return {x, y, z, w}; }
 PYMOE_VECTOR(int, int, 16)
 PYMOE_VECTOR(uint, unsigned, 16)
@@ -127,13 +123,16 @@ T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, PYMOE_S
 }
 template <typename T>
 T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, PYMOE_SITE) {
-  const unsigned lane = pymoe::emulator::lane(), end = (lane & ~(static_cast<unsigned>(width) - 1)) + static_cast<unsigned>(width);
-  return pymoe::emulator::shuffle("__shfl_down_sync", mask, value, lane + delta < end ? lane + delta : lane, PYMOE_HERE);
+  const unsigned lane = pymoe::emulator::lane(),
+                 end = (lane & ~(static_cast<unsigned>(width) - 1)) + static_cast<unsigned>(width);
+  return pymoe::emulator::shuffle("__shfl_down_sync", mask, value, lane + delta < end ? lane + delta : lane,
+                                  PYMOE_HERE);
 }
 template <typename T>
 T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, PYMOE_SITE) {
   const unsigned lane = pymoe::emulator::lane(), begin = lane & ~(static_cast<unsigned>(width) - 1);
-  return pymoe::emulator::shuffle("__shfl_up_sync", mask, value, lane >= begin + delta ? lane - delta : lane, PYMOE_HERE);
+  return pymoe::emulator::shuffle("__shfl_up_sync", mask, value, lane >= begin + delta ? lane - delta : lane,
+                                  PYMOE_HERE);
 }
 
 inline unsigned __ballot_sync(unsigned mask, int predicate, PYMOE_SITE) {
@@ -141,10 +140,12 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, PYMOE_SITE) {
   return pymoe::emulator::reduce("__ballot_sync", mask, mine, [](unsigned a, unsigned b) { return a | b; }, PYMOE_HERE);
 }
 inline int __any_sync(unsigned mask, int predicate, PYMOE_SITE) {
-  return pymoe::emulator::reduce("__any_sync", mask, predicate != 0 ? 1 : 0, [](int a, int b) { return a | b; }, PYMOE_HERE);
+  return pymoe::emulator::reduce(
+      "__any_sync", mask, predicate != 0 ? 1 : 0, [](int a, int b) { return a | b; }, PYMOE_HERE);
 }
 inline int __all_sync(unsigned mask, int predicate, PYMOE_SITE) {
-  return pymoe::emulator::reduce("__all_sync", mask, predicate != 0 ? 1 : 0, [](int a, int b) { return a & b; }, PYMOE_HERE);
+  return pymoe::emulator::reduce(
+      "__all_sync", mask, predicate != 0 ? 1 : 0, [](int a, int b) { return a & b; }, PYMOE_HERE);
 }
 template <typename T>
 unsigned __match_any_sync(unsigned mask, T value, PYMOE_SITE) {
@@ -156,8 +157,8 @@ unsigned __match_any_sync(unsigned mask, T value, PYMOE_SITE) {
   return same;
 }
 
-#define PYMOE_REDUCE(name, Type, expression)                                                               \
-  inline Type name(unsigned mask, Type value, PYMOE_SITE) {                                                \
+#define PYMOE_REDUCE(name, Type, expression)                                                                   \
+  inline Type name(unsigned mask, Type value, PYMOE_SITE) {                                                    \
     return pymoe::emulator::reduce(#name, mask, value, [](Type a, Type b) { return expression; }, PYMOE_HERE); \
   }
 PYMOE_REDUCE(__reduce_max_sync, int, a > b ? a : b)
@@ -187,27 +188,27 @@ T atomic_update(T* address, F update) {
 
 }  // namespace pymoe::emulator
 
-#define PYMOE_ATOMICS(Type)                                                                                 \
-  inline Type atomicAdd(Type* p, Type v) {                                                                  \
-    pymoe::emulator::maybe_pause();                                                                         \
-    return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);                                                      \
-  }                                                                                                         \
-  inline Type atomicOr(Type* p, Type v) {                                                                   \
-    pymoe::emulator::maybe_pause();                                                                         \
-    return __atomic_fetch_or(p, v, __ATOMIC_RELAXED);                                                       \
-  }                                                                                                         \
-  inline Type atomicExch(Type* p, Type v) {                                                                 \
-    pymoe::emulator::maybe_pause();                                                                         \
-    return __atomic_exchange_n(p, v, __ATOMIC_RELAXED);                                                     \
-  }                                                                                                         \
-  inline Type atomicMax(Type* p, Type v) {                                                                  \
-    return pymoe::emulator::atomic_update(p, [v](Type old) { return old > v ? old : v; });                  \
-  }                                                                                                         \
-  inline Type atomicMin(Type* p, Type v) {                                                                  \
-    return pymoe::emulator::atomic_update(p, [v](Type old) { return old < v ? old : v; });                  \
-  }                                                                                                         \
-  inline Type atomicCAS(Type* p, Type expected, Type v) {                                                   \
-    return pymoe::emulator::atomic_update(p, [=](Type old) { return old == expected ? v : old; });          \
+#define PYMOE_ATOMICS(Type)                                                                        \
+  inline Type atomicAdd(Type* p, Type v) {                                                         \
+    pymoe::emulator::maybe_pause();                                                                \
+    return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);                                             \
+  }                                                                                                \
+  inline Type atomicOr(Type* p, Type v) {                                                          \
+    pymoe::emulator::maybe_pause();                                                                \
+    return __atomic_fetch_or(p, v, __ATOMIC_RELAXED);                                              \
+  }                                                                                                \
+  inline Type atomicExch(Type* p, Type v) {                                                        \
+    pymoe::emulator::maybe_pause();                                                                \
+    return __atomic_exchange_n(p, v, __ATOMIC_RELAXED);                                            \
+  }                                                                                                \
+  inline Type atomicMax(Type* p, Type v) {                                                         \
+    return pymoe::emulator::atomic_update(p, [v](Type old) { return old > v ? old : v; });         \
+  }                                                                                                \
+  inline Type atomicMin(Type* p, Type v) {                                                         \
+    return pymoe::emulator::atomic_update(p, [v](Type old) { return old < v ? old : v; });         \
+  }                                                                                                \
+  inline Type atomicCAS(Type* p, Type expected, Type v) {                                          \
+    return pymoe::emulator::atomic_update(p, [=](Type old) { return old == expected ? v : old; }); \
   }
 PYMOE_ATOMICS(int)
 PYMOE_ATOMICS(unsigned)
@@ -217,15 +218,25 @@ PYMOE_ATOMICS(unsigned long long)
 // --- memory accesses with a cache hint ---
 
 template <typename T>
-T __ldg(const T* p) { return *p; }
+T __ldg(const T* p) {
+  return *p;
+}
 template <typename T>
-T __ldcs(const T* p) { return *p; }
+T __ldcs(const T* p) {
+  return *p;
+}
 template <typename T>
-T __ldcg(const T* p) { return *p; }
+T __ldcg(const T* p) {
+  return *p;
+}
 template <typename T>
-void __stcs(T* p, T v) { *p = v; }
+void __stcs(T* p, T v) {
+  *p = v;
+}
 template <typename T>
-void __stcg(T* p, T v) { *p = v; }
+void __stcg(T* p, T v) {
+  *p = v;
+}
 
 // --- arithmetic ---
 
@@ -241,6 +252,10 @@ inline unsigned __brev(unsigned v) {
   return reversed;
 }
 template <typename T>
-constexpr T min(T a, T b) { return b < a ? b : a; }
+constexpr T min(T a, T b) {
+  return b < a ? b : a;
+}
 template <typename T>
-constexpr T max(T a, T b) { return a < b ? b : a; }
+constexpr T max(T a, T b) {
+  return a < b ? b : a;
+}

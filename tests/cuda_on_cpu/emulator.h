@@ -27,7 +27,7 @@
 namespace pymoe::emulator {
 
 inline constexpr int kWarpSize = 32;
-inline constexpr int kBroken = 67;          // exit status when a kernel breaks a rule of synchronisation
+inline constexpr int kBroken = 67;            // exit status when a kernel breaks a rule of synchronisation
 inline constexpr size_t kMostExchanged = 64;  // bytes that a lane may bring to a collective
 
 struct Index {

@@ -34,7 +34,8 @@ namespace {
 
 constexpr size_t kStack = 96 << 10;
 #if PYMOE_EMULATOR_THREAD
-constexpr size_t kMostFibers = 2048;  // each costs ThreadSanitizer milliseconds, and maps of which a process may have 65,530
+constexpr size_t kMostFibers =
+    2048;  // each costs ThreadSanitizer milliseconds, and maps of which a process may have 65,530
 #else
 constexpr size_t kMostFibers = 1;  // more than are live at once are of no use
 #endif
@@ -78,8 +79,8 @@ static void switch_stack(Context* from, const Context* to) { pymoe_switch_stack(
 
 static void prepare(Context* context, char* stack, void (*entry)()) {
   auto* top = reinterpret_cast<void**>(stack + kStack);
-  *--top = nullptr;                             // where the entry would return to; aligns its frame
-  *--top = reinterpret_cast<void*>(entry);      // popped by ret
+  *--top = nullptr;                              // where the entry would return to; aligns its frame
+  *--top = reinterpret_cast<void*>(entry);       // popped by ret
   for (int i = 0; i < 6; ++i) *--top = nullptr;  // the saved registers
   context->stack_pointer = top;
 }
@@ -168,7 +169,8 @@ Fiber* FiberPool::take(void (*body)()) {
     fiber = new Fiber;
     ++count_;
     const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-    void* memory = mmap(nullptr, page + kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* memory =
+        mmap(nullptr, page + kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED || mprotect(memory, page, PROT_NONE) != 0) {
       std::perror("emulator: a fiber's stack");
       std::abort();

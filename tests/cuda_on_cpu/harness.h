@@ -68,7 +68,8 @@ class Random {
 template <typename F>
 void for_cases(const char* name, int usual, F&& one_case) {
   for (int i = 0; i < cases(usual); ++i) {
-    const uint64_t seed = base_seed() * 1000003 + static_cast<uint64_t>(i) * 7919 + std::hash<std::string>()(name) % 997;
+    const uint64_t seed =
+        base_seed() * 1000003 + static_cast<uint64_t>(i) * 7919 + std::hash<std::string>()(name) % 997;
     INFO(name, ", case ", i, " (PYMOE_EMULATED_SEED=", base_seed(), ")");
     emulator::set_seed(seed);
     Random random(seed);

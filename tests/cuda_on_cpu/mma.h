@@ -27,7 +27,8 @@ template <typename T>
 void load_matrices_transposed(uint32_t (&to)[4], const T* tile, int offset, PYMOE_SITE) {
   const auto all = emulator::exchange("ldmatrix.trans", 0xffffffffu, tile + offset, PYMOE_HERE);
   const unsigned g = emulator::lane() / 4, t = emulator::lane() % 4;
-  for (unsigned i = 0; i < 4; ++i) to[i] = two_elements(all.values[8 * i + 2 * t] + g, all.values[8 * i + 2 * t + 1] + g);
+  for (unsigned i = 0; i < 4; ++i)
+    to[i] = two_elements(all.values[8 * i + 2 * t] + g, all.values[8 * i + 2 * t + 1] + g);
 }
 
 inline void store_16_bytes(void* to, uint4 value) { *static_cast<uint4*>(to) = value; }

@@ -69,7 +69,8 @@ TEST_CASE("build_routing: one launch equals the CPU twin") {
     // Sizes at, before and after the edge of a tile, which is 512 or 1024 choices.
     const int64_t edge = random.one_of<int64_t>({0, 0, 512, 1024, size(2048, 1024), size(4096, 1024)});
     const int64_t tokens = std::max<int64_t>(0, edge / choices + random.between(-3, size(80, 20)));
-    const int64_t experts = random.one_of<int64_t>({1, 2, 7, 64, 128, 160, 256, size(744, 8), size(745, 60), size(1406, 60)});
+    const int64_t experts =
+        random.one_of<int64_t>({1, 2, 7, 64, 128, 160, 256, size(744, 8), size(745, 60), size(1406, 60)});
     check_equal(random, {tokens, choices, experts, random_capacity(random, tokens, choices, experts)});
   });
 }
@@ -171,7 +172,8 @@ TEST_CASE("build_routing: choices outside [0, E) are dropped, the others are as 
   for_cases("build_routing hostile", 30, [](Random& random) {
     const int64_t choices = random.between(1, 4), tokens = random.between(1, size(500, 30));
     const int64_t experts = random.one_of<int64_t>({1, 8, 200, 1407, 4300});
-    const Sizes sizes{tokens, choices, experts, std::max<int64_t>(1, random_capacity(random, tokens, choices, experts))};
+    const Sizes sizes{tokens, choices, experts,
+                      std::max<int64_t>(1, random_capacity(random, tokens, choices, experts))};
     if (random.chance(0.5)) {
       check_hostile<int32_t>(random, sizes, {-1, -2, experts, experts + 1, INT32_MIN, INT32_MAX});
     } else {

@@ -173,8 +173,10 @@ TEST_CASE("combine_backward: slots and a row count that point outside touch noth
       std::vector<bool> owned(static_cast<size_t>(shape.rows()));
       for (int32_t& slot : slots.slot) {
         if (slot < 0 || slot >= shape.rows()) continue;
-        if (owned[slot]) slot = INT32_MIN;
-        else owned[slot] = true;
+        if (owned[slot])
+          slot = INT32_MIN;
+        else
+          owned[slot] = true;
       }
       Buffer<T> grad(shape.tokens * shape.hidden, shape.shift), y(shape.rows() * shape.hidden, shape.shift);
       Buffer<accumulate_t<T>> weights(shape.rows()), dweights(shape.rows()), expected_dweights(shape.rows());
@@ -182,9 +184,9 @@ TEST_CASE("combine_backward: slots and a row count that point outside touch noth
       fill(y, random);
       fill(weights, random);
       Buffer<T> dy(y.size(), shape.shift), expected_dy(y.size());
-      CombineBackwardArguments a{grad.data(),     y.data(),     slots.slot.data(), slots.used.data(),
-                                 weights.data(),  dy.data(),    dweights.data(),   shape.tokens,
-                                 shape.choices,   shape.hidden, dtype_of<T>()};
+      CombineBackwardArguments a{grad.data(),    y.data(),     slots.slot.data(), slots.used.data(),
+                                 weights.data(), dy.data(),    dweights.data(),   shape.tokens,
+                                 shape.choices,  shape.hidden, dtype_of<T>()};
       cuda::combine_backward(a, nullptr);
       for (int32_t& slot : slots.slot) slot = slot < shape.rows() ? std::max(slot, -1) : -1;
       a.dy = expected_dy.data();

@@ -1,6 +1,6 @@
 // The emulator itself: barriers, collectives, atomics and shared memory mean what CUDA says they mean.
-#include "cuda_on_cpu/harness.h"
 #include <numeric>
+#include "cuda_on_cpu/harness.h"
 
 #include "kernels/cuda/launch.h"
 

@@ -106,8 +106,8 @@ void check_backward(const Shape& s, Logits kind, bool on_logits, const GateOptio
   Buffer<S> grad(s.tokens * s.choices, random.between(0, 3));
   fill(grad, random);
   Buffer<T> expected(s.tokens * s.num_experts), out(s.tokens * s.num_experts, random.between(0, 3));
-  GateTopkBackwardArguments a{dtype_of<T>(), logits.data(), gate.experts.data(), grad.data(), expected.data(), s.tokens,
-                              s.num_experts, s.choices, on_logits, options};
+  GateTopkBackwardArguments a{dtype_of<T>(), logits.data(), gate.experts.data(), grad.data(), expected.data(),
+                              s.tokens,      s.num_experts, s.choices,           on_logits,   options};
   cpu::gate_topk_backward(a);
   Buffer<unsigned char> workspace(cuda::gate_topk_backward_workspace(a));
   a.workspace = workspace.data();
@@ -139,8 +139,8 @@ void check_random_gate(Random& random) {
     const int64_t group = s.num_experts / num_groups;
     topk_groups = random.between((s.choices + group - 1) / group, num_groups);
   }
-  const auto kind = random.one_of({Logits::kNormal, Logits::kNormal, Logits::kSpecial, Logits::kTied, Logits::kEqual,
-                                   Logits::kAscending});
+  const auto kind = random.one_of(
+      {Logits::kNormal, Logits::kNormal, Logits::kSpecial, Logits::kTied, Logits::kEqual, Logits::kAscending});
   check_gate<T>(s, kind, random.chance(0.3), num_groups, topk_groups, random_options(random), random,
                 random.one_of<int64_t>({0, 1, 2}));
 }
@@ -192,8 +192,9 @@ TEST_CASE("gate_topk_backward: experts that point outside touch nothing outside,
     Buffer<int32_t> experts(s.tokens * s.choices);
     for (int32_t& expert : experts) expert = static_cast<int32_t>(random.between(0, s.num_experts - 1));
     Buffer<float> expected(s.tokens * s.num_experts), out(s.tokens * s.num_experts);
-    GateTopkBackwardArguments a{DType::kFloat32, logits.data(), experts.data(), grad.data(), expected.data(), s.tokens,
-                                s.num_experts, s.choices, random.chance(0.5), random_options(random)};
+    GateTopkBackwardArguments a{
+        DType::kFloat32, logits.data(), experts.data(), grad.data(),        expected.data(),
+        s.tokens,        s.num_experts, s.choices,      random.chance(0.5), random_options(random)};
     cpu::gate_topk_backward(a);
     const int64_t hostile = random.between(0, s.tokens - 1);
     for (int64_t j = 0; j < s.choices; ++j) {

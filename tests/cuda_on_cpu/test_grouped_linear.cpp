@@ -32,7 +32,9 @@ struct Matrix {
                    : layout == 2 ? 1
                    : layout == 3 ? columns * 2
                                  : columns + 3),
-        column_stride(layout == 2 ? (rows + 7) / 8 * 8 : layout == 3 ? 2 : 1),
+        column_stride(layout == 2   ? (rows + 7) / 8 * 8
+                      : layout == 3 ? 2
+                                    : 1),
         buffer(extent(rows, columns, row_stride, column_stride), shift) {}
   MatrixView view() const { return {buffer.data(), row_stride, column_stride}; }
 };
@@ -108,14 +110,17 @@ struct Problem {
   }
 
   GroupedLinearArguments forward(const Buffer<int32_t>& offsets, Buffer<T>& y) {
-    return {x.view(),  weight.view(), weight_stride, has_bias ? bias.view() : MatrixView{}, offsets.data(),
-            y.data(),  shape.rows,    shape.input,   shape.output,                          shape.experts,
-            dtype_of<T>(), workspace.data()};
+    return {x.view(),       weight.view(), weight_stride, has_bias ? bias.view() : MatrixView{},
+            offsets.data(), y.data(),      shape.rows,    shape.input,
+            shape.output,   shape.experts, dtype_of<T>(), workspace.data()};
   }
   GroupedLinearArguments input_grad(const Buffer<int32_t>& offsets, Buffer<T>& dx) {
-    return {grad.view(), {weight.buffer.data(), weight.column_stride, weight.row_stride}, weight_stride, {},
-            offsets.data(), dx.data(), shape.rows, shape.output, shape.input, shape.experts, dtype_of<T>(),
-            workspace.data()};
+    return {grad.view(),    {weight.buffer.data(), weight.column_stride, weight.row_stride},
+            weight_stride,  {},
+            offsets.data(), dx.data(),
+            shape.rows,     shape.output,
+            shape.input,    shape.experts,
+            dtype_of<T>(),  workspace.data()};
   }
   GroupedWeightGradArguments weight_grad(const Buffer<int32_t>& offsets, Buffer<T>& dw) {
     return {grad.view(), x.view(),     offsets.data(), dw.data(),     shape.rows,
@@ -269,8 +274,9 @@ TEST_CASE("grouped_linear: a row's bits do not depend on the rows around it") {
       fill(x, random);
       fill(weight, random);
       all[0] = one[0] = 0, all[1] = static_cast<int32_t>(rows), one[1] = 1;
-      GroupedLinearArguments a{{x.data(), input, 1}, {weight.data(), input, 1}, 0, {}, all.data(), y.data(), rows,
-                               input, output, 1, dtype_of<T>(), workspace.data()};
+      GroupedLinearArguments a{
+          {x.data(), input, 1}, {weight.data(), input, 1}, 0, {}, all.data(), y.data(), rows, input, output, 1,
+          dtype_of<T>(),        workspace.data()};
       cuda::grouped_linear(a, nullptr);
       const int64_t row = random.between(0, rows - 1);
       a.x.data = x.data() + row * input, a.offsets = one.data(), a.y = alone.data(), a.rows = 1;
@@ -297,20 +303,57 @@ TEST_CASE("grouped_linear: strides past 2^31 elements") {
     offsets[0] = 0, offsets[1] = 1, offsets[2] = 3;
     Buffer<T> y(rows * output), expected_y(rows * output), dw(near_weight.size()), expected_dw(near_weight.size());
     Buffer<T> db(experts * output), expected_db(experts * output);
-    cuda::grouped_linear({{x.data(), far, 1}, {weight.data(), input, 1}, far, {}, offsets.data(), y.data(), rows, input,
-                          output, experts, DType::kBFloat16, workspace.data()}, nullptr);
-    cpu::grouped_linear({{near_x.data(), input, 1}, {near_weight.data(), input, 1}, output * input, {}, offsets.data(),
-                         expected_y.data(), rows, input, output, experts, DType::kBFloat16});
+    cuda::grouped_linear({{x.data(), far, 1},
+                          {weight.data(), input, 1},
+                          far,
+                          {},
+                          offsets.data(),
+                          y.data(),
+                          rows,
+                          input,
+                          output,
+                          experts,
+                          DType::kBFloat16,
+                          workspace.data()},
+                         nullptr);
+    cpu::grouped_linear({{near_x.data(), input, 1},
+                         {near_weight.data(), input, 1},
+                         output * input,
+                         {},
+                         offsets.data(),
+                         expected_y.data(),
+                         rows,
+                         input,
+                         output,
+                         experts,
+                         DType::kBFloat16});
     CHECK(y.same(expected_y));
-    cuda::grouped_linear_weight_grad({{grad.data(), far, 1}, {x.data(), far, 1}, offsets.data(), dw.data(), rows, input,
-                                      output, experts, DType::kBFloat16, workspace.data()}, nullptr);
-    cpu::grouped_linear_weight_grad({{near_grad.data(), output, 1}, {near_x.data(), input, 1}, offsets.data(),
-                                     expected_dw.data(), rows, input, output, experts, DType::kBFloat16});
+    cuda::grouped_linear_weight_grad({{grad.data(), far, 1},
+                                      {x.data(), far, 1},
+                                      offsets.data(),
+                                      dw.data(),
+                                      rows,
+                                      input,
+                                      output,
+                                      experts,
+                                      DType::kBFloat16,
+                                      workspace.data()},
+                                     nullptr);
+    cpu::grouped_linear_weight_grad({{near_grad.data(), output, 1},
+                                     {near_x.data(), input, 1},
+                                     offsets.data(),
+                                     expected_dw.data(),
+                                     rows,
+                                     input,
+                                     output,
+                                     experts,
+                                     DType::kBFloat16});
     CHECK(dw.same(expected_dw));
-    cuda::grouped_linear_bias_grad({{grad.data(), far, 1}, offsets.data(), db.data(), rows, output, experts,
-                                    DType::kBFloat16, workspace.data()}, nullptr);
-    cpu::grouped_linear_bias_grad({{near_grad.data(), output, 1}, offsets.data(), expected_db.data(), rows, output,
-                                   experts, DType::kBFloat16});
+    cuda::grouped_linear_bias_grad(
+        {{grad.data(), far, 1}, offsets.data(), db.data(), rows, output, experts, DType::kBFloat16, workspace.data()},
+        nullptr);
+    cpu::grouped_linear_bias_grad(
+        {{near_grad.data(), output, 1}, offsets.data(), expected_db.data(), rows, output, experts, DType::kBFloat16});
     CHECK(db.same(expected_db));
   });
 }

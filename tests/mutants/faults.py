@@ -23,8 +23,8 @@ FAULTS = [
     Fault(
         "build_routing keeps one row too many",
         ROUTING,
-        "if (row < a.offsets[expert + 1])",
-        "if (row <= a.offsets[expert + 1] && row < a.tokens * a.choices)",
+        "if (row < limits[expert]) {",
+        "if (row <= limits[expert] && row < a.tokens * a.choices) {",
         (EQUAL, RANDOM, "-k", "build_routing"),
     ),
     Fault(
@@ -79,15 +79,15 @@ FAULTS = [
     Fault(
         "combine sums in the other order",
         BODY,
-        "for (int64_t k = 0; k < count; ++k) {\n    const T* row = rows[k] + column;",
-        "for (int64_t k = count - 1; k >= 0; --k) {\n    const T* row = rows[k] + column;",
+        "for (int64_t k = 0; k < now.count; ++k) {\n      const T* row = now.rows[k] + column;",
+        "for (int64_t k = now.count - 1; k >= 0; --k) {\n      const T* row = now.rows[k] + column;",
         (EQUAL, RANDOM, "-k", "combine"),
     ),
     Fault(
         "combine sums the rest of a row in the other order",
         BODY,
-        "for (int64_t k = 0; k < count; ++k) {\n      total = accumulate",
-        "for (int64_t k = count - 1; k >= 0; --k) {\n      total = accumulate",
+        "for (int64_t k = 0; k < now.count; ++k) {\n      total = accumulate",
+        "for (int64_t k = now.count - 1; k >= 0; --k) {\n      total = accumulate",
         (EQUAL, RANDOM, "-k", "combine"),
     ),
     Fault(
@@ -100,8 +100,8 @@ FAULTS = [
     Fault(
         "combine weighs a dropped choice's neighbour",
         BODY,
-        "static_cast<const accumulate_t<T>*>(a.weights)[choice] :",
-        "static_cast<const accumulate_t<T>*>(a.weights)[token * a.choices + count - 1] :",
+        "static_cast<const accumulate_t<T>*>(a.weights)[choice];",
+        "static_cast<const accumulate_t<T>*>(a.weights)[token * a.choices];",
         (EQUAL, RANDOM, "-k", "combine"),
     ),
     Fault(

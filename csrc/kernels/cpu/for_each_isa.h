@@ -49,14 +49,15 @@
 #endif
 
 #if defined(__clang__)
-#pragma clang attribute push(                                                                                    \
+#pragma clang attribute push(                                                                                   \
     __attribute__((target("avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt,avx512f,avx512bw,avx512cd,avx512dq,avx512vl"))), \
     apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false, from gcc 12's own AVX-512 headers
-#pragma GCC target("avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt,avx512f,avx512bw,avx512cd,avx512dq,avx512vl,prefer-vector-width=512")
+#pragma GCC target( \
+    "avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt,avx512f,avx512bw,avx512cd,avx512dq,avx512vl,prefer-vector-width=512")
 #endif
 #define PYMOE_ISA v4
 #define PYMOE_ISA_LEVEL 4

@@ -41,9 +41,9 @@ void gemm(const Gemm<T>& g) {
   const int64_t ahead = g.b_row_stride == 1 ? kColumns : std::min(padded_columns, 8 * kColumns);
   const bool keeps_b = g.m > kBlockRows<S>;
   const int64_t sums = kInPlace ? 0 : g.m * padded_columns;
-  auto* memory = static_cast<S*>(gemm_buffer().reserve(
-      static_cast<int64_t>(sizeof(S)) *
-      (block_k * (padded_columns + block_rows) + padded_columns + sums + 4 * 64 + 2 * kPackSlack)));
+  auto* memory = static_cast<S*>(
+      gemm_buffer().reserve(static_cast<int64_t>(sizeof(S)) * (block_k * (padded_columns + block_rows) +
+                                                               padded_columns + sums + 4 * 64 + 2 * kPackSlack)));
   S* panels_b = carve(memory, block_k * (keeps_b ? padded_columns : ahead) + kPackSlack);
   S* panels_a = carve(memory, block_k * block_rows + kPackSlack);
   S* bias = carve(memory, padded_columns);
@@ -74,8 +74,8 @@ void gemm(const Gemm<T>& g) {
         for (int64_t i = 0; i < rows; i += kTileRows) {
           S* tile = c + (row + i) * c_stride + j;
           const auto kernel = micro_kernel_for<S>(static_cast<int>(std::min<int64_t>(kTileRows, rows - i)));
-          kernel(k, panels_a + i * k, panel_b, p == 0 ? bias + j : tile, p == 0 ? 0 : c_stride, tile,
-                 c_stride, columns);
+          kernel(k, panels_a + i * k, panel_b, p == 0 ? bias + j : tile, p == 0 ? 0 : c_stride, tile, c_stride,
+                 columns);
         }
       }
     }

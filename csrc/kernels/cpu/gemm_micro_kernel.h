@@ -37,8 +37,8 @@ using MicroKernel = void (*)(int64_t k, const S* a, const S* b, const S* start, 
                              int64_t c_stride, int columns);
 
 template <typename S, int kRows>
-void micro_kernel(int64_t k, const S* PYMOE_RESTRICT a, const S* PYMOE_RESTRICT b, const S* start,
-                  int64_t start_stride, S* c, int64_t c_stride, int columns) {
+void micro_kernel(int64_t k, const S* PYMOE_RESTRICT a, const S* PYMOE_RESTRICT b, const S* start, int64_t start_stride,
+                  S* c, int64_t c_stride, int columns) {
   using Vector = typename VectorOf<S>::type;
   constexpr int kWidth = kLanes<S>;
   Vector sum[kRows][kTileVectors] = {};

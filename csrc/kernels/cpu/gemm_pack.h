@@ -89,7 +89,8 @@ PYMOE_INLINE Vector shuffle_parts(Vector a, Vector b, Rule rule) {
   return [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
     return __builtin_shufflevector(
         a, b, (i / part * part + Rule{}(i % part) % part + (Rule{}(i % part) >= part ? lanes : 0))...);
-  }(std::make_integer_sequence<int, lanes>{});
+  }
+  (std::make_integer_sequence<int, lanes>{});
 }
 
 // Transposes the part x part block in every 128-bit part.

@@ -26,11 +26,10 @@ const char* name_of(Isa isa);
 
 // PYMOE_SELECT_ISA(f)(args): calls baseline::f, v3::f or v4::f; f may be a template with its arguments.
 #if PYMOE_MULTIVERSION
-#define PYMOE_SELECT_ISA(...)                                                        \
-  (::pymoe::cpu::best_isa() == ::pymoe::cpu::Isa::kV4                                \
-       ? &v4::__VA_ARGS__                                                            \
-       : ::pymoe::cpu::best_isa() == ::pymoe::cpu::Isa::kV3 ? &v3::__VA_ARGS__       \
-                                                            : &baseline::__VA_ARGS__)
+#define PYMOE_SELECT_ISA(...)                                              \
+  (::pymoe::cpu::best_isa() == ::pymoe::cpu::Isa::kV4   ? &v4::__VA_ARGS__ \
+   : ::pymoe::cpu::best_isa() == ::pymoe::cpu::Isa::kV3 ? &v3::__VA_ARGS__ \
+                                                        : &baseline::__VA_ARGS__)
 #else
 #define PYMOE_SELECT_ISA(...) (&baseline::__VA_ARGS__)
 #endif

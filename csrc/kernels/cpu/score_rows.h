@@ -39,17 +39,16 @@ PYMOE_INLINE void store_count(S* target, Vector value, int count) {
   }
 }
 
-// A row in the accumulated dtype: the row itself, or widened into `scratch`, which has room for it. What follows is then
-// compiled once an accumulated dtype, not once a dtype.
+// A row in the accumulated dtype: the row itself, or widened into `scratch`, which has room for it. What follows is
+// then compiled once an accumulated dtype, not once a dtype.
 template <typename T>
 PYMOE_INLINE const accumulate_t<T>* widened_row(const T* row, int64_t size, accumulate_t<T>* scratch) {
   using S = accumulate_t<T>;
   if constexpr (std::is_same_v<T, S>) {
     return row;
   } else {
-    for_row(row, size, S{0}, [&](vector_t<S> value, int64_t first, int count, int) {
-      store_count(scratch + first, value, count);
-    });
+    for_row(row, size, S{0},
+            [&](vector_t<S> value, int64_t first, int count, int) { store_count(scratch + first, value, count); });
     return scratch;
   }
 }
@@ -114,9 +113,8 @@ PYMOE_INLINE Vector sigmoid(Vector x) {
 template <typename S>
 void softmax_row(const S* row, int64_t size, S* scores) {
   const S sum = exp_row(row, size, max_of_row(row, size), scores);
-  for_row(scores, size, S{0}, [&](vector_t<S> e, int64_t first, int count, int) {
-    store_count(scores + first, e / sum, count);
-  });
+  for_row(scores, size, S{0},
+          [&](vector_t<S> e, int64_t first, int count, int) { store_count(scores + first, e / sum, count); });
 }
 
 template <typename S>

@@ -59,7 +59,8 @@ PYMOE_INLINE vdouble load(const double* source) {
   return value;
 }
 
-// The conversions of 16-bit floats are spelled out: compilers take __builtin_convertvector between 16 and 32 bits apart.
+// The conversions of 16-bit floats are spelled out: compilers take __builtin_convertvector between 16 and 32 bits
+// apart.
 PYMOE_INLINE vfloat load(const BFloat16* source) {
 #if PYMOE_ISA_LEVEL == 4
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));

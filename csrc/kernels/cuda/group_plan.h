@@ -26,7 +26,8 @@ inline int64_t most_row_tiles(int64_t rows, int64_t experts, int64_t tile_rows) 
 
 inline constexpr int kPlanThreads = 256;
 
-// combine(every value up to the thread's own), over the threads of a block of kPlanThreads. `scratch`: one value a warp.
+// combine(every value up to the thread's own), over the threads of a block of kPlanThreads. `scratch`: one value a
+// warp.
 template <typename F>
 PYMOE_DEVICE int scan_block(int value, int* scratch, F&& combine) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;

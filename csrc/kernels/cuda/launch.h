@@ -48,9 +48,9 @@ void launch(const char* operator_name, void (*kernel)(Parameters...), const Laun
   if (shape.shared_bytes > kUsualSharedBytes) {
     // The limit is the kernel's, not the launch's, and threads share it: one that asked for no more than its own launch
     // needs could take it from another that is about to launch with more.
-    check(operator_name, cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                              cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                              static_cast<int>(kMostSharedBytes)));
+    check(operator_name,
+          cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(kMostSharedBytes)));
   }
   kernel<<<static_cast<unsigned>(shape.blocks), static_cast<unsigned>(shape.threads),
            static_cast<size_t>(shape.shared_bytes), static_cast<cudaStream_t>(stream)>>>(

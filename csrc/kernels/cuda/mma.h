@@ -1,8 +1,10 @@
 // The tensor cores' instructions for 16-bit floats, as every GPU from sm_80 on has them. All 32 lanes of a warp must
 // call them together. Layouts are those of the PTX ISA, "mma.m16n8k16" and "ldmatrix".
 //
-//   load_matrices             four 8 x 8 matrices from shared memory: tile + offset of lane 8 i + r is row r of matrix i,
-//                             16 bytes at a 16-byte boundary. Lane 4 g + t gets to[i] = elements (g, 2 t), (g, 2 t + 1).
+//   load_matrices             four 8 x 8 matrices from shared memory: tile + offset of lane 8 i + r is row r of matrix
+//   i,
+//                             16 bytes at a 16-byte boundary. Lane 4 g + t gets to[i] = elements (g, 2 t), (g, 2 t +
+//                             1).
 //   load_matrices_transposed  the same of the matrices' transposes: elements (2 t, g), (2 t + 1, g).
 //   multiply_add              c (16 x 8) += a (16 x 16) * b (16 x 8), products exact, sums in fp32. Lane 4 g + t holds
 //                             a: rows g, g + 8, g, g + 8 at columns 2 t, 2 t, 2 t + 8, 2 t + 8 and the one after;
@@ -23,14 +25,14 @@
 namespace pymoe::cuda {
 
 // One base for many offsets: addresses in shared memory are then sums of 32 bits.
-#define PYMOE_LOAD_MATRICES(name, modifier)                                                         \
-  template <typename T>                                                                             \
-  PYMOE_DEVICE void name(uint32_t (&to)[4], const T* tile, int offset) {                            \
-    const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(tile));                    \
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4" modifier ".shared.b16 {%0, %1, %2, %3}, [%4];"     \
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])                               \
-                 : "r"(base + static_cast<uint32_t>(offset) * static_cast<uint32_t>(sizeof(T)))     \
-                 : "memory");                                                                       \
+#define PYMOE_LOAD_MATRICES(name, modifier)                                                     \
+  template <typename T>                                                                         \
+  PYMOE_DEVICE void name(uint32_t(&to)[4], const T* tile, int offset) {                         \
+    const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(tile));                \
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4" modifier ".shared.b16 {%0, %1, %2, %3}, [%4];" \
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])                           \
+                 : "r"(base + static_cast<uint32_t>(offset) * static_cast<uint32_t>(sizeof(T))) \
+                 : "memory");                                                                   \
   }
 PYMOE_LOAD_MATRICES(load_matrices, "")
 PYMOE_LOAD_MATRICES(load_matrices_transposed, ".trans")
@@ -42,12 +44,12 @@ PYMOE_DEVICE void store_16_bytes(void* to, uint4 value) {
                : "memory");
 }
 
-#define PYMOE_MULTIPLY_ADD(Type, ptx_type)                                                                  \
-  PYMOE_DEVICE void multiply_add(Type, float (&c)[4], const uint32_t (&a)[4], uint32_t b_low, uint32_t b_high) { \
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." ptx_type "." ptx_type                                      \
-        ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                              \
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                    \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_low), "r"(b_high));                             \
+#define PYMOE_MULTIPLY_ADD(Type, ptx_type)                                                                     \
+  PYMOE_DEVICE void multiply_add(Type, float(&c)[4], const uint32_t(&a)[4], uint32_t b_low, uint32_t b_high) { \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." ptx_type "." ptx_type                                         \
+        ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                 \
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                       \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_low), "r"(b_high));                                \
   }
 PYMOE_MULTIPLY_ADD(TypeTag<BFloat16>, "bf16")
 PYMOE_MULTIPLY_ADD(TypeTag<Float16>, "f16")

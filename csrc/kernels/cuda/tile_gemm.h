@@ -46,7 +46,7 @@ PYMOE_DEVICE void for_each_step(A& a, B& b, int64_t depth, T* a_shared, int a_si
 template <typename T>
 struct TensorCoreTile {
   static constexpr int kThreads = 128, kBlocks = 3;  // and how many blocks share a multiprocessor
-  static constexpr int kRun = 2;  // neighbouring columns that a thread holds
+  static constexpr int kRun = 2;                     // neighbouring columns that a thread holds
 
   using ALoader = TileLoader<T, kTileRows, kThreads, false>;
   using BLoader = TileLoader<T, kTileColumns, kThreads, false>;
@@ -72,8 +72,9 @@ struct TensorCoreTile {
 
     PYMOE_DEVICE Blocks(TileLayout layout, bool transposed, int first_row) : along_rows(transposed) {
       const int lane = static_cast<int>(threadIdx.x) % kWarp;
-      offset = first_row * layout.row_step + (along_rows ? (lane % 8 + lane / 16 * 8) * layout.depth_step + lane / 8 % 2 * 8
-                                                         : lane % 16 * layout.row_step + lane / 16 * 8);
+      offset =
+          first_row * layout.row_step + (along_rows ? (lane % 8 + lane / 16 * 8) * layout.depth_step + lane / 8 % 2 * 8
+                                                    : lane % 16 * layout.row_step + lane / 16 * 8);
       rows_16 = 16 * layout.row_step;
       depths_16 = 16 * layout.depth_step;
     }
@@ -95,24 +96,24 @@ struct TensorCoreTile {
     const bool idle = warp_row >= rows || warp_column >= columns;  // the same for a whole warp
     for_each_step(a_loader, b_loader, depth, shared, kASize, a_layout, shared + 2 * kASize, kBSize, b_layout,
                   [&](const T* a_tile, const T* b_tile) {
-      if (idle) return;
+                    if (idle) return;
 #pragma unroll
-      for (int k = 0; k < kDepth / 16; ++k) {
-        uint32_t a_block[2][4];
+                    for (int k = 0; k < kDepth / 16; ++k) {
+                      uint32_t a_block[2][4];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) a_blocks.load(a_block[i], a_tile, i, k);
+                      for (int i = 0; i < 2; ++i) a_blocks.load(a_block[i], a_tile, i, k);
 #pragma unroll
-        for (int j = 0; j < 8; j += 2) {
-          uint32_t b_block[4];
-          b_blocks.load(b_block, b_tile, j / 2, k);
+                      for (int j = 0; j < 8; j += 2) {
+                        uint32_t b_block[4];
+                        b_blocks.load(b_block, b_tile, j / 2, k);
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            multiply_add(TypeTag<T>{}, sum[i][j], a_block[i], b_block[0], b_block[2]);
-            multiply_add(TypeTag<T>{}, sum[i][j + 1], a_block[i], b_block[1], b_block[3]);
-          }
-        }
-      }
-    });
+                        for (int i = 0; i < 2; ++i) {
+                          multiply_add(TypeTag<T>{}, sum[i][j], a_block[i], b_block[0], b_block[2]);
+                          multiply_add(TypeTag<T>{}, sum[i][j + 1], a_block[i], b_block[1], b_block[3]);
+                        }
+                      }
+                    }
+                  });
   }
 
   // Calls f(row, column, sums of kRun columns) for all that the thread holds.
@@ -172,22 +173,22 @@ struct CudaCoreTile {
     const bool idle = thread_row >= rows || thread_column >= columns;
     for_each_step(a_loader, b_loader, depth, shared, kASize, {1, kAPitch}, shared + 2 * kASize, kBSize, {1, kBPitch},
                   [&](const T* a_tile, const T* b_tile) {
-      if (idle) return;
+                    if (idle) return;
 #pragma unroll
-      for (int k = 0; k < kDepth; ++k) {
-        T a_values[4], b_values[2][4];
-        load(a_values, a_tile + k * kAPitch + thread_row);
-        load(b_values[0], b_tile + k * kBPitch + thread_column);
-        load(b_values[1], b_tile + k * kBPitch + thread_column + 32);
+                    for (int k = 0; k < kDepth; ++k) {
+                      T a_values[4], b_values[2][4];
+                      load(a_values, a_tile + k * kAPitch + thread_row);
+                      load(b_values[0], b_tile + k * kBPitch + thread_column);
+                      load(b_values[1], b_tile + k * kBPitch + thread_column + 32);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+                      for (int i = 0; i < 4; ++i) {
 #pragma unroll
-          for (int j = 0; j < 8; ++j) {
-            sum[i][j] = fused_multiply_add(a_values[i], b_values[j / 4][j % 4], sum[i][j]);
-          }
-        }
-      }
-    });
+                        for (int j = 0; j < 8; ++j) {
+                          sum[i][j] = fused_multiply_add(a_values[i], b_values[j / 4][j % 4], sum[i][j]);
+                        }
+                      }
+                    }
+                  });
   }
 
   template <typename F>

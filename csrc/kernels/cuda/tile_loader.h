@@ -50,20 +50,22 @@ struct TileLoader {
   static constexpr int kPacks = kRows * 4 / kThreads;  // a thread's
   static_assert(kPacks * kThreads == kRows * 4);
 
-  uint4 packs[kPacks];  // as loads leave them: to take them apart would be to wait for them
-  const T* from;               // the thread's first pack of the next tile
-  int64_t pack_step;           // in memory, from a thread's pack to its next
-  int64_t tile_step;           // ... and to the next tile
-  int64_t element_step;        // ... and from element to element of a pack
-  int row, depth;              // of the thread's first pack in a tile
-  int row_step, depth_step;    // to its next pack
-  int rows;                    // that the operand has
+  uint4 packs[kPacks];       // as loads leave them: to take them apart would be to wait for them
+  const T* from;             // the thread's first pack of the next tile
+  int64_t pack_step;         // in memory, from a thread's pack to its next
+  int64_t tile_step;         // ... and to the next tile
+  int64_t element_step;      // ... and from element to element of a pack
+  int row, depth;            // of the thread's first pack in a tile
+  int row_step, depth_step;  // to its next pack
+  int rows;                  // that the operand has
   bool along_rows, whole;
 
   PYMOE_DEVICE TileLoader(const Operand<T>& operand, int rows_there)
       : tile_step(kDepth * operand.depth_stride),
         element_step(operand.along_rows ? operand.row_stride : operand.depth_stride),
-        rows(rows_there), along_rows(operand.along_rows), whole(operand.whole) {
+        rows(rows_there),
+        along_rows(operand.along_rows),
+        whole(operand.whole) {
     const int thread = static_cast<int>(threadIdx.x);
     if (along_rows) {
       constexpr int kAcross = kRows / kPack;  // packs of one depth
@@ -120,8 +122,8 @@ struct TileLoader {
     for (int i = 0; i < kPacks; ++i) {
 #pragma unroll 4
       for (int j = 0; j < kPack; ++j) {
-        const bool inside = i * row_step + (along_rows ? j : 0) < rows_left &&
-                            i * depth_step + (along_rows ? 0 : j) < depths_left;
+        const bool inside =
+            i * row_step + (along_rows ? j : 0) < rows_left && i * depth_step + (along_rows ? 0 : j) < depths_left;
         to[i * shared_step + j * element] = inside ? from[i * pack_step + j * element_step] : T{};
       }
     }
