@@ -145,7 +145,6 @@ def operator_extension(cuda_home):
                 "-std=c++20",
                 "--fmad=false",
                 "--expt-relaxed-constexpr",
-                "-lineinfo",
                 "-Xcompiler=-fvisibility=hidden",
             ],
         },

@@ -86,6 +86,8 @@ def all_stages(device: str, machine: dict[str, Any], folder: Path) -> list[Stage
     no_nvcc = "nvcc was not found" if gpu and not cuda_home() else ""
     build = [sys.executable, "setup.py", "build_ext", "--inplace"]
     for_gpu = {"PYMOE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": machine["capability"]} if gpu else {}
+    if gpu:
+        for_gpu["NVCC_APPEND_FLAGS"] = "-lineinfo"  # so that compute-sanitizer names lines
     emulator = [sys.executable, "tests/cuda_on_cpu/library.py"]
     equality = module("benchmarks.gpu.equality", "--device", device, "--output", folder / "equality.json")
     sanitizer = module("benchmarks.gpu.sanitize", "--output", folder / "sanitizer.json")
