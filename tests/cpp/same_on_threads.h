@@ -9,20 +9,21 @@
 #include <utility>
 #include <vector>
 
+#include "buffer.h"
 #include "core/dtype.h"
-#include "guarded.h"
+#include "dtype_of.h"
 #include "thread_backend.h"
 
 namespace pymoe::test {
 
 template <typename... T>
-bool same(const std::tuple<Guarded<T>...>& a, const std::tuple<Guarded<T>...>& b) {
+bool same(const std::tuple<Buffer<T>...>& a, const std::tuple<Buffer<T>...>& b) {
   return [&]<size_t... i>(std::index_sequence<i...>) {
     return (std::get<i>(a).same(std::get<i>(b)) && ...);
   }(std::index_sequence_for<T...>{});
 }
 
-// `run(outputs...)` calls a kernel on Guarded outputs that `make()` returns as a tuple.
+// `run(outputs...)` calls a kernel on Buffer outputs that `make()` returns as a tuple.
 template <typename Make, typename Run>
 auto same_on_threads(const Make& make, const Run& run) {
   auto serial = make();
@@ -49,14 +50,6 @@ std::vector<T> random_values(int64_t count, unsigned seed) {
     value = round_to<T>(static_cast<accumulate_t<T>>(static_cast<int>(random() % 4001) - 2000) / 500);
   }
   return values;
-}
-
-template <typename T>
-constexpr DType dtype_of() {
-  if constexpr (std::is_same_v<T, double>) return DType::kFloat64;
-  if constexpr (std::is_same_v<T, BFloat16>) return DType::kBFloat16;
-  if constexpr (std::is_same_v<T, Float16>) return DType::kFloat16;
-  return DType::kFloat32;
 }
 
 }  // namespace pymoe::test

@@ -9,12 +9,12 @@
 #include <stdexcept>
 #include <vector>
 
-#include "guarded.h"
+#include "buffer.h"
 #include "kernels/dispatch.h"
 #include "thread_backend.h"
 
 using namespace pymoe;
-using test::Guarded;
+using test::Buffer;
 using test::WithThreads;
 
 namespace {
@@ -42,11 +42,11 @@ struct Case {
     }
   }
 
-  DispatchArguments arguments(Guarded<unsigned char>& out) const {
+  DispatchArguments arguments(Buffer<unsigned char>& out) const {
     return {x.data(), slot.data(), &used, out.data(), tokens, choices, row_bytes};
   }
 
-  int64_t wrong_rows(const Guarded<unsigned char>& out) const {
+  int64_t wrong_rows(const Buffer<unsigned char>& out) const {
     std::vector<int64_t> owner(slot.size(), -1);
     for (size_t i = 0; i < slot.size(); ++i) {
       if (slot[i] >= 0) owner[static_cast<size_t>(slot[i])] = static_cast<int64_t>(i) / choices;
@@ -73,7 +73,7 @@ TEST_CASE("dispatch copies rows, clears the unused, and stays inside") {
     for (const int64_t shift : {0, 2}) {
       for (const int threads : {1, 2, 4}) {
         const WithThreads backend(threads);
-        Guarded<unsigned char> out(c.tokens * c.choices * c.row_bytes, shift);
+        Buffer<unsigned char> out(c.tokens * c.choices * c.row_bytes, shift);
         cpu::dispatch(c.arguments(out));
         CHECK(out.intact());
         CHECK(c.wrong_rows(out) == 0);
@@ -88,7 +88,7 @@ TEST_CASE("dispatch refuses a slot outside [-1, S) and writes nothing outside") 
       const WithThreads backend(threads);
       Case c(10, 2, 48);
       c.slot[13] = hostile;
-      Guarded<unsigned char> out(10 * 2 * 48);
+      Buffer<unsigned char> out(10 * 2 * 48);
       CHECK_THROWS_AS(cpu::dispatch(c.arguments(out)), std::out_of_range);
       CHECK(out.intact());
     }
@@ -99,7 +99,7 @@ TEST_CASE("dispatch takes any count of used rows") {
   for (const int32_t used : {INT_MIN, -1, 0, 20, 21, INT_MAX}) {
     Case c(10, 2, 32);
     c.used = used;
-    Guarded<unsigned char> out(10 * 2 * 32);
+    Buffer<unsigned char> out(10 * 2 * 32);
     cpu::dispatch(c.arguments(out));
     CHECK(out.intact());
   }

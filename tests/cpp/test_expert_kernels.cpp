@@ -18,7 +18,7 @@ void check_activation(Activation kind, int64_t rows, int64_t features) {
   const int64_t width = kind == Activation::kSwiglu ? 2 * features : features;
   const auto h = random_values<T>(rows * width, 1), grad = random_values<T>(rows * features, 2);
   const auto [out] = same_on_threads(
-      [&] { return std::tuple(Guarded<T>(rows * features)); },
+      [&] { return std::tuple(Buffer<T>(rows * features)); },
       [&](auto& result) { cpu::expert_activation({h.data(), result.data(), rows, features, kind, dtype_of<T>()}); });
   double worst = 0;
   for (int64_t r = 0; r < rows; ++r) {
@@ -34,7 +34,7 @@ void check_activation(Activation kind, int64_t rows, int64_t features) {
   }
   CHECK(worst < (sizeof(T) == 2 ? 1e-2 : 1e-5));
   same_on_threads(
-      [&] { return std::tuple(Guarded<T>(rows * width)); },
+      [&] { return std::tuple(Buffer<T>(rows * width)); },
       [&](auto& grad_h) {
         cpu::expert_activation_backward({grad.data(), h.data(), grad_h.data(), rows, features, kind, dtype_of<T>()});
       });
@@ -45,7 +45,7 @@ void check_linear(std::vector<int32_t> offsets, int64_t rows, int64_t input, int
   const auto experts = static_cast<int64_t>(offsets.size()) - 1;
   const auto x = random_values<T>(rows * input, 1), weight = random_values<T>(experts * output * input, 2);
   const auto bias = random_values<T>(experts * output, 3), grad = random_values<T>(rows * output, 4);
-  const auto [y] = same_on_threads([&] { return std::tuple(Guarded<T>(rows * output)); },
+  const auto [y] = same_on_threads([&] { return std::tuple(Buffer<T>(rows * output)); },
                                    [&](auto& result) {
                                      cpu::grouped_linear({{x.data(), input, 1},
                                                           {weight.data(), input, 1},
@@ -79,7 +79,7 @@ void check_linear(std::vector<int32_t> offsets, int64_t rows, int64_t input, int
   }
   CHECK(worst < (sizeof(T) == 2 ? 1e-2 : sizeof(T) == 4 ? 2e-6 : 1e-14));
   same_on_threads(
-      [&] { return std::tuple(Guarded<T>(experts * output * input), Guarded<T>(experts * output)); },
+      [&] { return std::tuple(Buffer<T>(experts * output * input), Buffer<T>(experts * output)); },
       [&](auto& weight_grad, auto& bias_grad) {
         cpu::grouped_linear_weight_grad({{grad.data(), output, 1},
                                          {x.data(), input, 1},
@@ -123,7 +123,7 @@ TEST_CASE("grouped_linear past one block of k, of rows and of columns, in every 
 TEST_CASE("grouped_linear refuses offsets that do not cut the rows") {
   const auto x = random_values<float>(10 * 8, 1), weight = random_values<float>(2 * 4 * 8, 2);
   for (const std::vector<int32_t>& offsets : {std::vector<int32_t>{1, 5, 10}, {0, 6, 5}, {0, 5, 11}, {0, -1, 10}}) {
-    Guarded<float> y(10 * 4);
+    Buffer<float> y(10 * 4);
     CHECK_THROWS(cpu::grouped_linear({{x.data(), 8, 1},
                                       {weight.data(), 8, 1},
                                       32,

@@ -23,8 +23,8 @@ void check_gate(int64_t tokens, int64_t num_experts, int64_t choices) {
   const GateOptions options{Score::kSoftmax, true, 1.0};
   const auto [weights, experts, load] = same_on_threads(
       [&] {
-        return std::tuple(Guarded<Wide>(tokens * choices), Guarded<int32_t>(tokens * choices),
-                          Guarded<int32_t>(num_experts));
+        return std::tuple(Buffer<Wide>(tokens * choices), Buffer<int32_t>(tokens * choices),
+                          Buffer<int32_t>(num_experts));
       },
       [&](auto& w, auto& e, auto& l) {
         cpu::gate_topk({dtype_of<T>(), logits.data(), nullptr, w.data(), e.data(), l.data(), tokens, num_experts,
@@ -43,21 +43,21 @@ void check_gate(int64_t tokens, int64_t num_experts, int64_t choices) {
   }
   for (int64_t e = 0; e < num_experts; ++e) wrong += load[e] != counts[static_cast<size_t>(e)];
   CHECK(wrong == 0);
-  same_on_threads([&] { return std::tuple(Guarded<T>(tokens * num_experts)); },
+  same_on_threads([&] { return std::tuple(Buffer<T>(tokens * num_experts)); },
                   [&](auto& grad) {
                     cpu::gate_topk_backward({dtype_of<T>(), logits.data(), experts.data(), grad_weights.data(),
                                              grad.data(), tokens, num_experts, choices, true, options});
                   });
 
   for (const Score score : {Score::kSoftmax, Score::kSigmoid}) {
-    same_on_threads([&] { return std::tuple(Guarded<Wide>(1), Guarded<Wide>(1)); },
+    same_on_threads([&] { return std::tuple(Buffer<Wide>(1), Buffer<Wide>(1)); },
                     [&](auto& balance, auto& z) {
                       std::vector<double> workspace(static_cast<size_t>(router_losses_workspace(tokens)));
                       cpu::router_losses({dtype_of<T>(), logits.data(), load.data(), false, true, score, balance.data(),
                                           z.data(), tokens, num_experts, workspace.data()});
                     });
     const Wide one = 1;
-    same_on_threads([&] { return std::tuple(Guarded<T>(tokens * num_experts)); },
+    same_on_threads([&] { return std::tuple(Buffer<T>(tokens * num_experts)); },
                     [&](auto& grad) {
                       cpu::router_losses_backward({dtype_of<T>(), logits.data(), load.data(), false, true, score, &one,
                                                    &one, grad.data(), tokens, num_experts});
@@ -86,7 +86,7 @@ TEST_CASE("gate_topk_backward refuses an expert outside [0, E)") {
     std::vector<int32_t> experts(20, 3);
     experts[11] = hostile;
     const WithThreads backend(4);
-    Guarded<float> grad(10 * 8);
+    Buffer<float> grad(10 * 8);
     CHECK_THROWS_AS(cpu::gate_topk_backward({DType::kFloat32,
                                              logits.data(),
                                              experts.data(),

@@ -24,9 +24,9 @@ std::vector<int32_t> random_experts(int64_t count, int64_t num_experts, unsigned
 auto routing_of(const std::vector<int32_t>& experts, int64_t choices, int64_t num_experts, int64_t capacity) {
   const auto rows = static_cast<int64_t>(experts.size());
   return same_on_threads(
-      [&] { return std::tuple(Guarded<int32_t>(rows), Guarded<int32_t>(rows), Guarded<int32_t>(num_experts + 1)); },
+      [&] { return std::tuple(Buffer<int32_t>(rows), Buffer<int32_t>(rows), Buffer<int32_t>(num_experts + 1)); },
       [&](auto& slot, auto& token, auto& offsets) {
-        Guarded<int32_t> workspace(cpu::build_routing_workspace(rows, num_experts));
+        Buffer<int32_t> workspace(cpu::build_routing_workspace(rows, num_experts));
         cpu::build_routing({experts.data(), false, slot.data(), token.data(), offsets.data(), workspace.data(),
                             rows / choices, choices, num_experts, capacity});
         CHECK(workspace.intact());
@@ -42,7 +42,7 @@ void check_combine(int64_t tokens, int64_t choices, int64_t hidden) {
   const auto weights = random_values<accumulate_t<T>>(rows, 3);
 
   const auto [out] = same_on_threads(
-      [&] { return std::tuple(Guarded<T>(tokens * hidden)); },
+      [&] { return std::tuple(Buffer<T>(tokens * hidden)); },
       [&](auto& result) {
         cpu::combine({y.data(), slot.data(), weights.data(), result.data(), tokens, choices, hidden, dtype_of<T>()});
       });
@@ -62,7 +62,7 @@ void check_combine(int64_t tokens, int64_t choices, int64_t hidden) {
   }
   CHECK(wrong == 0);
 
-  same_on_threads([&] { return std::tuple(Guarded<T>(rows * hidden), Guarded<accumulate_t<T>>(rows)); },
+  same_on_threads([&] { return std::tuple(Buffer<T>(rows * hidden), Buffer<accumulate_t<T>>(rows)); },
                   [&](auto& dy, auto& dweights) {
                     cpu::combine_backward({grad.data(), y.data(), slot.data(), offsets.data() + 8, weights.data(),
                                            dy.data(), dweights.data(), tokens, choices, hidden, dtype_of<T>()});
@@ -95,7 +95,7 @@ TEST_CASE("build_routing refuses an expert outside [0, E)") {
     auto experts = random_experts(400, 8, 6);
     experts[311] = hostile;
     const WithThreads backend(4);
-    Guarded<int32_t> slot(400), token(400), offsets(9), workspace(cpu::build_routing_workspace(400, 8));
+    Buffer<int32_t> slot(400), token(400), offsets(9), workspace(cpu::build_routing_workspace(400, 8));
     CHECK_THROWS_AS(cpu::build_routing({experts.data(), false, slot.data(), token.data(), offsets.data(),
                                         workspace.data(), 200, 2, 8, 400}),
                     std::out_of_range);
@@ -119,7 +119,7 @@ TEST_CASE("combine refuses a slot outside [-1, S)") {
     std::vector<int32_t> slot(20, 0);
     slot[7] = hostile;
     const WithThreads backend(4);
-    Guarded<float> out(10 * 16);
+    Buffer<float> out(10 * 16);
     CHECK_THROWS_AS(cpu::combine({y.data(), slot.data(), nullptr, out.data(), 10, 2, 16, DType::kFloat32}),
                     std::out_of_range);
     CHECK(out.intact());
@@ -136,7 +136,7 @@ TEST_CASE("gather_batch joins blocks, empty ones included") {
     starts.push_back(starts.back() + size);
   }
   const auto [out] =
-      same_on_threads([&] { return std::tuple(Guarded<unsigned char>(starts.back())); },
+      same_on_threads([&] { return std::tuple(Buffer<unsigned char>(starts.back())); },
                       [&](auto& result) { cpu::gather_batch({sources.data(), starts.data(), result.data(), 300}); });
   for (size_t i = 0; i < sources.size(); ++i) {
     const auto size = static_cast<size_t>(starts[i + 1] - starts[i]);

@@ -1,0 +1,63 @@
+// Buffer<T>: an array for a kernel, which shows what is written outside it.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+
+namespace pymoe::test {
+
+// `count` elements in a heap block that ends where they end, so that a sanitizer sees the first byte past them; it
+// starts `shift` elements off 16-byte alignment. Without a sanitizer, bands before and after are watched: check
+// intact(). Filled with an arbitrary pattern.
+template <typename T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t count, int64_t shift = 0)
+      : count_(count),
+        lead_(kLead + shift * static_cast<int64_t>(sizeof(T))),
+        bytes_(lead_ + count * static_cast<int64_t>(sizeof(T)) + kTrail),
+        storage_(static_cast<unsigned char*>(std::malloc(static_cast<size_t>(bytes_)))) {
+    memset(storage_.get(), kPattern, static_cast<size_t>(bytes_));
+  }
+
+  T* data() { return reinterpret_cast<T*>(storage_.get() + lead_); }
+  const T* data() const { return reinterpret_cast<const T*>(storage_.get() + lead_); }
+  int64_t size() const { return count_; }
+  T& operator[](int64_t i) { return data()[i]; }
+  const T& operator[](int64_t i) const { return data()[i]; }
+  T* begin() { return data(); }
+  T* end() { return data() + count_; }
+
+  bool intact() const {
+    const auto* bytes = storage_.get();
+    for (int64_t i = 0; i < lead_; ++i) {
+      if (bytes[i] != kPattern) return false;
+    }
+    for (int64_t i = bytes_ - kTrail; i < bytes_; ++i) {
+      if (bytes[i] != kPattern) return false;
+    }
+    return true;
+  }
+  // Same bits: NaN equals the same NaN, -0 differs from +0.
+  bool same(const Buffer& other) const {
+    return count_ == other.count_ && memcmp(data(), other.data(), static_cast<size_t>(count_) * sizeof(T)) == 0;
+  }
+
+ private:
+  static constexpr unsigned char kPattern = 0xa5;
+#if defined(__SANITIZE_ADDRESS__)
+  static constexpr int64_t kLead = 0, kTrail = 0;
+#else
+  static constexpr int64_t kLead = 512, kTrail = 512;  // 64 of the widest elements
+#endif
+  struct Free {
+    void operator()(unsigned char* p) const { std::free(p); }
+  };
+
+  int64_t count_, lead_, bytes_;
+  std::unique_ptr<unsigned char, Free> storage_;
+};
+
+}  // namespace pymoe::test
