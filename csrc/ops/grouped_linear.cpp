@@ -67,22 +67,14 @@ Tensor plan(const Arguments& a, Tensor workspace) {
   return torch::stable::narrow(workspace, 0, 1, a.experts);
 }
 
-Tensor linear_by_torch(GroupedLinearArguments arguments, const Tensor& x, const Tensor& weight,
-                       const Tensor& workspace) {
-  Tensor weight_EHN = torch::stable::transpose(weight, 1, 2);
-  Tensor y = call_torch_grouped_mm(x, weight_EHN, plan(arguments, workspace));
-  arguments.y = y.mutable_data_ptr();
-  run_on_cuda(&cuda::complete_grouped_linear, arguments, x);
-  return y;
-}
-
-Tensor weight_grad_by_torch(GroupedWeightGradArguments arguments, const Tensor& grad, const Tensor& x,
-                            const Tensor& workspace) {
-  Tensor grad_NS = torch::stable::transpose(grad, 0, 1);
-  Tensor weight_grad = call_torch_grouped_mm(grad_NS, x, plan(arguments, workspace));
-  arguments.weight_grad = weight_grad.mutable_data_ptr();
-  run_on_cuda(&cuda::complete_grouped_weight_grad, arguments, x);
-  return weight_grad;
+// torch's product of the two, completed as `a` wants it; `output` is where `a` has the result.
+template <typename Arguments>
+Tensor by_torch(Arguments a, void* Arguments::*output, const Tensor& left, const Tensor& right, const Tensor& workspace,
+                void (*complete)(const Arguments&, void*)) {
+  Tensor product = call_torch_grouped_mm(left, right, plan(a, workspace));
+  a.*output = product.mutable_data_ptr();
+  run_on_cuda(complete, a, product);
+  return product;
 }
 
 #endif
@@ -116,7 +108,8 @@ Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offse
   };
 #if PYMOE_WITH_CUDA
   if (on_cuda(x) && torch_takes(arguments, compute_capability(x))) {
-    return linear_by_torch(arguments, x, weight, *workspace.values);
+    return by_torch(arguments, &GroupedLinearArguments::y, x, torch::stable::transpose(weight, 1, 2), *workspace.values,
+                    &cuda::complete_grouped_linear);
   }
 #endif
   Tensor y = empty({rows, output_features}, x.scalar_type(), x);
@@ -147,7 +140,8 @@ Tensor weight_grad(const Tensor& grad, const Tensor& x, const Tensor& offsets) {
   };
 #if PYMOE_WITH_CUDA
   if (on_cuda(grad) && torch_takes(arguments, compute_capability(grad))) {
-    return weight_grad_by_torch(arguments, grad, x, *workspace.values);
+    return by_torch(arguments, &GroupedWeightGradArguments::weight_grad, torch::stable::transpose(grad, 0, 1), x,
+                    *workspace.values, &cuda::complete_grouped_weight_grad);
   }
 #endif
   Tensor weight_grad = empty({experts, output_features, input_features}, grad.scalar_type(), grad);
