@@ -1,19 +1,20 @@
-"""What a planted fault is."""
+"""A fault planted in a CUDA kernel."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from planted_fault import PlantedFault
 
 
 @dataclass(frozen=True)
-class Fault:
-    """``old`` becomes ``new`` at its only place in ``file``."""
+class Fault(PlantedFault):
+    """What notices it, and where."""
 
-    name: str
-    file: str
-    old: str
-    new: str
     how: str
-    """What notices it: ``values`` (also the emulator's own checks), ``address`` or ``thread`` (a sanitizer)."""
+    """``values`` (also the emulator's own checks), ``address`` or ``thread`` (a sanitizer)."""
     tests: str
     """The test file whose cases are run: ``dispatch`` for test_dispatch.cpp."""

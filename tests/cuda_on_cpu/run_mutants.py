@@ -89,12 +89,10 @@ def run_tests(program: Path, fault: Fault) -> tuple[int, str]:
 
 def plant(fault: Fault, folder: Path, place: Path) -> Path:
     """The test program with the fault in it, made in ``place``."""
-    text = (ROOT / fault.file).read_text()
-    if text.count(fault.old) != 1:
-        raise RuntimeError(f"{fault.name}: {fault.old!r} is {text.count(fault.old)} times in {fault.file}")
+    text = fault.planted((ROOT / fault.file).read_text())
     changed = place / fault.file
     changed.parent.mkdir(parents=True)
-    changed.write_text(text.replace(fault.old, fault.new))
+    changed.write_text(text)
     source = ROOT / (fault.file if fault.file.endswith(".cu") else f"csrc/kernels/{fault.tests}_cuda.cu")
     planted = changed if fault.file.endswith(".cu") else source
     command = compile_command(folder, source)

@@ -1,6 +1,11 @@
 """Faults that the test suite must notice: a text of the sources, and what replaces it."""
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from planted_fault import PlantedFault
 
 BODY = "csrc/kernels/combine_cpu_body.h"
 ROUTING = "csrc/kernels/build_routing_cpu.cpp"
@@ -9,13 +14,9 @@ RANDOM = "tests/ops/test_properties.py"
 
 
 @dataclass(frozen=True)
-class Fault:
-    """``old`` becomes ``new`` at its first place in ``file``; ``tests`` are run, narrowed for speed."""
+class Fault(PlantedFault):
+    """What pytest runs to notice it, narrowed for speed."""
 
-    name: str
-    file: str
-    old: str
-    new: str
     tests: tuple[str, ...]
 
 

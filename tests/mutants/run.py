@@ -67,10 +67,12 @@ def main(words):
         start = time.monotonic()
         path = TREE / fault.file
         text = path.read_text() if path.exists() else ""
-        if text.count(fault.old) < 1:
-            verdict = "DOES NOT FIT the sources"
+        try:
+            changed = fault.planted(text)
+        except ValueError as error:
+            verdict = f"DOES NOT FIT the sources: {error}"
         else:
-            path.write_text(text.replace(fault.old, fault.new, 1))
+            path.write_text(changed)
             try:
                 build()
                 found = first_failure(fault.tests)
