@@ -9,7 +9,6 @@ in interleaved rounds, so that ratios hold on a machine that is not quiet. Write
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ from pymoe.bench.environment import environment
 from pymoe.bench.floor import Rates, measure_rates
 from pymoe.bench.layer import CUDA_SHAPES, Shape, dense_floor, inputs_of, layer_of, training_step
 from pymoe.bench.plot import pyplot
-from pymoe.bench.report import Table, plain, seconds, time_with_spread
+from pymoe.bench.report import Table, plain, seconds, time_with_spread, write_json
 from pymoe.testing.timing import Timer, Timing, WallTimer, measure, timer_for
 
 CPU = torch.device("cpu")
@@ -296,8 +295,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
 
 def write(result: dict[str, Any], folder: Path) -> None:
     """JSON and Markdown."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "moe_layer.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_json(result, folder / "moe_layer.json")
     (folder / "moe_layer.md").write_text(markdown(result))
 
 

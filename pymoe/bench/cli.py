@@ -29,6 +29,7 @@ from pymoe.bench.report import (
     show,
     time_with_spread,
     times,
+    write_json,
 )
 from pymoe.testing.spec import ALL_DTYPES
 from pymoe.testing.specs import all_specs
@@ -179,7 +180,7 @@ def run_run(options: argparse.Namespace) -> int:
         settings["load_after"] = environment()["load"]
         settings["wall_seconds"] = round(time.perf_counter() - start, 1)
         if options.json:
-            write(result, options.json)
+            write_json(result, options.json)
 
     keep()
     for number, line in enumerate(chosen, 1):
@@ -202,14 +203,6 @@ def run_run(options: argparse.Namespace) -> int:
     if settings["not_measured"]:
         print(f"--limit left out {len(settings['not_measured'])} lines: {'; '.join(settings['not_measured'])}")
     return summary(records)
-
-
-def write(result: dict[str, Any], file: Path) -> None:
-    """Write JSON so that a reader, or the end of the process, never meets half of it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(file.name + ".unfinished")
-    unfinished.write_text(json.dumps(result, indent=1) + "\n")
-    unfinished.replace(file)
 
 
 def run_compare(options: argparse.Namespace) -> int:

@@ -1,9 +1,11 @@
-"""Records as tables: with rich where it is installed, as plain text elsewhere."""
+"""Records as tables, with rich where it is installed and as plain text elsewhere, and as JSON."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
@@ -151,3 +153,11 @@ def target(record: Record) -> str:
     name = {"reference": "/reference", "baseline": "/torch", "floor": "of floor"}[wanted["over"]]
     figure = f"{100 * wanted['ratio']:.0f}%" if wanted["over"] == "floor" else f"{wanted['ratio']:g}x"
     return f">= {figure} {name}: {outcome}"
+
+
+def write_json(result: dict[str, Any], file: Path) -> None:
+    """Write JSON so that a reader, or the end of the process, never meets half of it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(file.name + ".unfinished")
+    unfinished.write_text(json.dumps(result, indent=1) + "\n")
+    unfinished.replace(file)
