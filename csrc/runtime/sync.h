@@ -1,0 +1,53 @@
+// What the runtime asks of the machine: locks, waits, time and threads, as one parameter.
+//
+// Every class of the runtime takes a `Sync`, so that one source serves the product and its tests: SystemSync is the
+// operating system's, and the tests put in fibers, a seeded scheduler and a clock that advances when nobody can run
+// (tests/cpp/simulated.h). A Sync offers
+//
+//     Mutex                        lock(), unlock(): what std::lock_guard and std::unique_lock need
+//     Condition                    wait(lock), wait_until(lock, Time), notify_one(), notify_all(); may wake for nothing,
+//                                  so every wait stands in a loop over what it waits for
+//     Time, Duration               a steady clock's points and spans; now()
+//     Thread                       constructed with a function; join(), joinable()
+//     this_thread()                an ID to compare
+//     preempt()                    a place where a schedule may switch: before an atomic that decides something
+//
+// Rules of the runtime: no lock is held while a task, a callback or a batch runs, and at most one lock at a time unless a
+// header says in which order.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+namespace pymoe::runtime {
+
+struct SystemSync {
+  using Mutex = std::mutex;
+  using Clock = std::chrono::steady_clock;
+  using Time = Clock::time_point;
+  using Duration = Clock::duration;
+  using Thread = std::thread;
+  using ThreadId = std::thread::id;
+
+  class Condition {
+   public:
+    void wait(std::unique_lock<Mutex>& lock) { condition_.wait(lock); }
+    // False if `until` has passed.
+    bool wait_until(std::unique_lock<Mutex>& lock, Time until) {
+      return condition_.wait_until(lock, until) == std::cv_status::no_timeout;
+    }
+    void notify_one() { condition_.notify_one(); }
+    void notify_all() { condition_.notify_all(); }
+
+   private:
+    std::condition_variable condition_;
+  };
+
+  static Time now() { return Clock::now(); }
+  static ThreadId this_thread() { return std::this_thread::get_id(); }
+  static void preempt() {}
+};
+
+}  // namespace pymoe::runtime
