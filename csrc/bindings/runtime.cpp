@@ -33,6 +33,7 @@ namespace pymoe::runtime {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+using Pool = WorkerPool<SystemSync>;
 constexpr std::chrono::milliseconds kSlice{50};
 
 // Calls ended(slice), which waits for at most `slice`, until it returns true or `timeout` seconds have passed.
@@ -109,7 +110,7 @@ class Call {
 // Never destroyed: static destruction would come while threads may still look at it.
 struct Registry {
   std::mutex mutex;
-  std::vector<std::shared_ptr<WorkerPool>> pools;
+  std::vector<std::shared_ptr<Pool>> pools;
 };
 
 Registry* registry = new Registry;
@@ -131,11 +132,10 @@ void require_this_process(int created, const char* what) {
 
 // Drops the pools whose Python object has gone and whose workers have ended.
 void reap() {
-  std::vector<std::shared_ptr<WorkerPool>> ended;
+  std::vector<std::shared_ptr<Pool>> ended;
   const std::lock_guard lock(registry->mutex);
-  std::erase_if(registry->pools, [&](std::shared_ptr<WorkerPool>& pool) {
-    if (pool.use_count() > 1 || pool->on_worker() || !pool->wait_stopped_for(std::chrono::milliseconds(0)))
-      return false;
+  std::erase_if(registry->pools, [&](std::shared_ptr<Pool>& pool) {
+    if (pool.use_count() > 1 || pool->on_worker() || !pool->wait_stopped_until(Clock::now())) return false;
     ended.push_back(std::move(pool));
     return true;
   });
@@ -151,7 +151,7 @@ void with_thread_state(const std::function<void()>& work) {
 }
 
 void stop_all() {
-  std::vector<std::shared_ptr<WorkerPool>> pools;
+  std::vector<std::shared_ptr<Pool>> pools;
   {
     const py::gil_scoped_release released;
     {
@@ -162,7 +162,7 @@ void stop_all() {
     for (const auto& pool : pools) pool->request_stop(Stop::kCancel);
   }
   for (const auto& pool : pools) {
-    wait_interruptibly([&](std::chrono::milliseconds slice) { return pool->wait_stopped_for(slice); });
+    wait_interruptibly([&](std::chrono::milliseconds slice) { return pool->wait_stopped_until(Clock::now() + slice); });
   }
 }
 
@@ -214,7 +214,7 @@ class PyWorkerPool {
   explicit PyWorkerPool(int workers) : created_(generation.load()) {
     const py::gil_scoped_release released;  // also while a pool that came too late joins its workers
     reap();
-    auto pool = std::make_shared<WorkerPool>(workers, with_thread_state);
+    auto pool = std::make_shared<Pool>(workers, with_thread_state);
     bool registered = false;
     {
       const std::lock_guard lock(registry->mutex);
@@ -258,13 +258,14 @@ class PyWorkerPool {
       const py::gil_scoped_release released;
       pool_->request_stop(drain ? Stop::kDrain : Stop::kCancel);
     }
-    wait_interruptibly([&](std::chrono::milliseconds slice) { return pool_->wait_stopped_for(slice); });
+    wait_interruptibly(
+        [&](std::chrono::milliseconds slice) { return pool_->wait_stopped_until(Clock::now() + slice); });
   }
 
   int workers() const { return pool_->workers(); }
 
  private:
-  std::shared_ptr<WorkerPool> pool_;
+  std::shared_ptr<Pool> pool_;
   int created_;
 };
 

@@ -25,7 +25,7 @@ void race() {
 }
 
 void pool_race() {
-  pymoe::runtime::WorkerPool pool(2);
+  pymoe::runtime::WorkerPool<pymoe::runtime::SystemSync> pool(2);
   std::latch start(2);
   const auto first = pool.submit([&] { count_together(start); });
   const auto second = pool.submit([&] { count_together(start); });

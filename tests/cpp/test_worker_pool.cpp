@@ -1,6 +1,9 @@
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <atomic>
+#include <functional>
+#include <iterator>
 #include <latch>
 #include <memory>
 #include <stdexcept>
@@ -12,13 +15,14 @@
 
 using namespace pymoe::runtime;
 using namespace std::chrono_literals;
+using Pool = WorkerPool<SystemSync>;
 
 namespace {
 
 // Occupies every worker until release() is called, so that what is submitted meanwhile stays in the queue.
 class Blocker {
  public:
-  explicit Blocker(WorkerPool& pool) : started_(pool.workers()), released_(1) {
+  explicit Blocker(Pool& pool) : started_(pool.workers()), released_(1) {
     for (int i = 0; i < pool.workers(); ++i) {
       futures_.push_back(pool.submit([this] {
         started_.count_down();
@@ -37,6 +41,25 @@ class Blocker {
   std::vector<Future<void>> futures_;
 };
 
+// The future once a worker has run its task: a wait with a limit does not help.
+template <typename T>
+Future<T> ended_on_worker(Future<T> future) {
+  REQUIRE(future.wait_for(1min));
+  return future;
+}
+
+// A job that says that it was run or cancelled.
+class Noted final : public Job {
+ public:
+  Noted(std::string name, std::vector<std::string>& log) : name_(std::move(name)), log_(&log) {}
+  void run() noexcept override { log_->push_back(name_); }
+  void cancel() noexcept override { log_->push_back("no " + name_); }
+
+ private:
+  std::string name_;
+  std::vector<std::string>* log_;
+};
+
 struct Counted {
   static std::atomic<int> alive;
   Counted() { ++alive; }
@@ -48,7 +71,7 @@ std::atomic<int> Counted::alive{0};
 }  // namespace
 
 TEST_CASE("values come through the future") {
-  WorkerPool pool(2);
+  Pool pool(2);
   CHECK(pool.submit([] { return 6 * 7; }).get() == 42);
   CHECK(pool.submit([] { return std::string("text"); }).get() == "text");
   auto owned = pool.submit([] { return std::make_unique<int>(5); });
@@ -59,13 +82,13 @@ TEST_CASE("values come through the future") {
 }
 
 TEST_CASE("functions that can only be moved are taken") {
-  WorkerPool pool(1);
+  Pool pool(1);
   auto value = std::make_unique<int>(3);
   CHECK(pool.submit([value = std::move(value)] { return *value; }).get() == 3);
 }
 
 TEST_CASE("exceptions come through with type and text, and touch nothing else") {
-  WorkerPool pool(1);
+  Pool pool(1);
   auto failed = pool.submit([]() -> int { throw std::out_of_range("planted"); });
   auto next = pool.submit([] { return 1; });
   CHECK_THROWS_WITH_AS(failed.get(), "planted", std::out_of_range);
@@ -74,7 +97,7 @@ TEST_CASE("exceptions come through with type and text, and touch nothing else") 
 }
 
 TEST_CASE("one worker runs tasks in the order of submission") {
-  WorkerPool pool(1);
+  Pool pool(1);
   std::vector<int> order;
   for (int i = 0; i < 1000; ++i) pool.submit([&order, i] { order.push_back(i); });
   pool.stop();
@@ -83,7 +106,7 @@ TEST_CASE("one worker runs tasks in the order of submission") {
 }
 
 TEST_CASE("all workers work at the same time") {
-  WorkerPool pool(4);
+  Pool pool(4);
   std::latch together(4);
   std::vector<Future<void>> futures;
   for (int i = 0; i < 4; ++i) futures.push_back(pool.submit([&] { together.arrive_and_wait(); }));
@@ -91,7 +114,7 @@ TEST_CASE("all workers work at the same time") {
 }
 
 TEST_CASE("the function is destroyed before the future is done") {
-  WorkerPool pool(2);
+  Pool pool(2);
   for (int i = 0; i < 200; ++i) {
     pool.submit([counted = Counted()] {}).get();
     CHECK(Counted::alive == 0);
@@ -101,7 +124,7 @@ TEST_CASE("the function is destroyed before the future is done") {
 }
 
 TEST_CASE("wait_for reports whether the task has ended") {
-  WorkerPool pool(1);
+  Pool pool(1);
   Blocker blocker(pool);
   auto future = pool.submit([] { return 1; });
   CHECK_FALSE(future.wait_for(1ms));
@@ -113,7 +136,7 @@ TEST_CASE("wait_for reports whether the task has ended") {
 }
 
 TEST_CASE("stop drains by default") {
-  WorkerPool pool(2);
+  Pool pool(2);
   Blocker blocker(pool);
   std::atomic<int> ran{0};
   for (int i = 0; i < 100; ++i) pool.submit([&] { ++ran; });
@@ -124,7 +147,7 @@ TEST_CASE("stop drains by default") {
 }
 
 TEST_CASE("stop cancels what has not started, on demand") {
-  WorkerPool pool(2);
+  Pool pool(2);
   Blocker blocker(pool);
   std::atomic<int> ran{0};
   std::vector<Future<void>> futures;
@@ -141,7 +164,7 @@ TEST_CASE("stop cancels what has not started, on demand") {
 }
 
 TEST_CASE("a drain may be cut short") {
-  WorkerPool pool(1);
+  Pool pool(1);
   Blocker blocker(pool);
   auto future = pool.submit([] {});
   pool.request_stop(Stop::kDrain);
@@ -152,14 +175,14 @@ TEST_CASE("a drain may be cut short") {
 }
 
 TEST_CASE("submit after a stop throws, and leaves the function destroyed") {
-  WorkerPool pool(1);
+  Pool pool(1);
   pool.stop();
   CHECK_THROWS_AS(pool.submit([counted = Counted()] {}), StoppedError);
   CHECK(Counted::alive == 0);
 }
 
 TEST_CASE("stop may be called again and by many threads") {
-  WorkerPool pool(3);
+  Pool pool(3);
   std::latch start(4);
   std::vector<std::thread> threads;
   for (int i = 0; i < 4; ++i) {
@@ -170,30 +193,31 @@ TEST_CASE("stop may be called again and by many threads") {
   }
   for (auto& thread : threads) thread.join();
   pool.stop();
-  CHECK(pool.wait_stopped_for(0ms));
+  CHECK(pool.wait_stopped_until(SystemSync::now()));
 }
 
-TEST_CASE("wait_stopped_for waits in slices") {
-  WorkerPool pool(2);
+TEST_CASE("wait_stopped_until waits in slices") {
+  Pool pool(2);
   Blocker blocker(pool);
   pool.request_stop(Stop::kDrain);
-  CHECK_FALSE(pool.wait_stopped_for(1ms));
+  CHECK_FALSE(pool.wait_stopped_until(SystemSync::now() + 1ms));
   blocker.release();
-  while (!pool.wait_stopped_for(10ms)) {
+  while (!pool.wait_stopped_until(SystemSync::now() + 10ms)) {
   }
   blocker.wait();
 }
 
 TEST_CASE("a worker that waits for its own pool is told so") {
-  WorkerPool pool(2);
-  CHECK(pool.submit([&] { return pool.on_worker(); }).get());
+  Pool pool(2);
+  CHECK(ended_on_worker(pool.submit([&] { return pool.on_worker(); })).get());
   CHECK_FALSE(pool.on_worker());
-  CHECK_THROWS_AS(pool.submit([&] { pool.stop(); }).get(), std::logic_error);
+  CHECK_THROWS_AS(ended_on_worker(pool.submit([&] { pool.stop(); })).get(), std::logic_error);
+  CHECK_THROWS_AS(ended_on_worker(pool.submit([&] { pool.wait_stopped_until({}); })).get(), std::logic_error);
   CHECK(pool.submit([] { return 2; }).get() == 2);
 }
 
 TEST_CASE("tasks may submit tasks") {
-  WorkerPool pool(2);
+  Pool pool(2);
   std::atomic<int> ran{0};
   pool.submit([&] {
         for (int i = 0; i < 10; ++i) pool.submit([&] { ++ran; });
@@ -203,11 +227,121 @@ TEST_CASE("tasks may submit tasks") {
   CHECK(ran == 10);
 }
 
+TEST_CASE("tasks that wait for tasks do not block a pool of one worker") {
+  Pool pool(1);
+  std::function<int(int)> sum = [&](int n) {
+    return n == 0 ? 0 : n + pool.submit([&, n] { return sum(n - 1); }).get();
+  };
+  CHECK(ended_on_worker(pool.submit([&] { return sum(100); })).get() == 5050);
+}
+
+TEST_CASE("a thread that waits runs the task that it waits for, and nobody else does") {
+  Pool pool(1);
+  Blocker blocker(pool);
+  int ran = 0;
+  const auto future = pool.submit([&] {
+    ++ran;
+    return std::this_thread::get_id();
+  });
+  CHECK(future.get() == std::this_thread::get_id());
+  CHECK_FALSE(future.help());
+  const auto failed = pool.submit([]() -> int { throw std::out_of_range("planted"); });
+  CHECK(failed.help());
+  CHECK_THROWS_AS(failed.get(), std::out_of_range);
+  blocker.release();
+  pool.stop();
+  CHECK(ran == 1);
+}
+
+TEST_CASE("a wait with a limit does not run the task") {
+  Pool pool(1);
+  Blocker blocker(pool);
+  const auto future = pool.submit([] { return std::this_thread::get_id(); });
+  CHECK_FALSE(future.wait_until(SystemSync::now()));
+  blocker.release();
+  CHECK(ended_on_worker(future).get() != std::this_thread::get_id());
+}
+
+TEST_CASE("the smallest rank runs first, and equals in the order in which they came") {
+  Pool pool(1);
+  Blocker blocker(pool);
+  std::vector<std::string> log, expected;
+  const auto start = SystemSync::now();
+  const int ranks[] = {5, 7, 7, 2, 9, 5, 1, 9, 2, 0, 7, 5};
+  for (size_t i = 0; i < std::size(ranks); ++i) {
+    CHECK(pool.post(std::make_shared<Noted>(std::to_string(ranks[i]) + "." + std::to_string(10 + i), log),
+                    start + std::chrono::seconds(ranks[i])));
+    expected.push_back(std::to_string(ranks[i]) + "." + std::to_string(10 + i));
+  }
+  std::sort(expected.begin(), expected.end());
+  blocker.release();
+  pool.stop();
+  CHECK(log == expected);
+}
+
+TEST_CASE("jobs run at their time, the earliest first, between those without one") {
+  Pool pool(1);
+  std::vector<std::string> log;
+  const auto start = SystemSync::now();
+  {
+    Blocker blocker(pool);
+    pool.post_at(start + 2ms, std::make_shared<Noted>("second", log));
+    pool.post_at(start + 1ms, std::make_shared<Noted>("first", log));
+    pool.post_at(start + 2ms, std::make_shared<Noted>("third", log));
+    while (SystemSync::now() < start + 3ms) std::this_thread::yield();
+    pool.post(std::make_shared<Noted>("last", log), SystemSync::now());
+    blocker.release();
+    blocker.wait();
+  }
+  pool.stop();
+  CHECK(log == std::vector<std::string>{"first", "second", "third", "last"});
+}
+
+TEST_CASE("a job never runs before its time, and idle workers wake for it") {
+  for (const int workers : {1, 3}) {
+    Pool pool(workers);
+    std::latch ran(20);
+    std::atomic<int> early{0};
+    struct Timed final : Job {
+      std::function<void()> function;
+      void run() noexcept override { function(); }
+    };
+    for (int i = 0; i < 20; ++i) {
+      const auto when = SystemSync::now() + std::chrono::microseconds(i * 7919 % 5000);
+      auto job = std::make_shared<Timed>();
+      job->function = [&, when] {
+        early += SystemSync::now() < when;
+        ran.count_down();
+      };
+      CHECK(pool.post_at(when, job));
+      if (i % 4 == 0) pool.submit([] {});
+    }
+    ran.wait();
+    CHECK(early == 0);
+  }
+}
+
+TEST_CASE("a stop cancels jobs whose time has not come, a drain too, and refuses new ones") {
+  for (const Stop how : {Stop::kDrain, Stop::kCancel}) {
+    std::vector<std::string> log;
+    Pool pool(1);
+    Blocker blocker(pool);
+    pool.post_at(SystemSync::now() + 1h, std::make_shared<Noted>("timed", log));
+    pool.post(std::make_shared<Noted>("posted", log), SystemSync::now());
+    pool.request_stop(how);
+    CHECK_FALSE(pool.post(std::make_shared<Noted>("late", log), SystemSync::now()));
+    CHECK_FALSE(pool.post_at(SystemSync::now(), std::make_shared<Noted>("late", log)));
+    blocker.release();
+    pool.stop();
+    CHECK(log == std::vector<std::string>{"no timed", how == Stop::kDrain ? "posted" : "no posted"});
+  }
+}
+
 TEST_CASE("an outcome outlives its pool") {
   Future<int> future;
   CHECK_FALSE(future.valid());
   {
-    WorkerPool pool(1);
+    Pool pool(1);
     future = pool.submit([] { return 9; });
   }
   CHECK(future.get() == 9);
@@ -216,7 +350,7 @@ TEST_CASE("an outcome outlives its pool") {
 TEST_CASE("the hook runs around every worker") {
   std::atomic<int> before{0}, after{0};
   {
-    WorkerPool pool(3, [&](const std::function<void()>& work) {
+    Pool pool(3, [&](const std::function<void()>& work) {
       ++before;
       work();
       ++after;
@@ -228,20 +362,20 @@ TEST_CASE("the hook runs around every worker") {
 }
 
 TEST_CASE("fewer than one worker is refused") {
-  CHECK_THROWS_AS(WorkerPool(0), std::invalid_argument);
-  CHECK_THROWS_AS(WorkerPool(-1), std::invalid_argument);
+  CHECK_THROWS_AS(Pool(0), std::invalid_argument);
+  CHECK_THROWS_AS(Pool(-1), std::invalid_argument);
 }
 
 TEST_CASE("pools come and go") {
   for (int i = 0; i < 200; ++i) {
-    WorkerPool pool(2);
+    Pool pool(2);
     if (i % 2) pool.submit([] {});
   }
 }
 
 TEST_CASE("a million tasks from eight producers on four workers, some failing, some never waited for") {
   constexpr int kProducers = 8, kTasks = 125'000;
-  WorkerPool pool(4);
+  Pool pool(4);
   std::atomic<int64_t> ran{0}, sum{0}, failed{0};
   std::latch start(kProducers);
   std::vector<std::thread> producers;
