@@ -5,15 +5,16 @@
 // (tests/cpp/simulated.h). A Sync offers
 //
 //     Mutex                        lock(), unlock(): what std::lock_guard and std::unique_lock need
-//     Condition                    wait(lock), wait_until(lock, Time), notify_one(), notify_all(); may wake for nothing,
+//     Condition                    wait(lock), wait_until(lock, Time), notify_one(), notify_all(); may wake for
+//     nothing,
 //                                  so every wait stands in a loop over what it waits for
 //     Time, Duration               a steady clock's points and spans; now()
 //     Thread                       constructed with a function; join(), joinable()
 //     this_thread()                an ID to compare
 //     preempt()                    a place where a schedule may switch: before an atomic that decides something
 //
-// Rules of the runtime: no lock is held while a task, a callback or a batch runs, and at most one lock at a time unless a
-// header says in which order.
+// Rules of the runtime: no lock is held while a task, a callback or a batch runs, and at most one lock at a time unless
+// a header says in which order.
 #pragma once
 
 #include <chrono>

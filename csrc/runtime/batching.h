@@ -1,0 +1,101 @@
+// When a queue of requests becomes a batch: the options of a pool, and the linger.
+//
+// The linger. Clients that wait for their answers come back in cohorts: those of one batch submit again when it ends.
+// A batcher that takes whatever is there then runs half batches for ever, as two cohorts take turns; one that waits a
+// fixed time for more makes lonely requests slow. This one knows how many requests were in flight at once when it last
+// looked, waits only while fewer than these are queued, and never once they all are. So a lonely client never waits,
+// and n clients in a closed loop get batches of n.
+//
+// How long it waits at most is bounded three times: until no request has arrived for as long as a batch takes (whoever
+// was to come back has had its chance), by the pool's `linger` in all, and by patience, which halves whenever the wait
+// was in vain and doubles when it was not.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+namespace pymoe::runtime {
+
+template <typename Sync>
+struct BatchingOptions {
+  using Duration = typename Sync::Duration;
+
+  int64_t min_batch_size = 1;       // rows
+  int64_t max_batch_size = 4096;    // rows; a larger request is run in slices
+  std::optional<Duration> timeout;  // the longest a request waits for min_batch_size; none: as long as it takes
+  Duration linger = std::chrono::milliseconds(5);
+  int64_t capacity = 65536;  // requests in the queue
+  bool isolate = false;      // run a batch that failed again in halves, so that a bad request fails alone
+
+  // Throws std::invalid_argument.
+  void check() const {
+    const auto refuse = [](const std::string& rule, int64_t seen) {
+      throw std::invalid_argument("TaskPool: " + rule + ", got " + std::to_string(seen));
+    };
+    if (min_batch_size < 1) refuse("min_batch_size must be at least 1", min_batch_size);
+    if (max_batch_size < min_batch_size) {
+      refuse("max_batch_size must be at least min_batch_size (" + std::to_string(min_batch_size) + ")", max_batch_size);
+    }
+    if (capacity < 1) refuse("capacity must be at least 1", capacity);
+    if (timeout && *timeout < Duration::zero()) throw std::invalid_argument("TaskPool: timeout must not be negative");
+    if (linger < Duration::zero()) throw std::invalid_argument("TaskPool: linger must not be negative");
+  }
+};
+
+template <typename Sync>
+class Linger {
+ public:
+  using Time = typename Sync::Time;
+  using Duration = typename Sync::Duration;
+
+  explicit Linger(Duration limit) : limit_(limit) {}
+
+  // A request was queued; `in_flight` requests, it included, are queued or running.
+  void arrived(Time now, int64_t in_flight) {
+    last_event_ = now;
+    expected_ = std::max(expected_, in_flight);
+  }
+
+  // A batch begins, with `queued` requests there to choose from.
+  void started(int64_t queued) {
+    if (queued < expected_) {
+      patience_ = std::max(patience_ / 2, kLeastPatience);
+    } else if (expected_ > 1) {
+      patience_ = std::min(patience_ * 2, 1.0);
+    }
+    expected_ = queued;
+  }
+
+  void ended(Time now, Duration took) {
+    last_event_ = last_end_ = now;
+    batch_ = batch_ == Duration::zero() ? took : (batch_ * 3 + took) / 4;
+  }
+
+  // All are back that were in flight when a batch last began, or since.
+  bool complete(int64_t queued) const { return queued >= expected_; }
+
+  // Until when a queue that is not complete is worth waiting with, its oldest request having arrived at `oldest`.
+  Time until(Time oldest) const {
+    const Duration gap = std::min(std::max(batch_, Duration(kLeastGap)), limit_);
+    const auto patient_gap = std::chrono::duration_cast<Duration>(gap * patience_);
+    return std::min(last_event_ + patient_gap, std::max(oldest, last_end_) + limit_);
+  }
+
+ private:
+  static constexpr double kLeastPatience = 1.0 / 16;
+  // What it takes threads to wake up and come back, however short a batch is.
+  static constexpr std::chrono::microseconds kLeastGap{200};
+
+  const Duration limit_;
+  int64_t expected_ = 1;
+  double patience_ = 1;
+  Duration batch_{};   // a moving average of what batches take
+  Time last_event_{};  // an arrival, or the end of a batch
+  Time last_end_{};
+};
+
+}  // namespace pymoe::runtime

@@ -1,0 +1,98 @@
+// Executor: workers that run the strands attached to them, and a thread that looks after deadlines.
+//
+//     Executor<SystemSync> executor(2);
+//     executor.attach(strand);
+//     ...
+//     executor.request_stop(Stop::kDrain);
+//     while (!executor.wait_stopped_until(...)) ...
+//
+// Stopping   request_stop closes the pools of every strand and returns at once; with kDrain what they hold still runs,
+// with
+//            kCancel what has not begun is cancelled. wait_stopped_until is true once every request is done and every
+//            thread has ended. Every request that was ever submitted is done by then. Both may be called repeatedly.
+//            The destructor stops with kCancel.
+// Release    takes one strand out again, in the same two steps: an expert may leave while others work on.
+// Errors     attach throws StoppedError after a stop; std::logic_error for a strand that belongs to an executor. To
+// wait
+//            for the end from a worker, or from a batch, throws std::logic_error.
+// Threads    All functions may be called from any thread.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "runtime/strand.h"
+#include "runtime/worker_pool.h"
+
+namespace pymoe::runtime {
+
+template <typename Sync>
+class Executor {
+ public:
+  using Time = typename Sync::Time;
+  using StrandPointer = std::shared_ptr<Strand<Sync>>;
+  using Around = typename WorkerPool<Sync>::Around;
+
+  explicit Executor(int workers, Around around = {})
+      : workers_(std::make_shared<WorkerPool<Sync>>(workers, around)),
+        timer_(std::make_shared<WorkerPool<Sync>>(1, around)) {}
+
+  ~Executor() {
+    request_stop(Stop::kCancel);
+    while (!wait_stopped_until(Time::max())) {
+    }
+  }
+  Executor(const Executor&) = delete;
+  Executor& operator=(const Executor&) = delete;
+
+  void attach(const StrandPointer& strand) {
+    const std::lock_guard lock(mutex_);
+    if (stopping_) throw StoppedError("Executor: attach after it was stopped");
+    strand->attach(workers_, timer_);
+    strands_.push_back(strand);
+  }
+
+  // The first step of taking a strand out; then wait_released_until, until it is true.
+  void request_release(const StrandPointer& strand, Stop how) { strand->request_stop(how); }
+
+  bool wait_released_until(const StrandPointer& strand, Time until) {
+    if (!strand->wait_finished_until(until)) return false;
+    const std::lock_guard lock(mutex_);
+    if (std::erase(strands_, strand) > 0) strand->detach();
+    return true;
+  }
+
+  void request_stop(Stop how) {
+    for (const StrandPointer& strand : stop_attaching()) strand->request_stop(how);
+  }
+
+  bool wait_stopped_until(Time until) {
+    for (const StrandPointer& strand : stop_attaching()) {
+      if (!wait_released_until(strand, until)) return false;
+    }
+    workers_->request_stop(Stop::kDrain);
+    timer_->request_stop(Stop::kCancel);
+    return workers_->wait_stopped_until(until) && timer_->wait_stopped_until(until);
+  }
+
+  int workers() const { return workers_->workers(); }
+  bool on_worker() const { return workers_->on_worker() || timer_->on_worker(); }
+
+ private:
+  std::vector<StrandPointer> stop_attaching() {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+    return strands_;
+  }
+
+  const std::shared_ptr<WorkerPool<Sync>> workers_, timer_;
+  // Guards the rest. The one lock under which a strand's is taken, and through it the workers'.
+  typename Sync::Mutex mutex_;
+  std::vector<StrandPointer> strands_;
+  bool stopping_ = false;
+};
+
+}  // namespace pymoe::runtime

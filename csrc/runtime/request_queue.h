@@ -1,0 +1,204 @@
+// RequestQueue: requests of one kind in their order, and the rule by which they become batches.
+//
+// Order      smallest rank first: arrival less the request's head start; in order of arrival among equals.
+// Ready      when the next batch should run: at once with max_batch_size rows; not before min_batch_size rows, or the
+//            pool's timeout; between these as the linger says (batching.h).
+// Batches    take requests from the front and keep them whole; one that does not fit ends the batch. A request larger
+// than
+//            max_batch_size is taken in slices, which fill batches to the last row.
+// Deadlines  A request that has not begun by its deadline is given out as expired and never becomes part of a batch.
+// Claims     take, remove, expire and clear claim the requests that they give out: the caller has to complete them.
+//
+// Not thread-safe: the strand's mutex guards it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "runtime/batching.h"
+#include "runtime/request.h"
+
+namespace pymoe::runtime {
+
+template <typename Sync>
+class RequestQueue {
+ public:
+  using Time = typename Sync::Time;
+  using RequestPointer = std::shared_ptr<Request<Sync>>;
+  using Requests = std::vector<RequestPointer>;
+  using Slices = std::vector<Slice<Sync>>;
+
+  static constexpr Time kNow = Time::min();
+  static constexpr Time kNever = Time::max();
+
+  explicit RequestQueue(const BatchingOptions<Sync>& options) : options_(options), linger_(options.linger) {}
+
+  bool empty() const { return queue_.empty(); }
+  int64_t requests() const { return static_cast<int64_t>(queue_.size()); }
+  int64_t rows() const { return rows_; }
+  bool idle() const { return queue_.empty() && running_ == 0; }
+
+  // Of the request in front; only if there is one.
+  Time rank() const { return queue_.begin()->first; }
+
+  void push(RequestPointer request, Time now) {
+    request->arrival_ = now;
+    insert(std::move(request), queue_.end());
+    linger_.arrived(now, requests() + running_);
+  }
+
+  // kNow, kNever, or the time from which the next batch should run if nothing else arrives.
+  Time ready_at() const {
+    if (queue_.empty()) return kNever;
+    if (rows_ >= options_.max_batch_size) return kNow;
+    const bool enough = rows_ >= options_.min_batch_size;
+    if (enough && linger_.complete(requests())) return kNow;
+    const Time oldest = oldest_arrival();
+    const Time overdue = options_.timeout ? oldest + *options_.timeout : kNever;
+    return enough ? std::min(linger_.until(oldest), overdue) : overdue;
+  }
+
+  // The next batch; empty only if every request had expired.
+  Slices take(Time now, Requests& expired) {
+    expire(now, expired);
+    Slices batch;
+    linger_.started(requests());
+    int64_t room = options_.max_batch_size;
+    while (!queue_.empty()) {
+      const RequestPointer request = queue_.begin()->second;
+      const int64_t left = request->rows - request->next_row_;
+      if (left > room && (request->rows <= options_.max_batch_size || room == 0)) break;
+      const int64_t rows = std::min(left, room);
+      if (request->next_row_ == 0) {
+        request->claim();
+        forget_deadline(*request);
+        ++running_;
+      }
+      batch.push_back({request, request->next_row_, request->next_row_ + rows});
+      request->next_row_ += rows;
+      room -= rows;
+      rows_ -= rows;
+      if (request->next_row_ < request->rows) break;
+      erase(*request);
+    }
+    return batch;
+  }
+
+  // Slices that take gave out and that did not run: each request is again where it was.
+  void put_back(std::span<const Slice<Sync>> batch) {
+    for (size_t i = batch.size(); i-- > 0;) {
+      const auto& [request, begin, end] = batch[i];
+      if (begin == 0) {
+        request->unclaim();
+        --running_;
+      }
+      request->next_row_ = begin;
+      if (!request->queued_) {
+        insert(request, queue_.lower_bound(rank_of(*request)));
+      } else {
+        rows_ += end - begin;
+        if (begin == 0) remember_deadline(*request);
+      }
+    }
+  }
+
+  // A batch has ended: `requests` of its requests are done, `took` is how long it ran.
+  void ended(int64_t requests, Time now, typename Sync::Duration took) {
+    running_ -= requests;
+    linger_.ended(now, took);
+  }
+
+  // Takes a request out that has not begun; false if it has.
+  bool remove(Request<Sync>& request) {
+    if (!request.queued_ || !request.claim()) return false;
+    drop(request);
+    return true;
+  }
+
+  // Takes out the rest of a request of which a slice failed; how many rows that were.
+  int64_t drop_rest(Request<Sync>& request) {
+    const int64_t rows = request.rows - request.next_row_;
+    drop(request);
+    return rows;
+  }
+
+  void expire(Time now, Requests& expired) {
+    while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
+      const RequestPointer request = deadlines_.begin()->second->place_->second;
+      request->claim();
+      drop(*request);
+      expired.push_back(request);
+    }
+  }
+
+  // kNever if no request in the queue has one.
+  Time next_deadline() const { return deadlines_.empty() ? kNever : deadlines_.begin()->first; }
+
+  // Takes out every request that has not begun.
+  void clear(Requests& cleared) {
+    for (auto place = queue_.begin(); place != queue_.end();) {
+      const RequestPointer request = (place++)->second;
+      if (!request->claim()) continue;  // begun: its batch ends first
+      drop(*request);
+      cleared.push_back(request);
+    }
+  }
+
+  static Time arrival(const Request<Sync>& request) { return request.arrival_; }
+
+ private:
+  using ByRank = typename Request<Sync>::ByRank;
+
+  static Time rank_of(const Request<Sync>& request) { return request.arrival_ - request.head_start; }
+
+  void insert(RequestPointer request, typename ByRank::iterator hint) {
+    Request<Sync>& r = *request;
+    rows_ += r.rows - r.next_row_;
+    if (r.head_start != r.head_start.zero()) ++with_head_start_;
+    r.place_ = queue_.emplace_hint(hint, rank_of(r), std::move(request));
+    r.queued_ = true;
+    if (r.next_row_ == 0) remember_deadline(r);
+  }
+
+  void remember_deadline(Request<Sync>& request) {
+    if (request.deadline) request.deadline_ = deadlines_.emplace(*request.deadline, &request);
+  }
+  void forget_deadline(Request<Sync>& request) {
+    if (request.deadline) deadlines_.erase(request.deadline_);
+  }
+
+  // Out of the queue, its remaining rows uncounted.
+  void drop(Request<Sync>& request) {
+    if (request.next_row_ == 0) forget_deadline(request);
+    rows_ -= request.rows - request.next_row_;
+    erase(request);
+  }
+
+  void erase(Request<Sync>& request) {
+    if (request.head_start != request.head_start.zero()) --with_head_start_;
+    request.queued_ = false;
+    queue_.erase(request.place_);  // may be the last reference: after everything else
+  }
+
+  Time oldest_arrival() const {
+    Time oldest = queue_.begin()->second->arrival_;
+    if (with_head_start_ > 0) {
+      for (const auto& [rank, request] : queue_) oldest = std::min(oldest, request->arrival_);
+    }
+    return oldest;
+  }
+
+  const BatchingOptions<Sync>& options_;
+  ByRank queue_;
+  typename Request<Sync>::ByTime deadlines_;
+  int64_t rows_ = 0;             // in the queue, not taken
+  int64_t running_ = 0;          // requests begun and not done
+  int64_t with_head_start_ = 0;  // requests in the queue
+  Linger<Sync> linger_;
+};
+
+}  // namespace pymoe::runtime

@@ -1,0 +1,80 @@
+// What a pool counts about itself: relaxed atomics, so that readers never hold up who runs requests.
+//
+// A snapshot is not of one instant: a counter may have moved on while another was read.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <bit>
+#include <cstdint>
+#include <vector>
+
+namespace pymoe::runtime {
+
+// Counts of values in buckets that grow with the value: exact up to 3, then four buckets for every power of two, so
+// that a quantile read from it is off by an eighth at most.
+class Histogram {
+ public:
+  static constexpr int kBuckets = 252;
+
+  static int bucket(uint64_t value) {
+    if (value < 4) return static_cast<int>(value);
+    const int top = std::bit_width(value) - 1;
+    return (top - 1) * 4 + static_cast<int>((value >> (top - 2)) & 3);
+  }
+
+  // The smallest value of a bucket. The bucket after the last one would begin at 2^64.
+  static uint64_t lowest(int bucket) {
+    if (bucket < 4) return static_cast<uint64_t>(bucket);
+    return static_cast<uint64_t>(4 + bucket % 4) << (bucket / 4 - 1);
+  }
+
+  void add(uint64_t value) {
+    counts_[static_cast<size_t>(bucket(value))].fetch_add(1, std::memory_order_relaxed);
+    sum_.fetch_add(value, std::memory_order_relaxed);
+    uint64_t seen = max_.load(std::memory_order_relaxed);
+    while (seen < value && !max_.compare_exchange_weak(seen, value, std::memory_order_relaxed)) {
+    }
+  }
+
+  struct Snapshot {
+    std::vector<uint64_t> counts;  // (kBuckets,)
+    uint64_t sum;
+    uint64_t max;
+  };
+
+  Snapshot snapshot() const {
+    Snapshot result{std::vector<uint64_t>(kBuckets), sum_.load(std::memory_order_relaxed),
+                    max_.load(std::memory_order_relaxed)};
+    for (size_t i = 0; i < kBuckets; ++i) result.counts[i] = counts_[i].load(std::memory_order_relaxed);
+    return result;
+  }
+
+ private:
+  std::array<std::atomic<uint64_t>, kBuckets> counts_{};
+  std::atomic<uint64_t> sum_{0};
+  std::atomic<uint64_t> max_{0};
+};
+
+class Counter {
+ public:
+  void add(int64_t amount = 1) { value_.fetch_add(amount, std::memory_order_relaxed); }
+  int64_t value() const { return value_.load(std::memory_order_relaxed); }
+
+ private:
+  std::atomic<int64_t> value_{0};
+};
+
+struct PoolStatistics {
+  // Requests. submitted = queued + running + completed + failed + cancelled + expired, once all is quiet.
+  Counter submitted, completed, failed, cancelled, expired;
+  Counter rejected;                      // not taken in: the queue was full
+  Counter queued, queued_rows, running;  // now
+  Counter batches, rows;                 // run, whether they failed or not
+  Histogram batch_rows;
+  Histogram wait_ns;     // of a request: submitted to its first batch
+  Histogram latency_ns;  // of a request: submitted to done, if it ran
+  Histogram process_ns;  // of a batch
+};
+
+}  // namespace pymoe::runtime

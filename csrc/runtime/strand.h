@@ -1,0 +1,320 @@
+// Strand: pools whose batches never overlap, such as forward and backward of one expert. The unit that workers run.
+//
+// Order      Of the pools that have a batch ready, the one whose front request has the smallest rank goes first;
+// strands
+//            are ranked among each other in the same way, since a strand posts itself to the workers with that rank
+//            and runs one batch for each time that it is taken from there.
+// Posting    A strand posts itself when a batch is ready, and for the time at which one will be (timeout, linger). A
+// post
+//            is a hint: whoever takes it looks again, so one too many does no harm. Nothing is posted while a batch
+//            runs; whoever ran it looks afterwards.
+// Helping    A thread that waits runs ready batches of the strand itself (help). A worker that waits for a request of
+// another
+//            strand, from inside a batch, keeps looking there until the request is done, since it may be the only one
+//            who can.
+// Results    appear after the strand is free again, so that a client who comes back at once finds it so. An exception
+// of
+//            the batch function ends all requests of the batch, or with options.isolate those that fail alone.
+// Locks      mutex_ guards the strand and the queues of its pools. Under it the workers' own lock is never taken:
+//            plan() decides, carry_out() posts.
+#pragma once
+
+#include <algorithm>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "runtime/request_queue.h"
+#include "runtime/worker_pool.h"
+
+namespace pymoe::runtime {
+
+template <typename Sync>
+class TaskPool;
+
+template <typename Sync>
+class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
+ public:
+  using Time = typename Sync::Time;
+  using Workers = std::shared_ptr<WorkerPool<Sync>>;
+
+  // Who runs its batches from now on, and who (a pool of one) looks after deadlines. Throws std::logic_error if it is
+  // attached already.
+  void attach(Workers workers, Workers timer) {
+    Plan made;
+    {
+      const std::lock_guard lock(mutex_);
+      if (workers_) throw std::logic_error("Strand: it belongs to an executor already");
+      workers_ = std::move(workers);
+      timer_ = std::move(timer);
+      draining_ = posted_ = false;
+      armed_ = armed_deadline_ = kNever;
+      for (TaskPool<Sync>* pool : pools_) pool->closed_ = false;
+      made = plan(Sync::now());
+    }
+    carry_out(made);
+  }
+
+  void detach() {
+    const std::lock_guard lock(mutex_);
+    workers_ = timer_ = nullptr;
+  }
+
+  // Closes its pools. With kDrain what is queued runs without waiting for more, with kCancel it is cancelled.
+  void request_stop(Stop how) {
+    std::vector<std::shared_ptr<TaskPool<Sync>>> pools;
+    Plan made;
+    {
+      const std::lock_guard lock(mutex_);
+      pools = owners();
+      draining_ = true;
+      made = how == Stop::kDrain ? plan(Sync::now()) : Plan{};
+    }
+    for (const auto& pool : pools) pool->close();
+    if (how == Stop::kCancel) {
+      for (const auto& pool : pools) {
+        pool->cancel_all("the request was cancelled: the runtime was shut down before it had started");
+      }
+      const std::lock_guard lock(mutex_);
+      made = plan(Sync::now());  // a request too large for one batch may have begun
+    }
+    carry_out(made);
+  }
+
+  // True if by `until` every request that was submitted is done. Call after request_stop.
+  bool wait_finished_until(Time until) {
+    std::unique_lock lock(mutex_);
+    refuse_on_runner();
+    while (unfinished_ > 0) {
+      if (!changed_.wait_until(lock, until) && unfinished_ > 0) return false;
+    }
+    return true;
+  }
+
+  // Waits for a request of one of its pools; may return early.
+  void wait(const Request<Sync>& request, Time until, bool may_help) {
+    std::unique_lock lock(mutex_);
+    while (!request.done()) {
+      refuse_on_runner();
+      if (may_help && help(lock)) continue;
+      if (!may_help || !workers_ || !workers_->on_worker()) {
+        lock.unlock();
+        request.wait_until(until);
+        return;
+      }
+      ++watching_;
+      changed_.wait_until(lock, std::min(until, ready_at()));
+      --watching_;
+      if (Sync::now() >= until) return;
+    }
+  }
+
+  void run() noexcept override {
+    std::unique_lock lock(mutex_);
+    posted_ = false;
+    if (armed_ <= Sync::now()) armed_ = kNever;
+    if (help(lock)) return;
+    const Plan made = plan(Sync::now());
+    lock.unlock();
+    carry_out(made);
+  }
+
+ private:
+  friend class TaskPool<Sync>;
+  using Queue = RequestQueue<Sync>;
+  using Pool = TaskPool<Sync>;
+  static constexpr Time kNever = Queue::kNever;
+
+  // What is to be posted, once the lock is released.
+  struct Plan {
+    Workers workers, timer;
+    bool post = false;
+    Time rank{};
+    Time at = kNever;
+    Time deadline = kNever;
+  };
+
+  // How a slice came out of its batch.
+  struct Outcome {
+    bool put_back = false;
+    std::exception_ptr error;
+  };
+
+  struct Deadlines : Job {
+    explicit Deadlines(std::weak_ptr<Strand> strand) : strand(std::move(strand)) {}
+    void run() noexcept override {
+      if (const auto owner = strand.lock()) owner->expire();
+    }
+    const std::weak_ptr<Strand> strand;
+  };
+
+  // --- with the lock held ---
+
+  void add(Pool* pool) {
+    const std::lock_guard lock(mutex_);
+    pools_.push_back(pool);
+  }
+  void remove(Pool* pool) { std::erase(pools_, pool); }
+
+  void refuse_on_runner() const {
+    if (running_ && runner_ == Sync::this_thread()) {
+      throw std::logic_error(
+          "TaskPool: a batch waits for its own expert, which cannot go on before this batch has ended");
+    }
+  }
+
+  std::vector<std::shared_ptr<Pool>> owners() const {
+    std::vector<std::shared_ptr<Pool>> result;
+    for (Pool* pool : pools_) {
+      if (auto owner = pool->weak_from_this().lock()) result.push_back(std::move(owner));
+    }
+    return result;
+  }
+
+  Time ready_at() const {
+    Time earliest = kNever;
+    if (running_) return earliest;
+    for (const Pool* pool : pools_) earliest = std::min(earliest, pool->ready_at());
+    return earliest;
+  }
+
+  Plan plan(Time now) {
+    Plan made;
+    if (!workers_) return made;
+    Time deadline = kNever;
+    for (const Pool* pool : pools_) deadline = std::min(deadline, pool->next_deadline());
+    if (deadline < armed_deadline_) {
+      armed_deadline_ = made.deadline = deadline;
+      made.timer = timer_;
+    }
+    if (running_) return made;
+    const Time ready = ready_at();
+    if (ready <= now) {
+      if (watching_ > 0) changed_.notify_all();
+      if (posted_) return made;
+      posted_ = made.post = true;
+      const auto [pool, queue] = choose(now);
+      made.rank = queue->rank();
+      made.workers = workers_;
+    } else if (ready < armed_) {
+      if (watching_ > 0) changed_.notify_all();
+      armed_ = made.at = ready;
+      made.workers = workers_;
+    }
+    return made;
+  }
+
+  // The next batch's pool and queue, or nulls.
+  std::pair<Pool*, Queue*> choose(Time now) const {
+    std::pair<Pool*, Queue*> best{nullptr, nullptr};
+    for (Pool* pool : pools_) {
+      Queue* queue = pool->ready_queue(now);
+      if (queue && (!best.second || queue->rank() < best.second->rank())) best = {pool, queue};
+    }
+    return best;
+  }
+
+  // Runs one batch, if one is ready and nobody runs any; true if it did something. The lock is released meanwhile.
+  bool help(std::unique_lock<typename Sync::Mutex>& lock) {
+    if (running_ || !workers_) return false;
+    const Time start = Sync::now();
+    const auto [chosen, queue] = choose(start);
+    if (!queue) return false;
+    const std::shared_ptr<Pool> pool = chosen->weak_from_this().lock();
+    if (!pool) return false;  // its destructor waits for the lock
+
+    typename Queue::Requests expired;
+    const typename Queue::Slices batch = queue->take(start, expired);
+    pool->taken(batch, expired, start);
+    running_ = !batch.empty();
+    runner_ = Sync::this_thread();
+    lock.unlock();
+
+    pool->finish_expired(expired);
+    std::vector<Outcome> outcomes(batch.size());
+    if (!batch.empty()) execute(*pool, batch, outcomes);
+    const Time end = Sync::now();
+
+    lock.lock();
+    running_ = false;
+    runner_ = {};
+    const auto ended = pool->settle(*queue, batch, outcomes, start, end);
+    const Plan made = plan(end);
+    lock.unlock();
+    carry_out(made);
+    for (const auto& [request, error] : ended) request->complete(error);
+    finished(static_cast<int64_t>(ended.size()));
+    lock.lock();
+    return true;
+  }
+
+  // --- without the lock ---
+
+  void carry_out(const Plan& made) {
+    // Workers that have stopped refuse: then nothing is left that they should run.
+    if (made.post) made.workers->post(this->shared_from_this(), made.rank);
+    if (made.at != kNever) made.workers->post_at(made.at, this->shared_from_this());
+    if (made.deadline != kNever) {
+      made.timer->post_at(made.deadline, std::make_shared<Deadlines>(this->weak_from_this()));
+    }
+  }
+
+  // Runs slices as one batch, and what failed again in halves where the pool isolates.
+  void execute(Pool& pool, std::span<const Slice<Sync>> batch, std::span<Outcome> outcomes) {
+    std::exception_ptr error;
+    try {
+      pool.function_->run(batch);
+      return;
+    } catch (const Interrupted&) {
+      for (Outcome& outcome : outcomes) outcome.put_back = true;
+      return;
+    } catch (...) {
+      error = std::current_exception();
+    }
+    if (!pool.options_.isolate || batch.size() == 1 || !pool.function_->may_retry(error)) {
+      for (Outcome& outcome : outcomes) outcome.error = error;
+      return;
+    }
+    const size_t half = batch.size() / 2;
+    execute(pool, batch.first(half), outcomes.first(half));
+    execute(pool, batch.subspan(half), outcomes.subspan(half));
+  }
+
+  void expire() {
+    std::vector<std::shared_ptr<Pool>> pools;
+    {
+      const std::lock_guard lock(mutex_);
+      armed_deadline_ = kNever;
+      pools = owners();
+    }
+    for (const auto& pool : pools) pool->expire();  // plans for the next deadline
+  }
+
+  void finished(int64_t requests) {
+    const std::lock_guard lock(mutex_);
+    unfinished_ -= requests;
+    if (watching_ > 0 || (draining_ && unfinished_ == 0)) changed_.notify_all();
+  }
+
+  typename Sync::Mutex mutex_;
+  std::vector<Pool*> pools_;
+  Workers workers_, timer_;  // null: not attached
+  bool draining_ = false;    // what is queued is ready, however little
+  bool running_ = false;     // a batch runs, on the thread runner_
+  typename Sync::ThreadId runner_{};
+  bool posted_ = false;               // a post is with the workers that has not been taken
+  Time armed_ = kNever;               // the earliest time for which one is
+  Time armed_deadline_ = kNever;      // and for a deadline
+  int64_t unfinished_ = 0;            // requests submitted and not done
+  int watching_ = 0;                  // workers that wait in wait()
+  typename Sync::Condition changed_;  // for these, and for whoever waits for the end
+};
+
+}  // namespace pymoe::runtime
+
+#include "runtime/task_pool.h"

@@ -1,0 +1,329 @@
+// TaskPool: where clients submit requests that go through one batch function.
+//
+//     auto strand = std::make_shared<Strand<Sync>>();
+//     auto pool = TaskPool<Sync>::create("forward", options, function, strand);
+//     executor.attach(strand);
+//     pool->submit(request, until);
+//     pool->wait(request, until);
+//
+// Bounded    The queue holds options.capacity requests. submit waits for room until a given time, and helps to make it:
+//            a thread that would wait for room, or for its request, runs the strand's next batch if nobody does.
+// Waiting    wait is true once the request is done. A thread that may help and finds the batch of its request ready
+// runs
+//            it itself, which saves two changes of thread for a lonely request, and lets an expert that asks another
+//            expert run it on the only worker there is. To wait from inside a batch for a request of the strand that
+//            runs it can never end: std::logic_error.
+// Closing    close refuses further requests: submit throws StoppedError. reopen takes them in again.
+// Gone       The destructor completes what is still queued with Cancelled.
+// Threads    All functions may be called from any thread. The pool must be owned by a shared_ptr.
+#pragma once
+
+#include <chrono>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "runtime/batching.h"
+#include "runtime/request_queue.h"
+#include "runtime/statistics.h"
+#include "runtime/strand.h"
+
+namespace pymoe::runtime {
+
+// Whether a thread that would wait may run batches meanwhile.
+enum class Help { kNo, kYes };
+
+template <typename Sync>
+class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
+ public:
+  using Time = typename Sync::Time;
+  using RequestPointer = std::shared_ptr<Request<Sync>>;
+  using Requests = std::vector<RequestPointer>;
+
+  // Throws std::invalid_argument for options that make no sense.
+  static std::shared_ptr<TaskPool> create(std::string name, const BatchingOptions<Sync>& options,
+                                          std::shared_ptr<BatchFunction<Sync>> function,
+                                          std::shared_ptr<Strand<Sync>> strand) {
+    options.check();
+    std::shared_ptr<TaskPool> pool(new TaskPool(std::move(name), options, std::move(function), std::move(strand)));
+    pool->strand_->add(pool.get());
+    return pool;
+  }
+
+  ~TaskPool() {
+    Requests left;
+    {
+      const std::lock_guard lock(strand_->mutex_);
+      strand_->remove(this);
+      clear(left);
+    }
+    cancel_all(left, "the request was cancelled: its pool has gone before it had started");
+  }
+
+  // True once the request is queued; false if by `until` the queue had no room. Throws StoppedError once closed.
+  bool submit(const RequestPointer& request, Time until, Help help = Help::kNo) {
+    typename Strand<Sync>::Plan plan;
+    {
+      std::unique_lock lock(strand_->mutex_);
+      while (closed_ || queued_ >= options_.capacity) {
+        if (closed_) throw StoppedError("TaskPool '" + name_ + "': submit after it was closed");
+        if (Sync::now() >= until) {
+          statistics_.rejected.add();
+          return false;
+        }
+        strand_->refuse_on_runner();
+        if (help == Help::kYes && strand_->help(lock)) continue;
+        ++waiting_for_room_;
+        const bool woken = room_.wait_until(lock, until);
+        --waiting_for_room_;
+        if (!woken && !closed_ && queued_ >= options_.capacity) continue;  // the loop's own check says it is late
+      }
+      const Time now = Sync::now();
+      RequestQueue<Sync>& queue = queue_of(request->kind);
+      queue.push(request, now);
+      ++queued_;
+      ++strand_->unfinished_;
+      statistics_.submitted.add();
+      statistics_.queued.add();
+      statistics_.queued_rows.add(request->rows);
+      plan = strand_->plan(now);
+    }
+    strand_->carry_out(plan);
+    return true;
+  }
+
+  // True once the request is done, false if it is not by `until`.
+  bool wait(const RequestPointer& request, Time until, Help help = Help::kNo) {
+    while (!request->done()) {
+      // A pool whose executor has not been started has nobody else to notice.
+      const Time now = Sync::now();
+      const bool watch = request->deadline && request->pending() && *request->deadline < until;
+      if (watch && *request->deadline <= now) {
+        expire();
+        if (request->pending()) return request->wait_until(until);
+        continue;
+      }
+      if (now >= until) return request->done();
+      strand_->wait(*request, watch ? *request->deadline : until, help == Help::kYes);
+    }
+    return true;
+  }
+
+  // Takes back a request that has not begun; false if it has, or is done.
+  bool cancel(const RequestPointer& request) {
+    {
+      const std::lock_guard lock(strand_->mutex_);
+      const auto queue = queues_.find(request->kind);
+      if (queue == queues_.end() || !queue->second->remove(*request)) return false;
+      left_queue(1, request->rows);
+    }
+    statistics_.cancelled.add();
+    finish(*request, std::make_exception_ptr(Cancelled("the request was cancelled")));
+    return true;
+  }
+
+  void close() {
+    const std::lock_guard lock(strand_->mutex_);
+    closed_ = true;
+    room_.notify_all();
+  }
+  void reopen() {
+    const std::lock_guard lock(strand_->mutex_);
+    closed_ = false;
+  }
+
+  // Completes every request that has not begun with Cancelled(reason).
+  void cancel_all(const std::string& reason) {
+    Requests cleared;
+    {
+      const std::lock_guard lock(strand_->mutex_);
+      clear(cleared);
+    }
+    cancel_all(cleared, reason);
+  }
+
+  // Completes every request whose deadline has passed with DeadlineExceeded.
+  void expire() {
+    Requests expired;
+    typename Strand<Sync>::Plan plan;
+    {
+      const std::lock_guard lock(strand_->mutex_);
+      const Time now = Sync::now();
+      for (auto& [kind, queue] : queues_) queue->expire(now, expired);
+      int64_t rows = 0;
+      for (const auto& request : expired) rows += request->rows;
+      left_queue(static_cast<int64_t>(expired.size()), rows);
+      plan = strand_->plan(now);
+    }
+    strand_->carry_out(plan);
+    finish_expired(expired);
+  }
+
+  const std::string& name() const { return name_; }
+  const BatchingOptions<Sync>& options() const { return options_; }
+  const PoolStatistics& statistics() const { return statistics_; }
+  const std::shared_ptr<Strand<Sync>>& strand() const { return strand_; }
+
+ private:
+  friend class Strand<Sync>;
+  using Queue = RequestQueue<Sync>;
+  using Outcome = typename Strand<Sync>::Outcome;
+
+  TaskPool(std::string name, const BatchingOptions<Sync>& options, std::shared_ptr<BatchFunction<Sync>> function,
+           std::shared_ptr<Strand<Sync>> strand)
+      : name_(std::move(name)), options_(options), function_(std::move(function)), strand_(std::move(strand)) {}
+
+  // --- the strand's part; its mutex is held ---
+
+  // The queue whose batch is next, if one is ready by `now`.
+  Queue* ready_queue(Time now) {
+    Queue* best = nullptr;
+    for (auto& [kind, queue] : queues_) {
+      if (ready_at(*queue) <= now && (best == nullptr || queue->rank() < best->rank())) best = queue.get();
+    }
+    return best;
+  }
+  Time ready_at() const {
+    Time earliest = Queue::kNever;
+    for (const auto& [kind, queue] : queues_) earliest = std::min(earliest, ready_at(*queue));
+    return earliest;
+  }
+  Time ready_at(const Queue& queue) const {
+    return strand_->draining_ && !queue.empty() ? Queue::kNow : queue.ready_at();
+  }
+  Time next_deadline() const {
+    Time earliest = Queue::kNever;
+    for (const auto& [kind, queue] : queues_) earliest = std::min(earliest, queue->next_deadline());
+    return earliest;
+  }
+
+  Queue& queue_of(uint64_t kind) {
+    if (const auto found = queues_.find(kind); found != queues_.end()) return *found->second;
+    // Ragged requests come in any number of kinds: what is known of those that are not here now is not worth keeping.
+    if (queues_.size() >= kKeptQueues) std::erase_if(queues_, [](const auto& entry) { return entry.second->idle(); });
+    return *queues_.emplace(kind, std::make_unique<Queue>(options_)).first->second;
+  }
+
+  // Requests and rows that are no longer queued: there is room.
+  void left_queue(int64_t requests, int64_t rows) {
+    queued_ -= requests;
+    statistics_.queued.add(-requests);
+    statistics_.queued_rows.add(-rows);
+    if (waiting_for_room_ > 0 && requests > 0) room_.notify_all();
+  }
+
+  // A batch was taken from a queue, at `now`.
+  void taken(const std::vector<Slice<Sync>>& batch, const Requests& expired, Time now) {
+    int64_t rows = 0, requests = static_cast<int64_t>(expired.size());
+    for (const auto& request : expired) rows += request->rows;
+    for (const auto& slice : batch) {
+      rows += slice.end - slice.begin;
+      requests += slice.last();
+      if (slice.begin == 0) {
+        statistics_.running.add();
+        statistics_.wait_ns.add(nanoseconds(now - Queue::arrival(*slice.request)));
+      }
+    }
+    left_queue(requests, rows);
+  }
+
+  // A batch has ended: the requests that are done, with their errors.
+  std::vector<std::pair<RequestPointer, std::exception_ptr>> settle(Queue& queue, std::span<const Slice<Sync>> batch,
+                                                                    std::span<const Outcome> outcomes, Time start,
+                                                                    Time end) {
+    std::vector<std::pair<RequestPointer, std::exception_ptr>> done;
+    std::vector<Slice<Sync>> back;
+    int64_t rows = 0;
+    done.reserve(batch.size());
+    for (size_t i = 0; i < batch.size(); ++i) {
+      const auto& [request, begin, slice_end] = batch[i];
+      const Outcome& outcome = outcomes[i];
+      if (outcome.put_back) {
+        back.push_back(batch[i]);
+        continue;
+      }
+      rows += slice_end - begin;
+      if (outcome.error && !batch[i].last()) left_queue(1, queue.drop_rest(*request));
+      if (outcome.error || batch[i].last()) done.emplace_back(request, outcome.error);
+    }
+    if (!back.empty()) put_back(queue, back);
+    if (back.size() == batch.size()) return done;
+    queue.ended(static_cast<int64_t>(done.size()), end, end - start);
+    statistics_.batches.add();
+    statistics_.rows.add(rows);
+    statistics_.batch_rows.add(static_cast<uint64_t>(rows));
+    statistics_.process_ns.add(nanoseconds(end - start));
+    for (const auto& [request, error] : done) {
+      statistics_.running.add(-1);
+      (error ? statistics_.failed : statistics_.completed).add();
+      statistics_.latency_ns.add(nanoseconds(end - Queue::arrival(*request)));
+    }
+    return done;
+  }
+
+  void put_back(Queue& queue, std::span<const Slice<Sync>> back) {
+    int64_t rows = 0, requests = 0;
+    for (const auto& slice : back) {
+      rows += slice.end - slice.begin;
+      requests += slice.last();
+      if (slice.begin == 0) statistics_.running.add(-1);
+    }
+    queue.put_back(back);
+    left_queue(-requests, -rows);
+  }
+
+  void clear(Requests& cleared) {
+    int64_t rows = 0;
+    for (auto& [kind, queue] : queues_) queue->clear(cleared);
+    for (const auto& request : cleared) rows += request->rows;
+    left_queue(static_cast<int64_t>(cleared.size()), rows);
+  }
+
+  // --- completing; no lock is held ---
+
+  void finish(Request<Sync>& request, std::exception_ptr error) {
+    request.complete(std::move(error));
+    strand_->finished(1);
+  }
+
+  void cancel_all(const Requests& requests, const std::string& reason) {
+    if (requests.empty()) return;
+    const auto error = std::make_exception_ptr(Cancelled(reason));
+    statistics_.cancelled.add(static_cast<int64_t>(requests.size()));
+    for (const auto& request : requests) finish(*request, error);
+  }
+
+  void finish_expired(const Requests& expired) {
+    if (expired.empty()) return;
+    statistics_.expired.add(static_cast<int64_t>(expired.size()));
+    for (const auto& request : expired) {
+      finish(*request, std::make_exception_ptr(
+                           DeadlineExceeded("TaskPool '" + name_ + "': the request had not started in time")));
+    }
+  }
+
+  static uint64_t nanoseconds(typename Sync::Duration duration) {
+    return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count());
+  }
+
+  static constexpr size_t kKeptQueues = 16;
+
+  const std::string name_;
+  const BatchingOptions<Sync> options_;
+  const std::shared_ptr<BatchFunction<Sync>> function_;
+  const std::shared_ptr<Strand<Sync>> strand_;
+  PoolStatistics statistics_;
+  // Guarded by the strand's mutex:
+  std::unordered_map<uint64_t, std::unique_ptr<Queue>> queues_;  // by kind
+  int64_t queued_ = 0;                                           // requests, over all kinds
+  bool closed_ = false;
+  int waiting_for_room_ = 0;
+  typename Sync::Condition room_;
+};
+
+}  // namespace pymoe::runtime
