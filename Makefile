@@ -1,6 +1,6 @@
 # pymoe: every target makes what it needs, so each works on a fresh clone. Options go through ARGS:
 #     make train ARGS="--steps 200 --ffn dense"
-.PHONY: help train test bench lint format clean
+.PHONY: help train test bench bench-runtime lint format clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -18,6 +18,7 @@ help:
 	@echo 'make train   train a mixture-of-experts language model (ARGS="--help" for its options); results in runs/'
 	@echo 'make test    lint, types, Python tests, C++ tests plain and under sanitizers, packaging; results in build/tests/'
 	@echo 'make bench   benchmark every operator; results in build/bench.json (ARGS="--help" for its options)'
+	@echo 'make bench-runtime   many clients, one expert: requests per second beside hivemind; results in build/runtime_load/'
 	@echo 'make lint    ruff, clang-format and mypy'
 	@echo 'make format  lay out the sources, write the type stub again'
 	@echo 'make clean   remove what was built, and the virtual environment'
@@ -34,6 +35,18 @@ test:
 
 bench: $(INSTALLED)
 	$(RUN) -m pymoe.bench run --json build/bench.json $(ARGS)
+
+# hivemind lives in an environment of its own, with the same torch.
+HIVEMIND := build/hivemind
+
+bench-runtime: $(INSTALLED) $(HIVEMIND)/.packages
+	$(RUN) -m benchmarks.runtime_load --hivemind $(HIVEMIND)/bin/python --output build/runtime_load $(ARGS)
+
+$(HIVEMIND)/.packages: benchmarks/runtime/requirements-hivemind.txt
+	@echo '== hivemind into $(HIVEMIND)'
+	$(PYTHON) -m venv $(HIVEMIND)
+	$(HIVEMIND)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
 
 lint: $(PACKAGES)
 	$(RUN) -m ruff check .

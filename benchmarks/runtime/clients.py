@@ -1,0 +1,211 @@
+"""Closed-loop clients, threads or coroutines: each sends its next request when it has the answer to the one before.
+
+A window has a beginning and an end, and the clients run before, during and after it, so that the load is never less
+than whole inside. A client's rate is that between its first and its last answer in the window, and the load's rate is
+their sum: with answers that come a batch at a time, counting them between two moments would be off by up to a batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from torch import Tensor
+
+from benchmarks.runtime.scenario import Cell, Request, is_right
+
+Ask = Callable[..., Tensor]
+AskAsync = Callable[..., Awaitable[Tensor]]
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long a window lasts."""
+
+    warm_up: float
+    """Seconds before the window, and at least until every client had an answer."""
+    seconds: float
+    answers: int = 4
+    """Answers of each client that a window waits for, beyond its seconds if it must."""
+    limit: float = 8.0
+    """Seconds after which neither is waited for any longer."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one window showed."""
+
+    rate: float
+    """Requests per second."""
+    p50: float
+    """Seconds from one answer of a client to its next: a request's whole way."""
+    p99: float
+    cpu: float
+    """Seconds of processor time per request, of the clients and the system together."""
+    requests: int
+    wrong: int = 0
+    """Clients whose last answer was not the right one."""
+    starved: int = 0
+    """Clients that got fewer than two answers inside the window; they count as rate 0."""
+    error: str = ""
+
+
+@dataclass
+class Log:
+    """What one client noted."""
+
+    stamps: list[float] = field(default_factory=list)
+    last: object = None
+    variant: int = 0
+    error: BaseException | None = None
+
+
+@dataclass
+class Window:
+    """From when to when is counted, and when the clients end."""
+
+    cpu: Clock
+    begin: float = 0.0
+    end: float = 0.0
+    cpu_seconds: float = 0.0
+    stopped: bool = False
+
+    def open(self) -> None:
+        self.cpu_seconds = -self.cpu()
+        self.begin = time.perf_counter()
+
+    def close(self) -> None:
+        self.end = time.perf_counter()
+        self.cpu_seconds += self.cpu()
+        self.stopped = True
+
+
+def with_threads(
+    ask: Ask, asked: list[list[Request]], effort: Effort, cpu: Clock = time.process_time
+) -> tuple[Window, list[Log]]:
+    """A window of a load by one thread a client."""
+    window, logs = Window(cpu), [Log() for _ in asked]
+    together = threading.Barrier(len(asked) + 1)
+
+    def client(own: list[Request], log: Log) -> None:
+        now, note, n = time.perf_counter, log.stamps.append, 0
+        together.wait()
+        try:
+            while not window.stopped:
+                log.variant = n % len(own)
+                log.last = ask(*own[log.variant])
+                note(now())
+                n += 1
+        except BaseException as error:
+            log.error = error
+
+    threads = [
+        threading.Thread(target=client, args=pair, name=f"client-{i}", daemon=True)
+        for i, pair in enumerate(zip(asked, logs, strict=True))
+    ]
+    for thread in threads:
+        thread.start()
+    together.wait()
+    for pause in phases(window, logs, effort):
+        time.sleep(pause)
+    for thread in threads:
+        thread.join(effort.limit)
+        if thread.is_alive():
+            raise TimeoutError(f"{thread.name} never got its answer")
+    return window, logs
+
+
+def with_coroutines(
+    ask: AskAsync, asked: list[list[Request]], effort: Effort, cpu: Clock = time.process_time
+) -> tuple[Window, list[Log]]:
+    """A window of a load by one coroutine a client, all in one event loop of this thread."""
+    window, logs = Window(cpu), [Log() for _ in asked]
+
+    async def client(own: list[Request], log: Log) -> None:
+        now, note, n = time.perf_counter, log.stamps.append, 0
+        try:
+            while not window.stopped:
+                log.variant = n % len(own)
+                log.last = await ask(*own[log.variant])
+                note(now())
+                n += 1
+        except Exception as error:
+            log.error = error
+
+    async def everyone() -> None:
+        tasks = [asyncio.create_task(client(*pair)) for pair in zip(asked, logs, strict=True)]
+        for pause in phases(window, logs, effort):
+            await asyncio.sleep(pause)
+        _, waiting = await asyncio.wait(tasks, timeout=effort.limit)
+        if waiting:
+            raise TimeoutError(f"{len(waiting)} coroutines never got their answer")
+
+    asyncio.run(everyone())
+    return window, logs
+
+
+def phases(window: Window, logs: list[Log], effort: Effort) -> Iterator[float]:
+    """Yields pauses, in seconds, and opens and closes the window between them."""
+    start = time.perf_counter()
+    yield effort.warm_up
+    while not (all(log.stamps for log in logs) or over(start, effort, logs)):
+        yield 0.01
+    window.open()
+    before = [len(log.stamps) for log in logs]
+    yield effort.seconds
+    while not over(window.begin, effort, logs):
+        if all(len(log.stamps) - n > effort.answers for log, n in zip(logs, before, strict=True)):
+            break
+        yield 0.02
+    window.close()
+
+
+def over(start: float, effort: Effort, logs: list[Log]) -> bool:
+    return time.perf_counter() - start > effort.limit or any(log.error for log in logs)
+
+
+def summary(window: Window, logs: list[Log], expected: list[list[Tensor]]) -> Sample:
+    """The figures of a window, and how many clients' last answers were wrong."""
+    inside = [[stamp for stamp in log.stamps if window.begin <= stamp <= window.end] for log in logs]
+    moving = [stamps for stamps in inside if len(stamps) > 1]
+    between = sorted(after - before for stamps in moving for before, after in pairwise(stamps))
+    error = next((log.error for log in logs if log.error), None)
+    wrong = sum(
+        log.last is not None and not is_right(log.last, right[log.variant])
+        for log, right in zip(logs, expected, strict=True)
+        if not log.error
+    )
+    rate = sum((len(stamps) - 1) / (stamps[-1] - stamps[0]) for stamps in moving)
+    return Sample(
+        rate=rate,
+        p50=statistics.median(between) if between else 0.0,
+        p99=between[min(len(between) - 1, int(0.99 * len(between)))] if between else 0.0,
+        cpu=window.cpu_seconds / (rate * (window.end - window.begin)) if rate else 0.0,
+        requests=sum(len(stamps) for stamps in inside),
+        wrong=wrong,
+        starved=len(logs) - len(moving),
+        error=f"{type(error).__name__}: {error}".split("\n")[0][:200] if error else "",
+    )
+
+
+def measure(
+    cell: Cell,
+    ask: Ask,
+    ask_async: AskAsync,
+    asked: list[list[Request]],
+    expected: list[list[Tensor]],
+    effort: Effort,
+    cpu: Clock = time.process_time,
+) -> Sample:
+    """One window of a cell's load."""
+    if cell.kind == "threads":
+        window, logs = with_threads(ask, asked, effort, cpu)
+    else:
+        window, logs = with_coroutines(ask_async, asked, effort, cpu)
+    return summary(window, logs, expected)

@@ -1,0 +1,212 @@
+"""Where pymoe's time goes per request: processor time and switches of clients and workers, and what the parts cost.
+
+Two looks at one cell. The first runs its load and reads, for every thread, what the system knows of it: processor time,
+time spent runnable but without a core, and how often it went to sleep. The second times each part by itself, on one
+thread and with nobody else: submitting, taking a finished result, the expert's function on a batch of the mean size
+seen, and handing over from one Python thread to another. What the load spends beyond the parts is waiting for the GIL,
+for a core, and waking up.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.runtime.clients import Effort, summary, with_coroutines, with_threads
+from benchmarks.runtime.ours import BackendServer
+from benchmarks.runtime.scenario import Cell, Expert, call, prepared
+
+TASKS = Path("/proc/self/task")
+SECONDS = 1.0
+REPEATS = 7
+
+
+def add(result: dict[str, Any], cells: list[Cell], chosen: bool) -> None:
+    """Profile ``cells`` if they were ``chosen``, else those below a target; the record gets ``profiles``."""
+    missed = {one["cell"] for one in result["targets"] if one["met"] is False}
+    wanted = [cell for cell in cells if chosen or str(cell) in missed]
+    result["profiles"] = [profile(cell) for cell in wanted]
+
+
+def profile(cell: Cell, seconds: float = SECONDS) -> dict[str, Any]:
+    """A heading, and rows of what was found, how much, and how."""
+    server = BackendServer(Expert(cell.expert))
+    try:
+        rows = under_load(cell, server, seconds)
+    finally:
+        server.close()
+    mean = next((row["value"] for row in rows if row["what"] == "mean batch, rows"), float(cell.rows))
+    return {"heading": f"Where the time goes: {cell}", "rows": rows + alone(cell, mean)}
+
+
+def row(what: str, value: float, unit: str, note: str) -> dict[str, Any]:
+    return {"what": what, "value": value, "unit": unit, "note": note}
+
+
+def under_load(cell: Cell, server: BackendServer, seconds: float) -> list[dict[str, Any]]:
+    """The load's rate, and its threads' processor time, waits for a core and sleeps per request."""
+    asked, expected = prepared(cell)
+    effort = Effort(0.1, seconds)
+    marks: list[dict[int, Usage]] = []
+
+    def cpu() -> float:  # called where the window opens and where it closes
+        marks.append(threads_usage())
+        return time.process_time()
+
+    server.runtime.stats()
+    if cell.kind == "threads":
+        window, logs = with_threads(server.ask(cell.direction), asked, effort, cpu)
+    else:
+        window, logs = with_coroutines(server.ask_async(cell.direction), asked, effort, cpu)
+    pool = next(one for name, one in server.runtime.stats().items() if name.endswith(cell.direction))
+    sample = summary(window, logs, expected)
+    micro = 1e6 / (sample.rate * (window.end - window.begin))  # seconds of the window to us per request
+    rows = [
+        row("wall time", 1e6 / sample.rate, "us per request", "of the whole load: the inverse of its rate"),
+        row("processor time", sample.cpu * 1e6, "us per request", "all threads"),
+        row("mean batch, rows", pool.rows / max(1, pool.batches), "rows", "runtime.stats()"),
+        row("queue wait, median", pool.wait.p50 * 1e6, "us", "runtime.stats()"),
+        row(
+            "expert's function, mean",
+            pool.process.mean * 1e6,
+            "us per batch",
+            "runtime.stats(), GIL and core waits included",
+        ),
+    ]
+    if len(marks) == 2:
+        for who in ("clients", "workers", "main thread"):
+            own = [
+                after - marks[0].get(thread, Usage())
+                for thread, after in marks[1].items()
+                if role(thread, after.name) == who
+            ]
+            if own:
+                rows += [
+                    row(f"{who}: on a core", micro * sum(one.cpu for one in own), "us per request", "schedstat"),
+                    row(
+                        f"{who}: runnable, no core",
+                        micro * sum(one.waited for one in own),
+                        "us per request",
+                        "schedstat",
+                    ),
+                    row(
+                        f"{who}: fell asleep",
+                        micro * 1e-6 * sum(one.slept for one in own),
+                        "times per request",
+                        "status",
+                    ),
+                ]
+    return rows
+
+
+class Usage:
+    """What the system counted for one thread."""
+
+    def __init__(self, name: str = "", cpu: float = 0.0, waited: float = 0.0, slept: int = 0) -> None:
+        self.name, self.cpu, self.waited, self.slept = name, cpu, waited, slept
+
+    def __sub__(self, other: Usage) -> Usage:
+        return Usage(self.name, self.cpu - other.cpu, self.waited - other.waited, self.slept - other.slept)
+
+
+def threads_usage() -> dict[int, Usage]:
+    """Every thread of this process; empty where the system does not say."""
+    found = {}
+    for folder in TASKS.iterdir() if TASKS.exists() else ():
+        try:
+            cpu, waited, _ = map(int, (folder / "schedstat").read_text().split())
+            status = (folder / "status").read_text()
+        except OSError:
+            continue  # it has just ended
+        slept = next(line.split()[1] for line in status.splitlines() if line.startswith("voluntary"))
+        found[int(folder.name)] = Usage((folder / "comm").read_text().strip(), cpu / 1e9, waited / 1e9, int(slept))
+    return found
+
+
+def role(thread: int, name: str) -> str:
+    """Whose thread it is: Python knows its own threads, the workers are native ones."""
+    if thread == os.getpid():
+        return "main thread"
+    return "clients" if thread in {one.native_id for one in threading.enumerate()} else "workers"
+
+
+def alone(cell: Cell, mean_rows: float) -> list[dict[str, Any]]:
+    """What the parts cost by themselves, per request."""
+    requests = max(1, round(mean_rows / cell.rows))
+    submit, take = submit_and_take(cell)
+    asked = prepared(cell)[0][0][0]
+    expert = Expert(cell.expert)
+    batch = tuple(torch.cat([tensor] * requests) for tensor in asked)
+    function = median_seconds(lambda: call(expert, batch)) / requests
+    hand_over = ping_pong()
+    note = "by itself, on one thread"
+    return [
+        row("part: submit_task", submit * 1e6, "us per request", note),
+        row("part: result() of a finished request", take * 1e6, "us per request", note),
+        row("part: the expert's function", function * 1e6, "us per request", f"{note}, {requests} requests a batch"),
+        row("part: from one thread to another", hand_over * 1e6, "us each", "two Python threads and two locks"),
+    ]
+
+
+def submit_and_take(cell: Cell, requests: int = 1024) -> tuple[float, float]:
+    """Seconds for ``submit_task`` and for ``result()`` when it is there, per request."""
+    from pymoe.runtime import Runtime, TaskPool
+
+    asked = prepared(cell)[0][0][0]
+    rows = (requests + 1) * cell.rows  # so many before any batch runs: submitting has the machine for itself
+    submitted, taken = [], []
+    pool = TaskPool(lambda *tensors: tensors[0], name="alone", min_batch_size=rows, max_batch_size=rows)
+    with Runtime([pool]):
+        for _ in range(REPEATS):
+            begin = time.perf_counter()
+            futures = [pool.submit_task(*asked) for _ in range(requests)]
+            submitted.append((time.perf_counter() - begin) / requests)
+            pool.submit_task(*asked).result()
+            for future in futures:
+                future.result()  # the batch's last, too
+            begin = time.perf_counter()
+            for future in futures:
+                future.result()
+            taken.append((time.perf_counter() - begin) / requests)
+    return statistics.median(submitted), statistics.median(taken)
+
+
+def median_seconds(function: Callable[[], object]) -> float:
+    """Of one call, over at least twenty calls and 0.1 s."""
+    took: list[float] = []
+    function()
+    start = time.perf_counter()
+    while len(took) < 20 or time.perf_counter() - start < 0.1:
+        begin = time.perf_counter()
+        function()
+        took.append(time.perf_counter() - begin)
+    return statistics.median(took)
+
+
+def ping_pong(turns: int = 2000) -> float:
+    """Seconds until a Python thread that waits for a lock goes on, after another has released it."""
+    ping, pong = threading.Lock(), threading.Lock()
+    ping.acquire()
+    pong.acquire()
+
+    def other() -> None:
+        for _ in range(turns):
+            ping.acquire()
+            pong.release()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    begin = time.perf_counter()
+    for _ in range(turns):
+        ping.release()
+        pong.acquire()
+    took = time.perf_counter() - begin
+    thread.join()
+    return took / (2 * turns)
