@@ -64,7 +64,7 @@ class Linger {
   void started(int64_t queued) {
     if (queued < expected_) {
       patience_ = std::max(patience_ / 2, kLeastPatience);
-    } else if (expected_ > 1) {
+    } else if (promised_ > 1) {
       patience_ = std::min(patience_ * 2, 1.0);
     }
     expected_ = queued;
@@ -72,6 +72,7 @@ class Linger {
 
   void ended(Time now, Duration took) {
     last_event_ = last_end_ = now;
+    promised_ = expected_;
     batch_ = batch_ == Duration::zero() ? took : (batch_ * 3 + took) / 4;
   }
 
@@ -92,6 +93,7 @@ class Linger {
 
   const Duration limit_;
   int64_t expected_ = 1;
+  int64_t promised_ = 1;  // expected_ when the last batch ended: what it paid to wait for, or not
   double patience_ = 1;
   Duration batch_{};   // a moving average of what batches take
   Time last_event_{};  // an arrival, or the end of a batch
