@@ -32,7 +32,9 @@ from pymoe.bench.environment import environment
 from pymoe.testing.timing import Spread
 
 FULL, QUICK = Effort(0.05, 0.22), Effort(0.03, 0.15)
-ROUNDS, QUICK_ROUNDS = 5, 3
+ROUNDS, QUICK_ROUNDS, FEWEST_ROUNDS = 5, 3, 2
+ENOUGH = 12.0
+"""Seconds after which a slow cell gets no more than the fewest rounds."""
 QUICK_CELLS = r"small .*ward 1 row (1|64) thread|small forward 1 row 64 coroutines|big forward 1 row 8 threads"
 Record = dict[str, Any]
 
@@ -91,7 +93,12 @@ def parse() -> argparse.Namespace:
         help=f"who is measured (default: {','.join(names)}; also: {POOL})",
     )
     parser.add_argument("--cells", metavar="REGEX", help="cells, as 'small forward 16 rows 64 threads'")
-    parser.add_argument("--rounds", type=int, metavar="N", help=f"windows of each system in a cell (default: {ROUNDS})")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        metavar="N",
+        help=f"windows of each system in a cell, fewer in slow ones (default: {ROUNDS})",
+    )
     parser.add_argument("--seconds", type=float, metavar="S", help=f"of a window (default: {FULL.seconds})")
     parser.add_argument("--profile", action="store_true", help="say where pymoe's time goes, for cells below a target")
     parser.add_argument("--hivemind", type=Path, default=PYTHON, metavar="PYTHON", help="the interpreter that has it")
@@ -143,7 +150,10 @@ def measure_group(
     """
     turns = [(cell, name) for cell in cells for name in contenders if cell.kind in kinds_of(systems[name], cells)]
     samples: dict[tuple[Cell, str], list[Sample]] = {turn: [] for turn in turns}
+    start = time.perf_counter()
     for i in range(rounds):
+        if i >= FEWEST_ROUNDS and time.perf_counter() - start > ENOUGH:
+            break
         for turn in turns[i % len(turns) :] + turns[: i % len(turns)]:
             cell, name = turn
             if name in contenders:
@@ -180,6 +190,7 @@ def record_of(cell: Cell, found: dict[str, list[Sample]]) -> Record:
             "p50": asdict(Spread.of([sample.p50 for sample in good])),
             "p99": asdict(Spread.of([sample.p99 for sample in good])),
             "cpu": asdict(Spread.of([sample.cpu for sample in good])),
+            "rounds": len(good),
             "requests": sum(sample.requests for sample in good),
             "starved": max(sample.starved for sample in good),
             "over": {

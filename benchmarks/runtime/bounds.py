@@ -32,7 +32,7 @@ class Direct:
         wrong = sum(not is_right(call(self.expert, calls[i]), right[i]) for i in range(min(2, len(calls))))
         took, cpu = [], -time.process_time()
         begin = last = time.perf_counter()
-        while len(took) < effort.answers or last - begin < effort.seconds:
+        while len(took) < effort.cycles or last - begin < effort.seconds:
             call(self.expert, calls[len(took) % len(calls)])
             now = time.perf_counter()
             took.append(now - last)

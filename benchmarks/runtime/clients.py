@@ -31,8 +31,8 @@ class Effort:
     warm_up: float
     """Seconds before the window, and at least until every client had an answer."""
     seconds: float
-    answers: int = 4
-    """Answers of each client that a window waits for, beyond its seconds if it must."""
+    cycles: int = 2
+    """Cycles of each client, from answer to answer, that a window waits for, beyond its seconds if it must."""
     limit: float = 8.0
     """Seconds after which neither is waited for any longer."""
 
@@ -160,7 +160,7 @@ def phases(window: Window, logs: list[Log], effort: Effort) -> Iterator[float]:
     before = [len(log.stamps) for log in logs]
     yield effort.seconds
     while not over(window.begin, effort, logs):
-        if all(len(log.stamps) - n > effort.answers for log, n in zip(logs, before, strict=True)):
+        if all(len(log.stamps) - n > effort.cycles for log, n in zip(logs, before, strict=True)):
             break
         yield 0.02
     window.close()

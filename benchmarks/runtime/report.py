@@ -131,7 +131,7 @@ def markdown(result: Record) -> str:
         f"Measured {facts['date'][:10]} on {facts['cpu']}, {facts['cores']} cores, one torch thread, torch "
         f"{facts['torch']}, Python {facts['python']}; load average before and after {facts['load'][0]}, "
         f"{settings['load_after'][0]}. Medians over {settings['rounds']} interleaved windows of at least "
-        f"{settings['seconds']} s, quartiles in brackets; ratios are taken round by round.",
+        f"{settings['seconds']} s (fewer in slow cells), quartiles in brackets; ratios are taken round by round.",
         "",
     ]
     for name, one in result["systems"].items():

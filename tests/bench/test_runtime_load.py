@@ -21,7 +21,7 @@ from benchmarks.runtime.clients import Effort, Log, Window  # noqa: E402
 from benchmarks.runtime.scenario import Cell, Expert, all_cells, call, is_right, prepared, requests  # noqa: E402
 from benchmarks.runtime.serving import InProcess, check  # noqa: E402
 
-SHORT = Effort(0.0, 0.0, answers=2, limit=30.0)
+SHORT = Effort(0.0, 0.0, cycles=2, limit=30.0)
 NO_HIVEMIND = Path("/no/such/python")
 IN_PROCESS = (systems.BATCHER, systems.DIRECT, systems.READY)
 
