@@ -154,8 +154,8 @@ def test_imports_follow_the_directions():
         ("ops/dispatch.cpp", "#include <c10/core/Device.h>"),
         ("ops/dispatch.cpp", "#include <Python.h>"),
         ("ops/dispatch.cpp", "#include <cuda_runtime.h>"),
-        ("bindings/runtime.cpp", "#include <torch/csrc/stable/tensor.h>"),
-        ("bindings/runtime.cpp", '#include "ops/check.h"'),
+        ("bindings/task_pool.cpp", "#include <torch/csrc/stable/tensor.h>"),
+        ("bindings/task_pool.cpp", '#include "ops/check.h"'),
     ],
 )
 def test_a_planted_include_is_found(file, line):

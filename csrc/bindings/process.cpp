@@ -1,0 +1,98 @@
+#include "bindings/process.h"
+
+#if !defined(_WIN32)
+#include <pthread.h>
+#endif
+
+#include <atomic>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/gil.h"
+
+namespace pymoe::bindings {
+namespace {
+
+// Never destroyed: static destruction would come while threads may still look at it.
+struct Registry {
+  std::mutex mutex;
+  std::vector<std::shared_ptr<Stoppable>> kept;
+};
+
+Registry* registry = new Registry;
+std::atomic<int> forks{0};
+std::atomic<bool> exiting{false};
+
+// In the child of a fork. The parent's registry is left behind, since another thread may have held its lock.
+void start_generation() {
+  registry = new Registry;
+  forks.fetch_add(1);
+  become_main_thread();
+}
+
+PyObject* stop_all(PyObject*, PyObject*) {
+  std::vector<std::shared_ptr<Stoppable>> kept;
+  {
+    const WithoutGil released;
+    {
+      const std::lock_guard lock(registry->mutex);
+      exiting = true;  // under the lock: a thing is registered before this copy, or not at all
+      kept = registry->kept;
+    }
+    for (const auto& stoppable : kept) stoppable->cancel();
+  }
+  try {
+    for (const auto& stoppable : kept) {
+      wait_interruptibly([&](Clock::time_point until) { return stoppable->stopped_by(until); });
+    }
+  } catch (const ErrorSet&) {
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+PyMethodDef stop_all_method = {"stop_all", stop_all, METH_NOARGS, "Cancel what is queued and wait for all workers."};
+
+}  // namespace
+
+void keep_until_stopped(std::shared_ptr<Stoppable> stoppable) {
+  std::vector<std::shared_ptr<Stoppable>> ended;  // destroyed after the lock is let go of
+  const std::lock_guard lock(registry->mutex);
+  std::erase_if(registry->kept, [&](std::shared_ptr<Stoppable>& other) {
+    if (other.use_count() > 1 || other->on_worker() || !other->stopped_by(Clock::now())) return false;
+    ended.push_back(std::move(other));
+    return true;
+  });
+  if (exiting) throw std::runtime_error("the interpreter is exiting");
+  registry->kept.push_back(std::move(stoppable));
+}
+
+int generation() { return forks.load(std::memory_order_relaxed); }
+
+void require_this_process(int created, const char* where, const char* kind) {
+  if (created == generation()) return;
+  throw std::runtime_error(std::string(where) + ": this " + kind +
+                           " was created before a fork, and its workers exist only in the parent process; create a "
+                           "new one in the child");
+}
+
+void with_thread_state(const std::function<void()>& work) {
+  const WithGil gil;
+  const WithoutGil released;
+  work();
+}
+
+void install_process_hooks() {
+  find_main_thread();
+#if !defined(_WIN32)
+  pthread_atfork(nullptr, nullptr, start_generation);
+#endif
+  const Ref atexit = Ref::checked(PyImport_ImportModule("atexit"));
+  const Ref hook = Ref::checked(PyCFunction_New(&stop_all_method, nullptr));
+  Ref::checked(PyObject_CallMethod(atexit.get(), "register", "O", hook.get()));
+}
+
+}  // namespace pymoe::bindings

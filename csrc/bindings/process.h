@@ -1,0 +1,43 @@
+// The process around the runtime: what must have ended before the interpreter does, and what a fork leaves behind.
+//
+//   - Importing starts no thread. At interpreter exit an atexit hook cancels what is queued and joins all workers: a
+//     thread that asks for the GIL of an interpreter that has gone never gets it.
+//   - What has workers is registered here, and stays until they have ended, also if its Python object is collected
+//     before, on whatever thread: nothing waits in a destructor.
+//   - After a fork the child has none of the parent's workers. It gets an error where it would wait for them.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+
+namespace pymoe::bindings {
+
+// Something with threads of its own that call Python.
+class Stoppable {
+ public:
+  virtual ~Stoppable() = default;
+  // Drops what has not started, and returns at once.
+  virtual void cancel() = 0;
+  // True once every thread has ended, and then they are joined.
+  virtual bool stopped_by(std::chrono::steady_clock::time_point until) = 0;
+  // True on one of its threads, which cannot wait for its own end.
+  virtual bool on_worker() const = 0;
+};
+
+// Keeps `stoppable` until it has stopped and nobody else refers to it. Throws std::runtime_error at exit. No GIL.
+void keep_until_stopped(std::shared_ptr<Stoppable> stoppable);
+
+// Counts forks: what was created in another generation has no threads in this process.
+int generation();
+
+// Throws std::runtime_error, "WHERE: this KIND was created before a fork ...", in a generation other than `created`.
+void require_this_process(int created, const char* where, const char* kind);
+
+// Gives a worker one Python thread state for its whole life, so that thread-local data outlives a task.
+void with_thread_state(const std::function<void()>& work);
+
+// Registers the hooks. Called once, when the module is made; throws ErrorSet.
+void install_process_hooks();
+
+}  // namespace pymoe::bindings

@@ -1,0 +1,194 @@
+#include "bindings/worker_pool.h"
+
+#include "runtime/worker_pool.h"
+
+#include <pybind11/stl.h>
+#include <pybind11/typing.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "bindings/gil.h"
+#include "bindings/process.h"
+
+namespace py = pybind11;
+
+namespace pymoe::bindings {
+namespace {
+
+using runtime::Future;
+using runtime::Stop;
+using Pool = runtime::WorkerPool<runtime::SystemSync>;
+
+// What a call ended with: its value, or the exception that it raised.
+struct Outcome {
+  GilObject object;
+  bool raised;
+};
+
+class Call {
+ public:
+  Call(Ref function, Ref args, Ref kwargs)
+      : function_(std::move(function)), args_(std::move(args)), kwargs_(std::move(kwargs)) {}
+
+  Outcome operator()() {
+    const WithGil gil;
+    const Ref function = function_.take(), args = args_.take(), kwargs = kwargs_.take();
+    Ref value = Ref::steal(PyObject_Call(function.get(), args.get(), kwargs.get()));
+    if (value) return {GilObject(std::move(value)), false};
+    return {GilObject(take_error()), true};
+  }
+
+ private:
+  GilObject function_, args_, kwargs_;
+};
+
+class StoppablePool : public Stoppable {
+ public:
+  explicit StoppablePool(int workers) : pool(workers, with_thread_state) {}
+  void cancel() override { pool.request_stop(Stop::kCancel); }
+  bool stopped_by(Clock::time_point until) override { return pool.wait_stopped_until(until); }
+  bool on_worker() const override { return pool.on_worker(); }
+
+  Pool pool;
+};
+
+class PyFuture {
+ public:
+  PyFuture(Future<Outcome> future, int created) : future_(std::move(future)), created_(created) {}
+
+  bool done() const { return future_.done(); }
+
+  py::object result(std::optional<double> timeout) const {
+    const Outcome& outcome = wait("Future.result", timeout);
+    if (!outcome.raised) return py::reinterpret_borrow<py::object>(outcome.object.get());
+    set_error(outcome.object.get());
+    throw ErrorSet();
+  }
+
+  py::object exception(std::optional<double> timeout) const {
+    const Outcome& outcome = wait("Future.exception", timeout);
+    return outcome.raised ? py::reinterpret_borrow<py::object>(outcome.object.get()) : py::none();
+  }
+
+ private:
+  const Outcome& wait(const char* where, std::optional<double> timeout) const {
+    if (!future_.done()) {
+      require_this_process(created_, where, "WorkerPool");
+      const auto ended = [&](Clock::time_point until) { return future_.wait_until(until); };
+      if (!wait_interruptibly(ended, deadline_after(timeout))) {
+        raise(PyExc_TimeoutError, "%s: the task has not ended in time", where);
+      }
+    }
+    try {
+      return future_.get();
+    } catch (const runtime::Cancelled& error) {
+      const py::object type = py::module_::import("concurrent.futures").attr("CancelledError");
+      raise(type.ptr(), "%s", error.what());
+    }
+  }
+
+  Future<Outcome> future_;
+  int created_;
+};
+
+class PyWorkerPool {
+ public:
+  explicit PyWorkerPool(int workers) : created_(generation()) {
+    const WithoutGil released;  // also while a pool that came too late joins its workers
+    auto pool = std::make_shared<StoppablePool>(workers);
+    keep_until_stopped(pool);
+    kept_ = std::move(pool);
+  }
+
+  // May run on any thread, a worker of this very pool included, so it does not wait: the process keeps the pool.
+  ~PyWorkerPool() {
+    if (created_ == generation()) kept_->pool.request_stop(Stop::kDrain);
+  }
+
+  PyWorkerPool(const PyWorkerPool&) = delete;
+  PyWorkerPool& operator=(const PyWorkerPool&) = delete;
+
+  PyFuture submit(py::object function, py::Args<py::object> args, py::KWArgs<py::object> kwargs) {
+    require_this_process(created_, "WorkerPool.submit", "WorkerPool");
+    if (!PyCallable_Check(function.ptr())) {
+      raise(PyExc_TypeError, "WorkerPool.submit: the first argument must be callable, got %s",
+            Py_TYPE(function.ptr())->tp_name);
+    }
+    Call call(Ref::steal(function.release().ptr()), Ref::steal(args.release().ptr()),
+              Ref::steal(kwargs.release().ptr()));
+    const WithoutGil released;
+    return {kept_->pool.submit(std::move(call)), created_};
+  }
+
+  void shutdown(bool drain) {
+    require_this_process(created_, "WorkerPool.shutdown", "WorkerPool");
+    if (kept_->on_worker()) {
+      raise(PyExc_RuntimeError, "WorkerPool.shutdown: a worker cannot wait for the end of its own pool");
+    }
+    {
+      const WithoutGil released;
+      kept_->pool.request_stop(drain ? Stop::kDrain : Stop::kCancel);
+    }
+    wait_interruptibly([&](Clock::time_point until) { return kept_->stopped_by(until); });
+  }
+
+  int workers() const { return kept_->pool.workers(); }
+
+ private:
+  std::shared_ptr<StoppablePool> kept_;
+  int created_;
+};
+
+}  // namespace
+
+void bind_worker_pool(py::module_& module) {
+  py::class_<PyFuture>(module, "Future", "The outcome of a task, to come. Made by :meth:`WorkerPool.submit`.")
+      .def("done", &PyFuture::done, "True once the task has ended.")
+      .def("result", &PyFuture::result, py::arg("timeout") = py::none(),
+           "Wait for the task and return its value, or raise what it raised.\n\n"
+           "Args:\n"
+           "    timeout: seconds to wait at most; None waits as long as it takes.\n\n"
+           "Raises:\n"
+           "    TimeoutError: the task has not ended in time.\n"
+           "    concurrent.futures.CancelledError: the pool was shut down before the task had started.\n"
+           "    RuntimeError: the process is a fork that has not got the pool's workers.")
+      .def("exception", &PyFuture::exception, py::arg("timeout") = py::none(),
+           "Wait for the task and return the exception that it raised, or None.\n\n"
+           "Takes and raises what :meth:`result` does, the task's own exception excepted.");
+
+  py::class_<PyWorkerPool>(module, "WorkerPool",
+                           "A fixed number of threads that run submitted functions, first come, first served.\n\n"
+                           "Dropping the last reference lets queued tasks run and does not wait for them; at\n"
+                           "interpreter exit queued tasks are cancelled and running ones waited for.")
+      .def(py::init<int>(), py::arg("workers"),
+           "Start ``workers`` threads.\n\n"
+           "Raises:\n"
+           "    ValueError: ``workers`` is less than 1.")
+      // The function's parameter has no name, so that every keyword is the function's own.
+      .def("submit", &PyWorkerPool::submit,
+           "Queue ``arg0(*args, **kwargs)`` and return its :class:`Future`.\n\n"
+           "Raises:\n"
+           "    TypeError: ``arg0`` is not callable.\n"
+           "    RuntimeError: the pool was shut down, or belongs to the parent of this process.")
+      .def("shutdown", &PyWorkerPool::shutdown, py::arg("drain") = true,
+           "Refuse further tasks and wait for the workers to end. May be called again.\n\n"
+           "Args:\n"
+           "    drain: run what is queued; otherwise tasks that have not started are cancelled.\n\n"
+           "Raises:\n"
+           "    RuntimeError: called from a worker of this pool, or in a fork.")
+      .def_property_readonly("workers", &PyWorkerPool::workers, "The number of threads.")
+      .def(
+          "__enter__", [](PyWorkerPool& self) -> PyWorkerPool& { return self; }, py::return_value_policy::reference)
+      .def(
+          "__exit__",
+          [](PyWorkerPool& self, const py::object& type, const py::object&, const py::object&) {
+            self.shutdown(type.is_none());
+          },
+          py::arg("type"), py::arg("value"), py::arg("traceback"),
+          "Shut down: draining, or cancelling what is queued if the block raised.");
+}
+
+}  // namespace pymoe::bindings
