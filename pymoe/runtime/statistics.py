@@ -1,0 +1,194 @@
+"""What a runtime tells about its pools: :class:`PoolStats`, made from the counters of the native pools.
+
+A native pool counts with relaxed atomics and has one method, ``_statistics()``, which returns a :class:`Snapshot`.
+Quantiles, means and rates are worked out here, where somebody reads them, and not where requests are served.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Snapshot = Mapping[str, Any]
+"""What ``_statistics()`` of a native pool returns. Integers: ``submitted``, ``completed``, ``failed``, ``cancelled``,
+``expired``, ``rejected``, ``batches`` and ``rows`` since the pool was made; ``queued``, ``queued_rows`` and ``running``
+now. Histograms, each a tuple (count of every bucket, sum of the values, largest value): ``batch_rows``, and in
+nanoseconds ``wait_ns``, ``latency_ns``, ``process_ns``."""
+TOTALS = ("submitted", "completed", "failed", "cancelled", "expired", "rejected", "batches", "rows")
+HISTOGRAMS = ("batch_rows", "wait_ns", "latency_ns", "process_ns")
+
+
+class Pool(Protocol):
+    """What is read: a pool's name and its counters."""
+
+    @property
+    def name(self) -> str: ...
+
+    def _statistics(self) -> Snapshot: ...
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """``count`` values of at least ``low`` and less than ``high``."""
+
+    low: float
+    high: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Times in seconds (or sizes in rows); quantiles are off by a quarter at most, mean and ``max`` are exact."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+    buckets: tuple[Bucket, ...]
+    """Those that hold something, in ascending order."""
+
+    @property
+    def sum(self) -> float:
+        """Of all values."""
+        return self.mean * self.count
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """One pool. Counts and distributions are since the pool was made, unless a reader was asked for recent ones."""
+
+    name: str
+    queued: int
+    """Requests that wait now."""
+    running: int
+    """Requests whose batch runs now."""
+    submitted: int
+    completed: int
+    failed: int
+    cancelled: int
+    expired: int
+    """Requests that had not started within their timeout."""
+    rejected: int
+    """Requests that a full pool did not take (they are not among the submitted)."""
+    batches: int
+    """That were run, whether they failed or not, as are ``rows``."""
+    rows: int
+    mean_batch_size: float
+    """Rows per batch."""
+    batch_sizes: tuple[Bucket, ...]
+    """Histogram of the batches' rows."""
+    wait: Distribution
+    """Seconds from a request's submission to its batch."""
+    process: Distribution
+    """Seconds that a batch took."""
+    latency: Distribution
+    """Seconds from a request's submission to its result."""
+    requests_per_second: float
+    """Done since the reader's previous call, or since its start."""
+    rows_per_second: float
+
+
+class StatsReader:
+    """Reads pools, again and again; rates are those since its previous call. Readers do not disturb each other.
+
+    Args:
+        pools: what is read; of one name, the later ones get ``#2``, ``#3``, … behind it.
+        recent: count requests and batches, and make distributions, since the previous call only (``max`` is then the
+            end of the last bucket, never more than the largest value ever).
+    """
+
+    def __init__(self, pools: Iterable[Pool], *, recent: bool = False) -> None:
+        self._pools = named(pools)
+        self._recent = recent
+        self._lock = threading.Lock()
+        self._time = time.monotonic()
+        self._before = {name: pool._statistics() for name, pool in self._pools.items()}
+
+    def read(self) -> dict[str, PoolStats]:
+        """Every pool's numbers, by its name."""
+        with self._lock:
+            now = time.monotonic()
+            seconds, self._time = now - self._time, now
+            result = {}
+            for name, pool in self._pools.items():
+                before, after = self._before[name], pool._statistics()
+                self._before[name] = after
+                result[name] = pool_stats(name, before, after, seconds, recent=self._recent)
+            return result
+
+
+def named(pools: Iterable[Pool]) -> dict[str, Pool]:
+    """Pools by name, with a number behind names that were taken."""
+    result: dict[str, Pool] = {}
+    for pool in pools:
+        name, number = pool.name, 1
+        while name in result:
+            number += 1
+            name = f"{pool.name}#{number}"
+        result[name] = pool
+    return result
+
+
+def pool_stats(name: str, before: Snapshot, after: Snapshot, seconds: float, *, recent: bool = False) -> PoolStats:
+    """A pool's numbers, from two snapshots that were taken ``seconds`` apart."""
+    shown = since(before, after) if recent else after
+    sizes = distribution(shown["batch_rows"], 1.0)
+    done = sum(after[one] - before[one] for one in ("completed", "failed"))
+    per_second = 1.0 / seconds if seconds > 0 else 0.0
+    return PoolStats(
+        name=name,
+        queued=after["queued"],
+        running=after["running"],
+        **{total: shown[total] for total in TOTALS},
+        mean_batch_size=sizes.mean,
+        batch_sizes=sizes.buckets,
+        wait=distribution(shown["wait_ns"], 1e-9),
+        process=distribution(shown["process_ns"], 1e-9),
+        latency=distribution(shown["latency_ns"], 1e-9),
+        requests_per_second=done * per_second,
+        rows_per_second=(after["rows"] - before["rows"]) * per_second,
+    )
+
+
+def since(before: Snapshot, after: Snapshot) -> Snapshot:
+    """What was counted between two snapshots."""
+    result = dict(after) | {total: after[total] - before[total] for total in TOTALS}
+    for name in HISTOGRAMS:
+        (counts, total, largest), (earlier, its_total, _) = after[name], before[name]
+        result[name] = [now - then for now, then in zip(counts, earlier, strict=True)], total - its_total, largest
+    return result
+
+
+# --- the native histogram: exact up to 3, then four buckets for every power of two (csrc/runtime/statistics.h) ---
+
+
+def lowest(bucket: int) -> int:
+    """The smallest value of a bucket; the bucket before ends there."""
+    return bucket if bucket < 4 else (4 + bucket % 4) << (bucket // 4 - 1)
+
+
+def distribution(histogram: tuple[Sequence[int], int, int], unit: float) -> Distribution:
+    """A native histogram whose values are counted in ``unit``."""
+    counts, total, largest = histogram
+    buckets = [Bucket(lowest(i) * unit, lowest(i + 1) * unit, count) for i, count in enumerate(counts) if count > 0]
+    if not buckets:
+        return Distribution(0, 0.0, 0.0, 0.0, 0.0, 0.0, ())
+    count = sum(one.count for one in buckets)
+    most = min(buckets[-1].high, largest * unit)  # the largest value may be older than what is counted here
+    p50, p90, p99 = (quantile(buckets, share, most) for share in (0.5, 0.9, 0.99))
+    return Distribution(count, total * unit / count, p50, p90, p99, most, tuple(buckets))
+
+
+def quantile(buckets: Sequence[Bucket], share: float, most: float) -> float:
+    """The value below which ``share`` of at least one lie: evenly spread within a bucket, never above ``most``."""
+    rank = share * sum(one.count for one in buckets)
+    for one in buckets:
+        if rank <= one.count:
+            return min(one.low + (one.high - one.low) * rank / one.count, most)
+        rank -= one.count
+    return most
