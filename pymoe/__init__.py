@@ -1,6 +1,7 @@
 """pymoe: a mixture-of-experts runtime for PyTorch with a C++/CUDA core."""
 
-from pymoe import nn, ops, reference
+from pymoe import nn, ops, reference, runtime
 from pymoe._native import build_info
+from pymoe.runtime import BatchTensorProto
 
-__all__ = ["build_info", "nn", "ops", "reference"]
+__all__ = ["BatchTensorProto", "build_info", "nn", "ops", "reference", "runtime"]

@@ -1,0 +1,168 @@
+"""What a tensor of a request must look like: everything but its number of rows."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DUMMY_BATCH_SIZE = 3
+"""Rows of the batch that an expert is tried with, to see what it returns. Neither 0 nor 1, which hide mistakes: any
+reduction of no rows is empty, and one row broadcasts against everything."""
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class BatchTensorProto:
+    """The type of a tensor whose first dimension counts rows: dtype and all dimensions but the first.
+
+    Args:
+        size: the dimensions after the first; none for a tensor with one number a row.
+        dtype: of the elements; None is torch's default dtype at this moment.
+        device: where :meth:`make_empty` puts tensors, and where a tensor must be to match; None: anywhere.
+        layout: of the tensor.
+        requires_grad: whether tensors of :meth:`make_empty` are leaves that collect a gradient. A tensor matches
+            whether or not it requires one.
+        pin_memory: whether :meth:`make_empty` takes page-locked memory. Nothing that a tensor must have to match.
+
+    Raises:
+        ValueError: a negative size, or ``requires_grad`` for a dtype that has no gradients.
+        TypeError: a size that is no integer, or a dtype, device or layout that is none.
+
+    Two prototypes are equal if all of these are; they are hashable, can be pickled, and never change.
+    """
+
+    size: torch.Size
+    dtype: torch.dtype
+    device: torch.device | None
+    layout: torch.layout
+    requires_grad: bool
+    pin_memory: bool
+
+    def __init__(
+        self,
+        *size: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | int | None = None,
+        layout: torch.layout = torch.strided,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> None:
+        for name, value, kind in (("dtype", dtype, torch.dtype), ("layout", layout, torch.layout)):
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(f"BatchTensorProto: {name} must be a torch.{name}, got {value!r}")
+        for length in size:
+            if isinstance(length, bool) or not hasattr(length, "__index__"):
+                raise TypeError(f"BatchTensorProto: a size must be an int, got {length!r} in {size}")
+            if operator.index(length) < 0:
+                raise ValueError(f"BatchTensorProto: a size must not be negative, got {size}")
+        dtype = dtype or torch.get_default_dtype()
+        if requires_grad and not has_gradient(dtype):
+            raise ValueError(f"BatchTensorProto: {dtype} has no gradients, so requires_grad must be False")
+        set_field = object.__setattr__  # the fields are frozen
+        set_field(self, "size", torch.Size(map(operator.index, size)))
+        set_field(self, "dtype", dtype)
+        set_field(self, "device", None if device is None else torch.device(device))
+        set_field(self, "layout", layout)
+        set_field(self, "requires_grad", bool(requires_grad))
+        set_field(self, "pin_memory", bool(pin_memory))
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor) -> BatchTensorProto:
+        """The prototype of tensors like ``tensor``, of shape (rows, ...).
+
+        Raises:
+            TypeError: not a tensor.
+            ValueError: a tensor without dimensions, which has no rows.
+        """
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"BatchTensorProto.from_tensor: expected a tensor, got {type(tensor).__name__}")
+        if tensor.dim() == 0:
+            raise ValueError("BatchTensorProto.from_tensor: the first dimension counts rows, got a tensor of shape ()")
+        return cls(
+            *tensor.shape[1:],
+            dtype=tensor.dtype,
+            device=tensor.device,
+            layout=tensor.layout,
+            requires_grad=tensor.requires_grad,
+            pin_memory=tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.is_pinned(),
+        )
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether tensors of this dtype can have gradients: floating point and complex ones can."""
+        return has_gradient(self.dtype)
+
+    def replace(self, **changes: Any) -> BatchTensorProto:
+        """The same prototype but for ``changes``: arguments of the constructor, and ``size`` as a sequence."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)} | changes
+        return BatchTensorProto(*values.pop("size"), **values)
+
+    def make_empty(self, batch_size: int, **changes: Any) -> Tensor:
+        """A tensor of ``batch_size`` rows, all zeros; ``changes`` replace fields of the prototype.
+
+        Zeros and not whatever the memory holds, because such tensors are fed to experts: a garbage integer is an
+        index out of range for an embedding, and garbage floats may be NaN. Zero is an index that every table has.
+        """
+        proto = self.replace(**changes) if changes else self
+        return torch.zeros(
+            (batch_size, *proto.size),
+            dtype=proto.dtype,
+            device=proto.device,
+            layout=proto.layout,
+            requires_grad=proto.requires_grad,
+            pin_memory=proto.pin_memory,
+        )
+
+    def matches(self, tensor: Any) -> bool:
+        """Whether :meth:`check` accepts ``tensor``."""
+        return self._mismatch(tensor, "") is None
+
+    def check(self, tensor: Any, what: str = "tensor") -> None:
+        """Raise unless ``tensor`` is what this prototype describes; ``what`` names it in the message.
+
+        Raises:
+            TypeError: not a tensor, or another dtype or layout.
+            ValueError: other dimensions after the first, no dimensions at all, or another device than a required one.
+        """
+        error = self._mismatch(tensor, what)
+        if error is not None:
+            raise error
+
+    def _mismatch(self, tensor: Any, what: str) -> Exception | None:
+        if not isinstance(tensor, Tensor):
+            return TypeError(f"{what}: expected a tensor, {self._expectation()}, got {type(tensor).__name__}")
+        seen = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+        if tensor.dtype != self.dtype:
+            return TypeError(f"{what}: expected {self._expectation()}, got {seen}")
+        if tensor.dim() == 0 or tensor.shape[1:] != self.size:
+            return ValueError(f"{what}: expected {self._expectation()}, got {seen}")
+        if tensor.layout != self.layout:
+            return TypeError(f"{what}: expected layout {self.layout}, got {tensor.layout}")
+        if self.device is not None and not _is_on(tensor, self.device):
+            return ValueError(f"{what}: expected a tensor on {self.device}, got one on {tensor.device}")
+        return None
+
+    def _expectation(self) -> str:
+        return f"{self.dtype} of shape ({', '.join(('rows', *map(str, self.size)))}{'' if self.size else ','})"
+
+    def __repr__(self) -> str:
+        shown = [str(length) for length in self.size] + [f"dtype={self.dtype}"]
+        if self.device is not None:
+            shown.append(f"device={str(self.device)!r}")
+        if self.layout != torch.strided:
+            shown.append(f"layout={self.layout}")
+        shown += [f"{name}=True" for name in ("requires_grad", "pin_memory") if getattr(self, name)]
+        return f"BatchTensorProto({', '.join(shown)})"
+
+
+def has_gradient(dtype: torch.dtype) -> bool:
+    """Whether autograd differentiates in this dtype."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _is_on(tensor: Tensor, device: torch.device) -> bool:
+    """``cuda`` without an index is any GPU."""
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)

@@ -1,0 +1,110 @@
+"""Nested structures: tuples, lists, named tuples and dicts of anything, and the order of their leaves.
+
+A leaf is whatever is none of these containers: a tensor, a prototype, a number, None. Leaves come in this order: items
+of a sequence as they stand, and values of a dict by **sorted key**, so that two equal dicts have their leaves in the
+same order however they were built. Keys that cannot be compared are sorted by the name of their type and their repr.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+
+def nested_flatten(structure: Any) -> list[Any]:
+    """The leaves of ``structure``, in order."""
+    leaves: list[Any] = []
+    _collect(structure, leaves)
+    return leaves
+
+
+def nested_pack(flat: Iterable[Any], structure: Any) -> Any:
+    """``flat``, the leaves in order, put into the shape of ``structure``. Undoes :func:`nested_flatten`.
+
+    A packed dict has its keys in the order of the one in ``structure``, and its type if that can be made from a dict.
+
+    Raises:
+        ValueError: fewer or more leaves than ``structure`` has.
+    """
+    leaves = list(flat)
+    count = len(nested_flatten(structure))
+    if len(leaves) != count:
+        raise ValueError(f"nested_pack: the structure has {count} leaves, got {len(leaves)}")
+    iterator = iter(leaves)
+    return _rebuild(structure, lambda _: next(iterator))
+
+
+def nested_map(function: Callable[..., Any], structure: Any, *others: Any) -> Any:
+    """``structure`` with every leaf replaced by ``function`` of it, and of the leaves of ``others`` at its place.
+
+    Raises:
+        ValueError: one of ``others`` is built differently (see :func:`nested_compare`).
+    """
+    for other in others:
+        if not nested_compare(structure, other):
+            raise ValueError(f"nested_map: {structure!r} and {other!r} are built differently")
+    columns: list[Iterator[Any]] = [iter(nested_flatten(other)) for other in others]
+    return _rebuild(structure, lambda leaf: function(leaf, *(next(column) for column in columns)))
+
+
+def nested_compare(first: Any, second: Any) -> bool:
+    """Whether both are built alike: the same containers, lengths and keys, and leaves at the same places.
+
+    Leaves may differ. Lists, tuples and named tuples differ from each other; a subclass of dict does not from a dict.
+    """
+    if _kind(first) is not _kind(second):
+        return False
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(nested_compare(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(nested_compare, first, second))
+    return True
+
+
+def _kind(structure: Any) -> Any:
+    """What two containers must have in common to be alike; None for every leaf."""
+    if isinstance(structure, dict):
+        return dict
+    if isinstance(structure, list):
+        return list
+    if isinstance(structure, tuple):
+        return type(structure) if hasattr(structure, "_fields") else tuple
+    return None
+
+
+def sorted_keys(mapping: dict[Any, Any]) -> list[Any]:
+    """The keys of ``mapping`` in the order in which its leaves come."""
+    try:
+        return sorted(mapping)
+    except TypeError:
+        return sorted(mapping, key=lambda key: (type(key).__qualname__, repr(key)))
+
+
+def _collect(structure: Any, leaves: list[Any]) -> None:
+    if isinstance(structure, dict):
+        for key in sorted_keys(structure):
+            _collect(structure[key], leaves)
+    elif isinstance(structure, (list, tuple)):
+        for item in structure:
+            _collect(item, leaves)
+    else:
+        leaves.append(structure)
+
+
+def _rebuild(structure: Any, make_leaf: Callable[[Any], Any]) -> Any:
+    if isinstance(structure, dict):
+        made = {key: _rebuild(structure[key], make_leaf) for key in sorted_keys(structure)}
+        in_order = {key: made[key] for key in structure}
+        if type(structure) is dict:
+            return in_order
+        try:
+            return type(structure)(in_order)
+        except TypeError:  # a defaultdict and its like, which take something else first
+            return in_order
+    if isinstance(structure, (list, tuple)):
+        items = [_rebuild(item, make_leaf) for item in structure]
+        if isinstance(structure, list):
+            return items
+        make: Callable[[Iterable[Any]], Any] = getattr(type(structure), "_make", tuple)  # of a named tuple
+        return make(items)
+    return make_leaf(structure)
