@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "runtime/worker_pool.h"
+#include "simulated.h"
 
 namespace {
 
@@ -31,6 +32,15 @@ void pool_race() {
   const auto second = pool.submit([&] { count_together(start); });
   first.get();
   second.get();
+}
+
+void simulated_race() {
+  using Thread = pymoe::simulation::SimulatedSync::Thread;
+  pymoe::simulation::simulate({}, [] {
+    Thread other([] { ++shared_counter; });
+    ++shared_counter;
+    other.join();
+  });
 }
 
 void overflow(volatile int count) {
@@ -59,6 +69,7 @@ int main(int argc, char** argv) {
   const char* name = argc > 1 ? argv[1] : "";
   if (std::strcmp(name, "race") == 0) race();
   if (std::strcmp(name, "pool_race") == 0) pool_race();
+  if (std::strcmp(name, "simulated_race") == 0) simulated_race();
   if (std::strcmp(name, "overflow") == 0) overflow(8);
   if (std::strcmp(name, "use_after_free") == 0) use_after_free();
   if (std::strcmp(name, "signed_overflow") == 0) signed_overflow(argc);

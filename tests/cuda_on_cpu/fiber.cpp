@@ -13,6 +13,7 @@
 #endif
 #if PYMOE_EMULATOR_ADDRESS
 #include <sanitizer/common_interface_defs.h>
+#include <sanitizer/lsan_interface.h>
 #endif
 #if PYMOE_EMULATOR_THREAD
 extern "C" {
@@ -194,6 +195,14 @@ Fiber* FiberPool::take(void (*body)()) {
 }
 
 void FiberPool::put_back(Fiber* fiber) { used_.push_back(fiber); }
+
+void FiberPool::abandon(Fiber* fiber) {
+#if PYMOE_EMULATOR_ADDRESS
+  __lsan_register_root_region(fiber->stack, kStack);
+#else
+  static_cast<void>(fiber);
+#endif
+}
 
 void FiberPool::begin_launch() {
   free_.insert(free_.end(), used_.begin() + static_cast<std::ptrdiff_t>(next_used_), used_.end());

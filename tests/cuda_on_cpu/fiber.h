@@ -1,6 +1,6 @@
 // Fibers: threads that give way to each other by hand, and what a sanitizer must be told of them.
 //
-// Everything here is used by emulator.cpp alone, which is compiled without sanitizers.
+// Everything here is used by emulator.cpp and tests/cpp/scheduler.cpp alone, which are compiled without sanitizers.
 #pragma once
 
 #include <cstddef>
@@ -25,6 +25,8 @@ class FiberPool {
   // A fiber that will run `body` and then end.
   Fiber* take(void (*body)());
   void put_back(Fiber* fiber);
+  // The fiber will never go on; what its stack refers to counts as in use.
+  static void abandon(Fiber* fiber);
 
  private:
   std::vector<Fiber*> free_, used_;

@@ -113,7 +113,9 @@ def plant(fault: Fault, folder: Path, place: Path) -> Path:
         for part in ("tests", "kernels")
         for path in (folder / f"CMakeFiles/pymoe_emulated_{part}.dir").rglob("*.o")
     ]
-    objects += (folder / "CMakeFiles/pymoe_emulator.dir").rglob("*.o")
+    objects += [
+        path for part in ("emulator", "fibers") for path in (folder / f"CMakeFiles/pymoe_{part}.dir").rglob("*.o")
+    ]
     others = [str(path) for path in objects if path.name != f"{source.name}.o"]
     sanitize = [word for word in command if word.startswith("-fsanitize=")]
     program = place / "tests"

@@ -1,0 +1,145 @@
+// SimulatedSync: the runtime's locks, waits, time and threads, simulated, so that a seed decides every schedule.
+//
+//     const Outcome outcome = simulate({.seed = 42}, [] {
+//       WorkerPool<SimulatedSync> pool(2);
+//       ...
+//     });
+//     REQUIRE_MESSAGE(outcome.ok(), outcome.failure);
+//
+// Schedules  Threads are fibers of the calling thread. At every lock, unlock, wait, notification, start of a thread and
+//            preempt() the seed chooses who goes on. Seeds differ in style, too: some switch at every such place, some
+//            seldom, some starve a thread for a while. Waits wake for nothing now and then in every other seed. Equal
+//            seeds give equal schedules, and equal hashes as long as the code under test is the same.
+// Time       A virtual clock, which goes on to the next time that somebody waits for when nobody can run: code takes no
+//            time, sleep_for does. With Options::stalls threads also lose time at places that the seed chooses.
+// Failures   ended by the simulation, with a report of where every thread stands: a deadlock, a schedule that does not
+//            end, a mutex or condition that is misused or used after its end, an exception that leaves a thread, and
+//            what the code says with fail(). A schedule that fails leaves its fibers where they are.
+// Sanitizers This file's own code is compiled without. It tells ThreadSanitizer of fibers, and which orders locks and
+//            threads make: nothing else orders what two fibers do, so a race is reported if one schedule shows it.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <utility>
+
+namespace pymoe::simulation {
+
+struct Options {
+  uint64_t seed = 0;
+  // Threads may be held up for up to 4 ms at any switch.
+  bool stalls = false;
+  // A schedule with more steps counts as one that does not end.
+  int64_t most_steps = 200'000;
+  // The how manieth thread to be started is refused, as by a system that has no more; 0: none.
+  int refused_thread = 0;
+  // The report holds every step, not the last ones alone.
+  bool trace = false;
+};
+
+struct Outcome {
+  std::string failure;  // empty: all went well
+  uint64_t hash = 0;    // of who ran when, and of what was noted
+  int64_t steps = 0;
+  int64_t nanoseconds = 0;  // virtual
+
+  bool ok() const { return failure.empty(); }
+};
+
+// Runs `body` and all threads that it starts to their ends. Not from within a simulation.
+Outcome simulate(const Options& options, const std::function<void()>& body);
+
+// The rest is for code within a simulation.
+
+// Ends the schedule as failed; does not return.
+[[noreturn]] void fail(const std::string& what);
+// Fails unless `fine`.
+inline void expect(bool fine, const char* what) {
+  if (!fine) fail(what);
+}
+// Puts a number into the hash.
+void note(uint64_t value);
+// A number in 0 .. bound - 1 that the seed decides.
+uint64_t random_below(uint64_t bound);
+// What reports call the calling thread.
+void name_thread(const std::string& name);
+
+struct SimulatedSync {
+  struct Clock {
+    using duration = std::chrono::nanoseconds;
+    using rep = duration::rep;
+    using period = duration::period;
+    using time_point = std::chrono::time_point<Clock, duration>;
+    static constexpr bool is_steady = true;
+    static time_point now() { return SimulatedSync::now(); }
+  };
+  using Time = Clock::time_point;
+  using Duration = Clock::duration;
+  using ThreadId = int;  // from 1; 0 is nobody
+
+  class Condition;
+
+  class Mutex {
+   public:
+    Mutex() = default;
+    ~Mutex() { end(number_, this, owner_ != 0); }
+    Mutex(const Mutex&) = delete;
+    Mutex& operator=(const Mutex&) = delete;
+    void lock();
+    void unlock();
+    ThreadId owner() const { return owner_; }
+
+   private:
+    friend class Condition;
+    int number_ = 0;  // in reports, in the order of first use
+    ThreadId owner_ = 0;
+  };
+
+  class Condition {
+   public:
+    Condition() = default;
+    ~Condition() { end(number_, this, false); }
+    Condition(const Condition&) = delete;
+    Condition& operator=(const Condition&) = delete;
+    void wait(std::unique_lock<Mutex>& lock);
+    // False if `until` has passed.
+    bool wait_until(std::unique_lock<Mutex>& lock, Time until);
+    void notify_one();
+    void notify_all();
+
+   private:
+    int number_ = 0;
+  };
+
+  class Thread {
+   public:
+    Thread() = default;
+    template <typename Function>
+    explicit Thread(Function function) : id_(start(new std::function<void()>(std::move(function)))) {}
+    Thread(Thread&& other) noexcept : id_(std::exchange(other.id_, 0)) {}
+    Thread& operator=(Thread&& other) noexcept {
+      id_ = std::exchange(other.id_, 0);
+      return *this;
+    }
+    bool joinable() const { return id_ != 0; }
+    void join();
+
+   private:
+    static ThreadId start(std::function<void()>* function);
+    ThreadId id_ = 0;
+  };
+
+  static Time now();
+  static ThreadId this_thread();
+  static void preempt();
+  static void sleep_for(Duration duration);
+
+ private:
+  // A mutex or condition is destroyed.
+  static void end(int& number, const void* object, bool locked);
+};
+
+}  // namespace pymoe::simulation
