@@ -46,7 +46,7 @@ PYTHON_MAY_USE = {
     "bench": {"reference", "ops", "nn", "runtime", "pipe", "integrations", "testing", "bench", "_native"},
 }
 ALWAYS_INSTALLED = {"torch", "numpy", "pymoe"}
-MAY_IMPORT_LAZILY = {"bench", "integrations"}
+MAY_IMPORT_LAZILY = {"bench", "integrations", "runtime"}
 
 
 def cpp_faults(file, text):

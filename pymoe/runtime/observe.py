@@ -1,0 +1,90 @@
+"""What goes on beside a runtime that is observed: a log line now and then, and answers to who asks from outside.
+
+A :class:`Observers` starts and ends with its runtime, and never holds on to it. It has threads only if asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from pymoe.runtime.monitor import Monitor, monitor_from_environment
+from pymoe.runtime.statistics import Pool, StatsReader
+from pymoe.runtime.text import is_busy, line
+
+logger = logging.getLogger("pymoe.runtime")
+
+
+class Observers:
+    """The log and the monitor of one runtime.
+
+    Args:
+        pools: the runtime's pools.
+        stats_interval: seconds between log lines (logger ``pymoe.runtime``, level INFO; one for each pool that had
+            anything to do), None for none.
+        monitor: True, or a folder: serve the pools' numbers on a Unix socket there, see :mod:`pymoe.runtime.monitor`;
+            None: if the environment variable ``PYMOE_MONITOR`` asks for it; False: never.
+    """
+
+    def __init__(
+        self, pools: Iterable[Pool], *, stats_interval: float | None = None, monitor: bool | str | Path | None = None
+    ) -> None:
+        pools = list(pools)
+        if stats_interval is not None and not stats_interval > 0:
+            raise ValueError(f"stats_interval must be a positive number of seconds, got {stats_interval}")
+        wanted = monitor_from_environment() if monitor is None else monitor
+        self._log = StatsLog(pools, stats_interval) if stats_interval is not None else None
+        self._monitor = Monitor(pools, None if wanted is True else Path(wanted)) if wanted else None
+
+    @property
+    def socket(self) -> Path | None:
+        """Where the monitor listens, while it does."""
+        return self._monitor.path if self._monitor else None
+
+    def start(self) -> None:
+        """Starts what was asked for."""
+        if self._monitor:
+            self._monitor.start()
+        if self._log:
+            self._log.start()
+
+    def stop(self) -> None:
+        """Ends it; the log writes what happened since its last lines. May be called at any time, again too."""
+        if self._log:
+            self._log.stop()
+        if self._monitor:
+            self._monitor.stop()
+
+
+class StatsLog:
+    """Writes the pools' recent numbers to the log, every ``interval`` seconds."""
+
+    def __init__(self, pools: list[Pool], interval: float) -> None:
+        self._pools, self._interval = pools, interval
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Starts the thread."""
+        if self._thread:
+            return
+        reader = StatsReader(self._pools, recent=True)
+        self._thread = threading.Thread(target=self._run, args=(reader, os.getpid()), name="pymoe-stats", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Writes the last lines and ends the thread."""
+        self._end.set()
+        if self._thread and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self, reader: StatsReader, process: int) -> None:
+        ended = False
+        while not ended:
+            ended = self._end.wait(self._interval)
+            for one in reader.read().values():
+                if is_busy(one):
+                    logger.info("%s", line(one))
