@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import socket
+import struct
 import sys
 import threading
 import time
@@ -55,9 +56,11 @@ class Viewer:
         self.path = path
         self.received = b""
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.socket.settimeout(5 * PATIENCE)
+        # Without Python's timeout, connect() waits where many connect at once; the system's own ends that.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(5 * PATIENCE), 0))
         try:
             self.socket.connect(str(path))
+            self.socket.settimeout(5 * PATIENCE)
         except OSError:
             self.socket.close()
             raise
