@@ -24,6 +24,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -124,6 +125,9 @@ class WorkerPool {
   // The waiting half of stop: true if every worker has ended by `until`. Call after request_stop.
   bool wait_stopped_until(Time until);
 
+  // True if a job waits for a worker whose rank is smaller: it should go first. May be out of date.
+  bool older_waits(Rank rank) const { return first_rank_.load(std::memory_order_relaxed) < rank; }
+
   int workers() const { return static_cast<int>(workers_.size()); }
   // True on a thread of this pool.
   bool on_worker() const;
@@ -140,6 +144,8 @@ class WorkerPool {
   std::shared_ptr<Job> next(Worker& self);
   void sleep(Worker& self, std::unique_lock<typename Sync::Mutex>& lock);
   void release_due();
+  void make_ready(Rank rank, std::shared_ptr<Job> job);
+  std::shared_ptr<Job> take_ready();
   // A sleeping worker that is to look again: the caller then notifies it, best without the lock. Null if none sleeps.
   Worker* call_idle();
   Worker* call_timekeeper();
@@ -153,6 +159,7 @@ class WorkerPool {
   std::vector<std::unique_ptr<Worker>> workers_;
   mutable typename Sync::Mutex mutex_;  // guards all below but join_mutex_
   JobQueue<Rank> ready_, timed_;
+  std::atomic<Rank> first_rank_{Rank::max()};  // of ready_; written under the lock
   std::vector<Worker*> idle_;
   Worker* timekeeper_ = nullptr;
   bool stopping_ = false;
@@ -194,7 +201,7 @@ bool WorkerPool<Sync>::post(std::shared_ptr<Job> job, Rank rank) {
   {
     const std::lock_guard lock(mutex_);
     if (stopping_) return false;
-    ready_.push(rank, std::move(job));
+    make_ready(rank, std::move(job));
     called = call_idle();
     if (called == nullptr) called = call_timekeeper();
   }
@@ -246,7 +253,7 @@ std::shared_ptr<Job> WorkerPool<Sync>::next(Worker& self) {
       if (stopping_) return nullptr;
       sleep(self, lock);
     }
-    job = ready_.pop();
+    job = take_ready();
     if (!timed_.empty() && timekeeper_ == nullptr) successor = call_idle();
   }
   if (successor != nullptr) successor->wake.notify_one();
@@ -275,10 +282,23 @@ void WorkerPool<Sync>::release_due() {
   const Time now = Sync::now();
   for (bool first = true; !timed_.empty() && !(now < timed_.first_rank()); first = false) {
     const Rank rank = timed_.first_rank();
-    ready_.push(rank, timed_.pop());
+    make_ready(rank, timed_.pop());
     Worker* called = first ? nullptr : call_idle();
     if (called != nullptr) called->wake.notify_one();
   }
+}
+
+template <typename Sync>
+void WorkerPool<Sync>::make_ready(Rank rank, std::shared_ptr<Job> job) {
+  ready_.push(rank, std::move(job));
+  first_rank_.store(ready_.first_rank(), std::memory_order_relaxed);
+}
+
+template <typename Sync>
+std::shared_ptr<Job> WorkerPool<Sync>::take_ready() {
+  std::shared_ptr<Job> job = ready_.pop();
+  first_rank_.store(ready_.empty() ? Rank::max() : ready_.first_rank(), std::memory_order_relaxed);
+  return job;
 }
 
 template <typename Sync>
@@ -303,7 +323,7 @@ void WorkerPool<Sync>::request_stop(Stop how) {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
     while (!timed_.empty()) dropped.push_back(timed_.pop());
-    while (how == Stop::kCancel && !ready_.empty()) dropped.push_back(ready_.pop());
+    while (how == Stop::kCancel && !ready_.empty()) dropped.push_back(take_ready());
     while (Worker* called = call_idle()) called->wake.notify_one();
     if (Worker* called = call_timekeeper()) called->wake.notify_one();
   }
