@@ -156,7 +156,12 @@ def operator_extension(cuda_home):
 def runtime_extension():
     return Extension(
         "pymoe._runtime",
-        sources("csrc/runtime/*.cpp", "csrc/bindings/*.cpp"),
+        sources(
+            "csrc/runtime/*.cpp",
+            "csrc/bindings/*.cpp",
+            "csrc/kernels/gather_batch_cpu.cpp",
+            "csrc/kernels/cpu/parallel.cpp",
+        ),
         include_dirs=[str(ROOT / "csrc"), pybind11_include()],
         # A dict, because torch's build_ext takes it so for every extension it builds.
         extra_compile_args={"cxx": CXX_FLAGS},

@@ -2,9 +2,139 @@
 
 from __future__ import annotations
 
+import collections.abc
 import typing
 
-__all__: list[str] = ["Future", "WorkerPool", "compiler"]
+__all__: list[str] = [
+    "Future",
+    "Mailbox",
+    "QueueFull",
+    "RequestFuture",
+    "Runtime",
+    "TaskPool",
+    "WorkerPool",
+    "compiler",
+    "make_mailbox",
+    "set_await",
+]
+
+class RequestFuture:
+    """
+    The outcome of a request, to come. Made by :meth:`TaskPool.submit_task`.
+
+    Speaks the language of ``concurrent.futures.Future``, and can be awaited in any
+    event loop: cancelling the task that awaits cancels the request.
+    """
+    def __await__(self) -> typing.Generator[typing.Any, None, typing.Any]:
+        """Return an iterator to be used in await expression."""
+    def _notify(self, mailbox: Mailbox, waiter: typing.Any) -> None:
+        """Put ``waiter``, an asyncio future, into the mailbox once the request is done."""
+    def add_done_callback(self, function: collections.abc.Callable[[RequestFuture], typing.Any]) -> None:
+        """
+        Call ``function(future)`` once the request is done, on the thread that completes it; at once if it is done.
+
+        What the function raises is logged by the logger ``pymoe.runtime``.
+        """
+    def cancel(self) -> bool:
+        """Take the request out of its queue; False if it has started or is done."""
+    def cancelled(self) -> bool:
+        """True if it was cancelled before it had started."""
+    def done(self) -> bool:
+        """True once there is a result, an exception or a cancellation."""
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """
+        Wait for the request and return what its batch raised, or None.
+
+        Requests of one batch share the exception. Takes and raises what :meth:`result` does otherwise.
+        """
+    def result(self, timeout: float | None = None) -> typing.Any:
+        """
+        Wait for the request and return its result, or raise what its batch raised.
+
+        Without a timeout, a thread that waits may run the batch itself, if nobody does yet.
+
+        Args:
+            timeout: seconds to wait at most; None waits as long as it takes.
+
+        Raises:
+            TimeoutError: the request is not done in time, or had not started within its own timeout.
+            concurrent.futures.CancelledError: it was cancelled, or its runtime or pool went before it had started.
+            RuntimeError: the process is a fork, or a batch waits for its own expert.
+        """
+    def running(self) -> bool:
+        """True while its batch runs: it cannot be cancelled."""
+
+class Mailbox:
+    """Tells an event loop that requests are done."""
+
+class QueueFull(RuntimeError):
+    """A pool's queue has no room."""
+
+class TaskPool:
+    """The native half of pymoe.runtime.TaskPool."""
+    def _full(self) -> bool:
+        """True if the queue has no room now."""
+    def _setup(
+        self,
+        process_func: collections.abc.Callable[..., typing.Any],
+        *,
+        name: str,
+        min_batch_size: int,
+        max_batch_size: int,
+        timeout: float | None,
+        capacity: int,
+        linger: float,
+        priority: float,
+        isolate: bool,
+        raise_when_full: bool,
+        exclusive_with: TaskPool | None,
+        schema: collections.abc.Sequence[typing.Any] | None,
+        pin_memory: bool,
+    ) -> None:
+        """Once, from the constructor. ``schema``: tensors like those of a request."""
+    def _statistics(self) -> dict[str, typing.Any]:
+        """The pool's counters, for pymoe.runtime.statistics."""
+    def submit_task(self, *tensors: typing.Any, timeout: float | None = None, priority: float = 0.0) -> RequestFuture:
+        """
+        Queue a request and return its future.
+
+        The tensors must not change until the request is done.
+
+        Args:
+            tensors: one for each argument of ``process_func``; equally many rows each, in the first dimension.
+            timeout: seconds within which it must have started, or its future raises TimeoutError and it never runs.
+            priority: head start in seconds, beside the pool's own.
+
+        Raises:
+            ValueError: no tensor, rows that differ, or a shape that the schema forbids.
+            TypeError: something that cannot be part of a batch, or a dtype that the schema forbids.
+            QueueFull: the queue is full, in a pool that raises then instead of waiting.
+            RuntimeError: the runtime was shut down, or the pool belongs to the parent of this process.
+        """
+
+class Runtime:
+    """The native half of pymoe.runtime.Runtime."""
+    def _running(self) -> bool:
+        """True from start to the end of shutdown."""
+    def _setup(self, pools: collections.abc.Sequence[TaskPool], workers: int) -> None:
+        """Once, from the constructor."""
+    def shutdown(self, drain: bool = True) -> None:
+        """
+        Refuse further requests, and wait until every one is done and the workers have ended. May be called again.
+
+        Args:
+            drain: run what is queued; otherwise requests that have not started are cancelled.
+
+        Raises:
+            RuntimeError: called from a batch of this runtime, or in a fork.
+        """
+    def start(self) -> None:
+        """
+        Start the workers; nothing if they run already.
+
+        Raises:
+            RuntimeError: a pool is served by another Runtime, or the process is a fork.
+        """
 
 class Future:
     """The outcome of a task, to come. Made by :meth:`WorkerPool.submit`."""
@@ -67,5 +197,11 @@ class WorkerPool:
     @property
     def workers(self) -> int:
         """The number of threads."""
+
+def make_mailbox(loop: typing.Any) -> Mailbox:
+    """Make the mailbox of an event loop."""
+
+def set_await(function: collections.abc.Callable[[RequestFuture], typing.Any]) -> None:
+    """Choose what makes an iterator of a future that is awaited."""
 
 compiler: str

@@ -12,6 +12,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <structmember.h>
 
 #include <chrono>
 #include <exception>
@@ -99,6 +100,8 @@ class GilObject {
   // Under the GIL.
   PyObject* get() const { return pointer_; }
   Ref share() const { return Ref::borrow(pointer_); }
+  // Gives the reference away; needs no GIL.
+  PyObject* release() { return std::exchange(pointer_, nullptr); }
   Ref take() { return Ref::steal(std::exchange(pointer_, nullptr)); }
 
  private:

@@ -1,11 +1,27 @@
 // The Python module pymoe._runtime.
 #include <pybind11/pybind11.h>
 
+#include "bindings/future.h"
 #include "bindings/gil.h"
+#include "bindings/mailbox.h"
 #include "bindings/process.h"
+#include "bindings/runtime.h"
+#include "bindings/task_pool.h"
 #include "bindings/worker_pool.h"
 
 namespace py = pybind11;
+
+namespace {
+
+PyMethodDef functions[] = {
+    {"set_await", pymoe::bindings::set_await, METH_O,
+     "set_await(function: collections.abc.Callable[[pymoe._runtime.RequestFuture], typing.Any]) -> None\n\n"
+     "Choose what makes an iterator of a future that is awaited."},
+    {"make_mailbox", pymoe::bindings::make_mailbox, METH_O,
+     "make_mailbox(loop: typing.Any) -> pymoe._runtime.Mailbox\n\nMake the mailbox of an event loop."},
+    {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
 
 PYBIND11_MODULE(_runtime, module, py::mod_gil_not_used()) {
   using namespace pymoe::bindings;
@@ -20,6 +36,11 @@ PYBIND11_MODULE(_runtime, module, py::mod_gil_not_used()) {
   });
   try {
     install_process_hooks();
+    add_future_type(module.ptr());
+    add_mailbox_type(module.ptr());
+    add_task_pool_type(module.ptr());
+    add_runtime_type(module.ptr());
+    if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw ErrorSet();
   } catch (const ErrorSet&) {
     throw py::error_already_set();
   }

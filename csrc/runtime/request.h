@@ -64,7 +64,7 @@ struct Slice {
 };
 
 // What to throw from BatchFunction::run if the batch did not run at all and must not count as failed: its requests go
-// back to where they were in the queue.
+// back to where they were in the queue. A thread that helped gets it thrown from where it helped (submit, wait).
 struct Interrupted {};
 
 template <typename Sync>

@@ -118,7 +118,11 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     std::unique_lock lock(mutex_);
     posted_ = false;
     if (armed_ <= Sync::now()) armed_ = kNever;
-    if (help(lock)) return;
+    try {
+      if (help(lock)) return;
+    } catch (const Interrupted&) {
+      return;  // the batch is queued again, and posted
+    }
     const Plan made = plan(Sync::now());
     lock.unlock();
     carry_out(made);
@@ -219,7 +223,8 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     return best;
   }
 
-  // Runs one batch, if one is ready and nobody runs any; true if it did something. The lock is released meanwhile.
+  // Runs one batch, if one is ready and nobody runs any; true if it did something. The lock is released meanwhile, and
+  // stays so where Interrupted is thrown, since the batch was: whoever helped is wanted elsewhere.
   bool help(std::unique_lock<typename Sync::Mutex>& lock) {
     if (running_ || !workers_) return false;
     const Time start = Sync::now();
@@ -249,6 +254,9 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     carry_out(made);
     for (const auto& [request, error] : ended) request->complete(error);
     finished(static_cast<int64_t>(ended.size()));
+    for (const Outcome& outcome : outcomes) {
+      if (outcome.put_back) throw Interrupted();
+    }
     lock.lock();
     return true;
   }

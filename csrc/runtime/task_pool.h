@@ -67,15 +67,19 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
 
   // True once the request is queued; false if by `until` the queue had no room. Throws StoppedError once closed.
   bool submit(const RequestPointer& request, Time until, Help help = Help::kNo) {
+    if (try_submit(request, until, help)) return true;
+    reject();
+    return false;
+  }
+
+  // The same for who may try again: nothing counts as rejected until reject() says so.
+  bool try_submit(const RequestPointer& request, Time until, Help help = Help::kNo) {
     typename Strand<Sync>::Plan plan;
     {
       std::unique_lock lock(strand_->mutex_);
       while (closed_ || queued_ >= options_.capacity) {
         if (closed_) throw StoppedError("TaskPool '" + name_ + "': submit after it was closed");
-        if (Sync::now() >= until) {
-          statistics_.rejected.add();
-          return false;
-        }
+        if (Sync::now() >= until) return false;
         strand_->refuse_on_runner();
         if (help == Help::kYes && strand_->help(lock)) continue;
         ++waiting_for_room_;
@@ -96,6 +100,8 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     strand_->carry_out(plan);
     return true;
   }
+
+  void reject() { statistics_.rejected.add(); }
 
   // True once the request is done, false if it is not by `until`.
   bool wait(const RequestPointer& request, Time until, Help help = Help::kNo) {

@@ -1,0 +1,214 @@
+#include "bindings/batch.h"
+
+#include <memory>
+#include <optional>
+
+#include "bindings/buffers.h"
+#include "bindings/deferred.h"
+#include "bindings/structure.h"
+#include "bindings/torch_calls.h"
+#include "kernels/gather_batch.h"
+
+namespace pymoe::bindings {
+namespace {
+
+using runtime::BufferPool;
+using Slice = runtime::Slice<SystemSync>;
+
+thread_local PyObject* interrupt = nullptr;
+
+TensorRequest& request_of(const Slice& slice) { return static_cast<TensorRequest&>(*slice.request); }
+
+int64_t rows_of(const Slice& slice) { return slice.whole() ? request_of(slice).tensor_rows : slice.end - slice.begin; }
+
+// The batch of one position.
+class Column {
+ public:
+  Column(Batch batch, size_t position, int64_t rows)
+      : batch_(batch), index_(position), position_(request_of(batch[0]).signature->positions[position]), shape_{rows} {
+    shape_.insert(shape_.end(), position_.row_shape.begin(), position_.row_shape.end());
+  }
+  ~Column() {
+    if (block_ != nullptr) BufferPool::give_back(block_);
+  }
+  Column(Column&& other) noexcept
+      : batch_(other.batch_),
+        index_(other.index_),
+        position_(other.position_),
+        shape_(std::move(other.shape_)),
+        block_(std::exchange(other.block_, nullptr)) {}
+
+  bool on_host() const { return position_.device.type != dlpack::kCuda; }
+
+  // Without the GIL.
+  void gather() {
+    block_ = buffers().take(static_cast<size_t>(shape_[0] * position_.row_bytes));
+    gather_into(block_);
+  }
+
+  // Under the GIL; after gather.
+  Ref tensor() {
+    void* block = std::exchange(block_, nullptr);
+    return dlpack::make(block, BufferPool::give_back, position_.dtype, shape_.data(),
+                        static_cast<int32_t>(shape_.size()));
+  }
+
+  // Under the GIL, which is let go of for the copy.
+  Ref pinned_tensor() const {
+    const Ref sizes = Ref::checked(PyTuple_New(static_cast<Py_ssize_t>(shape_.size())));
+    for (size_t i = 0; i < shape_.size(); ++i) {
+      PyTuple_SET_ITEM(sizes.get(), static_cast<Py_ssize_t>(i), PyLong_FromLongLong(shape_[i]));
+    }
+    const Ref dtype = Ref::checked(PyObject_GetAttrString(request_of(batch_[0]).inputs()[index_].tensor, "dtype"));
+    const Ref arguments = Ref::checked(PyTuple_Pack(1, sizes.get()));
+    const Ref keywords = Ref::checked(Py_BuildValue("{s:O,s:O}", "dtype", dtype.get(), "pin_memory", Py_True));
+    Ref made = Ref::checked(PyObject_Call(torch_calls().empty, arguments.get(), keywords.get()));
+    dlpack::Tensor view;
+    dlpack::read_plain(made.get(), view);
+    const WithoutGil released;
+    gather_into(view.data);
+    return made;
+  }
+
+  // Under the GIL: on the tensors' own device, by the operator.
+  Ref device_tensor() const {
+    const TorchCalls& torch = torch_calls();
+    if (torch.gather_batch == nullptr)
+      raise(PyExc_RuntimeError, "torch.ops.pymoe.gather_batch is missing: import pymoe");
+    const Ref list = Ref::checked(PyList_New(static_cast<Py_ssize_t>(batch_.size())));
+    for (size_t i = 0; i < batch_.size(); ++i) {
+      Ref tensor = Ref::borrow(request_of(batch_[i]).inputs()[index_].tensor);
+      if (!batch_[i].whole()) {
+        tensor =
+            Ref::checked(PyObject_CallMethod(tensor.get(), "narrow", "iLL", 0, static_cast<long long>(batch_[i].begin),
+                                             static_cast<long long>(rows_of(batch_[i]))));
+      }
+      PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), tensor.release());
+    }
+    const GradMode none(false);
+    return Ref::checked(PyObject_CallOneArg(torch.gather_batch, list.get()));
+  }
+
+ private:
+  void gather_into(void* out) const {
+    std::vector<const void*> sources(batch_.size());
+    std::vector<int64_t> starts(batch_.size() + 1);
+    for (size_t i = 0; i < batch_.size(); ++i) {
+      const Slice& slice = batch_[i];
+      const int64_t skipped = slice.begin * position_.row_bytes;
+      sources[i] = static_cast<const char*>(request_of(slice).inputs()[index_].data) + skipped;
+      starts[i + 1] = starts[i] + rows_of(slice) * position_.row_bytes;
+    }
+    cpu::gather_batch({sources.data(), starts.data(), out, static_cast<int64_t>(batch_.size())});
+  }
+
+  Batch batch_;
+  size_t index_;
+  const Position& position_;
+  std::vector<int64_t> shape_;
+  void* block_ = nullptr;
+};
+
+// A range that torch.profiler shows, while it lives. A range that fails is not worth a batch.
+class Range {
+ public:
+  explicit Range(PyObject* name) : range_(Ref::steal(PyObject_CallOneArg(torch_calls().record, name))) {
+    if (range_) Ref::steal(PyObject_CallMethod(range_.get(), "__enter__", nullptr));
+    PyErr_Clear();
+  }
+  ~Range() {
+    const Ref error = PyErr_Occurred() ? take_error() : Ref();
+    if (range_) Ref::steal(PyObject_CallMethod(range_.get(), "__exit__", "OOO", Py_None, Py_None, Py_None));
+    PyErr_Clear();
+    if (error) set_error(error.get());
+  }
+
+ private:
+  const Ref range_;
+};
+
+// Gives every request of the batch what is its own; those that are complete need their inputs no more.
+void hand_out(Batch batch, std::vector<Ref> results) {
+  for (size_t i = 0; i < batch.size(); ++i) {
+    TensorRequest& request = request_of(batch[i]);
+    if (batch[i].whole()) {
+      request.set_outcome(std::move(results[i]), false);
+      request.drop_inputs();
+      continue;
+    }
+    if (batch[i].begin == 0) Py_XSETREF(request.parts, Ref::checked(PyList_New(0)).release());
+    if (PyList_Append(request.parts, results[i].get()) != 0) throw ErrorSet();
+    if (!batch[i].last()) continue;
+    request.set_outcome(cat_structures(request.parts), false);
+    Py_CLEAR(request.parts);
+    request.drop_inputs();
+  }
+}
+
+}  // namespace
+
+Ref take_interrupt() { return Ref::steal(std::exchange(interrupt, nullptr)); }
+
+PyBatchFunction::PyBatchFunction(std::string name, Ref function, bool pin_memory)
+    : where_("TaskPool '" + name + "'"),
+      function_(function.release()),
+      range_(Ref::checked(PyUnicode_FromFormat("pymoe::%s batch", name.c_str())).release()),
+      pin_memory_(pin_memory) {}
+
+PyBatchFunction::~PyBatchFunction() {
+  drop_later(function_);
+  drop_later(range_);
+}
+
+void PyBatchFunction::run(Batch batch) {
+  std::vector<int64_t> rows;
+  rows.reserve(batch.size());
+  int64_t total = 0;
+  for (const Slice& slice : batch) {
+    rows.push_back(rows_of(slice));
+    total += rows.back();
+  }
+  std::vector<Column> columns;
+  const auto positions = static_cast<size_t>(request_of(batch[0]).positions());
+  columns.reserve(positions);
+  for (size_t i = 0; i < positions; ++i) {
+    columns.emplace_back(batch, i, total);
+    if (columns.back().on_host() && !pin_memory_) columns.back().gather();
+  }
+
+  const WithGil gil;
+  drop_deferred();
+  try {
+    const Range range(range_);
+    std::vector<Ref> tensors;
+    for (Column& column : columns) {
+      tensors.push_back(!column.on_host() ? column.device_tensor()
+                        : pin_memory_     ? column.pinned_tensor()
+                                          : column.tensor());
+    }
+    const Ref output = call(tensors);
+    tensors.clear();
+    hand_out(batch, split_structure(output.get(), rows, where_.c_str()));
+  } catch (const ErrorSet&) {
+    const Ref error = take_error();
+    // On the main thread it means whoever waits there, and has nothing to do with the batch.
+    if (on_main_thread() && PyErr_GivenExceptionMatches(error.get(), PyExc_KeyboardInterrupt)) {
+      Py_XSETREF(interrupt, error.share());
+      throw runtime::Interrupted();
+    }
+    for (const Slice& slice : batch) request_of(slice).set_outcome(Ref::borrow(error.get()), true);
+    throw BatchRaised();
+  }
+}
+
+Ref PyBatchFunction::call(const std::vector<Ref>& tensors) const {
+  if (function_ == nullptr) raise(PyExc_RuntimeError, "%s: the pool was collected", where_.c_str());
+  const Ref function = Ref::borrow(function_);
+  std::vector<PyObject*> arguments(tensors.size() + 1);
+  for (size_t i = 0; i < tensors.size(); ++i) arguments[i + 1] = tensors[i].get();
+  const GradMode enabled(true);
+  return Ref::checked(PyObject_Vectorcall(function.get(), arguments.data() + 1,
+                                          tensors.size() | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
+}
+
+}  // namespace pymoe::bindings

@@ -1,0 +1,170 @@
+#include "bindings/dlpack.h"
+
+#include <memory>
+#include <vector>
+
+namespace pymoe::bindings::dlpack {
+namespace {
+
+struct Version {
+  uint32_t major, minor;
+};
+
+struct Managed {
+  Version version;
+  void* context;
+  void (*deleter)(Managed*);
+  uint64_t flags;
+  Tensor tensor;
+};
+
+struct Table {
+  Version version;
+  Table* previous;
+  int (*allocate)(Tensor* prototype, Managed** out, void* context,
+                  void (*set_error)(void* context, const char* kind, const char* message));
+  int (*managed_from_object)(void* object, Managed** out);
+  int (*object_from_managed)(Managed* managed, void** out);
+  int (*tensor_from_object)(void* object, Tensor* out);
+  int (*current_stream)(int32_t device_type, int32_t index, void** out);
+};
+
+constexpr uint32_t kMajor = 1;
+constexpr const char* kCapsule = "dlpack_exchange_api";
+
+const Table* table = nullptr;
+PyTypeObject* tensor_type = nullptr;
+PyTypeObject* parameter_type = nullptr;
+
+// The memory, and its description as torch keeps it.
+struct Owned {
+  Managed managed;
+  void (*release)(void*) noexcept;
+  std::vector<int64_t> shape_and_strides;
+};
+
+void delete_owned(Managed* managed) {
+  const std::unique_ptr<Owned> owned(static_cast<Owned*>(managed->context));
+  owned->release(managed->tensor.data);
+}
+
+PyTypeObject* type_of(PyObject* module, const char* name) {
+  PyObject* type = Ref::checked(PyObject_GetAttrString(module, name)).release();  // kept for the process
+  if (!PyType_Check(type)) raise(PyExc_ImportError, "pymoe: torch's %s is not a type", name);
+  return reinterpret_cast<PyTypeObject*>(type);
+}
+
+Ref call(PyObject* object, const char* method) { return Ref::checked(PyObject_CallMethod(object, method, nullptr)); }
+
+// What the error that is set says, as text for one of ours.
+[[noreturn]] void refuse(PyObject* object, const char* where, Py_ssize_t position) {
+  const Ref error = take_error();
+  PyErr_Format(PyExc_TypeError, "%s: tensor %zd cannot be part of a batch: a %s tensor with strides is needed (%S)",
+               where, position, "dense", error.get());
+  throw ErrorSet();
+}
+
+// A dense plain tensor of the same values; for everything that is out of the ordinary.
+Ref plain(PyObject* object, const char* where, Py_ssize_t position) {
+  if (!is_tensor(object)) {
+    raise(PyExc_TypeError, "%s: argument %zd must be a tensor, got %s", where, position, Py_TYPE(object)->tp_name);
+  }
+  try {
+    Ref tensor = Ref::borrow(object);
+    if (Py_TYPE(object) != tensor_type && Py_TYPE(object) != parameter_type) {
+      const Ref dispatch = Ref::checked(PyObject_GetAttrString(object, "__torch_dispatch__"));
+      const Ref inherited =
+          Ref::checked(PyObject_GetAttrString(reinterpret_cast<PyObject*>(tensor_type), "__torch_dispatch__"));
+      if (dispatch.get() != inherited.get()) {
+        raise(PyExc_TypeError, "a %s holds its values in its own way", Py_TYPE(object)->tp_name);
+      }
+      tensor = Ref::checked(PyObject_CallMethod(object, "as_subclass", "O", tensor_type));
+    }
+    tensor = call(tensor.get(), "detach");
+    tensor = call(tensor.get(), "resolve_conj");
+    tensor = call(tensor.get(), "resolve_neg");
+    return call(tensor.get(), "contiguous");
+  } catch (const ErrorSet&) {
+    refuse(object, where, position);
+  }
+}
+
+}  // namespace
+
+int64_t Tensor::row_bytes() const {
+  int64_t bytes = (static_cast<int64_t>(dtype.bits) * dtype.lanes + 7) / 8;
+  for (int32_t i = 1; i < ndim; ++i) bytes *= shape[i];
+  return bytes;
+}
+
+bool Tensor::contiguous() const {
+  int64_t expected = 1;
+  for (int32_t i = ndim - 1; i >= 0; --i) {
+    if (shape[i] == 0) return true;
+    if (shape[i] != 1 && strides[i] != expected) return false;
+    expected *= shape[i];
+  }
+  // A single element may be the imaginary part of a conjugate, whose sign is not in memory.
+  return expected > 1;
+}
+
+void load() {
+  if (table != nullptr) return;
+  const Ref torch = Ref::checked(PyImport_ImportModule("torch"));
+  const Ref nn = Ref::checked(PyImport_ImportModule("torch.nn"));
+  tensor_type = type_of(torch.get(), "Tensor");
+  parameter_type = type_of(nn.get(), "Parameter");
+  const Ref capsule =
+      Ref::steal(PyObject_GetAttrString(reinterpret_cast<PyObject*>(tensor_type), "__dlpack_c_exchange_api__"));
+  const auto* found = capsule ? static_cast<Table*>(PyCapsule_GetPointer(capsule.get(), kCapsule)) : nullptr;
+  PyErr_Clear();
+  while (found != nullptr && found->version.major != kMajor) found = found->previous;
+  if (found == nullptr || found->tensor_from_object == nullptr || found->object_from_managed == nullptr) {
+    const Ref version = Ref::checked(PyObject_GetAttrString(torch.get(), "__version__"));
+    raise(
+        PyExc_ImportError,
+        "pymoe.runtime reads tensors through torch.Tensor.__dlpack_c_exchange_api__ of DLPack %u, which torch %S does "
+        "not offer: torch >= 2.11 is needed",
+        kMajor, version.get());
+  }
+  table = found;
+}
+
+bool is_tensor(PyObject* object) { return PyObject_TypeCheck(object, tensor_type); }
+
+Ref read(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t position) {
+  const bool known = Py_TYPE(object) == tensor_type || Py_TYPE(object) == parameter_type;
+  if (known) {
+    if (table->tensor_from_object(object, &tensor) != 0) refuse(object, where, position);
+    if (tensor.dtype.code != kComplex && tensor.contiguous()) return Ref::borrow(object);
+  }
+  Ref dense = plain(object, where, position);
+  if (table->tensor_from_object(dense.get(), &tensor) != 0) refuse(object, where, position);
+  return dense;
+}
+
+void read_plain(PyObject* object, Tensor& tensor) {
+  if (table->tensor_from_object(object, &tensor) != 0) throw ErrorSet();
+}
+
+Ref make(void* data, void (*release)(void*) noexcept, DataType dtype, const int64_t* shape, int32_t ndim) {
+  auto* owned = new Owned{{{kMajor, 0}, nullptr, delete_owned, 0, {}}, release, {}};
+  owned->managed.context = owned;
+  owned->shape_and_strides.assign(shape, shape + ndim);
+  owned->shape_and_strides.resize(static_cast<size_t>(ndim) * 2);
+  int64_t* strides = owned->shape_and_strides.data() + ndim;
+  int64_t stride = 1;
+  for (int32_t i = ndim - 1; i >= 0; --i) {
+    strides[i] = stride;
+    stride *= shape[i] > 0 ? shape[i] : 1;
+  }
+  owned->managed.tensor = {data, {kCpu, 0}, ndim, dtype, owned->shape_and_strides.data(), strides, 0};
+  void* object = nullptr;
+  if (table->object_from_managed(&owned->managed, &object) != 0) {
+    delete_owned(&owned->managed);
+    throw ErrorSet();
+  }
+  return Ref::steal(static_cast<PyObject*>(object));
+}
+
+}  // namespace pymoe::bindings::dlpack

@@ -1,0 +1,61 @@
+// Tensors of torch, read and made through its table of C functions for DLPack, without a header of torch.
+//
+// The structs are those of DLPack 1.x (its specification is public; major version 1 promises their layout). The table
+// is an attribute of torch.Tensor from torch 2.11 on. Everything here needs the GIL.
+#pragma once
+
+#include "bindings/gil.h"
+
+#include <cstddef>
+#include <cstdint>
+
+namespace pymoe::bindings::dlpack {
+
+struct Device {
+  int32_t type;
+  int32_t index;
+  bool operator==(const Device&) const = default;
+};
+constexpr int32_t kCpu = 1, kCuda = 2;
+
+struct DataType {
+  uint8_t code;
+  uint8_t bits;
+  uint16_t lanes;
+  bool operator==(const DataType&) const = default;
+};
+constexpr uint8_t kComplex = 5;
+
+struct Tensor {
+  void* data;
+  Device device;
+  int32_t ndim;
+  DataType dtype;
+  int64_t* shape;    // of torch's own: alive as long as the tensor is, and is not resized
+  int64_t* strides;  // in elements
+  uint64_t byte_offset;
+
+  const void* begin() const { return static_cast<const char*>(data) + byte_offset; }
+  // Of one row: all dimensions but the first.
+  int64_t row_bytes() const;
+  bool contiguous() const;
+};
+
+// Finds the table. Throws ErrorSet with an ImportError if this torch has none that we understand.
+void load();
+
+// Reads a tensor that can be batched as it is: strided, contiguous, in memory. Returns an owned reference to it, or to
+// a contiguous copy where it was not. Throws ErrorSet with a TypeError that begins with `where` and names argument
+// `position` for anything else.
+Ref read(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t position);
+
+// The same for a tensor of our own making, of which nothing needs to be checked.
+void read_plain(PyObject* object, Tensor& tensor);
+
+// A tensor of torch over `data`, contiguous, in the CPU's memory. `release(data)` runs when torch lets go of it, on
+// whatever thread, with or without the GIL, or at once if this fails.
+Ref make(void* data, void (*release)(void*) noexcept, DataType dtype, const int64_t* shape, int32_t ndim);
+
+bool is_tensor(PyObject* object);
+
+}  // namespace pymoe::bindings::dlpack

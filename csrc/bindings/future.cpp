@@ -1,0 +1,310 @@
+#include "bindings/future.h"
+
+#include <array>
+#include <new>
+
+#include "bindings/batch.h"
+#include "bindings/deferred.h"
+#include "bindings/mailbox.h"
+#include "bindings/outcome.h"
+#include "bindings/process.h"
+#include "bindings/torch_calls.h"
+
+namespace pymoe::bindings {
+namespace {
+
+struct FutureObject {
+  PyObject_HEAD PyObject* weak_references;
+  std::shared_ptr<TensorRequest> request;
+  std::shared_ptr<Pool> pool;
+  int created;
+  bool may_help;
+};
+
+PyTypeObject* future_type = nullptr;
+PyObject* await_function = nullptr;
+
+FutureObject* self_of(PyObject* object) { return reinterpret_cast<FutureObject*>(object); }
+
+// The collector needs to know a future only once it can be part of a cycle: few ever are, and all cost.
+void track(PyObject* object) {
+  if (!PyObject_GC_IsTracked(object)) PyObject_GC_Track(object);
+}
+
+void wait_until_done(FutureObject* self, const char* where, std::optional<Clock::time_point> deadline) {
+  require_this_process(self->created, where, "TaskPool");
+  const Ref keep = Ref::borrow(reinterpret_cast<PyObject*>(self));
+  drop_deferred();
+  // Who has no time to lose does not help: a batch may take longer than that.
+  const bool helps = self->may_help && !deadline && thread_is_neutral();
+  const auto help = helps ? runtime::Help::kYes : runtime::Help::kNo;
+  try {
+    const auto ended = [&](Clock::time_point until) { return self->pool->wait(self->request, until, help); };
+    if (!wait_interruptibly(ended, deadline)) {
+      raise(PyExc_TimeoutError, "%s: the request is not done in time", where);
+    }
+  } catch (const runtime::Interrupted&) {
+    set_error(take_interrupt().get());
+    throw ErrorSet();
+  }
+}
+
+// The only argument of these methods, `timeout`.
+std::optional<double> timeout_of(const char* where, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+  const Py_ssize_t keywords = names != nullptr ? PyTuple_GET_SIZE(names) : 0;
+  if (count + keywords == 0) return std::nullopt;
+  if (count + keywords > 1 ||
+      (keywords == 1 && PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(names, 0), "timeout"))) {
+    raise(PyExc_TypeError, "%s takes timeout alone", where);
+  }
+  if (args[0] == Py_None) return std::nullopt;
+  const double seconds = PyFloat_AsDouble(args[0]);
+  if (seconds == -1.0 && PyErr_Occurred()) throw ErrorSet();
+  return seconds;
+}
+
+PyObject* result(PyObject* object, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+  return guarded([&] {
+    FutureObject* self = self_of(object);
+    const auto timeout = timeout_of("RequestFuture.result", args, count, names);
+    if (!self->request->done()) wait_until_done(self, "RequestFuture.result", deadline_after(timeout));
+    if (!self->request->error()) return Py_NewRef(self->request->outcome);
+    track(object);
+    const Ref error = exception_of(*self->request);
+    set_error(error.get());
+    throw ErrorSet();
+  });
+}
+
+PyObject* exception(PyObject* object, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+  return guarded([&] {
+    FutureObject* self = self_of(object);
+    const auto timeout = timeout_of("RequestFuture.exception", args, count, names);
+    if (!self->request->done()) wait_until_done(self, "RequestFuture.exception", deadline_after(timeout));
+    if (!self->request->error()) return Py_NewRef(Py_None);
+    track(object);
+    Ref error = exception_of(*self->request);
+    if (!was_cancelled(*self->request)) return error.release();
+    set_error(error.get());
+    throw ErrorSet();
+  });
+}
+
+PyObject* done(PyObject* object, PyObject*) { return PyBool_FromLong(self_of(object)->request->done()); }
+
+PyObject* running(PyObject* object, PyObject*) {
+  const TensorRequest& request = *self_of(object)->request;
+  return PyBool_FromLong(!request.pending() && !request.done());
+}
+
+PyObject* cancelled(PyObject* object, PyObject*) { return PyBool_FromLong(was_cancelled(*self_of(object)->request)); }
+
+PyObject* cancel(PyObject* object, PyObject*) {
+  return guarded([&] {
+    const FutureObject* self = self_of(object);
+    if (self->request->done()) return PyBool_FromLong(was_cancelled(*self->request));
+    require_this_process(self->created, "RequestFuture.cancel", "TaskPool");
+    const auto request = self->request;
+    const auto pool = self->pool;
+    bool taken;
+    {
+      const WithoutGil released;
+      taken = pool->cancel(request);
+    }
+    return PyBool_FromLong(taken || was_cancelled(*request));
+  });
+}
+
+// Something for the thread that completes, which may be called with the GIL or without.
+struct Callback {
+  GilObject function, future;
+
+  void operator()() {
+    const WithGil gil;
+    const Ref called = function.take(), argument = future.take();
+    if (!Ref::steal(PyObject_CallOneArg(called.get(), argument.get()))) {
+      log_error("a callback of a request's future raised");
+    }
+  }
+};
+
+PyObject* add_done_callback(PyObject* object, PyObject* function) {
+  return guarded([&] {
+    if (!PyCallable_Check(function)) {
+      raise(PyExc_TypeError, "RequestFuture.add_done_callback: a function is needed, got %s",
+            Py_TYPE(function)->tp_name);
+    }
+    track(object);
+    const auto request = self_of(object)->request;
+    auto callback =
+        std::make_shared<Callback>(Callback{GilObject(Ref::borrow(function)), GilObject(Ref::borrow(object))});
+    const WithoutGil released;
+    request->on_done([callback = std::move(callback)] { (*callback)(); });
+    return Py_NewRef(Py_None);
+  });
+}
+
+// _notify(mailbox, waiter): the mailbox gets the waiter once the request is done.
+PyObject* notify(PyObject* object, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    if (count != 2) raise(PyExc_TypeError, "RequestFuture._notify takes a mailbox and a waiter");
+    FutureObject* self = self_of(object);
+    require_this_process(self->created, "await", "TaskPool");
+    auto mailbox = mailbox_of(args[0]);
+    const auto request = self->request;
+    auto waiter = std::make_shared<GilObject>(Ref::borrow(args[1]));
+    const WithoutGil released;
+    request->on_done([mailbox = std::move(mailbox), waiter = std::move(waiter)] { mailbox->put(waiter->release()); });
+    return Py_NewRef(Py_None);
+  });
+}
+
+PyObject* await(PyObject* object) {
+  if (await_function == nullptr) {
+    PyErr_SetString(PyExc_RuntimeError, "import pymoe.runtime to await a future");
+    return nullptr;
+  }
+  return PyObject_CallOneArg(await_function, object);
+}
+
+int traverse(PyObject* object, visitproc visit, void* arg) {
+  const FutureObject* self = self_of(object);
+  Py_VISIT(Py_TYPE(object));
+  if (self->request && self->request->done()) {
+    Py_VISIT(self->request->outcome);
+    Py_VISIT(self->request->traceback);
+  }
+  return 0;
+}
+
+int clear(PyObject* object) {
+  const FutureObject* self = self_of(object);
+  if (self->request && self->request->done()) {
+    // What is left is a future whose outcome has gone: None, for who finds it in a finaliser.
+    PyObject* outcome = std::exchange(self->request->outcome, nullptr);
+    if (outcome != nullptr) self->request->outcome = Py_NewRef(Py_None);
+    Py_XDECREF(outcome);
+    Py_CLEAR(self->request->traceback);
+  }
+  return 0;
+}
+
+// Objects of the type that were freed, for the next ones.
+#ifdef Py_GIL_DISABLED
+constexpr size_t kMostFree = 0;
+#else
+constexpr size_t kMostFree = 256;
+#endif
+std::array<FutureObject*, kMostFree + 1> free_objects;
+size_t free_count = 0;
+
+void dealloc(PyObject* object) {
+  FutureObject* self = self_of(object);
+  if (PyObject_GC_IsTracked(object)) PyObject_GC_UnTrack(object);
+  if (self->weak_references != nullptr) PyObject_ClearWeakRefs(object);
+  {
+    const std::shared_ptr<TensorRequest> request = std::move(self->request);
+    const std::shared_ptr<Pool> pool = std::move(self->pool);
+    self->request.~shared_ptr();
+    self->pool.~shared_ptr();
+    if (request) {
+      request->dropped = true;
+      Py_CLEAR(request->outcome);
+      Py_CLEAR(request->traceback);
+      if (request->done()) request->drop_inputs();
+    }
+    // In the child of a fork nothing of the parent's is destroyed: its locks may be held for ever.
+    if (self->created != generation()) new std::pair(request, pool);
+  }
+  PyTypeObject* type = Py_TYPE(object);
+  if (free_count < kMostFree) {
+    free_objects[free_count++] = self;
+  } else {
+    PyObject_GC_Del(object);
+  }
+  Py_DECREF(type);
+}
+
+PyMethodDef methods[] = {
+    {"result", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(result)), METH_FASTCALL | METH_KEYWORDS,
+     "result(self: pymoe._runtime.RequestFuture, timeout: float | None = None) -> typing.Any\n\n"
+     "Wait for the request and return its result, or raise what its batch raised.\n\n"
+     "Without a timeout, a thread that waits may run the batch itself, if nobody does yet.\n\n"
+     "Args:\n"
+     "    timeout: seconds to wait at most; None waits as long as it takes.\n\n"
+     "Raises:\n"
+     "    TimeoutError: the request is not done in time, or had not started within its own timeout.\n"
+     "    concurrent.futures.CancelledError: it was cancelled, or its runtime or pool went before it had started.\n"
+     "    RuntimeError: the process is a fork, or a batch waits for its own expert."},
+    {"exception", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(exception)), METH_FASTCALL | METH_KEYWORDS,
+     "exception(self: pymoe._runtime.RequestFuture, timeout: float | None = None) -> BaseException | None\n\n"
+     "Wait for the request and return what its batch raised, or None.\n\n"
+     "Requests of one batch share the exception. Takes and raises what :meth:`result` does otherwise."},
+    {"done", done, METH_NOARGS,
+     "done(self: pymoe._runtime.RequestFuture) -> bool\n\nTrue once there is a result, an exception or a "
+     "cancellation."},
+    {"running", running, METH_NOARGS,
+     "running(self: pymoe._runtime.RequestFuture) -> bool\n\nTrue while its batch runs: it cannot be cancelled."},
+    {"cancelled", cancelled, METH_NOARGS,
+     "cancelled(self: pymoe._runtime.RequestFuture) -> bool\n\nTrue if it was cancelled before it had started."},
+    {"cancel", cancel, METH_NOARGS,
+     "cancel(self: pymoe._runtime.RequestFuture) -> bool\n\n"
+     "Take the request out of its queue; False if it has started or is done."},
+    {"add_done_callback", add_done_callback, METH_O,
+     "add_done_callback(self: pymoe._runtime.RequestFuture, function: "
+     "collections.abc.Callable[[pymoe._runtime.RequestFuture], object]) -> None\n\n"
+     "Call ``function(future)`` once the request is done, on the thread that completes it; at once if it is done.\n\n"
+     "What the function raises is logged by the logger ``pymoe.runtime``."},
+    {"_notify", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(notify)), METH_FASTCALL,
+     "_notify(self: pymoe._runtime.RequestFuture, mailbox: pymoe._runtime.Mailbox, waiter: typing.Any) -> None\n\n"
+     "Put ``waiter``, an asyncio future, into the mailbox once the request is done."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyMemberDef members[] = {{"__weaklistoffset__", T_PYSSIZET, offsetof(FutureObject, weak_references), READONLY, nullptr},
+                         {nullptr, 0, 0, 0, nullptr}};
+
+}  // namespace
+
+Ref make_future(std::shared_ptr<TensorRequest> request, std::shared_ptr<Pool> pool, bool may_help) {
+  FutureObject* self;
+  if (free_count > 0) {
+    self = free_objects[--free_count];
+    PyObject_Init(reinterpret_cast<PyObject*>(self), future_type);
+  } else {
+    self = PyObject_GC_New(FutureObject, future_type);
+    if (self == nullptr) throw ErrorSet();
+  }
+  self->weak_references = nullptr;
+  new (&self->request) std::shared_ptr<TensorRequest>(std::move(request));
+  new (&self->pool) std::shared_ptr<Pool>(std::move(pool));
+  self->created = generation();
+  self->may_help = may_help;
+  return Ref::steal(reinterpret_cast<PyObject*>(self));
+}
+
+PyObject* set_await(PyObject*, PyObject* function) {
+  Py_XSETREF(await_function, Py_NewRef(function));
+  Py_RETURN_NONE;
+}
+
+void add_future_type(PyObject* module) {
+  PyType_Slot slots[] = {
+      {Py_tp_doc, const_cast<char*>("The outcome of a request, to come. Made by :meth:`TaskPool.submit_task`.\n\n"
+                                    "Speaks the language of ``concurrent.futures.Future``, and can be awaited in any\n"
+                                    "event loop: cancelling the task that awaits cancels the request.")},
+      {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
+      {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+      {Py_tp_clear, reinterpret_cast<void*>(clear)},
+      {Py_tp_methods, methods},
+      {Py_tp_members, members},
+      {Py_am_await, reinterpret_cast<void*>(await)},
+      {0, nullptr}};
+  PyType_Spec spec = {"pymoe._runtime.RequestFuture", sizeof(FutureObject), 0,
+                      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+  Ref type = Ref::checked(PyType_FromSpec(&spec));
+  future_type = reinterpret_cast<PyTypeObject*>(type.get());
+  if (PyModule_AddObjectRef(module, "RequestFuture", type.get()) != 0) throw ErrorSet();
+  type.release();
+}
+
+}  // namespace pymoe::bindings

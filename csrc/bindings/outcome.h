@@ -1,0 +1,38 @@
+// What a request came to, said in Python's terms.
+#pragma once
+
+#include "bindings/gil.h"
+#include "bindings/request.h"
+
+#include <exception>
+
+namespace pymoe::bindings {
+
+// Of a request that is done: the exception object to raise, or null if it has a result.
+Ref exception_of(const TensorRequest& request);
+
+// True if it was cancelled before it had started.
+bool was_cancelled(const TensorRequest& request);
+
+// Sets the Python exception for a C++ one of the runtime, and throws ErrorSet.
+[[noreturn]] void raise_as_python(const std::exception_ptr& error);
+
+// Calls a method's body and turns what it throws into what CPython expects.
+template <typename Body>
+auto guarded(const Body& body, decltype(body()) failed = {}) noexcept -> decltype(body()) {
+  try {
+    return body();
+  } catch (const ErrorSet&) {
+  } catch (...) {
+    try {
+      raise_as_python(std::current_exception());
+    } catch (const ErrorSet&) {
+    }
+  }
+  return failed;
+}
+
+// Logs the exception that is set, on the logger pymoe.runtime, and clears it.
+void log_error(const char* message);
+
+}  // namespace pymoe::bindings

@@ -1,0 +1,101 @@
+// TensorRequest: a client's tensors on their way through a pool, and Signature: what the tensors of one batch have in
+// common.
+#pragma once
+
+#include "bindings/dlpack.h"
+#include "bindings/gil.h"
+#include "runtime/request.h"
+#include "runtime/sync.h"
+#include "runtime/task_pool.h"
+
+#include <array>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace pymoe::bindings {
+
+using runtime::SystemSync;
+using Pool = runtime::TaskPool<SystemSync>;
+using Batch = std::span<const runtime::Slice<SystemSync>>;
+
+// The error of a request whose batch raised; the exception itself is the request's `outcome`.
+class BatchRaised : public std::exception {
+ public:
+  const char* what() const noexcept override { return "the batch raised a Python exception"; }
+};
+
+struct Position {
+  dlpack::DataType dtype;
+  dlpack::Device device;
+  std::vector<int64_t> row_shape;
+  int64_t row_bytes;
+
+  bool matches(const dlpack::Tensor& tensor) const;
+};
+
+struct Signature {
+  uint64_t kind;
+  std::vector<Position> positions;
+};
+
+// One client's tensors. Everything Python is read and written under the GIL alone.
+class TensorRequest final : public runtime::Request<SystemSync> {
+ public:
+  struct Input {
+    PyObject* tensor;  // owned
+    const void* data;
+  };
+
+  // Takes over the inputs' references.
+  TensorRequest(std::shared_ptr<const Signature> signature, Input* inputs, int64_t tensor_rows,
+                std::optional<Time> deadline, Duration head_start);
+  // Any thread, perhaps under a lock.
+  ~TensorRequest() override;
+
+  const Input* inputs() const { return many_ ? many_.get() : few_.data(); }
+  int64_t positions() const { return static_cast<int64_t>(signature->positions.size()); }
+  void drop_inputs();
+  void set_outcome(Ref value, bool raised);
+
+  const std::shared_ptr<const Signature> signature;
+  // Rows of its tensors. A request without rows counts as one in its queue, or nothing would ever make it ready.
+  const int64_t tensor_rows;
+
+  PyObject* outcome = nullptr;    // its result, or the exception that its batch raised
+  PyObject* traceback = nullptr;  // that exception's, as the batch left it
+  PyObject* parts = nullptr;      // a list: results of the slices so far, of a request larger than a batch
+  bool raised = false;
+  bool dropped = false;  // nobody will ask for the outcome
+
+ private:
+  std::array<Input, 2> few_;
+  std::unique_ptr<Input[]> many_;  // when they are more than two
+};
+
+// The signatures that a pool has seen, and their numbers.
+class Signatures {
+ public:
+  // `schema`: what every request must look like, if given.
+  Signatures(std::string pool, std::optional<std::vector<Position>> schema)
+      : pool_(std::move(pool)), schema_(std::move(schema)) {}
+
+  // The signature of these tensors. Throws ErrorSet: ValueError or TypeError, when they do not fit the schema.
+  std::shared_ptr<const Signature> find(const dlpack::Tensor* tensors, size_t count);
+
+ private:
+  void check(const dlpack::Tensor* tensors, size_t count) const;
+
+  const std::string pool_;
+  const std::optional<std::vector<Position>> schema_;
+  std::mutex mutex_;  // guards the rest
+  std::shared_ptr<const Signature> last_;
+  std::vector<std::shared_ptr<const Signature>> known_;
+  uint64_t next_kind_ = 0;
+};
+
+// "(2, 3)"
+std::string shown_shape(const int64_t* shape, size_t dimensions, bool rows_first = false);
+
+}  // namespace pymoe::bindings

@@ -1,0 +1,200 @@
+#include "bindings/runtime.h"
+
+#include <algorithm>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "bindings/outcome.h"
+#include "bindings/process.h"
+#include "bindings/task_pool.h"
+#include "runtime/executor.h"
+
+namespace pymoe::bindings {
+namespace {
+
+using runtime::Stop;
+
+class StoppableExecutor final : public Stoppable {
+ public:
+  explicit StoppableExecutor(int workers) : executor(workers, with_thread_state) {}
+  void cancel() override { executor.request_stop(Stop::kCancel); }
+  bool stopped_by(Clock::time_point until) override { return executor.wait_stopped_until(until); }
+  bool on_worker() const override { return executor.on_worker(); }
+
+  runtime::Executor<SystemSync> executor;
+};
+
+struct State {
+  Ref pools;                                    // a tuple
+  std::shared_ptr<StoppableExecutor> executor;  // null while it does not run
+  int workers;
+  int created;
+};
+
+struct RuntimeObject {
+  PyObject_HEAD PyObject* weak_references;
+  State* state;  // null until _setup
+};
+
+State* state_of(PyObject* object, const char* where) {
+  State* state = reinterpret_cast<RuntimeObject*>(object)->state;
+  if (state == nullptr) raise(PyExc_RuntimeError, "Runtime: __init__ was not called");
+  require_this_process(state->created, where, "Runtime");
+  return state;
+}
+
+PyObject* setup(PyObject* object, PyObject* args, PyObject* keywords) {
+  return guarded([&]() -> PyObject* {
+    static const char* names[] = {"pools", "workers", nullptr};
+    PyObject* pools;
+    int workers;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "Oi:_setup", const_cast<char**>(names), &pools, &workers)) {
+      return nullptr;
+    }
+    if (workers < 1) raise(PyExc_ValueError, "Runtime: num_workers must be at least 1, got %d", workers);
+    auto* self = reinterpret_cast<RuntimeObject*>(object);
+    if (self->state != nullptr) raise(PyExc_RuntimeError, "Runtime: __init__ was called twice");
+    Ref tuple = Ref::checked(PySequence_Tuple(pools));
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple.get()); ++i) {
+      pool_of(PyTuple_GET_ITEM(tuple.get(), i), "Runtime: a pool");
+    }
+    self->state = new State{std::move(tuple), nullptr, workers, generation()};
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* start(PyObject* object, PyObject*) {
+  return guarded([&] {
+    State* self = state_of(object, "Runtime.start");
+    if (self->executor) return Py_NewRef(Py_None);
+    std::vector<std::shared_ptr<runtime::Strand<SystemSync>>> strands;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->pools.get()); ++i) {
+      const auto& strand = pool_of(PyTuple_GET_ITEM(self->pools.get(), i), "Runtime: a pool")->strand();
+      if (std::find(strands.begin(), strands.end(), strand) == strands.end()) strands.push_back(strand);
+    }
+    const int workers = self->workers;
+    std::shared_ptr<StoppableExecutor> executor;
+    bool all = true;
+    {
+      const WithoutGil released;
+      executor = std::make_shared<StoppableExecutor>(workers);
+      keep_until_stopped(executor);
+      try {
+        for (const auto& strand : strands) executor->executor.attach(strand);
+      } catch (const std::logic_error&) {
+        executor->executor.request_stop(Stop::kCancel);
+        all = false;
+      }
+    }
+    if (!all) {
+      wait_interruptibly([&](Clock::time_point until) { return executor->stopped_by(until); });
+      raise(PyExc_RuntimeError,
+            "Runtime.start: one of its pools is served by another Runtime, which was not shut down");
+    }
+    self->executor = std::move(executor);
+    return Py_NewRef(Py_None);
+  });
+}
+
+PyObject* shutdown(PyObject* object, PyObject* args, PyObject* keywords) {
+  return guarded([&]() -> PyObject* {
+    static const char* names[] = {"drain", nullptr};
+    int drain = 1;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "|p:shutdown", const_cast<char**>(names), &drain)) return nullptr;
+    State* self = state_of(object, "Runtime.shutdown");
+    const auto executor = self->executor;
+    if (!executor) return Py_NewRef(Py_None);
+    if (executor->on_worker()) {
+      raise(PyExc_RuntimeError, "Runtime.shutdown: a worker cannot wait for the end of its own runtime");
+    }
+    {
+      const WithoutGil released;
+      executor->executor.request_stop(drain ? Stop::kDrain : Stop::kCancel);
+    }
+    wait_interruptibly([&](Clock::time_point until) { return executor->stopped_by(until); });
+    if (self->executor == executor) self->executor.reset();
+    return Py_NewRef(Py_None);
+  });
+}
+
+PyObject* running(PyObject* object, PyObject*) {
+  const State* state = reinterpret_cast<RuntimeObject*>(object)->state;
+  return PyBool_FromLong(state != nullptr && state->executor != nullptr);
+}
+
+int traverse(PyObject* object, visitproc visit, void* arg) {
+  const State* state = reinterpret_cast<RuntimeObject*>(object)->state;
+  Py_VISIT(Py_TYPE(object));
+  if (state != nullptr) Py_VISIT(state->pools.get());
+  return 0;
+}
+
+// Dropped without a shutdown. May run on any thread, a worker of its own included, so it does not wait: the process
+// keeps the executor until it has stopped.
+int clear(PyObject* object) {
+  State* state = reinterpret_cast<RuntimeObject*>(object)->state;
+  if (state == nullptr || state->created != generation()) return 0;  // a parent's locks may be held for ever
+  if (const auto executor = std::exchange(state->executor, nullptr)) {
+    const WithoutGil released;
+    executor->cancel();
+  }
+  state->pools = Ref();
+  return 0;
+}
+
+void dealloc(PyObject* object) {
+  auto* self = reinterpret_cast<RuntimeObject*>(object);
+  PyTypeObject* type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
+  if (self->weak_references != nullptr) PyObject_ClearWeakRefs(object);
+  PyObject *error_type, *error, *trace;
+  PyErr_Fetch(&error_type, &error, &trace);
+  clear(object);
+  if (self->state != nullptr && self->state->created == generation()) delete self->state;
+  PyErr_Restore(error_type, error, trace);
+  type->tp_free(object);
+  Py_DECREF(type);
+}
+
+PyMethodDef methods[] = {
+    {"_setup", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(setup)), METH_VARARGS | METH_KEYWORDS,
+     "_setup(self: pymoe._runtime.Runtime, pools: collections.abc.Sequence[pymoe._runtime.TaskPool], workers: int) "
+     "-> None\n\nOnce, from the constructor."},
+    {"_running", running, METH_NOARGS,
+     "_running(self: pymoe._runtime.Runtime) -> bool\n\nTrue from start to the end of shutdown."},
+    {"start", start, METH_NOARGS,
+     "start(self: pymoe._runtime.Runtime) -> None\n\n"
+     "Start the workers; nothing if they run already.\n\n"
+     "Raises:\n"
+     "    RuntimeError: a pool is served by another Runtime, or the process is a fork."},
+    {"shutdown", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(shutdown)), METH_VARARGS | METH_KEYWORDS,
+     "shutdown(self: pymoe._runtime.Runtime, drain: bool = True) -> None\n\n"
+     "Refuse further requests, and wait until every one is done and the workers have ended. May be called again.\n\n"
+     "Args:\n"
+     "    drain: run what is queued; otherwise requests that have not started are cancelled.\n\n"
+     "Raises:\n"
+     "    RuntimeError: called from a batch of this runtime, or in a fork."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyMemberDef members[] = {
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(RuntimeObject, weak_references), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+
+}  // namespace
+
+void add_runtime_type(PyObject* module) {
+  PyType_Slot slots[] = {{Py_tp_doc, const_cast<char*>("The native half of pymoe.runtime.Runtime.")},
+                         {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
+                         {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+                         {Py_tp_clear, reinterpret_cast<void*>(clear)},
+                         {Py_tp_methods, methods},
+                         {Py_tp_members, members},
+                         {0, nullptr}};
+  PyType_Spec spec = {"pymoe._runtime.Runtime", sizeof(RuntimeObject), 0,
+                      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, slots};
+  const Ref type = Ref::checked(PyType_FromSpec(&spec));
+  if (PyModule_AddObjectRef(module, "Runtime", type.get()) != 0) throw ErrorSet();
+}
+
+}  // namespace pymoe::bindings

@@ -1,0 +1,43 @@
+// Functions of torch that the bindings call, looked up once. Under the GIL.
+#pragma once
+
+#include "bindings/gil.h"
+
+namespace pymoe::bindings {
+
+struct TorchCalls {
+  PyObject* cat;
+  PyObject* empty;
+  PyObject* unsafe_split_with_sizes;
+  PyObject* gather_batch;  // pymoe's operator; null where the operators are not loaded
+  PyObject* is_grad_enabled;
+  PyObject* set_grad_enabled;
+  PyObject* is_inference;
+  PyObject* any_autocast;
+  PyObject* function_modes;
+  PyObject* dispatch_modes;
+  PyObject* record;         // torch._C._profiler._RecordFunctionFast
+  PyObject* requires_grad;  // names, interned
+  PyObject* shape;
+};
+
+// Throws ErrorSet with an ImportError where torch is not as we know it.
+const TorchCalls& torch_calls();
+
+// True where a batch may run on this thread as it would on a worker: no inference mode, no autocast, no mode that
+// watches functions. The grad mode may be any: GradMode sets it.
+bool thread_is_neutral();
+
+// Sets the grad mode while it lives.
+class GradMode {
+ public:
+  explicit GradMode(bool enabled);
+  ~GradMode();
+  GradMode(const GradMode&) = delete;
+  GradMode& operator=(const GradMode&) = delete;
+
+ private:
+  bool before_, changed_;
+};
+
+}  // namespace pymoe::bindings

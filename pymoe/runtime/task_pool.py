@@ -1,0 +1,123 @@
+"""TaskPool: many clients' requests, a few rows each, through one function in batches."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pymoe import _runtime
+from pymoe._runtime import QueueFull
+from pymoe.runtime.batch_tensor_proto import BatchTensorProto
+from pymoe.runtime.future import Future
+
+__all__ = ["QueueFull", "TaskPool"]
+
+DEFAULT_CAPACITY = 65536
+
+
+class TaskPool(_runtime.TaskPool):
+    """A bounded queue of requests in front of a function that works on batches.
+
+    Any number of threads and coroutines call :meth:`submit_task`; a :class:`Runtime` takes what is queued, oldest
+    first, puts the rows of as many requests together as fit, calls ``process_func`` once, and gives every request its
+    own rows of the result. Requests of different dtypes, devices or row shapes never share a batch.
+
+    Args:
+        process_func: called with one tensor per position, the rows of all requests one after the other in dimension
+            0; the tensors are its own. Returns a tensor, or a tuple, list, dict or nested structure of tensors with
+            as many rows; a request's result has the same structure and views of its own rows. Leaves that are not
+            tensors are handed to every request as they are. It runs with gradients enabled, on a worker of the runtime
+            or on a thread that waits for a result; what it raises, every request of the batch raises.
+        name: shown in statistics, errors and profiles (``pymoe::NAME batch``).
+        min_batch_size: rows to wait for, as long as ``timeout`` allows.
+        max_batch_size: most rows of a batch. A larger request is run in several, and its result put together.
+        timeout: seconds that a request waits for ``min_batch_size`` rows at most; None waits as long as it takes.
+        capacity: most requests in the queue; None means 65536.
+        linger: upper bound in seconds on the wait for a fuller batch, which adapts to the clients: a lonely one never
+            waits. 0 turns it off.
+        priority: head start in seconds over the requests of other pools.
+        isolate: run a batch that raised again in halves, so that a bad request fails alone. Only for functions that
+            leave everything as it was when they raise.
+        on_full: ``"wait"`` blocks until there is room, ``"raise"`` raises :class:`QueueFull`.
+        schema: what the tensors of every request must look like, one prototype per position.
+        pin_memory: gather tensors of the host in page-locked memory, for a function that copies them to a GPU.
+        exclusive_with: a pool whose batches must never overlap with this one's.
+
+    Raises:
+        ValueError: sizes, times or ``on_full`` that make no sense.
+        TypeError: ``process_func`` cannot be called.
+    """
+
+    def __init__(
+        self,
+        process_func: Callable[..., Any],
+        *,
+        name: str,
+        min_batch_size: int = 1,
+        max_batch_size: int = 4096,
+        timeout: float | None = None,
+        capacity: int | None = None,
+        linger: float = 0.005,
+        priority: float = 0.0,
+        isolate: bool = False,
+        on_full: Literal["wait", "raise"] = "wait",
+        schema: Sequence[BatchTensorProto] | None = None,
+        pin_memory: bool = False,
+        exclusive_with: _runtime.TaskPool | None = None,
+    ) -> None:
+        if on_full not in ("wait", "raise"):
+            raise ValueError(f"TaskPool: on_full must be 'wait' or 'raise', got {on_full!r}")
+        self._setup(
+            process_func,
+            name=name,
+            min_batch_size=min_batch_size,
+            max_batch_size=max_batch_size,
+            timeout=timeout,
+            capacity=DEFAULT_CAPACITY if capacity is None else capacity,
+            linger=linger,
+            priority=priority,
+            isolate=isolate,
+            raise_when_full=on_full == "raise",
+            schema=None if schema is None else [torch.empty((0, *one.size), dtype=one.dtype) for one in schema],
+            pin_memory=pin_memory,
+            exclusive_with=exclusive_with,
+        )
+        self.name = name
+        self.process_func = process_func
+        self.min_batch_size = min_batch_size
+        self.max_batch_size = max_batch_size
+
+    def __call__(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> Any:
+        """Submit and wait for the result; takes and raises what :meth:`submit_task` and :meth:`Future.result` do."""
+        return self.submit_task(*tensors, timeout=timeout, priority=priority).result()
+
+    async def submit_async(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> Any:
+        """Submit and await the result, without blocking the event loop while the queue is full.
+
+        Takes and raises what :meth:`submit_task` and :meth:`Future.result` do. Cancelling the task that awaits cancels
+        the request.
+        """
+        submit = functools.partial(self.submit_task, *tensors, timeout=timeout, priority=priority)
+        if not self._full():
+            return await submit()
+        waiting = asyncio.get_running_loop().run_in_executor(None, submit)
+        try:
+            future: Future = await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            waiting.add_done_callback(cancel_request)
+            raise
+        return await future
+
+    def __repr__(self) -> str:
+        return f"TaskPool({self.name!r}, min_batch_size={self.min_batch_size}, max_batch_size={self.max_batch_size})"
+
+
+def cancel_request(waiting: asyncio.Future[Future]) -> None:
+    """Cancel the request that was submitted after all, when nobody was there any more."""
+    if not waiting.cancelled() and waiting.exception() is None:
+        waiting.result().cancel()
