@@ -97,7 +97,8 @@ class Monitor:
         if self._thread is None or self.path is None or os.getpid() != self._process:
             return
         self._wake.close()
-        self._thread.join()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
         self.path.unlink(missing_ok=True)
         self._thread = self.path = None
 

@@ -6,7 +6,6 @@ A :class:`Observers` starts and ends with its runtime, and never holds on to it.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -35,6 +34,7 @@ class Observers:
         pools = list(pools)
         if stats_interval is not None and not stats_interval > 0:
             raise ValueError(f"stats_interval must be a positive number of seconds, got {stats_interval}")
+        self._must_listen = monitor is not None
         wanted = monitor_from_environment() if monitor is None else monitor
         self._log = StatsLog(pools, stats_interval) if stats_interval is not None else None
         self._monitor = Monitor(pools, None if wanted is True else Path(wanted)) if wanted else None
@@ -45,9 +45,18 @@ class Observers:
         return self._monitor.path if self._monitor else None
 
     def start(self) -> None:
-        """Starts what was asked for."""
+        """Starts what was asked for.
+
+        Raises:
+            OSError: the monitor cannot listen. One that only the environment asks for is left out then, with a warning.
+        """
         if self._monitor:
-            self._monitor.start()
+            try:
+                self._monitor.start()
+            except OSError as error:
+                if self._must_listen:
+                    raise
+                logger.warning("PYMOE_MONITOR: %s", error)
         if self._log:
             self._log.start()
 
@@ -64,27 +73,35 @@ class StatsLog:
 
     def __init__(self, pools: list[Pool], interval: float) -> None:
         self._pools, self._interval = pools, interval
-        self._end = threading.Event()
+        self._end: threading.Event | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Starts the thread."""
         if self._thread:
             return
+        self._end = threading.Event()
         reader = StatsReader(self._pools, recent=True)
-        self._thread = threading.Thread(target=self._run, args=(reader, os.getpid()), name="pymoe-stats", daemon=True)
+        self._thread = threading.Thread(
+            target=write_lines, args=(reader, self._interval, self._end), name="pymoe-stats", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:
         """Writes the last lines and ends the thread."""
+        if self._thread is None or self._end is None:
+            return
         self._end.set()
-        if self._thread and self._thread is not threading.current_thread():
+        if self._thread is not threading.current_thread():  # the last reference to a runtime may go anywhere
             self._thread.join()
+        self._thread = None
 
-    def _run(self, reader: StatsReader, process: int) -> None:
-        ended = False
-        while not ended:
-            ended = self._end.wait(self._interval)
-            for one in reader.read().values():
-                if is_busy(one):
-                    logger.info("%s", line(one))
+
+def write_lines(reader: StatsReader, interval: float, end: threading.Event) -> None:
+    """Lines at an interval, and last ones at the end."""
+    ended = False
+    while not ended:
+        ended = end.wait(interval)
+        for one in reader.read().values():
+            if is_busy(one):
+                logger.info("%s", line(one))

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import threading
+import weakref
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from pymoe import _runtime
+from pymoe.runtime.observe import Observers
 from pymoe.runtime.statistics import PoolStats, StatsReader
 from pymoe.runtime.task_pool import TaskPool
 
 __all__ = ["Runtime", "TesseractRuntime"]
-
-log = logging.getLogger("pymoe.runtime")
 
 
 class Runtime(_runtime.Runtime):
@@ -33,10 +32,14 @@ class Runtime(_runtime.Runtime):
     Args:
         backends_or_pools: pools, or anything with ``get_pools()``, or a dictionary of these by name.
         num_workers: threads that run batches; None takes one for each pool or backend, up to the number of CPUs.
-        stats_interval: seconds between lines of statistics in the log ``pymoe.runtime``; None writes none.
+        stats_interval: seconds between lines of statistics in the log ``pymoe.runtime``, one for each pool that had
+            anything to do; None writes none.
+        monitor: whether ``python -m pymoe.runtime.top`` in another terminal may look at the pools: True, or a folder
+            for the socket (see :mod:`pymoe.runtime.monitor`); None does what the environment variable
+            ``PYMOE_MONITOR`` says, and without it nothing.
 
     Raises:
-        ValueError: no pool, or fewer than one worker.
+        ValueError: no pool, fewer than one worker, or a stats_interval that is no positive number.
         TypeError: something that is neither a pool nor has any.
     """
 
@@ -46,6 +49,7 @@ class Runtime(_runtime.Runtime):
         *,
         num_workers: int | None = None,
         stats_interval: float | None = None,
+        monitor: bool | str | Path | None = None,
     ) -> None:
         given = backends_or_pools.values() if isinstance(backends_or_pools, Mapping) else backends_or_pools
         members = list(given)
@@ -57,14 +61,13 @@ class Runtime(_runtime.Runtime):
             pools += [pool for pool in found if pool not in pools]
         if num_workers is None:
             num_workers = max(1, min(len(members), os.cpu_count() or 1))
-        if stats_interval is not None and not stats_interval > 0:
-            raise ValueError(f"Runtime: stats_interval must be positive, got {stats_interval}")
+        observers = Observers(pools, stats_interval=stats_interval, monitor=monitor)
         self._setup(pools, num_workers)
         self.num_workers = num_workers
         self.pools = tuple(pools)
-        self.stats_interval = stats_interval
         self._reader = StatsReader(self.pools)
-        self._reporter: Reporter | None = None
+        self._observers = observers
+        weakref.finalize(self, observers.stop)
 
     @property
     def running(self) -> bool:
@@ -76,10 +79,14 @@ class Runtime(_runtime.Runtime):
 
         Raises:
             RuntimeError: a pool is served by another Runtime, or the process is a fork.
+            OSError: the ``monitor`` that was asked for cannot listen.
         """
         super().start()
-        if self.stats_interval is not None and self._reporter is None:
-            self._reporter = Reporter(self.pools, self.stats_interval)
+        try:
+            self._observers.start()
+        except OSError:
+            self.shutdown(drain=False)
+            raise
 
     def shutdown(self, drain: bool = True) -> None:
         """Refuse further requests, and wait until every one is done and the workers have ended. May be called again.
@@ -91,9 +98,7 @@ class Runtime(_runtime.Runtime):
             RuntimeError: called from a batch of this runtime, or in a fork.
         """
         super().shutdown(drain)
-        if self._reporter is not None:
-            self._reporter.stop()
-            self._reporter = None
+        self._observers.stop()
 
     def stats(self) -> dict[str, PoolStats]:
         """Every pool's numbers by its name; rates are those since the previous call, or since the runtime was made."""
@@ -120,33 +125,3 @@ def pools_of(backend: Any) -> list[TaskPool]:
         if not isinstance(pool, TaskPool):
             raise TypeError(f"Runtime: pools and backends with get_pools() can be served, got {type(backend).__name__}")
     return pools
-
-
-class Reporter:
-    """Writes a line for each pool that had something to do, at an interval, until it is stopped."""
-
-    def __init__(self, pools: Iterable[TaskPool], interval: float) -> None:
-        self._reader = StatsReader(pools, recent=True)
-        self._interval = interval
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pymoe.runtime statistics", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stopped.wait(self._interval):
-            for name, stats in self._reader.read().items():
-                if stats.batches:
-                    log.info(
-                        "%s: %.0f requests/s, %.0f rows/s, %.1f rows a batch, wait %.2f ms, process %.2f ms, %d queued",
-                        name,
-                        stats.requests_per_second,
-                        stats.rows_per_second,
-                        stats.mean_batch_size,
-                        stats.wait.mean * 1e3,
-                        stats.process.mean * 1e3,
-                        stats.queued,
-                    )

@@ -94,6 +94,16 @@ def test_nothing_is_started_that_was_not_asked_for(monkeypatch):
     observers.stop()
 
 
+def test_observers_can_be_started_again(lines):
+    pool = counted.CountedPool("p")
+    observers = Observers([pool], stats_interval=NEVER, monitor=False)
+    for requests in (3, 5):
+        observers.start()
+        pool.batch(requests, requests, wait=0.001, process=0.002)
+        observers.stop()
+    assert [f"{requests} rows a batch" in one for requests, one in zip((3, 5), lines.lines, strict=True)] == [True] * 2
+
+
 def test_observers_that_were_never_started_can_be_stopped():
     Observers([counted.CountedPool("p")], stats_interval=1.0, monitor=False).stop()
 
