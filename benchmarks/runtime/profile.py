@@ -55,9 +55,11 @@ def under_load(cell: Cell, server: BackendServer, seconds: float) -> list[dict[s
     asked, expected = prepared(cell)
     effort = Effort(0.1, seconds)
     marks: list[dict[int, Usage]] = []
+    whose: dict[int, str] = {}
 
     def cpu() -> float:  # called where the window opens and where it closes
         marks.append(threads_usage())
+        whose.update(roles(cell.kind))
         return time.process_time()
 
     server.runtime.stats()
@@ -85,7 +87,7 @@ def under_load(cell: Cell, server: BackendServer, seconds: float) -> list[dict[s
             own = [
                 after - marks[0].get(thread, Usage())
                 for thread, after in marks[1].items()
-                if role(thread, after.name) == who
+                if whose.get(thread, "workers") == who
             ]
             if own:
                 rows += [
@@ -109,11 +111,11 @@ def under_load(cell: Cell, server: BackendServer, seconds: float) -> list[dict[s
 class Usage:
     """What the system counted for one thread."""
 
-    def __init__(self, name: str = "", cpu: float = 0.0, waited: float = 0.0, slept: int = 0) -> None:
-        self.name, self.cpu, self.waited, self.slept = name, cpu, waited, slept
+    def __init__(self, cpu: float = 0.0, waited: float = 0.0, slept: int = 0) -> None:
+        self.cpu, self.waited, self.slept = cpu, waited, slept
 
     def __sub__(self, other: Usage) -> Usage:
-        return Usage(self.name, self.cpu - other.cpu, self.waited - other.waited, self.slept - other.slept)
+        return Usage(self.cpu - other.cpu, self.waited - other.waited, self.slept - other.slept)
 
 
 def threads_usage() -> dict[int, Usage]:
@@ -126,15 +128,14 @@ def threads_usage() -> dict[int, Usage]:
         except OSError:
             continue  # it has just ended
         slept = next(line.split()[1] for line in status.splitlines() if line.startswith("voluntary"))
-        found[int(folder.name)] = Usage((folder / "comm").read_text().strip(), cpu / 1e9, waited / 1e9, int(slept))
+        found[int(folder.name)] = Usage(cpu / 1e9, waited / 1e9, int(slept))
     return found
 
 
-def role(thread: int, name: str) -> str:
-    """Whose thread it is: Python knows its own threads, the workers are native ones."""
-    if thread == os.getpid():
-        return "main thread"
-    return "clients" if thread in {one.native_id for one in threading.enumerate()} else "workers"
+def roles(kind: str) -> dict[int, str]:
+    """Whose threads they are, by number; those not named here are native ones, the workers."""
+    clients = {one.native_id: "clients" for one in threading.enumerate() if one.name.startswith("client-")}
+    return clients | {os.getpid(): "clients" if kind == "asyncio" else "main thread"}
 
 
 def alone(cell: Cell, mean_rows: float) -> list[dict[str, Any]]:
