@@ -2,6 +2,17 @@
 
 from pymoe import nn, ops, reference, runtime
 from pymoe._native import build_info
-from pymoe.runtime import BatchTensorProto
+from pymoe.runtime import BatchTensorProto, ExpertBackend, Runtime, TaskPool, TesseractRuntime
 
-__all__ = ["BatchTensorProto", "build_info", "nn", "ops", "reference", "runtime"]
+__all__ = [
+    "BatchTensorProto",
+    "ExpertBackend",
+    "Runtime",
+    "TaskPool",
+    "TesseractRuntime",
+    "build_info",
+    "nn",
+    "ops",
+    "reference",
+    "runtime",
+]

@@ -1,0 +1,60 @@
+"""One backward pass over the outputs of an expert, for gradients of its inputs and its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pymoe.runtime.batch_tensor_proto import has_gradient
+
+
+def as_leaf(tensor: Tensor) -> Tensor:
+    """The same values outside of any graph, collecting a gradient if their dtype has any."""
+    if tensor.is_inference():  # made by a client in inference mode: autograd cannot keep it
+        tensor = tensor.clone()
+    leaf = tensor.detach()
+    return leaf.requires_grad_() if has_gradient(leaf.dtype) else leaf
+
+
+def differentiate(
+    outputs: Sequence[Tensor], grad_outputs: Sequence[Tensor], leaves: Sequence[Tensor], trains: bool
+) -> tuple[Tensor, ...]:
+    """Gradients for the leaves; with ``trains`` those of parameters go to their ``.grad``."""
+    roots, grads = [], []
+    for output, grad in zip(outputs, grad_outputs, strict=True):
+        if output.requires_grad:
+            roots.append(output)
+            grads.append(grad if grad.dtype == output.dtype else grad.to(output.dtype))
+    found: Sequence[Tensor | None] = [None] * len(leaves)
+    if roots and trains:
+        torch.autograd.backward(roots, grads)
+        found = [leaf.grad for leaf in leaves]
+    elif roots:
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        computed = iter(torch.autograd.grad(roots, wanted, grads, allow_unused=True) if wanted else ())
+        found = [next(computed) if leaf.requires_grad else None for leaf in leaves]
+    return tuple(
+        torch.zeros_like(leaf, requires_grad=False) if gradient is None else gradient
+        for leaf, gradient in zip(leaves, found, strict=True)
+    )
+
+
+def clear_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Leave no gradient at the parameters."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
+_autograd_is_warm = False
+
+
+def warm_up_autograd() -> None:
+    """The first backward pass of a process with given gradients imports for 0.3 s: not while a request waits."""
+    global _autograd_is_warm
+    if not _autograd_is_warm:
+        with torch.inference_mode(False), torch.enable_grad():
+            root = torch.ones(1, requires_grad=True, device="cpu") * 2
+            torch.autograd.backward(root, torch.ones(1, device="cpu"))
+        _autograd_is_warm = True

@@ -1,0 +1,129 @@
+"""From the gradients of a batch to those of an update: finite, accumulated, reduced, clipped."""
+
+from __future__ import annotations
+
+import cmath
+import logging
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+REDUCTIONS = ("sum", "mean")
+NONFINITE = ("raise", "skip", "step")
+
+logger = logging.getLogger("pymoe.runtime")
+
+
+class NonFiniteGradientError(FloatingPointError):
+    """A parameter's gradient holds NaN or infinity. Nothing was updated."""
+
+
+class GradientRule:
+    """What is made of the gradients in ``.grad`` after the backward pass of a batch, before an optimizer sees them.
+
+    Args:
+        reduction: ``"sum"`` over all rows of all requests, as clients' gradients say; or ``"mean"``, divided by rows.
+        accumulate_steps: batches whose gradients make one update.
+        clip_grad_norm: the longest 2-norm of all gradients together, after the reduction; longer ones are scaled down.
+        nonfinite: what NaN or infinity in a gradient of a batch does: ``"raise"`` :class:`NonFiniteGradientError`,
+            ``"skip"`` the batch with a warning in the log, or ``"step"`` as if nothing were.
+
+    Attributes:
+        updates: how many updates were made; whoever makes them counts.
+        skipped: how many were left out.
+    """
+
+    def __init__(self, reduction: str, accumulate_steps: int, clip_grad_norm: float | None, nonfinite: str) -> None:
+        _check_choice("gradient_reduction", reduction, REDUCTIONS)
+        _check_choice("nonfinite_gradients", nonfinite, NONFINITE)
+        if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
+            raise ValueError(f"accumulate_steps must be an integer of at least 1, got {accumulate_steps!r}")
+        if clip_grad_norm is not None and not (0 < clip_grad_norm < math.inf):
+            raise ValueError(f"clip_grad_norm must be a positive number or None, got {clip_grad_norm!r}")
+        self.reduction = reduction
+        self.accumulate_steps = accumulate_steps
+        self.clip_grad_norm = clip_grad_norm
+        self.nonfinite = nonfinite
+        self.updates = 0
+        self.skipped = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what was accumulated."""
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._rows = 0
+        self._batches = 0
+
+    def prepare(self, parameters: Sequence[nn.Parameter], rows: int) -> bool:
+        """Whether an update is due; then ``.grad`` of the parameters is what it is to be made with.
+
+        Gradients are replaced and never changed in place, since autograd may have made them views of what clients
+        sent. Raises without having accumulated anything.
+        """
+        graded = [parameter for parameter in parameters if parameter.grad is not None]
+        grads = [parameter.grad for parameter in graded if parameter.grad is not None]
+        if self.nonfinite != "step" and not all_finite(grads):
+            return self._refuse("the gradient of a parameter")
+        if self.accumulate_steps > 1:
+            sums = self._sums | {
+                parameter: self._sums[parameter] + grad if parameter in self._sums else grad
+                for parameter, grad in zip(graded, grads, strict=True)
+            }
+            self._sums, self._rows, self._batches = sums, self._rows + rows, self._batches + 1
+            if self._batches < self.accumulate_steps:
+                return False
+            graded, grads, rows = list(sums), list(sums.values()), self._rows
+            self.forget()
+        elif self.reduction == "sum" and self.clip_grad_norm is None:
+            return True
+        scale: float | Tensor = 1 / rows if self.reduction == "mean" else 1.0
+        if self.clip_grad_norm is not None and grads:
+            norm = nn.utils.get_total_norm(grads) * scale
+            if self.nonfinite != "step" and not norm.isfinite():
+                return self._refuse("the norm of all gradients")
+            scale = scale * (self.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        for parameter, grad in zip(graded, grads, strict=True):
+            parameter.grad = _scaled(grad, scale)
+        return True
+
+    def _refuse(self, what: str) -> bool:
+        if self.nonfinite == "raise":
+            raise NonFiniteGradientError(
+                f"{what} is not finite: the batch made no update (nonfinite_gradients='raise'; 'skip' leaves out such "
+                f"updates without an error)"
+            )
+        self.skipped += 1
+        logger.warning("%s is not finite: the batch made no update (%d so far)", what, self.skipped)
+        return False
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether no element of any of the tensors is NaN or infinite.
+
+    Sums tell, for a tenth of the time: a sum with NaN or infinity in it is never finite. One without may overflow too,
+    so only then every element is looked at.
+    """
+    sums = [tensor.detach().sum() for tensor in tensors]
+    if any(total.device.type != "cpu" for total in sums):  # one wait for the device instead of one a tensor
+        device = next(total.device for total in sums if total.device.type != "cpu")
+        sums = [torch.stack([total.abs().to(device, torch.float64) for total in sums]).sum()]
+    if all(cmath.isfinite(total.item()) for total in sums):
+        return True
+    return all(bool(_values(tensor).isfinite().all()) for tensor in tensors)
+
+
+def _values(tensor: Tensor) -> Tensor:
+    return tensor.coalesce().values() if tensor.is_sparse else tensor
+
+
+def _scaled(grad: Tensor, scale: float | Tensor) -> Tensor:
+    if isinstance(scale, Tensor):
+        return grad * scale.to(grad.device, grad.dtype.to_real() if grad.is_complex() else grad.dtype)
+    return grad if scale == 1.0 else grad * scale
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

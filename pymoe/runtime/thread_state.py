@@ -1,0 +1,94 @@
+"""A batch must not depend on the thread that happens to run it.
+
+A client that waits may run the batch of its request itself, and with it requests of other clients. What that client
+has switched on in its own thread is nobody else's business: inference mode, autocast, gradients on or off, a default
+device, hooks on saved tensors, a function or dispatch mode. :func:`in_plain_state` runs a function without these.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+# torch's own context managers are built on these. They are asked before every batch, where a manager costs 2 us.
+_is_grad_enabled = torch.is_grad_enabled
+_set_grad_enabled = torch._C._set_grad_enabled
+_is_inference_mode = torch.is_inference_mode_enabled
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack  # type: ignore[attr-defined]
+_count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
+_saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+
+
+def in_plain_state(grad: bool, function: Callable[..., Result], *args: Any) -> Result:
+    """``function(*args)`` with gradients on or off and nothing else of what a thread can switch on in torch."""
+    if _count_function_modes() or _count_dispatch_modes() or _saved_tensor_hooks(True) is not None:
+        return _on_a_new_thread(_with_grad, grad, function, *args)
+    if _is_any_autocast_enabled():
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            for device_type in _autocast_devices():
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+            return _with_grad(grad, function, *args)
+    if _is_inference_mode():
+        with torch.inference_mode(False):
+            return _with_grad(grad, function, *args)
+    return _with_grad(grad, function, *args)
+
+
+def _with_grad(grad: bool, function: Callable[..., Result], *args: Any) -> Result:
+    before = _is_grad_enabled()
+    _set_grad_enabled(grad)
+    try:
+        return function(*args)
+    finally:
+        _set_grad_enabled(before)
+
+
+def _autocast_devices() -> list[str]:
+    """The types of device with autocast on in this thread, of those that a machine can have."""
+    accelerator = torch.accelerator.current_accelerator()
+    types = {"cpu", "cuda", *([accelerator.type] if accelerator is not None else [])}
+    return [type_ for type_ in sorted(types) if torch.is_autocast_enabled(type_)]
+
+
+def _on_a_new_thread(function: Callable[..., Result], *args: Any) -> Result:
+    """``function(*args)`` on a thread in the state in which threads begin: there is no public way out of such modes.
+
+    An interrupt (Ctrl-C) does not leave the function behind half done: it is raised when the function has ended.
+    """
+    results: list[Result] = []
+    errors: list[BaseException] = []
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            results.append(function(*args))
+        except BaseException as error:  # raised again below
+            errors.append(error)
+        finally:
+            ended.set()
+
+    interrupt: BaseException | None = None
+    try:
+        threading.Thread(target=run, name="pymoe batch in a plain state").start()
+    except RuntimeError:  # no thread could be started
+        raise
+    except BaseException as error:
+        interrupt = error
+    while not ended.is_set():
+        try:
+            ended.wait()
+        except BaseException as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+    if errors:
+        raise errors[0]
+    return results[0]
