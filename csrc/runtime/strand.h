@@ -55,6 +55,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
       draining_ = posted_ = false;
       armed_ = armed_deadline_ = kNever;
       for (TaskPool<Sync>* pool : pools_) pool->closed_ = false;
+      if (watching_ > 0) changed_.notify_all();
       made = plan(Sync::now());
     }
     carry_out(made);
@@ -102,14 +103,13 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     while (!request.done()) {
       refuse_on_runner();
       if (may_help && help(lock)) continue;
-      if (!may_help || !workers_ || !workers_->on_worker()) {
+      // Before attach this may be a worker that it is about to be attached to, and the only one.
+      if (!may_help || (workers_ && !workers_->on_worker())) {
         lock.unlock();
         request.wait_until(until);
         return;
       }
-      ++watching_;
-      changed_.wait_until(lock, std::min(until, ready_at()));
-      --watching_;
+      watch(lock, until);
       if (Sync::now() >= until) return;
     }
   }
@@ -236,18 +236,23 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     typename Queue::Requests expired;
     const typename Queue::Slices batch = queue->take(start, expired);
     pool->taken(batch, expired, start);
-    running_ = !batch.empty();
-    runner_ = Sync::this_thread();
+    const bool runs = !batch.empty();  // or all had expired: then others may run batches meanwhile
+    if (runs) {
+      running_ = true;
+      runner_ = Sync::this_thread();
+    }
     lock.unlock();
 
     pool->finish_expired(expired);
     std::vector<Outcome> outcomes(batch.size());
-    if (!batch.empty()) execute(*pool, batch, outcomes);
+    if (runs) execute(*pool, batch, outcomes);
     const Time end = Sync::now();
 
     lock.lock();
-    running_ = false;
-    runner_ = {};
+    if (runs) {
+      running_ = false;
+      runner_ = {};
+    }
     const auto ended = pool->settle(*queue, batch, outcomes, start, end);
     const Plan made = plan(end);
     lock.unlock();
@@ -259,6 +264,13 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     }
     lock.lock();
     return true;
+  }
+
+  // Waits until there may be a batch to help with, a request has ended or a queue has room.
+  void watch(std::unique_lock<typename Sync::Mutex>& lock, Time until) {
+    ++watching_;
+    changed_.wait_until(lock, workers_ ? std::min(until, ready_at()) : until);
+    --watching_;
   }
 
   // --- without the lock ---
@@ -319,7 +331,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
   Time armed_ = kNever;               // the earliest time for which one is
   Time armed_deadline_ = kNever;      // and for a deadline
   int64_t unfinished_ = 0;            // requests submitted and not done
-  int watching_ = 0;                  // workers that wait in wait()
+  int watching_ = 0;                  // threads in watch()
   typename Sync::Condition changed_;  // for these, and for whoever waits for the end
 };
 

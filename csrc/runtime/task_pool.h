@@ -81,11 +81,13 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
         if (closed_) throw StoppedError("TaskPool '" + name_ + "': submit after it was closed");
         if (Sync::now() >= until) return false;
         strand_->refuse_on_runner();
-        if (help == Help::kYes && strand_->help(lock)) continue;
+        if (help == Help::kYes) {
+          if (!strand_->help(lock)) strand_->watch(lock, until);
+          continue;
+        }
         ++waiting_for_room_;
-        const bool woken = room_.wait_until(lock, until);
+        room_.wait_until(lock, until);
         --waiting_for_room_;
-        if (!woken && !closed_ && queued_ >= options_.capacity) continue;  // the loop's own check says it is late
       }
       const Time now = Sync::now();
       RequestQueue<Sync>& queue = queue_of(request->kind);
@@ -137,6 +139,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     const std::lock_guard lock(strand_->mutex_);
     closed_ = true;
     room_.notify_all();
+    strand_->changed_.notify_all();
   }
   void reopen() {
     const std::lock_guard lock(strand_->mutex_);
@@ -220,7 +223,9 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     queued_ -= requests;
     statistics_.queued.add(-requests);
     statistics_.queued_rows.add(-rows);
-    if (waiting_for_room_ > 0 && requests > 0) room_.notify_all();
+    if (requests <= 0) return;
+    if (waiting_for_room_ > 0) room_.notify_all();
+    if (strand_->watching_ > 0) strand_->changed_.notify_all();
   }
 
   // A batch was taken from a queue, at `now`.
