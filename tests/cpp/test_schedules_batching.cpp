@@ -1,0 +1,118 @@
+// The batching core under seeded schedules, with clients of every shape.
+#include "batching_scenario.h"
+
+using namespace pymoe::runtime;
+using namespace pymoe::simulation;
+
+namespace {
+
+// How clients treat their requests.
+struct Shape {
+  bool wait = false, forget = false, cancel = false, deadlines = false;
+};
+
+void use(TestPool& pool, const Shape& shape) {
+  const auto request = pool.make_request(shape.deadlines);
+  const Help help = random_below(2) == 0 ? Help::kYes : Help::kNo;
+  const uint64_t patience = random_below(4);
+  const Time until = patience == 0   ? Sync::now()
+                     : patience == 1 ? Sync::now() + std::chrono::milliseconds(random_below(3))
+                                     : Time::max();
+  if (!pool.submit(request, until, help)) return;
+  const bool ways[] = {shape.wait, shape.forget, shape.cancel};
+  uint64_t way = random_below(3);
+  while (!ways[way]) way = (way + 1) % 3;
+  if (way == 0) expect(pool.pool->wait(request, Time::max(), help), "a wait without a limit has come back early");
+  if (way == 2) {
+    const bool ended = pool.pool->wait(request, Sync::now() + std::chrono::milliseconds(random_below(3)), help);
+    expect(ended == request->done() || request->done(), "a wait says that a request has ended, and it has not");
+    if (pool.pool->cancel(request)) request->cancelled = true;
+  }
+}
+
+enum class End { kWhenDone, kDrain, kCancel };
+
+// Two experts, one with two pools, and clients; `nested`: batches of the first expert ask the second.
+void serve(bool stalls, const Shape& shape, bool nested, End end) {
+  Expert first, second;
+  TestPool* pools[] = {&first.add(random_options(), stalls), &first.add(random_options(), stalls),
+                       &second.add(random_options(), stalls)};
+  if (nested) {
+    for (TestPool* pool : {pools[0], pools[1]}) {
+      pool->inside = [&inner = *pools[2]] {
+        if (random_below(2) == 0) return;
+        const auto request = inner.make_request(false);
+        if (!inner.submit(request, Time::max(), Help::kYes)) throw StoppedError("the other expert has gone");
+        inner.pool->wait(request, Time::max(), Help::kYes);
+      };
+    }
+  }
+  {
+    Executor<Sync> executor(1 + static_cast<int>(random_below(3)));
+    const bool late = random_below(4) == 0;
+    executor.attach(first.strand);
+    if (!late) executor.attach(second.strand);
+    std::vector<Sync::Thread> clients;
+    for (uint64_t client = 1 + random_below(4); client > 0; --client) {
+      clients.emplace_back([&pools, &shape] {
+        for (uint64_t i = 1 + random_below(4); i > 0; --i) {
+          use(*pools[random_below(3)], shape);
+          if (random_below(4) == 0) Sync::sleep_for(std::chrono::milliseconds(random_below(3)));
+        }
+      });
+    }
+    if (late) executor.attach(second.strand);
+    if (end != End::kWhenDone) {
+      Sync::sleep_for(std::chrono::milliseconds(random_below(6)));
+      executor.request_stop(end == End::kDrain ? Stop::kDrain : Stop::kCancel);
+    }
+    for (auto& client : clients) client.join();
+    if (random_below(2) == 0) executor.request_stop(Stop::kDrain);
+    if (end == End::kWhenDone) executor.request_stop(Stop::kDrain);
+    while (!executor.wait_stopped_until(Sync::now() + 1ms)) {
+    }
+    for (const TestPool* pool : pools) pool->check_end();
+    if (end != End::kCancel) {
+      for (const TestPool* pool : pools) {
+        for (size_t i = 0; i < pool->count; ++i) {
+          const TestRequest& request = *pool->requests[i];
+          if (request.refused || request.cancelled || !request.error()) continue;
+          try {
+            std::rethrow_exception(request.error());
+          } catch (const Cancelled&) {
+            fail("a request was cancelled by a drain");
+          } catch (...) {
+          }
+        }
+      }
+    }
+  }
+}
+
+End random_end() { return static_cast<End>(random_below(3)); }
+
+}  // namespace
+
+TEST_CASE("schedules of batches: clients that wait") {
+  run_schedules(20'000, [](bool stalls) { serve(stalls, {.wait = true}, false, End::kWhenDone); });
+}
+
+TEST_CASE("schedules of batches: clients that fire and forget") {
+  run_schedules(20'000, [](bool stalls) { serve(stalls, {.forget = true}, false, End::kWhenDone); });
+}
+
+TEST_CASE("schedules of batches: clients that cancel, and requests with deadlines") {
+  run_schedules(20'000, [](bool stalls) {
+    serve(stalls, {.wait = true, .cancel = true, .deadlines = true}, false, random_end());
+  });
+}
+
+TEST_CASE("schedules of batches: batches that ask another expert") {
+  run_schedules(20'000, [](bool stalls) { serve(stalls, {.wait = true}, true, random_end()); });
+}
+
+TEST_CASE("schedules of batches: everything at once") {
+  run_schedules(20'000, [](bool stalls) {
+    serve(stalls, {.wait = true, .forget = true, .cancel = true, .deadlines = true}, true, random_end());
+  });
+}
