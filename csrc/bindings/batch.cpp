@@ -145,6 +145,13 @@ void hand_out(Batch batch, std::vector<Ref> results) {
   }
 }
 
+// Whether requests may run once more after this exception: unless it says itself, in an attribute, that they may not.
+bool forgives(PyObject* error) {
+  const Ref says = Ref::steal(PyObject_GetAttrString(error, "pymoe_may_retry"));
+  PyErr_Clear();
+  return says.get() != Py_False;
+}
+
 }  // namespace
 
 Ref take_interrupt() { return Ref::steal(std::exchange(interrupt, nullptr)); }
@@ -197,7 +204,17 @@ void PyBatchFunction::run(Batch batch) {
       throw runtime::Interrupted();
     }
     for (const Slice& slice : batch) request_of(slice).set_outcome(Ref::borrow(error.get()), true);
-    throw BatchRaised();
+    throw BatchRaised(forgives(error.get()));
+  }
+}
+
+bool PyBatchFunction::may_retry(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const BatchRaised& raised) {
+    return raised.may_retry;
+  } catch (...) {
+    return true;
   }
 }
 

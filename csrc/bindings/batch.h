@@ -5,6 +5,7 @@
 #include "bindings/gil.h"
 #include "bindings/request.h"
 
+#include <exception>
 #include <string>
 
 namespace pymoe::bindings {
@@ -16,6 +17,7 @@ class PyBatchFunction final : public runtime::BatchFunction<SystemSync> {
   ~PyBatchFunction() override;
 
   void run(Batch batch) override;
+  bool may_retry(const std::exception_ptr& error) override;
 
   // For Python's garbage collector; under the GIL.
   PyObject* function() const { return function_; }

@@ -23,6 +23,9 @@ using Batch = std::span<const runtime::Slice<SystemSync>>;
 // The error of a request whose batch raised; the exception itself is the request's `outcome`.
 class BatchRaised : public std::exception {
  public:
+  explicit BatchRaised(bool may_retry) : may_retry(may_retry) {}
+
+  const bool may_retry;
   const char* what() const noexcept override { return "the batch raised a Python exception"; }
 };
 

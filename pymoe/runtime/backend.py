@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -15,13 +15,14 @@ from torch.optim import Optimizer
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 from pymoe.runtime.differentiate import as_leaf, clear_gradients, differentiate, warm_up_autograd
 from pymoe.runtime.gradients import GradientRule
+from pymoe.runtime.interrupts import uninterrupted
 from pymoe.runtime.placement import Placement
 from pymoe.runtime.schema import infer_outputs_schema, keep_buffers, tensor_protos, to_schema
 from pymoe.runtime.signature import Signature
 from pymoe.runtime.task_pool import TaskPool
 from pymoe.runtime.thread_state import in_plain_state
 
-_NOTHING_CHANGED = "_pymoe_nothing_changed"  # set on exceptions of the backward pass, see may_retry
+_MAY_RETRY = "pymoe_may_retry"  # set on exceptions of the backward pass; pools that isolate look at it too
 
 
 class ExpertBackend(nn.Module):
@@ -205,7 +206,8 @@ class ExpertBackend(nn.Module):
         self._signature.check_count("backward", inputs, signature.num_inputs + signature.num_output_tensors)
         if not inputs[0].shape[0]:
             return tuple(torch.zeros_like(tensor) for tensor in inputs[: signature.num_inputs])
-        return in_plain_state(True, self._backward, inputs)
+        with uninterrupted():
+            return in_plain_state(True, self._backward, inputs)
 
     def apply_gradients(self) -> None:
         """Update the expert: one step of the optimizer, then one of the scheduler. Meant to be overridden.
@@ -220,7 +222,7 @@ class ExpertBackend(nn.Module):
 
     def may_retry(self, exception: BaseException) -> bool:
         """Whether a backward pass that raised ``exception`` changed nothing, so that its requests may run once more."""
-        return isinstance(exception, Exception) and getattr(exception, _NOTHING_CHANGED, False) is True
+        return isinstance(exception, Exception) and getattr(exception, _MAY_RETRY, False) is True
 
     def _forward(self, inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
         with self._lock:
@@ -263,7 +265,7 @@ class ExpertBackend(nn.Module):
                     self._rule.updates += 1
             return gradients
         except BaseException as error:
-            _mark(error, nothing_changed=not changing)
+            _mark(error, may_retry=not changing)
             raise
         finally:
             clear_gradients(parameters)
@@ -356,8 +358,6 @@ def _anywhere(protos: tuple[BatchTensorProto, ...]) -> tuple[BatchTensorProto, .
     return tuple(proto.replace(device=None) for proto in protos)
 
 
-def _mark(error: BaseException, *, nothing_changed: bool) -> None:
-    try:
-        setattr(error, _NOTHING_CHANGED, nothing_changed)
-    except AttributeError:  # an exception that takes no attributes; unmarked, it is not retried
-        return
+def _mark(error: BaseException, *, may_retry: bool) -> None:
+    with suppress(AttributeError):  # an exception that takes no attributes
+        setattr(error, _MAY_RETRY, may_retry)

@@ -42,7 +42,8 @@ class TaskPool(_runtime.TaskPool):
             waits. 0 turns it off.
         priority: head start in seconds over the requests of other pools.
         isolate: run a batch that raised again in halves, so that a bad request fails alone. Only for functions that
-            leave everything as it was when they raise.
+            leave everything as it was when they raise; an exception after which nothing may run again says so with an
+            attribute ``pymoe_may_retry = False``.
         on_full: ``"wait"`` blocks until there is room, ``"raise"`` raises :class:`QueueFull`.
         schema: what the tensors of every request must look like, one prototype per position.
         pin_memory: gather tensors of the host in page-locked memory, for a function that copies them to a GPU.
