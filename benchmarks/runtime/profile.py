@@ -26,6 +26,7 @@ from benchmarks.runtime.scenario import Cell, Expert, call, prepared
 TASKS = Path("/proc/self/task")
 SECONDS = 1.0
 REPEATS = 7
+HAND_OVER = "part: from one thread to another"
 
 
 def add(result: dict[str, Any], cells: list[Cell], chosen: bool) -> None:
@@ -42,8 +43,15 @@ def profile(cell: Cell, seconds: float = SECONDS) -> dict[str, Any]:
         rows = under_load(cell, server, seconds)
     finally:
         server.close()
-    mean = next((row["value"] for row in rows if row["what"] == "mean batch, rows"), float(cell.rows))
-    return {"heading": f"Where the time goes: {cell}", "rows": rows + alone(cell, mean)}
+    found = {one["what"]: one["value"] for one in rows}
+    rows += alone(cell, found["mean batch, rows"])
+    parts = {one["what"]: one["value"] for one in rows if one["what"].startswith("part: ")}
+    hand_over = parts.pop(HAND_OVER)
+    sleeps = sum(value for what, value in found.items() if what.endswith("fell asleep"))
+    sum_of_parts = sum(parts.values()) + hand_over * sleeps
+    note = f"with a hand-over for each of {sleeps:.2f} sleeps; the rest is waiting for the GIL or a core"
+    rows.append(row("sum of the parts", sum_of_parts, "us per request", note))
+    return {"heading": f"Where the time goes: {cell}", "rows": rows}
 
 
 def row(what: str, value: float, unit: str, note: str) -> dict[str, Any]:
@@ -152,7 +160,7 @@ def alone(cell: Cell, mean_rows: float) -> list[dict[str, Any]]:
         row("part: submit_task", submit * 1e6, "us per request", note),
         row("part: result() of a finished request", take * 1e6, "us per request", note),
         row("part: the expert's function", function * 1e6, "us per request", f"{note}, {requests} requests a batch"),
-        row("part: from one thread to another", hand_over * 1e6, "us each", "two Python threads and two locks"),
+        row(HAND_OVER, hand_over * 1e6, "us each", "two Python threads and two locks"),
     ]
 
 
