@@ -149,6 +149,15 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     std::exception_ptr error;
   };
 
+  // What there is to run: a batch, or only requests that have expired.
+  struct Taken {
+    std::shared_ptr<Pool> pool;
+    Queue* queue;
+    Time start;
+    typename Queue::Slices batch;
+    typename Queue::Requests expired;
+  };
+
   struct Deadlines : Job {
     explicit Deadlines(std::weak_ptr<Strand> strand) : strand(std::move(strand)) {}
     void run() noexcept override {
@@ -230,38 +239,18 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     const Time start = Sync::now();
     const auto [chosen, queue] = choose(start);
     if (!queue) return false;
-    const std::shared_ptr<Pool> pool = chosen->weak_from_this().lock();
+    std::shared_ptr<Pool> pool = chosen->weak_from_this().lock();
     if (!pool) return false;  // its destructor waits for the lock
 
-    typename Queue::Requests expired;
-    const typename Queue::Slices batch = queue->take(start, expired);
-    pool->taken(batch, expired, start);
-    const bool runs = !batch.empty();  // or all had expired: then others may run batches meanwhile
-    if (runs) {
+    Taken taken{std::move(pool), queue, start, {}, {}};
+    taken.batch = queue->take(start, taken.expired);
+    taken.pool->taken(taken.batch, taken.expired, start);
+    if (!taken.batch.empty()) {  // otherwise all had expired, and others may run batches meanwhile
       running_ = true;
       runner_ = Sync::this_thread();
     }
     lock.unlock();
-
-    pool->finish_expired(expired);
-    std::vector<Outcome> outcomes(batch.size());
-    if (runs) execute(*pool, batch, outcomes);
-    const Time end = Sync::now();
-
-    lock.lock();
-    if (runs) {
-      running_ = false;
-      runner_ = {};
-    }
-    const auto ended = pool->settle(*queue, batch, outcomes, start, end);
-    const Plan made = plan(end);
-    lock.unlock();
-    carry_out(made);
-    for (const auto& [request, error] : ended) request->complete(error);
-    finished(static_cast<int64_t>(ended.size()));
-    for (const Outcome& outcome : outcomes) {
-      if (outcome.put_back) throw Interrupted();
-    }
+    run_taken(std::move(taken));
     lock.lock();
     return true;
   }
@@ -281,6 +270,32 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     if (made.at != kNever) made.workers->post_at(made.at, this->shared_from_this());
     if (made.deadline != kNever) {
       made.timer->post_at(made.deadline, std::make_shared<Deadlines>(this->weak_from_this()));
+    }
+  }
+
+  // Throws Interrupted if the batch was. What it is given is gone when it returns: the last reference to a pool or a
+  // request must not be dropped under the lock.
+  void run_taken(Taken taken) {
+    const auto& [pool, queue, start, batch, expired] = taken;
+    const bool runs = !batch.empty();
+    pool->finish_expired(expired);
+    std::vector<Outcome> outcomes(batch.size());
+    if (runs) execute(*pool, batch, outcomes);
+    const Time end = Sync::now();
+
+    std::unique_lock lock(mutex_);
+    if (runs) {
+      running_ = false;
+      runner_ = {};
+    }
+    const auto ended = pool->settle(*queue, batch, outcomes, start, end);
+    const Plan made = plan(end);
+    lock.unlock();
+    carry_out(made);
+    for (const auto& [request, error] : ended) request->complete(error);
+    finished(static_cast<int64_t>(ended.size()));
+    for (const Outcome& outcome : outcomes) {
+      if (outcome.put_back) throw Interrupted();
     }
   }
 

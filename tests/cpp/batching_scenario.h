@@ -91,6 +91,17 @@ struct Expert {
   }
 };
 
+// What `helps` returns in the end: a batch with which it helped may be interrupted, and the client tries again.
+template <typename Helps>
+auto uninterrupted(const Helps& helps) {
+  for (;;) {
+    try {
+      return helps();
+    } catch (const runtime::Interrupted&) {
+    }
+  }
+}
+
 inline runtime::BatchingOptions<Sync> random_options() {
   runtime::BatchingOptions<Sync> options;
   options.max_batch_size = 2 + static_cast<int64_t>(random_below(6));
@@ -147,14 +158,17 @@ inline void TestPool::run(std::span<const Slice> batch) {
   check_limits(batch);
   check_turns(batch);
   Sync::preempt();
-  if (interruptions > 0 && random_below(8) == 0) {
-    --interruptions;
+  const auto interrupt = [&batch] {
     for (const Slice& slice : batch) {
       auto& request = static_cast<TestRequest&>(*slice.request);
       request.put_back = true;
       if (slice.begin == 0) request.begun = false;
     }
     throw runtime::Interrupted{};
+  };
+  if (interruptions > 0 && random_below(8) == 0) {
+    --interruptions;
+    interrupt();
   }
   for (const Slice& slice : batch) static_cast<TestRequest&>(*slice.request).begun = true;
   if (random_below(2) == 0) Sync::sleep_for(std::chrono::milliseconds(random_below(3)));
@@ -163,6 +177,8 @@ inline void TestPool::run(std::span<const Slice> batch) {
   };
   try {
     if (inside) inside();
+  } catch (const runtime::Interrupted&) {  // it helped the other expert with a batch that was interrupted
+    interrupt();
   } catch (...) {
     mark();
     throw;
@@ -198,7 +214,7 @@ inline std::shared_ptr<TestRequest> TestPool::make_request(bool with_deadlines) 
 inline bool TestPool::submit(const std::shared_ptr<TestRequest>& request, Time until, Help help) {
   bool taken = false;
   try {
-    taken = pool->submit(request, until, help);
+    taken = uninterrupted([&] { return pool->submit(request, until, help); });
   } catch (const runtime::StoppedError&) {
   }
   (taken ? request->submitted : request->refused) = true;

@@ -22,9 +22,12 @@ void use(TestPool& pool, const Shape& shape) {
   const bool ways[] = {shape.wait, shape.forget, shape.cancel};
   uint64_t way = random_below(3);
   while (!ways[way]) way = (way + 1) % 3;
-  if (way == 0) expect(pool.pool->wait(request, Time::max(), help), "a wait without a limit has come back early");
+  const auto wait_until = [&](Time time) {
+    return uninterrupted([&] { return pool.pool->wait(request, time, help); });
+  };
+  if (way == 0) expect(wait_until(Time::max()), "a wait without a limit has come back early");
   if (way == 2) {
-    const bool ended = pool.pool->wait(request, Sync::now() + std::chrono::milliseconds(random_below(3)), help);
+    const bool ended = wait_until(Sync::now() + std::chrono::milliseconds(random_below(3)));
     expect(ended == request->done() || request->done(), "a wait says that a request has ended, and it has not");
     if (pool.pool->cancel(request)) request->cancelled = true;
   }
