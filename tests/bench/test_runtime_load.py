@@ -14,16 +14,17 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import runtime_load  # noqa: E402
-from benchmarks.runtime import clients, hivemind_peer, report, systems, targets  # noqa: E402
+from benchmarks.runtime import clients, hivemind_peer, profile, report, systems, targets  # noqa: E402
 from benchmarks.runtime.batcher import Batcher, BatcherServer  # noqa: E402
 from benchmarks.runtime.bounds import Direct  # noqa: E402
 from benchmarks.runtime.clients import Effort, Log, Window  # noqa: E402
+from benchmarks.runtime.ours import BackendServer, PoolServer  # noqa: E402
 from benchmarks.runtime.scenario import Cell, Expert, all_cells, call, is_right, prepared, requests  # noqa: E402
 from benchmarks.runtime.serving import InProcess, check  # noqa: E402
 
 SHORT = Effort(0.0, 0.0, cycles=2, limit=30.0)
 NO_HIVEMIND = Path("/no/such/python")
-IN_PROCESS = (systems.BATCHER, systems.DIRECT, systems.READY)
+IN_PROCESS = (systems.PYMOE, systems.POOL, systems.BATCHER, systems.DIRECT, systems.READY)
 
 
 def run(monkeypatch, folder, *options):
@@ -60,8 +61,7 @@ def test_a_tiny_run_finds_everyone_right(monkeypatch, tmp_path, direction, kind)
         assert one["starved"] == 0
         assert one["rate"]["median"] > 0
         assert 0 < one["p50"]["median"] <= one["p99"]["median"]
-    mine = record["systems"][systems.BATCHER]
-    assert set(mine["over"]) == {systems.DIRECT, systems.READY}
+    assert set(record["systems"][systems.PYMOE]["over"]) == set(IN_PROCESS) - {systems.PYMOE}
     text = (tmp_path / "runtime_load.md").read_text()
     assert f"| small | {direction} | 1 | 8 {kind} |" in text
     assert (tmp_path / "runtime_load.png").stat().st_size > 1000
@@ -155,8 +155,20 @@ def test_a_broken_system_is_found_by_the_check(spoil):
     assert check(lambda expert: Broken(expert, spoil)) != ""
 
 
-def test_the_check_finds_nothing_wrong_with_the_batcher():
-    assert check(BatcherServer) == ""
+@pytest.mark.parametrize("server", [BatcherServer, BackendServer, PoolServer])
+def test_the_check_finds_nothing_wrong_with_who_is_measured(server):
+    assert check(server) == ""
+
+
+def test_a_pymoe_that_cannot_be_measured_fails_the_run(monkeypatch, tmp_path):
+    def fails(expert):
+        raise RuntimeError("no workers")
+
+    monkeypatch.setattr(systems, "BackendServer", fails)
+    cell = ("--cells", "small forward 1 row 1 thread", "--rounds", "1")
+    status, result = run(monkeypatch, tmp_path, "--systems", "pymoe,direct", *cell)
+    assert status == 1
+    assert result["systems"]["pymoe"]["absent"] == "RuntimeError: no workers"
 
 
 def test_a_system_that_never_answers_is_found_by_the_check():
@@ -319,6 +331,29 @@ def test_a_batcher_never_makes_a_batch_beyond_its_limit():
     batcher.close()
     assert max(sizes) <= 4
     assert sum(sizes) == 10
+
+
+@pytest.mark.parametrize("kind", ["threads", "asyncio"])
+def test_a_profile_says_where_the_time_goes(kind):
+    cell = Cell("small", "backward", 2, 4, kind)
+    rows = {row["what"]: row["value"] for row in profile.profile(cell, seconds=0.1)["rows"]}
+    assert 2 <= rows["mean batch, rows"] <= 8
+    assert rows["wall time"] > 0
+    parts = [value for what, value in rows.items() if what.startswith("part: ")]
+    assert len(parts) == 4
+    assert all(value > 0 for value in parts)
+    assert rows["sum of the parts"] > rows["part: the expert's function"]
+    assert rows["clients: on a core"] > 0
+
+
+def test_a_profile_is_made_of_cells_below_a_target_or_of_those_that_were_chosen(monkeypatch):
+    monkeypatch.setattr(profile, "profile", lambda cell: str(cell))
+    cells = [targets.MANY, targets.MANY_BACKWARD]
+    result = {"targets": [{"cell": str(targets.MANY), "met": False}, {"cell": str(targets.MANY_BACKWARD), "met": True}]}
+    profile.add(result, cells, chosen=False)
+    assert result["profiles"] == [str(targets.MANY)]
+    profile.add(result, cells, chosen=True)
+    assert result["profiles"] == [str(cell) for cell in cells]
 
 
 # --- hivemind's process ---
