@@ -138,11 +138,12 @@ class RequestQueue {
   // kNever if no request in the queue has one.
   Time next_deadline() const { return deadlines_.empty() ? kNever : deadlines_.begin()->first; }
 
-  // Takes out every request that has not begun.
-  void clear(Requests& cleared) {
+  // Takes out every request that has not begun; with `begun_too` also those of which a batch had a part, and whose rest
+  // will not run.
+  void clear(Requests& cleared, bool begun_too = false) {
     for (auto place = queue_.begin(); place != queue_.end();) {
       const RequestPointer request = (place++)->second;
-      if (!request->claim()) continue;  // begun: its batch ends first
+      if (!request->claim() && !begun_too) continue;
       drop(*request);
       cleared.push_back(request);
     }

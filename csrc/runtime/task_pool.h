@@ -60,7 +60,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     {
       const std::lock_guard lock(strand_->mutex_);
       strand_->remove(this);
-      clear(left);
+      clear(left, true);  // no batch runs: it would hold the pool
     }
     cancel_all(left, "the request was cancelled: its pool has gone before it had started");
   }
@@ -288,9 +288,9 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     left_queue(-requests, -rows);
   }
 
-  void clear(Requests& cleared) {
+  void clear(Requests& cleared, bool begun_too = false) {
     int64_t rows = 0;
-    for (auto& [kind, queue] : queues_) queue->clear(cleared);
+    for (auto& [kind, queue] : queues_) queue->clear(cleared, begun_too);
     for (const auto& request : cleared) rows += request->rows;
     left_queue(static_cast<int64_t>(cleared.size()), rows);
   }

@@ -30,6 +30,8 @@ struct PlantedError : std::runtime_error {
 
 struct TestRequest : runtime::Request<Sync> {
   using Request::Request;
+  // What clients put into a request may take any lock when it goes.
+  ~TestRequest() override { expect(locks_held() == 0, "a request is destroyed under a lock"); }
 
   bool bad = false;                    // the batch function throws when it meets this request
   std::atomic<bool> submitted{false};  // submit has returned
@@ -155,6 +157,7 @@ inline void TestPool::run(std::span<const Slice> batch) {
     ~Leave() { --batches; }
     std::atomic<int>& batches;
   } const leave{expert.batches};
+  expect(locks_held() == 0, "a batch runs under a lock");
   check_limits(batch);
   check_turns(batch);
   Sync::preempt();
@@ -201,6 +204,7 @@ inline std::shared_ptr<TestRequest> TestPool::make_request(bool with_deadlines) 
   auto request = std::make_shared<TestRequest>(rows, random_below(2), deadline, head_start);
   request->bad = random_below(8) == 0;
   request->on_done([&request = *request] {
+    expect(locks_held() == 0, "a callback runs under a lock");
     ++request.ends;
     request.done_at = Sync::now().time_since_epoch().count();
   });

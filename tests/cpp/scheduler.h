@@ -31,6 +31,7 @@ struct SimulatedThread {
   std::function<void()>* body = nullptr;
   State state = State::kReady;
   bool entered = false;
+  int locks = 0;  // that it holds
   Kind blocked_by = Kind::kStart;
   const void* on = nullptr;  // the mutex, condition or thread that it is blocked by
   int on_number = 0;

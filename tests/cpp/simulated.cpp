@@ -25,6 +25,7 @@ void acquire(Simulation& s, const SimulatedSync::Mutex* mutex, int number, Simul
   if (owner == s.current) end_failed(s, "a thread locks mutex " + std::to_string(number) + ", which it holds");
   while (owner != 0) block(s, Kind::kLock, mutex, number, kNever);
   owner = s.current;
+  ++thread_of(s, s.current).locks;
   emulator::happens_after(&owner);
 }
 
@@ -32,6 +33,7 @@ void release(Simulation& s, const SimulatedSync::Mutex* mutex, int number, Simul
   if (owner != s.current)
     end_failed(s, "a thread unlocks mutex " + std::to_string(number) + ", which it does not hold");
   emulator::happens_before(&owner);
+  --thread_of(s, s.current).locks;
   owner = 0;
   wake_all(s, mutex);
 }
@@ -43,6 +45,8 @@ void fail(const std::string& what) { end_failed(here(), what); }
 void note(uint64_t value) { add_to_hash(here(), value); }
 
 uint64_t random_below(uint64_t bound) { return draw_below(here(), bound); }
+
+int locks_held() { return thread_of(here(), here().current).locks; }
 
 void name_thread(const std::string& name) {
   const Unwatched unwatched;

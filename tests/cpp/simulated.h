@@ -64,6 +64,8 @@ inline void expect(bool fine, const char* what) {
 void note(uint64_t value);
 // A number in 0 .. bound - 1 that the seed decides.
 uint64_t random_below(uint64_t bound);
+// How many mutexes the calling thread holds.
+int locks_held();
 // What reports call the calling thread.
 void name_thread(const std::string& name);
 

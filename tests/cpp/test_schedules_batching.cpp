@@ -119,3 +119,85 @@ TEST_CASE("schedules of batches: everything at once") {
     serve(stalls, {.wait = true, .forget = true, .cancel = true, .deadlines = true}, true, random_end());
   });
 }
+
+TEST_CASE("schedules of batches: pools and experts that go in the middle") {
+  run_schedules(20'000, [](bool) {
+    struct Counting final : BatchFunction<Sync> {
+      explicit Counting(std::atomic<int>& ran) : ran(ran) {}
+      void run(std::span<const Slice<Sync>> batch) override {
+        if (random_below(2) == 0) Sync::sleep_for(1ms);
+        for (const auto& slice : batch) ran += static_cast<int>(slice.last());
+      }
+      std::atomic<int>& ran;
+    };
+    std::atomic<int> ran{0}, ended{0}, submitted{0};
+    {
+      Executor<Sync> executor(1 + static_cast<int>(random_below(2)));
+      std::vector<Sync::Thread> clients;
+      for (uint64_t client = 1 + random_below(3); client > 0; --client) {
+        clients.emplace_back([&] {
+          const auto strand = std::make_shared<Strand<Sync>>();
+          auto pool = TaskPool<Sync>::create("pool", random_options(), std::make_shared<Counting>(ran), strand);
+          executor.attach(strand);
+          for (int i = 0; i < 3; ++i) {
+            const auto request =
+                std::make_shared<TestRequest>(1 + static_cast<int64_t>(random_below(3)), random_below(2));
+            request->on_done([&ended] { ++ended; });
+            ++submitted;
+            pool->submit(request, Time::max(), Help::kYes);
+            if (random_below(3) == 0) pool->wait(request, Sync::now() + 1ms, Help::kYes);
+          }
+          switch (random_below(3)) {
+            case 0:  // nobody waits for what it still holds
+              pool = nullptr;
+              break;
+            case 1:
+              executor.request_release(strand, random_below(2) == 0 ? Stop::kDrain : Stop::kCancel);
+              while (!executor.wait_released_until(strand, Sync::now() + 1ms)) {
+              }
+              break;
+            default:
+              executor.request_release(strand, Stop::kCancel);
+              pool = nullptr;
+              executor.wait_released_until(strand, Time::max());
+          }
+        });
+      }
+      for (auto& client : clients) client.join();
+    }
+    expect(ended == submitted, "a request is lost");
+    expect(ran <= submitted, "a request has run twice");
+  });
+}
+
+TEST_CASE("schedules of batches: a lonely request does not wait, and a small one no longer than its pool says") {
+  run_schedules(5'000, [](bool stalls) {
+    Expert expert;
+    BatchingOptions<Sync> options;
+    options.max_batch_size = 8;
+    options.linger = 5ms;
+    TestPool& lonely = expert.add(options, stalls);
+    options.min_batch_size = 4;
+    options.timeout = 3ms;
+    TestPool& small = expert.add(options, stalls);
+    Executor<Sync> executor(1);
+    executor.attach(expert.strand);
+    for (int i = 0; i < 4; ++i) {
+      for (TestPool* pool : {&lonely, &small}) {
+        const Help help = random_below(2) == 0 ? Help::kYes : Help::kNo;
+        const Time start = Sync::now();
+        const auto begun = std::make_shared<std::atomic<int64_t>>(-1);
+        const auto inside = [begun] { *begun = Sync::now().time_since_epoch().count(); };
+        pool->interruptions = 0;
+        pool->inside = inside;
+        const auto request = std::make_shared<TestRequest>(1, 0);
+        pool->pool->submit(request, Time::max());
+        pool->pool->wait(request, Time::max(), help);
+        const auto waited = Sync::Duration(*begun) - start.time_since_epoch();
+        // A batch may take up to 2 ms before it gets here.
+        const auto least = pool == &small ? 3ms : 0ms;
+        expect(stalls || (waited >= least && waited <= least + 2ms), "a request has not run when it was due");
+      }
+    }
+  });
+}

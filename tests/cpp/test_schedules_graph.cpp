@@ -67,6 +67,7 @@ class Checked {
     for (size_t before = 0; before < node; ++before) {
       expect(!edge_[before][node] || ran_[before] == 1, "a node runs before one that it depends on");
     }
+    expect(locks_held() == 0, "a node runs under a lock");
     Sync::preempt();
     expect(++ran_[node] == 1, "a node runs twice");
     if (random_below(4) == 0) Sync::sleep_for(1ms);

@@ -60,12 +60,17 @@ class CountedJob final : public Job {
  public:
   CountedJob(Ledger& ledger, size_t number, std::optional<Sync::Time> when = {}, bool exact = false)
       : ledger_(ledger), number_(number), when_(when), exact_(exact) {}
+  ~CountedJob() override { expect(locks_held() == 0, "a job is destroyed under a lock"); }
   void run() noexcept override {
+    expect(locks_held() == 0, "a job runs under a lock");
     expect(!when_ || Sync::now() >= *when_, "a job runs before its time");
     expect(!exact_ || !when_ || Sync::now() == *when_, "a worker was free, and a job runs late");
     ledger_.ran(number_);
   }
-  void cancel() noexcept override { ledger_.cancelled(number_); }
+  void cancel() noexcept override {
+    expect(locks_held() == 0, "a job is cancelled under a lock");
+    ledger_.cancelled(number_);
+  }
 
  private:
   Ledger& ledger_;
@@ -77,6 +82,7 @@ class CountedJob final : public Job {
 // Travels with a task's function, which is destroyed without having run if the task is cancelled.
 struct Run {
   ~Run() {
+    expect(locks_held() == 0, "a function is destroyed under a lock");
     if (!ran) ledger.cancelled(number);
   }
   Ledger& ledger;
