@@ -85,11 +85,12 @@ def test_the_native_histogram_has_the_buckets_that_python_reads(pool):
 
 def test_log_lines_come_from_the_runtime(pool, caplog):
     caplog.set_level(logging.INFO, logger="pymoe.runtime")
-    with Runtime([pool], stats_interval=NEVER):
+    with Runtime([pool], stats_interval=NEVER) as runtime:
         assert "pymoe-stats" in threads()
         for _ in range(3):
             pool(torch.zeros(2, 2))
     assert threads() == set()
+    assert not runtime.running
     (line,) = (record.message for record in caplog.records if record.message.startswith("plus: "))
     assert "2 rows a batch" in line
 
