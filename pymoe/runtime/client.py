@@ -51,19 +51,22 @@ class ExpertClient(nn.Module):
         self._output_protos = tensor_protos(info["outputs_schema"])
         self._one_input = not kwargs_schema and len(args_schema) == 1 and isinstance(args_schema[0], BatchTensorProto)
         self._signature = Signature(self.name, args_schema, kwargs_schema, info["outputs_schema"])
-        # No submodule: its parameters are the server's. A list is not looked into.
-        self._backends = [backend]
+        self._forward_pool, self._backward_pool = backend.get_pools()
+        self._any_differentiable = any(proto.differentiable for proto in self._output_protos)
+        self._dummy = torch.empty(0, requires_grad=True, device="cpu")
+        # No submodule: its parameters are the server's. A tuple is not looked into.
+        self._backend = (backend,)
 
     @property
     def backend(self) -> ExpertBackend:
         """Whose pools are asked."""
-        return self._backends[0]
+        return self._backend[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The expert's outputs for these arguments."""
         inputs = self._flatten(args, kwargs)
         deadline = None if self.timeout is None else time.monotonic() + self.timeout
-        future = self.backend.forward_pool.submit_task(*_values(inputs), timeout=self.timeout)
+        future = self._forward_pool.submit_task(*_values(inputs), timeout=self.timeout)
         return self._attach(inputs, _wait(future, deadline))
 
     def submit(self, *args: Any, **kwargs: Any) -> PendingCall:
@@ -73,7 +76,7 @@ class ExpertClient(nn.Module):
         """
         inputs = self._flatten(args, kwargs)
         deadline = None if self.timeout is None else time.monotonic() + self.timeout
-        future = self.backend.forward_pool.submit_task(*_values(inputs), timeout=self.timeout)
+        future = self._forward_pool.submit_task(*_values(inputs), timeout=self.timeout)
         return PendingCall(self, inputs, future, deadline)
 
     async def call_async(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +86,7 @@ class ExpertClient(nn.Module):
         """
         inputs = self._flatten(args, kwargs)
         versions = _versions(inputs)
-        outputs = await self.backend.forward_pool.submit_async(*_values(inputs), timeout=self.timeout)
+        outputs = await self._forward_pool.submit_async(*_values(inputs), timeout=self.timeout)
         return self._attach(inputs, outputs, versions)
 
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -97,7 +100,7 @@ class ExpertClient(nn.Module):
             leaves = nested_flatten((args, kwargs))
             pairs = zip(leaves, self._protos, strict=True)
             flat = [leaf for leaf, proto in pairs if isinstance(proto, BatchTensorProto)]
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        if torch._C._is_any_autocast_enabled():  # in all of torch's public ways one names a device
             return [_cast(tensor, proto) for tensor, proto in zip(flat, self._input_protos, strict=True)]
         return flat
 
@@ -117,14 +120,11 @@ class ExpertClient(nn.Module):
         if torch.is_grad_enabled() and self._is_differentiated(inputs):
             if versions is not None and versions != _versions(inputs):
                 raise RuntimeError(f"{self.name}: an input was changed in place while its request was on its way")
-            dummy = torch.empty(0, requires_grad=True)
-            outputs = _ServedCall.apply(dummy, self, outputs, *inputs)
+            outputs = _ServedCall.apply(self._dummy, self, outputs, *inputs)
         return self._signature.pack_outputs(outputs)
 
     def _is_differentiated(self, inputs: list[Tensor]) -> bool:
-        if not any([proto.differentiable for proto in self._output_protos]):
-            return False
-        return self.backend.trains or any([tensor.requires_grad for tensor in inputs])
+        return self._any_differentiable and (self.backend.trains or any([tensor.requires_grad for tensor in inputs]))
 
     def _backward(self, inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """Gradients of the flat inputs, from the backward pool."""
@@ -134,7 +134,7 @@ class ExpertClient(nn.Module):
             for grad, proto in zip(grad_outputs, self._output_protos, strict=True)
         ]
         deadline = None if self.timeout is None else time.monotonic() + self.timeout
-        future = self.backend.backward_pool.submit_task(*_values(inputs), *grads, timeout=self.timeout)
+        future = self._backward_pool.submit_task(*_values(inputs), *grads, timeout=self.timeout)
         return _wait(future, deadline)
 
     def extra_repr(self) -> str:
@@ -184,11 +184,12 @@ class _ServedCall(torch.autograd.Function):
         ctx.client = client
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
-        ctx.is_tensor = [isinstance(output, Tensor) for output in outputs]
         # Detached, because a result is a view of its whole batch, and autograd allows less with views.
-        returned = tuple(output.detach() if isinstance(output, Tensor) else output for output in outputs)
-        tensors = [output for output in returned if isinstance(output, Tensor)]
-        ctx.mark_non_differentiable(*[tensor for tensor in tensors if not has_gradient(tensor.dtype)])
+        returned = tuple([output.detach() if isinstance(output, Tensor) else output for output in outputs])
+        ctx.is_tensor = [isinstance(output, Tensor) for output in returned]
+        integers = [one for one in returned if isinstance(one, Tensor) and not has_gradient(one.dtype)]
+        if integers:
+            ctx.mark_non_differentiable(*integers)
         return returned
 
     @staticmethod
