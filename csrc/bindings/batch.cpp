@@ -186,6 +186,7 @@ void PyBatchFunction::run(Batch batch) {
   const WithGil gil;
   drop_deferred();
   try {
+    adopt_thread_count();
     const Range range(range_);
     std::vector<Ref> tensors;
     for (Column& column : columns) {

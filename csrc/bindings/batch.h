@@ -4,6 +4,7 @@
 
 #include "bindings/gil.h"
 #include "bindings/request.h"
+#include "bindings/turnstile.h"
 
 #include <exception>
 #include <string>
@@ -18,6 +19,7 @@ class PyBatchFunction final : public runtime::BatchFunction<SystemSync> {
 
   void run(Batch batch) override;
   bool may_retry(const std::exception_ptr& error) override;
+  void deliver(const std::function<void()>& complete) override { deliver_through_turnstile(complete); }
 
   // For Python's garbage collector; under the GIL.
   PyObject* function() const { return function_; }

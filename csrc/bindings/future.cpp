@@ -9,6 +9,7 @@
 #include "bindings/outcome.h"
 #include "bindings/process.h"
 #include "bindings/torch_calls.h"
+#include "bindings/turnstile.h"
 
 namespace pymoe::bindings {
 namespace {
@@ -39,7 +40,17 @@ void wait_until_done(FutureObject* self, const char* where, std::optional<Clock:
   const bool helps = self->may_help && !deadline && thread_is_neutral();
   const auto help = helps ? runtime::Help::kYes : runtime::Help::kNo;
   try {
-    const auto ended = [&](Clock::time_point until) { return self->pool->wait(self->request, until, help); };
+    std::optional<Place> place;
+    const auto ended = [&](Clock::time_point until) {
+      leave_turnstile();
+      // Whoever must look after deadlines, or may be the only worker there is, waits with the pool.
+      if (!helps || on_worker_thread() || self->request->deadline) return self->pool->wait(self->request, until, help);
+      if (!place) {
+        if (self->pool->help(self->request)) return true;
+        place.emplace(*self->request);
+      }
+      return place->wait_until(until);
+    };
     if (!wait_interruptibly(ended, deadline)) {
       raise(PyExc_TimeoutError, "%s: the request is not done in time", where);
     }

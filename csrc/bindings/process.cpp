@@ -23,6 +23,7 @@ struct Registry {
 };
 
 Registry* registry = new Registry;
+thread_local bool is_worker = false;
 std::atomic<int> forks{0};
 std::atomic<bool> exiting{false};
 
@@ -80,10 +81,13 @@ void require_this_process(int created, const char* where, const char* kind) {
 }
 
 void with_thread_state(const std::function<void()>& work) {
+  is_worker = true;
   const WithGil gil;
   const WithoutGil released;
   work();
 }
+
+bool on_worker_thread() { return is_worker; }
 
 void install_process_hooks() {
   find_main_thread();

@@ -35,6 +35,7 @@ TorchCalls load() {
   calls.cat = find(torch, "cat");
   calls.empty = find(torch, "empty");
   calls.unsafe_split_with_sizes = find(torch, "unsafe_split_with_sizes");
+  calls.get_num_threads = find(torch, "get_num_threads");
   calls.is_grad_enabled = find(torch, "is_grad_enabled");
   calls.set_grad_enabled = find(torch, "_C._set_grad_enabled");
   calls.is_inference = find(torch, "is_inference_mode_enabled");
@@ -66,6 +67,13 @@ bool thread_is_neutral() {
     if (is_true(question)) return false;
   }
   return true;
+}
+
+void adopt_thread_count() {
+  thread_local bool adopted = false;
+  if (adopted) return;
+  Ref::checked(PyObject_CallNoArgs(torch_calls().get_num_threads));
+  adopted = true;
 }
 
 GradMode::GradMode(bool enabled) : before_(is_true(torch_calls().is_grad_enabled)), changed_(before_ != enabled) {

@@ -10,6 +10,7 @@ struct TorchCalls {
   PyObject* empty;
   PyObject* unsafe_split_with_sizes;
   PyObject* gather_batch;  // pymoe's operator; null where the operators are not loaded
+  PyObject* get_num_threads;
   PyObject* is_grad_enabled;
   PyObject* set_grad_enabled;
   PyObject* is_inference;
@@ -27,6 +28,10 @@ const TorchCalls& torch_calls();
 // True where a batch may run on this thread as it would on a worker: no inference mode, no autocast, no mode that
 // watches functions. The grad mode may be any: GradMode sets it.
 bool thread_is_neutral();
+
+// Has this thread heed torch.set_num_threads: torch tells OpenMP so for each thread by itself, but not before its first
+// parallel loop, and a matrix product may come first.
+void adopt_thread_count();
 
 // Sets the grad mode while it lives.
 class GradMode {

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -77,6 +78,9 @@ class BatchFunction {
 
   // Whether a batch that threw `error` left everything as it was, so that parts of it may run again.
   virtual bool may_retry([[maybe_unused]] const std::exception_ptr& error) { return true; }
+
+  // Calls complete(), once: it completes the requests that have ended with a batch, and so wakes who waits for them.
+  virtual void deliver(const std::function<void()>& complete) { complete(); }
 };
 
 }  // namespace pymoe::runtime

@@ -292,7 +292,9 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     const Plan made = plan(end);
     lock.unlock();
     carry_out(made);
-    for (const auto& [request, error] : ended) request->complete(error);
+    pool->function_->deliver([&ended = ended] {
+      for (const auto& [request, error] : ended) request->complete(error);
+    });
     finished(static_cast<int64_t>(ended.size()));
     for (const Outcome& outcome : outcomes) {
       if (outcome.put_back) throw Interrupted();

@@ -122,6 +122,16 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     return true;
   }
 
+  // The helping alone: true if the request is done when there is nothing more to help with.
+  bool help(const RequestPointer& request) {
+    std::unique_lock lock(strand_->mutex_);
+    while (!request->done()) {
+      strand_->refuse_on_runner();
+      if (!strand_->help(lock)) return request->done();
+    }
+    return true;
+  }
+
   // Takes back a request that has not begun; false if it has, or is done.
   bool cancel(const RequestPointer& request) {
     {

@@ -1,0 +1,189 @@
+#include "bindings/turnstile.h"
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "bindings/process.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace pymoe::bindings {
+
+using SeatPointer = std::shared_ptr<Seat>;
+
+namespace {
+
+// What a client's step takes between two waits: to return, to loop, to submit.
+constexpr std::chrono::microseconds kSpin{5};
+
+void relax() {
+#if defined(__x86_64__)
+  for (int i = 0; i < 8; ++i) _mm_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
+
+// The threads that wait for the requests of one batch, in their order.
+class Turnstile : public std::enable_shared_from_this<Turnstile> {
+ public:
+  // `runs` comes before them all; null if nobody does.
+  Turnstile(std::vector<SeatPointer> seats, SeatPointer runs) : seats_(std::move(seats)), last_(std::move(runs)) {}
+
+  void call_next();
+
+ private:
+  std::mutex mutex_;
+  std::vector<SeatPointer> seats_;
+  size_t next_ = 0;
+  SeatPointer last_;  // who was called last, as long as there is a next one to be told
+};
+
+}  // namespace
+
+struct Seat {
+  const std::thread::id owner = std::this_thread::get_id();
+  std::mutex mutex;
+  std::condition_variable wake;
+  enum { kWaiting, kCalled, kEmpty } state = kWaiting;  // guarded by mutex
+  // Set when it is called.
+  SeatPointer before;
+  std::shared_ptr<Turnstile> turnstile;
+  std::atomic<bool> owes_call{false};
+  std::atomic<bool> left{false};  // its thread waits again, or has gone
+
+  // True if its thread is there to come.
+  bool call(SeatPointer predecessor, std::shared_ptr<Turnstile> through) {
+    {
+      const std::lock_guard lock(mutex);
+      if (state != kWaiting) return false;
+      state = kCalled;
+      before = std::move(predecessor);
+      turnstile = std::move(through);
+      owes_call = turnstile != nullptr;
+    }
+    wake.notify_one();
+    return true;
+  }
+
+  // The call that it owes, made by its thread or by the one after it.
+  void pass_on() {
+    if (owes_call.exchange(false)) turnstile->call_next();
+  }
+
+  void leave() {
+    left = true;
+    pass_on();
+  }
+
+  // By its own thread, once called.
+  void take_turn() {
+    const SeatPointer running = std::move(before);
+    if (!running) return;
+    for (const auto until = Clock::now() + kSpin; !running->left; relax()) {
+      if (Clock::now() < until) continue;
+      running->pass_on();
+      return;
+    }
+  }
+};
+
+namespace {
+
+void Turnstile::call_next() {
+  const std::lock_guard lock(mutex_);
+  bool called = false;
+  while (!called && next_ < seats_.size()) {
+    const SeatPointer seat = std::move(seats_[next_++]);
+    called = seat->call(last_, shared_from_this());
+    if (called) last_ = seat;
+  }
+  if (next_ == seats_.size()) last_ = nullptr;
+}
+
+// The seat on which this thread came back last, until it waits again.
+struct Current {
+  SeatPointer seat;
+  int created = 0;
+
+  void become(SeatPointer came_back) {
+    seat = std::move(came_back);
+    created = generation();
+  }
+  ~Current() { leave_turnstile(); }
+};
+
+thread_local Current current;
+thread_local std::vector<SeatPointer>* delivered = nullptr;
+
+// A request is done, and the thread of this seat waits for it.
+void arrive(const SeatPointer& seat) {
+  if (delivered != nullptr && seat->owner != std::this_thread::get_id()) {
+    delivered->push_back(seat);
+  } else {
+    seat->call(nullptr, nullptr);
+  }
+}
+
+}  // namespace
+
+void leave_turnstile() {
+  const SeatPointer seat = std::move(current.seat);
+  // In the child of a fork the other threads are not there, and their locks may be held for ever.
+  if (seat && current.created == generation()) seat->leave();
+}
+
+Place::Place(TensorRequest& request) : seat_(std::make_shared<Seat>()) {
+  request.on_done([seat = seat_] { arrive(seat); });
+}
+
+Place::~Place() {
+  {
+    const std::lock_guard lock(seat_->mutex);
+    if (std::exchange(seat_->state, Seat::kEmpty) != Seat::kCalled) return;
+  }
+  // It was called, and its thread does not come.
+  seat_->before = nullptr;
+  seat_->leave();
+}
+
+bool Place::wait_until(Clock::time_point until) {
+  {
+    std::unique_lock lock(seat_->mutex);
+    while (seat_->state != Seat::kCalled) {
+      if (seat_->wake.wait_until(lock, until) == std::cv_status::timeout && seat_->state != Seat::kCalled) return false;
+    }
+    seat_->state = Seat::kEmpty;
+  }
+  seat_->take_turn();
+  current.become(seat_);
+  return true;
+}
+
+void deliver_through_turnstile(const std::function<void()>& complete) {
+  std::vector<SeatPointer> seats;
+  auto* const outer = std::exchange(delivered, &seats);
+  complete();
+  delivered = outer;
+  if (seats.empty()) return;
+  leave_turnstile();
+  if (on_worker_thread()) {
+    const auto turnstile = std::make_shared<Turnstile>(std::move(seats), nullptr);
+    turnstile->call_next();
+    turnstile->call_next();
+    return;
+  }
+  const auto here = std::make_shared<Seat>();
+  const auto turnstile = std::make_shared<Turnstile>(std::move(seats), here);
+  here->call(nullptr, turnstile);
+  turnstile->call_next();
+  current.become(here);
+}
+
+}  // namespace pymoe::bindings
