@@ -1,5 +1,9 @@
 """Bugs that were met and mended, each with its story."""
 
+import concurrent.futures
+import ctypes
+import pathlib
+
 import pytest
 import torch
 
@@ -81,3 +85,26 @@ def test_grouped_linear_of_more_experts_than_the_gpu_counts():
         torch.ops.pymoe.grouped_linear(torch.zeros(2, 1), weight, offsets, None)
     with pytest.raises(ValueError, match="at most 1073741824 entries"):
         torch.ops.pymoe.grouped_linear_bias_grad(torch.zeros(2, 1), offsets)
+
+
+def test_batches_heed_the_thread_count_of_torch():
+    """``torch.set_num_threads(1)`` did not reach the threads that run batches: an expert's first matrix product on a
+    worker took all cores, and OpenMP's threads spun between batches.
+
+    torch passes its count on to OpenMP thread by thread, and not before a thread's first parallel loop. OpenMP itself
+    is asked here, since to ask torch would mend what is looked for.
+    """
+    mapped = pathlib.Path("/proc/self/maps").read_text().splitlines()
+    loaded = {line.split()[-1] for line in mapped if "libgomp" in line}
+    if not loaded:
+        pytest.skip("torch does not use GNU OpenMP here")
+    openmp = ctypes.CDLL(loaded.pop())
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        pool = pymoe.TaskPool(lambda x: x + openmp.omp_get_max_threads(), name="threads")
+        with pymoe.Runtime([pool], num_workers=1), concurrent.futures.ThreadPoolExecutor(1) as clients:
+            for wait in (lambda future: future.result(60), lambda future: clients.submit(future.result).result(60)):
+                assert wait(pool.submit_task(torch.zeros(1))).item() == 3
+    finally:
+        torch.set_num_threads(before)
