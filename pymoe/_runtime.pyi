@@ -13,6 +13,7 @@ __all__: list[str] = [
     "Runtime",
     "TaskPool",
     "WorkerPool",
+    "buffer_statistics",
     "compiler",
     "make_mailbox",
     "set_await",
@@ -197,6 +198,9 @@ class WorkerPool:
     @property
     def workers(self) -> int:
         """The number of threads."""
+
+def buffer_statistics() -> tuple[int, int]:
+    """Blocks of memory that batches live in now, and bytes kept for batches to come."""
 
 def make_mailbox(loop: typing.Any) -> Mailbox:
     """Make the mailbox of an event loop."""

@@ -108,3 +108,24 @@ def test_batches_heed_the_thread_count_of_torch():
                 assert wait(pool.submit_task(torch.zeros(1))).item() == 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_large_request_whose_last_slice_shared_a_batch_with_a_bad_request():
+    """The process died of a null pointer.
+
+    A request larger than max_batch_size keeps the results of its slices until the last one. When that shared a batch
+    with a request that raised, the failure threw them away, and the retry in halves added its own to nothing.
+    """
+
+    def refuse_negative(x):
+        if (x < 0).any():
+            raise ValueError("planted")
+        return x * 2
+
+    pool = pymoe.runtime.TaskPool(refuse_negative, name="pool", isolate=True, max_batch_size=4)
+    large = torch.arange(10.0)
+    futures = [pool.submit_task(x) for x in (torch.ones(1), large, torch.full((1,), -1.0), torch.ones(1))]
+    with pymoe.runtime.Runtime([pool]):
+        assert torch.equal(futures[1].result(), large * 2)
+        assert isinstance(futures[2].exception(), ValueError)
+        assert futures[0].result() == futures[3].result() == 2

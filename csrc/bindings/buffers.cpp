@@ -8,4 +8,9 @@ runtime::BufferPool& buffers() {
   return pool;
 }
 
+PyObject* buffer_statistics(PyObject*, PyObject*) {
+  const auto now = buffers().statistics();
+  return Py_BuildValue("(LL)", static_cast<long long>(now.live_blocks), static_cast<long long>(now.cached_bytes));
+}
+
 }  // namespace pymoe::bindings

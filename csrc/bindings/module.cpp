@@ -1,6 +1,7 @@
 // The Python module pymoe._runtime.
 #include <pybind11/pybind11.h>
 
+#include "bindings/buffers.h"
 #include "bindings/future.h"
 #include "bindings/gil.h"
 #include "bindings/mailbox.h"
@@ -19,6 +20,9 @@ PyMethodDef functions[] = {
      "Choose what makes an iterator of a future that is awaited."},
     {"make_mailbox", pymoe::bindings::make_mailbox, METH_O,
      "make_mailbox(loop: typing.Any) -> pymoe._runtime.Mailbox\n\nMake the mailbox of an event loop."},
+    {"buffer_statistics", pymoe::bindings::buffer_statistics, METH_NOARGS,
+     "buffer_statistics() -> tuple[int, int]\n\n"
+     "Blocks of memory that batches live in now, and bytes kept for batches to come."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

@@ -34,7 +34,6 @@ void TensorRequest::drop_inputs() {
 
 void TensorRequest::set_outcome(Ref value, bool has_raised) {
   raised = has_raised;
-  Py_CLEAR(parts);
   if (dropped) return;
   Py_XSETREF(traceback, has_raised ? PyException_GetTraceback(value.get()) : nullptr);
   Py_XSETREF(outcome, value.release());

@@ -1,0 +1,128 @@
+"""The GIL: nothing that waits keeps it, and nothing that holds a lock asks for it."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from pymoe.runtime import Runtime, TaskPool
+
+LONG = 60.0  # seconds: a wait that is meant to succeed at once
+ONE = torch.ones(1)
+
+
+@pytest.fixture
+def quick_switches() -> Iterator[None]:
+    """Threads take turns as often as CPython allows."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_waiting_lets_other_threads_run() -> None:
+    """Every wait here ends only through another Python thread: one that kept the GIL would never end."""
+    pool = TaskPool(lambda x: x, name="pool", min_batch_size=2)
+    full = TaskPool(lambda x: x, name="full", capacity=1)
+    with Runtime([pool]):
+        for wait in (lambda f: f.result(), lambda f: f.result(LONG), lambda f: f.exception()):
+            future = pool.submit_task(ONE)
+            other = threading.Thread(target=pool.submit_task, args=(ONE,))
+            other.start()
+            wait(future)
+            other.join(LONG)
+    first = full.submit_task(ONE)
+    other = threading.Timer(0.01, first.cancel)
+    other.start()
+    second = full.submit_task(ONE)
+    other.join(LONG)
+    assert first.cancelled()
+    go = threading.Event()
+    slow = TaskPool(lambda x: go.wait(LONG) and x, name="slow")
+    runtime = Runtime([slow, full])
+    runtime.start()
+    slow.submit_task(ONE)
+    threading.Timer(0.01, go.set).start()
+    runtime.shutdown()
+    assert second.result() == 1
+
+
+def test_gathering_runs_without_the_gil() -> None:
+    """While rows are gathered on a worker, Python code runs: gathering is most of what this batch does."""
+    x = torch.ones(1 << 22)
+    pool = TaskPool(lambda x: None, name="pool", max_batch_size=1 << 30)
+    with Runtime([pool]):
+        beats = 0
+        future = pool.submit_task(x)
+        while not future.done():
+            beats += 1
+        assert beats > 0
+
+
+@pytest.mark.usefixtures("quick_switches")
+def test_everything_at_once_ends() -> None:
+    """Clients that wait, drop, cancel and add callbacks, with collections in between: no lock is held for the GIL."""
+    pool = TaskPool(lambda x: x + 1, name="pool", max_batch_size=8, capacity=16)
+    stop = time.monotonic() + 2
+    ended: list[int] = []
+
+    class Cycle:
+        def __init__(self, future: object) -> None:
+            self.me, self.future = self, future
+
+    def client(number: int) -> None:
+        seen: list[Tensor] = []
+        while time.monotonic() < stop:
+            assert pool.submit_task(ONE).result() == 2
+            pool.submit_task(ONE)
+            pool.submit_task(ONE).cancel()
+            pool.submit_task(ONE).add_done_callback(lambda it: seen.append(it.cancelled()))
+            Cycle(pool.submit_task(ONE, timeout=0))
+            if number == 0:
+                gc.collect(0)
+        ended.append(number)
+
+    with Runtime([pool], num_workers=2):
+        threads = [threading.Thread(target=client, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LONG)
+    assert sorted(ended) == list(range(8))
+    numbers = pool._statistics()
+    outcomes = sum(numbers[name] for name in ("completed", "cancelled", "expired", "failed"))
+    assert numbers["submitted"] == outcomes
+    assert numbers["queued"] == numbers["running"] == 0
+
+
+def test_a_heart_beats_during_many_batches() -> None:
+    """Python code of another thread gets its turns while batches run one after the other."""
+    pool = TaskPool(lambda x: x + 1, name="pool")
+    beats = 0
+    stop = threading.Event()
+
+    def beat() -> None:
+        nonlocal beats
+        while not stop.is_set():
+            beats += 1
+            time.sleep(0)
+
+    heart = threading.Thread(target=beat)
+    heart.start()
+    with Runtime([pool]):
+        for _ in range(20):
+            before = beats
+            for _ in range(100):
+                pool(ONE)
+            while beats == before:
+                pool(ONE)
+    stop.set()
+    heart.join(LONG)
+    assert not heart.is_alive()

@@ -1,0 +1,79 @@
+"""Memory: a runtime that serves for long does not grow, and its blocks come back."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from pymoe import _runtime
+from pymoe.runtime import Runtime, TaskPool
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def serve(pool: TaskPool, requests: int, clients: int = 8) -> None:
+    def client() -> None:
+        x = torch.ones(1, 64)
+        for _ in range(requests // clients):
+            pool.submit_task(x).result()
+
+    threads = [threading.Thread(target=client) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_over_200000_requests() -> None:
+    pool = TaskPool(lambda x: (x + 1, {"doubled": x * 2}), name="pool")
+    with Runtime([pool]):
+        serve(pool, 40_000)
+        gc.collect()
+        before = resident_bytes()
+        serve(pool, 200_000)
+        gc.collect()
+        assert resident_bytes() - before <= 2 << 20
+
+
+def test_blocks_come_back_when_tensors_go() -> None:
+    kept: list[torch.Tensor] = []
+    pool = TaskPool(lambda x: kept.append(x) or x, name="pool")
+    live, _ = _runtime.buffer_statistics()
+    with Runtime([pool]):
+        results = [pool(torch.ones(100, 100)) for _ in range(10)]
+    assert _runtime.buffer_statistics()[0] == live + 10
+    kept.clear()
+    assert _runtime.buffer_statistics()[0] == live + 10  # the results are views
+    results.clear()
+    now, cached = _runtime.buffer_statistics()
+    assert now == live
+    assert cached >= 100 * 100 * 4
+
+
+def test_what_is_kept_for_later_is_bounded() -> None:
+    pool = TaskPool(lambda x: None, name="pool")
+    with Runtime([pool]):
+        for size in range(1, 60):
+            pool(torch.empty(size << 18))
+    assert _runtime.buffer_statistics()[1] <= 256 << 20
+
+
+def test_failures_leave_no_blocks_behind() -> None:
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("planted")
+
+    pool = TaskPool(fail, name="pool")
+    live, _ = _runtime.buffer_statistics()
+    with Runtime([pool]):
+        for _ in range(50):
+            assert isinstance(pool.submit_task(torch.ones(10)).exception(), ValueError)
+    gc.collect()
+    assert _runtime.buffer_statistics()[0] == live
