@@ -1,0 +1,24 @@
+"""The example of a served expert that the README shows runs, learns, and fills batches."""
+
+import re
+import runpy
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "served_expert.py"
+
+
+def test_a_served_expert_learns_while_others_ask_it(capsys):
+    runpy.run_path(str(EXAMPLE))
+    out = capsys.readouterr().out
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", out)]
+    assert losses[-1] < 0.3 * losses[0]
+    counts = {name: (int(n), float(size)) for name, n, size in re.findall(r"(\w+): (\d+) .* of (\S+) rows", out)}
+    assert counts["sorter_backward"] == (301, 64.0)
+    assert counts["sorter_forward"][0] > 301
+    assert counts["sorter_forward"][1] > 1
+
+
+def test_the_readme_shows_the_example():
+    readme = (EXAMPLE.parents[1] / "README.md").read_text()
+    body = EXAMPLE.read_text().split('"""\n\n', 1)[1]
+    assert f"```python\n{body}```" in readme
