@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pymoe.runtime.backend import ExpertBackend
-from pymoe.runtime.batch_tensor_proto import BatchTensorProto, has_gradient
+from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 from pymoe.runtime.nested import nested_compare, nested_flatten
 from pymoe.runtime.schema import tensor_protos
 from pymoe.runtime.signature import Signature
@@ -52,7 +52,6 @@ class ExpertClient(nn.Module):
         self._one_input = not kwargs_schema and len(args_schema) == 1 and isinstance(args_schema[0], BatchTensorProto)
         self._signature = Signature(self.name, args_schema, kwargs_schema, info["outputs_schema"])
         self._forward_pool, self._backward_pool = backend.get_pools()
-        self._any_differentiable = any(proto.differentiable for proto in self._output_protos)
         self._dummy = torch.empty(0, requires_grad=True, device="cpu")
         # No submodule: its parameters are the server's. A tuple is not looked into.
         self._backend = (backend,)
@@ -124,7 +123,7 @@ class ExpertClient(nn.Module):
         return self._signature.pack_outputs(outputs)
 
     def _is_differentiated(self, inputs: list[Tensor]) -> bool:
-        return self._any_differentiable and (self.backend.trains or any([tensor.requires_grad for tensor in inputs]))
+        return self.backend.trains or any([tensor.requires_grad for tensor in inputs])
 
     def _backward(self, inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """Gradients of the flat inputs, from the backward pool."""
@@ -184,13 +183,9 @@ class _ServedCall(torch.autograd.Function):
         ctx.client = client
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
-        # Detached, because a result is a view of its whole batch, and autograd allows less with views.
-        returned = tuple([output.detach() if isinstance(output, Tensor) else output for output in outputs])
-        ctx.is_tensor = [isinstance(output, Tensor) for output in returned]
-        integers = [one for one in returned if isinstance(one, Tensor) and not has_gradient(one.dtype)]
-        if integers:
-            ctx.mark_non_differentiable(*integers)
-        return returned
+        ctx.is_tensor = [isinstance(output, Tensor) for output in outputs]
+        # Detached: what is returned here becomes part of the graph, and the request's result must not.
+        return tuple([output.detach() if isinstance(output, Tensor) else output for output in outputs])
 
     @staticmethod
     @once_differentiable

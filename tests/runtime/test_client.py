@@ -350,7 +350,7 @@ def test_a_call_that_takes_too_long_is_cancelled() -> None:
 
 
 def test_calls_can_be_sent_before_their_answers_are_waited_for() -> None:
-    with served(Call(lambda weight, x: weight * x)) as client:
+    with served(Call(lambda weight, x: weight * x), opt=False) as client:
         inputs = [torch.full((2, 4), float(i), dtype=torch.float64, requires_grad=True) for i in range(20)]
         pending = [client.submit(x) for x in inputs]
         for x, call in zip(inputs, pending, strict=True):
@@ -359,6 +359,11 @@ def test_calls_can_be_sent_before_their_answers_are_waited_for() -> None:
             assert not call.cancel()
             assert torch.equal(output, 2 * x)
             assert output.requires_grad
+        with torch.no_grad():
+            assert not pending[0].result().requires_grad  # a result may be asked for again
+        first, second = pending[0].result(), pending[0].result()
+        (first + second).sum().backward()
+        assert torch.equal(inputs[0].grad, 2 * torch.full_like(inputs[0], 2.0))
         with busy(client.backend):
             call = client.submit(inputs[0])
             assert not call.done()
