@@ -100,6 +100,11 @@ def all_steps() -> list[Step]:
             [[PYTHON, "tests/cuda_on_cpu/run_mutants.py"]],
         ),
         Step(
+            "schedule-mutants",
+            "faults planted in the runtime, one by one: the seeded schedules must notice",
+            [[PYTHON, "tests/cpp/mutants/run.py"]],
+        ),
+        Step(
             "cuda-on-cpu",
             "operators and layers on the CUDA kernels, run by the emulator",
             [[PYTHON, "-m", "pytest", "-p", "emulated_ops", "-k", "not narrower", *XDIST, *EMULATED]],
@@ -162,7 +167,7 @@ def main() -> int:
 
     print(f"\n=== summary (logs and reports in {RESULTS.relative_to(ROOT)}/)")
     for step, passed, outcome, seconds in results:
-        print(f"{'ok  ' if passed else 'FAIL'} {step.name:<12} {seconds:6.0f} s  {outcome}")
+        print(f"{'ok  ' if passed else 'FAIL'} {step.name:<16} {seconds:6.0f} s  {outcome}")
     failed = [step.name for step, passed, *_ in results if not passed]
     total = sum(seconds for *_, seconds in results)
     print(f"FAILED: {', '.join(failed)}" if failed else f"all {len(results)} steps passed in {total / 60:.1f} min")

@@ -3,6 +3,8 @@
 // A failure names its seed. To see that schedule alone, step by step:
 //
 //     PYMOE_SEED=1234 build/cpp/plain/pymoe_tests --test-case="the scenario"
+//
+// PYMOE_SEEDS=1000000 runs so many of every scenario instead.
 #pragma once
 
 #include <doctest/doctest.h>
@@ -34,7 +36,9 @@ inline void run_schedules(uint64_t seeds, const std::function<void(bool stalls)>
     REQUIRE_MESSAGE(outcome.ok(), outcome.failure);
     return;
   }
-  for (uint64_t seed = 0; seed < seeds / kShare; ++seed) {
+  const char* const other = std::getenv("PYMOE_SEEDS");
+  const uint64_t count = other ? std::strtoull(other, nullptr, 10) : seeds / kShare;
+  for (uint64_t seed = 0; seed < count; ++seed) {
     const Outcome outcome = run(seed, false);
     REQUIRE_MESSAGE(outcome.ok(), outcome.failure);
     if (seed % 64 == 0) {

@@ -75,7 +75,7 @@ bool SimulatedSync::Condition::wait_until(std::unique_lock<Mutex>& lock, Time un
   Simulation& s = here();
   Mutex& mutex = *lock.mutex();
   const int number = number_of(s, number_, "condition");
-  record(s, Kind::kWait, number);
+  switch_point(s, Kind::kWait, number);  // who waits does not wait yet
   release(s, &mutex, mutex.number_, mutex.owner_);
   const int64_t wake_at = until.time_since_epoch().count();
   if (wake_at <= s.now || (s.spurious != 0 && draw_below(s, s.spurious) == 0)) {

@@ -133,14 +133,20 @@ TEST_CASE("schedules of a graph: cancelled by a client or by the pool's stop") {
   });
 }
 
-TEST_CASE("schedules of a graph: nobody waits, and the pool drains") {
+TEST_CASE("schedules of a graph: nobody waits to the end, and the pool drains") {
   run_schedules(20'000, [](bool) {
     Checked checked(false);
     std::shared_ptr<Graph::Run> run;
     {
       Pool pool(1 + static_cast<int>(random_below(3)));
       run = checked.graph.run(pool);
-      if (random_below(2) == 0) run->help_until(Sync::now());
+      Sync::Thread client([&] {
+        for (uint64_t i = random_below(3); i > 0; --i) {
+          run->help_until(Sync::now() + std::chrono::milliseconds(random_below(2)));
+        }
+      });
+      if (random_below(2) == 0) pool.request_stop(Stop::kDrain);
+      client.join();
     }
     checked.check(*run, false);
   });

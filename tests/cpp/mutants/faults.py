@@ -1,0 +1,230 @@
+"""Faults planted in the runtime's headers, which the seeded schedules must notice. Run by run.py."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from planted_fault import PlantedFault
+
+COMPLETION = "csrc/runtime/completion.h"
+WORKER_POOL = "csrc/runtime/worker_pool.h"
+TASK_GRAPH = "csrc/runtime/task_graph.h"
+REQUEST_QUEUE = "csrc/runtime/request_queue.h"
+STRAND = "csrc/runtime/strand.h"
+TASK_POOL = "csrc/runtime/task_pool.h"
+EXECUTOR = "csrc/runtime/executor.h"
+
+
+@dataclass(frozen=True)
+class Fault(PlantedFault):
+    """What notices it."""
+
+    schedules: str
+    """The test file: ``workers`` for test_schedules_workers.cpp."""
+    case: str = ""
+    """A part of the test case's name; without it, the file's first that notices."""
+
+
+FAULTS = [
+    Fault(
+        "a claim is not exclusive",
+        COMPLETION,
+        "return stage_.compare_exchange_strong(expected, Stage::kRunning, std::memory_order_acq_rel);",
+        "if (stage_.load() != expected) return false;\n    Sync::preempt();\n"
+        "    stage_.store(Stage::kRunning);\n    return true;",
+        "workers",
+        "claimed by many",
+    ),
+    Fault(
+        "whoever waits for a task looks once: `if` for `while`",
+        COMPLETION,
+        "while (!done()) ended_.wait(lock);",
+        "if (!done()) ended_.wait(lock);",
+        "workers",
+        "nest and post",
+    ),
+    Fault(
+        "whoever waits for a task does not look under the lock",
+        COMPLETION,
+        "      stage_.store(Stage::kDone, std::memory_order_release);\n      callbacks.swap(callbacks_);\n    }\n",
+        "      callbacks.swap(callbacks_);\n    }\n    stage_.store(Stage::kDone, std::memory_order_release);\n",
+        "workers",
+    ),
+    Fault(
+        "a worker that wakes for nothing believes that it was called: `if` for `while`",
+        WORKER_POOL,
+        "while (!self.called) self.wake.wait(lock);",
+        "if (!self.called) self.wake.wait(lock);",
+        "workers",
+        "very time",
+    ),
+    Fault(
+        "a post does not call the worker who waits for a time",
+        WORKER_POOL,
+        "    if (called == nullptr) called = call_timekeeper();\n",
+        "",
+        "workers",
+        "very time",
+    ),
+    Fault(
+        "a post for an earlier time does not call the worker who waits for a later one",
+        WORKER_POOL,
+        "if (first) called = timekeeper_ != nullptr ? call_timekeeper() : call_idle();",
+        "if (first && timekeeper_ == nullptr) called = call_idle();",
+        "workers",
+        "very time",
+    ),
+    Fault(
+        "nobody waits for the next time when who did has a job",
+        WORKER_POOL,
+        "    if (!timed_.empty() && timekeeper_ == nullptr) successor = call_idle();\n",
+        "",
+        "workers",
+        "very time",
+    ),
+    Fault(
+        "a pool that stops drops its tail",
+        WORKER_POOL,
+        "for (release_due(); ready_.empty(); release_due()) {",
+        "for (release_due(); ready_.empty() || stopping_; release_due()) {",
+        "workers",
+        "a drain",
+    ),
+    Fault(
+        "jobs whose time has not come are forgotten by a stop",
+        WORKER_POOL,
+        "while (!timed_.empty()) dropped.push_back(timed_.pop());",
+        "while (!timed_.empty()) timed_.pop();",
+        "workers",
+    ),
+    Fault(
+        "what depends on a failed node runs",
+        TASK_GRAPH,
+        "state.skipped |= states_[index(node)].skipped;",
+        "state.skipped |= false;",
+        "graph",
+    ),
+    Fault(
+        "the end of a run is not told to who helps",
+        TASK_GRAPH,
+        "    if (waiting_ > 0) changed_.notify_all();\n",
+        "",
+        "graph",
+    ),
+    Fault(
+        "a thread that stops helping leaves ready nodes to nobody",
+        TASK_GRAPH,
+        "if (ready_.empty() || tickets_ > 0) return;",
+        "return;",
+        "graph",
+        "nobody waits",
+    ),
+    Fault(
+        "a batch is over the limit",
+        REQUEST_QUEUE,
+        "int64_t room = options_.max_batch_size;",
+        "int64_t room = options_.max_batch_size + 1;",
+        "batching",
+    ),
+    Fault(
+        "a deadline is looked at by the timer alone",
+        REQUEST_QUEUE,
+        "    expire(now, expired);\n    Slices batch;",
+        "    Slices batch;",
+        "batching",
+        "clients that cancel",
+    ),
+    Fault(
+        "a request that was cancelled runs",
+        REQUEST_QUEUE,
+        "    drop(request);\n    return true;",
+        "    return true;",
+        "batching",
+    ),
+    Fault(
+        "a batch that was put back has lost its rows",
+        REQUEST_QUEUE,
+        "      request->next_row_ = begin;\n",
+        "",
+        "batching",
+    ),
+    Fault(
+        "a strand is not exclusive",
+        STRAND,
+        "if (running_ || !workers_) return false;",
+        "if (!workers_) return false;",
+        "batching",
+    ),
+    Fault(
+        "whoever found only expired requests declares the strand free",
+        STRAND,
+        "    if (runs) {\n      running_ = false;",
+        "    {\n      running_ = false;",
+        "batching",
+        "clients that cancel",
+    ),
+    Fault(
+        "a worker that waits for a request does not look for the batch that becomes ready",
+        STRAND,
+        "changed_.wait_until(lock, workers_ ? std::min(until, ready_at()) : until);",
+        "changed_.wait_until(lock, until);",
+        "batching",
+        "ask another",
+    ),
+    Fault(
+        "the last references go under the lock",
+        STRAND,
+        "void run_taken(Taken taken) {",
+        "void run_taken(const Taken& taken) {",
+        "batching",
+        "go in the middle",
+    ),
+    Fault(
+        "a strand is posted once",
+        STRAND,
+        "    posted_ = false;\n    if (armed_",
+        "    if (armed_",
+        "batching",
+    ),
+    Fault(
+        "the second half of a batch that failed is not run again",
+        STRAND,
+        "    execute(pool, batch.subspan(half), outcomes.subspan(half));\n",
+        "",
+        "batching",
+        "that wait",
+    ),
+    Fault(
+        "after one deadline the timer is not set again",
+        STRAND,
+        "      armed_deadline_ = kNever;\n      pools = owners();",
+        "      pools = owners();",
+        "batching",
+        "clients that cancel",
+    ),
+    Fault(
+        "who waits for room is not told of it",
+        TASK_POOL,
+        "    if (waiting_for_room_ > 0) room_.notify_all();\n",
+        "",
+        "batching",
+    ),
+    Fault(
+        "a pool that goes forgets the request of which a part has run",
+        TASK_POOL,
+        "clear(left, true);",
+        "clear(left);",
+        "batching",
+        "go in the middle",
+    ),
+    Fault(
+        "the workers stop before the strands have ended",
+        EXECUTOR,
+        "if (!wait_released_until(strand, until)) return false;",
+        "wait_released_until(strand, Sync::now());",
+        "batching",
+    ),
+]
