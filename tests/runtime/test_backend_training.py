@@ -393,6 +393,17 @@ def test_states_pass_between_backends_with_and_without_an_optimizer() -> None:
     assert training.opt.state
 
 
+def test_a_loaded_state_begins_without_what_was_accumulated() -> None:
+    backend = make(accumulate_steps=2)
+    state = backend.state_dict()
+    backend.backward(ONES, 1000 * ONES)
+    backend.load_state_dict(state)
+    backend.backward(ONES, ONES)
+    assert backend.updates == 0
+    backend.backward(ONES, ONES)
+    assert torch.equal(backend.seen[0][0], torch.full((4,), 6.0))
+
+
 def test_moving_an_expert_moves_its_optimizer() -> None:
     backend = trained()
     backend.double()

@@ -6,7 +6,7 @@ import copy
 import math
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,6 +20,15 @@ REQUESTS = 2000
 CLIENTS = 8
 LONG = 60  # seconds: a guard against hanging
 X = BatchTensorProto(6, dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_an_operator() -> Iterator[None]:
+    """Every thread that runs a batch has threads of its own for large operators, which wait busily for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Rowwise(nn.Module):

@@ -1,0 +1,97 @@
+"""An expert that is elsewhere than its requests: tensors go there and come back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from pretended import DEVICE, Pretended, pretended
+from torch import Tensor, nn
+
+from pymoe.runtime import BatchTensorProto, ExpertBackend, thread_state
+from pymoe.runtime.placement import Placement
+
+X, IDS = BatchTensorProto(4), BatchTensorProto(dtype=torch.int64)
+
+
+class Elsewhere(nn.Module):
+    """Works on the pretended device alone, whose tensors do not meet those of the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 2.0))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Any:
+        assert x.device == ids.device == self.weight.device
+        return {"y": x * self.weight, "ids": ids + 1, "name": "elsewhere"}
+
+
+@pytest.fixture(autouse=True)
+def _device() -> Iterator[None]:
+    with pretended():
+        yield
+
+
+def test_tensors_of_requests_go_to_the_expert_and_come_back() -> None:
+    placement = Placement(nn.Linear(4, 4).to(DEVICE))
+    assert placement.device == DEVICE
+    here = (torch.randn(3, 4), torch.arange(3))
+    assert not placement.is_home_of(here)
+    with placement.visit(here) as visit:
+        assert [tensor.device for tensor in visit.tensors] == [DEVICE, DEVICE]
+        product, nothing, ids = visit.take_back([visit.tensors[0] * 2, None, visit.tensors[1] + 1])
+    assert nothing is None
+    assert not isinstance(product, Pretended)
+    assert torch.equal(product, here[0] * 2)
+    assert torch.equal(ids, here[1] + 1)
+    there = [tensor.to(DEVICE) for tensor in here]
+    assert placement.is_home_of(there)
+    assert not placement.is_home_of([there[0], here[1]])
+
+
+def test_an_expert_without_parameters_takes_tensors_where_they_are() -> None:
+    placement = Placement(nn.ReLU())
+    assert placement.device is None
+    for tensors in ([torch.ones(2)], [torch.ones(2).to(DEVICE), torch.ones(2)]):
+        assert placement.is_home_of(tensors)
+
+
+def test_both_passes_of_an_expert_that_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The pretended device is a mode of this thread, one of those that an expert is kept from.
+    monkeypatch.setattr("pymoe.runtime.backend.in_plain_state", thread_state._with_grad)
+    expert = Elsewhere().to(DEVICE)
+    backend = ExpertBackend(
+        "e",
+        expert,
+        torch.optim.SGD(expert.parameters(), lr=0.5),
+        args_schema=[X, IDS],
+        outputs_schema={"y": X, "ids": IDS, "name": "elsewhere"},
+    )
+    x, ids, grad = torch.randn(3, 4), torch.arange(3), torch.randn(3, 4)
+    for tensors in ((x, ids, grad), tuple(tensor.to(DEVICE) for tensor in (x, ids, grad))):
+        home = tensors[0].device
+        weight = expert.weight.detach().to("cpu")
+        ids_out, name, y = backend.forward(*tensors[:2])
+        assert ids_out.device == y.device == home
+        assert name == "elsewhere"
+        assert torch.equal(y.to("cpu"), x * weight)
+        assert torch.equal(ids_out.to("cpu"), ids + 1)
+        to_x, to_ids = backend.backward(*tensors[:2], tensors[1], tensors[2])
+        assert to_x.device == to_ids.device == home
+        torch.testing.assert_close(to_x.to("cpu"), grad * weight)
+        torch.testing.assert_close(expert.weight.detach().to("cpu"), weight - 0.5 * (x * grad).sum(0))
+    assert backend.updates == 2
+
+
+def test_a_backend_that_is_moved_knows_where_it_is() -> None:
+    expert = nn.Linear(4, 4)
+    backend = ExpertBackend("e", expert, args_schema=[X])
+    assert torch.equal(backend.forward(torch.ones(1, 4))[0], expert(torch.ones(1, 4)))
+    backend.to("meta")
+    assert Placement(expert).device == torch.device("meta")
+    assert backend.forward(torch.ones(1, 4, device="meta"))[0].is_meta
+    moved = ExpertBackend("e", nn.Linear(4, 4), args_schema=[X], device="meta")
+    assert moved.expert.weight.is_meta
+    assert moved.outputs_schema == X.replace(device="meta")
