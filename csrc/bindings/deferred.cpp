@@ -46,4 +46,7 @@ void drop_deferred() {
   for (PyObject* object : objects) Py_DECREF(object);
 }
 
+void hold_deferred() { deferred.mutex.lock(); }
+void release_deferred() { deferred.mutex.unlock(); }
+
 }  // namespace pymoe::bindings

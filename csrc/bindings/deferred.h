@@ -11,4 +11,8 @@ void drop_later(PyObject* object) noexcept;
 // Drops what was given up so far. Under the GIL, under no lock; cheap when there is nothing.
 void drop_deferred();
 
+// Around a fork: the child, too, drops references.
+void hold_deferred();
+void release_deferred();
+
 }  // namespace pymoe::bindings

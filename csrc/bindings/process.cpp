@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/buffers.h"
+#include "bindings/deferred.h"
 #include "bindings/gil.h"
 
 namespace pymoe::bindings {
@@ -27,8 +29,20 @@ thread_local bool is_worker = false;
 std::atomic<int> forks{0};
 std::atomic<bool> exiting{false};
 
+// The child's tensors give memory back, and its objects drop references: the locks of both must be free there.
+void before_fork() {
+  hold_deferred();
+  buffers().before_fork();
+}
+
+void after_fork() {
+  buffers().after_fork();
+  release_deferred();
+}
+
 // In the child of a fork. The parent's registry is left behind, since another thread may have held its lock.
 void start_generation() {
+  after_fork();
   registry = new Registry;
   forks.fetch_add(1);
   become_main_thread();
@@ -92,7 +106,7 @@ bool on_worker_thread() { return is_worker; }
 void install_process_hooks() {
   find_main_thread();
 #if !defined(_WIN32)
-  pthread_atfork(nullptr, nullptr, start_generation);
+  pthread_atfork(before_fork, after_fork, start_generation);
 #endif
   const Ref atexit = Ref::checked(PyImport_ImportModule("atexit"));
   const Ref hook = Ref::checked(PyCFunction_New(&stop_all_method, nullptr));

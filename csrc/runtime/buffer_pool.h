@@ -77,6 +77,10 @@ class BufferPool {
     destroy(header);
   }
 
+  // Around a fork, so that the child finds the lock free and everything in order.
+  void before_fork() { shared_->mutex.lock(); }
+  void after_fork() { shared_->mutex.unlock(); }
+
   Statistics statistics() const {
     const std::lock_guard lock(shared_->mutex);
     return {shared_->live_blocks, static_cast<int64_t>(shared_->cached_bytes)};
