@@ -25,7 +25,8 @@ class TaskPool(_runtime.TaskPool):
 
     Any number of threads and coroutines call :meth:`submit_task`; a :class:`Runtime` takes what is queued, oldest
     first, puts the rows of as many requests together as fit, calls ``process_func`` once, and gives every request its
-    own rows of the result. Requests of different dtypes, devices or row shapes never share a batch.
+    own rows of the result. Requests of different dtypes, devices or row shapes never share a batch. Tensors on a GPU
+    must be ready in its default stream: batches are put together there, and results become ready there.
 
     Args:
         process_func: called with one tensor per position, the rows of all requests one after the other in dimension

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -54,3 +58,44 @@ def test_a_nan_stays_in_its_own_rows() -> None:
 
     for i, (one, other) in enumerate(zip(ask(clean), ask(poisoned), strict=True)):
         assert other.isnan().all() if i == 17 else torch.equal(one, other)
+
+
+class Counting(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        Counting,
+        functools.partial(torch.autocast, "cpu"),
+        functools.partial(torch.device, "meta"),
+    ],
+)
+def test_a_clients_modes_do_not_reach_the_batch(mode: Callable[[], Any]) -> None:
+    """Whoever runs it: a worker, or a client that waits."""
+    seen: list[tuple[bool, ...]] = []
+
+    def process(x: Tensor) -> Tensor:
+        seen.append(
+            (
+                torch.is_grad_enabled(),
+                torch.is_inference_mode_enabled(),
+                torch.is_autocast_enabled("cpu"),
+                torch.empty(0).is_meta,
+                torch._C._len_torch_function_stack() > 0,
+            )
+        )
+        return x + 1
+
+    pool = TaskPool(process, name="pool")
+    x = torch.ones(1, 2)
+    with Runtime([pool]), mode():
+        before = torch.is_grad_enabled()
+        for _ in range(50):
+            assert not pool(x).is_inference()
+        assert torch.is_grad_enabled() == before
+    assert set(seen) == {(True, False, False, False, False)}
