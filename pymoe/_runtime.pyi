@@ -151,6 +151,9 @@ class Future:
         """
         Wait for the task and return its value, or raise what it raised.
 
+        A worker that waits without a timeout for a task of its own pool runs it itself if nobody has
+        started it, so tasks may wait for tasks.
+
         Args:
             timeout: seconds to wait at most; None waits as long as it takes.
 

@@ -57,7 +57,8 @@ class StoppablePool : public Stoppable {
 
 class PyFuture {
  public:
-  PyFuture(Future<Outcome> future, int created) : future_(std::move(future)), created_(created) {}
+  PyFuture(Future<Outcome> future, std::weak_ptr<StoppablePool> pool, int created)
+      : future_(std::move(future)), pool_(std::move(pool)), created_(created) {}
 
   bool done() const { return future_.done(); }
 
@@ -77,6 +78,7 @@ class PyFuture {
   const Outcome& wait(const char* where, std::optional<double> timeout) const {
     if (!future_.done()) {
       require_this_process(created_, where, "WorkerPool");
+      if (!timeout) help_as_worker();
       const auto ended = [&](Clock::time_point until) { return future_.wait_until(until); };
       if (!wait_interruptibly(ended, deadline_after(timeout))) {
         raise(PyExc_TimeoutError, "%s: the task has not ended in time", where);
@@ -90,7 +92,16 @@ class PyFuture {
     }
   }
 
+  // Runs the task if it has not started and this is a worker of its pool, maybe the only one who could. Other threads
+  // leave it to the workers, so that no more tasks run at a time than there are workers.
+  void help_as_worker() const {
+    const WithoutGil released;
+    const auto pool = pool_.lock();
+    if (pool && pool->on_worker()) future_.help();
+  }
+
   Future<Outcome> future_;
+  std::weak_ptr<StoppablePool> pool_;
   int created_;
 };
 
@@ -120,7 +131,7 @@ class PyWorkerPool {
     Call call(Ref::steal(function.release().ptr()), Ref::steal(args.release().ptr()),
               Ref::steal(kwargs.release().ptr()));
     const WithoutGil released;
-    return {kept_->pool.submit(std::move(call)), created_};
+    return {kept_->pool.submit(std::move(call)), kept_, created_};
   }
 
   void shutdown(bool drain) {
@@ -149,6 +160,8 @@ void bind_worker_pool(py::module_& module) {
       .def("done", &PyFuture::done, "True once the task has ended.")
       .def("result", &PyFuture::result, py::arg("timeout") = py::none(),
            "Wait for the task and return its value, or raise what it raised.\n\n"
+           "A worker that waits without a timeout for a task of its own pool runs it itself if nobody has\n"
+           "started it, so tasks may wait for tasks.\n\n"
            "Args:\n"
            "    timeout: seconds to wait at most; None waits as long as it takes.\n\n"
            "Raises:\n"

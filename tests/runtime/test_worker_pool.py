@@ -261,6 +261,32 @@ class Owned:
         return self
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_tasks_wait_for_tasks_of_their_own_pool(workers: int) -> None:
+    with WorkerPool(workers) as pool:
+
+        def add(depth: int) -> int:
+            return depth and depth + pool.submit(add, depth - 1).result()
+
+        futures = [pool.submit(add, 20) for _ in range(5)]
+        assert [future.result(LONG) for future in futures] == [210] * 5
+        threads = pool.submit(lambda: (threading.get_ident(), pool.submit(threading.get_ident).result()))
+        if workers == 1:
+            assert len(set(threads.result(LONG))) == 1
+
+
+def test_a_wait_with_a_timeout_does_not_run_the_task() -> None:
+    with WorkerPool(1) as pool:
+
+        def wait() -> str:
+            inner = pool.submit(int)
+            with pytest.raises(TimeoutError):
+                inner.result(0.01)
+            return str(inner.done())
+
+        assert pool.submit(wait).result(LONG) == "False"
+
+
 def test_callables_and_results_are_freed() -> None:
     with WorkerPool(1) as pool:
         owned = Owned()
