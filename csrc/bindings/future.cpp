@@ -32,6 +32,11 @@ void track(PyObject* object) {
   if (!PyObject_GC_IsTracked(object)) PyObject_GC_Track(object);
 }
 
+// Whether a result may come to refer to its future. That of a plain tensor does only if someone gives it attributes.
+bool may_refer(PyObject* outcome) {
+  return PyObject_IS_GC(outcome) && Py_TYPE(outcome) != reinterpret_cast<PyTypeObject*>(torch_calls().tensor);
+}
+
 void wait_until_done(FutureObject* self, const char* where, std::optional<Clock::time_point> deadline) {
   require_this_process(self->created, where, "TaskPool");
   const Ref keep = Ref::borrow(reinterpret_cast<PyObject*>(self));
@@ -79,7 +84,11 @@ PyObject* result(PyObject* object, PyObject* const* args, Py_ssize_t count, PyOb
     FutureObject* self = self_of(object);
     const auto timeout = timeout_of("RequestFuture.result", args, count, names);
     if (!self->request->done()) wait_until_done(self, "RequestFuture.result", deadline_after(timeout));
-    if (!self->request->error()) return Py_NewRef(self->request->outcome);
+    if (!self->request->error()) {
+      PyObject* outcome = self->request->outcome;
+      if (may_refer(outcome)) track(object);
+      return Py_NewRef(outcome);
+    }
     track(object);
     const Ref error = exception_of(*self->request);
     set_error(error.get());

@@ -43,28 +43,61 @@ void Mailbox::put(PyObject* waiter) {
     if (std::exchange(called_, true)) return;
   }
   const WithGil gil;
-  try {
-    call_loop();
-  } catch (const ErrorSet&) {
-    // The loop is closed, or has gone: nobody waits any more.
-    PyErr_Clear();
-    std::vector<PyObject*> waiters;
-    {
+  bool interrupted = false;
+  for (int attempt = 0; attempt < 2; ++attempt) {
+    const Told told = call_loop();
+    interrupted = interrupted || told.interrupted;
+    if (told.reached) break;
+    if (told.gone) {
+      drop_waiters();
+      break;
+    }
+    if (attempt == 1) {
+      // They stay, and come with whatever is put next.
       const std::lock_guard lock(mutex_);
-      waiters.swap(waiters_);
       called_ = false;
     }
-    for (PyObject* left : waiters) Py_DECREF(left);
   }
+  if (interrupted) PyErr_SetInterrupt();
 }
 
-void Mailbox::call_loop() {
-  const Ref loop = Ref::checked(PyObject_CallNoArgs(loop_));
-  if (loop.get() == Py_None) throw ErrorSet();
-  const Ref capsule =
-      Ref::checked(PyCapsule_New(new std::shared_ptr<Mailbox>(shared_from_this()), kCapsule, delete_capsule));
-  const Ref function = Ref::checked(PyCFunction_New(&deliver_method, capsule.get()));
-  Ref::checked(PyObject_CallMethod(loop.get(), "call_soon_threadsafe", "O", function.get()));
+Mailbox::Told Mailbox::call_loop() {
+  const Ref loop = Ref::steal(PyObject_CallNoArgs(loop_));
+  if (!loop || loop.get() == Py_None) {
+    PyErr_Clear();
+    return {.gone = true};
+  }
+  try {
+    auto self = std::make_unique<std::shared_ptr<Mailbox>>(shared_from_this());
+    const Ref capsule = Ref::checked(PyCapsule_New(self.get(), kCapsule, delete_capsule));
+    self.release();
+    const Ref function = Ref::checked(PyCFunction_New(&deliver_method, capsule.get()));
+    Ref::checked(PyObject_CallMethod(loop.get(), "call_soon_threadsafe", "O", function.get()));
+    return {.reached = true};
+  } catch (const ErrorSet&) {
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  }
+  const Ref error = take_error();
+  const Ref closed = Ref::steal(PyObject_CallMethod(loop.get(), "is_closed", nullptr));
+  const bool gone = closed && PyObject_IsTrue(closed.get()) == 1;
+  PyErr_Clear();
+  if (gone) return {.gone = true};
+  // Ctrl-C is for the main thread's own code: what must be told is told first.
+  if (is_interrupt(error.get())) return {.interrupted = true};
+  set_error(error.get());
+  log_error("an event loop could not be told that requests are done");
+  return {};
+}
+
+void Mailbox::drop_waiters() {
+  std::vector<PyObject*> waiters;
+  {
+    const std::lock_guard lock(mutex_);
+    waiters.swap(waiters_);
+    called_ = false;
+  }
+  for (PyObject* left : waiters) Py_DECREF(left);
 }
 
 PyObject* Mailbox::deliver(PyObject* capsule, PyObject*) {

@@ -2,6 +2,7 @@
 //
 // Whoever completes a batch leaves word for all of the loop's coroutines without the GIL, and calls the loop once, not
 // once a request: call_soon_threadsafe costs more than all the rest.
+// A loop that is there but raises when it is called is called once more, and otherwise with the next word left.
 #pragma once
 
 #include "bindings/gil.h"
@@ -22,7 +23,14 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   void put(PyObject* waiter);
 
  private:
-  void call_loop();
+  // How a call of the loop ended; nothing is set if it raised, and may be tried again.
+  struct Told {
+    bool reached = false;
+    bool gone = false;         // the loop is closed, or has been collected: nobody waits any more
+    bool interrupted = false;  // by Ctrl-C, which the caller must pass on
+  };
+  Told call_loop();
+  void drop_waiters();
   static PyObject* deliver(PyObject* capsule, PyObject*);
   static PyMethodDef deliver_method;
 

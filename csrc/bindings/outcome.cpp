@@ -64,8 +64,16 @@ bool was_cancelled(const TensorRequest& request) {
   }
 }
 
+bool is_interrupt(PyObject* exception) {
+  return on_main_thread() && PyErr_GivenExceptionMatches(exception, PyExc_KeyboardInterrupt);
+}
+
 void log_error(const char* message) {
   const Ref error = take_error();
+  if (is_interrupt(error.get())) {
+    PyErr_SetInterrupt();
+    return;
+  }
   try {
     const Ref logging = Ref::checked(PyImport_ImportModule("logging"));
     const Ref logger = Ref::checked(PyObject_CallMethod(logging.get(), "getLogger", "s", "pymoe.runtime"));
@@ -74,6 +82,12 @@ void log_error(const char* message) {
     const Ref keywords = Ref::checked(Py_BuildValue("{s:O}", "exc_info", error.get()));
     Ref::checked(PyObject_Call(method.get(), arguments.get(), keywords.get()));
   } catch (const ErrorSet&) {
+    const Ref second = take_error();
+    if (is_interrupt(second.get())) {
+      PyErr_SetInterrupt();
+      return;
+    }
+    set_error(second.get());
     PyErr_WriteUnraisable(nullptr);
   }
 }

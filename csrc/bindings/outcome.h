@@ -32,7 +32,11 @@ auto guarded(const Body& body, decltype(body()) failed = {}) noexcept -> decltyp
   return failed;
 }
 
-// Logs the exception that is set, on the logger pymoe.runtime, and clears it.
+// True for a KeyboardInterrupt on the main thread: it is nobody else's, and must not be lost.
+bool is_interrupt(PyObject* exception);
+
+// Logs the exception that is set, on the logger pymoe.runtime, and clears it. An interrupt is raised again as soon as
+// the main thread is back in code of its own.
 void log_error(const char* message);
 
 }  // namespace pymoe::bindings

@@ -71,13 +71,22 @@ PyObject* stop_all(PyObject*, PyObject*) {
 
 PyMethodDef stop_all_method = {"stop_all", stop_all, METH_NOARGS, "Cancel what is queued and wait for all workers."};
 
+// False also on a thread that runs one of its batches for it, which cannot ask.
+bool has_stopped(Stoppable& stoppable) {
+  try {
+    return stoppable.stopped_by(Clock::now());
+  } catch (const std::logic_error&) {
+    return false;
+  }
+}
+
 }  // namespace
 
 void keep_until_stopped(std::shared_ptr<Stoppable> stoppable) {
   std::vector<std::shared_ptr<Stoppable>> ended;  // destroyed after the lock is let go of
   const std::lock_guard lock(registry->mutex);
   std::erase_if(registry->kept, [&](std::shared_ptr<Stoppable>& other) {
-    if (other.use_count() > 1 || other->on_worker() || !other->stopped_by(Clock::now())) return false;
+    if (other.use_count() > 1 || other->on_worker() || !has_stopped(*other)) return false;
     ended.push_back(std::move(other));
     return true;
   });

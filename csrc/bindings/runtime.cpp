@@ -64,14 +64,38 @@ PyObject* setup(PyObject* object, PyObject* args, PyObject* keywords) {
   });
 }
 
+// Attaches the strands of the pools. False if one is served elsewhere: then the others are as they were.
+bool serve(runtime::Executor<SystemSync>& executor, const std::vector<std::shared_ptr<Pool>>& pools) {
+  std::vector<std::shared_ptr<runtime::Strand<SystemSync>>> strands;
+  std::vector<std::shared_ptr<Pool>> closed;
+  for (const auto& pool : pools) {
+    if (pool->closed()) closed.push_back(pool);
+    if (std::find(strands.begin(), strands.end(), pool->strand()) == strands.end()) strands.push_back(pool->strand());
+  }
+  size_t attached = 0;
+  try {
+    for (; attached < strands.size(); ++attached) executor.attach(strands[attached]);
+    return true;
+  } catch (const std::logic_error&) {
+  }
+  executor.detach_all();
+  for (const auto& pool : closed) {  // attaching had opened them
+    const auto end = strands.begin() + static_cast<std::ptrdiff_t>(attached);
+    if (std::find(strands.begin(), end, pool->strand()) == end) continue;
+    pool->close();
+    pool->cancel_all("the request was cancelled: the start of its runtime was refused");
+  }
+  executor.request_stop(Stop::kCancel);
+  return false;
+}
+
 PyObject* start(PyObject* object, PyObject*) {
   return guarded([&] {
     State* self = state_of(object, "Runtime.start");
     if (self->executor) return Py_NewRef(Py_None);
-    std::vector<std::shared_ptr<runtime::Strand<SystemSync>>> strands;
+    std::vector<std::shared_ptr<Pool>> pools;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->pools.get()); ++i) {
-      const auto& strand = pool_of(PyTuple_GET_ITEM(self->pools.get(), i), "Runtime: a pool")->strand();
-      if (std::find(strands.begin(), strands.end(), strand) == strands.end()) strands.push_back(strand);
+      pools.push_back(pool_of(PyTuple_GET_ITEM(self->pools.get(), i), "Runtime: a pool"));
     }
     const int workers = self->workers;
     std::shared_ptr<StoppableExecutor> executor;
@@ -80,12 +104,7 @@ PyObject* start(PyObject* object, PyObject*) {
       const WithoutGil released;
       executor = std::make_shared<StoppableExecutor>(workers);
       keep_until_stopped(executor);
-      try {
-        for (const auto& strand : strands) executor->executor.attach(strand);
-      } catch (const std::logic_error&) {
-        executor->executor.request_stop(Stop::kCancel);
-        all = false;
-      }
+      all = serve(executor->executor, pools);
     }
     if (!all) {
       wait_interruptibly([&](Clock::time_point until) { return executor->stopped_by(until); });

@@ -32,6 +32,7 @@ PyObject* find(const Ref& torch, const char* dotted) {
 TorchCalls load() {
   const Ref torch = Ref::checked(PyImport_ImportModule("torch"));
   TorchCalls calls{};
+  calls.tensor = find(torch, "Tensor");
   calls.cat = find(torch, "cat");
   calls.empty = find(torch, "empty");
   calls.unsafe_split_with_sizes = find(torch, "unsafe_split_with_sizes");

@@ -6,6 +6,7 @@
 namespace pymoe::bindings {
 
 struct TorchCalls {
+  PyObject* tensor;  // the type
   PyObject* cat;
   PyObject* empty;
   PyObject* unsafe_split_with_sizes;

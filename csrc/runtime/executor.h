@@ -65,6 +65,13 @@ class Executor {
     return true;
   }
 
+  // Takes every strand out as it is: its pools stay open, and what they hold waits for another executor.
+  void detach_all() {
+    const std::lock_guard lock(mutex_);
+    for (const StrandPointer& strand : strands_) strand->detach();
+    strands_.clear();
+  }
+
   void request_stop(Stop how) {
     for (const StrandPointer& strand : stop_attaching()) strand->request_stop(how);
   }

@@ -155,6 +155,10 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     const std::lock_guard lock(strand_->mutex_);
     closed_ = false;
   }
+  bool closed() const {
+    const std::lock_guard lock(strand_->mutex_);
+    return closed_;
+  }
 
   // Completes every request that has not begun with Cancelled(reason).
   void cancel_all(const std::string& reason) {
