@@ -27,7 +27,8 @@ PyMethodDef functions[] = {
 
 }  // namespace
 
-PYBIND11_MODULE(_runtime, module, py::mod_gil_not_used()) {
+// Without mod_gil_not_used: an interpreter that has none takes the GIL up again, which guards much of this folder.
+PYBIND11_MODULE(_runtime, module) {
   using namespace pymoe::bindings;
   module.doc() = "The native runtime of pymoe.";
   module.attr("compiler") = __VERSION__;
