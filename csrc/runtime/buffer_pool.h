@@ -17,6 +17,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <utility>
 #include <vector>
 
 namespace pymoe::runtime {
@@ -32,9 +33,13 @@ class BufferPool {
     shared_->most_cached_bytes = most_cached_bytes;
   }
   ~BufferPool() {
-    const std::lock_guard lock(shared_->mutex);
-    shared_->most_cached_bytes = 0;
-    shared_->make_room(0, kClasses);
+    Header* evicted;
+    {
+      const std::lock_guard lock(shared_->mutex);
+      shared_->most_cached_bytes = 0;
+      evicted = shared_->make_room(0, kClasses);
+    }
+    destroy_all(evicted);
   }
   BufferPool(const BufferPool&) = delete;
   BufferPool& operator=(const BufferPool&) = delete;
@@ -66,15 +71,19 @@ class BufferPool {
     Header* header = static_cast<Header*>(block) - 1;
     const std::shared_ptr<Shared> shared = std::move(header->owner);
     const size_t bytes = size_of(header->size_class);
+    // Freed without the lock: to give megabytes back to the system takes long.
+    Header* freed = nullptr;
+    bool kept = false;
     {
       const std::lock_guard lock(shared->mutex);
       --shared->live_blocks;
       if (bytes <= shared->most_cached_bytes) {
-        shared->make_room(bytes, header->size_class);
-        if (shared->cached_bytes + bytes <= shared->most_cached_bytes && shared->keep(header)) return;
+        freed = shared->make_room(bytes, header->size_class);
+        kept = shared->cached_bytes + bytes <= shared->most_cached_bytes && shared->keep(header);
       }
     }
-    destroy(header);
+    destroy_all(freed);
+    if (!kept) destroy(header);
   }
 
   // Around a fork, so that the child finds the lock free and everything in order.
@@ -94,6 +103,7 @@ class BufferPool {
   struct alignas(kAlignment) Header {
     std::shared_ptr<Shared> owner;  // null while cached: the pool may go then
     int size_class;
+    Header* next = nullptr;  // of those that are to be freed
   };
 
   struct Shared {
@@ -113,16 +123,18 @@ class BufferPool {
       return true;
     }
 
-    // Frees blocks of classes other than `spared` until `bytes` more fit.
-    void make_room(size_t bytes, int spared) noexcept {
+    // Takes out blocks of classes other than `spared` until `bytes` more fit; the caller frees the chain of them.
+    Header* make_room(size_t bytes, int spared) noexcept {
+      Header* chain = nullptr;
       for (int i = kClasses - 1; i >= 0 && cached_bytes + bytes > most_cached_bytes; --i) {
         auto& blocks = cached[static_cast<size_t>(i)];
         while (i != spared && !blocks.empty() && cached_bytes + bytes > most_cached_bytes) {
-          destroy(blocks.back());
+          blocks.back()->next = std::exchange(chain, blocks.back());
           blocks.pop_back();
           cached_bytes -= size_of(i);
         }
       }
+      return chain;
     }
   };
 
@@ -142,6 +154,10 @@ class BufferPool {
   static void destroy(Header* header) noexcept {
     header->~Header();
     std::free(header);
+  }
+
+  static void destroy_all(Header* chain) noexcept {
+    while (chain != nullptr) destroy(std::exchange(chain, chain->next));
   }
 
   const std::shared_ptr<Shared> shared_;
