@@ -1,61 +1,17 @@
-"""The bound worker pool: outcomes, and everything where Python's threads, signals, forks and exit meet it."""
+"""The bound worker pool: outcomes, stopping, and where Python's threads and objects meet it."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import gc
-import os
-import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import traceback
 import weakref
-from collections.abc import Callable
 
 import pytest
+from bare_runtime import LONG, Blocker, run_python
 
-from pymoe import _runtime
 from pymoe._runtime import Future, WorkerPool
-
-LONG = 60  # seconds: a wait that is meant to succeed at once
-
-
-# The module from its file, without the package and torch, whose import would be most of a short process's time.
-PRELUDE = f"""
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("pymoe._runtime", {_runtime.__file__!r})
-_runtime = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(_runtime)
-WorkerPool = _runtime.WorkerPool
-"""
-
-
-def run_python(script: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-X", "faulthandler", "-c", PRELUDE + textwrap.dedent(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=2 * LONG)
-
-
-class Blocker:
-    """Occupies every worker of a pool until it is released, so that later tasks stay queued."""
-
-    def __init__(self, pool: WorkerPool) -> None:
-        self.event = threading.Event()
-        started = threading.Barrier(pool.workers + 1)
-
-        def block() -> None:
-            started.wait(LONG)
-            self.event.wait(LONG)
-
-        self.futures = [pool.submit(block) for _ in range(pool.workers)]
-        started.wait(LONG)
-
-    def release(self) -> None:
-        self.event.set()
-        for future in self.futures:
-            future.result(LONG)
-
 
 # --- outcomes ---
 
@@ -373,142 +329,3 @@ def test_threads_of_dropped_pools_end() -> None:
     """
     done = run_python(script)
     assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr
-
-
-# --- the process ---
-
-
-EXITS: dict[str, str] = {
-    "queued": "futures = [pool.submit(sum, range(1000)) for _ in range(20000)]",
-    "running": "pool.submit(time.sleep, 0.2); pool.submit(time.sleep, 0.2); pool.submit(time.sleep, 100)",
-    "dropped": "[pool.submit(sum, range(1000)) for _ in range(20000)]; del pool",
-    "exception": "pool.submit(time.sleep, 0.1); raise SystemExit(0)",
-    "torch": "import torch; x = torch.ones(64, 64); [pool.submit(torch.mm, x, x) for _ in range(2000)]",
-}
-
-
-@pytest.mark.parametrize("live", EXITS)
-@pytest.mark.parametrize("repeat", range(4))
-def test_exit_with_live_work(live: str, repeat: int) -> None:
-    script = f"import time\npool = WorkerPool(2)\n{EXITS[live]}"
-    done = run_python(script)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_no_pool_in_a_late_exit_handler() -> None:
-    # Handlers run last in, first out: one that is registered before the module is loaded runs after the module's own.
-    script = """
-    import atexit
-
-    def late():
-        try:
-            _runtime.WorkerPool(1)
-        except RuntimeError as error:
-            print(error)
-
-    atexit.register(late)
-    """
-    script = textwrap.dedent(script) + PRELUDE
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=2 * LONG)
-    assert done.returncode == 0
-    assert "interpreter is exiting" in done.stdout
-
-
-def in_child(check: Callable[[], None]) -> int:
-    """Exit status of a forked child that runs ``check``; 14 if it hangs."""
-    child = os.fork()
-    if child == 0:
-        signal.alarm(LONG)  # a child that hangs dies of it
-        status = 1
-        try:
-            check()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def test_fork() -> None:
-    with WorkerPool(2) as pool:
-        finished = pool.submit(int, 4)
-        finished.result(LONG)
-        blocker = Blocker(pool)
-        pending = pool.submit(int)
-
-        def check() -> None:
-            nonlocal pool
-            for call in (lambda: pool.submit(int), pool.shutdown, pending.result, pending.exception):
-                with pytest.raises(RuntimeError, match="before a fork"):
-                    call()
-            assert finished.result(0) == 4
-            with WorkerPool(2) as fresh:
-                assert fresh.submit(int, 5).result(LONG) == 5
-            del fresh
-
-        for _ in range(20):
-            assert in_child(check) == 0
-        blocker.release()
-        assert pending.result(LONG) == 0
-
-
-def test_a_fork_may_collect_and_exit() -> None:
-    script = """
-    import gc, os, sys
-    pool = WorkerPool(2)
-    futures = [pool.submit(sum, range(1000)) for _ in range(500)]
-    child = os.fork()
-    if child == 0:
-        del pool, futures
-        gc.collect()
-        sys.exit(0)  # through the exit handlers
-    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    """
-    for _ in range(5):
-        done = run_python(script)
-        assert (done.returncode, done.stderr) == (0, "")
-
-
-WAITS: dict[str, str] = {
-    "result": "future.result()",
-    "result with a timeout": "future.result(1000)",
-    "exception": "future.exception()",
-    "shutdown": "pool.shutdown()",
-    "with block": "pool.__exit__(None, None, None)",
-}
-
-
-@pytest.mark.parametrize("wait", WAITS)
-def test_ctrl_c_ends_a_wait(wait: str) -> None:
-    """The task ends only after the interrupt was seen: a wait that ignores it never ends."""
-    script = f"""
-    import os, signal, threading
-    pool = WorkerPool(1)
-    go = threading.Event()
-    future = pool.submit(go.wait)
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-    try:
-        {WAITS[wait]}
-    except KeyboardInterrupt:
-        print("interrupted")
-    go.set()
-    print(future.result())
-    pool.shutdown()
-    """
-    done = run_python(script)
-    assert (done.returncode, done.stdout.split()) == (0, ["interrupted", "True"]), done.stderr
-
-
-def test_a_signal_handler_that_returns_does_not_end_a_wait() -> None:
-    script = """
-    import os, signal, threading
-    pool = WorkerPool(1)
-    go = threading.Event()
-    signal.signal(signal.SIGUSR1, lambda *_: go.set())
-    future = pool.submit(go.wait)
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-    print(future.result())
-    """
-    done = run_python(script)
-    assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr
