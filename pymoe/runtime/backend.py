@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -12,10 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pymoe.runtime.backend_state import BackendState, look_again
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 from pymoe.runtime.differentiate import as_leaf, clear_gradients, differentiate, warm_up_autograd
 from pymoe.runtime.gradients import GradientRule
+from pymoe.runtime.inputs import InputGuard
 from pymoe.runtime.interrupts import uninterrupted
+from pymoe.runtime.parameters import check_steps, check_steps_alone, check_updates, lock_of, optimized
 from pymoe.runtime.placement import Placement
 from pymoe.runtime.schema import infer_outputs_schema, keep_buffers, tensor_protos, to_schema
 from pymoe.runtime.signature import Signature
@@ -25,13 +26,14 @@ from pymoe.runtime.thread_state import in_plain_state
 _MAY_RETRY = "pymoe_may_retry"  # set on exceptions of the backward pass; pools that isolate look at it too
 
 
-class ExpertBackend(nn.Module):
+class ExpertBackend(BackendState):
     """A module with two pools of requests: one asks for its outputs, the other for gradients of its inputs.
 
     The **forward pass** runs the expert without gradients. The **backward pass** keeps nothing of an earlier forward
     pass: it runs the expert again on the inputs that come with the request, returns gradients for every input, and
     updates the expert once for the whole batch. A :class:`~pymoe.runtime.Runtime` runs both; they can be called
-    directly as well, from any thread: passes and updates of one expert never overlap.
+    directly as well, from any thread: passes and updates of one expert, or of experts that share parameters with each
+    other or with an optimizer, never overlap. A backend can be copied and pickled: a copy has pools of its own.
 
     Args:
         name: what the pools (``NAME_forward``, ``NAME_backward``), statistics and errors call it.
@@ -59,6 +61,10 @@ class ExpertBackend(nn.Module):
             trained on counts once in the statistics of batch normalisation, one that is only asked for not at all.
             ``"both"``: whatever runs counts, what is trained on twice.
         pool_options: for both pools, see :class:`~pymoe.runtime.TaskPool`: ``max_batch_size=1024, isolate=True``...
+            With ``isolate=True`` a failed backward batch is run again in halves and so may make several updates. A
+            backward request of more than ``max_batch_size`` rows makes several too, and may fail after some of them.
+
+    Batches that are served wipe gradients that were left at the module's parameters.
 
     An expert that draws random numbers (dropout) draws others in the backward pass than in the forward pass.
 
@@ -71,8 +77,9 @@ class ExpertBackend(nn.Module):
     keyword arguments by name.
 
     Raises:
-        ValueError: no tensor in the schemas, or an option that is none.
-        TypeError: ``expert`` is no module, ``opt`` no optimizer, or a pool option that does not exist.
+        ValueError: no tensor in the schemas, an option that is none, or an optimizer of other parameters alone.
+        TypeError: ``expert`` is no module, ``opt`` no optimizer, or a pool option that does not exist; or ``step()`` of
+            optimizer or scheduler needs arguments and :meth:`apply_gradients` is not overridden.
     """
 
     def __init__(
@@ -96,8 +103,7 @@ class ExpertBackend(nn.Module):
         super().__init__()
         if not isinstance(expert, nn.Module):
             raise TypeError(f"ExpertBackend: expert must be an nn.Module, got {type(expert).__name__}")
-        if opt is not None and not callable(getattr(opt, "step", None)):
-            raise TypeError(f"ExpertBackend: opt must be an optimizer or None, got {type(opt).__name__}")
+        check_steps(opt, scheduler)
         if buffers not in ("backward", "both"):
             raise ValueError(f"buffers must be one of 'backward', 'both', got {buffers!r}")
         self.name = name
@@ -107,7 +113,6 @@ class ExpertBackend(nn.Module):
         self.scheduler = scheduler
         self._rule = GradientRule(gradient_reduction, accumulate_steps, clip_grad_norm, nonfinite_gradients)
         self._buffers_change_in_forward = buffers == "both"
-        self._lock = threading.RLock()
 
         self.args_schema: tuple[Any, ...] = to_schema(_as_tuple(args_schema))
         self.kwargs_schema: dict[str, Any] = to_schema(dict(kwargs_schema or {}))
@@ -115,31 +120,57 @@ class ExpertBackend(nn.Module):
         if not tensor_protos(self.forward_schema):
             raise ValueError(
                 f"ExpertBackend {name!r}: args_schema or kwargs_schema must describe at least one tensor, e.g. "
-                f"args_schema=(BatchTensorProto(64),) for an expert that takes a tensor of shape (rows, 64)"
+                f"args_schema=(BatchTensorProto(64),) for an expert that takes a tensor of shape (rows, 64); got "
+                f"args_schema={args_schema!r}, kwargs_schema={kwargs_schema!r}, in which nothing is a BatchTensorProto "
+                f"and everything a constant that the expert is called with"
             )
         self._placement = Placement(self.expert)
+        self._guard = InputGuard(self.expert)
+        self._lock = lock_of([*self._placement.parameters, *optimized(opt)])
+        if not self._updates_itself():
+            check_steps_alone(opt, scheduler)
+            check_updates(name, opt, self._placement.parameters, ())
         if outputs_schema is None:
-            outputs_schema = infer_outputs_schema(
-                self.expert, self.args_schema, self.kwargs_schema, device=self._placement.device
-            )
-            self._placement = Placement(self.expert)  # a lazy expert has its parameters only now
+            outputs_schema = self._find_outputs_schema()
         self.outputs_schema = to_schema(outputs_schema)
         self._signature = Signature(name, self.args_schema, self.kwargs_schema, self.outputs_schema)
 
+        self._pool_options = pool_options
+        self._make_pools()
+        if self.trains:
+            warm_up_autograd()
+
+        self.register_load_state_dict_post_hook(look_again)
+
+    def _find_outputs_schema(self) -> Any:
+        try:
+            with self._lock:
+                schema = infer_outputs_schema(
+                    self.expert, self.args_schema, self.kwargs_schema, device=self._placement.device
+                )
+        except Exception as error:
+            add_note = getattr(error, "add_note", lambda note: None)  # Python 3.11
+            add_note(
+                f"ExpertBackend {self.name!r}: raised by the one call on zeros that finds out its outputs_schema; with "
+                f"an outputs_schema there is no such call"
+            )
+            raise
+        self._placement = Placement(self.expert)  # a lazy expert has its parameters only now
+        return schema
+
+    def _make_pools(self) -> None:
         inputs = _anywhere(tensor_protos(self.forward_schema))
         outputs = _anywhere(tensor_protos(self.outputs_schema))
         device = self._placement.device
-        pool_options.setdefault("pin_memory", device is not None and device.type == "cuda")
-        self.forward_pool = TaskPool(self.forward, name=f"{name}_forward", schema=inputs, **pool_options)
+        options = {"pin_memory": device is not None and device.type == "cuda", **self._pool_options}
+        self.forward_pool = TaskPool(self.forward, name=f"{self.name}_forward", schema=inputs, **options)
         self.backward_pool = TaskPool(
             self.backward,
-            name=f"{name}_backward",
+            name=f"{self.name}_backward",
             schema=inputs + outputs,
             exclusive_with=self.forward_pool,
-            **pool_options,
+            **options,
         )
-        if self.trains:
-            warm_up_autograd()
 
     # --- what clients need to know ---
 
@@ -159,7 +190,7 @@ class ExpertBackend(nn.Module):
     @property
     def trains(self) -> bool:
         """Whether backward passes update the expert."""
-        return self.opt is not None or type(self).apply_gradients is not ExpertBackend.apply_gradients
+        return self.opt is not None or self._updates_itself()
 
     @property
     def updates(self) -> int:
@@ -217,6 +248,7 @@ class ExpertBackend(nn.Module):
         """
         if self.opt is not None:
             self.opt.step()
+            self._rule.updates += 1  # made, whatever the scheduler says
         if self.scheduler is not None:
             self.scheduler.step()
 
@@ -232,13 +264,20 @@ class ExpertBackend(nn.Module):
                 return visit.take_back(self._run_forward(visit.tensors))
 
     def _run_forward(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+        guard = self._guard
+        if guard.copies:
+            inputs = guard.lend(inputs)
         args, kwargs = self._signature.pack_inputs(inputs)
         expert = self._modules["expert"]  # an attribute of a module that is a module takes 1 us to find
         assert expert is not None
         if self._buffers_change_in_forward or not self._placement.has_buffers or not expert.training:
-            return self._signature.flatten_outputs(expert(*args, **kwargs))
-        with keep_buffers(expert):
-            return self._signature.flatten_outputs(expert(*args, **kwargs))
+            outputs = self._signature.flatten_outputs(expert(*args, **kwargs))
+        else:
+            with keep_buffers(expert):
+                outputs = self._signature.flatten_outputs(expert(*args, **kwargs))
+        if guard.learns:
+            guard.learn(inputs)
+        return outputs
 
     def _backward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         with self._lock:
@@ -256,13 +295,17 @@ class ExpertBackend(nn.Module):
             clear_gradients(parameters)  # of whatever else the module is used for
             with self._undo_buffers_after_errors():
                 leaves = [as_leaf(tensor) for tensor in tensors[:num_inputs]]
-                args, kwargs = self._signature.pack_inputs(leaves)
+                lent = self._guard.lend(leaves)
+                args, kwargs = self._signature.pack_inputs(lent)
                 outputs = self._signature.flatten_outputs(self.expert(*args, **kwargs))
+                if self._guard.learns:
+                    self._guard.learn(lent)
                 gradients = differentiate(self._signature.tensors(outputs), tensors[num_inputs:], leaves, trains)
                 if trains and self._rule.prepare(parameters, len(leaves[0])):
                     changing = True
+                    before = self._rule.updates
                     self.apply_gradients()
-                    self._rule.updates += 1
+                    self._rule.updates = before + 1
             return gradients
         except BaseException as error:
             _mark(error, may_retry=not changing)
@@ -276,73 +319,17 @@ class ExpertBackend(nn.Module):
             return keep_buffers(self.expert, only_after_errors=True)
         return nullcontext()
 
+    def _updates_itself(self) -> bool:
+        """Whether :meth:`apply_gradients` is overridden."""
+        return type(self).apply_gradients is not ExpertBackend.apply_gradients
+
     def _parameters_with_gradients(self) -> list[nn.Parameter]:
         """Whatever may hold a gradient: parameters of the expert and those that the optimizer knows."""
+        if not self._placement.is_current(self.expert):
+            self._look_again()
         found = dict.fromkeys(self._placement.parameters)
-        for group in getattr(self.opt, "param_groups", ()):
-            found.update(dict.fromkeys(group["params"]))
+        found.update(dict.fromkeys(optimized(self.opt)))
         return list(found)
-
-    # --- the module ---
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state of expert, optimizer and scheduler, as it is between two updates.
-
-        Unless ``keep_vars`` is set, tensors are copies: later updates do not change them. Gradients that wait for
-        further batches (``accumulate_steps``) are not part of it.
-        """
-        keep_vars = kwargs.get("keep_vars", args[2] if len(args) > 2 else False)
-        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-        with self._lock:
-            state = super().state_dict(*args, **kwargs)
-            if not keep_vars:
-                for key, value in state.items():
-                    if key.startswith(prefix) and isinstance(value, Tensor):
-                        state[key] = value.clone()
-        return state
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Take over what :meth:`state_dict` gave, between two updates. Accumulated gradients are dropped.
-
-        The states of optimizer and scheduler are taken over where both sides have one: a backend without an optimizer
-        loads the state of one that trains, and the other way round.
-        """
-        with self._lock:
-            result = super().load_state_dict(*args, **kwargs)
-            self._placement = Placement(self.expert)
-        return result
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """What is no parameter or buffer: the states of optimizer and scheduler, and the number of updates."""
-        with self._lock:
-            states = {name: one.state_dict() for name, one in self._stateful()}
-            return {"updates": self._rule.updates, **copy.deepcopy(states)}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`get_extra_state` gave."""
-        with self._lock:
-            self._rule.forget()
-            for name, one in self._stateful():
-                if name in state:
-                    one.load_state_dict(state[name])
-            self._rule.updates = state["updates"]
-
-    def _stateful(self) -> list[tuple[str, Any]]:
-        pairs: list[tuple[str, Any]] = [("opt", self.opt), ("scheduler", self.scheduler)]
-        return [(name, one) for name, one in pairs if hasattr(one, "state_dict")]
-
-    def train(self, mode: bool = True) -> ExpertBackend:
-        """Set the expert's mode, between two batches."""
-        with self._lock:
-            return super().train(mode)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertBackend:
-        with self._lock:
-            super()._apply(fn, recurse)
-            self._placement = Placement(self.expert)
-            if isinstance(self.opt, Optimizer) and self.opt.state:
-                self.opt.load_state_dict(self.opt.state_dict())  # which moves its tensors to where parameters are now
-        return self
 
     def extra_repr(self) -> str:
         return f"name={self.name!r}"

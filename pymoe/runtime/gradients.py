@@ -80,7 +80,7 @@ class GradientRule:
             return True
         scale: float | Tensor = 1 / rows if self.reduction == "mean" else 1.0
         if self.clip_grad_norm is not None and grads:
-            norm = nn.utils.get_total_norm(grads) * scale
+            norm = nn.utils.get_total_norm([_values(grad) for grad in grads]) * scale
             if self.nonfinite != "step" and not norm.isfinite():
                 return self._refuse("the norm of all gradients")
             scale = scale * (self.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)

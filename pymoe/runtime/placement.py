@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,9 +24,19 @@ class Placement:
         self.has_buffers = bool(buffers)
         self._landmark: Tensor | None = next(iter(self.parameters + buffers), None)
 
+    def is_current(self, expert: nn.Module) -> bool:
+        """Whether ``expert`` still has the parameters that it had."""
+        known = self.parameters
+        now = list(expert.parameters())
+        return len(now) == len(known) and all(map(operator.is_, now, known))
+
     @property
     def device(self) -> torch.device | None:
         return None if self._landmark is None else self._landmark.device
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return None if self._landmark is None else self._landmark.dtype
 
     def is_home_of(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the expert can take these as they are, and nothing else has to be set up."""

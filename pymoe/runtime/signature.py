@@ -26,6 +26,14 @@ class Signature:
         self._output_leaves = nested_flatten(outputs)
         self._is_tensor = [isinstance(leaf, BatchTensorProto) for leaf in self._output_leaves]
         self._one_tensor = isinstance(outputs, BatchTensorProto)
+        self.any_dtype = False  # set when the expert was converted to another dtype than it had with its schema
+        self._expected = [
+            (index, leaf.size, leaf.dtype)
+            for index, leaf in enumerate(self._output_leaves)
+            if isinstance(leaf, BatchTensorProto)
+        ]
+        if self._one_tensor:
+            ((_, self._only_size, self._only_dtype),) = self._expected
         self._num_args = len(args_schema)
         self._keywords = sorted_keys(kwargs_schema)
         arguments = [*args_schema, *kwargs_schema.values()]
@@ -54,6 +62,8 @@ class Signature:
     def flatten_outputs(self, outputs: Any) -> tuple[Any, ...]:
         """The leaves of what the expert returned. Raises ValueError if the schema says something else."""
         if self._one_tensor and isinstance(outputs, Tensor):
+            if outputs.shape[1:] != self._only_size or outputs.dtype is not self._only_dtype:
+                self._refuse(0, outputs)
             return (outputs,)
         leaves = tuple(nested_flatten(outputs))
         same_kinds = [isinstance(leaf, Tensor) for leaf in leaves] == self._is_tensor
@@ -61,7 +71,20 @@ class Signature:
             raise ValueError(
                 f"{self.name}: by its schema the expert returns {self._outputs!r}, got {nested_map(_shown, outputs)!r}"
             )
+        for index, size, dtype in self._expected:
+            if leaves[index].shape[1:] != size or leaves[index].dtype is not dtype:
+                self._refuse(index, leaves[index])
         return leaves
+
+    def _refuse(self, index: int, output: Tensor) -> None:
+        _, size, dtype = next(one for one in self._expected if one[0] == index)
+        if self.any_dtype and output.shape[1:] == size:
+            return
+        shape = ", ".join(["rows", *map(str, size)])
+        raise ValueError(
+            f"{self.name}: by outputs_schema, output {index} of the expert has shape ({shape}) and dtype {dtype}; it "
+            f"returned one of shape {tuple(output.shape)} and dtype {output.dtype}"
+        )
 
     def pack_outputs(self, leaves: Sequence[Any]) -> Any:
         """Undoes :meth:`flatten_outputs`."""

@@ -1,0 +1,110 @@
+"""What backends must agree on about parameters: who may touch them at a time, and whether an optimizer updates them."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import threading
+import warnings
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+def lock_of(parameters: Iterable[Tensor]) -> AbstractContextManager[Any]:
+    """What to hold while these parameters are read or changed; backends that share any of them exclude each other.
+
+    Every parameter belongs to one re-entrant lock, that of the first backend that came with it. A backend whose
+    parameters belong to several holds them all, taken in one order everywhere, so that two never wait for each other.
+    """
+    parameters = list(parameters)
+    with _registry:
+        found = {_locks[one][0]: _locks[one] for one in parameters if one in _locks}
+        numbered = [found[number] for number in sorted(found)] or [(next(_numbers), threading.RLock())]
+        for one in parameters:
+            if one not in _locks:
+                _locks[one] = numbered[0]
+    locks = [lock for _, lock in numbered]
+    return locks[0] if len(locks) == 1 else _Together(locks)  # an interrupt between lock and block needs Python code
+
+
+class _Together:
+    def __init__(self, locks: Sequence[AbstractContextManager[Any]]) -> None:
+        self._locks = locks
+
+    def __enter__(self) -> None:
+        for lock in self._locks:
+            lock.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        for lock in reversed(self._locks):
+            lock.__exit__(*exception)
+
+
+_registry = threading.Lock()
+_numbers = itertools.count()
+_locks = WeakIdKeyDictionary()  # parameter -> (number, lock)
+
+
+def optimized(opt: Any) -> list[nn.Parameter]:
+    """The parameters that ``opt`` updates, as far as it says."""
+    return [parameter for group in getattr(opt, "param_groups", ()) for parameter in group["params"]]
+
+
+def check_steps(opt: Any, scheduler: Any) -> None:
+    """Raise TypeError unless both are objects (or None) whose ``step()`` takes no arguments."""
+    for what, kind, one in (("opt", "an optimizer", opt), ("scheduler", "a scheduler", scheduler)):
+        if one is None:
+            continue
+        if isinstance(one, type):
+            raise TypeError(f"ExpertBackend: {what} must be {kind} or None, got the class {one.__name__} itself")
+        if not callable(getattr(one, "step", None)):
+            raise TypeError(f"ExpertBackend: {what} must be {kind} or None, got {type(one).__name__}")
+
+
+def check_steps_alone(opt: Any, scheduler: Any) -> None:
+    """Raise TypeError if ``step()`` of either needs an argument."""
+    for what, one in (("opt", opt), ("scheduler", scheduler)):
+        # What schedulers put on an optimizer in place of its own step() has a signature with one argument too many.
+        step = getattr(type(one), "step", None)
+        if step is None:
+            continue
+        try:
+            inspect.signature(step).bind(one)
+        except TypeError as error:
+            raise TypeError(
+                f"ExpertBackend: {what}.step() of {type(one).__name__} cannot be called without arguments ({error}); "
+                f"override ExpertBackend.apply_gradients to call it with what it needs"
+            ) from None
+        except ValueError:  # no signature to look at
+            continue
+
+
+def check_updates(name: str, opt: Any, parameters: Sequence[nn.Parameter], before: Sequence[nn.Parameter]) -> None:
+    """Whether ``opt`` updates the ``parameters`` of expert ``name``, which were ``before`` when this was last asked.
+
+    Raises:
+        ValueError: it updates none of them.
+
+    Warns if some that are new should be trained and are not. Optimizers that are not torch's are taken at their word.
+    """
+    if not isinstance(opt, Optimizer):
+        return
+    known = set(map(id, optimized(opt)))
+    if not any(id(parameter) in known for parameter in parameters):
+        raise ValueError(
+            f"ExpertBackend {name!r}: opt updates none of the expert's parameters. Make it from expert.parameters(), "
+            f"after whatever replaces them (load_state_dict(assign=True), parametrizations)"
+        )
+    old = set(map(id, before))
+    lost = sum(one.requires_grad and id(one) not in known and id(one) not in old for one in parameters)
+    if before and lost:
+        warnings.warn(
+            f"ExpertBackend {name!r}: {lost} parameters of the expert were replaced after the backend was made, and "
+            f"opt does not update the new ones",
+            stacklevel=2,
+        )
