@@ -229,7 +229,7 @@ def test_a_batch_on_its_clients_thread_may_start_a_runtime_after_its_own_was_dro
 
     threads: list[int] = []
     other, busy, pool = pool_of(), pool_of(occupy), pool_of(process)
-    runtimes = [Runtime([busy, pool], num_workers=1)]
+    runtimes = [Runtime([pool, busy], num_workers=1)]
     runtimes[0].start()
     occupied = busy.submit_task(ONE)
     assert started.wait(LONG)
