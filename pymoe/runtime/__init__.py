@@ -8,6 +8,7 @@ from pymoe.runtime.gradients import NonFiniteGradientError
 from pymoe.runtime.nested import nested_compare, nested_flatten, nested_map, nested_pack
 from pymoe.runtime.runtime import Runtime, TesseractRuntime
 from pymoe.runtime.task_pool import QueueFull, TaskPool
+from pymoe.runtime.waiting import as_completed, wait
 
 __all__ = [
     "DUMMY_BATCH_SIZE",
@@ -20,8 +21,10 @@ __all__ = [
     "Runtime",
     "TaskPool",
     "TesseractRuntime",
+    "as_completed",
     "nested_compare",
     "nested_flatten",
     "nested_map",
     "nested_pack",
+    "wait",
 ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Generator, Sequence
+import copy
+import logging
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +13,20 @@ from torch.autograd.function import once_differentiable
 
 from pymoe.runtime.backend import ExpertBackend
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
-from pymoe.runtime.nested import nested_compare, nested_flatten
+from pymoe.runtime.future import Future, deadline_after, seconds_left, wait_in_loop
+from pymoe.runtime.nested import nested_compare, nested_flatten, sorted_keys
 from pymoe.runtime.schema import tensor_protos
 from pymoe.runtime.signature import Signature
+from pymoe.runtime.task_pool import TaskPool
+from pymoe.runtime.waiting import wait
+
+logger = logging.getLogger("pymoe.runtime")
+
+PATIENCE = 2.0  # seconds without a runtime after which a client without a timeout says so
+
+# What copies of a client have in common: the server, and what it said of itself.
+SHARED = {"_backend", "_forward_pool", "_backward_pool", "_structure", "_protos", "_input_protos", "_output_protos"}
+SHARED |= {"_signature"}
 
 
 class ExpertClient(nn.Module):
@@ -24,17 +36,24 @@ class ExpertClient(nn.Module):
     pool; in the backward pass of what it is a part of, a request to its backward pool gets the gradients of the inputs
     and has the expert updated. So the expert trains with every model that it is a part of, and its parameters are
     none of the client's: the client has none, and a model's optimizer does not see them. A call needs no input that
-    requires a gradient for that, and under ``torch.no_grad()`` nothing of the kind happens.
+    requires a gradient for that, and under ``torch.no_grad()`` nothing of the kind happens. ``torch.autograd.grad``
+    through a client is such a backward pass and updates the expert too. There are no second derivatives through it.
+
+    Arguments that the schema gives as constants (no tensors) must be the same in every call. A copy of a client
+    (``copy.deepcopy`` of the model around it) asks the same backend. Outputs are views of their batch: whoever keeps or
+    saves one keeps or saves the rows of the whole batch, unless it is a ``clone()``.
 
     Under autocast, floating-point inputs are cast to the dtypes that the schema asks for.
 
     Args:
         backend: whose pools to ask.
-        timeout: seconds that a request, of either pass, may take; None: as long as it takes.
+        timeout: seconds that a request, of either pass and however it is waited for, may take; None: as long as it
+            takes.
 
     Raises, from a call and from the backward pass:
         TypeError: arguments that the expert does not take, no tensor where one must be, or another dtype.
-        ValueError: a tensor of another shape, or tensors of different numbers of rows.
+        ValueError: a tensor of another shape, tensors of different numbers of rows, or another value than the schema's
+            constant.
         TimeoutError: not answered in time. The request is cancelled; one that has begun ends without its client.
         Exception: whatever the expert raised.
     """
@@ -50,11 +69,13 @@ class ExpertClient(nn.Module):
         self._input_protos = tensor_protos(self._structure)
         self._output_protos = tensor_protos(info["outputs_schema"])
         self._one_input = not kwargs_schema and len(args_schema) == 1 and isinstance(args_schema[0], BatchTensorProto)
+        self._has_constants = len(self._input_protos) < len(self._protos)
         self._signature = Signature(self.name, args_schema, kwargs_schema, info["outputs_schema"])
         self._forward_pool, self._backward_pool = backend.get_pools()
         self._dummy = torch.empty(0, requires_grad=True, device="cpu")
         # No submodule: its parameters are the server's. A tuple is not looked into.
         self._backend = (backend,)
+        self._warned = False
 
     @property
     def backend(self) -> ExpertBackend:
@@ -64,9 +85,7 @@ class ExpertClient(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The expert's outputs for these arguments."""
         inputs = self._flatten(args, kwargs)
-        deadline = None if self.timeout is None else time.monotonic() + self.timeout
-        future = self._forward_pool.submit_task(*_values(inputs), timeout=self.timeout)
-        return self._attach(inputs, _wait(future, deadline))
+        return self._attach(inputs, self._ask(self._forward_pool, _values(inputs)))
 
     def submit(self, *args: Any, **kwargs: Any) -> PendingCall:
         """Send the request and do not wait for the answer: the call's ``result()`` or ``await`` gets it.
@@ -74,7 +93,7 @@ class ExpertClient(nn.Module):
         Until then the tensors must not be changed.
         """
         inputs = self._flatten(args, kwargs)
-        deadline = None if self.timeout is None else time.monotonic() + self.timeout
+        deadline = deadline_after(self.timeout)
         future = self._forward_pool.submit_task(*_values(inputs), timeout=self.timeout)
         return PendingCall(self, inputs, future, deadline)
 
@@ -85,8 +104,9 @@ class ExpertClient(nn.Module):
         """
         inputs = self._flatten(args, kwargs)
         versions = _versions(inputs)
-        outputs = await self._forward_pool.submit_async(*_values(inputs), timeout=self.timeout)
-        return self._attach(inputs, outputs, versions)
+        deadline = deadline_after(self.timeout)
+        future = await self._forward_pool._queue(_values(inputs), self.timeout)
+        return await PendingCall(self, inputs, future, deadline, versions)
 
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """The flat inputs. What is wrong with a tensor the pool says."""
@@ -96,9 +116,11 @@ class ExpertClient(nn.Module):
             self._check_names(args, kwargs)
             if not nested_compare((args, kwargs), self._structure):
                 raise TypeError(f"{self.name}: the arguments must be built like {self._structure!r}")
-            leaves = nested_flatten((args, kwargs))
-            pairs = zip(leaves, self._protos, strict=True)
-            flat = [leaf for leaf, proto in pairs if isinstance(proto, BatchTensorProto)]
+            flat = nested_flatten((args, kwargs))
+            if self._has_constants:
+                self._check_constants(flat)
+                pairs = zip(flat, self._protos, strict=True)
+                flat = [leaf for leaf, proto in pairs if isinstance(proto, BatchTensorProto)]
         if torch._C._is_any_autocast_enabled():  # in all of torch's public ways one names a device
             return [_cast(tensor, proto) for tensor, proto in zip(flat, self._input_protos, strict=True)]
         return flat
@@ -109,6 +131,17 @@ class ExpertClient(nn.Module):
             raise TypeError(f"{self.name} takes {len(args_schema)} positional arguments, got {len(args)}")
         if kwargs.keys() != kwargs_schema.keys():
             raise TypeError(f"{self.name} takes the keyword arguments {sorted(kwargs_schema)}, got {sorted(kwargs)}")
+
+    def _check_constants(self, leaves: Sequence[Any]) -> None:
+        for place, (leaf, proto) in enumerate(zip(leaves, self._protos, strict=True)):
+            if leaf is proto or isinstance(proto, BatchTensorProto):
+                continue
+            if isinstance(leaf, Tensor):
+                name = list(_names(self._structure))[place]
+                raise TypeError(f"{self.name}: {name} is the constant {proto!r} in the schema, got a tensor")
+            if not _equal(leaf, proto):
+                name = list(_names(self._structure))[place]
+                raise ValueError(f"{self.name}: {name} is the constant {proto!r} in the schema, got {leaf!r}")
 
     def _attach(self, inputs: list[Tensor], outputs: Any, versions: list[int] | None = None) -> Any:
         """What the caller gets for the flat ``outputs``; part of its graph where it records one.
@@ -132,9 +165,53 @@ class ExpertClient(nn.Module):
             proto.make_empty(rows, device=device, requires_grad=False) if grad is None else grad.detach()
             for grad, proto in zip(grad_outputs, self._output_protos, strict=True)
         ]
-        deadline = None if self.timeout is None else time.monotonic() + self.timeout
-        future = self._backward_pool.submit_task(*_values(inputs), *grads, timeout=self.timeout)
-        return _wait(future, deadline)
+        outputs: Sequence[Tensor] = self._ask(self._backward_pool, [*_values(inputs), *grads])
+        return outputs
+
+    def _ask(self, pool: TaskPool, tensors: Sequence[Any]) -> Any:
+        deadline = deadline_after(self.timeout)
+        return self._wait(pool, pool.submit_task(*tensors, timeout=self.timeout), deadline)
+
+    def _wait(self, pool: TaskPool, future: Future, deadline: float | None) -> Any:
+        try:
+            if deadline is None and not (self._warned or pool.served):
+                self._wait_for_a_runtime(pool, future)
+            return future.result(seconds_left(deadline))
+        except BaseException as error:
+            future.cancel()  # nobody waits for it any more; does nothing to one that has ended
+            if isinstance(error, TimeoutError):
+                self._explain(error, pool, future)
+            raise
+
+    def _wait_for_a_runtime(self, pool: TaskPool, future: Future) -> None:
+        """A while; then say what may be wrong. A thread that waits with a limit runs no batch itself."""
+        wait([future], timeout=PATIENCE)
+        if not (future.done() or pool.served):
+            self._warned = True
+            logger.warning("%s: a client waits for an answer, but no Runtime serves the pool", pool.name)
+
+    def _explain(self, error: TimeoutError, pool: TaskPool, future: Future) -> None:
+        """Raise another TimeoutError that says more, unless ``error`` is what the expert raised."""
+        if not future.done() or future.cancelled():
+            why = "" if pool.served else "; no Runtime serves the pool"
+            raise TimeoutError(f"{pool.name}: the request is not done within {self.timeout} s{why}") from error
+
+    def __copy__(self) -> ExpertClient:
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertClient:
+        made = memo[id(self)] = type(self).__new__(type(self))
+        for name, value in self.__dict__.items():
+            made.__dict__[name] = value if name in SHARED else copy.deepcopy(value, memo)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"ExpertClient {self.name!r} cannot be pickled: it asks a backend of this process. "
+            f"Save the state_dict of the model, and that of the backend."
+        )
 
     def extra_repr(self) -> str:
         return f"name={self.name!r}" + ("" if self.timeout is None else f", timeout={self.timeout}")
@@ -143,10 +220,17 @@ class ExpertClient(nn.Module):
 class PendingCall:
     """A call of a client that may not have been answered yet. Made by :meth:`ExpertClient.submit`."""
 
-    def __init__(self, client: ExpertClient, inputs: list[Tensor], future: Any, deadline: float | None) -> None:
+    def __init__(
+        self,
+        client: ExpertClient,
+        inputs: list[Tensor],
+        future: Future,
+        deadline: float | None,
+        versions: list[int] | None = None,
+    ) -> None:
         self._client = client
         self._inputs = inputs
-        self._versions = _versions(inputs)
+        self._versions = _versions(inputs) if versions is None else versions
         self._future = future
         self._deadline = deadline
 
@@ -155,18 +239,23 @@ class PendingCall:
 
         Whatever ends the wait early (the client's timeout, Ctrl-C) cancels the request.
         """
-        return self._client._attach(self._inputs, _wait(self._future, self._deadline), self._versions)
+        outputs = self._client._wait(self._client._forward_pool, self._future, self._deadline)
+        return self._client._attach(self._inputs, outputs, self._versions)
 
     def done(self) -> bool:
         """Whether :meth:`result` would not wait."""
-        return bool(self._future.done())
+        return self._future.done()
 
     def cancel(self) -> bool:
         """Take the request back; False if it has begun."""
-        return bool(self._future.cancel())
+        return self._future.cancel()
 
     def __await__(self) -> Generator[Any, None, Any]:
-        outputs = yield from self._future.__await__()
+        try:
+            outputs = yield from wait_in_loop(self._future, self._deadline)
+        except TimeoutError as error:
+            self._client._explain(error, self._client._forward_pool, self._future)
+            raise
         return self._client._attach(self._inputs, outputs, self._versions)
 
 
@@ -197,12 +286,30 @@ class _ServedCall(torch.autograd.Function):
         return None, None, None, *(grad if need else None for grad, need in zip(gradients, needed, strict=True))
 
 
-def _wait(future: Any, deadline: float | None) -> Any:
+def _names(structure: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[str]:
+    """What the leaves of ``(args, kwargs)`` are called, in order: ``args[0]``, ``mask``, ``mask['a'][1]``."""
+
+    def inside(name: str, item: Any) -> Iterator[str]:
+        if isinstance(item, dict):
+            for key in sorted_keys(item):
+                yield from inside(f"{name}[{key!r}]", item[key])
+        elif isinstance(item, (list, tuple)):
+            for i, part in enumerate(item):
+                yield from inside(f"{name}[{i}]", part)
+        else:
+            yield name
+
+    args, kwargs = structure
+    yield from inside("args", args)
+    for key in sorted_keys(kwargs):
+        yield from inside(key, kwargs[key])
+
+
+def _equal(first: Any, second: Any) -> bool:
     try:
-        return future.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
-    except BaseException:
-        future.cancel()  # nobody waits for it any more; does nothing to one that has ended
-        raise
+        return bool(first == second)
+    except Exception:  # arrays, and whatever else does not say yes or no
+        return False
 
 
 def _values(tensors: Sequence[Any]) -> list[Any]:

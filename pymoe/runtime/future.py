@@ -1,8 +1,13 @@
-"""Futures of requests, and how coroutines await them."""
+"""Futures of requests, and how coroutines await them.
+
+A request has one future: when one of several tasks that await it is cancelled, it is cancelled for all of them (await
+``asyncio.shield(asyncio.ensure_future(...))`` of it where that must not be).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 import weakref
 from collections.abc import Generator
 from typing import Any
@@ -16,8 +21,18 @@ __all__ = ["Future"]
 mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _runtime.Mailbox] = weakref.WeakKeyDictionary()
 
 
-def wait_in_loop(future: Future) -> Generator[Any, None, Any]:
-    """What ``await future`` runs."""
+def deadline_after(timeout: float | None) -> float | None:
+    """When ``timeout`` seconds from now are over, on the monotonic clock; None: never."""
+    return None if timeout is None else time.monotonic() + timeout
+
+
+def seconds_left(deadline: float | None) -> float | None:
+    """From now to ``deadline``, at least 0; None: for ever."""
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+def wait_in_loop(future: Future, deadline: float | None = None) -> Generator[Any, None, Any]:
+    """What ``await future`` runs. TimeoutError if it is not done by the ``deadline``; then it is cancelled."""
     if not future.done():
         loop = asyncio.get_running_loop()
         mailbox = mailboxes.get(loop)
@@ -25,12 +40,26 @@ def wait_in_loop(future: Future) -> Generator[Any, None, Any]:
             mailbox = mailboxes[loop] = _runtime.make_mailbox(loop)
         waiter = loop.create_future()
         future._notify(mailbox, waiter)
+        left = seconds_left(deadline)
+        timer = None if left is None else loop.call_later(left, give_up, waiter)
         try:
             yield from waiter
         except asyncio.CancelledError:
             future.cancel()
             raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if deadline is not None and not future.done():
+            future.cancel()
+            raise TimeoutError("the request is not done in time")
     return future.result()
+
+
+def give_up(waiter: asyncio.Future[Any]) -> None:
+    """Wake whoever waits, though nothing has come."""
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 _runtime.set_await(wait_in_loop)

@@ -82,6 +82,8 @@ class Runtime(_runtime.Runtime):
             OSError: the ``monitor`` that was asked for cannot listen.
         """
         super().start()
+        for pool in self.pools:
+            pool._server = weakref.ref(self)
         try:
             self._observers.start()
         except OSError:

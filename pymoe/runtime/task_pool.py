@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,10 @@ from torch import Tensor
 from pymoe import _runtime
 from pymoe._runtime import QueueFull
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
-from pymoe.runtime.future import Future
+from pymoe.runtime.future import Future, deadline_after, seconds_left
+
+if TYPE_CHECKING:
+    from pymoe.runtime.runtime import Runtime
 
 __all__ = ["QueueFull", "TaskPool"]
 
@@ -25,14 +28,17 @@ class TaskPool(_runtime.TaskPool):
 
     Any number of threads and coroutines call :meth:`submit_task`; a :class:`Runtime` takes what is queued, oldest
     first, puts the rows of as many requests together as fit, calls ``process_func`` once, and gives every request its
-    own rows of the result. Requests of different dtypes, devices or row shapes never share a batch. Tensors on a GPU
-    must be ready in its default stream: batches are put together there, and results become ready there.
+    own rows of the result. A future can be awaited by several tasks; cancelling one of them cancels the request for
+    all. ``concurrent.futures.wait`` does not take these futures, :func:`pymoe.runtime.wait` does. Requests of different
+    dtypes, devices or row shapes never share a batch. Tensors on a GPU must be ready in its default stream: batches are
+    put together there, and results become ready there.
 
     Args:
         process_func: called with one tensor per position, the rows of all requests one after the other in dimension
             0; the tensors are its own. Returns a tensor, or a tuple, list, dict or nested structure of tensors with
             as many rows; a request's result has the same structure and views of its own rows. Leaves that are not
-            tensors are handed to every request as they are. It runs with gradients enabled, on a worker of the runtime
+            tensors are handed to every request as they are. Whoever keeps or saves such a view keeps or saves the rows
+            of the whole batch: ``clone()`` what is to last. It runs with gradients enabled, on a worker of the runtime
             or on a thread that waits for a result; what it raises, every request of the batch raises.
         name: shown in statistics, errors and profiles (``pymoe::NAME batch``).
         min_batch_size: rows to wait for, as long as ``timeout`` allows.
@@ -93,6 +99,13 @@ class TaskPool(_runtime.TaskPool):
         self.process_func = process_func
         self.min_batch_size = min_batch_size
         self.max_batch_size = max_batch_size
+        self._server: weakref.ref[Runtime] | None = None
+
+    @property
+    def served(self) -> bool:
+        """True while a runtime takes what is queued."""
+        runtime = None if self._server is None else self._server()
+        return runtime is not None and runtime.running
 
     def __call__(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> Any:
         """Submit and wait for the result; takes and raises what :meth:`submit_task` and :meth:`Future.result` do."""
@@ -102,18 +115,30 @@ class TaskPool(_runtime.TaskPool):
         """Submit and await the result, without blocking the event loop while the queue is full.
 
         Takes and raises what :meth:`submit_task` and :meth:`Future.result` do. Cancelling the task that awaits cancels
-        the request.
+        the request. Where another thread takes the last place in the queue just before this one, the loop does wait for
+        the next: pools that must never make it wait have ``on_full="raise"``.
         """
-        submit = functools.partial(self.submit_task, *tensors, timeout=timeout, priority=priority)
+        return await (await self._queue(tensors, timeout, priority))
+
+    async def _queue(self, tensors: Sequence[Any], timeout: float | None, priority: float = 0.0) -> Future:
+        """Submit once there is room, which another thread waits for."""
         if not self._full():
-            return await submit()
+            return self.submit_task(*tensors, timeout=timeout, priority=priority)
+        deadline = deadline_after(timeout)
+
+        def submit() -> Future:
+            return self.submit_task(*tensors, timeout=seconds_left(deadline), priority=priority)
+
         waiting = asyncio.get_running_loop().run_in_executor(None, submit)
         try:
-            future: Future = await asyncio.shield(waiting)
+            await asyncio.wait([waiting], timeout=timeout)
+            if waiting.done():
+                return await waiting
         except asyncio.CancelledError:
             waiting.add_done_callback(cancel_request)
             raise
-        return await future
+        waiting.add_done_callback(cancel_request)
+        raise TimeoutError(f"{self.name}: the queue had no room for the request in time")
 
     def __repr__(self) -> str:
         return f"TaskPool({self.name!r}, min_batch_size={self.min_batch_size}, max_batch_size={self.max_batch_size})"

@@ -421,8 +421,8 @@ for name, wait in waits:
         running = busy.submit_task(ONE)
         while not running.running():
             time.sleep(0.001)
-        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
             wait()
             print(name, "was not interrupted")
         except KeyboardInterrupt:
