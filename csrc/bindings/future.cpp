@@ -5,6 +5,7 @@
 
 #include "bindings/batch.h"
 #include "bindings/deferred.h"
+#include "bindings/helping.h"
 #include "bindings/mailbox.h"
 #include "bindings/outcome.h"
 #include "bindings/process.h"
@@ -41,15 +42,13 @@ void wait_until_done(FutureObject* self, const char* where, std::optional<Clock:
   require_this_process(self->created, where, "TaskPool");
   const Ref keep = Ref::borrow(reinterpret_cast<PyObject*>(self));
   drop_deferred();
-  // Who has no time to lose does not help: a batch may take longer than that.
-  const bool helps = self->may_help && !deadline && thread_is_neutral();
-  const auto help = helps ? runtime::Help::kYes : runtime::Help::kNo;
+  const auto help = help_of_this_thread(self->may_help && !deadline);
   try {
     std::optional<Place> place;
     const auto ended = [&](Clock::time_point until) {
       leave_turnstile();
-      // Whoever must look after deadlines, or may be the only worker there is, waits with the pool.
-      if (!helps || on_worker_thread() || self->request->deadline) return self->pool->wait(self->request, until, help);
+      // Whoever must look after deadlines, or may be the only one who can go on, waits with the pool.
+      if (help != runtime::Help::kYes || self->request->deadline) return self->pool->wait(self->request, until, help);
       if (!place) {
         if (self->pool->help(self->request)) return true;
         place.emplace(*self->request);

@@ -7,6 +7,7 @@
 #include "bindings/batch.h"
 #include "bindings/deferred.h"
 #include "bindings/future.h"
+#include "bindings/helping.h"
 #include "bindings/outcome.h"
 #include "bindings/pool_statistics.h"
 #include "bindings/process.h"
@@ -196,7 +197,7 @@ void submit_slowly(const State& state, const std::shared_ptr<TensorRequest>& req
           static_cast<long long>(state.pool->options().capacity));
   }
   const auto pool = state.pool;
-  const Help help = state.may_help(*request->signature) && thread_is_neutral() ? Help::kYes : Help::kNo;
+  const Help help = help_of_this_thread(state.may_help(*request->signature));
   try {
     const auto submitted = [&](Clock::time_point until) { return pool->try_submit(request, until, help); };
     if (wait_interruptibly(submitted, request->deadline)) return;

@@ -113,6 +113,7 @@ struct Current {
   int created = 0;
 
   void become(SeatPointer came_back) {
+    leave_turnstile();
     seat = std::move(came_back);
     created = generation();
   }
@@ -140,7 +141,7 @@ void leave_turnstile() {
 }
 
 Place::Place(TensorRequest& request) : seat_(std::make_shared<Seat>()) {
-  request.on_done([seat = seat_] { arrive(seat); });
+  request.wake_by([seat = seat_] { arrive(seat); });
 }
 
 Place::~Place() {
@@ -148,8 +149,8 @@ Place::~Place() {
     const std::lock_guard lock(seat_->mutex);
     if (std::exchange(seat_->state, Seat::kEmpty) != Seat::kCalled) return;
   }
-  // It was called, and its thread does not come.
-  seat_->before = nullptr;
+  // It was called, and its thread does not come: it passes on its own call and the one of who runs before it.
+  if (const SeatPointer running = std::move(seat_->before)) running->pass_on();
   seat_->leave();
 }
 
@@ -166,10 +167,10 @@ bool Place::wait_until(Clock::time_point until) {
   return true;
 }
 
-void deliver_through_turnstile(const std::function<void()>& complete) {
+void deliver_through_turnstile(const std::function<void()>& end) {
   std::vector<SeatPointer> seats;
   auto* const outer = std::exchange(delivered, &seats);
-  complete();
+  end();
   delivered = outer;
   if (seats.empty()) return;
   leave_turnstile();

@@ -40,8 +40,8 @@ class Place {
   const std::shared_ptr<Seat> seat_;
 };
 
-// Calls complete(), which completes requests; those who wait for them in a Place come back through a turnstile, this
-// thread first if it is one of them. Called without the GIL.
-void deliver_through_turnstile(const std::function<void()>& complete);
+// Calls end(), which ends requests; those who wait for them in a Place come back through a turnstile, after this thread
+// if it is a client's. Called without the GIL.
+void deliver_through_turnstile(const std::function<void()>& end);
 
 }  // namespace pymoe::bindings

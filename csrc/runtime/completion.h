@@ -9,7 +9,9 @@
 // Waiting    Every wait that began before the end or begins after it returns. `error` is null if all went well, and
 //            does not change after the end.
 // Callbacks  run once each, in the order in which they were added, on the thread that completes, or at once on the
-//            thread that adds them after the end; never under a lock. They must not throw.
+//            thread that adds them after the end; never under a lock. They must not throw. Whoever completes several
+//            things ends them all (end) before it runs what they have called for: a callback may wait for any of them.
+// Wakers     are callbacks that wake who waits, and do nothing else: they run as part of the end.
 // Lifetime   A thread that waits or completes must hold a reference: use it through a shared_ptr.
 #pragma once
 
@@ -34,6 +36,7 @@ class Completion {
  public:
   using Time = typename Sync::Time;
   using Callback = std::function<void()>;
+  using Callbacks = std::vector<Callback>;
 
   virtual ~Completion() = default;
   Completion(const Completion&) = delete;
@@ -61,16 +64,8 @@ class Completion {
   // Only after the end: it never changes again, so it is read without the lock.
   const std::exception_ptr& error() const { return error_; }
 
-  void on_done(Callback callback) {
-    {
-      const std::lock_guard lock(mutex_);
-      if (!done()) {
-        callbacks_.push_back(std::move(callback));
-        return;
-      }
-    }
-    callback();
-  }
+  void on_done(Callback callback) { add(callbacks_, std::move(callback)); }
+  void wake_by(Callback waker) { add(wakers_, std::move(waker)); }
 
   bool claim() {
     Sync::preempt();
@@ -80,15 +75,22 @@ class Completion {
 
   // By whom claim() was given to, once.
   void complete(std::exception_ptr error = nullptr) {
-    std::vector<Callback> callbacks;
+    for (const Callback& callback : end(std::move(error))) callback();
+  }
+
+  // The same, but for the callbacks: the caller runs them.
+  [[nodiscard]] Callbacks end(std::exception_ptr error) {
+    Callbacks wakers, callbacks;
     {
       const std::lock_guard lock(mutex_);
       error_ = std::move(error);
       stage_.store(Stage::kDone, std::memory_order_release);
+      wakers.swap(wakers_);
       callbacks.swap(callbacks_);
     }
     ended_.notify_all();
-    for (const Callback& callback : callbacks) callback();
+    for (const Callback& waker : wakers) waker();
+    return callbacks;
   }
 
  protected:
@@ -100,10 +102,21 @@ class Completion {
  private:
   enum class Stage { kPending, kRunning, kDone };
 
+  void add(Callbacks& list, Callback callback) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (!done()) {
+        list.push_back(std::move(callback));
+        return;
+      }
+    }
+    callback();
+  }
+
   std::atomic<Stage> stage_{Stage::kPending};
-  mutable typename Sync::Mutex mutex_;  // guards callbacks_, error_ and the step to kDone
+  mutable typename Sync::Mutex mutex_;  // guards the callbacks, error_ and the step to kDone
   mutable typename Sync::Condition ended_;
-  std::vector<Callback> callbacks_;
+  Callbacks wakers_, callbacks_;
   std::exception_ptr error_;
 };
 

@@ -79,8 +79,8 @@ class BatchFunction {
   // Whether a batch that threw `error` left everything as it was, so that parts of it may run again.
   virtual bool may_retry([[maybe_unused]] const std::exception_ptr& error) { return true; }
 
-  // Calls complete(), once: it completes the requests that have ended with a batch, and so wakes who waits for them.
-  virtual void deliver(const std::function<void()>& complete) { complete(); }
+  // Calls end(), once: it ends the requests that are done with a batch, and so wakes who waits for them.
+  virtual void deliver(const std::function<void()>& end) { end(); }
 };
 
 }  // namespace pymoe::runtime

@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -160,6 +161,7 @@ class RequestQueue {
     Request<Sync>& r = *request;
     rows_ += r.rows - r.next_row_;
     if (r.head_start != r.head_start.zero()) ++with_head_start_;
+    if (oldest_) oldest_ = std::min(*oldest_, r.arrival_);
     r.place_ = queue_.emplace_hint(hint, rank_of(r), std::move(request));
     r.queued_ = true;
     if (r.next_row_ == 0) remember_deadline(r);
@@ -180,25 +182,29 @@ class RequestQueue {
   }
 
   void erase(Request<Sync>& request) {
+    if (oldest_ == request.arrival_) oldest_.reset();
     if (request.head_start != request.head_start.zero()) --with_head_start_;
     request.queued_ = false;
     queue_.erase(request.place_);  // may be the last reference: after everything else
   }
 
+  // Without head starts that is the request in front. With them it is looked for, once after it has left.
   Time oldest_arrival() const {
-    Time oldest = queue_.begin()->second->arrival_;
-    if (with_head_start_ > 0) {
-      for (const auto& [rank, request] : queue_) oldest = std::min(oldest, request->arrival_);
+    if (with_head_start_ == 0) return queue_.begin()->second->arrival_;
+    if (!oldest_) {
+      oldest_ = queue_.begin()->second->arrival_;
+      for (const auto& [rank, request] : queue_) oldest_ = std::min(*oldest_, request->arrival_);
     }
-    return oldest;
+    return *oldest_;
   }
 
   const BatchingOptions<Sync>& options_;
   ByRank queue_;
   typename Request<Sync>::ByTime deadlines_;
-  int64_t rows_ = 0;             // in the queue, not taken
-  int64_t running_ = 0;          // requests begun and not done
-  int64_t with_head_start_ = 0;  // requests in the queue
+  int64_t rows_ = 0;                    // in the queue, not taken
+  int64_t running_ = 0;                 // requests begun and not done
+  int64_t with_head_start_ = 0;         // requests in the queue
+  mutable std::optional<Time> oldest_;  // arrival of those in the queue; none: not known
   Linger<Sync> linger_;
 };
 

@@ -15,8 +15,8 @@
 // Results    appear after the strand is free again, so that a client who comes back at once finds it so. An exception
 // of
 //            the batch function ends all requests of the batch, or with options.isolate those that fail alone.
-// Locks      mutex_ guards the strand and the queues of its pools. Under it the workers' own lock is never taken:
-//            plan() decides, carry_out() posts.
+// Locks      mutex_ guards the strand and the queues of its pools. Nothing is posted under it: plan() decides,
+//            carry_out() posts.
 #pragma once
 
 #include <algorithm>
@@ -36,6 +36,13 @@ namespace pymoe::runtime {
 
 template <typename Sync>
 class TaskPool;
+
+// Whether a thread that would wait may run batches meanwhile. Inside a batch (of another strand) it must: it holds up
+// that strand, and may be the only thread that can go on.
+enum class Help { kNo, kYes, kInBatch };
+
+// How many batches this thread is inside of. For who chooses Help; the simulated threads of tests share it.
+inline thread_local int batches_on_this_thread = 0;
 
 template <typename Sync>
 class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
@@ -98,13 +105,13 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
   }
 
   // Waits for a request of one of its pools; may return early.
-  void wait(const Request<Sync>& request, Time until, bool may_help) {
+  void wait(const Request<Sync>& request, Time until, Help how) {
     std::unique_lock lock(mutex_);
     while (!request.done()) {
       refuse_on_runner();
-      if (may_help && help(lock)) continue;
+      if (how != Help::kNo && help(lock)) continue;
       // Before attach this may be a worker that it is about to be attached to, and the only one.
-      if (!may_help || (workers_ && !workers_->on_worker())) {
+      if (how == Help::kNo || (how == Help::kYes && workers_ && !workers_->on_worker())) {
         lock.unlock();
         request.wait_until(until);
         return;
@@ -280,7 +287,11 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     const bool runs = !batch.empty();
     pool->finish_expired(expired);
     std::vector<Outcome> outcomes(batch.size());
-    if (runs) execute(*pool, batch, outcomes);
+    if (runs) {
+      ++batches_on_this_thread;
+      execute(*pool, batch, outcomes);
+      --batches_on_this_thread;
+    }
     const Time end = Sync::now();
 
     std::unique_lock lock(mutex_);
@@ -292,10 +303,16 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     const Plan made = plan(end);
     lock.unlock();
     carry_out(made);
-    pool->function_->deliver([&ended = ended] {
-      for (const auto& [request, error] : ended) request->complete(error);
+    // All end before any callback runs, which may wait for any of them or for the end of everything.
+    std::vector<typename Completion<Sync>::Callbacks> callbacks;
+    callbacks.reserve(ended.size());
+    pool->function_->deliver([&, &ended = ended] {
+      for (const auto& [request, error] : ended) callbacks.push_back(request->end(error));
     });
     finished(static_cast<int64_t>(ended.size()));
+    for (const auto& of_request : callbacks) {
+      for (const auto& callback : of_request) callback();
+    }
     for (const Outcome& outcome : outcomes) {
       if (outcome.put_back) throw Interrupted();
     }

@@ -35,9 +35,6 @@
 
 namespace pymoe::runtime {
 
-// Whether a thread that would wait may run batches meanwhile.
-enum class Help { kNo, kYes };
-
 template <typename Sync>
 class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
  public:
@@ -81,7 +78,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
         if (closed_) throw StoppedError("TaskPool '" + name_ + "': submit after it was closed");
         if (Sync::now() >= until) return false;
         strand_->refuse_on_runner();
-        if (help == Help::kYes) {
+        if (help != Help::kNo) {
           if (!strand_->help(lock)) strand_->watch(lock, until);
           continue;
         }
@@ -117,7 +114,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
         continue;
       }
       if (now >= until) return request->done();
-      strand_->wait(*request, watch ? *request->deadline : until, help == Help::kYes);
+      strand_->wait(*request, watch ? *request->deadline : until, help);
     }
     return true;
   }
@@ -312,8 +309,9 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
   // --- completing; no lock is held ---
 
   void finish(Request<Sync>& request, std::exception_ptr error) {
-    request.complete(std::move(error));
+    const auto callbacks = request.end(std::move(error));
     strand_->finished(1);
+    for (const auto& callback : callbacks) callback();
   }
 
   void cancel_all(const Requests& requests, const std::string& reason) {

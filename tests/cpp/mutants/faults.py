@@ -49,8 +49,10 @@ FAULTS = [
     Fault(
         "whoever waits for a task does not look under the lock",
         COMPLETION,
-        "      stage_.store(Stage::kDone, std::memory_order_release);\n      callbacks.swap(callbacks_);\n    }\n",
-        "      callbacks.swap(callbacks_);\n    }\n    stage_.store(Stage::kDone, std::memory_order_release);\n",
+        "      stage_.store(Stage::kDone, std::memory_order_release);\n      wakers.swap(wakers_);\n"
+        "      callbacks.swap(callbacks_);\n    }\n",
+        "      wakers.swap(wakers_);\n      callbacks.swap(callbacks_);\n    }\n"
+        "    stage_.store(Stage::kDone, std::memory_order_release);\n",
         "workers",
     ),
     Fault(

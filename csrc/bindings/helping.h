@@ -1,0 +1,17 @@
+// Who helps: whether a thread that would wait for a request, or for room in a queue, runs batches meanwhile.
+#pragma once
+
+#include "bindings/process.h"
+#include "bindings/torch_calls.h"
+#include "runtime/strand.h"
+
+namespace pymoe::bindings {
+
+// Inside a batch, and on a worker, a thread must: it may be the only one that can go on. A client does if it `may` and
+// a batch would run on its thread as on a worker. Under the GIL.
+inline runtime::Help help_of_this_thread(bool may) {
+  if (runtime::batches_on_this_thread > 0 || on_worker_thread()) return runtime::Help::kInBatch;
+  return may && thread_is_neutral() ? runtime::Help::kYes : runtime::Help::kNo;
+}
+
+}  // namespace pymoe::bindings
