@@ -38,11 +38,12 @@ class Column {
         shape_(std::move(other.shape_)),
         block_(std::exchange(other.block_, nullptr)) {}
 
-  bool on_host() const { return position_.device.type != dlpack::kCuda; }
+  bool on_host() const { return position_.device.type != dlpack::kCuda; }  // nothing else is let in
+  int64_t bytes() const { return shape_[0] * position_.row_bytes; }
 
-  // Without the GIL.
+  // With the GIL or without.
   void gather() {
-    block_ = buffers().take(static_cast<size_t>(shape_[0] * position_.row_bytes));
+    block_ = buffers().take(static_cast<size_t>(bytes()));
     gather_into(block_);
   }
 
@@ -127,21 +128,57 @@ class Range {
   const Ref range_;
 };
 
-// Gives every request of the batch what is its own; those that are complete need their inputs no more.
+// Gives every request of the batch what is its own; those that are complete need their inputs no more. All or nothing:
+// what may raise comes first, since requests whose batch raised may run again.
 void hand_out(Batch batch, std::vector<Ref> results) {
   for (size_t i = 0; i < batch.size(); ++i) {
-    TensorRequest& request = request_of(batch[i]);
-    if (batch[i].whole()) {
-      request.set_outcome(std::move(results[i]), false);
-      request.drop_inputs();
+    if (batch[i].whole()) continue;
+    std::vector<PyObject*>& parts = request_of(batch[i]).parts;
+    const size_t before = batch[i].begin == 0 ? 0 : parts.size();
+    if (!batch[i].last()) {
+      if (before == parts.capacity()) parts.reserve(2 * before + 8);
       continue;
     }
-    if (batch[i].begin == 0) Py_XSETREF(request.parts, Ref::checked(PyList_New(0)).release());
-    if (PyList_Append(request.parts, results[i].get()) != 0) throw ErrorSet();
-    if (!batch[i].last()) continue;
-    request.set_outcome(cat_structures(request.parts), false);
-    Py_CLEAR(request.parts);
+    const Ref all = Ref::checked(PyList_New(static_cast<Py_ssize_t>(before) + 1));
+    for (size_t part = 0; part < before; ++part) {
+      PyList_SET_ITEM(all.get(), static_cast<Py_ssize_t>(part), Py_NewRef(parts[part]));
+    }
+    PyList_SET_ITEM(all.get(), static_cast<Py_ssize_t>(before), results[i].release());
+    results[i] = cat_structures(all.get());
+  }
+  for (size_t i = 0; i < batch.size(); ++i) {
+    TensorRequest& request = request_of(batch[i]);
+    if (!batch[i].last()) {
+      request.parts.push_back(results[i].release());
+      continue;
+    }
+    request.set_outcome(std::move(results[i]), false);
+    for (PyObject* part : std::exchange(request.parts, {})) Py_DECREF(part);
     request.drop_inputs();
+  }
+}
+
+// Memory that a client took away since it submitted would be read after it was freed.
+void require_unchanged(Batch batch, const char* where) {
+  for (const Slice& slice : batch) {
+    if (request_of(slice).unchanged()) continue;
+    raise(PyExc_RuntimeError,
+          "%s: the tensor of a request changed its memory or its shape before its batch ran: no request of the batch "
+          "was run",
+          where);
+  }
+}
+
+// Fewer bytes are gathered sooner than the GIL is back.
+constexpr int64_t kGatheredUnderGil = 64 << 10;
+
+void gather(std::vector<Column>& columns) {
+  int64_t bytes = 0;
+  for (const Column& column : columns) bytes += column.on_host() ? column.bytes() : 0;
+  std::optional<WithoutGil> released;
+  if (bytes > kGatheredUnderGil) released.emplace();
+  for (Column& column : columns) {
+    if (column.on_host()) column.gather();
   }
 }
 
@@ -180,13 +217,14 @@ void PyBatchFunction::run(Batch batch) {
   columns.reserve(positions);
   for (size_t i = 0; i < positions; ++i) {
     columns.emplace_back(batch, i, total);
-    if (columns.back().on_host() && !pin_memory_) columns.back().gather();
   }
 
   const WithGil gil;
   drop_deferred();
   try {
     adopt_thread_count();
+    require_unchanged(batch, where_.c_str());
+    if (!pin_memory_) gather(columns);
     const Range range(range_);
     std::vector<Ref> tensors;
     for (Column& column : columns) {

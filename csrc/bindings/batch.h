@@ -1,5 +1,5 @@
-// PyBatchFunction: what a batch of requests goes through. Rows are gathered without the GIL into pooled memory;
-// Python's function is called on tensors over it; its output is cut into views, one structure a request.
+// PyBatchFunction: what a batch of requests goes through. Rows are gathered into pooled memory, many of them without
+// the GIL; Python's function is called on tensors over it; its output is cut into views, one structure a request.
 #pragma once
 
 #include "bindings/gil.h"

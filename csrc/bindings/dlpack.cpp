@@ -1,5 +1,6 @@
 #include "bindings/dlpack.h"
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -64,6 +65,14 @@ Ref call(PyObject* object, const char* method) { return Ref::checked(PyObject_Ca
   throw ErrorSet();
 }
 
+// Rows are gathered where these are; the memory of other devices is not ours to read.
+void require_known_memory(const Tensor& tensor, const char* where, Py_ssize_t position) {
+  const int32_t type = tensor.device.type;
+  if (type == kCpu || type == kCuda || type == kCudaHost) return;
+  raise(PyExc_TypeError, "%s: tensor %zd is on a device that batches are not made on (DLPack's type %d): CPU or CUDA",
+        where, position, static_cast<int>(type));
+}
+
 // A dense plain tensor of the same values; for everything that is out of the ordinary.
 Ref plain(PyObject* object, const char* where, Py_ssize_t position) {
   if (!is_tensor(object)) {
@@ -97,15 +106,20 @@ int64_t Tensor::row_bytes() const {
   return bytes;
 }
 
-bool Tensor::contiguous() const {
+bool Tensor::dense() const {
   int64_t expected = 1;
   for (int32_t i = ndim - 1; i >= 0; --i) {
     if (shape[i] == 0) return true;
     if (shape[i] != 1 && strides[i] != expected) return false;
     expected *= shape[i];
   }
+  return true;
+}
+
+bool Tensor::contiguous() const {
   // A single element may be the imaginary part of a conjugate, whose sign is not in memory.
-  return expected > 1;
+  const auto is_one = [](int64_t size) { return size == 1; };
+  return dense() && !std::all_of(shape, shape + ndim, is_one);
 }
 
 void load() {
@@ -136,15 +150,23 @@ Ref read(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t positio
   const bool known = Py_TYPE(object) == tensor_type || Py_TYPE(object) == parameter_type;
   if (known) {
     if (table->tensor_from_object(object, &tensor) != 0) refuse(object, where, position);
+    require_known_memory(tensor, where, position);
     if (tensor.dtype.code != kComplex && tensor.contiguous()) return Ref::borrow(object);
   }
   Ref dense = plain(object, where, position);
   if (table->tensor_from_object(dense.get(), &tensor) != 0) refuse(object, where, position);
+  require_known_memory(tensor, where, position);
   return dense;
 }
 
 void read_plain(PyObject* object, Tensor& tensor) {
   if (table->tensor_from_object(object, &tensor) != 0) throw ErrorSet();
+}
+
+bool reread(PyObject* object, Tensor& tensor) noexcept {
+  if (object != nullptr && table->tensor_from_object(object, &tensor) == 0) return true;
+  PyErr_Clear();
+  return false;
 }
 
 Ref make(void* data, void (*release)(void*) noexcept, DataType dtype, const int64_t* shape, int32_t ndim) {

@@ -16,7 +16,7 @@ struct Device {
   int32_t index;
   bool operator==(const Device&) const = default;
 };
-constexpr int32_t kCpu = 1, kCuda = 2;
+constexpr int32_t kCpu = 1, kCuda = 2, kCudaHost = 3;
 
 struct DataType {
   uint8_t code;
@@ -38,6 +38,9 @@ struct Tensor {
   const void* begin() const { return static_cast<const char*>(data) + byte_offset; }
   // Of one row: all dimensions but the first.
   int64_t row_bytes() const;
+  // Rows one after the other, without gaps.
+  bool dense() const;
+  // Dense, and the values are those in memory.
   bool contiguous() const;
 };
 
@@ -51,6 +54,9 @@ Ref read(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t positio
 
 // The same for a tensor of our own making, of which nothing needs to be checked.
 void read_plain(PyObject* object, Tensor& tensor);
+
+// Reads a tensor that was read before. False if it can be read no more; then no error is set.
+bool reread(PyObject* object, Tensor& tensor) noexcept;
 
 // A tensor of torch over `data`, contiguous, in the CPU's memory. `release(data)` runs when torch lets go of it, on
 // whatever thread, with or without the GIL, or at once if this fails.

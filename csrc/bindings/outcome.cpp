@@ -40,11 +40,17 @@ void raise_as_python(const std::exception_ptr& error) {
 
 Ref exception_of(const TensorRequest& request) {
   if (!request.error()) return Ref();
-  if (request.raised && request.outcome != nullptr) {
-    // Every request of a batch raises the one exception, in threads of their own. Without this its traceback would grow
-    // by the frames of each.
-    PyException_SetTraceback(request.outcome, request.traceback != nullptr ? request.traceback : Py_None);
-    return Ref::borrow(request.outcome);
+  try {
+    std::rethrow_exception(request.error());
+  } catch (const BatchRaised&) {
+    if (request.outcome != nullptr && PyExceptionInstance_Check(request.outcome)) {
+      // Every request of a batch raises the one exception, in threads of their own. Without this its traceback would
+      // grow by the frames of each.
+      PyException_SetTraceback(request.outcome, request.traceback != nullptr ? request.traceback : Py_None);
+      return Ref::borrow(request.outcome);
+    }
+  } catch (...) {
+    // said below
   }
   try {
     raise_as_python(request.error());

@@ -10,7 +10,6 @@
 
 #include <array>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -20,7 +19,8 @@ using runtime::SystemSync;
 using Pool = runtime::TaskPool<SystemSync>;
 using Batch = std::span<const runtime::Slice<SystemSync>>;
 
-// The error of a request whose batch raised; the exception itself is the request's `outcome`.
+// The error of a request whose batch raised; the exception itself is the request's `outcome`. Of a request that ended
+// in another way `outcome` may hold what an earlier run of its batch raised.
 class BatchRaised : public std::exception {
  public:
   explicit BatchRaised(bool may_retry) : may_retry(may_retry) {}
@@ -61,6 +61,8 @@ class TensorRequest final : public runtime::Request<SystemSync> {
   int64_t positions() const { return static_cast<int64_t>(signature->positions.size()); }
   void drop_inputs();
   void set_outcome(Ref value, bool raised);
+  // Whether every tensor is still what it was at submit: its memory, shape, strides and dtype. Under the GIL.
+  bool unchanged() const;
 
   const std::shared_ptr<const Signature> signature;
   // Rows of its tensors. A request without rows counts as one in its queue, or nothing would ever make it ready.
@@ -68,16 +70,15 @@ class TensorRequest final : public runtime::Request<SystemSync> {
 
   PyObject* outcome = nullptr;    // its result, or the exception that its batch raised
   PyObject* traceback = nullptr;  // that exception's, as the batch left it
-  PyObject* parts = nullptr;      // a list: results of the slices so far, of a request larger than a batch
-  bool raised = false;
-  bool dropped = false;  // nobody will ask for the outcome
+  std::vector<PyObject*> parts;   // owned: results of the slices so far, of a request larger than a batch
+  bool dropped = false;           // nobody will ask for the outcome
 
  private:
   std::array<Input, 2> few_;
   std::unique_ptr<Input[]> many_;  // when they are more than two
 };
 
-// The signatures that a pool has seen, and their numbers.
+// The signatures that a pool has seen, and their numbers. Guarded by the GIL: what runs Python leaves them in order.
 class Signatures {
  public:
   // `schema`: what every request must look like, if given.
@@ -92,7 +93,6 @@ class Signatures {
 
   const std::string pool_;
   const std::optional<std::vector<Position>> schema_;
-  std::mutex mutex_;  // guards the rest
   std::shared_ptr<const Signature> last_;
   std::vector<std::shared_ptr<const Signature>> known_;
   uint64_t next_kind_ = 0;

@@ -41,8 +41,11 @@ class Split {
 
   std::vector<Ref> operator()(PyObject* output) {
     if (dlpack::is_tensor(output)) return tensor(output);
-    if (PyTuple_Check(output)) return sequence(output, PyTuple_GET_SIZE(output), true);
-    if (PyList_Check(output)) return sequence(output, PyList_GET_SIZE(output), false);
+    if (PyTuple_Check(output)) return sequence(output, output, true);
+    if (PyList_Check(output)) {
+      const Ref items = Ref::checked(PyList_AsTuple(output));  // what is done with them may change the list
+      return sequence(output, items.get(), false);
+    }
     if (PyDict_Check(output)) return dict(output);
     std::vector<Ref> parts(rows_.size());
     for (Ref& part : parts) part = Ref::borrow(output);
@@ -53,7 +56,13 @@ class Split {
   std::vector<Ref> tensor(PyObject* output) {
     const TorchCalls& torch = torch_calls();
     const Ref shape = Ref::checked(PyObject_GetAttr(output, torch.shape));
-    if (PyTuple_GET_SIZE(shape.get()) == 0 || PyLong_AsLongLong(PyTuple_GET_ITEM(shape.get(), 0)) != total_) {
+    if (!PyTuple_Check(shape.get())) {
+      raise(PyExc_TypeError, "%s: the shape of an output is a %s, not a tuple", where_, Py_TYPE(shape.get())->tp_name);
+    }
+    const bool right =
+        PyTuple_GET_SIZE(shape.get()) > 0 && PyLong_AsLongLong(PyTuple_GET_ITEM(shape.get(), 0)) == total_;
+    PyErr_Clear();
+    if (!right) {
       raise(PyExc_ValueError,
             "%s: the output for a batch of %lld rows has shape %R: its first dimension must be the rows", where_,
             static_cast<long long>(total_), shape.get());
@@ -84,13 +93,14 @@ class Split {
     return parts;
   }
 
-  std::vector<Ref> sequence(PyObject* output, Py_ssize_t size, bool is_tuple) {
+  // `items`: the tuple or list `output` as a tuple.
+  std::vector<Ref> sequence(PyObject* output, PyObject* items, bool is_tuple) {
     const Deeper deeper;
+    const Py_ssize_t size = PyTuple_GET_SIZE(items);
     std::vector<Ref> results(rows_.size());
     for (Ref& result : results) result = Ref::checked(is_tuple ? PyTuple_New(size) : PyList_New(size));
     for (Py_ssize_t item = 0; item < size; ++item) {
-      const Ref element = Ref::borrow(is_tuple ? PyTuple_GET_ITEM(output, item) : PyList_GET_ITEM(output, item));
-      std::vector<Ref> parts = (*this)(element.get());
+      std::vector<Ref> parts = (*this)(PyTuple_GET_ITEM(items, item));
       for (size_t i = 0; i < parts.size(); ++i) {
         PyObject* part = parts[i].release();
         if (is_tuple) {
@@ -113,6 +123,9 @@ class Split {
     const Ref items = Ref::checked(PyMapping_Items(output));
     for (Py_ssize_t item = 0; item < PyList_GET_SIZE(items.get()); ++item) {
       PyObject* pair = PyList_GET_ITEM(items.get(), item);
+      if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
+        raise(PyExc_TypeError, "%s: the items() of a %s in an output are not pairs", where_, Py_TYPE(output)->tp_name);
+      }
       std::vector<Ref> parts = (*this)(PyTuple_GET_ITEM(pair, 1));
       for (size_t i = 0; i < parts.size(); ++i) {
         if (PyObject_SetItem(results[i].get(), PyTuple_GET_ITEM(pair, 0), parts[i].get()) != 0) throw ErrorSet();
@@ -159,6 +172,7 @@ Ref cat_structures(PyObject* parts) {
     return result;
   }
   const Py_ssize_t size = PySequence_Size(first);
+  if (size < 0) throw ErrorSet();
   Ref result = Ref::checked(is_tuple ? PyTuple_New(size) : PyList_New(size));
   for (Py_ssize_t i = 0; i < size; ++i) {
     const Ref key = Ref::checked(PyLong_FromSsize_t(i));
