@@ -10,11 +10,11 @@ namespace {
 
 std::atomic<unsigned long> main_thread{0};
 
-[[noreturn]] void stay() {
+}  // namespace
+
+void stay() {
   for (;;) std::this_thread::sleep_for(std::chrono::hours(24));
 }
-
-}  // namespace
 
 void raise(PyObject* type, const char* format, ...) {
   va_list arguments;

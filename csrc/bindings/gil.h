@@ -14,6 +14,10 @@
 #include <Python.h>
 #include <structmember.h>
 
+#if defined(__GNUC__)
+#include <cxxabi.h>
+#endif
+
 #include <chrono>
 #include <exception>
 #include <optional>
@@ -28,6 +32,13 @@ class ErrorSet : public std::exception {};
 
 // Sets a Python exception of the type and throws ErrorSet; the format is PyErr_Format's.
 [[noreturn]] void raise(PyObject* type, const char* format, ...);
+
+// Never returns: where a thread stays whose interpreter has gone.
+[[noreturn]] void stay();
+// What unwinds such a thread, where it can be told from other exceptions.
+#if defined(__GLIBCXX__) && !defined(__ARM_EABI_UNWINDER__)
+#define PYMOE_FORCED_UNWIND abi::__forced_unwind
+#endif
 
 class WithoutGil {
  public:

@@ -5,6 +5,7 @@
 #include "bindings/future.h"
 #include "bindings/gil.h"
 #include "bindings/mailbox.h"
+#include "bindings/outcome.h"
 #include "bindings/process.h"
 #include "bindings/runtime.h"
 #include "bindings/task_pool.h"
@@ -41,6 +42,7 @@ PYBIND11_MODULE(_runtime, module) {
   });
   try {
     install_process_hooks();
+    find_cancelled_error();
     add_future_type(module.ptr());
     add_mailbox_type(module.ptr());
     add_task_pool_type(module.ptr());

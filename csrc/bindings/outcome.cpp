@@ -9,16 +9,14 @@
 namespace pymoe::bindings {
 namespace {
 
-PyObject* cancelled_error() {
-  static PyObject* type = nullptr;
-  if (type == nullptr) {
-    const Ref module = Ref::checked(PyImport_ImportModule("concurrent.futures"));
-    type = Ref::checked(PyObject_GetAttrString(module.get(), "CancelledError")).release();
-  }
-  return type;
-}
+PyObject* cancelled_error = nullptr;
 
 }  // namespace
+
+void find_cancelled_error() {
+  const Ref module = Ref::checked(PyImport_ImportModule("concurrent.futures"));
+  cancelled_error = Ref::checked(PyObject_GetAttrString(module.get(), "CancelledError")).release();
+}
 
 void raise_as_python(const std::exception_ptr& error) {
   try {
@@ -26,7 +24,7 @@ void raise_as_python(const std::exception_ptr& error) {
   } catch (const ErrorSet&) {
     throw;
   } catch (const runtime::Cancelled& cancelled) {
-    raise(cancelled_error(), "%s", cancelled.what());
+    raise(cancelled_error, "%s", cancelled.what());
   } catch (const runtime::DeadlineExceeded& late) {
     raise(PyExc_TimeoutError, "%s", late.what());
   } catch (const std::bad_alloc&) {

@@ -14,6 +14,10 @@ Ref exception_of(const TensorRequest& request);
 // True if it was cancelled before it had started.
 bool was_cancelled(const TensorRequest& request);
 
+// Looks up concurrent.futures.CancelledError, once, when the module is made: an import at interpreter exit, when
+// requests are cancelled, would run Python in threads that are not to run any.
+void find_cancelled_error();
+
 // Sets the Python exception for a C++ one of the runtime, and throws ErrorSet.
 [[noreturn]] void raise_as_python(const std::exception_ptr& error);
 
@@ -23,6 +27,10 @@ auto guarded(const Body& body, decltype(body()) failed = {}) noexcept -> decltyp
   try {
     return body();
   } catch (const ErrorSet&) {
+#ifdef PYMOE_FORCED_UNWIND
+  } catch (const PYMOE_FORCED_UNWIND&) {
+    stay();
+#endif
   } catch (...) {
     try {
       raise_as_python(std::current_exception());
