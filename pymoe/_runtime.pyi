@@ -99,7 +99,9 @@ class TaskPool:
         """
         Queue a request and return its future.
 
-        The tensors must not change until the request is done.
+        The tensors must not change until the request is done. One whose memory, shape or strides did (``x.data = y``,
+        ``x.resize_()``) when its batch starts fails that batch with a RuntimeError, or with ``isolate`` its request
+        alone; a change while the batch is being gathered is not guarded against.
 
         Args:
             tensors: one for each argument of ``process_func``; equally many rows each, in the first dimension.
