@@ -129,3 +129,13 @@ def test_a_large_request_whose_last_slice_shared_a_batch_with_a_bad_request():
         assert torch.equal(futures[1].result(), large * 2)
         assert isinstance(futures[2].exception(), ValueError)
         assert futures[0].result() == futures[3].result() == 2
+
+
+def test_rows_that_are_none_of_an_expanded_tensor():
+    """"The tensor of a request changed its memory": an empty tensor counts as contiguous whatever its strides, and the
+    gradient of ``sum()`` over no rows has strides of 0.
+    """
+    pool = pymoe.TaskPool(lambda x: x * 2, name="pool")
+    with pymoe.Runtime([pool]):
+        assert pool(torch.zeros(()).expand(0, 4)).shape == (0, 4)
+        assert pool(torch.zeros(3, 4)[:, :0].expand(3, 0)).shape == (3, 0)

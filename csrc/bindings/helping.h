@@ -10,7 +10,7 @@ namespace pymoe::bindings {
 // Inside a batch, and on a worker, a thread must: it may be the only one that can go on. A client does if it `may` and
 // a batch would run on its thread as on a worker. Under the GIL.
 inline runtime::Help help_of_this_thread(bool may) {
-  if (runtime::batches_on_this_thread > 0 || on_worker_thread()) return runtime::Help::kInBatch;
+  if (runtime::SystemSync::batches_on_this_thread() > 0 || on_worker_thread()) return runtime::Help::kInBatch;
   return may && thread_is_neutral() ? runtime::Help::kYes : runtime::Help::kNo;
 }
 

@@ -41,9 +41,6 @@ class TaskPool;
 // that strand, and may be the only thread that can go on.
 enum class Help { kNo, kYes, kInBatch };
 
-// How many batches this thread is inside of. For who chooses Help; the simulated threads of tests share it.
-inline thread_local int batches_on_this_thread = 0;
-
 template <typename Sync>
 class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
  public:
@@ -288,9 +285,9 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     pool->finish_expired(expired);
     std::vector<Outcome> outcomes(batch.size());
     if (runs) {
-      ++batches_on_this_thread;
+      ++Sync::batches_on_this_thread();
       execute(*pool, batch, outcomes);
-      --batches_on_this_thread;
+      --Sync::batches_on_this_thread();
     }
     const Time end = Sync::now();
 

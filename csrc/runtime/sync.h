@@ -11,6 +11,7 @@
 //     Time, Duration               a steady clock's points and spans; now()
 //     Thread                       constructed with a function; join(), joinable()
 //     this_thread()                an ID to compare
+//     batches_on_this_thread()     int&: how many batches the calling thread is inside of (strand.h counts)
 //     preempt()                    a place where a schedule may switch: before an atomic that decides something
 //
 // Rules of the runtime: no lock is held while a task, a callback or a batch runs, and at most one lock at a time unless
@@ -48,6 +49,10 @@ struct SystemSync {
 
   static Time now() { return Clock::now(); }
   static ThreadId this_thread() { return std::this_thread::get_id(); }
+  static int& batches_on_this_thread() {
+    static thread_local int count = 0;
+    return count;
+  }
   static void preempt() {}
 };
 

@@ -321,6 +321,7 @@ void WorkerPool<Sync>::request_stop(Stop how) {
   std::vector<std::shared_ptr<Job>> dropped;
   {
     const std::lock_guard lock(mutex_);
+    if (how == Stop::kDrain) release_due();  // no worker may have looked since a job's time came
     stopping_ = true;
     while (!timed_.empty()) dropped.push_back(timed_.pop());
     while (how == Stop::kCancel && !ready_.empty()) dropped.push_back(take_ready());

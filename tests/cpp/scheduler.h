@@ -31,7 +31,8 @@ struct SimulatedThread {
   std::function<void()>* body = nullptr;
   State state = State::kReady;
   bool entered = false;
-  int locks = 0;  // that it holds
+  int locks = 0;    // that it holds
+  int batches = 0;  // that it is inside of
   Kind blocked_by = Kind::kStart;
   const void* on = nullptr;  // the mutex, condition or thread that it is blocked by
   int on_number = 0;

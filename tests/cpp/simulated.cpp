@@ -133,6 +133,8 @@ SimulatedSync::Time SimulatedSync::now() { return Time(Duration(here().now)); }
 
 SimulatedSync::ThreadId SimulatedSync::this_thread() { return here().current; }
 
+int& SimulatedSync::batches_on_this_thread() { return thread_of(here(), here().current).batches; }
+
 void SimulatedSync::preempt() { switch_point(here(), Kind::kPreempt, 0); }
 
 void SimulatedSync::sleep_for(Duration duration) {

@@ -136,6 +136,7 @@ struct SimulatedSync {
 
   static Time now();
   static ThreadId this_thread();
+  static int& batches_on_this_thread();
   static void preempt();
   static void sleep_for(Duration duration);
 

@@ -297,6 +297,17 @@ TEST_CASE("jobs run at their time, the earliest first, between those without one
   CHECK(log == std::vector<std::string>{"first", "second", "third", "last"});
 }
 
+TEST_CASE("a drain runs jobs whose time has come even if no worker has looked since") {
+  Pool pool(1);
+  std::vector<std::string> log;
+  Blocker blocker(pool);
+  pool.post_at(SystemSync::now(), std::make_shared<Noted>("due", log));
+  pool.request_stop(Stop::kDrain);
+  blocker.release();
+  pool.stop();
+  CHECK(log == std::vector<std::string>{"due"});
+}
+
 TEST_CASE("a job never runs before its time, and idle workers wake for it") {
   for (const int workers : {1, 3}) {
     Pool pool(workers);
