@@ -132,8 +132,10 @@ def test_a_large_request_whose_last_slice_shared_a_batch_with_a_bad_request():
 
 
 def test_rows_that_are_none_of_an_expanded_tensor():
-    """"The tensor of a request changed its memory": an empty tensor counts as contiguous whatever its strides, and the
-    gradient of ``sum()`` over no rows has strides of 0.
+    """Their batch failed with "the tensor of a request changed its memory".
+
+    An empty tensor counts as contiguous whatever its strides, and the gradient of ``sum()`` over no rows has strides
+    of 0.
     """
     pool = pymoe.TaskPool(lambda x: x * 2, name="pool")
     with pymoe.Runtime([pool]):

@@ -107,7 +107,7 @@ int64_t Tensor::row_bytes() const {
 }
 
 bool Tensor::dense() const {
-  if (std::find(shape, shape + ndim, 0) != shape + ndim) return true;  // no element: as torch says, whatever the strides
+  if (std::find(shape, shape + ndim, 0) != shape + ndim) return true;  // as torch says, whatever the strides
   int64_t expected = 1;
   for (int32_t i = ndim - 1; i >= 0; --i) {
     if (shape[i] != 1 && strides[i] != expected) return false;
