@@ -247,18 +247,21 @@ EXITS: dict[str, str] = {
 }
 
 SERVER = """
+TWO = torch.ones(1, 2)
 pool = TaskPool(lambda x: x + 1, name="pool", max_batch_size=16)
 silent = TaskPool(lambda x: None, name="silent")
 runtime = Runtime([pool, silent], num_workers=2)
 runtime.start()
-def ask():  # without tensors: a daemon thread that drops one at exit is ended by torch, with an abort
+def ask():
+    # No operator of torch and no tensor of its own: torch aborts the process if a daemon thread is in one when the
+    # interpreter goes. (A single element would be one: it is asked whether it is a conjugate's.)
     try:
         while True:
-            silent.submit_task(ONE).result()
+            silent.submit_task(TWO).result()
     except (RuntimeError, CancelledError):
         pass  # the runtime has ended
 def wait_idly(idle):
-    idle.submit_task(ONE).result()
+    idle.submit_task(TWO).result()
 """
 
 
