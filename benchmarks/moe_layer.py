@@ -23,7 +23,7 @@ from pymoe.bench.environment import environment
 from pymoe.bench.floor import Rates, measure_rates
 from pymoe.bench.layer import CUDA_SHAPES, Shape, dense_floor, inputs_of, layer_of, training_step
 from pymoe.bench.plot import pyplot
-from pymoe.bench.report import Table, plain, seconds, time_with_spread, write_json
+from pymoe.bench.report import Table, illustrate, plain, save, seconds, time_with_spread
 from pymoe.testing.timing import Timer, Timing, WallTimer, measure, timer_for
 
 CPU = torch.device("cpu")
@@ -85,8 +85,8 @@ def main() -> int:
             print(f"{one['name']}: left out, {one['reason']}")
         settings["load_after"] = environment()["load"]
         result["wall_seconds"] = round(time.perf_counter() - start, 1)
-        write(result, options.output)  # so that a run that is ended keeps what it has
-    picture(result, options.output)
+        save(result, markdown(result), options.output / "moe_layer")  # so that a run that is ended keeps what it has
+    illustrate(result, draw, options.output / "moe_layer")
     rows = [row for one in scenarios for row in one["rows"]]
     ours = sum(row["name"] == "pymoe native" for row in rows)
     return int(ours < len(scenarios) or any(row["verdict"] == "WRONG" for row in rows))
@@ -291,22 +291,6 @@ def draw(result: dict[str, Any], file: Path) -> None:
     )
     figure.savefig(file, dpi=120)
     plt.close(figure)
-
-
-def write(result: dict[str, Any], folder: Path) -> None:
-    """JSON and Markdown."""
-    write_json(result, folder / "moe_layer.json")
-    (folder / "moe_layer.md").write_text(markdown(result))
-
-
-def picture(result: dict[str, Any], folder: Path) -> None:
-    """A picture, where matplotlib is installed."""
-    print(f"\n{result['wall_seconds']} s; {folder / 'moe_layer.json'}, moe_layer.md", end="")
-    try:
-        draw(result, folder / "moe_layer.png")
-        print(", moe_layer.png")
-    except ImportError as error:
-        print(f"\n{error}")
 
 
 if __name__ == "__main__":

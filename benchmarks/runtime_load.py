@@ -23,12 +23,14 @@ import torch
 
 from benchmarks.runtime import profile, report
 from benchmarks.runtime.clients import Effort, Sample
+from benchmarks.runtime.draw import rates
 from benchmarks.runtime.hivemind_peer import PYTHON
 from benchmarks.runtime.scenario import Cell, all_cells
 from benchmarks.runtime.serving import Contender
 from benchmarks.runtime.systems import POOL, PYMOE, System, all_systems
 from benchmarks.runtime.targets import judged
 from pymoe.bench.environment import environment
+from pymoe.bench.report import illustrate, save
 from pymoe.testing.timing import Spread
 
 FULL, QUICK = Effort(0.05, 0.22), Effort(0.03, 0.15)
@@ -53,6 +55,7 @@ def main() -> int:
     effort = QUICK if options.quick else FULL
     effort = replace(effort, seconds=options.seconds or effort.seconds)
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
+    stem = options.output / "runtime_load"
     facts = environment()
     present = introduce(chosen)
     result: Record = {
@@ -69,14 +72,14 @@ def main() -> int:
             result["targets"] = judged(result["cells"])
             result["settings"]["load_after"] = environment()["load"]
             result["wall_seconds"] = round(time.perf_counter() - start, 1)
-            report.write(result, options.output)  # so that a run that is ended keeps what it has
+            save(result, report.markdown(result), stem)  # so that a run that is ended keeps what it has
         for one in contenders.values():
             one.close()
     if options.profile:
         profile.add(result, cells, chosen=bool(options.cells))
-        report.write(result, options.output)
+        save(result, report.markdown(result), stem)
     report.show(result)
-    report.draw(result, options.output)
+    illustrate(result, rates, stem)
     return int(failed(result))
 
 

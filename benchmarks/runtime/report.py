@@ -1,13 +1,12 @@
-"""The run as text, Markdown, JSON and a picture."""
+"""The run as text and Markdown."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from benchmarks.runtime.scenario import Cell
 from benchmarks.runtime.systems import BATCHER, DIRECT, HIVEMIND, POOL, PYMOE, READY
-from pymoe.bench.report import Table, plain, write_json
+from pymoe.bench.report import Table, plain
 
 NAMES = (PYMOE, POOL, HIVEMIND, BATCHER, DIRECT, READY)
 RATIOS = (HIVEMIND, BATCHER, DIRECT, READY)
@@ -161,21 +160,3 @@ def as_markdown(table: Table) -> list[str]:
     lines = ["| " + " | ".join(table.heading) + " |"]
     lines.append("|" + "|".join("---" if name in table.left else "--:" for name in table.heading) + "|")
     return lines + ["| " + " | ".join(cells) + " |" for cells in table.rows]
-
-
-def write(result: Record, folder: Path) -> None:
-    """JSON and Markdown."""
-    write_json(result, folder / "runtime_load.json")
-    (folder / "runtime_load.md").write_text(markdown(result))
-
-
-def draw(result: Record, folder: Path) -> None:
-    """The picture, where matplotlib is installed."""
-    from benchmarks.runtime.draw import rates
-
-    print(f"\n{result['wall_seconds']} s; {folder / 'runtime_load.json'}, runtime_load.md", end="")
-    try:
-        rates(result, folder / "runtime_load.png")
-        print(", runtime_load.png")
-    except ImportError as error:
-        print(f"\n{error}")

@@ -11,6 +11,7 @@
 #include "bindings/process.h"
 #include "bindings/torch_calls.h"
 #include "bindings/turnstile.h"
+#include "bindings/types.h"
 
 namespace pymoe::bindings {
 namespace {
@@ -279,9 +280,6 @@ PyMethodDef methods[] = {
      "Put ``waiter``, an asyncio future, into the mailbox once the request is done."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyMemberDef members[] = {{"__weaklistoffset__", T_PYSSIZET, offsetof(FutureObject, weak_references), READONLY, nullptr},
-                         {nullptr, 0, 0, 0, nullptr}};
-
 }  // namespace
 
 Ref make_future(std::shared_ptr<TensorRequest> request, std::shared_ptr<Pool> pool, bool may_help) {
@@ -307,23 +305,18 @@ PyObject* set_await(PyObject*, PyObject* function) {
 }
 
 void add_future_type(PyObject* module) {
-  PyType_Slot slots[] = {
-      {Py_tp_doc, const_cast<char*>("The outcome of a request, to come. Made by :meth:`TaskPool.submit_task`.\n\n"
-                                    "Speaks the language of ``concurrent.futures.Future``, and can be awaited in any\n"
-                                    "event loop: cancelling the task that awaits cancels the request.")},
-      {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
-      {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
-      {Py_tp_clear, reinterpret_cast<void*>(clear)},
-      {Py_tp_methods, methods},
-      {Py_tp_members, members},
-      {Py_am_await, reinterpret_cast<void*>(await)},
-      {0, nullptr}};
-  PyType_Spec spec = {"pymoe._runtime.RequestFuture", sizeof(FutureObject), 0,
-                      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
-  Ref type = Ref::checked(PyType_FromSpec(&spec));
-  future_type = reinterpret_cast<PyTypeObject*>(type.get());
-  if (PyModule_AddObjectRef(module, "RequestFuture", type.get()) != 0) throw ErrorSet();
-  type.release();
+  constexpr const char* kDoc =
+      "The outcome of a request, to come. Made by :meth:`TaskPool.submit_task`.\n\n"
+      "Speaks the language of ``concurrent.futures.Future``, and can be awaited in any\n"
+      "event loop: cancelling the task that awaits cancels the request.";
+  future_type = add_type<FutureObject>(module, {.name = "pymoe._runtime.RequestFuture",
+                                                .doc = kDoc,
+                                                .flags = Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                                                .dealloc = dealloc,
+                                                .traverse = traverse,
+                                                .clear = clear,
+                                                .methods = methods,
+                                                .await = await});
 }
 
 }  // namespace pymoe::bindings

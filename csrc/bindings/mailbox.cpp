@@ -4,6 +4,7 @@
 
 #include "bindings/deferred.h"
 #include "bindings/outcome.h"
+#include "bindings/types.h"
 
 namespace pymoe::bindings {
 namespace {
@@ -132,15 +133,10 @@ PyObject* make_mailbox(PyObject*, PyObject* loop) {
 }
 
 void add_mailbox_type(PyObject* module) {
-  PyType_Slot slots[] = {{Py_tp_doc, const_cast<char*>("Tells an event loop that requests are done.")},
-                         {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
-                         {0, nullptr}};
-  PyType_Spec spec = {"pymoe._runtime.Mailbox", sizeof(MailboxObject), 0,
-                      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
-  Ref type = Ref::checked(PyType_FromSpec(&spec));
-  mailbox_type = reinterpret_cast<PyTypeObject*>(type.get());
-  if (PyModule_AddObjectRef(module, "Mailbox", type.get()) != 0) throw ErrorSet();
-  type.release();
+  mailbox_type = add_type<MailboxObject>(module, {.name = "pymoe._runtime.Mailbox",
+                                                  .doc = "Tells an event loop that requests are done.",
+                                                  .flags = Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                                                  .dealloc = dealloc});
 }
 
 }  // namespace pymoe::bindings

@@ -8,6 +8,7 @@
 #include "bindings/outcome.h"
 #include "bindings/process.h"
 #include "bindings/task_pool.h"
+#include "bindings/types.h"
 #include "runtime/executor.h"
 
 namespace pymoe::bindings {
@@ -196,24 +197,16 @@ PyMethodDef methods[] = {
      "    RuntimeError: called from a batch of this runtime, or in a fork."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyMemberDef members[] = {
-    {"__weaklistoffset__", T_PYSSIZET, offsetof(RuntimeObject, weak_references), READONLY, nullptr},
-    {nullptr, 0, 0, 0, nullptr}};
-
 }  // namespace
 
 void add_runtime_type(PyObject* module) {
-  PyType_Slot slots[] = {{Py_tp_doc, const_cast<char*>("The native half of pymoe.runtime.Runtime.")},
-                         {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
-                         {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
-                         {Py_tp_clear, reinterpret_cast<void*>(clear)},
-                         {Py_tp_methods, methods},
-                         {Py_tp_members, members},
-                         {0, nullptr}};
-  PyType_Spec spec = {"pymoe._runtime.Runtime", sizeof(RuntimeObject), 0,
-                      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, slots};
-  const Ref type = Ref::checked(PyType_FromSpec(&spec));
-  if (PyModule_AddObjectRef(module, "Runtime", type.get()) != 0) throw ErrorSet();
+  add_type<RuntimeObject>(module, {.name = "pymoe._runtime.Runtime",
+                                   .doc = "The native half of pymoe.runtime.Runtime.",
+                                   .flags = Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
+                                   .dealloc = dealloc,
+                                   .traverse = traverse,
+                                   .clear = clear,
+                                   .methods = methods});
 }
 
 }  // namespace pymoe::bindings

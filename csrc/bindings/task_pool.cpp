@@ -12,6 +12,7 @@
 #include "bindings/pool_statistics.h"
 #include "bindings/process.h"
 #include "bindings/torch_calls.h"
+#include "bindings/types.h"
 
 namespace pymoe::bindings {
 namespace {
@@ -311,9 +312,6 @@ PyMethodDef methods[] = {
      "The pool's counters, for pymoe.runtime.statistics."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyMemberDef members[] = {{"__weaklistoffset__", T_PYSSIZET, offsetof(PoolObject, weak_references), READONLY, nullptr},
-                         {nullptr, 0, 0, 0, nullptr}};
-
 }  // namespace
 
 std::shared_ptr<Pool> pool_of(PyObject* object, const char* where) {
@@ -331,19 +329,13 @@ void add_task_pool_type(PyObject* module) {
                    .release();
   if (PyModule_AddObjectRef(module, "QueueFull", queue_full) != 0) throw ErrorSet();
 
-  PyType_Slot slots[] = {{Py_tp_doc, const_cast<char*>("The native half of pymoe.runtime.TaskPool.")},
-                         {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
-                         {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
-                         {Py_tp_clear, reinterpret_cast<void*>(clear)},
-                         {Py_tp_methods, methods},
-                         {Py_tp_members, members},
-                         {0, nullptr}};
-  PyType_Spec spec = {"pymoe._runtime.TaskPool", sizeof(PoolObject), 0,
-                      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, slots};
-  Ref type = Ref::checked(PyType_FromSpec(&spec));
-  pool_type = reinterpret_cast<PyTypeObject*>(type.get());
-  if (PyModule_AddObjectRef(module, "TaskPool", type.get()) != 0) throw ErrorSet();
-  type.release();
+  pool_type = add_type<PoolObject>(module, {.name = "pymoe._runtime.TaskPool",
+                                            .doc = "The native half of pymoe.runtime.TaskPool.",
+                                            .flags = Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
+                                            .dealloc = dealloc,
+                                            .traverse = traverse,
+                                            .clear = clear,
+                                            .methods = methods});
 }
 
 }  // namespace pymoe::bindings

@@ -14,25 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from gate import Gate
 from torch import Tensor
 
 from pymoe.runtime import Future, Runtime, TaskPool
 
 LONG = 60.0  # seconds: a wait that is meant to succeed at once
 ONE = torch.ones(1)
-
-
-class Gate:
-    """A batch function that waits until it is opened."""
-
-    def __init__(self) -> None:
-        self.begun = threading.Event()
-        self.open = threading.Event()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        self.begun.set()
-        assert self.open.wait(LONG)
-        return x
 
 
 @pytest.fixture

@@ -5,18 +5,17 @@ from __future__ import annotations
 import concurrent.futures
 import gc
 import logging
-import os
-import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-import traceback
 from collections.abc import Callable
 
 import pytest
 import torch
+from forked import in_child
+from gate import Gate
 from torch import Tensor
 
 from pymoe.runtime import Runtime, TaskPool, TesseractRuntime
@@ -90,25 +89,19 @@ def test_shutdown_drains_what_would_have_waited_for_more() -> None:
 
 
 def test_shutdown_without_drain_cancels_what_has_not_started() -> None:
-    begun, go = threading.Event(), threading.Event()
-
-    def process(x: Tensor) -> Tensor:
-        begun.set()
-        assert go.wait(LONG)
-        return x
-
-    pool = pool_of(process, max_batch_size=1)
+    gate = Gate()
+    pool = pool_of(gate, max_batch_size=1)
     runtime = Runtime([pool])
     runtime.start()
     futures = [pool.submit_task(ONE) for _ in range(10)]
-    begun.wait(LONG)
+    gate.begun.wait(LONG)
     stopper = threading.Thread(target=runtime.shutdown, args=(False,))
     stopper.start()
     for future in futures[1:]:
         with pytest.raises(concurrent.futures.CancelledError, match="shut down before it had started"):
             future.result(LONG)
     assert not futures[0].done()
-    go.set()
+    gate.open.set()
     stopper.join(LONG)
     assert futures[0].result(0) == 1
 
@@ -165,23 +158,17 @@ def test_what_is_no_pool_is_refused() -> None:
 
 
 def test_a_dropped_runtime_cancels_what_is_queued_and_lets_the_rest_end() -> None:
-    begun, go = threading.Event(), threading.Event()
-
-    def process(x: Tensor) -> Tensor:
-        begun.set()
-        assert go.wait(LONG)
-        return x
-
-    pool = pool_of(process, max_batch_size=1)
+    gate = Gate()
+    pool = pool_of(gate, max_batch_size=1)
     runtime = Runtime([pool])
     runtime.start()
     running, queued = pool.submit_task(ONE), pool.submit_task(ONE)
-    begun.wait(LONG)
+    gate.begun.wait(LONG)
     del runtime
     gc.collect()
     with pytest.raises(concurrent.futures.CancelledError, match="shut down"):
         queued.result(LONG)
-    go.set()
+    gate.open.set()
     assert running.result(LONG) == 1
 
 
@@ -290,22 +277,6 @@ else:
 # --- fork ---
 
 
-def in_child(check: Callable[[], None]) -> int:
-    """Exit status of a forked child that runs ``check``; 14 if it hangs."""
-    child = os.fork()
-    if child == 0:
-        signal.alarm(int(LONG))  # a child that hangs dies of it
-        status = 1
-        try:
-            check()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def test_fork() -> None:
     go = threading.Event()
     busy = TaskPool(lambda x: go.wait(LONG) and x, name="busy", max_batch_size=1)
@@ -411,6 +382,8 @@ WAITS: dict[str, str] = {
 def test_ctrl_c_ends_every_wait() -> None:
     waits = "\n".join(f"    ({name!r}, lambda: {code})," for name, code in WAITS.items())
     script = f"""
+import faulthandler
+faulthandler.dump_traceback_later(120, exit=True)  # who hangs says where
 go = threading.Event()
 busy = TaskPool(lambda x: go.wait() and x, name="busy", max_batch_size=1)
 waits = [

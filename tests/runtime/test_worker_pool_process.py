@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import textwrap
-import traceback
-from collections.abc import Callable
 
 import pytest
 from bare_runtime import LONG, PRELUDE, Blocker, run_python
+from forked import in_child
 
 from pymoe._runtime import WorkerPool
 
@@ -49,22 +46,6 @@ def test_no_pool_in_a_late_exit_handler() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=2 * LONG)
     assert done.returncode == 0
     assert "interpreter is exiting" in done.stdout
-
-
-def in_child(check: Callable[[], None]) -> int:
-    """Exit status of a forked child that runs ``check``; 14 if it hangs."""
-    child = os.fork()
-    if child == 0:
-        signal.alarm(LONG)  # a child that hangs dies of it
-        status = 1
-        try:
-            check()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def test_fork() -> None:
