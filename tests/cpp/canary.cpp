@@ -6,6 +6,7 @@
 #include <latch>
 #include <thread>
 
+#include "runtime/task_graph.h"
 #include "runtime/worker_pool.h"
 #include "simulated.h"
 
@@ -32,6 +33,14 @@ void pool_race() {
   const auto second = pool.submit([&] { count_together(start); });
   first.get();
   second.get();
+}
+
+void graph_race() {
+  pymoe::runtime::WorkerPool<pymoe::runtime::SystemSync> pool(2);
+  std::latch start(2);
+  pymoe::runtime::TaskGraph<pymoe::runtime::SystemSync> graph;
+  for (int i = 0; i < 2; ++i) graph.add([&] { count_together(start); });
+  graph.run(pool)->get();
 }
 
 void simulated_race() {
@@ -69,6 +78,7 @@ int main(int argc, char** argv) {
   const char* name = argc > 1 ? argv[1] : "";
   if (std::strcmp(name, "race") == 0) race();
   if (std::strcmp(name, "pool_race") == 0) pool_race();
+  if (std::strcmp(name, "graph_race") == 0) graph_race();
   if (std::strcmp(name, "simulated_race") == 0) simulated_race();
   if (std::strcmp(name, "overflow") == 0) overflow(8);
   if (std::strcmp(name, "use_after_free") == 0) use_after_free();

@@ -1,0 +1,226 @@
+// A task graph as a map of calls with a parallel backward drives it, on real threads, for the sanitizers: graphs
+// without edges, a second one that reads what the first has made, callers that help in slices, calls that map again,
+// failures, cancellation and stops. What calls hand to each other is plain memory: only the graph orders the accesses.
+#include <doctest/doctest.h>
+
+#include <array>
+#include <atomic>
+#include <latch>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "runtime/task_graph.h"
+
+using namespace pymoe::runtime;
+using namespace std::chrono_literals;
+using Sync = SystemSync;
+using Pool = WorkerPool<Sync>;
+using Graph = TaskGraph<Sync>;
+
+namespace {
+
+constexpr int kCalls = 8;
+
+// Waits as a caller does: helping, in slices that are mostly too short.
+void help(Graph::Run& run, int step) {
+  while (!run.help_until(Sync::now() + (step % 3 == 0 ? 10us : 1ms))) {
+  }
+}
+
+// One map: what the forward calls save, their backward calls read, and the caller reads the outcome of both.
+struct Map {
+  explicit Map(int seed) : seed(seed) {
+    for (int call = 0; call < kCalls; ++call) {
+      const auto at = static_cast<size_t>(call);
+      forward.add(
+          [this, at] { outputs[at] = *(saved[at] = std::make_unique<int>(this->seed + static_cast<int>(at))); });
+      backward.add([this, at] { gradients[at] = 2 * *std::exchange(saved[at], nullptr); });
+    }
+  }
+
+  // Both passes; how many of the results are wrong.
+  int run(Pool& pool, int step) {
+    const auto first = forward.run(pool);
+    help(*first, step);
+    const auto second = backward.run(pool);
+    help(*second, step);
+    int wrong = 0;
+    for (int call = 0; call < kCalls; ++call) {
+      const auto at = static_cast<size_t>(call);
+      wrong += outputs[at] != seed + call || gradients[at] != 2 * (seed + call) || saved[at] != nullptr;
+      outputs[at] = gradients[at] = 0;
+    }
+    return wrong;
+  }
+
+  int seed;
+  Graph forward, backward;
+  std::array<std::unique_ptr<int>, kCalls> saved;
+  std::array<int, kCalls> outputs{}, gradients{};
+};
+
+// Runs `client(number)` on so many threads at once.
+template <typename Client>
+void on_clients(int count, const Client& client) {
+  std::latch start(count);
+  std::vector<std::thread> threads;
+  for (int number = 0; number < count; ++number) {
+    threads.emplace_back([&, number] {
+      start.arrive_and_wait();
+      client(number);
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+// A call that maps over three calls of its own, so deep.
+int nested(Pool& pool, int depth) {
+  if (depth == 0) return 1;
+  std::array<int, 3> counts{};
+  Graph graph;
+  for (int& count : counts) graph.add([&pool, &count, depth] { count = nested(pool, depth - 1); });
+  const auto run = graph.run(pool);
+  help(*run, depth);
+  return counts[0] + counts[1] + counts[2];
+}
+
+}  // namespace
+
+TEST_CASE("what a call saves is seen by its backward and by the caller, with any number of clients and workers") {
+  for (const int workers : {1, 2, 8}) {
+    Pool pool(workers);
+    std::atomic<int> wrong{0};
+    on_clients(3, [&](int client) {
+      Map map(100 * client);
+      for (int step = 0; step < 300; ++step) wrong += map.run(pool, step);
+    });
+    CHECK(wrong == 0);
+  }
+}
+
+TEST_CASE("calls that map again end on fewer workers than there are maps waiting") {
+  for (const int workers : {1, 2, 4}) {
+    Pool pool(workers);
+    std::atomic<int> wrong{0};
+    on_clients(2, [&](int) {
+      for (int step = 0; step < 10; ++step) wrong += nested(pool, 4) != 81;
+    });
+    CHECK(wrong == 0);
+  }
+}
+
+TEST_CASE("every call ends before the caller sees the failures, which it sees in the order of the calls") {
+  Pool pool(4);
+  std::atomic<int> wrong{0};
+  on_clients(2, [&](int client) {
+    for (int step = 0; step < 200; ++step) {
+      std::array<int, kCalls> ended{};
+      Graph graph;
+      const auto fails = [&](int call) { return (call * 7 + step + client) % 3 == 0; };
+      for (int call = 0; call < kCalls; ++call) {
+        graph.add([&ended, call, failing = fails(call)] {
+          ended[static_cast<size_t>(call)] = 1;
+          if (failing) throw std::runtime_error("call " + std::to_string(call));
+        });
+      }
+      const auto run = graph.run(pool);
+      help(*run, step);
+      size_t seen = 0;
+      for (int call = 0; call < kCalls; ++call) {
+        wrong += ended[static_cast<size_t>(call)] != 1;
+        if (!fails(call)) continue;
+        wrong += seen >= run->failures().size() || run->failures()[seen].node != call;
+        ++seen;
+      }
+      wrong += seen != run->failures().size();
+      try {
+        run->get();
+        ++wrong;
+      } catch (const std::runtime_error& error) {
+        wrong += error.what() != "call " + std::to_string(run->failures().front().node);
+      }
+    }
+  });
+  CHECK(wrong == 0);
+}
+
+TEST_CASE("a map that is cancelled while others help it has run each call wholly or not at all") {
+  Pool pool(3);
+  int cut_short = 0;
+  for (int step = 0; step < 300; ++step) {
+    std::array<int, kCalls> began{}, ended{};
+    Graph graph;
+    std::latch first(1);
+    for (int call = 0; call < kCalls; ++call) {
+      graph.add([&, at = static_cast<size_t>(call)] {
+        began[at] = 1;
+        if (at == 0) first.count_down();
+        std::this_thread::yield();
+        ended[at] = 1;
+      });
+    }
+    const auto run = graph.run(pool);
+    std::thread helper([&] { help(*run, step); });
+    std::thread canceller([&] {
+      if (step % 2 == 0) first.wait();
+      run->cancel();
+    });
+    help(*run, step + 1);
+    int left_out = 0;
+    for (int call = 0; call < kCalls; ++call) {
+      CHECK(began[static_cast<size_t>(call)] == ended[static_cast<size_t>(call)]);
+      left_out += began[static_cast<size_t>(call)] == 0;
+    }
+    CHECK((run->error() != nullptr) == (left_out > 0));
+    cut_short += left_out > 0;
+    canceller.join();
+    helper.join();
+  }
+  CHECK(cut_short > 0);
+}
+
+TEST_CASE("a pool that is stopped under running maps ends or refuses each of them") {
+  for (int step = 0; step < 40; ++step) {
+    for (const Stop how : {Stop::kDrain, Stop::kCancel}) {
+      Pool pool(2);
+      std::atomic<int> ended{0}, cancelled{0}, refused{0};
+      std::latch running(2);
+      std::thread stopper([&] {
+        running.wait();
+        pool.request_stop(how);
+      });
+      on_clients(2, [&](int client) {
+        for (int turn = 0;; ++turn) {
+          std::array<int, kCalls> ran{};
+          Graph graph;
+          for (int& one : ran) graph.add([&one] { one = 1; });
+          try {
+            const auto run = graph.run(pool);
+            if (turn == 0) running.count_down();
+            help(*run, client + step);
+            int count = 0;
+            for (const int one : ran) count += one;
+            if (run->error()) {
+              ++cancelled;
+              CHECK(count < kCalls);
+            } else {
+              ++ended;
+              CHECK(count == kCalls);
+            }
+          } catch (const StoppedError&) {
+            ++refused;
+            break;
+          }
+        }
+      });
+      stopper.join();
+      pool.stop();
+      CHECK(refused == 2);
+      if (how == Stop::kDrain) CHECK(cancelled == 0);
+    }
+  }
+}
