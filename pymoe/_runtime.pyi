@@ -73,8 +73,6 @@ class QueueFull(RuntimeError):
 
 class TaskPool:
     """The native half of pymoe.runtime.TaskPool."""
-    def _full(self) -> bool:
-        """True if the queue has no room now."""
     def _setup(
         self,
         process_func: collections.abc.Callable[..., typing.Any],
@@ -95,6 +93,10 @@ class TaskPool:
         """Once, from the constructor. ``schema``: tensors like those of a request."""
     def _statistics(self) -> dict[str, typing.Any]:
         """The pool's counters, for pymoe.runtime.statistics."""
+    def _try_submit(
+        self, *tensors: typing.Any, timeout: float | None = None, priority: float = 0.0
+    ) -> RequestFuture | None:
+        """submit_task, but None where that would wait for room."""
     def submit_task(self, *tensors: typing.Any, timeout: float | None = None, priority: float = 0.0) -> RequestFuture:
         """
         Queue a request and return its future.

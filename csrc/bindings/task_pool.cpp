@@ -212,7 +212,9 @@ void submit_slowly(const State& state, const std::shared_ptr<TensorRequest>& req
       runtime::DeadlineExceeded(state.where + ": the queue had no room for the request in time")));
 }
 
-std::shared_ptr<TensorRequest> submit(State& state, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+// Null if the queue is full and the pool waits for room, but not `may_wait`.
+std::shared_ptr<TensorRequest> submit(State& state, PyObject* const* args, Py_ssize_t count, PyObject* names,
+                                      bool may_wait) {
   require_this_process(state.created, state.where.c_str(), "TaskPool");
   drop_deferred();
   const Options options = names != nullptr ? read_options(args + count, names) : Options();
@@ -225,14 +227,18 @@ std::shared_ptr<TensorRequest> submit(State& state, PyObject* const* args, Py_ss
       head_start == 0 ? SystemSync::Duration::zero() : to_duration(head_start, "priority"));
   // With the GIL: this takes no longer than to let go of it and to come back. It waits for nothing but the strand's
   // lock, under which nobody asks for the GIL.
-  if (!state.pool->try_submit(request, SystemSync::Time::min())) submit_slowly(state, request);
+  if (state.pool->try_submit(request, SystemSync::Time::min())) return request;
+  if (!may_wait && !state.raise_when_full) return nullptr;
+  submit_slowly(state, request);
   return request;
 }
 
+template <bool kMayWait>
 PyObject* submit_task(PyObject* object, PyObject* const* args, Py_ssize_t count, PyObject* names) {
   return guarded([&] {
     State& state = state_of(object);
-    auto request = submit(state, args, count, names);
+    auto request = submit(state, args, count, names, kMayWait);
+    if (!request) return Py_NewRef(Py_None);
     const bool may_help = state.may_help(*request->signature);
     return make_future(std::move(request), state.pool, may_help).release();
   });
@@ -242,13 +248,6 @@ PyObject* submit_task(PyObject* object, PyObject* const* args, Py_ssize_t count,
 
 PyObject* statistics(PyObject* object, PyObject*) {
   return guarded([&] { return snapshot(state_of(object).pool->statistics()).release(); });
-}
-
-PyObject* full(PyObject* object, PyObject*) {
-  return guarded([&] {
-    const Pool& pool = *state_of(object).pool;
-    return PyBool_FromLong(pool.statistics().queued.value() >= pool.options().capacity);
-  });
 }
 
 int traverse(PyObject* object, visitproc visit, void* arg) {
@@ -290,8 +289,12 @@ PyMethodDef methods[] = {
      "isolate: bool, raise_when_full: bool, exclusive_with: pymoe._runtime.TaskPool | None, "
      "schema: collections.abc.Sequence[typing.Any] | None, pin_memory: bool) -> None\n\n"
      "Once, from the constructor. ``schema``: tensors like those of a request."},
-    {"_full", full, METH_NOARGS, "_full(self: pymoe._runtime.TaskPool) -> bool\n\nTrue if the queue has no room now."},
-    {"submit_task", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(submit_task)), METH_FASTCALL | METH_KEYWORDS,
+    {"_try_submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(submit_task<false>)),
+     METH_FASTCALL | METH_KEYWORDS,
+     "_try_submit(self: pymoe._runtime.TaskPool, *tensors: typing.Any, timeout: float | None = None, "
+     "priority: float = 0.0) -> pymoe._runtime.RequestFuture | None\n\n"
+     "submit_task, but None where that would wait for room."},
+    {"submit_task", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(submit_task<true>)), METH_FASTCALL | METH_KEYWORDS,
      "submit_task(self: pymoe._runtime.TaskPool, *tensors: typing.Any, timeout: float | None = None, "
      "priority: float = 0.0) -> pymoe._runtime.RequestFuture\n\n"
      "Queue a request and return its future.\n\n"

@@ -115,15 +115,15 @@ class TaskPool(_runtime.TaskPool):
         """Submit and await the result, without blocking the event loop while the queue is full.
 
         Takes and raises what :meth:`submit_task` and :meth:`Future.result` do. Cancelling the task that awaits cancels
-        the request. Where another thread takes the last place in the queue just before this one, the loop does wait for
-        the next: pools that must never make it wait have ``on_full="raise"``.
+        the request.
         """
         return await (await self._queue(tensors, timeout, priority))
 
     async def _queue(self, tensors: Sequence[Any], timeout: float | None, priority: float = 0.0) -> Future:
         """Submit once there is room, which another thread waits for."""
-        if not self._full():
-            return self.submit_task(*tensors, timeout=timeout, priority=priority)
+        future = self._try_submit(*tensors, timeout=timeout, priority=priority)
+        if future is not None:
+            return future
         deadline = deadline_after(timeout)
 
         def submit() -> Future:

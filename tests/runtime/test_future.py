@@ -17,7 +17,7 @@ import torch
 from gate import Gate
 from torch import Tensor
 
-from pymoe.runtime import Future, Runtime, TaskPool
+from pymoe.runtime import Future, QueueFull, Runtime, TaskPool
 
 LONG = 60.0  # seconds: a wait that is meant to succeed at once
 ONE = torch.ones(1)
@@ -341,6 +341,19 @@ def test_submit_async_does_not_block_the_loop_while_the_pool_is_full() -> None:
             assert [float(await task) for task in tasks] == [i + 1.0 for i in range(12)]
 
     asyncio.run(main())
+
+
+def test_submit_async_asks_for_room_and_takes_it_at_once() -> None:
+    """To ask first and submit then let another thread take the last place in between, and the event loop waited."""
+    pool = TaskPool(lambda x: x + 1, name="pool", capacity=2)
+    futures = [pool._try_submit(ONE) for _ in range(3)]
+    assert futures[2] is None
+    with Runtime([pool]):
+        assert [future.result(LONG) for future in futures[:2]] == [2, 2]
+    refusing = TaskPool(lambda x: x, name="refusing", capacity=1, on_full="raise")
+    refusing.submit_task(ONE)
+    with pytest.raises(QueueFull, match="capacity 1"):
+        asyncio.run(refusing.submit_async(ONE))
 
 
 def test_cancelling_submit_async_leaves_nothing_behind() -> None:
