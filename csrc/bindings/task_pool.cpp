@@ -294,7 +294,8 @@ PyMethodDef methods[] = {
      "_try_submit(self: pymoe._runtime.TaskPool, *tensors: typing.Any, timeout: float | None = None, "
      "priority: float = 0.0) -> pymoe._runtime.RequestFuture | None\n\n"
      "submit_task, but None where that would wait for room."},
-    {"submit_task", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(submit_task<true>)), METH_FASTCALL | METH_KEYWORDS,
+    {"submit_task", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(submit_task<true>)),
+     METH_FASTCALL | METH_KEYWORDS,
      "submit_task(self: pymoe._runtime.TaskPool, *tensors: typing.Any, timeout: float | None = None, "
      "priority: float = 0.0) -> pymoe._runtime.RequestFuture\n\n"
      "Queue a request and return its future.\n\n"
