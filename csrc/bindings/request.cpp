@@ -49,6 +49,19 @@ bool TensorRequest::unchanged() const {
   return true;
 }
 
+static size_t hash_of(const dlpack::Tensor* tensors, size_t count) {
+  uint64_t hash = count;
+  const auto add = [&](uint64_t value) { hash = (hash ^ value) * 0x9e3779b97f4a7c15u, hash ^= hash >> 29; };
+  for (size_t i = 0; i < count; ++i) {
+    add(static_cast<uint64_t>(tensors[i].ndim));
+    add(tensors[i].dtype.code + 256u * tensors[i].dtype.bits);
+    for (int32_t dimension = 1; dimension < tensors[i].ndim; ++dimension) {
+      add(static_cast<uint64_t>(tensors[i].shape[dimension]));
+    }
+  }
+  return static_cast<size_t>(hash);
+}
+
 std::shared_ptr<const Signature> Signatures::find(const dlpack::Tensor* tensors, size_t count) {
   const auto same = [&](const std::shared_ptr<const Signature>& signature) {
     if (signature->positions.size() != count) return false;
@@ -58,8 +71,10 @@ std::shared_ptr<const Signature> Signatures::find(const dlpack::Tensor* tensors,
     return true;
   };
   if (last_ && same(last_)) return last_;
-  const auto found = std::find_if(known_.begin(), known_.end(), same);
-  if (found != known_.end()) return last_ = *found;
+  const size_t hash = hash_of(tensors, count);
+  for (auto [entry, end] = known_.equal_range(hash); entry != end; ++entry) {
+    if (same(entry->second)) return last_ = entry->second;
+  }
   if (schema_) check(tensors, count);  // runs Python only where it throws
   auto made = std::make_shared<Signature>(Signature{next_kind_++, {}});
   for (size_t i = 0; i < count; ++i) {
@@ -67,11 +82,16 @@ std::shared_ptr<const Signature> Signatures::find(const dlpack::Tensor* tensors,
     made->positions.push_back(
         {tensor.dtype, tensor.device, {tensor.shape + 1, tensor.shape + tensor.ndim}, tensor.row_bytes()});
   }
-  // Ragged requests come in any number of shapes. One that was forgotten is a new kind when it comes back.
-  constexpr size_t kMostKnown = 256;
-  if (known_.size() >= kMostKnown) known_.clear();
-  known_.push_back(made);
+  if (known_.size() >= most_known_) forget_unused();
+  known_.emplace(hash, made);
   return last_ = made;
+}
+
+// Ragged requests come in any number of shapes. One that is forgotten is a new kind when it comes back, so those that
+// requests have are kept: what is queued, and what comes now, still meet in a batch.
+void Signatures::forget_unused() {
+  std::erase_if(known_, [](const auto& entry) { return entry.second.use_count() == 1; });
+  most_known_ = std::max(kKept, 2 * known_.size());
 }
 
 void Signatures::check(const dlpack::Tensor* tensors, size_t count) const {

@@ -11,6 +11,7 @@
 #include <array>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 namespace pymoe::bindings {
@@ -89,12 +90,17 @@ class Signatures {
   std::shared_ptr<const Signature> find(const dlpack::Tensor* tensors, size_t count);
 
  private:
+  // So many are kept although no request has them now.
+  static constexpr size_t kKept = 256;
+
   void check(const dlpack::Tensor* tensors, size_t count) const;
+  void forget_unused();
 
   const std::string pool_;
   const std::optional<std::vector<Position>> schema_;
   std::shared_ptr<const Signature> last_;
-  std::vector<std::shared_ptr<const Signature>> known_;
+  std::unordered_multimap<size_t, std::shared_ptr<const Signature>> known_;  // by hash
+  size_t most_known_ = kKept;
   uint64_t next_kind_ = 0;
 };
 
