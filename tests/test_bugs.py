@@ -144,8 +144,8 @@ def test_rows_that_are_none_of_an_expanded_tensor():
 
 
 def test_requests_of_hundreds_of_row_shapes_still_meet():
-    """A pool forgot all row shapes when it had seen 256: after that, requests of one shape were of different kinds, each
-    ran as a batch of its own, and 20,000 queued requests of 500 shapes took 35 seconds instead of a tenth of one.
+    """A pool forgot all row shapes when it had seen 256. After that, requests of one shape were of different kinds, and
+    each ran as a batch of its own: 20,000 queued requests of 500 shapes took 35 seconds instead of a tenth of one.
     """
     pool = pymoe.TaskPool(lambda x: x * 2, name="pool")
     futures = [pool.submit_task(torch.ones(1, width)) for _ in range(3) for width in range(1, 601)]
