@@ -1,12 +1,26 @@
 """pymoe: a mixture-of-experts runtime for PyTorch with a C++/CUDA core."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from pymoe import nn, ops, reference, runtime
 from pymoe._native import build_info
-from pymoe.runtime import BatchTensorProto, ExpertBackend, Runtime, TaskPool, TesseractRuntime
+from pymoe.runtime import (
+    BatchTensorProto,
+    ExpertBackend,
+    Runtime,
+    TaskPool,
+    TesseractRuntime,
+)
+
+if TYPE_CHECKING:
+    from pymoe.runtime import MixtureOfExpertBackends
 
 __all__ = [
     "BatchTensorProto",
     "ExpertBackend",
+    "MixtureOfExpertBackends",
     "Runtime",
     "TaskPool",
     "TesseractRuntime",
@@ -16,3 +30,9 @@ __all__ = [
     "reference",
     "runtime",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "MixtureOfExpertBackends":
+        return runtime.MixtureOfExpertBackends
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

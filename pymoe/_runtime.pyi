@@ -73,6 +73,8 @@ class QueueFull(RuntimeError):
 
 class TaskPool:
     """The native half of pymoe.runtime.TaskPool."""
+    def _is_exclusive_with(self, other: TaskPool) -> bool:
+        """True if batches of the two never overlap; so with itself."""
     def _setup(
         self,
         process_func: collections.abc.Callable[..., typing.Any],
@@ -119,8 +121,14 @@ class TaskPool:
 
 class Runtime:
     """The native half of pymoe.runtime.Runtime."""
+    def _release(self, pools: tuple[TaskPool, ...], drain: bool) -> None:
+        """Close these, wait until their requests are done, and serve them no longer."""
+    def _replace_pools(self, pools: tuple[TaskPool, ...]) -> None:
+        """What start serves from now on."""
     def _running(self) -> bool:
         """True from start to the end of shutdown."""
+    def _serve_too(self, pools: tuple[TaskPool, ...]) -> None:
+        """Serve these as well; nothing where the runtime does not run."""
     def _setup(self, pools: collections.abc.Sequence[TaskPool], workers: int) -> None:
         """Once, from the constructor."""
     def shutdown(self, drain: bool = True) -> None:

@@ -65,28 +65,47 @@ PyObject* setup(PyObject* object, PyObject* args, PyObject* keywords) {
   });
 }
 
-// Attaches the strands of the pools. False if one is served elsewhere: then the others are as they were.
-bool serve(runtime::Executor<SystemSync>& executor, const std::vector<std::shared_ptr<Pool>>& pools) {
-  std::vector<std::shared_ptr<runtime::Strand<SystemSync>>> strands;
-  std::vector<std::shared_ptr<Pool>> closed;
+using StrandPointer = std::shared_ptr<runtime::Strand<SystemSync>>;
+using PoolPointers = std::vector<std::shared_ptr<Pool>>;
+
+PoolPointers pools_in(PyObject* tuple) {
+  PoolPointers pools;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
+    pools.push_back(pool_of(PyTuple_GET_ITEM(tuple, i), "Runtime: a pool"));
+  }
+  return pools;
+}
+
+// Each once.
+std::vector<StrandPointer> strands_of(const PoolPointers& pools) {
+  std::vector<StrandPointer> strands;
+  for (const auto& pool : pools) {
+    if (std::find(strands.begin(), strands.end(), pool->strand()) == strands.end()) strands.push_back(pool->strand());
+  }
+  return strands;
+}
+
+// Attaches the strands of the pools. False if one is served elsewhere: then all are as they were.
+bool serve(runtime::Executor<SystemSync>& executor, const PoolPointers& pools) {
+  const std::vector<StrandPointer> strands = strands_of(pools);
+  PoolPointers closed;
   for (const auto& pool : pools) {
     if (pool->closed()) closed.push_back(pool);
-    if (std::find(strands.begin(), strands.end(), pool->strand()) == strands.end()) strands.push_back(pool->strand());
   }
   size_t attached = 0;
   try {
     for (; attached < strands.size(); ++attached) executor.attach(strands[attached]);
     return true;
+  } catch (const runtime::StoppedError&) {
   } catch (const std::logic_error&) {
   }
-  executor.detach_all();
+  const auto end = strands.begin() + static_cast<std::ptrdiff_t>(attached);
+  for (auto strand = strands.begin(); strand != end; ++strand) executor.detach(*strand);
   for (const auto& pool : closed) {  // attaching had opened them
-    const auto end = strands.begin() + static_cast<std::ptrdiff_t>(attached);
     if (std::find(strands.begin(), end, pool->strand()) == end) continue;
     pool->close();
     pool->cancel_all("the request was cancelled: the start of its runtime was refused");
   }
-  executor.request_stop(Stop::kCancel);
   return false;
 }
 
@@ -94,10 +113,7 @@ PyObject* start(PyObject* object, PyObject*) {
   return guarded([&] {
     State* self = state_of(object, "Runtime.start");
     if (self->executor) return Py_NewRef(Py_None);
-    std::vector<std::shared_ptr<Pool>> pools;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->pools.get()); ++i) {
-      pools.push_back(pool_of(PyTuple_GET_ITEM(self->pools.get(), i), "Runtime: a pool"));
-    }
+    const PoolPointers pools = pools_in(self->pools.get());
     const int workers = self->workers;
     std::shared_ptr<StoppableExecutor> executor;
     bool all = true;
@@ -108,6 +124,10 @@ PyObject* start(PyObject* object, PyObject*) {
       all = serve(executor->executor, pools);
     }
     if (!all) {
+      {
+        const WithoutGil released;
+        executor->cancel();
+      }
       wait_interruptibly([&](Clock::time_point until) { return executor->stopped_by(until); });
       raise(PyExc_RuntimeError,
             "Runtime.start: one of its pools is served by another Runtime, which was not shut down");
@@ -134,6 +154,65 @@ PyObject* shutdown(PyObject* object, PyObject* args, PyObject* keywords) {
     }
     wait_interruptibly([&](Clock::time_point until) { return executor->stopped_by(until); });
     if (self->executor == executor) self->executor.reset();
+    return Py_NewRef(Py_None);
+  });
+}
+
+// The pools of a tuple that is the only argument.
+PoolPointers pools_argument(PyObject* tuple) {
+  if (!PyTuple_Check(tuple)) raise(PyExc_TypeError, "Runtime: pools must be a tuple");
+  return pools_in(tuple);
+}
+
+PyObject* replace_pools(PyObject* object, PyObject* tuple) {
+  return guarded([&] {
+    State* self = state_of(object, "Runtime");
+    pools_argument(tuple);
+    self->pools = Ref::borrow(tuple);
+    return Py_NewRef(Py_None);
+  });
+}
+
+PyObject* serve_too(PyObject* object, PyObject* tuple) {
+  return guarded([&] {
+    State* self = state_of(object, "Runtime.add");
+    const PoolPointers pools = pools_argument(tuple);
+    const auto executor = self->executor;
+    if (!executor) return Py_NewRef(Py_None);
+    bool all;
+    {
+      const WithoutGil released;
+      all = serve(executor->executor, pools);
+    }
+    if (!all) {
+      raise(PyExc_RuntimeError,
+            "Runtime.add: one of the pools is served by another Runtime, or this one is being shut down");
+    }
+    return Py_NewRef(Py_None);
+  });
+}
+
+PyObject* release(PyObject* object, PyObject* args) {
+  return guarded([&]() -> PyObject* {
+    PyObject* tuple;
+    int drain;
+    if (!PyArg_ParseTuple(args, "Op:_release", &tuple, &drain)) return nullptr;
+    State* self = state_of(object, "Runtime.remove");
+    const std::vector<StrandPointer> strands = strands_of(pools_argument(tuple));
+    const auto executor = self->executor;
+    if (!executor) return Py_NewRef(Py_None);
+    if (executor->on_worker()) {
+      raise(PyExc_RuntimeError, "Runtime.remove: a worker cannot wait for the end of what its own runtime serves");
+    }
+    {
+      const WithoutGil released;
+      for (const auto& strand : strands)
+        executor->executor.request_release(strand, drain ? Stop::kDrain : Stop::kCancel);
+    }
+    for (const auto& strand : strands) {
+      wait_interruptibly(
+          [&](Clock::time_point until) { return executor->executor.wait_released_until(strand, until); });
+    }
     return Py_NewRef(Py_None);
   });
 }
@@ -183,6 +262,15 @@ PyMethodDef methods[] = {
      "-> None\n\nOnce, from the constructor."},
     {"_running", running, METH_NOARGS,
      "_running(self: pymoe._runtime.Runtime) -> bool\n\nTrue from start to the end of shutdown."},
+    {"_replace_pools", replace_pools, METH_O,
+     "_replace_pools(self: pymoe._runtime.Runtime, pools: tuple[pymoe._runtime.TaskPool, ...]) -> None\n\n"
+     "What start serves from now on."},
+    {"_serve_too", serve_too, METH_O,
+     "_serve_too(self: pymoe._runtime.Runtime, pools: tuple[pymoe._runtime.TaskPool, ...]) -> None\n\n"
+     "Serve these as well; nothing where the runtime does not run."},
+    {"_release", release, METH_VARARGS,
+     "_release(self: pymoe._runtime.Runtime, pools: tuple[pymoe._runtime.TaskPool, ...], drain: bool) -> None\n\n"
+     "Close these, wait until their requests are done, and serve them no longer."},
     {"start", start, METH_NOARGS,
      "start(self: pymoe._runtime.Runtime) -> None\n\n"
      "Start the workers; nothing if they run already.\n\n"

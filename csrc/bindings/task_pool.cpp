@@ -250,6 +250,12 @@ PyObject* statistics(PyObject* object, PyObject*) {
   return guarded([&] { return snapshot(state_of(object).pool->statistics()).release(); });
 }
 
+PyObject* is_exclusive_with(PyObject* object, PyObject* other) {
+  return guarded([&] {
+    return PyBool_FromLong(state_of(object).pool->strand() == pool_of(other, "_is_exclusive_with")->strand());
+  });
+}
+
 int traverse(PyObject* object, visitproc visit, void* arg) {
   const auto* self = reinterpret_cast<PoolObject*>(object);
   Py_VISIT(Py_TYPE(object));
@@ -289,6 +295,9 @@ PyMethodDef methods[] = {
      "isolate: bool, raise_when_full: bool, exclusive_with: pymoe._runtime.TaskPool | None, "
      "schema: collections.abc.Sequence[typing.Any] | None, pin_memory: bool) -> None\n\n"
      "Once, from the constructor. ``schema``: tensors like those of a request."},
+    {"_is_exclusive_with", is_exclusive_with, METH_O,
+     "_is_exclusive_with(self: pymoe._runtime.TaskPool, other: pymoe._runtime.TaskPool) -> bool\n\n"
+     "True if batches of the two never overlap; so with itself."},
     {"_try_submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(submit_task<false>)),
      METH_FASTCALL | METH_KEYWORDS,
      "_try_submit(self: pymoe._runtime.TaskPool, *tensors: typing.Any, timeout: float | None = None, "

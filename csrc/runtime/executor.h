@@ -65,11 +65,10 @@ class Executor {
     return true;
   }
 
-  // Takes every strand out as it is: its pools stay open, and what they hold waits for another executor.
-  void detach_all() {
+  // Takes a strand out as it is: its pools stay open, and what they hold waits for another executor.
+  void detach(const StrandPointer& strand) {
     const std::lock_guard lock(mutex_);
-    for (const StrandPointer& strand : strands_) strand->detach();
-    strands_.clear();
+    if (std::erase(strands_, strand) > 0) strand->detach();
   }
 
   void request_stop(Stop how) {

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pymoe.runtime.statistics import Bucket, PoolStats, StatsReader
+from pymoe.runtime.statistics import Bucket, PoolStats, StatsReader, pools_followed
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -60,7 +60,7 @@ class RuntimeCollector:
             raise ImportError(MISSING) from error
         self._core = prometheus_client.core
         by_name = runtimes if isinstance(runtimes, Mapping) else {"default": runtimes}
-        self._readers = {name: StatsReader(one.pools) for name, one in by_name.items()}
+        self._readers = {name: StatsReader(pools_followed(one)) for name, one in by_name.items()}
 
     def collect(self) -> Iterator[Metric]:
         """The families of series, as prometheus-client asks for them."""

@@ -1,5 +1,9 @@
 """Requests to experts, in batches: what an expert takes, its pools, and the runtime that serves them."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from pymoe.runtime.backend import ExpertBackend
 from pymoe.runtime.batch_tensor_proto import DUMMY_BATCH_SIZE, BatchTensorProto
 from pymoe.runtime.client import ExpertClient
@@ -10,17 +14,24 @@ from pymoe.runtime.runtime import Runtime, TesseractRuntime
 from pymoe.runtime.task_pool import QueueFull, TaskPool
 from pymoe.runtime.waiting import as_completed, wait
 
+if TYPE_CHECKING:
+    from pymoe.runtime.mixture import BackendStats, MixtureOfExpertBackends, PassStats, TooFewAnswersError
+
 __all__ = [
     "DUMMY_BATCH_SIZE",
+    "BackendStats",
     "BatchTensorProto",
     "ExpertBackend",
     "ExpertClient",
     "Future",
+    "MixtureOfExpertBackends",
     "NonFiniteGradientError",
+    "PassStats",
     "QueueFull",
     "Runtime",
     "TaskPool",
     "TesseractRuntime",
+    "TooFewAnswersError",
     "as_completed",
     "nested_compare",
     "nested_flatten",
@@ -28,3 +39,14 @@ __all__ = [
     "nested_pack",
     "wait",
 ]
+
+_OF_THE_MIXTURE = {"BackendStats", "MixtureOfExpertBackends", "PassStats", "TooFewAnswersError"}
+
+
+def __getattr__(name: str) -> Any:
+    """The mixture is a layer above: it is imported when somebody asks for it."""
+    if name in _OF_THE_MIXTURE:
+        from pymoe.runtime import mixture
+
+        return getattr(mixture, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

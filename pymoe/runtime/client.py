@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from pymoe.runtime.arguments import Arguments
 from pymoe.runtime.backend import ExpertBackend
-from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 from pymoe.runtime.future import Future, deadline_after, seconds_left, wait_in_loop
-from pymoe.runtime.nested import nested_compare, nested_flatten, sorted_keys
 from pymoe.runtime.schema import tensor_protos
 from pymoe.runtime.signature import Signature
 from pymoe.runtime.task_pool import TaskPool
@@ -25,8 +24,7 @@ logger = logging.getLogger("pymoe.runtime")
 PATIENCE = 2.0  # seconds without a runtime after which a client without a timeout says so
 
 # What copies of a client have in common: the server, and what it said of itself.
-SHARED = {"_backend", "_forward_pool", "_backward_pool", "_structure", "_protos", "_input_protos", "_output_protos"}
-SHARED |= {"_signature"}
+SHARED = {"_backend", "_forward_pool", "_backward_pool", "_arguments", "_output_protos", "_signature"}
 
 
 class ExpertClient(nn.Module):
@@ -63,13 +61,9 @@ class ExpertClient(nn.Module):
         info = backend.get_info()
         self.name: str = info["name"]
         self.timeout = timeout
-        self._structure = info["forward_schema"]
-        args_schema, kwargs_schema = self._structure
-        self._protos = nested_flatten(self._structure)
-        self._input_protos = tensor_protos(self._structure)
+        args_schema, kwargs_schema = info["forward_schema"]
+        self._arguments = Arguments(self.name, info["forward_schema"])
         self._output_protos = tensor_protos(info["outputs_schema"])
-        self._one_input = not kwargs_schema and len(args_schema) == 1 and isinstance(args_schema[0], BatchTensorProto)
-        self._has_constants = len(self._input_protos) < len(self._protos)
         self._signature = Signature(self.name, args_schema, kwargs_schema, info["outputs_schema"])
         self._forward_pool, self._backward_pool = backend.get_pools()
         self._dummy = torch.empty(0, requires_grad=True, device="cpu")
@@ -84,7 +78,7 @@ class ExpertClient(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The expert's outputs for these arguments."""
-        inputs = self._flatten(args, kwargs)
+        inputs = self._arguments.flatten(args, kwargs)
         return self._attach(inputs, self._ask(self._forward_pool, _values(inputs)))
 
     def submit(self, *args: Any, **kwargs: Any) -> PendingCall:
@@ -92,7 +86,7 @@ class ExpertClient(nn.Module):
 
         Until then the tensors must not be changed.
         """
-        inputs = self._flatten(args, kwargs)
+        inputs = self._arguments.flatten(args, kwargs)
         deadline = deadline_after(self.timeout)
         future = self._forward_pool.submit_task(*_values(inputs), timeout=self.timeout)
         return PendingCall(self, inputs, future, deadline)
@@ -102,46 +96,11 @@ class ExpertClient(nn.Module):
 
         Cancelling the task that awaits this cancels the request. The backward pass waits in its own thread as always.
         """
-        inputs = self._flatten(args, kwargs)
+        inputs = self._arguments.flatten(args, kwargs)
         versions = _versions(inputs)
         deadline = deadline_after(self.timeout)
         future = await self._forward_pool._queue(_values(inputs), self.timeout)
         return await PendingCall(self, inputs, future, deadline, versions)
-
-    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """The flat inputs. What is wrong with a tensor the pool says."""
-        if self._one_input and len(args) == 1 and not kwargs:
-            flat = [args[0]]
-        else:
-            self._check_names(args, kwargs)
-            if not nested_compare((args, kwargs), self._structure):
-                raise TypeError(f"{self.name}: the arguments must be built like {self._structure!r}")
-            flat = nested_flatten((args, kwargs))
-            if self._has_constants:
-                self._check_constants(flat)
-                pairs = zip(flat, self._protos, strict=True)
-                flat = [leaf for leaf, proto in pairs if isinstance(proto, BatchTensorProto)]
-        if torch._C._is_any_autocast_enabled():  # in all of torch's public ways one names a device
-            return [_cast(tensor, proto) for tensor, proto in zip(flat, self._input_protos, strict=True)]
-        return flat
-
-    def _check_names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        args_schema, kwargs_schema = self._structure
-        if len(args) != len(args_schema):
-            raise TypeError(f"{self.name} takes {len(args_schema)} positional arguments, got {len(args)}")
-        if kwargs.keys() != kwargs_schema.keys():
-            raise TypeError(f"{self.name} takes the keyword arguments {sorted(kwargs_schema)}, got {sorted(kwargs)}")
-
-    def _check_constants(self, leaves: Sequence[Any]) -> None:
-        for place, (leaf, proto) in enumerate(zip(leaves, self._protos, strict=True)):
-            if leaf is proto or isinstance(proto, BatchTensorProto):
-                continue
-            if isinstance(leaf, Tensor):
-                name = list(_names(self._structure))[place]
-                raise TypeError(f"{self.name}: {name} is the constant {proto!r} in the schema, got a tensor")
-            if not _equal(leaf, proto):
-                name = list(_names(self._structure))[place]
-                raise ValueError(f"{self.name}: {name} is the constant {proto!r} in the schema, got {leaf!r}")
 
     def _attach(self, inputs: list[Tensor], outputs: Any, versions: list[int] | None = None) -> Any:
         """What the caller gets for the flat ``outputs``; part of its graph where it records one.
@@ -286,32 +245,6 @@ class _ServedCall(torch.autograd.Function):
         return None, None, None, *(grad if need else None for grad, need in zip(gradients, needed, strict=True))
 
 
-def _names(structure: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[str]:
-    """What the leaves of ``(args, kwargs)`` are called, in order: ``args[0]``, ``mask``, ``mask['a'][1]``."""
-
-    def inside(name: str, item: Any) -> Iterator[str]:
-        if isinstance(item, dict):
-            for key in sorted_keys(item):
-                yield from inside(f"{name}[{key!r}]", item[key])
-        elif isinstance(item, (list, tuple)):
-            for i, part in enumerate(item):
-                yield from inside(f"{name}[{i}]", part)
-        else:
-            yield name
-
-    args, kwargs = structure
-    yield from inside("args", args)
-    for key in sorted_keys(kwargs):
-        yield from inside(key, kwargs[key])
-
-
-def _equal(first: Any, second: Any) -> bool:
-    try:
-        return bool(first == second)
-    except Exception:  # arrays, and whatever else does not say yes or no
-        return False
-
-
 def _values(tensors: Sequence[Any]) -> list[Any]:
     """Without their graphs, of which a pool knows nothing."""
     return [tensor.detach() if isinstance(tensor, Tensor) and tensor.requires_grad else tensor for tensor in tensors]
@@ -320,10 +253,3 @@ def _values(tensors: Sequence[Any]) -> list[Any]:
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
     """How often each was changed in place; tensors of inference mode do not count, and cannot be differentiated."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def _cast(tensor: Any, proto: BatchTensorProto) -> Any:
-    """What autocast does to the arguments of an operation that has a dtype of its own."""
-    if not (isinstance(tensor, Tensor) and tensor.is_floating_point() and proto.dtype.is_floating_point):
-        return tensor
-    return tensor.to(proto.dtype) if torch.is_autocast_enabled(tensor.device.type) else tensor

@@ -26,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pymoe.runtime.statistics import Pool, StatsReader
+from pymoe.runtime.statistics import Pool, ServedPools, StatsReader
 
 FORMAT = 1
 """Of the JSON; a reader refuses others."""
@@ -60,7 +60,7 @@ def make_private(folder: Path) -> None:
 class Monitor:
     """Serves the numbers of ``pools`` on a socket in ``folder`` (None: the default one), from a thread of its own."""
 
-    def __init__(self, pools: list[Pool], folder: Path | None) -> None:
+    def __init__(self, pools: list[Pool] | ServedPools[Any], folder: Path | None) -> None:
         if not hasattr(socket, "AF_UNIX"):
             raise OSError("monitor: this system's Python has no Unix sockets; use runtime.stats() or top.live(runtime)")
         self._pools, self._folder = pools, folder
@@ -103,7 +103,7 @@ class Monitor:
         self._thread = self.path = None
 
 
-def serve(listener: socket.socket, waker: socket.socket, pools: list[Pool]) -> None:
+def serve(listener: socket.socket, waker: socket.socket, pools: list[Pool] | ServedPools[Any]) -> None:
     """Answers viewers until the other end of ``waker`` is closed."""
     began = time.monotonic()
     viewers: dict[socket.socket, StatsReader] = {}

@@ -9,9 +9,10 @@ import logging
 import threading
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from pymoe.runtime.monitor import Monitor, monitor_from_environment
-from pymoe.runtime.statistics import Pool, StatsReader
+from pymoe.runtime.statistics import Pool, ServedPools, StatsReader
 from pymoe.runtime.text import is_busy, line
 
 logger = logging.getLogger("pymoe.runtime")
@@ -21,7 +22,7 @@ class Observers:
     """The log and the monitor of one runtime.
 
     Args:
-        pools: the runtime's pools.
+        pools: the runtime's pools, which may come and go.
         stats_interval: seconds between log lines (logger ``pymoe.runtime``, level INFO; one for each pool that had
             anything to do), None for none.
         monitor: True, or a folder: serve the pools' numbers on a Unix socket there, see :mod:`pymoe.runtime.monitor`;
@@ -29,9 +30,13 @@ class Observers:
     """
 
     def __init__(
-        self, pools: Iterable[Pool], *, stats_interval: float | None = None, monitor: bool | str | Path | None = None
+        self,
+        pools: Iterable[Pool] | ServedPools[Any],
+        *,
+        stats_interval: float | None = None,
+        monitor: bool | str | Path | None = None,
     ) -> None:
-        pools = list(pools)
+        pools = pools if isinstance(pools, ServedPools) else ServedPools(pools)
         if stats_interval is not None and not stats_interval > 0:
             raise ValueError(f"stats_interval must be a positive number of seconds, got {stats_interval}")
         self._must_listen = monitor is not None
@@ -71,7 +76,7 @@ class Observers:
 class StatsLog:
     """Writes the pools' recent numbers to the log, every ``interval`` seconds."""
 
-    def __init__(self, pools: list[Pool], interval: float) -> None:
+    def __init__(self, pools: ServedPools[Any], interval: float) -> None:
         self._pools, self._interval = pools, interval
         self._end: threading.Event | None = None
         self._thread: threading.Thread | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from pymoe import _runtime
 from pymoe.runtime.observe import Observers
-from pymoe.runtime.statistics import PoolStats, StatsReader
+from pymoe.runtime.statistics import PoolStats, ServedPools, StatsReader
 from pymoe.runtime.task_pool import TaskPool
 
 __all__ = ["Runtime", "TesseractRuntime"]
@@ -26,8 +27,8 @@ class Runtime(_runtime.Runtime):
             pool.submit_task(x).result()
 
     Pools take requests in before a runtime serves them. :meth:`shutdown` closes them, until another runtime starts
-    with them. Dropped without a shutdown, a runtime cancels what is queued and lets running batches end, as it does at
-    interpreter exit.
+    with them. Backends and pools may come and go meanwhile (:meth:`add`, :meth:`remove`). Dropped without a shutdown,
+    a runtime cancels what is queued and lets running batches end, as it does at interpreter exit.
 
     Args:
         backends_or_pools: pools, or anything with ``get_pools()``, or a dictionary of these by name.
@@ -57,17 +58,22 @@ class Runtime(_runtime.Runtime):
             raise ValueError("Runtime: at least one pool or backend is needed")
         pools: list[TaskPool] = []
         for member in members:
-            found = [member] if isinstance(member, TaskPool) else pools_of(member)
-            pools += [pool for pool in found if pool not in pools]
+            pools += [pool for pool in pools_of(member) if pool not in pools]
         if num_workers is None:
             num_workers = max(1, min(len(members), os.cpu_count() or 1))
-        observers = Observers(pools, stats_interval=stats_interval, monitor=monitor)
+        self._served: ServedPools[TaskPool] = ServedPools(pools)
+        observers = Observers(self._served, stats_interval=stats_interval, monitor=monitor)
         self._setup(pools, num_workers)
         self.num_workers = num_workers
-        self.pools = tuple(pools)
-        self._reader = StatsReader(self.pools)
+        self._changes = threading.RLock()  # whoever starts, adds or removes
+        self._reader = StatsReader(self._served)
         self._observers = observers
         weakref.finalize(self, observers.stop)
+
+    @property
+    def pools(self) -> tuple[TaskPool, ...]:
+        """Those that it serves, or will serve once it runs."""
+        return self._served.now
 
     @property
     def running(self) -> bool:
@@ -81,9 +87,10 @@ class Runtime(_runtime.Runtime):
             RuntimeError: a pool is served by another Runtime, or the process is a fork.
             OSError: the ``monitor`` that was asked for cannot listen.
         """
-        super().start()
-        for pool in self.pools:
-            pool._server = weakref.ref(self)
+        with self._changes:
+            super().start()
+            for pool in self.pools:
+                pool._server = weakref.ref(self)
         try:
             self._observers.start()
         except OSError:
@@ -101,6 +108,58 @@ class Runtime(_runtime.Runtime):
         """
         super().shutdown(drain)
         self._observers.stop()
+
+    def add(self, backend_or_pool: Any) -> None:
+        """Serve another backend or pool as well, from now on if the runtime runs; nothing if it is served here already.
+
+        The number of workers stays what it is. May be called from any thread, and from a batch.
+
+        Raises:
+            RuntimeError: a pool is served by another Runtime (then nothing is added), or this one is shutting down.
+            TypeError: neither a pool nor anything that has any.
+        """
+        with self._changes:
+            new = [pool for pool in pools_of(backend_or_pool) if pool not in self.pools]
+            # What shares its turns with a pool that is served here is served with it.
+            here = self.pools
+            self._serve_too(tuple(one for one in new if not any(one._is_exclusive_with(pool) for pool in here)))
+            self._served.add(new)
+            self._replace_pools(self.pools)
+            for pool in new:
+                pool._server = weakref.ref(self) if self.running else None
+
+    def remove(self, backend_or_pool: Any, drain: bool = True) -> None:
+        """Refuse further requests of a backend or pool, wait until every one is done, and serve it no longer.
+
+        The others are served meanwhile. What was removed may be added again, here or to another runtime, which opens
+        it. A batch that is running is waited for, however long it takes. Interrupted (Ctrl-C) it may be called again.
+
+        Args:
+            backend_or_pool: what was served from the first, or was added.
+            drain: run what is queued; otherwise requests that have not started are cancelled.
+
+        Raises:
+            ValueError: it is not served here, or it shares its turns (``exclusive_with``) with a pool that would stay.
+            RuntimeError: called from a batch of this runtime, or in a fork.
+            TypeError: neither a pool nor anything that has any.
+        """
+        leaving = pools_of(backend_or_pool)
+        with self._changes:
+            for pool in leaving:
+                if pool not in self.pools:
+                    raise ValueError(f"Runtime.remove: the pool {pool.name!r} is not served here")
+            for pool in self.pools:
+                if pool not in leaving and any(pool._is_exclusive_with(one) for one in leaving):
+                    raise ValueError(
+                        f"Runtime.remove: the pool {pool.name!r} shares its turns with one of "
+                        f"{[one.name for one in leaving]}: remove them together"
+                    )
+        self._release(tuple(leaving), drain)  # not under the lock: it may take long
+        with self._changes:
+            self._served.remove(leaving)
+            self._replace_pools(self.pools)
+            for pool in leaving:
+                pool._server = None
 
     def stats(self) -> dict[str, PoolStats]:
         """Every pool's numbers by its name; rates are those since the previous call, or since the runtime was made."""
@@ -120,7 +179,9 @@ TesseractRuntime = Runtime
 
 
 def pools_of(backend: Any) -> list[TaskPool]:
-    """A backend's pools."""
+    """A backend's pools; a pool itself."""
+    if isinstance(backend, TaskPool):
+        return [backend]
     get_pools = getattr(backend, "get_pools", None)
     pools: list[Any] = list(get_pools()) if callable(get_pools) else [None]
     for pool in pools:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 Snapshot = Mapping[str, Any]
 """What ``_statistics()`` of a native pool returns. Integers: ``submitted``, ``completed``, ``failed``, ``cancelled``,
@@ -93,6 +93,48 @@ class PoolStats:
     rows_per_second: float
 
 
+PoolType = TypeVar("PoolType", bound=Pool)
+
+
+class ServedPools(Generic[PoolType]):
+    """The pools of a runtime, to which some may come and from which some may go. Of all threads.
+
+    Attributes:
+        now: those that there are; a tuple that never changes.
+    """
+
+    def __init__(self, pools: Iterable[PoolType]) -> None:
+        self._lock = threading.Lock()
+        self.now: tuple[PoolType, ...] = tuple(pools)
+        self._begun: dict[PoolType, Snapshot] = {}
+
+    def add(self, pools: Iterable[PoolType]) -> None:
+        """Those that are there already stay as they are."""
+        with self._lock:
+            new = [pool for pool in pools if pool not in self.now]
+            self._begun.update({pool: pool._statistics() for pool in new})
+            self.now += tuple(new)
+
+    def remove(self, pools: Iterable[PoolType]) -> None:
+        with self._lock:
+            gone = set(pools)
+            self.now = tuple(pool for pool in self.now if pool not in gone)
+            for pool in gone:
+                self._begun.pop(pool, None)
+
+    def snapshot(self, pool: PoolType) -> Snapshot:
+        """The pool's counters as they were when it came, or as they are if it was there from the first."""
+        with self._lock:
+            begun = self._begun.get(pool)
+        return pool._statistics() if begun is None else begun
+
+
+def pools_followed(runtime: Any) -> Iterable[Pool] | ServedPools[Any]:
+    """The pools of ``runtime`` as they come and go, or what it has as ``pools``."""
+    found: Iterable[Pool] | ServedPools[Any] = getattr(runtime, "_served", runtime.pools)
+    return found
+
+
 class StatsReader:
     """Reads pools, again and again; rates are those since its previous call. Readers do not disturb each other.
 
@@ -102,35 +144,49 @@ class StatsReader:
             end of the last bucket, never more than the largest value ever).
     """
 
-    def __init__(self, pools: Iterable[Pool], *, recent: bool = False) -> None:
-        self._pools = named(pools)
+    def __init__(self, pools: Iterable[Pool] | ServedPools[Any], *, recent: bool = False) -> None:
+        self._pools: ServedPools[Any] = pools if isinstance(pools, ServedPools) else ServedPools(pools)
         self._recent = recent
         self._lock = threading.Lock()
         self._time = time.monotonic()
-        self._before = {name: pool._statistics() for name, pool in self._pools.items()}
+        self._names: dict[Pool, str] = {}
+        self._before: dict[Pool, Snapshot] = {}
+        self._follow(at_once=True)
 
     def read(self) -> dict[str, PoolStats]:
         """Every pool's numbers, by its name."""
         with self._lock:
             now = time.monotonic()
             seconds, self._time = now - self._time, now
+            self._follow()
             result = {}
-            for name, pool in self._pools.items():
-                before, after = self._before[name], pool._statistics()
-                self._before[name] = after
+            for pool, name in self._names.items():
+                before, after = self._before[pool], pool._statistics()
+                self._before[pool] = after
                 result[name] = pool_stats(name, before, after, seconds, recent=self._recent)
             return result
 
+    def _follow(self, at_once: bool = False) -> None:
+        """Name the pools that have come, forget those that have gone; the others keep their names."""
+        pools = self._pools.now
+        self._names = named(pools, {pool: name for pool, name in self._names.items() if pool in pools})
+        self._before = {
+            pool: self._before.get(pool) or (pool._statistics() if at_once else self._pools.snapshot(pool))
+            for pool in pools
+        }
 
-def named(pools: Iterable[Pool]) -> dict[str, Pool]:
-    """Pools by name, with a number behind names that were taken."""
-    result: dict[str, Pool] = {}
+
+def named(pools: Iterable[Pool], known: Mapping[Pool, str]) -> dict[Pool, str]:
+    """The name of each pool: the ``known`` one, or its own, with a number behind it if that is taken."""
+    result: dict[Pool, str] = {}
+    taken = set(known.values())
     for pool in pools:
-        name, number = pool.name, 1
-        while name in result:
+        name, number = known.get(pool, pool.name), 1
+        while pool not in known and name in taken:
             number += 1
             name = f"{pool.name}#{number}"
-        result[name] = pool
+        taken.add(name)
+        result[pool] = name
     return result
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pymoe.runtime.monitor import FORMAT, PATIENCE, SUFFIX, private_folder
-from pymoe.runtime.statistics import Bucket, Distribution, PoolStats, StatsReader
+from pymoe.runtime.statistics import Bucket, Distribution, PoolStats, StatsReader, pools_followed
 from pymoe.runtime.text import HEADING, LEFT, SIZES, is_busy, lost, row, table
 
 MOST_BYTES = 1 << 24
@@ -186,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 @contextmanager
 def live(runtime: Any, *, interval: float = 0.5, file: IO[str] | None = None) -> Iterator[None]:
     """Draws the pools of ``runtime`` every ``interval`` seconds while the block runs, to ``file`` (standard output)."""
-    reader = StatsReader(runtime.pools, recent=True)
+    reader = StatsReader(pools_followed(runtime), recent=True)
     end = threading.Event()
 
     def run() -> None:

@@ -1,0 +1,237 @@
+"""Many requests at once, and the wait for as many answers as are needed.
+
+The wait ends when every request has ended; ``timeout`` seconds after it began; or ``timeout_after`` seconds after
+every row had the answers that it needs, or could not get them any more. What is under way then is cancelled if it has
+not begun, and ignored if it has.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pymoe.runtime.future import Future, deadline_after, seconds_left
+from pymoe.runtime.mixture.choice import Group
+from pymoe.runtime.mixture.counts import Log, PassCounts
+from pymoe.runtime.task_pool import TaskPool
+
+PATIENCE = 2.0  # seconds after which a wait without a limit looks whether anybody serves the pools
+
+
+class GivenUp(TimeoutError):
+    """Why a backend's answer is missing: it was not there in time."""
+
+
+class AnomalyError(FloatingPointError):
+    """Why a backend's answer is missing: it holds NaN or infinity."""
+
+
+class Call(NamedTuple):
+    """A request to come: the rows of a group, or those of them at ``tokens``."""
+
+    group: Group
+    pool: TaskPool
+    tensors: Sequence[Tensor]
+    tokens: Tensor
+    counts: PassCounts
+    log: Log
+    way: str
+    """What the log calls it: ``forward`` or ``backward``."""
+
+
+class Answers:
+    """What came: ``results`` of the calls (None where nothing came in time), and why nothing did, by backend."""
+
+    def __init__(self, calls: Sequence[Call], rows: int) -> None:
+        self.calls = calls
+        self.results: list[tuple[Any, ...] | None] = [None] * len(calls)
+        self.failures: dict[str, BaseException] = {}
+        self.came = torch.zeros(rows, dtype=torch.int64, device="cpu")
+        self.may_come = torch.zeros(rows, dtype=torch.int64, device="cpu")
+        for call in calls:
+            self.may_come[call.tokens] += 1
+
+    def add(self, place: int, result: tuple[Any, ...]) -> None:
+        self.results[place] = result
+        self.came[self.calls[place].tokens] += 1
+
+    def fail(self, place: int, why: BaseException) -> None:
+        call = self.calls[place]
+        self.failures[call.group.member.name] = why
+        self.may_come[call.tokens] -= 1
+        call.log.no_answer(call.way, why)
+
+    def settled(self, needed: Tensor) -> bool:
+        """Whether every row has what it needs, or cannot get it any more."""
+        return bool(((self.came >= needed) | (self.may_come < needed)).all())
+
+
+class Arrivals:
+    """Requests as they end. What ends after :meth:`close` is counted as late."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = True
+        self._ended: queue.SimpleQueue[tuple[int, Future | BaseException, float]] = queue.SimpleQueue()
+        self._futures: list[Future] = []
+
+    def send(self, place: int, call: Call, deadline: float | None) -> None:
+        """Send a request. Where the pool is full another thread waits for room, and hands in what the pool raises.
+
+        Raises:
+            Exception: whatever the pool raises, in the usual case.
+        """
+        timeout = seconds_left(deadline)
+        future = call.pool._try_submit(*call.tensors, timeout=timeout)
+        if future is not None:
+            self._follow(place, call, future)
+            return
+
+        def wait_for_room() -> None:
+            try:
+                future = call.pool.submit_task(*call.tensors, timeout=timeout)
+            except Exception as error:
+                self._ended.put((place, error, time.perf_counter()))
+            else:
+                self._follow(place, call, future)
+
+        threading.Thread(target=wait_for_room, name="pymoe mixture waits for room", daemon=True).start()
+
+    def _follow(self, place: int, call: Call, future: Future) -> None:
+        counts = call.counts
+
+        def ended(future: Future) -> None:
+            with self._lock:
+                if self._open:
+                    self._ended.put((place, future, time.perf_counter()))
+                    return
+            if not future.cancelled() and future.exception() is None:
+                counts.add("late")
+
+        with self._lock:
+            in_time = self._open
+            self._futures.append(future)
+        future.add_done_callback(ended)
+        if not in_time:
+            future.cancel()
+
+    def get(self, timeout: float | None) -> tuple[int, Future | BaseException, float]:
+        """The next one; ``queue.Empty`` if none came in time."""
+        return self._ended.get(timeout=timeout)
+
+    def close(self) -> None:
+        """Nobody waits any more: cancel what has not begun."""
+        with self._lock:
+            self._open = False
+        for future in self._futures:
+            future.cancel()
+
+
+def ask(
+    calls: Sequence[Call],
+    needed: Tensor,
+    *,
+    timeout: float | None,
+    timeout_after: float | None,
+    acceptable: Callable[[tuple[Any, ...]], bool],
+) -> Answers:
+    """Send all ``calls``, and wait for the answers.
+
+    Args:
+        calls: each to another backend; a row is in some of them.
+        needed: (T,) on the CPU: how many answers each row must have.
+        timeout: seconds from now; None: as long as it takes.
+        timeout_after: seconds from when every row has the answers that it needs; None: no other limit.
+        acceptable: whether an answer counts.
+
+    Raises:
+        ValueError, TypeError: a pool does not take such tensors: the caller's mistake and not the backend's. Nothing is
+            left under way then, nor when the wait is interrupted.
+    """
+    answers = Answers(calls, len(needed))
+    deadline = deadline_after(timeout)
+    arrivals = Arrivals()
+    sent: dict[int, float] = {}
+    try:
+        for place, call in enumerate(calls):
+            call.counts.add("requests", rows=len(call.tokens))
+            sent[place] = time.perf_counter()
+            try:
+                arrivals.send(place, call, deadline)
+            except (ValueError, TypeError):
+                raise
+            except Exception as error:  # full, closed, or gone
+                del sent[place]
+                call.counts.add("failed")
+                answers.fail(place, error)
+        collect(answers, arrivals, sent, needed, deadline, timeout_after, acceptable)
+    finally:
+        arrivals.close()
+        for place in sent:
+            calls[place].counts.add("given_up")
+    for place, begin in sent.items():
+        answers.fail(place, GivenUp(f"no answer within {time.perf_counter() - begin:.3g} s"))
+    return answers
+
+
+def collect(
+    answers: Answers,
+    arrivals: Arrivals,
+    sent: dict[int, float],
+    needed: Tensor,
+    deadline: float | None,
+    timeout_after: float | None,
+    acceptable: Callable[[tuple[Any, ...]], bool],
+) -> None:
+    """Take out of ``sent`` what ends in time."""
+    enough = False
+    while sent:
+        if not enough and answers.settled(needed):
+            enough = True
+            grace = deadline_after(timeout_after)
+            if grace is not None:
+                deadline = grace if deadline is None else min(deadline, grace)
+        try:
+            place, ended, when = arrivals.get(PATIENCE if deadline is None else seconds_left(deadline))
+        except queue.Empty:
+            if deadline is not None:
+                return
+            for call in [answers.calls[place] for place in sent]:
+                if not call.pool.served:
+                    call.log.idle(call.pool.name)
+            continue
+        call = answers.calls[place]
+        begin = sent[place]
+        why = why_not(ended)
+        if why is None:
+            assert not isinstance(ended, BaseException)
+            result = tuple(ended.result())
+            if acceptable(result):
+                call.counts.add("answered", latency=when - begin)
+                answers.add(place, result)
+            else:
+                call.counts.add("anomalous")
+                answers.fail(place, AnomalyError("the answer holds NaN or infinity"))
+        elif isinstance(why, TimeoutError) and seconds_left(deadline) == 0:
+            return  # the pool has given it up, as we are about to
+        else:
+            call.counts.add("failed")
+            answers.fail(place, why)
+        del sent[place]
+
+
+def why_not(ended: Future | BaseException) -> BaseException | None:
+    """Why there is no result, if there is none."""
+    if isinstance(ended, BaseException):
+        return ended
+    try:
+        return ended.exception()
+    except CancelledError as error:  # by its runtime
+        return error

@@ -1,0 +1,359 @@
+"""MixtureOfExpertBackends: a gate over served experts, some of which may be slow or dead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pymoe.nn.losses import AuxiliaryLosses
+from pymoe.reference.checks import FLOATING
+from pymoe.reference.types import Gate, RouterLosses
+from pymoe.runtime.arguments import Arguments
+from pymoe.runtime.backend import ExpertBackend
+from pymoe.runtime.batch_tensor_proto import BatchTensorProto
+from pymoe.runtime.gradients import all_finite
+from pymoe.runtime.mixture.asked import Answered, Asked, AskedNode, Rules
+from pymoe.runtime.mixture.choice import Choice, choose, gather_rows, mix, weigh
+from pymoe.runtime.mixture.counts import BackendStats
+from pymoe.runtime.mixture.errors import TooFewAnswersError
+from pymoe.runtime.mixture.fan_out import Answers, Call, ask
+from pymoe.runtime.mixture.gate import SlotGate
+from pymoe.runtime.mixture.options import check_options, check_schemas
+from pymoe.runtime.mixture.slots import Member, Slots
+from pymoe.runtime.nested import nested_compare, nested_flatten, nested_pack
+from pymoe.runtime.schema import tensor_protos
+
+
+class MixtureOfExpertBackends(nn.Module):
+    """Every row asks the ``top_k`` experts that its gate likes best, through their backends' pools.
+
+    ``mixture(*args, **kwargs)`` takes and returns what one of the experts does. The gate looks at the first tensor;
+    each expert is asked for its own rows alone, all experts at once; a row's output is the sum of its experts' outputs,
+    weighted by the softmax over its gate's logits. Gradients flow to the gate and to the inputs, and each expert that
+    answered is updated by its backend, in the backward pass of what the mixture is a part of. The experts' parameters
+    are none of the mixture's, as with :class:`~pymoe.runtime.ExpertClient`.
+
+    **What may fail.** A row needs ``k_min`` answers. Once every row has them (or cannot get them any more), the others
+    have ``timeout_after_k_min`` seconds left, and all have ``forward_timeout`` seconds together. Weights are the
+    softmax over the answers that came. An expert that raises, does not answer in time, is not served any more or has no
+    room in its queue gives no answer; the log ``pymoe.runtime`` says so once a minute and backend. Requests that are
+    not waited for any longer are cancelled if they have not begun, and ignored if they have. The backward pass asks
+    those whose answers were used, all at once; gradients that do not come are zero. A backward request that has begun
+    and is not waited for updates its expert all the same. Of wrong arguments no expert hears: they raise.
+
+    **Slots.** The gate has ``max_experts`` columns, whatever happens. A backend takes one of them; the others are never
+    chosen. Backends may be added, removed and replaced at any time, from any thread: calls that are under way go on
+    with those that they began with. The gate's parameters stay the same objects, so an optimizer that knows them goes
+    on as well; what it remembers of a column (momentum) stays when another backend takes it. ``state_dict`` holds the
+    gate, and the slots of the backends by name; ``load_state_dict`` moves the backends to these slots.
+
+    There are no second derivatives through the experts. Copies (``copy.deepcopy``) have a gate of their own and ask the
+    same backends; a mixture cannot be pickled. The module's mode concerns the auxiliary losses alone.
+
+    Args:
+        backends: with names of their own and equal schemas. All outputs must be tensors of float32, float64, bfloat16
+            or float16; tensors among the inputs may be of any dtype.
+        top_k: K, how many backends a row asks. Where there are fewer, it asks them all.
+        gate: called with the first tensor (rows, ...), returns logits (rows, max_experts); minus infinity is never
+            chosen. None makes a linear layer. A gate with a method ``reset_slot(slot)`` is told when a new backend
+            takes a slot.
+        max_experts: slots; None: as many as there are ``backends``.
+        k_min: answers that each row needs.
+        forward_timeout: seconds; None: as long as it takes.
+        timeout_after_k_min: seconds, in both passes; None: no limit but ``forward_timeout`` and ``backward_timeout``.
+        backward_k_min: gradients that each row needs, of the answers that it used; 0: none.
+        backward_timeout: seconds; None: as long as it takes.
+        detect_anomalies: answers and gradients with NaN or infinity count as if they had not come, and such values
+            among the inputs, or among the gradients that reach the mixture, raise ValueError. Without it, they pass.
+        on_too_few: ``"raise"`` :class:`TooFewAnswersError`, in both passes; or ``"fallback"``: rows with too few
+            answers get the ``fallback``, and gradients that are missing in the backward pass are zero.
+        fallback: ``"zeros"``; ``"input"``, the row's first tensor, for experts that return what they take; or what is
+            called with the arguments of these rows alone and returns what the experts would (a module is trained).
+        aux_loss_coef, z_loss_coef: as in :class:`pymoe.nn.MoE`; over the backends that there are.
+
+    Attributes:
+        gate: the module.
+        router_losses: those of the last call; None before.
+
+    Raises, from a call:
+        TypeError, ValueError: arguments that the schema does not allow, logits of another shape, or non-finite values
+            with ``detect_anomalies``.
+        TooFewAnswersError: see ``on_too_few``.
+    """
+
+    def __init__(
+        self,
+        backends: Sequence[ExpertBackend],
+        *,
+        top_k: int,
+        gate: nn.Module | None = None,
+        max_experts: int | None = None,
+        k_min: int = 1,
+        forward_timeout: float | None = None,
+        timeout_after_k_min: float | None = 1.0,
+        backward_k_min: int = 1,
+        backward_timeout: float | None = None,
+        detect_anomalies: bool = False,
+        on_too_few: str = "raise",
+        fallback: str | Callable[..., Any] = "zeros",
+        aux_loss_coef: float = 0.0,
+        z_loss_coef: float = 0.0,
+    ) -> None:
+        super().__init__()
+        backends = list(backends)
+        max_experts = check_options(
+            backends, top_k, max_experts, k_min, backward_k_min, on_too_few,
+            forward_timeout=forward_timeout, timeout_after_k_min=timeout_after_k_min, backward_timeout=backward_timeout,
+        )  # fmt: skip
+        self.top_k = top_k
+        self.max_experts = max_experts
+        self.rules = Rules(
+            k_min, backward_k_min, forward_timeout, timeout_after_k_min, backward_timeout, detect_anomalies,
+            on_too_few == "raise",
+        )  # fmt: skip
+        self._schemas = check_schemas(backends[0])
+        self._arguments = Arguments(self._name, self._schemas[0])
+        self._output_protos = tensor_protos(self._schemas[1])
+        first = tensor_protos(self._schemas[0])[0]
+        self.gate = self._default_gate(first) if gate is None else gate
+        if not callable(fallback) and fallback not in ("zeros", "input"):
+            raise ValueError(f"{self._name}: fallback must be 'zeros', 'input' or a callable, got {fallback!r}")
+        self.fallback = fallback
+        if fallback == "input" and self._output_protos != (first.replace(device=self._output_protos[0].device),):
+            raise ValueError(f"{self._name}: fallback='input' needs one output like the first tensor, {first!r}")
+        self.losses = AuxiliaryLosses(aux_loss_coef, z_loss_coef)
+        self.router_losses: RouterLosses | None = None
+        self._dummy = torch.empty(0, requires_grad=True, device="cpu")
+        self._slots = Slots(max_experts)
+        for backend in backends:
+            self._take_in(backend, None)
+
+    _name = "MixtureOfExpertBackends"
+
+    def _default_gate(self, first: BatchTensorProto) -> SlotGate:
+        if first.dtype not in FLOATING:
+            raise ValueError(f"{self._name}: a gate= must be given, since the first tensor is {first!r}")
+        return SlotGate(math.prod(first.size), self.max_experts)
+
+    # --- the backends ---
+
+    @property
+    def backends(self) -> dict[str, ExpertBackend]:
+        """Those that there are now, by name, in the order of their slots."""
+        return {member.name: member.backend for member in self._slots.members}
+
+    @property
+    def slots(self) -> dict[str, int]:
+        """The slot of each backend."""
+        return self._slots.names()
+
+    def add_backend(self, backend: ExpertBackend, slot: int | None = None) -> int:
+        """Let rows choose ``backend`` from now on; returns its slot: ``slot``, or the first that is free.
+
+        The gate's column begins anew, if the gate knows how to (the default one does).
+
+        Raises:
+            ValueError: no such free slot, a name that is taken, or another schema than the others'.
+        """
+        return self._take_in(backend, slot, begin_anew=True)
+
+    def _take_in(self, backend: ExpertBackend, slot: int | None, begin_anew: bool = False) -> int:
+        check_schemas(backend, self._schemas)
+        member = Member(self._slots.free(slot, backend.name), backend)
+        if begin_anew:
+            self._reset(member.slot)
+        self._slots.put(member)
+        return member.slot
+
+    def remove_backend(self, backend: str | ExpertBackend) -> ExpertBackend:
+        """Choose it no more; returns it. Calls that are under way still get its answers, if it is still served.
+
+        Raises:
+            KeyError: there is none such.
+        """
+        return self._slots.remove(backend).backend
+
+    def replace_backend(self, old: str | ExpertBackend, new: ExpertBackend, *, keep_gate: bool = True) -> int:
+        """Let ``new`` take the slot of ``old``, whose name it may have; returns the slot.
+
+        Args:
+            old: the backend, or its name.
+            new: the backend that is asked from now on.
+            keep_gate: choose it as often as the old one, as for one that was restored; otherwise its column begins
+                anew, as in :meth:`add_backend`.
+
+        Raises:
+            KeyError: there is no such ``old``.
+            ValueError: a name that is taken, or another schema than the others'.
+        """
+        check_schemas(new, self._schemas)
+        member = self._slots.replace(old, new)
+        if not keep_gate:
+            self._reset(member.slot)
+        return member.slot
+
+    def _reset(self, slot: int) -> None:
+        reset = getattr(self.gate, "reset_slot", None)
+        if callable(reset):
+            reset(slot)
+
+    def stats(self) -> dict[str, BackendStats]:
+        """What became of the requests to each backend, by name."""
+        return {member.name: member.stats() for member in self._slots.members}
+
+    # --- a call ---
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The experts' mixed outputs for these arguments."""
+        inputs = self._arguments.flatten(args, kwargs)
+        rows = self._arguments.check_tensors(inputs)
+        if self.rules.detect_anomalies and not all_finite([x for x in inputs if x.is_floating_point()]):
+            raise ValueError(f"{self._name}: an input holds NaN or infinity")
+        members = self._slots.members
+        logits = self._logits(inputs[0], rows)
+        if not members:
+            few_T = torch.ones(rows, dtype=torch.bool, device="cpu")
+            if rows and self.rules.raises:
+                raise TooFewAnswersError(self._name, "answers", self.rules.k_min, few_T, {})
+            nothing = tuple(proto.make_empty(rows, device=inputs[0].device) for proto in self._output_protos)
+            outputs = list(self._attach(nothing, (), inputs, rows))
+        else:
+            outputs, few_T = self._ask(inputs, choose(logits, members, self.top_k))
+        if bool(few_T.any()) and self.fallback != "zeros":
+            outputs = self._fall_back(outputs, inputs, args, kwargs, few_T)
+        return nested_pack(outputs, self._schemas[1])
+
+    def _logits(self, x: Tensor, rows: int) -> Tensor:
+        logits = self.gate(x)
+        if not isinstance(logits, Tensor) or not logits.is_floating_point():
+            raise TypeError(f"{self._name}: the gate must return a floating tensor, got {type(logits).__name__}")
+        if logits.shape != (rows, self.max_experts):
+            raise ValueError(
+                f"{self._name}: the gate must return logits of shape (rows, max_experts), here "
+                f"{(rows, self.max_experts)}, got {tuple(logits.shape)}"
+            )
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def _ask(self, inputs: list[Tensor], choice: Choice) -> tuple[list[Tensor], Tensor]:
+        """The mixed outputs, and which rows had too few answers (on the CPU)."""
+        rules = self.rules
+        gathered = [gather_rows(x, choice.routing) for x in inputs]
+        calls = []
+        for group in choice.groups:
+            member = group.member
+            tensors = [x[group.begin : group.end].detach() for x in gathered]
+            counts = member.forward_counts
+            calls.append(Call(group, member.forward_pool, tensors, group.tokens, counts, member.log, "forward"))
+        needed_T = torch.full((len(inputs[0]),), rules.k_min, device="cpu")
+        answers = ask(
+            calls,
+            needed_T,
+            timeout=rules.forward_timeout,
+            timeout_after=rules.timeout_after_k_min,
+            acceptable=rules.acceptable,
+        )
+        few_T = answers.came < needed_T
+        if rules.raises and bool(few_T.any()):
+            raise TooFewAnswersError(self._name, "answers", rules.k_min, few_T, answers.failures)
+        answered, outputs, slot_TK = self._used(choice, answers, few_T, gathered[0])
+        outputs = self._attach(outputs, answered, gathered, len(few_T))
+        weights_TK = self._carry_losses(weigh(choice.chosen_TK, slot_TK), choice)
+        routing = choice.routing._replace(slot=slot_TK)
+        return [mix(y, routing, weights_TK) for y in outputs], few_T
+
+    def _used(
+        self, choice: Choice, answers: Answers, few_T: Tensor, like: Tensor
+    ) -> tuple[tuple[Answered, ...], tuple[Tensor, ...], Tensor]:
+        """The answers that are used, the gathered rows of their outputs, and the slots of choices that have one."""
+        slots, device = len(choice.routing.token), like.device
+        some_fall_back = bool(few_T.any())
+        outputs = tuple(proto.make_empty(slots, device=device, requires_grad=False) for proto in self._output_protos)
+        there = torch.zeros(slots, dtype=torch.bool, device="cpu")
+        answered = []
+        for group, result in zip(choice.groups, answers.results, strict=True):
+            if result is None:
+                continue
+            kept, tokens = None, group.tokens
+            if some_fall_back:
+                kept = (~few_T[tokens]).nonzero().flatten()
+                tokens = tokens[kept]
+            one = Answered(group, kept, tokens)
+            if len(tokens):
+                answered.append(one)
+            there[group.begin : group.end] = ~few_T[group.tokens]
+            for gathered, rows in zip(outputs, result, strict=True):
+                one.put(gathered, rows if kept is None else rows[kept.to(rows.device)])
+        slot_TK = choice.routing.slot
+        if not bool(there.all()):
+            slot_TK = slot_TK.where(there.to(slot_TK.device)[slot_TK.long()], -1)
+        return tuple(answered), outputs, slot_TK
+
+    def _attach(
+        self, outputs: tuple[Tensor, ...], answered: tuple[Answered, ...], inputs: Sequence[Tensor], rows: int
+    ) -> tuple[Tensor, ...]:
+        """The outputs as a part of the caller's graph, where it records one."""
+        members = self._slots.members
+        trains = not members or any(member.backend.trains for member in members)
+        if not (torch.is_grad_enabled() and (trains or any(x.requires_grad for x in inputs))):
+            return outputs
+        asked = Asked(self._name, self.rules, answered, rows, self._output_protos)
+        attached: tuple[Tensor, ...] = AskedNode.apply(self._dummy, asked, outputs, *inputs)
+        return attached
+
+    def _carry_losses(self, weights_TK: Tensor, choice: Choice) -> Tensor:
+        if not len(weights_TK):
+            return weights_TK
+        gate = Gate(weights_TK, choice.routing.slot, choice.load)  # of the choices nothing but their load matters here
+        weights_TK, self.router_losses = self.losses(gate, choice.logits_TL)
+        return weights_TK
+
+    def _fall_back(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], args: Any, kwargs: Any, few_T: Tensor
+    ) -> list[Tensor]:
+        rows = few_T.nonzero().flatten().to(inputs[0].device)
+        if self.fallback == "input":
+            flat: Sequence[Any] = [inputs[0][rows]]
+        else:
+            assert callable(self.fallback)
+            leaves = iter([x[rows] for x in inputs])
+            own_args, own_kwargs = nested_pack(
+                [next(leaves) if isinstance(leaf, Tensor) else leaf for leaf in nested_flatten((args, kwargs))],
+                (args, kwargs),
+            )
+            result = self.fallback(*own_args, **own_kwargs)
+            if not nested_compare(result, self._schemas[1]):
+                raise ValueError(f"{self._name}: the fallback must return {self._schemas[1]!r}, got {result!r}")
+            flat = nested_flatten(result)
+        for proto, one in zip(self._output_protos, flat, strict=True):
+            proto.replace(device=None).check(one, f"{self._name}: what the fallback returns")
+            if len(one) != len(rows):
+                raise ValueError(f"{self._name}: the fallback must return {len(rows)} rows, got {len(one)}")
+        return [output.index_copy(0, rows, one) for output, one in zip(outputs, flat, strict=True)]
+
+    # --- as a module ---
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The slots of the backends, without which the gate's columns mean nothing."""
+        return {"slots": self.slots}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Move the backends to the slots that they had."""
+        self._slots.arrange(state["slots"])
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        missing_keys = args[2]
+        if (key := f"{prefix}_extra_state") in missing_keys:  # the state of the bare gate: slots stay as they are
+            missing_keys.remove(key)
+
+    def extra_repr(self) -> str:
+        rules = self.rules
+        text = f"backends={list(self.backends)}, top_k={self.top_k}, max_experts={self.max_experts}"
+        for name in ("k_min", "forward_timeout", "timeout_after_k_min", "backward_k_min", "backward_timeout"):
+            if getattr(rules, name) is not None:
+                text += f", {name}={getattr(rules, name)}"
+        return text + ("" if rules.raises else ", on_too_few='fallback'")

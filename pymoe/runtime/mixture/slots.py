@@ -1,0 +1,128 @@
+"""Which backend sits at which column of a mixture's gate."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from pymoe.runtime.backend import ExpertBackend
+from pymoe.runtime.mixture.counts import BackendStats, Log, PassCounts
+from pymoe.runtime.task_pool import TaskPool
+
+
+class Member:
+    """A backend in its slot."""
+
+    def __init__(self, slot: int, backend: ExpertBackend) -> None:
+        self.slot = slot
+        self.backend = backend
+        self.name: str = backend.get_info()["name"]
+        pools: tuple[TaskPool, TaskPool] = backend.get_pools()
+        self.forward_pool, self.backward_pool = pools
+        self.forward_counts, self.backward_counts = PassCounts(), PassCounts()
+        self.log = Log(self.name)
+
+    def stats(self) -> BackendStats:
+        return BackendStats(self.name, self.slot, self.forward_counts.read(), self.backward_counts.read())
+
+    def at(self, slot: int) -> Member:
+        """The same member, counts and all, in another slot."""
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        made.slot = slot
+        return made
+
+
+class Slots:
+    """A fixed number of slots, some of them taken. Names are unique.
+
+    ``members`` is a snapshot in the order of slots and never changes; every change makes another. All functions may be
+    called from any thread.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.members: tuple[Member, ...] = ()
+        self._lock = threading.Lock()
+
+    def find(self, which: str | ExpertBackend) -> Member:
+        """Raises KeyError where there is none such."""
+        for member in self.members:
+            if which is member.backend or which == member.name:
+                return member
+        name = which if isinstance(which, str) else which.name
+        raise KeyError(f"the mixture has no backend {name!r}, but {sorted(self.names())}")
+
+    def names(self) -> dict[str, int]:
+        return {member.name: member.slot for member in self.members}
+
+    def free(self, slot: int | None, name: str) -> int:
+        """The slot that a new backend ``name`` may take. Raises ValueError if there is none."""
+        names = self.names()
+        if name in names:
+            raise ValueError(f"the mixture has a backend {name!r} already, in slot {names[name]}")
+        taken = set(names.values())
+        if slot is None:
+            slot = next((one for one in range(self.count) if one not in taken), None)
+            if slot is None:
+                raise ValueError(
+                    f"all {self.count} slots of the mixture are taken: remove a backend, or make the mixture with more "
+                    f"slots (max_experts=)"
+                )
+        if not 0 <= slot < self.count or slot in taken:
+            raise ValueError(f"slot {slot} is not one of the free slots {sorted(set(range(self.count)) - taken)}")
+        return slot
+
+    def put(self, member: Member) -> None:
+        """Raises ValueError, as :meth:`free`, if somebody else was faster."""
+        with self._lock:
+            self.free(member.slot, member.name)
+            self._set([*self.members, member])
+
+    def remove(self, which: str | ExpertBackend) -> Member:
+        with self._lock:
+            found = self.find(which)
+            self._set([member for member in self.members if member is not found])
+        return found
+
+    def replace(self, which: str | ExpertBackend, backend: ExpertBackend) -> Member:
+        with self._lock:
+            found = self.find(which)
+            others = [member for member in self.members if member is not found]
+            made = Member(found.slot, backend)
+            if made.name in {member.name for member in others}:
+                raise ValueError(f"the mixture has another backend {made.name!r} already")
+            self._set([*others, made])
+        return made
+
+    def arrange(self, names: Mapping[str, int]) -> None:
+        """Move the backends that are named to the slots that are said; the others stay, or move to free ones."""
+        with self._lock:
+            wanted = {name: slot for name, slot in names.items() if 0 <= slot < self.count}
+            placed = [member.at(wanted[member.name]) for member in self.members if member.name in wanted]
+            taken = {member.slot for member in placed}
+            for member in self.members:
+                if member.name in wanted:
+                    continue
+                slot = member.slot
+                if slot in taken:
+                    slot = next(one for one in range(self.count) if one not in taken)
+                taken.add(slot)
+                placed.append(member.at(slot))
+            self._set(placed)
+
+    def _set(self, members: list[Member]) -> None:
+        self.members = tuple(sorted(members, key=lambda member: member.slot))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Slots:
+        """The same backends, with counts of its own."""
+        made = memo[id(self)] = Slots(self.count)
+        made.members = tuple(Member(member.slot, member.backend) for member in self.members)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a MixtureOfExpertBackends cannot be pickled: it asks backends of this process. Save its state_dict, and "
+            "those of the backends."
+        )

@@ -1,0 +1,225 @@
+"""Pools and backends that come to a running runtime, and go."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import threading
+import time
+
+import pytest
+import torch
+from mixtures import LONG, Stuck, scaled
+from torch import Tensor
+
+from pymoe.runtime import Runtime, TaskPool, top
+from pymoe.runtime.statistics import StatsReader, pools_followed
+
+ONE = torch.ones(1)
+
+
+def pool_of(name: str, process: object = lambda x: x + 1, **options: object) -> TaskPool:
+    return TaskPool(process, name=name, **options)  # type: ignore[arg-type]
+
+
+def test_what_is_added_is_served_from_then_on() -> None:
+    first, second = pool_of("first"), pool_of("second")
+    early = second.submit_task(ONE)
+    with Runtime([first], num_workers=1) as runtime:
+        assert not second.served
+        runtime.add(second)
+        assert early.result(LONG) == 2
+        assert second.served
+        assert runtime.pools == (first, second)
+        runtime.add(second)  # again: nothing
+        assert runtime.pools == (first, second)
+        assert first(ONE) == second(ONE) == 2
+    with pytest.raises(RuntimeError, match="closed"):
+        second.submit_task(ONE)
+
+
+def test_what_is_added_before_the_start_or_between_two_is_served_by_the_next() -> None:
+    first, second, third = pool_of("first"), pool_of("second"), pool_of("third")
+    runtime = Runtime([first])
+    runtime.add(second)
+    assert not second.served
+    with runtime:
+        assert second(ONE) == 2
+    runtime.remove(first)
+    runtime.add(third)
+    with runtime:
+        assert third(ONE) == 2
+        assert runtime.pools == (second, third)
+        with pytest.raises(RuntimeError, match="closed"):
+            first.submit_task(ONE)
+
+
+def test_what_is_removed_drains_and_the_others_are_served() -> None:
+    stuck = Stuck()
+    leaving = pool_of("leaving", lambda x: stuck(x) or x, max_batch_size=1)
+    staying = pool_of("staying")
+    with Runtime([leaving, staying], num_workers=2) as runtime:
+        futures = [leaving.submit_task(ONE) for _ in range(5)]
+        assert stuck.begun.wait(LONG)
+        remover = threading.Thread(target=runtime.remove, args=(leaving,))
+        remover.start()
+        while True:  # until it is closed
+            try:
+                futures.append(leaving.submit_task(ONE))
+            except RuntimeError:
+                break
+        assert staying(ONE) == 2
+        assert remover.is_alive()
+        stuck.open.set()
+        remover.join(LONG)
+        assert all(future.result(0) == 1 for future in futures)
+        assert runtime.pools == (staying,)
+        assert not leaving.served
+        assert set(runtime.stats()) == {"staying"}
+        runtime.add(leaving)  # opens it again
+        assert leaving(ONE) == 1
+
+
+def test_without_drain_what_has_not_begun_is_cancelled() -> None:
+    never = pool_of("never", min_batch_size=100)
+    with Runtime([never, pool_of("other")]) as runtime:
+        future = never.submit_task(ONE)
+        runtime.remove(never, drain=False)
+        with pytest.raises(concurrent.futures.CancelledError):
+            future.result(LONG)
+
+
+def test_what_was_removed_may_go_to_another_runtime() -> None:
+    moving, other = pool_of("moving"), pool_of("other")
+    with Runtime([moving]) as first, Runtime([other]) as second:
+        with pytest.raises(RuntimeError, match="another Runtime"):
+            second.add(moving)
+        assert second.pools == (other,)
+        assert moving(ONE) == other(ONE) == 2
+        first.remove(moving)
+        second.add(moving)
+        assert moving(ONE) == 2
+        assert first.pools == ()
+
+
+def test_a_refused_backend_is_not_added_in_part() -> None:
+    served, fresh = pool_of("served"), pool_of("fresh")
+
+    class Both:
+        def get_pools(self) -> list[TaskPool]:
+            return [fresh, served]
+
+    with Runtime([served]), Runtime([pool_of("other")]) as second:
+        with pytest.raises(RuntimeError, match="another Runtime"):
+            second.add(Both())
+        assert not fresh.served
+        future = fresh.submit_task(ONE)
+        assert not future.done()
+        assert served(ONE) == 2
+    with Runtime([fresh]):
+        assert future.result(LONG) == 2
+
+
+def test_a_backend_comes_and_goes_with_both_its_pools() -> None:
+    one, two = scaled(None, None, lr=None)
+    x = torch.ones(2, 4, dtype=torch.float64)
+    with Runtime([one], num_workers=1) as runtime:
+        runtime.add(two)
+        assert torch.equal(two.forward_pool(x)[0], 2 * x)
+        assert torch.equal(two.backward_pool(x, x)[0], 2 * x)
+        with pytest.raises(ValueError, match="shares its turns"):
+            runtime.remove(two.forward_pool)
+        runtime.remove(two)
+        with pytest.raises(ValueError, match="not served here"):
+            runtime.remove(two)
+        assert list(runtime.stats()) == ["e0_forward", "e0_backward"]
+        runtime.add(two.forward_pool)
+        runtime.add(two.backward_pool)  # comes with the other
+        assert torch.equal(two.backward_pool(x, x)[0], 2 * x)
+
+
+def test_a_batch_may_add_and_may_not_remove() -> None:
+    new = pool_of("new")
+
+    def process(x: Tensor) -> Tensor:
+        runtime.add(new)
+        with pytest.raises(RuntimeError, match="cannot wait"):
+            runtime.remove(new)
+        return x
+
+    pool = pool_of("pool", process)
+    with Runtime([pool], num_workers=1) as runtime:
+        future = pool.submit_task(ONE)
+        while not future.done():  # a worker runs it
+            time.sleep(0.001)
+        assert future.result(0) == 1
+        assert new(ONE) == 2
+
+
+def test_what_has_no_pools_is_refused() -> None:
+    with Runtime([pool_of("pool")]) as runtime:
+        for function in (runtime.add, runtime.remove):
+            with pytest.raises(TypeError, match="get_pools"):
+                function(object())
+
+
+def test_pools_come_and_go_from_many_threads_under_load() -> None:
+    base = pool_of("base")
+    results: list[float] = []
+    errors: list[BaseException] = []
+
+    def come_and_go(number: int) -> None:
+        try:
+            for round_ in range(15):
+                mine = pool_of(f"p{number}", lambda x: x * 2)
+                runtime.add(mine)
+                futures = [mine.submit_task(ONE * i) for i in range(10)]
+                runtime.remove(mine, drain=True)
+                results.extend(float(future.result(0)) for future in futures)
+                runtime.stats()
+                assert base(ONE) == 2, round_
+        except BaseException as error:
+            errors.append(error)
+
+    with Runtime([base], num_workers=2) as runtime:
+        threads = [threading.Thread(target=come_and_go, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LONG)
+        assert runtime.pools == (base,)
+    assert not errors
+    assert sorted(results) == sorted(2.0 * i for i in range(10) for _ in range(60))
+
+
+# --- who watches ---
+
+
+def test_statistics_follow() -> None:
+    first, second, twin = pool_of("p"), pool_of("q"), pool_of("p")
+    for _ in range(3):
+        with Runtime([twin]):
+            twin(ONE)
+    with Runtime([first]) as runtime:
+        recent = StatsReader(pools_followed(runtime), recent=True)
+        runtime.add(second)
+        runtime.add(twin)
+        second(ONE)
+        twin(ONE)
+        assert {name: one.completed for name, one in runtime.stats().items()} == {"p": 0, "q": 1, "p#2": 4}
+        seen = recent.read()
+        assert (seen["q"].completed, seen["p#2"].completed) == (1, 1)  # what was before does not count
+        runtime.remove(first)
+        assert set(runtime.stats()) == {"q", "p#2"}  # names stay
+        twin(ONE)
+        assert recent.read()["p#2"].completed == 1
+
+
+def test_log_and_live_view_follow(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+    late = pool_of("late")
+    runtime = Runtime([pool_of("p")], stats_interval=3600.0)
+    with caplog.at_level(logging.INFO, "pymoe.runtime"), runtime, top.live(runtime, interval=3600.0):
+        runtime.add(late)
+        late(ONE)
+    assert any(record.message.startswith("late: ") for record in caplog.records)
+    assert "late" in capsys.readouterr().out
