@@ -12,6 +12,10 @@ from pymoe.runtime import (
     Runtime,
     TaskPool,
     TesseractRuntime,
+    map_with_parallel_backward,
+    run_in_background,
+    run_isolated_backward,
+    run_isolated_forward,
 )
 
 if TYPE_CHECKING:
@@ -25,9 +29,13 @@ __all__ = [
     "TaskPool",
     "TesseractRuntime",
     "build_info",
+    "map_with_parallel_backward",
     "nn",
     "ops",
     "reference",
+    "run_in_background",
+    "run_isolated_backward",
+    "run_isolated_forward",
     "runtime",
 ]
 

@@ -7,10 +7,12 @@ import typing
 
 __all__: list[str] = [
     "Future",
+    "GraphRun",
     "Mailbox",
     "QueueFull",
     "RequestFuture",
     "Runtime",
+    "TaskGraph",
     "TaskPool",
     "WorkerPool",
     "buffer_statistics",
@@ -213,6 +215,82 @@ class WorkerPool:
     @property
     def workers(self) -> int:
         """The number of threads."""
+
+class GraphRun:
+    """One run of a :class:`TaskGraph`. Made by :meth:`TaskGraph.run`."""
+    def cancel(self) -> None:
+        """Skip every node that has not started; does not wait for those that have."""
+    def cancelled(self) -> bool:
+        """True if it has ended, nodes were left out by :meth:`cancel`, none raised."""
+    def done(self) -> bool:
+        """True once every node has run or is skipped."""
+    def failures(self) -> list[tuple[int, typing.Any]]:
+        """After the end: node and exception of each node that raised, in the order of their adding."""
+    def result(self) -> None:
+        """
+        Wait; then raise what the first node in the order of their adding raised, if one did.
+
+        Raises:
+            concurrent.futures.CancelledError: nodes were left out, and none raised.
+        """
+    def wait(self) -> None:
+        """
+        Run ready nodes of this run on this thread, and wait while there are none, until all have ended.
+
+        On Ctrl-C nodes that have not started are skipped, those that run are waited for, and the interrupt is
+        raised; a second one does not wait.
+
+        Raises:
+            RuntimeError: the process is a fork of the one that began the run.
+        """
+
+class TaskGraph:
+    """
+    Functions that depend on each other, run by a :class:`WorkerPool` as soon as what each depends
+    on has ended.
+
+    May be run any number of times; a run sees the graph as it was when it began. What depends on
+    a node that raised is skipped, everything else still runs.
+    """
+    def __init__(self) -> None: ...
+    def __len__(self) -> int:
+        """The number of nodes."""
+    def add(
+        self,
+        function: collections.abc.Callable[[], typing.Any],
+        head_start: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        name: str = "",
+    ) -> int:
+        """
+        Add a node that calls ``function()`` and return its number, counted from 0.
+
+        Args:
+            function: what it returns is dropped.
+            head_start: in seconds; of several ready nodes the one with the greatest goes first, and the one
+                that was added first among equals.
+            name: for error messages.
+
+        Raises:
+            TypeError: ``function`` is not callable.
+            ValueError: ``head_start`` is not a number, or longer than a year.
+        """
+    def add_edge(
+        self, before: typing.SupportsInt | typing.SupportsIndex, after: typing.SupportsInt | typing.SupportsIndex
+    ) -> None:
+        """
+        Have node ``after`` wait until node ``before`` has ended well.
+
+        Raises:
+            IndexError: there is no such node.
+        """
+    def run(self, pool: WorkerPool) -> GraphRun:
+        """
+        Begin a run on the workers of ``pool``.
+
+        Raises:
+            ValueError: the edges make a cycle; the message names it.
+            RuntimeError: the pool was shut down, or belongs to the parent of this process.
+        """
 
 def buffer_statistics() -> tuple[int, int]:
     """Blocks of memory that batches live in now, and bytes kept for batches to come."""

@@ -8,6 +8,7 @@
 #include "bindings/outcome.h"
 #include "bindings/process.h"
 #include "bindings/runtime.h"
+#include "bindings/task_graph.h"
 #include "bindings/task_pool.h"
 #include "bindings/worker_pool.h"
 
@@ -52,4 +53,5 @@ PYBIND11_MODULE(_runtime, module) {
     throw py::error_already_set();
   }
   bind_worker_pool(module);
+  bind_task_graph(module);
 }

@@ -20,7 +20,6 @@ namespace {
 
 using runtime::Future;
 using runtime::Stop;
-using Pool = runtime::WorkerPool<runtime::SystemSync>;
 
 // What a call ended with: its value, or the exception that it raised.
 struct Outcome {
@@ -45,15 +44,7 @@ class Call {
   GilObject function_, args_, kwargs_;
 };
 
-class StoppablePool : public Stoppable {
- public:
-  explicit StoppablePool(int workers) : pool(workers, with_thread_state) {}
-  void cancel() override { pool.request_stop(Stop::kCancel); }
-  bool stopped_by(Clock::time_point until) override { return pool.wait_stopped_until(until); }
-  bool on_worker() const override { return pool.on_worker(); }
-
-  Pool pool;
-};
+}  // namespace
 
 class PyFuture {
  public:
@@ -105,55 +96,45 @@ class PyFuture {
   int created_;
 };
 
-class PyWorkerPool {
- public:
-  explicit PyWorkerPool(int workers) : created_(generation()) {
-    const WithoutGil released;  // also while a pool that came too late joins its workers
-    auto pool = std::make_shared<StoppablePool>(workers);
-    keep_until_stopped(pool);
-    kept_ = std::move(pool);
+PyWorkerPool::PyWorkerPool(int workers) : created_(generation()) {
+  const WithoutGil released;  // also while a pool that came too late joins its workers
+  auto pool = std::make_shared<StoppablePool>(workers);
+  keep_until_stopped(pool);
+  kept_ = std::move(pool);
+}
+
+// May run on any thread, a worker of this very pool included, so it does not wait: the process keeps the pool.
+PyWorkerPool::~PyWorkerPool() {
+  if (created_ == generation()) kept_->pool.request_stop(Stop::kDrain);
+}
+
+PyFuture PyWorkerPool::submit(py::object function, py::Args<py::object> args, py::KWArgs<py::object> kwargs) {
+  require_this_process(created_, "WorkerPool.submit", "WorkerPool");
+  if (!PyCallable_Check(function.ptr())) {
+    raise(PyExc_TypeError, "WorkerPool.submit: the first argument must be callable, got %s",
+          Py_TYPE(function.ptr())->tp_name);
   }
+  Call call(Ref::steal(function.release().ptr()), Ref::steal(args.release().ptr()), Ref::steal(kwargs.release().ptr()));
+  const WithoutGil released;
+  return {kept_->pool.submit(std::move(call)), kept_, created_};
+}
 
-  // May run on any thread, a worker of this very pool included, so it does not wait: the process keeps the pool.
-  ~PyWorkerPool() {
-    if (created_ == generation()) kept_->pool.request_stop(Stop::kDrain);
+void PyWorkerPool::shutdown(bool drain) {
+  require_this_process(created_, "WorkerPool.shutdown", "WorkerPool");
+  if (kept_->on_worker()) {
+    raise(PyExc_RuntimeError, "WorkerPool.shutdown: a worker cannot wait for the end of its own pool");
   }
-
-  PyWorkerPool(const PyWorkerPool&) = delete;
-  PyWorkerPool& operator=(const PyWorkerPool&) = delete;
-
-  PyFuture submit(py::object function, py::Args<py::object> args, py::KWArgs<py::object> kwargs) {
-    require_this_process(created_, "WorkerPool.submit", "WorkerPool");
-    if (!PyCallable_Check(function.ptr())) {
-      raise(PyExc_TypeError, "WorkerPool.submit: the first argument must be callable, got %s",
-            Py_TYPE(function.ptr())->tp_name);
-    }
-    Call call(Ref::steal(function.release().ptr()), Ref::steal(args.release().ptr()),
-              Ref::steal(kwargs.release().ptr()));
+  {
     const WithoutGil released;
-    return {kept_->pool.submit(std::move(call)), kept_, created_};
+    kept_->pool.request_stop(drain ? Stop::kDrain : Stop::kCancel);
   }
+  wait_interruptibly([&](Clock::time_point until) { return kept_->stopped_by(until); });
+}
 
-  void shutdown(bool drain) {
-    require_this_process(created_, "WorkerPool.shutdown", "WorkerPool");
-    if (kept_->on_worker()) {
-      raise(PyExc_RuntimeError, "WorkerPool.shutdown: a worker cannot wait for the end of its own pool");
-    }
-    {
-      const WithoutGil released;
-      kept_->pool.request_stop(drain ? Stop::kDrain : Stop::kCancel);
-    }
-    wait_interruptibly([&](Clock::time_point until) { return kept_->stopped_by(until); });
-  }
-
-  int workers() const { return kept_->pool.workers(); }
-
- private:
-  std::shared_ptr<StoppablePool> kept_;
-  int created_;
-};
-
-}  // namespace
+std::shared_ptr<StoppablePool> PyWorkerPool::kept(const char* where) const {
+  require_this_process(created_, where, "WorkerPool");
+  return kept_;
+}
 
 void bind_worker_pool(py::module_& module) {
   py::class_<PyFuture>(module, "Future", "The outcome of a task, to come. Made by :meth:`WorkerPool.submit`.")

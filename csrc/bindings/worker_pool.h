@@ -1,9 +1,48 @@
-// WorkerPool and Future of pymoe._runtime: Python functions on the runtime's worker threads.
+// The bound WorkerPool, for what else runs on it.
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <pybind11/typing.h>
+
+#include <memory>
+
+#include "bindings/process.h"
+#include "runtime/worker_pool.h"
 
 namespace pymoe::bindings {
+
+// The workers behind a pymoe._runtime.WorkerPool: they outlive its Python object until they have stopped.
+class StoppablePool : public Stoppable {
+ public:
+  explicit StoppablePool(int workers) : pool(workers, with_thread_state) {}
+  void cancel() override { pool.request_stop(runtime::Stop::kCancel); }
+  bool stopped_by(std::chrono::steady_clock::time_point until) override { return pool.wait_stopped_until(until); }
+  bool on_worker() const override { return pool.on_worker(); }
+
+  runtime::WorkerPool<runtime::SystemSync> pool;
+};
+
+class PyFuture;
+
+// pymoe._runtime.WorkerPool. All under the GIL.
+class PyWorkerPool {
+ public:
+  explicit PyWorkerPool(int workers);
+  ~PyWorkerPool();
+  PyWorkerPool(const PyWorkerPool&) = delete;
+  PyWorkerPool& operator=(const PyWorkerPool&) = delete;
+
+  PyFuture submit(pybind11::object function, pybind11::Args<pybind11::object> args,
+                  pybind11::KWArgs<pybind11::object> kwargs);
+  void shutdown(bool drain);
+  int workers() const { return kept_->pool.workers(); }
+  // Throws std::runtime_error, with `where`, if the pool belongs to the parent of this process.
+  std::shared_ptr<StoppablePool> kept(const char* where) const;
+
+ private:
+  std::shared_ptr<StoppablePool> kept_;
+  int created_;
+};
 
 void bind_worker_pool(pybind11::module_& module);
 

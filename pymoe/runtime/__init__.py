@@ -10,6 +10,17 @@ from pymoe.runtime.client import ExpertClient
 from pymoe.runtime.future import Future
 from pymoe.runtime.gradients import NonFiniteGradientError
 from pymoe.runtime.nested import nested_compare, nested_flatten, nested_map, nested_pack
+from pymoe.runtime.parallel import (
+    BackgroundFuture,
+    IsolatedContext,
+    get_parallel_workers,
+    map_with_parallel_backward,
+    parallel_workers,
+    run_in_background,
+    run_isolated_backward,
+    run_isolated_forward,
+    set_parallel_workers,
+)
 from pymoe.runtime.runtime import Runtime, TesseractRuntime
 from pymoe.runtime.task_pool import QueueFull, TaskPool
 from pymoe.runtime.waiting import as_completed, wait
@@ -20,10 +31,12 @@ if TYPE_CHECKING:
 __all__ = [
     "DUMMY_BATCH_SIZE",
     "BackendStats",
+    "BackgroundFuture",
     "BatchTensorProto",
     "ExpertBackend",
     "ExpertClient",
     "Future",
+    "IsolatedContext",
     "MixtureOfExpertBackends",
     "NonFiniteGradientError",
     "PassStats",
@@ -33,10 +46,17 @@ __all__ = [
     "TesseractRuntime",
     "TooFewAnswersError",
     "as_completed",
+    "get_parallel_workers",
+    "map_with_parallel_backward",
     "nested_compare",
     "nested_flatten",
     "nested_map",
     "nested_pack",
+    "parallel_workers",
+    "run_in_background",
+    "run_isolated_backward",
+    "run_isolated_forward",
+    "set_parallel_workers",
     "wait",
 ]
 

@@ -1,0 +1,222 @@
+"""One call of a function in an autograd graph of its own.
+
+forward   Tensors among the arguments are replaced by aliases: same memory, same version counter (so an in-place
+edit of the caller's tensor is noticed where the graph has saved it), and an autograd history that begins
+here. The function runs as it is, an ``autograd.Function`` with torch's own context object.
+leaves    What the call has reached without being given it (parameters, tensors of a closure) is found by walking
+its graph back from the outputs. Where the walk runs into graphs that were there before the call it goes
+on to their leaves.
+backward  ``autograd.grad`` from the outputs to the aliases and the leaves: nothing is accumulated anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils import _pytree
+
+_run_backward = torch.autograd.Variable._execution_engine.run_backward
+
+SECOND_BACKWARD = (
+    "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
+    "freed). Saved intermediate values of the graph are freed when you call .backward() or autograd.grad(). Specify "
+    "retain_graph=True if you need to backward through the graph a second time or if you need to access saved tensors "
+    "after calling backward."
+)
+
+
+def graphs_are_made() -> bool:
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+class _Entry(torch.autograd.Function):
+    """Makes the aliases. Being no leaves, they may be written to like any result."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return anchor.detach(), *[tensor.detach() for tensor in tensors]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
+        return (None,) * len(grads)  # a call's own backward() ends here
+
+
+class Alias:
+    """A tensor among the arguments of a call, and what stands for it within."""
+
+    __slots__ = ("argument", "edge", "grad_fn", "original", "tensor")
+
+    def __init__(self, argument: int, original: torch.Tensor) -> None:
+        self.argument = argument  # its position
+        self.original = original
+        self.tensor: torch.Tensor | None = None
+        self.edge: GradientEdge | None = None  # where its gradient comes out; None: it needs none
+        self.grad_fn: Node | None = None
+
+    def enter(self, tensor: torch.Tensor, edge: GradientEdge | None) -> None:
+        self.tensor = tensor
+        self.edge = edge
+        self.grad_fn = None if edge is None else edge.node
+
+
+class IsolatedCall:
+    """A call, its outputs and its graph. Made by :func:`isolate`; run once."""
+
+    __slots__ = ("_args", "_entry", "_function", "_guard", "aliases", "leaves", "outputs", "roots", "tied", "written")
+
+    def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
+        self._function: Callable[..., Any] | None = function
+        self._args: list[Any] | None = list(args)
+        self._entry: Node | None = None
+        self._guard: torch.Tensor | None = None  # keeps the entry node alive
+        self.aliases: list[Alias] = []
+        self.outputs: Any = ()  # as the function gave them, but always a tuple
+        self.roots: list[GradientEdge] = []  # of `fresh` outputs, then of `written` aliases
+        self.leaves: list[torch.Tensor] = []
+        self.tied: set[int] = set()  # ids of outputs whose memory others look at, too
+        self.written: list[Alias] = []  # changed in place by the call, in a way that gradients must know of
+
+    def run(self) -> None:
+        function, args = self._function, self._args
+        assert function is not None
+        assert args is not None
+        self._function = self._args = None
+        for alias in self.aliases:
+            args[alias.argument] = alias.tensor
+        self.outputs = as_tuple(function(*args))
+
+    def trace(self, hand_through: bool) -> list[torch.Tensor]:
+        """After :meth:`run`, with graphs: the outputs that have a history here, each once; sets the rest.
+
+        ``hand_through``: in ``outputs``, aliases that the function has returned become the caller's tensors again.
+        """
+        aliases = {}
+        for alias in self.aliases:
+            tensor = alias.tensor
+            assert tensor is not None
+            alias.tensor = None
+            aliases[id(tensor)] = tensor, alias.original
+            if tensor.requires_grad and tensor.grad_fn is not alias.grad_fn:
+                self.written.append(alias)
+                self.roots.append(edge_of(tensor))
+        fresh: dict[int, torch.Tensor] = {}
+
+        def look(output: Any) -> Any:
+            if isinstance(output, torch.Tensor):
+                if hand_through and id(output) in aliases:
+                    return aliases[id(output)][1]
+                if output.requires_grad and not output.is_leaf:
+                    fresh[id(output)] = output
+            return output
+
+        self.outputs = map_outputs(look, self.outputs)
+        self.roots[:0] = [edge_of(output) for output in fresh.values()]
+        self.leaves = find_leaves([edge.node for edge in self.roots], self._entry)
+        bases = [id(output._base) for output in fresh.values() if output._is_view()]
+        for output in fresh.values():
+            base = output._base
+            if base is not None and (
+                id(base) in aliases or id(base) in fresh or base.is_leaf or bases.count(id(base)) > 1
+            ):
+                self.tied.add(id(output))
+        return list(fresh.values())
+
+    def gradients(self, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """For every alias with an edge and every leaf, from gradients for the roots; None where there is none.
+
+        The graph is kept: it may end in others that are still needed, and goes when this object does.
+        """
+        inputs = [*(alias.edge for alias in self.aliases if alias.edge is not None), *self.leaves]
+        given = [(root, grad) for root, grad in zip(self.roots, grads, strict=True) if grad is not None]
+        if not given or not inputs:
+            return (None,) * len(inputs)
+        roots, values = zip(*given, strict=True)
+        return _run_backward(roots, values, True, False, tuple(inputs), True, accumulate_grad=False)  # type: ignore[call-arg]
+
+
+def isolate(function: Callable[..., Any], args_per_call: Iterable[Sequence[Any]], graphs: bool) -> list[IsolatedCall]:
+    """The calls, ready to run; ``graphs``: each in a graph of its own, else with the arguments as they are."""
+    calls = [IsolatedCall(function, args) for args in args_per_call]
+    if not graphs:
+        return calls
+    entering: list[Alias] = []
+    for call in calls:
+        assert call._args is not None
+        for position, value in enumerate(call._args):
+            if not isinstance(value, torch.Tensor):
+                continue
+            if value.requires_grad:
+                alias = Alias(position, value)
+                call.aliases.append(alias)
+                entering.append(alias)
+            elif value.is_floating_point() or value.is_complex():
+                alias = Alias(position, value)
+                alias.enter(value.detach(), None)
+                call.aliases.append(alias)
+    if entering:
+        anchor = torch.empty(0, device="cpu", requires_grad=True)
+        guard, *tensors = _Entry.apply(anchor, *[alias.original for alias in entering])
+        entry = guard.grad_fn
+        for number, (alias, tensor) in enumerate(zip(entering, tensors, strict=True), 1):
+            alias.enter(tensor, GradientEdge(entry, number))
+        for call in calls:
+            call._entry, call._guard = entry, guard
+    return calls
+
+
+def edge_of(tensor: torch.Tensor) -> GradientEdge:
+    node = tensor.grad_fn
+    assert node is not None
+    if isinstance(node, torch._C._FunctionBase):  # does not keep itself alive
+        return get_gradient_edge(tensor)
+    return GradientEdge(node, tensor.output_nr)
+
+
+def find_leaves(nodes: list[Node], entry: Node | None) -> list[torch.Tensor]:
+    """The tensors into which a backward pass from ``nodes`` would accumulate, in an order that the graph decides."""
+    leaves: list[torch.Tensor] = []
+    seen: set[Node] = set()
+    stack = nodes[::-1]
+    while stack:
+        node = stack.pop()
+        if node in seen or node is entry:
+            continue
+        seen.add(node)
+        following = node.next_functions
+        if following:
+            stack.extend([after for after, _ in reversed(following) if after is not None and after not in seen])
+        elif (variable := getattr(node, "variable", None)) is not None:
+            leaves.append(variable)
+    return leaves
+
+
+def as_tuple(outputs: Any) -> tuple[Any, ...]:
+    if isinstance(outputs, (tuple, list)):
+        return tuple(outputs)
+    return (outputs,)
+
+
+_PLAIN = (torch.Tensor, type(None), bool, int, float, str)
+
+
+def map_outputs(change: Callable[[Any], Any], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``outputs`` with every value replaced, those within containers too."""
+    return tuple(
+        [change(output) if isinstance(output, _PLAIN) else _pytree.tree_map(change, output) for output in outputs]
+    )
+
+
+def as_function(func: Any) -> Callable[..., Any]:
+    """What to call for an ``autograd.Function`` class, its ``apply``, a module or any other callable.
+
+    Raises:
+        TypeError: it cannot be called.
+    """
+    if isinstance(func, type) and issubclass(func, torch.autograd.Function):
+        return func.apply
+    if not callable(func):
+        raise TypeError(f"func must be an autograd.Function, a module or another callable, got {type(func).__name__}")
+    return func

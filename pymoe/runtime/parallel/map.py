@@ -1,0 +1,202 @@
+"""``map_with_parallel_backward``: the forward passes of many calls at once, and their backward passes, too.
+
+Each call runs in a graph of its own (``isolated.py``). One node of the caller's graph stands for all of them: its
+inputs are the calls' tensors and every leaf that they have reached, its outputs are the calls' outputs. When autograd
+comes to it, it runs the backward passes of all calls together, and hands over their gradients summed in call order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pymoe.runtime.parallel import random_streams
+from pymoe.runtime.parallel.isolated import (
+    SECOND_BACKWARD,
+    IsolatedCall,
+    as_function,
+    as_tuple,
+    graphs_are_made,
+    isolate,
+    map_outputs,
+)
+from pymoe.runtime.parallel.together import functorch_is_active, run_together
+
+NAME = "map_with_parallel_backward"
+HOST = ("cpu", "meta")
+
+
+def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
+    """Run ``func(*args)`` for every ``args`` in ``args_per_call`` at once, and later their backward passes, too.
+
+    As ``tuple(func(*args) for args in args_per_call)``, but for the time: PyTorch's engine runs the backward passes of
+    one device one after the other. Worth it for calls that wait (for other machines, for I/O) or that keep one core
+    busy with work outside the interpreter's lock; see :func:`set_parallel_workers` for the number of threads.
+
+    Args:
+        func: an ``autograd.Function`` class or its ``apply``, an ``nn.Module`` or any other callable.
+        args_per_call: for each call a tuple or list of its positional arguments: tensors of any shape and dtype,
+            requiring gradients or not, and anything else. Calls may differ in number and kind of arguments and share
+            tensors.
+
+    Returns:
+        For each call the tuple of its outputs: a tuple or list that ``func`` returns, as a tuple; anything else (a
+        tensor, None, a dict) as a tuple of one. ``()`` without calls.
+
+    What is promised:
+
+    - **Graphs.** Outputs that require gradients have the map as their history: gradients reach arguments, parameters
+      of modules and tensors of closures. Whatever depends on one output waits for all calls' backward passes.
+      Gradients are summed in call order, so results do not depend on the number of threads; nothing is accumulated
+      before all calls have succeeded. A tensor with a history that a call gets by other ways than its arguments is
+      differentiated down to its leaves, once per such call: better hand it over. ``autograd.Function`` works in full:
+      ``save_for_backward`` with version checks, ``needs_input_grad``, ``mark_non_differentiable``, ``mark_dirty``,
+      ``set_materialize_grads``, ``setup_context``, ``once_differentiable``. ``retain_graph=True`` works;
+      differentiating twice is an error, and so is reentrant checkpointing, which needs ``backward`` where this needs
+      ``autograd.grad`` (``use_reentrant=False`` works). With gradients off there is no graph.
+    - **State.** Calls run in the state of the thread that called: grad mode, inference mode, autocast, default device,
+      function and dispatch modes, saved-tensor hooks, context variables, CUDA device and stream; backward passes in the
+      state of the backward pass around them. Inside ``torch.func`` transforms calls run one after the other.
+    - **Random numbers.** Every call has a stream of its own, which depends on the seed and the call's position alone:
+      results are the same for any number of threads. They are not those of a serial loop. The surrounding stream moves
+      on by one number if any call draws, else not. Python's and numpy's generators are left alone.
+    - **Failures.** All calls end; then the exception of the first that failed, in the order of the calls, is raised
+      with its traceback, and notes tell of the others. On Ctrl-C calls that have not started are left out, those that
+      run are waited for (a second Ctrl-C does not wait).
+
+    Raises:
+        TypeError: ``func`` cannot be called, or the arguments of a call are no tuple or list.
+        RuntimeError: two calls write to one tensor that requires gradients.
+    """
+    function = as_function(func)
+    for number, args in enumerate(args_per_call):
+        if not isinstance(args, (tuple, list)):
+            raise TypeError(
+                f"{NAME}: the arguments of a call must be a tuple or a list, "
+                f"got {type(args).__name__} for call {number}"
+            )
+    if not args_per_call:
+        return ()
+    if functorch_is_active():
+        return tuple([as_tuple(function(*args)) for args in args_per_call])
+    random_streams.install()
+    graphs = graphs_are_made()
+    calls = isolate(function, args_per_call, graphs)
+    fresh: list[list[torch.Tensor]] = [[] for _ in calls]
+
+    def forward(number: int) -> None:
+        calls[number].run()
+        if graphs:
+            fresh[number] = calls[number].trace(hand_through=True)
+
+    source = random_streams.Source()
+    streams = [source.stream(number) for number in range(len(calls))]
+    run_together(f"{NAME} forward", forward, streams)
+    if not graphs:
+        return tuple([call.outputs for call in calls])
+    return _join(calls, fresh, streams)
+
+
+class _Plan:
+    """What the node of a map knows: its calls, and where the gradients of each come from and go to."""
+
+    def __init__(self, calls: list[IsolatedCall], fresh: list[list[torch.Tensor]], streams: Any) -> None:
+        self.calls: list[IsolatedCall] | None = calls
+        self.streams = streams
+        self.tensors: list[torch.Tensor] = []  # the inputs of the node, each once
+        self.targets: list[list[int]] = []  # per call: which input each of its gradients belongs to
+        self.sources: list[list[int]] = []  # per call: which output of the node each of its roots is
+        self.written: list[int] = []  # inputs that calls have written to
+        numbers: dict[int, int] = {}
+
+        def number_of(tensor: torch.Tensor) -> int:
+            number = numbers.setdefault(id(tensor), len(self.tensors))
+            if number == len(self.tensors):
+                self.tensors.append(tensor)
+            return number
+
+        outputs = sum(map(len, fresh))
+        first = 0
+        for call, own in zip(calls, fresh, strict=True):
+            inputs = [number_of(alias.original) for alias in call.aliases if alias.edge is not None]
+            self.targets.append(inputs + [number_of(leaf) for leaf in call.leaves])
+            written = [number_of(alias.original) for alias in call.written]
+            if not set(written).isdisjoint(self.written) or len(set(written)) < len(written):
+                raise RuntimeError(
+                    f"{NAME}: one tensor is written to in place twice, where only one history can be kept"
+                )
+            places = range(outputs + len(self.written), outputs + len(self.written) + len(written))
+            self.sources.append([*range(first, first + len(own)), *places])
+            self.written += written
+            first += len(own)
+        # The engine runs the node of another device's outputs on that device's thread, which the calls need.
+        tensors = [*self.tensors, *[output for own in fresh for output in own]]
+        self.inline = any(tensor.device.type not in HOST for tensor in tensors)
+
+
+class _ParallelMap(torch.autograd.Function):
+    """The node in the caller's graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: _Plan, outputs: list[tuple[torch.Tensor, bool]], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)
+        written = [tensors[number] for number in plan.written]
+        ctx.mark_dirty(*written)
+        detached = [(output.detach(), tied) for output, tied in outputs]
+        # torch refuses in-place changes of a view that was made here: nothing could tell those who share its memory.
+        return *[output.view_as(output) if tied else output for output, tied in detached], *written
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        plan: _Plan = ctx.plan
+        calls = plan.calls
+        if calls is None:
+            raise RuntimeError(SECOND_BACKWARD)
+        gradients: list[Sequence[torch.Tensor | None]] = [()] * len(calls)
+
+        def backward(number: int) -> None:
+            gradients[number] = calls[number].gradients([grads[output] for output in plan.sources[number]])
+
+        run_together(f"{NAME} backward", backward, plan.streams, plan.inline)
+        totals: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad[2:])
+        for targets, own in zip(plan.targets, gradients, strict=True):
+            for target, gradient in zip(targets, own, strict=True):
+                if gradient is not None:
+                    before = totals[target]
+                    totals[target] = gradient if before is None else before + gradient
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            plan.calls = None
+        return None, None, *(_once_only(totals) if torch.is_grad_enabled() else totals)
+
+
+def _once_only(gradients: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """With a history that raises when it is asked for: the calls' graphs are not there to be differentiated again."""
+    error = torch._C._functions.DelayedError(
+        f"{NAME}: its backward pass cannot be differentiated again (create_graph=True)", len(gradients)
+    )
+    required: Any = [gradient if gradient is None else gradient.detach().requires_grad_() for gradient in gradients]
+    delayed = error(*required)
+    return (delayed,) if isinstance(delayed, torch.Tensor) else delayed
+
+
+def _join(
+    calls: list[IsolatedCall], fresh: list[list[torch.Tensor]], streams: list[random_streams.Stream]
+) -> tuple[tuple[Any, ...], ...]:
+    """The calls' outputs, as outputs of one node."""
+    plan = _Plan(calls, fresh, streams)
+    inner = [(output, id(output) in call.tied) for call, own in zip(calls, fresh, strict=True) for output in own]
+    outer: dict[int, torch.Tensor] = {}
+    if inner or plan.written:
+        joined = _ParallelMap.apply(plan, inner, *plan.tensors)
+        outer = {id(output): made for (output, _), made in zip(inner, joined, strict=False)}
+    plan.tensors = []
+    results = []
+    for call in calls:
+        results.append(map_outputs(lambda output: outer.get(id(output), output), call.outputs))
+        call.outputs = ()
+    return tuple(results)

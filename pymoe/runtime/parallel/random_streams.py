@@ -1,0 +1,246 @@
+"""Every call draws from a random stream of its own, so that what it draws does not depend on who runs beside it.
+
+torch's default generators belong to the process: of calls that draw at the same time, each would get whatever numbers
+the others left. While a call of a map runs, its thread therefore sees another default generator, made from one number
+of the surrounding stream and the call's position:
+
+- Every operator that draws and was not handed a generator gets the call's. This is done below the operators' Python
+  functions, so it holds for ``nn.Dropout`` as for ``torch.rand``, an LSTM, scripted code, and whatever torch's C++
+  draws on the way. It goes through a dispatch key that only these threads include and to which nothing but the drawing
+  operators answers: all others run as ever, at no cost.
+- ``torch.get_rng_state``, ``set_rng_state``, ``manual_seed``, ``seed``, ``initial_seed`` and ``torch.random.fork_rng``
+  speak of the call's stream, so that ``torch.utils.checkpoint`` repeats in backward what the call drew in forward.
+
+The surrounding stream moves on by one number per map, if any of its calls draws at all; so the whole is reproducible
+under ``torch.manual_seed``, and maps nest. Python's and numpy's generators are not looked after, nor operators of
+others that draw from ``torch.default_generator`` by themselves in C++.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+Result = TypeVar("Result")
+
+# Operators that draw numbers themselves; all others that are random are made of these. One that is missing in the torch
+# at hand is left out.
+WITH_GENERATOR = """
+    _fused_dropout _sample_dirichlet _standard_gamma bernoulli.out bernoulli_.Tensor bernoulli_.float binomial cauchy_
+    exponential_ geometric_ log_normal_ multinomial multinomial.out normal.Tensor_Tensor normal.Tensor_Tensor_out
+    normal.Tensor_float normal.Tensor_float_out normal.float_Tensor normal.float_Tensor_out normal_ poisson random_
+    random_.from random_.to randperm.generator_out rrelu_with_noise rrelu_with_noise.out rrelu_with_noise_ uniform_
+"""
+# These take none: they get the call's state by way of the device's default generator, one at a time.
+WITHOUT_GENERATOR = """
+    _cudnn_attention_forward _cudnn_init_dropout_state _efficient_attention_forward _fill_mem_eff_dropout_mask_
+    _flash_attention_forward _scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention
+    _scaled_dot_product_flash_attention _triton_scaled_dot_attention native_dropout
+"""
+
+# Exists for tests of torch itself, and is answered by nothing; the others that are free have no kernels to be found by.
+KEY = "TESTING_ONLY_GenericMode"
+_key = torch._C._parse_dispatch_key(KEY)  # type: ignore[attr-defined]
+_include: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included
+_exclude: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+_SPREAD = 0x9E3779B97F4A7C15  # odd: different positions get different seeds, also in their lower 32 bits
+_SEEDS = 1 << 63
+
+
+class _Thread(threading.local):
+    stream: Stream | None = None
+
+
+_thread = _Thread()
+_defaults_in_use = threading.Lock()  # the state of a default generator is a call's for a moment
+_installing = threading.Lock()
+_libraries: list[torch.library.Library] = []
+
+
+class Source:
+    """The streams of the calls of one map, told apart by their position."""
+
+    def __init__(self, eager: bool = False) -> None:
+        """``eager``: take the number from the surrounding stream now, not when one of the calls draws."""
+        self._surrounding = _thread.stream
+        self._lock = threading.Lock()
+        self._base = draw(self._surrounding) if eager else None
+
+    def stream(self, position: int) -> Stream:
+        return Stream(self, position)
+
+    def seed(self, position: int) -> int:
+        with self._lock:
+            if self._base is None:
+                self._base = draw(self._surrounding)
+            return (self._base + position * _SPREAD) % _SEEDS
+
+
+class Stream:
+    """Where one call's random numbers come from, in its forward and, going on, in its backward pass."""
+
+    __slots__ = ("_generators", "_position", "_source")
+
+    def __init__(self, source: Source, position: int) -> None:
+        self._source = source
+        self._position = position
+        self._generators: dict[tuple[str, int | None], torch.Generator] = {}
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        key = (device.type, device.index)
+        generator = self._generators.get(key)
+        if generator is None:
+            generator = torch.Generator(device)
+            generator.manual_seed(self._source.seed(self._position))
+            self._generators[key] = generator
+        return generator
+
+    @contextmanager
+    def as_default(self, device: torch.device) -> Iterator[None]:
+        """The device's default generator in this stream's state."""
+        mine = self.generator(device)
+        default = default_generator(device)
+        with _defaults_in_use:
+            before = default.get_state()
+            default.set_state(mine.get_state())
+            try:
+                yield
+            finally:
+                mine.set_state(default.get_state())
+                default.set_state(before)
+
+
+def with_stream(stream: Stream, function: Callable[..., Result], *args: Any) -> Result:
+    """``function(*args)`` drawing from ``stream``."""
+    before = _thread.stream
+    _thread.stream = stream
+    _include(_key, True)
+    try:
+        return function(*args)
+    finally:
+        _thread.stream = before
+        if before is None:
+            _include(_key, False)
+
+
+def draw(stream: Stream | None) -> int:
+    """One number of a stream; None: of the process's default generator for the CPU."""
+    generator = torch.default_generator if stream is None else stream.generator(torch.device("cpu"))
+    with _nothing_watches():
+        return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator).item())
+
+
+@contextmanager
+def _nothing_watches() -> Iterator[None]:
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with temporarily_clear_interpreter_stack(), _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The process's own."""
+    if device.type == "cpu":
+        return torch.default_generator
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    generators = torch.get_device_module(device).default_generators
+    return tuple.__getitem__(generators, index)
+
+
+def install() -> None:
+    """Register the kernels; once in a process, by its first map."""
+    if not _libraries:
+        with _installing:
+            if not _libraries:
+                _install()
+    if torch.cuda.is_initialized() and not isinstance(torch.cuda.default_generators, _CudaDefaults):
+        torch.cuda.default_generators = _CudaDefaults(torch.cuda.default_generators)  # type: ignore[assignment]
+
+
+def _install() -> None:
+    fallback = torch.library.Library("_", "IMPL", KEY)
+    if not torch._C._dispatch_has_backend_fallback(KEY):
+        fallback.fallback(torch.library.fallthrough_kernel)
+    library = torch.library.Library("aten", "IMPL", KEY)
+    for names, make in ((WITH_GENERATOR, _give_generator), (WITHOUT_GENERATOR, _give_state)):
+        for name in names.split():
+            packet, _, overload = name.partition(".")
+            operator = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+            if operator is not None:
+                library.impl(name, make(operator))
+    torch.random.default_generator = _Default()  # type: ignore[assignment, attr-defined]
+    _libraries.extend((fallback, library))
+
+
+def _first_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value.device
+    device = kwargs.get("device")
+    return None if device is None else torch.device(device)
+
+
+def _of_this_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Stream, torch.device] | None:
+    stream, device = _thread.stream, _first_device(args, kwargs)
+    # torch's own threads for backward passes on other devices include the key, but belong to no call.
+    return None if stream is None or device is None or device.type == "meta" else (stream, device)
+
+
+def _give_generator(operator: Any) -> Callable[..., Any]:
+    names = [argument.name for argument in operator._schema.arguments]
+    position = names.index("generator")
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        _exclude(_key, True)
+        try:
+            given = args[position] if len(args) > position else kwargs.get("generator")
+            found = None if given is not None else _of_this_call(args, kwargs)
+            if found is not None:
+                stream, device = found
+                args = args[:position]
+                kwargs["generator"] = stream.generator(device)
+            return operator(*args, **kwargs)
+        finally:
+            _exclude(_key, False)
+
+    return kernel
+
+
+def _give_state(operator: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        _exclude(_key, True)
+        try:
+            found = _of_this_call(args, kwargs)
+            if found is None:
+                return operator(*args, **kwargs)
+            stream, device = found
+            with stream.as_default(device):
+                return operator(*args, **kwargs)
+        finally:
+            _exclude(_key, False)
+
+    return kernel
+
+
+class _Default:
+    """What ``torch.random`` takes for the CPU's default generator: the stream of the call that this thread runs."""
+
+    def __getattr__(self, name: str) -> Any:
+        stream = _thread.stream
+        return getattr(torch.default_generator if stream is None else stream.generator(torch.device("cpu")), name)
+
+
+class _CudaDefaults(tuple):
+    """The same for ``torch.cuda.default_generators``."""
+
+    def __getitem__(self, index: Any) -> Any:
+        stream = _thread.stream
+        if stream is None or isinstance(index, slice):
+            return tuple.__getitem__(self, index)
+        return stream.generator(tuple.__getitem__(self, index).device)

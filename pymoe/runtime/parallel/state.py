@@ -1,0 +1,171 @@
+"""A call runs in the state of the thread that asked for it, whichever thread runs it.
+
+The opposite twin of ``pymoe.runtime.thread_state``, which hides from a batch what a client has switched on. torch keeps
+this state by thread and offers no public way to take it to another, so each part is carried by hand:
+
+- grad mode, inference mode, forward-mode gradients, multithreading and view replay of autograd;
+- autocast: for the CPU and the accelerator whether it is on and its dtype, and whether casts are cached;
+- function modes (``torch.device`` and ``torch.set_default_device`` among them), whether functions of tensor subclasses
+  are looked at (``DisableTorchFunction``), dispatch modes;
+- hooks on saved tensors, and that they are forbidden;
+- the current CUDA device and stream.
+
+Context variables are carried by ``contextvars``, the profiler by ``pymoe._runtime.ProfilerState``. The default dtype,
+anomaly mode, deterministic algorithms and the number of threads belong to the whole process; there is nothing to carry.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.utils import _python_dispatch
+
+Result = TypeVar("Result")
+
+_C: Any = torch._C
+_autograd: Any = torch._C._autograd
+_is_inference_mode = torch.is_inference_mode_enabled
+_is_grad_enabled = torch.is_grad_enabled
+_is_forward_grad_enabled = _C._is_fwd_grad_enabled
+_is_multithreading_enabled = _C._is_multithreading_enabled
+_is_view_replay_enabled = _C._is_view_replay_enabled
+_is_autocast_cache_enabled = torch.is_autocast_cache_enabled
+_is_autocast_enabled = torch.is_autocast_enabled
+_get_autocast_dtype = torch.get_autocast_dtype
+_get_function_state = _C._get_torch_function_state
+_count_function_modes = _C._len_torch_function_stack
+_count_dispatch_modes = _C._len_torch_dispatch_stack
+_default_device = torch._GLOBAL_DEVICE_CONTEXT
+_top_hooks = _autograd._top_saved_tensors_default_hooks
+_hooks_forbidden = _autograd._saved_tensors_hooks_get_disabled_error_message
+_cuda_is_initialized = torch.cuda.is_initialized
+
+
+class ThreadState(NamedTuple):
+    """What :func:`current` found. Two are equal if a call could not tell them apart."""
+
+    inference: bool
+    grad: bool
+    forward_grad: bool
+    multithreading: bool
+    view_replay: bool
+    autocast_cache: bool
+    autocast: tuple[tuple[bool, torch.dtype], ...]  # per device of autocast_devices()
+    function_state: Any  # of torch._C._TorchFunctionState
+    function_modes: tuple[Any, ...]  # outermost first
+    default_device: Any
+    dispatch_modes: tuple[Any, ...]
+    saved_tensor_hooks: tuple[Any, Any] | None  # the innermost, the only one that torch looks at
+    hooks_forbidden: str | None
+    cuda: tuple[int, Any] | None  # device and stream
+
+
+@functools.cache
+def autocast_devices() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    return tuple(sorted({"cpu", "cuda", *([accelerator.type] if accelerator is not None else [])}))
+
+
+def current() -> ThreadState:
+    """The state of this thread. Every call asks, so the questions are put to torch in the shortest way."""
+    return ThreadState(
+        _is_inference_mode(),
+        _is_grad_enabled(),
+        _is_forward_grad_enabled(),
+        _is_multithreading_enabled(),
+        _is_view_replay_enabled(),
+        _is_autocast_cache_enabled(),
+        tuple([(_is_autocast_enabled(type_), _get_autocast_dtype(type_)) for type_ in autocast_devices()]),
+        _get_function_state(),
+        _function_modes() if _count_function_modes() else (),
+        getattr(_default_device, "device_context", None),
+        tuple(_python_dispatch._get_current_dispatch_mode_stack()) if _count_dispatch_modes() else (),
+        _top_hooks(True),
+        _hooks_forbidden(),
+        (torch.cuda.current_device(), torch.cuda.current_stream()) if _cuda_is_initialized() else None,
+    )
+
+
+def in_state(state: ThreadState, function: Callable[..., Result], *args: Any) -> Result:
+    """``function(*args)`` in ``state``; this thread's own is put back, also where the function has left traces."""
+    before = current()
+    undo: list[Callable[[], object]] = []
+    try:
+        if before != state:
+            change(before, state, undo)
+        return function(*args)
+    finally:
+        # Last in, first out: the guard of inference mode brings its own ideas of grad mode back.
+        while undo:
+            undo.pop()()
+        after = current()
+        if after != before:
+            change(after, before, [])
+
+
+def change(before: ThreadState, after: ThreadState, undo: list[Callable[[], object]]) -> None:
+    """From one state to the other; ``undo`` takes what must be called to leave it, and need not be for the rest."""
+    if before.inference != after.inference:
+        guard = _C._InferenceMode(after.inference)
+        guard.__enter__()
+        undo.append(functools.partial(guard.__exit__, None, None, None))
+        before = current()
+    if before.grad != after.grad:
+        _C._set_grad_enabled(after.grad)
+    if before.forward_grad != after.forward_grad:
+        _C._set_fwd_grad_enabled(after.forward_grad)
+    if before.multithreading != after.multithreading:
+        _C._set_multithreading_enabled(after.multithreading)
+    if before.view_replay != after.view_replay:
+        _C._set_view_replay_enabled(after.view_replay)
+    if before.autocast_cache != after.autocast_cache:
+        torch.set_autocast_cache_enabled(after.autocast_cache)
+    if before.autocast != after.autocast:
+        for type_, (enabled, dtype) in zip(autocast_devices(), after.autocast, strict=True):
+            torch.set_autocast_enabled(type_, enabled)
+            torch.set_autocast_dtype(type_, dtype)
+    _change_modes(before, after)
+    if before.hooks_forbidden != after.hooks_forbidden:
+        _autograd._saved_tensors_hooks_enable()
+    if before.saved_tensor_hooks != after.saved_tensor_hooks:
+        _change_hooks(after.saved_tensor_hooks, undo)
+    if before.hooks_forbidden != after.hooks_forbidden and after.hooks_forbidden is not None:
+        _autograd._saved_tensors_hooks_disable(after.hooks_forbidden, False)
+    if before.cuda != after.cuda and after.cuda is not None:
+        torch.cuda.set_device(after.cuda[0])
+        torch.cuda.set_stream(after.cuda[1])
+
+
+def _function_modes() -> tuple[Any, ...]:
+    return tuple(_C._get_function_stack_at(i) for i in range(_C._len_torch_function_stack()))
+
+
+def _change_modes(before: ThreadState, after: ThreadState) -> None:
+    if before.function_modes != after.function_modes:
+        while _C._len_torch_function_stack():
+            _C._pop_torch_function_stack()
+        for mode in after.function_modes:
+            _C._push_on_torch_function_stack(mode)
+    if before.function_state != after.function_state:
+        _C._set_torch_function_state(after.function_state)
+    if before.default_device is not after.default_device:
+        torch._GLOBAL_DEVICE_CONTEXT.device_context = after.default_device
+    if before.dispatch_modes != after.dispatch_modes:
+        for mode in reversed(before.dispatch_modes):
+            _python_dispatch._pop_mode(getattr(mode, "_mode_key", None))
+        for mode in after.dispatch_modes:
+            _python_dispatch._push_mode(mode)
+
+
+def _change_hooks(hooks: tuple[Any, Any] | None, undo: list[Callable[[], object]]) -> None:
+    """Push the hooks; to have none, take away those that are there."""
+    if hooks is not None:
+        _autograd._push_saved_tensors_default_hooks(*hooks)
+        undo.append(_autograd._pop_saved_tensors_default_hooks)
+        return
+    while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+        _autograd._pop_saved_tensors_default_hooks()
+        undo.append(functools.partial(_autograd._push_saved_tensors_default_hooks, *top))
