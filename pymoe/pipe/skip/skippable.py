@@ -1,0 +1,235 @@
+"""``@skippable``, ``stash`` and ``pop``: modules whose forward pass is a generator of commands."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, Generic, TypeVar
+
+from torch import nn
+
+from pymoe.pipe.skip.namespace import Namespace
+from pymoe.pipe.skip.tracker import Key, SkipTracker, current_tracker, will_pop
+
+__all__ = ["Skippable", "pop", "skippable", "stash"]
+
+Value = TypeVar("Value")
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class stash(Generic[Value]):
+    """``yield stash(name, value)`` in the ``forward`` of a skippable module: keep a value for those who pop the name.
+
+    ``value`` is a tensor, of any dtype, or None, or whatever the boundary of a stage may carry. Without the ``yield``
+    nothing is stashed, and the module says so.
+    """
+
+    __slots__ = ("name", "value")
+
+    def __init__(self, name: str, value: Value) -> None:
+        self.name = name
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"stash({self.name!r})"
+
+
+class pop:
+    """``value = yield pop(name)`` in the ``forward`` of a skippable module: the value stashed under the name."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"pop({self.name!r})"
+
+
+class Skippable(nn.Module):
+    """What :func:`skippable` adds to a module."""
+
+    stashable_names: frozenset[str] = frozenset()
+    poppable_names: frozenset[str] = frozenset()
+    _namespaces: dict[str, Namespace]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # copies and loaded modules begin here, too
+        self = super().__new__(cls)
+        object.__setattr__(self, "_namespaces", {})
+        for name in cls.poppable_names:
+            will_pop(name, self)
+        return self
+
+    def stashable(self) -> list[Key]:
+        """Names that the module stashes, each with its namespace; sorted by name."""
+        return [self.key_of(name) for name in sorted(self.stashable_names)]
+
+    def poppable(self) -> list[Key]:
+        """Names that the module pops, each with its namespace; sorted by name."""
+        return [self.key_of(name) for name in sorted(self.poppable_names)]
+
+    def key_of(self, name: str) -> Key:
+        """A name with its namespace here."""
+        return self._namespaces.get(name), name
+
+    def isolate(self: Module, ns: Namespace, *, only: Iterable[str] | None = None) -> Module:
+        """Put the module's skips, or those named in ``only``, into a namespace. Returns the module.
+
+        Raises:
+            TypeError: ``ns`` is no :class:`Namespace`, or ``only`` a string.
+            ValueError: ``only`` has a name that the module has not declared.
+        """
+        assert isinstance(self, Skippable)
+        if not isinstance(ns, Namespace):
+            raise TypeError(f"isolate: a Namespace is needed, got {type(ns).__name__}")
+        declared = self.stashable_names | self.poppable_names
+        names = declared if only is None else _names("isolate", "only", only)
+        if unknown := names - declared:
+            raise ValueError(f"isolate: {_listed(unknown)} has not been declared as stashable or poppable")
+        # A new dictionary: a shallow copy of the module has the old one.
+        object.__setattr__(self, "_namespaces", {**self._namespaces, **dict.fromkeys(names, ns)})
+        return self
+
+
+def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[Module]], type[Module]]:
+    """Declare which skips a module stashes and which it pops.
+
+    The ``forward`` of the decorated class is a generator: it yields :class:`stash` and :class:`pop` commands and
+    returns the output. Each declared name must be used once in every forward pass; several modules may pop what one
+    has stashed. The decorated class is a subclass of the given one: parameters keep their names, and ``isinstance``
+    holds. A class that overrides ``forward`` is decorated again, and may ``yield from super().forward(...)``.
+
+    Args:
+        stash: names that the module stashes.
+        pop: names that the module pops.
+
+    Raises:
+        TypeError: a string instead of a list of strings, or what is decorated is no class of modules.
+        ValueError: a name is in both.
+
+    A forward pass raises:
+        RuntimeError: a name that was not declared, or not stashed before; a declared one that was not used, or that
+            was used twice.
+        TypeError: something else than ``stash`` and ``pop`` was yielded.
+    """
+    stashable, poppable = _names("skippable", "stash", stash), _names("skippable", "pop", pop)
+    if both := stashable & poppable:
+        raise ValueError(f"skippable: {_listed(both)} declared both as stashable and as poppable")
+
+    def decorate(cls: type[Module]) -> type[Module]:
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise TypeError(f"skippable: a class of modules is needed, got {cls!r}")
+
+        class Driven(Skippable):
+            stashable_names = stashable
+            poppable_names = poppable
+
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                if not getattr(type(self).forward, "runs_commands", False):
+                    raise TypeError(f"{type(self).__name__} overrides the forward of a skippable module: decorate it")
+                entered = self.__dict__.setdefault("_entered", set())
+                if Driven in entered:
+                    # `super(Name, self).__init__()` in the decorated class: the name is the subclass's by now.
+                    super(cls, self).__init__(*args, **kwargs)
+                    return
+                entered.add(Driven)
+                super().__init__(*args, **kwargs)
+                entered.discard(Driven)
+                if not entered:
+                    self.__dict__.pop("_entered", None)
+
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                output = cls.forward(self, *args, **kwargs)  # type: ignore[arg-type]
+                return output if _running.innermost is self else _run(self, output)
+
+            forward.runs_commands = True  # type: ignore[attr-defined]
+
+        own = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+        return type(cls.__name__, (Driven, cls), own)  # type: ignore[return-value]
+
+    return decorate
+
+
+class _Running(threading.local):
+    """The module whose commands this thread carries out."""
+
+    innermost: Skippable | None = None
+
+
+_running = _Running()
+
+
+def _run(module: Skippable, output: Any) -> Any:
+    """Carry out the commands of ``output``, if it is a generator of them, for ``module``."""
+    tracker = current_tracker()
+    stashed: dict[str, Any] = {}
+    popped: set[str] = set()
+
+    def carry_out(command: Any) -> Any:
+        if isinstance(command, stash):
+            _require(command.name, module.stashable_names, "stashable")
+            if command.name in stashed:
+                raise RuntimeError(f"'{command.name}' has been stashed twice")
+            stashed[command.name] = command.value
+            return None
+        if isinstance(command, pop):
+            _require(command.name, module.poppable_names, "poppable")
+            if command.name in popped:
+                raise RuntimeError(f"'{command.name}' has been popped twice")
+            popped.add(command.name)
+            return _load(tracker, module.key_of(command.name))
+        raise TypeError(f"{command!r} is not a command from @skippable")
+
+    if isinstance(output, Generator):
+        outer, _running.innermost = _running.innermost, module
+        try:
+            output = _drive(output, carry_out)
+        finally:
+            _running.innermost = outer
+    if not_stashed := module.stashable_names - stashed.keys():
+        raise RuntimeError(f"{_listed(not_stashed)} must be stashed but have not")
+    if not_popped := module.poppable_names - popped:
+        raise RuntimeError(f"{_listed(not_popped)} must be popped but have not")
+    for name, value in stashed.items():
+        tracker.save(module.key_of(name), value)
+    return output
+
+
+def _drive(generator: Generator[Any, Any, Any], carry_out: Callable[[Any], Any]) -> Any:
+    """Run a generator of commands; its result. An error is raised where the command was yielded."""
+    try:
+        command = next(generator)
+        while True:
+            try:
+                answer = carry_out(command)
+            except Exception as error:
+                command = generator.throw(error)
+            else:
+                command = generator.send(answer)
+    except StopIteration as end:
+        return end.value
+
+
+def _load(tracker: SkipTracker, key: Key) -> Any:
+    try:
+        return tracker.load(key)
+    except KeyError:
+        raise RuntimeError(f"'{key[1]}' has not been stashed") from None
+
+
+def _require(name: str, declared: frozenset[str], kind: str) -> None:
+    if name not in declared:
+        raise RuntimeError(f"'{name}' has not been declared as {kind}")
+
+
+def _names(where: str, argument: str, names: Iterable[str]) -> frozenset[str]:
+    if isinstance(names, str):
+        raise TypeError(f"{where}: {argument} must be a list of names, got the string {names!r}")
+    found = frozenset(names)
+    if wrong := [name for name in found if not isinstance(name, str)]:
+        raise TypeError(f"{where}: {argument} must be a list of names, got {wrong[0]!r} in it")
+    return found
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"'{name}'" for name in sorted(names))
