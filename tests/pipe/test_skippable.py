@@ -64,8 +64,9 @@ def stashing(*commands: Any, names: tuple[str, ...] = ("skip",), pops: tuple[str
     @skippable(stash=names, pop=pops)
     class Yields(nn.Module):
         def forward(self, x: Tensor) -> Any:
+            answers = []
             for command in commands:
-                yield command
+                answers.append((yield command))
             return x
 
     return Yields()
@@ -212,7 +213,7 @@ def test_what_is_yielded_must_be_a_command():
 def test_an_error_is_raised_where_the_command_was_yielded():
     with pytest.raises(RuntimeError) as caught:
         stashing(stash("other", ONE))(ONE)
-    assert "yield command" in "".join(traceback.format_exception(caught.value))
+    assert "(yield command)" in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_module_may_handle_the_error_and_go_on():
