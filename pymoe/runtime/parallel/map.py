@@ -192,7 +192,13 @@ def _join(
     inner = [(output, id(output) in call.tied) for call, own in zip(calls, fresh, strict=True) for output in own]
     outer: dict[int, torch.Tensor] = {}
     if inner or plan.written:
+        written = tuple([plan.tensors[number] for number in plan.written])
+        versions = tuple([tensor._version for tensor in written])
         joined = _ParallelMap.apply(plan, inner, *plan.tensors)
+        if written:
+            # Marking them as dirty has counted as one more edit, of which what the calls have saved since their own
+            # knows nothing.
+            torch._C._autograd._unsafe_set_version_counter(written, versions)
         outer = {id(output): made for (output, _), made in zip(inner, joined, strict=False)}
     plan.tensors = []
     results = []

@@ -90,3 +90,17 @@ def test_calls_do_not_make_the_callers_tensors_require_gradients() -> None:
     map_with_parallel_backward(lambda t: t.requires_grad_().sin(), (x,))
     assert not x.requires_grad
     assert x.grad_fn is None
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_call_may_save_what_it_has_written_to_and_later_edits_are_still_noticed(edited: bool) -> None:
+    x = leaf(1.0, 2.0)
+    h = x * 1
+    ((y,),) = map_with_parallel_backward(lambda t: t.mul_(0.5).pow(2), (h,))
+    if edited:
+        h.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+    else:
+        y.sum().backward()
+        assert x.grad.tolist() == [0.5, 1.0]
