@@ -1,6 +1,6 @@
 # pymoe: every target makes what it needs, so each works on a fresh clone. Options go through ARGS:
 #     make train ARGS="--steps 200 --ffn dense"
-.PHONY: help train test bench bench-runtime lint format clean
+.PHONY: help train test bench bench-runtime bench-parallel lint format clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -19,6 +19,7 @@ help:
 	@echo 'make test    lint, types, Python tests, C++ tests plain and under sanitizers, packaging; results in build/tests/'
 	@echo 'make bench   benchmark every operator; results in build/bench.json (ARGS="--help" for its options)'
 	@echo 'make bench-runtime   many clients, one expert: requests per second beside hivemind; results in build/runtime_load/'
+	@echo 'make bench-parallel  many calls at once, forward and backward, beside a loop and plain autograd; in build/parallel_backward/'
 	@echo 'make lint    ruff, clang-format and mypy'
 	@echo 'make format  lay out the sources, write the type stub again'
 	@echo 'make clean   remove what was built, and the virtual environment'
@@ -41,6 +42,9 @@ HIVEMIND := build/hivemind
 
 bench-runtime: $(INSTALLED) $(HIVEMIND)/.packages
 	$(RUN) -m benchmarks.runtime_load --hivemind $(HIVEMIND)/bin/python --output build/runtime_load $(ARGS)
+
+bench-parallel: $(INSTALLED)
+	$(RUN) -m benchmarks.parallel_backward --output build/parallel_backward $(ARGS)
 
 $(HIVEMIND)/.packages: benchmarks/runtime/requirements-hivemind.txt
 	@echo '== hivemind into $(HIVEMIND)'

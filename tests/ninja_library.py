@@ -1,4 +1,4 @@
-"""Builds an operator library for tests: pymoe's sources with other flags, in the place of ``pymoe._ops``."""
+"""Builds a library for tests: pymoe's sources with other flags, in the place of one of its native modules."""
 
 from __future__ import annotations
 
@@ -42,21 +42,31 @@ def operator_sources() -> list[Source]:
     return [Source(file) for pattern in patterns for file in sorted(ROOT.glob(pattern))]
 
 
-def build_library(folder: Path, flags: str, sources: Sequence[Source], link_flags: str = "") -> Path:
-    """Compile and link what changed into ``folder/_ops.so``; raises RuntimeError with the compiler's output."""
+def runtime_sources() -> list[Source]:
+    """What setup.py makes ``pymoe._runtime`` of."""
+    patterns = ("csrc/runtime/*.cpp", "csrc/bindings/*.cpp")
+    files = [file for pattern in patterns for file in sorted(ROOT.glob(pattern))]
+    kernels = [ROOT / "csrc/kernels/gather_batch_cpu.cpp", ROOT / "csrc/kernels/cpu/parallel.cpp"]
+    return [Source(file) for file in (*files, *kernels)]
+
+
+def build_library(
+    folder: Path, flags: str, sources: Sequence[Source], link_flags: str = "", name: str = "_ops"
+) -> Path:
+    """Compile and link what changed into ``folder/name.so``; raises RuntimeError with the compiler's output."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:  # several test processes may ask at once
         fcntl.flock(lock, fcntl.LOCK_EX)
-        write_recipe(folder, f"{FLAGS} {flags}", sources, link_flags)
+        write_recipe(folder, f"{FLAGS} {flags}", sources, link_flags, name)
         ninja = Path(sys.executable).parent / "ninja"
         command = [str(ninja) if ninja.exists() else "ninja", "-C", str(folder), f"-j{os.environ.get('MAX_JOBS', 2)}"]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise RuntimeError(f"the build in {folder} failed:\n{result.stdout[-6000:]}{result.stderr[-2000:]}")
-    return folder / "_ops.so"
+    return folder / f"{name}.so"
 
 
-def write_recipe(folder: Path, flags: str, sources: Sequence[Source], link_flags: str) -> None:
+def write_recipe(folder: Path, flags: str, sources: Sequence[Source], link_flags: str, name: str) -> None:
     """Write build.ninja, unless it is there with the same text: a new one makes ninja build anew."""
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
     libraries = cpp_extension.library_paths()
@@ -75,7 +85,7 @@ def write_recipe(folder: Path, flags: str, sources: Sequence[Source], link_flags
     ]
     for source, target in objects.items():
         lines += [f"build {target}: compile {source.file}", f"  own = {source.flags}"]
-    lines += ["build _ops.so: link " + " ".join(objects.values()), ""]
+    lines += [f"build {name}.so: link " + " ".join(objects.values()), ""]
     recipe = folder / "build.ninja"
     text = "\n".join(lines)
     if not recipe.exists() or recipe.read_text() != text:

@@ -1,0 +1,227 @@
+"""Forward and backward passes of many calls: a loop, plain autograd and pymoe.map_with_parallel_backward.
+
+    python -m benchmarks.parallel_backward [--quick] [--kinds NAME,...] [--rounds N] [--output DIR]
+
+1 to 16 calls that sleep, multiply matrices, or do next to nothing. The passes are timed one by one, all ways in turns;
+gradients are compared with the loop's. Writes JSON, a Markdown table and a picture. `make bench-parallel` sets
+everything up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import queue
+import sys
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import pymoe
+from benchmarks.parallel import report
+from benchmarks.parallel.calls import KINDS, LOOP, SYSTEMS, Kind, System
+from benchmarks.parallel.draw import draw
+from benchmarks.parallel.targets import judged
+from pymoe._runtime import WorkerPool
+from pymoe.bench.environment import environment
+from pymoe.bench.report import illustrate, save
+from pymoe.testing.timing import Spread
+
+COUNTS, QUICK_COUNTS = (1, 2, 4, 8, 16), (1, 8)
+QUICK_ROUNDS = 5
+SLOW, SLOW_ROUNDS = 0.1, 3
+"""Ways that take more seconds than this get no more rounds than that: what sleeps for long hardly varies."""
+TOLERANCE = 1e-5
+"""Largest relative error of outputs and gradients (fp32, Frobenius norm): sums may be made in another order."""
+HANDOVERS = 300
+Record = dict[str, Any]
+Times = dict[tuple[int, str], list[tuple[float, float]]]
+
+
+def main() -> int:
+    """Measure; 1 if somebody's gradients are wrong."""
+    options = parse()
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    kinds = [kind for kind in KINDS if kind.name in options.kinds]
+    counts = QUICK_COUNTS if options.quick else COUNTS
+    most = options.rounds or (QUICK_ROUNDS if options.quick else max(kind.rounds for kind in kinds))
+    result: Record = {
+        "environment": environment(),
+        "settings": {"slow_rounds": SLOW_ROUNDS, "quick": options.quick},
+        "kinds": {
+            kind.name: {"about": kind.about, "workers": kind.workers, "rounds": min(most, kind.rounds)}
+            for kind in kinds
+        },
+        "systems": {system.name: system.about for system in SYSTEMS},
+        "handover": handover(QUICK_ROUNDS),
+        "records": [],
+        "overheads": [],
+        "ratios": [],
+    }
+    for kind in kinds:
+        with pymoe.runtime.parallel_workers(kind.workers):
+            measure(kind, counts, min(most, kind.rounds), result)
+        print(f"{kind.name}: measured", file=sys.stderr, flush=True)
+    result["targets"] = judged(result)
+    result["settings"]["load_after"] = environment()["load"]
+    result["wall_seconds"] = round(time.perf_counter() - start, 1)
+    stem = options.output / "parallel_backward"
+    save(result, report.markdown(result), stem)
+    report.show(result)
+    illustrate(result, draw, stem)
+    return int(any(record["verdict"] == "WRONG" for record in result["records"]))
+
+
+def parse() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.parallel_backward", description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="1 and 8 calls and few rounds: some seconds")
+    names = [kind.name for kind in KINDS]
+    parser.add_argument(
+        "--kinds",
+        type=lambda text: text.split(","),
+        default=names,
+        metavar="NAME,...",
+        help=f"what calls do (default: {','.join(names)})",
+    )
+    parser.add_argument("--rounds", type=int, metavar="N", help="values behind a median, at most")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
+    options = parser.parse_args()
+    if unknown := set(options.kinds) - set(names):
+        parser.error(f"unknown kinds {sorted(unknown)}; there are: {', '.join(names)}")
+    return options
+
+
+def measure(kind: Kind, counts: tuple[int, ...], rounds: int, result: Record) -> None:
+    """Time all ways and numbers of calls in turns; adds to the result's records, overheads and ratios."""
+    verdicts = {(count, system.name): judge(kind, count, system) for count in counts for system in SYSTEMS}
+    times: Times = {key: [] for key in verdicts}
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in range(rounds):
+            for count in counts:
+                for i in range(len(SYSTEMS)):
+                    system = SYSTEMS[(turn + i) % len(SYSTEMS)]
+                    own = times[count, system.name]
+                    if len(own) >= SLOW_ROUNDS and sum(own[-1]) * kind.repeats > SLOW:
+                        continue
+                    own.append(timed(kind, count, system))
+            gc.collect()
+    finally:
+        gc.enable()
+    for (count, name), own in times.items():
+        verdict, error = verdicts[count, name]
+        record = {"kind": kind.name, "calls": count, "system": name, "rounds": len(own)}
+        record |= {"verdict": verdict, "error": error}
+        for i, one in enumerate(("forward", "backward")):
+            record[one] = asdict(Spread.of([passes[i] for passes in own]))
+        result["records"].append(record)
+    result["overheads"] += overheads(kind, counts, times)
+    result["ratios"] += ratios(kind, counts, times)
+
+
+def timed(kind: Kind, count: int, system: System) -> tuple[float, float]:
+    """Seconds of the forward pass and of the backward pass of all calls."""
+    calls = kind.arguments(count)
+    grads = [torch.ones(kind.shape) for _ in calls]
+    forward = backward = 0.0
+    for _ in range(kind.repeats):
+        clear(calls)
+        start = time.perf_counter()
+        outputs = system.forward(kind.function, calls)
+        middle = time.perf_counter()
+        system.backward(outputs, grads)
+        backward += time.perf_counter() - middle
+        forward += middle - start
+    return forward / kind.repeats, backward / kind.repeats
+
+
+def clear(calls: list[tuple[Tensor, Tensor]]) -> None:
+    """No gradients."""
+    for args in calls:
+        for tensor in args:
+            tensor.grad = None
+
+
+def judge(kind: Kind, count: int, system: System) -> tuple[str, float]:
+    """``"exact"``, ``"close"`` or ``"WRONG"`` beside the loop, with the largest relative error. Warms up, too."""
+    found, expected = (results(kind, count, one) for one in (system, SYSTEMS[0]))
+    errors = [float((got - wanted).norm() / wanted.norm()) for got, wanted in zip(found, expected, strict=True)]
+    worst = max(errors)
+    return ("exact" if worst == 0 else "close" if worst <= TOLERANCE else "WRONG"), worst
+
+
+def results(kind: Kind, count: int, system: System) -> list[Tensor]:
+    """Outputs and gradients."""
+    calls = kind.arguments(count)
+    outputs = system.forward(kind.function, calls)
+    system.backward(outputs, [torch.ones(kind.shape) for _ in calls])
+    found = [tensor.grad for args in calls for tensor in args]
+    assert all(grad is not None for grad in found), f"{system.name}: a gradient is missing"
+    return [output.detach() for output in outputs] + [grad for grad in found if grad is not None]
+
+
+def overheads(kind: Kind, counts: tuple[int, ...], times: Times) -> list[Record]:
+    """Seconds per call and pass beyond the loop's, round by round."""
+    found = []
+    for count in counts:
+        loop = times[count, LOOP]
+        for system in SYSTEMS[1:]:
+            pairs = list(zip(times[count, system.name], loop, strict=False))
+            per_pass = [[(mine[i] - theirs[i]) / count for mine, theirs in pairs] for i in (0, 1)]
+            names = zip(("forward", "backward"), per_pass, strict=True)
+            record = {"kind": kind.name, "calls": count, "system": system.name}
+            found.append(record | {one: asdict(Spread.of(values)) for one, values in names})
+    return found
+
+
+def ratios(kind: Kind, counts: tuple[int, ...], times: Times) -> list[Record]:
+    """Times over that of one call of the loop, round by round."""
+    found = []
+    for count in counts:
+        for system in SYSTEMS:
+            pairs = list(zip(times[count, system.name], times[1, LOOP], strict=False))
+            record = {"kind": kind.name, "calls": count, "system": system.name}
+            for i, one in enumerate(("forward", "backward")):
+                record[one] = asdict(Spread.of([mine[i] / theirs[i] for mine, theirs in pairs]))
+            found.append(record)
+    return found
+
+
+def handover(rounds: int) -> Record:
+    """The floor: seconds until another thread goes on, between two Python threads and to a worker of the runtime."""
+    there: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    back: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def echo() -> None:
+        while there.get():
+            back.put(True)
+
+    other = threading.Thread(target=echo)
+    other.start()
+    python, worker = [], []
+    with WorkerPool(1) as pool:
+        for _ in range(rounds):
+            start = time.perf_counter()
+            for _ in range(HANDOVERS):
+                there.put(True)
+                back.get()
+            middle = time.perf_counter()
+            for _ in range(HANDOVERS):
+                pool.submit(int).result()
+            worker.append((time.perf_counter() - middle) / (2 * HANDOVERS))
+            python.append((middle - start) / (2 * HANDOVERS))
+    there.put(False)
+    other.join()
+    return {"python": asdict(Spread.of(python)), "worker": asdict(Spread.of(worker))}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

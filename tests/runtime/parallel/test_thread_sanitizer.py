@@ -1,0 +1,37 @@
+"""ThreadSanitizer finds no race in the runtime while maps go on, and does find one that is planted.
+
+It watches pymoe's own code. torch and Python are not instrumented: of them it sees locks, threads and memory.
+"""
+
+import re
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def run_watched(watched):
+    """Runs tests/sanitized/runtime_driver.py on a runtime built with ThreadSanitizer."""
+    watched.build()
+    return watched.run
+
+
+def test_no_race_in_random_graphs_failures_and_background_functions(run_watched):
+    result = run_watched("maps", "failures", "background")
+    assert result.returncode == 0, result.stdout[-1000:] + result.stderr[:6000]
+    calls = {name: int(count) for name, count in re.findall(r"^(\w+): (\d+) calls$", result.stdout, re.MULTILINE)}
+    assert calls.keys() == {"maps", "failures", "background"}
+    assert sum(calls.values()) >= 1500
+
+
+def test_a_race_that_is_planted_in_two_calls_of_a_map_is_reported(run_watched, watched):
+    result = run_watched("race")
+    assert result.returncode == watched.RACE_FOUND
+    assert "ThreadSanitizer: data race" in result.stderr
+    assert "pymoe_count_together" in result.stderr
+
+
+def test_suppressions_are_few_and_each_has_its_reason(watched):
+    lines = watched.SUPPRESSIONS.read_text().splitlines()
+    suppressed = [line for line in lines if line and not line.startswith("#")]
+    assert len(suppressed) <= 20
+    assert all(lines[lines.index(line) - 1].startswith("#") for line in suppressed)

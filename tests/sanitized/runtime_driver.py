@@ -1,0 +1,158 @@
+"""Runs maps in a process whose ``pymoe._runtime`` is the sanitized library; started by build_runtime.run.
+
+    runtime_driver.py LIBRARY maps | failures | background | race
+
+Prints how many calls ended as they should, and ends with status 0; a report of the sanitizer ends the process with
+another status.
+"""
+
+import ctypes
+import importlib.machinery
+import importlib.util
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+CLIENTS, WORKERS = 3, 4
+GRAPHS = 28  # for each client: every function of random_calls.py four times
+SLICES = 40
+
+
+def load(path):
+    """Import the library at ``path`` as pymoe._runtime, before pymoe does."""
+    loader = importlib.machinery.ExtensionFileLoader("pymoe._runtime", path)
+    spec = importlib.util.spec_from_file_location("pymoe._runtime", path, loader=loader)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["pymoe._runtime"] = module
+    loader.exec_module(module)
+
+
+load(sys.argv[1])
+sys.path.insert(0, str(Path(__file__).parents[1] / "runtime" / "parallel"))
+
+from random_maps import outcome, serial  # noqa: E402
+
+import pymoe  # noqa: E402
+
+
+def on_clients(client):
+    """``client(number)`` on several threads at once; how many calls they made."""
+    counts, errors = [], []
+
+    def run(number):
+        try:
+            counts.append(client(number))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(CLIENTS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return sum(counts)
+
+
+def maps():
+    """Random graphs; how many calls there were in them."""
+    counted = threading.Lock()
+    calls = 0
+
+    def counting(function, *args_per_call):
+        nonlocal calls
+        with counted:
+            calls += len(args_per_call)
+        return pymoe.map_with_parallel_backward(function, *args_per_call)
+
+    def client(number):
+        for seed in range(number * GRAPHS, (number + 1) * GRAPHS):
+            found, expected = outcome(seed, counting), outcome(seed, serial)
+            for name, wanted in expected.gradients.items():
+                assert (found.gradients[name] is None) == (wanted is None)
+                assert wanted is None or torch.allclose(found.gradients[name], wanted, rtol=1e-4)
+        return 0
+
+    on_clients(client)
+    return calls
+
+
+def failures():
+    """Some calls raise, in either pass, also within nested maps."""
+
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, number, x):
+            if number % 7 == 3:
+                raise ValueError(number)
+            ctx.number = number
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            if ctx.number % 5 == 3:
+                raise KeyError(ctx.number)
+            return None, grad * 2
+
+    def nested(number, x):
+        return tuple(y for (y,) in pymoe.map_with_parallel_backward(Failing, (number, x), (number + 1, x)))
+
+    def client(number):
+        failed = 0
+        for turn in range(SLICES):
+            x = torch.ones(8, requires_grad=True)
+            function = nested if turn % 2 else Failing
+            try:
+                results = pymoe.map_with_parallel_backward(function, *[(turn + i, x) for i in range(4)])
+                torch.stack([result[0].sum() for result in results]).sum().backward()
+            except (ValueError, KeyError):
+                failed += 1
+                assert x.grad is None
+        assert failed > 0
+        return 4 * SLICES
+
+    return on_clients(client)
+
+
+def background():
+    """Functions in the background, isolated forward passes there and their backward passes elsewhere."""
+    weight = torch.randn(16, 16, requires_grad=True)
+
+    def client(number):
+        for turn in range(SLICES):
+            x = torch.randn(4, 16, requires_grad=True)
+            futures = [
+                pymoe.run_in_background(pymoe.run_isolated_forward, lambda a, b: torch.tanh(a @ b), x, weight)
+                for _ in range(4)
+            ]
+            contexts = [future.result() for future in futures]
+            backward = [
+                pymoe.run_in_background(pymoe.run_isolated_backward, context, torch.ones_like(y))
+                for context, (y,) in contexts
+            ]
+            for future in backward:
+                assert future.result()[1].shape == weight.shape
+            if turn % 8 == 0:
+                with pymoe.runtime.parallel_workers(1 + number):  # the old workers end beside the new ones
+                    assert pymoe.run_in_background(int).result() == 0
+        return 8 * SLICES
+
+    return on_clients(client)
+
+
+def race():
+    """A planted fault, in two calls of a map: the report must come."""
+    library = ctypes.CDLL(sys.argv[1])
+    pymoe.map_with_parallel_backward(lambda: library.pymoe_count_together(), (), ())
+    return 2
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    pymoe.runtime.set_parallel_workers(WORKERS)
+    chosen = {f.__name__: f for f in (maps, failures, background, race)}
+    for argument in sys.argv[2:]:
+        print(f"{argument}: {chosen[argument]()} calls", flush=True)
