@@ -15,8 +15,14 @@ def require_pymoe() -> None:
         sys.exit("error: this example needs pymoe: python -m pip install --no-build-isolation .   (in the checkout)")
 
 
-def require(names: Iterable[str] = EXTRAS) -> None:
-    """Leaves with one line that holds the command to run when a package is missing."""
+def require(names: Iterable[str] = EXTRAS, install: Iterable[str] | None = None) -> None:
+    """Leaves with one line that holds the command to run when a package is missing.
+
+    Args:
+        names: what is imported.
+        install: what brings it, if that is called otherwise.
+    """
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        sys.exit(f"error: this example needs {', '.join(missing)}: python -m pip install {' '.join(missing)}")
+        packages = " ".join(install or missing)
+        sys.exit(f"error: this example needs {', '.join(missing)}: python -m pip install {packages}")

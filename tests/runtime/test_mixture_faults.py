@@ -74,6 +74,19 @@ def test_weights_are_those_of_the_answers_that_came() -> None:
     assert quiet(moe)
 
 
+def test_gradients_of_answers_that_did_not_come_are_zero_and_not_whatever_the_memory_held() -> None:
+    """With ``detect_anomalies`` they were looked at, too: training failed now and then, for no reason."""
+    backends = scaled(None, dead)
+    moe = mixture(backends, gate=Logits([0.0, 0.0]), detect_anomalies=True)
+    x = torch.ones(512, WIDTH, dtype=torch.float64)
+    with Runtime(backends):
+        for _ in range(50):
+            nothing = [torch.full((1024, WIDTH), math.nan, dtype=torch.float64) for _ in range(8)]
+            y = moe(x).sum()
+            del nothing  # the memory that comes next
+            y.backward()
+
+
 def test_a_late_answer_is_ignored_and_counted() -> None:
     stuck = Stuck()
     backends = scaled(None, stuck)

@@ -79,21 +79,24 @@ def gather_rows(x: Tensor, routing: Routing) -> Tensor:
     return x.index_select(0, routing.token)
 
 
-def weigh(chosen_TK: Tensor, slot_TK: Tensor) -> Tensor:
-    """(T, K) weights: softmax over those choices of a row that have an answer (a slot that is not -1), 0 elsewhere.
+def weigh(chosen_TK: Tensor, came_TK: Tensor) -> Tensor:
+    """(T, K) weights: softmax over those choices of a row whose answers came (a mask), 0 elsewhere.
 
     Rows without any answer have weights of 0 and send no gradient.
     """
-    missing_TK = slot_TK < 0
-    if not bool(missing_TK.any()):
+    if bool(came_TK.all()):
         return chosen_TK.softmax(1)
+    missing_TK = ~came_TK
     nothing_T1 = missing_TK.all(1, keepdim=True)
     seen = chosen_TK.masked_fill(missing_TK, -math.inf).masked_fill(nothing_T1, 0.0)
     return seen.softmax(1).masked_fill(missing_TK, 0.0)
 
 
 def mix(y: Tensor, routing: Routing, weights_TK: Tensor) -> Tensor:
-    """(S, ...) answers to (T, ...): each row's weighted sum, in the order of its choices; differentiable in both."""
+    """(S, ...) answers to (T, ...): each row's weighted sum, in the order of its choices; differentiable in both.
+
+    Answers that did not come are zeros.
+    """
     rows, choices = routing.slot.shape
     if not y.numel():
         return y.reshape(rows, choices, *y.shape[1:]).sum(1)

@@ -259,16 +259,15 @@ class MixtureOfExpertBackends(nn.Module):
         few_T = answers.came < needed_T
         if rules.raises and bool(few_T.any()):
             raise TooFewAnswersError(self._name, "answers", rules.k_min, few_T, answers.failures)
-        answered, outputs, slot_TK = self._used(choice, answers, few_T, gathered[0])
+        answered, outputs, came_TK = self._used(choice, answers, few_T, gathered[0])
         outputs = self._attach(outputs, answered, gathered, len(few_T))
-        weights_TK = self._carry_losses(weigh(choice.chosen_TK, slot_TK), choice)
-        routing = choice.routing._replace(slot=slot_TK)
-        return [mix(y, routing, weights_TK) for y in outputs], few_T
+        weights_TK = self._carry_losses(weigh(choice.chosen_TK, came_TK), choice)
+        return [mix(y, choice.routing, weights_TK) for y in outputs], few_T
 
     def _used(
         self, choice: Choice, answers: Answers, few_T: Tensor, like: Tensor
     ) -> tuple[tuple[Answered, ...], tuple[Tensor, ...], Tensor]:
-        """The answers that are used, the gathered rows of their outputs, and the slots of choices that have one."""
+        """The answers that are used, the gathered rows of their outputs, and which choices have one."""
         slots, device = len(choice.routing.token), like.device
         some_fall_back = bool(few_T.any())
         outputs = tuple(proto.make_empty(slots, device=device, requires_grad=False) for proto in self._output_protos)
@@ -287,10 +286,8 @@ class MixtureOfExpertBackends(nn.Module):
             there[group.begin : group.end] = ~few_T[group.tokens]
             for gathered, rows in zip(outputs, result, strict=True):
                 one.put(gathered, rows if kept is None else rows[kept.to(rows.device)])
-        slot_TK = choice.routing.slot
-        if not bool(there.all()):
-            slot_TK = slot_TK.where(there.to(slot_TK.device)[slot_TK.long()], -1)
-        return tuple(answered), outputs, slot_TK
+        came_TK = there.to(device)[choice.routing.slot.long()]
+        return tuple(answered), outputs, came_TK
 
     def _attach(
         self, outputs: tuple[Tensor, ...], answered: tuple[Answered, ...], inputs: Sequence[Tensor], rows: int

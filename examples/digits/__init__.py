@@ -1,0 +1,1 @@
+"""What train_mixture.py is made of."""
