@@ -48,7 +48,7 @@ PYTHON_MAY_USE = {
     "bench": {"reference", "ops", "nn", "runtime", "pipe", "integrations", "testing", "bench", "_native"},
 }
 ALWAYS_INSTALLED = {"torch", "numpy", "pymoe"}
-MAY_IMPORT_LAZILY = {"bench", "integrations", "runtime"}
+MAY_IMPORT_LAZILY = {"bench", "integrations", "runtime", "pipe"}
 
 
 def cpp_faults(file, text):
@@ -182,6 +182,9 @@ def test_a_planted_include_is_found(file, line):
         ("pymoe/runtime/pool.py", "from pymoe.pipe import Pipe"),
         ("pymoe/runtime/pool.py", "from pymoe.ops import dispatch"),
         ("pymoe/runtime/mixture/gate.py", "from pymoe.pipe import Pipe"),
+        ("pymoe/runtime/pool.py", "from pymoe.pipe.schedules import build"),
+        ("pymoe/pipe/schedules/gpipe.py", "from pymoe.nn import MoE"),
+        ("pymoe/pipe/schedules/png.py", "from matplotlib.figure import Figure"),
         ("pymoe/bench/plot.py", "import matplotlib.pyplot as plt"),
         ("pymoe/bench/plot.py", "try:\n    import rich\nexcept ImportError:\n    rich = None"),
     ],

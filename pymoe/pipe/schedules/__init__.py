@@ -1,0 +1,56 @@
+"""Schedules of a pipeline, as data: who runs what in which order, built, judged, simulated and drawn.
+
+>>> from pymoe.pipe.schedules import build, simulate, text
+>>> print(text(simulate(build("1f1b", stages=2, micro_batches=3))))
+worker 0  |F0F1    B0--F2B1--  B2--|
+worker 1  |  F0B0--F1B1--F2B2--    |
+
+A worker runs the actions of its stages, one at a time: forward (F), backward (B), or the two parts of a backward, that
+of inputs (I) and that of weights (W). :func:`build` makes a :class:`Schedule` by name, :func:`register` adds a name,
+:func:`validate` judges any schedule, :func:`simulate` tells what it takes, :func:`as_run` makes the same
+:class:`Record` of what was run, and :func:`text` and :func:`png` draw records. In a shell:
+
+    python -m pymoe.pipe.schedules 1f1b zero-bubble --stages 4 --micro-batches 8
+"""
+
+# The order of these imports is the order of the names.
+from pymoe.pipe.schedules.gpipe import gpipe  # isort: skip
+from pymoe.pipe.schedules.one_forward_one_backward import one_forward_one_backward  # isort: skip
+from pymoe.pipe.schedules.interleaved import interleaved_one_forward_one_backward  # isort: skip
+from pymoe.pipe.schedules.zero_bubble import zero_bubble  # isort: skip
+
+from pymoe.pipe.schedules.action import Action, Kind, ScheduleError
+from pymoe.pipe.schedules.png import png
+from pymoe.pipe.schedules.record import Record, Span, as_run, mean_times
+from pymoe.pipe.schedules.registry import build, names, options, register
+from pymoe.pipe.schedules.schedule import Schedule, live_counts, peak_live
+from pymoe.pipe.schedules.simulate import Times, simulate
+from pymoe.pipe.schedules.text import text
+from pymoe.pipe.schedules.validate import run, validate
+
+__all__ = [
+    "Action",
+    "Kind",
+    "Record",
+    "Schedule",
+    "ScheduleError",
+    "Span",
+    "Times",
+    "as_run",
+    "build",
+    "gpipe",
+    "interleaved_one_forward_one_backward",
+    "live_counts",
+    "mean_times",
+    "names",
+    "one_forward_one_backward",
+    "options",
+    "peak_live",
+    "png",
+    "register",
+    "run",
+    "simulate",
+    "text",
+    "validate",
+    "zero_bubble",
+]

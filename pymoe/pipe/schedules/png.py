@@ -1,0 +1,83 @@
+"""A record as a picture in a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pymoe.pipe.schedules.action import Kind
+from pymoe.pipe.schedules.record import Record
+from pymoe.pipe.schedules.text import label
+
+MISSING = "pictures of schedules need matplotlib: pip install matplotlib (or pymoe with the extra [bench])"
+COLOURS = {
+    Kind.FORWARD: (0.35, 0.60, 0.85),
+    Kind.BACKWARD: (0.95, 0.65, 0.30),
+    Kind.BACKWARD_INPUT: (0.98, 0.78, 0.40),
+    Kind.BACKWARD_WEIGHT: (0.55, 0.75, 0.45),
+}
+NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward of inputs",
+    Kind.BACKWARD_WEIGHT: "backward of weights",
+}
+MOST_LABELS = 1000
+"""With more actions than this the labels are left out."""
+
+
+def png(file: str | Path, *records: Record) -> Path:
+    """Draw the records one above the other on one scale of time, as plan and run are compared; returns the file.
+
+    The suffix of ``file`` names the format, of those that matplotlib writes. Raises ImportError without matplotlib.
+    """
+    if not records:
+        raise ValueError("no record to draw")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(MISSING) from error
+    heights = [record.workers for record in records]
+    figure = Figure(figsize=(14, 0.42 * sum(heights) + 0.5 * len(records) + 0.8), layout="constrained")
+    grid = figure.subplots(len(records), 1, squeeze=False, height_ratios=heights, sharex=True)
+    shown = []
+    for axes, record in zip(grid[:, 0], records, strict=True):
+        shown += [kind for kind in _draw(axes, record) if kind not in shown]
+    grid[-1, 0].set_xlim(0, max(record.makespan for record in records) or 1)
+    grid[-1, 0].set_xlabel("time")
+    from matplotlib.patches import Patch
+
+    patches = [Patch(facecolor=COLOURS[kind], label=NAMES[kind]) for kind in Kind if kind in shown]
+    figure.legend(handles=patches, loc="outside lower center", ncols=4, frameon=False)
+    path = Path(file)
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def _draw(axes: Any, record: Record) -> list[Kind]:
+    """One record; a later (virtual) stage of a worker is darker. Returns the kinds that occur."""
+    with_labels = sum(map(len, record.spans)) <= MOST_LABELS
+    seen: dict[tuple[Kind, int], None] = {}
+    for worker, order in enumerate(record.spans):
+        own = [stage for stage, home in enumerate(record.placement) if home == worker]
+        bars: dict[tuple[Kind, int], list[tuple[float, float]]] = {}
+        for span in order:
+            bars.setdefault((span.action.kind, own.index(span.action.stage)), []).append((span.start, span.duration))
+            if with_labels and span.duration > 0.008 * record.makespan:
+                middle = span.start + span.duration / 2
+                axes.text(middle, worker, label(record, span)[1:], ha="center", va="center", fontsize=7)
+        for (kind, turn), spans in bars.items():
+            shade = 1 - 0.3 * turn / max(1, len(own) - 1)
+            colour = [shade * part for part in COLOURS[kind]]
+            axes.broken_barh(spans, (worker - 0.4, 0.8), facecolor=colour, edgecolor="white", linewidth=0.5)
+            seen[kind, turn] = None
+    axes.set_yticks(range(record.workers), [f"worker {worker}" for worker in range(record.workers)])
+    axes.set_ylim(record.workers - 0.5, -0.5)
+    live = max(record.peak_live)
+    axes.set_title(
+        f"{record.title}: makespan {record.makespan:.4g}, bubble {record.mean_bubble:.1%}, "
+        f"at most {live} live activation{'s' * (live != 1)} a worker",
+        fontsize=10,
+        loc="left",
+    )
+    return list(dict.fromkeys(kind for kind, _ in seen))

@@ -1,0 +1,149 @@
+"""When every action started and ended, planned or as run, and what follows from it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from pymoe.pipe.schedules.action import Action, Kind
+from pymoe.pipe.schedules.schedule import Schedule, peak_live
+
+
+class Span(NamedTuple):
+    """An action and the time from its start to its end, in the unit of the record (a run's: seconds)."""
+
+    action: Action
+    start: float
+    end: float
+
+    @property
+    def duration(self) -> float:
+        """The time that it took."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Record:
+    """The spans of every worker in the order of time. The first of all starts at 0."""
+
+    title: str
+    placement: tuple[int, ...]
+    """The worker of every stage."""
+    spans: tuple[tuple[Span, ...], ...]
+
+    @property
+    def workers(self) -> int:
+        """The number of workers."""
+        return len(self.spans)
+
+    @cached_property
+    def makespan(self) -> float:
+        """The time until the last action has ended."""
+        return max((order[-1].end for order in self.spans if order), default=0.0)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """The time that every worker works."""
+        return tuple(sum(span.duration for span in order) for order in self.spans)
+
+    @cached_property
+    def bubble(self) -> tuple[float, ...]:
+        """For every worker, the share of the makespan in which it waits: 0 to 1."""
+        return tuple(1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
+
+    @property
+    def mean_bubble(self) -> float:
+        """The share of all workers' time that is spent waiting."""
+        return sum(self.bubble) / self.workers
+
+    @property
+    def ideal(self) -> float:
+        """The makespan if nobody ever waited: the work of the busiest worker. No order of these actions takes less."""
+        return max(self.busy)
+
+    @property
+    def speed_up(self) -> float:
+        """How much longer one worker would need for all of it."""
+        return sum(self.busy) / self.makespan if self.makespan else 1.0
+
+    @cached_property
+    def peak_live(self) -> tuple[int, ...]:
+        """For every worker, the most activations it holds at once; :func:`live_counts` says what is held how long."""
+        return tuple(peak_live(span.action for span in order) for order in self.spans)
+
+    @cached_property
+    def peak_live_of_stages(self) -> tuple[int, ...]:
+        """The same for every stage by itself, where a worker has several."""
+        return tuple(
+            peak_live(span.action for span in self.spans[worker] if span.action.stage == stage)
+            for stage, worker in enumerate(self.placement)
+        )
+
+    def peak_memory(self, kept: float = 1.0) -> tuple[float, ...]:
+        """For every worker, the most memory it holds at once, in activations, where the backward of inputs
+        already frees a part and ``kept``, 0 to 1, is what the backward of weights still needs.
+        """
+        peaks = []
+        for order in self.spans:
+            level = peak = 0.0
+            for action, _, _ in order:
+                level += {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_INPUT: kept - 1}.get(action.kind, -kept)
+                peak = max(peak, level)
+            peaks.append(peak)
+        return tuple(peaks)
+
+    def summary(self) -> str:
+        """The numbers, in a few lines of text."""
+        bubbles = "  ".join(f"{share:.1%}" for share in self.bubble)
+        return "\n".join(
+            [
+                f"{self.title}",
+                f"  makespan     {self.makespan:.6g}, without bubbles {self.ideal:.6g}; speed-up {self.speed_up:.2f}",
+                f"  bubble       {self.mean_bubble:.1%}; of the workers: {bubbles}",
+                f"  activations  at most {'  '.join(map(str, self.peak_live))}",
+            ]
+        )
+
+
+def as_run(schedule: Schedule, triples: Iterable[tuple[Action, float, float]], title: str | None = None) -> Record:
+    """The record of a run of ``schedule`` from (action, start, end) in any order, on any clock that all workers share.
+
+    The run may keep another order than the schedule, and may lack actions (it failed, or still goes on). Raises
+    ValueError where an action is not of the schedule, comes twice, ends before it starts or overlaps another of its
+    worker.
+    """
+    workers: list[list[Span]] = [[] for _ in range(schedule.workers)]
+    seen = set()
+    for span in (Span(*triple) for triple in triples):
+        if span.action not in schedule.places:
+            raise ValueError(f"action {span.action} is not of this schedule, {schedule.name}")
+        if span.action in seen:
+            raise ValueError(f"action {span.action} was run twice")
+        if not span.start <= span.end:
+            raise ValueError(f"action {span.action} starts at {span.start} and ends at {span.end}")
+        seen.add(span.action)
+        workers[schedule.placement[span.action.stage]].append(span)
+    zero = min((span.start for order in workers for span in order), default=0.0)
+    for worker, order in enumerate(workers):
+        order.sort(key=lambda span: (span.start, span.end))
+        for first, second in pairwise(order):
+            if second.start < first.end:
+                raise ValueError(f"worker {worker} starts {second.action} before {first.action} has ended")
+    spans = tuple(tuple(Span(a, start - zero, end - zero) for a, start, end in order) for order in workers)
+    return Record(title or f"{schedule.name}, as run", schedule.placement, spans)
+
+
+def mean_times(record: Record) -> Callable[[Action], float]:
+    """The mean duration of every stage and kind in ``record``, for :func:`simulate`: with the times of a run it gives
+    the makespan that the run would have had without any overhead. Raises KeyError for what was never run.
+    """
+    durations = defaultdict(list)
+    for order in record.spans:
+        for span in order:
+            durations[span.action.stage, span.action.kind].append(span.duration)
+    means = {what: sum(values) / len(values) for what, values in durations.items()}
+    return lambda action: means[action.stage, action.kind]

@@ -1,0 +1,74 @@
+"""The names of schedules, in one place. To add one, write one function:
+
+    @register("gpipe")
+    def gpipe(stages: int, micro_batches: int) -> Schedule: ...
+
+Keywords after ``stages`` and ``micro_batches`` are options of that schedule alone (``virtual_stages``, ``live_limit``).
+A module in this package is imported in its ``__init__``; one of a user's own, wherever the user imports it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TypeVar
+
+from pymoe.pipe.schedules.action import ScheduleError
+from pymoe.pipe.schedules.schedule import Schedule
+from pymoe.pipe.schedules.validate import validate
+
+Builder = TypeVar("Builder", bound=Callable[..., Schedule])
+
+_builders: dict[str, Callable[..., Schedule]] = {}
+
+
+def register(name: str) -> Callable[[Builder], Builder]:
+    """Decorates the function that builds the schedule ``name``. Raises ValueError if the name is taken."""
+
+    def remember(builder: Builder) -> Builder:
+        if name in _builders:
+            raise ValueError(f"schedule {name!r} is registered already, by {_builders[name].__module__}")
+        _builders[name] = builder
+        return builder
+
+    return remember
+
+
+def names() -> tuple[str, ...]:
+    """The names of all schedules, in the order of registration."""
+    return tuple(_builders)
+
+
+def options(name: str) -> tuple[str, ...]:
+    """The keywords that the schedule ``name`` takes beside stages and micro-batches."""
+    return tuple(inspect.signature(_builder(name)).parameters)[2:]
+
+
+def build(name: str, stages: int, micro_batches: int, **chosen: int | None) -> Schedule:
+    """The schedule ``name`` of so many stages and micro-batches, validated.
+
+    ``chosen`` are options of the schedule, positive numbers; None stands for the default, whatever the schedule.
+    Raises ValueError for a name that is not registered, a number below 1, or an option that the schedule lacks;
+    :class:`ScheduleError` (a ValueError) if what was built cannot run.
+    """
+    builder = _builder(name)
+    chosen = {option: value for option, value in chosen.items() if value is not None}
+    for option in chosen:
+        if option not in options(name):
+            has = ", ".join(options(name)) or "no options"
+            raise ValueError(f"schedule {name!r} has no {option}: it has {has}")
+    for what, number in {"stages": stages, "micro_batches": micro_batches, **chosen}.items():
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ValueError(f"schedule {name!r}: {what} must be an integer from 1 up, got {number!r}")
+    schedule = builder(stages, micro_batches, **chosen)
+    if (schedule.stages, schedule.micro_batches) != (stages, micro_batches):
+        asked = f"{stages} stages and {micro_batches} micro-batches"
+        raise ScheduleError(f"schedule {name!r}: asked for {asked}, got {schedule.stages} and {schedule.micro_batches}")
+    validate(schedule)
+    return schedule
+
+
+def _builder(name: str) -> Callable[..., Schedule]:
+    if name not in _builders:
+        raise ValueError(f"no schedule {name!r}: there are {', '.join(names())}")
+    return _builders[name]

@@ -1,0 +1,34 @@
+"""Schedules and times for property tests."""
+
+import random
+
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from pymoe.pipe.schedules import build, names, options
+
+
+def examples(number):
+    """Decorates a property test: so many examples, the same ones at every run."""
+    return settings(max_examples=number, deadline=None, derandomize=True, database=None)
+
+
+@st.composite
+def schedules(draw, most_stages=7, most_micro_batches=13):
+    """Any schedule by any builder: fewer micro-batches than stages, uneven groups, every option."""
+    name = draw(st.sampled_from(names()))
+    chosen = {}
+    if "virtual_stages" in options(name):
+        chosen["virtual_stages"] = draw(st.integers(1, 4))
+    if "live_limit" in options(name):
+        chosen["live_limit"] = draw(st.none() | st.integers(1, most_stages + 1))
+    stages = draw(st.integers(1, most_stages))
+    micro_batches = draw(st.integers(1, most_micro_batches))
+    return build(name, stages, micro_batches, **chosen)
+
+
+def times(schedule, seed):
+    """A time for every action: integers from 0 to 9, so that sums are exact."""
+    chance = random.Random(seed)
+    durations = {action: chance.randint(0, 9) for order in schedule.orders for action in order}
+    return durations.__getitem__
