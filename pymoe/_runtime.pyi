@@ -9,6 +9,7 @@ __all__: list[str] = [
     "Future",
     "GraphRun",
     "Mailbox",
+    "Profiled",
     "QueueFull",
     "RequestFuture",
     "Runtime",
@@ -283,13 +284,31 @@ class TaskGraph:
         Raises:
             IndexError: there is no such node.
         """
-    def run(self, pool: WorkerPool) -> GraphRun:
+    def run(self, pool: WorkerPool, patience: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> GraphRun:
         """
         Begin a run on the workers of ``pool``.
 
+        Args:
+            pool: has the workers.
+            patience: in seconds; no worker is called as long as the thread in :meth:`GraphRun.wait` ends a node
+                within every such span, since handing over shorter ones costs more than it gains. With patience
+                somebody must wait.
+
         Raises:
-            ValueError: the edges make a cycle; the message names it.
+            ValueError: the edges make a cycle; the message names it. Or ``patience`` is no such number.
             RuntimeError: the pool was shut down, or belongs to the parent of this process.
+        """
+
+class Profiled:
+    """What of torch's profiler watches this thread, for threads that work for it."""
+    @staticmethod
+    def leave() -> None:
+        """Have this thread watched by nothing."""
+    def __init__(self) -> None: ...
+    def join(self) -> bool:
+        """
+        Have this thread watched, too; False where this torch offers no way. The thread that made the object must
+        wait until :meth:`leave`, and this one must not be watched yet.
         """
 
 def buffer_statistics() -> tuple[int, int]:

@@ -7,6 +7,7 @@
 #include "bindings/mailbox.h"
 #include "bindings/outcome.h"
 #include "bindings/process.h"
+#include "bindings/profiler.h"
 #include "bindings/runtime.h"
 #include "bindings/task_graph.h"
 #include "bindings/task_pool.h"
@@ -54,4 +55,5 @@ PYBIND11_MODULE(_runtime, module) {
   }
   bind_worker_pool(module);
   bind_task_graph(module);
+  bind_profiler(module);
 }

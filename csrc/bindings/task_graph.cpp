@@ -29,10 +29,10 @@ struct NodeRaised : std::exception {
   std::shared_ptr<GilObject> object;
 };
 
-Clock::duration in_seconds(double seconds) {
+Clock::duration in_seconds(double seconds, const char* name) {
   constexpr double kYear = 366.0 * 86400;
   if (!(std::abs(seconds) <= kYear)) {
-    raise(PyExc_ValueError, "TaskGraph.add: head_start must be a number of seconds within a year");
+    raise(PyExc_ValueError, "TaskGraph: %s must be a number of seconds within a year", name);
   }
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }
@@ -166,18 +166,19 @@ class PyGraph {
           if (waited_for != nullptr && is_interrupt(error.get())) waited_for->cancel();
           throw NodeRaised(std::move(error));
         },
-        in_seconds(head_start), std::move(name));
+        in_seconds(head_start, "head_start"), std::move(name));
   }
 
   void add_edge(int before, int after) { graph_.add_edge(before, after); }
   int size() const { return graph_.size(); }
 
-  std::unique_ptr<PyRun> run(const PyWorkerPool& pool) {
+  std::unique_ptr<PyRun> run(const PyWorkerPool& pool, double patience) {
+    const auto span = in_seconds(patience, "patience");
     auto workers = pool.kept("TaskGraph.run");
     std::shared_ptr<Graph::Run> run;
     {
       const WithoutGil released;
-      run = graph_.run(workers->pool);
+      run = graph_.run(workers->pool, span);
     }
     return std::make_unique<PyRun>(std::move(run), std::move(workers));
   }
@@ -227,10 +228,15 @@ void bind_task_graph(py::module_& module) {
            "Raises:\n"
            "    IndexError: there is no such node.")
       .def("__len__", &PyGraph::size, "The number of nodes.")
-      .def("run", &PyGraph::run, py::arg("pool"),
+      .def("run", &PyGraph::run, py::arg("pool"), py::arg("patience") = 0.0,
            "Begin a run on the workers of ``pool``.\n\n"
+           "Args:\n"
+           "    pool: has the workers.\n"
+           "    patience: in seconds; no worker is called as long as the thread in :meth:`GraphRun.wait` ends a node\n"
+           "        within every such span, since handing over shorter ones costs more than it gains. With patience\n"
+           "        somebody must wait.\n\n"
            "Raises:\n"
-           "    ValueError: the edges make a cycle; the message names it.\n"
+           "    ValueError: the edges make a cycle; the message names it. Or ``patience`` is no such number.\n"
            "    RuntimeError: the pool was shut down, or belongs to the parent of this process.");
 }
 

@@ -18,6 +18,10 @@
 //            sees the graph as it was when it began. What a run needs is allocated once, when it begins.
 // Waiting    wait and get help: they run ready nodes of this run on the calling thread, so a node may wait for the run
 //            of another graph, however few workers there are. help_until is for waits in slices.
+// Patience   A run that is begun with patience leaves its nodes to who waits for it, as long as that thread ends one
+// within
+//            every such span: handing over nodes that are shorter costs more than it gains. Somebody must wait for it,
+//            or it goes on after that span only, and not at all in a pool that is stopped before.
 // Errors     add_edge throws std::out_of_range for a node that is not there. run throws std::invalid_argument for a
 //            cycle, which it names, and StoppedError if the pool was stopped.
 // Threads    add, add_edge and run of one graph are for one thread at a time; a Run's functions are for any number. The
@@ -69,9 +73,9 @@ class TaskGraph {
 
   Node size() const { return static_cast<Node>(nodes_.size()); }
 
-  std::shared_ptr<Run> run(WorkerPool<Sync>& pool) {
+  std::shared_ptr<Run> run(WorkerPool<Sync>& pool, Duration patience = Duration::zero()) {
     if (!plan_) plan_ = make_plan();
-    const auto run = std::make_shared<Run>(plan_, pool);
+    const auto run = std::make_shared<Run>(plan_, pool, patience);
     run->start();
     return run;
   }
@@ -180,8 +184,12 @@ class TaskGraph<Sync>::Run final : public Completion<Sync>,
     std::exception_ptr error;
   };
 
-  Run(std::shared_ptr<const Plan> plan, WorkerPool<Sync>& pool)
-      : plan_(std::move(plan)), pool_(pool), began_(Sync::now()), unsettled_(static_cast<int>(plan_->nodes.size())) {
+  Run(std::shared_ptr<const Plan> plan, WorkerPool<Sync>& pool, Duration patience)
+      : plan_(std::move(plan)),
+        pool_(pool),
+        began_(Sync::now()),
+        patience_(patience),
+        unsettled_(static_cast<int>(plan_->nodes.size())) {
     ready_.reserve(plan_->nodes.size());
     states_.reserve(plan_->nodes.size());
     for (const auto& node : plan_->nodes) states_.push_back({node.before, false});
@@ -257,6 +265,30 @@ class TaskGraph<Sync>::Run final : public Completion<Sync>,
     Run& owner;
   };
 
+  // Looks, every span of patience, whether the thread that waits gets on without workers.
+  struct Watch final : Job {
+    explicit Watch(Run& owner) : owner(owner) {}
+    void run() noexcept override {
+      Lock lock(owner.mutex_);
+      if (!owner.held_) return;
+      if (std::exchange(owner.seen_, owner.unsettled_) != owner.unsettled_ && owner.unsettled_ > 0) {
+        lock.unlock();
+        if (owner.watch_later()) return;
+        lock.lock();
+      }
+      owner.let_go(lock);
+    }
+    void cancel() noexcept override {
+      Lock lock(owner.mutex_);
+      owner.let_go(lock);
+    }
+    Run& owner;
+  };
+
+  bool watch_later() {
+    return pool_.post_at(Sync::now() + patience_, std::shared_ptr<Job>(this->shared_from_this(), &watch_));
+  }
+
   static size_t index(int32_t node) { return static_cast<size_t>(node); }
 
   void start() {
@@ -264,7 +296,15 @@ class TaskGraph<Sync>::Run final : public Completion<Sync>,
     for (Node node = 0; node < static_cast<Node>(states_.size()); ++node) {
       if (states_[index(node)].before == 0) make_ready(node);
     }
-    call_workers(lock, 0);
+    seen_ = unsettled_;
+    held_ = patience_ > Duration::zero() && unsettled_ > 0;
+    if (held_) {
+      lock.unlock();
+      const bool watched = watch_later();
+      lock.lock();
+      if (watched) return;
+    }
+    let_go(lock);
     if (tickets_ == 0 && !ready_.empty()) throw StoppedError("TaskGraph: run on a pool that was stopped");
     end_if_settled(lock);
   }
@@ -277,7 +317,7 @@ class TaskGraph<Sync>::Run final : public Completion<Sync>,
     while (!ready_.empty()) {
       if (leave()) {
         tickets_ -= ticket;
-        call_workers(lock, 0);
+        let_go(lock);
         if (ready_.empty() || tickets_ > 0) return;
         tickets_ += ticket;  // the pool refuses tickets, and nobody else has one
       }
@@ -305,6 +345,7 @@ class TaskGraph<Sync>::Run final : public Completion<Sync>,
   void call_workers(Lock& lock, int waiting) {
     int count = static_cast<int>(ready_.size()) - called_;
     for (; count > 0 && waiting > 0; --waiting, --count) changed_.notify_one();
+    if (held_) return;
     count = std::min(count, pool_.workers() - tickets_);
     if (count <= 0) return;
     const Time rank = next_rank();
@@ -316,6 +357,11 @@ class TaskGraph<Sync>::Run final : public Completion<Sync>,
     lock.lock();
     called_ -= count - posted;
     tickets_ -= count - posted;
+  }
+
+  void let_go(Lock& lock) {
+    held_ = false;
+    call_workers(lock, 0);
   }
 
   Time next_rank() const { return began_ - plan_->nodes[index(plan_->by_place[index(ready_.front())])].head_start; }
@@ -375,7 +421,9 @@ class TaskGraph<Sync>::Run final : public Completion<Sync>,
   const std::shared_ptr<const Plan> plan_;
   WorkerPool<Sync>& pool_;
   const Time began_;
+  const Duration patience_;
   Ticket ticket_{*this};
+  Watch watch_{*this};
   typename Sync::Mutex mutex_;        // guards the rest
   typename Sync::Condition changed_;  // a node is ready for a thread that waits in help_until, or the run has ended
   std::vector<State> states_;
@@ -383,9 +431,11 @@ class TaskGraph<Sync>::Run final : public Completion<Sync>,
   std::vector<Node> to_skip_;   // for settle
   std::vector<Failure> failures_;
   int unsettled_;
-  int called_ = 0;   // tickets that no worker has taken yet
-  int tickets_ = 0;  // these, and those that a worker is at
-  int waiting_ = 0;  // threads that wait in help_until
+  int seen_ = 0;       // unsettled_ when watch_ last looked
+  bool held_ = false;  // workers are not called yet
+  int called_ = 0;     // tickets that no worker has taken yet
+  int tickets_ = 0;    // these, and those that a worker is at
+  int waiting_ = 0;    // threads that wait in help_until
   bool cancelled_ = false, dropped_ = false, ended_ = false;
 };
 

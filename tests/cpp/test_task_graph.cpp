@@ -305,3 +305,50 @@ TEST_CASE("many graphs at once on one pool") {
   for (auto& client : clients) client.join();
   CHECK(wrong == 0);
 }
+
+TEST_CASE("with patience short nodes stay on the thread that waits, and a long one brings the workers") {
+  Pool pool(2);
+  Graph graph;
+  std::atomic<bool> released{false};
+  std::atomic<int> elsewhere{0};
+  const auto self = std::this_thread::get_id();
+  for (int i = 0; i < 100; ++i) graph.add([&] { elsewhere += std::this_thread::get_id() != self; });
+  graph.run(pool, 1min)->get();
+  CHECK(elsewhere == 0);
+
+  // Only another thread can end the first of these.
+  graph = Graph();
+  graph.add([&] {
+    while (!released) std::this_thread::yield();
+  });
+  graph.add([&] { released = true; });
+  graph.run(pool, 1ms)->get();
+  CHECK(released);
+}
+
+TEST_CASE("with patience a run goes on though nobody waits, and a wait in slices is no wait for all") {
+  Pool pool(1);
+  Graph graph;
+  std::atomic<int> ran{0};
+  for (int i = 0; i < 10; ++i) graph.add([&] { ++ran; });
+  const auto alone = graph.run(pool, 1ms);
+  while (!alone->done()) std::this_thread::yield();
+  CHECK(ran == 10);
+  const auto sliced = graph.run(pool, 1min);
+  CHECK_FALSE(sliced->help_until(SystemSync::now() - 1ms));  // it is late: from now on workers do it
+  while (!sliced->done()) std::this_thread::yield();
+  CHECK(ran == 20);
+}
+
+TEST_CASE("a stop of the pool leaves a run with patience to who waits for it") {
+  for (const Stop how : {Stop::kDrain, Stop::kCancel}) {
+    Pool pool(1);
+    Graph graph;
+    int ran = 0;
+    for (int i = 0; i < 3; ++i) graph.add([&] { ++ran; });
+    const auto run = graph.run(pool, 1min);
+    pool.stop(how);
+    run->get();
+    CHECK(ran == 3);
+  }
+}

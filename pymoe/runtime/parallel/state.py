@@ -17,6 +17,7 @@ anomaly mode, deterministic algorithms and the number of threads belong to the w
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -53,7 +54,8 @@ class ThreadState(NamedTuple):
     multithreading: bool
     view_replay: bool
     autocast_cache: bool
-    autocast: tuple[tuple[bool, torch.dtype], ...]  # per device of autocast_devices()
+    autocast: tuple[bool, ...]  # per device of autocast_devices()
+    autocast_dtypes: tuple[torch.dtype, ...]
     function_state: Any  # of torch._C._TorchFunctionState
     function_modes: tuple[Any, ...]  # outermost first
     default_device: Any
@@ -71,6 +73,7 @@ def autocast_devices() -> tuple[str, ...]:
 
 def current() -> ThreadState:
     """The state of this thread. Every call asks, so the questions are put to torch in the shortest way."""
+    devices = autocast_devices()
     return ThreadState(
         _is_inference_mode(),
         _is_grad_enabled(),
@@ -78,7 +81,8 @@ def current() -> ThreadState:
         _is_multithreading_enabled(),
         _is_view_replay_enabled(),
         _is_autocast_cache_enabled(),
-        tuple([(_is_autocast_enabled(type_), _get_autocast_dtype(type_)) for type_ in autocast_devices()]),
+        tuple(map(_is_autocast_enabled, devices)),
+        tuple(map(_get_autocast_dtype, devices)),
         _get_function_state(),
         _function_modes() if _count_function_modes() else (),
         getattr(_default_device, "device_context", None),
@@ -89,9 +93,28 @@ def current() -> ThreadState:
     )
 
 
+class _Known(threading.local):
+    state: ThreadState | None = None
+
+
+_known = _Known()
+
+
+def known_state() -> ThreadState | None:
+    """The state of this thread if it was looked at and cannot have changed since."""
+    return _known.state
+
+
+def know_state(state: ThreadState | None) -> None:
+    """Spare :func:`in_state` a look at this thread, until None is known again: nothing else may change its state."""
+    _known.state = state
+
+
 def in_state(state: ThreadState, function: Callable[..., Result], *args: Any) -> Result:
     """``function(*args)`` in ``state``; this thread's own is put back, also where the function has left traces."""
-    before = current()
+    known = _known.state
+    before = known or current()
+    _known.state = None
     undo: list[Callable[[], object]] = []
     try:
         if before != state:
@@ -104,6 +127,7 @@ def in_state(state: ThreadState, function: Callable[..., Result], *args: Any) ->
         after = current()
         if after != before:
             change(after, before, [])
+        _known.state = known
 
 
 def change(before: ThreadState, after: ThreadState, undo: list[Callable[[], object]]) -> None:
@@ -123,8 +147,8 @@ def change(before: ThreadState, after: ThreadState, undo: list[Callable[[], obje
         _C._set_view_replay_enabled(after.view_replay)
     if before.autocast_cache != after.autocast_cache:
         torch.set_autocast_cache_enabled(after.autocast_cache)
-    if before.autocast != after.autocast:
-        for type_, (enabled, dtype) in zip(autocast_devices(), after.autocast, strict=True):
+    if before.autocast != after.autocast or before.autocast_dtypes != after.autocast_dtypes:
+        for type_, enabled, dtype in zip(autocast_devices(), after.autocast, after.autocast_dtypes, strict=True):
             torch.set_autocast_enabled(type_, enabled)
             torch.set_autocast_dtype(type_, dtype)
     _change_modes(before, after)

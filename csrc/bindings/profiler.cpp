@@ -1,0 +1,95 @@
+#include "bindings/profiler.h"
+
+#if !defined(_WIN32)
+#include <dlfcn.h>
+#endif
+
+#include <memory>
+#include <utility>
+
+namespace py = pybind11;
+
+namespace pymoe::bindings {
+namespace {
+
+// The profiler watches a thread by two things that torch keeps there: a chain of debug information, shared, and a list
+// of callbacks, copied. torch carries both to its own threads; from outside only these C++ functions reach them. No
+// header of torch is needed: a shared pointer is handled the same way whatever it points to, and the list is never
+// looked into. (torch's enableProfilerInChildThread takes one thread, and leaves a callback behind on the first.)
+using DebugInfo = std::shared_ptr<void>;
+using Callbacks = void;
+
+struct TorchProfiler {
+  DebugInfo (*current_info)() = nullptr;
+  void (*force_info)(DebugInfo) = nullptr;
+  const Callbacks* (*callbacks)() = nullptr;
+  void (*set_callbacks)(const Callbacks*) = nullptr;
+  void (*clear_callbacks)() = nullptr;
+
+  bool found() const { return current_info && force_info && callbacks && set_callbacks && clear_callbacks; }
+};
+
+template <typename Function>
+void find(Function& function, const char* library, const char* name) {
+#if !defined(_WIN32)
+  // Libraries that are loaded already, or none.
+  if (void* handle = dlopen(library, RTLD_NOLOAD | RTLD_LAZY)) {
+    function = reinterpret_cast<Function>(dlsym(handle, name));
+    dlclose(handle);
+  }
+#endif
+}
+
+const TorchProfiler& torch_profiler() {
+  static const TorchProfiler profiler = [] {
+    TorchProfiler found;
+    find(found.current_info, "libc10.so", "_ZN3c1020ThreadLocalDebugInfo7currentEv");
+    find(found.force_info, "libc10.so", "_ZN3c1020ThreadLocalDebugInfo22_forceCurrentDebugInfoESt10shared_ptrIS0_E");
+    find(found.callbacks, "libtorch_cpu.so", "_ZN2at24get_record_function_tls_Ev");
+    find(found.set_callbacks, "libtorch_cpu.so", "_ZN2at24set_record_function_tls_ERKNS_17RecordFunctionTLSE");
+    find(found.clear_callbacks, "libtorch_cpu.so", "_ZN2at25clearThreadLocalCallbacksEv");
+    return found;
+  }();
+  return profiler;
+}
+
+// What watches the thread on which it was made, which must wait while others take part.
+class Profiled {
+ public:
+  Profiled() {
+    if (!torch_profiler().found()) return;
+    info_ = torch_profiler().current_info();
+    callbacks_ = torch_profiler().callbacks();
+  }
+
+  // On another thread that nothing watches; true if it does from now on.
+  bool join() const {
+    if (callbacks_ == nullptr) return false;
+    torch_profiler().set_callbacks(callbacks_);
+    torch_profiler().force_info(info_);
+    return true;
+  }
+
+  static void leave() {
+    torch_profiler().clear_callbacks();
+    torch_profiler().force_info(nullptr);
+  }
+
+ private:
+  DebugInfo info_;
+  const Callbacks* callbacks_ = nullptr;
+};
+
+}  // namespace
+
+void bind_profiler(py::module_& module) {
+  py::class_<Profiled>(module, "Profiled",
+                       "What of torch's profiler watches this thread, for threads that work for it.")
+      .def(py::init<>())
+      .def("join", &Profiled::join,
+           "Have this thread watched, too; False where this torch offers no way. The thread that made the object must\n"
+           "wait until :meth:`leave`, and this one must not be watched yet.")
+      .def_static("leave", &Profiled::leave, "Have this thread watched by nothing.");
+}
+
+}  // namespace pymoe::bindings

@@ -1,0 +1,144 @@
+"""The workers of parallel calls: when they are there, how many, and what exit and forks do to them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import traceback
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from pymoe.runtime import (
+    get_parallel_workers,
+    map_with_parallel_backward,
+    parallel_workers,
+    run_in_background,
+    set_parallel_workers,
+)
+
+LONG = 60  # seconds: a guard against hanging
+
+
+def run_python(script: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(script)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=2 * LONG)
+
+
+def test_the_number_of_workers() -> None:
+    assert get_parallel_workers() == os.cpu_count()
+    with parallel_workers(3):
+        assert get_parallel_workers() == 3
+        with parallel_workers(None):
+            assert get_parallel_workers() == os.cpu_count()
+        assert get_parallel_workers() == 3
+    assert get_parallel_workers() == os.cpu_count()
+    for wrong in (0, -1):
+        with pytest.raises(ValueError, match=f"at least 1, got {wrong}"):
+            set_parallel_workers(wrong)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 8])
+def test_as_many_calls_at_once_as_there_are_workers_and_the_caller(workers: int) -> None:
+    """Each call waits for all others: with a thread less nobody would get on."""
+    barrier = threading.Barrier(workers + 1)
+    with parallel_workers(workers):
+        map_with_parallel_backward(barrier.wait, *[(LONG,)] * (workers + 1))
+        futures = [run_in_background(barrier.wait, LONG) for _ in range(workers)]
+        barrier.wait(LONG)
+        assert len({future.result(LONG) for future in futures}) == workers
+
+
+def test_both_passes_run_at_once() -> None:
+    class Meeting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, barrier):  # type: ignore[no-untyped-def]
+            barrier.wait(LONG)
+            ctx.barrier = barrier
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):  # type: ignore[no-untyped-def]
+            ctx.barrier.wait(LONG)
+            return grad * 2, None
+
+    x = torch.ones(2, requires_grad=True)
+    with parallel_workers(8):
+        outputs = map_with_parallel_backward(Meeting, *[(x, barrier) for barrier in [threading.Barrier(8)] * 8])
+        sum(o.sum() for (o,) in outputs).backward()
+    assert x.grad.tolist() == [16.0, 16.0]
+
+
+def test_no_thread_before_the_first_call_and_workers_leave_when_their_number_changes() -> None:
+    script = """
+    import os, time, torch
+    torch.set_num_threads(1)
+    def threads(): return len(os.listdir("/proc/self/task"))
+    before = threads()
+    import pymoe
+    from pymoe.runtime import parallel_workers
+    assert threads() == before, "importing started threads"
+    with parallel_workers(5):
+        assert threads() == before, "threads before the first call"
+        for _ in range(3):
+            pymoe.map_with_parallel_backward(torch.sin, (torch.ones(1),), (torch.ones(1),))
+        assert threads() == before + 5, threads()
+    end = time.monotonic() + 60
+    while threads() > before:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    """
+    done = run_python(script)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+EXITS = {
+    "after a map": "pymoe.map_with_parallel_backward(torch.sin, *[(x,)] * 5)",
+    "queued in the background": "[pymoe.run_in_background(torch.sin, x) for _ in range(500)]",
+    "running in the background": "pymoe.run_in_background(time.sleep, 0.2)",
+    "with graphs alive": "out = pymoe.map_with_parallel_backward(torch.sin, *[(x,)] * 5)",
+    "random": "out = pymoe.map_with_parallel_backward(torch.rand, *[(3,)] * 5)",
+}
+
+
+@pytest.mark.parametrize("live", EXITS)
+def test_exit(live: str) -> None:
+    done = run_python(f"import time, torch, pymoe\nx = torch.ones(3, requires_grad=True)\n{EXITS[live]}")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def in_child(check: Callable[[], None]) -> int:
+    """Exit status of a forked child that runs ``check``; 14 if it hangs."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(LONG)  # a child that hangs dies of it
+        status = 1
+        try:
+            check()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_fork_gets_workers_of_its_own() -> None:
+    def both_passes() -> None:
+        x = torch.ones(2, requires_grad=True)
+        outputs = map_with_parallel_backward(lambda t: t * 2, *[(x,)] * 5)
+        sum(o.sum() for (o,) in outputs).backward()
+        assert x.grad.tolist() == [10.0, 10.0]
+        assert run_in_background(int, "7").result(LONG) == 7
+
+    with parallel_workers(2):
+        both_passes()
+        for _ in range(5):
+            assert in_child(both_passes) == 0
+        both_passes()
