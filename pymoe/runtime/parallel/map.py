@@ -57,11 +57,14 @@ def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tupl
       differentiating twice is an error, and so is reentrant checkpointing, which needs ``backward`` where this needs
       ``autograd.grad`` (``use_reentrant=False`` works). With gradients off there is no graph.
     - **State.** Calls run in the state of the thread that called: grad mode, inference mode, autocast, default device,
-      function and dispatch modes, saved-tensor hooks, context variables, CUDA device and stream; backward passes in the
-      state of the backward pass around them. Inside ``torch.func`` transforms calls run one after the other.
+      function and dispatch modes, saved-tensor hooks, context variables, CUDA device and streams, profiler; backward
+      passes in the state of the backward pass around them. Inside ``torch.func`` transforms calls run one after the
+      other.
     - **Random numbers.** Every call has a stream of its own, which depends on the seed and the call's position alone:
       results are the same for any number of threads. They are not those of a serial loop. The surrounding stream moves
       on by one number if any call draws, else not. Python's and numpy's generators are left alone.
+    - **CUDA.** Calls queue their work on the caller's streams. Backward passes of calls with CUDA tensors run one after
+      the other on the host, on the engine's thread for the device, which must not wait for others that need it.
     - **Failures.** All calls end; then the exception of the first that failed, in the order of the calls, is raised
       with its traceback, and notes tell of the others. On Ctrl-C calls that have not started are left out, those that
       run are waited for (a second Ctrl-C does not wait).

@@ -8,7 +8,8 @@ this state by thread and offers no public way to take it to another, so each par
 - function modes (``torch.device`` and ``torch.set_default_device`` among them), whether functions of tensor subclasses
   are looked at (``DisableTorchFunction``), dispatch modes;
 - hooks on saved tensors, and that they are forbidden;
-- the current CUDA device and stream.
+- the current CUDA device, and the current stream of every CUDA device: work of all calls is queued on the streams of
+  the thread that asked, so it comes after what that has queued, and before what it will.
 
 Context variables are carried by ``contextvars``, the profiler by ``pymoe._runtime.ProfilerState``. The default dtype,
 anomaly mode, deterministic algorithms and the number of threads belong to the whole process; there is nothing to carry.
@@ -62,7 +63,7 @@ class ThreadState(NamedTuple):
     dispatch_modes: tuple[Any, ...]
     saved_tensor_hooks: tuple[Any, Any] | None  # the innermost, the only one that torch looks at
     hooks_forbidden: str | None
-    cuda: tuple[int, Any] | None  # device and stream
+    cuda: tuple[int, tuple[Any, ...]] | None  # the current device, and each device's stream
 
 
 @functools.cache
@@ -89,8 +90,12 @@ def current() -> ThreadState:
         tuple(_python_dispatch._get_current_dispatch_mode_stack()) if _count_dispatch_modes() else (),
         _top_hooks(True),
         _hooks_forbidden(),
-        (torch.cuda.current_device(), torch.cuda.current_stream()) if _cuda_is_initialized() else None,
+        _cuda() if _cuda_is_initialized() else None,
     )
+
+
+def _cuda() -> tuple[int, tuple[Any, ...]]:
+    return torch.cuda.current_device(), tuple(map(torch.cuda.current_stream, range(torch.cuda.device_count())))
 
 
 class _Known(threading.local):
@@ -159,8 +164,9 @@ def change(before: ThreadState, after: ThreadState, undo: list[Callable[[], obje
     if before.hooks_forbidden != after.hooks_forbidden and after.hooks_forbidden is not None:
         _autograd._saved_tensors_hooks_disable(after.hooks_forbidden, False)
     if before.cuda != after.cuda and after.cuda is not None:
+        for stream in after.cuda[1]:
+            torch.cuda.set_stream(stream)  # this changes the current device, too
         torch.cuda.set_device(after.cuda[0])
-        torch.cuda.set_stream(after.cuda[1])
 
 
 def _function_modes() -> tuple[Any, ...]:
