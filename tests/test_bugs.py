@@ -3,6 +3,7 @@
 import concurrent.futures
 import ctypes
 import pathlib
+import threading
 
 import pytest
 import torch
@@ -152,3 +153,33 @@ def test_requests_of_hundreds_of_row_shapes_still_meet():
     with pymoe.Runtime([pool], num_workers=1):
         assert all(bool((future.result(60) == 2).all()) for future in futures)
     assert pool._statistics()["batches"] == 600
+
+
+def test_who_waits_for_room_with_a_limit_runs_no_batch():
+    """A client that submits with a timeout to a full pool ran the pool's next batch itself, however long that took: a
+    limit of 0.1 s became the minutes that a slow expert needs.
+    """
+    ran = set()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def notice(x):
+        ran.add(threading.get_ident())
+        return x
+
+    def block(x):
+        begun.set()
+        assert go_on.wait(60)
+        return x
+
+    full = pymoe.TaskPool(notice, name="full", capacity=1)
+    other = pymoe.TaskPool(block, name="other")
+    with pymoe.Runtime([full, other], num_workers=1):
+        other.submit_task(torch.ones(1))
+        assert begun.wait(60)
+        first = full.submit_task(torch.ones(1))
+        late = full.submit_task(torch.ones(1), timeout=0.1)
+        go_on.set()
+        assert first.result(60) == 1
+        with pytest.raises(TimeoutError, match="no room"):
+            late.result(60)
+    assert threading.get_ident() not in ran

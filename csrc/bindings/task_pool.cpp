@@ -198,7 +198,8 @@ void submit_slowly(const State& state, const std::shared_ptr<TensorRequest>& req
           static_cast<long long>(state.pool->options().capacity));
   }
   const auto pool = state.pool;
-  const Help help = help_of_this_thread(state.may_help(*request->signature));
+  // Who has no time to lose must not run a batch that may take longer.
+  const Help help = help_of_this_thread(state.may_help(*request->signature) && !request->deadline);
   try {
     const auto submitted = [&](Clock::time_point until) { return pool->try_submit(request, until, help); };
     if (wait_interruptibly(submitted, request->deadline)) return;
