@@ -66,6 +66,7 @@ class Runtime(_runtime.Runtime):
         self._setup(pools, num_workers)
         self.num_workers = num_workers
         self._changes = threading.RLock()  # whoever starts, adds or removes
+        self._leaving: list[TaskPool] = []  # what is being removed, once for each who waits for it
         self._reader = StatsReader(self._served)
         self._observers = observers
         weakref.finalize(self, observers.stop)
@@ -115,11 +116,16 @@ class Runtime(_runtime.Runtime):
         The number of workers stays what it is. May be called from any thread, and from a batch.
 
         Raises:
-            RuntimeError: a pool is served by another Runtime (then nothing is added), or this one is shutting down.
+            RuntimeError: a pool is served by another Runtime (then nothing is added), or this one is shutting down, or
+                is still removing it.
             TypeError: neither a pool nor anything that has any.
         """
         with self._changes:
-            new = [pool for pool in pools_of(backend_or_pool) if pool not in self.pools]
+            coming = pools_of(backend_or_pool)
+            for pool in coming:
+                if pool in self._leaving:
+                    raise RuntimeError(f"Runtime.add: the pool {pool.name!r} is still being removed")
+            new = [pool for pool in coming if pool not in self.pools]
             # What shares its turns with a pool that is served here is served with it.
             here = self.pools
             self._serve_too(tuple(one for one in new if not any(one._is_exclusive_with(pool) for pool in here)))
@@ -154,11 +160,23 @@ class Runtime(_runtime.Runtime):
                         f"Runtime.remove: the pool {pool.name!r} shares its turns with one of "
                         f"{[one.name for one in leaving]}: remove them together"
                     )
-        self._release(tuple(leaving), drain)  # not under the lock: it may take long
-        with self._changes:
-            self._served.remove(leaving)
-            self._replace_pools(self.pools)
-            for pool in leaving:
+            self._leaving += leaving
+        released = False
+        try:
+            self._release(tuple(leaving), drain)  # not under the lock: it may take long
+            released = True
+        finally:
+            with self._changes:
+                for pool in leaving:
+                    self._leaving.remove(pool)
+                if released:
+                    self._forget(leaving)
+
+    def _forget(self, pools: list[TaskPool]) -> None:
+        self._served.remove(pools)
+        self._replace_pools(self.pools)
+        for pool in pools:
+            if pool._server is not None and pool._server() is self:  # another runtime may have it by now
                 pool._server = None
 
     def stats(self) -> dict[str, PoolStats]:

@@ -223,3 +223,28 @@ def test_log_and_live_view_follow(caplog: pytest.LogCaptureFixture, capsys: pyte
         late(ONE)
     assert any(record.message.startswith("late: ") for record in caplog.records)
     assert "late" in capsys.readouterr().out
+
+
+def test_what_is_still_being_removed_cannot_be_added() -> None:
+    stuck = Stuck()
+    leaving = pool_of("leaving", lambda x: stuck(x) or x)
+    staying = pool_of("staying")
+    with Runtime([leaving, staying], num_workers=1) as runtime:
+        last = leaving.submit_task(ONE)
+        assert stuck.begun.wait(LONG)
+        removers = [threading.Thread(target=runtime.remove, args=(leaving,)) for _ in range(2)]
+        for remover in removers:
+            remover.start()
+        deadline = time.monotonic() + LONG
+        while len(runtime._leaving) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        with pytest.raises(RuntimeError, match="'leaving' is still being removed"):
+            runtime.add(leaving)
+        stuck.open.set()
+        for remover in removers:
+            remover.join(LONG)
+        assert last.result(LONG) == 1
+        assert runtime.pools == (staying,)
+        runtime.add(leaving)
+        assert leaving(ONE) == 1
