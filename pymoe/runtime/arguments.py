@@ -49,7 +49,7 @@ class Arguments:
                 pairs = zip(flat, self._protos, strict=True)
                 flat = [leaf for leaf, proto in pairs if isinstance(proto, BatchTensorProto)]
         if torch._C._is_any_autocast_enabled():  # in all of torch's public ways one names a device
-            return [_cast(tensor, proto) for tensor, proto in zip(flat, self._tensor_protos, strict=True)]
+            return [under_autocast(tensor, proto) for tensor, proto in zip(flat, self._tensor_protos, strict=True)]
         return flat
 
     def _check_names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -112,8 +112,8 @@ def _equal(first: Any, second: Any) -> bool:
         return False
 
 
-def _cast(tensor: Any, proto: BatchTensorProto) -> Any:
-    """What autocast does to the arguments of an operation that has a dtype of its own."""
+def under_autocast(tensor: Any, proto: BatchTensorProto) -> Any:
+    """In the dtype of ``proto``, as autocast does it for an operation that has a dtype of its own; else as it is."""
     if not (isinstance(tensor, Tensor) and tensor.is_floating_point() and proto.dtype.is_floating_point):
         return tensor
     return tensor.to(proto.dtype) if torch.is_autocast_enabled(tensor.device.type) else tensor

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,8 @@ from pymoe.runtime.mixture.choice import Group
 from pymoe.runtime.mixture.counts import Log, PassCounts
 from pymoe.runtime.task_pool import TaskPool
 
-PATIENCE = 2.0  # seconds after which a wait without a limit looks whether anybody serves the pools
+PATIENCE = 2.0  # seconds after which a wait looks whether anybody serves the pools
+ROOM_PERIOD = 0.002  # seconds between two looks whether a full pool has room
 
 
 class GivenUp(TimeoutError):
@@ -81,9 +83,10 @@ class Arrivals:
         self._open = True
         self._ended: queue.SimpleQueue[tuple[int, Future | BaseException, float]] = queue.SimpleQueue()
         self._futures: list[Future] = []
+        self._without_room: list[tuple[int, Call, float | None]] = []
 
     def send(self, place: int, call: Call, deadline: float | None) -> None:
-        """Send a request. Where the pool is full another thread waits for room, and hands in what the pool raises.
+        """Send a request; where the pool is full, as soon as :meth:`get` finds room.
 
         Raises:
             Exception: whatever the pool raises, in the usual case.
@@ -92,17 +95,16 @@ class Arrivals:
         future = call.pool._try_submit(*call.tensors, timeout=timeout)
         if future is not None:
             self._follow(place, call, future)
-            return
+        else:
+            self._without_room.append((place, call, deadline))
 
-        def wait_for_room() -> None:
+    def _look_for_room(self) -> None:
+        waiting, self._without_room = self._without_room, []
+        for place, call, deadline in waiting:
             try:
-                future = call.pool.submit_task(*call.tensors, timeout=timeout)
+                self.send(place, call, deadline)
             except Exception as error:
-                self._ended.put((place, error, time.perf_counter()))
-            else:
-                self._follow(place, call, future)
-
-        threading.Thread(target=wait_for_room, name="pymoe mixture waits for room", daemon=True).start()
+                self._ended.put((place, error.with_traceback(None), time.perf_counter()))
 
     def _follow(self, place: int, call: Call, future: Future) -> None:
         counts = call.counts
@@ -116,15 +118,20 @@ class Arrivals:
                 counts.add("late")
 
         with self._lock:
-            in_time = self._open
             self._futures.append(future)
         future.add_done_callback(ended)
-        if not in_time:
-            future.cancel()
 
-    def get(self, timeout: float | None) -> tuple[int, Future | BaseException, float]:
+    def get(self, timeout: float) -> tuple[int, Future | BaseException, float]:
         """The next one; ``queue.Empty`` if none came in time."""
-        return self._ended.get(timeout=timeout)
+        until = time.monotonic() + timeout
+        while self._without_room:
+            # The caller looks again and again: a thread that waits for room stays as long as its expert hangs.
+            with suppress(queue.Empty):
+                return self._ended.get(timeout=min(ROOM_PERIOD, max(0.0, until - time.monotonic())))
+            if time.monotonic() >= until:
+                raise queue.Empty
+            self._look_for_room()
+        return self._ended.get(timeout=max(0.0, until - time.monotonic()))
 
     def close(self) -> None:
         """Nobody waits any more: cancel what has not begun."""
@@ -170,7 +177,7 @@ def ask(
             except Exception as error:  # full, closed, or gone
                 del sent[place]
                 call.counts.add("failed")
-                answers.fail(place, error)
+                answers.fail(place, error.with_traceback(None))  # which holds this frame, with all tensors
         collect(answers, arrivals, sent, needed, deadline, timeout_after, acceptable)
     finally:
         arrivals.close()
@@ -198,10 +205,11 @@ def collect(
             grace = deadline_after(timeout_after)
             if grace is not None:
                 deadline = grace if deadline is None else min(deadline, grace)
+        left = seconds_left(deadline)
         try:
-            place, ended, when = arrivals.get(PATIENCE if deadline is None else seconds_left(deadline))
+            place, ended, when = arrivals.get(PATIENCE if left is None else min(PATIENCE, left))
         except queue.Empty:
-            if deadline is not None:
+            if seconds_left(deadline) == 0:
                 return
             for call in [answers.calls[place] for place in sent]:
                 if not call.pool.served:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.reference.checks import FLOATING
 from pymoe.reference.types import Gate, RouterLosses
-from pymoe.runtime.arguments import Arguments
+from pymoe.runtime.arguments import Arguments, under_autocast
 from pymoe.runtime.backend import ExpertBackend
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 from pymoe.runtime.gradients import all_finite
@@ -23,7 +23,7 @@ from pymoe.runtime.mixture.errors import TooFewAnswersError
 from pymoe.runtime.mixture.fan_out import Answers, Call, ask
 from pymoe.runtime.mixture.gate import SlotGate
 from pymoe.runtime.mixture.options import check_options, check_schemas
-from pymoe.runtime.mixture.slots import Member, Slots
+from pymoe.runtime.mixture.slots import Slots
 from pymoe.runtime.nested import nested_compare, nested_flatten, nested_pack
 from pymoe.runtime.schema import tensor_protos
 
@@ -68,7 +68,8 @@ class MixtureOfExpertBackends(nn.Module):
         backward_k_min: gradients that each row needs, of the answers that it used; 0: none.
         backward_timeout: seconds; None: as long as it takes.
         detect_anomalies: answers and gradients with NaN or infinity count as if they had not come, and such values
-            among the inputs, or among the gradients that reach the mixture, raise ValueError. Without it, they pass.
+            among the inputs, the gate's logits (but minus infinity), or the gradients that reach the mixture, raise
+            ValueError. Without it, they pass.
         on_too_few: ``"raise"`` :class:`TooFewAnswersError`, in both passes; or ``"fallback"``: rows with too few
             answers get the ``fallback``, and gradients that are missing in the backward pass are zero.
         fallback: ``"zeros"``; ``"input"``, the row's first tensor, for experts that return what they take; or what is
@@ -163,11 +164,7 @@ class MixtureOfExpertBackends(nn.Module):
 
     def _take_in(self, backend: ExpertBackend, slot: int | None, begin_anew: bool = False) -> int:
         check_schemas(backend, self._schemas)
-        member = Member(self._slots.free(slot, backend.name), backend)
-        if begin_anew:
-            self._reset(member.slot)
-        self._slots.put(member)
-        return member.slot
+        return self._slots.put(backend, slot, self._reset if begin_anew else None).slot
 
     def remove_backend(self, backend: str | ExpertBackend) -> ExpertBackend:
         """Choose it no more; returns it. Calls that are under way still get its answers, if it is still served.
@@ -220,9 +217,10 @@ class MixtureOfExpertBackends(nn.Module):
             if rows and self.rules.raises:
                 raise TooFewAnswersError(self._name, "answers", self.rules.k_min, few_T, {})
             nothing = tuple(proto.make_empty(rows, device=inputs[0].device) for proto in self._output_protos)
-            outputs = list(self._attach(nothing, (), inputs, rows))
+            outputs = list(self._attach(nothing, (), inputs, rows, trains=True))
         else:
-            outputs, few_T = self._ask(inputs, choose(logits, members, self.top_k))
+            trains = any(member.backend.trains for member in members)
+            outputs, few_T = self._ask(inputs, choose(logits, members, self.top_k), trains)
         if bool(few_T.any()) and self.fallback != "zeros":
             outputs = self._fall_back(outputs, inputs, args, kwargs, few_T)
         return nested_pack(outputs, self._schemas[1])
@@ -236,9 +234,11 @@ class MixtureOfExpertBackends(nn.Module):
                 f"{self._name}: the gate must return logits of shape (rows, max_experts), here "
                 f"{(rows, self.max_experts)}, got {tuple(logits.shape)}"
             )
+        if self.rules.detect_anomalies and not bool((logits < math.inf).all()):
+            raise ValueError(f"{self._name}: a logit of the gate is NaN or infinite")
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def _ask(self, inputs: list[Tensor], choice: Choice) -> tuple[list[Tensor], Tensor]:
+    def _ask(self, inputs: list[Tensor], choice: Choice, trains: bool) -> tuple[list[Tensor], Tensor]:
         """The mixed outputs, and which rows had too few answers (on the CPU)."""
         rules = self.rules
         gathered = [gather_rows(x, choice.routing) for x in inputs]
@@ -260,7 +260,7 @@ class MixtureOfExpertBackends(nn.Module):
         if rules.raises and bool(few_T.any()):
             raise TooFewAnswersError(self._name, "answers", rules.k_min, few_T, answers.failures)
         answered, outputs, came_TK = self._used(choice, answers, few_T, gathered[0])
-        outputs = self._attach(outputs, answered, gathered, len(few_T))
+        outputs = self._attach(outputs, answered, gathered, len(few_T), trains)
         weights_TK = self._carry_losses(weigh(choice.chosen_TK, came_TK), choice)
         return [mix(y, choice.routing, weights_TK) for y in outputs], few_T
 
@@ -290,11 +290,14 @@ class MixtureOfExpertBackends(nn.Module):
         return tuple(answered), outputs, came_TK
 
     def _attach(
-        self, outputs: tuple[Tensor, ...], answered: tuple[Answered, ...], inputs: Sequence[Tensor], rows: int
+        self,
+        outputs: tuple[Tensor, ...],
+        answered: tuple[Answered, ...],
+        inputs: Sequence[Tensor],
+        rows: int,
+        trains: bool,
     ) -> tuple[Tensor, ...]:
         """The outputs as a part of the caller's graph, where it records one."""
-        members = self._slots.members
-        trains = not members or any(member.backend.trains for member in members)
         if not (torch.is_grad_enabled() and (trains or any(x.requires_grad for x in inputs))):
             return outputs
         asked = Asked(self._name, self.rules, answered, rows, self._output_protos)
@@ -325,6 +328,7 @@ class MixtureOfExpertBackends(nn.Module):
             if not nested_compare(result, self._schemas[1]):
                 raise ValueError(f"{self._name}: the fallback must return {self._schemas[1]!r}, got {result!r}")
             flat = nested_flatten(result)
+        flat = [under_autocast(one, proto) for one, proto in zip(flat, self._output_protos, strict=True)]
         for proto, one in zip(self._output_protos, flat, strict=True):
             proto.replace(device=None).check(one, f"{self._name}: what the fallback returns")
             if len(one) != len(rows):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pymoe.runtime.backend import ExpertBackend
@@ -74,11 +74,15 @@ class Slots:
             raise ValueError(f"slot {slot} is not one of the free slots {sorted(set(range(self.count)) - taken)}")
         return slot
 
-    def put(self, member: Member) -> None:
-        """Raises ValueError, as :meth:`free`, if somebody else was faster."""
-        with self._lock:
-            self.free(member.slot, member.name)
-            self._set([*self.members, member])
+    def put(self, backend: ExpertBackend, slot: int | None, prepare: Callable[[int], None] | None = None) -> Member:
+        """Into ``slot``, or the first that is free, once it is prepared. Raises ValueError, as :meth:`free`."""
+        with self._lock:  # while the slot is prepared too: nobody else may take it, and it must be nobody's
+            slot = self.free(slot, backend.name)
+            if prepare is not None:
+                prepare(slot)
+            made = Member(slot, backend)
+            self._set([*self.members, made])
+        return made
 
     def remove(self, which: str | ExpertBackend) -> Member:
         with self._lock:
