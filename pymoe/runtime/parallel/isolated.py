@@ -7,10 +7,14 @@ leaves    What the call has reached without being given it (parameters, tensors 
 its graph back from the outputs. Where the walk runs into graphs that were there before the call it goes
 on to their leaves.
 backward  ``autograd.grad`` from the outputs to the aliases and the leaves: nothing is accumulated anywhere.
+
+Tensors that leave a call by other ways than its outputs (in an object, as a module's attribute) keep their history:
+gradients go through the aliases to the caller's tensors, as they do in a backward pass that the call makes itself.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -32,25 +36,56 @@ def graphs_are_made() -> bool:
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
+class _Running(threading.local):
+    """On a thread that differentiates a call: the entry of its graph."""
+
+    entry: Any = None
+
+
+_running = _Running()
+_NONE = object()  # the entry of a graph that has none
+
+
 class _Entry(torch.autograd.Function):
     """Makes the aliases. Being no leaves, they may be written to like any result."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
         return anchor.detach(), *[tensor.detach() for tensor in tensors]
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
-        return (None,) * len(grads)  # a call's own backward() ends here
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if ctx is _running.entry:  # the aliases have their gradients, and the caller's graph is not the call's
+            return (None,) * len(grads)
+        return None, *grads[1:]
+
+
+class _OutsideCalls:
+    """A hook of a leaf. It is for the sum of all calls' gradients, not for that of each call."""
+
+    def __init__(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        self.hook = hook
+
+    def __call__(self, grad: torch.Tensor) -> torch.Tensor | None:
+        return self.hook(grad) if _running.entry is None else None
+
+
+def keep_hooks_outside(leaf: torch.Tensor) -> None:
+    """Autograd runs a leaf's hooks where its gradient is asked for, too, and would come to them twice."""
+    hooks: Any = leaf._backward_hooks
+    for key, hook in list(hooks.items()) if hooks else ():
+        if type(hook) is not _OutsideCalls and key in hooks:
+            hooks[key] = _OutsideCalls(hook)
 
 
 class Alias:
     """A tensor among the arguments of a call, and what stands for it within."""
 
-    __slots__ = ("argument", "edge", "grad_fn", "original", "tensor")
+    __slots__ = ("arguments", "edge", "grad_fn", "original", "tensor")
 
     def __init__(self, argument: int, original: torch.Tensor) -> None:
-        self.argument = argument  # its position
+        self.arguments = [argument]  # its positions
         self.original = original
         self.tensor: torch.Tensor | None = None
         self.edge: GradientEdge | None = None  # where its gradient comes out; None: it needs none
@@ -85,13 +120,17 @@ class IsolatedCall:
         assert args is not None
         self._function = self._args = None
         for alias in self.aliases:
-            args[alias.argument] = alias.tensor
+            for argument in alias.arguments:
+                args[argument] = alias.tensor
         self.outputs = as_tuple(function(*args))
 
     def trace(self, hand_through: bool) -> list[torch.Tensor]:
         """After :meth:`run`, with graphs: the outputs that have a history here, each once; sets the rest.
 
         ``hand_through``: in ``outputs``, aliases that the function has returned become the caller's tensors again.
+
+        Raises:
+            RuntimeError: the call has written to an argument and was given another that shares its memory.
         """
         aliases = {}
         for alias in self.aliases:
@@ -102,6 +141,8 @@ class IsolatedCall:
             if tensor.requires_grad and tensor.grad_fn is not alias.grad_fn:
                 self.written.append(alias)
                 self.roots.append(edge_of(tensor))
+        if self.written:
+            self._refuse_overlaps()
         fresh: dict[int, torch.Tensor] = {}
 
         def look(output: Any) -> Any:
@@ -124,6 +165,17 @@ class IsolatedCall:
                 self.tied.add(id(output))
         return list(fresh.values())
 
+    def _refuse_overlaps(self) -> None:
+        """Aliases do not know of each other, so the history of a write to one would miss the others."""
+        memory = [alias.original for alias in self.aliases if alias.original.layout == torch.strided]
+        places = [tensor.untyped_storage()._cdata for tensor in memory]
+        for alias in self.written:
+            if places.count(alias.original.untyped_storage()._cdata) > 1:
+                raise RuntimeError(
+                    "a call has written in place to an argument that shares its memory with another argument: "
+                    "their common history cannot be kept; hand over one of them, and make the other in the call"
+                )
+
     def gradients(self, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """For every alias with an edge and every leaf, from gradients for the roots; None where there is none.
 
@@ -134,28 +186,47 @@ class IsolatedCall:
         if not given or not inputs:
             return (None,) * len(inputs)
         roots, values = zip(*given, strict=True)
-        return _run_backward(roots, values, True, False, tuple(inputs), True, accumulate_grad=False)  # type: ignore[call-arg]
+        for leaf in self.leaves:
+            keep_hooks_outside(leaf)
+        before, _running.entry = _running.entry, self._entry or _NONE
+        try:
+            return _run_backward(roots, values, True, False, tuple(inputs), True, accumulate_grad=False)  # type: ignore[call-arg]
+        finally:
+            _running.entry = before
 
 
-def isolate(function: Callable[..., Any], args_per_call: Iterable[Sequence[Any]], graphs: bool) -> list[IsolatedCall]:
-    """The calls, ready to run; ``graphs``: each in a graph of its own, else with the arguments as they are."""
+def isolate(
+    function: Callable[..., Any], args_per_call: Iterable[Sequence[Any]], graphs: bool, share: bool
+) -> list[IsolatedCall]:
+    """The calls, ready to run.
+
+    Args:
+        function: what all of them call.
+        args_per_call: the arguments of each.
+        graphs: each in a graph of its own; otherwise with the arguments as they are.
+        share: a tensor that a call is given twice is one tensor within, too; otherwise each has its own gradient.
+    """
     calls = [IsolatedCall(function, args) for args in args_per_call]
     if not graphs:
         return calls
     entering: list[Alias] = []
     for call in calls:
         assert call._args is not None
+        known: dict[int, Alias] = {}
         for position, value in enumerate(call._args):
             if not isinstance(value, torch.Tensor):
                 continue
+            if share and id(value) in known:
+                known[id(value)].arguments.append(position)
+                continue
+            if not (value.requires_grad or value.is_floating_point() or value.is_complex()):
+                continue
+            alias = known[id(value)] = Alias(position, value)
+            call.aliases.append(alias)
             if value.requires_grad:
-                alias = Alias(position, value)
-                call.aliases.append(alias)
                 entering.append(alias)
-            elif value.is_floating_point() or value.is_complex():
-                alias = Alias(position, value)
+            else:
                 alias.enter(value.detach(), None)
-                call.aliases.append(alias)
     if entering:
         anchor = torch.empty(0, device="cpu", requires_grad=True)
         guard, *tensors = _Entry.apply(anchor, *[alias.original for alias in entering])

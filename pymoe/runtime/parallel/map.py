@@ -71,7 +71,8 @@ def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tupl
 
     Raises:
         TypeError: ``func`` cannot be called, or the arguments of a call are no tuple or list.
-        RuntimeError: two calls write to one tensor that requires gradients.
+        RuntimeError: a call writes to a tensor whose history others need: one that another call has written to, or
+            that shares its memory with another argument of the call.
     """
     function = as_function(func)
     for number, args in enumerate(args_per_call):
@@ -86,7 +87,7 @@ def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tupl
         return tuple([as_tuple(function(*args)) for args in args_per_call])
     random_streams.install()
     graphs = graphs_are_made()
-    calls = isolate(function, args_per_call, graphs)
+    calls = isolate(function, args_per_call, graphs, share=True)
     fresh: list[list[torch.Tensor]] = [[] for _ in calls]
 
     def forward(number: int) -> None:

@@ -58,7 +58,7 @@ def run_isolated_forward(func: Any, *args: Any) -> tuple[IsolatedContext, tuple[
         TypeError: ``func`` cannot be called. What ``func`` raises passes.
     """
     graphs = graphs_are_made()
-    (call,) = isolate(as_function(func), [args], graphs)
+    (call,) = isolate(as_function(func), [args], graphs, share=False)
     call.run()
     if not graphs:
         return IsolatedContext(len(args), None, _pytree.tree_leaves(call.outputs), []), call.outputs
@@ -111,7 +111,7 @@ def run_isolated_backward(
             before = roots[number]
             roots[number] = grad if before is None else before + grad
     found = call.gradients(roots)
-    inputs = [alias.argument for alias in call.aliases if alias.edge is not None]
+    inputs = [alias.arguments[0] for alias in call.aliases if alias.edge is not None]
     for argument, gradient in zip(inputs, found, strict=False):
         gradients[argument] = gradient
     context.leaf_gradients = found[len(inputs) :]

@@ -113,11 +113,18 @@ def raise_first(name: str, errors: Sequence[BaseException | None]) -> None:
     if hasattr(first, "add_note"):  # Python 3.11
         for number, error in failed[1:]:
             if error is not first:
-                first.add_note(f"{name}: call {number} failed, too: {type(error).__name__}: {error}")
+                first.add_note(f"{name}: call {number} failed, too: {described(error)}")
     try:
         raise first
     finally:
         del first, failed
+
+
+def described(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # it cannot be printed, which must not hide the one that is raised
+        return type(error).__name__
 
 
 def functorch_is_active() -> bool:
