@@ -31,6 +31,9 @@ void help(Graph::Run& run, int step) {
   }
 }
 
+// Mostly with as much patience as maps have, sometimes with none or hardly any.
+Sync::Duration patience(int step) { return step % 4 == 0 ? 0us : step % 4 == 1 ? 2us : 200us; }
+
 // One map: what the forward calls save, their backward calls read, and the caller reads the outcome of both.
 struct Map {
   explicit Map(int seed) : seed(seed) {
@@ -44,9 +47,9 @@ struct Map {
 
   // Both passes; how many of the results are wrong.
   int run(Pool& pool, int step) {
-    const auto first = forward.run(pool);
+    const auto first = forward.run(pool, patience(step));
     help(*first, step);
-    const auto second = backward.run(pool);
+    const auto second = backward.run(pool, patience(step + 1));
     help(*second, step);
     int wrong = 0;
     for (int call = 0; call < kCalls; ++call) {
@@ -83,7 +86,7 @@ int nested(Pool& pool, int depth) {
   std::array<int, 3> counts{};
   Graph graph;
   for (int& count : counts) graph.add([&pool, &count, depth] { count = nested(pool, depth - 1); });
-  const auto run = graph.run(pool);
+  const auto run = graph.run(pool, patience(depth));
   help(*run, depth);
   return counts[0] + counts[1] + counts[2];
 }
@@ -127,7 +130,7 @@ TEST_CASE("every call ends before the caller sees the failures, which it sees in
           if (failing) throw std::runtime_error("call " + std::to_string(call));
         });
       }
-      const auto run = graph.run(pool);
+      const auto run = graph.run(pool, patience(step));
       help(*run, step);
       size_t seen = 0;
       for (int call = 0; call < kCalls; ++call) {
@@ -163,7 +166,7 @@ TEST_CASE("a map that is cancelled while others help it has run each call wholly
         ended[at] = 1;
       });
     }
-    const auto run = graph.run(pool);
+    const auto run = graph.run(pool, patience(step));
     std::thread helper([&] { help(*run, step); });
     std::thread canceller([&] {
       if (step % 2 == 0) first.wait();
@@ -199,7 +202,7 @@ TEST_CASE("a pool that is stopped under running maps ends or refuses each of the
           Graph graph;
           for (int& one : ran) graph.add([&one] { one = 1; });
           try {
-            const auto run = graph.run(pool);
+            const auto run = graph.run(pool, patience(turn + client));
             if (turn == 0) running.count_down();
             help(*run, client + step);
             int count = 0;

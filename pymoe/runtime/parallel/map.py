@@ -51,7 +51,8 @@ def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tupl
       of modules and tensors of closures. Whatever depends on one output waits for all calls' backward passes.
       Gradients are summed in call order, so results do not depend on the number of threads; nothing is accumulated
       before all calls have succeeded. A tensor with a history that a call gets by other ways than its arguments is
-      differentiated down to its leaves, once per such call: better hand it over. ``autograd.Function`` works in full:
+      differentiated down to its leaves, once per such call: better hand it over. Tensors that leave a call by other
+      ways than its outputs (losses that a module keeps) keep their history, too. ``autograd.Function`` works in full:
       ``save_for_backward`` with version checks, ``needs_input_grad``, ``mark_non_differentiable``, ``mark_dirty``,
       ``set_materialize_grads``, ``setup_context``, ``once_differentiable``. ``retain_graph=True`` works;
       differentiating twice is an error, and so is reentrant checkpointing, which needs ``backward`` where this needs
@@ -63,6 +64,8 @@ def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tupl
     - **Random numbers.** Every call has a stream of its own, which depends on the seed and the call's position alone:
       results are the same for any number of threads. They are not those of a serial loop. The surrounding stream moves
       on by one number if any call draws, else not. Python's and numpy's generators are left alone.
+    - **Side effects.** What calls change besides, as a batch norm its running statistics, they change at the same time
+      and in any order: that is theirs to guard. A ``Parameter`` among the arguments is a plain tensor within.
     - **CUDA.** Calls queue their work on the caller's streams. Backward passes of calls with CUDA tensors run one after
       the other on the host, on the engine's thread for the device, which must not wait for others that need it.
     - **Failures.** All calls end; then the exception of the first that failed, in the order of the calls, is raised
