@@ -67,6 +67,13 @@ def test_peaks_of_live_activations(p, m):
         assert max(peaks("zero-bubble", live_limit=limit)) <= min(m, p, limit)
 
 
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SHAPES if p in (1, 2, 4)])
+def test_live_limits_are_what_is_held(name, p, m):
+    schedule = build(name, p, m)
+    assert schedule.live_limits == simulate(schedule).peak_live
+
+
 @pytest.mark.parametrize("v", [2, 3])
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (2, 8), (3, 9), (4, 8), (4, 16)])
 def test_peaks_of_live_activations_when_interleaved(p, m, v):

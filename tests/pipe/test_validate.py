@@ -127,6 +127,16 @@ def test_a_deadlock_names_everyone_in_the_ring():
     )
 
 
+def test_a_deadlock_is_blamed_on_the_ring_and_not_on_those_who_wait_for_it():
+    """Worker 0 only waits; worker 2 wants two forwards before its first backward, worker 1 a backward between."""
+    schedule = build("1f1b", 4, 2)
+    calm = (Action(1, 0, F), Action(1, 0, B), Action(1, 1, F), Action(1, 1, B))
+    hasty = (Action(2, 0, F), Action(2, 1, F), Action(2, 0, B), Action(2, 1, B))
+    error = refused(changed(changed(schedule, 1, calm), 2, hasty), "1B0 waits for 2B0.*; 2F1 waits for 1F1")
+    assert (error.worker, error.position) == (1, 1)
+    assert "0B0" not in str(error)
+
+
 def test_a_backward_before_its_own_forward_is_a_deadlock():
     schedule = Schedule("mine", 1, (0,), ((Action(0, 0, B), Action(0, 0, F)),))
     assert refused(schedule, "0B0 waits for 0F0, at position 1 of worker 0").position == 0

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from pymoe.pipe.schedules.action import Action, Kind
 from pymoe.pipe.schedules.registry import register
-from pymoe.pipe.schedules.schedule import Schedule
+from pymoe.pipe.schedules.schedule import Schedule, peak_live
 
 
 @register("interleaved-1f1b")
@@ -28,17 +28,17 @@ def interleaved_one_forward_one_backward(stages: int, micro_batches: int, *, vir
     groups = [range(*pair) for pair in pairwise(bounds)]
     largest = max(map(len, groups))
     total = micro_batches * virtual_stages
-    orders, limits = [], []
+    orders = []
     for worker in range(workers):
         chunks = range(worker, workers * virtual_stages, workers)
         forwards = [Action(s, i, Kind.FORWARD) for group in groups for s in chunks for i in group]
         backwards = [Action(s, i, Kind.BACKWARD) for group in groups for s in reversed(chunks) for i in group]
         warm_up = min(total, 2 * (workers - 1 - worker) + (virtual_stages - 1) * largest + 1)
-        limits.append(warm_up)
         order = forwards[:warm_up]
         for i, backward in enumerate(backwards):
             order += [backward, *forwards[warm_up + i : warm_up + i + 1]]
         # A model that lacks the last stages runs the same order without them: less to wait for, never more.
         orders.append(tuple(action for action in order if action.stage < stages))
     placement = tuple(stage % workers for stage in range(stages))
-    return Schedule("interleaved-1f1b", micro_batches, placement, tuple(orders), tuple(limits))
+    limits = tuple(map(peak_live, orders))
+    return Schedule("interleaved-1f1b", micro_batches, placement, tuple(orders), limits)
