@@ -19,6 +19,7 @@ __all__: list[str] = [
     "buffer_statistics",
     "compiler",
     "make_mailbox",
+    "must_help",
     "set_await",
 ]
 
@@ -316,6 +317,12 @@ def buffer_statistics() -> tuple[int, int]:
 
 def make_mailbox(loop: typing.Any) -> Mailbox:
     """Make the mailbox of an event loop."""
+
+def must_help() -> bool:
+    """
+    True inside a batch and on a worker: such a thread may be the only one that can run what it waits for,
+    and does so in a future's result().
+    """
 
 def set_await(function: collections.abc.Callable[[RequestFuture], typing.Any]) -> None:
     """Choose what makes an iterator of a future that is awaited."""

@@ -41,7 +41,7 @@ PYTHON_MAY_USE = {
     "ops": {"reference", "ops", "_native", "_ops"},
     "nn": {"reference", "ops", "nn"},
     "runtime": {"runtime", "_runtime", "_native"},
-    "runtime/mixture": {"reference", "ops", "nn", "runtime"},
+    "runtime/mixture": {"reference", "ops", "nn", "runtime", "_runtime"},
     "pipe": {"runtime", "pipe", "_runtime", "_native"},
     "integrations": {"reference", "ops", "nn", "runtime", "pipe", "integrations"},
     "testing": {"reference", "ops", "testing", "_native"},

@@ -299,6 +299,10 @@ Ref make_future(std::shared_ptr<TensorRequest> request, std::shared_ptr<Pool> po
   return Ref::steal(reinterpret_cast<PyObject*>(self));
 }
 
+PyObject* must_help(PyObject*, PyObject*) {
+  return PyBool_FromLong(help_of_this_thread(false) == runtime::Help::kInBatch);
+}
+
 PyObject* set_await(PyObject*, PyObject* function) {
   Py_XSETREF(await_function, Py_NewRef(function));
   Py_RETURN_NONE;

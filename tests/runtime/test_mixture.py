@@ -145,6 +145,32 @@ def test_repeated_calls_are_bit_equal() -> None:
     assert len(results) == 1
 
 
+@pytest.mark.parametrize("capacity", [None, 1])
+def test_a_mixture_inside_an_expert_of_the_same_runtime_needs_no_second_worker(capacity: int | None) -> None:
+    """The only worker waits inside of a batch for requests that nobody else could run."""
+    inner = [backend(f"inner{i}", Scaled(i + 1.0), capacity=capacity, max_batch_size=1, lr=0.0) for i in range(2)]
+    nested = mixture(inner, gate=Logits([0.0, 0.0]))
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nested(self.weight * x)
+
+    outer = [backend("outer", Outer()), backend("plain", Scaled(2.0))]
+    moe = mixture(outer, gate=Logits([0.0, 0.0]))
+    x = torch.ones(3, WIDTH, dtype=torch.float64, requires_grad=True)
+    with Runtime([*outer, *inner], num_workers=1):
+        y = moe(x)
+        y.sum().backward()
+    assert torch.equal(y, 1.75 * torch.ones_like(y))
+    close(x.grad, torch.full_like(x, 1.75))
+    assert outer[0].updates == 1
+    assert inner[0].updates > 0
+
+
 # --- a module ---
 
 

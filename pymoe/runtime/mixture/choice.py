@@ -80,16 +80,16 @@ def gather_rows(x: Tensor, routing: Routing) -> Tensor:
 
 
 def weigh(chosen_TK: Tensor, came_TK: Tensor) -> Tensor:
-    """(T, K) weights: softmax over those choices of a row whose answers came (a mask), 0 elsewhere.
+    """(T, K) weights: softmax over those choices of a row whose answers came (a mask), 0 for the others.
 
-    Rows without any answer have weights of 0 and send no gradient.
+    Rows without any answer have equal weights, all of nothing, and send no gradient.
     """
     if bool(came_TK.all()):
         return chosen_TK.softmax(1)
     missing_TK = ~came_TK
     nothing_T1 = missing_TK.all(1, keepdim=True)
     seen = chosen_TK.masked_fill(missing_TK, -math.inf).masked_fill(nothing_T1, 0.0)
-    return seen.softmax(1).masked_fill(missing_TK, 0.0)
+    return seen.softmax(1)
 
 
 def mix(y: Tensor, routing: Routing, weights_TK: Tensor) -> Tensor:

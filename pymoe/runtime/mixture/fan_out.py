@@ -2,7 +2,8 @@
 
 The wait ends when every request has ended; ``timeout`` seconds after it began; or ``timeout_after`` seconds after
 every row had the answers that it needs, or could not get them any more. What is under way then is cancelled if it has
-not begun, and ignored if it has.
+not begun, and ignored if it has. Inside a batch, whose runtime may have no other worker, a thread runs what it asks for
+itself: there only ``timeout`` ends the wait, and only between batches.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pymoe import _runtime
 from pymoe.runtime.future import Future, deadline_after, seconds_left
 from pymoe.runtime.mixture.choice import Group
 from pymoe.runtime.mixture.counts import Log, PassCounts
@@ -92,7 +94,9 @@ class Arrivals:
             Exception: whatever the pool raises, in the usual case.
         """
         timeout = seconds_left(deadline)
-        future = call.pool._try_submit(*call.tensors, timeout=timeout)
+        in_batch = _runtime.must_help()
+        submit = call.pool.submit_task if in_batch else call.pool._try_submit
+        future = submit(*call.tensors, timeout=timeout)
         if future is not None:
             self._follow(place, call, future)
         else:
@@ -120,6 +124,12 @@ class Arrivals:
         with self._lock:
             self._futures.append(future)
         future.add_done_callback(ended)
+
+    def help(self, deadline: float | None) -> None:
+        """Run what was sent where nobody else may be able to: a wait for one request does, one for many does not."""
+        for future in self._futures if _runtime.must_help() else ():
+            with suppress(TimeoutError, CancelledError):
+                future.exception(seconds_left(deadline))
 
     def get(self, timeout: float) -> tuple[int, Future | BaseException, float]:
         """The next one; ``queue.Empty`` if none came in time."""
@@ -178,6 +188,7 @@ def ask(
                 del sent[place]
                 call.counts.add("failed")
                 answers.fail(place, error.with_traceback(None))  # which holds this frame, with all tensors
+        arrivals.help(deadline)
         collect(answers, arrivals, sent, needed, deadline, timeout_after, acceptable)
     finally:
         arrivals.close()

@@ -51,6 +51,9 @@ class MixtureOfExpertBackends(nn.Module):
     on as well; what it remembers of a column (momentum) stays when another backend takes it. ``state_dict`` holds the
     gate, and the slots of the backends by name; ``load_state_dict`` moves the backends to these slots.
 
+    An expert may be, or hold, such a mixture itself: inside a batch a call runs what it asks for where no worker does,
+    so that ``timeout_after_k_min`` does not count there.
+
     There are no second derivatives through the experts. Copies (``copy.deepcopy``) have a gate of their own and ask the
     same backends; a mixture cannot be pickled. The module's mode concerns the auxiliary losses alone.
 
