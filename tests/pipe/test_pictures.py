@@ -3,6 +3,8 @@
 import doctest
 import subprocess
 import sys
+from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from any_schedule import examples, schedules, times
@@ -12,6 +14,8 @@ from hypothesis import strategies as st
 from pymoe.pipe import schedules as package
 from pymoe.pipe.schedules import Times, build, names, png, simulate, text
 from pymoe.pipe.schedules.__main__ import main
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_text_of_a_plan():
@@ -91,6 +95,16 @@ def test_the_command_prints_plans_and_numbers(tmp_path, capsys):
     ]
 
 
+def test_the_command_prints_what_the_readme_shows(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    command = "    $ python -m pymoe.pipe.schedules "
+    shown = (ROOT / "README.md").read_text().split(command)[1].split("\n\n`")[0]
+    arguments, expected = shown.split("\n", 1)
+    assert main(arguments.split()) == 0
+    assert capsys.readouterr().out.strip() == dedent(expected).strip()
+
+
 def test_the_command_draws_all_schedules_with_the_options_that_each_has(capsys):
     assert main(["--virtual-stages", "4", "--live-limit", "2", "--communication", "0.5"]) == 0
     out = capsys.readouterr().out
@@ -131,6 +145,5 @@ def test_schedules_import_nothing_but_the_standard_library():
         "import pymoe.pipe.schedules\n"
         "print(sorted({name.split('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names))"
     )
-    root = package.__file__.removesuffix("/pymoe/pipe/schedules/__init__.py")
-    done = subprocess.run([sys.executable, "-c", code, root], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code, str(ROOT)], capture_output=True, text=True, check=True)
     assert done.stdout == "['pymoe']\n"
