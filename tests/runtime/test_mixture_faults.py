@@ -193,6 +193,27 @@ def test_a_row_that_falls_back_trains_nobody() -> None:
     assert seen == [3]
 
 
+def test_rows_beside_one_that_falls_back_keep_their_answers_and_gradients() -> None:
+    backends = scaled(None, dead, None, lr=None)
+    inf = math.inf
+    gate = Logits([[0.0, 0.0, -inf], [0.0, -inf, 0.0], [0.0, -inf, 0.0]])
+    moe = mixture(backends, gate=gate, k_min=2, on_too_few="fallback")
+    x = torch.arange(1.0, 4.0, dtype=torch.float64)[:, None].repeat(1, WIDTH).requires_grad_()
+    with Runtime(backends):
+        y = moe(x)
+        y.square().sum().backward()
+    assert y[:, 0].tolist() == [0.0, 4.0, 6.0]
+    assert x.grad[:, 0].tolist() == [0.0, 16.0, 24.0]
+
+
+def test_a_row_needs_no_more_gradients_than_it_had_answers() -> None:
+    backends = scaled(None, dead)
+    moe = mixture(backends, gate=Logits([0.0, 0.0]), backward_k_min=2)
+    with Runtime(backends):
+        moe(ONES).sum().backward()
+    assert backends[0].updates == 1
+
+
 def test_without_any_backend_all_rows_fall_back() -> None:
     (only,) = scaled(None)
     moe = mixture([only], on_too_few="fallback", fallback="input")

@@ -74,7 +74,7 @@ def test_a_call_that_is_under_way_goes_on_with_those_that_it_began_with() -> Non
     stuck = Stuck()
     first, second, third = scaled(stuck, None, None)
     moe = mixture([first, second])
-    x = torch.randn(3, WIDTH, dtype=torch.float64)
+    x = torch.randn(3, WIDTH, dtype=torch.float64, requires_grad=True)
     results = []
     with Runtime([first, second, third], num_workers=2):
         caller = threading.Thread(target=lambda: results.append(moe(x)))
