@@ -79,6 +79,11 @@ def keep_hooks_outside(leaf: torch.Tensor) -> None:
             hooks[key] = _OutsideCalls(hook)
 
 
+def apply_directly(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)`` without a look for ``torch.func`` transforms: inside of these nothing is isolated."""
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
 class Alias:
     """A tensor among the arguments of a call, and what stands for it within."""
 
@@ -156,12 +161,10 @@ class IsolatedCall:
         self.outputs = map_outputs(look, self.outputs)
         self.roots[:0] = [edge_of(output) for output in fresh.values()]
         self.leaves = find_leaves([edge.node for edge in self.roots], self._entry)
-        bases = [id(output._base) for output in fresh.values() if output._is_view()]
-        for output in fresh.values():
-            base = output._base
-            if base is not None and (
-                id(base) in aliases or id(base) in fresh or base.is_leaf or bases.count(id(base)) > 1
-            ):
+        views = [output for output in fresh.values() if output._is_view()]
+        bases = [id(output._base) for output in views]
+        for output, base in zip(views, bases, strict=True):
+            if base in aliases or base in fresh or bases.count(base) > 1 or output._base.is_leaf:  # type: ignore[union-attr]
                 self.tied.add(id(output))
         return list(fresh.values())
 
@@ -175,6 +178,13 @@ class IsolatedCall:
                     "a call has written in place to an argument that shares its memory with another argument: "
                     "their common history cannot be kept; hand over one of them, and make the other in the call"
                 )
+
+    def forget_arguments(self) -> None:
+        """Lets go of the caller's tensors: the graph has saved what it needs of them."""
+        self.written = []
+        self.aliases = [alias for alias in self.aliases if alias.edge is not None]
+        for alias in self.aliases:
+            del alias.original
 
     def gradients(self, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """For every alias with an edge and every leaf, from gradients for the roots; None where there is none.
@@ -229,7 +239,7 @@ def isolate(
                 alias.enter(value.detach(), None)
     if entering:
         anchor = torch.empty(0, device="cpu", requires_grad=True)
-        guard, *tensors = _Entry.apply(anchor, *[alias.original for alias in entering])
+        guard, *tensors = apply_directly(_Entry, anchor, *[alias.original for alias in entering])
         entry = guard.grad_fn
         for number, (alias, tensor) in enumerate(zip(entering, tensors, strict=True), 1):
             alias.enter(tensor, GradientEdge(entry, number))

@@ -16,6 +16,7 @@ from pymoe.runtime.parallel import random_streams
 from pymoe.runtime.parallel.isolated import (
     SECOND_BACKWARD,
     IsolatedCall,
+    apply_directly,
     as_function,
     as_tuple,
     graphs_are_made,
@@ -25,7 +26,10 @@ from pymoe.runtime.parallel.isolated import (
 from pymoe.runtime.parallel.together import functorch_is_active, run_together
 
 NAME = "map_with_parallel_backward"
-HOST = ("cpu", "meta")
+
+
+def is_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu or tensor.is_meta
 
 
 def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
@@ -140,7 +144,7 @@ class _Plan:
             first += len(own)
         # The engine runs the node of another device's outputs on that device's thread, which the calls need.
         tensors = [*self.tensors, *[output for own in fresh for output in own]]
-        self.inline = any(tensor.device.type not in HOST for tensor in tensors)
+        self.inline = not all([is_on_host(tensor) for tensor in tensors])
 
 
 class _ParallelMap(torch.autograd.Function):
@@ -201,7 +205,7 @@ def _join(
     if inner or plan.written:
         written = tuple([plan.tensors[number] for number in plan.written])
         versions = tuple([tensor._version for tensor in written])
-        joined = _ParallelMap.apply(plan, inner, *plan.tensors)
+        joined = apply_directly(_ParallelMap, plan, inner, *plan.tensors)
         if written:
             # Marking them as dirty has counted as one more edit, of which what the calls have saved since their own
             # knows nothing.
@@ -212,4 +216,5 @@ def _join(
     for call in calls:
         results.append(map_outputs(lambda output: outer.get(id(output), output), call.outputs))
         call.outputs = ()
+        call.forget_arguments()
     return tuple(results)

@@ -67,6 +67,7 @@ def run_isolated_forward(func: Any, *args: Any) -> tuple[IsolatedContext, tuple[
     detached = {id(output): output.detach() for output in fresh}
     outputs = map_outputs(lambda output: detached.get(id(output), output), call.outputs)
     call.outputs = ()
+    call.forget_arguments()
     return context, outputs
 
 

@@ -75,7 +75,7 @@ def autocast_devices() -> tuple[str, ...]:
 def current() -> ThreadState:
     """The state of this thread. Every call asks, so the questions are put to torch in the shortest way."""
     devices = autocast_devices()
-    return ThreadState(
+    found = (
         _is_inference_mode(),
         _is_grad_enabled(),
         _is_forward_grad_enabled(),
@@ -92,6 +92,7 @@ def current() -> ThreadState:
         _hooks_forbidden(),
         _cuda() if _cuda_is_initialized() else None,
     )
+    return tuple.__new__(ThreadState, found)
 
 
 def _cuda() -> tuple[int, tuple[Any, ...]]:

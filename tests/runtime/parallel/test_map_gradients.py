@@ -245,6 +245,16 @@ def test_saved_tensors_go_after_the_backward_pass() -> None:
     assert [ref() for ref in alive] == [None, None]
 
 
+def test_arguments_that_no_graph_has_saved_are_let_go_of() -> None:
+    x = double(3) * 1
+    ref = weakref.ref(x)
+    ((y,), (z,)) = map_with_parallel_backward(lambda t: t * 2, (x,), (x,))
+    del x
+    kept = ref()  # by its place in the history of the outputs, or not at all
+    assert kept is None
+    (y + z).sum().backward()
+
+
 def test_wrong_arguments() -> None:
     with pytest.raises(TypeError, match="must be a tuple or a list, got Tensor for call 1"):
         map_with_parallel_backward(torch.sin, (torch.ones(1),), torch.ones(1))
