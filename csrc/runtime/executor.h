@@ -7,14 +7,12 @@
 //     while (!executor.wait_stopped_until(...)) ...
 //
 // Stopping   request_stop closes the pools of every strand and returns at once; with kDrain what they hold still runs,
-// with
-//            kCancel what has not begun is cancelled. wait_stopped_until is true once every request is done and every
-//            thread has ended. Every request that was ever submitted is done by then. Both may be called repeatedly.
-//            The destructor stops with kCancel.
+//            with kCancel what has not begun is cancelled. wait_stopped_until is true once every request is done and
+//            every thread has ended. Every request that was ever submitted is done by then. Both may be called
+//            repeatedly. The destructor stops with kCancel.
 // Release    takes one strand out again, in the same two steps: an expert may leave while others work on.
 // Errors     attach throws StoppedError after a stop; std::logic_error for a strand that belongs to an executor. To
-// wait
-//            for the end from a worker, or from a batch, throws std::logic_error.
+//            wait for the end from a worker, or from a batch, throws std::logic_error.
 // Threads    All functions may be called from any thread.
 #pragma once
 

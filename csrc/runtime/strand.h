@@ -1,20 +1,16 @@
 // Strand: pools whose batches never overlap, such as forward and backward of one expert. The unit that workers run.
 //
 // Order      Of the pools that have a batch ready, the one whose front request has the smallest rank goes first;
-// strands
-//            are ranked among each other in the same way, since a strand posts itself to the workers with that rank
-//            and runs one batch for each time that it is taken from there.
+//            strands are ranked among each other in the same way, since a strand posts itself to the workers with that
+//            rank and runs one batch for each time that it is taken from there.
 // Posting    A strand posts itself when a batch is ready, and for the time at which one will be (timeout, linger). A
-// post
-//            is a hint: whoever takes it looks again, so one too many does no harm. Nothing is posted while a batch
-//            runs; whoever ran it looks afterwards.
+//            post is a hint: whoever takes it looks again, so one too many does no harm. Nothing is posted while a
+//            batch runs; whoever ran it looks afterwards.
 // Helping    A thread that waits runs ready batches of the strand itself (help). A worker that waits for a request of
-// another
-//            strand, from inside a batch, keeps looking there until the request is done, since it may be the only one
-//            who can.
+//            another strand, from inside a batch, keeps looking there until the request is done, since it may be the
+//            only one who can.
 // Results    appear after the strand is free again, so that a client who comes back at once finds it so. An exception
-// of
-//            the batch function ends all requests of the batch, or with options.isolate those that fail alone.
+//            of the batch function ends all requests of the batch, or with options.isolate those that fail alone.
 // Locks      mutex_ guards the strand and the queues of its pools. Nothing is posted under it: plan() decides,
 //            carry_out() posts.
 #pragma once

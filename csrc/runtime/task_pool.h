@@ -9,10 +9,9 @@
 // Bounded    The queue holds options.capacity requests. submit waits for room until a given time, and helps to make it:
 //            a thread that would wait for room, or for its request, runs the strand's next batch if nobody does.
 // Waiting    wait is true once the request is done. A thread that may help and finds the batch of its request ready
-// runs
-//            it itself, which saves two changes of thread for a lonely request, and lets an expert that asks another
-//            expert run it on the only worker there is. To wait from inside a batch for a request of the strand that
-//            runs it can never end: std::logic_error.
+//            runs it itself, which saves two changes of thread for a lonely request, and lets an expert that asks
+//            another expert run it on the only worker there is. To wait from inside a batch for a request of the strand
+//            that runs it can never end: std::logic_error.
 // Closing    close refuses further requests: submit throws StoppedError. reopen takes them in again.
 // Gone       The destructor completes what is still queued with Cancelled.
 // Threads    All functions may be called from any thread. The pool must be owned by a shared_ptr.
