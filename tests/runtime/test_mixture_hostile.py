@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import gc
 import math
+import os
+import signal
 import threading
+import warnings
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
+from forked import in_child
 from mixtures import LONG, WIDTH, Logits, Scaled, Stuck, backend, dead, mixture, scaled
-from torch import nn
+from torch import distributed, nn
+from torch.utils.checkpoint import checkpoint
 
-from pymoe.runtime import BatchTensorProto, MixtureOfExpertBackends, Runtime
+from pymoe.runtime import BatchTensorProto, MixtureOfExpertBackends, Runtime, TooFewAnswersError
 
 ONES = torch.ones(3, WIDTH, dtype=torch.float64)
 
@@ -120,3 +126,93 @@ def test_a_module_that_is_the_fallback_runs_under_autocast() -> None:
         y.sum().backward()
     assert y.dtype == torch.float32
     assert moe.fallback.weight.grad is not None
+
+
+@pytest.mark.parametrize("died_first", [True, False])
+def test_gradient_checkpointing_stands_an_expert_that_answers_only_one_of_both_times(died_first: bool) -> None:
+    calls = []
+
+    def flaky(x: torch.Tensor) -> None:
+        calls.append(x)
+        if len(calls) == (1 if died_first else 2):
+            dead(x)
+
+    backends = scaled(None, flaky)
+    moe = mixture(backends, gate=Logits([0.0, 0.0]))
+    x = ONES.clone().requires_grad_()
+    with Runtime(backends):
+        checkpoint(moe, x, use_reentrant=False).sum().backward()
+    assert torch.isfinite(x.grad).all()
+    assert backends[0].updates == 1
+
+
+def test_a_compiled_model_calls_it_as_it_is() -> None:
+    backends = scaled(None, None)
+    moe = mixture(backends, gate=Logits([0.0, 0.0]))
+    compiled = torch.compile(lambda x: moe(2 * x) + 1, backend="eager")
+    with Runtime(backends), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Dynamo does not know")
+        y = compiled(ONES)
+        y.sum().backward()
+    assert torch.equal(y, 4 * ONES)
+    assert [one.updates for one in backends] == [1, 1]
+
+
+def test_slots_are_numbers() -> None:
+    first, second = scaled(None, None)
+    moe = mixture([first], max_experts=2)
+    for slot in (1.0, True, "1"):
+        with pytest.raises(TypeError, match="slot must be an int"):
+            moe.add_backend(second, slot=slot)
+    with pytest.raises(KeyError, match="no backend 3"):
+        moe.remove_backend(3)
+
+
+def test_in_the_child_of_a_fork_nobody_answers_and_nothing_hangs() -> None:
+    first, second = scaled(None, None)
+    moe = mixture([first])
+    with Runtime([first]) as runtime:
+        moe(ONES)
+
+        def ask() -> None:
+            with pytest.raises(TooFewAnswersError) as caught:
+                moe(ONES)
+            assert "process" in str(caught.value.__cause__)
+            for change, one in ((runtime.add, second), (runtime.remove, first)):
+                with pytest.raises(RuntimeError, match="process"):
+                    change(one)
+
+        assert in_child(ask) == 0
+
+
+def test_ctrl_c_ends_a_wait_for_an_expert_that_hangs() -> None:
+    stuck = Stuck()
+    backends = scaled(stuck, None)
+    moe = mixture(backends, k_min=2, forward_timeout=None)
+
+    def interrupt() -> None:
+        assert stuck.begun.wait(LONG)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with Runtime(backends, num_workers=2):
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            moe(ONES)
+        thread.join(LONG)
+        stuck.open.set()
+    stats = moe.stats()["e0"].forward
+    assert (stats.given_up, stats.late) == (1, 1)
+
+
+def test_what_it_wraps_as_distributed_data_parallel_trains(tmp_path: Path) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        backends = scaled(None, dead, None)
+        moe = nn.parallel.DistributedDataParallel(mixture(backends, top_k=3))
+        with Runtime(backends):
+            for _ in range(3):
+                moe(ONES).sum().backward()
+    finally:
+        distributed.destroy_process_group()
+    assert [one.updates for one in backends] == [3, 0, 3]

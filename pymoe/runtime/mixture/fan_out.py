@@ -121,8 +121,7 @@ class Arrivals:
             if not future.cancelled() and future.exception() is None:
                 counts.add("late")
 
-        with self._lock:
-            self._futures.append(future)
+        self._futures.append(future)
         future.add_done_callback(ended)
 
     def help(self, deadline: float | None) -> None:

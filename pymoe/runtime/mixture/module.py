@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.reference.checks import FLOATING
@@ -41,7 +42,8 @@ class MixtureOfExpertBackends(nn.Module):
     have ``timeout_after_k_min`` seconds left, and all have ``forward_timeout`` seconds together. Weights are the
     softmax over the answers that came. An expert that raises, does not answer in time, is not served any more or has no
     room in its queue gives no answer; the log ``pymoe.runtime`` says so once a minute and backend. Requests that are
-    not waited for any longer are cancelled if they have not begun, and ignored if they have. The backward pass asks
+    not waited for any longer are cancelled if they have not begun, and ignored if they have; a batch that has begun
+    keeps a worker of its runtime: there must be more (``num_workers``) than experts that hang. The backward pass asks
     those whose answers were used, all at once; gradients that do not come are zero. A backward request that has begun
     and is not waited for updates its expert all the same. Of wrong arguments no expert hears: they raise.
 
@@ -54,8 +56,9 @@ class MixtureOfExpertBackends(nn.Module):
     An expert may be, or hold, such a mixture itself: inside a batch a call runs what it asks for where no worker does,
     so that ``timeout_after_k_min`` does not count there.
 
-    There are no second derivatives through the experts. Copies (``copy.deepcopy``) have a gate of their own and ask the
-    same backends; a mixture cannot be pickled. The module's mode concerns the auxiliary losses alone.
+    There are no second derivatives through the experts. ``torch.compile`` leaves a mixture as it is. Under gradient
+    checkpointing experts are asked once more, and others may answer. Copies (``copy.deepcopy``) have a gate of their
+    own and ask the same backends; a mixture cannot be pickled. The module's mode concerns the auxiliary losses alone.
 
     Args:
         backends: with names of their own and equal schemas. All outputs must be tensors of float32, float64, bfloat16
@@ -207,6 +210,7 @@ class MixtureOfExpertBackends(nn.Module):
 
     # --- a call ---
 
+    @_disable_dynamo  # which would trace the waiting in pieces; torch.compiler.disable imports all of it here
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The experts' mixed outputs for these arguments."""
         inputs = self._arguments.flatten(args, kwargs)

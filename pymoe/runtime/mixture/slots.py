@@ -51,18 +51,20 @@ class Slots:
         for member in self.members:
             if which is member.backend or which == member.name:
                 return member
-        name = which if isinstance(which, str) else which.name
+        name = getattr(which, "name", which)
         raise KeyError(f"the mixture has no backend {name!r}, but {sorted(self.names())}")
 
     def names(self) -> dict[str, int]:
         return {member.name: member.slot for member in self.members}
 
     def free(self, slot: int | None, name: str) -> int:
-        """The slot that a new backend ``name`` may take. Raises ValueError if there is none."""
+        """The slot that a new backend ``name`` may take. Raises ValueError if there is none, TypeError for no int."""
         names = self.names()
         if name in names:
             raise ValueError(f"the mixture has a backend {name!r} already, in slot {names[name]}")
         taken = set(names.values())
+        if slot is not None and (isinstance(slot, bool) or not isinstance(slot, int)):
+            raise TypeError(f"slot must be an int, got {type(slot).__name__}")
         if slot is None:
             slot = next((one for one in range(self.count) if one not in taken), None)
             if slot is None:
