@@ -53,7 +53,7 @@ class Record:
     @cached_property
     def bubble(self) -> tuple[float, ...]:
         """For every worker, the share of the makespan in which it waits: 0 to 1."""
-        return tuple(max(0.0, 1 - busy / self.makespan) if self.makespan else 0.0 for busy in self.busy)
+        return tuple(1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
 
     @property
     def mean_bubble(self) -> float:
