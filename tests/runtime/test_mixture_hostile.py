@@ -158,7 +158,7 @@ def test_a_compiled_model_calls_it_as_it_is() -> None:
     assert [one.updates for one in backends] == [1, 1]
 
 
-def test_slots_are_numbers() -> None:
+def test_slots_are_numbers_that_no_two_share() -> None:
     first, second = scaled(None, None)
     moe = mixture([first], max_experts=2)
     for slot in (1.0, True, "1"):
@@ -166,6 +166,10 @@ def test_slots_are_numbers() -> None:
             moe.add_backend(second, slot=slot)
     with pytest.raises(KeyError, match="no backend 3"):
         moe.remove_backend(3)
+    moe.add_backend(second)
+    with pytest.raises(ValueError, match="a slot of its own"):
+        moe.set_extra_state({"slots": {"e0": 1, "e1": 1}})
+    assert moe.slots == {"e0": 0, "e1": 1}
 
 
 def test_in_the_child_of_a_fork_nobody_answers_and_nothing_hangs() -> None:

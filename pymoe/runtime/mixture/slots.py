@@ -108,6 +108,8 @@ class Slots:
             wanted = {name: slot for name, slot in names.items() if 0 <= slot < self.count}
             placed = [member.at(wanted[member.name]) for member in self.members if member.name in wanted]
             taken = {member.slot for member in placed}
+            if len(taken) < len(placed):
+                raise ValueError(f"every backend must have a slot of its own, got {dict(names)}")
             for member in self.members:
                 if member.name in wanted:
                     continue
