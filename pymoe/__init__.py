@@ -12,14 +12,16 @@ from pymoe.runtime import (
     Runtime,
     TaskPool,
     TesseractRuntime,
-    map_with_parallel_backward,
-    run_in_background,
-    run_isolated_backward,
-    run_isolated_forward,
 )
 
 if TYPE_CHECKING:
-    from pymoe.runtime import MixtureOfExpertBackends
+    from pymoe.runtime import (
+        MixtureOfExpertBackends,
+        map_with_parallel_backward,
+        run_in_background,
+        run_isolated_backward,
+        run_isolated_forward,
+    )
 
 __all__ = [
     "BatchTensorProto",
@@ -40,7 +42,22 @@ __all__ = [
 ]
 
 
+_LAZY = {
+    "MixtureOfExpertBackends",
+    "map_with_parallel_backward",
+    "run_in_background",
+    "run_isolated_backward",
+    "run_isolated_forward",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "MixtureOfExpertBackends":
-        return runtime.MixtureOfExpertBackends
+    """What the runtime itself imports when somebody asks for it."""
+    if name in _LAZY:
+        value = globals()[name] = getattr(runtime, name)
+        return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from pymoe.runtime.backend import ExpertBackend
@@ -10,23 +11,23 @@ from pymoe.runtime.client import ExpertClient
 from pymoe.runtime.future import Future
 from pymoe.runtime.gradients import NonFiniteGradientError
 from pymoe.runtime.nested import nested_compare, nested_flatten, nested_map, nested_pack
-from pymoe.runtime.parallel import (
-    BackgroundFuture,
-    IsolatedContext,
-    get_parallel_workers,
-    map_with_parallel_backward,
-    parallel_workers,
-    run_in_background,
-    run_isolated_backward,
-    run_isolated_forward,
-    set_parallel_workers,
-)
 from pymoe.runtime.runtime import Runtime, TesseractRuntime
 from pymoe.runtime.task_pool import QueueFull, TaskPool
 from pymoe.runtime.waiting import as_completed, wait
 
 if TYPE_CHECKING:
     from pymoe.runtime.mixture import BackendStats, MixtureOfExpertBackends, PassStats, TooFewAnswersError
+    from pymoe.runtime.parallel import (
+        BackgroundFuture,
+        IsolatedContext,
+        get_parallel_workers,
+        map_with_parallel_backward,
+        parallel_workers,
+        run_in_background,
+        run_isolated_backward,
+        run_isolated_forward,
+        set_parallel_workers,
+    )
 
 __all__ = [
     "DUMMY_BATCH_SIZE",
@@ -60,13 +61,30 @@ __all__ = [
     "wait",
 ]
 
-_OF_THE_MIXTURE = {"BackendStats", "MixtureOfExpertBackends", "PassStats", "TooFewAnswersError"}
+# What not every program needs is imported when somebody asks for it.
+_LAZY = {
+    "mixture": ("BackendStats", "MixtureOfExpertBackends", "PassStats", "TooFewAnswersError"),
+    "parallel": (
+        "BackgroundFuture",
+        "IsolatedContext",
+        "get_parallel_workers",
+        "map_with_parallel_backward",
+        "parallel_workers",
+        "run_in_background",
+        "run_isolated_backward",
+        "run_isolated_forward",
+        "set_parallel_workers",
+    ),
+}
 
 
 def __getattr__(name: str) -> Any:
-    """The mixture is a layer above: it is imported when somebody asks for it."""
-    if name in _OF_THE_MIXTURE:
-        from pymoe.runtime import mixture
-
-        return getattr(mixture, name)
+    for module, names in _LAZY.items():
+        if name in names:
+            value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+            return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
