@@ -40,7 +40,9 @@ TOLERANCE = 1e-5
 """Largest relative error of outputs and gradients (fp32, Frobenius norm): sums may be made in another order."""
 HANDOVERS = 300
 Record = dict[str, Any]
-Times = dict[tuple[int, str], list[tuple[float, float]]]
+PASSES = ("forward", "backward")
+BY_PROCESSOR = ("forward_cpu", "backward_cpu")
+Times = dict[tuple[int, str], list[tuple[float, ...]]]
 
 
 def main() -> int:
@@ -110,7 +112,7 @@ def measure(kind: Kind, counts: tuple[int, ...], rounds: int, result: Record) ->
                 for i in range(len(SYSTEMS)):
                     system = SYSTEMS[(turn + i) % len(SYSTEMS)]
                     own = times[count, system.name]
-                    if len(own) >= SLOW_ROUNDS and sum(own[-1]) * kind.repeats > SLOW:
+                    if len(own) >= SLOW_ROUNDS and sum(own[-1][:2]) * kind.repeats > SLOW:
                         continue
                     own.append(timed(kind, count, system))
             gc.collect()
@@ -120,27 +122,34 @@ def measure(kind: Kind, counts: tuple[int, ...], rounds: int, result: Record) ->
         verdict, error = verdicts[count, name]
         record = {"kind": kind.name, "calls": count, "system": name, "rounds": len(own)}
         record |= {"verdict": verdict, "error": error}
-        for i, one in enumerate(("forward", "backward")):
+        for i, one in enumerate(PASSES):
             record[one] = asdict(Spread.of([passes[i] for passes in own]))
         result["records"].append(record)
     result["overheads"] += overheads(kind, counts, times)
     result["ratios"] += ratios(kind, counts, times)
 
 
-def timed(kind: Kind, count: int, system: System) -> tuple[float, float]:
-    """Seconds of the forward pass and of the backward pass of all calls."""
+def timed(kind: Kind, count: int, system: System) -> tuple[float, ...]:
+    """Seconds of the forward pass and of the backward pass of all calls; then the processor's, of all threads."""
     calls = kind.arguments(count)
     grads = [torch.ones(kind.shape) for _ in calls]
-    forward = backward = 0.0
+    total = [0.0] * 4
     for _ in range(kind.repeats):
         clear(calls)
-        start = time.perf_counter()
+        start = now()
         outputs = system.forward(kind.function, calls)
-        middle = time.perf_counter()
+        middle = now()
         system.backward(outputs, grads)
-        backward += time.perf_counter() - middle
-        forward += middle - start
-    return forward / kind.repeats, backward / kind.repeats
+        end = now()
+        for i in (0, 1):
+            total[2 * i] += middle[i] - start[i]
+            total[2 * i + 1] += end[i] - middle[i]
+    return tuple(seconds / kind.repeats for seconds in total)
+
+
+def now() -> tuple[float, float]:
+    """Time, and the processor's time of this process."""
+    return time.perf_counter(), time.process_time()
 
 
 def clear(calls: list[tuple[Tensor, Tensor]]) -> None:
@@ -175,10 +184,10 @@ def overheads(kind: Kind, counts: tuple[int, ...], times: Times) -> list[Record]
         loop = times[count, LOOP]
         for system in SYSTEMS[1:]:
             pairs = list(zip(times[count, system.name], loop, strict=False))
-            per_pass = [[(mine[i] - theirs[i]) / count for mine, theirs in pairs] for i in (0, 1)]
-            names = zip(("forward", "backward"), per_pass, strict=True)
             record = {"kind": kind.name, "calls": count, "system": system.name}
-            found.append(record | {one: asdict(Spread.of(values)) for one, values in names})
+            for i, one in enumerate(PASSES + BY_PROCESSOR):
+                record[one] = asdict(Spread.of([(mine[i] - theirs[i]) / count for mine, theirs in pairs]))
+            found.append(record)
     return found
 
 
@@ -189,7 +198,7 @@ def ratios(kind: Kind, counts: tuple[int, ...], times: Times) -> list[Record]:
         for system in SYSTEMS:
             pairs = list(zip(times[count, system.name], times[1, LOOP], strict=False))
             record = {"kind": kind.name, "calls": count, "system": system.name}
-            for i, one in enumerate(("forward", "backward")):
+            for i, one in enumerate(PASSES):
                 record[one] = asdict(Spread.of([mine[i] / theirs[i] for mine, theirs in pairs]))
             found.append(record)
     return found
