@@ -84,7 +84,7 @@ KINDS = (
         1,
         15,
     ),
-    Kind("compute", f"one fp32 product {SIZE} x {SIZE} forward, two backward", torch.mm, (SIZE, SIZE), CORES, 1, 11),
+    Kind("compute", f"one fp32 product {SIZE} x {SIZE} forward, two backward", torch.mm, (SIZE, SIZE), CORES, 1, 5),
     Kind("tiny", f"a product of {WIDTH} numbers: what a call costs besides", Tiny, (WIDTH,), CORES, 10, 61),
 )
 
