@@ -55,8 +55,9 @@ def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tupl
       of modules and tensors of closures. Whatever depends on one output waits for all calls' backward passes.
       Gradients are summed in call order, so results do not depend on the number of threads; nothing is accumulated
       before all calls have succeeded. A tensor with a history that a call gets by other ways than its arguments is
-      differentiated down to its leaves, once per such call: better hand it over. Tensors that leave a call by other
-      ways than its outputs (losses that a module keeps) keep their history, too. ``autograd.Function`` works in full:
+      differentiated down to its leaves, once per such call: better hand it over. (After ``retain_grad()`` it must be:
+      torch writes what it retains without a lock.) Tensors that leave a call by other ways than its outputs (losses
+      that a module keeps) keep their history, too. ``autograd.Function`` works in full:
       ``save_for_backward`` with version checks, ``needs_input_grad``, ``mark_non_differentiable``, ``mark_dirty``,
       ``set_materialize_grads``, ``setup_context``, ``once_differentiable``. ``retain_graph=True`` works;
       differentiating twice is an error, and so is reentrant checkpointing, which needs ``backward`` where this needs
