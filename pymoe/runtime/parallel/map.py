@@ -96,18 +96,17 @@ def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tupl
     random_streams.install()
     graphs = graphs_are_made()
     calls = isolate(function, args_per_call, graphs, share=True)
-    fresh: list[list[torch.Tensor]] = [[] for _ in calls]
 
     def forward(number: int) -> None:
         calls[number].run()
-        if graphs:
-            fresh[number] = calls[number].trace(hand_through=True)
 
     source = random_streams.Source()
     streams = [source.stream(number) for number in range(len(calls))]
     run_together(f"{NAME} forward", forward, streams)
     if not graphs:
         return tuple([call.outputs for call in calls])
+    # On this thread: calls that end at the same time would wait for each other's turns at the interpreter's lock.
+    fresh = [call.trace(hand_through=True) for call in calls]
     return _join(calls, fresh, streams)
 
 

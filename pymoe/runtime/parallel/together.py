@@ -18,7 +18,7 @@ from pymoe.runtime.parallel.state import ThreadState, current, in_state, know_st
 _is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 # Seconds. Calls that are shorter stay on the thread that asked: a worker would spend as much on the interpreter's lock.
-PATIENCE = 200e-6
+PATIENCE = 100e-6
 
 
 def run_together(name: str, function: Callable[[int], None], streams: Sequence[Stream], inline: bool = False) -> None:
