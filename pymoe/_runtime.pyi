@@ -318,10 +318,10 @@ def buffer_statistics() -> tuple[int, int]:
 def make_mailbox(loop: typing.Any) -> Mailbox:
     """Make the mailbox of an event loop."""
 
-def must_help() -> bool:
+def must_help(limited: bool) -> bool:
     """
-    True inside a batch and on a worker: such a thread may be the only one that can run what it waits for,
-    and does so in a future's result().
+    True inside a batch and on a worker, but for workers of parallel calls where the wait is limited: such a
+    thread may be the only one that can run what it waits for, and does so in a future's result().
     """
 
 def set_await(function: collections.abc.Callable[[RequestFuture], typing.Any]) -> None:

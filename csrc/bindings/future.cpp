@@ -43,7 +43,7 @@ void wait_until_done(FutureObject* self, const char* where, std::optional<Clock:
   require_this_process(self->created, where, "TaskPool");
   const Ref keep = Ref::borrow(reinterpret_cast<PyObject*>(self));
   drop_deferred();
-  const auto help = help_of_this_thread(self->may_help && !deadline);
+  const auto help = help_of_this_thread(self->may_help, deadline.has_value());
   try {
     std::optional<Place> place;
     const auto ended = [&](Clock::time_point until) {
@@ -299,8 +299,8 @@ Ref make_future(std::shared_ptr<TensorRequest> request, std::shared_ptr<Pool> po
   return Ref::steal(reinterpret_cast<PyObject*>(self));
 }
 
-PyObject* must_help(PyObject*, PyObject*) {
-  return PyBool_FromLong(help_of_this_thread(false) == runtime::Help::kInBatch);
+PyObject* must_help(PyObject*, PyObject* limited) {
+  return PyBool_FromLong(help_of_this_thread(false, limited == Py_True) == runtime::Help::kInBatch);
 }
 
 PyObject* set_await(PyObject*, PyObject* function) {

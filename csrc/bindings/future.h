@@ -21,7 +21,7 @@ Ref wait_for_result(const std::shared_ptr<TensorRequest>& request, Pool& pool, b
 
 // The function that makes `await future` work: called with the future, it returns an iterator.
 PyObject* set_await(PyObject* module, PyObject* function);
-// must_help(): whether a wait of this thread for a request runs batches, whatever else.
-PyObject* must_help(PyObject* module, PyObject*);
+// must_help(limited): whether a wait of this thread for a request, one with a limit or without, runs batches.
+PyObject* must_help(PyObject* module, PyObject* limited);
 
 }  // namespace pymoe::bindings

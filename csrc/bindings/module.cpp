@@ -21,10 +21,10 @@ PyMethodDef functions[] = {
     {"set_await", pymoe::bindings::set_await, METH_O,
      "set_await(function: collections.abc.Callable[[pymoe._runtime.RequestFuture], typing.Any]) -> None\n\n"
      "Choose what makes an iterator of a future that is awaited."},
-    {"must_help", pymoe::bindings::must_help, METH_NOARGS,
-     "must_help() -> bool\n\nTrue inside a batch and on a worker: such a thread may be the only one that can run what "
-     "it "
-     "waits for,\nand does so in a future's result()."},
+    {"must_help", pymoe::bindings::must_help, METH_O,
+     "must_help(limited: bool) -> bool\n\n"
+     "True inside a batch and on a worker, but for workers of parallel calls where the wait is limited: such a\n"
+     "thread may be the only one that can run what it waits for, and does so in a future's result()."},
     {"make_mailbox", pymoe::bindings::make_mailbox, METH_O,
      "make_mailbox(loop: typing.Any) -> pymoe._runtime.Mailbox\n\nMake the mailbox of an event loop."},
     {"buffer_statistics", pymoe::bindings::buffer_statistics, METH_NOARGS,

@@ -26,6 +26,7 @@ struct Registry {
 
 Registry* registry = new Registry;
 thread_local bool is_worker = false;
+thread_local bool is_server = false;
 std::atomic<int> forks{0};
 std::atomic<bool> exiting{false};
 
@@ -110,7 +111,13 @@ void with_thread_state(const std::function<void()>& work) {
   work();
 }
 
+void serve_with_thread_state(const std::function<void()>& work) {
+  is_server = true;
+  with_thread_state(work);
+}
+
 bool on_worker_thread() { return is_worker; }
+bool on_server_thread() { return is_server; }
 
 void install_process_hooks() {
   find_main_thread();

@@ -36,8 +36,11 @@ void require_this_process(int created, const char* where, const char* kind);
 
 // Gives a worker one Python thread state for its whole life, so that thread-local data outlives a task.
 void with_thread_state(const std::function<void()>& work);
-// True on a thread that is inside with_thread_state.
+// The same for workers of a Runtime.
+void serve_with_thread_state(const std::function<void()>& work);
+// True on a thread that is inside one of these; inside the second.
 bool on_worker_thread();
+bool on_server_thread();
 
 // Registers the hooks. Called once, when the module is made; throws ErrorSet.
 void install_process_hooks();

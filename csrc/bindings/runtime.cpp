@@ -18,7 +18,7 @@ using runtime::Stop;
 
 class StoppableExecutor final : public Stoppable {
  public:
-  explicit StoppableExecutor(int workers) : executor(workers, with_thread_state) {}
+  explicit StoppableExecutor(int workers) : executor(workers, serve_with_thread_state) {}
   void cancel() override { executor.request_stop(Stop::kCancel); }
   bool stopped_by(Clock::time_point until) override { return executor.wait_stopped_until(until); }
   bool on_worker() const override { return executor.on_worker(); }

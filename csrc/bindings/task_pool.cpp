@@ -198,8 +198,7 @@ void submit_slowly(const State& state, const std::shared_ptr<TensorRequest>& req
           static_cast<long long>(state.pool->options().capacity));
   }
   const auto pool = state.pool;
-  // Who has no time to lose must not run a batch that may take longer.
-  const Help help = help_of_this_thread(state.may_help(*request->signature) && !request->deadline);
+  const Help help = help_of_this_thread(state.may_help(*request->signature), request->deadline.has_value());
   try {
     const auto submitted = [&](Clock::time_point until) { return pool->try_submit(request, until, help); };
     if (wait_interruptibly(submitted, request->deadline)) return;

@@ -18,7 +18,13 @@ from mixtures import LONG, WIDTH, Logits, Scaled, Stuck, backend, dead, mixture,
 from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
 
-from pymoe.runtime import BatchTensorProto, MixtureOfExpertBackends, Runtime, TooFewAnswersError
+from pymoe.runtime import (
+    BatchTensorProto,
+    MixtureOfExpertBackends,
+    Runtime,
+    TooFewAnswersError,
+    map_with_parallel_backward,
+)
 
 ONES = torch.ones(3, WIDTH, dtype=torch.float64)
 
@@ -220,3 +226,30 @@ def test_what_it_wraps_as_distributed_data_parallel_trains(tmp_path: Path) -> No
     finally:
         distributed.destroy_process_group()
     assert [one.updates for one in backends] == [3, 0, 3]
+
+
+def test_a_parallel_call_runs_no_slow_expert_itself() -> None:
+    """A worker of parallel calls took the batch of the expert that it asked, and its limits with it."""
+    callers, runners = set(), set()
+    stuck, blocked = Stuck(), Stuck()
+
+    def slow(x: torch.Tensor) -> None:
+        runners.add(threading.get_ident())
+        stuck(x)
+
+    expert, other = scaled(slow, blocked)
+    moe = mixture([expert], top_k=1, forward_timeout=0.1, on_too_few="fallback")
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        callers.add(threading.get_ident())
+        return moe(x)
+
+    with Runtime([expert, other], num_workers=1):
+        other.forward_pool.submit_task(ONES)  # the only worker cannot run the expert now
+        assert blocked.begun.wait(LONG)
+        try:
+            map_with_parallel_backward(call, (ONES,), (2 * ONES,))
+        finally:
+            stuck.open.set()
+            blocked.open.set()
+    assert not callers & runners

@@ -80,7 +80,8 @@ class Answers:
 class Arrivals:
     """Requests as they end. What ends after :meth:`close` is counted as late."""
 
-    def __init__(self) -> None:
+    def __init__(self, limited: bool) -> None:
+        self._must_help = _runtime.must_help(limited)
         self._lock = threading.Lock()
         self._open = True
         self._ended: queue.SimpleQueue[tuple[int, Future | BaseException, float]] = queue.SimpleQueue()
@@ -94,8 +95,7 @@ class Arrivals:
             Exception: whatever the pool raises, in the usual case.
         """
         timeout = seconds_left(deadline)
-        in_batch = _runtime.must_help()
-        submit = call.pool.submit_task if in_batch else call.pool._try_submit
+        submit = call.pool.submit_task if self._must_help else call.pool._try_submit
         future = submit(*call.tensors, timeout=timeout)
         if future is not None:
             self._follow(place, call, future)
@@ -126,7 +126,7 @@ class Arrivals:
 
     def help(self, deadline: float | None) -> None:
         """Run what was sent where nobody else may be able to: a wait for one request does, one for many does not."""
-        for future in self._futures if _runtime.must_help() else ():
+        for future in self._futures if self._must_help else ():
             with suppress(TimeoutError, CancelledError):
                 future.exception(seconds_left(deadline))
 
@@ -173,7 +173,7 @@ def ask(
     """
     answers = Answers(calls, len(needed))
     deadline = deadline_after(timeout)
-    arrivals = Arrivals()
+    arrivals = Arrivals(timeout is not None or timeout_after is not None)
     sent: dict[int, float] = {}
     try:
         for place, call in enumerate(calls):
