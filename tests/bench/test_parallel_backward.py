@@ -1,0 +1,51 @@
+"""The benchmark of parallel backward passes: it runs, notices wrong gradients, and says which targets are met."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks import parallel_backward  # noqa: E402
+from benchmarks.parallel.calls import KINDS, PYMOE, SYSTEMS  # noqa: E402
+from benchmarks.parallel.targets import judged  # noqa: E402
+
+
+def test_a_quick_run_measures_every_way_and_writes_its_files(tmp_path, monkeypatch, capsys):
+    arguments = ["parallel_backward", "--quick", "--kinds", "tiny", "--rounds", "2", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    threads = torch.get_num_threads()
+    try:
+        assert parallel_backward.main() == 0
+    finally:
+        torch.set_num_threads(threads)
+    result = json.loads((tmp_path / "parallel_backward.json").read_text())
+    assert [(one["calls"], one["system"]) for one in result["records"]] == [
+        (calls, system.name) for calls in (1, 8) for system in SYSTEMS
+    ]
+    assert {one["verdict"] for one in result["records"]} <= {"exact", "close"}
+    found = [(one["kind"], one["calls"], one["pass"], one["met"]) for one in result["targets"]]
+    assert [one[:3] for one in found if one[3] is not None] == [("tiny", 8, "forward"), ("tiny", 8, "backward")]
+    assert [one[:3] for one in found if one[3] is None] == [("sleep", 8, "forward"), ("sleep", 8, "backward")]
+    assert "8 tiny calls" in capsys.readouterr().out
+    assert "| 8 | pymoe map |" in (tmp_path / "parallel_backward.md").read_text()
+
+
+def test_wrong_gradients_are_noticed():
+    kind = next(kind for kind in KINDS if kind.name == "tiny")
+    loop = SYSTEMS[0]
+    expected = parallel_backward.results(kind, 2, loop)
+    assert parallel_backward.judge(kind, 2, loop, expected) == ("exact", 0.0)
+    expected[-1] = expected[-1] * 1.01
+    assert parallel_backward.judge(kind, 2, loop, expected)[0] == "WRONG"
+
+
+@pytest.mark.parametrize(("ratio", "met"), [(1.09, True), (1.11, False)])
+def test_a_target_is_met_up_to_its_limit(ratio, met):
+    spread = {"low": 1.0, "median": ratio, "high": 2.0}
+    record = {"kind": "sleep", "calls": 8, "system": PYMOE, "forward": spread, "backward": spread}
+    verdicts = judged({"settings": {"quick": True}, "ratios": [record], "overheads": []})
+    assert [one["met"] for one in verdicts] == [met, met, None, None]
