@@ -9,9 +9,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks import parallel_backward  # noqa: E402
-from benchmarks.parallel.calls import KINDS, PYMOE, SYSTEMS  # noqa: E402
-from benchmarks.parallel.targets import judged  # noqa: E402
+from benchmarks import parallel_backward
+from benchmarks.parallel.calls import KINDS, PYMOE, SYSTEMS
+from benchmarks.parallel.targets import judged
 
 
 def test_a_quick_run_measures_every_way_and_writes_its_files(tmp_path, monkeypatch, capsys):
