@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 from torch.utils import _pytree
 
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
@@ -249,11 +249,14 @@ def isolate(
 
 
 def edge_of(tensor: torch.Tensor) -> GradientEdge:
+    """As ``get_gradient_edge``, which takes twice the time. With grad mode on."""
     node = tensor.grad_fn
     assert node is not None
-    if isinstance(node, torch._C._FunctionBase):  # does not keep itself alive
-        return get_gradient_edge(tensor)
-    return GradientEdge(node, tensor.output_nr)
+    token = None
+    if isinstance(node, torch._C._FunctionBase):  # does not keep itself alive; the node of a view does
+        token = tensor.view_as(tensor).grad_fn
+        assert token is not None
+    return GradientEdge(node, tensor.output_nr, token)
 
 
 def find_leaves(nodes: list[Node], entry: Node | None) -> list[torch.Tensor]:
