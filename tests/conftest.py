@@ -1,6 +1,7 @@
 """Fixtures of the whole suite, and the devices that its tests run on."""
 
 import importlib.util
+import signal
 import sys
 from pathlib import Path
 
@@ -39,6 +40,10 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "only_on(*devices): concerns these alone, of 'cpu', 'cuda' and 'pretended'")
+    # A shell without job control has its background commands ignore Ctrl-C, and all that they start with them; then
+    # the tests of interrupts would wait for ever.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def wanted_devices(config):
