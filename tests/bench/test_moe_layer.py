@@ -87,7 +87,7 @@ def test_results_are_written(moe_layer, tiny, tmp_path):
         "wall_seconds": 0.0,
         "scenarios": [tiny()],
     }
-    moe_layer.write(result, tmp_path)
+    moe_layer.save(result, moe_layer.markdown(result), tmp_path / "moe_layer")
     text = (tmp_path / "moe_layer.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| pymoe native |")]
     assert len(rows) == 1
