@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import textwrap
 import threading
-import traceback
-from collections.abc import Callable
 
 import pytest
 import torch
+from forked import in_child
 
 from pymoe.runtime import (
     get_parallel_workers,
@@ -110,22 +108,6 @@ EXITS = {
 def test_exit(live: str) -> None:
     done = run_python(f"import time, torch, pymoe\nx = torch.ones(3, requires_grad=True)\n{EXITS[live]}")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def in_child(check: Callable[[], None]) -> int:
-    """Exit status of a forked child that runs ``check``; 14 if it hangs."""
-    child = os.fork()
-    if child == 0:
-        signal.alarm(LONG)  # a child that hangs dies of it
-        status = 1
-        try:
-            check()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
