@@ -42,18 +42,9 @@ __all__ = [
 ]
 
 
-_LAZY = {
-    "MixtureOfExpertBackends",
-    "map_with_parallel_backward",
-    "run_in_background",
-    "run_isolated_backward",
-    "run_isolated_forward",
-}
-
-
 def __getattr__(name: str) -> Any:
     """What the runtime itself imports when somebody asks for it."""
-    if name in _LAZY:
+    if name in __all__:
         value = globals()[name] = getattr(runtime, name)
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

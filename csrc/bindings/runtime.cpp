@@ -206,8 +206,8 @@ PyObject* release(PyObject* object, PyObject* args) {
     }
     {
       const WithoutGil released;
-      for (const auto& strand : strands)
-        executor->executor.request_release(strand, drain ? Stop::kDrain : Stop::kCancel);
+      const Stop how = drain ? Stop::kDrain : Stop::kCancel;
+      for (const auto& strand : strands) executor->executor.request_release(strand, how);
     }
     for (const auto& strand : strands) {
       wait_interruptibly(

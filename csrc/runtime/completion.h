@@ -3,9 +3,8 @@
 //     pending --claim()--> running --complete(error)--> done
 //
 // Claiming   Exactly one caller of claim() gets true. It alone may run the thing, cancel it or let it expire, and it
-// must
-//            call complete(). So a worker, a thread that would rather help than wait, a canceller and a deadline can
-//            all reach for one task, and one of them has it.
+//            must call complete(). So a worker, a thread that would rather help than wait, a canceller and a deadline
+//            can all reach for one task, and one of them has it.
 // Waiting    Every wait that began before the end or begins after it returns. `error` is null if all went well, and
 //            does not change after the end.
 // Callbacks  run once each, in the order in which they were added, on the thread that completes, or at once on the

@@ -4,8 +4,7 @@
 // Ready      when the next batch should run: at once with max_batch_size rows; not before min_batch_size rows, or the
 //            pool's timeout; between these as the linger says (batching.h).
 // Batches    take requests from the front and keep them whole; one that does not fit ends the batch. A request larger
-// than
-//            max_batch_size is taken in slices, which fill batches to the last row.
+//            than max_batch_size is taken in slices, which fill batches to the last row.
 // Deadlines  A request that has not begun by its deadline is given out as expired and never becomes part of a batch.
 // Claims     take, remove, expire and clear claim the requests that they give out: the caller has to complete them.
 //

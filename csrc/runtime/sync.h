@@ -6,8 +6,7 @@
 //
 //     Mutex                        lock(), unlock(): what std::lock_guard and std::unique_lock need
 //     Condition                    wait(lock), wait_until(lock, Time), notify_one(), notify_all(); may wake for
-//     nothing,
-//                                  so every wait stands in a loop over what it waits for
+//                                  nothing, so every wait stands in a loop over what it waits for
 //     Time, Duration               a steady clock's points and spans; now()
 //     Thread                       constructed with a function; join(), joinable()
 //     this_thread()                an ID to compare

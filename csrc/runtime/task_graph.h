@@ -19,9 +19,8 @@
 // Waiting    wait and get help: they run ready nodes of this run on the calling thread, so a node may wait for the run
 //            of another graph, however few workers there are. help_until is for waits in slices.
 // Patience   A run that is begun with patience leaves its nodes to who waits for it, as long as that thread ends one
-// within
-//            every such span: handing over nodes that are shorter costs more than it gains. Somebody must wait for it,
-//            or it goes on after that span only, and not at all in a pool that is stopped before.
+//            within every such span: handing over nodes that are shorter costs more than it gains. Somebody must wait
+//            for it, or it goes on after that span only, and not at all in a pool that is stopped before.
 // Errors     add_edge throws std::out_of_range for a node that is not there. run throws std::invalid_argument for a
 //            cycle, which it names, and StoppedError if the pool was stopped.
 // Threads    add, add_edge and run of one graph are for one thread at a time; a Run's functions are for any number. The

@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from lm.command import INTERRUPTED, at_least
+from lm.command import INTERRUPTED, at_least, tell
+from lm.record import write_record
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .plots import plot
-from .record import checks, make_record, write_record
+from .record import checks, make_record
 from .run import History, run
 
 
@@ -42,9 +43,7 @@ def main(argv: list[str], description: str) -> int:
             f"{one['step_ms']['p50']:.1f} ms, p99 {one['step_ms']['p99']:.1f}, longest {one['step_ms']['longest']:.0f}"
         )
     print()
-    for name, holds in found.items():
-        print(f"{'yes' if holds else 'NO '}  {name}")
-    return 0 if all(found.values()) else 1
+    return tell(found)
 
 
 def parse(argv: list[str], description: str) -> argparse.Namespace:

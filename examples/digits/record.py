@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import re
 import statistics
 from argparse import Namespace
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 from lm.record import machine_facts
@@ -109,13 +106,3 @@ def tenth(values: list[float], *, first: bool) -> float:
     """The mean of the first tenth, or of the last."""
     count = max(1, len(values) // 10)
     return statistics.fmean(values[:count] if first else values[-count:])
-
-
-def write_record(record: dict[str, Any], folder: Path) -> Path:
-    """``record.json`` in the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "record.json"
-    text = json.dumps(record, indent=1)
-    text = re.sub(r"\[\n[^\[\]{}\"]*\]", lambda match: " ".join(match.group().split()), text)  # numbers on one line
-    path.write_text(text + "\n")
-    return path

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -40,6 +40,13 @@ def main(argv: list[str], description: str) -> int:
         print(f"\nstopped at once; if the run was saved before, this goes on from there: {again}")
         return INTERRUPTED
     return 0
+
+
+def tell(found: Mapping[str, bool]) -> int:
+    """Print what a run must show, in words, and whether it did; 0 if all holds, the exit status."""
+    for words, holds in found.items():
+        print(f"{'yes' if holds else 'NO '}  {words}")
+    return 0 if all(found.values()) else 1
 
 
 def at_least(smallest: int) -> Callable[[str], int]:

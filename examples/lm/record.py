@@ -80,6 +80,7 @@ def binned_load(load: list[Tensor]) -> dict[str, Any] | None:
 
 
 def write_record(record: dict[str, Any], folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE_NAME
     text = json.dumps(record, indent=1)
     # A list of numbers on one line. Text cannot be hit: JSON writes a line break inside a string as two characters.

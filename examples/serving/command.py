@@ -9,15 +9,16 @@ import sys
 from pathlib import Path
 
 import torch
-from lm.command import INTERRUPTED, at_least
+from lm.command import INTERRUPTED, at_least, tell
 from lm.data import TextError, load_text
+from lm.record import write_record
 
 from pymoe.runtime import ExpertClient, Runtime, top
 
 from .clients import History, Load, Watch, train
 from .model import CONTEXT, NextByte, served_experts
 from .plots import plot
-from .record import checks, make_record, write_record
+from .record import checks, make_record
 
 
 def main(argv: list[str], description: str) -> int:
@@ -65,9 +66,7 @@ def main(argv: list[str], description: str) -> int:
     found = checks(record)
     record["checks"] = {name: bool(holds) for name, holds in found.items()}
     print(f"\n{write_record(record, options.out)}\n{plot(record, options.out / 'serve_experts.png')}\n")
-    for name, holds in found.items():
-        print(f"{'yes' if holds else 'NO '}  {name}")
-    return 0 if all(found.values()) else 1
+    return tell(found)
 
 
 def parse(argv: list[str], description: str) -> argparse.Namespace:

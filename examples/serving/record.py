@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -144,11 +142,3 @@ def thinned(curve: list[tuple[float, float]]) -> dict[str, list[float]]:
         "seconds": [round(statistics.fmean(when for when, _ in part), 3) for _, part in sorted(parts.items())],
         "loss": [round(statistics.fmean(loss for _, loss in part), 4) for _, part in sorted(parts.items())],
     }
-
-
-def write_record(record: dict[str, Any], folder: Path) -> Path:
-    """``record.json`` in the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "record.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    return path

@@ -1,4 +1,4 @@
-"""Pools' numbers as text: a line of a log, a row of a table, a histogram in one word."""
+"""As text: pools' numbers (a line of a log, a row of a table, a histogram in one word), and errors."""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ HEADING = (
 """The columns of :func:`row`."""
 LEFT = frozenset({"pool", SIZES, "lost"})
 """Columns of text, not of numbers."""
+
+
+def described(error: BaseException) -> str:
+    """An exception in one line, also if it cannot be printed: that must hide no other."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
 
 
 def duration(seconds: float) -> str:

@@ -7,6 +7,7 @@ device, hooks on saved tensors, a function or dispatch mode. :func:`in_plain_sta
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -33,7 +34,7 @@ def in_plain_state(grad: bool, function: Callable[..., Result], *args: Any) -> R
     if _is_any_autocast_enabled():
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
-            for device_type in _autocast_devices():
+            for device_type in filter(torch.is_autocast_enabled, autocast_devices()):
                 stack.enter_context(torch.autocast(device_type, enabled=False))
             return _with_grad(grad, function, *args)
     if _is_inference_mode():
@@ -51,11 +52,11 @@ def _with_grad(grad: bool, function: Callable[..., Result], *args: Any) -> Resul
         _set_grad_enabled(before)
 
 
-def _autocast_devices() -> list[str]:
-    """The types of device with autocast on in this thread, of those that a machine can have."""
+@functools.cache
+def autocast_devices() -> tuple[str, ...]:
+    """The types of device that can have autocast on this machine."""
     accelerator = torch.accelerator.current_accelerator()
-    types = {"cpu", "cuda", *([accelerator.type] if accelerator is not None else [])}
-    return [type_ for type_ in sorted(types) if torch.is_autocast_enabled(type_)]
+    return tuple(sorted({"cpu", "cuda", *([accelerator.type] if accelerator is not None else [])}))
 
 
 def _on_a_new_thread(function: Callable[..., Result], *args: Any) -> Result:

@@ -329,13 +329,20 @@ TEST_CASE("with patience short nodes stay on the thread that waits, and a long o
 TEST_CASE("with patience a run goes on though nobody waits, and a wait in slices is no wait for all") {
   Pool pool(1);
   Graph graph;
+  std::atomic<bool> released{true};
   std::atomic<int> ran{0};
+  graph.add([&] {
+    while (!released) std::this_thread::yield();
+  });
   for (int i = 0; i < 10; ++i) graph.add([&] { ++ran; });
   const auto alone = graph.run(pool, 1ms);
   while (!alone->done()) std::this_thread::yield();
   CHECK(ran == 10);
+  // The first node holds the worker up, so the run cannot have ended when the wait does.
+  released = false;
   const auto sliced = graph.run(pool, 1min);
   CHECK_FALSE(sliced->help_until(SystemSync::now() - 1ms));  // it is late: from now on workers do it
+  released = true;
   while (!sliced->done()) std::this_thread::yield();
   CHECK(ran == 20);
 }

@@ -15,9 +15,3 @@ def test_a_mixture_learns_while_an_expert_goes_and_another_comes(capsys):
     counts = {name: (int(n), int(of)) for name, n, of in re.findall(r"(\w+): (\d+) of (\d+)", out)}
     assert list(counts) == ["first", "fourth", "third"]
     assert all(0 < answered <= asked for answered, asked in counts.values())
-
-
-def test_the_readme_shows_the_example():
-    readme = (EXAMPLE.parents[1] / "README.md").read_text()
-    body = EXAMPLE.read_text().split('"""\n\n', 1)[1]
-    assert f"```python\n{body}```" in readme

@@ -16,9 +16,3 @@ def test_a_served_expert_learns_while_others_ask_it(capsys):
     assert counts["sorter_backward"] == (301, 64.0)
     assert counts["sorter_forward"][0] > 301
     assert counts["sorter_forward"][1] > 1
-
-
-def test_the_readme_shows_the_example():
-    readme = (EXAMPLE.parents[1] / "README.md").read_text()
-    body = EXAMPLE.read_text().split('"""\n\n', 1)[1]
-    assert f"```python\n{body}```" in readme

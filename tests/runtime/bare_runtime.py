@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-import sys
-import textwrap
 import threading
+
+import processes
 
 from pymoe import _runtime
 from pymoe._runtime import WorkerPool
@@ -24,8 +24,7 @@ WorkerPool = _runtime.WorkerPool
 
 
 def run_python(script: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-X", "faulthandler", "-c", PRELUDE + textwrap.dedent(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=2 * LONG)
+    return processes.run_python(script, PRELUDE)
 
 
 class Blocker:

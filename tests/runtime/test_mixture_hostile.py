@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import in_child
 from mixtures import LONG, WIDTH, Logits, Scaled, Stuck, backend, dead, mixture, scaled
+from processes import in_child
 from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
 

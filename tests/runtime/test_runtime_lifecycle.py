@@ -7,15 +7,15 @@ import gc
 import logging
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable
 
+import processes
 import pytest
 import torch
-from forked import in_child
 from gate import Gate
+from processes import in_child
 from torch import Tensor
 
 from pymoe.runtime import Runtime, TaskPool, TesseractRuntime
@@ -33,8 +33,7 @@ ONE = torch.ones(1)
 
 
 def run_python(script: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-X", "faulthandler", "-c", PRELUDE + textwrap.dedent(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=5 * LONG)
+    return processes.run_python(script, PRELUDE, timeout=5 * LONG)
 
 
 def pool_of(process: Callable[[Tensor], Tensor] = lambda x: x + 1, **options: object) -> TaskPool:

@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 from bare_runtime import LONG, PRELUDE, Blocker, run_python
-from forked import in_child
+from processes import in_child
 
 from pymoe._runtime import WorkerPool
 

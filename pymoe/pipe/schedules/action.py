@@ -26,11 +26,6 @@ class Kind(enum.Enum):
         """Does the end of it free the activations of its forward?"""
         return self is Kind.BACKWARD or self is Kind.BACKWARD_WEIGHT
 
-    @property
-    def sends_gradient(self) -> bool:
-        """Does the end of it give the stage before the gradient that its own backward starts from?"""
-        return self is Kind.BACKWARD or self is Kind.BACKWARD_INPUT
-
 
 class Action(NamedTuple):
     """One micro-batch in one stage. ``str`` gives stage, letter, micro-batch: ``2F5``; all are counted from 0.

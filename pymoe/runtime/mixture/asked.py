@@ -17,7 +17,7 @@ from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 from pymoe.runtime.gradients import all_finite
 from pymoe.runtime.mixture.choice import Group
 from pymoe.runtime.mixture.errors import TooFewAnswersError
-from pymoe.runtime.mixture.fan_out import Call, ask
+from pymoe.runtime.mixture.fan_out import Answers, Call, ask
 
 
 class Rules(NamedTuple):
@@ -34,6 +34,20 @@ class Rules(NamedTuple):
 
     def acceptable(self, answer: Sequence[Any]) -> bool:
         return not self.detect_anomalies or all_finite([one for one in answer if isinstance(one, Tensor)])
+
+    def ask(
+        self, mixture: str, calls: Sequence[Call], needed_T: Tensor, *, backward: bool = False
+    ) -> tuple[Answers, Tensor]:
+        """What comes of ``calls``, and which rows have fewer answers than they need; raises where that is an error."""
+        timeout = self.backward_timeout if backward else self.forward_timeout
+        answers = ask(
+            calls, needed_T, timeout=timeout, timeout_after=self.timeout_after_k_min, acceptable=self.acceptable
+        )
+        few_T = answers.came < needed_T
+        if self.raises and bool(few_T.any()):
+            what, k_min = ("gradients", self.backward_k_min) if backward else ("answers", self.k_min)
+            raise TooFewAnswersError(mixture, what, k_min, few_T, answers.failures)
+        return answers, few_T
 
 
 class Answered(NamedTuple):
@@ -84,24 +98,13 @@ class Asked(NamedTuple):
                 proto.make_empty(rows, device=device, requires_grad=False) if grad is None else one.rows_of(grad)
                 for grad, proto in zip(grads, self.output_protos, strict=True)
             ]
-            detached = [tensor.detach() for tensor in tensors]
-            counts = member.backward_counts
-            calls.append(Call(one.group, member.backward_pool, detached, one.tokens, counts, member.log, "backward"))
+            calls.append(Call(one.group, member.backward, [tensor.detach() for tensor in tensors], one.tokens))
             answered.append(one)
         asked_T = torch.zeros(self.rows, dtype=torch.int64, device="cpu")
         for call in calls:
             asked_T[call.tokens] += 1
         needed_T = asked_T.clamp(max=rules.backward_k_min)
-        answers = ask(
-            calls,
-            needed_T,
-            timeout=rules.backward_timeout,
-            timeout_after=rules.timeout_after_k_min,
-            acceptable=rules.acceptable,
-        )
-        few_T = answers.came < needed_T
-        if rules.raises and bool(few_T.any()):
-            raise TooFewAnswersError(self.name, "gradients", rules.backward_k_min, few_T, answers.failures)
+        answers, _ = rules.ask(self.name, calls, needed_T, backward=True)
         found: list[Tensor | None] = [
             torch.zeros_like(x) if need else None for x, need in zip(inputs, needed, strict=True)
         ]

@@ -8,6 +8,8 @@ import time
 from collections import deque
 from typing import NamedTuple
 
+from pymoe.runtime.text import described
+
 LOG_PERIOD = 60.0  # seconds between two lines about one backend
 REMEMBERED = 1000  # answers whose latencies are kept
 
@@ -98,7 +100,7 @@ class Log:
                 return
             self._next, silent, self._silent = now + LOG_PERIOD, self._silent, 0
         more = f" ({silent} more since the line before)" if silent else ""
-        text = f"{type(why).__name__}: {why}"
+        text = described(why)
         logger.warning("a mixture goes on without an answer of %s %s: %s%s", self._name, way, text, more)
 
     def idle(self, pool: str) -> None:

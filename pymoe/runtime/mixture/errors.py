@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from pymoe.runtime.text import described
+
 
 class TooFewAnswersError(RuntimeError):
     """Rows of a mixture got fewer answers, or fewer gradients, than they need.
@@ -18,7 +20,7 @@ class TooFewAnswersError(RuntimeError):
     def __init__(self, name: str, what: str, k_min: int, few: Tensor, failures: Mapping[str, BaseException]) -> None:
         self.rows: list[int] = few.nonzero().flatten().tolist()
         self.failures = dict(failures)
-        reasons = "; ".join(f"{backend}: {type(why).__name__}: {why}" for backend, why in failures.items())
+        reasons = "; ".join(f"{backend}: {described(why)}" for backend, why in failures.items())
         super().__init__(
             f"{name}: {len(self.rows)} of {len(few)} rows got fewer than {k_min} {what} ({reasons or 'nobody to ask'})"
         )

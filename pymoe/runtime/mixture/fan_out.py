@@ -22,8 +22,7 @@ from torch import Tensor
 from pymoe import _runtime
 from pymoe.runtime.future import Future, deadline_after, seconds_left
 from pymoe.runtime.mixture.choice import Group
-from pymoe.runtime.mixture.counts import Log, PassCounts
-from pymoe.runtime.task_pool import TaskPool
+from pymoe.runtime.mixture.slots import Member, Pass
 
 PATIENCE = 2.0  # seconds after which a wait looks whether anybody serves the pools
 ROOM_PERIOD = 0.002  # seconds between two looks whether a full pool has room
@@ -41,13 +40,13 @@ class Call(NamedTuple):
     """A request to come: the rows of a group, or those of them at ``tokens``."""
 
     group: Group
-    pool: TaskPool
+    to: Pass
     tensors: Sequence[Tensor]
     tokens: Tensor
-    counts: PassCounts
-    log: Log
-    way: str
-    """What the log calls it: ``forward`` or ``backward``."""
+
+    @property
+    def member(self) -> Member:
+        return self.group.member
 
 
 class Answers:
@@ -68,9 +67,9 @@ class Answers:
 
     def fail(self, place: int, why: BaseException) -> None:
         call = self.calls[place]
-        self.failures[call.group.member.name] = why
+        self.failures[call.member.name] = why
         self.may_come[call.tokens] -= 1
-        call.log.no_answer(call.way, why)
+        call.member.log.no_answer(call.to.name, why)
 
     def settled(self, needed: Tensor) -> bool:
         """Whether every row has what it needs, or cannot get it any more."""
@@ -95,7 +94,7 @@ class Arrivals:
             Exception: whatever the pool raises, in the usual case.
         """
         timeout = seconds_left(deadline)
-        submit = call.pool.submit_task if self._must_help else call.pool._try_submit
+        submit = call.to.pool.submit_task if self._must_help else call.to.pool._try_submit
         future = submit(*call.tensors, timeout=timeout)
         if future is not None:
             self._follow(place, call, future)
@@ -111,7 +110,7 @@ class Arrivals:
                 self._ended.put((place, error.with_traceback(None), time.perf_counter()))
 
     def _follow(self, place: int, call: Call, future: Future) -> None:
-        counts = call.counts
+        counts = call.to.counts
 
         def ended(future: Future) -> None:
             with self._lock:
@@ -177,7 +176,7 @@ def ask(
     sent: dict[int, float] = {}
     try:
         for place, call in enumerate(calls):
-            call.counts.add("requests", rows=len(call.tokens))
+            call.to.counts.add("requests", rows=len(call.tokens))
             sent[place] = time.perf_counter()
             try:
                 arrivals.send(place, call, deadline)
@@ -185,14 +184,14 @@ def ask(
                 raise
             except Exception as error:  # full, closed, or gone
                 del sent[place]
-                call.counts.add("failed")
+                call.to.counts.add("failed")
                 answers.fail(place, error.with_traceback(None))  # which holds this frame, with all tensors
         arrivals.help(deadline)
         collect(answers, arrivals, sent, needed, deadline, timeout_after, acceptable)
     finally:
         arrivals.close()
         for place in sent:
-            calls[place].counts.add("given_up")
+            calls[place].to.counts.add("given_up")
     for place, begin in sent.items():
         answers.fail(place, GivenUp(f"no answer within {time.perf_counter() - begin:.3g} s"))
     return answers
@@ -222,8 +221,8 @@ def collect(
             if seconds_left(deadline) == 0:
                 return
             for call in [answers.calls[place] for place in sent]:
-                if not call.pool.served:
-                    call.log.idle(call.pool.name)
+                if not call.to.pool.served:
+                    call.member.log.idle(call.to.pool.name)
             continue
         call = answers.calls[place]
         begin = sent[place]
@@ -232,15 +231,15 @@ def collect(
             assert not isinstance(ended, BaseException)
             result = tuple(ended.result())
             if acceptable(result):
-                call.counts.add("answered", latency=when - begin)
+                call.to.counts.add("answered", latency=when - begin)
                 answers.add(place, result)
             else:
-                call.counts.add("anomalous")
+                call.to.counts.add("anomalous")
                 answers.fail(place, AnomalyError("the answer holds NaN or infinity"))
         elif isinstance(why, TimeoutError) and seconds_left(deadline) == 0:
             return  # the pool has given it up, as we are about to
         else:
-            call.counts.add("failed")
+            call.to.counts.add("failed")
             answers.fail(place, why)
         del sent[place]
 

@@ -21,7 +21,7 @@ from pymoe.runtime.mixture.asked import Answered, Asked, AskedNode, Rules
 from pymoe.runtime.mixture.choice import Choice, choose, gather_rows, mix, weigh
 from pymoe.runtime.mixture.counts import BackendStats
 from pymoe.runtime.mixture.errors import TooFewAnswersError
-from pymoe.runtime.mixture.fan_out import Answers, Call, ask
+from pymoe.runtime.mixture.fan_out import Answers, Call
 from pymoe.runtime.mixture.gate import SlotGate
 from pymoe.runtime.mixture.options import check_options, check_schemas
 from pymoe.runtime.mixture.slots import Slots
@@ -247,25 +247,13 @@ class MixtureOfExpertBackends(nn.Module):
 
     def _ask(self, inputs: list[Tensor], choice: Choice, trains: bool) -> tuple[list[Tensor], Tensor]:
         """The mixed outputs, and which rows had too few answers (on the CPU)."""
-        rules = self.rules
         gathered = [gather_rows(x, choice.routing) for x in inputs]
-        calls = []
-        for group in choice.groups:
-            member = group.member
-            tensors = [x[group.begin : group.end].detach() for x in gathered]
-            counts = member.forward_counts
-            calls.append(Call(group, member.forward_pool, tensors, group.tokens, counts, member.log, "forward"))
-        needed_T = torch.full((len(inputs[0]),), rules.k_min, device="cpu")
-        answers = ask(
-            calls,
-            needed_T,
-            timeout=rules.forward_timeout,
-            timeout_after=rules.timeout_after_k_min,
-            acceptable=rules.acceptable,
-        )
-        few_T = answers.came < needed_T
-        if rules.raises and bool(few_T.any()):
-            raise TooFewAnswersError(self._name, "answers", rules.k_min, few_T, answers.failures)
+        calls = [
+            Call(group, group.member.forward, [x[group.begin : group.end].detach() for x in gathered], group.tokens)
+            for group in choice.groups
+        ]
+        needed_T = torch.full((len(inputs[0]),), self.rules.k_min, device="cpu")
+        answers, few_T = self.rules.ask(self._name, calls, needed_T)
         answered, outputs, came_TK = self._used(choice, answers, few_T, gathered[0])
         outputs = self._attach(outputs, answered, gathered, len(few_T), trains)
         weights_TK = self._carry_losses(weigh(choice.chosen_TK, came_TK), choice)

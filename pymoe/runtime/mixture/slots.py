@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from pymoe.runtime.backend import ExpertBackend
 from pymoe.runtime.mixture.counts import BackendStats, Log, PassCounts
 from pymoe.runtime.task_pool import TaskPool
+
+
+class Pass(NamedTuple):
+    """Where one of a backend's passes is asked for, and what became of it."""
+
+    name: str
+    """``forward`` or ``backward``."""
+    pool: TaskPool
+    counts: PassCounts
 
 
 class Member:
@@ -19,12 +28,12 @@ class Member:
         self.backend = backend
         self.name: str = backend.get_info()["name"]
         pools: tuple[TaskPool, TaskPool] = backend.get_pools()
-        self.forward_pool, self.backward_pool = pools
-        self.forward_counts, self.backward_counts = PassCounts(), PassCounts()
+        self.forward = Pass("forward", pools[0], PassCounts())
+        self.backward = Pass("backward", pools[1], PassCounts())
         self.log = Log(self.name)
 
     def stats(self) -> BackendStats:
-        return BackendStats(self.name, self.slot, self.forward_counts.read(), self.backward_counts.read())
+        return BackendStats(self.name, self.slot, self.forward.counts.read(), self.backward.counts.read())
 
     def at(self, slot: int) -> Member:
         """The same member, counts and all, in another slot."""

@@ -1,12 +1,12 @@
 """One call of a function in an autograd graph of its own.
 
-forward   Tensors among the arguments are replaced by aliases: same memory, same version counter (so an in-place
-edit of the caller's tensor is noticed where the graph has saved it), and an autograd history that begins
-here. The function runs as it is, an ``autograd.Function`` with torch's own context object.
-leaves    What the call has reached without being given it (parameters, tensors of a closure) is found by walking
-its graph back from the outputs. Where the walk runs into graphs that were there before the call it goes
-on to their leaves.
-backward  ``autograd.grad`` from the outputs to the aliases and the leaves: nothing is accumulated anywhere.
+- forward: Tensors among the arguments are replaced by aliases: same memory, same version counter (so an in-place edit
+  of the caller's tensor is noticed where the graph has saved it), and an autograd history that begins here. The
+  function runs as it is, an ``autograd.Function`` with torch's own context object.
+- leaves: What the call has reached without being given it (parameters, tensors of a closure) is found by walking its
+  graph back from the outputs. Where the walk runs into graphs that were there before the call it goes on to their
+  leaves.
+- backward: ``autograd.grad`` from the outputs to the aliases and the leaves: nothing is accumulated anywhere.
 
 Tensors that leave a call by other ways than its outputs (in an object, as a module's attribute) keep their history:
 gradients go through the aliases to the caller's tensors, as they do in a backward pass that the call makes itself.

@@ -25,6 +25,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.utils import _python_dispatch
 
+from pymoe.runtime.thread_state import autocast_devices
+
 Result = TypeVar("Result")
 
 _C: Any = torch._C
@@ -64,12 +66,6 @@ class ThreadState(NamedTuple):
     saved_tensor_hooks: tuple[Any, Any] | None  # the innermost, the only one that torch looks at
     hooks_forbidden: str | None
     cuda: tuple[int, tuple[Any, ...]] | None  # the current device, and each device's stream
-
-
-@functools.cache
-def autocast_devices() -> tuple[str, ...]:
-    accelerator = torch.accelerator.current_accelerator()
-    return tuple(sorted({"cpu", "cuda", *([accelerator.type] if accelerator is not None else [])}))
 
 
 def current() -> ThreadState:

@@ -14,6 +14,7 @@ from pymoe._runtime import Profiled, TaskGraph
 from pymoe.runtime.parallel.pool import shared_pool
 from pymoe.runtime.parallel.random_streams import Stream, with_stream
 from pymoe.runtime.parallel.state import ThreadState, current, in_state, know_state, known_state
+from pymoe.runtime.text import described
 
 _is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
@@ -118,13 +119,6 @@ def raise_first(name: str, errors: Sequence[BaseException | None]) -> None:
         raise first
     finally:
         del first, failed
-
-
-def described(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # it cannot be printed, which must not hide the one that is raised
-        return type(error).__name__
 
 
 def functorch_is_active() -> bool:

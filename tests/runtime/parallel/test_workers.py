@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 
 import pytest
 import torch
-from forked import in_child
+from processes import in_child, run_python
 
 from pymoe.runtime import (
     get_parallel_workers,
@@ -21,11 +18,6 @@ from pymoe.runtime import (
 )
 
 LONG = 60  # seconds: a guard against hanging
-
-
-def run_python(script: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=2 * LONG)
 
 
 def test_the_number_of_workers() -> None:

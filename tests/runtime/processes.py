@@ -1,13 +1,22 @@
-"""Children of a fork."""
+"""Processes of a test's own: Python scripts, and children of a fork."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 import traceback
 from collections.abc import Callable
 
 LONG = 60  # seconds until a child that hangs dies of it
+
+
+def run_python(script: str, prelude: str = "", timeout: float = 2 * LONG) -> subprocess.CompletedProcess[str]:
+    """Run a script, indented as the test that holds it, behind a prelude that is not; its output as text."""
+    command = [sys.executable, "-X", "faulthandler", "-c", prelude + textwrap.dedent(script)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
 
 def in_child(check: Callable[[], None]) -> int:
