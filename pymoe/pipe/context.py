@@ -1,0 +1,57 @@
+"""What a module can ask while a pipeline runs it: which micro-batch this is, and whether the forward is a repetition."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+__all__ = ["MicroBatch", "is_checkpointing", "is_recomputing", "micro_batch", "running"]
+
+
+class MicroBatch(NamedTuple):
+    """The micro-batch whose forward pass this thread runs."""
+
+    index: int
+    """Counted from 0."""
+    count: int
+    """The number of micro-batches of this mini-batch."""
+    weight: float
+    """Its share of the rows of the mini-batch: what a mean over its rows counts in the mean over all."""
+    checkpointing: bool = False
+    """The forward keeps no graph; it will be run again."""
+    recomputing: bool = False
+    """The forward is run again, to make the graph: whatever counts forwards must leave this one out."""
+
+
+class _Thread(threading.local):
+    micro_batch: MicroBatch | None = None
+
+
+_thread = _Thread()
+
+
+def micro_batch() -> MicroBatch | None:
+    """The micro-batch that a stage of a pipeline runs on this thread; None outside of a stage's forward."""
+    return _thread.micro_batch
+
+
+def is_checkpointing() -> bool:
+    """Is this a forward without a graph, of which the pipeline will run a second one?"""
+    return _thread.micro_batch is not None and _thread.micro_batch.checkpointing
+
+
+def is_recomputing() -> bool:
+    """Is this the second forward of a checkpointed micro-batch?"""
+    return _thread.micro_batch is not None and _thread.micro_batch.recomputing
+
+
+@contextmanager
+def running(micro_batch: MicroBatch) -> Iterator[None]:
+    """Within the block this thread runs a stage's forward for ``micro_batch``."""
+    before, _thread.micro_batch = _thread.micro_batch, micro_batch
+    try:
+        yield
+    finally:
+        _thread.micro_batch = before
