@@ -191,18 +191,39 @@ class IsolatedCall:
 
         The graph is kept: it may end in others that are still needed, and goes when this object does.
         """
-        inputs = [*(alias.edge for alias in self.aliases if alias.edge is not None), *self.leaves]
-        given = [(root, grad) for root, grad in zip(self.roots, grads, strict=True) if grad is not None]
-        if not given or not inputs:
-            return (None,) * len(inputs)
-        roots, values = zip(*given, strict=True)
-        for leaf in self.leaves:
-            keep_hooks_outside(leaf)
-        before, _running.entry = _running.entry, self._entry or _NONE
-        try:
-            return _run_backward(roots, values, True, False, tuple(inputs), True, accumulate_grad=False)  # type: ignore[call-arg]
-        finally:
-            _running.entry = before
+        inputs = [alias.edge for alias in self.aliases if alias.edge is not None]
+        return differentiate(self.roots, grads, inputs, self.leaves, self._entry)
+
+
+def differentiate(
+    roots: Sequence[GradientEdge | None],
+    grads: Sequence[torch.Tensor | None],
+    inputs: Sequence[GradientEdge],
+    leaves: Sequence[torch.Tensor],
+    entry: Node | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """For every input and leaf of the graph of one call, from gradients for its roots; None where there is none.
+
+    Accumulates nothing, and the graph is kept: it may end in others that are still needed, and goes with its roots.
+
+    Args:
+        roots: where the backward pass begins; None is left out, with its gradient.
+        grads: for each root, None for none.
+        inputs: where the call's graph begins.
+        leaves: tensors that gradients would be accumulated into.
+        entry: the node that the inputs belong to; None if it has none.
+    """
+    given = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None and root is not None]
+    if not given or not (inputs or leaves):
+        return (None,) * (len(inputs) + len(leaves))
+    starts, values = zip(*given, strict=True)
+    for leaf in leaves:
+        keep_hooks_outside(leaf)
+    before, _running.entry = _running.entry, entry or _NONE
+    try:
+        return _run_backward(starts, values, True, False, (*inputs, *leaves), True, accumulate_grad=False)  # type: ignore[call-arg]
+    finally:
+        _running.entry = before
 
 
 def isolate(
