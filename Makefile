@@ -1,6 +1,6 @@
 # pymoe: every target makes what it needs, so each works on a fresh clone. Options go through ARGS:
 #     make train ARGS="--steps 200 --ffn dense"
-.PHONY: help train test bench bench-runtime bench-parallel lint format clean
+.PHONY: help train test bench bench-runtime bench-parallel bench-pipeline lint format clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -20,6 +20,7 @@ help:
 	@echo 'make bench   benchmark every operator; results in build/bench.json (ARGS="--help" for its options)'
 	@echo 'make bench-runtime   many clients, one expert: requests per second beside hivemind; results in build/runtime_load/'
 	@echo 'make bench-parallel  many calls at once, forward and backward, beside a loop and plain autograd; in build/parallel_backward/'
+	@echo 'make bench-pipeline  pipeline schedules beside torchgpipe, torch and the simulated ideal; in build/pipeline_schedules/'
 	@echo 'make lint    ruff, clang-format and mypy'
 	@echo 'make format  lay out the sources, write the type stub again'
 	@echo 'make clean   remove what was built, and the virtual environment'
@@ -45,6 +46,14 @@ bench-runtime: $(INSTALLED) $(HIVEMIND)/.packages
 
 bench-parallel: $(INSTALLED)
 	$(RUN) -m benchmarks.parallel_backward --output build/parallel_backward $(ARGS)
+
+bench-pipeline: $(INSTALLED) $(VENV)/.torchgpipe
+	$(RUN) -m benchmarks.pipeline_schedules --output build/pipeline_schedules $(ARGS)
+
+$(VENV)/.torchgpipe: benchmarks/pipeline/requirements-torchgpipe.txt $(PACKAGES)
+	@echo '== torchgpipe into $(VENV)'
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
 
 $(HIVEMIND)/.packages: benchmarks/runtime/requirements-hivemind.txt
 	@echo '== hivemind into $(HIVEMIND)'

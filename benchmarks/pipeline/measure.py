@@ -1,0 +1,151 @@
+"""Steps of all systems in turns: speed-ups over the sequential run, and what a stage and a micro-batch cost besides."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.pipeline.systems import SEQUENTIAL, Check, Running, System
+from benchmarks.pipeline.work import Case, verdict
+from pymoe.pipe.schedules import simulate
+from pymoe.testing.timing import Spread
+
+Record = dict[str, Any]
+Sample = tuple[float, float]
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass
+class Contender:
+    """A system in one cell: what it says of itself, and its samples."""
+
+    system: System
+    running: Running | None = None
+    check: Check | None = None
+    failure: str = ""
+    samples: list[Sample] | None = None
+    baseline: list[Sample] | None = None
+    """The sequential run beside each sample, where that is not the one of this process."""
+
+    def attempt(self, function: Callable[[], Any]) -> Any:
+        """What the function returns; None if it fails, after which this contender takes part no more."""
+        try:
+            return function()
+        except Exception as error:  # a peer that fails must not keep the others from being measured
+            self.failure = f"{type(error).__name__}: {error}".split("\n")[0][:200]
+            return None
+
+
+def cell(case: Case, systems: Sequence[System], rounds: int) -> Record:
+    """One case: correctness first, then times in interleaved rounds. The first of the systems is the sequential run."""
+    contenders = [Contender(system, samples=[]) for system in systems]
+    for one in contenders:
+        one.running = one.attempt(lambda one=one: one.system.open(case))
+        if one.running is not None:
+            one.check = one.attempt(one.running.check)
+    take_turns([one for one in contenders if not one.failure], rounds)
+    reference = contenders[0].samples or []
+    found = {one.system.name: record_of(case, one, reference) for one in contenders}
+    for one in contenders:
+        if one.running is not None and not one.failure:
+            one.attempt(one.running.close)
+    return {"case": asdict(case), "systems": found}
+
+
+def take_turns(contenders: list[Contender], rounds: int) -> None:
+    """Each takes a step a round, every round beginning with another."""
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in range(rounds):
+            for i in range(len(contenders)):
+                one = contenders[(turn + i) % len(contenders)]
+                if one.failure:
+                    continue
+                assert one.running is not None
+                assert one.samples is not None
+                plain = getattr(one.running, "plain", None)
+                if plain is not None and one.baseline is not None:
+                    sample = one.attempt(plain)
+                    if sample is None:
+                        continue
+                    one.baseline.append(sample)
+                sample = one.attempt(one.running.step)
+                if sample is not None:
+                    one.samples.append(sample)
+            gc.collect()
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def record_of(case: Case, one: Contender, reference: list[Sample]) -> Record:
+    """What is kept of a contender: ratios are taken round by round."""
+    record: Record = {"failure": one.failure}
+    if one.check is not None:
+        record |= {"verdict": verdict(one.check.error), "error": one.check.error, "live": one.check.live}
+    if one.failure or not one.samples:
+        return record
+    assert one.running is not None
+    record["seconds"] = asdict(Spread.of([wall for wall, _ in one.samples]))
+    pairs = list(zip(reference, one.samples, strict=True))
+    speed_ups = [theirs[0] / mine[0] for theirs, mine in pairs]
+    record["speed_up"] = asdict(Spread.of(speed_ups))
+    if one.running.planned is not None:
+        plan = simulate(one.running.planned, case.times(one.running.planned.stages))
+        ideal = plan.speed_up
+        reachable = ideal if case.work == "sleep" else min(ideal, CORES)
+        record |= {
+            "stages": one.running.planned.stages,
+            "ideal": ideal,
+            "reachable": reachable,
+            "share": asdict(Spread.of([speed_up / reachable for speed_up in speed_ups])),
+            "planned_live": list(plan.peak_live_of_stages),
+        }
+    return record
+
+
+def bookkeeping(case: Case, systems: Mapping[str, tuple[System, int]], rounds: int) -> Record:
+    """What a step takes beyond the sequential run, by stage and micro-batch. ``systems``: each with its stages."""
+    contenders = [Contender(system, samples=[], baseline=[]) for system, _ in systems.values()]
+    for one in contenders:
+        one.running = one.attempt(lambda one=one: one.system.open(case))
+        if one.running is not None:
+            one.check = one.attempt(one.running.check)
+    take_turns([one for one in contenders if not one.failure], rounds)
+    found: Record = {}
+    for one, (_, stages) in zip(contenders, systems.values(), strict=True):
+        record: Record = {"failure": one.failure, "stages": stages}
+        if one.check is not None:
+            record |= {"verdict": verdict(one.check.error), "error": one.check.error}
+        if not one.failure and one.samples:
+            beside = one.baseline or contenders[0].samples or []
+            actions = stages * case.micro_batches
+            for i, what in enumerate(("wall", "cpu")):
+                differences = [
+                    (mine[i] - theirs[i]) / actions for mine, theirs in zip(one.samples, beside, strict=True)
+                ]
+                record[what] = asdict(Spread.of(differences))
+                record[f"step_{what}"] = asdict(Spread.of([mine[i] for mine in one.samples]))
+        found[one.system.name] = record
+        if one.running is not None and not one.failure:
+            one.attempt(one.running.close)
+    return {"case": asdict(case), "systems": found}
+
+
+def wrong(result: Record) -> list[str]:
+    """Who gave wrong gradients, where."""
+    return [
+        f"{name}: {Case(**record['case'])}"
+        for part in ("cells", "bookkeeping")
+        for record in result[part]
+        for name, one in record["systems"].items()
+        if one.get("verdict") == "WRONG"
+    ]
+
+
+__all__ = ["CORES", "SEQUENTIAL", "bookkeeping", "cell", "wrong"]

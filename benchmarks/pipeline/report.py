@@ -1,0 +1,137 @@
+"""The run as text and Markdown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.pipeline.systems import SEQUENTIAL
+from benchmarks.pipeline.work import WORKS, Case
+from pymoe.bench.report import Table, plain, time_with_spread
+
+Record = dict[str, Any]
+WORDS = {True: "met", False: "missed", None: "not measured"}
+
+
+def cell_table(record: Record) -> Table:
+    """A line for every system."""
+    rows = []
+    for name, one in record["systems"].items():
+        if "seconds" not in one:
+            rows.append([name, "-", "-", "-", "-", "-", "-", f"failed: {one['failure']}"])
+            continue
+        planned = name != SEQUENTIAL and "ideal" in one
+        rows.append(
+            [
+                name,
+                time_with_spread(one["seconds"]),
+                spread(one["speed_up"], "{:.2f}"),
+                f"{one['ideal']:.2f}" if planned else "-",
+                spread(one["share"], "{:.0%}") if planned else "-",
+                counts(one["live"]),
+                counts(one["planned_live"]) if planned else "-",
+                correctness(one),
+            ]
+        )
+    heading = ["system", "step", "speed-up", "ideal", "of ideal", "live", "live, simulated", "gradients"]
+    return Table(heading, rows, frozenset({"system", "live", "live, simulated", "gradients"}), frozenset({"WRONG"}))
+
+
+def bookkeeping_table(record: Record) -> Table:
+    """What a stage and a micro-batch cost besides, forward and backward together."""
+    rows = []
+    for name, one in record["systems"].items():
+        if name == SEQUENTIAL:
+            continue
+        if "cpu" not in one:
+            rows.append([name, "-", "-", "-", f"failed: {one['failure']}"])
+            continue
+        rows.append(
+            [name, str(one["stages"]), *(microseconds(one[what]) for what in ("cpu", "wall")), correctness(one)]
+        )
+    heading = ["system", "stages", "processor, us", "wall, us", "gradients"]
+    return Table(heading, rows, frozenset({"system", "gradients"}), frozenset({"WRONG"}))
+
+
+def targets_table(result: Record) -> Table:
+    """What pymoe is held to."""
+    rows = []
+    for one in result["targets"]:
+        relation, limit, found = one["relation"], one["limit"], one["found"]
+        if relation == ">=":
+            wanted, seen = f">= {limit:.0%}", spread(found, "{:.1%}") if found else "-"
+        elif relation == "<=":
+            wanted, seen = f"<= {limit * 1e6:g} us", microseconds(found) if found else "-"
+        else:
+            wanted, seen = f"all of {limit}", str(found["median"]) if found else "-"
+        rows.append([one["what"], wanted, seen, WORDS[one["met"]]])
+    return Table(["what", "wanted", "found", ""], rows, frozenset({"what", ""}), frozenset({"missed"}))
+
+
+def spread(found: Record, form: str) -> str:
+    """Median and quartiles."""
+    return f"{form.format(found['median'])} [{form.format(found['low'])} - {form.format(found['high'])}]"
+
+
+def microseconds(found: Record) -> str:
+    """A difference of times, which may be negative."""
+    return f"{found['median'] * 1e6:.0f} [{found['low'] * 1e6:.0f} - {found['high'] * 1e6:.0f}]"
+
+
+def correctness(one: Record) -> str:
+    """How the gradients compare with the sequential run's."""
+    return f"close {one['error']:.0e}" if one["verdict"] == "close" else str(one["verdict"])
+
+
+def counts(peaks: list[int]) -> str:
+    """For every stage."""
+    return " ".join(map(str, peaks))
+
+
+def heading_of(record: Record) -> str:
+    """A cell in words."""
+    case = Case(**record["case"])
+    return f"{case}: {case.layers} layers, each {WORKS[case.work].about}"
+
+
+def sections(result: Record) -> list[tuple[str, Table]]:
+    """All tables with their headings, the targets first."""
+    found = [("Targets", targets_table(result))] if result["targets"] else []
+    found += [
+        (f"What a stage and a micro-batch cost besides, {heading_of(record)}", bookkeeping_table(record))
+        for record in result["bookkeeping"]
+    ]
+    return found + [(heading_of(record), cell_table(record)) for record in result["cells"]]
+
+
+def show(result: Record) -> None:
+    """All tables, to standard output."""
+    for heading, table in sections(result):
+        print(f"\n{heading}\n{plain(table)}")
+    if result["profile"]:
+        print("\n" + "\n".join(result["profile"]))
+
+
+def markdown(result: Record) -> str:
+    """All tables as Markdown."""
+    facts, settings = result["environment"], result["settings"]
+    lines = [
+        f"Measured {facts['date'][:10]} on {facts['cpu']}, {facts['cores']} cores, one torch thread, torch "
+        f"{facts['torch']}, Python {facts['python']}; load average before and after {facts['load'][0]}, "
+        f"{settings['load_after'][0]}. Medians over {settings['rounds']} interleaved rounds, quartiles in brackets; "
+        "ratios and differences are taken round by round. Gradients are compared with the sequential run's before "
+        "anything is timed. `live`: for every stage, the most micro-batches whose saved tensors were alive at once.",
+        "",
+        *(f"- **{name}** {one['version']}: {one['about']}" for name, one in result["systems"].items()),
+    ]
+    for heading, table in sections(result):
+        lines += ["", f"**{heading}**", "", *as_markdown(table)]
+    if result["profile"]:
+        lines += ["", "**Where the time goes**", "", "```", *result["profile"], "```"]
+    return "\n".join(lines) + "\n"
+
+
+def as_markdown(table: Table) -> list[str]:
+    """The table's lines."""
+    lines = ["| " + " | ".join(table.heading) + " |"]
+    lines.append("|" + "|".join("---" if name in table.left else "--:" for name in table.heading) + "|")
+    return lines + ["| " + " | ".join(cells) + " |" for cells in table.rows]

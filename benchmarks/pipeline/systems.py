@@ -1,0 +1,151 @@
+"""Those who run a step of the work: the sequential run, pymoe, and the peers, each with what it promises."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.pipeline.live import watched
+from benchmarks.pipeline.work import LOSS, WORKS, Case, gradients, largest_error, reference, sequential
+from pymoe.pipe import schedules
+from pymoe.pipe.schedules import Record, Schedule
+
+SEQUENTIAL, TORCHGPIPE = "sequential", "torchgpipe"
+VIRTUAL_STAGES = 2
+"""Stages a worker, for schedules that have several."""
+
+
+class AbsentError(Exception):
+    """A peer that is not installed, or does not offer this case."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a step gave before any is timed."""
+
+    error: float
+    """The largest relative error of a parameter's gradient, against the sequential run."""
+    live: list[int]
+    """For every stage, the most micro-batches whose saved tensors were alive at once."""
+
+
+class Running(Protocol):
+    """A system that has been set up for a case."""
+
+    planned: Schedule | None
+    """The actions of its workers, where there is such a plan."""
+
+    def check(self) -> Check:
+        """Runs a step, untimed, and looks at what it gave."""
+
+    def step(self) -> tuple[float, float]:
+        """Seconds of a step, and of the processor in it (of all threads; nan where the system cannot say)."""
+
+    def close(self) -> None:
+        """Ends it."""
+
+
+@dataclass(frozen=True)
+class System:
+    """A way to run steps."""
+
+    name: str
+    about: str
+    open: Callable[[Case], Running]
+    version: Callable[[], str] = lambda: torch.__version__
+
+
+class InProcess:
+    """A step is a function of inputs and targets, which leaves gradients in the stages' parameters."""
+
+    def __init__(
+        self,
+        case: Case,
+        stages: list[nn.Sequential],
+        step: Callable[[Tensor, Tensor], object],
+        planned: Schedule | None = None,
+        record: Callable[[], Record] | None = None,
+    ) -> None:
+        self.case, self.stages, self.planned = case, stages, planned
+        self.x, self.y = case.batch()
+        self.record = record
+        """Of the last step, as it went."""
+        self._step: Callable[[Tensor, Tensor], object] | None = step
+
+    def run(self) -> None:
+        assert self._step is not None, "closed"
+        self._step(self.x, self.y)
+
+    def clear(self) -> None:
+        for stage in self.stages:
+            for parameter in stage.parameters():
+                parameter.grad = None
+
+    def check(self) -> Check:
+        with watched(self.stages) as counters:
+            self.clear()
+            self.run()
+        found = [grad for stage in self.stages for grad in gradients(stage)]
+        return Check(largest_error(found, reference(self.case)), [live.peak for live in counters])
+
+    def step(self) -> tuple[float, float]:
+        repeats = WORKS[self.case.work].repeats
+        wall = cpu = 0.0
+        for _ in range(repeats):
+            self.clear()
+            cpu -= time.process_time()
+            wall -= time.perf_counter()
+            self.run()
+            wall += time.perf_counter()
+            cpu += time.process_time()
+        return wall / repeats, cpu / repeats
+
+    def close(self) -> None:
+        self._step = self.record = None
+
+
+def open_sequential(case: Case) -> InProcess:
+    """The bound that speed-ups are taken over."""
+    stages = case.stages(case.workers)
+    model = nn.Sequential(*(layer for stage in stages for layer in stage))
+    return InProcess(case, stages, lambda x, y: sequential(model, x, y, case.micro_batches))
+
+
+def planned(name: str, case: Case) -> Schedule:
+    """The schedule of that name, for as many workers as the case has."""
+    per_worker = VIRTUAL_STAGES if "virtual_stages" in schedules.options(name) else 1
+    return schedules.build(name, case.stages_of(per_worker), case.micro_batches)
+
+
+def open_torchgpipe(case: Case) -> InProcess:
+    """torchgpipe, told that each stage has a device of its own."""
+    try:
+        from torchgpipe import GPipe
+    except ImportError as error:
+        raise AbsentError(f"not installed ({error}): pip install 'pymoe[peers]'") from error
+    stages = case.stages(case.workers)
+    balance = [len(stage) for stage in stages]
+    model = nn.Sequential(*(layer for stage in stages for layer in stage))
+    pipe = GPipe(model, balance, devices=["cpu"] * len(stages), chunks=case.micro_batches, checkpoint="never")
+    # Over micro-batches of equally many rows, the mean of all rows is the mean of the micro-batches' means.
+    plan = schedules.build("gpipe", case.workers, case.micro_batches)
+    return InProcess(case, stages, lambda x, y: LOSS(pipe(x), y).backward(), plan)
+
+
+def in_process() -> list[System]:
+    """The systems of this process, the sequential run first."""
+    return [
+        System(SEQUENTIAL, "forward and backward of one micro-batch after the other", open_sequential),
+        System(
+            TORCHGPIPE,
+            "`GPipe(checkpoint='never', devices=['cpu', ...])` and `loss.backward()`, in one process",
+            open_torchgpipe,
+            lambda: metadata.version("torchgpipe"),
+        ),
+    ]

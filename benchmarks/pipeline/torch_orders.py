@@ -1,0 +1,60 @@
+"""torch's pipeline schedules by name, and the orders that they plan, as data that pymoe can simulate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from pymoe.pipe.schedules import Action, Kind, Schedule, build, peak_live
+
+SAME_AS = {"ScheduleGPipe": "gpipe", "Schedule1F1B": "1f1b"}
+"""One stage a rank. torch runs these two by other code than the orders it shows, in the order of pymoe's."""
+SEVERAL = {
+    "ScheduleLoopedBFS": "loop",
+    "ScheduleInterleaved1F1B": "loop",
+    "ScheduleInterleavedZeroBubble": "loop",
+    "ScheduleZBVZeroBubble": "v",
+    "ScheduleDualPipeV": "v",
+}
+"""Two stages a rank: the second half of the model in the order of the ranks again, or backwards."""
+STAGES_PER_RANK = 2
+KINDS = {
+    "FORWARD": Kind.FORWARD,
+    "FULL_BACKWARD": Kind.BACKWARD,
+    "BACKWARD_INPUT": Kind.BACKWARD_INPUT,
+    "BACKWARD_WEIGHT": Kind.BACKWARD_WEIGHT,
+}
+
+
+def stages_of(name: str, ranks: int) -> int:
+    """The stages of the model that is run by schedule ``name`` on so many ranks."""
+    return ranks if name in SAME_AS else STAGES_PER_RANK * ranks
+
+
+def rank_of(name: str, ranks: int, stage: int) -> int:
+    """Where a stage is."""
+    if SEVERAL.get(name) == "v" and stage >= ranks:
+        return 2 * ranks - 1 - stage
+    return stage % ranks
+
+
+def actions(order: Iterable[Any]) -> list[tuple[int, int, str]]:
+    """(stage, micro-batch, kind) of one rank's computations, overlapped ones one after another, as torch runs them."""
+    found = []
+    for action in order:
+        if action is None:
+            continue
+        if action.computation_type.name == "OVERLAP_F_B":
+            found += actions(action.sub_actions)
+        elif action.computation_type.name in KINDS:
+            found.append((action.stage_index, action.microbatch_index, action.computation_type.name))
+    return found
+
+
+def schedule(name: str, ranks: int, micro_batches: int, orders: list[list[tuple[int, int, str]]]) -> Schedule:
+    """What torch plans for its ranks, as a schedule."""
+    if name in SAME_AS:
+        return build(SAME_AS[name], ranks, micro_batches)
+    table = tuple(tuple(Action(stage, i, KINDS[kind]) for stage, i, kind in order) for order in orders)
+    placement = tuple(rank_of(name, ranks, stage) for stage in range(stages_of(name, ranks)))
+    return Schedule(name, micro_batches, placement, table, tuple(map(peak_live, table)))

@@ -1,0 +1,205 @@
+"""torch's schedules over gloo, seen from the benchmark's process: a process a rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pipeline import torch_orders
+from benchmarks.pipeline.systems import AbsentError, Check, System
+from benchmarks.pipeline.work import Case
+
+RANK = "benchmarks.pipeline.torch_rank"
+ROOT = Path(__file__).parents[2]
+PATIENCE = 120.0
+"""Seconds after which ranks that do not answer are given up."""
+Answer = dict[str, Any]
+
+
+class RanksError(RuntimeError):
+    """A rank failed, ended, or did not answer."""
+
+
+class Ranks:
+    """So many processes in one group. After a failure they are ended, and started anew when they are needed."""
+
+    def __init__(self, world: int, program: Sequence[str] = (sys.executable, "-m", RANK)) -> None:
+        self.world = world
+        self.program = program
+        """It is given rank, number of ranks and the file to meet in."""
+        self.processes: list[subprocess.Popen] = []
+        self.generation = 0
+        """Counts how often they were started: what was opened before is gone."""
+        self._received: list[bytes] = []
+        self._folder: tempfile.TemporaryDirectory | None = None
+
+    def start(self) -> None:
+        """Does nothing where they run."""
+        if self.processes:
+            return
+        self._folder = tempfile.TemporaryDirectory()
+        self.generation += 1
+        self._received = [b""] * self.world
+        environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+        for rank in range(self.world):
+            process = subprocess.Popen(
+                [*self.program, str(rank), str(self.world), str(Path(self._folder.name) / "meeting")],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+            )
+            self.processes.append(process)
+
+    def ask(self, **request: Any) -> list[Answer]:
+        """One line to every rank, one line back from each. Whatever goes wrong ends them all: some may hang."""
+        self.start()
+        try:
+            for process in self.processes:
+                assert process.stdin is not None
+                process.stdin.write(json.dumps(request).encode() + b"\n")
+                process.stdin.flush()
+            answers = self._answers(time.monotonic() + PATIENCE)
+        except OSError:
+            self.close()
+            raise RanksError("a rank's process ended") from None
+        except RanksError:
+            self.close()
+            raise
+        return answers
+
+    def _answers(self, deadline: float) -> list[Answer]:
+        """A rank that fails is not the only one that has to be waited for: the others may wait for it."""
+        answers: dict[int, Answer] = {}
+        with selectors.DefaultSelector() as selector:
+            for rank, process in enumerate(self.processes):
+                assert process.stdout is not None
+                selector.register(process.stdout, selectors.EVENT_READ, rank)
+            while len(answers) < self.world:
+                events = selector.select(max(0.0, deadline - time.monotonic()))
+                if not events:
+                    raise RanksError(f"no answer within {PATIENCE:.0f} s")
+                for key, _ in events:
+                    part = os.read(key.fd, 1 << 16)
+                    if not part:
+                        raise RanksError("a rank's process ended")
+                    self._received[key.data] += part
+                    line, complete, rest = self._received[key.data].partition(b"\n")
+                    if complete:
+                        self._received[key.data] = rest
+                        selector.unregister(key.fd)
+                        answers[key.data] = json.loads(line)
+                        if "failure" in answers[key.data]:
+                            raise RanksError(answers[key.data]["failure"])
+        return [answers[rank] for rank in range(self.world)]
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.communicate()
+        self.processes = []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+class TorchSchedule:
+    """One of torch's schedules, set up for a case on ``ranks``."""
+
+    def __init__(self, name: str, case: Case, ranks: Ranks, stages: int) -> None:
+        self.name, self.case, self.ranks, self.stages = name, case, ranks, stages
+        self.key = f"{name} {case} {stages}"
+        self.planned = None
+        self._generation = -1
+        self._open()
+
+    def _open(self) -> None:
+        self.ranks.start()
+        if self._generation == self.ranks.generation:
+            return
+        try:
+            self.ranks.ask(key=self.key, open=asdict(self.case), schedule=self.name, stages=self.stages)
+        except RanksError as error:
+            raise AbsentError(str(error)) from None
+        self._generation = self.ranks.generation
+
+    def _ask(self, what: str) -> list[Answer]:
+        self._open()
+        return self.ranks.ask(key=self.key, do=what)
+
+    def check(self) -> Check:
+        answers = self._ask("check")
+        live = {int(stage): peak for answer in answers for stage, peak in answer["live"].items()}
+        if self.stages == torch_orders.stages_of(self.name, self.ranks.world):
+            orders = answers[0]["orders"]
+            self.planned = torch_orders.schedule(self.name, self.ranks.world, self.case.micro_batches, orders)
+        return Check(max(answer["error"] for answer in answers), [live[i] for i in range(self.stages)])
+
+    def step(self) -> tuple[float, float]:
+        """From the first rank's start, behind a barrier, to the last rank's end."""
+        answers = self._ask("step")
+        wall = 0.0
+        repeats = len(answers[0]["spans"])
+        for spans in zip(*(answer["spans"] for answer in answers), strict=True):
+            wall += max(end for _, end in spans) - min(start for start, _ in spans)
+        return wall / repeats, sum(answer["cpu"] for answer in answers)
+
+    def plain(self) -> tuple[float, float]:
+        """The sequential run in a rank's process, where there is one rank: seconds, and the processor's."""
+        (answer,) = self._ask("plain")
+        return answer["wall"], answer["cpu"]
+
+    def close(self) -> None:
+        if self.ranks.processes and self._generation == self.ranks.generation:
+            self.ranks.ask(key=self.key, close=True)
+
+
+def torch_systems(ranks: dict[int, Ranks]) -> list[System]:
+    """Each of torch's schedules, a process a worker; ``ranks`` gets the processes for each number of workers."""
+
+    def opener(name: str) -> Callable[[Case], TorchSchedule]:
+        def open_(case: Case) -> TorchSchedule:
+            stages = torch_orders.stages_of(name, case.workers)
+            return TorchSchedule(name, case, ranks.setdefault(case.workers, Ranks(case.workers)), stages)
+
+        return open_
+
+    about = "`torch.distributed.pipelining.{}`, one process a rank, over gloo"
+    names = (*torch_orders.SAME_AS, *torch_orders.SEVERAL)
+    return [System(title(name), about.format(name), opener(name)) for name in names]
+
+
+def on_one_rank(ranks: dict[int, Ranks], stages: int) -> list[tuple[System, int]]:
+    """Each of torch's schedules with all stages on one rank, so that nothing is sent, and the number of stages: as many
+    as asked for, where the schedule permits any number on a rank.
+    """
+
+    def opener(name: str, own: int) -> Callable[[Case], TorchSchedule]:
+        def open_(case: Case) -> TorchSchedule:
+            return TorchSchedule(name, replace(case, workers=own), ranks.setdefault(1, Ranks(1)), own)
+
+        return open_
+
+    found = []
+    for name in (*torch_orders.SAME_AS, *torch_orders.SEVERAL):
+        any_number = torch_orders.SEVERAL.get(name) == "loop"
+        own = stages if any_number else torch_orders.stages_of(name, 1)
+        found.append((System(title(name), "on one rank", opener(name, own)), own))
+    return found
+
+
+def title(name: str) -> str:
+    """A schedule's name in tables."""
+    return f"torch {name.removeprefix('Schedule')}"

@@ -1,0 +1,138 @@
+"""One rank of torch's schedules: ``python -m benchmarks.pipeline.torch_rank RANK WORLD FILE``.
+
+It is asked on standard input and answers on standard output, one JSON object a line. ``FILE`` is where the ranks meet.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import sys
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.pipelining as pipelining
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from benchmarks.pipeline import torch_orders
+from benchmarks.pipeline.live import watched
+from benchmarks.pipeline.work import LOSS, WORKS, Case, gradients, largest_error, reference, sequential
+
+PATIENCE = timedelta(seconds=60)
+"""A rank that waits longer for another gives up."""
+
+
+class Pipelined:
+    """A schedule's steps, as this rank runs them."""
+
+    def __init__(self, case: Case, name: str, stages: int, rank: int, world: int) -> None:
+        self.case, self.rank = case, rank
+        self.x, self.y = case.batch()
+        self.count = stages
+        self.own = [i for i in range(stages) if torch_orders.rank_of(name, world, i) == rank]
+        whole = case.stages(stages)
+        self.stages = [whole[i] for i in self.own]
+        self.cpu = torch.device("cpu")
+        parts = [
+            pipelining.PipelineStage(one, i, stages, self.cpu) for i, one in zip(self.own, self.stages, strict=True)
+        ]
+        schedule = getattr(torch_schedules, name)
+        single = issubclass(schedule, torch_schedules.PipelineScheduleSingle)
+        self.schedule = schedule(parts[0] if single else parts, case.micro_batches, loss_fn=LOSS)
+        self.inputs = (self.x,) if 0 in self.own else ()
+        self.target = {"target": self.y} if stages - 1 in self.own else {}
+        orders = self.schedule.pipeline_order or {}
+        self.orders = [torch_orders.actions(orders[i]) for i in sorted(orders)]
+
+    def run(self) -> None:
+        self.schedule.step(*self.inputs, **self.target, return_outputs=False)
+
+    def clear(self) -> None:
+        for stage in self.stages:
+            for parameter in stage.parameters():
+                parameter.grad = None
+
+    def check(self) -> dict[str, Any]:
+        """The first step runs an additional forward to learn shapes, so the second is the one that is looked at."""
+        self.run()
+        self.clear()
+        with watched(self.stages) as counters:
+            self.run()
+        expected = reference(self.case)
+        size = len(expected) // self.count
+        errors = [
+            largest_error(gradients(stage), expected[i * size : (i + 1) * size])
+            for i, stage in zip(self.own, self.stages, strict=True)
+        ]
+        live = {i: counter.peak for i, counter in zip(self.own, counters, strict=True)}
+        return {"error": max(errors), "live": live, "orders": self.orders}
+
+    def step(self) -> dict[str, Any]:
+        """Start and end of a step on the clock that all processes share, and processor seconds."""
+        repeats = WORKS[self.case.work].repeats
+        gc.collect()
+        spans = []
+        cpu = 0.0
+        for _ in range(repeats):
+            self.clear()
+            dist.barrier()
+            cpu -= time.process_time()
+            start = time.perf_counter()
+            self.run()
+            spans.append((start, time.perf_counter()))
+            cpu += time.process_time()
+        return {"spans": spans, "cpu": cpu / repeats}
+
+    def plain(self) -> dict[str, Any]:
+        """The sequential run of the same stages in this process: processor and other seconds."""
+        model = torch.nn.Sequential(*(layer for stage in self.stages for layer in stage))
+        repeats = WORKS[self.case.work].repeats
+        wall = cpu = 0.0
+        for _ in range(repeats):
+            self.clear()
+            cpu -= time.process_time()
+            wall -= time.perf_counter()
+            sequential(model, self.x, self.y, self.case.micro_batches)
+            wall += time.perf_counter()
+            cpu += time.process_time()
+        return {"wall": wall / repeats, "cpu": cpu / repeats}
+
+
+def main() -> None:
+    """Answers until standard input ends."""
+    rank, world, file = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    dist.init_process_group("gloo", f"file://{file}", timeout=PATIENCE, rank=rank, world_size=world)
+    opened: dict[str, Pipelined] = {}
+    gc.freeze()  # what has been imported is not looked at again
+    gc.disable()
+    for line in sys.stdin:
+        request = json.loads(line)
+        key = request["key"]
+        try:
+            if "open" in request:
+                opened[key] = Pipelined(Case(**request["open"]), request["schedule"], request["stages"], rank, world)
+                answer: dict[str, Any] = {}
+            elif "close" in request:
+                opened.pop(key, None)
+                answer = {}
+            else:
+                answer = getattr(opened[key], request["do"])()
+        except Exception as error:
+            answer = {"failure": f"{type(error).__name__}: {error}".split("\n")[0][:200]}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

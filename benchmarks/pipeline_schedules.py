@@ -1,0 +1,149 @@
+"""Pipeline schedules: pymoe's, torchgpipe and torch's own, beside the simulated ideal.
+
+    python -m benchmarks.pipeline_schedules [--quick] [--works NAME,...] [--systems REGEX] [--profile] [--output DIR]
+
+Stages that sleep or multiply matrices, 2 and 4 workers, 4 to 16 micro-batches: the speed-up of a step over the plain
+micro-batched run, and what a stage and a micro-batch cost besides where stages do next to nothing. Gradients are
+checked before anything is timed; systems take turns. Writes JSON, Markdown tables and a picture. `make bench-pipeline`
+sets everything up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.pipeline import measure, report
+from benchmarks.pipeline.draw import draw
+from benchmarks.pipeline.systems import SEQUENTIAL, System, in_process
+from benchmarks.pipeline.targets import judged
+from benchmarks.pipeline.torch_peer import Ranks, on_one_rank, torch_systems
+from benchmarks.pipeline.work import Case
+from pymoe.bench.environment import environment
+from pymoe.bench.report import illustrate, save
+
+WORKS, CHEAP = ("sleep", "compute"), ("tiny", "scale")
+WORKERS, MICRO_BATCHES = (2, 4), (4, 8, 16)
+ROUNDS, QUICK_ROUNDS = 7, 3
+CHEAP_ROUNDS = 3
+"""Times as many rounds where stages do next to nothing: what is short is disturbed most."""
+Record = dict[str, Any]
+
+
+def main() -> int:
+    """Measure; 1 if somebody's gradients are wrong, or if pymoe was to be measured and failed."""
+    options = parse()
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    ranks: dict[int, Ranks] = {}
+    systems = [one for one in (*in_process(), *torch_systems(ranks)) if chosen(one, options.systems)]
+    rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
+    stem = options.output / "pipeline_schedules"
+    result: Record = {
+        "environment": environment(),
+        "settings": {"rounds": rounds, "cheap_rounds": CHEAP_ROUNDS * rounds, "quick": options.quick},
+        "systems": {one.name: {"about": one.about, "version": version_of(one)} for one in systems},
+        "bookkeeping": [],
+        "cells": [],
+        "targets": [],
+        "profile": [],
+    }
+
+    def keep(part: str, record: Record) -> None:
+        """So that a run that is ended keeps what it has."""
+        result[part].append(record)
+        result["targets"] = judged(result)
+        result["settings"]["load_after"] = environment()["load"]
+        result["wall_seconds"] = round(time.perf_counter() - start, 1)
+        save(result, report.markdown(result), stem)
+        print(f"{part}: {Case(**record['case'])}: measured", file=sys.stderr, flush=True)
+
+    try:
+        for case in cheap_cases(options):
+            keep("bookkeeping", measure.bookkeeping(case, by_stages(systems, case, ranks), CHEAP_ROUNDS * rounds))
+        for case in cases(options):
+            keep("cells", measure.cell(case, systems, rounds))
+    finally:
+        for one in ranks.values():
+            one.close()
+    report.show(result)
+    illustrate(result, draw, stem)
+    return int(failed(result))
+
+
+def parse() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline_schedules", description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="2 workers, 8 micro-batches, few rounds: some seconds")
+    names = (*WORKS, *CHEAP)
+    parser.add_argument(
+        "--works",
+        type=lambda text: text.split(","),
+        default=names,
+        metavar="NAME,...",
+        help=f"what layers do (default: {','.join(names)})",
+    )
+    parser.add_argument("--systems", default="", metavar="REGEX", help="who is measured, beside the sequential run")
+    parser.add_argument("--rounds", type=int, metavar="N", help=f"values behind a median (default: {ROUNDS})")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
+    options = parser.parse_args()
+    if unknown := set(options.works) - set(names):
+        parser.error(f"unknown works {sorted(unknown)}; there are: {', '.join(names)}")
+    return options
+
+
+def chosen(system: System, pattern: str) -> bool:
+    """Whether a system takes part; the sequential run always does."""
+    return system.name == SEQUENTIAL or re.search(pattern, system.name) is not None
+
+
+def cases(options: argparse.Namespace) -> list[Case]:
+    """The cases whose speed-up is measured."""
+    sizes = [(2, 8)] if options.quick else [(workers, count) for workers in WORKERS for count in MICRO_BATCHES]
+    return [Case(work, *size) for work in WORKS if work in options.works for size in sizes]
+
+
+def cheap_cases(options: argparse.Namespace) -> list[Case]:
+    """The cases whose bookkeeping is measured."""
+    sizes = [(2, 8)] if options.quick else [(workers, 8) for workers in WORKERS]
+    return [Case(work, *size) for work in CHEAP if work in options.works for size in sizes]
+
+
+def by_stages(systems: list[System], case: Case, ranks: dict[int, Ranks]) -> dict[str, tuple[System, int]]:
+    """Who takes part where bookkeeping is measured, with the number of stages; torch's schedules then have one rank,
+    so that nothing is sent.
+    """
+    found = {one.name: (one, case.workers) for one in systems if not one.name.startswith("torch ")}
+    names = {one.name for one in systems}
+    everyone = on_one_rank(ranks, case.workers)
+    return found | {one.name: (one, stages) for one, stages in everyone if one.name in names}
+
+
+def version_of(system: System) -> str:
+    """Its version, or why there is none."""
+    try:
+        return system.version()
+    except Exception as error:
+        return f"(not there: {type(error).__name__})"
+
+
+def failed(result: Record) -> bool:
+    """Whether gradients were wrong or pymoe could not be measured."""
+    ours = [
+        one["failure"]
+        for part in ("cells", "bookkeeping")
+        for record in result[part]
+        for name, one in record["systems"].items()
+        if name.startswith("pymoe ")
+    ]
+    return bool(measure.wrong(result)) or any(ours)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""The benchmark of pipeline schedules: what it compares is equal work, and it names who fails or is wrong."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks import pipeline_schedules
+from benchmarks.pipeline import measure, report, targets, torch_orders, work
+from benchmarks.pipeline.live import watched
+from benchmarks.pipeline.systems import SEQUENTIAL, TORCHGPIPE, System, in_process, open_sequential
+from benchmarks.pipeline.torch_peer import Ranks, RanksError, on_one_rank
+from benchmarks.pipeline.work import Case, Sleeping, gradients, largest_error, reference, sequential
+from pymoe.pipe.schedules import Action, Kind, build, simulate, validate
+
+TINY = Case("tiny", 2, 4)
+
+
+@pytest.mark.parametrize("name", list(work.WORKS))
+def test_the_sequential_run_leaves_the_gradients_of_the_mean_loss(name):
+    case = Case(name, 2, 4)
+    model, (x, y) = case.model(), case.batch()
+    for layer in model:
+        layer.seconds = 0.0
+    work.LOSS(model(x), y).backward()
+    assert largest_error(gradients(model), reference(case)) < 1e-5
+
+
+def test_a_model_cut_into_stages_is_the_model():
+    case = Case("sleep", 2, 4)
+    cut = [p for stage in case.stages(4) for p in stage.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(cut, case.model().parameters(), strict=True))
+    with pytest.raises(ValueError, match="8 layers cannot be cut into 3"):
+        case.stages(3)
+
+
+def test_a_sleeping_layer_sleeps_where_its_times_say(monkeypatch):
+    slept = []
+    monkeypatch.setattr(work.time, "sleep", slept.append)
+    model, (x, y) = Case("sleep", 2, 4).model(), Case("sleep", 2, 4).batch()
+    sequential(model, x, y, 4)
+    assert sum(slept) == pytest.approx(4 * (3 * 8 - 1) * work.SLEEP)  # nobody wants the gradient of the model's input
+    slept.clear()
+    inner = Sleeping(8)
+    out = inner(torch.ones(1, 8, requires_grad=True))
+    assert len(slept) == 1
+    torch.autograd.grad(out.sum(), inner.weight)
+    assert len(slept) == 2, "the gradient of the weight alone does not wait for that of the input"
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero-bubble", "interleaved-1f1b"])
+def test_times_of_all_actions_add_up_to_the_sequential_run(name):
+    case = Case("sleep", 2, 8)
+    stages = 4 if name == "interleaved-1f1b" else 2
+    plan = simulate(build(name, stages, 8), case.times(stages))
+    assert sum(plan.busy) == 8 * (3 * case.layers - 1)
+
+
+def test_split_backwards_of_the_first_stage_take_what_the_whole_one_takes():
+    times = Case("sleep", 2, 8).times(2)
+    whole, first, second = (times(Action(0, 0, kind)) for kind in list(Kind)[1:])
+    assert (whole, first, second) == (7, 0, 7)
+    whole, first, second = (times(Action(1, 0, kind)) for kind in list(Kind)[1:])
+    assert (whole, first, second) == (8, 4, 4)
+
+
+def test_micro_batches_are_counted_while_their_saved_tensors_live():
+    stages = [nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)]
+    with watched(stages) as (first, second):
+        outputs = [stages[0](torch.randn(2, 4)) for _ in range(3)]
+        stages[1](torch.randn(2, 4)).sum().backward()
+        assert (first.now, second.now) == (3, 0)
+        for output in outputs:
+            output.sum().backward()
+    assert (first.now, first.peak, second.now, second.peak) == (0, 3, 0, 1)
+    stages[0](torch.randn(2, 4))
+    assert first.peak == 3
+    assert "forward" not in vars(stages[0][0])
+
+
+def spoiled(case):
+    """The sequential run, with a gradient that is a little off."""
+    running = open_sequential(case)
+    right = running._step
+
+    def wrong(x, y):
+        right(x, y)
+        next(running.stages[0].parameters()).grad *= 1.001
+
+    running._step = wrong
+    return running
+
+
+def failing(case):
+    """Fails when it is timed."""
+    running = open_sequential(case)
+    running.step = lambda: 1 / 0
+    return running
+
+
+def absent(case):
+    """Not there."""
+    raise ImportError("no such package")
+
+
+def test_who_fails_or_is_wrong_is_named_and_the_others_are_measured():
+    systems = [
+        in_process()[0],
+        System("spoiled", "", spoiled),
+        System("failing", "", failing),
+        System("absent", "", absent),
+    ]
+    record = measure.cell(TINY, systems, 2)
+    found = record["systems"]
+    assert found[SEQUENTIAL]["verdict"] == "exact"
+    assert found[SEQUENTIAL]["speed_up"]["median"] == 1
+    assert found["spoiled"]["verdict"] == "WRONG"
+    assert found["failing"]["failure"] == "ZeroDivisionError: division by zero"
+    assert found["absent"]["failure"] == "ImportError: no such package"
+    text = report.plain(report.cell_table(record))
+    assert "failed: ImportError: no such package" in text
+    assert "WRONG" in text
+    cost = measure.bookkeeping(TINY, {one.name: (one, 2) for one in systems}, 2)
+    assert cost["systems"][SEQUENTIAL]["cpu"]["median"] == 0
+    assert cost["systems"]["failing"]["failure"] == "ZeroDivisionError: division by zero"
+    result = {"cells": [record], "bookkeeping": [cost]}
+    assert measure.wrong(result) == ["spoiled: tiny, 2 workers, 4 micro-batches"] * 2
+    assert pipeline_schedules.failed(result)
+
+
+def test_torchgpipe_is_right_or_named_as_missing():
+    gpipe = next(one for one in in_process() if one.name == TORCHGPIPE)
+    found = measure.cell(TINY, [in_process()[0], gpipe], 1)["systems"][TORCHGPIPE]
+    if found["failure"]:
+        assert "pip install" in found["failure"]
+    else:
+        assert found["verdict"] in ("exact", "close")
+        assert found["live"] == found["planned_live"] == [4, 4]
+
+
+def test_torchs_schedules_on_one_rank_are_right():
+    ranks = {}
+    chosen = ("torch GPipe", "torch Interleaved1F1B", "torch ZBVZeroBubble")
+    systems = {one.name: (one, stages) for one, stages in on_one_rank(ranks, 2) if one.name in chosen}
+    try:
+        found = measure.bookkeeping(TINY, systems, 1)["systems"]
+    finally:
+        ranks[1].close()
+    assert {name: (one["failure"], one["verdict"]) for name, one in found.items()} == dict.fromkeys(
+        chosen, ("", "exact")
+    )
+    assert [one["stages"] for one in found.values()] == [1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("import sys; sys.exit(1)", "a rank's process ended"),
+        ('input(); print(\'{"failure": "ValueError: no"}\')', "ValueError: no"),
+        ("import time; time.sleep(60)", "no answer within"),
+    ],
+)
+def test_a_rank_that_ends_fails_or_hangs_is_an_error_and_all_are_ended(monkeypatch, program, message):
+    monkeypatch.setattr("benchmarks.pipeline.torch_peer.PATIENCE", 2.0)
+    ranks = Ranks(2, (sys.executable, "-c", program))
+    with pytest.raises(RanksError, match=message):
+        ranks.ask(key="", do="step")
+    assert not ranks.processes
+
+
+def test_torchs_orders_become_a_schedule():
+    ours = build("interleaved-1f1b", 4, 4)
+    letters = {kind: name for name, kind in torch_orders.KINDS.items()}
+    orders = [[(action.stage, action.micro_batch, letters[action.kind]) for action in order] for order in ours.orders]
+    schedule = torch_orders.schedule("ScheduleInterleaved1F1B", 2, 4, orders)
+    validate(schedule)
+    assert (schedule.orders, schedule.placement) == (ours.orders, ours.placement)
+    assert [torch_orders.rank_of("ScheduleZBVZeroBubble", 2, stage) for stage in range(4)] == [0, 1, 1, 0]
+    assert torch_orders.schedule("Schedule1F1B", 2, 4, []) == build("1f1b", 2, 4)
+
+
+def test_torchs_overlapped_actions_come_one_after_another():
+    def action(kind, stage=None, sub_actions=None):
+        computation = SimpleNamespace(name=kind)
+        return SimpleNamespace(
+            computation_type=computation, stage_index=stage, microbatch_index=3, sub_actions=sub_actions
+        )
+
+    both = action("OVERLAP_F_B", sub_actions=(action("FORWARD", 1), action("FULL_BACKWARD", 2)))
+    order = [None, action("SEND_F", 0), both, action("BACKWARD_WEIGHT", 0)]
+    assert torch_orders.actions(order) == [(1, 3, "FORWARD"), (2, 3, "FULL_BACKWARD"), (0, 3, "BACKWARD_WEIGHT")]
+
+
+@pytest.mark.parametrize(("share", "met"), [(0.975, True), (0.965, False)])
+def test_a_target_is_met_missed_or_not_measured(share, met):
+    spread = {"low": 0.9, "median": share, "high": 1.0}
+    system = {"share": spread, "live": [2, 1], "planned_live": [2, 1]}
+    cell = {"case": {"work": "sleep", "workers": 2, "micro_batches": 8}, "systems": {targets.SCHEDULE: system}}
+    cost = {"low": 0.0, "median": 61e-6, "high": 1.0}
+    cheap = {"case": {"work": "tiny", "workers": 2, "micro_batches": 8}, "systems": {targets.SCHEDULE: {"cpu": cost}}}
+    result = {"cells": [cell], "bookkeeping": [cheap]}
+    assert [one["met"] for one in targets.judged(result)] == [met, None, None, None, False, True]
+    system["live"] = [2, 2]
+    assert targets.judged(result)[-1]["met"] is False
+
+
+def test_a_quick_run_writes_its_files(tmp_path, monkeypatch, capsys):
+    arguments = ["--quick", "--works", "tiny", "--systems", "pymoe", "--rounds", "1", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["pipeline_schedules", *arguments])
+    assert pipeline_schedules.main() == 0
+    result = json.loads((tmp_path / "pipeline_schedules.json").read_text())
+    assert [record["case"] for record in result["bookkeeping"]] == [vars(replace(TINY, micro_batches=8))]
+    assert "tiny, 2 workers, 8 micro-batches" in capsys.readouterr().out
+    assert "processor, us" in (tmp_path / "pipeline_schedules.md").read_text()
