@@ -4,6 +4,7 @@
 #include "bindings/buffers.h"
 #include "bindings/future.h"
 #include "bindings/gil.h"
+#include "bindings/lanes.h"
 #include "bindings/mailbox.h"
 #include "bindings/outcome.h"
 #include "bindings/process.h"
@@ -59,5 +60,6 @@ PYBIND11_MODULE(_runtime, module) {
   }
   bind_worker_pool(module);
   bind_task_graph(module);
+  bind_lanes(module);
   bind_profiler(module);
 }

@@ -40,6 +40,7 @@
 #include <vector>
 
 #include "runtime/completion.h"
+#include "runtime/cycle.h"
 #include "runtime/worker_pool.h"
 
 namespace pymoe::runtime {
@@ -101,6 +102,7 @@ class TaskGraph {
   };
 
   std::shared_ptr<const Plan> make_plan() const {
+    refuse_cycle();
     auto plan = std::make_shared<Plan>();
     plan->by_place.resize(nodes_.size());
     std::iota(plan->by_place.begin(), plan->by_place.end(), 0);
@@ -124,40 +126,14 @@ class TaskGraph {
     for (const auto& [before, after] : edges_) {
       plan->after[static_cast<size_t>(plan->nodes[static_cast<size_t>(before)].last++)] = after;
     }
-    refuse_cycle(*plan);
     return plan;
   }
 
-  // Takes away nodes that wait for nothing, again and again; on what is left every walk backwards runs into a cycle.
-  void refuse_cycle(const Plan& plan) const {
-    std::vector<int32_t> before;
-    std::vector<Node> free;
-    for (const auto& node : plan.nodes) {
-      if (node.before == 0) free.push_back(static_cast<Node>(before.size()));
-      before.push_back(node.before);
-    }
-    for (size_t i = 0; i < free.size(); ++i) {
-      const auto& node = plan.nodes[static_cast<size_t>(free[i])];
-      for (int32_t k = node.first; k < node.last; ++k) {
-        const Node after = plan.after[static_cast<size_t>(k)];
-        if (--before[static_cast<size_t>(after)] == 0) free.push_back(after);
-      }
-    }
-    if (free.size() == nodes_.size()) return;
-    std::vector<Node> from(nodes_.size(), -1);  // a node of the rest that each node of the rest waits for
-    for (const auto& [one, other] : edges_) {
-      if (before[static_cast<size_t>(one)] > 0) from[static_cast<size_t>(other)] = one;
-    }
-    Node node = static_cast<Node>(std::find_if(before.begin(), before.end(), [](int32_t count) { return count > 0; }) -
-                                  before.begin());
-    std::vector<bool> seen(nodes_.size());
-    for (; !seen[static_cast<size_t>(node)]; node = from[static_cast<size_t>(node)])
-      seen[static_cast<size_t>(node)] = true;
-    std::string cycle = label(node);
-    for (Node step = from[static_cast<size_t>(node)]; step != node; step = from[static_cast<size_t>(step)]) {
-      cycle = label(step) + " -> " + cycle;
-    }
-    throw std::invalid_argument("TaskGraph: the edges make a cycle: " + label(node) + " -> " + cycle);
+  void refuse_cycle() const {
+    const auto cycle = find_cycle(size(), edges_);
+    if (cycle.empty()) return;
+    throw std::invalid_argument("TaskGraph: the edges make a cycle: " +
+                                describe_cycle(cycle, [this](Node node) { return label(node); }));
   }
 
   std::string label(Node node) const {
