@@ -1,0 +1,146 @@
+"""Graphs of stages for the tests of split backward passes, and the comparison of both ways."""
+
+from collections import Counter
+
+import torch
+from torch.autograd.graph import GradientEdge
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pymoe.pipe.split_backward import SplitBackward
+from pymoe.runtime.parallel.isolated import differentiate, edge_of, find_leaves
+
+_NAMES = "mm addmm bmm convolution embedding_dense_backward _prelu_kernel_backward"
+WORK = frozenset([f"aten.{name}" for name in _NAMES.split()])
+calls = Counter()
+
+
+class CountedWork(TorchDispatchMode):
+    """Counts the operators that cost, and the outputs that are asked of convolutions and norms."""
+
+    def __init__(self):
+        super().__init__()
+        self.work = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func.overloadpacket)
+        if name.endswith(("convolution_backward", "norm_backward")):
+            self.work[name] += sum(args[-1])  # output_mask
+        elif name in WORK:
+            self.work[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Scaled(torch.autograd.Function):
+    """x * w, whose backward counts its calls."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, grad):
+        calls["Scaled"] += 1
+        x, w = ctx.saved_tensors
+        return grad * w, (grad * x).sum_to_size(w.shape)
+
+
+class Halves(torch.autograd.Function):
+    """Two outputs from an argument that is no tensor, a tensor and a weight; gradients may be missing."""
+
+    @staticmethod
+    def forward(ctx, by, x, w):
+        ctx.set_materialize_grads(False)
+        ctx.by = by
+        return x * by, w * by
+
+    @staticmethod
+    def backward(ctx, of_x, of_w):
+        calls["Halves"] += 1
+        return None, None if of_x is None else of_x * ctx.by, None if of_w is None else of_w * ctx.by
+
+
+class InParts(torch.autograd.Function):
+    """x @ w.T, whose backward gives the gradients that it is asked for."""
+
+    backward_in_parts = True
+
+    @staticmethod
+    def forward(ctx, name, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        _, needs_x, needs_w = ctx.needs_input_grad
+        calls["InParts.x"] += needs_x
+        calls["InParts.w"] += needs_w
+        return None, grad @ w if needs_x else None, grad.t() @ x if needs_w else None
+
+
+class Boundary(torch.autograd.Function):
+    """Where a stage's graph begins: never run."""
+
+    @staticmethod
+    def forward(ctx, *tensors):
+        return tuple([tensor.detach() for tensor in tensors])
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise AssertionError("went past the beginning")
+
+
+def begin(*tensors):
+    made = Boundary.apply(*[tensor.detach().requires_grad_() for tensor in tensors])
+    return made, [GradientEdge(made[0].grad_fn, number) for number in range(len(made))]
+
+
+class Case:
+    """A graph made by ``build(*aliases)`` once for every use, and what its backward passes give."""
+
+    def __init__(self, build, *inputs):
+        self.build, self.inputs = build, inputs
+
+    def graph(self):
+        torch.manual_seed(1)
+        aliases, edges = begin(*self.inputs) if self.inputs else ((), [])
+        outputs = self.build(*aliases)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        roots = [edge_of(output) for output in outputs if output.requires_grad]
+        entry = edges[0].node if edges else None
+        leaves = find_leaves([root.node for root in roots], entry)
+        grads = [torch.cos(output.detach() * 3 + 1) for output in outputs if output.requires_grad]
+        return roots, edges, leaves, grads, entry
+
+    def whole(self):
+        roots, edges, leaves, grads, entry = self.graph()
+        calls.clear()
+        with CountedWork() as counted:
+            found = differentiate(roots, grads, edges, leaves, entry)
+        return found, leaves, dict(calls), counted.work
+
+    def parts(self):
+        roots, edges, leaves, grads, _ = self.graph()
+        split = SplitBackward(roots, edges, leaves)
+        calls.clear()
+        with CountedWork() as first:
+            of_inputs = split.input_gradients(grads)
+        with CountedWork() as second:
+            of_leaves = split.weight_gradients()
+        return (*of_inputs, *of_leaves), leaves, dict(calls), first.work, second.work
+
+    def check(self, exact=True):
+        """Both ways give the same and do the same; returns the work of both parts."""
+        whole, leaves, whole_calls, whole_work = self.whole()
+        parts, part_leaves, part_calls, first, second = self.parts()
+        assert [id(leaf) for leaf in leaves] == [id(leaf) for leaf in part_leaves]
+        assert [gradient is None for gradient in parts] == [gradient is None for gradient in whole]
+        for expected, got in zip(whole, parts, strict=True):
+            if expected is not None:
+                assert got.shape == expected.shape
+                assert got.dtype == expected.dtype
+                assert torch.equal(got, expected) if exact else torch.allclose(got, expected, rtol=0, atol=1e-12)
+        assert part_calls == whole_calls
+        assert first + second == whole_work
+        return first, second
