@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from pymoe import nn, ops, reference, runtime
@@ -15,6 +16,8 @@ from pymoe.runtime import (
 )
 
 if TYPE_CHECKING:
+    from pymoe import pipe
+    from pymoe.pipe import Pipe
     from pymoe.runtime import (
         MixtureOfExpertBackends,
         map_with_parallel_backward,
@@ -27,6 +30,7 @@ __all__ = [
     "BatchTensorProto",
     "ExpertBackend",
     "MixtureOfExpertBackends",
+    "Pipe",
     "Runtime",
     "TaskPool",
     "TesseractRuntime",
@@ -34,6 +38,7 @@ __all__ = [
     "map_with_parallel_backward",
     "nn",
     "ops",
+    "pipe",
     "reference",
     "run_in_background",
     "run_isolated_backward",
@@ -43,9 +48,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What the runtime itself imports when somebody asks for it."""
+    """What is imported when somebody asks for it."""
+    if name == "pipe":
+        return importlib.import_module("pymoe.pipe")
     if name in __all__:
-        value = globals()[name] = getattr(runtime, name)
+        home = importlib.import_module("pymoe.pipe") if name == "Pipe" else runtime
+        value = globals()[name] = getattr(home, name)
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

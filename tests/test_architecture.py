@@ -4,7 +4,8 @@ C++     core -> kernels -> ops;  core, kernels -> runtime -> bindings  (right ma
         below ops and bindings.
 Python  reference -> ops -> nn -> integrations;  runtime -> pipe;  reference, ops -> testing -> bench. The reference
         imports torch alone, and the package at import time torch and numpy alone. The mixture over backends is a layer
-        made of requests: runtime/mixture alone uses nn and ops beside the runtime.
+        made of requests: runtime/mixture alone uses nn and ops beside the runtime. Of pipe, pipe/auxiliary alone knows
+        the layers of nn, whose injected losses it weights.
 """
 
 import ast
@@ -43,6 +44,7 @@ PYTHON_MAY_USE = {
     "runtime": {"runtime", "_runtime", "_native"},
     "runtime/mixture": {"reference", "ops", "nn", "runtime", "_runtime"},
     "pipe": {"runtime", "pipe", "_runtime", "_native"},
+    "pipe/auxiliary": {"nn", "pipe"},
     "integrations": {"reference", "ops", "nn", "runtime", "pipe", "integrations"},
     "testing": {"reference", "ops", "testing", "_native"},
     "bench": {"reference", "ops", "nn", "runtime", "pipe", "integrations", "testing", "bench", "_native"},

@@ -1,5 +1,17 @@
 """Pipelines: a model cut into stages, and micro-batches that travel through them."""
 
 from pymoe.pipe import schedules, skip
+from pymoe.pipe.context import MicroBatch, is_checkpointing, is_recomputing, micro_batch
+from pymoe.pipe.micro_batches import Whole
+from pymoe.pipe.pipe import Pipe
 
-__all__ = ["schedules", "skip"]
+__all__ = [
+    "MicroBatch",
+    "Pipe",
+    "Whole",
+    "is_checkpointing",
+    "is_recomputing",
+    "micro_batch",
+    "schedules",
+    "skip",
+]

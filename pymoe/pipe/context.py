@@ -1,16 +1,20 @@
-"""What a module can ask while a pipeline runs it: which micro-batch this is, and whether the forward is a repetition."""
+"""What a module can ask while a pipeline runs it: which micro-batch this is, and whether it is a repetition."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-__all__ = ["MicroBatch", "is_checkpointing", "is_recomputing", "micro_batch", "running"]
+__all__ = ["MicroBatch", "call_for", "is_checkpointing", "is_recomputing", "micro_batch", "running"]
+
+Result = TypeVar("Result")
 
 
-class MicroBatch(NamedTuple):
+@dataclass(frozen=True)
+class MicroBatch:
     """The micro-batch whose forward pass this thread runs."""
 
     index: int
@@ -23,6 +27,8 @@ class MicroBatch(NamedTuple):
     """The forward keeps no graph; it will be run again."""
     recomputing: bool = False
     """The forward is run again, to make the graph: whatever counts forwards must leave this one out."""
+    stage: int = 0
+    """The stage that runs: a module that is in several is called by each."""
 
 
 class _Thread(threading.local):
@@ -53,5 +59,14 @@ def running(micro_batch: MicroBatch) -> Iterator[None]:
     before, _thread.micro_batch = _thread.micro_batch, micro_batch
     try:
         yield
+    finally:
+        _thread.micro_batch = before
+
+
+def call_for(micro_batch: MicroBatch, function: Callable[..., Result], *args: Any) -> Result:
+    """``function(*args)``, as in :func:`running`."""
+    before, _thread.micro_batch = _thread.micro_batch, micro_batch
+    try:
+        return function(*args)
     finally:
         _thread.micro_batch = before

@@ -1,0 +1,43 @@
+"""Losses that layers inject (``pymoe.nn.inject_loss``) count a micro-batch by its share of the rows.
+
+They do not pass through the loss of the pipeline, so whoever scales that must tell them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from pymoe.nn.losses import AuxiliaryLosses
+from pymoe.pipe.context import micro_batch
+
+__all__ = ["with_auxiliary_losses"]
+
+Function = Callable[..., Sequence[Any]]
+
+
+def with_auxiliary_losses(function: Function, module: nn.Module) -> Function:
+    """``function``, a stage's; auxiliary losses in ``module`` are weighted as the micro-batch that is running."""
+    losses = [part for part in module.modules() if isinstance(part, AuxiliaryLosses)]
+    return _Weighted(function, losses) if losses else function
+
+
+class _Weighted:
+    def __init__(self, function: Function, losses: list[AuxiliaryLosses]) -> None:
+        self._function = function
+        self._losses = losses
+
+    def __call__(self, *values: Any) -> Sequence[Any]:
+        about = micro_batch()
+        if about is None or about.count == 1:
+            return self._function(*values)
+        before = [loss.scale for loss in self._losses]
+        for loss, scale in zip(self._losses, before, strict=True):
+            loss.scale = scale * about.weight
+        try:
+            return self._function(*values)
+        finally:
+            for loss, scale in zip(self._losses, before, strict=True):
+                loss.scale = scale

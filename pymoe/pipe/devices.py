@@ -1,0 +1,43 @@
+"""Stages on devices: each is put on its own once, and stays there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from pymoe.pipe.sequential import shared_parameters
+
+__all__ = ["place", "refuse_moves"]
+
+
+def place(parts: Sequence[nn.Module], devices: Sequence[torch.device | str | int] | None) -> list[torch.device | None]:
+    """Move every part to its device; the devices. None: the parts stay where they are.
+
+    Raises:
+        ValueError: there are not as many devices as parts, or parts on different devices share a parameter.
+    """
+    if devices is None:
+        return [None] * len(parts)
+    found = [torch.device(device) for device in devices]
+    if len(found) != len(parts):
+        raise ValueError(f"Pipe: {len(found)} devices for {len(parts)} stages: there must be one for each")
+    for name, users in shared_parameters(parts):
+        if len({found[user] for user in users}) > 1:
+            where = ", ".join(f"stage {user} on {found[user]}" for user in users)
+            raise ValueError(f"Pipe: the parameter {name!r} is used by {where}: it can be on one device only")
+    for part, device in zip(parts, found, strict=True):
+        part.to(device)
+    return list(found)
+
+
+def refuse_moves(tensors: Iterable[torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Raises RuntimeError if ``change``, which a module is about to apply to its tensors, puts one elsewhere."""
+    for device in {tensor.device for tensor in tensors}:
+        there = change(torch.empty(0, device=device)).device
+        if there != device:
+            raise RuntimeError(
+                f"Pipe: its stages stay on their devices and cannot be moved from {device} to {there}; "
+                "move the model before the pipe is made, or make it with devices=[...], one for each stage"
+            )

@@ -1,0 +1,79 @@
+"""A forward pass through a pipeline, and the backward pass that a loss outside of it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from pymoe.pipe.outer import accumulate, attach
+from pymoe.pipe.run import Run
+from pymoe.pipe.values import Crossing, Sent, unpack
+
+__all__ = ["run_forward"]
+
+
+def run_forward(run: Run, forward: Callable[[Run], None], backward: Callable[[Run], None]) -> list[list[Any]]:
+    """For every micro-batch its output values, which have the pipeline as their history.
+
+    Args:
+        run: the mini-batch.
+        forward: runs its forward actions.
+        backward: runs its backward actions.
+    """
+    try:
+        forward(run)
+    except BaseException:
+        run.release()
+        raise
+    outputs = run.outputs()
+    crossings = [
+        leaf
+        for values in outputs
+        for value in values
+        for leaf in value.leaves
+        if type(leaf) is Crossing and leaf.origin is not None
+    ]
+    made: dict[int, torch.Tensor] = {}
+    if crossings:
+        leaves = run.leaves()
+        tensors = [*run.inputs.tensors, *leaves]
+        ends = [(crossing.origin, crossing.number) for crossing in crossings]
+
+        def gradients(grads: Sequence[torch.Tensor | None], keep: bool) -> Sequence[torch.Tensor | None]:
+            try:
+                run.begin_backward(keep)
+                for (origin, number), grad in zip(ends, grads, strict=True):
+                    if grad is not None:
+                        assert origin is not None
+                        origin.take(number, grad)
+                backward(run)
+                return _in_order(run, leaves)
+            finally:
+                if not keep:
+                    run.release()
+                    ends.clear()
+
+        attached = attach(gradients, [crossing.tensor for crossing in crossings], tensors)
+        made = {id(crossing): tensor for crossing, tensor in zip(crossings, attached, strict=True)}
+    else:
+        run.release()
+    return [[_value(value, made) for value in values] for values in outputs]
+
+
+def _value(sent: Sent, made: dict[int, torch.Tensor]) -> Any:
+    leaves = [made.get(id(leaf), leaf.tensor) if type(leaf) is Crossing else leaf for leaf in sent.leaves]
+    return unpack(leaves, sent.structure)
+
+
+def _in_order(run: Run, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+    """Gradients for the run's inputs and for ``leaves``; those of others are added where they belong."""
+    found, grads = run.gradients()
+    by_leaf = {id(leaf): grad for leaf, grad in zip(found, grads, strict=True)}
+    inputs = list(run.inputs.grads)
+    ordered = [by_leaf.pop(id(leaf), None) for leaf in leaves]
+    # A repeated forward has found them: tensors of closures, say, which nothing tells of before.
+    late = [leaf for leaf in found if id(leaf) in by_leaf]
+    accumulate(late, [by_leaf[id(leaf)] for leaf in late])
+    return [*inputs, *ordered]

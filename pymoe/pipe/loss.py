@@ -1,0 +1,52 @@
+"""A pipeline that ends in a loss instead of outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from pymoe.pipe.stages import INPUT, Pipeline, Source
+
+__all__ = ["LossFunction", "with_loss"]
+
+LossFunction = Callable[..., torch.Tensor]
+
+
+def with_loss(
+    pipeline: Pipeline,
+    loss_fn: LossFunction | None,
+    has_target: bool,
+    structure: Callable[[Sequence[Any]], Any],
+) -> Pipeline:
+    """The pipeline, its last stage going on to the loss, which is then the only output.
+
+    Args:
+        pipeline: a pipeline with outputs.
+        loss_fn: called with the model's output and, if there is one, the target. None: the output is the loss.
+        has_target: the new pipeline takes one more input, the target.
+        structure: the model's output from the pipeline's output values.
+    """
+    last = len(pipeline.stages) - 1
+    stage = pipeline.stages[last]
+    target = (Source(INPUT, pipeline.inputs),) * has_target
+    elsewhere = tuple(dict.fromkeys(source for source in pipeline.outputs if source.stage != last))
+    own = len(stage.inputs)
+
+    def function(*values: Any) -> Sequence[Any]:
+        made = stage.function(*values[:own])
+        others = dict(zip(elsewhere, values[own:], strict=False))
+        output = structure([others[s] if s in others else made[s.number] for s in pipeline.outputs])
+        targets = values[own + len(elsewhere) :]
+        loss = output if loss_fn is None else loss_fn(output, *targets)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ValueError(f"the loss of a micro-batch must be a tensor with one element, got {what}")
+        return [loss]
+
+    modules = (*stage.modules, loss_fn) if isinstance(loss_fn, nn.Module) else stage.modules
+    ending = replace(stage, function=function, inputs=(*stage.inputs, *elsewhere, *target), outputs=1, modules=modules)
+    return Pipeline((*pipeline.stages[:last], ending), pipeline.inputs + has_target, (Source(last, 0),))

@@ -1,0 +1,116 @@
+"""A mini-batch cut into micro-batches, and their outputs put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree
+
+__all__ = ["MicroBatches", "Whole", "join", "split"]
+
+
+class Whole:
+    """A tensor, or a structure of tensors, that every micro-batch gets as it is: a mask for all rows, say."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class MicroBatches(NamedTuple):
+    """Micro-batches: their values, and their numbers of rows."""
+
+    values: list[list[Any]]
+    """For each micro-batch its part of every value."""
+    rows: list[int]
+
+    @property
+    def weights(self) -> list[float]:
+        """What a mean over the rows of each counts in the mean over all."""
+        total = sum(self.rows)
+        return [rows / total if total else 1.0 for rows in self.rows]
+
+
+def split(values: Sequence[Any], chunks: int) -> MicroBatches:
+    """Cut the tensors in ``values`` along dimension 0 into ``chunks`` parts, or as many as there are rows, if less.
+
+    Sizes differ by one at most, the greater ones first, as ``torch.tensor_split`` has them. Everything but tensors,
+    tensors without dimensions, and what is :class:`Whole` goes to every micro-batch.
+
+    Raises:
+        ValueError: tensors have different numbers of rows.
+    """
+    flat = [_pytree.tree_flatten(value) for value in values]
+    rows: int | None = None
+    for leaves, _ in flat:
+        for leaf in leaves:
+            if _has_rows(leaf):
+                if rows is not None and leaf.shape[0] != rows:
+                    raise ValueError(
+                        "the tensors of a mini-batch must have the same number of rows (dimension 0), got "
+                        f"{rows} and {leaf.shape[0]}; pymoe.pipe.Whole(tensor) is not cut"
+                    )
+                rows = leaf.shape[0]
+    count = max(1, min(chunks, 1 if rows is None else rows))
+    every, larger = divmod(rows or 0, count)
+    sizes = [every + (number < larger) for number in range(count)]
+    parts = [
+        [_cut(leaf, sizes, count) for leaf in leaves]  # by leaf, then by micro-batch
+        for leaves, _ in flat
+    ]
+    cut = [
+        [
+            _pytree.tree_unflatten([leaf[number] for leaf in leaves], structure)
+            for leaves, (_, structure) in zip(parts, flat, strict=True)
+        ]
+        for number in range(count)
+    ]
+    return MicroBatches(cut, sizes)
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+
+
+def _cut(leaf: Any, sizes: list[int], count: int) -> Sequence[Any]:
+    if isinstance(leaf, Whole):
+        return [leaf.value] * count
+    return leaf.split(sizes) if count > 1 and _has_rows(leaf) else [leaf] * count
+
+
+def join(values: Sequence[Any]) -> Any:
+    """The output of a mini-batch from those of its micro-batches: their tensors one after the other (dimension 0).
+
+    Raises:
+        ValueError: outputs are not alike, or contain what cannot be put together: tensors without dimensions, and
+            other things that differ.
+    """
+    if len(values) == 1:
+        return values[0]
+    flat = [_pytree.tree_flatten(value) for value in values]
+    structure = flat[0][1]
+    for number, (_, other) in enumerate(flat):
+        if other != structure:
+            raise ValueError(
+                f"the outputs of micro-batches differ in structure: {structure} and, of micro-batch {number}, {other}"
+            )
+    return _pytree.tree_unflatten(
+        [_joined(parts) for parts in zip(*[leaves for leaves, _ in flat], strict=True)], structure
+    )
+
+
+def _joined(parts: tuple[Any, ...]) -> Any:
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        if first.dim() == 0:
+            raise ValueError(
+                "the model returns a tensor without dimensions, and those of several micro-batches have no one sum or "
+                "mean: return a row for each, compute the loss in step(), or use one micro-batch"
+            )
+        return torch.cat(parts)
+    if any(type(part) is not type(first) or part != first for part in parts[1:]):
+        raise ValueError(f"the model returns other things than tensors, which differ between micro-batches: {parts}")
+    return first

@@ -1,0 +1,69 @@
+"""The one node by which a pipeline takes part in the caller's graph.
+
+Its inputs are the tensors that the pipeline was given and all leaves that its stages have reached; so autograd adds to
+each parameter once, and calls its hooks once, however many micro-batches there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from pymoe.runtime.parallel.isolated import SECOND_BACKWARD, apply_directly
+
+__all__ = ["accumulate", "attach"]
+
+Grads = Sequence[torch.Tensor | None]
+Backward = Callable[[Grads, bool], Grads]
+
+
+class _Outer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, backward: Backward, outputs: Sequence[torch.Tensor], *tensors: torch.Tensor) -> Any:
+        ctx.run_backward = backward
+        ctx.set_materialize_grads(False)
+        return tuple([output.detach() for output in outputs])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        if ctx.run_backward is None:
+            raise RuntimeError(SECOND_BACKWARD)
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        run_backward = ctx.run_backward
+        if not keep:
+            ctx.run_backward = None
+        return None, None, *run_backward(grads, keep)
+
+
+def attach(
+    backward: Backward, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """``outputs`` as functions of ``tensors``; ``backward(grads, keep)`` takes the gradients of the one and returns
+    those of the others.
+    """
+    made: tuple[torch.Tensor, ...] = apply_directly(_Outer, backward, outputs, *tensors)
+    return made
+
+
+def accumulate(tensors: Sequence[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
+    """What ``backward()`` does in the end: pass the gradients on, or add them to the tensors' ``.grad``.
+
+    ``grads`` is emptied: what nobody else has autograd need not copy.
+    """
+    kept = [tensor for tensor, grad in zip(tensors, grads, strict=True) if grad is not None]
+    grads[:] = [grad for grad in grads if grad is not None]
+    if not kept:
+        return
+
+    def hand_over(_: Grads, keep: bool) -> Grads:
+        handed = tuple(grads)
+        grads.clear()
+        return handed
+
+    with torch.enable_grad():
+        (start,) = attach(hand_over, [torch.zeros((), device="cpu")], kept)
+    start.backward()  # type: ignore[no-untyped-call]

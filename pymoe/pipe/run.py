@@ -1,0 +1,190 @@
+"""One mini-batch on its way through a pipeline."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from pymoe.pipe.activation import Activation
+from pymoe.pipe.checkpoint import Checkpoints
+from pymoe.pipe.context import MicroBatch
+from pymoe.pipe.leaf_sums import LeafSums, over_stages
+from pymoe.pipe.micro_batches import MicroBatches
+from pymoe.pipe.schedules.action import Action, Kind
+from pymoe.pipe.stages import INPUT, Pipeline, Source
+from pymoe.pipe.values import Crossing, Sent, pack
+from pymoe.runtime.parallel.random_streams import Source as RandomSource
+from pymoe.runtime.parallel.random_streams import Stream
+from pymoe.runtime.parallel.state import current
+
+__all__ = ["Inputs", "Run"]
+
+OnOutput = Callable[[int, Sequence[Sent]], None]
+
+
+class Inputs:
+    """The tensors that a run was given and that need gradients. They have numbers, in their order."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.grads: list[torch.Tensor | None] = []
+
+    def cross(self, tensor: torch.Tensor) -> Crossing:
+        """The tensor for the stages."""
+        if not tensor.requires_grad:
+            return Crossing(tensor)
+        self.tensors.append(tensor)
+        self.grads.append(None)
+        return Crossing(tensor.detach(), self, len(self.tensors) - 1)
+
+    def take(self, number: int, grad: torch.Tensor) -> None:
+        """One of the gradients of tensor ``number``."""
+        before = self.grads[number]
+        self.grads[number] = grad if before is None else before + grad
+
+
+class Run:
+    """The actions of a schedule, for one mini-batch: :meth:`perform` does one, on any thread.
+
+    For one micro-batch and stage they come in the order of the pipeline, for one stage and kind in the order of the
+    micro-batches. So all sums are made in an order that threads do not change.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        micro_batches: MicroBatches,
+        *,
+        graphs: bool,
+        checkpoints: Sequence[Checkpoints],
+        checkpointed: range,
+        on_output: OnOutput | None = None,
+    ) -> None:
+        """
+        Args:
+            pipeline: the stages.
+            micro_batches: the values of its inputs.
+            graphs: whether there will be backward passes.
+            checkpoints: for every stage.
+            checkpointed: the micro-batches whose forward is repeated.
+            on_output: called with the number of a micro-batch and what its last stage has sent, on the stage's thread.
+        """
+        self.inputs = Inputs()
+        self.sums = [LeafSums() for _ in pipeline.stages]
+        self._pipeline = pipeline
+        self._checkpoints = checkpoints
+        self._checkpointed = checkpointed
+        self._graphs = graphs
+        self._on_output = on_output
+        self._state = current()
+        self._random = RandomSource()
+        count = len(micro_batches.rows)
+        self._about = [
+            [MicroBatch(i, count, weight, stage=stage) for i, weight in enumerate(micro_batches.weights)]
+            for stage in range(len(pipeline.stages))
+        ]
+        cross = self.inputs.cross if graphs else Crossing
+        self._sent: list[dict[Source, Sent]] = [
+            {Source(INPUT, number): pack(value, cross) for number, value in enumerate(values)}
+            for values in micro_batches.values
+        ]
+        for sent in self._sent:  # inputs that nobody takes
+            for source in [source for source in sent if self._takers(source) == 0]:
+                del sent[source]
+        self._left: list[dict[Source, int]] = [{} for _ in range(count)]
+        self._activations: list[list[Activation | None]] = [[None] * count for _ in pipeline.stages]
+        self._keep = False
+        for checkpoint in checkpoints:
+            checkpoint.begin()
+
+    def perform(self, action: Action) -> None:
+        """Do one action."""
+        stage, micro_batch, kind = action
+        if kind is Kind.FORWARD:
+            self._forward(stage, micro_batch)
+            return
+        activation = self._activations[stage][micro_batch]
+        assert activation is not None
+        if kind is Kind.BACKWARD:
+            activation.backward(self.sums[stage], self._keep)
+        elif kind is Kind.BACKWARD_INPUT:
+            activation.backward_input()
+            return
+        else:
+            activation.backward_weight(self.sums[stage])
+        if not self._keep:
+            self._activations[stage][micro_batch] = None
+
+    def outputs(self) -> list[list[Sent]]:
+        """After all forwards: for every micro-batch the pipeline's outputs, which are let go of here."""
+        sent, self._sent = self._sent, []
+        return [[values[source] for source in self._pipeline.outputs] for values in sent]
+
+    def leaves(self) -> list[torch.Tensor]:
+        """After all forwards: the leaves that backwards will add to, each once. Of checkpointed ones, the stages'
+        parameters.
+        """
+        found: dict[int, torch.Tensor] = {}
+        for stage, activations in zip(self._pipeline.stages, self._activations, strict=True):
+            for activation in activations:
+                if activation is None:
+                    continue
+                if activation.is_checkpointed:
+                    parameters = [p for module in stage.modules for p in module.parameters() if p.requires_grad]
+                    found.update((id(parameter), parameter) for parameter in parameters)
+                found.update((id(leaf), leaf) for leaf in activation.leaves)
+        return list(found.values())
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether nothing of its graphs needs a thread of autograd's own."""
+        tensors = [*self.inputs.tensors, *(p for s in self._pipeline.stages for m in s.modules for p in m.parameters())]
+        return all(tensor.is_cpu or tensor.is_meta for tensor in tensors)
+
+    def begin_backward(self, keep: bool) -> None:
+        """Before the backwards, if there may be several of them. ``keep``: there will be another."""
+        self._keep = keep
+        self.sums = [LeafSums() for _ in self._pipeline.stages]
+        self.inputs.grads = [None] * len(self.inputs.tensors)
+
+    def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """After all backwards: the leaves that have gradients, and these."""
+        return over_stages(self.sums)
+
+    def release(self) -> None:
+        """Let go of everything, whatever state it is in."""
+        self._sent, self._activations, self._on_output = [], [], None
+        self.sums = []
+        self.inputs = Inputs()
+
+    def _takers(self, source: Source) -> int:
+        return self._pipeline.takers[source] + (source in self._pipeline.outputs)
+
+    def _forward(self, number: int, index: int) -> None:
+        stage = self._pipeline.stages[number]
+        here, left = self._sent[index], self._left[index]
+        sent = [here[source] for source in stage.inputs]
+        position = index * len(self._pipeline.stages) + number
+        stream = functools.partial(Stream, self._random, position)
+        activation = Activation(stage, self._about[number][index], stream, self._state)
+        if not self._graphs:
+            made = activation.evaluate(sent)
+        else:
+            if index in self._checkpointed and self._checkpoints[number].have_use(sent):
+                made = activation.forward_checkpointed(sent, self._checkpoints[number])
+            else:
+                made = activation.forward(sent)
+            self._activations[number][index] = activation
+        del sent
+        for source in stage.inputs:
+            left[source] = left.get(source, self._takers(source)) - 1
+            if left[source] == 0:
+                del here[source], left[source]
+        if self._on_output is not None and number == len(self._pipeline.stages) - 1:
+            self._on_output(index, made)
+        for output, value in enumerate(made):
+            source = Source(number, output)
+            if self._takers(source):
+                here[source] = value

@@ -1,0 +1,144 @@
+"""``nn.Sequential`` as a pipeline: consecutive layers are a stage, skips are edges."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pymoe.pipe.auxiliary import with_auxiliary_losses
+from pymoe.pipe.skip import SkipRoute, skip_routes, tracking, verify_skippables
+from pymoe.pipe.skip.tracker import Key
+from pymoe.pipe.stages import INPUT, Pipeline, Source, Stage
+
+__all__ = ["cut", "sequential_pipeline"]
+
+
+def cut(module: nn.Sequential, balance: Sequence[int] | None) -> list[nn.Sequential]:
+    """The layers of a model in groups of the sizes in ``balance``; None: each by itself. Names are kept.
+
+    Raises:
+        TypeError: the model is no ``nn.Sequential``, or has a forward of its own; ``balance`` is no list of integers.
+        ValueError: the sizes do not add up to the number of layers, or one is less than 1.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"Pipe: the model must be an nn.Sequential, got {type(module).__name__}")
+    if type(module).forward is not nn.Sequential.forward:
+        raise TypeError(f"Pipe: {type(module).__name__} has a forward of its own, which would not run")
+    layers = list(module._modules.items())
+    sizes = [1] * len(layers) if balance is None else list(balance)
+    if not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
+        raise TypeError(f"Pipe: balance must be a list of integers, the layers of each stage, got {balance!r}")
+    if not layers:
+        raise ValueError("Pipe: the model has no layers")
+    if any(size < 1 for size in sizes):
+        raise ValueError(f"Pipe: every stage must have a layer, got balance={sizes}")
+    if sum(sizes) != len(layers):
+        raise ValueError(f"Pipe: balance={sizes} is for {sum(sizes)} layers, the model has {len(layers)}")
+    parts = []
+    rest = iter(layers)
+    for size in sizes:
+        part = nn.Sequential()
+        part._modules.update([next(rest) for _ in range(size)])
+        part.training = module.training
+        parts.append(part)
+    return parts
+
+
+def sequential_pipeline(
+    module: nn.Sequential, parts: Sequence[nn.Sequential], devices: Sequence[torch.device | None]
+) -> Pipeline:
+    """The pipeline of a model that was cut into ``parts``. Takes one value and returns one.
+
+    Raises:
+        TypeError: stashes and pops of skips do not match.
+    """
+    verify_skippables(module)
+    routes = skip_routes(parts)
+    sends: list[list[SkipRoute]] = [[] for _ in parts]  # skips that leave the stage, as outputs from 1 up
+    takes: list[list[tuple[Key, Source]]] = [[] for _ in parts]  # and where they come from
+    for route in routes:
+        elsewhere = sorted({pop for pop in route.pops if pop != route.stash})
+        if elsewhere:
+            sends[route.stash].append(route)
+            for pop in elsewhere:
+                takes[pop].append((route.key, Source(route.stash, len(sends[route.stash]))))
+    stages = []
+    for number, part in enumerate(parts):
+        before = Source(number - 1, 0) if number else Source(INPUT, 0)
+        function = _Layers(
+            part, [key for key, _ in takes[number]], [route.key for route in sends[number]], routes, number
+        )
+        stages.append(
+            Stage(
+                with_auxiliary_losses(function, part),
+                (before, *[source for _, source in takes[number]]),
+                1 + len(sends[number]),
+                (part,),
+                devices[number],
+            )
+        )
+    return Pipeline(tuple(stages), 1, (Source(len(parts) - 1, 0),))
+
+
+class _Layers:
+    """The function of a stage: its layers, one after the other."""
+
+    def __init__(
+        self, part: nn.Sequential, takes: list[Key], sends: list[Key], routes: Sequence[SkipRoute], number: int
+    ) -> None:
+        self._part = part
+        self._takes = takes
+        self._sends = sends
+        self._pops = Counter({route.key: route.pops.count(number) for route in routes})
+        self._has_skips = bool(sum(self._pops.values()) or sends)
+
+    def __call__(self, value: Any, *taken: Any) -> Sequence[Any]:
+        if not self._has_skips:
+            return [self._apply(value)]
+        skips = _Skips(dict(zip(self._takes, taken, strict=True)), self._sends, self._pops)
+        with tracking(skips):
+            value = self._apply(value)
+        return [value, *[skips.sent[key] for key in self._sends]]
+
+    def _apply(self, value: Any) -> Any:
+        for layer in self._part._modules.values():
+            value = layer(value)  # type: ignore[misc]
+        return value
+
+
+class _Skips:
+    """Takes what the layers of a stage stash, and gives them what they pop."""
+
+    def __init__(self, taken: dict[Key, Any], sends: list[Key], pops: Counter[Key]) -> None:
+        self.sent: dict[Key, Any] = {}
+        self._sends = sends
+        self._kept = taken
+        self._pops = pops.copy()
+
+    def save(self, key: Key, value: Any) -> None:
+        if key in self._sends:
+            self.sent[key] = value
+        if self._pops[key]:
+            self._kept[key] = value
+
+    def load(self, key: Key) -> Any:
+        value = self._kept[key]
+        self._pops[key] -= 1
+        if not self._pops[key]:
+            del self._kept[key]
+        return value
+
+
+def shared_parameters(parts: Sequence[nn.Module]) -> Iterator[tuple[str, list[int]]]:
+    """Parameters that several parts use: the name in the first, and which they are."""
+    users: dict[int, tuple[str, list[int]]] = {}
+    for number, part in enumerate(parts):
+        for name, parameter in part.named_parameters():
+            users.setdefault(id(parameter), (name, []))[1].append(number)
+    for name, numbers in users.values():
+        if len(numbers) > 1:
+            yield name, numbers

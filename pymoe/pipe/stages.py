@@ -1,0 +1,63 @@
+"""A pipeline is stages and edges: functions, and which value of which of them feeds which."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+__all__ = ["INPUT", "Pipeline", "Source", "Stage"]
+
+INPUT = -1
+
+
+class Source(NamedTuple):
+    """Where a value comes from: an output of a stage, or, with the stage ``INPUT``, an input of the pipeline."""
+
+    stage: int
+    number: int
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """A part of a model, as a function of values. A value is a tensor, any nested structure of tensors, or anything."""
+
+    function: Callable[..., Sequence[Any]]
+    """Called with the values of ``inputs``; returns its output values, ``outputs`` of them."""
+    inputs: tuple[Source, ...]
+    outputs: int
+    modules: tuple[nn.Module, ...] = ()
+    """Whose parameters and buffers the function uses."""
+    device: torch.device | None = None
+    """Where its inputs are moved; None: they stay where they are."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """Stages in an order in which they can run: each takes what earlier ones have made."""
+
+    stages: tuple[Stage, ...]
+    inputs: int
+    """How many values the pipeline takes."""
+    outputs: tuple[Source, ...]
+    """The values it returns."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for an edge from what does not come before."""
+        ends = [*enumerate(stage.inputs for stage in self.stages), (len(self.stages), self.outputs)]
+        for number, sources in ends:
+            for source in sources:
+                made = self.inputs if source.stage == INPUT else self.stages[source.stage].outputs
+                if not (INPUT <= source.stage < number and 0 <= source.number < made):
+                    what = f"stage {number}" if number < len(self.stages) else "the pipeline's output"
+                    raise ValueError(f"{what} cannot take {source}: only {made} values are there, or it comes later")
+
+    @cached_property
+    def takers(self) -> Counter[Source]:
+        """How often every value is taken by stages."""
+        return Counter(source for stage in self.stages for source in stage.inputs)

@@ -1,0 +1,52 @@
+"""A training step inside of a pipeline: forward, loss and backward of all micro-batches, interleaved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from pymoe.pipe.outer import accumulate
+from pymoe.pipe.run import Run
+from pymoe.pipe.values import Crossing, Sent
+
+__all__ = ["Losses", "run_step"]
+
+
+class Losses:
+    """Takes the loss of every micro-batch, and starts its backward pass."""
+
+    def __init__(self, weights: Sequence[float], graphs: bool) -> None:
+        """``weights``: the gradient of what is minimised by each loss."""
+        self._weights = weights
+        self._graphs = graphs
+        self._losses: list[torch.Tensor | None] = [None] * len(weights)
+
+    def arrive(self, micro_batch: int, sent: Sequence[Sent]) -> None:
+        """The loss of a micro-batch.
+
+        Raises:
+            RuntimeError: it depends on nothing that requires gradients.
+        """
+        loss: Crossing = sent[0].leaves[0]
+        self._losses[micro_batch] = loss.tensor.detach()
+        if not self._graphs:
+            return
+        if loss.origin is None:
+            raise RuntimeError("Pipe.step: the loss does not require gradients: nothing that it depends on does")
+        loss.origin.take(loss.number, torch.full_like(loss.tensor, self._weights[micro_batch]))
+
+    def all(self) -> torch.Tensor:
+        """(micro-batches,): the losses."""
+        return torch.stack([loss.reshape(()) for loss in self._losses if loss is not None])
+
+
+def run_step(run: Run, perform: Callable[[Run], None]) -> None:
+    """Run all actions and add the gradients to what they belong to, if nothing has failed."""
+    try:
+        perform(run)
+        inputs, input_grads = run.inputs.tensors, run.inputs.grads
+        leaves, grads = run.gradients()
+    finally:
+        run.release()
+    accumulate([*inputs, *leaves], [*input_grads, *grads])

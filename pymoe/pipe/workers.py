@@ -1,0 +1,208 @@
+"""The threads of a pipe, and how they run a plan."""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pymoe._runtime import LaneRun, Profiled, WorkerPool
+from pymoe.pipe.plan import Plan, Timed
+from pymoe.pipe.schedules.action import Action, Kind
+from pymoe.runtime.parallel.state import ThreadState, current, in_state
+from pymoe.runtime.text import described
+
+__all__ = ["Workers"]
+
+Perform = Callable[[Action], None]
+
+_is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+_PASSES = {
+    Kind.FORWARD: "the forward pass",
+    Kind.BACKWARD: "the backward pass",
+    Kind.BACKWARD_INPUT: "the backward pass of inputs",
+    Kind.BACKWARD_WEIGHT: "the backward pass of weights",
+}
+
+
+class _Inside(threading.local):
+    workers: tuple[Workers, ...] = ()
+
+
+_inside = _Inside()
+
+
+class Workers:
+    """A persistent thread for every worker of a plan but the first, whose part is run by the thread that asks.
+
+    They run in the state of the thread that asks: grad mode, autocast, context variables, profiler and so on. Threads
+    start when they are first needed and end with this object. In the child of a fork there are none, and new ones
+    start. A copy has threads of its own.
+    """
+
+    def __init__(self) -> None:
+        self._pools: list[WorkerPool] = []
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> Any:
+        return Workers, ()
+
+    def run(self, plan: Plan, perform: Perform, *, here: bool = False) -> list[Timed]:
+        """``perform(action)`` for all actions of the plan. Returns when each started and ended, in any order.
+
+        Runs of several threads come one after the other.
+
+        Args:
+            plan: what is to be run.
+            perform: called on the thread of the action's worker.
+            here: this thread does everything.
+
+        Raises:
+            BaseException: what ``perform`` raised first, with a note of stage and micro-batch. Then actions that have
+                not started are left out, and those that run are waited for; so it is with Ctrl-C, but a second one
+                does not wait.
+            RuntimeError: an action of a run has asked for another.
+        """
+        if self in _inside.workers:
+            raise RuntimeError("a stage of a pipe cannot run the pipe itself")
+        if self._process != os.getpid():
+            self._pools, self._process, self._lock = [], os.getpid(), threading.Lock()
+        with self._lock:
+            while len(self._pools) < plan.workers - 1 and not here:
+                self._pools.append(WorkerPool(1))
+            work = _Work(self, plan, perform)
+            before = _inside.workers
+            _inside.workers = (*before, self)
+            try:
+                if here:
+                    work.everything()
+                else:
+                    self._together(work)
+            finally:
+                _inside.workers = before
+        return work.outcome()
+
+    def _together(self, work: _Work) -> None:
+        state = current()
+        profiled = Profiled() if _is_profiled() else None
+        parts = []
+        try:
+            for lane, pool in zip(range(1, work.plan.workers), self._pools, strict=False):
+                parts.append(pool.submit(contextvars.copy_context().run, work.elsewhere, lane, state, profiled))
+        except BaseException as error:
+            work.fail(error, None)
+        work.lane(0)
+        for part in parts:
+            interrupted = False
+            while not part.done():
+                try:
+                    part.result()
+                except BaseException as interrupt:  # the parts raise nothing
+                    work.fail(interrupt, None)
+                    if interrupted:
+                        raise
+                    interrupted = True
+
+
+class _Work:
+    """One run of a plan."""
+
+    def __init__(self, workers: Workers, plan: Plan, perform: Perform) -> None:
+        self.plan = plan
+        self._workers = workers
+        self._perform: Perform | None = _with_ranges(perform) if _is_profiled() else perform
+        self._run: LaneRun = plan.run()
+        self._timed: list[Timed] = []
+        self._error: BaseException | None = None
+        self._failing = threading.Lock()
+
+    def everything(self) -> None:
+        """All of it on this thread."""
+        perform = self._perform
+        assert perform is not None
+        action = None
+
+        def noticed(next_action: Action) -> None:
+            nonlocal action
+            action = next_action
+            perform(next_action)
+
+        try:
+            self._timed = self.plan.run_here(noticed)
+        except BaseException as error:
+            self.fail(error, action)
+
+    def elsewhere(self, lane: int, state: ThreadState, profiled: Profiled | None) -> None:
+        """A lane on a thread of its own, in the state of another. Raises nothing."""
+        joined = profiled is not None and not _is_profiled() and profiled.join()
+        _inside.workers = (self._workers,)
+        try:
+            in_state(state, self.lane, lane)
+        except BaseException as error:
+            self.fail(error, None)
+        finally:
+            _inside.workers = ()
+            if joined:
+                Profiled.leave()
+
+    def lane(self, lane: int) -> None:
+        """The part of one worker, on this thread. Raises nothing."""
+        run, actions, perform, timed = self._run, self.plan.actions, self._perform, self._timed
+        assert perform is not None
+        clock = time.perf_counter
+        action = None
+        try:
+            node = run.next(lane)
+            while node is not None:
+                action = actions[node]
+                start = clock()
+                perform(action)
+                timed.append((action, start, clock()))
+                action = None
+                node = run.next(lane, node)
+        except BaseException as error:
+            self.fail(error, action)
+
+    def fail(self, error: BaseException, action: Action | None) -> None:
+        """Stop the run; the first error is the one that is raised."""
+        with self._failing:
+            if self._error is None:
+                self._error = error
+                note = _place(action)
+            else:
+                note = f"{_place(action)} failed, too: {described(error)}"
+            if action is not None and hasattr(self._error, "add_note"):  # Python 3.11
+                self._error.add_note(note)
+        self._run.cancel()
+
+    def outcome(self) -> list[Timed]:
+        """After the end."""
+        error, self._error, self._perform = self._error, None, None
+        if error is None:
+            return self._timed
+        try:
+            raise error
+        finally:
+            del error
+
+
+def _place(action: Action | None) -> str:
+    if action is None:
+        return "between two micro-batches"
+    return f"in {_PASSES[action.kind]} of stage {action.stage}, micro-batch {action.micro_batch}"
+
+
+def _with_ranges(perform: Perform) -> Perform:
+    """Every action as a range in the profile."""
+
+    def perform_in_range(action: Action) -> None:
+        with torch.autograd.profiler.record_function(f"pymoe.pipe: {action}"):
+            perform(action)
+
+    return perform_in_range
