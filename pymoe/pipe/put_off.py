@@ -182,6 +182,13 @@ class Recorder:
         return tuple([given[place] if place >= 0 else None for place in places])
 
 
+_zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
 def _blank(edge: GradientEdge) -> Tensor:
     about: Any = edge.node._input_metadata[edge.output_nr]  # type: ignore[attr-defined]
-    return torch.zeros((), dtype=about.dtype, device=about.device).expand(about.shape)
+    kind = about.dtype, about.device
+    zero = _zeros.get(kind)
+    if zero is None:
+        zero = _zeros[kind] = torch.zeros((), dtype=kind[0], device=kind[1])
+    return zero.expand(about.shape)

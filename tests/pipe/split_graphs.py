@@ -25,7 +25,7 @@ class CountedWork(TorchDispatchMode):
         name = str(func.overloadpacket)
         if name.endswith(("convolution_backward", "norm_backward")):
             self.work[name] += sum(args[-1])  # output_mask
-        elif name in WORK:
+        elif name in WORK or name.startswith("pymoe."):
             self.work[name] += 1
         return func(*args, **(kwargs or {}))
 
