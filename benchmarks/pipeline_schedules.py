@@ -21,6 +21,8 @@ import torch
 
 from benchmarks.pipeline import measure, report
 from benchmarks.pipeline.draw import draw
+from benchmarks.pipeline.ours import pymoe_systems
+from benchmarks.pipeline.profile import profile
 from benchmarks.pipeline.systems import SEQUENTIAL, System, in_process
 from benchmarks.pipeline.targets import judged
 from benchmarks.pipeline.torch_peer import Ranks, on_one_rank, torch_systems
@@ -42,7 +44,7 @@ def main() -> int:
     torch.set_num_threads(1)
     start = time.perf_counter()
     ranks: dict[int, Ranks] = {}
-    systems = [one for one in (*in_process(), *torch_systems(ranks)) if chosen(one, options.systems)]
+    systems = [one for one in everyone(ranks) if chosen(one, options.systems)]
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
     stem = options.output / "pipeline_schedules"
     result: Record = {
@@ -72,6 +74,10 @@ def main() -> int:
     finally:
         for one in ranks.values():
             one.close()
+    if options.profile:
+        sleeping = [case for case in cases(options) if case.work == "sleep"]
+        result["profile"] = profile(sleeping, cheap_cases(options))
+        save(result, report.markdown(result), stem)
     report.show(result)
     illustrate(result, draw, stem)
     return int(failed(result))
@@ -91,11 +97,18 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--systems", default="", metavar="REGEX", help="who is measured, beside the sequential run")
     parser.add_argument("--rounds", type=int, metavar="N", help=f"values behind a median (default: {ROUNDS})")
+    parser.add_argument("--profile", action="store_true", help="say where the time of pymoe's steps goes")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
     options = parser.parse_args()
     if unknown := set(options.works) - set(names):
         parser.error(f"unknown works {sorted(unknown)}; there are: {', '.join(names)}")
     return options
+
+
+def everyone(ranks: dict[int, Ranks]) -> list[System]:
+    """All systems in the order of the tables, the sequential run first."""
+    sequential, *others = in_process()
+    return [sequential, *pymoe_systems(), *others, *torch_systems(ranks)]
 
 
 def chosen(system: System, pattern: str) -> bool:

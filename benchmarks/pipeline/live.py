@@ -20,7 +20,8 @@ class Live:
     def one(self) -> AbstractContextManager[None]:
         """The tensors that are saved for backward inside are those of one more micro-batch."""
         mark = _Mark(self)
-        return saved_tensors_hooks(lambda tensor: (tensor, mark), _tensor)
+        # An operator's own output would keep the graph alive that it is saved in.
+        return saved_tensors_hooks(lambda tensor: (tensor.detach(), mark), _tensor)
 
     def add(self, change: int) -> None:
         """One more, or one less."""

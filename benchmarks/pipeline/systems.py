@@ -117,12 +117,6 @@ def open_sequential(case: Case) -> InProcess:
     return InProcess(case, stages, lambda x, y: sequential(model, x, y, case.micro_batches))
 
 
-def planned(name: str, case: Case) -> Schedule:
-    """The schedule of that name, for as many workers as the case has."""
-    per_worker = VIRTUAL_STAGES if "virtual_stages" in schedules.options(name) else 1
-    return schedules.build(name, case.stages_of(per_worker), case.micro_batches)
-
-
 def open_torchgpipe(case: Case) -> InProcess:
     """torchgpipe, told that each stage has a device of its own."""
     try:

@@ -85,6 +85,15 @@ def test_micro_batches_are_counted_while_their_saved_tensors_live():
     assert "forward" not in vars(stages[0][0])
 
 
+def test_a_graph_that_is_dropped_without_a_backward_is_counted_no_more():
+    stages = [nn.Sequential(nn.ReLU())]  # saves its output
+    with watched(stages) as (live,):
+        output = stages[0](torch.randn(2, 4, requires_grad=True))
+        assert live.now == 1
+        del output
+        assert live.now == 0
+
+
 def spoiled(case):
     """The sequential run, with a gradient that is a little off."""
     running = open_sequential(case)

@@ -1,0 +1,45 @@
+"""Every schedule of pymoe in one process: a thread a worker."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import metadata
+
+from torch import nn
+
+from benchmarks.pipeline.systems import VIRTUAL_STAGES, InProcess, System
+from benchmarks.pipeline.work import LOSS, Case
+from pymoe.pipe import Pipe, schedules
+from pymoe.pipe.schedules import Schedule
+
+
+def open_pipe(name: str, case: Case) -> InProcess:
+    """A ``Pipe`` that takes steps under the schedule ``name``, for as many workers as the case has."""
+    per_worker = VIRTUAL_STAGES if "virtual_stages" in schedules.options(name) else 1
+    return open_plan(schedules.build(name, case.stages_of(per_worker), case.micro_batches), case)
+
+
+def open_plan(plan: Schedule, case: Case) -> InProcess:
+    """The same under any schedule."""
+    stages = case.stages(plan.stages)
+    pipe = Pipe(nn.Sequential(*stages), chunks=case.micro_batches, checkpoint="never")
+    return InProcess(
+        case,
+        stages,
+        lambda x, y: pipe.step(x, target=y, loss_fn=LOSS, schedule=plan),
+        plan,
+        lambda: pipe.last_run,
+    )
+
+
+def pymoe_systems() -> list[System]:
+    """One for every registered schedule."""
+    return [
+        System(
+            f"pymoe {name}",
+            f"`Pipe(checkpoint='never').step(schedule='{name}')`, in one process",
+            partial(open_pipe, name),
+            lambda: metadata.version("pymoe"),
+        )
+        for name in schedules.names()
+    ]

@@ -1,0 +1,137 @@
+"""Where the time of pymoe's steps goes: what keeps them from the ideal, and what the bookkeeping consists of."""
+
+from __future__ import annotations
+
+import cProfile
+import gc
+import pstats
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pipeline.ours import open_pipe, open_plan
+from benchmarks.pipeline.systems import InProcess, open_sequential
+from benchmarks.pipeline.work import Case
+from pymoe.pipe.schedules import Record, Schedule, mean_times, simulate
+
+STEPS = 9
+PROFILED_STEPS = 40
+LINES = 18
+PACKAGE = str(Path(__file__).parents[2])
+
+
+def pieces(case: Case, name: str = "1f1b") -> list[str]:
+    """A step's time as the sum of what it would take without any cost besides, and of what comes on top."""
+    plain, pipe = open_sequential(case), open_pipe(name, case)
+    plan = pipe.planned
+    assert plan is not None
+    ideal = simulate(plan, case.times(plan.stages)).speed_up
+    plain.step()
+    pipe.step()
+    rows = []
+    for _ in range(STEPS):
+        sequential, _ = plain.step()
+        wall, _ = pipe.step()
+        record = last_run(pipe)
+        undisturbed = simulate(plan, mean_times(record)).makespan
+        rows.append(
+            (
+                wall,
+                sequential / ideal,
+                undisturbed - sequential / ideal,
+                record.makespan - undisturbed,
+                wall - record.makespan,
+            )
+        )
+    words = (
+        f"a step of {name}, {case}",
+        "  the sequential run's time / ideal speed-up",
+        "  actions take longer than in the sequential run",
+        "  gaps between actions, beyond those of the plan",
+        "  before the first action and after the last",
+    )
+    medians = [statistics.median(values) for values in zip(*rows, strict=True)]
+    whole = medians[0]
+    return [f"{text:60} {value * 1e3:9.2f} ms {value / whole:7.1%}" for text, value in zip(words, medians, strict=True)]
+
+
+def last_run(pipe: InProcess) -> Record:
+    """Of the last step."""
+    assert pipe.record is not None
+    return pipe.record()
+
+
+def on_one_worker(plan: Schedule) -> Schedule:
+    """The same actions in an order that one worker can run: nothing is handed from thread to thread."""
+    spans = [span for order in simulate(plan).spans for span in order]
+    order = tuple(span.action for span in sorted(spans, key=lambda span: (span.end, span.start)))
+    return Schedule(f"{plan.name}, one worker", plan.micro_batches, (0,) * plan.stages, (order,))
+
+
+def functions(case: Case, name: str = "1f1b") -> list[str]:
+    """What a stage and a micro-batch cost, by function: cProfile of steps whose actions all run on one thread."""
+    several = open_pipe(name, case)
+    assert several.planned is not None
+    one = open_plan(on_one_worker(several.planned), case)
+    plain = open_sequential(case)
+    actions = one.planned.stages * case.micro_batches if one.planned else 1
+    for running in (plain, one, several):
+        running.step()
+    gc.collect()
+    gc.disable()
+    try:
+        costs = [[running.step()[1] / actions for _ in range(PROFILED_STEPS)] for running in (plain, one, several)]
+        profiler = cProfile.Profile()
+        for _ in range(PROFILED_STEPS):
+            one.clear()
+            profiler.enable()
+            one.run()
+            profiler.disable()
+    finally:
+        gc.enable()
+    medians = [statistics.median(values) * 1e6 for values in costs]
+    calls = PROFILED_STEPS * actions
+    return [
+        f"processor time a stage and micro-batch, {name}, {case}:",
+        f"  sequential run {medians[0]:.0f} us, on one worker {medians[1] - medians[0]:+.0f} us, "
+        f"on {case.workers} workers {medians[2] - medians[0]:+.0f} us",
+        "  by function, on one worker under cProfile (which makes Python's calls dearer): calls and own us a stage and "
+        "micro-batch",
+        *(
+            f"  {count / calls:6.2f} {own / calls * 1e6:8.2f}  {place}"
+            for count, own, place in sorted(by_function(profiler), key=lambda one: -one[1])[:LINES]
+        ),
+    ]
+
+
+def by_function(profiler: cProfile.Profile) -> Iterator[tuple[int, float, str]]:
+    """Calls, own seconds and place of every function."""
+    stats: Any = pstats.Stats(profiler)
+    for (file, line, function), (_, count, own, _, _) in stats.stats.items():
+        where = file.removeprefix(PACKAGE).lstrip("/") if file.startswith(PACKAGE) else Path(file).name
+        yield count, own, function if file == "~" else f"{function} ({where}:{line})"
+
+
+def hand_over(turns: int = 2000) -> str:
+    """The floor: what it takes until the worker of another lane goes on."""
+    from pymoe._runtime import WorkerPool
+
+    with WorkerPool(1) as pool:
+        pool.submit(int).result()
+        start = time.perf_counter()
+        for _ in range(turns):
+            pool.submit(int).result()
+        took = (time.perf_counter() - start) / (2 * turns)
+    return f"a hand-over to or from a worker of the runtime takes {took * 1e6:.1f} us"
+
+
+def profile(cases: list[Case], cheap: list[Case]) -> list[str]:
+    """All of it, as lines."""
+    lines = [hand_over()]
+    for case in cases:
+        lines += ["", *pieces(case)]
+    for case in cheap:
+        lines += ["", *functions(case)]
+    return lines
