@@ -1,0 +1,1 @@
+"""What pipeline_moe_lm.py is made of."""
