@@ -3,7 +3,6 @@
 from collections import Counter
 
 import torch
-from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pymoe.pipe.split_backward import SplitBackward
@@ -93,7 +92,7 @@ class Boundary(torch.autograd.Function):
 
 def begin(*tensors):
     made = Boundary.apply(*[tensor.detach().requires_grad_() for tensor in tensors])
-    return made, [GradientEdge(made[0].grad_fn, number) for number in range(len(made))]
+    return made, [edge_of(tensor) for tensor in made]
 
 
 class Case:
