@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 __all__ = ["MicroBatch", "call_for", "is_checkpointing", "is_recomputing", "micro_batch", "running"]
 
 Result = TypeVar("Result")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -36,37 +37,71 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+_lock = threading.Lock()
+_forwards = 0  # that run now, on all threads
+
+
+def left_to_python(function: Function) -> Function:
+    """torch.compile calls ``function`` as it is. (``torch.compiler.disable`` would import the compiler here.)"""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+# torch.compile would take what a thread's variable holds for a constant, but looks at a number of the module each time.
+@left_to_python
+def _of_this_thread() -> MicroBatch | None:
+    return _thread.micro_batch
 
 
 def micro_batch() -> MicroBatch | None:
-    """The micro-batch that a stage of a pipeline runs on this thread; None outside of a stage's forward."""
-    return _thread.micro_batch
+    """The micro-batch that a stage of a pipeline runs on this thread; None outside of a stage's forward.
+
+    All calls within one forward get one object, and every mini-batch has others.
+    """
+    return _of_this_thread() if _forwards > 0 else None
 
 
 def is_checkpointing() -> bool:
     """Is this a forward without a graph, of which the pipeline will run a second one?"""
-    return _thread.micro_batch is not None and _thread.micro_batch.checkpointing
+    current = micro_batch()
+    return current is not None and current.checkpointing
 
 
 def is_recomputing() -> bool:
     """Is this the second forward of a checkpointed micro-batch?"""
-    return _thread.micro_batch is not None and _thread.micro_batch.recomputing
+    current = micro_batch()
+    return current is not None and current.recomputing
 
 
 @contextmanager
 def running(micro_batch: MicroBatch) -> Iterator[None]:
     """Within the block this thread runs a stage's forward for ``micro_batch``."""
-    before, _thread.micro_batch = _thread.micro_batch, micro_batch
+    before = _enter(micro_batch)
     try:
         yield
     finally:
-        _thread.micro_batch = before
+        _leave(before)
 
 
 def call_for(micro_batch: MicroBatch, function: Callable[..., Result], *args: Any) -> Result:
     """``function(*args)``, as in :func:`running`."""
-    before, _thread.micro_batch = _thread.micro_batch, micro_batch
+    before = _enter(micro_batch)
     try:
         return function(*args)
     finally:
-        _thread.micro_batch = before
+        _leave(before)
+
+
+def _enter(micro_batch: MicroBatch) -> MicroBatch | None:
+    global _forwards
+    before, _thread.micro_batch = _thread.micro_batch, micro_batch
+    with _lock:
+        _forwards += 1
+    return before
+
+
+def _leave(before: MicroBatch | None) -> None:
+    global _forwards
+    with _lock:
+        _forwards -= 1
+    _thread.micro_batch = before

@@ -1,0 +1,196 @@
+"""Batch norm whose running statistics see mini-batches, where a pipeline shows it micro-batches.
+
+A batch norm in a pipeline is called once a micro-batch. Each call normalises its rows by their own statistics; but an
+ordinary one would also move its running statistics each time, by a variance that lacks what the means of micro-batches
+differ by, and count as many batches as there are micro-batches. The deferred one collects over a mini-batch and moves
+them once, by mean and variance of all rows.
+
+The name and the idea are those of torchgpipe (Kim et al., 2020). Statistics of parts are put together as in Chan, Golub
+and LeVeque (1979), "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", in fp64.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+
+from pymoe.pipe import context
+
+__all__ = ["DeferredBatchNorm", "convert_deferred_batch_norm"]
+
+Module = TypeVar("Module", bound=nn.Module)
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass
+class _Collected:
+    """Statistics of the rows of some micro-batches, channel by channel, in fp64."""
+
+    rows: int
+    mean: Tensor
+    squares: Tensor
+    """The sum of squared distances from the mean."""
+
+    def add(self, other: _Collected) -> None:
+        rows = self.rows + other.rows
+        apart = other.mean - self.mean
+        self.mean = self.mean + apart * (other.rows / rows)
+        self.squares = self.squares + other.squares + apart.square() * (self.rows * other.rows / rows)
+        self.rows = rows
+
+
+class _Stage:
+    """What one stage has collected of its mini-batch."""
+
+    def __init__(self) -> None:
+        self.forward: context.MicroBatch | None = None
+        self.calls = 0
+        self.collected: dict[int, _Collected] = {}  # by call: a module may be in a stage several times
+
+    def next_call(self, forward: context.MicroBatch) -> int:
+        """The number of this call among those of one forward, from 0."""
+        if forward is not self.forward:
+            if self.forward is None or forward.index <= self.forward.index:
+                self.collected.clear()  # of a mini-batch that was not finished
+            self.forward, self.calls = forward, 0
+        self.calls += 1
+        return self.calls - 1
+
+
+class DeferredBatchNorm(_BatchNorm):
+    """A batch norm that updates its running statistics once a mini-batch.
+
+    In a pipeline, in training, each micro-batch is normalised by its own mean and (biased) variance. Running statistics
+    move with the last micro-batch, by mean and unbiased variance of all rows of the mini-batch, and
+    ``num_batches_tracked`` goes up by one: what ``nn.BatchNorm`` does with all rows at once. The forward that repeats
+    a checkpointed one counts nothing; a mini-batch that failed leaves nothing behind.
+
+    Everywhere else it is ``nn.BatchNorm``: outside of a pipeline, in evaluation, with one micro-batch, without running
+    statistics. Arguments, parameters, buffers and the keys of ``state_dict`` are those of ``nn.BatchNorm2d``.
+
+    Input: (N, C) or (N, C, ...); a layer that :func:`convert_deferred_batch_norm` has made takes what it took before.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        forward = context.micro_batch()
+        if forward is None or not self.training or self.running_mean is None:
+            return super().forward(input)
+        if forward.recomputing:
+            self._check_input_dim(input)
+            return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+        if forward.count == 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        output, statistics = self._normalise(input, self.running_mean)
+        self._collect(forward, statistics)
+        return output
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+    def _normalise(self, input: Tensor, running_mean: Tensor) -> tuple[Tensor, _Collected]:
+        """The input by its own statistics, and these."""
+        rows = input.numel() // input.size(1)
+        if running_mean.dtype in HALF_DTYPES:  # too coarse to tell the means of micro-batches apart
+            output = F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+            with torch.no_grad():
+                dims = [dim for dim in range(input.dim()) if dim != 1]
+                variance, mean = torch.var_mean(input.detach().float(), dims)
+        else:
+            # "Running" statistics with a momentum of 1 are those of this batch, at no cost.
+            mean, variance = torch.zeros_like(running_mean), torch.zeros_like(running_mean)
+            output = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+        return output, _Collected(rows, mean.double(), variance.double() * (rows - 1))
+
+    # Each micro-batch has another index, and would be compiled anew.
+    @context.left_to_python
+    def _collect(self, forward: context.MicroBatch, statistics: _Collected) -> None:
+        stage = self.__dict__.setdefault("_unfinished", {}).setdefault(forward.stage, _Stage())
+        call = stage.next_call(forward)
+        if call in stage.collected:
+            stage.collected[call].add(statistics)
+        else:
+            stage.collected[call] = statistics
+        if forward.index == forward.count - 1:
+            self._commit(stage.collected.pop(call))
+
+    def _commit(self, batch: _Collected) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        momentum = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if momentum is None:
+                momentum = 1.0 / float(self.num_batches_tracked)
+        if momentum is None:
+            momentum = 0.0
+        for running, seen in ((self.running_mean, batch.mean), (self.running_var, batch.squares / (batch.rows - 1))):
+            running.copy_((1 - momentum) * running.double() + momentum * seen)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, arguments, state, *rest = reduced
+        state = {name: value for name, value in state.items() if name != "_unfinished"}
+        if (converted := _converted_from(type(self))) is not None:  # its class has no name to be found by
+            make, arguments = _make, (converted,)
+        return make, arguments, state, *rest
+
+
+@functools.cache
+def _deferred(cls: Any) -> type[DeferredBatchNorm]:
+    """A class of batch norms, deferred: still a subclass of it."""
+    own = {"__module__": __name__, "__doc__": DeferredBatchNorm.__doc__}
+    return type(f"Deferred{cls.__name__}", (cls, DeferredBatchNorm), own)
+
+
+def _converted_from(cls: type) -> type[_BatchNorm] | None:
+    base: Any = cls.__bases__[0]
+    return base if cls is not DeferredBatchNorm and _deferred(base) is cls else None
+
+
+def _make(cls: Any) -> DeferredBatchNorm:
+    deferred = _deferred(cls)
+    return deferred.__new__(deferred)
+
+
+def convert_deferred_batch_norm(module: Module) -> Module:
+    """Have all batch norms in ``module`` update their running statistics once a mini-batch.
+
+    The layers change in place: they stay the same objects, with their parameters, buffers, hooks, flags and names, and
+    instances of the classes that they were of. Returns ``module``.
+
+    Raises:
+        TypeError: there is a ``SyncBatchNorm``, which takes its statistics from several processes; a lazy batch norm
+            that has not seen an input; or a class with a ``forward`` of its own, which may not be left out. Nothing has
+            been changed then.
+    """
+    found = {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, DeferredBatchNorm)
+    }
+    for name, layer in found.items():
+        if why := _why_not(layer):
+            raise TypeError(f"convert_deferred_batch_norm: '{name}' is a {type(layer).__name__}{why}")
+    for layer in found.values():
+        cls: Any = type(layer)
+        layer.__class__ = _deferred(cls)
+    return module
+
+
+def _why_not(layer: _BatchNorm) -> str | None:
+    if isinstance(layer, nn.SyncBatchNorm):
+        return ": its statistics come from several processes, and cannot be deferred in this one"
+    if isinstance(layer, _LazyNormBase):
+        return ", which has not seen an input yet: run it once first"
+    if type(layer).forward is not _BatchNorm.forward:
+        return ", which has a forward of its own: derive it from DeferredBatchNorm instead"
+    return None
