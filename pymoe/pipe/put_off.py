@@ -85,7 +85,7 @@ class _Alone(torch.autograd.Function):
     """Does some work within a backward pass, which then ends."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, work: Callable[[], None]) -> Tensor:
+    def forward(ctx: Any, work: Callable[[], None], anchor: Tensor, *leaves: Tensor) -> Tensor:
         ctx.work = work
         return anchor.view_as(anchor)
 
@@ -144,7 +144,7 @@ class Recorder:
             if given:
                 following: tuple[tuple[Any, int], ...] = node.next_functions
                 targets[node] = [GradientEdge(*following[edge]) for edge in self._edges[node]]
-                devices.setdefault(given[0].device, []).append(node)
+                devices.setdefault(_about(targets[node][0]).device, []).append(node)
         for device, nodes in devices.items():
 
             def work(nodes: list[Node] = nodes) -> None:
@@ -156,14 +156,17 @@ class Recorder:
                             found.append((target, gradient))
 
             ends = list(dict.fromkeys([target for node in nodes for target in targets[node]]))
+            leaves = [end.node.variable for end in ends if _is_leaf(end)]  # type: ignore[attr-defined]
+            others = [end for end in ends if not _is_leaf(end)]
             with torch.enable_grad():
                 anchor = torch.empty(0, device=device, requires_grad=True)
-                start = apply_directly(_Alone, anchor, work)
-            # The gradients given to the ends only mark them as part of the pass: it ends before it comes to them.
-            grads = [torch.empty_like(start), *[_blank(end) for end in ends]]
-            roots, inputs = (GradientEdge(start.grad_fn, 0), *ends), (anchor, *ends)
+                # Leaves come after it in the pass, and others have been made before it: so it is the first to run. The
+                # gradients given to these only mark them as part of the pass, which ends before it comes to them.
+                start = apply_directly(_Alone, work, anchor, *leaves)
+            grads = (torch.empty_like(start), *[_blank(end) for end in others])
+            roots, inputs = (GradientEdge(start.grad_fn, 0), *others), (anchor, *ends)
             with suppress(_Enough):
-                _run_backward(roots, tuple(grads), True, False, inputs, True, accumulate_grad=False)  # type: ignore[call-arg]
+                _run_backward(roots, grads, True, False, inputs, True, accumulate_grad=False)  # type: ignore[call-arg]
         return [edge for edge, _ in found], [gradient for _, gradient in found]
 
     def _run(self, node: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -185,8 +188,17 @@ class Recorder:
 _zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
+def _is_leaf(edge: GradientEdge) -> bool:
+    return not edge.node.next_functions and hasattr(edge.node, "variable")
+
+
+def _about(edge: GradientEdge) -> Any:
+    """Shape, dtype and device of the gradients that go along an edge."""
+    return edge.node._input_metadata[edge.output_nr]  # type: ignore[attr-defined]
+
+
 def _blank(edge: GradientEdge) -> Tensor:
-    about: Any = edge.node._input_metadata[edge.output_nr]  # type: ignore[attr-defined]
+    about = _about(edge)
     kind = about.dtype, about.device
     zero = _zeros.get(kind)
     if zero is None:

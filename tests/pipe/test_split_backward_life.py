@@ -116,12 +116,13 @@ def test_hooks_of_tensors_run_once_and_change_what_comes_after_them():
 def test_hooks_of_leaves_do_not_run_and_nothing_is_accumulated():
     layer, seen = nn.Linear(3, 3), []
     layer.weight.register_hook(lambda grad: seen.append("hook"))
+    layer.bias.register_hook(lambda grad: seen.append("hook"))
     layer.bias.register_post_accumulate_grad_hook(lambda leaf: seen.append("post"))
     Case(lambda x: layer(x), torch.randn(4, 3)).parts()
     assert seen == []
     assert layer.weight.grad is None
     layer(torch.ones(1, 3)).sum().backward()
-    assert sorted(seen) == ["hook", "post"]
+    assert sorted(seen) == ["hook", "hook", "post"]
 
 
 def test_what_only_the_first_part_needs_is_let_go_after_it():
