@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 from pymoe._runtime import LanePlan, LaneRun
 from pymoe.pipe.schedules.action import Action, Kind
 from pymoe.pipe.schedules.schedule import Schedule
@@ -28,6 +25,7 @@ class Plan:
         self.schedule = schedule
         self.kinds = kinds
         self.workers = schedule.workers
+        self.is_worth_threads = False  # learnt from runs
         self.actions: list[Action] = []  # by node
         self._lanes = LanePlan(schedule.workers)
         numbers: dict[Action, int] = {}
@@ -43,10 +41,10 @@ class Plan:
                     self.actions.append(action)
             if schedule.live_limits is not None and Kind.FORWARD in kinds and len(kinds) > 1:
                 self._lanes.set_limit(worker, schedule.live_limits[worker])
-        self._in_order = []
+        self.in_order: list[Action] = []  # an order for one thread
         for _, action, dependencies in in_order(schedule):
             if action in numbers:
-                self._in_order.append(action)
+                self.in_order.append(action)
                 for needed in dependencies:
                     if needed in numbers:
                         self._lanes.add_edge(numbers[needed], numbers[action])
@@ -54,12 +52,3 @@ class Plan:
     def run(self) -> LaneRun:
         """A run of it, for the threads of its workers to ask."""
         return self._lanes.run()
-
-    def run_here(self, perform: Callable[[Action], None]) -> list[Timed]:
-        """Every action on this thread."""
-        done = []
-        for action in self._in_order:
-            start = time.perf_counter()
-            perform(action)
-            done.append((action, start, time.perf_counter()))
-        return done

@@ -22,6 +22,11 @@ __all__ = ["Workers"]
 Perform = Callable[[Action], None]
 
 _is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+# Seconds. Shorter actions stay on one thread: to wake another, and to wait for the interpreter's lock there, takes as
+# long. A run of which nothing is known begins on one thread, and calls the others when LOST has gone into longer ones.
+PATIENCE = 200e-6
+LOST = 5 * PATIENCE
+
 _PASSES = {
     Kind.FORWARD: "the forward pass",
     Kind.BACKWARD: "the backward pass",
@@ -40,6 +45,7 @@ _inside = _Inside()
 class Workers:
     """A persistent thread for every worker of a plan but the first, whose part is run by the thread that asks.
 
+    That thread does everything as long as all actions are short: others would cost more than they gain.
     They run in the state of the thread that asks: grad mode, autocast, context variables, profiler and so on. Threads
     start when they are first needed and end with this object. In the child of a fork there are none, and new ones
     start. A copy has threads of its own.
@@ -74,24 +80,23 @@ class Workers:
         if self._process != os.getpid():
             self._pools, self._process, self._lock = [], os.getpid(), threading.Lock()
         with self._lock:
-            while len(self._pools) < plan.workers - 1 and not here:
-                self._pools.append(WorkerPool(1))
             work = _Work(self, plan, perform)
             before = _inside.workers
             _inside.workers = (*before, self)
             try:
-                if here:
-                    work.everything()
-                else:
+                if not work.alone(to_the_end=here or plan.workers == 1):
                     self._together(work)
             finally:
                 _inside.workers = before
         return work.outcome()
 
     def _together(self, work: _Work) -> None:
+        while len(self._pools) < work.plan.workers - 1:
+            self._pools.append(WorkerPool(1))
         state = current()
         profiled = Profiled() if _is_profiled() else None
         parts = []
+        work.begin()
         try:
             for lane, pool in zip(range(1, work.plan.workers), self._pools, strict=False):
                 parts.append(pool.submit(contextvars.copy_context().run, work.elsewhere, lane, state, profiled))
@@ -117,26 +122,41 @@ class _Work:
         self.plan = plan
         self._workers = workers
         self._perform: Perform | None = _with_ranges(perform) if _is_profiled() else perform
-        self._run: LaneRun = plan.run()
+        self._run: LaneRun | None = None
         self._timed: list[Timed] = []
+        self._done: frozenset[Action] = frozenset()  # by one thread, before there were several
         self._error: BaseException | None = None
         self._failing = threading.Lock()
 
-    def everything(self) -> None:
-        """All of it on this thread."""
-        perform = self._perform
+    def alone(self, to_the_end: bool) -> bool:
+        """Begin on this thread, and go on as long as actions are short; True if there is nothing left to do."""
+        plan, perform, timed = self.plan, self._perform, self._timed
         assert perform is not None
+        if plan.is_worth_threads and not to_the_end:
+            return False
+        clock = time.perf_counter
         action = None
-
-        def noticed(next_action: Action) -> None:
-            nonlocal action
-            action = next_action
-            perform(next_action)
-
+        lost = 0.0
         try:
-            self._timed = self.plan.run_here(noticed)
+            start = clock()
+            for action in plan.in_order:
+                perform(action)
+                end = clock()
+                timed.append((action, start, end))
+                if end - start > PATIENCE and not to_the_end:
+                    lost += end - start
+                    if lost > LOST:
+                        break
+                start = end
         except BaseException as error:
             self.fail(error, action)
+            return True
+        self._done = frozenset([action for action, _, _ in timed])
+        return len(timed) == len(plan.in_order)
+
+    def begin(self) -> None:
+        """Go on with the threads of all workers."""
+        self._run = self.plan.run()
 
     def elsewhere(self, lane: int, state: ThreadState, profiled: Profiled | None) -> None:
         """A lane on a thread of its own, in the state of another. Raises nothing."""
@@ -153,7 +173,8 @@ class _Work:
 
     def lane(self, lane: int) -> None:
         """The part of one worker, on this thread. Raises nothing."""
-        run, actions, perform, timed = self._run, self.plan.actions, self._perform, self._timed
+        run, actions, perform, timed, done = self._run, self.plan.actions, self._perform, self._timed, self._done
+        assert run is not None
         assert perform is not None
         clock = time.perf_counter
         action = None
@@ -161,9 +182,10 @@ class _Work:
             node = run.next(lane)
             while node is not None:
                 action = actions[node]
-                start = clock()
-                perform(action)
-                timed.append((action, start, clock()))
+                if action not in done:
+                    start = clock()
+                    perform(action)
+                    timed.append((action, start, clock()))
                 action = None
                 node = run.next(lane, node)
         except BaseException as error:
@@ -179,12 +201,16 @@ class _Work:
                 note = f"{_place(action)} failed, too: {described(error)}"
             if action is not None and hasattr(self._error, "add_note"):  # Python 3.11
                 self._error.add_note(note)
-        self._run.cancel()
+        if self._run is not None:
+            self._run.cancel()
 
     def outcome(self) -> list[Timed]:
         """After the end."""
         error, self._error, self._perform = self._error, None, None
         if error is None:
+            if self._run is not None:
+                long = sum([end - start > PATIENCE for _, start, end in self._timed])
+                self.plan.is_worth_threads = 4 * long > len(self._timed)
             return self._timed
         try:
             raise error
