@@ -1,6 +1,6 @@
 """Pipelines: a model cut into stages, and micro-batches that travel through them."""
 
-from pymoe.pipe import schedules, skip
+from pymoe.pipe import balance, schedules, skip
 from pymoe.pipe.context import MicroBatch, is_checkpointing, is_recomputing, micro_batch
 from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm, convert_deferred_batch_norm
 from pymoe.pipe.micro_batches import Whole
@@ -11,6 +11,7 @@ __all__ = [
     "MicroBatch",
     "Pipe",
     "Whole",
+    "balance",
     "convert_deferred_batch_norm",
     "is_checkpointing",
     "is_recomputing",
