@@ -17,16 +17,17 @@ namespace py = pybind11;
 namespace pymoe::bindings {
 namespace {
 
-using Plan = runtime::LanePlan<runtime::SystemSync>;
+using Plan = runtime::LanePlan;
+using Run = runtime::LaneRun<runtime::SystemSync>;
 
 // All under the GIL. Whoever has the run's lock never asks for the GIL, so it may be held when the lock is taken.
 class PyLaneRun {
  public:
-  explicit PyLaneRun(std::shared_ptr<Plan::Run> run) : run_(std::move(run)), created_(generation()) {}
+  explicit PyLaneRun(Plan& plan) : run_(std::make_unique<Run>(plan)), created_(generation()) {}
 
   // In the child of a fork the parent's threads wait for ever in what would be destroyed.
   ~PyLaneRun() {
-    if (created_ != generation()) new std::shared_ptr<Plan::Run>(std::move(run_));
+    if (created_ != generation()) static_cast<void>(run_.release());
   }
 
   PyLaneRun(const PyLaneRun&) = delete;
@@ -35,8 +36,8 @@ class PyLaneRun {
   std::optional<int> next(int lane, std::optional<int> finished) {
     require_this_process(created_, "LaneRun.next", "LaneRun");
     Plan::Node node = run_->ask(lane, finished);
-    if (node == Plan::kLater) node = wait(lane);
-    return node == Plan::kNone ? std::nullopt : std::optional(node);
+    if (node == Run::kLater) node = wait(lane);
+    return node == Run::kNone ? std::nullopt : std::optional(node);
   }
 
   void cancel() {
@@ -56,11 +57,11 @@ class PyLaneRun {
 
  private:
   Plan::Node wait(int lane) {
-    Plan::Node node = Plan::kLater;
+    Plan::Node node = Run::kLater;
     try {
       wait_interruptibly([&](Clock::time_point until) {
         node = run_->wait_until(lane, until);
-        return node != Plan::kLater;
+        return node != Run::kLater;
       });
     } catch (const ErrorSet&) {
       run_->leave(lane);
@@ -69,7 +70,7 @@ class PyLaneRun {
     return node;
   }
 
-  std::shared_ptr<Plan::Run> run_;
+  std::unique_ptr<Run> run_;
   const int created_;
 };
 
@@ -124,7 +125,7 @@ void bind_lanes(py::module_& module) {
            "Raises:\n"
            "    IndexError: there is no such lane.")
       .def(
-          "run", [](Plan& plan) { return std::make_unique<PyLaneRun>(plan.run()); },
+          "run", [](Plan& plan) { return std::make_unique<PyLaneRun>(plan); },
           "Begin a run, for one thread a lane that calls :meth:`LaneRun.next`.\n\n"
           "Raises:\n"
           "    ValueError: the edges and the orders of the lanes make a cycle, so that a run could hang; the message\n"

@@ -1,11 +1,10 @@
-// LanePlan: nodes that depend on each other, each run by the thread of its lane, in the lane's order, which bends.
+// LaneRun: nodes that depend on each other, each run by the thread of its lane, in the lane's order, which bends.
 //
-//     LanePlan<SystemSync> plan(lanes);
-//     const auto node = plan.add(lane, queue);
-//     ...
-//     const auto run = plan.run();
-//     auto node = run->next(lane);                                                  // on the thread of the lane
-//     for (; node != plan.kNone; node = run->next(lane, node)) work(node);
+//     LanePlan plan(lanes);
+//     const auto one = plan.add(lane, queue), other = plan.add(lane, queue);
+//     plan.add_edge(one, other);
+//     LaneRun<SystemSync> run(plan);
+//     for (auto node = run.next(lane); node != run.kNone; node = run.next(lane, node)) work(node);  // in each lane
 //
 // The threads are the caller's: each asks for the next node of its lane when it has ended the one before.
 //
@@ -20,7 +19,7 @@
 //            its end. A node with live above 0 has room if the lane's limit has room for it and for those in front of
 //            it that have not started. The front asks for no room. So what a lane holds is never more than its limit or
 //            what its plan holds at most when it runs in order, whichever is greater.
-// No deadlock. Edges and plans together have no cycle, or run() throws, so there is an order of all nodes that keeps
+// No deadlock. Edges and plans together have no cycle, or no run begins, so there is an order of all nodes that keeps
 //            both. The first in it that has not started is the front of its lane, and ready once those that run have
 //            ended; neither limits nor what has overtaken it hold it back. So a run gets to its end as long as every
 //            lane's thread goes on to ask.
@@ -28,15 +27,13 @@
 //            it was woken, it still can when it comes: it alone starts its nodes.
 // Runs       A plan may be run any number of times, and changed meanwhile: a run sees it as it was when it began. What
 //            a run needs is allocated once, when it begins.
-// Errors     std::out_of_range for a lane or node that is not there; std::invalid_argument from run() for a cycle,
-//            which it names; std::logic_error for a thread that asks in a lane where another does, and for one that
-//            says of another node than the one it got that it has ended.
-// Threads    A plan is for one thread at a time; a Run's functions are for any number.
+// Errors     std::out_of_range for a lane or node that is not there; std::invalid_argument from a run that begins for
+//            a cycle, which it names; std::logic_error for a thread that asks in a lane where another does, and for one
+//            that says of another node than the one it got that it has ended.
+// Threads    A plan is for one thread at a time, and so is a lane of a run; its other functions are for any number.
 #pragma once
 
 #include <cstdint>
-#include <limits>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -45,174 +42,28 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/cycle.h"
+#include "runtime/lane_plan.h"
 
 namespace pymoe::runtime {
 
 template <typename Sync>
-class LanePlan {
- public:
-  using Node = int32_t;  // counts from 0 in the order in which nodes were added
-  class Run;
-
-  // What is said in place of a node: there is nothing left to start, and there is nothing yet.
-  static constexpr Node kNone = -1, kLater = -2;
-
-  explicit LanePlan(int lanes) {
-    if (lanes < 1) throw std::invalid_argument("LanePlan: there must be a lane, got " + std::to_string(lanes));
-    limits_.resize(static_cast<size_t>(lanes), kUnlimited);
-  }
-
-  Node add(int lane, int queue, int live = 0, bool overtakes = false) {
-    require_lane("add", lane, limits_.size());
-    compiled_ = nullptr;
-    nodes_.push_back({lane, queue, live, overtakes});
-    return static_cast<Node>(nodes_.size()) - 1;
-  }
-
-  void add_edge(Node before, Node after) {
-    for (const Node node : {before, after}) require_node("add_edge", node, nodes_.size());
-    compiled_ = nullptr;
-    edges_.emplace_back(before, after);
-  }
-
-  void set_limit(int lane, std::optional<int64_t> limit) {
-    require_lane("set_limit", lane, limits_.size());
-    compiled_ = nullptr;
-    limits_[static_cast<size_t>(lane)] = limit.value_or(kUnlimited);
-  }
-
-  std::shared_ptr<Run> run() {
-    if (!compiled_) compiled_ = compile();
-    return std::make_shared<Run>(compiled_);
-  }
-
- private:
-  static constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
-
-  struct Added {
-    int lane, queue, live;
-    bool overtakes;
-  };
-
-  // The plan as runs see it. Nodes are in it lane by lane, and within a lane in its order: that is a node's place.
-  struct Compiled {
-    struct Entry {
-      int32_t first, last;    // the places that wait for it: after[first .. last - 1]
-      int32_t next_in_queue;  // a place, or kNone
-      int32_t lane, queue;    // queue: counted over all lanes
-      int32_t live;
-      bool overtakes;
-      Node node;
-      int64_t held;  // what nodes of the lane with live above 0 hold together, up to this one
-    };
-    struct Lane {
-      int32_t first, last;  // its queues
-      int64_t limit;
-    };
-    std::vector<Entry> places;
-    std::vector<int32_t> after;
-    std::vector<int32_t> before;  // of each place: how many it waits for
-    std::vector<int32_t> heads;   // of each queue: its first place
-    std::vector<Lane> lanes;
-  };
-
-  static size_t index(int32_t number) { return static_cast<size_t>(number); }
-
-  static void require_lane(const char* where, int lane, size_t lanes) {
-    if (lane >= 0 && index(lane) < lanes) return;
-    throw std::out_of_range(std::string("LanePlan: ") + where + ": there is no lane " + std::to_string(lane) +
-                            ", the lanes are 0 to " + std::to_string(lanes - 1));
-  }
-
-  static void require_node(const char* where, Node node, size_t nodes) {
-    if (node >= 0 && index(node) < nodes) return;
-    throw std::out_of_range(std::string("LanePlan: ") + where + ": there is no node " + std::to_string(node) +
-                            ", there are " + std::to_string(nodes));
-  }
-
-  std::shared_ptr<const Compiled> compile() const {
-    auto plan = std::make_shared<Compiled>();
-    std::vector<int32_t> place(nodes_.size());
-    std::vector<std::vector<Node>> orders(limits_.size());
-    for (size_t node = 0; node < nodes_.size(); ++node) {
-      orders[index(nodes_[node].lane)].push_back(static_cast<Node>(node));
-    }
-    auto edges = edges_;
-    for (const auto& order : orders) {
-      for (size_t i = 1; i < order.size(); ++i) edges.emplace_back(order[i - 1], order[i]);
-    }
-    refuse_cycle(edges);
-
-    for (size_t lane = 0; lane < orders.size(); ++lane) {
-      const auto first = static_cast<int32_t>(plan->heads.size());
-      std::map<int, std::pair<int32_t, int32_t>> queues;  // by the caller's number: ours, and the last place so far
-      int64_t held = 0;
-      for (const Node node : orders[lane]) {
-        const Added& added = nodes_[index(node)];
-        const auto here = static_cast<int32_t>(plan->places.size());
-        const auto [queue, is_new] = queues.try_emplace(added.queue, plan->heads.size(), here);
-        if (is_new) {
-          plan->heads.push_back(here);
-        } else {
-          plan->places[index(std::exchange(queue->second.second, here))].next_in_queue = here;
-        }
-        if (added.live > 0) held += added.live;
-        place[index(node)] = here;
-        plan->places.push_back({0, 0, kNone, added.lane, queue->second.first, added.live, added.overtakes, node, held});
-      }
-      plan->lanes.push_back({first, static_cast<int32_t>(plan->heads.size()), limits_[lane]});
-    }
-
-    plan->before.resize(nodes_.size());
-    for (const auto& [before, after] : edges_) {
-      ++plan->places[index(place[index(before)])].last;
-      ++plan->before[index(place[index(after)])];
-    }
-    int32_t used = 0;
-    for (auto& entry : plan->places) {
-      entry.first = used;
-      used += std::exchange(entry.last, used);
-    }
-    plan->after.resize(edges_.size());
-    for (const auto& [before, after] : edges_) {
-      plan->after[index(plan->places[index(place[index(before)])].last++)] = place[index(after)];
-    }
-    return plan;
-  }
-
-  void refuse_cycle(const std::vector<std::pair<Node, Node>>& edges) const {
-    const auto cycle = find_cycle(static_cast<int32_t>(nodes_.size()), edges);
-    if (cycle.empty()) return;
-    const auto label = [this](Node node) {
-      return "node " + std::to_string(node) + " (lane " + std::to_string(nodes_[index(node)].lane) + ")";
-    };
-    throw std::invalid_argument("LanePlan: the edges and the orders of the lanes make a cycle: " +
-                                describe_cycle(cycle, label));
-  }
-
-  std::vector<Added> nodes_;
-  std::vector<std::pair<Node, Node>> edges_;
-  std::vector<int64_t> limits_;               // of each lane
-  std::shared_ptr<const Compiled> compiled_;  // null: to be made
-};
-
-// One run of a plan.
-template <typename Sync>
-class LanePlan<Sync>::Run {
+class LaneRun {
  public:
   using Time = typename Sync::Time;
+  using Node = LanePlan::Node;
+  // What is said in place of a node: there is nothing left to start, and there is nothing yet.
+  static constexpr Node kNone = LanePlan::kNone, kLater = -2;
 
-  explicit Run(std::shared_ptr<const Compiled> plan)
-      : plan_(std::move(plan)),
+  explicit LaneRun(LanePlan& plan)
+      : plan_(plan.compiled()),
         before_(plan_->before),
         heads_(plan_->heads),
         lanes_(plan_->lanes.size()),
         unended_(plan_->places.size()) {
     for (Lane& lane : lanes_) lane.to_wake.reserve(lanes_.size());
   }
-  Run(const Run&) = delete;
-  Run& operator=(const Run&) = delete;
+  LaneRun(const LaneRun&) = delete;
+  LaneRun& operator=(const LaneRun&) = delete;
 
   // Says that `finished`, which this lane got before, has ended, then waits until a node of the lane may start, and
   // starts it. kNone if the lane has nothing left to start, or the run is cancelled.
@@ -225,14 +76,14 @@ class LanePlan<Sync>::Run {
   // The same in steps, for waits in slices: ask, and as long as the answer is kLater wait_until, or leave. In between
   // the lane is this thread's.
   Node ask(int number, std::optional<Node> finished) {
-    require_lane("next", number, lanes_.size());
-    if (finished) require_node("next", *finished, plan_->places.size());
+    LanePlan::require_lane("LaneRun: next", number, lanes_.size());
+    if (finished) LanePlan::require_node("LaneRun: next", *finished, plan_->places.size());
     Lane& lane = lanes_[index(number)];
     Node node;
     {
       const Lock lock(mutex_);
       if (lane.asked) {
-        throw std::logic_error("LanePlan: next: another thread waits in lane " + std::to_string(number));
+        throw std::logic_error("LaneRun: next: another thread waits in lane " + std::to_string(number));
       }
       const Node running = lane.running == kNone ? kNone : plan_->places[index(lane.running)].node;
       if (finished.value_or(kNone) != running && (finished || !cancelled_)) refuse(number, finished, running);
@@ -294,6 +145,8 @@ class LanePlan<Sync>::Run {
     std::vector<int32_t> to_wake;      // the lane's thread's own: lanes that its node gave something to start
   };
 
+  static size_t index(int32_t number) { return static_cast<size_t>(number); }
+
   // --- all with the lock held ---
 
   // Starts what the lane may start.
@@ -345,11 +198,11 @@ class LanePlan<Sync>::Run {
 
   [[noreturn]] static void refuse(int lane, std::optional<Node> finished, Node running) {
     const auto name = [](Node node) { return node == kNone ? std::string("nothing") : "node " + std::to_string(node); };
-    throw std::logic_error("LanePlan: next: lane " + std::to_string(lane) + " runs " + name(running) +
+    throw std::logic_error("LaneRun: next: lane " + std::to_string(lane) + " runs " + name(running) +
                            ", but is said to have finished " + name(finished.value_or(kNone)));
   }
 
-  const std::shared_ptr<const Compiled> plan_;
+  const std::shared_ptr<const LanePlan::Compiled> plan_;
   mutable typename Sync::Mutex mutex_;  // guards the rest
   std::vector<int32_t> before_;         // of each place: how many it still waits for
   std::vector<int32_t> heads_;          // of each queue: its first place that has not started, or kNone

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
-#include <latch>
+#include <functional>
 #include <optional>
 #include <stdexcept>
 #include <thread>
@@ -14,16 +14,17 @@
 
 using namespace pymoe::runtime;
 using namespace std::chrono_literals;
-using Plan = LanePlan<SystemSync>;
+using Plan = LanePlan;
+using Run = LaneRun<SystemSync>;
 using Node = Plan::Node;
 
 namespace {
 
-constexpr Node kNone = Plan::kNone, kLater = Plan::kLater;
+constexpr Node kNone = Run::kNone, kLater = Run::kLater;
 
 // Runs every lane of a run on a thread of its own.
 template <typename Work>
-void run_lanes(Plan::Run& run, int lanes, const Work& work) {
+void run_lanes(Run& run, int lanes, const Work& work) {
   std::vector<std::thread> threads;
   for (int lane = 0; lane < lanes; ++lane) {
     threads.emplace_back([&run, &work, lane] {
@@ -39,23 +40,23 @@ TEST_CASE("a lane alone runs its plan in order, as often as it is run, and ends"
   Plan plan(1);
   for (int i = 0; i < 5; ++i) CHECK(plan.add(0, i % 2) == i);
   for (int step = 0; step < 3; ++step) {
-    const auto run = plan.run();
+    Run run(plan);
     std::vector<Node> ran;
-    run_lanes(*run, 1, [&](int, Node node) {
-      CHECK_FALSE(run->done());
+    run_lanes(run, 1, [&](int, Node node) {
+      CHECK_FALSE(run.done());
       ran.push_back(node);
     });
     CHECK(ran == std::vector<Node>{0, 1, 2, 3, 4});
-    CHECK(run->done());
-    CHECK(run->next(0) == kNone);
+    CHECK(run.done());
+    CHECK(run.next(0) == kNone);
   }
 }
 
 TEST_CASE("a run without nodes is done, and its lanes have nothing to start") {
   Plan plan(2);
-  const auto run = plan.run();
-  CHECK(run->done());
-  CHECK(run->next(1) == kNone);
+  Run run(plan);
+  CHECK(run.done());
+  CHECK(run.next(1) == kNone);
 }
 
 TEST_CASE("a lane waits for what its front depends on in another") {
@@ -63,17 +64,17 @@ TEST_CASE("a lane waits for what its front depends on in another") {
   const Node first = plan.add(0, 0), second = plan.add(1, 0), third = plan.add(0, 0);
   plan.add_edge(first, second);
   plan.add_edge(second, third);
-  const auto run = plan.run();
-  CHECK(run->ask(1, {}) == kLater);
-  CHECK(run->wait_until(1, SystemSync::now() + 1ms) == kLater);
-  CHECK(run->next(0) == first);
-  CHECK(run->ask(0, first) == kLater);
-  CHECK(run->wait_until(1, SystemSync::now() + 1min) == second);
-  CHECK(run->ask(1, second) == kNone);
-  CHECK(run->wait_until(0, SystemSync::now() + 1min) == third);
-  CHECK_FALSE(run->done());
-  CHECK(run->ask(0, third) == kNone);
-  CHECK(run->done());
+  Run run(plan);
+  CHECK(run.ask(1, {}) == kLater);
+  CHECK(run.wait_until(1, SystemSync::now() + 1ms) == kLater);
+  CHECK(run.next(0) == first);
+  CHECK(run.ask(0, first) == kLater);
+  CHECK(run.wait_until(1, SystemSync::now() + 1min) == second);
+  CHECK(run.ask(1, second) == kNone);
+  CHECK(run.wait_until(0, SystemSync::now() + 1min) == third);
+  CHECK_FALSE(run.done());
+  CHECK(run.ask(0, third) == kNone);
+  CHECK(run.done());
 }
 
 TEST_CASE("while the front is not ready, the first that may overtake it does, and never within a queue") {
@@ -85,19 +86,19 @@ TEST_CASE("while the front is not ready, the first that may overtake it does, an
   const Node overtakes = plan.add(0, 3, 0, true), overtakes_too = plan.add(0, 4, 0, true);
   plan.add_edge(gate, front);
   plan.add_edge(gate, not_ready);
-  const auto run = plan.run();
-  CHECK(run->ask(0, {}) == overtakes);
-  CHECK(run->ask(0, overtakes) == overtakes_too);
-  CHECK(run->ask(0, overtakes_too) == kLater);
-  run->leave(0);
-  CHECK(run->next(1) == gate);
-  CHECK(run->next(1, gate) == kNone);
-  Node node = run->next(0);
+  Run run(plan);
+  CHECK(run.ask(0, {}) == overtakes);
+  CHECK(run.ask(0, overtakes) == overtakes_too);
+  CHECK(run.ask(0, overtakes_too) == kLater);
+  run.leave(0);
+  CHECK(run.next(1) == gate);
+  CHECK(run.next(1, gate) == kNone);
+  Node node = run.next(0);
   for (const Node expected : {front, same_queue, stays, behind_it, not_ready, kNone}) {
     CHECK(node == expected);
-    if (node != kNone) node = run->next(0, node);
+    if (node != kNone) node = run.next(0, node);
   }
-  CHECK(run->done());
+  CHECK(run.done());
 }
 
 TEST_CASE("a front that is ready starts though others could overtake it, and at any limit") {
@@ -105,7 +106,7 @@ TEST_CASE("a front that is ready starts though others could overtake it, and at 
   plan.set_limit(0, 0);
   const Node front = plan.add(0, 0, 5);
   plan.add(0, 1, 0, true);
-  CHECK(plan.run()->next(0) == front);
+  CHECK(Run(plan).next(0) == front);
 }
 
 // In lane 0: two forwards, a backward that waits for lane 1, and a third forward that may overtake it.
@@ -124,23 +125,23 @@ struct Forwards {
 TEST_CASE("a node overtakes below the limit alone, and what ends makes room") {
   for (const int64_t limit : {2, 3}) {
     Forwards forwards(limit);
-    const auto run = forwards.plan.run();
-    CHECK(run->next(0) == forwards.first);
-    CHECK(run->next(0, forwards.first) == forwards.second);
-    CHECK(run->ask(0, forwards.second) == (limit == 2 ? kLater : forwards.third));
+    Run run(forwards.plan);
+    CHECK(run.next(0) == forwards.first);
+    CHECK(run.next(0, forwards.first) == forwards.second);
+    CHECK(run.ask(0, forwards.second) == (limit == 2 ? kLater : forwards.third));
     if (limit == 2) {
-      run->leave(0);
-      CHECK(run->next(1) == forwards.gate);
-      CHECK(run->next(1, forwards.gate) == kNone);
-      CHECK(run->next(0) == forwards.backward);
-      CHECK(run->next(0, forwards.backward) == forwards.third);
+      run.leave(0);
+      CHECK(run.next(1) == forwards.gate);
+      CHECK(run.next(1, forwards.gate) == kNone);
+      CHECK(run.next(0) == forwards.backward);
+      CHECK(run.next(0, forwards.backward) == forwards.third);
     }
   }
   Forwards forwards(std::nullopt);
-  const auto run = forwards.plan.run();
-  CHECK(run->next(0) == forwards.first);
-  CHECK(run->next(0, forwards.first) == forwards.second);
-  CHECK(run->next(0, forwards.second) == forwards.third);
+  Run run(forwards.plan);
+  CHECK(run.next(0) == forwards.first);
+  CHECK(run.next(0, forwards.first) == forwards.second);
+  CHECK(run.next(0, forwards.second) == forwards.third);
 }
 
 TEST_CASE("a node overtakes only if those that it passes will have room, too") {
@@ -150,9 +151,9 @@ TEST_CASE("a node overtakes only if those that it passes will have room, too") {
     const Node first = plan.add(0, 0, 1, true), passed = plan.add(0, 1, 1, true), last = plan.add(0, 0, 1, true);
     plan.add_edge(gate, passed);
     plan.set_limit(0, limit);
-    const auto run = plan.run();
-    CHECK(run->next(0) == first);
-    CHECK(run->ask(0, first) == (limit == 2 ? kLater : last));
+    Run run(plan);
+    CHECK(run.next(0) == first);
+    CHECK(run.ask(0, first) == (limit == 2 ? kLater : last));
   }
 }
 
@@ -161,32 +162,32 @@ TEST_CASE("a cancelled run starts nothing, and wakes who waits") {
   const Node first = plan.add(0, 0), second = plan.add(1, 0);
   plan.add(0, 0);
   plan.add_edge(first, second);
-  const auto run = plan.run();
-  CHECK(run->next(0) == first);
+  Run run(plan);
+  CHECK(run.next(0) == first);
   std::atomic<Node> got{0};
-  std::thread waiter([&] { got = run->next(1); });
+  std::thread waiter([&] { got = run.next(1); });
   std::this_thread::sleep_for(5ms);
-  CHECK_FALSE(run->cancelled());
-  run->cancel();
-  run->cancel();
+  CHECK_FALSE(run.cancelled());
+  run.cancel();
+  run.cancel();
   waiter.join();
   CHECK(got == kNone);
-  CHECK(run->cancelled());
-  CHECK(run->next(0) == kNone);  // also without saying what became of the first
-  CHECK(run->next(0, first) == kNone);
-  CHECK(run->next(1) == kNone);
-  CHECK_FALSE(run->done());
+  CHECK(run.cancelled());
+  CHECK(run.next(0) == kNone);  // also without saying what became of the first
+  CHECK(run.next(0, first) == kNone);
+  CHECK(run.next(1) == kNone);
+  CHECK_FALSE(run.done());
 }
 
 TEST_CASE("a run that is cancelled while its last node runs can still be done") {
   Plan plan(1);
   const Node node = plan.add(0, 0);
-  const auto run = plan.run();
-  CHECK(run->next(0) == node);
-  run->cancel();
-  CHECK_FALSE(run->done());
-  CHECK(run->next(0, node) == kNone);
-  CHECK(run->done());
+  Run run(plan);
+  CHECK(run.next(0) == node);
+  run.cancel();
+  CHECK_FALSE(run.done());
+  CHECK(run.next(0, node) == kNone);
+  CHECK(run.done());
 }
 
 TEST_CASE("a cycle is refused with its nodes, the orders of the lanes counted in") {
@@ -194,15 +195,15 @@ TEST_CASE("a cycle is refused with its nodes, the orders of the lanes counted in
   plan.add(0, 0);
   const Node a = plan.add(0, 0), b = plan.add(0, 1), c = plan.add(1, 0), d = plan.add(1, 1);
   plan.add_edge(b, c);
-  plan.run();
+  Run{plan};
   plan.add_edge(d, a);
-  CHECK_THROWS_WITH_AS(plan.run(),
+  CHECK_THROWS_WITH_AS(Run{plan},
                        "LanePlan: the edges and the orders of the lanes make a cycle: "
                        "node 1 (lane 0) -> node 2 (lane 0) -> node 3 (lane 1) -> node 4 (lane 1) -> node 1 (lane 0)",
                        std::invalid_argument);
   Plan loop(1);
   loop.add_edge(loop.add(0, 0), 0);
-  CHECK_THROWS_WITH_AS(loop.run(),
+  CHECK_THROWS_WITH_AS(Run{loop},
                        "LanePlan: the edges and the orders of the lanes make a cycle: "
                        "node 0 (lane 0) -> node 0 (lane 0)",
                        std::invalid_argument);
@@ -216,53 +217,53 @@ TEST_CASE("lanes and nodes that are not there are refused") {
   CHECK_THROWS_AS(plan.set_limit(-1, 1), std::out_of_range);
   CHECK_THROWS_WITH_AS(plan.add_edge(0, 1), "LanePlan: add_edge: there is no node 1, there are 1", std::out_of_range);
   CHECK_THROWS_AS(plan.add_edge(-1, 0), std::out_of_range);
-  const auto run = plan.run();
-  CHECK_THROWS_AS(run->next(2), std::out_of_range);
-  CHECK_THROWS_AS(run->next(0, 1), std::out_of_range);
-  CHECK_THROWS_AS(run->next(0, -1), std::out_of_range);
+  Run run(plan);
+  CHECK_THROWS_AS(run.next(2), std::out_of_range);
+  CHECK_THROWS_AS(run.next(0, 1), std::out_of_range);
+  CHECK_THROWS_AS(run.next(0, -1), std::out_of_range);
 }
 
 TEST_CASE("who says that the wrong node has ended is refused, and the lane goes on") {
   Plan plan(2);
   const Node first = plan.add(0, 0), other = plan.add(1, 0), second = plan.add(0, 0);
-  const auto run = plan.run();
-  CHECK_THROWS_WITH_AS(run->next(0, first), "LanePlan: next: lane 0 runs nothing, but is said to have finished node 0",
+  Run run(plan);
+  CHECK_THROWS_WITH_AS(run.next(0, first), "LaneRun: next: lane 0 runs nothing, but is said to have finished node 0",
                        std::logic_error);
-  CHECK(run->next(0) == first);
-  CHECK(run->next(1) == other);
-  CHECK_THROWS_WITH_AS(run->next(0, other), "LanePlan: next: lane 0 runs node 0, but is said to have finished node 1",
+  CHECK(run.next(0) == first);
+  CHECK(run.next(1) == other);
+  CHECK_THROWS_WITH_AS(run.next(0, other), "LaneRun: next: lane 0 runs node 0, but is said to have finished node 1",
                        std::logic_error);
-  CHECK_THROWS_WITH_AS(run->next(0), "LanePlan: next: lane 0 runs node 0, but is said to have finished nothing",
+  CHECK_THROWS_WITH_AS(run.next(0), "LaneRun: next: lane 0 runs node 0, but is said to have finished nothing",
                        std::logic_error);
-  CHECK(run->next(0, first) == second);
-  CHECK_THROWS_AS(run->next(0, first), std::logic_error);
-  run->cancel();
-  CHECK_THROWS_AS(run->next(0, first), std::logic_error);
+  CHECK(run.next(0, first) == second);
+  CHECK_THROWS_AS(run.next(0, first), std::logic_error);
+  run.cancel();
+  CHECK_THROWS_AS(run.next(0, first), std::logic_error);
 }
 
 TEST_CASE("a second thread in a lane is refused until the first has its answer or leaves") {
   Plan plan(2);
   const Node first = plan.add(0, 0), second = plan.add(1, 0);
   plan.add_edge(first, second);
-  const auto run = plan.run();
-  CHECK(run->ask(1, {}) == kLater);
-  CHECK_THROWS_WITH_AS(run->next(1), "LanePlan: next: another thread waits in lane 1", std::logic_error);
-  run->leave(1);
-  CHECK(run->ask(1, {}) == kLater);
-  CHECK(run->next(0) == first);
-  CHECK(run->next(0, first) == kNone);
-  CHECK(run->wait_until(1, SystemSync::now() + 1min) == second);
-  CHECK(run->ask(1, second) == kNone);
+  Run run(plan);
+  CHECK(run.ask(1, {}) == kLater);
+  CHECK_THROWS_WITH_AS(run.next(1), "LaneRun: next: another thread waits in lane 1", std::logic_error);
+  run.leave(1);
+  CHECK(run.ask(1, {}) == kLater);
+  CHECK(run.next(0) == first);
+  CHECK(run.next(0, first) == kNone);
+  CHECK(run.wait_until(1, SystemSync::now() + 1min) == second);
+  CHECK(run.ask(1, second) == kNone);
 }
 
 TEST_CASE("a plan may change while a run of it goes on, and a run outlives its plan") {
-  std::shared_ptr<Plan::Run> before, after;
+  std::optional<Run> before, after;
   {
     Plan plan(1);
     plan.add(0, 0);
-    before = plan.run();
+    before.emplace(plan);
     plan.add(0, 0);
-    after = plan.run();
+    after.emplace(plan);
     plan.set_limit(0, 3);
     plan.add_edge(0, 1);
   }
@@ -270,6 +271,53 @@ TEST_CASE("a plan may change while a run of it goes on, and a run outlives its p
   CHECK(before->next(0, 0) == kNone);
   CHECK(after->next(0) == 0);
   CHECK(after->next(0, 0) == 1);
+}
+
+namespace {
+
+// Waits run a function of the test instead, and notifications are counted.
+struct HookedSync : SystemSync {
+  static inline std::vector<std::function<void()>> waits;
+  static inline int notified = 0;
+  struct Condition {
+    bool wait_until(std::unique_lock<Mutex>& lock, Time) {
+      const auto instead = std::move(waits.back());
+      waits.pop_back();
+      lock.unlock();
+      instead();
+      lock.lock();
+      return true;
+    }
+    void notify_one() { ++notified; }
+  };
+};
+
+}  // namespace
+
+TEST_CASE("an end wakes the lanes that it gave something to start, each once, and no others") {
+  Plan plan(4);
+  const Node first = plan.add(0, 0), second = plan.add(0, 0), third = plan.add(0, 0);
+  const Node one = plan.add(1, 0), other = plan.add(1, 1, 0, true);  // two nodes at once
+  const Node behind = plan.add(2, 0), ready_behind = plan.add(2, 0, 0, true);
+  const Node last = plan.add(3, 0);
+  for (const Node node : {one, other, ready_behind}) plan.add_edge(second, node);
+  for (const Node node : {behind, last}) plan.add_edge(third, node);
+  LaneRun<HookedSync> run(plan);
+  // Lane 1 waits in lane 2's wait, which waits in lane 3's: while they do, lane 0 goes on.
+  const auto& notified = HookedSync::notified;
+  HookedSync::waits.push_back([&] {
+    CHECK(run.next(0) == first);
+    CHECK(run.next(0, first) == second);
+    CHECK(notified == 0);  // nobody got anything
+    CHECK(run.next(0, second) == third);
+    CHECK(notified == 1);  // lane 1; in lane 2 the node is ready and must not overtake
+    CHECK(run.next(0, third) == Run::kNone);
+    CHECK(notified == 3);
+  });
+  HookedSync::waits.push_back([&] { CHECK(run.next(1) == one); });
+  HookedSync::waits.push_back([&] { CHECK(run.next(2) == behind); });
+  CHECK(run.next(3) == last);
+  CHECK(HookedSync::waits.empty());
 }
 
 TEST_CASE("a million nodes over eight lanes: each once, after what it depends on, in its queue's order") {
@@ -286,9 +334,9 @@ TEST_CASE("a million nodes over eight lanes: each once, after what it depends on
   for (int lane = 0; lane < kLanes; ++lane) plan.set_limit(lane, 4);
   std::vector<std::atomic<uint8_t>> ended(static_cast<size_t>(kEach) * kLanes);
   std::atomic<int> wrong{0}, starts{0};
-  const auto run = plan.run();
+  Run run(plan);
   std::vector<std::vector<int>> last(kLanes, std::vector<int>(kQueues, -1));
-  run_lanes(*run, kLanes, [&](int lane, Node node) {
+  run_lanes(run, kLanes, [&](int lane, Node node) {
     const int i = node / kLanes;
     const auto has_ended = [&](Node other) {
       return ended[static_cast<size_t>(other)].load(std::memory_order_relaxed) == 1;
@@ -302,5 +350,5 @@ TEST_CASE("a million nodes over eight lanes: each once, after what it depends on
   });
   CHECK(wrong == 0);
   CHECK(starts == kEach * kLanes);
-  CHECK(run->done());
+  CHECK(run.done());
 }
