@@ -35,13 +35,17 @@ def with_loss(
     target = (Source(INPUT, pipeline.inputs),) * has_target
     elsewhere = tuple(dict.fromkeys(source for source in pipeline.outputs if source.stage != last))
     own = len(stage.inputs)
+    first_target = own + len(elsewhere)
+    # Where the outputs are: among what comes from elsewhere, and after it what this stage makes.
+    places = [
+        elsewhere.index(source) if source in elsewhere else len(elsewhere) + source.number
+        for source in pipeline.outputs
+    ]
 
     def function(*values: Any) -> Sequence[Any]:
-        made = stage.function(*values[:own])
-        others = dict(zip(elsewhere, values[own:], strict=False))
-        output = structure([others[s] if s in others else made[s.number] for s in pipeline.outputs])
-        targets = values[own + len(elsewhere) :]
-        loss = output if loss_fn is None else loss_fn(output, *targets)
+        there = (*values[own:first_target], *stage.function(*values[:own]))
+        output = structure([there[place] for place in places])
+        loss = output if loss_fn is None else loss_fn(output, *values[first_target:])
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(f"the loss of a micro-batch must be a tensor with one element, got {what}")

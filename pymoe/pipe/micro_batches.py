@@ -43,7 +43,9 @@ def split(values: Sequence[Any], chunks: int) -> MicroBatches:
     Raises:
         ValueError: tensors have different numbers of rows.
     """
-    flat = [_pytree.tree_flatten(value) for value in values]
+    flat: list[tuple[list[Any], Any]] = [
+        ([value], None) if isinstance(value, torch.Tensor) else _pytree.tree_flatten(value) for value in values
+    ]
     rows: int | None = None
     for leaves, _ in flat:
         for leaf in leaves:
@@ -63,7 +65,9 @@ def split(values: Sequence[Any], chunks: int) -> MicroBatches:
     ]
     cut = [
         [
-            _pytree.tree_unflatten([leaf[number] for leaf in leaves], structure)
+            leaves[0][number]
+            if structure is None
+            else _pytree.tree_unflatten([leaf[number] for leaf in leaves], structure)
             for leaves, (_, structure) in zip(parts, flat, strict=True)
         ]
         for number in range(count)

@@ -16,6 +16,7 @@ from pymoe.runtime.parallel.isolated import SECOND_BACKWARD, apply_directly
 
 __all__ = ["accumulate", "attach"]
 
+_run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
 Grads = Sequence[torch.Tensor | None]
 Backward = Callable[[Grads, bool], Grads]
 
@@ -66,4 +67,4 @@ def accumulate(tensors: Sequence[torch.Tensor], grads: list[torch.Tensor | None]
 
     with torch.enable_grad():
         (start,) = attach(hand_over, [torch.zeros((), device="cpu")], kept)
-    start.backward()  # type: ignore[no-untyped-call]
+    _run_backward((start,), (torch.ones_like(start),), False, False, (), allow_unreachable=True, accumulate_grad=True)

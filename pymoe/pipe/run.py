@@ -45,6 +45,13 @@ class Inputs:
         self.grads[number] = grad if before is None else before + grad
 
 
+@functools.lru_cache(maxsize=64)
+def _about(stages: int, weights: tuple[float, ...]) -> list[list[MicroBatch]]:
+    """By stage and micro-batch."""
+    count = len(weights)
+    return [[MicroBatch(i, count, weight, stage=stage) for i, weight in enumerate(weights)] for stage in range(stages)]
+
+
 class Run:
     """The actions of a schedule, for one mini-batch: :meth:`perform` does one, on any thread.
 
@@ -81,23 +88,20 @@ class Run:
         self._state = current()
         self._random = RandomSource()
         count = len(micro_batches.rows)
-        self._about = [
-            [MicroBatch(i, count, weight, stage=stage) for i, weight in enumerate(micro_batches.weights)]
-            for stage in range(len(pipeline.stages))
-        ]
+        self._about = _about(len(pipeline.stages), tuple(micro_batches.weights))
         cross = self.inputs.cross if graphs else Crossing
+        self._uses, self._made = pipeline.uses, pipeline.made
+        given = [(number, Source(INPUT, number)) for number in range(pipeline.inputs)]
+        given = [(number, source) for number, source in given if self._uses[source]]
         self._sent: list[dict[Source, Sent]] = [
-            {Source(INPUT, number): pack(value, cross) for number, value in enumerate(values)}
-            for values in micro_batches.values
+            {source: pack(values[number], cross) for number, source in given} for values in micro_batches.values
         ]
-        for sent in self._sent:  # inputs that nobody takes
-            for source in [source for source in sent if self._takers(source) == 0]:
-                del sent[source]
         self._left: list[dict[Source, int]] = [{} for _ in range(count)]
         self._activations: list[list[Activation | None]] = [[None] * count for _ in pipeline.stages]
         self._keep = False
-        for checkpoint in checkpoints:
-            checkpoint.begin()
+        if checkpointed:
+            for checkpoint in checkpoints:
+                checkpoint.begin()
 
     def perform(self, action: Action) -> None:
         """Do one action."""
@@ -159,12 +163,9 @@ class Run:
         self.sums = []
         self.inputs = Inputs()
 
-    def _takers(self, source: Source) -> int:
-        return self._pipeline.takers[source] + (source in self._pipeline.outputs)
-
     def _forward(self, number: int, index: int) -> None:
         stage = self._pipeline.stages[number]
-        here, left = self._sent[index], self._left[index]
+        here = self._sent[index]
         sent = [here[source] for source in stage.inputs]
         position = index * len(self._pipeline.stages) + number
         stream = functools.partial(Stream, self._random, position)
@@ -178,13 +179,16 @@ class Run:
                 made = activation.forward(sent)
             self._activations[number][index] = activation
         del sent
+        uses = self._uses
         for source in stage.inputs:
-            left[source] = left.get(source, self._takers(source)) - 1
-            if left[source] == 0:
-                del here[source], left[source]
+            if uses[source] > 1:
+                left = self._left[index]
+                left[source] = left.get(source, uses[source]) - 1
+                if left[source]:
+                    continue
+            del here[source]
         if self._on_output is not None and number == len(self._pipeline.stages) - 1:
             self._on_output(index, made)
-        for output, value in enumerate(made):
-            source = Source(number, output)
-            if self._takers(source):
+        for source, value in zip(self._made[number], made, strict=False):
+            if uses[source]:
                 here[source] = value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -58,6 +58,15 @@ class Pipeline:
                     raise ValueError(f"{what} cannot take {source}: only {made} values are there, or it comes later")
 
     @cached_property
-    def takers(self) -> Counter[Source]:
-        """How often every value is taken by stages."""
-        return Counter(source for stage in self.stages for source in stage.inputs)
+    def uses(self) -> Mapping[Source, int]:
+        """How often every value is taken: by stages, and once if it is among the outputs. 0 where nobody has use."""
+        uses = Counter(source for stage in self.stages for source in stage.inputs)
+        uses.update(set(self.outputs))
+        return uses
+
+    @cached_property
+    def made(self) -> tuple[tuple[Source, ...], ...]:
+        """For every stage its outputs as sources."""
+        return tuple(
+            tuple(Source(number, output) for output in range(stage.outputs)) for number, stage in enumerate(self.stages)
+        )

@@ -21,6 +21,7 @@ class Losses:
         self._weights = weights
         self._graphs = graphs
         self._losses: list[torch.Tensor | None] = [None] * len(weights)
+        self._starts: dict[tuple[float, torch.dtype, torch.device, torch.Size], torch.Tensor] = {}
 
     def arrive(self, micro_batch: int, sent: Sequence[Sent]) -> None:
         """The loss of a micro-batch.
@@ -29,16 +30,21 @@ class Losses:
             RuntimeError: it depends on nothing that requires gradients.
         """
         loss: Crossing = sent[0].leaves[0]
-        self._losses[micro_batch] = loss.tensor.detach()
+        self._losses[micro_batch] = loss.tensor
         if not self._graphs:
             return
         if loss.origin is None:
             raise RuntimeError("Pipe.step: the loss does not require gradients: nothing that it depends on does")
-        loss.origin.take(loss.number, torch.full_like(loss.tensor, self._weights[micro_batch]))
+        weight, tensor = self._weights[micro_batch], loss.tensor
+        kind = weight, tensor.dtype, tensor.device, tensor.shape
+        start = self._starts.get(kind)
+        if start is None:
+            start = self._starts[kind] = torch.full_like(tensor, weight)
+        loss.origin.take(loss.number, start)
 
     def all(self) -> torch.Tensor:
         """(micro-batches,): the losses."""
-        return torch.stack([loss.reshape(()) for loss in self._losses if loss is not None])
+        return torch.stack([loss.reshape(()) if loss.dim() else loss for loss in self._losses if loss is not None])
 
 
 def run_step(run: Run, perform: Callable[[Run], None]) -> None:

@@ -18,6 +18,7 @@ __all__ = ["Crossing", "Entrance", "Origin", "Sent", "arrive", "enter", "pack", 
 
 # A function of torch's whose node stands where a stage's graph begins: gradients are taken there, so it never runs.
 _begin: Any = torch._C._functions.DelayedError
+_anchor = torch.empty(0, device="cpu", requires_grad=True)
 _NEVER_RUN = "pymoe.pipe: a backward pass went past the beginning of a stage's graph"
 
 
@@ -109,12 +110,10 @@ class Entrance:
 
     def begin(self, sources: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Aliases of tensors, with a history that begins here."""
-        starts = [source.detach().requires_grad_() for source in sources]
-        made = _begin(_NEVER_RUN, len(starts))(*starts)
+        made = _begin(_NEVER_RUN, len(sources) + 1)(*sources, _anchor)  # which makes all of them require gradients
         self._sources = sources
-        self._aliases = made = (made,) if isinstance(made, torch.Tensor) else made
+        self._aliases = made = made[:-1]
         node = made[0].grad_fn
-        assert node is not None
         self.edges = [GradientEdge(node, number) for number in range(len(made))]
         return made
 
