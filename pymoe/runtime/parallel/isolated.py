@@ -1,10 +1,12 @@
 """One call of a function in an autograd graph of its own.
 
 - forward: Tensors among the arguments are replaced by aliases: same memory, same version counter (so an in-place edit
-  of the caller's tensor is noticed where the graph has saved it), and an autograd history that begins here. The
-  function runs as it is, an ``autograd.Function`` with torch's own context object.
-- leaves: What the call has reached without being given it (parameters, tensors of a closure) is found by walking its
-  graph back from the outputs. Where the walk runs into graphs that were there before the call it goes on to their
+  of the caller's tensor is noticed where the graph has saved it), and an autograd history that begins here. Where
+  there is no history to cut, leaves that require gradients need no alias. (Beside others they do: their gradients
+  would be looked for in the others' histories, too.) The function runs as it is, an ``autograd.Function`` with torch's
+  own context object.
+- leaves: Those that the call has reached, given to it or not (parameters, tensors of a closure), are found by walking
+  its graph back from the outputs. Where the walk runs into graphs that were there before the call it goes on to their
   leaves.
 - backward: ``autograd.grad`` from the outputs to the aliases and the leaves: nothing is accumulated anywhere.
 
@@ -14,6 +16,7 @@ gradients go through the aliases to the caller's tensors, as they do in a backwa
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -105,13 +108,26 @@ class Alias:
 class IsolatedCall:
     """A call, its outputs and its graph. Made by :func:`isolate`; run once."""
 
-    __slots__ = ("_args", "_entry", "_function", "_guard", "aliases", "leaves", "outputs", "roots", "tied", "written")
+    __slots__ = (
+        "_args",
+        "_entry",
+        "_function",
+        "_guard",
+        "_leaf_arguments",
+        "aliases",
+        "leaves",
+        "outputs",
+        "roots",
+        "tied",
+        "written",
+    )
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
         self._function: Callable[..., Any] | None = function
         self._args: list[Any] | None = list(args)
         self._entry: Node | None = None
         self._guard: torch.Tensor | None = None  # keeps the entry node alive
+        self._leaf_arguments: list[torch.Tensor] = []
         self.aliases: list[Alias] = []
         self.outputs: Any = ()  # as the function gave them, but always a tuple
         self.roots: list[GradientEdge] = []  # of `fresh` outputs, then of `written` aliases
@@ -127,17 +143,19 @@ class IsolatedCall:
         for alias in self.aliases:
             for argument in alias.arguments:
                 args[argument] = alias.tensor
-        self.outputs = as_tuple(function(*args))
+        outputs = function(*args)
+        self.outputs = (outputs,) if type(outputs) is torch.Tensor else as_tuple(outputs)
 
-    def trace(self, hand_through: bool) -> list[torch.Tensor]:
-        """After :meth:`run`, with graphs: the outputs that have a history here, each once; sets the rest.
+    def find_fresh(self, hand_through: bool) -> list[torch.Tensor]:
+        """After :meth:`run`, with graphs: the outputs that have a history here, each once.
 
-        ``hand_through``: in ``outputs``, aliases that the function has returned become the caller's tensors again.
+        Finds what the call has written to, too. ``hand_through``: in ``outputs``, aliases that the function has
+        returned become the caller's tensors again.
 
         Raises:
             RuntimeError: the call has written to an argument and was given another that shares its memory.
         """
-        aliases = {}
+        aliases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for alias in self.aliases:
             tensor = alias.tensor
             assert tensor is not None
@@ -148,29 +166,34 @@ class IsolatedCall:
                 self.roots.append(edge_of(tensor))
         if self.written:
             self._refuse_overlaps()
+        self._leaf_arguments = []
         fresh: dict[int, torch.Tensor] = {}
 
         def look(output: Any) -> Any:
             if isinstance(output, torch.Tensor):
                 if hand_through and id(output) in aliases:
                     return aliases[id(output)][1]
-                if output.requires_grad and not output.is_leaf:
+                if output.grad_fn is not None:
                     fresh[id(output)] = output
             return output
 
-        self.outputs = map_outputs(look, self.outputs)
-        self.roots[:0] = [edge_of(output) for output in fresh.values()]
-        self.leaves = find_leaves([edge.node for edge in self.roots], self._entry)
-        views = [output for output in fresh.values() if output._is_view()]
-        bases = [id(output._base) for output in views]
-        for output, base in zip(views, bases, strict=True):
-            if base in aliases or base in fresh or bases.count(base) > 1 or output._base.is_leaf:  # type: ignore[union-attr]
-                self.tied.add(id(output))
-        return list(fresh.values())
+        if len(self.outputs) == 1 and type(self.outputs[0]) is torch.Tensor:
+            self.outputs = (look(self.outputs[0]),)
+        else:
+            self.outputs = map_outputs(look, self.outputs)
+        found = list(fresh.values())
+        views = [output for output in found if output._is_view()]
+        if views:
+            bases = [id(output._base) for output in views]
+            for output, base in zip(views, bases, strict=True):
+                if base in aliases or base in fresh or bases.count(base) > 1 or output._base.is_leaf:  # type: ignore[union-attr]
+                    self.tied.add(id(output))
+        return found
 
     def _refuse_overlaps(self) -> None:
         """Aliases do not know of each other, so the history of a write to one would miss the others."""
-        memory = [alias.original for alias in self.aliases if alias.original.layout == torch.strided]
+        given = [*(alias.original for alias in self.aliases), *self._leaf_arguments]
+        memory = [tensor for tensor in given if tensor.layout == torch.strided]
         places = [tensor.untyped_storage()._cdata for tensor in memory]
         for alias in self.written:
             if places.count(alias.original.untyped_storage()._cdata) > 1:
@@ -181,6 +204,8 @@ class IsolatedCall:
 
     def forget_arguments(self) -> None:
         """Lets go of the caller's tensors: the graph has saved what it needs of them."""
+        if not self.aliases:
+            return
         self.written = []
         self.aliases = [alias for alias in self.aliases if alias.edge is not None]
         for alias in self.aliases:
@@ -235,7 +260,8 @@ def isolate(
         function: what all of them call.
         args_per_call: the arguments of each.
         graphs: each in a graph of its own; otherwise with the arguments as they are.
-        share: a tensor that a call is given twice is one tensor within, too; otherwise each has its own gradient.
+        share: a tensor that a call is given twice is one tensor within, too, and a call that is given no history is
+            given leaves as they are; otherwise each argument has its own gradient.
     """
     calls = [IsolatedCall(function, args) for args in args_per_call]
     if not graphs:
@@ -243,18 +269,22 @@ def isolate(
     entering: list[Alias] = []
     for call in calls:
         assert call._args is not None
+        tensors = [(place, value) for place, value in enumerate(call._args) if isinstance(value, torch.Tensor)]
+        leaves_stay = share and all([value.grad_fn is None for _, value in tensors])
         known: dict[int, Alias] = {}
-        for position, value in enumerate(call._args):
-            if not isinstance(value, torch.Tensor):
+        for place, value in tensors:
+            required = value.requires_grad
+            if required and leaves_stay:
+                call._leaf_arguments.append(value)
                 continue
             if share and id(value) in known:
-                known[id(value)].arguments.append(position)
+                known[id(value)].arguments.append(place)
                 continue
-            if not (value.requires_grad or value.is_floating_point() or value.is_complex()):
+            if not (required or value.is_floating_point() or value.is_complex()):
                 continue
-            alias = known[id(value)] = Alias(position, value)
+            alias = known[id(value)] = Alias(place, value)
             call.aliases.append(alias)
-            if value.requires_grad:
+            if required:
                 entering.append(alias)
             else:
                 alias.enter(value.detach(), None)
@@ -269,6 +299,42 @@ def isolate(
     return calls
 
 
+def trace(calls: Sequence[IsolatedCall], hand_through: bool) -> list[list[torch.Tensor]]:
+    """After calls have run, with graphs: finds what their backward passes need.
+
+    Returns:
+        :meth:`IsolatedCall.find_fresh` of each.
+    """
+    fresh = [call.find_fresh(hand_through) for call in calls]
+    outputs = [output for own in fresh for output in own]
+    nodes: list[Any] = [output.grad_fn for output in outputs]
+    guard = keep_nodes(outputs, nodes)
+    numbers = [output.output_nr for output in outputs]
+    edges = [_edge(GradientEdge, parts) for parts in zip(nodes, numbers, itertools.repeat(guard))]
+    first = 0
+    for call, own in zip(calls, fresh, strict=True):
+        last = first + len(own)
+        call.leaves = find_leaves(nodes[first:last] + [root.node for root in call.roots], call._entry)
+        call.roots = edges[first:last] + call.roots
+        first = last
+    return fresh
+
+
+_edge: Any = tuple.__new__  # skips the Python function that makes a GradientEdge
+
+
+def keep_nodes(tensors: Sequence[torch.Tensor], nodes: Sequence[Node]) -> Node | None:
+    """A node that keeps the tensors' alive and is never run: those of an ``autograd.Function`` do not keep themselves.
+
+    With grad mode on. A ``view_as`` of each would do, too, and take three times as long.
+    """
+    own = [tensor for tensor, node in zip(tensors, nodes, strict=True) if isinstance(node, torch._C._FunctionBase)]
+    if not own:
+        return None
+    made: Any = torch._C._functions.DelayedError("pymoe: this node is never run", len(own))(*own)
+    return (made if isinstance(made, torch.Tensor) else made[0]).grad_fn
+
+
 def edge_of(tensor: torch.Tensor) -> GradientEdge:
     """As ``get_gradient_edge``, which takes twice the time. With grad mode on."""
     node = tensor.grad_fn
@@ -280,19 +346,19 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge:
     return GradientEdge(node, tensor.output_nr, token)
 
 
-def find_leaves(nodes: list[Node], entry: Node | None) -> list[torch.Tensor]:
+def find_leaves(nodes: Sequence[Node], entry: Node | None) -> list[torch.Tensor]:
     """The tensors into which a backward pass from ``nodes`` would accumulate, in an order that the graph decides."""
     leaves: list[torch.Tensor] = []
-    seen: set[Node] = set()
-    stack = nodes[::-1]
+    seen: set[Node | None] = {None, entry}
+    stack: list[Any] = [*reversed(nodes)]
     while stack:
         node = stack.pop()
-        if node in seen or node is entry:
+        if node in seen:
             continue
         seen.add(node)
         following = node.next_functions
         if following:
-            stack.extend([after for after, _ in reversed(following) if after is not None and after not in seen])
+            stack += [after for after, _ in reversed(following) if after not in seen]
         elif (variable := getattr(node, "variable", None)) is not None:
             leaves.append(variable)
     return leaves

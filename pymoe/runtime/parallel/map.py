@@ -22,8 +22,10 @@ from pymoe.runtime.parallel.isolated import (
     graphs_are_made,
     isolate,
     map_outputs,
+    trace,
 )
-from pymoe.runtime.parallel.together import functorch_is_active, run_together
+from pymoe.runtime.parallel.random_streams import Stream
+from pymoe.runtime.parallel.together import functorch_is_active, likeness, run_together
 
 NAME = "map_with_parallel_backward"
 
@@ -70,7 +72,8 @@ def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tupl
       results are the same for any number of threads. They are not those of a serial loop. The surrounding stream moves
       on by one number if any call draws, else not. Python's and numpy's generators are left alone.
     - **Side effects.** What calls change besides, as a batch norm its running statistics, they change at the same time
-      and in any order: that is theirs to guard. A ``Parameter`` among the arguments is a plain tensor within.
+      and in any order: that is theirs to guard. Calls get aliases of floating-point tensors, plain tensors that
+      share memory and edits with them; of leaves that require gradients only beside tensors with a history.
     - **CUDA.** Calls queue their work on the caller's streams. Backward passes of calls with CUDA tensors run one after
       the other on the host, on the engine's thread for the device, which must not wait for others that need it.
     - **Failures.** All calls end; then the exception of the first that failed, in the order of the calls, is raised
@@ -102,49 +105,59 @@ def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tupl
 
     source = random_streams.Source()
     streams = [source.stream(number) for number in range(len(calls))]
-    run_together(f"{NAME} forward", forward, streams)
+    like = likeness(func)
+    run_together(f"{NAME} forward", forward, streams, like)
     if not graphs:
         return tuple([call.outputs for call in calls])
     # On this thread: calls that end at the same time would wait for each other's turns at the interpreter's lock.
-    fresh = [call.trace(hand_through=True) for call in calls]
-    return _join(calls, fresh, streams)
+    fresh = trace(calls, hand_through=True)
+    return _join(calls, fresh, streams, like)
 
 
 class _Plan:
     """What the node of a map knows: its calls, and where the gradients of each come from and go to."""
 
-    def __init__(self, calls: list[IsolatedCall], fresh: list[list[torch.Tensor]], streams: Any) -> None:
+    def __init__(
+        self, calls: list[IsolatedCall], fresh: list[list[torch.Tensor]], streams: Sequence[Stream], like: int
+    ) -> None:
         self.calls: list[IsolatedCall] | None = calls
         self.streams = streams
+        self.like = like
         self.tensors: list[torch.Tensor] = []  # the inputs of the node, each once
         self.targets: list[list[int]] = []  # per call: which input each of its gradients belongs to
         self.sources: list[list[int]] = []  # per call: which output of the node each of its roots is
         self.written: list[int] = []  # inputs that calls have written to
         numbers: dict[int, int] = {}
 
-        def number_of(tensor: torch.Tensor) -> int:
-            number = numbers.setdefault(id(tensor), len(self.tensors))
-            if number == len(self.tensors):
-                self.tensors.append(tensor)
-            return number
+        def numbered(tensors: list[torch.Tensor]) -> list[int]:
+            own = []
+            for tensor in tensors:
+                number = numbers.setdefault(id(tensor), len(self.tensors))
+                if number == len(self.tensors):
+                    self.tensors.append(tensor)
+                own.append(number)
+            return own
 
         outputs = sum(map(len, fresh))
         first = 0
         for call, own in zip(calls, fresh, strict=True):
-            inputs = [number_of(alias.original) for alias in call.aliases if alias.edge is not None]
-            self.targets.append(inputs + [number_of(leaf) for leaf in call.leaves])
-            written = [number_of(alias.original) for alias in call.written]
+            inputs = [alias.original for alias in call.aliases if alias.edge is not None]
+            self.targets.append(numbered(inputs + call.leaves))
+            self.sources.append(list(range(first, first + len(own))))
+            first += len(own)
+            if not call.written:
+                continue
+            written = numbered([alias.original for alias in call.written])
             if not set(written).isdisjoint(self.written) or len(set(written)) < len(written):
                 raise RuntimeError(
                     f"{NAME}: one tensor is written to in place twice, where only one history can be kept"
                 )
-            places = range(outputs + len(self.written), outputs + len(self.written) + len(written))
-            self.sources.append([*range(first, first + len(own)), *places])
+            self.sources[-1] += range(outputs + len(self.written), outputs + len(self.written) + len(written))
             self.written += written
-            first += len(own)
+        self.inputs = len(self.tensors)
         # The engine runs the node of another device's outputs on that device's thread, which the calls need.
         tensors = [*self.tensors, *[output for own in fresh for output in own]]
-        self.inline = not all([is_on_host(tensor) for tensor in tensors])
+        self.inline = not all(map(is_on_host, tensors))
 
 
 class _ParallelMap(torch.autograd.Function):
@@ -152,15 +165,18 @@ class _ParallelMap(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: _Plan, outputs: list[tuple[torch.Tensor, bool]], *tensors: torch.Tensor
+        ctx: Any, plan: _Plan, outputs: list[torch.Tensor], tied: set[int], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         written = [tensors[number] for number in plan.written]
         ctx.mark_dirty(*written)
-        detached = [(output.detach(), tied) for output, tied in outputs]
-        # torch refuses in-place changes of a view that was made here: nothing could tell those who share its memory.
-        return *[output.view_as(output) if tied else output for output, tied in detached], *written
+        detached = [output.detach() for output in outputs]
+        for number, output in enumerate(outputs) if tied else ():
+            if id(output) in tied:
+                # torch refuses in-place changes of views made here: nothing could tell those who share their memory.
+                detached[number] = detached[number].view_as(output)
+        return *detached, *written
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -173,8 +189,8 @@ class _ParallelMap(torch.autograd.Function):
         def backward(number: int) -> None:
             gradients[number] = calls[number].gradients([grads[output] for output in plan.sources[number]])
 
-        run_together(f"{NAME} backward", backward, plan.streams, plan.inline)
-        totals: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad[2:])
+        run_together(f"{NAME} backward", backward, plan.streams, plan.like, plan.inline)
+        totals: list[torch.Tensor | None] = [None] * plan.inputs
         for targets, own in zip(plan.targets, gradients, strict=True):
             for target, gradient in zip(targets, own, strict=True):
                 if gradient is not None:
@@ -182,7 +198,7 @@ class _ParallelMap(torch.autograd.Function):
                     totals[target] = gradient if before is None else before + gradient
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             plan.calls = None
-        return None, None, *(_once_only(totals) if torch.is_grad_enabled() else totals)
+        return None, None, None, *(_once_only(totals) if torch.is_grad_enabled() else totals)
 
 
 def _once_only(gradients: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
@@ -196,21 +212,22 @@ def _once_only(gradients: list[torch.Tensor | None]) -> tuple[torch.Tensor | Non
 
 
 def _join(
-    calls: list[IsolatedCall], fresh: list[list[torch.Tensor]], streams: list[random_streams.Stream]
+    calls: list[IsolatedCall], fresh: list[list[torch.Tensor]], streams: list[Stream], like: int
 ) -> tuple[tuple[Any, ...], ...]:
     """The calls' outputs, as outputs of one node."""
-    plan = _Plan(calls, fresh, streams)
-    inner = [(output, id(output) in call.tied) for call, own in zip(calls, fresh, strict=True) for output in own]
+    plan = _Plan(calls, fresh, streams, like)
+    inner = [output for own in fresh for output in own]
+    tied = set().union(*[call.tied for call in calls if call.tied])
     outer: dict[int, torch.Tensor] = {}
     if inner or plan.written:
         written = tuple([plan.tensors[number] for number in plan.written])
         versions = tuple([tensor._version for tensor in written])
-        joined = apply_directly(_ParallelMap, plan, inner, *plan.tensors)
+        joined = apply_directly(_ParallelMap, plan, inner, tied, *plan.tensors)
         if written:
             # Marking them as dirty has counted as one more edit, of which what the calls have saved since their own
             # knows nothing.
             torch._C._autograd._unsafe_set_version_counter(written, versions)
-        outer = {id(output): made for (output, _), made in zip(inner, joined, strict=False)}
+        outer = dict(zip(map(id, inner), joined, strict=False))
     plan.tensors = []
     results = []
     for call in calls:

@@ -90,9 +90,11 @@ class Stream:
     def __init__(self, source: Source, position: int) -> None:
         self._source = source
         self._position = position
-        self._generators: dict[tuple[str, int | None], torch.Generator] = {}
+        self._generators: dict[tuple[str, int | None], torch.Generator] | None = None
 
     def generator(self, device: torch.device) -> torch.Generator:
+        if self._generators is None:
+            self._generators = {}
         key = (device.type, device.index)
         generator = self._generators.get(key)
         if generator is None:

@@ -14,6 +14,7 @@ from pymoe.runtime.parallel.isolated import (
     graphs_are_made,
     isolate,
     map_outputs,
+    trace,
 )
 
 
@@ -62,7 +63,7 @@ def run_isolated_forward(func: Any, *args: Any) -> tuple[IsolatedContext, tuple[
     call.run()
     if not graphs:
         return IsolatedContext(len(args), None, _pytree.tree_leaves(call.outputs), []), call.outputs
-    fresh = call.trace(hand_through=False)
+    (fresh,) = trace([call], hand_through=False)
     context = IsolatedContext(len(args), call, _pytree.tree_leaves(call.outputs), fresh)
     detached = {id(output): output.detach() for output in fresh}
     outputs = map_outputs(lambda output: detached.get(id(output), output), call.outputs)

@@ -37,9 +37,11 @@ _is_forward_grad_enabled = _C._is_fwd_grad_enabled
 _is_multithreading_enabled = _C._is_multithreading_enabled
 _is_view_replay_enabled = _C._is_view_replay_enabled
 _is_autocast_cache_enabled = torch.is_autocast_cache_enabled
+_is_any_autocast_enabled = _C._is_any_autocast_enabled
 _is_autocast_enabled = torch.is_autocast_enabled
 _get_autocast_dtype = torch.get_autocast_dtype
-_get_function_state = _C._get_torch_function_state
+_looks_at_all_functions = _C._is_torch_function_enabled
+_looks_at_no_function = _C._is_torch_function_all_disabled
 _count_function_modes = _C._len_torch_function_stack
 _count_dispatch_modes = _C._len_torch_dispatch_stack
 _default_device = torch._GLOBAL_DEVICE_CONTEXT
@@ -57,9 +59,10 @@ class ThreadState(NamedTuple):
     multithreading: bool
     view_replay: bool
     autocast_cache: bool
-    autocast: tuple[bool, ...]  # per device of autocast_devices()
+    autocast: tuple[bool, ...]  # per device of autocast_devices(); empty: none has it
     autocast_dtypes: tuple[torch.dtype, ...]
-    function_state: Any  # of torch._C._TorchFunctionState
+    all_functions: bool  # of tensor subclasses and modes are looked at
+    no_function: bool  # not even those of modes
     function_modes: tuple[Any, ...]  # outermost first
     default_device: Any
     dispatch_modes: tuple[Any, ...]
@@ -78,11 +81,12 @@ def current() -> ThreadState:
         _is_multithreading_enabled(),
         _is_view_replay_enabled(),
         _is_autocast_cache_enabled(),
-        tuple(map(_is_autocast_enabled, devices)),
-        tuple(map(_get_autocast_dtype, devices)),
-        _get_function_state(),
+        tuple([_is_autocast_enabled(device) for device in devices]) if _is_any_autocast_enabled() else (),
+        tuple([_get_autocast_dtype(device) for device in devices]),
+        _looks_at_all_functions(),
+        _looks_at_no_function(),
         _function_modes() if _count_function_modes() else (),
-        getattr(_default_device, "device_context", None),
+        _default_device.__dict__.get("device_context"),
         tuple(_python_dispatch._get_current_dispatch_mode_stack()) if _count_dispatch_modes() else (),
         _top_hooks(True),
         _hooks_forbidden(),
@@ -150,7 +154,10 @@ def change(before: ThreadState, after: ThreadState, undo: list[Callable[[], obje
     if before.autocast_cache != after.autocast_cache:
         torch.set_autocast_cache_enabled(after.autocast_cache)
     if before.autocast != after.autocast or before.autocast_dtypes != after.autocast_dtypes:
-        for type_, enabled, dtype in zip(autocast_devices(), after.autocast, after.autocast_dtypes, strict=True):
+        devices = autocast_devices()
+        for type_, enabled, dtype in zip(
+            devices, after.autocast or (False,) * len(devices), after.autocast_dtypes, strict=True
+        ):
             torch.set_autocast_enabled(type_, enabled)
             torch.set_autocast_dtype(type_, dtype)
     _change_modes(before, after)
@@ -176,8 +183,15 @@ def _change_modes(before: ThreadState, after: ThreadState) -> None:
             _C._pop_torch_function_stack()
         for mode in after.function_modes:
             _C._push_on_torch_function_stack(mode)
-    if before.function_state != after.function_state:
-        _C._set_torch_function_state(after.function_state)
+    if (before.all_functions, before.no_function) != (after.all_functions, after.no_function):
+        states = _C._TorchFunctionState
+        _C._set_torch_function_state(
+            states.ENABLED
+            if after.all_functions
+            else states.ALL_DISABLED
+            if after.no_function
+            else states.SUBCLASSES_DISABLED
+        )
     if before.default_device is not after.default_device:
         torch._GLOBAL_DEVICE_CONTEXT.device_context = after.default_device
     if before.dispatch_modes != after.dispatch_modes:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextvars
 import functools
 import threading
+import time
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,75 +22,100 @@ _is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 # Seconds. Calls that are shorter stay on the thread that asked: a worker would spend as much on the interpreter's lock.
 PATIENCE = 100e-6
+# The same for functions whose calls were all that short last time: to look after them wakes a worker, which costs more
+# than they do. A call that turns out to be long keeps the others waiting for so long, once.
+TRUSTING_PATIENCE = 16 * PATIENCE
+_MOST_TRUSTED = 1000
+
+_trusted: set[tuple[str, int]] = set()
 
 
-def run_together(name: str, function: Callable[[int], None], streams: Sequence[Stream], inline: bool = False) -> None:
+def run_together(
+    name: str, function: Callable[[int], None], streams: Sequence[Stream], like: int = 0, inline: bool = False
+) -> None:
     """``function(i)`` for every i, each in the state of this thread, drawing from ``streams[i]``.
 
     Returns when all have ended. This thread takes part, so calls may do the same again however few workers there are.
-    ``inline``: it does everything, one after the other.
+
+    Args:
+        name: for error messages, notes and profiles.
+        function: gets the number of the call.
+        streams: one for every call.
+        like: equal for runs of one name whose calls are likely to take as long: see :func:`likeness`; 0: nobody knows.
+        inline: this thread does everything, one call after the other.
 
     Raises:
         BaseException: what the first of the calls that failed raised, the first by its position; notes tell of the
             others. On Ctrl-C calls that have not started are left out, those that run are waited for.
     """
     before, state = known_state(), current()
-    errors: list[BaseException | None] = [None] * len(streams)
     if _is_profiled():
         function = functools.partial(_profiled, Profiled(), name, function)
-    calls = [
-        _Call(state, contextvars.copy_context(), stream, function, number, errors)
-        for number, stream in enumerate(streams)
-    ]
+    run = _Run(state, function, streams)
     know_state(state)
     try:
-        if inline or len(calls) == 1:
-            for call in calls:
-                call()
+        if inline or len(streams) == 1:
+            for number in range(len(streams)):
+                run.call(number)
         else:
-            graph = TaskGraph()
-            for call in calls:
-                graph.add(call)
-            graph.run(shared_pool(), PATIENCE).wait()
-        raise_first(name, errors)
+            _on_workers(run, (name, like))
+        raise_first(name, run.errors)
     finally:
         know_state(before)
-        errors.clear()  # they hold frames that hold them
-        for call in calls:
-            call.forget()  # a worker may let go of the graph later
+        run.forget()  # a worker may let go of the graph later
 
 
-class _Call:
-    __slots__ = ("context", "errors", "function", "number", "state", "stream")
+def _on_workers(run: _Run, kind: tuple[str, int]) -> None:
+    graph = TaskGraph()
+    for number in range(len(run.streams)):
+        graph.add(functools.partial(run.call, number))
+    began = time.perf_counter()
+    graph.run(shared_pool(), TRUSTING_PATIENCE if kind in _trusted else PATIENCE).wait()
+    if not kind[1]:
+        return
+    if run.helped or time.perf_counter() - began > len(run.streams) * PATIENCE:
+        _trusted.discard(kind)
+    elif kind not in _trusted:
+        if len(_trusted) >= _MOST_TRUSTED:
+            _trusted.clear()
+        _trusted.add(kind)
 
-    def __init__(
-        self,
-        state: ThreadState,
-        context: contextvars.Context,
-        stream: Stream,
-        function: Callable[[int], None],
-        number: int,
-        errors: list[BaseException | None],
-    ) -> None:
+
+def likeness(func: Any) -> int:
+    """Equal for the same function; that other functions get the same number now and then does no harm."""
+    if isinstance(func, types.MethodType):  # ``apply`` of an autograd.Function, say
+        func = func.__self__
+    return id(getattr(func, "__code__", func))
+
+
+class _Run:
+    """The calls of one :func:`run_together`."""
+
+    __slots__ = ("contexts", "errors", "function", "helped", "state", "streams")
+
+    def __init__(self, state: ThreadState, function: Callable[[int], None], streams: Sequence[Stream]) -> None:
         self.state = state
-        self.context = context
-        self.stream = stream
         self.function = function
-        self.number = number
-        self.errors = errors
+        self.streams = streams
+        self.contexts = [contextvars.copy_context() for _ in streams]
+        self.errors: list[BaseException | None] = [None] * len(streams)
+        self.helped = False  # by a worker
 
-    def forget(self) -> None:
-        self.function = _nothing
-
-    def __call__(self) -> None:
-        if known_state() is None:  # a worker: nobody else changes its state
-            know_state(current())
+    def call(self, number: int) -> None:
+        if known_state() is not self.state:
+            self.helped = True
+            if known_state() is None:  # the first call of this worker: nobody else changes its state
+                know_state(current())
         try:
-            self.context.run(in_state, self.state, with_stream, self.stream, self.function, self.number)
+            self.contexts[number].run(in_state, self.state, with_stream, self.streams[number], self.function, number)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
                 raise
-            self.errors[self.number] = error
+            self.errors[number] = error
+
+    def forget(self) -> None:
+        self.function = _nothing
+        self.errors = []  # they hold frames that hold them
 
 
 def _profiled(profiled: Profiled, name: str, function: Callable[[int], None], number: int) -> None:
