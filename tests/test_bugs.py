@@ -2,8 +2,10 @@
 
 import concurrent.futures
 import ctypes
+import gc
 import pathlib
 import threading
+import weakref
 
 import pytest
 import torch
@@ -215,3 +217,18 @@ def test_compiled_modules_in_parallel_calls_and_in_pipelines():
     loss = pipe(x).square().mean()
     with pytest.raises(RuntimeError, match="donated"):  # torch's own answer to this
         loss.backward(retain_graph=True)
+
+
+def test_a_pipe_forgets_the_schedules_of_former_steps():
+    """A pipe kept a plan for every Schedule object that it was ever given: training that builds one for each step grew
+    by it.
+    """
+    pipe = pymoe.Pipe(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+    schedules = []
+    for _ in range(200):
+        schedule = pymoe.pipe.schedules.build("1f1b", 2, 1)
+        pipe.step(torch.ones(1, 2), loss_fn=torch.sum, schedule=schedule)
+        schedules.append(weakref.ref(schedule))
+    del schedule
+    gc.collect()
+    assert sum(schedule() is not None for schedule in schedules) <= 100

@@ -10,10 +10,17 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pymoe.nn import MoE
-from pymoe.pipe import Pipe
+from pymoe.pipe import Pipe, workers
 from pymoe.pipe.skip import pop, skippable, stash
 
 ROWS, CHUNKS = 13, 4
+
+
+@pytest.fixture(autouse=True)
+def on_threads(monkeypatch):
+    """However short the actions are."""
+    monkeypatch.setattr(workers, "PATIENCE", -1.0)
+    monkeypatch.setattr(workers, "LOST", -1.0)
 
 
 @pytest.fixture(autouse=True)
