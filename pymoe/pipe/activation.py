@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -79,8 +78,7 @@ class Activation:
         """Both parts of the backward; the gradients of leaves go to ``sums``. ``keep``: there will be another."""
         graph = self._graph or self._repeat()
         edges, leaves = graph.entrance.edges, graph.leaves
-        run = functools.partial(differentiate, keep=keep)
-        found = with_stream(graph.stream, run, graph.roots, self._grads, edges, leaves, graph.entrance.node)
+        found = with_stream(graph.stream, differentiate, graph.roots, self._grads, edges, leaves, graph.entrance.node)
         graph.entrance.hand_on(found)
         sums.add(leaves, found[len(edges) :])
         if keep:

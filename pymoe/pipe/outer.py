@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from pymoe.runtime.parallel.isolated import SECOND_BACKWARD, apply_directly
+from pymoe.runtime.parallel.isolated import SECOND_BACKWARD, apply_directly, once_only
 
 __all__ = ["accumulate", "attach"]
 
@@ -29,7 +28,6 @@ class _Outer(torch.autograd.Function):
         return tuple([output.detach() for output in outputs])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         if ctx.run_backward is None:
             raise RuntimeError(SECOND_BACKWARD)
@@ -37,7 +35,8 @@ class _Outer(torch.autograd.Function):
         run_backward = ctx.run_backward
         if not keep:
             ctx.run_backward = None
-        return None, None, *run_backward(grads, keep)
+        found = run_backward(grads, keep)
+        return None, None, *(once_only("Pipe", found) if torch.is_grad_enabled() else found)
 
 
 def attach(

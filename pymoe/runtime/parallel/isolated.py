@@ -25,8 +25,6 @@ import torch
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils import _pytree
 
-from pymoe.runtime.parallel.compiled import has_compiled_nodes
-
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 SECOND_BACKWARD = (
@@ -213,13 +211,13 @@ class IsolatedCall:
         for alias in self.aliases:
             del alias.original
 
-    def gradients(self, grads: Sequence[torch.Tensor | None], keep: bool) -> tuple[torch.Tensor | None, ...]:
+    def gradients(self, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """For every alias with an edge and every leaf, from gradients for the roots; None where there is none.
 
-        ``keep``: it will be asked again.
+        The graph is kept: it may end in others that are still needed, and goes when this object does.
         """
         inputs = [alias.edge for alias in self.aliases if alias.edge is not None]
-        return differentiate(self.roots, grads, inputs, self.leaves, self._entry, keep=keep)
+        return differentiate(self.roots, grads, inputs, self.leaves, self._entry)
 
 
 def differentiate(
@@ -228,13 +226,10 @@ def differentiate(
     inputs: Sequence[GradientEdge],
     leaves: Sequence[torch.Tensor],
     entry: Node | None,
-    *,
-    keep: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
     """For every input and leaf of the graph of one call, from gradients for its roots; None where there is none.
 
-    Accumulates nothing, and the graph is kept: it may end in others that are still needed, and goes with its roots. One
-    with nodes of ``torch.compile`` is not, as these refuse to run then.
+    Accumulates nothing, and the graph is kept: it may end in others that are still needed, and goes with its roots.
 
     Args:
         roots: where the backward pass begins; None is left out, with its gradient.
@@ -242,7 +237,6 @@ def differentiate(
         inputs: where the call's graph begins.
         leaves: tensors that gradients would be accumulated into.
         entry: the node that the inputs belong to; None if it has none.
-        keep: it will be run again.
     """
     given = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None and root is not None]
     if not given or not (inputs or leaves):
@@ -250,10 +244,9 @@ def differentiate(
     starts, values = zip(*given, strict=True)
     for leaf in leaves:
         keep_hooks_outside(leaf)
-    keep = keep or not has_compiled_nodes([start.node for start in starts], entry)
     before, _running.entry = _running.entry, entry or _NONE
     try:
-        return _run_backward(starts, values, keep, False, (*inputs, *leaves), True, accumulate_grad=False)  # type: ignore[call-arg]
+        return _run_backward(starts, values, True, False, (*inputs, *leaves), True, accumulate_grad=False)  # type: ignore[call-arg]
     finally:
         _running.entry = before
 
@@ -340,6 +333,16 @@ def keep_nodes(tensors: Sequence[torch.Tensor], nodes: Sequence[Node]) -> Node |
         return None
     made: Any = torch._C._functions.DelayedError("pymoe: this node is never run", len(own))(*own)
     return (made if isinstance(made, torch.Tensor) else made[0]).grad_fn
+
+
+def once_only(name: str, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """With a history that raises when it is asked for: the calls' graphs are not there to be differentiated again."""
+    error = torch._C._functions.DelayedError(
+        f"{name}: its backward pass cannot be differentiated again (create_graph=True)", len(gradients)
+    )
+    required: Any = [gradient if gradient is None else gradient.detach().requires_grad_() for gradient in gradients]
+    delayed = error(*required)
+    return (delayed,) if isinstance(delayed, torch.Tensor) else delayed
 
 
 def edge_of(tensor: torch.Tensor) -> GradientEdge:

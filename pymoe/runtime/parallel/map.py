@@ -22,6 +22,7 @@ from pymoe.runtime.parallel.isolated import (
     graphs_are_made,
     isolate,
     map_outputs,
+    once_only,
     trace,
 )
 from pymoe.runtime.parallel.random_streams import Stream
@@ -184,11 +185,10 @@ class _ParallelMap(torch.autograd.Function):
         calls = plan.calls
         if calls is None:
             raise RuntimeError(SECOND_BACKWARD)
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
         gradients: list[Sequence[torch.Tensor | None]] = [()] * len(calls)
 
         def backward(number: int) -> None:
-            gradients[number] = calls[number].gradients([grads[output] for output in plan.sources[number]], keep)
+            gradients[number] = calls[number].gradients([grads[output] for output in plan.sources[number]])
 
         run_together(f"{NAME} backward", backward, plan.streams, plan.like, plan.inline)
         totals: list[torch.Tensor | None] = [None] * plan.inputs
@@ -197,19 +197,9 @@ class _ParallelMap(torch.autograd.Function):
                 if gradient is not None:
                     before = totals[target]
                     totals[target] = gradient if before is None else before + gradient
-        if not keep:
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
             plan.calls = None
-        return None, None, None, *(_once_only(totals) if torch.is_grad_enabled() else totals)
-
-
-def _once_only(gradients: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-    """With a history that raises when it is asked for: the calls' graphs are not there to be differentiated again."""
-    error = torch._C._functions.DelayedError(
-        f"{NAME}: its backward pass cannot be differentiated again (create_graph=True)", len(gradients)
-    )
-    required: Any = [gradient if gradient is None else gradient.detach().requires_grad_() for gradient in gradients]
-    delayed = error(*required)
-    return (delayed,) if isinstance(delayed, torch.Tensor) else delayed
+        return None, None, None, *(once_only(NAME, totals) if torch.is_grad_enabled() else totals)
 
 
 def _join(

@@ -1,0 +1,191 @@
+"""A pipe as a module, and the state in which its stages run."""
+
+import contextvars
+import itertools
+import pickle
+
+import pytest
+import torch
+from pipe_models import WIDTH, batches, row_model
+from torch import nn
+from torch.nn import functional as F
+
+from pymoe.pipe import Pipe, is_recomputing, micro_batch
+
+
+class Ask(nn.Module):
+    """Notes what ``question()`` finds while it runs."""
+
+    def __init__(self, question):
+        super().__init__()
+        self.question = question
+        self.answers = []
+
+    def forward(self, x):
+        self.answers.append(self.question())
+        return x
+
+
+variable = contextvars.ContextVar("variable", default="outside")
+STATES = {
+    "no_grad": (torch.no_grad, torch.is_grad_enabled, False),
+    "inference": (torch.inference_mode, torch.is_inference_mode_enabled, True),
+    "autocast": (lambda: torch.autocast("cpu", dtype=torch.bfloat16), lambda: torch.is_autocast_enabled("cpu"), True),
+    "device": (lambda: torch.device("meta"), lambda: torch.empty(1).device.type, "meta"),
+    "anomaly": (torch.autograd.detect_anomaly, torch.is_anomaly_enabled, True),
+}
+
+
+@pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_stages_run_in_the_callers_state(name, threads):
+    manager, question, answer = STATES[name]
+    x = torch.randn(4, WIDTH)
+    layers = [Ask(question) for _ in range(3)]
+    pipe = Pipe(nn.Sequential(*layers), 2, "never")
+    with manager():
+        if threads:
+            call_all_threads(pipe)
+        pipe(x)
+    assert {answer for layer in layers for answer in layer.answers} == {answer}
+    assert all(len(layer.answers) == 2 for layer in layers)
+
+
+def call_all_threads(pipe):
+    """From now on stages run on their threads, however short they are."""
+    schedule = pipe._schedule("gpipe", pipe.chunks)
+    from pymoe.pipe.plan import Plan
+    from pymoe.pipe.schedules import Kind
+
+    for kinds in ({Kind.FORWARD}, {Kind.BACKWARD}):
+        plan = pipe._plans.setdefault((id(schedule), frozenset(kinds)), Plan(schedule, frozenset(kinds)))
+        plan.is_worth_threads = True
+
+
+def test_context_variables_reach_the_stages():
+    layers = [Ask(variable.get) for _ in range(3)]
+    pipe = Pipe(nn.Sequential(*layers), 2)
+    call_all_threads(pipe)
+    variable.set("inside")
+    pipe(torch.randn(4, 1))
+    assert {answer for layer in layers for answer in layer.answers} == {"inside"}
+
+
+def test_autocast_reaches_forward_and_repetition():
+    """The repetition of a checkpointed forward, too, casts: gradients are those without checkpointing."""
+    x, y = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
+    found = []
+    for checkpoint in ("never", "always"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses = Pipe(model, 3, checkpoint).step(x, target=y, loss_fn=lambda a, b: F.mse_loss(a.float(), b))
+        found.append([losses, *[parameter.grad for parameter in model.parameters()]])
+    assert all(map(torch.equal, *found))
+    assert all(grad is not None and grad.abs().sum() > 0 for grad in found[0])
+
+
+def test_with_gradients_off_a_step_computes_losses_alone():
+    model = row_model()
+    x, y = next(batches(1, (7,)))
+    pipe = Pipe(model, 3, balance=[4, 4])
+    with torch.no_grad():
+        losses = pipe.step(x, target=y, loss_fn=F.mse_loss)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    torch.testing.assert_close(losses, pipe.step(x, target=y, loss_fn=F.mse_loss))
+
+
+def test_keys_are_those_of_the_model():
+    model = nn.Sequential()
+    for name in ("embed", "chunks", "forward", "devices"):  # whatever the layers are called
+        model._modules[name] = nn.Linear(WIDTH, WIDTH)
+    pipe = Pipe(model, 2, balance=[2, 2])
+    assert list(pipe.state_dict()) == list(model.state_dict())
+    assert dict(pipe.named_parameters()).keys() == dict(model.named_parameters()).keys()
+    assert all(a is b for a, b in zip(pipe.parameters(), model.parameters(), strict=True))
+    changed = {key: torch.full_like(value, 0.25) for key, value in model.state_dict().items()}
+    pipe.load_state_dict(changed)
+    assert all((parameter == 0.25).all() for parameter in model.parameters())
+    assert pipe.chunks == 2
+    pipe(torch.randn(3, WIDTH)).sum().backward()
+
+
+def test_length_index_and_iteration_are_over_stages():
+    model = row_model()
+    pipe = Pipe(model, 2, balance=[3, 1, 4])
+    assert len(pipe) == 3
+    assert [len(stage) for stage in pipe] == [3, 1, 4]
+    assert pipe[-1][0] is model[4]
+    assert list(itertools.chain(*pipe)) == list(model)
+    with pytest.raises(IndexError):
+        pipe[3]
+    assert "balance=[3, 1, 4]" in repr(pipe)
+
+
+def test_modes_reach_the_layers():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.9))
+    pipe = Pipe(model, 2)
+    x = torch.randn(4, WIDTH)
+    pipe.eval()
+    assert not any(module.training for module in model)
+    assert torch.equal(pipe(x), model[0](x))
+    pipe.train()
+    assert all(module.training for module in model)
+    assert not torch.equal(pipe(x), model[0](x))
+
+
+def test_a_pipe_is_not_moved():
+    pipe = Pipe(row_model(), 2, balance=[4, 4])
+    pipe.to("cpu").double().to(torch.float64)
+    for move in (lambda: pipe.to("meta"), lambda: pipe.to_empty(device="meta"), pipe.cuda):
+        with pytest.raises((RuntimeError, AssertionError)) as failed:
+            move()
+        assert "stay on their devices" in str(failed.value) or move == pipe.cuda
+    pipe.float()
+    assert all(parameter.dtype == torch.float32 for parameter in pipe.parameters())
+
+
+def test_devices_take_the_layers_and_what_they_are_given():
+    pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, 2)), 2, devices=["cpu", "meta"])
+    assert [next(stage.parameters()).device.type for stage in pipe] == ["cpu", "meta"]
+    assert pipe(torch.randn(4, WIDTH)).device.type == "meta"
+    with pytest.raises(ValueError, match="1 devices for 2 stages"):
+        Pipe(nn.Sequential(nn.Identity(), nn.Identity()), devices=["cpu"])
+    shared = nn.Linear(WIDTH, WIDTH)
+    with pytest.raises(ValueError, match="weight' is used by stage 0 on cpu, stage 1 on meta"):
+        Pipe(nn.Sequential(shared, nn.Sequential(nn.ReLU(), shared)), devices=["cpu", "meta"])
+
+
+def test_a_pipe_can_be_pickled():
+    pipe = Pipe(row_model(), 3, balance=[3, 5])
+    x, y = next(batches(1, (7,)))
+    pipe.step(x, target=y, loss_fn=F.mse_loss)
+    again = pickle.loads(pickle.dumps(pipe))
+    torch.testing.assert_close(again(x), pipe(x), rtol=0, atol=0)
+
+
+def test_modules_can_ask_which_micro_batch_they_see():
+    layer = Ask(micro_batch)
+    linear = nn.Linear(WIDTH, WIDTH)
+    pipe = Pipe(nn.Sequential(linear, layer), 2, "always")
+    pipe.step(torch.randn(3, WIDTH), target=torch.randn(3, WIDTH), loss_fn=F.mse_loss, schedule="gpipe")
+    first, second, *again = layer.answers
+    assert [(a.index, a.count, a.weight, a.stage) for a in (first, second)] == [(0, 2, 2 / 3, 1), (1, 2, 1 / 3, 1)]
+    assert all(a.checkpointing and not a.recomputing for a in (first, second))
+    assert [(a.index, a.recomputing, a.checkpointing) for a in again] == [(0, True, False), (1, True, False)]
+    assert micro_batch() is None
+    assert not is_recomputing()
+
+
+@pytest.mark.parametrize(("checkpoint", "forwards"), [("never", 4), ("except_last", 7), ("always", 8)])
+def test_there_is_no_hidden_forward(checkpoint, forwards):
+    layers = [Ask(lambda: None) for _ in range(2)]
+    model = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), layers[0]), layers[1])
+    pipe = Pipe(model, 4, checkpoint)
+    for count in (1, 2):
+        pipe.step(torch.randn(8, WIDTH), target=torch.randn(8, WIDTH), loss_fn=F.mse_loss)
+        assert [len(layer.answers) for layer in layers] == [count * forwards] * 2
+    pipe.eval()
+    pipe(torch.randn(8, WIDTH)).sum().backward()
+    assert [len(layer.answers) for layer in layers] == [2 * forwards + 4] * 2
