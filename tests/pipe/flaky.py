@@ -1,0 +1,142 @@
+"""A model whose layers take random times and raise where a test says."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from pymoe.pipe import Pipe
+from pymoe.pipe.context import is_recomputing, micro_batch
+
+STAGES, CHUNKS, ROWS, WIDTH = 4, 4, 10, 6
+LONG = 120  # seconds: a guard against hanging
+
+
+class Planted(Exception):
+    """Raised with the pass, stage and micro-batch where it was planted."""
+
+
+class Faults:
+    """What goes wrong in the steps of a model, and what its layers do."""
+
+    def __init__(self, seed: int, *, rate: float = 0.0, longest: float = 0.0) -> None:
+        """
+        Args:
+            seed: decides everything.
+            rate: of all calls this share raises.
+            longest: seconds that a call takes at most.
+        """
+        self._seed = seed
+        self._lock = threading.Lock()
+        self.rate = rate
+        self.longest = longest
+        self.step = 0
+        self.inside = 0  # calls that go on
+        self.seen: list[weakref.ref[torch.Tensor]] = []  # tensors that layers were given or have made
+
+    def planted(self, *place: Any) -> bool:
+        """Whether the call at a place, (pass, stage, micro-batch), raises in this step."""
+        return random.Random(f"{self._seed} {self.step} {place}").random() < self.rate
+
+    def call(self, *place: Any) -> None:
+        """Take the time of the call at a place; raise what is planted there."""
+        with self._lock:
+            self.inside += 1
+        try:
+            if self.longest:
+                time.sleep(random.random() * self.longest)
+            if self.planted(*place):
+                raise Planted(*place)
+        finally:
+            with self._lock:
+                self.inside -= 1
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, faults: Faults, place: tuple[Any, ...], x: torch.Tensor) -> torch.Tensor:
+        ctx.faults, ctx.place = faults, place
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.faults.seen.append(weakref.ref(grad))
+        ctx.faults.call(*ctx.place)
+        return None, None, grad * 1
+
+
+class Flaky(nn.Module):
+    """A layer, the only one of its stage."""
+
+    def __init__(self, faults: Faults) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.faults = faults
+
+    def __deepcopy__(self, memo: Any) -> Flaky:
+        copy = Flaky(self.faults)
+        copy.load_state_dict(self.state_dict())
+        return copy
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        about = micro_batch()
+        if about is not None:
+            place = (about.stage, about.index)
+            self.faults.seen.append(weakref.ref(x))
+            self.faults.call("recomputation" if is_recomputing() else "forward", *place)
+        y = torch.tanh(self.linear(x))
+        return y if about is None else _Backward.apply(self.faults, ("backward", *place), y)
+
+
+def model(faults: Faults) -> nn.Sequential:
+    """Always the same weights."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[Flaky(faults) for _ in range(STAGES)])
+
+
+def batch() -> torch.Tensor:
+    """Always the same."""
+    return torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(faults: Faults) -> Any:
+    """A loss that takes part in the faults."""
+
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        about = micro_batch()
+        if about is not None:
+            faults.call("loss", about.stage, about.index)
+        return y.square().mean()
+
+    return loss
+
+
+def places(checkpointed: range) -> list[tuple[str, int, int]]:
+    """Where calls of a step are that may raise."""
+    found = [(name, stage, i) for name in ("forward", "backward") for stage in range(STAGES) for i in range(CHUNKS)]
+    found += [("recomputation", stage, i) for stage in range(STAGES) for i in checkpointed]
+    return found + [("loss", STAGES - 1, i) for i in range(CHUNKS)]
+
+
+def grads_of(module: nn.Module) -> list[torch.Tensor | None]:
+    """Of all parameters."""
+    return [parameter.grad for parameter in module.parameters()]
+
+
+def expected_grads() -> list[torch.Tensor]:
+    """Of the plain model."""
+    plain = model(Faults(0))
+    loss_of(Faults(0))(plain(batch())).backward()
+    return [grad for grad in grads_of(plain) if grad is not None]
+
+
+def run_step(pipe: Pipe, faults: Faults, **options: Any) -> torch.Tensor:
+    """One step, from no gradients."""
+    pipe.zero_grad()
+    return pipe.step(batch(), loss_fn=loss_of(faults), **options)
