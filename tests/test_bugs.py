@@ -2,8 +2,10 @@
 
 import concurrent.futures
 import ctypes
+import gc
 import pathlib
 import threading
+import weakref
 
 import pytest
 import torch
@@ -183,3 +185,50 @@ def test_who_waits_for_room_with_a_limit_runs_no_batch():
         with pytest.raises(TimeoutError, match="no room"):
             late.result(60)
     assert threading.get_ident() not in ran
+
+
+def test_compiled_modules_in_parallel_calls_and_in_pipelines():
+    """torch.compile's backward refused to run: "compiled with non-empty donated buffers which requires
+    retain_graph=False". Calls in graphs of their own kept these, although each runs once.
+    """
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
+    compiled = torch.compile(model, backend="aot_eager")
+    x = torch.randn(6, 4)
+    model(x).square().mean().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+
+    def take_gradients():
+        grads = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        return grads
+
+    model.zero_grad()
+    (first,), (second,) = pymoe.map_with_parallel_backward(compiled, (x[:3],), (x[3:],))
+    torch.cat([first, second]).square().mean().backward()
+    torch.testing.assert_close(take_gradients(), expected)
+    scale = torch.nn.Linear(4, 4).requires_grad_(False)
+    torch.nn.init.eye_(scale.weight)
+    torch.nn.init.zeros_(scale.bias)
+    pipe = pymoe.pipe.Pipe(torch.nn.Sequential(scale, compiled), chunks=2, checkpoint="never")
+    for schedule in ("1f1b", "zero-bubble"):
+        pipe.step(x, loss_fn=lambda y: y.square().mean(), schedule=schedule)
+        torch.testing.assert_close(take_gradients(), expected)
+    loss = pipe(x).square().mean()
+    with pytest.raises(RuntimeError, match="donated"):  # torch's own answer to this
+        loss.backward(retain_graph=True)
+
+
+def test_a_pipe_forgets_the_schedules_of_former_steps():
+    """A pipe kept a plan for every Schedule object that it was ever given: training that builds one for each step grew
+    by it.
+    """
+    pipe = pymoe.Pipe(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+    schedules = []
+    for _ in range(200):
+        schedule = pymoe.pipe.schedules.build("1f1b", 2, 1)
+        pipe.step(torch.ones(1, 2), loss_fn=torch.sum, schedule=schedule)
+        schedules.append(weakref.ref(schedule))
+    del schedule
+    gc.collect()
+    assert sum(schedule() is not None for schedule in schedules) <= 100

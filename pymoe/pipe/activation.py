@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -78,7 +79,8 @@ class Activation:
         """Both parts of the backward; the gradients of leaves go to ``sums``. ``keep``: there will be another."""
         graph = self._graph or self._repeat()
         edges, leaves = graph.entrance.edges, graph.leaves
-        found = with_stream(graph.stream, differentiate, graph.roots, self._grads, edges, leaves, graph.entrance.node)
+        run = functools.partial(differentiate, keep=keep)
+        found = with_stream(graph.stream, run, graph.roots, self._grads, edges, leaves, graph.entrance.node)
         graph.entrance.hand_on(found)
         sums.add(leaves, found[len(edges) :])
         if keep:

@@ -27,6 +27,7 @@ from pymoe.runtime.parallel.isolated import graphs_are_made
 __all__ = ["Pipe"]
 
 CHECKPOINT = ("always", "except_last", "never")
+REMEMBERED = 64  # schedules, and plans made of them
 
 
 class Pipe(nn.Module):
@@ -221,9 +222,10 @@ class Pipe(nn.Module):
         stages = len(self._pipeline.stages)
         if isinstance(schedule, str):
             key = schedule, micro_batches
-            if key not in self._schedules:
-                self._schedules[key] = build(schedule, stages, micro_batches)
-            return self._schedules[key]
+            if (built := self._schedules.get(key)) is None:
+                built = build(schedule, stages, micro_batches)
+                _remember(self._schedules, key, built)
+            return built
         if (schedule.stages, schedule.micro_batches) != (stages, micro_batches):
             raise ValueError(
                 f"Pipe.step: the schedule is for {schedule.stages} stages and {schedule.micro_batches} micro-batches, "
@@ -235,10 +237,18 @@ class Pipe(nn.Module):
         key = id(schedule), kinds
         plan = self._plans.get(key)
         if plan is None or plan.schedule is not schedule:
-            plan = self._plans[key] = Plan(schedule, kinds)
+            plan = Plan(schedule, kinds)
+            _remember(self._plans, key, plan)
         # On a thread of autograd's own for a device the stages could not get at that device's nodes.
         here = Kind.FORWARD not in kinds and not run.is_on_host
         self._last = schedule, self._workers.run(plan, run.perform, here=here)
+
+
+def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+    """Adds to ``known``, and forgets what is oldest."""
+    while len(known) >= REMEMBERED:
+        known.pop(next(iter(list(known))), None)
+    known[key] = value
 
 
 def _count(name: str, number: int) -> int:

@@ -9,6 +9,8 @@ Which can:
   compute those alone, from the same saved tensors. What both calls need, the first may leave on ``ctx``. Gradients of
   outputs that have none are zeros in the second call, also where the function has turned off their materialization.
   Functions that do not say so are called once.
+
+In a graph with nodes of ``torch.compile`` none can: these run where nothing is kept.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from torch.autograd.graph import GradientEdge, Node
 from pymoe.pipe.graph_cut import PutOff
 from pymoe.runtime.parallel.isolated import _run_backward, apply_directly
 
-__all__ = ["Recorder", "can_put_off", "free_saved_tensors"]
+__all__ = ["Recorder", "can_not_put_off", "can_put_off", "free_saved_tensors"]
 
 _MATRICES = "Addmm Mm Addbmm Baddbmm Bmm Addmv Mv Addr Dot Linear MkldnnLinear GroupedMm Trilinear"
 _LAYERS = "Convolution ConvolutionOverrideable NativeLayerNorm NativeGroupNorm NativeBatchNorm FusedRmsNorm"
@@ -41,6 +43,11 @@ def _can_run_in_parts(node: Node) -> bool:
 def can_put_off(node: Node, edges: tuple[int, ...]) -> bool:
     """Can the node compute the gradients of these edges by themselves? Not while anomalies are looked for."""
     return _can_run_in_parts(node) and not torch.is_anomaly_enabled()
+
+
+def can_not_put_off(node: Node, edges: tuple[int, ...]) -> bool:
+    """Where the nodes that run in the first part lose what they have saved: it has nodes of ``torch.compile``."""
+    return False
 
 
 _saved_names: dict[type, tuple[str, ...]] = {}

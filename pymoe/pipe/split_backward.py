@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from pymoe.pipe.graph_cut import cut_graph
-from pymoe.pipe.put_off import Recorder, can_put_off, free_saved_tensors
+from pymoe.pipe.put_off import Recorder, can_not_put_off, can_put_off, free_saved_tensors
+from pymoe.runtime.parallel.compiled import has_compiled_nodes
 from pymoe.runtime.parallel.isolated import differentiate
 
 __all__ = ["SplitBackward"]
@@ -58,11 +59,14 @@ class SplitBackward:
         (roots, inputs), self._graph = self._graph, None
         leaves = self._leaves
         given = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None]
+        nodes = [root.node for root, _ in given]
+        entry = inputs[0].node if inputs else None
+        is_compiled = has_compiled_nodes(nodes, entry)
         cut = cut_graph(
-            [root.node for root, _ in given],
+            nodes,
             [edge.node for edge in inputs],
             {id(leaf): number for number, leaf in enumerate(leaves)},
-            can_put_off,
+            can_not_put_off if is_compiled else can_put_off,
         )
         early = [number for number, late in enumerate(cut.late_leaves) if not late]
         now = [(root, grad) for (root, grad), late in zip(given, cut.late_roots, strict=True) if not late]
@@ -72,12 +76,13 @@ class SplitBackward:
                 [grad for _, grad in now],
                 inputs,
                 [leaves[number] for number in early],
-                inputs[0].node if inputs else None,
+                entry,
             )
         for number, gradient in zip(early, found[len(inputs) :], strict=True):
             self._gradients[number] = gradient
-        kept = {put_off.node for put_off in cut.put_off}
-        free_saved_tensors([node for node in cut.input_side if node not in kept])
+        if not is_compiled:  # these are free
+            kept = {put_off.node for put_off in cut.put_off}
+            free_saved_tensors([node for node in cut.input_side if node not in kept])
         self._recorder = recorder
         self._late = [number for number, late in enumerate(cut.late_leaves) if late]
         self._late_roots = [pair for pair, late in zip(given, cut.late_roots, strict=True) if late]

@@ -6,12 +6,12 @@ import contextvars
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from pymoe._runtime import LaneRun, Profiled, WorkerPool
+from pymoe._runtime import Future, LaneRun, Profiled, WorkerPool
 from pymoe.pipe.plan import Plan, Timed
 from pymoe.pipe.schedules.action import Action, Kind
 from pymoe.runtime.parallel.state import ThreadState, current, in_state
@@ -80,10 +80,10 @@ class Workers:
         if self._process != os.getpid():
             self._pools, self._process, self._lock = [], os.getpid(), threading.Lock()
         with self._lock:
-            work = _Work(self, plan, perform)
             before = _inside.workers
-            _inside.workers = (*before, self)
             try:
+                _inside.workers = inside = (*before, self)
+                work = _Work(inside, plan, perform)
                 if not work.alone(to_the_end=here or plan.workers == 1):
                     self._together(work)
             finally:
@@ -95,32 +95,33 @@ class Workers:
             self._pools.append(WorkerPool(1))
         state = current()
         profiled = Profiled() if _is_profiled() else None
-        parts = []
-        work.begin()
+        parts: list[Future] = []
+        run = work.begin()
         try:
             for lane, pool in zip(range(1, work.plan.workers), self._pools, strict=False):
                 parts.append(pool.submit(contextvars.copy_context().run, work.elsewhere, lane, state, profiled))
-        except BaseException as error:
-            work.fail(error, None)
-        work.lane(0)
-        for part in parts:
-            interrupted = False
-            while not part.done():
-                try:
-                    part.result()
-                except BaseException as interrupt:  # the parts raise nothing
-                    work.fail(interrupt, None)
-                    if interrupted:
-                        raise
-                    interrupted = True
+            work.lane(0)
+            _wait(parts)
+        except BaseException:
+            # Lanes raise nothing: this is Ctrl-C between two of their lines, or there are no more threads. First the
+            # other lanes must not wait for this one, and no second Ctrl-C can come before that: it is a native call.
+            run.cancel()
+            _wait(parts)
+            raise
+
+
+def _wait(parts: Sequence[Future]) -> None:
+    for part in parts:
+        part.result()
 
 
 class _Work:
     """One run of a plan."""
 
-    def __init__(self, workers: Workers, plan: Plan, perform: Perform) -> None:
+    def __init__(self, inside: tuple[Workers, ...], plan: Plan, perform: Perform) -> None:
+        """``inside``: whose run this is, after those of which it is a part."""
         self.plan = plan
-        self._workers = workers
+        self._inside = inside
         self._perform: Perform | None = _with_ranges(perform) if _is_profiled() else perform
         self._run: LaneRun | None = None
         self._timed: list[Timed] = []
@@ -154,14 +155,15 @@ class _Work:
         self._done = frozenset([action for action, _, _ in timed])
         return len(timed) == len(plan.in_order)
 
-    def begin(self) -> None:
+    def begin(self) -> LaneRun:
         """Go on with the threads of all workers."""
-        self._run = self.plan.run()
+        self._run = run = self.plan.run()
+        return run
 
     def elsewhere(self, lane: int, state: ThreadState, profiled: Profiled | None) -> None:
         """A lane on a thread of its own, in the state of another. Raises nothing."""
         joined = profiled is not None and not _is_profiled() and profiled.join()
-        _inside.workers = (self._workers,)
+        _inside.workers = self._inside
         try:
             in_state(state, self.lane, lane)
         except BaseException as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -127,6 +128,19 @@ class Penalty(nn.Module):
 
 def test_layers_may_go_backward_themselves():
     assert [layer.activations for layer in profile_sizes(nn.Sequential(Penalty(), Saves(1)), SAMPLE)] == [256, 128]
+
+
+def test_nothing_stays_alive():
+    kept = []
+
+    class Watched(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.exp()
+            kept.append(weakref.ref(x))
+            return x
+
+    profile_sizes(nn.Sequential(Watched(), Watched()), SAMPLE)
+    assert [reference() for reference in kept] == [None, None]
 
 
 def test_nothing_of_the_model_changes():

@@ -146,6 +146,23 @@ def test_layers_that_write_into_their_input_are_timed():
     assert sample.eq(-1).all()
 
 
+def test_no_backward_takes_no_time(monkeypatch):
+    ticks = iter(range(1000))
+    monkeypatch.setattr(profile, "time", types.SimpleNamespace(perf_counter=lambda: next(ticks)))
+    plain, layer = profile_times(nn.Sequential(nn.Tanh(), Layer(0)), SAMPLE, timeout=0)
+    assert (plain.forward, plain.backward) == (1, 0)
+    assert (layer.forward, layer.backward) == (1, 1)
+
+
+def test_every_pass_begins_without_gradients():
+    class Clean(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.weight.grad is None
+            return super().forward(x)
+
+    assert profile_times(nn.Sequential(Clean(1)), SAMPLE, timeout=3)[0].passes == 3
+
+
 class Draws(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.rand(3)

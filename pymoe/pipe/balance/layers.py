@@ -51,8 +51,7 @@ def copied(
     kind = "cuda" if where.type == "cpu" else where.type
     with (
         torch.random.fork_rng(drawn, device_type=kind),
-        torch.inference_mode(False),
-        torch.enable_grad(),
+        torch.inference_mode(False),  # and gradients are on
         tracking(skips),
     ):
         layers = copy.deepcopy(module).to(where)

@@ -25,6 +25,8 @@ import torch
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils import _pytree
 
+from pymoe.runtime.parallel.compiled import has_compiled_nodes
+
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 SECOND_BACKWARD = (
@@ -211,13 +213,13 @@ class IsolatedCall:
         for alias in self.aliases:
             del alias.original
 
-    def gradients(self, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    def gradients(self, grads: Sequence[torch.Tensor | None], keep: bool) -> tuple[torch.Tensor | None, ...]:
         """For every alias with an edge and every leaf, from gradients for the roots; None where there is none.
 
-        The graph is kept: it may end in others that are still needed, and goes when this object does.
+        ``keep``: it will be asked again.
         """
         inputs = [alias.edge for alias in self.aliases if alias.edge is not None]
-        return differentiate(self.roots, grads, inputs, self.leaves, self._entry)
+        return differentiate(self.roots, grads, inputs, self.leaves, self._entry, keep=keep)
 
 
 def differentiate(
@@ -226,10 +228,13 @@ def differentiate(
     inputs: Sequence[GradientEdge],
     leaves: Sequence[torch.Tensor],
     entry: Node | None,
+    *,
+    keep: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
     """For every input and leaf of the graph of one call, from gradients for its roots; None where there is none.
 
-    Accumulates nothing, and the graph is kept: it may end in others that are still needed, and goes with its roots.
+    Accumulates nothing, and the graph is kept: it may end in others that are still needed, and goes with its roots. One
+    with nodes of ``torch.compile`` is not, as these refuse to run then.
 
     Args:
         roots: where the backward pass begins; None is left out, with its gradient.
@@ -237,6 +242,7 @@ def differentiate(
         inputs: where the call's graph begins.
         leaves: tensors that gradients would be accumulated into.
         entry: the node that the inputs belong to; None if it has none.
+        keep: it will be run again.
     """
     given = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None and root is not None]
     if not given or not (inputs or leaves):
@@ -244,9 +250,10 @@ def differentiate(
     starts, values = zip(*given, strict=True)
     for leaf in leaves:
         keep_hooks_outside(leaf)
+    keep = keep or not has_compiled_nodes([start.node for start in starts], entry)
     before, _running.entry = _running.entry, entry or _NONE
     try:
-        return _run_backward(starts, values, True, False, (*inputs, *leaves), True, accumulate_grad=False)  # type: ignore[call-arg]
+        return _run_backward(starts, values, keep, False, (*inputs, *leaves), True, accumulate_grad=False)  # type: ignore[call-arg]
     finally:
         _running.entry = before
 

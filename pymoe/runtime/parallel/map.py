@@ -185,10 +185,11 @@ class _ParallelMap(torch.autograd.Function):
         calls = plan.calls
         if calls is None:
             raise RuntimeError(SECOND_BACKWARD)
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
         gradients: list[Sequence[torch.Tensor | None]] = [()] * len(calls)
 
         def backward(number: int) -> None:
-            gradients[number] = calls[number].gradients([grads[output] for output in plan.sources[number]])
+            gradients[number] = calls[number].gradients([grads[output] for output in plan.sources[number]], keep)
 
         run_together(f"{NAME} backward", backward, plan.streams, plan.like, plan.inline)
         totals: list[torch.Tensor | None] = [None] * plan.inputs
@@ -197,7 +198,7 @@ class _ParallelMap(torch.autograd.Function):
                 if gradient is not None:
                     before = totals[target]
                     totals[target] = gradient if before is None else before + gradient
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not keep:
             plan.calls = None
         return None, None, None, *(once_only(NAME, totals) if torch.is_grad_enabled() else totals)
 

@@ -112,7 +112,7 @@ def run_isolated_backward(
                 )
             before = roots[number]
             roots[number] = grad if before is None else before + grad
-    found = call.gradients(roots)
+    found = call.gradients(roots, retain_graph)
     inputs = [alias.arguments[0] for alias in call.aliases if alias.edge is not None]
     for argument, gradient in zip(inputs, found, strict=False):
         gradients[argument] = gradient

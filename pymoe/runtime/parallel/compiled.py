@@ -1,0 +1,47 @@
+"""Graphs with nodes of ``torch.compile``, which can be run once only.
+
+Their backward works in the buffers that their forward has saved (they are "donated" to it), and refuses to run where
+the graph is kept. Graphs of isolated calls are kept, although each runs once, as they may end in others that are still
+needed (a weight that was computed before the call, say). Those with compiled nodes are not, as outside of calls.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.autograd.graph import Node
+
+__all__ = ["has_compiled_nodes"]
+
+_FUNCTION, _NODE = "CompiledFunction", "CompiledFunctionBackward"  # torch.compile makes such a class for each graph
+
+_latest: Callable[[], type | None] = lambda: None  # noqa: E731  # the last class that was looked at
+_found = False
+
+
+def _anything_is_compiled() -> bool:
+    global _latest, _found
+    classes = torch.autograd.Function.__subclasses__()  # in the order in which they were made
+    if classes and classes[-1] is not _latest():
+        _found = any([cls.__name__ == _FUNCTION for cls in classes])
+        _latest = weakref.ref(classes[-1])
+    return _found
+
+
+def has_compiled_nodes(nodes: Iterable[Node], entry: Node | None) -> bool:
+    """Whether a backward pass from ``nodes`` that does not go past ``entry`` can meet a node of ``torch.compile``."""
+    if not _anything_is_compiled():
+        return False
+    seen = {entry}
+    stack: list[Node] = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == _NODE:
+            return True
+        stack.extend([after for after, _ in node.next_functions if after is not None and after not in seen])
+    return False
