@@ -32,8 +32,9 @@ from pymoe.bench.report import illustrate, save
 
 WORKS, CHEAP = ("sleep", "compute"), ("tiny", "scale")
 WORKERS, MICRO_BATCHES = (2, 4), (4, 8, 16)
+CHEAP_MICRO_BATCHES = (8, 16)
 ROUNDS, QUICK_ROUNDS = 7, 3
-CHEAP_ROUNDS = 3
+CHEAP_ROUNDS = 2
 """Times as many rounds where stages do next to nothing: what is short is disturbed most."""
 Record = dict[str, Any]
 
@@ -76,7 +77,8 @@ def main() -> int:
             one.close()
     if options.profile:
         sleeping = [case for case in cases(options) if case.work == "sleep"]
-        result["profile"] = profile(sleeping, cheap_cases(options))
+        cheap = [case for case in cheap_cases(options) if case.workers == WORKERS[0]]
+        result["profile"] = profile(sleeping, cheap)
         save(result, report.markdown(result), stem)
     report.show(result)
     illustrate(result, draw, stem)
@@ -124,7 +126,7 @@ def cases(options: argparse.Namespace) -> list[Case]:
 
 def cheap_cases(options: argparse.Namespace) -> list[Case]:
     """The cases whose bookkeeping is measured."""
-    sizes = [(2, 8)] if options.quick else [(workers, 8) for workers in WORKERS]
+    sizes = [(2, 8)] if options.quick else [(workers, count) for workers in WORKERS for count in CHEAP_MICRO_BATCHES]
     return [Case(work, *size) for work in CHEAP if work in options.works for size in sizes]
 
 

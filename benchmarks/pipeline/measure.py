@@ -98,12 +98,15 @@ def record_of(case: Case, one: Contender, reference: list[Sample]) -> Record:
     if one.running.planned is not None:
         plan = simulate(one.running.planned, case.times(one.running.planned.stages))
         ideal = plan.speed_up
+        actions = one.running.planned.stages * case.micro_batches
+        costs = [(mine[1] - theirs[1]) / actions for theirs, mine in pairs]
         reachable = ideal if case.work == "sleep" else min(ideal, CORES)
         record |= {
             "stages": one.running.planned.stages,
             "ideal": ideal,
             "reachable": reachable,
             "share": asdict(Spread.of([speed_up / reachable for speed_up in speed_ups])),
+            "cpu": asdict(Spread.of(costs)),
             "planned_live": list(plan.peak_live_of_stages),
         }
     return record

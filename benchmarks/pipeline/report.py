@@ -17,7 +17,7 @@ def cell_table(record: Record) -> Table:
     rows = []
     for name, one in record["systems"].items():
         if "seconds" not in one:
-            rows.append([name, "-", "-", "-", "-", "-", "-", f"failed: {one['failure']}"])
+            rows.append([name, *"-------", f"failed: {one['failure']}"])
             continue
         planned = name != SEQUENTIAL and "ideal" in one
         rows.append(
@@ -27,12 +27,23 @@ def cell_table(record: Record) -> Table:
                 spread(one["speed_up"], "{:.2f}"),
                 f"{one['ideal']:.2f}" if planned else "-",
                 spread(one["share"], "{:.0%}") if planned else "-",
+                microseconds(one["cpu"]) if planned else "-",
                 counts(one["live"]),
                 counts(one["planned_live"]) if planned else "-",
                 correctness(one),
             ]
         )
-    heading = ["system", "step", "speed-up", "ideal", "of ideal", "live", "live, simulated", "gradients"]
+    heading = [
+        "system",
+        "step",
+        "speed-up",
+        "ideal",
+        "of ideal",
+        "processor, us",
+        "live",
+        "live, simulated",
+        "gradients",
+    ]
     return Table(heading, rows, frozenset({"system", "live", "live, simulated", "gradients"}), frozenset({"WRONG"}))
 
 

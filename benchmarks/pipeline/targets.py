@@ -23,8 +23,9 @@ def judged(result: Record) -> list[Record]:
             verdicts.append(one(what, ">=", wanted, found))
     for record in result["bookkeeping"]:
         case = record["case"]
+        stages = f"{case['workers']} {case['work']} stages, {case['micro_batches']} micro-batches"
         found = record["systems"].get(SCHEDULE, {}).get("cpu")
-        what = f"processor time a stage and micro-batch, {case['workers']} {case['work']} stages, 1f1b"
+        what = f"processor time a stage and micro-batch, {stages}, 1f1b"
         verdicts.append(one(what, "<=", COST, found))
     verdicts.append(live(result))
     return verdicts

@@ -13,7 +13,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import pipeline_schedules
-from benchmarks.pipeline import measure, report, targets, torch_orders, work
+from benchmarks.pipeline import measure, profile, report, targets, torch_orders, work
 from benchmarks.pipeline.live import watched
 from benchmarks.pipeline.systems import SEQUENTIAL, TORCHGPIPE, System, in_process, open_sequential
 from benchmarks.pipeline.torch_peer import Ranks, RanksError, on_one_rank
@@ -228,3 +228,27 @@ def test_a_quick_run_writes_its_files(tmp_path, monkeypatch, capsys):
     assert [record["case"] for record in result["bookkeeping"]] == [vars(replace(TINY, micro_batches=8))]
     assert "tiny, 2 workers, 8 micro-batches" in capsys.readouterr().out
     assert "processor, us" in (tmp_path / "pipeline_schedules.md").read_text()
+
+
+def test_a_profile_says_what_a_step_consists_of():
+    case = replace(TINY, micro_batches=3)
+    lines = profile.pieces(case)
+    whole, *parts = [float(line.rsplit(" ms", 1)[0].split()[-1]) for line in lines]
+    assert whole > 0
+    assert len(parts) == 4
+    assert "1f1b, tiny, 2 workers, 3 micro-batches" in lines[0]
+
+
+def test_one_worker_can_run_the_actions_of_all():
+    several = build("1f1b", 3, 4)
+    one = profile.on_one_worker(several)
+    validate(one)
+    assert one.workers == 1
+    assert sorted(map(str, one.orders[0])) == sorted(str(action) for order in several.orders for action in order)
+
+
+def test_the_cost_by_function_is_that_of_all_steps(monkeypatch):
+    monkeypatch.setattr(profile, "PROFILED_STEPS", 2)
+    text = "\n".join(profile.functions(TINY))
+    assert "run_backward" in text
+    assert "sequential run" in text
