@@ -1,0 +1,1 @@
+"""What pipeline_unet.py is made of."""
