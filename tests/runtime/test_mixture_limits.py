@@ -1,0 +1,69 @@
+"""What ends a mixture's wait, and whom it does not ask.
+
+Nothing here depends on how fast the machine is: a wait that must end is run on a thread beside an expert that is held
+for as long as the wait may last.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from mixtures import LONG, WIDTH, Scaled, Stuck, backend, dead, mixture, scaled
+from torch import Tensor
+
+from pymoe.runtime import Runtime
+
+SOON = 0.05  # seconds: for what is meant to run out
+ONES = torch.ones(3, WIDTH, dtype=torch.float64)
+
+
+def ends(call: Callable[[], Any]) -> list[Any]:
+    """What ``call`` returned; none if it did not end."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
+    thread.start()
+    thread.join(LONG / 4)
+    return found
+
+
+def test_the_seconds_after_k_min_do_not_go_past_the_limit_of_the_whole_pass() -> None:
+    stuck = Stuck()
+    backends = scaled(None, stuck)
+    moe = mixture(backends, k_min=1, forward_timeout=SOON, timeout_after_k_min=LONG)
+    with Runtime(backends, num_workers=2):
+        found = ends(lambda: moe(ONES))
+        stuck.open.set()
+    assert len(found) == 1
+    assert torch.equal(found[0], ONES)
+    assert moe.stats()["e1"].forward.given_up == 1
+
+
+def test_the_last_seconds_begin_where_a_failure_leaves_too_few_that_may_answer() -> None:
+    stuck = Stuck()
+    backends = scaled(dead, stuck)
+    moe = mixture(backends, k_min=2, forward_timeout=None, timeout_after_k_min=SOON, on_too_few="fallback")
+    with Runtime(backends, num_workers=2):
+        found = ends(lambda: moe(ONES))
+        stuck.open.set()
+    assert len(found) == 1
+    assert torch.equal(found[0], torch.zeros_like(ONES))
+
+
+def test_an_expert_that_does_not_train_is_asked_for_gradients_only_if_the_inputs_need_them() -> None:
+    backends = [backend("trains", Scaled(1.0)), backend("frozen", Scaled(2.0), lr=None)]
+    moe = mixture(backends)
+
+    def asked_backward() -> dict[str, int]:
+        return {name: stats.backward.requests for name, stats in moe.stats().items()}
+
+    def step(x: Tensor) -> None:
+        moe(x).sum().backward()
+
+    with Runtime(backends):
+        step(ONES)
+        assert asked_backward() == {"trains": 1, "frozen": 0}
+        step(ONES.clone().requires_grad_())
+        assert asked_backward() == {"trains": 2, "frozen": 1}
