@@ -36,7 +36,7 @@ class AnomalyError(FloatingPointError):
     """Why a backend's answer is missing: it holds NaN or infinity."""
 
 
-class Call(NamedTuple):
+class ExpertRequest(NamedTuple):
     """A request to come: the rows of a group, or those of them at ``tokens``."""
 
     group: Group
@@ -50,26 +50,26 @@ class Call(NamedTuple):
 
 
 class Answers:
-    """What came: ``results`` of the calls (None where nothing came in time), and why nothing did, by backend."""
+    """What came: ``results`` of the requests (None where nothing came in time), and why nothing did, by backend."""
 
-    def __init__(self, calls: Sequence[Call], rows: int) -> None:
-        self.calls = calls
-        self.results: list[tuple[Any, ...] | None] = [None] * len(calls)
+    def __init__(self, requests: Sequence[ExpertRequest], rows: int) -> None:
+        self.requests = requests
+        self.results: list[tuple[Any, ...] | None] = [None] * len(requests)
         self.failures: dict[str, BaseException] = {}
         self.came = torch.zeros(rows, dtype=torch.int64, device="cpu")
         self.may_come = torch.zeros(rows, dtype=torch.int64, device="cpu")
-        for call in calls:
-            self.may_come[call.tokens] += 1
+        for request in requests:
+            self.may_come[request.tokens] += 1
 
     def add(self, place: int, result: tuple[Any, ...]) -> None:
         self.results[place] = result
-        self.came[self.calls[place].tokens] += 1
+        self.came[self.requests[place].tokens] += 1
 
     def fail(self, place: int, why: BaseException) -> None:
-        call = self.calls[place]
-        self.failures[call.member.name] = why
-        self.may_come[call.tokens] -= 1
-        call.member.log.no_answer(call.to.name, why)
+        request = self.requests[place]
+        self.failures[request.member.name] = why
+        self.may_come[request.tokens] -= 1
+        request.member.log.no_answer(request.to.name, why)
 
     def settled(self, needed: Tensor) -> bool:
         """Whether every row has what it needs, or cannot get it any more."""
@@ -85,32 +85,32 @@ class Arrivals:
         self._open = True
         self._ended: queue.SimpleQueue[tuple[int, Future | BaseException, float]] = queue.SimpleQueue()
         self._futures: list[Future] = []
-        self._without_room: list[tuple[int, Call, float | None]] = []
+        self._without_room: list[tuple[int, ExpertRequest, float | None]] = []
 
-    def send(self, place: int, call: Call, deadline: float | None) -> None:
+    def send(self, place: int, request: ExpertRequest, deadline: float | None) -> None:
         """Send a request; where the pool is full, as soon as :meth:`get` finds room.
 
         Raises:
             Exception: whatever the pool raises, in the usual case.
         """
         timeout = seconds_left(deadline)
-        submit = call.to.pool.submit_task if self._must_help else call.to.pool._try_submit
-        future = submit(*call.tensors, timeout=timeout)
+        submit = request.to.pool.submit_task if self._must_help else request.to.pool._try_submit
+        future = submit(*request.tensors, timeout=timeout)
         if future is not None:
-            self._follow(place, call, future)
+            self._follow(place, request, future)
         else:
-            self._without_room.append((place, call, deadline))
+            self._without_room.append((place, request, deadline))
 
     def _look_for_room(self) -> None:
         waiting, self._without_room = self._without_room, []
-        for place, call, deadline in waiting:
+        for place, request, deadline in waiting:
             try:
-                self.send(place, call, deadline)
+                self.send(place, request, deadline)
             except Exception as error:
                 self._ended.put((place, error.with_traceback(None), time.perf_counter()))
 
-    def _follow(self, place: int, call: Call, future: Future) -> None:
-        counts = call.to.counts
+    def _follow(self, place: int, request: ExpertRequest, future: Future) -> None:
+        counts = request.to.counts
 
         def ended(future: Future) -> None:
             with self._lock:
@@ -149,18 +149,18 @@ class Arrivals:
             future.cancel()
 
 
-def ask(
-    calls: Sequence[Call],
+def gather_answers(
+    requests: Sequence[ExpertRequest],
     needed: Tensor,
     *,
     timeout: float | None,
     timeout_after: float | None,
     acceptable: Callable[[tuple[Any, ...]], bool],
 ) -> Answers:
-    """Send all ``calls``, and wait for the answers.
+    """Send all ``requests``, and wait for the answers.
 
     Args:
-        calls: each to another backend; a row is in some of them.
+        requests: each to another backend; a row is in some of them.
         needed: (T,) on the CPU: how many answers each row must have.
         timeout: seconds from now; None: as long as it takes.
         timeout_after: seconds from when every row has the answers that it needs; None: no other limit.
@@ -170,28 +170,28 @@ def ask(
         ValueError, TypeError: a pool does not take such tensors: the caller's mistake and not the backend's. Nothing is
             left under way then, nor when the wait is interrupted.
     """
-    answers = Answers(calls, len(needed))
+    answers = Answers(requests, len(needed))
     deadline = deadline_after(timeout)
     arrivals = Arrivals(timeout is not None or timeout_after is not None)
     sent: dict[int, float] = {}
     try:
-        for place, call in enumerate(calls):
-            call.to.counts.add("requests", rows=len(call.tokens))
+        for place, request in enumerate(requests):
+            request.to.counts.add("requests", rows=len(request.tokens))
             sent[place] = time.perf_counter()
             try:
-                arrivals.send(place, call, deadline)
+                arrivals.send(place, request, deadline)
             except (ValueError, TypeError):
                 raise
             except Exception as error:  # full, closed, or gone
                 del sent[place]
-                call.to.counts.add("failed")
+                request.to.counts.add("failed")
                 answers.fail(place, error.with_traceback(None))  # which holds this frame, with all tensors
         arrivals.help(deadline)
         collect(answers, arrivals, sent, needed, deadline, timeout_after, acceptable)
     finally:
         arrivals.close()
         for place in sent:
-            calls[place].to.counts.add("given_up")
+            requests[place].to.counts.add("given_up")
     for place, begin in sent.items():
         answers.fail(place, GivenUp(f"no answer within {time.perf_counter() - begin:.3g} s"))
     return answers
@@ -220,26 +220,26 @@ def collect(
         except queue.Empty:
             if seconds_left(deadline) == 0:
                 return
-            for call in [answers.calls[place] for place in sent]:
-                if not call.to.pool.served:
-                    call.member.log.idle(call.to.pool.name)
+            for request in [answers.requests[place] for place in sent]:
+                if not request.to.pool.served:
+                    request.member.log.idle(request.to.pool.name)
             continue
-        call = answers.calls[place]
+        request = answers.requests[place]
         begin = sent[place]
         why = why_not(ended)
         if why is None:
             assert not isinstance(ended, BaseException)
             result = tuple(ended.result())
             if acceptable(result):
-                call.to.counts.add("answered", latency=when - begin)
+                request.to.counts.add("answered", latency=when - begin)
                 answers.add(place, result)
             else:
-                call.to.counts.add("anomalous")
+                request.to.counts.add("anomalous")
                 answers.fail(place, AnomalyError("the answer holds NaN or infinity"))
         elif isinstance(why, TimeoutError) and seconds_left(deadline) == 0:
             return  # the pool has given it up, as we are about to
         else:
-            call.to.counts.add("failed")
+            request.to.counts.add("failed")
             answers.fail(place, why)
         del sent[place]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,19 +13,22 @@ from torch._compile import _disable_dynamo
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.reference.checks import FLOATING
 from pymoe.reference.types import Gate, RouterLosses
-from pymoe.runtime.arguments import Arguments, under_autocast
+from pymoe.runtime.arguments import Arguments
 from pymoe.runtime.backend import ExpertBackend
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 from pymoe.runtime.gradients import all_finite
-from pymoe.runtime.mixture.asked import Answered, Asked, AskedNode, Rules
 from pymoe.runtime.mixture.choice import Choice, choose, gather_rows, mix, weigh
 from pymoe.runtime.mixture.counts import BackendStats
 from pymoe.runtime.mixture.errors import TooFewAnswersError
-from pymoe.runtime.mixture.fan_out import Answers, Call
+from pymoe.runtime.mixture.fallback import Fallback, check_fallback, fall_back
+from pymoe.runtime.mixture.fan_out import ExpertRequest
 from pymoe.runtime.mixture.gate import SlotGate
-from pymoe.runtime.mixture.options import check_options, check_schemas
+from pymoe.runtime.mixture.node import ExpertsNode, ForwardRecord
+from pymoe.runtime.mixture.options import NAME, check_options, check_schemas
+from pymoe.runtime.mixture.rules import Rules
 from pymoe.runtime.mixture.slots import Slots
-from pymoe.runtime.nested import nested_compare, nested_flatten, nested_pack
+from pymoe.runtime.mixture.used import UsedAnswer, use_answers
+from pymoe.runtime.nested import nested_pack
 from pymoe.runtime.schema import tensor_protos
 
 
@@ -106,7 +109,7 @@ class MixtureOfExpertBackends(nn.Module):
         backward_timeout: float | None = None,
         detect_anomalies: bool = False,
         on_too_few: str = "raise",
-        fallback: str | Callable[..., Any] = "zeros",
+        fallback: Fallback = "zeros",
         aux_loss_coef: float = 0.0,
         z_loss_coef: float = 0.0,
     ) -> None:
@@ -127,11 +130,8 @@ class MixtureOfExpertBackends(nn.Module):
         self._output_protos = tensor_protos(self._schemas[1])
         first = tensor_protos(self._schemas[0])[0]
         self.gate = self._default_gate(first) if gate is None else gate
-        if not callable(fallback) and fallback not in ("zeros", "input"):
-            raise ValueError(f"{self._name}: fallback must be 'zeros', 'input' or a callable, got {fallback!r}")
+        check_fallback(fallback, first, self._output_protos)
         self.fallback = fallback
-        if fallback == "input" and self._output_protos != (first.replace(device=self._output_protos[0].device),):
-            raise ValueError(f"{self._name}: fallback='input' needs one output like the first tensor, {first!r}")
         self.losses = AuxiliaryLosses(aux_loss_coef, z_loss_coef)
         self.router_losses: RouterLosses | None = None
         self._dummy = torch.empty(0, requires_grad=True, device="cpu")
@@ -139,7 +139,7 @@ class MixtureOfExpertBackends(nn.Module):
         for backend in backends:
             self._take_in(backend, None)
 
-    _name = "MixtureOfExpertBackends"
+    _name = NAME
 
     def _default_gate(self, first: BatchTensorProto) -> SlotGate:
         if first.dtype not in FLOATING:
@@ -229,7 +229,8 @@ class MixtureOfExpertBackends(nn.Module):
             trains = any(member.backend.trains for member in members)
             outputs, few_T = self._ask(inputs, choose(logits, members, self.top_k), trains)
         if bool(few_T.any()) and self.fallback != "zeros":
-            outputs = self._fall_back(outputs, inputs, args, kwargs, few_T)
+            schema, protos = self._schemas[1], self._output_protos
+            outputs = fall_back(self.fallback, outputs, inputs, (args, kwargs), schema, protos, few_T)
         return nested_pack(outputs, self._schemas[1])
 
     def _logits(self, x: Tensor, rows: int) -> Tensor:
@@ -248,46 +249,23 @@ class MixtureOfExpertBackends(nn.Module):
     def _ask(self, inputs: list[Tensor], choice: Choice, trains: bool) -> tuple[list[Tensor], Tensor]:
         """The mixed outputs, and which rows had too few answers (on the CPU)."""
         gathered = [gather_rows(x, choice.routing) for x in inputs]
-        calls = [
-            Call(group, group.member.forward, [x[group.begin : group.end].detach() for x in gathered], group.tokens)
+        requests = [
+            ExpertRequest(
+                group, group.member.forward, [x[group.begin : group.end].detach() for x in gathered], group.tokens
+            )
             for group in choice.groups
         ]
         needed_T = torch.full((len(inputs[0]),), self.rules.k_min, device="cpu")
-        answers, few_T = self.rules.ask(self._name, calls, needed_T)
-        answered, outputs, came_TK = self._used(choice, answers, few_T, gathered[0])
-        outputs = self._attach(outputs, answered, gathered, len(few_T), trains)
+        answers, few_T = self.rules.answers_of(self._name, requests, needed_T)
+        used, outputs, came_TK = use_answers(choice, answers, few_T, self._output_protos, gathered[0].device)
+        outputs = self._attach(outputs, used, gathered, len(few_T), trains)
         weights_TK = self._carry_losses(weigh(choice.chosen_TK, came_TK), choice)
         return [mix(y, choice.routing, weights_TK) for y in outputs], few_T
-
-    def _used(
-        self, choice: Choice, answers: Answers, few_T: Tensor, like: Tensor
-    ) -> tuple[tuple[Answered, ...], tuple[Tensor, ...], Tensor]:
-        """The answers that are used, the gathered rows of their outputs, and which choices have one."""
-        slots, device = len(choice.routing.token), like.device
-        some_fall_back = bool(few_T.any())
-        outputs = tuple(proto.make_empty(slots, device=device, requires_grad=False) for proto in self._output_protos)
-        there = torch.zeros(slots, dtype=torch.bool, device="cpu")
-        answered = []
-        for group, result in zip(choice.groups, answers.results, strict=True):
-            if result is None:
-                continue
-            kept, tokens = None, group.tokens
-            if some_fall_back:
-                kept = (~few_T[tokens]).nonzero().flatten()
-                tokens = tokens[kept]
-            one = Answered(group, kept, tokens)
-            if len(tokens):
-                answered.append(one)
-            there[group.begin : group.end] = ~few_T[group.tokens]
-            for gathered, rows in zip(outputs, result, strict=True):
-                one.put(gathered, rows if kept is None else rows[kept.to(rows.device)])
-        came_TK = there.to(device)[choice.routing.slot.long()]
-        return tuple(answered), outputs, came_TK
 
     def _attach(
         self,
         outputs: tuple[Tensor, ...],
-        answered: tuple[Answered, ...],
+        used: tuple[UsedAnswer, ...],
         inputs: Sequence[Tensor],
         rows: int,
         trains: bool,
@@ -295,8 +273,8 @@ class MixtureOfExpertBackends(nn.Module):
         """The outputs as a part of the caller's graph, where it records one."""
         if not (torch.is_grad_enabled() and (trains or any(x.requires_grad for x in inputs))):
             return outputs
-        asked = Asked(self._name, self.rules, answered, rows, self._output_protos)
-        attached: tuple[Tensor, ...] = AskedNode.apply(self._dummy, asked, outputs, *inputs)
+        record = ForwardRecord(self._name, self.rules, used, rows, self._output_protos)
+        attached: tuple[Tensor, ...] = ExpertsNode.apply(self._dummy, record, outputs, *inputs)
         return attached
 
     def _carry_losses(self, weights_TK: Tensor, choice: Choice) -> Tensor:
@@ -305,30 +283,6 @@ class MixtureOfExpertBackends(nn.Module):
         gate = Gate(weights_TK, choice.routing.slot, choice.load)  # of the choices nothing but their load matters here
         weights_TK, self.router_losses = self.losses(gate, choice.logits_TL)
         return weights_TK
-
-    def _fall_back(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], args: Any, kwargs: Any, few_T: Tensor
-    ) -> list[Tensor]:
-        rows = few_T.nonzero().flatten().to(inputs[0].device)
-        if self.fallback == "input":
-            flat: Sequence[Any] = [inputs[0][rows]]
-        else:
-            assert callable(self.fallback)
-            leaves = iter([x[rows] for x in inputs])
-            own_args, own_kwargs = nested_pack(
-                [next(leaves) if isinstance(leaf, Tensor) else leaf for leaf in nested_flatten((args, kwargs))],
-                (args, kwargs),
-            )
-            result = self.fallback(*own_args, **own_kwargs)
-            if not nested_compare(result, self._schemas[1]):
-                raise ValueError(f"{self._name}: the fallback must return {self._schemas[1]!r}, got {result!r}")
-            flat = nested_flatten(result)
-        flat = [under_autocast(one, proto) for one, proto in zip(flat, self._output_protos, strict=True)]
-        for proto, one in zip(self._output_protos, flat, strict=True):
-            proto.replace(device=None).check(one, f"{self._name}: what the fallback returns")
-            if len(one) != len(rows):
-                raise ValueError(f"{self._name}: the fallback must return {len(rows)} rows, got {len(one)}")
-        return [output.index_copy(0, rows, one) for output, one in zip(outputs, flat, strict=True)]
 
     # --- as a module ---
 
