@@ -340,6 +340,9 @@ def test_wrong_options_are_named() -> None:
         ({"max_experts": 1}, ValueError, "max_experts"),
         ({"forward_timeout": -1.0}, ValueError, "forward_timeout"),
         ({"backward_timeout": "1"}, TypeError, "backward_timeout"),
+        ({"rest_after": 0}, ValueError, "rest_after"),
+        ({"rest": -1.0}, ValueError, "rest"),
+        ({"rest": None}, TypeError, "rest_after=None"),
         ({"on_too_few": "ignore"}, ValueError, "on_too_few"),
         ({"fallback": "no"}, ValueError, "fallback"),
     ):

@@ -56,7 +56,7 @@ def test_minus_infinity_of_the_gate_is_no_anomaly() -> None:
 def test_a_hung_backend_with_a_full_queue_takes_no_threads() -> None:
     stuck = Stuck()
     backends = scaled(None, stuck, capacity=1, max_batch_size=1)
-    moe = mixture(backends, gate=Logits([0.0, 5.0]), forward_timeout=None, timeout_after_k_min=0.0)
+    moe = mixture(backends, gate=Logits([0.0, 5.0]), forward_timeout=None, timeout_after_k_min=0.0, rest_after=None)
     pool = backends[1].forward_pool
     with Runtime(backends, num_workers=2):
         pool.submit_task(ONES[:1])

@@ -193,6 +193,7 @@ def gather_answers(
         for place in sent:
             requests[place].to.counts.add("given_up")
     for place, begin in sent.items():
+        requests[place].member.rest.given_up()
         answers.fail(place, GivenUp(f"no answer within {time.perf_counter() - begin:.3g} s"))
     return answers
 
@@ -241,6 +242,7 @@ def collect(
         else:
             request.to.counts.add("failed")
             answers.fail(place, why)
+        request.member.rest.answered()
         del sent[place]
 
 

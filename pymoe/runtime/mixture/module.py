@@ -25,6 +25,7 @@ from pymoe.runtime.mixture.fan_out import ExpertRequest
 from pymoe.runtime.mixture.gate import SlotGate
 from pymoe.runtime.mixture.node import ExpertsNode, ForwardRecord
 from pymoe.runtime.mixture.options import NAME, check_options, check_schemas
+from pymoe.runtime.mixture.rest import awake
 from pymoe.runtime.mixture.rules import Rules
 from pymoe.runtime.mixture.slots import Slots
 from pymoe.runtime.mixture.used import UsedAnswer, use_answers
@@ -49,6 +50,10 @@ class MixtureOfExpertBackends(nn.Module):
     keeps a worker of its runtime: there must be more (``num_workers``) than experts that hang. The backward pass asks
     those whose answers were used, all at once; gradients that do not come are zero. A backward request that has begun
     and is not waited for updates its expert all the same. Of wrong arguments no expert hears: they raise.
+
+    A backend that has not answered ``rest_after`` requests in a row in time is not chosen for ``rest`` seconds; if it
+    does not answer then, for twice as long, and so on up to 64 times ``rest``. Rows choose among the others meanwhile,
+    as long as there are ``k_min``; if not, nobody rests. An answer in time ends it, and so does an error.
 
     **Slots.** The gate has ``max_experts`` columns, whatever happens. A backend takes one of them; the others are never
     chosen. Backends may be added, removed and replaced at any time, from any thread: calls that are under way go on
@@ -76,6 +81,8 @@ class MixtureOfExpertBackends(nn.Module):
         timeout_after_k_min: seconds, in both passes; None: no limit but ``forward_timeout`` and ``backward_timeout``.
         backward_k_min: gradients that each row needs, of the answers that it used; 0: none.
         backward_timeout: seconds; None: as long as it takes.
+        rest_after: requests in a row, of both passes; None: no backend ever rests.
+        rest: seconds.
         detect_anomalies: answers and gradients with NaN or infinity count as if they had not come, and such values
             among the inputs, the gate's logits (but minus infinity), or the gradients that reach the mixture, raise
             ValueError. Without it, they pass.
@@ -107,6 +114,8 @@ class MixtureOfExpertBackends(nn.Module):
         timeout_after_k_min: float | None = 1.0,
         backward_k_min: int = 1,
         backward_timeout: float | None = None,
+        rest_after: int | None = 10,
+        rest: float = 1.0,
         detect_anomalies: bool = False,
         on_too_few: str = "raise",
         fallback: Fallback = "zeros",
@@ -117,7 +126,8 @@ class MixtureOfExpertBackends(nn.Module):
         backends = list(backends)
         max_experts = check_options(
             backends, top_k, max_experts, k_min, backward_k_min, on_too_few,
-            forward_timeout=forward_timeout, timeout_after_k_min=timeout_after_k_min, backward_timeout=backward_timeout,
+            rest_after, rest=rest, forward_timeout=forward_timeout, timeout_after_k_min=timeout_after_k_min,
+            backward_timeout=backward_timeout,
         )  # fmt: skip
         self.top_k = top_k
         self.max_experts = max_experts
@@ -125,6 +135,7 @@ class MixtureOfExpertBackends(nn.Module):
             k_min, backward_k_min, forward_timeout, timeout_after_k_min, backward_timeout, detect_anomalies,
             on_too_few == "raise",
         )  # fmt: skip
+        self.rest_after, self.rest = rest_after, rest
         self._schemas = check_schemas(backends[0])
         self._arguments = Arguments(self._name, self._schemas[0])
         self._output_protos = tensor_protos(self._schemas[1])
@@ -217,7 +228,7 @@ class MixtureOfExpertBackends(nn.Module):
         rows = self._arguments.check_tensors(inputs)
         if self.rules.detect_anomalies and not all_finite([x for x in inputs if x.is_floating_point()]):
             raise ValueError(f"{self._name}: an input holds NaN or infinity")
-        members = self._slots.members
+        members = awake(self._slots.members, self.rest_after, self.rest, self.rules.k_min)
         logits = self._logits(inputs[0], rows)
         if not members:
             few_T = torch.ones(rows, dtype=torch.bool, device="cpu")

@@ -21,6 +21,9 @@ def check_options(
     k_min: int,
     backward_k_min: int,
     on_too_few: str,
+    rest_after: int | None,
+    *,
+    rest: float,
     **timeouts: float | None,
 ) -> int:
     """Raises ValueError or TypeError; returns how many slots there are."""
@@ -33,7 +36,11 @@ def check_options(
     checks.integer(NAME, "k_min", k_min, 1, top_k, f"in 1..top_k ({top_k})")
     checks.integer(NAME, "backward_k_min", backward_k_min, 0, top_k, f"in 0..top_k ({top_k})")
     checks.choice(NAME, "on_too_few", on_too_few, ("raise", "fallback"))
-    for name, seconds in timeouts.items():
+    if rest_after is not None:
+        checks.integer(NAME, "rest_after", rest_after, 1, None, "at least 1, or None")
+    if rest is None:
+        raise TypeError(f"{NAME}: rest must be a number of seconds; rest_after=None is how nobody rests")
+    for name, seconds in {"rest": rest, **timeouts}.items():
         if seconds is None:
             continue
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from pymoe.runtime.backend import ExpertBackend
 from pymoe.runtime.mixture.counts import BackendStats, Log, PassCounts
+from pymoe.runtime.mixture.rest import Rest
 from pymoe.runtime.task_pool import TaskPool
 
 
@@ -31,6 +32,7 @@ class Member:
         self.forward = Pass("forward", pools[0], PassCounts())
         self.backward = Pass("backward", pools[1], PassCounts())
         self.log = Log(self.name)
+        self.rest = Rest()
 
     def stats(self) -> BackendStats:
         return BackendStats(self.name, self.slot, self.forward.counts.read(), self.backward.counts.read())
