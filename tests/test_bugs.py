@@ -5,6 +5,7 @@ import ctypes
 import gc
 import pathlib
 import threading
+import time
 import weakref
 
 import pytest
@@ -232,3 +233,40 @@ def test_a_pipe_forgets_the_schedules_of_former_steps():
     del schedule
     gc.collect()
     assert sum(schedule() is not None for schedule in schedules) <= 100
+
+
+def test_a_mixture_in_several_stages_keeps_the_scale_of_its_auxiliary_losses(monkeypatch):
+    """Two stages that had the same mixture set its scale for their micro-batches at the same time: gradients were off
+    by a tenth, and the scale stayed what one of them had put there, less from step to step until it was 0.
+    """
+    monkeypatch.setattr(pymoe.pipe.workers, "PATIENCE", -1.0)  # on threads, however short
+    monkeypatch.setattr(pymoe.pipe.workers, "LOST", -1.0)
+    torch.manual_seed(0)
+    inside, most = [], []
+
+    class Together(torch.nn.Module):
+        """Leaves others time to come."""
+
+        def __init__(self):
+            super().__init__()
+            self.mixture = pymoe.nn.MoE(4, 8, 2, 1, aux_loss_coef=1.0)
+
+        def forward(self, x):
+            inside.append(1)
+            time.sleep(0.01)
+            y = self.mixture(x)
+            most.append(len(inside))
+            inside.pop()
+            return y
+
+    layer = Together()
+    model = torch.nn.Sequential(layer, torch.nn.Linear(4, 4), layer)
+    x = torch.randn(8, 4)
+    found = []
+    for balance in ([3], [1, 1, 1], [1, 1, 1]):
+        model.zero_grad()
+        pymoe.Pipe(model, chunks=4, checkpoint="never", balance=balance).step(x, loss_fn=torch.sum)
+        found.append(layer.mixture.router.weight.grad)
+        assert layer.mixture.losses.scale == 1.0
+    torch.testing.assert_close(found[1:], found[:1] * 2)
+    assert max(most) == 1

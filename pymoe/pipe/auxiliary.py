@@ -13,9 +13,14 @@ from torch import nn
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.pipe.context import micro_batch
 
-__all__ = ["with_auxiliary_losses"]
+__all__ = ["is_weighted", "with_auxiliary_losses"]
 
 Function = Callable[..., Sequence[Any]]
+
+
+def is_weighted(layer: nn.Module) -> bool:
+    """Whether :func:`with_auxiliary_losses` writes to the layer while it runs."""
+    return isinstance(layer, AuxiliaryLosses)
 
 
 def with_auxiliary_losses(function: Function, module: nn.Module) -> Function:

@@ -13,6 +13,7 @@ from pymoe.pipe.auxiliary import with_auxiliary_losses
 from pymoe.pipe.skip import SkipRoute, skip_routes, tracking, verify_skippables
 from pymoe.pipe.skip.tracker import Key
 from pymoe.pipe.stages import INPUT, Pipeline, Source, Stage
+from pymoe.pipe.turns import taking_turns
 
 __all__ = ["cut", "sequential_pipeline"]
 
@@ -66,21 +67,15 @@ def sequential_pipeline(
             sends[route.stash].append(route)
             for pop in elsewhere:
                 takes[pop].append((route.key, Source(route.stash, len(sends[route.stash]))))
-    stages = []
+    functions = []
     for number, part in enumerate(parts):
+        taken, sent = [key for key, _ in takes[number]], [route.key for route in sends[number]]
+        functions.append(with_auxiliary_losses(_Layers(part, taken, sent, routes, number), part))
+    stages = []
+    for number, function in enumerate(taking_turns(functions, parts)):
         before = Source(number - 1, 0) if number else Source(INPUT, 0)
-        function = _Layers(
-            part, [key for key, _ in takes[number]], [route.key for route in sends[number]], routes, number
-        )
-        stages.append(
-            Stage(
-                with_auxiliary_losses(function, part),
-                (before, *[source for _, source in takes[number]]),
-                1 + len(sends[number]),
-                (part,),
-                devices[number],
-            )
-        )
+        inputs = (before, *[source for _, source in takes[number]])
+        stages.append(Stage(function, inputs, 1 + len(sends[number]), (parts[number],), devices[number]))
     return Pipeline(tuple(stages), 1, (Source(len(parts) - 1, 0),))
 
 
