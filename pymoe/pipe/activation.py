@@ -16,7 +16,8 @@ from pymoe.pipe.leaf_sums import LeafSums
 from pymoe.pipe.split_backward import SplitBackward
 from pymoe.pipe.stages import Stage
 from pymoe.pipe.values import Crossing, Entrance, Sent, arrive, enter, pack, unpack
-from pymoe.runtime.parallel.isolated import differentiate, edge_of, find_leaves
+from pymoe.runtime.parallel.compiled import are_compiled
+from pymoe.runtime.parallel.isolated import differentiate, edge_of, find_leaves_and_nodes
 from pymoe.runtime.parallel.random_streams import Stream, with_stream
 from pymoe.runtime.parallel.state import ThreadState, in_state
 
@@ -79,7 +80,7 @@ class Activation:
         """Both parts of the backward; the gradients of leaves go to ``sums``. ``keep``: there will be another."""
         graph = self._graph or self._repeat()
         edges, leaves = graph.entrance.edges, graph.leaves
-        run = functools.partial(differentiate, keep=keep)
+        run = functools.partial(differentiate, keep=keep or not graph.is_compiled)
         found = with_stream(graph.stream, run, graph.roots, self._grads, edges, leaves, graph.entrance.node)
         graph.entrance.hand_on(found)
         sums.add(leaves, found[len(edges) :])
@@ -128,16 +129,16 @@ class Activation:
         outputs = self._call(stream, micro_batch, entrance.values)
         entrance.close()
         roots: list[GradientEdge | None] = []
-
-        def cross(tensor: torch.Tensor) -> Crossing:
-            if not tensor.requires_grad:
-                roots.append(None)
-                return Crossing(tensor)
-            roots.append(edge_of(tensor) if tensor.grad_fn is not None else get_gradient_edge(tensor))
-            return Crossing(tensor.detach(), self, len(roots) - 1)
-
+        cross = functools.partial(self._cross, roots)
         packed = [pack(output, cross) for output in outputs]
         return _Graph(entrance, roots, stream), packed
+
+    def _cross(self, roots: list[GradientEdge | None], tensor: torch.Tensor) -> Crossing:
+        if not tensor.requires_grad:
+            roots.append(None)
+            return Crossing(tensor)
+        roots.append(edge_of(tensor) if tensor.grad_fn is not None else get_gradient_edge(tensor))
+        return Crossing(tensor.detach(), self, len(roots) - 1)
 
     def _repeat(self) -> _Graph:
         recipe = self._recipe
@@ -155,10 +156,11 @@ class Activation:
 class _Graph:
     """The graph of one pass through a stage: where it begins and ends, and the leaves that it has reached."""
 
-    __slots__ = ("entrance", "leaves", "roots", "stream")
+    __slots__ = ("entrance", "is_compiled", "leaves", "roots", "stream")
 
     def __init__(self, entrance: Entrance, roots: list[GradientEdge | None], stream: Stream) -> None:
         self.entrance = entrance
         self.roots = roots
         self.stream = stream  # going on where the forward has left it
-        self.leaves = find_leaves([root.node for root in roots if root is not None], entrance.node)
+        self.leaves, nodes = find_leaves_and_nodes([root.node for root in roots if root is not None], entrance.node)
+        self.is_compiled = are_compiled(nodes)  # and must not be kept

@@ -151,20 +151,29 @@ def memory_of(tensor: torch.Tensor) -> int:
 def enter(sent: Sequence[Sent], device: torch.device | None) -> Entrance:
     """The values for a stage's function; tensors that need gradients as aliases on ``device``."""
     entrance = Entrance()
-    rows = [list(value.leaves) for value in sent]
+    values = entrance.values
+    nested: list[tuple[int, list[Any], Any]] = []  # a place among the values, and what will be there
     places: list[tuple[list[Any], int]] = []
     sources: list[torch.Tensor] = []
-    for row in rows:
-        for position, leaf in enumerate(row):
-            if type(leaf) is not Crossing:
-                continue
-            row[position] = tensor = arrive(leaf, device)
-            if leaf.origin is not None:
-                places.append((row, position))
-                sources.append(tensor)
-                entrance.origins.append((leaf.origin, leaf.number, leaf.tensor.device))
+    for value in sent:
+        row = values
+        if value.structure is not None:
+            row = []
+            nested.append((len(values), row, value.structure))
+            values.append(None)
+        for leaf in value.leaves:
+            if type(leaf) is Crossing:
+                tensor = arrive(leaf, device)
+                if leaf.origin is not None:
+                    places.append((row, len(row)))
+                    sources.append(tensor)
+                    entrance.origins.append((leaf.origin, leaf.number, leaf.tensor.device))
+                row.append(tensor)
+            else:
+                row.append(leaf)
     if sources:
         for (row, position), alias in zip(places, entrance.begin(sources), strict=True):
             row[position] = alias
-    entrance.values = [unpack(row, value.structure) for row, value in zip(rows, sent, strict=True)]
+    for position, row, structure in nested:
+        values[position] = unpack(row, structure)
     return entrance

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.autograd.graph import Node
 
-__all__ = ["has_compiled_nodes"]
+__all__ = ["are_compiled", "has_compiled_nodes"]
 
 _FUNCTION, _NODE = "CompiledFunction", "CompiledFunctionBackward"  # torch.compile makes such a class for each graph
 
@@ -28,6 +28,11 @@ def _anything_is_compiled() -> bool:
         _found = any([cls.__name__ == _FUNCTION for cls in classes])
         _latest = weakref.ref(classes[-1])
     return _found
+
+
+def are_compiled(nodes: Iterable[Node | None]) -> bool:
+    """Whether one of the nodes is of ``torch.compile``: for who has all nodes of a graph at hand."""
+    return any([kind.__name__ == _NODE for kind in {type(node) for node in nodes}])
 
 
 def has_compiled_nodes(nodes: Iterable[Node], entry: Node | None) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -365,6 +365,13 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge:
 
 def find_leaves(nodes: Sequence[Node], entry: Node | None) -> list[torch.Tensor]:
     """The tensors into which a backward pass from ``nodes`` would accumulate, in an order that the graph decides."""
+    return find_leaves_and_nodes(nodes, entry)[0]
+
+
+def find_leaves_and_nodes(
+    nodes: Sequence[Node], entry: Node | None
+) -> tuple[list[torch.Tensor], Collection[Node | None]]:
+    """The same, and all nodes of the graph; ``entry`` and None are among them, and nothing behind ``entry`` is."""
     leaves: list[torch.Tensor] = []
     seen: set[Node | None] = {None, entry}
     stack: list[Any] = [*reversed(nodes)]
@@ -378,7 +385,7 @@ def find_leaves(nodes: Sequence[Node], entry: Node | None) -> list[torch.Tensor]
             stack += [after for after, _ in reversed(following) if after not in seen]
         elif (variable := getattr(node, "variable", None)) is not None:
             leaves.append(variable)
-    return leaves
+    return leaves, seen
 
 
 def as_tuple(outputs: Any) -> tuple[Any, ...]:
