@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import pymoe
+from pymoe.runtime.parallel.leaf_hooks import keep_hooks_outside, within_call
 
 
 def test_router_losses_of_a_load_whose_sum_passes_64_bits():
@@ -270,3 +271,25 @@ def test_a_mixture_in_several_stages_keeps_the_scale_of_its_auxiliary_losses(mon
         assert layer.mixture.losses.scale == 1.0
     torch.testing.assert_close(found[1:], found[:1] * 2)
     assert max(most) == 1
+
+
+def test_hooks_of_leaves_on_other_devices_stay_out_of_calls():
+    """The hook of a parameter on a GPU ran for every micro-batch, and again for their sum: it was kept out by a mark on
+    the thread that had asked for the backward pass, but autograd runs a device's nodes on a thread of its own. Here a
+    thread plays the device's, with tensors that are not on the host.
+    """
+    leaf = torch.ones(2, device="meta", requires_grad=True)
+    seen = []
+    leaf.register_hook(lambda grad: seen.append("hook"))
+    keep_hooks_outside(leaf)
+
+    def elsewhere():
+        thread = threading.Thread(target=lambda: torch.autograd.grad((leaf * 2).sum(), leaf))
+        thread.start()
+        thread.join()
+
+    with within_call(None):
+        elsewhere()
+    assert seen == []
+    elsewhere()
+    assert seen == ["hook"]

@@ -17,7 +17,6 @@ gradients go through the aliases to the caller's tensors, as they do in a backwa
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils import _pytree
 
 from pymoe.runtime.parallel.compiled import has_compiled_nodes
+from pymoe.runtime.parallel.leaf_hooks import entry_of_this_thread, keep_hooks_outside, within_call
 
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
@@ -41,16 +41,6 @@ def graphs_are_made() -> bool:
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
-class _Running(threading.local):
-    """On a thread that differentiates a call: the entry of its graph."""
-
-    entry: Any = None
-
-
-_running = _Running()
-_NONE = object()  # the entry of a graph that has none
-
-
 class _Entry(torch.autograd.Function):
     """Makes the aliases. Being no leaves, they may be written to like any result."""
 
@@ -61,27 +51,9 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if ctx is _running.entry:  # the aliases have their gradients, and the caller's graph is not the call's
+        if ctx is entry_of_this_thread():  # the aliases have their gradients, and the caller's graph is not the call's
             return (None,) * len(grads)
         return None, *grads[1:]
-
-
-class _OutsideCalls:
-    """A hook of a leaf. It is for the sum of all calls' gradients, not for that of each call."""
-
-    def __init__(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-        self.hook = hook
-
-    def __call__(self, grad: torch.Tensor) -> torch.Tensor | None:
-        return self.hook(grad) if _running.entry is None else None
-
-
-def keep_hooks_outside(leaf: torch.Tensor) -> None:
-    """Autograd runs a leaf's hooks where its gradient is asked for, too, and would come to them twice."""
-    hooks: Any = leaf._backward_hooks
-    for key, hook in list(hooks.items()) if hooks else ():
-        if type(hook) is not _OutsideCalls and key in hooks:
-            hooks[key] = _OutsideCalls(hook)
 
 
 def apply_directly(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -251,11 +223,8 @@ def differentiate(
     for leaf in leaves:
         keep_hooks_outside(leaf)
     keep = keep or not has_compiled_nodes([start.node for start in starts], entry)
-    before, _running.entry = _running.entry, entry or _NONE
-    try:
+    with within_call(entry):
         return _run_backward(starts, values, keep, False, (*inputs, *leaves), True, accumulate_grad=False)  # type: ignore[call-arg]
-    finally:
-        _running.entry = before
 
 
 def isolate(
