@@ -138,8 +138,8 @@ class Pipe(nn.Module):
             target: cut like the inputs; None: ``loss_fn`` takes the output alone.
             loss_fn: ``loss_fn(output, target)`` of a micro-batch, a tensor with one element. It runs in the last stage;
                 a module's parameters get gradients, too. None: the model's output is the loss.
-            schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved-1f1b"``, ``"zero-bubble"`` or any registered name, or a
-                :class:`pymoe.pipe.schedules.Schedule` of as many stages and micro-batches.
+            schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved-1f1b"``, ``"zero-bubble"``, ``"zero-bubble-greedy"``, any
+                other registered name, or a :class:`pymoe.pipe.schedules.Schedule` of as many stages and micro-batches.
             chunks: other than the pipe's own.
             reduction: what ``loss_fn`` does with rows: ``"mean"`` or ``"sum"``.
 

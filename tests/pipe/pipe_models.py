@@ -10,7 +10,7 @@ from pymoe.pipe.schedules import build
 from pymoe.pipe.skip import pop, skippable, stash
 from pymoe.runtime.parallel import random_streams
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zero-bubble-greedy")
 CHECKPOINT = ("never", "except_last", "always")
 WIDTH = 5
 

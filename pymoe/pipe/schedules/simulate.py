@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 from pymoe.pipe.schedules.action import Action, Kind
+from pymoe.pipe.schedules.overtaking import simulate_overtaking
 from pymoe.pipe.schedules.record import Record, Span
 from pymoe.pipe.schedules.schedule import Schedule
-from pymoe.pipe.schedules.validate import run
+from pymoe.pipe.schedules.validate import run, validate
 
 Duration = float | Sequence[float]
 
@@ -46,7 +47,8 @@ class Times:
 
 
 def simulate(schedule: Schedule, times: Callable[[Action], float] | None = None, communication: float = 0.0) -> Record:
-    """Start and end of every action when every worker keeps its order and starts each action as soon as it can.
+    """Start and end of every action when every worker keeps its order and starts each action as soon as it can; or,
+    where the schedule has actions that overtake, when it runs these instead of waiting.
 
     ``times`` gives an action's duration: :class:`Times` (the default: 1 for forward, backward of inputs and backward of
     weights), or any function of the action. What another worker has to send arrives ``communication`` after its end and
@@ -56,6 +58,10 @@ def simulate(schedule: Schedule, times: Callable[[Action], float] | None = None,
     times = Times() if times is None else times
     if not communication >= 0:
         raise ValueError(f"communication must take 0 or longer, got {communication}")
+    time_of = _checked(times)
+    if schedule.overtakes:
+        validate(schedule)
+        return simulate_overtaking(schedule, time_of, communication)
     ends: dict[Action, float] = {}
     free = [0.0] * schedule.workers
     spans: list[list[Span]] = [[] for _ in free]
@@ -66,12 +72,19 @@ def simulate(schedule: Schedule, times: Callable[[Action], float] | None = None,
             if schedule.placement[needed.stage] != worker:
                 arrives += communication
             start = max(start, arrives)
+        free[worker] = ends[action] = start + time_of(action)
+        spans[worker].append(Span(action, start, ends[action]))
+    return Record(schedule.name, schedule.placement, tuple(map(tuple, spans)))
+
+
+def _checked(times: Callable[[Action], float]) -> Callable[[Action], float]:
+    def checked(action: Action) -> float:
         duration = times(action)
         if not duration >= 0:
             raise ValueError(f"action {action} must take 0 or longer, got {duration}")
-        free[worker] = ends[action] = start + duration
-        spans[worker].append(Span(action, start, ends[action]))
-    return Record(schedule.name, schedule.placement, tuple(map(tuple, spans)))
+        return duration
+
+    return checked
 
 
 def _of(duration: Duration, stage: int) -> float:
