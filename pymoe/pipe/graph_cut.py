@@ -31,7 +31,7 @@ class GraphCut(NamedTuple):
     """A graph in two parts."""
 
     input_side: list[Node]
-    """In an order in which each comes after those that it leads to."""
+    """But for the inputs."""
     put_off: list[PutOff]
     late_roots: list[bool]
     """For every root: does it wait for part two, whole?"""
@@ -53,68 +53,77 @@ def cut_graph(
         leaves: for the id of every tensor whose gradient is wanted, its number.
         can_put_off: whether a node can compute its gradients for these edges by themselves, without the others.
     """
-    edges: dict[Node, list[tuple[int, Node]]] = {}
-    leads: dict[Node, bool] = dict.fromkeys(inputs, True)  # to an input?
-    side: dict[Node, int] = {}  # nodes of weight sides -> what they hang together with
-    together: list[int] = []  # each points to a smaller one, or to itself
-    leaf_sides = [-1] * len(leaves)  # in no weight side
-    input_side: list[Node] = []
-
-    def find(number: int) -> int:
-        while together[number] != number:
-            together[number] = number = together[together[number]]
-        return number
-
-    stack = list(roots[::-1])
+    behind = set(inputs)
+    parents: dict[Node, list[tuple[Node, int]]] = {}  # of every node but the roots: whose edges lead to it, and which
+    leaf_nodes: dict[Node, int] = {}
+    seen = set(roots) - behind
+    stack = list(seen)
     while stack:
-        node = stack[-1]
-        if node in leads:
-            stack.pop()
-            continue
-        following = edges.get(node)
-        if following is None:
-            following = [(place, after) for place, (after, _) in enumerate(node.next_functions) if after is not None]
-            edges[node] = following
-            ahead = [after for _, after in following if after not in leads]
-            if ahead:
-                stack.extend(ahead[::-1])
+        node = stack.pop()
+        following = node.next_functions
+        for place, (after, _) in enumerate(following):
+            if after is None:
                 continue
-        stack.pop()
-        leads[node] = leading = any([leads[after] for _, after in following])
-        if leading:
-            input_side.append(node)
-            continue
-        leaf = -1 if following else leaves.get(id(getattr(node, "variable", None)), -1)
-        behind = [side[after] for _, after in following if after in side]
-        if not behind and leaf < 0:
-            continue  # it leads to nothing that is wanted
-        mine = len(together)
-        together.append(mine)
-        side[node] = mine
-        if leaf >= 0:
-            leaf_sides[leaf] = mine
-        for other in behind:
-            first, second = find(other), find(mine)
-            together[max(first, second)] = min(first, second)
+            if after in parents:
+                parents[after].append((node, place))
+                continue
+            parents[after] = [(node, place)]
+            if after not in behind and after not in seen:
+                seen.add(after)
+                stack.append(after)
+        if not following and (leaf := leaves.get(id(getattr(node, "variable", None)))) is not None:
+            leaf_nodes[node] = leaf
 
-    cuts: list[PutOff] = []
-    early: set[int] = set()
-    for node in input_side:
-        places = tuple([place for place, after in edges[node] if after in side])
-        if places:
-            if can_put_off(node, places):
-                cuts.append(PutOff(node, places))
-            else:
-                early.update([find(side[after]) for _, after in edges[node] if after in side])
+    input_side = set(behind)
+    stack = list(inputs)
+    while stack:
+        for node, _ in parents.get(stack.pop(), ()):
+            if node not in input_side:
+                input_side.add(node)
+                stack.append(node)
+
+    weight_side = {node for node in leaf_nodes if node not in input_side}
+    cuts: dict[Node, list[tuple[int, Node]]] = {}  # of nodes of the input side: edges to weight sides
+    stack = list(weight_side)
+    while stack:
+        after = stack.pop()
+        for node, place in parents.get(after, ()):
+            if node in input_side:
+                cuts.setdefault(node, []).append((place, after))
+            elif node not in weight_side:
+                weight_side.add(node)
+                stack.append(node)
+
+    early: set[Node] = set()
     put_off = []
-    for node, _ in cuts:
-        following = edges[node]
-        late = tuple([place for place, after in following if after in side and find(side[after]) not in early])
-        if late:
-            put_off.append(PutOff(node, late))
+    for node, edges in cuts.items():
+        places = tuple(sorted([place for place, _ in edges]))
+        if can_put_off(node, places):
+            put_off.append(PutOff(node, places))
+        else:
+            early.update([after for _, after in edges])
+    if early:
+        _spread(early, weight_side, parents)
+        rest = {node: sorted([place for place, after in cuts[node] if after not in early]) for node, _ in put_off}
+        put_off = [PutOff(node, tuple(places)) for node, places in rest.items() if places]
+    late = weight_side - early
+    late_leaves = {leaf for node, leaf in leaf_nodes.items() if node in late}
     return GraphCut(
-        input_side,
+        list(input_side - behind),
         put_off,
-        [not leads[root] and root in side and find(side[root]) not in early for root in roots],
-        [number >= 0 and find(number) not in early for number in leaf_sides],
+        [root in late for root in roots],
+        [number in late_leaves for number in range(len(leaves))],
     )
+
+
+def _spread(early: set[Node], weight_side: set[Node], parents: Mapping[Node, Sequence[tuple[Node, int]]]) -> None:
+    """Add to ``early`` all of the weight side that hangs together with it."""
+    stack = list(early)
+    while stack:
+        node = stack.pop()
+        around = [after for after, _ in node.next_functions if after is not None]
+        around += [parent for parent, _ in parents.get(node, ())]
+        for other in around:
+            if other in weight_side and other not in early:
+                early.add(other)
+                stack.append(other)
