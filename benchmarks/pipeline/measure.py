@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.pipeline.systems import SEQUENTIAL, Check, Running, System
 from benchmarks.pipeline.work import Case, verdict
-from pymoe.pipe.schedules import simulate
+from pymoe.pipe.schedules import mean_times, simulate
 from pymoe.testing.timing import Spread
 
 Record = dict[str, Any]
@@ -27,6 +27,8 @@ class Contender:
     check: Check | None = None
     failure: str = ""
     samples: list[Sample] | None = None
+    own: list[float] | None = None
+    """Of each step, the share that it would have taken without anything but its actions, as long as they were."""
     baseline: list[Sample] | None = None
     """The sequential run beside each sample, where that is not the one of this process."""
 
@@ -41,7 +43,7 @@ class Contender:
 
 def cell(case: Case, systems: Sequence[System], rounds: int) -> Record:
     """One case: correctness first, then times in interleaved rounds. The first of the systems is the sequential run."""
-    contenders = [Contender(system, samples=[]) for system in systems]
+    contenders = [Contender(system, samples=[], own=[]) for system in systems]
     for one in contenders:
         one.running = one.attempt(lambda one=one: one.system.open(case))
         if one.running is not None:
@@ -77,10 +79,18 @@ def take_turns(contenders: list[Contender], rounds: int) -> None:
                 sample = one.attempt(one.running.step)
                 if sample is not None:
                     one.samples.append(sample)
+                    note_own_share(one, sample)
             gc.collect()
     finally:
         if collecting:
             gc.enable()
+
+
+def note_own_share(one: Contender, sample: Sample) -> None:
+    """Where the system says how its last step went."""
+    record, plan = getattr(one.running, "record", None), getattr(one.running, "planned", None)
+    if one.own is not None and record is not None and plan is not None:
+        one.own.append(simulate(plan, mean_times(record())).makespan / sample[0])
 
 
 def record_of(case: Case, one: Contender, reference: list[Sample]) -> Record:
@@ -106,6 +116,7 @@ def record_of(case: Case, one: Contender, reference: list[Sample]) -> Record:
             "ideal": ideal,
             "reachable": reachable,
             "share": asdict(Spread.of([speed_up / reachable for speed_up in speed_ups])),
+            "own_share": asdict(Spread.of(one.own)) if one.own else None,
             "cpu": asdict(Spread.of(costs)),
             "planned_live": list(plan.peak_live_of_stages),
         }

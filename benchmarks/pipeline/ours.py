@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from importlib import metadata
 
 from torch import nn
 
 from benchmarks.pipeline.systems import VIRTUAL_STAGES, InProcess, System
 from benchmarks.pipeline.work import LOSS, Case
+from pymoe import build_info
 from pymoe.pipe import Pipe, schedules
 from pymoe.pipe.schedules import Schedule
 
@@ -39,7 +39,7 @@ def pymoe_systems() -> list[System]:
             f"pymoe {name}",
             f"`Pipe(checkpoint='never').step(schedule='{name}')`, in one process",
             partial(open_pipe, name),
-            lambda: metadata.version("pymoe"),
+            lambda: str(build_info()["pymoe"]),
         )
         for name in schedules.names()
     ]

@@ -14,37 +14,30 @@ WORDS = {True: "met", False: "missed", None: "not measured"}
 
 def cell_table(record: Record) -> Table:
     """A line for every system."""
-    rows = []
-    for name, one in record["systems"].items():
-        if "seconds" not in one:
-            rows.append([name, *"-------", f"failed: {one['failure']}"])
-            continue
-        planned = name != SEQUENTIAL and "ideal" in one
-        rows.append(
-            [
-                name,
-                time_with_spread(one["seconds"]),
-                spread(one["speed_up"], "{:.2f}"),
-                f"{one['ideal']:.2f}" if planned else "-",
-                spread(one["share"], "{:.0%}") if planned else "-",
-                microseconds(one["cpu"]) if planned else "-",
-                counts(one["live"]),
-                counts(one["planned_live"]) if planned else "-",
-                correctness(one),
-            ]
-        )
-    heading = [
-        "system",
-        "step",
-        "speed-up",
-        "ideal",
-        "of ideal",
-        "processor, us",
-        "live",
-        "live, simulated",
-        "gradients",
-    ]
+    cells = [cells_of(name, one) for name, one in record["systems"].items()]
+    heading = list(cells[0])
+    rows = [[own.get(column, "-") for column in heading] for own in cells]
     return Table(heading, rows, frozenset({"system", "live", "live, simulated", "gradients"}), frozenset({"WRONG"}))
+
+
+def cells_of(name: str, one: Record) -> dict[str, str]:
+    """A line's cells by column. The first line's, that of the sequential run, has all columns."""
+    if "seconds" not in one:
+        return {"system": name, "gradients": f"failed: {one['failure']}"}
+    planned = name != SEQUENTIAL and "ideal" in one
+    own = one.get("own_share")
+    return {
+        "system": name,
+        "step": time_with_spread(one["seconds"]),
+        "speed-up": spread(one["speed_up"], "{:.2f}"),
+        "ideal": f"{one['ideal']:.2f}" if planned else "-",
+        "of ideal": spread(one["share"], "{:.0%}") if planned else "-",
+        "with its times": spread(own, "{:.1%}") if own else "-",
+        "processor, us": microseconds(one["cpu"]) if planned else "-",
+        "live": counts(one["live"]),
+        "live, simulated": counts(one["planned_live"]) if planned else "-",
+        "gradients": correctness(one),
+    }
 
 
 def bookkeeping_table(record: Record) -> Table:
