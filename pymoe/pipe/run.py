@@ -45,13 +45,6 @@ class Inputs:
         self.grads[number] = grad if before is None else before + grad
 
 
-@functools.lru_cache(maxsize=64)
-def _about(stages: int, weights: tuple[float, ...]) -> list[list[MicroBatch]]:
-    """By stage and micro-batch."""
-    count = len(weights)
-    return [[MicroBatch(i, count, weight, stage=stage) for i, weight in enumerate(weights)] for stage in range(stages)]
-
-
 class Run:
     """The actions of a schedule, for one mini-batch: :meth:`perform` does one, on any thread.
 
@@ -88,7 +81,10 @@ class Run:
         self._state = current()
         self._random = RandomSource()
         count = len(micro_batches.rows)
-        self._about = _about(len(pipeline.stages), tuple(micro_batches.weights))
+        self._about = [
+            [MicroBatch(i, count, weight, stage=stage) for i, weight in enumerate(micro_batches.weights)]
+            for stage in range(len(pipeline.stages))
+        ]
         cross = self.inputs.cross if graphs else Crossing
         self._uses, self._made = pipeline.uses, pipeline.made
         given = [(number, Source(INPUT, number)) for number in range(pipeline.inputs)]

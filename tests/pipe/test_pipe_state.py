@@ -178,6 +178,16 @@ def test_modules_can_ask_which_micro_batch_they_see():
     assert not is_recomputing()
 
 
+def test_a_micro_batch_is_one_object_within_a_forward_and_another_in_every_mini_batch():
+    layers = [Ask(micro_batch) for _ in range(2)]
+    pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers), 2, "never", balance=[1, 2])
+    for _ in range(3):
+        pipe.step(torch.randn(4, WIDTH), target=torch.randn(4, WIDTH), loss_fn=F.mse_loss)
+    first, second = (layer.answers for layer in layers)
+    assert all(a is b for a, b in zip(first, second, strict=True))
+    assert len({id(answer) for answer in first}) == 6
+
+
 @pytest.mark.parametrize(("checkpoint", "forwards"), [("never", 4), ("except_last", 7), ("always", 8)])
 def test_there_is_no_hidden_forward(checkpoint, forwards):
     layers = [Ask(lambda: None) for _ in range(2)]
