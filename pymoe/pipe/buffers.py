@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm
+
 __all__ = ["Buffers", "Contents"]
 
 Result = TypeVar("Result")
@@ -37,7 +39,10 @@ class Buffers:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         owners = {id(owner): owner for module in modules for owner in module.modules()}
-        self._owners = [owner for owner in owners.values() if owner._buffers]
+        # Deferred batch norms know repetitions, and may be in other stages that run meanwhile.
+        self._owners = [
+            owner for owner in owners.values() if owner._buffers and not isinstance(owner, DeferredBatchNorm)
+        ]
         self._changing: set[tuple[int, str]] | None = None  # None: any may be
 
     def forget(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from deferred import assert_same_statistics, batches, micro_batches, pair, run
 from torch import Tensor, nn
 
-from pymoe.pipe import Pipe
+from pymoe.pipe import Pipe, micro_batch
 from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm, convert_deferred_batch_norm
 
 
@@ -214,3 +214,48 @@ def test_every_layer_of_a_pipeline_collects_what_it_sees(stages):
             layer.reset_running_stats()
             layer(torch.cat(seen[number]))
             assert_same_statistics(layer, model[number])
+
+
+class FailsOnce(nn.Module):
+    """In the micro-batch that it is told."""
+
+    index: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if micro_batch().index == self.index:
+            self.index = None
+            raise KeyError("lost")
+        return x
+
+
+@pytest.mark.parametrize("index", [0, 1, 3])
+def test_a_pipeline_that_failed_counts_the_next_mini_batch_alone(index):
+    torch.manual_seed(3)
+    model, fails = convolutions(), FailsOnce()
+    model.insert(1, fails)  # before the first batch norm
+    first = copy.deepcopy(model[::2][:2])
+    assert isinstance(first[1], nn.BatchNorm2d)
+    pipe = Pipe(model, 4, deferred_batch_norm=True, balance=[3, 12])
+    lost, batch = batches(11, 3, 4, 4, count=2)
+    fails.index = index
+    with pytest.raises(KeyError, match="lost"):
+        pipe(lost)
+    pipe(batch)
+    first(batch)
+    assert_same_statistics(first[1], model[2])
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+def test_a_layer_in_two_stages_of_a_pipeline_updates_by_each(schedule, checkpoint):
+    torch.manual_seed(3)
+    norm = nn.BatchNorm1d(4, momentum=0.3)
+    model = nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4), norm, nn.Linear(4, 4)).double()
+    alone = convert_deferred_batch_norm(copy.deepcopy(model))
+    pipe = Pipe(model, 4, checkpoint, deferred_batch_norm=True, balance=[3, 2])
+    for batch in batches(11, 4):
+        between = torch.cat(run(alone[:3], batch, 4, stage=0))
+        run(alone[3:], between, 4, stage=1)
+        pipe.step(batch, target=batch, loss_fn=nn.functional.mse_loss, schedule=schedule)
+        assert_same_statistics(alone[1], norm)
+    assert norm.num_batches_tracked == 6

@@ -59,8 +59,9 @@ def profile_times(
 ) -> list[LayerTime]:
     """Run a copy of a model layer by layer, forward and backward, again and again, and time it.
 
-    The model, its gradients and the random generators are left as they were. Layers are timed in the mode they are in,
-    training or not. After one pass that is not counted, passes are made until ``timeout`` is over: at least one.
+    The model, its gradients and torch's random generators are left as they were; hooks of modules run with the copy.
+    Layers are timed in the mode they are in, training or not. After one pass that is not counted, passes are made until
+    ``timeout`` is over: at least one.
 
     Args:
         module: the model; layers may be ``@skippable``, take and return nested structures.
@@ -104,8 +105,8 @@ def profile_sizes(
     """Run a copy of a model forward once, for the first of ``chunks`` micro-batches, and count what each layer holds.
 
     Activations are what autograd saves for the backward pass, by storages: a view holds all of what it is a view of.
-    Layers that keep tensors by other means than autograd are not seen doing so. On every device; the model and the
-    random generators are left as they were.
+    Layers that keep tensors by other means than autograd are not seen doing so. On every device; the model and
+    torch's random generators are left as they were.
 
     Args:
         module: the model; layers may be ``@skippable``, take and return nested structures.
