@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm
+from pymoe.pipe.turns import Turns
 
 __all__ = ["Buffers", "Contents"]
 
@@ -37,7 +38,8 @@ class Contents(NamedTuple):
 class Buffers:
     """The buffers of a stage, and which of them its forwards change: that is found out as they run."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], turns: Turns) -> None:
+        self._turns = turns  # what a stage puts into a buffer for a repetition no other stage may see
         owners = {id(owner): owner for module in modules for owner in module.modules()}
         # Deferred batch norms know repetitions, and may be in other stages that run meanwhile.
         self._owners = [
@@ -53,6 +55,10 @@ class Buffers:
         """Run a forward. Returns its result, and what :meth:`repeat` needs."""
         if not self._owners:
             return forward(), []
+        with self._turns:
+            return self._watch(forward)
+
+    def _watch(self, forward: Callable[[], Result]) -> tuple[Result, list[Contents]]:
         changing = self._changing
         before = [
             (owner, name, tensor, tensor._version)
@@ -80,6 +86,10 @@ class Buffers:
         """Run a forward that saw the buffers ``seen`` again: it sees them again, and leaves no trace in them."""
         if not seen:
             return forward()
+        with self._turns:
+            return self._repeat(seen, forward)
+
+    def _repeat(self, seen: Sequence[Contents], forward: Callable[[], Result]) -> Result:
         now: list[Any] = [
             Contents(owner, name, tensor, tensor.detach().clone())
             for owner, name, tensor in [(owner, name, owner._buffers.get(name)) for owner, name, _, _ in seen]

@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from pymoe.pipe.buffers import Buffers, Contents
+from pymoe.pipe.turns import Turns
 from pymoe.pipe.values import Crossing, Sent, arrive, unpack, version_of
 
 __all__ = ["Checkpoints", "Recipe"]
@@ -39,10 +40,10 @@ class Recipe:
 class Checkpoints:
     """The checkpointed forwards of one stage, and what is known of it by now."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], turns: Turns) -> None:
         self._modules = modules
         self._trains = False
-        self._buffers = Buffers(modules)
+        self._buffers = Buffers(modules, turns)
         self._edited: set[int] | None = None  # the inputs that it changes in place; None: nobody has looked yet
 
     def forget(self) -> None:

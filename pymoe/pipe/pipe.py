@@ -20,6 +20,7 @@ from pymoe.pipe.schedules import Kind, Record, Schedule, as_run, build
 from pymoe.pipe.sequential import cut, sequential_pipeline
 from pymoe.pipe.stages import Pipeline
 from pymoe.pipe.step import Losses, run_step
+from pymoe.pipe.turns import turns_of
 from pymoe.pipe.workers import Workers
 from pymoe.runtime.parallel import random_streams
 from pymoe.runtime.parallel.isolated import graphs_are_made
@@ -86,7 +87,9 @@ class Pipe(nn.Module):
         self._parts = tuple(cut(module, balance))
         self.devices = tuple(place(self._parts, devices))
         self._pipeline = sequential_pipeline(module, self._parts, self.devices)
-        self._checkpoints = tuple([Checkpoints(stage.modules) for stage in self._pipeline.stages])
+        self._checkpoints = tuple(
+            [Checkpoints(stage.modules, turns_of(stage.function)) for stage in self._pipeline.stages]
+        )
         self._workers = Workers()
         self._schedules: dict[tuple[str, int], Schedule] = {}
         self._plans: dict[tuple[int, frozenset[Kind]], Plan] = {}

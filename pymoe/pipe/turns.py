@@ -15,7 +15,7 @@ from torch import nn
 
 from pymoe.pipe.auxiliary import is_weighted
 
-__all__ = ["taking_turns"]
+__all__ = ["Turns", "taking_turns", "turns_of"]
 
 Function = Callable[..., Sequence[Any]]
 
@@ -24,28 +24,39 @@ def taking_turns(functions: Sequence[Function], parts: Sequence[nn.Module]) -> l
     """The functions of stages; those whose ``parts`` share layers that write to themselves run one at a time."""
     states = [{id(layer) for layer in part.modules() if layer._buffers or is_weighted(layer)} for part in parts]
     users = Counter(layer for state in states for layer in state)
-    lock = _Lock()
+    turns = Turns()
     return [
-        _Turn(function, lock) if any(users[layer] > 1 for layer in state) else function
+        _InTurn(function, turns) if any(users[layer] > 1 for layer in state) else function
         for function, state in zip(functions, states, strict=True)
     ]
 
 
-class _Lock:
-    """Those of a copied pipe are its own."""
+def turns_of(function: Function) -> Turns:
+    """Those that the function of a stage takes."""
+    return function.turns if isinstance(function, _InTurn) else Turns()
+
+
+class Turns:
+    """``with turns:`` one thread at a time, which may ask again. Those of a copied pipe are its own."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
     def __reduce__(self) -> Any:
-        return _Lock, ()
+        return Turns, ()
 
 
-class _Turn:
-    def __init__(self, function: Function, lock: _Lock) -> None:
+class _InTurn:
+    def __init__(self, function: Function, turns: Turns) -> None:
         self._function = function
-        self._lock = lock
+        self.turns = turns
 
     def __call__(self, *values: Any) -> Sequence[Any]:
-        with self._lock.lock:
+        with self.turns:
             return self._function(*values)
