@@ -25,8 +25,9 @@ class SplitBackward:
 
     Accumulates nothing. Hooks of tensors within the graph run in one of the parts, as in a whole backward pass; those
     of leaves do not run, being for sums over all micro-batches. Hooks of nodes that are put off
-    (``Node.register_hook``) see what the first part computes. The sums are those of a whole backward pass, bit for bit
-    unless a weight is used several times and some of what is made of it waits, where additions may move.
+    (``Node.register_hook``) see what the first part computes. The sums are those of a whole backward pass, bit for bit;
+    only where the graph uses a weight three times or more, and in different ways (as it is and transposed, say), their
+    order may be another.
 
     Args:
         roots: where the backward pass begins.
