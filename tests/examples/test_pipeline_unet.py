@@ -14,6 +14,7 @@ from unet.model import Down, Up, unet
 from unet.record import difference
 from unet.run import Pipelined, Run
 
+from pymoe.pipe import Pipe
 from pymoe.pipe.schedules import names
 from pymoe.pipe.skip import verify_skippables
 
@@ -115,3 +116,18 @@ def test_options_that_cannot_be_are_refused(capsys):
         with pytest.raises(SystemExit):
             command.main(wrong.split(), "An example.\n\nMore.")
         assert why in capsys.readouterr().err
+
+
+def test_parameters_are_the_same_under_every_schedule_to_the_last_bit():
+    found = []
+    for schedule in names():
+        options = Namespace(**vars(OPTIONS) | {"schedule": schedule})
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        run = Pipelined(options, torch.float32, 1)
+        run.pipe = Pipe(run.model, 3, "except_last", deferred_batch_norm=True, balance=[4, 4, 4, 3])
+        for _ in range(2):
+            run.step(Pictures(16, 0))
+        found.append([parameter.detach() for parameter in run.model.parameters()])
+    for others in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
