@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 
+from pymoe.pipe.context import MicroBatch, call_for
+from pymoe.pipe.micro_batches import MicroBatches
 from pymoe.pipe.outer import accumulate, attach
 from pymoe.pipe.run import Run
+from pymoe.pipe.stages import INPUT, Pipeline, Source
 from pymoe.pipe.values import Crossing, Sent, unpack
 
-__all__ = ["run_forward"]
+__all__ = ["run_forward", "run_in_one_graph"]
 
 
 def run_forward(run: Run, forward: Callable[[Run], None], backward: Callable[[Run], None]) -> list[list[Any]]:
@@ -60,6 +63,19 @@ def run_forward(run: Run, forward: Callable[[Run], None], backward: Callable[[Ru
     else:
         run.release()
     return [[_value(value, made) for value in values] for values in outputs]
+
+
+def run_in_one_graph(pipeline: Pipeline, micro_batches: MicroBatches) -> list[list[Any]]:
+    """The same on this thread, with nothing cut off from its history."""
+    outputs = []
+    for index, inputs in enumerate(micro_batches.values):
+        made = {Source(INPUT, number): value for number, value in enumerate(inputs)}
+        for number, stage in enumerate(pipeline.stages):
+            about = MicroBatch(index, len(micro_batches.rows), micro_batches.weights[index], stage=number)
+            found = call_for(about, stage.function, *[made[source] for source in stage.inputs])
+            made.update((Source(number, output), value) for output, value in enumerate(found))
+        outputs.append([made[source] for source in pipeline.outputs])
+    return outputs
 
 
 def _value(sent: Sent, made: dict[int, torch.Tensor]) -> Any:

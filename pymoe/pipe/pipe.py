@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from pymoe.pipe.checkpoint import Checkpoints
 from pymoe.pipe.devices import place, refuse_moves
-from pymoe.pipe.forward import run_forward
+from pymoe.pipe.forward import run_forward, run_in_one_graph
 from pymoe.pipe.loss import with_loss
 from pymoe.pipe.micro_batches import MicroBatches, join, split
 from pymoe.pipe.plan import Plan, Timed
@@ -24,6 +25,7 @@ from pymoe.pipe.turns import turns_of
 from pymoe.pipe.workers import Workers
 from pymoe.runtime.parallel import random_streams
 from pymoe.runtime.parallel.isolated import graphs_are_made
+from pymoe.runtime.parallel.together import functorch_is_active
 
 __all__ = ["Pipe"]
 
@@ -97,11 +99,12 @@ class Pipe(nn.Module):
         self._modules.update(module._modules)  # under the model's names, whatever attributes a pipe has
         self.training = module.training
 
+    @_disable_dynamo  # torch.compile is for stages: what runs them it leaves alone
     def forward(self, input: Any) -> Any:
         """The model's output, from which ``loss.backward()`` can start.
 
         All micro-batches go forward now, and backward when autograd asks for it. Their outputs are put together along
-        dimension 0.
+        dimension 0. Inside ``torch.func`` transforms stages run one after the other.
 
         Args:
             input: a tensor or any nested structure; its tensors have the rows of the mini-batch in dimension 0.
@@ -112,6 +115,8 @@ class Pipe(nn.Module):
             BaseException: what a stage raised first, with a note of stage and micro-batch.
         """
         micro_batches = split([input], self.chunks)
+        if functorch_is_active():
+            return join([values[0] for values in run_in_one_graph(self._pipeline, micro_batches)])
         run = self._run(self._pipeline, micro_batches, graphs_are_made())
         schedule = self._schedule("gpipe", len(micro_batches.rows))
         outputs = run_forward(
@@ -121,6 +126,7 @@ class Pipe(nn.Module):
         )
         return join([values[0] for values in outputs])
 
+    @_disable_dynamo
     def step(
         self,
         *inputs: Any,

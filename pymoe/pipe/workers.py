@@ -76,7 +76,10 @@ class Workers:
             RuntimeError: an action of a run has asked for another.
         """
         if self in _inside.workers:
-            raise RuntimeError("a stage of a pipe cannot run the pipe itself")
+            raise RuntimeError(
+                "a stage of a pipe cannot run the pipe itself (torch.utils.checkpoint around a pipe has it run again in "
+                "its backward pass: use Pipe(..., checkpoint=...) instead)"
+            )
         if self._process != os.getpid():
             self._pools, self._process, self._lock = [], os.getpid(), threading.Lock()
         with self._lock:

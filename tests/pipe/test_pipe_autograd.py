@@ -267,3 +267,55 @@ def test_a_pipe_may_be_a_layer_of_a_pipe_and_not_of_itself():
     pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH).double(), Again()), 2)
     with pytest.raises(RuntimeError, match="cannot run the pipe itself"):
         pipe(x)
+
+
+def test_hooks_of_layers_are_called_for_every_micro_batch():
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]).double()
+
+    model = build()
+    x, y = a_batch()
+    calls = []
+    for layer in model:
+        layer.register_full_backward_hook(lambda *args: calls.append("backward"))
+        layer.register_forward_hook(lambda *args: calls.append("forward"))
+    for schedule in SCHEDULES:
+        model.zero_grad()
+        calls.clear()
+        x.requires_grad_()
+        Pipe(model, 3, "never", balance=[2, 2]).step(x, target=y, loss_fn=F.mse_loss, schedule=schedule)
+        assert calls.count("forward") == calls.count("backward") == 3 * len(model)
+        assert_same_gradients(model, expected_gradients(x, y, build))
+
+
+def test_transforms_of_torch_func_go_through():
+    x, _ = a_batch()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()
+    pipe = Pipe(model, 3)
+    torch.testing.assert_close(torch.func.vmap(pipe)(torch.stack([x, x])), model(torch.stack([x, x])))
+    grad = torch.func.grad(lambda given: pipe(given).sum())(x)
+    torch.testing.assert_close(grad, torch.func.grad(lambda given: model(given).sum())(x))
+    doubled = {name: 2 * parameter for name, parameter in pipe.named_parameters()}
+    torch.testing.assert_close(
+        torch.func.functional_call(pipe, doubled, (x,)), torch.func.functional_call(model, doubled, (x,))
+    )
+
+
+def test_a_compiled_pipe_leaves_itself_to_python():
+    x, y = a_batch()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()
+    F.mse_loss(model(x), y).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    F.mse_loss(torch.compile(Pipe(model, 3), backend="aot_eager")(x), y).backward()
+    assert_same_gradients(model, expected)
+
+
+def test_a_checkpoint_around_a_pipe_is_refused():
+    x, _ = a_batch()
+    pipe = Pipe(row_model(), 2, balance=[4, 4])
+    output = torch.utils.checkpoint.checkpoint(pipe, x, use_reentrant=False)
+    with pytest.raises(RuntimeError, match=r"use Pipe\(\.\.\., checkpoint=\.\.\.\) instead"):
+        output.sum().backward()
+    pipe(x).sum().backward()
