@@ -127,8 +127,8 @@ class TaskPool:
 
 class Runtime:
     """The native half of pymoe.runtime.Runtime."""
-    def _release(self, pools: tuple[TaskPool, ...], drain: bool) -> None:
-        """Close these, wait until their requests are done, and serve them no longer."""
+    def _release(self, pools: tuple[TaskPool, ...], drain: bool, timeout: float | None) -> bool:
+        """Close these, wait until their requests are done, and serve them no longer; False if that takes longer."""
     def _replace_pools(self, pools: tuple[TaskPool, ...]) -> None:
         """What start serves from now on."""
     def _running(self) -> bool:
@@ -137,6 +137,8 @@ class Runtime:
         """Serve these as well; nothing where the runtime does not run."""
     def _setup(self, pools: collections.abc.Sequence[TaskPool], workers: int) -> None:
         """Once, from the constructor."""
+    def _take_back(self, pools: tuple[TaskPool, ...]) -> None:
+        """Open these again, of which _release has not seen the end; nothing where the runtime does not run."""
     def shutdown(self, drain: bool = True) -> None:
         """
         Refuse further requests, and wait until every one is done and the workers have ended. May be called again.

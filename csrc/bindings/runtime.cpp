@@ -192,15 +192,46 @@ PyObject* serve_too(PyObject* object, PyObject* tuple) {
   });
 }
 
-PyObject* release(PyObject* object, PyObject* args) {
-  return guarded([&]() -> PyObject* {
-    PyObject* tuple;
-    int drain;
-    if (!PyArg_ParseTuple(args, "Op:_release", &tuple, &drain)) return nullptr;
-    State* self = state_of(object, "Runtime.remove");
+PyObject* take_back(PyObject* object, PyObject* tuple) {
+  return guarded([&] {
+    State* self = state_of(object, "Runtime.add");
     const std::vector<StrandPointer> strands = strands_of(pools_argument(tuple));
     const auto executor = self->executor;
     if (!executor) return Py_NewRef(Py_None);
+    bool all = true;
+    {
+      const WithoutGil released;
+      try {
+        for (const auto& strand : strands) executor->executor.reopen(strand);
+      } catch (const runtime::StoppedError&) {
+        all = false;
+      } catch (const std::logic_error&) {
+        all = false;
+      }
+    }
+    if (!all) {
+      raise(PyExc_RuntimeError,
+            "Runtime.add: one of the pools is served by another Runtime, or this one is being shut down");
+    }
+    return Py_NewRef(Py_None);
+  });
+}
+
+PyObject* release(PyObject* object, PyObject* args) {
+  return guarded([&]() -> PyObject* {
+    PyObject *tuple, *seconds;
+    int drain;
+    if (!PyArg_ParseTuple(args, "OpO:_release", &tuple, &drain, &seconds)) return nullptr;
+    std::optional<double> timeout;
+    if (seconds != Py_None) {
+      timeout = PyFloat_AsDouble(seconds);
+      if (PyErr_Occurred()) return nullptr;
+    }
+    const auto deadline = deadline_after(timeout);
+    State* self = state_of(object, "Runtime.remove");
+    const std::vector<StrandPointer> strands = strands_of(pools_argument(tuple));
+    const auto executor = self->executor;
+    if (!executor) return Py_NewRef(Py_True);
     if (executor->on_worker()) {
       raise(PyExc_RuntimeError, "Runtime.remove: a worker cannot wait for the end of what its own runtime serves");
     }
@@ -210,10 +241,11 @@ PyObject* release(PyObject* object, PyObject* args) {
       for (const auto& strand : strands) executor->executor.request_release(strand, how);
     }
     for (const auto& strand : strands) {
-      wait_interruptibly(
-          [&](Clock::time_point until) { return executor->executor.wait_released_until(strand, until); });
+      const bool ended = wait_interruptibly(
+          [&](Clock::time_point until) { return executor->executor.wait_released_until(strand, until); }, deadline);
+      if (!ended) return Py_NewRef(Py_False);
     }
-    return Py_NewRef(Py_None);
+    return Py_NewRef(Py_True);
   });
 }
 
@@ -269,8 +301,12 @@ PyMethodDef methods[] = {
      "_serve_too(self: pymoe._runtime.Runtime, pools: tuple[pymoe._runtime.TaskPool, ...]) -> None\n\n"
      "Serve these as well; nothing where the runtime does not run."},
     {"_release", release, METH_VARARGS,
-     "_release(self: pymoe._runtime.Runtime, pools: tuple[pymoe._runtime.TaskPool, ...], drain: bool) -> None\n\n"
-     "Close these, wait until their requests are done, and serve them no longer."},
+     "_release(self: pymoe._runtime.Runtime, pools: tuple[pymoe._runtime.TaskPool, ...], drain: bool, "
+     "timeout: float | None) -> bool\n\n"
+     "Close these, wait until their requests are done, and serve them no longer; False if that takes longer."},
+    {"_take_back", take_back, METH_O,
+     "_take_back(self: pymoe._runtime.Runtime, pools: tuple[pymoe._runtime.TaskPool, ...]) -> None\n\n"
+     "Open these again, of which _release has not seen the end; nothing where the runtime does not run."},
     {"start", start, METH_NOARGS,
      "start(self: pymoe._runtime.Runtime) -> None\n\n"
      "Start the workers; nothing if they run already.\n\n"

@@ -10,7 +10,8 @@
 //            with kCancel what has not begun is cancelled. wait_stopped_until is true once every request is done and
 //            every thread has ended. Every request that was ever submitted is done by then. Both may be called
 //            repeatedly. The destructor stops with kCancel.
-// Release    takes one strand out again, in the same two steps: an expert may leave while others work on.
+// Release    takes one strand out again, in the same two steps: an expert may leave while others work on. Between the
+//            steps, while nobody waits, reopen takes it back.
 // Errors     attach throws StoppedError after a stop; std::logic_error for a strand that belongs to an executor. To
 //            wait for the end from a worker, or from a batch, throws std::logic_error.
 // Threads    All functions may be called from any thread.
@@ -61,6 +62,19 @@ class Executor {
     const std::lock_guard lock(mutex_);
     if (std::erase(strands_, strand) > 0) strand->detach();
     return true;
+  }
+
+  // Takes request_release back, for a strand whose end nobody waits for; attaches one that has been taken out already.
+  void reopen(const StrandPointer& strand) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (stopping_) throw StoppedError("Executor: reopen after it was stopped");
+      if (std::find(strands_.begin(), strands_.end(), strand) != strands_.end()) {
+        strand->reopen();
+        return;
+      }
+    }
+    attach(strand);
   }
 
   // Takes a strand out as it is: its pools stay open, and what they hold waits for another executor.

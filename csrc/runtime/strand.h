@@ -87,6 +87,19 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     carry_out(made);
   }
 
+  // Takes request_stop back: the pools are open again, and nobody is to wait for their end any more.
+  void reopen() {
+    Plan made;
+    {
+      const std::lock_guard lock(mutex_);
+      draining_ = false;
+      for (TaskPool<Sync>* pool : pools_) pool->closed_ = false;
+      if (watching_ > 0) changed_.notify_all();
+      made = plan(Sync::now());
+    }
+    carry_out(made);
+  }
+
   // True if by `until` every request that was submitted is done. Call after request_stop.
   bool wait_finished_until(Time until) {
     std::unique_lock lock(mutex_);

@@ -113,6 +113,8 @@ class Runtime(_runtime.Runtime):
     def add(self, backend_or_pool: Any) -> None:
         """Serve another backend or pool as well, from now on if the runtime runs; nothing if it is served here already.
 
+        What :meth:`remove` has closed, and given up or been interrupted before its end, is open again.
+
         The number of workers stays what it is. May be called from any thread, and from a batch.
 
         Raises:
@@ -125,6 +127,7 @@ class Runtime(_runtime.Runtime):
             for pool in coming:
                 if pool in self._leaving:
                     raise RuntimeError(f"Runtime.add: the pool {pool.name!r} is still being removed")
+            self._take_back(tuple(pool for pool in coming if pool in self.pools))
             new = [pool for pool in coming if pool not in self.pools]
             # What shares its turns with a pool that is served here is served with it.
             here = self.pools
@@ -134,17 +137,20 @@ class Runtime(_runtime.Runtime):
             for pool in new:
                 pool._server = weakref.ref(self) if self.running else None
 
-    def remove(self, backend_or_pool: Any, drain: bool = True) -> None:
+    def remove(self, backend_or_pool: Any, drain: bool = True, timeout: float | None = None) -> None:
         """Refuse further requests of a backend or pool, wait until every one is done, and serve it no longer.
 
         The others are served meanwhile. What was removed may be added again, here or to another runtime, which opens
-        it. A batch that is running is waited for, however long it takes. Interrupted (Ctrl-C) it may be called again.
+        it. A batch that is running is waited for. After a timeout or an interrupt (Ctrl-C) what was to be removed is
+        closed, and still served: call this again to wait on, or :meth:`add` to open it.
 
         Args:
             backend_or_pool: what was served from the first, or was added.
             drain: run what is queued; otherwise requests that have not started are cancelled.
+            timeout: seconds to wait at most; None: as long as it takes.
 
         Raises:
+            TimeoutError: there are still requests that are not done.
             ValueError: it is not served here, or it shares its turns (``exclusive_with``) with a pool that would stay.
             RuntimeError: called from a batch of this runtime, or in a fork.
             TypeError: neither a pool nor anything that has any.
@@ -163,14 +169,17 @@ class Runtime(_runtime.Runtime):
             self._leaving += leaving
         released = False
         try:
-            self._release(tuple(leaving), drain)  # not under the lock: it may take long
-            released = True
+            released = self._release(tuple(leaving), drain, timeout)  # not under the lock: it may take long
         finally:
             with self._changes:
                 for pool in leaving:
                     self._leaving.remove(pool)
                 if released:
                     self._forget(leaving)
+        if not released:
+            raise TimeoutError(
+                f"Runtime.remove: requests of {[pool.name for pool in leaving]} are not done after {timeout:g} s"
+            )
 
     def _forget(self, pools: list[TaskPool]) -> None:
         self._served.remove(pools)

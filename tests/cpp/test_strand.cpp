@@ -127,6 +127,33 @@ TEST_CASE("one strand leaves while others work on") {
   CHECK(succeeded(r));
 }
 
+TEST_CASE("a strand whose release nobody waits for is taken back, before its end and after") {
+  Gate gate;
+  auto held = make_pool(gate.body());
+  Executor<Sync> executor(1);
+  executor.attach(held->strand());
+  const Pointer first = submit(*held, request());
+  gate.begun.wait();
+  executor.request_release(held->strand(), Stop::kDrain);
+  CHECK_FALSE(executor.wait_released_until(held->strand(), Sync::now() + 1ms));
+  CHECK_THROWS_AS(held->submit(request(), kForever), StoppedError);
+  executor.reopen(held->strand());
+  const Pointer second = submit(*held, request());
+  gate.go.count_down();
+  held->wait(second, kForever);
+  CHECK(succeeded(first));
+  CHECK(succeeded(second));
+  executor.request_release(held->strand(), Stop::kDrain);
+  while (!executor.wait_released_until(held->strand(), kForever)) {
+  }
+  executor.reopen(held->strand());
+  const Pointer third = submit(*held, request());
+  held->wait(third, kForever);
+  CHECK(succeeded(third));
+  executor.request_stop(Stop::kCancel);
+  CHECK_THROWS_AS(executor.reopen(held->strand()), StoppedError);
+}
+
 TEST_CASE("an expert may ask another one on the only worker there is") {
   auto inner = make_pool();
   std::atomic<int> asked{0};

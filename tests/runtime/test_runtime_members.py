@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import signal
 import threading
 import time
 
@@ -78,6 +79,70 @@ def test_what_is_removed_drains_and_the_others_are_served() -> None:
         assert set(runtime.stats()) == {"staying"}
         runtime.add(leaving)  # opens it again
         assert leaving(ONE) == 1
+
+
+class Both:
+    """Two pools that leave together."""
+
+    def __init__(self, *pools: TaskPool) -> None:
+        self.pools = pools
+
+    def get_pools(self) -> tuple[TaskPool, ...]:
+        return self.pools
+
+
+def test_a_hung_batch_does_not_hold_up_who_removes_longer_than_the_timeout() -> None:
+    stuck = Stuck()
+    idle, hung = pool_of("idle"), pool_of("hung", lambda x: stuck(x) or x, max_batch_size=1)
+    staying = pool_of("staying")
+    with Runtime([Both(idle, hung), staying], num_workers=2) as runtime:
+        futures = [hung.submit_task(ONE) for _ in range(2)]
+        assert stuck.begun.wait(LONG)
+        for timeout in (0.0, 0.02):
+            with pytest.raises(TimeoutError, match=r"requests of \['idle', 'hung'\] are not done after"):
+                runtime.remove(Both(idle, hung), timeout=timeout)
+            assert runtime.pools == (idle, hung, staying)
+            for pool in (idle, hung):
+                with pytest.raises(RuntimeError, match="closed"):
+                    pool.submit_task(ONE)
+            assert staying(ONE) == 2
+        runtime.add(Both(idle, hung))  # opens them
+        assert idle(ONE) == 2
+        futures.append(hung.submit_task(ONE))
+        stuck.open.set()
+        assert [float(future.result(LONG)) for future in futures] == [1.0] * 3
+        runtime.remove(Both(idle, hung), timeout=LONG)
+        assert runtime.pools == (staying,)
+
+
+def test_what_an_interrupted_remove_has_closed_can_be_opened_again() -> None:
+    stuck = Stuck()
+    hung = pool_of("hung", lambda x: stuck(x) or x)
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        while True:  # until it is closed
+            try:
+                hung.submit_task(ONE)
+            except RuntimeError:
+                signal.pthread_kill(main, signal.SIGINT)
+                return
+
+    with Runtime([hung, pool_of("other")], num_workers=2) as runtime:
+        future = hung.submit_task(ONE)
+        assert stuck.begun.wait(LONG)
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            threading.Thread(target=interrupt).start()
+            with pytest.raises(KeyboardInterrupt):
+                runtime.remove(hung, timeout=LONG)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        runtime.add(hung)
+        later = hung.submit_task(ONE)
+        stuck.open.set()
+        assert later.result(LONG) == future.result(LONG) == 1
 
 
 def test_without_drain_what_has_not_begun_is_cancelled() -> None:
