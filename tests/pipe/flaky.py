@@ -18,6 +18,9 @@ STAGES, CHUNKS, ROWS, WIDTH = 4, 4, 10, 6
 LONG = 60  # seconds: a guard against hanging
 
 
+_making = threading.Lock()  # torch's random numbers are everybody's
+
+
 class Planted(Exception):
     """Raised with the pass, stage and micro-batch where it was planted."""
 
@@ -96,8 +99,9 @@ class Flaky(nn.Module):
 
 def model(faults: Faults) -> nn.Sequential:
     """Always the same weights."""
-    torch.manual_seed(0)
-    return nn.Sequential(*[Flaky(faults) for _ in range(STAGES)])
+    with _making:
+        torch.manual_seed(0)
+        return nn.Sequential(*[Flaky(faults) for _ in range(STAGES)])
 
 
 def batch() -> torch.Tensor:

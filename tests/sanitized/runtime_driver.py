@@ -1,6 +1,6 @@
 """Runs maps in a process whose ``pymoe._runtime`` is the sanitized library; started by build_runtime.run.
 
-    runtime_driver.py LIBRARY maps | failures | background | race
+    runtime_driver.py LIBRARY maps | failures | background | pipes | race
 
 Prints how many calls ended as they should, and ends with status 0; a report of the sanitizer ends the process with
 another status.
@@ -18,6 +18,7 @@ import torch
 CLIENTS, WORKERS = 3, 4
 GRAPHS = 28  # for each client: every function of random_calls.py four times
 SLICES = 40
+STEPS = 60
 
 
 def load(path):
@@ -30,11 +31,14 @@ def load(path):
 
 
 load(sys.argv[1])
-sys.path.insert(0, str(Path(__file__).parents[1] / "runtime" / "parallel"))
+for folder in ("runtime/parallel", "pipe"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
 
+from flaky import CHUNKS, Faults, Planted, expected_grads, grads_of, model, run_step  # noqa: E402
 from random_maps import outcome, serial  # noqa: E402
 
 import pymoe  # noqa: E402
+from pymoe.pipe import Pipe, workers  # noqa: E402
 
 
 def on_clients(client):
@@ -143,6 +147,32 @@ def background():
     return on_clients(client)
 
 
+def pipes():
+    """Steps of pipes, of which some fail; all stages on threads of their own."""
+    workers.PATIENCE = workers.LOST = 0.0
+    schedules = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
+    expected = expected_grads()
+
+    def client(number):
+        faults = Faults(number, rate=0.003, longest=2e-4)
+        pipe = Pipe(model(faults), CHUNKS)
+        right = 0
+        for turn in range(STEPS):
+            faults.step = turn
+            try:
+                run_step(pipe, faults, schedule=schedules[turn % 4])
+            except Planted:
+                assert grads_of(pipe) == [None] * len(expected)
+                continue
+            for found, wanted in zip(grads_of(pipe), expected, strict=True):
+                assert torch.allclose(found, wanted, rtol=1e-12)
+            right += 1
+        assert 0 < right < STEPS
+        return STEPS * CHUNKS * len(pipe)
+
+    return on_clients(client)
+
+
 def race():
     """A planted fault, in two calls of a map: the report must come."""
     library = ctypes.CDLL(sys.argv[1])
@@ -153,6 +183,6 @@ def race():
 if __name__ == "__main__":
     torch.set_num_threads(1)
     pymoe.runtime.set_parallel_workers(WORKERS)
-    chosen = {f.__name__: f for f in (maps, failures, background, race)}
+    chosen = {f.__name__: f for f in (maps, failures, background, pipes, race)}
     for argument in sys.argv[2:]:
         print(f"{argument}: {chosen[argument]()} calls", flush=True)

@@ -1,4 +1,4 @@
-"""ThreadSanitizer finds no race in the runtime while maps go on, and does find one that is planted.
+"""ThreadSanitizer finds no race in the runtime while maps and pipes go on, and does find one that is planted.
 
 It watches pymoe's own code. torch and Python are not instrumented: of them it sees locks, threads and memory.
 """
@@ -21,6 +21,12 @@ def test_no_race_in_random_graphs_failures_and_background_functions(run_watched)
     calls = {name: int(count) for name, count in re.findall(r"^(\w+): (\d+) calls$", result.stdout, re.MULTILINE)}
     assert calls.keys() == {"maps", "failures", "background"}
     assert sum(calls.values()) >= 1500
+
+
+def test_no_race_in_the_threads_of_pipes(run_watched):
+    result = run_watched("pipes")
+    assert result.returncode == 0, result.stdout[-1000:] + result.stderr[:6000]
+    assert int(re.search(r"^pipes: (\d+) calls$", result.stdout, re.MULTILINE)[1]) >= 1000
 
 
 def test_a_race_that_is_planted_in_two_calls_of_a_map_is_reported(run_watched, watched):
