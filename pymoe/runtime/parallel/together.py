@@ -23,11 +23,11 @@ _is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 # Seconds. Calls that are shorter stay on the thread that asked: a worker would spend as much on the interpreter's lock.
 PATIENCE = 100e-6
 # The same for functions whose calls were all that short last time: to look after them wakes a worker, which costs more
-# than they do. A call that turns out to be long keeps the others waiting for so long, once.
+# than they do. Calls that turn out to be long keep others waiting for so long, twice: once may be chance.
 TRUSTING_PATIENCE = 16 * PATIENCE
 _MOST_TRUSTED = 1000
 
-_trusted: set[tuple[str, int]] = set()
+_trusted: dict[tuple[str, int], bool] = {}  # name and likeness of runs: whether the last one took long all the same
 
 
 def run_together(
@@ -71,14 +71,20 @@ def _on_workers(run: _Run, kind: tuple[str, int]) -> None:
         graph.add(functools.partial(run.call, number))
     began = time.perf_counter()
     graph.run(shared_pool(), TRUSTING_PATIENCE if kind in _trusted else PATIENCE).wait()
-    if not kind[1]:
-        return
-    if run.helped or time.perf_counter() - began > len(run.streams) * PATIENCE:
-        _trusted.discard(kind)
-    elif kind not in _trusted:
-        if len(_trusted) >= _MOST_TRUSTED:
+    if kind[1]:
+        span = PATIENCE * len(run.streams) * (2 if kind in _trusted else 1)
+        _remember(kind, short=not run.helped and time.perf_counter() - began <= span)
+
+
+def _remember(kind: tuple[str, int], short: bool) -> None:
+    if short:
+        if kind not in _trusted and len(_trusted) >= _MOST_TRUSTED:
             _trusted.clear()
-        _trusted.add(kind)
+        _trusted[kind] = False
+    elif _trusted.get(kind) is False:
+        _trusted[kind] = True
+    else:
+        _trusted.pop(kind, None)
 
 
 def likeness(func: Any) -> int:

@@ -15,8 +15,8 @@ LONG = 60  # seconds: a guard against hanging
 
 
 @pytest.fixture(autouse=True)
-def nobody_is_trusted(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, int]]:
-    trusted: set[tuple[str, int]] = set()
+def trusted(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int], bool]:
+    trusted: dict[tuple[str, int], bool] = {}
     monkeypatch.setattr(together, "_trusted", trusted)
     # Seconds: every call of these tests is short, however busy the machine is, unless it waits for another.
     monkeypatch.setattr(together, "PATIENCE", float(LONG))
@@ -51,32 +51,38 @@ def both_passes() -> torch.Tensor:
 
 @pytest.mark.parametrize("meeting", [0, 1], ids=["forward", "backward"])
 def test_calls_that_were_short_and_then_wait_for_each_other_get_workers(
-    meeting: int, nobody_is_trusted: set[Any], monkeypatch: pytest.MonkeyPatch
+    meeting: int, trusted: dict[Any, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with parallel_workers(3):
         both_passes()
-        assert len(nobody_is_trusted) == 2
+        assert len(trusted) == 2
         barriers: list[threading.Barrier | None] = [None, None]
         barriers[meeting] = threading.Barrier(3)
         monkeypatch.setattr(Meets, "barriers", tuple(barriers))
-        assert both_passes().tolist() == [6.0, 6.0]
-        assert len(nobody_is_trusted) == 1  # in the other pass
+        for left in (2, 1):
+            assert both_passes().tolist() == [6.0, 6.0]
+            assert len(trusted) == left
+        assert list(trusted.values()) == [False]  # that of the other pass
+        monkeypatch.setattr(Meets, "barriers", (None, None))
+        both_passes()
+        assert list(trusted.values()) == [False, False]
 
 
 def test_calls_that_take_long_one_after_the_other_are_not_trusted(
-    nobody_is_trusted: set[Any], monkeypatch: pytest.MonkeyPatch
+    trusted: dict[Any, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(together, "PATIENCE", 1e-9)
-    nobody_is_trusted.add(("map_with_parallel_backward forward", together.likeness(Meets)))
+    trusted["map_with_parallel_backward forward", together.likeness(Meets)] = False
     both_passes()
-    assert not nobody_is_trusted
+    both_passes()
+    assert not trusted
 
 
-def test_what_is_remembered_of_functions_is_bounded(nobody_is_trusted: set[Any]) -> None:
+def test_what_is_remembered_of_functions_is_bounded(trusted: dict[Any, bool]) -> None:
     functions: list[Any] = [eval("lambda x: x") for _ in range(together._MOST_TRUSTED + 10)]
     for function in functions:
         map_with_parallel_backward(function, (1,), (2,))
-    assert 0 < len(nobody_is_trusted) <= together._MOST_TRUSTED
+    assert 0 < len(trusted) <= together._MOST_TRUSTED
 
 
 def test_the_same_function_is_known_again() -> None:
