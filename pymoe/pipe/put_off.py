@@ -208,6 +208,8 @@ def _blank(edge: GradientEdge) -> Tensor:
     about = _about(edge)
     kind = about.dtype, about.device
     zero = _zeros.get(kind)
-    if zero is None:
-        zero = _zeros[kind] = torch.zeros((), dtype=kind[0], device=kind[1])
+    if zero is None or torch._C._len_torch_dispatch_stack():
+        zero = torch.zeros((), dtype=kind[0], device=kind[1])
+        if type(zero) is Tensor:  # a mode may have made another
+            _zeros[kind] = zero
     return zero.expand(about.shape)

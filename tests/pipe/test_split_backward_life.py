@@ -8,10 +8,12 @@ import pytest
 import torch
 from split_graphs import Case, Scaled, begin
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from pymoe.pipe import put_off
 from pymoe.pipe.split_backward import SplitBackward
 from pymoe.runtime.parallel import map_with_parallel_backward
 from pymoe.runtime.parallel.isolated import edge_of
@@ -218,3 +220,13 @@ def test_no_cycles_keep_the_graph():
         assert weak() is None
     finally:
         gc.enable()
+
+
+def test_tensors_of_a_mode_are_not_kept_for_later():
+    layer = nn.Linear(3, 3, dtype=torch.float16)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        (alias,), edges = begin(torch.randn(4, 3, dtype=torch.float16))
+        split = SplitBackward([edge_of(layer(alias))], edges, [layer.weight, layer.bias])
+        split.input_gradients([torch.ones(4, 3, dtype=torch.float16)])
+        split.weight_gradients()
+    assert all(type(zero) is torch.Tensor for zero in put_off._zeros.values())
