@@ -240,8 +240,8 @@ def test_a_mixture_in_several_stages_keeps_the_scale_of_its_auxiliary_losses(mon
     """Two stages that had the same mixture set its scale for their micro-batches at the same time: gradients were off
     by a tenth, and the scale stayed what one of them had put there, less from step to step until it was 0.
     """
-    monkeypatch.setattr(pymoe.pipe.workers, "PATIENCE", -1.0)  # on threads, however short
-    monkeypatch.setattr(pymoe.pipe.workers, "LOST", -1.0)
+    monkeypatch.setattr(pymoe.pipe.execution.workers, "PATIENCE", -1.0)  # on threads, however short
+    monkeypatch.setattr(pymoe.pipe.execution.workers, "LOST", -1.0)
     torch.manual_seed(0)
     inside, most = [], []
 
@@ -300,8 +300,8 @@ def test_a_checkpointed_batch_norm_in_several_stages_loses_no_update(schedule, m
     """A stage that repeats a forward puts the buffers back for it that the first one saw, and then those that were
     there. What another stage with the same batch norm wrote meanwhile was lost: of 16 updates 5 to 8 were left.
     """
-    monkeypatch.setattr(pymoe.pipe.workers, "PATIENCE", -1.0)  # on threads, however short
-    monkeypatch.setattr(pymoe.pipe.workers, "LOST", -1.0)
+    monkeypatch.setattr(pymoe.pipe.execution.workers, "PATIENCE", -1.0)  # on threads, however short
+    monkeypatch.setattr(pymoe.pipe.execution.workers, "LOST", -1.0)
     norm = torch.nn.BatchNorm1d(4)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), norm, torch.nn.Linear(4, 4), norm, torch.nn.Linear(4, 4))
     pipe = pymoe.Pipe(model, 4, "always", balance=[3, 2])

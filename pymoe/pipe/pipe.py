@@ -10,19 +10,19 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from pymoe.pipe.checkpoint import Checkpoints
 from pymoe.pipe.devices import place, refuse_moves
-from pymoe.pipe.forward import run_forward, run_in_one_graph
+from pymoe.pipe.execution.checkpoint import Checkpoints
+from pymoe.pipe.execution.forward import run_forward, run_in_one_graph
+from pymoe.pipe.execution.plan import Plan, Timed
+from pymoe.pipe.execution.run import Run
+from pymoe.pipe.execution.step import Losses, run_step
+from pymoe.pipe.execution.turns import turns_of
+from pymoe.pipe.execution.workers import Workers
 from pymoe.pipe.loss import with_loss
 from pymoe.pipe.micro_batches import MicroBatches, join, split
-from pymoe.pipe.plan import Plan, Timed
-from pymoe.pipe.run import Run
 from pymoe.pipe.schedules import Kind, Record, Schedule, as_run, build
 from pymoe.pipe.sequential import cut, sequential_pipeline
 from pymoe.pipe.stages import Pipeline
-from pymoe.pipe.step import Losses, run_step
-from pymoe.pipe.turns import turns_of
-from pymoe.pipe.workers import Workers
 from pymoe.runtime.parallel import random_streams
 from pymoe.runtime.parallel.isolated import graphs_are_made
 from pymoe.runtime.parallel.together import functorch_is_active

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from pymoe.pipe.auxiliary import with_auxiliary_losses
+from pymoe.pipe.execution.turns import taking_turns
 from pymoe.pipe.skip import SkipRoute, skip_routes, tracking, verify_skippables
 from pymoe.pipe.skip.tracker import Key
 from pymoe.pipe.stages import INPUT, Pipeline, Source, Stage
-from pymoe.pipe.turns import taking_turns
 
 __all__ = ["cut", "sequential_pipeline"]
 

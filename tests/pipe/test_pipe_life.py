@@ -19,7 +19,8 @@ from flaky import CHUNKS, LONG, STAGES, Faults, batch, expected_grads, grads_of,
 from processes import in_child, run_python
 from torch import nn
 
-from pymoe.pipe import Pipe, workers
+from pymoe.pipe import Pipe
+from pymoe.pipe.execution import workers
 
 SLOW = 6e-4  # seconds that a call takes at most
 
@@ -195,7 +196,8 @@ PIPE_AT_EXIT = """
     import sys, threading, time
     sys.path.insert(0, {folder!r})
     from flaky import CHUNKS, Faults, model, run_step
-    from pymoe.pipe import Pipe, workers
+    from pymoe.pipe import Pipe
+from pymoe.pipe.execution import workers
     workers.PATIENCE = workers.LOST = 0.0
     faults = Faults(3, longest=1e-3)
     pipe = Pipe(model(faults), CHUNKS)

@@ -55,7 +55,7 @@ def test_stages_run_in_the_callers_state(name, threads):
 def call_all_threads(pipe):
     """From now on stages run on their threads, however short they are."""
     schedule = pipe._schedule("gpipe", pipe.chunks)
-    from pymoe.pipe.plan import Plan
+    from pymoe.pipe.execution.plan import Plan
     from pymoe.pipe.schedules import Kind
 
     for kinds in ({Kind.FORWARD}, {Kind.BACKWARD}):

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pymoe.nn import MoE
-from pymoe.pipe import Pipe, workers
+from pymoe.pipe import Pipe
+from pymoe.pipe.execution import workers
 from pymoe.pipe.skip import pop, skippable, stash
 
 ROWS, CHUNKS = 13, 4

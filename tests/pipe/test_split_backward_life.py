@@ -13,8 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from pymoe.pipe import put_off
-from pymoe.pipe.split_backward import SplitBackward
+from pymoe.pipe.split_backward import SplitBackward, put_off
 from pymoe.runtime.parallel import map_with_parallel_backward
 from pymoe.runtime.parallel.isolated import edge_of
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pymoe.nn import MoE
-from pymoe.pipe.turns import taking_turns
+from pymoe.pipe.execution.turns import taking_turns
 
 
 class Table(nn.Module):

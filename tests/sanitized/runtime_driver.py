@@ -38,7 +38,8 @@ from flaky import CHUNKS, Faults, Planted, expected_grads, grads_of, model, run_
 from random_maps import outcome, serial  # noqa: E402
 
 import pymoe  # noqa: E402
-from pymoe.pipe import Pipe, workers  # noqa: E402
+from pymoe.pipe import Pipe  # noqa: E402
+from pymoe.pipe.execution import workers  # noqa: E402
 
 
 def on_clients(client):

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from pymoe.pipe.context import MicroBatch, call_for
+from pymoe.pipe.execution.outer import accumulate, attach
+from pymoe.pipe.execution.run import Run
+from pymoe.pipe.execution.values import Crossing, Sent, unpack
 from pymoe.pipe.micro_batches import MicroBatches
-from pymoe.pipe.outer import accumulate, attach
-from pymoe.pipe.run import Run
 from pymoe.pipe.stages import INPUT, Pipeline, Source
-from pymoe.pipe.values import Crossing, Sent, unpack
 
 __all__ = ["run_forward", "run_in_one_graph"]
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pymoe.pipe.activation import Activation
-from pymoe.pipe.checkpoint import Checkpoints
 from pymoe.pipe.context import MicroBatch
-from pymoe.pipe.leaf_sums import LeafSums, over_stages
+from pymoe.pipe.execution.activation import Activation
+from pymoe.pipe.execution.checkpoint import Checkpoints
+from pymoe.pipe.execution.leaf_sums import LeafSums, over_stages
+from pymoe.pipe.execution.values import Crossing, Sent, pack
 from pymoe.pipe.micro_batches import MicroBatches
 from pymoe.pipe.schedules.action import Action, Kind
 from pymoe.pipe.stages import INPUT, Pipeline, Source
-from pymoe.pipe.values import Crossing, Sent, pack
 from pymoe.runtime.parallel.random_streams import Source as RandomSource
 from pymoe.runtime.parallel.random_streams import Stream
 from pymoe.runtime.parallel.state import current

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pymoe.pipe.checkpoint import Checkpoints, Recipe
 from pymoe.pipe.context import MicroBatch, call_for
-from pymoe.pipe.leaf_sums import LeafSums
+from pymoe.pipe.execution.checkpoint import Checkpoints, Recipe
+from pymoe.pipe.execution.leaf_sums import LeafSums
+from pymoe.pipe.execution.values import Crossing, Entrance, Sent, arrive, enter, pack, unpack
 from pymoe.pipe.split_backward import SplitBackward
 from pymoe.pipe.stages import Stage
-from pymoe.pipe.values import Crossing, Entrance, Sent, arrive, enter, pack, unpack
 from pymoe.runtime.parallel.compiled import are_compiled
 from pymoe.runtime.parallel.isolated import differentiate, edge_of, find_leaves_and_nodes
 from pymoe.runtime.parallel.random_streams import Stream, with_stream

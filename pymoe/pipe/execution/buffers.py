@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm
-from pymoe.pipe.turns import Turns
+from pymoe.pipe.execution.turns import Turns
 
 __all__ = ["Buffers", "Contents"]
 

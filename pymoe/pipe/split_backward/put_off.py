@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from pymoe.pipe.graph_cut import PutOff
+from pymoe.pipe.split_backward.graph_cut import PutOff
 from pymoe.runtime.parallel.isolated import _run_backward, apply_directly
 
 __all__ = ["Recorder", "can_not_put_off", "can_put_off", "free_saved_tensors"]

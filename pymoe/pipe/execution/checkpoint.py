@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from pymoe.pipe.buffers import Buffers, Contents
-from pymoe.pipe.turns import Turns
-from pymoe.pipe.values import Crossing, Sent, arrive, unpack, version_of
+from pymoe.pipe.execution.buffers import Buffers, Contents
+from pymoe.pipe.execution.turns import Turns
+from pymoe.pipe.execution.values import Crossing, Sent, arrive, unpack, version_of
 
 __all__ = ["Checkpoints", "Recipe"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pymoe._runtime import Future, LaneRun, Profiled, WorkerPool
-from pymoe.pipe.plan import Plan, Timed
+from pymoe.pipe.execution.plan import Plan, Timed
 from pymoe.pipe.schedules.action import Action, Kind
 from pymoe.runtime.parallel.state import ThreadState, current, in_state
 from pymoe.runtime.text import described
@@ -77,8 +77,8 @@ class Workers:
         """
         if self in _inside.workers:
             raise RuntimeError(
-                "a stage of a pipe cannot run the pipe itself (torch.utils.checkpoint around a pipe has it run again in "
-                "its backward pass: use Pipe(..., checkpoint=...) instead)"
+                "a stage of a pipe cannot run the pipe itself (torch.utils.checkpoint around a pipe has it run again "
+                "in its backward pass: use Pipe(..., checkpoint=...) instead)"
             )
         if self._process != os.getpid():
             self._pools, self._process, self._lock = [], os.getpid(), threading.Lock()

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pymoe.pipe.outer import accumulate
-from pymoe.pipe.run import Run
-from pymoe.pipe.values import Crossing, Sent
+from pymoe.pipe.execution.outer import accumulate
+from pymoe.pipe.execution.run import Run
+from pymoe.pipe.execution.values import Crossing, Sent
 
 __all__ = ["Losses", "run_step"]
 

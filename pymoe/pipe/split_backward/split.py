@@ -2,7 +2,7 @@
 
 The stage before waits for the first part alone, so a zero-bubble schedule (Qi et al., arXiv 2401.10241) fills the gaps
 of a pipeline with the second. Both together are one backward pass, cut in two: they do the same work and no node's work
-twice. :mod:`pymoe.pipe.graph_cut` says where it is cut, :mod:`pymoe.pipe.put_off` which nodes can wait with what.
+twice. ``graph_cut.py`` says where it is cut, ``put_off.py`` which nodes can wait with what.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from pymoe.pipe.graph_cut import cut_graph
-from pymoe.pipe.put_off import Recorder, can_not_put_off, can_put_off, free_saved_tensors
+from pymoe.pipe.split_backward.graph_cut import cut_graph
+from pymoe.pipe.split_backward.put_off import Recorder, can_not_put_off, can_put_off, free_saved_tensors
 from pymoe.runtime.parallel.compiled import has_compiled_nodes
 from pymoe.runtime.parallel.isolated import differentiate
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from pymoe.pipe.auxiliary import is_weighted
-from pymoe.pipe.values import version_of
+from pymoe.pipe.execution.values import version_of
 
 __all__ = ["Turns", "taking_turns", "turns_of"]
 
