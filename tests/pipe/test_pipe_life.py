@@ -197,7 +197,7 @@ PIPE_AT_EXIT = """
     sys.path.insert(0, {folder!r})
     from flaky import CHUNKS, Faults, model, run_step
     from pymoe.pipe import Pipe
-from pymoe.pipe.execution import workers
+    from pymoe.pipe.execution import workers
     workers.PATIENCE = workers.LOST = 0.0
     faults = Faults(3, longest=1e-3)
     pipe = Pipe(model(faults), CHUNKS)
