@@ -4,6 +4,9 @@ import concurrent.futures
 import ctypes
 import gc
 import pathlib
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 import weakref
@@ -308,3 +311,20 @@ def test_a_checkpointed_batch_norm_in_several_stages_loses_no_update(schedule, m
     for step in range(1, 9):
         pipe.step(torch.randn(12, 4), loss_fn=torch.sum, schedule=schedule)
         assert norm.num_batches_tracked == 8 * step
+
+
+def test_the_first_step_of_a_pipe_does_not_import_the_compiler():
+    """It and a mixture's first forward waited two seconds for torch._dynamo, by way of a decorator that keeps it out;
+    an interrupt meanwhile left the modules half imported.
+    """
+    script = """
+    import sys, torch
+    from torch import nn
+    import pymoe
+    pipe = pymoe.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2)
+    pipe.step(torch.ones(4, 2), loss_fn=torch.sum)
+    pipe(torch.ones(4, 2)).sum().backward()
+    assert "torch._dynamo" not in sys.modules
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr

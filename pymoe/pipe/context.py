@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from pymoe.runtime.left_to_python import left_to_python
+
 __all__ = ["MicroBatch", "call_for", "is_checkpointing", "is_recomputing", "micro_batch", "running"]
 
 Result = TypeVar("Result")
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,6 @@ class _Thread(threading.local):
 _thread = _Thread()
 _lock = threading.Lock()
 _forwards = 0  # that run now, on all threads
-
-
-def left_to_python(function: Function) -> Function:
-    """torch.compile calls ``function`` as it is. (``torch.compiler.disable`` would import the compiler here.)"""
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return function
 
 
 # torch.compile would take what a thread's variable holds for a constant, but looks at a number of the module each time.

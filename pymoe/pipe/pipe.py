@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 
 from pymoe.pipe.devices import place, refuse_moves
 from pymoe.pipe.execution.checkpoint import Checkpoints
@@ -23,6 +22,7 @@ from pymoe.pipe.micro_batches import MicroBatches, join, split
 from pymoe.pipe.schedules import Kind, Record, Schedule, as_run, build
 from pymoe.pipe.sequential import cut, sequential_pipeline
 from pymoe.pipe.stages import Pipeline
+from pymoe.runtime.left_to_python import left_to_python
 from pymoe.runtime.parallel import random_streams
 from pymoe.runtime.parallel.isolated import graphs_are_made
 from pymoe.runtime.parallel.together import functorch_is_active
@@ -99,7 +99,7 @@ class Pipe(nn.Module):
         self._modules.update(module._modules)  # under the model's names, whatever attributes a pipe has
         self.training = module.training
 
-    @_disable_dynamo  # torch.compile is for stages: what runs them it leaves alone
+    @left_to_python
     def forward(self, input: Any) -> Any:
         """The model's output, from which ``loss.backward()`` can start.
 
@@ -126,7 +126,7 @@ class Pipe(nn.Module):
         )
         return join([values[0] for values in outputs])
 
-    @_disable_dynamo
+    @left_to_python
     def step(
         self,
         *inputs: Any,

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.reference.checks import FLOATING
@@ -17,6 +16,7 @@ from pymoe.runtime.arguments import Arguments
 from pymoe.runtime.backend import ExpertBackend
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 from pymoe.runtime.gradients import all_finite
+from pymoe.runtime.left_to_python import left_to_python
 from pymoe.runtime.mixture.choice import Choice, choose, gather_rows, mix, weigh
 from pymoe.runtime.mixture.counts import BackendStats
 from pymoe.runtime.mixture.errors import TooFewAnswersError
@@ -221,7 +221,7 @@ class MixtureOfExpertBackends(nn.Module):
 
     # --- a call ---
 
-    @_disable_dynamo  # which would trace the waiting in pieces; torch.compiler.disable imports all of it here
+    @left_to_python  # the compiler would trace the waiting in pieces
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The experts' mixed outputs for these arguments."""
         inputs = self._arguments.flatten(args, kwargs)
