@@ -245,6 +245,7 @@ def test_a_mixture_in_several_stages_keeps_the_scale_of_its_auxiliary_losses(mon
     """
     monkeypatch.setattr(pymoe.pipe.execution.workers, "PATIENCE", -1.0)  # on threads, however short
     monkeypatch.setattr(pymoe.pipe.execution.workers, "LOST", -1.0)
+    monkeypatch.setattr(pymoe.pipe.execution.workers, "SEVERAL", 0)
     torch.manual_seed(0)
     inside, most = [], []
 
@@ -291,8 +292,7 @@ def test_hooks_of_leaves_on_other_devices_stay_out_of_calls():
         thread.start()
         thread.join()
 
-    with within_call(None):
-        elsewhere()
+    within_call(None, elsewhere)
     assert seen == []
     elsewhere()
     assert seen == ["hook"]
@@ -305,6 +305,7 @@ def test_a_checkpointed_batch_norm_in_several_stages_loses_no_update(schedule, m
     """
     monkeypatch.setattr(pymoe.pipe.execution.workers, "PATIENCE", -1.0)  # on threads, however short
     monkeypatch.setattr(pymoe.pipe.execution.workers, "LOST", -1.0)
+    monkeypatch.setattr(pymoe.pipe.execution.workers, "SEVERAL", 0)
     norm = torch.nn.BatchNorm1d(4)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), norm, torch.nn.Linear(4, 4), norm, torch.nn.Linear(4, 4))
     pipe = pymoe.Pipe(model, 4, "always", balance=[3, 2])

@@ -28,7 +28,7 @@ SLOW = 6e-4  # seconds that a call takes at most
 @pytest.fixture(autouse=True)
 def own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """All stages but the first have threads of their own, however short their actions are."""
-    for name in ("PATIENCE", "LOST"):
+    for name in ("PATIENCE", "LOST", "SEVERAL"):
         monkeypatch.setattr(workers, name, 0.0)
 
 
@@ -198,7 +198,7 @@ PIPE_AT_EXIT = """
     from flaky import CHUNKS, Faults, model, run_step
     from pymoe.pipe import Pipe
     from pymoe.pipe.execution import workers
-    workers.PATIENCE = workers.LOST = 0.0
+    workers.PATIENCE = workers.LOST = workers.SEVERAL = 0
     faults = Faults(3, longest=1e-3)
     pipe = Pipe(model(faults), CHUNKS)
     run_step(pipe, faults)

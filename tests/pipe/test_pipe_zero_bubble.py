@@ -22,6 +22,7 @@ def on_threads(monkeypatch):
     """However short the actions are."""
     monkeypatch.setattr(workers, "PATIENCE", -1.0)
     monkeypatch.setattr(workers, "LOST", -1.0)
+    monkeypatch.setattr(workers, "SEVERAL", 0)
 
 
 @pytest.fixture(autouse=True)

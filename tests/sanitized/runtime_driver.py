@@ -150,7 +150,7 @@ def background():
 
 def pipes():
     """Steps of pipes, of which some fail; all stages on threads of their own."""
-    workers.PATIENCE = workers.LOST = 0.0
+    workers.PATIENCE = workers.LOST = workers.SEVERAL = 0
     schedules = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
     expected = expected_grads()
 

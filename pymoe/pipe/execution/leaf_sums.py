@@ -10,6 +10,9 @@ import torch
 __all__ = ["LeafSums", "over_stages"]
 
 
+FEW = 3  # tensors, for which a call for each takes less than one for all
+
+
 class LeafSums:
     """The sum, for every leaf, of the gradients that are added; in the order in which they are."""
 
@@ -40,8 +43,11 @@ class LeafSums:
             else:
                 known[number] = known[number] + grad  # type: ignore[operator]
                 self._mine[number] = _is_plain(known[number])  # type: ignore[arg-type]
-        if changeable:
+        if len(changeable) > FEW:
             torch._foreach_add_(changeable, new)
+        else:
+            for known_sum, grad in zip(changeable, new, strict=True):
+                known_sum.add_(grad)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -23,9 +23,11 @@ Perform = Callable[[Action], None]
 
 _is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 # Seconds. Shorter actions stay on one thread: to wake another, and to wait for the interpreter's lock there, takes as
-# long. A run of which nothing is known begins on one thread, and calls the others when LOST has gone into longer ones.
+# long. A run of which nothing is known begins on one thread, and calls the others when LOST has gone into SEVERAL longer
+# ones (a single one may have been held up by other processes).
 PATIENCE = 200e-6
 LOST = 5 * PATIENCE
+SEVERAL = 3
 
 _PASSES = {
     Kind.FORWARD: "the forward pass",
@@ -140,7 +142,7 @@ class _Work:
             return False
         clock = time.perf_counter
         action = None
-        lost = 0.0
+        longer: list[float] = []
         try:
             start = clock()
             for action in plan.in_order:
@@ -148,8 +150,8 @@ class _Work:
                 end = clock()
                 timed.append((action, start, end))
                 if end - start > PATIENCE and not to_the_end:
-                    lost += end - start
-                    if lost > LOST:
+                    longer.append(end - start)
+                    if len(longer) >= SEVERAL and sum(longer) > LOST:
                         break
                 start = end
         except BaseException as error:

@@ -223,8 +223,9 @@ def differentiate(
     for leaf in leaves:
         keep_hooks_outside(leaf)
     keep = keep or not has_compiled_nodes([start.node for start in starts], entry)
-    with within_call(entry):
-        return _run_backward(starts, values, keep, False, (*inputs, *leaves), True, accumulate_grad=False)  # type: ignore[call-arg]
+    return within_call(  # type: ignore[no-any-return]
+        entry, _run_backward, starts, values, keep, False, (*inputs, *leaves), True, accumulate_grad=False
+    )
 
 
 def isolate(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
 __all__ = ["entry_of_this_thread", "keep_hooks_outside", "within_call"]
+
+Result = TypeVar("Result")
 
 
 class _Running(threading.local):
@@ -28,14 +29,13 @@ def entry_of_this_thread() -> Any:
     return _running.entry
 
 
-@contextmanager
-def within_call(entry: Any) -> Iterator[None]:
-    """Within the block this thread differentiates a call: hooks of leaves do not run."""
+def within_call(entry: Any, function: Callable[..., Result], *args: Any, **options: Any) -> Result:
+    """``function(*args)``, by which this thread differentiates a call: hooks of leaves do not run."""
     token = object()
     before, _running.entry = _running.entry, entry or _NONE
     _everywhere.add(token)
     try:
-        yield
+        return function(*args, **options)
     finally:
         _everywhere.discard(token)
         _running.entry = before
