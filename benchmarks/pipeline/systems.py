@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.pipeline.live import watched
-from benchmarks.pipeline.work import LOSS, WORKS, Case, gradients, largest_error, reference, sequential
+from benchmarks.pipeline.work import LOSS, WORKS, Case, gradients, largest_error, reference, sequential, time_of
 from pymoe.pipe import schedules
 from pymoe.pipe.schedules import Record, Schedule
 
@@ -95,16 +94,7 @@ class InProcess:
         return Check(largest_error(found, reference(self.case)), [live.peak for live in counters])
 
     def step(self) -> tuple[float, float]:
-        repeats = WORKS[self.case.work].repeats
-        wall = cpu = 0.0
-        for _ in range(repeats):
-            self.clear()
-            cpu -= time.process_time()
-            wall -= time.perf_counter()
-            self.run()
-            wall += time.perf_counter()
-            cpu += time.process_time()
-        return wall / repeats, cpu / repeats
+        return time_of(self.clear, self.run, WORKS[self.case.work].repeats)
 
     def close(self) -> None:
         self._step = self.record = None

@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from benchmarks.pipeline import torch_orders
 from benchmarks.pipeline.live import watched
-from benchmarks.pipeline.work import LOSS, WORKS, Case, gradients, largest_error, reference, sequential
+from benchmarks.pipeline.work import LOSS, WORKS, Case, gradients, largest_error, reference, sequential, time_of
 
 PATIENCE = timedelta(seconds=60)
 """A rank that waits longer for another gives up."""
@@ -93,16 +94,9 @@ class Pipelined:
     def plain(self) -> dict[str, Any]:
         """The sequential run of the same stages in this process: processor and other seconds."""
         model = torch.nn.Sequential(*(layer for stage in self.stages for layer in stage))
-        repeats = WORKS[self.case.work].repeats
-        wall = cpu = 0.0
-        for _ in range(repeats):
-            self.clear()
-            cpu -= time.process_time()
-            wall -= time.perf_counter()
-            sequential(model, self.x, self.y, self.case.micro_batches)
-            wall += time.perf_counter()
-            cpu += time.process_time()
-        return {"wall": wall / repeats, "cpu": cpu / repeats}
+        run = partial(sequential, model, self.x, self.y, self.case.micro_batches)
+        wall, cpu = time_of(self.clear, run, WORKS[self.case.work].repeats)
+        return {"wall": wall, "cpu": cpu}
 
 
 def main() -> None:

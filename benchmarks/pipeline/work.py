@@ -200,3 +200,16 @@ def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
 def verdict(error: float) -> str:
     """``"exact"``, ``"close"`` or ``"WRONG"``."""
     return "exact" if error == 0 else "close" if error <= TOLERANCE else "WRONG"
+
+
+def time_of(clear: Callable[[], object], run: Callable[[], object], repeats: int) -> tuple[float, float]:
+    """Wall and processor seconds of ``run``, means over ``repeats``; ``clear``, before each, does not count."""
+    wall = cpu = 0.0
+    for _ in range(repeats):
+        clear()
+        cpu -= time.process_time()
+        wall -= time.perf_counter()
+        run()
+        wall += time.perf_counter()
+        cpu += time.process_time()
+    return wall / repeats, cpu / repeats

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,25 +16,13 @@ from pymoe.nn import MoE, set_aux_loss_scale, update_expert_biases
 from pymoe.pipe import Pipe
 from pymoe.pipe.schedules import Record
 
+from .history import History
 from .layers import balance, layers
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """The mean over all bytes, in nats."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-@dataclass
-class History:
-    """What a run measured, one entry a step."""
-
-    loss: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-
-    @property
-    def median_seconds(self) -> float:
-        """Of a step; the first is left out, which makes what later ones find."""
-        return statistics.median(self.seconds[1:] or self.seconds)
 
 
 class Run:

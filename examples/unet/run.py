@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from argparse import Namespace
-from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from pipelined.history import History
 from torch import Tensor, nn
 
 from pymoe.pipe import Pipe
@@ -17,19 +16,6 @@ from pymoe.pipe.schedules import Record, build, mean_times, simulate
 
 from .data import Pictures
 from .model import unet
-
-
-@dataclass
-class History:
-    """What a run measured, one entry a step."""
-
-    loss: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-
-    @property
-    def median_seconds(self) -> float:
-        """Of a step; the first is left out, which makes what later ones find."""
-        return statistics.median(self.seconds[1:] or self.seconds)
 
 
 class Run:

@@ -25,12 +25,7 @@ def on_threads(monkeypatch):
     monkeypatch.setattr(workers, "SEVERAL", 0)
 
 
-@pytest.fixture(autouse=True)
-def doubles():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("doubles")
 
 
 class Scale(nn.Module):

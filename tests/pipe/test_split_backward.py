@@ -9,13 +9,7 @@ from torch.nn import functional as F
 from pymoe.pipe.split_backward import SplitBackward
 from pymoe.runtime.parallel.isolated import edge_of
 
-
-@pytest.fixture(autouse=True)
-def doubles():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("doubles")
 
 
 def test_a_perceptron_does_half_of_the_matrix_products_in_each_part():

@@ -17,13 +17,7 @@ from pymoe.pipe.split_backward import SplitBackward, put_off
 from pymoe.runtime.parallel import map_with_parallel_backward
 from pymoe.runtime.parallel.isolated import edge_of
 
-
-@pytest.fixture(autouse=True)
-def doubles():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("doubles")
 
 
 def test_a_checkpointed_part_runs_its_forward_once_more_and_not_twice():

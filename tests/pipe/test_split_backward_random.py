@@ -8,13 +8,7 @@ from split_graphs import Case, Halves, InParts, Scaled
 from torch import nn
 from torch.nn import functional as F
 
-
-@pytest.fixture(autouse=True)
-def doubles():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("doubles")
 
 
 def random_stage(seed):
