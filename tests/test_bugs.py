@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import ctypes
+import functools
 import gc
 import pathlib
 import subprocess
@@ -13,8 +14,10 @@ import weakref
 
 import pytest
 import torch
+from processes import in_child
 
 import pymoe
+from pymoe.runtime import forked
 from pymoe.runtime.parallel.leaf_hooks import keep_hooks_outside, within_call
 
 
@@ -329,3 +332,34 @@ def test_the_first_step_of_a_pipe_does_not_import_the_compiler():
     """
     ended = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_threads_in_the_child_of_a_fork_do_not_meet_in_torchs_old_engine():
+    """Torch replaces its autograd engine at the first use in a fork's child, without a lock. Two calls of a map that
+    were first at the same time destroyed the old one twice: one child in a hundred crashed.
+    """
+
+    def run_map():
+        x = torch.ones(2, requires_grad=True)
+        pymoe.map_with_parallel_backward(lambda t: t * 2, *[(x,)] * 5)
+
+    def run_pipe():
+        pipe = pymoe.Pipe(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), 2)
+        pymoe.pipe.execution.workers.LOST = pymoe.pipe.execution.workers.SEVERAL = -1
+        pymoe.pipe.execution.workers.PATIENCE = -1.0
+        pipe.step(torch.ones(4, 2), loss_fn=torch.sum)
+
+    def run_server():
+        with pymoe.Runtime([pymoe.TaskPool(torch.square, name="squares")]) as runtime:
+            assert runtime.pools
+
+    def check(run):
+        assert forked._is_stale
+        run()
+        assert not forked._is_stale  # before there were threads that could meet
+
+    with pymoe.runtime.parallel_workers(2):
+        run_map()
+        for run in (run_map, run_pipe, run_server):
+            assert {in_child(functools.partial(check, run)) for _ in range(20)} == {0}

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from pymoe import _runtime
+from pymoe.runtime.forked import renew_engine
 from pymoe.runtime.observe import Observers
 from pymoe.runtime.statistics import PoolStats, ServedPools, StatsReader
 from pymoe.runtime.task_pool import TaskPool
@@ -88,6 +89,7 @@ class Runtime(_runtime.Runtime):
             RuntimeError: a pool is served by another Runtime, or the process is a fork.
             OSError: the ``monitor`` that was asked for cannot listen.
         """
+        renew_engine()
         with self._changes:
             super().start()
             for pool in self.pools:

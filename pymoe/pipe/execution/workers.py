@@ -14,6 +14,7 @@ import torch
 from pymoe._runtime import Future, LaneRun, Profiled, WorkerPool
 from pymoe.pipe.execution.plan import Plan, Timed
 from pymoe.pipe.schedules.action import Action, Kind
+from pymoe.runtime.forked import renew_engine
 from pymoe.runtime.parallel.state import ThreadState, current, in_state
 from pymoe.runtime.text import described
 
@@ -97,6 +98,7 @@ class Workers:
 
     def _together(self, work: _Work) -> None:
         while len(self._pools) < work.plan.workers - 1:
+            renew_engine()
             self._pools.append(WorkerPool(1))
         state = current()
         profiled = Profiled() if _is_profiled() else None

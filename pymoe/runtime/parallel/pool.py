@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pymoe._runtime import WorkerPool
+from pymoe.runtime.forked import renew_engine
 
 _lock = threading.Lock()
 _count: int | None = None
@@ -61,6 +62,7 @@ def shared_pool() -> WorkerPool:
     global _pool
     with _lock:
         if _pool is None:
+            renew_engine()
             _pool = WorkerPool(get_parallel_workers())
         return _pool
 
