@@ -91,11 +91,8 @@ def test_gradients_that_do_not_come_count_too(clock: SimpleNamespace) -> None:
     stuck = Stuck()
     backends = scaled(None, None)
     backends[1].expert.factor.register_hook(lambda grad: stuck(grad))
-    moe = mixture(backends, rest_after=1, rest=LONG)
+    moe = mixture(backends, rest_after=1, rest=LONG, backward_k_min=1, backward_timeout=1.0)
     with Runtime(backends, num_workers=2):
-        y = moe(ONES)
-        moe.rules = moe.rules._replace(timeout_after_k_min=SOON)
-        y.sum().backward()
-        moe.rules = moe.rules._replace(timeout_after_k_min=None)
+        moe(ONES).sum().backward()
         assert requests(moe, 2) == [2, 0]
         stuck.open.set()
