@@ -23,10 +23,11 @@ __all__ = ["Workers"]
 Perform = Callable[[Action], None]
 
 _is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
-# Seconds. Shorter actions stay on one thread: to wake another, and to wait for the interpreter's lock there, takes as
-# long. A run of which nothing is known begins on one thread, and calls the others when LOST has gone into SEVERAL
-# longer ones: a single one may have been held up by other processes.
-PATIENCE = 200e-6
+# Seconds. Shorter actions stay on one thread: where a good part of them is Python, threads wait for the interpreter's
+# lock more than they gain (a stage of two linear layers of width 64 takes longer on two threads than on one). A run of
+# which nothing is known begins on one thread, and calls the others when LOST has gone into SEVERAL longer ones: a
+# single one may have been held up by other processes.
+PATIENCE = 500e-6
 LOST = 5 * PATIENCE
 SEVERAL = 3
 
