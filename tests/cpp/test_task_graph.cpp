@@ -173,14 +173,15 @@ TEST_CASE("a graph runs on the thread that waits while every worker is busy") {
 TEST_CASE("a wait in slices helps until its time") {
   Pool pool(1);
   Graph graph;
-  std::atomic<bool> released{false};
+  std::latch started(1), released(1);
   graph.add([&] {
-    while (!released) std::this_thread::yield();
+    started.count_down();
+    released.wait();
   });
   const auto run = graph.run(pool);
-  while (pool.older_waits(SystemSync::Time::max())) std::this_thread::yield();  // the worker has it
+  started.wait();  // on the worker: else the helper below would start the node itself, and wait for itself
   CHECK_FALSE(run->help_until(SystemSync::now() + 1ms));
-  released = true;
+  released.count_down();
   CHECK(run->help_until(SystemSync::now() + 1min));
   CHECK(run->done());
 }
