@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pymoe.pipe.deferred_batch_norm import convert_deferred_batch_norm
 from pymoe.pipe.devices import place, refuse_moves
 from pymoe.pipe.execution.checkpoint import Checkpoints
 from pymoe.pipe.execution.forward import run_forward, run_in_one_graph
@@ -30,6 +31,7 @@ from pymoe.runtime.parallel.together import functorch_is_active
 __all__ = ["Pipe"]
 
 CHECKPOINT = ("always", "except_last", "never")
+ALL, FORWARD, BACKWARD = frozenset(Kind), frozenset({Kind.FORWARD}), frozenset({Kind.BACKWARD})
 REMEMBERED = 64  # schedules, and plans made of them
 
 
@@ -83,8 +85,6 @@ class Pipe(nn.Module):
             raise ValueError(f"Pipe: checkpoint must be one of {', '.join(CHECKPOINT)}, got {checkpoint!r}")
         self.checkpoint = checkpoint
         if deferred_batch_norm and isinstance(module, nn.Sequential):
-            from pymoe.pipe.deferred_batch_norm import convert_deferred_batch_norm
-
             module = convert_deferred_batch_norm(module)
         self._parts = tuple(cut(module, balance))
         self.devices = tuple(place(self._parts, devices))
@@ -121,8 +121,8 @@ class Pipe(nn.Module):
         schedule = self._schedule("gpipe", len(micro_batches.rows))
         outputs = run_forward(
             run,
-            lambda run: self._perform(run, schedule, frozenset({Kind.FORWARD})),
-            lambda run: self._perform(run, schedule, frozenset({Kind.BACKWARD})),
+            lambda run: self._perform(run, schedule, FORWARD),
+            lambda run: self._perform(run, schedule, BACKWARD),
         )
         return join([values[0] for values in outputs])
 
@@ -169,12 +169,11 @@ class Pipe(nn.Module):
         values = (*inputs, target) if has_target else inputs
         micro_batches = split(values, self.chunks if chunks is None else _count("chunks", chunks))
         count, graphs = len(micro_batches.rows), graphs_are_made()
-        plan = self._schedule(schedule, count)
+        planned = self._schedule(schedule, count)
         losses = Losses(micro_batches.weights if reduction == "mean" else [1.0] * count, graphs)
         pipeline = with_loss(self._pipeline, loss_fn, has_target, lambda values: values[0])
         run = self._run(pipeline, micro_batches, graphs, losses.arrive)
-        kinds = frozenset(Kind) if graphs else frozenset({Kind.FORWARD})
-        run_step(run, lambda run: self._perform(run, plan, kinds))
+        run_step(run, lambda run: self._perform(run, planned, ALL if graphs else FORWARD))
         return losses.all()
 
     @property
@@ -206,8 +205,8 @@ class Pipe(nn.Module):
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has threads and plans of its own."""
-        return {**self.__dict__, "_workers": Workers(), "_plans": {}, "_last": None}
+        """A copy has plans of its own (and threads, as ``Workers`` see to)."""
+        return {**self.__dict__, "_plans": {}, "_last": None}
 
     def extra_repr(self) -> str:
         """Chunks, checkpointing and layers of the stages."""
@@ -249,7 +248,7 @@ class Pipe(nn.Module):
             plan = Plan(schedule, kinds)
             _remember(self._plans, key, plan)
         # On a thread of autograd's own for a device the stages could not get at that device's nodes.
-        here = Kind.FORWARD not in kinds and not run.is_on_host
+        here = kinds is BACKWARD and not run.is_on_host
         self._last = schedule, self._workers.run(plan, run.perform, here=here)
 
 

@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pymoe.pipe.context import MicroBatch, call_for
 from pymoe.pipe.execution.checkpoint import Checkpoints, Recipe
 from pymoe.pipe.execution.leaf_sums import LeafSums
-from pymoe.pipe.execution.values import Crossing, Entrance, Sent, arrive, enter, pack, unpack
+from pymoe.pipe.execution.values import Crossing, Entrance, Sent, arrive, enter, pack, take, unpack
 from pymoe.pipe.split_backward import SplitBackward
 from pymoe.pipe.stages import Stage
 from pymoe.runtime.parallel.compiled import are_compiled
@@ -73,8 +73,7 @@ class Activation:
 
     def take(self, number: int, grad: torch.Tensor) -> None:
         """One of the gradients of the tensor ``number`` that the stage has sent."""
-        before = self._grads[number]
-        self._grads[number] = grad if before is None else before + grad
+        take(self._grads, number, grad)
 
     def backward(self, sums: LeafSums, keep: bool = False) -> None:
         """Both parts of the backward; the gradients of leaves go to ``sums``. ``keep``: there will be another."""
@@ -93,7 +92,9 @@ class Activation:
         """The first part: gradients for the stages before."""
         graph = self._graph = self._graph or self._repeat()
         given = [(root, grad) for root, grad in zip(graph.roots, self._grads, strict=True) if root and grad is not None]
-        self._split = SplitBackward([root for root, _ in given], graph.entrance.edges, graph.leaves)
+        self._split = SplitBackward(
+            [root for root, _ in given], graph.entrance.edges, graph.leaves, is_compiled=graph.is_compiled
+        )
         grads = [grad for _, grad in given]
         graph.entrance.hand_on(with_stream(graph.stream, self._split.input_gradients, grads))
 

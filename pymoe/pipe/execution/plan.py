@@ -23,7 +23,6 @@ class Plan:
             ScheduleError: the schedule is not valid.
         """
         self.schedule = schedule
-        self.kinds = kinds
         self.workers = schedule.workers
         self.is_worth_threads = False  # learnt from runs
         self.actions: list[Action] = []  # by node

@@ -11,7 +11,7 @@ from pymoe.pipe.context import MicroBatch
 from pymoe.pipe.execution.activation import Activation
 from pymoe.pipe.execution.checkpoint import Checkpoints
 from pymoe.pipe.execution.leaf_sums import LeafSums, over_stages
-from pymoe.pipe.execution.values import Crossing, Sent, pack
+from pymoe.pipe.execution.values import Crossing, Sent, pack, take
 from pymoe.pipe.micro_batches import MicroBatches
 from pymoe.pipe.schedules.action import Action, Kind
 from pymoe.pipe.stages import INPUT, Pipeline, Source
@@ -41,8 +41,7 @@ class Inputs:
 
     def take(self, number: int, grad: torch.Tensor) -> None:
         """One of the gradients of tensor ``number``."""
-        before = self.grads[number]
-        self.grads[number] = grad if before is None else before + grad
+        take(self.grads, number, grad)
 
 
 class Run:

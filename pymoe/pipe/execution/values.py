@@ -14,12 +14,12 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, increment_version
 from torch.utils import _pytree
 
-__all__ = ["Crossing", "Entrance", "Origin", "Sent", "arrive", "enter", "pack", "tensors_of", "unpack"]
+from pymoe.runtime.parallel.isolated import with_failing_node
 
-# A function of torch's whose node stands where a stage's graph begins: gradients are taken there, so it never runs.
-_begin: Any = torch._C._functions.DelayedError
+__all__ = ["Crossing", "Entrance", "Origin", "Sent", "arrive", "enter", "pack", "take", "unpack"]
+
 _anchor = torch.empty(0, device="cpu", requires_grad=True)
-_NEVER_RUN = "pymoe.pipe: a backward pass went past the beginning of a stage's graph"
+_PAST = "pymoe.pipe: a backward pass went past the beginning of a stage's graph"
 
 
 class Origin(Protocol):
@@ -64,11 +64,10 @@ def unpack(leaves: list[Any], structure: Any) -> Any:
     return leaves[0] if structure is None else _pytree.tree_unflatten(leaves, structure)
 
 
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors in a value."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+def take(grads: list[torch.Tensor | None], number: int, grad: torch.Tensor) -> None:
+    """One of the gradients of tensor ``number``; ``grads`` has their sums."""
+    before = grads[number]
+    grads[number] = grad if before is None else before + grad
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -110,9 +109,9 @@ class Entrance:
 
     def begin(self, sources: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Aliases of tensors, with a history that begins here."""
-        made = _begin(_NEVER_RUN, len(sources) + 1)(*sources, _anchor)  # which makes all of them require gradients
-        self._sources = sources
-        self._aliases = made = made[:-1]
+        # Gradients are taken at the node. The anchor makes all of them require gradients.
+        *made, _ = with_failing_node(_PAST, [*sources, _anchor])
+        self._sources, self._aliases = sources, made
         node = made[0].grad_fn
         self.edges = [GradientEdge(node, number) for number in range(len(made))]
         return made

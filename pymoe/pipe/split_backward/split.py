@@ -33,9 +33,20 @@ class SplitBackward:
         roots: where the backward pass begins.
         inputs: where the graph begins. What is behind them is never run.
         leaves: all tensors within the graph whose gradients are wanted, each once.
+        is_compiled: whether there are nodes of ``torch.compile``; None: it looks.
     """
 
-    def __init__(self, roots: Sequence[GradientEdge], inputs: Sequence[GradientEdge], leaves: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        roots: Sequence[GradientEdge],
+        inputs: Sequence[GradientEdge],
+        leaves: Sequence[Tensor],
+        *,
+        is_compiled: bool | None = None,
+    ) -> None:
+        if is_compiled is None:
+            is_compiled = has_compiled_nodes([root.node for root in roots], inputs[0].node if inputs else None)
+        self._is_compiled = is_compiled
         self._graph: tuple[Sequence[GradientEdge], Sequence[GradientEdge]] | None = (roots, inputs)
         self._leaves: Sequence[Tensor] = leaves
         self._gradients: list[Tensor | None] = [None] * len(leaves)
@@ -62,12 +73,11 @@ class SplitBackward:
         given = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None]
         nodes = [root.node for root, _ in given]
         entry = inputs[0].node if inputs else None
-        is_compiled = has_compiled_nodes(nodes, entry)
         cut = cut_graph(
             nodes,
             [edge.node for edge in inputs],
             {id(leaf): number for number, leaf in enumerate(leaves)},
-            can_not_put_off if is_compiled else can_put_off,
+            can_not_put_off if self._is_compiled else can_put_off,
         )
         early = [number for number, late in enumerate(cut.late_leaves) if not late]
         now = [(root, grad) for (root, grad), late in zip(given, cut.late_roots, strict=True) if not late]
@@ -78,10 +88,11 @@ class SplitBackward:
                 inputs,
                 [leaves[number] for number in early],
                 entry,
+                keep=not self._is_compiled,
             )
         for number, gradient in zip(early, found[len(inputs) :], strict=True):
             self._gradients[number] = gradient
-        if not is_compiled:  # these are free
+        if not self._is_compiled:  # these are free
             kept = {put_off.node for put_off in cut.put_off}
             free_saved_tensors([node for node in cut.input_side if node not in kept])
         self._recorder = recorder
@@ -106,7 +117,12 @@ class SplitBackward:
         self._late_roots, self._gradients, self._leaves = [], [], ()
         edges, values = recorder.gradients()
         found = differentiate(
-            [*edges, *[root for root, _ in roots]], [*values, *[grad for _, grad in roots]], [], leaves, None
+            [*edges, *[root for root, _ in roots]],
+            [*values, *[grad for _, grad in roots]],
+            [],
+            leaves,
+            None,
+            keep=not self._is_compiled,
         )
         for number, gradient in zip(late, found, strict=True):
             gradients[number] = gradient

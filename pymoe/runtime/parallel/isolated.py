@@ -308,29 +308,26 @@ def keep_nodes(tensors: Sequence[torch.Tensor], nodes: Sequence[Node]) -> Node |
     own = [tensor for tensor, node in zip(tensors, nodes, strict=True) if isinstance(node, torch._C._FunctionBase)]
     if not own:
         return None
-    made: Any = torch._C._functions.DelayedError("pymoe: this node is never run", len(own))(*own)
-    return (made if isinstance(made, torch.Tensor) else made[0]).grad_fn
+    return with_failing_node("pymoe: this node is never run", own)[0].grad_fn
 
 
 def once_only(name: str, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
     """With a history that raises when it is asked for: the calls' graphs are not there to be differentiated again."""
-    error = torch._C._functions.DelayedError(
-        f"{name}: its backward pass cannot be differentiated again (create_graph=True)", len(gradients)
-    )
-    required: Any = [gradient if gradient is None else gradient.detach().requires_grad_() for gradient in gradients]
-    delayed = error(*required)
-    return (delayed,) if isinstance(delayed, torch.Tensor) else delayed
+    required = [gradient if gradient is None else gradient.detach().requires_grad_() for gradient in gradients]
+    return with_failing_node(f"{name}: its backward pass cannot be differentiated again (create_graph=True)", required)
+
+
+def with_failing_node(message: str, tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """``tensors`` with the same memory and another history: one node for all, whose backward raises ``message``."""
+    made: Any = torch._C._functions.DelayedError(message, len(tensors))(*tensors)
+    return (made,) if isinstance(made, torch.Tensor) else tuple(made)
 
 
 def edge_of(tensor: torch.Tensor) -> GradientEdge:
     """As ``get_gradient_edge``, which takes twice the time. With grad mode on."""
     node = tensor.grad_fn
     assert node is not None
-    token = None
-    if isinstance(node, torch._C._FunctionBase):  # does not keep itself alive; the node of a view does
-        token = tensor.view_as(tensor).grad_fn
-        assert token is not None
-    return GradientEdge(node, tensor.output_nr, token)
+    return GradientEdge(node, tensor.output_nr, keep_nodes([tensor], [node]))
 
 
 def find_leaves(nodes: Sequence[Node], entry: Node | None) -> list[torch.Tensor]:

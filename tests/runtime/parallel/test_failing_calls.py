@@ -138,4 +138,4 @@ def test_the_first_failure_comes_out_and_nothing_is_left(trial):
     for leaf, wanted in zip(plan.leaves, expected, strict=True):
         assert (leaf.grad is None) == (wanted is None)
         assert wanted is None or torch.equal(leaf.grad, wanted)
-    assert threads() == before
+    assert threads() <= before  # less where threads of an earlier test were still ending
