@@ -1,0 +1,75 @@
+"""``capture``: a model and example arguments to a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from pymoe.pipe.capture.arguments import Arguments, Like
+from pymoe.pipe.capture.captured import Captured
+from pymoe.pipe.capture.dynamic import candidates
+from pymoe.pipe.capture.entry import Entry
+from pymoe.pipe.capture.errors import CaptureError, capture_error
+from pymoe.pipe.capture.graph import rebuilt
+from pymoe.pipe.capture.untouched import untouched
+
+__all__ = ["capture"]
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+) -> Captured:
+    """Capture ``model``, in the mode in which it is, as one graph, by ``torch.export``.
+
+    The graph computes what the model computes, with the same operators in the same order: outputs, gradients, changed
+    buffers and random numbers are equal bit by bit. The model stays exactly as it is, also when this fails. What it
+    does beside tensors (counts in an attribute, prints) happens during the capture and is forgotten.
+
+    Args:
+        model: any module that ``torch.export`` takes.
+        args: examples of the arguments; tensors of at least 2 in every dimension that shall be free.
+        kwargs: examples of the arguments by name.
+        dynamic_shapes: which dimensions are free, as for ``torch.export.export``; by default all that the model's code
+            does not fix.
+
+    Raises:
+        CaptureError: the model cannot be captured; the message names the line of its code.
+    """
+    kwargs = kwargs or {}
+    arguments = Arguments(model.forward, args, kwargs)
+    failure: BaseException | None = None
+    for shapes in candidates(model.forward, args, kwargs, dynamic_shapes):
+        entry = Entry(model, arguments.examples, arguments.spec)
+        with ExitStack() as stack:
+            stack.enter_context(untouched(model))
+            stack.enter_context(_plain_surroundings())
+            tensors = tuple(leaf.make() for leaf in arguments.examples if isinstance(leaf, Like))
+            try:
+                program = torch.export.export(entry, tensors, dynamic_shapes=(tuple(shapes),), strict=False)
+            except CaptureError:
+                raise
+            except Exception as error:
+                failure = error
+                continue
+        return rebuilt(program, entry, model, arguments)
+    assert failure is not None
+    raise capture_error(failure) from failure
+
+
+@contextmanager
+def _plain_surroundings() -> Iterator[None]:
+    """The state in which graphs are made, whatever the caller's is; theirs holds when the graph runs."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield

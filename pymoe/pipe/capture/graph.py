@@ -1,0 +1,183 @@
+"""From what ``torch.export`` makes to the graph of a :class:`Captured`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from pymoe.pipe.capture.arguments import Arguments, Like
+from pymoe.pipe.capture.captured import Captured
+from pymoe.pipe.capture.entry import MODEL, Computed, Entry
+from pymoe.pipe.capture.errors import is_library
+from pymoe.pipe.capture.fits import Condition, Fits, Leaf, sizes_of
+from pymoe.pipe.capture.own_state import on_model
+from pymoe.pipe.capture.region import region_of
+
+__all__ = ["rebuilt"]
+
+
+def rebuilt(program: Any, entry: Entry, model: nn.Module, arguments: Arguments) -> Captured:
+    """The captured model from the exported program of ``entry``, which calls ``model``."""
+    builder = _Builder(program, entry, model, arguments)
+    graph = builder.build()
+    assert entry.output.spec is not None
+    return Captured(
+        graph=on_model(graph, model, builder.constants),
+        arguments=arguments,
+        out_spec=entry.output.spec,
+        training=model.training,
+        modes=tuple(module.training for module in model.modules()),
+        names={target: _in_users_words(target) for target in builder.state if target not in builder.constants},
+        fits=builder.fits(),
+    )
+
+
+class _Builder:
+    def __init__(self, program: Any, entry: Entry, model: nn.Module, arguments: Arguments) -> None:
+        self._program = program
+        self._source: fx.GraphModule = program.graph_module
+        self._entry = entry
+        self._model = model
+        self._arguments = arguments
+        self._graph = fx.Graph()
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._inputs: dict[int, fx.Node] = {}  # by leaf, placeholders of the exported graph
+        self.constants: dict[str, Tensor] = {}
+        self.state: dict[str, fx.Node] = {}
+        # Shared parameters and buffers go by their first name.
+        self._first_name: dict[int, str] = {}
+        for named in (model.named_parameters(), model.named_buffers()):
+            for name, value in named:
+                self._first_name.setdefault(id(value), name)
+
+    def build(self) -> fx.Graph:
+        signature = self._program.graph_signature
+        placeholders = [node for node in self._source.graph.nodes if node.op == "placeholder"]
+        state: list[tuple[fx.Node, Any]] = []
+        tensors = []
+        for node, spec in zip(placeholders, signature.input_specs, strict=True):
+            if spec.kind.name == "USER_INPUT":
+                tensors.append(node)
+            else:
+                state.append((node, spec))
+        waiting = iter(tensors)
+        for number, (name, leaf) in enumerate(zip(self._arguments.names, self._arguments.examples, strict=True)):
+            placeholder = self._graph.placeholder(re.sub(r"\W+", "_", name).strip("_") or "argument")
+            placeholder.meta["val"] = leaf
+            if isinstance(leaf, Like):
+                exported = self._inputs[number] = next(waiting)
+                placeholder.meta["val"] = exported.meta["val"]
+                self._copies[exported] = placeholder
+        for node, spec in state:
+            if node.users:
+                self._copies[node] = self._state_node(node, spec)
+        for node in self._source.graph.nodes:
+            if node.op == "output":
+                self._output(node)
+            elif node.op == "call_function":
+                self._copies[node] = self._call(node)
+        return self._graph
+
+    def fits(self) -> Fits:
+        leaves = []
+        fixed: dict[Any, str] = {}
+        lower: dict[Any, int] = {}
+        upper: dict[Any, int] = {}
+        for number, (name, example) in enumerate(zip(self._arguments.names, self._arguments.examples, strict=True)):
+            if isinstance(example, Like):
+                leaves.append(Leaf(name, None, sizes_of(self._inputs[number]), example.dtype))
+            else:
+                leaves.append(Leaf(name, example))
+        for symbol, limits in self._program.range_constraints.items():
+            if limits.lower > 2:  # sizes of 0 and 1 are left out of what is assumed, not of what is right
+                lower[symbol] = int(limits.lower)
+            if limits.upper.is_number and limits.upper < 2**40:
+                upper[symbol] = int(limits.upper)
+        return Fits(tuple(leaves), self._conditions(), lower, upper, fixed)
+
+    def _conditions(self) -> tuple[Condition, ...]:
+        environment = next((_shape_env(node) for node in self._inputs.values() if _shape_env(node)), None)
+        if environment is None:
+            return ()
+        conditions: dict[Any, Condition] = {}
+        for guard in environment.guards:
+            expression = environment.replace(guard.expr)
+            if getattr(expression, "free_symbols", None):
+                conditions.setdefault(expression, Condition(expression, _place(guard)))
+        return tuple(conditions.values())
+
+    def _state_node(self, node: fx.Node, spec: Any) -> fx.Node:
+        target = self._target(spec)
+        if target not in self.state:
+            self.state[target] = self._graph.get_attr(target)
+            self.state[target].meta["val"] = node.meta.get("val")
+        return self.state[target]
+
+    def _target(self, spec: Any) -> str:
+        name = spec.target.removeprefix(f"{MODEL}.")
+        if spec.kind.name == "PARAMETER":
+            return self._first_name[id(self._model.get_parameter(name))]
+        if spec.kind.name == "BUFFER":
+            return self._first_name[id(self._model.get_buffer(name))]
+        value = self._program.constants[spec.target]
+        if id(value) in self._first_name:
+            return self._first_name[id(value)]
+        for target, known in self.constants.items():
+            if known is value:
+                return target
+        target = f"_constant_{len(self.constants)}"
+        self.constants[target] = value
+        return target
+
+    def _call(self, node: fx.Node) -> fx.Node:
+        region = region_of(node, self._source)
+        target, args, kwargs = (node.target, node.args, node.kwargs) if region is None else (region[0], region[1], {})
+        copy = self._graph.create_node(
+            "call_function",
+            target,
+            fx.map_arg(args, self._copies.__getitem__),
+            fx.map_arg(kwargs, self._copies.__getitem__),
+            node.name,
+        )
+        copy.meta = {key: value for key, value in node.meta.items() if key not in ("from_node", "custom")}
+        if "nn_module_stack" in copy.meta:
+            copy.meta["nn_module_stack"] = _without_entry(copy.meta["nn_module_stack"])
+        return copy
+
+    def _output(self, node: fx.Node) -> None:
+        values: Any = fx.map_arg(node.args[0], self._copies.__getitem__)
+        computed = iter(values)
+        self._graph.output([next(computed) if leaf is Computed else leaf for leaf in self._entry.output.leaves])
+
+
+def _without_entry(stack: dict[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
+    """The modules around a node as the model names them."""
+    inner = {}
+    for key, (path, kind) in stack.items():
+        if path == MODEL or path.startswith(f"{MODEL}."):
+            inner[key] = (path[len(MODEL) + 1 :], kind)
+    return inner
+
+
+def _shape_env(node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    mode = getattr(value, "fake_mode", None)
+    return None if mode is None else mode.shape_env
+
+
+def _place(guard: Any) -> str:
+    """The line of the user's code that asked, if it is known."""
+    location = getattr(guard, "sloc", None)
+    frame = getattr(location, "maybe_user_loc", None) or getattr(location, "framework_loc", None)
+    text = str(frame) if frame is not None else ""
+    found = re.search(r'(?:file|File) "?([^",]+?)"?, line (\d+)', text)
+    if found is None or is_library(found[1]):
+        return ""
+    return f"{found[1]}:{found[2]}"
+
+
+def _in_users_words(target: str) -> str:
+    """A parametrized weight goes by the name of the weight."""
+    return re.sub(r"parametrizations\.(\w+)\.original\d*", r"\1", target)
