@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 
-from pymoe.pipe.sequential import shared_parameters
-
-__all__ = ["place", "refuse_moves"]
+__all__ = ["place", "refuse_moves", "shared_parameters"]
 
 
 def place(parts: Sequence[nn.Module], devices: Sequence[torch.device | str | int] | None) -> list[torch.device | None]:
@@ -41,3 +39,14 @@ def refuse_moves(tensors: Iterable[torch.Tensor], change: Callable[[torch.Tensor
                 f"Pipe: its stages stay on their devices and cannot be moved from {device} to {there}; "
                 "move the model before the pipe is made, or make it with devices=[...], one for each stage"
             )
+
+
+def shared_parameters(parts: Sequence[nn.Module]) -> Iterator[tuple[str, list[int]]]:
+    """Parameters that several parts use: the name in the first, and which they are."""
+    users: dict[int, tuple[str, list[int]]] = {}
+    for number, part in enumerate(parts):
+        for name, parameter in part.named_parameters():
+            users.setdefault(id(parameter), (name, []))[1].append(number)
+    for name, numbers in users.values():
+        if len(numbers) > 1:
+            yield name, numbers

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree
 
-__all__ = ["MicroBatches", "Whole", "join", "split"]
+__all__ = ["MicroBatches", "Whole", "join", "mean", "split"]
 
 
 class Whole:
@@ -104,6 +104,13 @@ def join(values: Sequence[Any]) -> Any:
     return _pytree.tree_unflatten(
         [_joined(parts) for parts in zip(*[leaves for leaves, _ in flat], strict=True)], structure
     )
+
+
+def mean(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """The loss of a mini-batch, a mean over its rows, from those of its micro-batches."""
+    if len(losses) == 1:
+        return losses[0]
+    return torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)]).sum(0)
 
 
 def _joined(parts: tuple[Any, ...]) -> Any:

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from pymoe.pipe.deferred_batch_norm import convert_deferred_batch_norm
-from pymoe.pipe.devices import place, refuse_moves
-from pymoe.pipe.execution.checkpoint import Checkpoints
+from pymoe.pipe.devices import refuse_moves
+from pymoe.pipe.execution.engine import ALL, BACKWARD, FORWARD, Engine
 from pymoe.pipe.execution.forward import run_forward, run_in_one_graph
-from pymoe.pipe.execution.plan import Plan, Timed
-from pymoe.pipe.execution.run import Run
 from pymoe.pipe.execution.step import Losses, run_step
-from pymoe.pipe.execution.turns import turns_of
-from pymoe.pipe.execution.workers import Workers
 from pymoe.pipe.loss import with_loss
-from pymoe.pipe.micro_batches import MicroBatches, join, split
-from pymoe.pipe.schedules import Kind, Record, Schedule, as_run, build
-from pymoe.pipe.sequential import cut, sequential_pipeline
-from pymoe.pipe.stages import Pipeline
+from pymoe.pipe.micro_batches import MicroBatches, join, mean, split
+from pymoe.pipe.schedules import Record, Schedule
+from pymoe.pipe.sequential import SequentialModel
+from pymoe.pipe.staged import StagedModel
 from pymoe.runtime.left_to_python import left_to_python
-from pymoe.runtime.parallel import random_streams
 from pymoe.runtime.parallel.isolated import graphs_are_made
 from pymoe.runtime.parallel.together import functorch_is_active
 
 __all__ = ["Pipe"]
 
 CHECKPOINT = ("always", "except_last", "never")
-ALL, FORWARD, BACKWARD = frozenset(Kind), frozenset({Kind.FORWARD}), frozenset({Kind.BACKWARD})
-REMEMBERED = 64  # schedules, and plans made of them
 
 
 class Pipe(nn.Module):
@@ -80,51 +73,65 @@ class Pipe(nn.Module):
         devices: Sequence[torch.device | str | int] | None = None,
     ) -> None:
         super().__init__()
+        self._choose(chunks, checkpoint)
+        if deferred_batch_norm and isinstance(module, nn.Sequential):
+            module = convert_deferred_batch_norm(module)
+        self._stand_on(SequentialModel(module, balance, devices))
+
+    @classmethod
+    def of(cls, staged: StagedModel, chunks: int = 1, checkpoint: str = "except_last") -> Pipe:
+        """A pipe that runs a model which is cut into stages already."""
+        pipe = cls.__new__(cls)
+        nn.Module.__init__(pipe)
+        pipe._choose(chunks, checkpoint)
+        pipe._stand_on(staged)
+        return pipe
+
+    def _choose(self, chunks: int, checkpoint: str) -> None:
         self.chunks = _count("chunks", chunks)
         if checkpoint not in CHECKPOINT:
             raise ValueError(f"Pipe: checkpoint must be one of {', '.join(CHECKPOINT)}, got {checkpoint!r}")
         self.checkpoint = checkpoint
-        if deferred_batch_norm and isinstance(module, nn.Sequential):
-            module = convert_deferred_batch_norm(module)
-        self._parts = tuple(cut(module, balance))
-        self.devices = tuple(place(self._parts, devices))
-        self._pipeline = sequential_pipeline(module, self._parts, self.devices)
-        self._checkpoints = tuple(
-            [Checkpoints(stage.modules, turns_of(stage.function)) for stage in self._pipeline.stages]
-        )
-        self._workers = Workers()
-        self._schedules: dict[tuple[str, int], Schedule] = {}
-        self._plans: dict[tuple[int, frozenset[Kind]], Plan] = {}
-        self._last: tuple[Schedule, list[Timed]] | None = None
+
+    def _stand_on(self, staged: StagedModel) -> None:
+        self.staged = staged
+        self._engine = Engine()
+        module = staged.module
+        for kind in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[kind] = module.__dict__[kind]
         self._modules.update(module._modules)  # under the model's names, whatever attributes a pipe has
         self.training = module.training
 
     @left_to_python
-    def forward(self, input: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, from which ``loss.backward()`` can start.
 
         All micro-batches go forward now, and backward when autograd asks for it. Their outputs are put together along
         dimension 0. Inside ``torch.func`` transforms stages run one after the other.
 
         Args:
-            input: a tensor or any nested structure; its tensors have the rows of the mini-batch in dimension 0.
-                :class:`pymoe.pipe.Whole` keeps one from being cut.
+            args: what the model takes, an ``nn.Sequential`` one value: tensors and nested structures; tensors have the
+                rows of the mini-batch in dimension 0. :class:`pymoe.pipe.Whole` keeps one from being cut.
+            kwargs: the same by name.
 
         Raises:
+            TypeError: the model has no such arguments.
             ValueError: tensors have different numbers of rows; outputs of micro-batches cannot be put together.
             BaseException: what a stage raised first, with a note of stage and micro-batch.
         """
-        micro_batches = split([input], self.chunks)
+        micro_batches = self._enter(self.chunks, args, kwargs)
+        pipeline = self.staged.pipeline
         if functorch_is_active():
-            return join([values[0] for values in run_in_one_graph(self._pipeline, micro_batches)])
-        run = self._run(self._pipeline, micro_batches, graphs_are_made())
-        schedule = self._schedule("gpipe", len(micro_batches.rows))
+            return self._leave(run_in_one_graph(pipeline, micro_batches), micro_batches.weights)
+        engine, count = self._engine, len(micro_batches.rows)
+        run = engine.run(pipeline, micro_batches, graphs=graphs_are_made(), checkpointed=self._checkpointed(count))
+        schedule = engine.schedule("gpipe", len(self), count)
         outputs = run_forward(
             run,
-            lambda run: self._perform(run, schedule, FORWARD),
-            lambda run: self._perform(run, schedule, BACKWARD),
+            lambda run: engine.perform(run, schedule, FORWARD),
+            lambda run: engine.perform(run, schedule, BACKWARD),
         )
-        return join([values[0] for values in outputs])
+        return self._leave(outputs, micro_batches.weights)
 
     @left_to_python
     def step(
@@ -135,6 +142,7 @@ class Pipe(nn.Module):
         schedule: str | Schedule = "1f1b",
         chunks: int | None = None,
         reduction: str = "mean",
+        **kwargs: Any,
     ) -> torch.Tensor:
         """Forward, loss and backward in the pipeline; gradients are added to ``.grad`` as ``loss.backward()`` would.
 
@@ -146,117 +154,104 @@ class Pipe(nn.Module):
             inputs: what the model takes; tensors have the rows of the mini-batch in dimension 0.
             target: cut like the inputs; None: ``loss_fn`` takes the output alone.
             loss_fn: ``loss_fn(output, target)`` of a micro-batch, a tensor with one element. It runs in the last stage;
-                a module's parameters get gradients, too. None: the model's output is the loss.
+                a module's parameters get gradients, too. None: the model's own loss, or its output, is minimised.
             schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved-1f1b"``, ``"zero-bubble"``, ``"zero-bubble-greedy"``, any
                 other registered name, or a :class:`pymoe.pipe.schedules.Schedule` of as many stages and micro-batches.
             chunks: other than the pipe's own.
             reduction: what ``loss_fn`` does with rows: ``"mean"`` or ``"sum"``.
+            kwargs: what the model takes by name.
 
         Returns:
             (micro-batches,): the loss of each, detached.
 
         Raises:
-            TypeError: the number of inputs is wrong.
+            TypeError: the model has no such arguments.
             ValueError: an argument is out of range, or tensors have different numbers of rows.
             RuntimeError: the loss does not require gradients.
             BaseException: what a stage raised first, with a note of stage and micro-batch.
         """
-        if len(inputs) != self._pipeline.inputs:
-            raise TypeError(f"Pipe.step: the model takes {self._pipeline.inputs} inputs, got {len(inputs)}")
         if reduction not in ("mean", "sum"):
             raise ValueError(f"Pipe.step: reduction must be 'mean' or 'sum', got {reduction!r}")
         has_target = target is not None
-        values = (*inputs, target) if has_target else inputs
-        micro_batches = split(values, self.chunks if chunks is None else _count("chunks", chunks))
+        chunks = self.chunks if chunks is None else _count("chunks", chunks)
+        micro_batches = self._enter(chunks, inputs, kwargs, (target,) * has_target)
         count, graphs = len(micro_batches.rows), graphs_are_made()
-        planned = self._schedule(schedule, count)
+        engine, staged = self._engine, self.staged
+        planned = engine.schedule(schedule, len(self), count)
         losses = Losses(micro_batches.weights if reduction == "mean" else [1.0] * count, graphs)
-        pipeline = with_loss(self._pipeline, loss_fn, has_target, lambda values: values[0])
-        run = self._run(pipeline, micro_batches, graphs, losses.arrive)
-        run_step(run, lambda run: self._perform(run, planned, ALL if graphs else FORWARD))
+        structure = staged.minimised if loss_fn is None else staged.leave
+        run = engine.run(
+            staged.pipeline,
+            micro_batches,
+            graphs=graphs,
+            checkpointed=self._checkpointed(count),
+            ending=lambda pipeline: with_loss(pipeline, loss_fn, has_target, structure),
+            on_output=losses.arrive,
+        )
+        run_step(run, lambda run: engine.perform(run, planned, ALL if graphs else FORWARD))
         return losses.all()
 
     @property
     def last_run(self) -> Record | None:
         """When every action of the last :meth:`step`, forward or backward pass started and ended; None before."""
-        return None if self._last is None else as_run(*self._last)
+        return self._engine.last_run
 
     def __len__(self) -> int:
         """The number of stages."""
-        return len(self._parts)
+        return len(self.staged.parts)
 
-    def __getitem__(self, index: int) -> nn.Sequential:
-        """The layers of a stage."""
-        return self._parts[index]
+    def __getitem__(self, index: int) -> nn.Module:
+        """The module of a stage; of a sequential model its layers."""
+        return self.staged.parts[index]
 
-    def __iter__(self) -> Iterator[nn.Sequential]:
-        """The layers of every stage."""
-        return iter(self._parts)
+    def __iter__(self) -> Iterator[nn.Module]:
+        """The modules of the stages."""
+        return iter(self.staged.parts)
 
     def train(self, mode: bool = True) -> Pipe:
         """As of any module."""
-        for part, checkpoints in zip(self._parts, self._checkpoints, strict=True):
-            part.training = mode
-            checkpoints.forget()
+        for module in (self.staged.module, *self.staged.parts):
+            module.training = mode
+        self._engine.forget()
         return super().train(mode)
+
+    @property
+    def devices(self) -> tuple[torch.device | None, ...]:
+        """Where the stages are; None: where the model was."""
+        return self.staged.devices
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         refuse_moves(itertools.chain(self.parameters(), self.buffers()), fn)
         return super()._apply(fn, recurse)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy has plans of its own (and threads, as ``Workers`` see to)."""
-        return {**self.__dict__, "_plans": {}, "_last": None}
-
     def extra_repr(self) -> str:
-        """Chunks, checkpointing and layers of the stages."""
-        balance = [len(part) for part in self._parts]
-        return f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, balance={balance}"
+        """Chunks, checkpointing and stages."""
+        return f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, {self.staged.extra_repr()}"
 
-    def _run(self, pipeline: Pipeline, micro_batches: MicroBatches, graphs: bool, on_output: Any = None) -> Run:
-        random_streams.install()
-        count = len(micro_batches.rows)
-        checkpointed = {"always": count, "except_last": count - 1, "never": 0}[self.checkpoint] if self.training else 0
-        return Run(
-            pipeline,
-            micro_batches,
-            graphs=graphs,
-            checkpoints=self._checkpoints,
-            checkpointed=range(checkpointed),
-            on_output=on_output,
-        )
+    def _enter(
+        self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any], others: Sequence[Any] = ()
+    ) -> MicroBatches:
+        """What the pipeline takes for every micro-batch of a call; after that ``others``, which are cut likewise."""
+        parts = split((*args, *kwargs.values(), *others), chunks)
+        first, last = len(args), len(args) + len(kwargs)
+        enter = self.staged.enter
+        values = [
+            [*enter(part[:first], dict(zip(kwargs, part[first:last], strict=True))), *part[last:]]
+            for part in parts.values
+        ]
+        return MicroBatches(values, parts.rows)
 
-    def _schedule(self, schedule: str | Schedule, micro_batches: int) -> Schedule:
-        stages = len(self._pipeline.stages)
-        if isinstance(schedule, str):
-            key = schedule, micro_batches
-            if (built := self._schedules.get(key)) is None:
-                built = build(schedule, stages, micro_batches)
-                _remember(self._schedules, key, built)
-            return built
-        if (schedule.stages, schedule.micro_batches) != (stages, micro_batches):
-            raise ValueError(
-                f"Pipe.step: the schedule is for {schedule.stages} stages and {schedule.micro_batches} micro-batches, "
-                f"there are {stages} and {micro_batches}"
-            )
-        return schedule
+    def _leave(self, outputs: Sequence[Sequence[Any]], weights: Sequence[float]) -> Any:
+        """The output of a mini-batch, from those of the pipeline for its micro-batches."""
+        columns = list(zip(*outputs, strict=True))
+        loss = self.staged.loss
+        values = [mean(column, weights) if number == loss else join(column) for number, column in enumerate(columns)]
+        return self.staged.leave(values)
 
-    def _perform(self, run: Run, schedule: Schedule, kinds: frozenset[Kind]) -> None:
-        key = id(schedule), kinds
-        plan = self._plans.get(key)
-        if plan is None or plan.schedule is not schedule:
-            plan = Plan(schedule, kinds)
-            _remember(self._plans, key, plan)
-        # On a thread of autograd's own for a device the stages could not get at that device's nodes.
-        here = kinds is BACKWARD and not run.is_on_host
-        self._last = schedule, self._workers.run(plan, run.perform, here=here)
-
-
-def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
-    """Adds to ``known``, and forgets what is oldest."""
-    while len(known) >= REMEMBERED:
-        known.pop(next(iter(list(known))), None)
-    known[key] = value
+    def _checkpointed(self, micro_batches: int) -> int:
+        if not self.training:
+            return 0
+        return {"always": micro_batches, "except_last": micro_batches - 1, "never": 0}[self.checkpoint]
 
 
 def _count(name: str, number: int) -> int:

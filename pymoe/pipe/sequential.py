@@ -3,19 +3,66 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from pymoe.pipe.auxiliary import with_auxiliary_losses
+from pymoe.pipe.devices import place
 from pymoe.pipe.execution.turns import taking_turns
 from pymoe.pipe.skip import SkipRoute, skip_routes, tracking, verify_skippables
 from pymoe.pipe.skip.tracker import Key
+from pymoe.pipe.staged import StagedModel
 from pymoe.pipe.stages import INPUT, Pipeline, Source, Stage
 
-__all__ = ["cut", "sequential_pipeline"]
+__all__ = ["SequentialModel", "cut", "sequential_pipeline"]
+
+
+class SequentialModel(StagedModel):
+    """An ``nn.Sequential``, cut between its layers. Takes one value and returns one.
+
+    Raises:
+        TypeError: the model is no ``nn.Sequential``; skips do not match; ``balance`` is no list of integers.
+        ValueError: ``balance`` or ``devices`` do not fit the model.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Sequence[int] | None,
+        devices: Sequence[torch.device | str | int] | None,
+    ) -> None:
+        self.module = module
+        parts = cut(module, balance)
+        self.parts = tuple(parts)
+        self.devices = tuple(place(parts, devices))
+        self._pipeline = sequential_pipeline(module, parts, self.devices)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The same in every mode."""
+        return self._pipeline
+
+    def enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The one argument."""
+        if kwargs:
+            unknown = ", ".join(name for name in kwargs if name != "input")
+            if unknown:
+                raise TypeError(f"Pipe: the model takes no argument {unknown}: an nn.Sequential has one, 'input'")
+            args = [*args, kwargs["input"]]
+        if len(args) != 1:
+            raise TypeError(f"Pipe: the model takes 1 inputs, got {len(args)}")
+        return list(args)
+
+    def leave(self, values: Sequence[Any]) -> Any:
+        """The one value."""
+        return values[0]
+
+    def extra_repr(self) -> str:
+        """The layers of the stages."""
+        return f"balance={[len(part._modules) for part in self.parts]}"
 
 
 def cut(module: nn.Sequential, balance: Sequence[int] | None) -> list[nn.Sequential]:
@@ -126,14 +173,3 @@ class _Skips:
         if not self._pops[key]:
             del self._kept[key]
         return value
-
-
-def shared_parameters(parts: Sequence[nn.Module]) -> Iterator[tuple[str, list[int]]]:
-    """Parameters that several parts use: the name in the first, and which they are."""
-    users: dict[int, tuple[str, list[int]]] = {}
-    for number, part in enumerate(parts):
-        for name, parameter in part.named_parameters():
-            users.setdefault(id(parameter), (name, []))[1].append(number)
-    for name, numbers in users.values():
-        if len(numbers) > 1:
-            yield name, numbers

@@ -107,7 +107,7 @@ def test_skips_of_one_name_are_told_apart_by_namespaces():
 def test_a_skip_passes_no_stage_between():
     model = nn.Sequential(linear(), stashing(torch.sin), linear(), linear(), popping(torch.add))
     pipe = Pipe(model, 2)
-    assert [stage.inputs for stage in pipe._pipeline.stages] == [
+    assert [stage.inputs for stage in pipe.staged.pipeline.stages] == [
         (Source(-1, 0),),
         (Source(0, 0),),
         (Source(1, 0),),

@@ -54,13 +54,11 @@ def test_stages_run_in_the_callers_state(name, threads):
 
 def call_all_threads(pipe):
     """From now on stages run on their threads, however short they are."""
-    schedule = pipe._schedule("gpipe", pipe.chunks)
-    from pymoe.pipe.execution.plan import Plan
-    from pymoe.pipe.schedules import Kind
+    from pymoe.pipe.execution.engine import BACKWARD, FORWARD
 
-    for kinds in ({Kind.FORWARD}, {Kind.BACKWARD}):
-        plan = pipe._plans.setdefault((id(schedule), frozenset(kinds)), Plan(schedule, frozenset(kinds)))
-        plan.is_worth_threads = True
+    engine = pipe._engine
+    for kinds in (FORWARD, BACKWARD):
+        engine.plan(engine.schedule("gpipe", len(pipe), pipe.chunks), kinds).is_worth_threads = True
 
 
 def test_context_variables_reach_the_stages():

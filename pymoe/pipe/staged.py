@@ -1,0 +1,56 @@
+"""A model that was cut into stages: what a ``Pipe`` runs, in one process or across several."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pymoe.pipe.stages import Pipeline
+
+__all__ = ["StagedModel"]
+
+
+class StagedModel(ABC):
+    """A pipeline, and how a call of the model becomes values of its inputs, and values of its outputs the result.
+
+    Copies (``copy.deepcopy``, ``pickle``) run their own modules.
+    """
+
+    module: nn.Module
+    """The model: parameters and buffers have its names."""
+    parts: tuple[nn.Module, ...]
+    """For every stage the module whose parameters and buffers it uses; they are the model's own."""
+    devices: tuple[torch.device | None, ...]
+    """Where the stages are; None: where the model was."""
+    loss: int | None = None
+    """Which of the pipeline's outputs is the loss; None: the model returns none, as far as is known."""
+
+    @property
+    @abstractmethod
+    def pipeline(self) -> Pipeline:
+        """The stages and edges, for the mode that the modules are in by now: training or evaluation."""
+
+    @abstractmethod
+    def enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The values of the pipeline's inputs, for a call of the model with one micro-batch.
+
+        Raises:
+            TypeError: the model has no such arguments.
+            ValueError: an argument has a shape or a value that does not fit.
+        """
+
+    @abstractmethod
+    def leave(self, values: Sequence[Any]) -> Any:
+        """What the model returns, from the values of the pipeline's outputs."""
+
+    def minimised(self, values: Sequence[Any]) -> Any:
+        """What a training step without a loss function minimises: the model's own loss, or what it returns."""
+        return self.leave(values) if self.loss is None else values[self.loss]
+
+    def extra_repr(self) -> str:
+        """About the cut, for ``repr`` of the pipe."""
+        return f"stages={len(self.parts)}"
