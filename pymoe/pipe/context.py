@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 from pymoe.runtime.left_to_python import left_to_python
 
-__all__ = ["MicroBatch", "call_for", "is_checkpointing", "is_recomputing", "micro_batch", "running"]
+__all__ = ["MicroBatch", "call_for", "in_pipeline", "is_checkpointing", "is_recomputing", "micro_batch", "running"]
 
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class MicroBatch:
     """The micro-batch whose forward pass this thread runs."""
 
@@ -39,7 +39,7 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _lock = threading.Lock()
-_forwards = 0  # that run now, on all threads
+_threads = 0  # that run pipelines now
 
 
 # torch.compile would take what a thread's variable holds for a constant, but looks at a number of the module each time.
@@ -53,7 +53,7 @@ def micro_batch() -> MicroBatch | None:
 
     All calls within one forward get one object, and every mini-batch has others.
     """
-    return _of_this_thread() if _forwards > 0 else None
+    return _of_this_thread() if _threads > 0 else None
 
 
 def is_checkpointing() -> bool:
@@ -71,32 +71,35 @@ def is_recomputing() -> bool:
 @contextmanager
 def running(micro_batch: MicroBatch) -> Iterator[None]:
     """Within the block this thread runs a stage's forward for ``micro_batch``."""
-    before = _enter(micro_batch)
+    _count(1)
+    before, _thread.micro_batch = _thread.micro_batch, micro_batch
     try:
         yield
     finally:
-        _leave(before)
+        _thread.micro_batch = before
+        _count(-1)
 
 
 def call_for(micro_batch: MicroBatch, function: Callable[..., Result], *args: Any) -> Result:
-    """``function(*args)``, as in :func:`running`."""
-    before = _enter(micro_batch)
+    """``function(*args)``, as in :func:`running`, on a thread that is :func:`in_pipeline`."""
+    thread = _thread
+    before, thread.micro_batch = thread.micro_batch, micro_batch
     try:
         return function(*args)
     finally:
-        _leave(before)
+        thread.micro_batch = before
 
 
-def _enter(micro_batch: MicroBatch) -> MicroBatch | None:
-    global _forwards
-    before, _thread.micro_batch = _thread.micro_batch, micro_batch
+def in_pipeline(function: Callable[..., Result], *args: Any) -> Result:
+    """``function(*args)``, in which this thread runs forwards of stages."""
+    _count(1)
+    try:
+        return function(*args)
+    finally:
+        _count(-1)
+
+
+def _count(threads: int) -> None:
+    global _threads
     with _lock:
-        _forwards += 1
-    return before
-
-
-def _leave(before: MicroBatch | None) -> None:
-    global _forwards
-    with _lock:
-        _forwards -= 1
-    _thread.micro_batch = before
+        _threads += threads

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -11,16 +12,17 @@ from torch import nn
 
 from pymoe.pipe.stages import INPUT, Pipeline, Source
 
-__all__ = ["LossFunction", "with_loss"]
+__all__ = ["LossFunction", "Structure", "holds_no_tensors", "with_loss"]
 
 LossFunction = Callable[..., torch.Tensor]
+Structure = Callable[[Sequence[Any]], Any]
 
 
 def with_loss(
     pipeline: Pipeline,
     loss_fn: LossFunction | None,
     has_target: bool,
-    structure: Callable[[Sequence[Any]], Any],
+    structure: Structure,
 ) -> Pipeline:
     """The pipeline, its last stage going on to the loss, which is then the only output.
 
@@ -54,3 +56,10 @@ def with_loss(
     modules = (*stage.modules, loss_fn) if isinstance(loss_fn, nn.Module) else stage.modules
     ending = replace(stage, function=function, inputs=(*stage.inputs, *elsewhere, *target), outputs=1, modules=modules)
     return Pipeline((*pipeline.stages[:last], ending), pipeline.inputs + has_target, (Source(last, 0),))
+
+
+def holds_no_tensors(loss_fn: LossFunction | None) -> bool:
+    """Whether who keeps the function after a step keeps nothing of that step: no closure that has the targets, say."""
+    if isinstance(loss_fn, FunctionType):
+        return not (loss_fn.__closure__ or loss_fn.__defaults__ or loss_fn.__kwdefaults__ or loss_fn.__dict__)
+    return loss_fn is None or isinstance(loss_fn, (nn.Module, BuiltinFunctionType))

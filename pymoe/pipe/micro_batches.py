@@ -82,7 +82,7 @@ def _has_rows(leaf: Any) -> bool:
 def _cut(leaf: Any, sizes: list[int], count: int) -> Sequence[Any]:
     if isinstance(leaf, Whole):
         return [leaf.value] * count
-    return leaf.split(sizes) if count > 1 and _has_rows(leaf) else [leaf] * count
+    return leaf.split_with_sizes(sizes) if count > 1 and _has_rows(leaf) else [leaf] * count
 
 
 def join(values: Sequence[Any]) -> Any:

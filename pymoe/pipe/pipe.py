@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +14,6 @@ from pymoe.pipe.devices import refuse_moves
 from pymoe.pipe.execution.engine import ALL, BACKWARD, FORWARD, Engine
 from pymoe.pipe.execution.forward import run_forward, run_in_one_graph
 from pymoe.pipe.execution.step import Losses, run_step
-from pymoe.pipe.loss import with_loss
 from pymoe.pipe.micro_batches import MicroBatches, join, mean, split
 from pymoe.pipe.schedules import Record, Schedule
 from pymoe.pipe.sequential import SequentialModel
@@ -22,11 +21,6 @@ from pymoe.pipe.staged import StagedModel
 from pymoe.runtime.left_to_python import left_to_python
 from pymoe.runtime.parallel.isolated import graphs_are_made
 from pymoe.runtime.parallel.together import functorch_is_active
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from pymoe.pipe.distributed import RankStage
 
 __all__ = ["Pipe"]
 
@@ -190,23 +184,11 @@ class Pipe(nn.Module):
             micro_batches,
             graphs=graphs,
             checkpointed=self._checkpointed(count),
-            ending=lambda pipeline: with_loss(pipeline, loss_fn, has_target, structure),
+            ended=engine.with_loss(staged.pipeline, loss_fn, has_target, structure),
             on_output=losses.arrive,
         )
         run_step(run, lambda run: engine.perform(run, planned, ALL if graphs else FORWARD))
         return losses.all()
-
-    def build_stage(self, index: int, device: torch.device | str, group: ProcessGroup | None = None) -> RankStage:
-        """A stage for the schedules of ``torch.distributed.pipelining``, which this process runs.
-
-        See :func:`pymoe.pipe.distributed.build_stage`.
-
-        Raises:
-            ValueError: there is no such stage.
-        """
-        from pymoe.pipe.distributed import build_stage
-
-        return build_stage(self, index, device, group)
 
     @property
     def last_run(self) -> Record | None:

@@ -139,17 +139,18 @@ class _Layers:
         self._has_skips = bool(sum(self._pops.values()) or sends)
 
     def __call__(self, value: Any, *taken: Any) -> Sequence[Any]:
-        if not self._has_skips:
-            return [self._apply(value)]
-        skips = _Skips(dict(zip(self._takes, taken, strict=True)), self._sends, self._pops)
-        with tracking(skips):
-            value = self._apply(value)
-        return [value, *[skips.sent[key] for key in self._sends]]
-
-    def _apply(self, value: Any) -> Any:
+        if self._has_skips:
+            return self._with_skips(value, taken)
         for layer in self._part._modules.values():
             value = layer(value)  # type: ignore[misc]
-        return value
+        return [value]
+
+    def _with_skips(self, value: Any, taken: Sequence[Any]) -> Sequence[Any]:
+        skips = _Skips(dict(zip(self._takes, taken, strict=True)), self._sends, self._pops)
+        with tracking(skips):
+            for layer in self._part._modules.values():
+                value = layer(value)  # type: ignore[misc]
+        return [value, *[skips.sent[key] for key in self._sends]]
 
 
 class _Skips:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pymoe.pipe.execution.checkpoint import Checkpoints
@@ -10,6 +10,7 @@ from pymoe.pipe.execution.plan import Plan, Timed
 from pymoe.pipe.execution.run import OnOutput, Run
 from pymoe.pipe.execution.turns import turns_of
 from pymoe.pipe.execution.workers import Workers
+from pymoe.pipe.loss import LossFunction, Structure, holds_no_tensors, with_loss
 from pymoe.pipe.micro_batches import MicroBatches
 from pymoe.pipe.schedules import Kind, Record, Schedule, as_run, build
 from pymoe.pipe.stages import Pipeline
@@ -30,6 +31,7 @@ class Engine:
         self._plans: dict[tuple[int, frozenset[Kind]], Plan] = {}
         self._checkpoints: tuple[Pipeline | None, Sequence[Checkpoints]] = None, ()
         self._last: tuple[Schedule, list[Timed]] | None = None
+        self._ended: tuple[tuple[Any, ...], Pipeline | None] = (), None
 
     def run(
         self,
@@ -38,22 +40,33 @@ class Engine:
         *,
         graphs: bool,
         checkpointed: int,
-        ending: Callable[[Pipeline], Pipeline] | None = None,
+        ended: Pipeline | None = None,
         on_output: OnOutput | None = None,
     ) -> Run:
-        """A mini-batch, about to go through a pipeline: to its end, or to that of ``ending(pipeline)``."""
+        """A mini-batch, about to go through a pipeline; or through ``ended``, which is that and goes on to a loss."""
         random_streams.install()
         if self._checkpoints[0] is not pipeline:
             made = [Checkpoints(stage.modules, turns_of(stage.function)) for stage in pipeline.stages]
             self._checkpoints = pipeline, made
         return Run(
-            pipeline if ending is None else ending(pipeline),
+            ended or pipeline,
             micro_batches,
             graphs=graphs,
             checkpoints=self._checkpoints[1],
             checkpointed=range(checkpointed),
             on_output=on_output,
         )
+
+    def with_loss(
+        self, pipeline: Pipeline, loss_fn: LossFunction | None, has_target: bool, structure: Structure
+    ) -> Pipeline:
+        """The pipeline, going on to the loss; most training steps have the arguments of the one before."""
+        arguments = pipeline, loss_fn, has_target, structure
+        known, made = self._ended
+        if made is None or known != arguments:
+            made = with_loss(*arguments)
+            self._ended = (arguments, made) if holds_no_tensors(loss_fn) else ((), None)
+        return made
 
     def schedule(self, schedule: str | Schedule, stages: int, micro_batches: int) -> Schedule:
         """The schedule of that name; or the given one, if it fits.
@@ -87,7 +100,7 @@ class Engine:
         """Do the actions of these kinds."""
         # On a thread of autograd's own for a device the stages could not get at that device's nodes.
         here = kinds is BACKWARD and not run.is_on_host
-        self._last = schedule, self._workers.run(self.plan(schedule, kinds), run.perform, here=here)
+        self._last = schedule, self._workers.run(self.plan(schedule, kinds), run.perform, run.around, here=here)
 
     def forget(self) -> None:
         """The modules may behave otherwise from now on."""
@@ -100,7 +113,7 @@ class Engine:
         return None if self._last is None else as_run(*self._last)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plans": {}, "_last": None}
+        return {**self.__dict__, "_plans": {}, "_last": None, "_ended": ((), None)}
 
 
 def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pymoe.pipe.context import MicroBatch, call_for
+from pymoe.pipe.context import MicroBatch, running
 from pymoe.pipe.execution.outer import accumulate, attach
 from pymoe.pipe.execution.run import Run
 from pymoe.pipe.execution.values import Crossing, Sent, unpack
@@ -72,7 +72,8 @@ def run_in_one_graph(pipeline: Pipeline, micro_batches: MicroBatches) -> list[li
         made = {Source(INPUT, number): value for number, value in enumerate(inputs)}
         for number, stage in enumerate(pipeline.stages):
             about = MicroBatch(index, len(micro_batches.rows), micro_batches.weights[index], stage=number)
-            found = call_for(about, stage.function, *[made[source] for source in stage.inputs])
+            with running(about):
+                found = stage.function(*[made[source] for source in stage.inputs])
             made.update((Source(number, output), value) for output, value in enumerate(found))
         outputs.append([made[source] for source in pipeline.outputs])
     return outputs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 
@@ -20,38 +19,39 @@ class LeafSums:
 
     def __init__(self) -> None:
         self.leaves: list[torch.Tensor] = []
-        self.sums: list[torch.Tensor | None] = []
+        self.sums: list[torch.Tensor] = []
         self._numbers: dict[int, int] = {}
-        self._mine: list[bool] = []  # whether nobody else has the sum, so that it may be changed in place
+        # The dtype of a sum that nobody else has, and that may be changed in place; autograd may have given a gradient
+        # to somebody else, too.
+        self._mine: list[torch.dtype | None] = []
 
     def add(self, leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
         """Gradients of one micro-batch."""
-        known: list[torch.Tensor | None] = self.sums
-        new: list[torch.Tensor] = []
-        changeable: list[Any] = []
+        numbers, sums, mine = self._numbers, self.sums, self._mine
+        changed: list[torch.Tensor] = []
+        added: list[torch.Tensor] = []
         for leaf, grad in zip(leaves, grads, strict=True):
             if grad is None:
                 continue
-            number = self._numbers.setdefault(id(leaf), len(self.leaves))
-            if number == len(self.leaves):
+            number = numbers.get(id(leaf))
+            is_plain = type(grad) is torch.Tensor and grad.layout is torch.strided
+            if number is None:
+                numbers[id(leaf)] = len(sums)
                 self.leaves.append(leaf)
-                known.append(grad)
-                self._mine.append(False)  # autograd may have given the same tensor to somebody else
-            elif self._mine[number] and _is_plain(grad) and grad.dtype == known[number].dtype:  # type: ignore[union-attr]
-                changeable.append(known[number])
-                new.append(grad)
+                sums.append(grad)
+                mine.append(None)
+            elif is_plain and grad.dtype is mine[number]:
+                changed.append(sums[number])
+                added.append(grad)
             else:
-                known[number] = known[number] + grad  # type: ignore[operator]
-                self._mine[number] = _is_plain(known[number])  # type: ignore[arg-type]
-        if len(changeable) > FEW:
-            torch._foreach_add_(changeable, new)
+                total = sums[number] = sums[number] + grad
+                is_plain = type(total) is torch.Tensor and total.layout is torch.strided
+                mine[number] = total.dtype if is_plain else None
+        if len(changed) > FEW:
+            torch._foreach_add_(changed, added)
         else:
-            for known_sum, grad in zip(changeable, new, strict=True):
-                known_sum.add_(grad)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and type(tensor) is torch.Tensor
+            for total, grad in zip(changed, added, strict=True):
+                total.add_(grad)
 
 
 def over_stages(parts: Iterable[LeafSums]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -59,7 +59,6 @@ def over_stages(parts: Iterable[LeafSums]) -> tuple[list[torch.Tensor], list[tor
     totals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for part in parts:
         for leaf, grad in zip(part.leaves, part.sums, strict=True):
-            assert grad is not None
             before = totals.get(id(leaf))
             totals[id(leaf)] = leaf, grad if before is None else before[1] + grad.to(before[1].device)
     return [leaf for leaf, _ in totals.values()], [grad for _, grad in totals.values()]

@@ -16,6 +16,7 @@ from pymoe.runtime.parallel.isolated import SECOND_BACKWARD, apply_directly, onc
 __all__ = ["accumulate", "attach"]
 
 _run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
+_NUMBER = torch.zeros((), device="cpu")  # any
 Grads = Sequence[torch.Tensor | None]
 Backward = Callable[[Grads, bool], Grads]
 
@@ -65,5 +66,5 @@ def accumulate(tensors: Sequence[torch.Tensor], grads: list[torch.Tensor | None]
         return handed
 
     with torch.enable_grad():
-        (start,) = attach(hand_over, [torch.zeros((), device="cpu")], kept)
-    _run_backward((start,), (torch.ones_like(start),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        (start,) = attach(hand_over, (_NUMBER,), kept)
+    _run_backward((start,), (_NUMBER,), False, False, (), allow_unreachable=True, accumulate_grad=True)

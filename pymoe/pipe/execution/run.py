@@ -4,32 +4,37 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
-from pymoe.pipe.context import MicroBatch
+from pymoe.pipe.context import MicroBatch, in_pipeline
 from pymoe.pipe.execution.activation import Activation
 from pymoe.pipe.execution.checkpoint import Checkpoints
 from pymoe.pipe.execution.leaf_sums import LeafSums, over_stages
-from pymoe.pipe.execution.values import Crossing, Sent, pack, take
+from pymoe.pipe.execution.values import Crossing, Origin, Sent, pack
 from pymoe.pipe.micro_batches import MicroBatches
 from pymoe.pipe.schedules.action import Action, Kind
 from pymoe.pipe.stages import INPUT, Pipeline, Source
 from pymoe.runtime.parallel.random_streams import Source as RandomSource
-from pymoe.runtime.parallel.random_streams import Stream
+from pymoe.runtime.parallel.random_streams import Stream, with_stream
 from pymoe.runtime.parallel.state import current
 
 __all__ = ["Inputs", "Run"]
 
+Result = TypeVar("Result")
+FORWARD, BACKWARD, BACKWARD_INPUT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT  # found faster
 OnOutput = Callable[[int, Sequence[Sent]], None]
 
 
-class Inputs:
-    """The tensors that a run was given and that need gradients. They have numbers, in their order."""
+class Inputs(Origin):
+    """The tensors that a run was given and that need gradients."""
+
+    __slots__ = ("tensors",)
 
     def __init__(self) -> None:
+        super().__init__()
         self.tensors: list[torch.Tensor] = []
-        self.grads: list[torch.Tensor | None] = []
 
     def cross(self, tensor: torch.Tensor) -> Crossing:
         """The tensor for the stages."""
@@ -38,10 +43,6 @@ class Inputs:
         self.tensors.append(tensor)
         self.grads.append(None)
         return Crossing(tensor.detach(), self, len(self.tensors) - 1)
-
-    def take(self, number: int, grad: torch.Tensor) -> None:
-        """One of the gradients of tensor ``number``."""
-        take(self.grads, number, grad)
 
 
 class Run:
@@ -80,10 +81,7 @@ class Run:
         self._state = current()
         self._random = RandomSource()
         count = len(micro_batches.rows)
-        self._about = [
-            [MicroBatch(i, count, weight, stage=stage) for i, weight in enumerate(micro_batches.weights)]
-            for stage in range(len(pipeline.stages))
-        ]
+        self._weights = micro_batches.weights
         cross = self.inputs.cross if graphs else Crossing
         self._uses, self._made = pipeline.uses, pipeline.made
         given = [(number, Source(INPUT, number)) for number in range(pipeline.inputs)]
@@ -98,17 +96,21 @@ class Run:
             for checkpoint in checkpoints:
                 checkpoint.begin()
 
+    def around(self, part: Callable[..., Result], *args: Any) -> Result:
+        """``part(*args)``, in which a thread performs actions."""
+        return in_pipeline(with_stream, Stream(self._random, -1), part, *args)
+
     def perform(self, action: Action) -> None:
-        """Do one action."""
+        """Do one action, within :meth:`around`."""
         stage, micro_batch, kind = action
-        if kind is Kind.FORWARD:
+        if kind is FORWARD:
             self._forward(stage, micro_batch)
             return
         activation = self._activations[stage][micro_batch]
         assert activation is not None
-        if kind is Kind.BACKWARD:
+        if kind is BACKWARD:
             activation.backward(self.sums[stage], self._keep)
-        elif kind is Kind.BACKWARD_INPUT:
+        elif kind is BACKWARD_INPUT:
             activation.backward_input()
             return
         else:
@@ -159,12 +161,12 @@ class Run:
         self.inputs = Inputs()
 
     def _forward(self, number: int, index: int) -> None:
-        stage = self._pipeline.stages[number]
-        here = self._sent[index]
-        sent = [here[source] for source in stage.inputs]
-        position = index * len(self._pipeline.stages) + number
-        stream = functools.partial(Stream, self._random, position)
-        activation = Activation(stage, self._about[number][index], stream, self._state)
+        stages, here, uses = self._pipeline.stages, self._sent[index], self._uses
+        stage = stages[number]
+        sent = [*map(here.__getitem__, stage.inputs)]
+        about = MicroBatch(index, len(self._weights), self._weights[index], False, False, number)
+        stream = functools.partial(Stream, self._random, index * len(stages) + number)
+        activation = Activation(stage, about, stream, self._state)
         if not self._graphs:
             made = activation.evaluate(sent)
         else:
@@ -174,7 +176,6 @@ class Run:
                 made = activation.forward(sent)
             self._activations[number][index] = activation
         del sent
-        uses = self._uses
         for source in stage.inputs:
             if uses[source] > 1:
                 left = self._left[index]
@@ -182,7 +183,7 @@ class Run:
                 if left[source]:
                     continue
             del here[source]
-        if self._on_output is not None and number == len(self._pipeline.stages) - 1:
+        if self._on_output is not None and number == len(stages) - 1:
             self._on_output(index, made)
         for source, value in zip(self._made[number], made, strict=False):
             if uses[source]:

@@ -21,6 +21,7 @@ from pymoe.runtime.text import described
 __all__ = ["Workers"]
 
 Perform = Callable[[Action], None]
+Around = Callable[..., Any]
 
 _is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 # Seconds. Shorter actions stay on one thread: where a good part of them is Python, threads wait for the interpreter's
@@ -63,7 +64,7 @@ class Workers:
     def __reduce__(self) -> Any:
         return Workers, ()
 
-    def run(self, plan: Plan, perform: Perform, *, here: bool = False) -> list[Timed]:
+    def run(self, plan: Plan, perform: Perform, around: Around, *, here: bool = False) -> list[Timed]:
         """``perform(action)`` for all actions of the plan. Returns when each started and ended, in any order.
 
         Runs of several threads come one after the other.
@@ -71,6 +72,7 @@ class Workers:
         Args:
             plan: what is to be run.
             perform: called on the thread of the action's worker.
+            around: ``around(part, *args)`` is ``part(*args)``, in which a thread performs actions.
             here: this thread does everything.
 
         Raises:
@@ -90,8 +92,8 @@ class Workers:
             before = _inside.workers
             try:
                 _inside.workers = inside = (*before, self)
-                work = _Work(inside, plan, perform)
-                if not work.alone(to_the_end=here or plan.workers == 1):
+                work = _Work(inside, plan, perform, around)
+                if not around(work.alone, here or plan.workers == 1):
                     self._together(work)
             finally:
                 _inside.workers = before
@@ -108,7 +110,7 @@ class Workers:
         try:
             for lane, pool in zip(range(1, work.plan.workers), self._pools, strict=False):
                 parts.append(pool.submit(contextvars.copy_context().run, work.elsewhere, lane, state, profiled))
-            work.lane(0)
+            work.around(work.lane, 0)
             _wait(parts)
         except BaseException:
             # Lanes raise nothing: this is Ctrl-C between two of their lines, or there are no more threads. First the
@@ -126,9 +128,10 @@ def _wait(parts: Sequence[Future]) -> None:
 class _Work:
     """One run of a plan."""
 
-    def __init__(self, inside: tuple[Workers, ...], plan: Plan, perform: Perform) -> None:
+    def __init__(self, inside: tuple[Workers, ...], plan: Plan, perform: Perform, around: Around) -> None:
         """``inside``: whose run this is, after those of which it is a part."""
         self.plan = plan
+        self.around = around
         self._inside = inside
         self._perform: Perform | None = _with_ranges(perform) if _is_profiled() else perform
         self._run: LaneRun | None = None
@@ -173,7 +176,7 @@ class _Work:
         joined = profiled is not None and not _is_profiled() and profiled.join()
         _inside.workers = self._inside
         try:
-            in_state(state, self.lane, lane)
+            in_state(state, self.around, self.lane, lane)
         except BaseException as error:
             self.fail(error, None)
         finally:

@@ -17,6 +17,7 @@ __all__ = ["are_compiled", "has_compiled_nodes"]
 
 _FUNCTION, _NODE = "CompiledFunction", "CompiledFunctionBackward"  # torch.compile makes such a class for each graph
 
+_NATIVE: set[type] = set()  # kinds of nodes that no class of Python has made
 _latest: Callable[[], type | None] = lambda: None  # noqa: E731  # the last class that was looked at
 _found = False
 
@@ -32,7 +33,12 @@ def _anything_is_compiled() -> bool:
 
 def are_compiled(nodes: Iterable[Node | None]) -> bool:
     """Whether one of the nodes is of ``torch.compile``: for who has all nodes of a graph at hand."""
-    return any([kind.__name__ == _NODE for kind in {type(node) for node in nodes}])
+    kinds = {*map(type, nodes)}
+    if kinds <= _NATIVE:
+        return False
+    of_python = {kind for kind in kinds if issubclass(kind, torch._C._FunctionBase)}
+    _NATIVE.update(kinds - of_python)
+    return any([kind.__name__ == _NODE for kind in of_python])
 
 
 def has_compiled_nodes(nodes: Iterable[Node], entry: Node | None) -> bool:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils import _pytree
 
 from pymoe.runtime.parallel.compiled import has_compiled_nodes
@@ -200,7 +200,6 @@ def differentiate(
     inputs: Sequence[GradientEdge],
     leaves: Sequence[torch.Tensor],
     entry: Node | None,
-    *,
     keep: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
     """For every input and leaf of the graph of one call, from gradients for its roots; None where there is none.
@@ -216,15 +215,19 @@ def differentiate(
         entry: the node that the inputs belong to; None if it has none.
         keep: it will be run again.
     """
-    given = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None and root is not None]
-    if not given or not (inputs or leaves):
+    starts, values = [], []
+    for root, grad in zip(roots, grads, strict=True):
+        if grad is not None and root is not None:
+            starts.append(root)
+            values.append(grad)
+    if not starts or not (inputs or leaves):
         return (None,) * (len(inputs) + len(leaves))
-    starts, values = zip(*given, strict=True)
     for leaf in leaves:
-        keep_hooks_outside(leaf)
+        if leaf._backward_hooks:
+            keep_hooks_outside(leaf)
     keep = keep or not has_compiled_nodes([start.node for start in starts], entry)
     return within_call(  # type: ignore[no-any-return]
-        entry, _run_backward, starts, values, keep, False, (*inputs, *leaves), True, accumulate_grad=False
+        entry, _run_backward, tuple(starts), tuple(values), keep, False, (*inputs, *leaves), True, accumulate_grad=False
     )
 
 
@@ -297,6 +300,7 @@ def trace(calls: Sequence[IsolatedCall], hand_through: bool) -> list[list[torch.
     return fresh
 
 
+_DelayedError: Any = torch._C._functions.DelayedError
 _edge: Any = tuple.__new__  # skips the Python function that makes a GradientEdge
 
 
@@ -314,20 +318,26 @@ def keep_nodes(tensors: Sequence[torch.Tensor], nodes: Sequence[Node]) -> Node |
 def once_only(name: str, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
     """With a history that raises when it is asked for: the calls' graphs are not there to be differentiated again."""
     required = [gradient if gradient is None else gradient.detach().requires_grad_() for gradient in gradients]
-    return with_failing_node(f"{name}: its backward pass cannot be differentiated again (create_graph=True)", required)
+    message = f"{name}: its backward pass cannot be differentiated again (create_graph=True)"
+    return tuple(with_failing_node(message, required))
 
 
-def with_failing_node(message: str, tensors: Sequence[Any]) -> tuple[Any, ...]:
+def with_failing_node(message: str, tensors: Sequence[Any]) -> Sequence[Any]:
     """``tensors`` with the same memory and another history: one node for all, whose backward raises ``message``."""
-    made: Any = torch._C._functions.DelayedError(message, len(tensors))(*tensors)
-    return (made,) if isinstance(made, torch.Tensor) else tuple(made)
+    made: Any = _DelayedError(message, len(tensors))(*tensors)
+    return made if len(tensors) > 1 else (made,)
 
 
 def edge_of(tensor: torch.Tensor) -> GradientEdge:
     """As ``get_gradient_edge``, which takes twice the time. With grad mode on."""
-    node = tensor.grad_fn
-    assert node is not None
-    return GradientEdge(node, tensor.output_nr, keep_nodes([tensor], [node]))
+    node: Any = tensor.grad_fn
+    if node is None:
+        return get_gradient_edge(tensor)
+    token = None
+    if isinstance(node, torch._C._FunctionBase):
+        nodes: list[Any] = [node]
+        token = keep_nodes([tensor], nodes)
+    return _edge(GradientEdge, (node, tensor.output_nr, token))  # type: ignore[no-any-return]
 
 
 def find_leaves(nodes: Sequence[Node], entry: Node | None) -> list[torch.Tensor]:
@@ -349,7 +359,9 @@ def find_leaves_and_nodes(
         seen.add(node)
         following = node.next_functions
         if following:
-            stack += [after for after, _ in reversed(following) if after not in seen]
+            for after, _ in reversed(following):
+                if after not in seen:
+                    stack.append(after)
         elif (variable := getattr(node, "variable", None)) is not None:
             leaves.append(variable)
     return leaves, seen

@@ -120,13 +120,14 @@ class Stream:
 
 def with_stream(stream: Stream, function: Callable[..., Result], *args: Any) -> Result:
     """``function(*args)`` drawing from ``stream``."""
-    before = _thread.stream
-    _thread.stream = stream
-    _include(_key, True)
+    thread = _thread
+    before, thread.stream = thread.stream, stream
+    if before is None:
+        _include(_key, True)
     try:
         return function(*args)
     finally:
-        _thread.stream = before
+        thread.stream = before
         if before is None:
             _include(_key, False)
 
