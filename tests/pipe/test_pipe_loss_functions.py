@@ -36,6 +36,14 @@ def test_every_step_has_the_loss_that_it_asks_for(functions) -> None:
         torch.testing.assert_close(found, wanted.detach(), rtol=0, atol=1e-15)
 
 
+class ToTarget:
+    def __init__(self, target: Tensor) -> None:
+        self.target = target
+
+    def __call__(self, output: Tensor) -> Tensor:
+        return F.mse_loss(output, self.target[: len(output)])
+
+
 def keeps(target: Tensor, how: str):
     if how == "closure":
         return lambda output: F.mse_loss(output, target[: len(output)])
@@ -45,15 +53,7 @@ def keeps(target: Tensor, how: str):
             return F.mse_loss(output, target[: len(output)])
 
         return with_default
-
-    class Callable:
-        def __init__(self) -> None:
-            self.target = target
-
-        def __call__(self, output: Tensor) -> Tensor:
-            return F.mse_loss(output, self.target[: len(output)])
-
-    return Callable()
+    return ToTarget(target)
 
 
 @pytest.mark.parametrize("how", ["closure", "default", "object"])
