@@ -11,9 +11,11 @@ from typing import Any
 from torch import nn
 
 from pymoe.nn.losses import AuxiliaryLosses
+from pymoe.nn.moe import MoE
+from pymoe.nn.router import Router
 from pymoe.pipe.context import micro_batch
 
-__all__ = ["is_weighted", "with_auxiliary_losses"]
+__all__ = ["is_weighted", "keeps_counts", "with_auxiliary_losses"]
 
 Function = Callable[..., Sequence[Any]]
 
@@ -21,6 +23,11 @@ Function = Callable[..., Sequence[Any]]
 def is_weighted(layer: nn.Module) -> bool:
     """Whether :func:`with_auxiliary_losses` writes to the layer while it runs."""
     return isinstance(layer, AuxiliaryLosses)
+
+
+def keeps_counts(layer: nn.Module) -> bool:
+    """Whether a forward of the layer leaves more than its output: counts, statistics, an injected loss."""
+    return isinstance(layer, (MoE, Router, AuxiliaryLosses))
 
 
 def with_auxiliary_losses(function: Function, module: nn.Module) -> Function:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +21,11 @@ from pymoe.pipe.staged import StagedModel
 from pymoe.runtime.left_to_python import left_to_python
 from pymoe.runtime.parallel.isolated import graphs_are_made
 from pymoe.runtime.parallel.together import functorch_is_active
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from pymoe.pipe.distributed import RankStage
 
 __all__ = ["Pipe"]
 
@@ -189,6 +194,18 @@ class Pipe(nn.Module):
         )
         run_step(run, lambda run: engine.perform(run, planned, ALL if graphs else FORWARD))
         return losses.all()
+
+    def build_stage(self, index: int, device: torch.device | str, group: ProcessGroup | None = None) -> RankStage:
+        """A stage for the schedules of ``torch.distributed.pipelining``, which this process runs.
+
+        See :func:`pymoe.pipe.distributed.build_stage`.
+
+        Raises:
+            ValueError: there is no such stage.
+        """
+        from pymoe.pipe.distributed import build_stage
+
+        return build_stage(self, index, device, group)
 
     @property
     def last_run(self) -> Record | None:

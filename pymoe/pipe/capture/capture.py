@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 
 from pymoe.pipe.capture.arguments import Arguments, Like
 from pymoe.pipe.capture.captured import Captured
+from pymoe.pipe.capture.choice import Opaque, opaque_by_path
 from pymoe.pipe.capture.dynamic import candidates
 from pymoe.pipe.capture.entry import Entry
 from pymoe.pipe.capture.errors import CaptureError, capture_error
@@ -19,6 +21,8 @@ from pymoe.pipe.capture.untouched import untouched
 
 __all__ = ["capture"]
 
+_one_at_a_time = threading.RLock()  # torch.export replaces methods of torch's classes
+
 
 def capture(
     model: nn.Module,
@@ -26,12 +30,14 @@ def capture(
     kwargs: dict[str, Any] | None = None,
     *,
     dynamic_shapes: Any = None,
+    opaque: Opaque = (),
 ) -> Captured:
     """Capture ``model``, in the mode in which it is, as one graph, by ``torch.export``.
 
     The graph computes what the model computes, with the same operators in the same order: outputs, gradients, changed
     buffers and random numbers are equal bit by bit. The model stays exactly as it is, also when this fails. What it
-    does beside tensors (counts in an attribute, prints) happens during the capture and is forgotten.
+    does beside tensors (counts in an attribute, prints) happens during the capture and is forgotten; opaque calls do it
+    whenever the graph runs.
 
     Args:
         model: any module that ``torch.export`` takes.
@@ -39,16 +45,22 @@ def capture(
         kwargs: examples of the arguments by name.
         dynamic_shapes: which dimensions are free, as for ``torch.export.export``; by default all that the model's code
             does not fix.
+        opaque: types of modules, and qualified names, that are called as they are and not looked into, as layers of
+            :mod:`pymoe.nn` and autograd Functions always are. They keep their state, hooks and mode; their outputs'
+            shapes must follow from the shapes of their inputs.
 
     Raises:
+        TypeError, ValueError: ``opaque`` or ``dynamic_shapes`` do not fit the model.
         CaptureError: the model cannot be captured; the message names the line of its code.
     """
     kwargs = kwargs or {}
     arguments = Arguments(model.forward, args, kwargs)
+    modules = opaque_by_path(model, opaque)
     failure: BaseException | None = None
     for shapes in candidates(model.forward, args, kwargs, dynamic_shapes):
-        entry = Entry(model, arguments.examples, arguments.spec)
+        entry = Entry(model, arguments.examples, arguments.spec, modules)
         with ExitStack() as stack:
+            stack.enter_context(_one_at_a_time)
             stack.enter_context(untouched(model))
             stack.enter_context(_plain_surroundings())
             tensors = tuple(leaf.make() for leaf in arguments.examples if isinstance(leaf, Like))

@@ -25,7 +25,8 @@ class Captured:
       the capture and have no users;
     - ``get_attr`` of parameters and buffers by their qualified names in the model (shared ones under one name), of
       ``_constant_N`` for other tensors that the model's code holds;
-    - ``call_function``: operators, arithmetic on sizes, blocks with a state of their own (a ``Region``);
+    - ``call_function``: operators, arithmetic on sizes, blocks with a state of their own (a ``Region``), and calls that
+      are made as they are (``OpaqueFunction``, ``OpaqueModule``); the last three return lists;
     - one ``output`` with the list of output leaves.
 
     The graph module looks parameters and buffers up in the model's own modules: what the model gets in their place,

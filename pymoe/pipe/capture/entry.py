@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
 from pymoe.pipe.capture.arguments import Like
 from pymoe.pipe.capture.errors import CaptureError
+from pymoe.pipe.capture.intercept import intercepting
+from pymoe.pipe.capture.opaque import COMPUTED, OpaqueCall
 from pymoe.pipe.capture.untouched import untouched
 
 __all__ = ["MODEL", "Computed", "Entry", "Output"]
@@ -24,12 +26,15 @@ class Entry(nn.Module):
     forgotten after the call.
     """
 
-    def __init__(self, model: nn.Module, leaves: list[Any], spec: _pytree.TreeSpec) -> None:
+    def __init__(
+        self, model: nn.Module, leaves: list[Any], spec: _pytree.TreeSpec, opaque: Mapping[str, nn.Module]
+    ) -> None:
         super().__init__()
         self.model = model
         self._leaves = leaves
         self._tensors = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Like)]
         self._spec = spec
+        self._opaque = opaque
         self.output = Output()
 
     def forward(self, *tensors: Tensor) -> list[Any]:
@@ -43,16 +48,14 @@ class Entry(nn.Module):
             for path, module in model.named_modules()
             for name, value in module._buffers.items()
         ]
-        with untouched(model):
+        self.output.calls.clear()
+        with untouched(model), intercepting(self._opaque, self.output.calls):
             output = model(*args, **kwargs)
             for words, module, name, value in buffers:
                 _write_back(words, value, module._buffers.get(name))
         flat, self.output.spec = _pytree.tree_flatten(output)
         self.output.leaves = [Computed if isinstance(leaf, COMPUTED) else leaf for leaf in flat]
         return [leaf for leaf in flat if isinstance(leaf, COMPUTED)]
-
-
-COMPUTED = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Output:
@@ -62,6 +65,8 @@ class Output:
         self.leaves: list[Any] = []
         """Those of the output; ``Computed`` stands for one that the graph computes."""
         self.spec: _pytree.TreeSpec | None = None
+        self.calls: list[OpaqueCall] = []
+        """The opaque calls that it has made."""
 
 
 class Computed:

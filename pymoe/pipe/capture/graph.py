@@ -13,7 +13,7 @@ from pymoe.pipe.capture.entry import MODEL, Computed, Entry
 from pymoe.pipe.capture.errors import is_library
 from pymoe.pipe.capture.fits import Condition, Fits, Leaf, sizes_of
 from pymoe.pipe.capture.own_state import on_model
-from pymoe.pipe.capture.region import region_of
+from pymoe.pipe.capture.region import call_of
 
 __all__ = ["rebuilt"]
 
@@ -132,8 +132,8 @@ class _Builder:
         return target
 
     def _call(self, node: fx.Node) -> fx.Node:
-        region = region_of(node, self._source)
-        target, args, kwargs = (node.target, node.args, node.kwargs) if region is None else (region[0], region[1], {})
+        found = call_of(node, self._source, self._entry.output.calls)
+        target, args, kwargs = (node.target, node.args, node.kwargs) if found is None else (*found, {})
         copy = self._graph.create_node(
             "call_function",
             target,

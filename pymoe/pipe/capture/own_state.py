@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from torch import Tensor, fx, nn
 
+from pymoe.pipe.capture.opaque import opaque_modules
+
 __all__ = ["on_model", "owners"]
 
 
@@ -13,12 +15,14 @@ def on_model(graph: fx.Graph, model: nn.Module, constants: dict[str, Tensor], na
     """The module of ``graph``, in which ``get_attr`` names a parameter or buffer of ``model``, or one of ``constants``.
 
     It holds no parameters itself: its modules share the dictionaries of the model's, so that it sees every parameter
-    and buffer that the model gets. Its ``state_dict`` has the keys of the model's, for all of the modules that the
-    graph uses.
+    and buffer that the model gets. Opaque modules are in it themselves. Its ``state_dict`` has the keys of the model's,
+    for all of the modules that the graph uses.
     """
     targets = [node.target for node in graph.nodes if node.op == "get_attr"]
     root = nn.Module()
     _share(root, model)
+    for call in opaque_modules(graph):
+        _add_module(root, model, call.path, call.module)
     for path in owners(target for target in targets if isinstance(target, str) and target not in constants):
         _add_path(root, model, path)
     for target in targets:
@@ -41,9 +45,18 @@ def owners(targets: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(target.rpartition(".")[0] for target in targets))
 
 
+def _add_module(root: nn.Module, model: nn.Module, path: str, module: nn.Module) -> None:
+    owner, _, name = path.rpartition(".")
+    _add_path(root, model, owner)
+    if name:
+        root.get_submodule(owner)._modules[name] = module
+
+
 def _add_path(root: nn.Module, model: nn.Module, path: str) -> None:
     here, original = root, model
     for name in path.split(".") if path else []:
+        if here is original:  # an opaque module, which is here itself
+            return
         original = original.get_submodule(name)
         if name not in here._modules:
             part = nn.Module()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-__all__ = ["Region", "region_of"]
+from pymoe.pipe.capture.intercept import marker
+from pymoe.pipe.capture.opaque import OpaqueCall
+
+__all__ = ["Region", "call_of"]
 
 
 class Region:
-    """A function of values, as a node calls it: the block's graph, run in its state. Returns a list."""
+    """The target of a node that stands for such a block: the block's graph, run in its state. Returns a list."""
 
     def __init__(self, name: str, graph: fx.GraphModule, grad: bool | None, autocast: dict[str, Any] | None) -> None:
         self.__name__ = name
@@ -32,20 +36,36 @@ class Region:
         return f"{self.__name__}({self.autocast or {'grad': self.grad}})"
 
 
-def region_of(node: fx.Node, owner: fx.GraphModule) -> tuple[Region, tuple[Any, ...]] | None:
-    """The region that a node of an exported graph calls, and what it is given; None for other nodes."""
+def call_of(node: fx.Node, owner: fx.GraphModule, calls: Sequence[OpaqueCall]) -> tuple[Any, tuple[Any, ...]] | None:
+    """What a node of an exported graph calls, and with which values, if it is a region or an opaque call."""
     hop = torch.ops.higher_order
+    if node.target is marker():
+        number, *values = node.args
+        assert isinstance(number, int)
+        return calls[number], tuple(values)
     if node.target is hop.wrap_with_set_grad_enabled:
         grad, block, *values = node.args
-        return Region("grad" if grad else "no_grad", _graph(block, owner), bool(grad), None), tuple(values)
+        return Region("grad" if grad else "no_grad", _graph(block, owner, calls), bool(grad), None), tuple(values)
     if node.target is hop.wrap_with_autocast:
         device, dtype, enabled, cache, block, *values = node.args
         autocast = {"device_type": device, "dtype": dtype, "enabled": enabled, "cache_enabled": cache}
-        return Region("autocast", _graph(block, owner), None, autocast), tuple(values)
+        return Region("autocast", _graph(block, owner, calls), None, autocast), tuple(values)
     return None
 
 
-def _graph(block: Any, owner: fx.GraphModule) -> fx.GraphModule:
-    graph = getattr(owner, block.target)
-    assert isinstance(graph, fx.GraphModule)
-    return graph
+def _graph(block: Any, owner: fx.GraphModule, calls: Sequence[OpaqueCall]) -> fx.GraphModule:
+    """The graph of a block, with regions and opaque calls in it."""
+    module = getattr(owner, block.target)
+    assert isinstance(module, fx.GraphModule)
+    for node in list(module.graph.nodes):
+        if (found := call_of(node, module, calls)) is not None:
+            with module.graph.inserting_before(node):
+                call = module.graph.call_function(*found)
+            call.meta = node.meta
+            node.replace_all_uses_with(call)
+            module.graph.erase_node(node)
+    for node in list(module.graph.nodes):
+        if node.op == "get_attr" and not node.users:
+            module.graph.erase_node(node)
+    module.recompile()
+    return module

@@ -1,0 +1,138 @@
+"""How calls become opaque while ``torch.export`` runs the model: each leaves one node, and runs beside the graph."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from pymoe.pipe.capture.opaque import OpaqueCall, OpaqueFunction, OpaqueModule
+from pymoe.pipe.capture.untouched import untouched
+
+__all__ = ["OPAQUE", "intercepting"]
+
+OPAQUE = "pymoe_opaque_call"
+
+
+@contextmanager
+def intercepting(modules: Mapping[str, nn.Module], calls: list[OpaqueCall]) -> Iterator[None]:
+    """Within the block, on this thread, calls of these modules and of autograd Functions add themselves to ``calls``
+    and leave a node: the operator :func:`marker` with the number of the call and its computed leaves.
+
+    Modules are given by qualified name, and must be :func:`untouched` around the block.
+    """
+    tracing = _Tracing(calls)
+    for path, module in modules.items():
+        module.__dict__["_compiled_call_impl"] = tracing.module_call(path, module)
+    with _functions(tracing):
+        yield
+
+
+class _Tracing:
+    def __init__(self, calls: list[OpaqueCall]) -> None:
+        self._calls = calls
+        self._thread = threading.get_ident()
+        self._inside = False
+
+    def is_on(self) -> bool:
+        return threading.get_ident() == self._thread and not self._inside
+
+    def module_call(self, path: str, module: nn.Module) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with untouched(module):
+                return module._call_impl(*args, **kwargs)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self.record(OpaqueModule(path, module), run, args, kwargs) if self.is_on() else run(*args, **kwargs)
+
+        return call
+
+    def record(self, call: OpaqueCall, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Leave a node for the call, and return what ``run`` makes of fake arguments as the node's value."""
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
+
+        mode = get_proxy_mode()
+        assert mode is not None
+        leaves = call.take(args, kwargs)
+        result = self._on_fakes(run, args, kwargs)
+        values = call.give(result)
+        tracer: Any = mode.tracer
+        proxies = [tracer.unwrap_proxy(leaf) for leaf in leaves]
+        number = len(self._calls)
+        self._calls.append(call)
+        proxy = tracer.create_proxy("call_function", marker(), (number, *proxies), {}, name=call.__name__)
+        track_tensor_tree(values, proxy, constant=None, tracer=tracer)
+        return result
+
+    def _on_fakes(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from torch._guards import detect_fake_mode
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        fake_mode = detect_fake_mode(_pytree.tree_leaves((args, kwargs)))
+        assert fake_mode is not None
+        assert fake_mode.shape_env is not None
+        self._inside = True
+        try:
+            with (
+                torch._C.DisableTorchFunction(),
+                _disable_current_modes(),
+                fake_mode,
+                fake_mode.shape_env.ignore_fresh_unbacked_symbols(),
+            ):
+                return run(*args, **kwargs)
+        finally:
+            self._inside = False
+
+
+@contextmanager
+def _functions(tracing: _Tracing) -> Iterator[None]:
+    """Autograd Functions ask ``tracing``. Their base class is asked by all, also by ``apply = MyFunction.apply``."""
+    from torch.autograd import function
+
+    Base: Any = function._SingleLevelFunction
+
+    def apply(cls: Any, *args: Any) -> Any:
+        def run(*args: Any) -> Any:
+            return super(Base, cls).apply(*args)
+
+        if not tracing.is_on():
+            return run(*args)
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            function, _preserve, *values = args
+            return function(*values)
+        return tracing.record(OpaqueFunction(cls), run, args, {})
+
+    Base.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        del Base.apply
+
+
+def marker() -> Any:
+    """What stands for opaque calls in an exported graph."""
+    global _marker
+    if _marker is None:
+        _marker = _make_marker()
+    return _marker
+
+
+_marker: Any = None
+
+
+def _make_marker() -> Any:
+    from torch._ops import HigherOrderOperator
+
+    class OpaqueMarker(HigherOrderOperator):
+        def __init__(self) -> None:
+            super().__init__(OPAQUE)
+
+        def __call__(self, number: int, *values: Any) -> Any:
+            return super().__call__(number, *values)
+
+    return OpaqueMarker()

@@ -1,0 +1,200 @@
+"""The stages of one pipe in this process: what they share, and one mini-batch after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pymoe.pipe.distributed.exchange import Exchange, Key, Message, Subject
+from pymoe.pipe.distributed.passage import Passage
+from pymoe.pipe.distributed.plan import Plan
+from pymoe.pipe.distributed.random_base import move_on
+from pymoe.pipe.distributed.tied import Tied
+from pymoe.pipe.distributed.waiting import watcher
+from pymoe.pipe.distributed.wire import describe_tensors
+from pymoe.pipe.execution.checkpoint import Checkpoints
+from pymoe.pipe.execution.outer import accumulate
+from pymoe.pipe.execution.turns import turns_of
+from pymoe.pipe.staged import StagedModel
+from pymoe.pipe.stages import Pipeline
+from pymoe.runtime.parallel import random_streams
+
+__all__ = ["Rank", "rank_of_pipe"]
+
+
+class Rank:
+    """Runs the stages that were built in this process."""
+
+    def __init__(self, staged: StagedModel, checkpoint: str, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.staged = staged
+        self._checkpoint = checkpoint
+        self._devices: dict[int, torch.device] = {}
+        self.rank = dist.get_rank(group)
+        self.watch = watcher(group)
+        self.exchange = Exchange(group, device)
+        self.passage: Passage | None = None
+        self._plans: dict[tuple[int, tuple[int, ...]], _Planned] = {}
+        self._planned: _Planned | None = None
+        self._copies_are_equal = False
+        self._training: dict[int, bool] = {}
+        self._begun: set[int] = set()
+        self._totals: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._step = 0
+
+    def place(self, index: int, device: torch.device) -> None:
+        """A stage of this rank: its modules are moved to ``device``, and later what it takes."""
+        for module in self.staged.pipeline.stages[index].modules:
+            module.to(device)
+        self._devices[index] = device
+        self._plans.clear()
+
+    def begin(self, stage: int) -> None:
+        """A schedule begins a step, and says so for each of its stages."""
+        if self._begun and stage not in self._begun:
+            self._begun.add(stage)
+            return
+        self._begun = {stage}
+        self._step += 1
+        self._totals = {}
+        self.passage = None
+
+    def open(self, rank_of: Sequence[int], count: int, graphs: bool) -> Passage:
+        """The step's mini-batch comes in.
+
+        Args:
+            rank_of: every stage.
+            count: of micro-batches.
+            graphs: whether there will be backwards.
+        """
+        random_streams.install()
+        self.watch.begin()
+        planned = self._planned = self._plan(tuple(rank_of))
+        if not self._copies_are_equal:
+            self._make_copies_equal(planned.tied)
+        training = [self._is_training(stage, planned) for stage in planned.plan.stages]
+        checkpointed = {"always": count, "except_last": count - 1, "never": 0}[self._checkpoint]
+        self.passage = passage = Passage(
+            planned.plan,
+            self.exchange,
+            self._step,
+            graphs=graphs,
+            checkpoints=planned.checkpoints,
+            checkpointed=range(checkpointed if any(training) and graphs else 0),
+            count=count,
+        )
+        return passage
+
+    def end_without_backward(self) -> None:
+        """All forwards have run, and there are no backwards."""
+        passage, self.passage = self.passage, None
+        self._finish(passage)
+
+    def reduce(self, stage: int, is_mean: bool) -> None:
+        """All backwards of a stage have run. After the last stage's of this rank gradients are added to ``.grad``.
+
+        Args:
+            stage: of this rank.
+            is_mean: the loss of a micro-batch is a mean over its rows, else a sum.
+        """
+        assert self.passage is not None
+        assert self._planned is not None
+        passage, tied = self.passage, self._planned.tied
+        rows = set(passage.rows.values())
+        total = sum(passage.rows.values())
+        weight_of = {size: size / total if is_mean and total else 1.0 for size in rows}
+        leaves, grads = self._totals[stage] = passage.sums[stage].total(weight_of)
+        by_leaf = {id(leaf): grad for leaf, grad in zip(leaves, grads, strict=True)}
+        for (own, rank), parameters in tied.sent.items():
+            if own == stage:
+                passage.send_gradients(stage, rank, [by_leaf.get(id(parameter)) for parameter in parameters])
+        if len(self._totals) == len(passage.plan.stages):
+            self.passage = None
+            self._add_up(passage, tied, weight_of)
+            self._finish(passage)
+
+    def _add_up(self, passage: Passage, tied: Tied, weight_of: dict[int, float]) -> None:
+        found, self._totals = self._totals, {}
+        for stage, parameters in tied.received.items():
+            grads = passage.gradients_of(stage)
+            pairs = [(p, grad) for p, grad in zip(parameters, grads, strict=True) if grad is not None]
+            found[stage] = [p for p, _ in pairs], [grad for _, grad in pairs]
+        totals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for stage in sorted(found):
+            for leaf, grad in zip(*found.pop(stage), strict=True):
+                before = totals.get(id(leaf))
+                totals[id(leaf)] = leaf, grad if before is None else before[1] + grad.to(before[1].device)
+        tensors = [leaf for leaf, _ in totals.values()]
+        sums: list[torch.Tensor | None] = [grad.to(leaf.device) for leaf, grad in totals.values()]
+        totals.clear()
+        for micro_batch, inputs in passage.inputs.items():
+            weight = weight_of[passage.rows[micro_batch]]
+            tensors += inputs.tensors
+            sums += [None if grad is None else grad * weight for grad in inputs.grads]
+        accumulate(tensors, sums)
+
+    def _finish(self, passage: Passage | None) -> None:
+        if passage is not None and passage.random is not None and passage.random.was_asked:
+            move_on()
+        self.exchange.flush()
+        self.watch.end()
+
+    def _plan(self, rank_of: tuple[int, ...]) -> _Planned:
+        pipeline = self.staged.pipeline
+        key = id(pipeline), rank_of
+        found = self._plans.get(key)
+        if found is None or found.made_for is not pipeline:
+            stages = [
+                replace(stage, device=self._devices[number]) if number in self._devices else stage
+                for number, stage in enumerate(pipeline.stages)
+            ]
+            plan = Plan(Pipeline(tuple(stages), pipeline.inputs, pipeline.outputs), rank_of, self.rank)
+            checkpoints = [Checkpoints(stage.modules, turns_of(stage.function)) for stage in stages]
+            found = self._plans[key] = _Planned(pipeline, plan, Tied(pipeline, rank_of, self.rank), checkpoints)
+            self._copies_are_equal = False
+        return found
+
+    def _is_training(self, stage: int, planned: _Planned) -> bool:
+        training = self.staged.parts[stage].training
+        if self._training.get(stage) != training:
+            self._training[stage] = training
+            planned.checkpoints[stage].forget()
+        return training
+
+    def _make_copies_equal(self, tied: Tied) -> None:
+        """The rank of the first stage that has a parameter gives it to the others."""
+        for rank, parameters in tied.copied_to.items():
+            key = Key(self._step, Subject.COPY, 0, 0)
+            self.exchange.send(rank, Message(key, *describe_tensors([p.detach() for p in parameters])))
+        with torch.no_grad():
+            for rank, parameters in tied.copied_from.items():
+                message = self.exchange.receive(rank, Key(self._step, Subject.COPY, 0, 0))
+                for parameter, tensor in zip(parameters, message.tensors, strict=True):
+                    parameter.copy_(tensor)
+        self.exchange.flush()
+        self._copies_are_equal = True
+
+
+class _Planned(NamedTuple):
+    """How a pipeline runs on these ranks. A model may have one for training, and one for evaluation."""
+
+    made_for: Pipeline
+    plan: Plan
+    tied: Tied
+    checkpoints: list[Checkpoints]
+
+
+_ranks: WeakKeyDictionary[nn.Module, dict[dist.ProcessGroup, Rank]] = WeakKeyDictionary()
+
+
+def rank_of_pipe(pipe: Any, group: dist.ProcessGroup, device: torch.device) -> Rank:
+    """All stages of a pipe that are built for a group share one."""
+    ranks = _ranks.setdefault(pipe, {})
+    if group not in ranks:
+        ranks[group] = Rank(pipe.staged, pipe.checkpoint, group, device)
+    return ranks[group]

@@ -1,0 +1,23 @@
+"""Ranks for tests of pipes on several processes."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import start
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """``ranks(world)``: that many processes in one group."""
+    started = {}
+
+    def ranks_of(world):
+        return started.setdefault(world, start.Ranks(world))
+
+    yield ranks_of
+    for some in started.values():
+        some.close()

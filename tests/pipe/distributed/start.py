@@ -1,0 +1,115 @@
+"""Processes that meet in a gloo group and run cases: functions of modules in this folder, by name.
+
+Starting processes takes seconds, so those of one number serve all tests; after a failure they are started anew. A rank
+is asked by a line on its standard input, and answers with one: what the case returned, or its error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+PATIENCE = 100  # seconds until ranks that do not answer are ended
+
+
+class Ranks:
+    """So many processes."""
+
+    def __init__(self, world):
+        self.world = world
+        self._processes = []
+        self._folder = None
+
+    def start(self):
+        if self._processes:
+            return
+        self._folder = tempfile.TemporaryDirectory()
+        environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        for rank in range(self.world):
+            command = [sys.executable, "-X", "faulthandler", __file__, str(rank), str(self.world), self._folder.name]
+            pipe = subprocess.PIPE
+            process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, env=environment)
+            self._processes.append(process)
+
+    def run(self, case, /, **options):
+        """What every rank's ``module.function(rank, world, **options)`` returns."""
+        answers = self.ask(case, **options)
+        failures = [answer["failure"] for answer in answers if "failure" in answer]
+        if failures:
+            self.close()
+            raise AssertionError("\n".join(failures))
+        return [answer["result"] for answer in answers]
+
+    def ask(self, case, /, **options):
+        """The same, with errors: every rank's ``{"result": ...}`` or ``{"failure": text}``."""
+        self.start()
+        line = json.dumps({"name": case, "options": options}).encode() + b"\n"
+        for process in self._processes:
+            process.stdin.write(line)
+            process.stdin.flush()
+        answers, deadline = {}, time.monotonic() + PATIENCE
+        with selectors.DefaultSelector() as selector:
+            for rank, process in enumerate(self._processes):
+                selector.register(process.stdout, selectors.EVENT_READ, rank)
+            while len(answers) < self.world:
+                events = selector.select(max(0.0, deadline - time.monotonic()))
+                if not events:
+                    said = self.close()
+                    raise AssertionError(f"{case}: no answer of all ranks in {PATIENCE} s; {answers}; {said}")
+                for key, _ in events:
+                    line = key.fileobj.readline()
+                    if not line:
+                        said = self.close()
+                        raise AssertionError(f"{case}: rank {key.data} has ended; {answers}; {said}")
+                    selector.unregister(key.fileobj)
+                    answers[key.data] = json.loads(line)
+        return [answers[rank] for rank in range(self.world)]
+
+    def close(self):
+        """End them. Returns what they said."""
+        for process in self._processes:
+            process.kill()
+        said = "\n".join(process.communicate()[1].decode(errors="replace")[-3000:] for process in self._processes)
+        self._processes = []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+        return said
+
+
+def main():
+    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    sys.path[:0] = [str(ROOT), str(HERE), str(HERE.parent)]
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    patience = timedelta(seconds=PATIENCE - 20)
+    dist.init_process_group("gloo", f"file://{folder}/meeting", timeout=patience, rank=rank, world_size=world)
+    for line in sys.stdin:
+        request = json.loads(line)
+        module, _, function = request["name"].partition(".")
+        try:
+            result = getattr(importlib.import_module(module), function)(rank, world, **request["options"])
+            answer = {"result": result}
+        except BaseException:
+            answer = {"failure": f"rank {rank}: {traceback.format_exc()}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

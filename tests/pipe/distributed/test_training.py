@@ -1,0 +1,19 @@
+"""Pipes on several processes train as the unsplit model does, under torch's schedules."""
+
+import pytest
+
+SCHEDULES = (
+    "ScheduleGPipe",
+    "Schedule1F1B",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleZBVZeroBubble",
+)
+EXACT = 1e-12
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_twenty_steps_equal_the_unsplit_model(ranks, schedule, world):
+    for worst in ranks(world).run("train.steps", name=schedule):
+        assert max(worst.values()) <= EXACT, worst

@@ -1,0 +1,97 @@
+"""What ranks do: training steps of a pipe under torch's schedules, beside the unsplit model."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from pipe_models import batches, row_model, sgd
+from torch.distributed.pipelining import schedules
+from torch.nn import functional as F
+
+import pymoe
+
+CPU = torch.device("cpu")
+BALANCES = {2: [4, 4], 3: [3, 2, 3], 4: [2, 2, 2, 2], 6: [1, 1, 2, 1, 1, 2]}
+
+
+def stages_of(name, world):
+    """How many a schedule of torch's runs on so many ranks."""
+    return world if name in ("ScheduleGPipe", "Schedule1F1B") else 2 * world
+
+
+def rank_of(name, world, stage):
+    if name == "ScheduleZBVZeroBubble" or name == "ScheduleDualPipeV":
+        return min(stage, 2 * world - 1 - stage)
+    return stage % world
+
+
+def make(name, pipe, rank, world, micro_batches, loss_fn, group=None, **options):
+    """A schedule of torch's, and this rank's stages."""
+    own = [stage for stage in range(len(pipe)) if rank_of(name, world, stage) == rank]
+    stages = [pipe.build_stage(stage, CPU, group) for stage in own]
+    kind = getattr(schedules, name)
+    single = issubclass(kind, schedules.PipelineScheduleSingle)
+    return kind(stages[0] if single else stages, micro_batches, loss_fn=loss_fn, **options), stages
+
+
+def run(schedule, stages, args, kwargs=None, target=None, **options):
+    """A step, its arguments given where torch's users give them."""
+    first = any(stage.is_first for stage in stages)
+    last = any(stage.is_last for stage in stages)
+    losses = [] if last else None
+    if last and target is not None:
+        options |= {"target": target, "losses": losses}
+    return schedule.step(*(args if first else ()), **(kwargs or {} if first else {}), **options), losses
+
+
+def gradients(module):
+    return {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
+
+
+def largest_difference(found, expected):
+    """Of tensors by name; that of missing ones is infinite."""
+    worst = 0.0
+    for name, tensor in found.items():
+        other = expected[name]
+        if (tensor is None) != (other is None):
+            return float("inf")
+        if tensor is not None:
+            worst = max(worst, (tensor - other).abs().max().item())
+    return worst
+
+
+def own_gradients(pipe, stages):
+    """By the model's names."""
+    own = {id(p) for stage in stages for p in stage.submod.parameters()}
+    return {name: p.grad for name, p in pipe.named_parameters() if id(p) in own}
+
+
+def steps(rank, world, name, checkpoint="never", micro_batches=None, rows=(12, 7, 8), count=20):
+    """Largest differences of outputs, losses, gradients and parameters in some training steps."""
+    stages_count = stages_of(name, world)
+    micro_batches = micro_batches or 2 * world
+    model = row_model()
+    pipe = pymoe.Pipe(copy.deepcopy(model), balance=BALANCES[stages_count], checkpoint=checkpoint)
+    schedule, stages = make(name, pipe, rank, world, micro_batches, F.mse_loss)
+    own = torch.nn.ModuleList([*[stage.submod for stage in stages], torch.nn.Linear(1, 1)])  # some have no parameters
+    optimizers = sgd(model), sgd(own)
+    worst = dict.fromkeys(("output", "gradients", "parameters"), 0.0)
+    for x, y in batches(count, rows):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        expected = model(x)
+        F.mse_loss(expected, y).backward()
+        output, _ = run(schedule, stages, (x,), target=y)
+        if output is not None:
+            worst["output"] = max(worst["output"], (output - expected).abs().max().item())
+        names = dict(model.named_parameters())
+        found = own_gradients(pipe, stages)
+        worst["gradients"] = max(worst["gradients"], largest_difference(found, {n: p.grad for n, p in names.items()}))
+        for optimizer in optimizers:
+            optimizer.step()
+        own = {n: p.detach() for n, p in pipe.named_parameters() if n in found}
+        worst["parameters"] = max(
+            worst["parameters"], largest_difference(own, {n: p.detach() for n, p in names.items()})
+        )
+    dist.barrier()
+    return worst
