@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pymoe.pipe.context import MicroBatch
+from pymoe.pipe.context import MicroBatch, in_pipeline
 from pymoe.pipe.distributed.exchange import Exchange, Key, Message, Subject
 from pymoe.pipe.distributed.plan import Plan
 from pymoe.pipe.distributed.random_base import SharedSource, base_of_this_process
@@ -16,8 +16,9 @@ from pymoe.pipe.distributed.sums import Sums
 from pymoe.pipe.distributed.wire import describe_tensors, describe_values, read_tensors, read_values
 from pymoe.pipe.execution.activation import Activation
 from pymoe.pipe.execution.checkpoint import Checkpoints
+from pymoe.pipe.execution.graph import Graph, memory_of
 from pymoe.pipe.execution.run import Inputs
-from pymoe.pipe.execution.values import Crossing, Entrance, Origin, Sent, arrive, enter, memory_of, pack, unpack
+from pymoe.pipe.execution.values import Crossing, Origin, Sent, arrive, pack, unpack
 from pymoe.pipe.stages import INPUT, Source
 from pymoe.runtime.parallel.isolated import differentiate, edge_of, find_leaves
 from pymoe.runtime.parallel.random_streams import Stream
@@ -29,16 +30,11 @@ Enter = Callable[[Sequence[Any], dict[str, Any]], Sequence[Any]]
 Ends = list[tuple[Origin, int, torch.device] | None]
 
 
-class Borrowed:
+class Borrowed(Origin):
     """Tensors that another rank has made: the gradients that its stages will get from the stages of this one."""
 
     def __init__(self, count: int) -> None:
-        self.grads: list[torch.Tensor | None] = [None] * count
-
-    def take(self, number: int, grad: torch.Tensor) -> None:
-        """One of the gradients of tensor ``number``."""
-        before = self.grads[number]
-        self.grads[number] = grad if before is None else before + grad
+        self.grads = [None] * count
 
 
 class Passage:
@@ -83,7 +79,7 @@ class Passage:
         self._activations: dict[tuple[int, int], Activation] = {}
         self._borrowed: dict[tuple[int, int], Borrowed] = {}
         self._lent: dict[tuple[int, int, int], Ends] = {}
-        self._exits: dict[int, Entrance] = {}
+        self._exits: dict[int, Graph] = {}
         if checkpointed:
             for stage in plan.stages:
                 checkpoints[stage].begin()
@@ -110,12 +106,12 @@ class Passage:
         description = MicroBatch(micro_batch, self._count, 1.0, stage=stage)  # rows count when all have been seen
         activation = Activation(about, description, stream, self._state)
         if not self.graphs:
-            made = activation.evaluate(sent)
+            made = in_pipeline(activation.evaluate, sent)
         else:
             if micro_batch in self._checkpointed and self._checkpoints[stage].have_use(sent):
-                made = activation.forward_checkpointed(sent, self._checkpoints[stage])
+                made = in_pipeline(activation.forward_checkpointed, sent, self._checkpoints[stage])
             else:
-                made = activation.forward(sent)
+                made = in_pipeline(activation.forward, sent)
             self._activations[stage, micro_batch] = activation
         del sent
         for source in about.inputs:
@@ -149,9 +145,9 @@ class Passage:
         activation = self._activations[stage, micro_batch]
         if whole:
             del self._activations[stage, micro_batch]
-            activation.backward(self.sums[stage].of(self.rows[micro_batch]))
+            in_pipeline(activation.backward, self.sums[stage].of(self.rows[micro_batch]))
         else:
-            activation.backward_input()
+            in_pipeline(activation.backward_input)
         for maker in plan.returns[stage]:
             borrowed = self._borrowed.pop((maker, micro_batch))
             self._send(plan.rank_of[maker], Subject.GRADIENTS, maker, micro_batch, *describe_tensors(borrowed.grads))
@@ -182,22 +178,22 @@ class Passage:
                 unpack([arrive(x, None) if type(x) is Crossing else x for x in value.leaves], value.structure)
                 for value in sent
             ]
-        entrance = self._exits[micro_batch] = enter(sent, None)
-        return entrance.values
+        graph = self._exits[micro_batch] = Graph()
+        return graph.begin(sent)
 
     def _begin_backward(self, micro_batch: int, loss: torch.Tensor) -> None:
         """From the loss to the model's outputs."""
-        entrance = self._exits.pop(micro_batch)
-        entrance.close()
+        graph = self._exits.pop(micro_batch)
+        graph.close()
         if not self.rows[micro_batch]:
             return  # a mean over no rows is not a number, and counts nothing
         if loss.grad_fn is None:
             raise RuntimeError("the loss does not require gradients: nothing that it depends on does")
         root = edge_of(loss)
-        leaves = find_leaves([root.node], entrance.node)
-        found = differentiate([root], [torch.ones_like(loss)], entrance.edges, leaves, entrance.node)
-        entrance.hand_on(found)
-        self.sums[len(self.plan.rank_of) - 1].of(self.rows[micro_batch]).add(leaves, found[len(entrance.edges) :])
+        leaves = find_leaves([root.node], graph.entry)
+        found = differentiate([root], [torch.ones_like(loss)], graph.edges, leaves, graph.entry)
+        graph.hand_on(found)
+        self.sums[len(self.plan.rank_of) - 1].of(self.rows[micro_batch]).add(leaves, found[len(graph.edges) :])
         if not loss._is_view():
             loss.detach_()  # the schedule keeps it to the end of the step, and its graph with it
 

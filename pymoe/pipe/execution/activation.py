@@ -77,6 +77,7 @@ class Activation(Origin):
         """Both parts of the backward; the gradients of leaves go to ``sums``. ``keep``: there will be another."""
         graph = self._graph or self._repeat()
         edges, leaves = graph.edges, graph.leaves
+        assert graph.stream is not None
         found = with_stream(
             graph.stream,
             differentiate,
@@ -98,6 +99,7 @@ class Activation(Origin):
         """The first part: gradients for the stages before."""
         graph = self._graph = self._graph or self._repeat()
         given = [(root, grad) for root, grad in zip(graph.roots, self.grads, strict=True) if root and grad is not None]
+        assert graph.stream is not None
         self._split = SplitBackward(
             [root for root, _ in given], graph.edges, graph.leaves, is_compiled=graph.is_compiled
         )
@@ -107,6 +109,7 @@ class Activation(Origin):
         """The second part: gradients of leaves."""
         graph, split = self._graph, self._split
         assert graph is not None
+        assert graph.stream is not None
         assert split is not None
         sums.add(graph.leaves, with_stream(graph.stream, split.weight_gradients))
         self.release()

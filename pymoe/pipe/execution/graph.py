@@ -40,8 +40,8 @@ class Graph:
         "stream",
     )
 
-    def __init__(self, stream: Stream, device: torch.device | None) -> None:
-        """``stream``: for its random numbers. ``device``: of the stage; None: that of whatever comes."""
+    def __init__(self, stream: Stream | None = None, device: torch.device | None = None) -> None:
+        """``stream``: of its random numbers. ``device``: of the stage; None: that of whatever comes."""
         self.stream = stream  # going on in the backward where the forward has left it
         self.entry: Node | None = None  # where it begins, if it has inputs
         self.edges: list[GradientEdge] = []  # of the entry, one for each of these inputs
@@ -88,18 +88,8 @@ class Graph:
         return values
 
     def end(self, outputs: Sequence[Any], origin: Origin) -> list[Sent]:
-        """What the stage sends: ``outputs``, their gradients going to ``origin``. Lets go of the inputs.
-
-        Raises:
-            RuntimeError: an input was changed in place that shares its memory with another.
-        """
-        sources, aliases = self._sources, self._aliases
-        self._sources, self._aliases = [], ()
-        for source, alias in zip(sources, aliases, strict=False):
-            if alias._version:
-                # An alias counts its versions by itself, and the stage that has made the tensor may have saved it.
-                increment_version(source)
-                refuse_shared_memory(source, sources)
+        """What the stage sends: ``outputs``, their gradients going to ``origin``. :meth:`close` is a part of it."""
+        self.close()
         roots = self.roots
         nodes: list[Node] = []
 
@@ -118,6 +108,20 @@ class Graph:
         self.leaves, reached = find_leaves_and_nodes(nodes, self.entry)
         self.is_compiled = are_compiled(reached)
         return sent
+
+    def close(self) -> None:
+        """Let go of the inputs, and tell autograd of edits.
+
+        Raises:
+            RuntimeError: an input was changed in place that shares its memory with another.
+        """
+        sources, aliases = self._sources, self._aliases
+        self._sources, self._aliases = [], ()
+        for source, alias in zip(sources, aliases, strict=False):
+            if alias._version:
+                # An alias counts its versions by itself, and the stage that has made the tensor may have saved it.
+                increment_version(source)
+                refuse_shared_memory(source, sources)
 
     def hand_on(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Give each gradient of an edge, the first of ``grads``, to whom it is due."""
