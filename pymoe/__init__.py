@@ -17,7 +17,17 @@ from pymoe.runtime import (
 
 if TYPE_CHECKING:
     from pymoe import pipe
-    from pymoe.pipe import Pipe
+    from pymoe.pipe import (
+        LossWrapper,
+        MultiUseParameterConfig,
+        Pipe,
+        PipeSequential,
+        SplitPoint,
+        TrivialLossWrapper,
+        annotate_split_points,
+        pipe_split,
+        pipeline,
+    )
     from pymoe.runtime import (
         MixtureOfExpertBackends,
         map_with_parallel_backward,
@@ -29,16 +39,24 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchTensorProto",
     "ExpertBackend",
+    "LossWrapper",
     "MixtureOfExpertBackends",
+    "MultiUseParameterConfig",
     "Pipe",
+    "PipeSequential",
     "Runtime",
+    "SplitPoint",
     "TaskPool",
     "TesseractRuntime",
+    "TrivialLossWrapper",
+    "annotate_split_points",
     "build_info",
     "map_with_parallel_backward",
     "nn",
     "ops",
     "pipe",
+    "pipe_split",
+    "pipeline",
     "reference",
     "run_in_background",
     "run_isolated_backward",
@@ -52,7 +70,7 @@ def __getattr__(name: str) -> Any:
     if name == "pipe":
         return importlib.import_module("pymoe.pipe")
     if name in __all__:
-        home = importlib.import_module("pymoe.pipe") if name == "Pipe" else runtime
+        home = runtime if hasattr(runtime, name) else importlib.import_module("pymoe.pipe")
         value = globals()[name] = getattr(home, name)
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,21 +1,41 @@
 """Pipelines: a model cut into stages, and micro-batches that travel through them."""
 
 from pymoe.pipe import balance, schedules, skip
+from pymoe.pipe.capture import CaptureError
 from pymoe.pipe.context import MicroBatch, is_checkpointing, is_recomputing, micro_batch
 from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm, convert_deferred_batch_norm
 from pymoe.pipe.micro_batches import Whole
 from pymoe.pipe.pipe import Pipe
+from pymoe.pipe.traced import (
+    LossWrapper,
+    MultiUseParameterConfig,
+    PipeSequential,
+    SplitPoint,
+    TrivialLossWrapper,
+    annotate_split_points,
+    pipe_split,
+    pipeline,
+)
 
 __all__ = [
+    "CaptureError",
     "DeferredBatchNorm",
+    "LossWrapper",
     "MicroBatch",
+    "MultiUseParameterConfig",
     "Pipe",
+    "PipeSequential",
+    "SplitPoint",
+    "TrivialLossWrapper",
     "Whole",
+    "annotate_split_points",
     "balance",
     "convert_deferred_batch_norm",
     "is_checkpointing",
     "is_recomputing",
     "micro_batch",
+    "pipe_split",
+    "pipeline",
     "schedules",
     "skip",
 ]

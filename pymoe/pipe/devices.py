@@ -21,9 +21,10 @@ def place(parts: Sequence[nn.Module], devices: Sequence[torch.device | str | int
     found = [torch.device(device) for device in devices]
     if len(found) != len(parts):
         raise ValueError(f"Pipe: {len(found)} devices for {len(parts)} stages: there must be one for each")
-    for name, users in shared_parameters(parts):
-        if len({found[user] for user in users}) > 1:
-            where = ", ".join(f"stage {user} on {found[user]}" for user in users)
+    for names in shared_parameters(parts):
+        if len({found[user] for user in names}) > 1:
+            where = ", ".join(f"stage {user} on {found[user]}" for user in names)
+            name = next(iter(names.values()))
             raise ValueError(f"Pipe: the parameter {name!r} is used by {where}: it can be on one device only")
     for part, device in zip(parts, found, strict=True):
         part.to(device)
@@ -41,12 +42,12 @@ def refuse_moves(tensors: Iterable[torch.Tensor], change: Callable[[torch.Tensor
             )
 
 
-def shared_parameters(parts: Sequence[nn.Module]) -> Iterator[tuple[str, list[int]]]:
-    """Parameters that several parts use: the name in the first, and which they are."""
-    users: dict[int, tuple[str, list[int]]] = {}
+def shared_parameters(parts: Sequence[nn.Module]) -> Iterator[dict[int, str]]:
+    """For every parameter that several parts have its name in each of them."""
+    users: dict[int, dict[int, str]] = {}
     for number, part in enumerate(parts):
         for name, parameter in part.named_parameters():
-            users.setdefault(id(parameter), (name, []))[1].append(number)
-    for name, numbers in users.values():
-        if len(numbers) > 1:
-            yield name, numbers
+            users.setdefault(id(parameter), {})[number] = name
+    for names in users.values():
+        if len(names) > 1:
+            yield names

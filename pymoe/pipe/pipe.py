@@ -14,10 +14,13 @@ from pymoe.pipe.devices import refuse_moves
 from pymoe.pipe.execution.engine import ALL, BACKWARD, FORWARD, Engine
 from pymoe.pipe.execution.forward import run_forward, run_in_one_graph
 from pymoe.pipe.execution.step import Losses, run_step
+from pymoe.pipe.info import PipeInfo, info_of
 from pymoe.pipe.micro_batches import MicroBatches, join, mean, split
 from pymoe.pipe.schedules import Record, Schedule
 from pymoe.pipe.sequential import SequentialModel
 from pymoe.pipe.staged import StagedModel
+from pymoe.pipe.traced.trace import SplitPolicy
+from pymoe.pipe.traced.tracing import pipeline
 from pymoe.runtime.left_to_python import left_to_python
 from pymoe.runtime.parallel.isolated import graphs_are_made
 from pymoe.runtime.parallel.together import functorch_is_active
@@ -90,6 +93,18 @@ class Pipe(nn.Module):
         pipe._choose(chunks, checkpoint)
         pipe._stand_on(staged)
         return pipe
+
+    @classmethod
+    def from_tracing(
+        cls,
+        module: nn.Module,
+        example_args: tuple[Any, ...] = (),
+        example_kwargs: Mapping[str, Any] | None = None,
+        split_policy: SplitPolicy | None = None,
+        **options: Any,
+    ) -> Pipe:
+        """A pipe of any model that can be captured: :func:`pymoe.pipeline`, whose other arguments ``options`` are."""
+        return pipeline(module, example_args, example_kwargs, split_policy=split_policy, **options)
 
     def _choose(self, chunks: int, checkpoint: str) -> None:
         self.chunks = _count("chunks", chunks)
@@ -211,6 +226,37 @@ class Pipe(nn.Module):
     def last_run(self) -> Record | None:
         """When every action of the last :meth:`step`, forward or backward pass started and ended; None before."""
         return self._engine.last_run
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return len(self.staged.parts)
+
+    def get_stage_module(self, stage: int) -> nn.Module:
+        """The module of a stage: what it uses of the model, under the model's names.
+
+        It can be compiled in place, ``get_stage_module(0).compile()``.
+        """
+        return self.staged.parts[stage]
+
+    @property
+    def has_loss_and_backward(self) -> bool:
+        """Whether the model computes its loss, which ``step()`` minimises without a ``loss_fn``."""
+        return self.staged.has_loss
+
+    @property
+    def replicated_params(self) -> list[dict[int, str]]:
+        """For every parameter that several stages have its name in each of them, by the stage's number."""
+        return self.staged.replicated()
+
+    def info(self) -> PipeInfo:
+        """The stages and the edges between them; ``print(pipe.info())`` draws them."""
+        return info_of(self.staged)
+
+    def print_readable(self) -> None:
+        """Print what the stages do."""
+        for stage in range(self.num_stages):
+            print(self.staged.code(stage))
 
     def __len__(self) -> int:
         """The number of stages."""

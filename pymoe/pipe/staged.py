@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pymoe.pipe.devices import shared_parameters
 from pymoe.pipe.stages import Pipeline
 
 __all__ = ["StagedModel"]
@@ -26,13 +27,16 @@ class StagedModel(ABC):
     """For every stage the module whose parameters and buffers it uses; they are the model's own."""
     devices: tuple[torch.device | None, ...]
     """Where the stages are; None: where the model was."""
-    loss: int | None = None
-    """Which of the pipeline's outputs is the loss; None: the model returns none, as far as is known."""
 
     @property
     @abstractmethod
     def pipeline(self) -> Pipeline:
         """The stages and edges, for the mode that the modules are in by now: training or evaluation."""
+
+    @property
+    def loss(self) -> int | None:
+        """Which of the pipeline's outputs is the loss; None: the model returns none, as far as is known."""
+        return None
 
     @abstractmethod
     def enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -49,7 +53,21 @@ class StagedModel(ABC):
 
     def minimised(self, values: Sequence[Any]) -> Any:
         """What a training step without a loss function minimises: the model's own loss, or what it returns."""
-        return self.leave(values) if self.loss is None else values[self.loss]
+        loss = self.loss
+        return self.leave(values) if loss is None else values[loss]
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the model computes a loss that a training step minimises."""
+        return False
+
+    def replicated(self) -> list[dict[int, str]]:
+        """For every parameter that several stages have its name in each of them."""
+        return list(shared_parameters(self.parts))
+
+    def code(self, stage: int) -> str:
+        """What a stage does, to be read."""
+        return f"# stage {stage}\n{self.parts[stage]!r}"
 
     def extra_repr(self) -> str:
         """About the cut, for ``repr`` of the pipe."""

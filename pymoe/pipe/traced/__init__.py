@@ -1,0 +1,17 @@
+"""Captured models, cut into stages: where, how, and what comes out of it."""
+
+from pymoe.pipe.traced.shared_state import MultiUseParameterConfig
+from pymoe.pipe.traced.split_points import SplitPoint, annotate_split_points, pipe_split
+from pymoe.pipe.traced.tracing import pipeline
+from pymoe.pipe.traced.wrappers import LossWrapper, PipeSequential, TrivialLossWrapper
+
+__all__ = [
+    "LossWrapper",
+    "MultiUseParameterConfig",
+    "PipeSequential",
+    "SplitPoint",
+    "TrivialLossWrapper",
+    "annotate_split_points",
+    "pipe_split",
+    "pipeline",
+]

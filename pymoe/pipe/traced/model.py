@@ -1,0 +1,203 @@
+"""A traced model as stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from pymoe.pipe.auxiliary import with_auxiliary_losses
+from pymoe.pipe.capture import Captured
+from pymoe.pipe.devices import place
+from pymoe.pipe.execution.turns import taking_turns
+from pymoe.pipe.staged import StagedModel
+from pymoe.pipe.stages import Pipeline, Stage
+from pymoe.pipe.traced.boundaries import CONSTANT
+from pymoe.pipe.traced.cut import Computed, Cut, cut
+from pymoe.pipe.traced.loss_spec import find_loss
+from pymoe.pipe.traced.shared_state import Spec, State, by_first_name
+from pymoe.pipe.traced.stage_module import StageModule, plant
+from pymoe.pipe.traced.trace import Trace
+
+__all__ = ["TracedModel"]
+
+
+class TracedModel(StagedModel):
+    """Any model that can be captured, cut at its markers.
+
+    A capture holds for the modes of all modules, training or evaluation. When they change the model is captured again,
+    at the first call, and cut at the same places; every capture is kept.
+
+    Args:
+        module: the model, whose parameters and buffers the stages share.
+        args: examples of its arguments, of a micro-batch.
+        kwargs: examples of its arguments by name.
+        trace: how it is captured.
+        multi_use: how several stages come by one parameter.
+        loss_spec: where in the output the loss is; None: there is none.
+        devices: for every stage; None: they stay where they are.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        trace: Trace,
+        *,
+        multi_use: Spec = None,
+        loss_spec: Any = None,
+        devices: Sequence[torch.device | str | int] | None = None,
+    ) -> None:
+        self.module = module
+        self.parts: tuple[StageModule, ...] = ()
+        self.devices: tuple[torch.device | None, ...] = ()
+        if devices is not None:
+            self.devices = tuple(torch.device(device) for device in devices)
+        self.loss_spec = loss_spec
+        self._modules = list(module.modules())
+        self._trace = trace
+        self._multi_use = by_first_name(multi_use, module)
+        self._variants: dict[tuple[bool, ...], _Variant] = {}
+        self._uses: list[dict[str, None]] = []  # of every stage, in any mode
+        self._constants: list[dict[str, torch.Tensor]] = []
+        first = trace(module, args, kwargs)
+        self._example = first.arguments
+        self._add(first)
+        if devices is None:
+            self.devices = (None,) * len(self.parts)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """That of the modes in which the model's modules are."""
+        return self._variant().pipeline
+
+    @property
+    def loss(self) -> int | None:
+        """Which of the pipeline's outputs is the loss."""
+        return self._variant().loss
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether somebody has said where it is."""
+        return self.loss_spec is not None
+
+    def enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The leaves of the arguments."""
+        captured = self._variant()
+        leaves = captured.arguments.flatten(tuple(args), dict(kwargs))
+        captured.fits.check(leaves)
+        return leaves
+
+    def leave(self, values: Sequence[Any]) -> Any:
+        """The model's output."""
+        variant = self._variant()
+        computed = iter(values)
+        leaves = [next(computed) if leaf is Computed else leaf for leaf in variant.leaves]
+        return _pytree.tree_unflatten(leaves, variant.out_spec)
+
+    def code(self, stage: int) -> str:
+        """The graph of a stage as Python, for the modes in which the modules are."""
+        return self.parts[stage].code(self._variant().number)
+
+    def _variant(self) -> _Variant:
+        modes = tuple([module.training for module in self._modules])
+        variant = self._variants.get(modes)
+        if variant is None:
+            args, kwargs = self._example.example()
+            variant = self._add(self._trace(self.module, args, kwargs))
+        return variant
+
+    def _add(self, captured: Captured) -> _Variant:
+        """A capture in modes that are new."""
+        graph, number = captured.graph.graph, len(self._variants)
+        parameters = frozenset(name for name, _ in self.module.named_parameters())
+        state = State(parameters, self._multi_use, apart=len(set(self.devices)) > 1)
+        made = cut(graph, state, self.devices)
+        self._check_number(len(made.pieces))
+        if not self.parts:
+            self.parts = tuple(StageModule(stage) for stage in range(len(made.pieces)))
+            self._uses = [{} for _ in self.parts]
+            self._constants = [{} for _ in self.parts]
+        for piece, uses, constants in zip(made.pieces, self._uses, self._constants, strict=True):
+            for node in piece.graph.nodes:
+                if node.op == "get_attr" and str(node.target).startswith(CONSTANT):
+                    name = f"{node.target}_{number}"
+                    constants[name] = getattr(captured.graph, str(node.target))
+                    node.target = name
+            uses.update(dict.fromkeys(name for name in piece.state if not name.startswith(CONSTANT)))
+        plant(self.parts, self.module, self._uses, self._constants)
+        for part, piece in zip(self.parts, made.pieces, strict=True):
+            part.add(piece.graph, captured.training)
+            part.training = captured.training
+        if devices := [device for device in self.devices if device is not None]:
+            place(self.parts, devices)
+            for part in self.parts:
+                part.give_back()
+        variant = _Variant(
+            number, captured, made, self._pipeline(number, made, captured), self._find_loss(captured, made)
+        )
+        self._variants[captured.modes] = variant
+        return variant
+
+    def _check_number(self, stages: int) -> None:
+        if self.parts and stages != len(self.parts):
+            raise ValueError(
+                f"the model has {len(self.parts)} stages in one of its modes (training, evaluation) and {stages} in "
+                "another: its boundaries must be the same in both"
+            )
+        if self.devices and stages != len(self.devices):
+            raise ValueError(f"Pipe: {len(self.devices)} devices for {stages} stages: there must be one for each")
+
+    def _pipeline(self, number: int, made: Cut, captured: Captured) -> Pipeline:
+        functions = [with_auxiliary_losses(_Call(part, number), part) for part in self.parts]
+        devices = self.devices or (None,) * len(self.parts)
+        stages = [
+            Stage(function, piece.inputs, piece.outputs, (part,), device)
+            for function, piece, part, device in zip(
+                taking_turns(functions, self.parts), made.pieces, self.parts, devices, strict=True
+            )
+        ]
+        return Pipeline(tuple(stages), len(captured.arguments.names), made.outputs)
+
+    def _find_loss(self, captured: Captured, made: Cut) -> int | None:
+        if self.loss_spec is None:
+            return None
+        try:
+            leaf = find_loss(self.loss_spec, captured.out_spec)
+        except ValueError:
+            if self._variants:
+                return None  # many models return a loss in training alone
+            raise
+        if made.leaves[leaf] is not Computed:
+            raise ValueError(f"output_loss_value_spec names {made.leaves[leaf]!r}, which is no tensor")
+        return sum(other is Computed for other in made.leaves[:leaf])
+
+
+class _Call:
+    """The function of a stage, in one of the modes."""
+
+    def __init__(self, part: StageModule, variant: int) -> None:
+        self._part = part
+        self._variant = variant
+
+    def __call__(self, *values: Any) -> Sequence[Any]:
+        self._part.borrow()
+        outputs: Sequence[Any] = self._part(*values, variant=self._variant)
+        return outputs
+
+
+class _Variant:
+    """What there is of a capture once it was cut."""
+
+    def __init__(self, number: int, captured: Captured, made: Cut, pipeline: Pipeline, loss: int | None) -> None:
+        self.number = number
+        self.arguments = captured.arguments
+        self.fits = captured.fits
+        self.out_spec = captured.out_spec
+        self.leaves = made.leaves
+        self.pipeline = pipeline
+        self.loss = loss

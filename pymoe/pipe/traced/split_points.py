@@ -1,0 +1,108 @@
+"""Where a model shall be cut: ``pipe_split()`` in its code, or beginnings and ends of its modules."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+__all__ = ["SplitPoint", "annotate_split_points", "is_marker", "mark", "pipe_split"]
+
+_library = torch.library.Library("pymoe_pipe", "DEF")
+_library.define("split() -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+_library.impl("split", lambda: None, "CompositeExplicitAutograd")
+_MARKER = torch.ops.pymoe_pipe.split.default
+fx.node.has_side_effect(_MARKER)  # or captures would leave it out
+
+
+def pipe_split() -> None:
+    """The boundary of two stages, where it stands in a model's ``forward``: :func:`pymoe.pipeline` cuts there.
+
+    Does nothing when the model just runs. A boundary at the very beginning or end, or beside another, makes no stage.
+    """
+    if torch.compiler.is_exporting():
+        torch.ops.pymoe_pipe.split()
+
+
+def is_marker(node: fx.Node) -> bool:
+    """Is this node a boundary of stages?"""
+    return node.op == "call_function" and node.target is _MARKER
+
+
+def mark(graph: fx.Graph, before: fx.Node) -> None:
+    """Put a boundary into a captured graph, for split policies."""
+    with graph.inserting_before(before):
+        graph.call_function(_MARKER)
+
+
+class SplitPoint(enum.Enum):
+    """On which side of a module's call a stage ends and the next begins."""
+
+    BEGINNING = 1
+    END = 2
+
+
+def annotate_split_points(model: nn.Module, spec: Mapping[str, SplitPoint]) -> nn.Module:
+    """The model with boundaries before or after calls of some of its modules.
+
+    The given model stays as it is. The result has the same parameters, buffers and submodules, but for shallow copies
+    of the named modules and of those around them, and the same ``state_dict`` keys.
+
+    Args:
+        model: any module.
+        spec: for qualified names of submodules, where the boundary is.
+
+    Raises:
+        TypeError: a value is no ``SplitPoint``.
+        ValueError: the model has no submodule of that name.
+    """
+    copies: dict[str, nn.Module] = {"": _shallow(model)}
+    for name, point in spec.items():
+        if not isinstance(point, SplitPoint):
+            raise TypeError(f"split points are SplitPoint.BEGINNING or SplitPoint.END, got {point!r} for {name!r}")
+        path = ""
+        for step in name.split(".") if name else []:
+            around, path = copies[path], f"{path}.{step}".removeprefix(".")
+            if path not in copies:
+                original = around._modules.get(step)
+                if original is None:
+                    raise ValueError(_unknown(model, name))
+                copies[path] = around._modules[step] = _shallow(original)
+        _hook(copies[name], point)
+    return copies[""]
+
+
+def _unknown(model: nn.Module, name: str) -> str:
+    near = difflib.get_close_matches(name, [known for known, _ in model.named_modules()], 3)
+    hint = f": did you mean {' or '.join(map(repr, near))}?" if near else ""
+    return f"the model ({type(model).__name__}) has no submodule {name!r}{hint}"
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    """The same parameters and buffers, also those it gets later, and the same children, in a dictionary of its own."""
+    made = copy.copy(module)
+    made.__dict__["_modules"] = dict(module._modules)
+    return made
+
+
+def _hook(module: nn.Module, point: SplitPoint) -> None:
+    """``module`` is a copy that nobody else has, but its dictionaries of hooks are the original's until now."""
+    kind = "_forward_pre_hooks" if point is SplitPoint.BEGINNING else "_forward_hooks"
+    module.__dict__[kind] = module.__dict__[kind].copy()
+    if point is SplitPoint.BEGINNING:
+        module.register_forward_pre_hook(_split_before, prepend=True)
+    else:
+        module.register_forward_hook(_split_after)
+
+
+def _split_before(module: nn.Module, args: Any) -> None:
+    pipe_split()
+
+
+def _split_after(module: nn.Module, args: Any, output: Any) -> None:
+    pipe_split()

@@ -1,0 +1,152 @@
+"""The module of a stage of a traced model: the model's own parameters and buffers, under their names, and graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from pymoe.pipe.traced.written import read, write
+
+__all__ = ["StageModule", "plant"]
+
+_KINDS = ("_parameters", "_buffers")
+
+
+class StageModule(nn.Module):
+    """A stage of a traced model. Takes and returns the values that cross, by position.
+
+    It has a graph for every mode that the model was captured in. Modules that it alone needs, or needs all of, are the
+    model's own; in place of others stand modules that hold what this stage uses of them. ``state_dict`` keys are the
+    model's. ``compile()`` compiles it in place.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._number = number
+        self._graphs: list[fx.GraphModule] = []
+        self._modes: list[bool] = []
+        # (where, which of its dictionaries, name, whose it is): what the model has there now is taken at every call.
+        self._borrowed: list[tuple[nn.Module, str, str, nn.Module]] = []
+
+    def forward(self, *values: Any, variant: int | None = None) -> Sequence[Any]:
+        """The values of the stage's outputs. ``variant``: which graph; None: the last that fits ``training``."""
+        if variant is None:
+            modes = [number for number, training in enumerate(self._modes) if training == self.training]
+            variant = modes[-1] if modes else -1
+        outputs: Sequence[Any] = self._graphs[variant].forward(*values)
+        return outputs
+
+    def add(self, graph: fx.Graph, training: bool) -> None:
+        """One more graph, for one more mode."""
+        self._graphs.append(self._graph_module(graph))
+        self._modes.append(training)
+
+    def code(self, variant: int = -1) -> str:
+        """The graph of one mode as Python."""
+        return str(self._graphs[variant].print_readable(print_output=False))
+
+    def borrow(self) -> None:
+        """See what the model has by now."""
+        for where, kind, name, owner in self._borrowed:
+            where.__dict__[kind][name] = owner.__dict__[kind][name]
+
+    def give_back(self) -> None:
+        """Let the model see what was put in place of its own, after a move to another device."""
+        for where, kind, name, owner in self._borrowed:
+            owner.__dict__[kind][name] = where.__dict__[kind][name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**self.__dict__, "_graphs": [write(graph.graph) for graph in self._graphs]}
+        state.pop("_compiled_call_impl", None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._graphs = [self._graph_module(read(graph)) for graph in state["_graphs"]]
+
+    def _graph_module(self, graph: fx.Graph) -> fx.GraphModule:
+        """Sees what this module has."""
+        module = fx.GraphModule(nn.Module(), fx.Graph(), f"Stage{self._number}")
+        for kind in (*_KINDS, "_modules"):
+            module.__dict__[kind] = self.__dict__[kind]
+        module.graph = graph
+        return module
+
+
+def plant(
+    parts: Sequence[StageModule],
+    model: nn.Module,
+    names: Sequence[Iterable[str]],
+    constants: Sequence[Mapping[str, torch.Tensor]],
+) -> None:
+    """Give every stage its parameters, buffers and modules.
+
+    Args:
+        parts: the modules of the stages; what they had is forgotten.
+        model: the model.
+        names: for every stage, of parameters, buffers and whole modules that it uses.
+        constants: for every stage, tensors that are no part of the model's state.
+    """
+    used: dict[int, set[int]] = {}  # by parameter or buffer: the stages that use it
+    for number, of_stage in enumerate(names):
+        for name in of_stage:
+            owner, _, last = name.rpartition(".")
+            around = model.get_submodule(owner)
+            whole = around._modules.get(last)
+            for tensor in _tensors(whole) if whole is not None else [_own(around, last)]:
+                used.setdefault(id(tensor), set()).add(number)
+    for number, (part, of_stage) in enumerate(zip(parts, names, strict=True)):
+        for kind in (*_KINDS, "_modules"):
+            part.__dict__[kind].clear()
+        part._borrowed = []
+        for name, constant in constants[number].items():
+            part.register_buffer(name, constant, persistent=False)
+        _Planter(part, number, used).plant(part, model, [name.split(".") for name in of_stage])
+
+
+class _Planter:
+    def __init__(self, part: StageModule, number: int, used: Mapping[int, set[int]]) -> None:
+        self._part = part
+        self._number = number
+        self._used = used
+
+    def plant(self, where: nn.Module, original: nn.Module, paths: Sequence[Sequence[str]]) -> None:
+        """Put into ``where`` what ``paths`` name in ``original``."""
+        below: dict[str, list[Sequence[str]]] = {}
+        for first, *rest in paths:
+            if first in original._modules:
+                below.setdefault(first, []).append(rest)
+            else:
+                self._borrow(where, original, first)
+        for name, child in original._modules.items():  # in the model's order
+            if name not in below or child is None:
+                continue
+            if [] in below[name] or self._needs_all_of(child):
+                where._modules[name] = child
+            else:
+                where._modules[name] = holder = nn.Module()
+                holder.training = child.training
+                self.plant(holder, child, below[name])
+
+    def _borrow(self, where: nn.Module, owner: nn.Module, name: str) -> None:
+        kind = "_parameters" if name in owner._parameters else "_buffers"
+        where.__dict__[kind][name] = owner.__dict__[kind][name]
+        if name in owner._non_persistent_buffers_set:
+            where._non_persistent_buffers_set.add(name)
+        self._part._borrowed.append((where, kind, name, owner))
+
+    def _needs_all_of(self, module: nn.Module) -> bool:
+        """Whether this stage uses everything in the module that any stage uses."""
+        users = [self._used.get(id(tensor), {self._number}) for tensor in _tensors(module)]
+        return all(self._number in stages for stages in users)
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _own(module: nn.Module, name: str) -> torch.Tensor | None:
+    return module._parameters[name] if name in module._parameters else module._buffers[name]

@@ -1,0 +1,96 @@
+"""How a model is captured and cut: again for every mode, at the same places."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx, nn
+
+from pymoe.pipe.capture import Captured, capture
+from pymoe.pipe.traced.boundaries import works
+from pymoe.pipe.traced.split_points import SplitPoint, annotate_split_points, is_marker, mark
+
+__all__ = ["SplitPolicy", "Trace"]
+
+SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
+Key = tuple[str, str, int]
+
+
+@dataclass
+class Trace:
+    """Captures a model, with markers where it shall be cut."""
+
+    split_spec: Mapping[str, SplitPoint] | None = None
+    split_policy: SplitPolicy | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """For ``capture``."""
+    _chosen: list[tuple[Key, ...]] | None = None
+    """For every boundary of a policy the nodes after it, as :func:`_keys` names them."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+        """The model in the mode in which it is.
+
+        Raises:
+            CaptureError: it cannot be captured.
+            TypeError: the policy returns no graph module.
+            ValueError: a module that the specification names does not exist, or is not called.
+        """
+        spec = self.split_spec or {}
+        captured = capture(annotate_split_points(module, spec) if spec else module, args, kwargs, **self.options)
+        if spec:
+            _check_calls(captured.graph, spec)
+        if self._chosen is not None:
+            _mark_again(captured.graph.graph, self._chosen)
+        elif self.split_policy is not None:
+            changed = self.split_policy(captured.graph)
+            if not isinstance(changed, fx.GraphModule):
+                raise TypeError(f"a split policy returns a torch.fx.GraphModule, got {type(changed).__name__}")
+            object.__setattr__(captured, "graph", changed)
+            self._chosen = _boundaries(changed.graph)
+            self.split_policy = None  # whatever mode comes next is cut at the same places
+        return captured
+
+
+def _check_calls(graph: fx.GraphModule, spec: Mapping[str, SplitPoint]) -> None:
+    """A module that never runs makes no boundary, which nobody would notice."""
+    called = {path for node in graph.graph.nodes for path, _ in node.meta.get("nn_module_stack", {}).values()}
+    for name in spec:
+        if name and name not in called:
+            raise ValueError(f"split_spec names {name!r}, but the model's forward does not call that module")
+
+
+def _keys(nodes: Sequence[fx.Node]) -> list[Key]:
+    """Names for nodes that captures in other modes share: module, operator, and how often both were there before."""
+    seen: Counter[tuple[str, str]] = Counter()
+    keys = []
+    for node in nodes:
+        stack = list(node.meta.get("nn_module_stack", {}).values())
+        pair = (stack[-1][0] if stack else "", str(node.target))
+        keys.append((*pair, seen[pair]))
+        seen[pair] += 1
+    return keys
+
+
+def _boundaries(graph: fx.Graph) -> list[tuple[Key, ...]]:
+    nodes = works(graph)
+    key_of = dict(zip(nodes, _keys(nodes), strict=True))
+    after: list[Key] = []
+    found: list[tuple[Key, ...]] = []
+    for node in reversed(graph.nodes):
+        if is_marker(node):
+            found.append(tuple(reversed(after)))
+        elif node in key_of:
+            after.append(key_of[node])
+    return found[::-1]
+
+
+def _mark_again(graph: fx.Graph, boundaries: Sequence[tuple[Key, ...]]) -> None:
+    nodes = works(graph)
+    node_of = dict(zip(_keys(nodes), nodes, strict=True))
+    for keys in boundaries:
+        node = next((node_of[key] for key in keys if key in node_of), None)
+        if node is not None:
+            mark(graph, node)
