@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from pymoe.pipe.distributed.exchange import Exchange, Key, Message, Subject
 from pymoe.pipe.distributed.passage import Passage
@@ -45,6 +46,7 @@ class Rank:
         self._training: dict[int, bool] = {}
         self._begun: set[int] = set()
         self._totals: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._replicated: list[DistributedDataParallel] = []  # modules of stages that are done
         self._step = 0
 
     def place(self, index: int, device: torch.device) -> None:
@@ -61,7 +63,7 @@ class Rank:
             return
         self._begun = {stage}
         self._step += 1
-        self._totals = {}
+        self._totals, self._replicated = {}, []
         self.passage = None
 
     def open(self, rank_of: Sequence[int], count: int, graphs: bool) -> Passage:
@@ -95,12 +97,13 @@ class Rank:
         passage, self.passage = self.passage, None
         self._finish(passage)
 
-    def reduce(self, stage: int, is_mean: bool) -> None:
+    def reduce(self, stage: int, is_mean: bool, module: nn.Module) -> None:
         """All backwards of a stage have run. After the last stage's of this rank gradients are added to ``.grad``.
 
         Args:
             stage: of this rank.
             is_mean: the loss of a micro-batch is a mean over its rows, else a sum.
+            module: the stage's; a ``DistributedDataParallel`` around it reduces the gradients that are added.
         """
         assert self.passage is not None
         assert self._planned is not None
@@ -113,6 +116,8 @@ class Rank:
         for (own, rank), parameters in tied.sent.items():
             if own == stage:
                 passage.send_gradients(stage, rank, [by_leaf.get(id(parameter)) for parameter in parameters])
+        if isinstance(module, DistributedDataParallel):
+            self._replicated.append(module)
         if len(self._totals) == len(passage.plan.stages):
             self.passage = None
             self._add_up(passage, tied, weight_of)
@@ -136,6 +141,8 @@ class Rank:
             weight = weight_of[passage.rows[micro_batch]]
             tensors += inputs.tensors
             sums += [None if grad is None else grad * weight for grad in inputs.grads]
+        for module in self._replicated:
+            module.reducer.prepare_for_backward([])
         accumulate(tensors, sums)
 
     def _finish(self, passage: Passage | None) -> None:

@@ -149,7 +149,7 @@ class RankStage(_PipelineStageBase):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """The same."""
         if self.has_backward:
-            self._run("sum of gradients", -1, self._rank.reduce, self.stage_index, grad_scale_factor != 1)
+            self._run("sum of gradients", -1, self._rank.reduce, self.stage_index, grad_scale_factor != 1, self.submod)
 
     def _forward(self, micro_batch: int, args: tuple[Any, ...], kwargs: dict[str, Any], save: bool) -> Any:
         passage = self._rank.passage or self._open()

@@ -3,7 +3,6 @@
 import copy
 
 import torch
-import torch.distributed as dist
 from pipe_models import batches, row_model, sgd
 from torch.distributed.pipelining import schedules
 from torch.nn import functional as F
@@ -66,13 +65,13 @@ def own_gradients(pipe, stages):
     return {name: p.grad for name, p in pipe.named_parameters() if id(p) in own}
 
 
-def steps(rank, world, name, checkpoint="never", micro_batches=None, rows=(12, 7, 8), count=20):
+def steps(rank, world, name, checkpoint="never", micro_batches=None, rows=(12, 7, 8), count=20, group=None):
     """Largest differences of outputs, losses, gradients and parameters in some training steps."""
     stages_count = stages_of(name, world)
     micro_batches = micro_batches or 2 * world
     model = row_model()
     pipe = pymoe.Pipe(copy.deepcopy(model), balance=BALANCES[stages_count], checkpoint=checkpoint)
-    schedule, stages = make(name, pipe, rank, world, micro_batches, F.mse_loss)
+    schedule, stages = make(name, pipe, rank, world, micro_batches, F.mse_loss, group)
     own = torch.nn.ModuleList([*[stage.submod for stage in stages], torch.nn.Linear(1, 1)])  # some have no parameters
     optimizers = sgd(model), sgd(own)
     worst = dict.fromkeys(("output", "gradients", "parameters"), 0.0)
@@ -93,5 +92,4 @@ def steps(rank, world, name, checkpoint="never", micro_batches=None, rows=(12, 7
         worst["parameters"] = max(
             worst["parameters"], largest_difference(own, {n: p.detach() for n, p in names.items()})
         )
-    dist.barrier()
     return worst
