@@ -16,6 +16,7 @@ __all__ = ["LossFunction", "Structure", "holds_no_tensors", "with_loss"]
 
 LossFunction = Callable[..., torch.Tensor]
 Structure = Callable[[Sequence[Any]], Any]
+PLAIN = (type(None), bool, int, float, str)
 
 
 def with_loss(
@@ -61,5 +62,6 @@ def with_loss(
 def holds_no_tensors(loss_fn: LossFunction | None) -> bool:
     """Whether who keeps the function after a step keeps nothing of that step: no closure that has the targets, say."""
     if isinstance(loss_fn, FunctionType):
-        return not (loss_fn.__closure__ or loss_fn.__defaults__ or loss_fn.__kwdefaults__ or loss_fn.__dict__)
+        defaults = (*(loss_fn.__defaults__ or ()), *(loss_fn.__kwdefaults__ or {}).values())
+        return not (loss_fn.__closure__ or loss_fn.__dict__) and all([isinstance(value, PLAIN) for value in defaults])
     return loss_fn is None or isinstance(loss_fn, (nn.Module, BuiltinFunctionType))

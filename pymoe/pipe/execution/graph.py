@@ -103,8 +103,8 @@ class Graph:
             return Crossing(tensor.detach(), origin, len(roots) - 1)
 
         sent = []
-        for output in outputs:
-            sent.append(pack(output, cross))
+        for output in outputs:  # no comprehension, and no pack for lone tensors: this is on every micro-batch's way
+            sent.append(Sent([cross(output)], None) if isinstance(output, torch.Tensor) else pack(output, cross))
         self.leaves, reached = find_leaves_and_nodes(nodes, self.entry)
         self.is_compiled = are_compiled(reached)
         return sent

@@ -351,16 +351,15 @@ def find_leaves_and_nodes(
     """The same, and all nodes of the graph; ``entry`` and None are among them, and nothing behind ``entry`` is."""
     leaves: list[torch.Tensor] = []
     seen: set[Node | None] = {None, entry}
-    stack: list[Any] = [*reversed(nodes)]
+    stack: list[Any] = [node for node in dict.fromkeys(nodes) if node not in seen]
+    seen.update(stack)
     while stack:
         node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
         following = node.next_functions
         if following:
-            for after, _ in reversed(following):
+            for after, _ in following:
                 if after not in seen:
+                    seen.add(after)
                     stack.append(after)
         elif (variable := getattr(node, "variable", None)) is not None:
             leaves.append(variable)
