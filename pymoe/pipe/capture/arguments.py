@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-__all__ = ["Arguments", "Like"]
+from pymoe.pipe.capture.errors import CaptureError
+
+__all__ = ["Arguments", "Like", "is_constant"]
 
 
 class Like(NamedTuple):
@@ -32,6 +35,29 @@ class Like(NamedTuple):
         return made.requires_grad_(self.requires_grad)
 
 
+_CONSTANTS = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    slice,
+    range,
+    type(None),
+    type(...),
+)
+
+
+def is_constant(leaf: Any) -> bool:
+    """Whether something other than a tensor may be an argument or a result: what is always itself."""
+    return isinstance(leaf, _CONSTANTS)
+
+
 class _Slot:
     def __init__(self, number: int) -> None:
         self.number = number
@@ -51,6 +77,13 @@ class Arguments:
         self.names = [_name(path, positions) for path, _ in paths]
         self.examples: list[Any] = [Like.of(leaf) if isinstance(leaf, Tensor) else leaf for _, leaf in paths]
         """The leaves of the example; in place of tensors what they are like."""
+        for name, leaf in zip(self.names, self.examples, strict=True):
+            if not isinstance(leaf, Like) and not is_constant(leaf):
+                raise CaptureError(
+                    f"the model cannot be captured: its argument {name} is a {type(leaf).__name__}. Arguments may be "
+                    "tensors, numbers, strings, None, and lists, tuples and dicts of them; register other classes with "
+                    "torch.utils._pytree.register_pytree_node, or register_dataclass"
+                )
 
     def example(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """An example call, ``(args, kwargs)``."""

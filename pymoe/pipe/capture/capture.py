@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,9 +14,9 @@ from torch import nn
 from pymoe.pipe.capture.arguments import Arguments, Like
 from pymoe.pipe.capture.captured import Captured
 from pymoe.pipe.capture.choice import Opaque, opaque_by_path
-from pymoe.pipe.capture.dynamic import candidates
-from pymoe.pipe.capture.entry import Entry
-from pymoe.pipe.capture.errors import CaptureError, capture_error
+from pymoe.pipe.capture.dynamic import trials
+from pymoe.pipe.capture.entry import Entry, Stopped
+from pymoe.pipe.capture.errors import CaptureError, asks_for_values, capture_error
 from pymoe.pipe.capture.graph import rebuilt
 from pymoe.pipe.capture.untouched import untouched
 
@@ -57,31 +58,56 @@ def capture(
     arguments = Arguments(model.forward, args, kwargs)
     modules = opaque_by_path(model, opaque)
     failure: BaseException | None = None
-    for shapes in candidates(model.forward, args, kwargs, dynamic_shapes):
+    for trial in trials(model.forward, args, kwargs, dynamic_shapes):
+        if failure is not None and asks_for_values(failure) and any(trial.shapes):
+            continue  # other free dimensions will not help
         entry = Entry(model, arguments.examples, arguments.spec, modules)
         with ExitStack() as stack:
             stack.enter_context(_one_at_a_time)
             stack.enter_context(untouched(model))
-            stack.enter_context(_plain_surroundings())
+            stack.enter_context(_plain_surroundings(trial.any_size))
             tensors = tuple(leaf.make() for leaf in arguments.examples if isinstance(leaf, Like))
             try:
-                program = torch.export.export(entry, tensors, dynamic_shapes=(tuple(shapes),), strict=False)
-            except CaptureError:
-                raise
+                program = torch.export.export(entry, tensors, dynamic_shapes=(tuple(trial.shapes),), strict=False)
+            except Stopped as stopped:
+                failure = stopped.error
+                if isinstance(failure, CaptureError):
+                    break
+                continue
             except Exception as error:
                 failure = error
                 continue
+        entry.output.warn(model)
         return rebuilt(program, entry, model, arguments)
     assert failure is not None
     raise capture_error(failure) from failure
 
 
 @contextmanager
-def _plain_surroundings() -> Iterator[None]:
+def _plain_surroundings(any_size: bool) -> Iterator[None]:
     """The state in which graphs are made, whatever the caller's is; theirs holds when the graph runs."""
+    from torch.fx.experimental import _config
+
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for device in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        # Otherwise torch takes for granted that free dimensions are at least 2, and asks nothing about it.
+        stack.enter_context(_silent("torch.fx.experimental.symbolic_shapes"))
+        config: Any = _config
+        stack.enter_context(config.patch(backed_size_oblivious=any_size))
         yield
+
+
+@contextmanager
+def _silent(name: str) -> Iterator[None]:
+    """Keeps a logger from warning of what an error will say."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from pymoe.pipe.auxiliary import keeps_counts
+from pymoe.pipe.capture.by_running import RealModule
 from pymoe.pipe.capture.errors import CaptureError
 from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm
 
@@ -16,7 +17,7 @@ Opaque = Iterable[type[nn.Module] | str]
 """Types of modules, and qualified names."""
 
 
-def opaque_by_path(model: nn.Module, opaque: Opaque) -> dict[str, nn.Module]:
+def opaque_by_path(model: nn.Module, opaque: Opaque) -> dict[str, RealModule]:
     """The opaque modules of a model, by qualified name; none within another.
 
     They are those that ``opaque`` says, and those that act on more than their output: layers of ``pymoe.nn`` that
@@ -44,13 +45,13 @@ def opaque_by_path(model: nn.Module, opaque: Opaque) -> dict[str, nn.Module]:
             "The model cannot be captured: it has backward hooks of its own, which a graph would lose. Put them on its "
             "layers, or add them to the parameters."
         )
-    chosen: dict[str, nn.Module] = {}
+    chosen: dict[str, RealModule] = {}
     for path, module in model.named_modules():
         if any(path == outer or path.startswith(f"{outer}.") or not outer for outer in chosen):
             continue
         named = any(modules[name] is module for name in paths)
         if named or isinstance(module, tuple(types)) or _runs_itself(module):
-            chosen[path] = module
+            chosen[path] = RealModule(module)
     return chosen
 
 

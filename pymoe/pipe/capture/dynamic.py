@@ -4,33 +4,46 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree
 
-__all__ = ["candidates"]
+__all__ = ["Trial", "trials"]
 
 
-def candidates(
+@dataclass(frozen=True)
+class Trial:
+    """A way to capture a model."""
+
+    shapes: list[Any]
+    """For every tensor leaf which dimensions are free."""
+    any_size: bool
+    """Whether these may be 0 or 1 as well."""
+
+
+def trials(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
-) -> Iterator[list[Any]]:
-    """What to try, one after the other; each has a specification a tensor leaf, in the order of the leaves.
+) -> Iterator[Trial]:
+    """What to try, one after the other.
 
     With ``dynamic_shapes``, in the form of ``torch.export.export``, that alone. Otherwise all dimensions free, the
-    first of each tensor, none. Sizes of 0 and 1 are not: torch takes another path for them.
+    first of each tensor, none; but not where the example has 0 or 1, for which torch takes another path.
     """
     from torch.export import Dim
 
-    tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if dynamic_shapes is not None:
-        yield list(_given(forward, args, kwargs, dynamic_shapes))
+        given = list(_given(forward, args, kwargs, dynamic_shapes))
+        yield Trial(given, True)
+        yield Trial(given, False)
         return
+    tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     free = [[dim for dim, size in enumerate(tensor.shape) if size > 1] for tensor in tensors]
     first = [[dim for dim in dims if dim == 0] for dims in free]
     none: list[list[int]] = [[] for _ in tensors]
-    for trial in (free, first, none):
-        yield [dict.fromkeys(dims, Dim.AUTO) for dims in trial]
+    for dims, any_size in ((free, True), (free, False), (first, True), (first, False), (none, False)):
+        yield Trial([dict.fromkeys(some, Dim.AUTO) for some in dims], any_size)
 
 
 def _given(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any) -> Iterator[Any]:

@@ -11,42 +11,53 @@ from types import TracebackType
 
 import torch
 
-__all__ = ["CaptureError", "capture_error"]
-
-WAYS_OUT = (
-    "Ways out: write the line so that it does not depend on values; name the module around it in `opaque=` (a type or "
-    "a qualified name), and it is called as it is, uncut; or do without a capture: `Pipe(nn.Sequential(...))`, or "
-    "stages of your own, `Pipe.from_stages`."
-)
-
-_REASONS = (
-    (
-        ("data-dependent", "DataDependent", "Could not guard on", "non-deterministic control flow", ".item()"),
-        "a capture records one path through the code, and this line asks a tensor's value which to take",
-    ),
-    (
-        ("Unsupported input type", "not a valid type", "is not supported", "Unsupported"),
-        "a capture takes tensors, numbers, strings, None, and lists, tuples, dicts of them (and classes that are "
-        "registered with torch.utils._pytree)",
-    ),
-)
+__all__ = ["CaptureError", "asks_for_values", "capture_error", "is_library"]
 
 
 class CaptureError(RuntimeError):
     """A model that cannot be captured; the message names the line of its code, the reason, and the ways out."""
 
 
+_WAYS_OUT = (
+    "Ways out: name the module around the line in `opaque=` (its type or qualified name), and it is called as it is, "
+    "in one piece; write the line otherwise; or do without a capture: `Pipe(nn.Sequential(...))`, or stages of your "
+    "own by `Pipe.from_stages`."
+)
+
+_REASONS = (
+    (
+        ("GuardOnDataDependent", "DataDependentOutput", "data-dependent", "Could not guard on"),
+        "the line decides by the value of a tensor, and a graph has one path for all values",
+    ),
+    (
+        ("UnsupportedOperatorException", "DynamicOutputShapeException", "no fake impl", "Dynamic shape operator"),
+        "the line calls an operator that does not tell the shapes of its outputs",
+    ),
+    (
+        (".numpy() is not supported", "Cannot access data pointer"),
+        "the line takes the values of a tensor out of torch, and a graph has none",
+    ),
+)
+
+
 def capture_error(error: BaseException) -> CaptureError:
-    """The error for the user, from what ``torch.export`` raised."""
+    """The error for the user, from what ``torch.export`` or the model raised."""
     place = _users_line(error.__traceback__)
-    where = "The model cannot be captured.\n" if place is None else f"The model cannot be captured: {place}\n"
-    return CaptureError(f"{where}Why: {_reason(error)}\n{WAYS_OUT}")
+    where = "" if place is None else f": {place}"
+    return CaptureError(f"the model cannot be captured{where}\nWhy: {_reason(error)}.\n{_WAYS_OUT}")
+
+
+def asks_for_values(error: BaseException) -> bool:
+    """Whether the model's code decides by the value of a tensor."""
+    return any(word in type(error).__name__ for word in ("GuardOnDataDependent", "DataDependentOutput"))
 
 
 def _reason(error: BaseException) -> str:
     name, text = type(error).__name__, str(error).strip()
+    if isinstance(error, CaptureError):
+        return text
     first = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    said = f"{name}: {first}" if first else name
+    said = (f"{name}: {first}" if first else name).rstrip(".")
     for words, reason in _REASONS:
         if any(word in name or word in text for word in words):
             return f"{reason} ({said})"

@@ -63,13 +63,6 @@ class Fits:
         for expression, size, words in later:
             if (expected := _evaluate(expression, numbers)) is not None and int(expected) != size:
                 raise ValueError(f"{words} is {size}; it must be {self._words(expression, bound)} = {int(expected)}")
-        for symbol, (size, words) in bound.items():
-            if size < self.lower.get(symbol, size) or size > self.upper.get(symbol, size):
-                low, high = self.lower.get(symbol), self.upper.get(symbol)
-                limits = " and ".join(
-                    text for text in (f"at least {low}" if low else "", f"at most {high}" if high else "") if text
-                )
-                raise ValueError(f"{words} is {size}; it must be {limits}")
         for condition in self.conditions:
             if (holds := _evaluate(condition.expression, numbers)) is not None and not bool(holds):
                 sizes = ", ".join(
@@ -81,6 +74,13 @@ class Fits:
                     f"the captured graph holds where {self._words(condition.expression, bound)}, this call has {sizes}"
                     + (f" ({condition.where})" if condition.where else "")
                 )
+        for symbol, (size, words) in bound.items():
+            if size < self.lower.get(symbol, size) or size > self.upper.get(symbol, size):
+                low, high = self.lower.get(symbol), self.upper.get(symbol)
+                limits = " and ".join(
+                    text for text in (f"at least {low}" if low else "", f"at most {high}" if high else "") if text
+                )
+                raise ValueError(f"{words} is {size}; it must be {limits}")
 
     def _check_tensor(
         self, number: int, leaf: Leaf, value: Any, bound: dict[Any, tuple[int, str]], later: list[tuple[Any, int, str]]

@@ -10,10 +10,10 @@ from torch import Tensor, fx, nn
 from pymoe.pipe.capture.arguments import Arguments, Like
 from pymoe.pipe.capture.captured import Captured
 from pymoe.pipe.capture.entry import MODEL, Computed, Entry
-from pymoe.pipe.capture.errors import is_library
 from pymoe.pipe.capture.fits import Condition, Fits, Leaf, sizes_of
 from pymoe.pipe.capture.own_state import on_model
 from pymoe.pipe.capture.region import call_of
+from pymoe.pipe.capture.watch import asked_at
 
 __all__ = ["rebuilt"]
 
@@ -82,31 +82,47 @@ class _Builder:
 
     def fits(self) -> Fits:
         leaves = []
-        fixed: dict[Any, str] = {}
-        lower: dict[Any, int] = {}
-        upper: dict[Any, int] = {}
         for number, (name, example) in enumerate(zip(self._arguments.names, self._arguments.examples, strict=True)):
             if isinstance(example, Like):
                 leaves.append(Leaf(name, None, sizes_of(self._inputs[number]), example.dtype))
             else:
                 leaves.append(Leaf(name, example))
+        conditions, fixed = self._conditions()
+        lower: dict[Any, int] = {}
+        upper: dict[Any, int] = {}
         for symbol, limits in self._program.range_constraints.items():
-            if limits.lower > 2:  # sizes of 0 and 1 are left out of what is assumed, not of what is right
+            if limits.lower > 0:
                 lower[symbol] = int(limits.lower)
             if limits.upper.is_number and limits.upper < 2**40:
                 upper[symbol] = int(limits.upper)
-        return Fits(tuple(leaves), self._conditions(), lower, upper, fixed)
+        return Fits(tuple(leaves), conditions, lower, upper, fixed)
 
-    def _conditions(self) -> tuple[Condition, ...]:
+    def _conditions(self) -> tuple[tuple[Condition, ...], dict[Any, str]]:
+        """What the graph takes for granted about free sizes; and the lines that fixed others."""
         environment = next((_shape_env(node) for node in self._inputs.values() if _shape_env(node)), None)
         if environment is None:
-            return ()
+            return (), {}
         conditions: dict[Any, Condition] = {}
-        for guard in environment.guards:
-            expression = environment.replace(guard.expr)
-            if getattr(expression, "free_symbols", None):
-                conditions.setdefault(expression, Condition(expression, _place(guard)))
-        return tuple(conditions.values())
+        fixed: dict[str, str] = {}
+        for expression, place in asked_at(environment):
+            now = environment.replace(expression)
+            if getattr(now, "free_symbols", None):
+                conditions.setdefault(now, Condition(now, place))
+            elif place:
+                for symbol in expression.free_symbols:
+                    fixed.setdefault(str(symbol), place)
+        return tuple(conditions.values()), self._lines_by_dimension(environment, fixed)
+
+    def _lines_by_dimension(self, environment: Any, by_symbol: dict[str, str]) -> dict[Any, str]:
+        numbers = list(self._inputs)
+        found = {}
+        for tensor, number in enumerate(numbers):
+            for dim in range(self._inputs[number].meta["val"].dim()):
+                source = f"[{tensor}].size()[{dim}]"
+                for symbol, sources in environment.var_to_sources.items():
+                    if str(symbol) in by_symbol and any(_name(each).endswith(source) for each in sources):
+                        found[number, dim] = by_symbol[str(symbol)]
+        return found
 
     def _state_node(self, node: fx.Node, spec: Any) -> fx.Node:
         target = self._target(spec)
@@ -167,15 +183,8 @@ def _shape_env(node: fx.Node) -> Any:
     return None if mode is None else mode.shape_env
 
 
-def _place(guard: Any) -> str:
-    """The line of the user's code that asked, if it is known."""
-    location = getattr(guard, "sloc", None)
-    frame = getattr(location, "maybe_user_loc", None) or getattr(location, "framework_loc", None)
-    text = str(frame) if frame is not None else ""
-    found = re.search(r'(?:file|File) "?([^",]+?)"?, line (\d+)', text)
-    if found is None or is_library(found[1]):
-        return ""
-    return f"{found[1]}:{found[2]}"
+def _name(source: Any) -> str:
+    return source.name() if callable(source.name) else source.name
 
 
 def _in_users_words(target: str) -> str:

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree
 
+from pymoe.pipe.capture.by_running import RealModule, fakes_by_running
+from pymoe.pipe.capture.errors import CaptureError
 from pymoe.pipe.capture.opaque import OpaqueCall, OpaqueFunction, OpaqueModule
 from pymoe.pipe.capture.untouched import untouched
 
@@ -20,7 +21,7 @@ OPAQUE = "pymoe_opaque_call"
 
 
 @contextmanager
-def intercepting(modules: Mapping[str, nn.Module], calls: list[OpaqueCall]) -> Iterator[None]:
+def intercepting(modules: Mapping[str, RealModule], calls: list[OpaqueCall]) -> Iterator[None]:
     """Within the block, on this thread, calls of these modules and of autograd Functions add themselves to ``calls``
     and leave a node: the operator :func:`marker` with the number of the call and its computed leaves.
 
@@ -28,7 +29,7 @@ def intercepting(modules: Mapping[str, nn.Module], calls: list[OpaqueCall]) -> I
     """
     tracing = _Tracing(calls)
     for path, module in modules.items():
-        module.__dict__["_compiled_call_impl"] = tracing.module_call(path, module)
+        module.module.__dict__["_compiled_call_impl"] = tracing.module_call(path, module)
     with _functions(tracing):
         yield
 
@@ -42,24 +43,38 @@ class _Tracing:
     def is_on(self) -> bool:
         return threading.get_ident() == self._thread and not self._inside
 
-    def module_call(self, path: str, module: nn.Module) -> Callable[..., Any]:
+    def module_call(self, path: str, real: RealModule) -> Callable[..., Any]:
+        module = real.module
+
         def run(*args: Any, **kwargs: Any) -> Any:
             with untouched(module):
                 return module._call_impl(*args, **kwargs)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return self.record(OpaqueModule(path, module), run, args, kwargs) if self.is_on() else run(*args, **kwargs)
+            if not self.is_on():
+                return run(*args, **kwargs)
+            return self.record(OpaqueModule(path, module), run, real.copy, args, kwargs)
 
         return call
 
-    def record(self, call: OpaqueCall, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Leave a node for the call, and return what ``run`` makes of fake arguments as the node's value."""
+    def record(
+        self,
+        call: OpaqueCall,
+        run: Callable[..., Any],
+        real: Callable[[], Callable[..., Any]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Leave a node for the call, and return what it makes of fake arguments, as the node's value.
+
+        That is what ``run`` makes of them, or, if they do not get through it, what ``real()`` makes of real ones.
+        """
         from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 
         mode = get_proxy_mode()
         assert mode is not None
         leaves = call.take(args, kwargs)
-        result = self._on_fakes(run, args, kwargs)
+        result = self._beside_the_graph(run, real, args, kwargs)
         values = call.give(result)
         tracer: Any = mode.tracer
         proxies = [tracer.unwrap_proxy(leaf) for leaf in leaves]
@@ -69,7 +84,13 @@ class _Tracing:
         track_tensor_tree(values, proxy, constant=None, tracer=tracer)
         return result
 
-    def _on_fakes(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _beside_the_graph(
+        self,
+        run: Callable[..., Any],
+        real: Callable[[], Callable[..., Any]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         from torch._guards import detect_fake_mode
         from torch.utils._python_dispatch import _disable_current_modes
 
@@ -78,15 +99,33 @@ class _Tracing:
         assert fake_mode.shape_env is not None
         self._inside = True
         try:
-            with (
-                torch._C.DisableTorchFunction(),
-                _disable_current_modes(),
-                fake_mode,
-                fake_mode.shape_env.ignore_fresh_unbacked_symbols(),
-            ):
-                return run(*args, **kwargs)
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                try:
+                    with fake_mode, fake_mode.shape_env.ignore_fresh_unbacked_symbols():
+                        result = run(*args, **kwargs)
+                    if not _depends_on_values(result):
+                        return result
+                except Exception as error:
+                    try:
+                        return fakes_by_running(real(), args, kwargs, fake_mode)
+                    except CaptureError:
+                        raise
+                    except Exception as other:
+                        raise other from error
+                return fakes_by_running(real(), args, kwargs, fake_mode)
         finally:
             self._inside = False
+
+
+def _depends_on_values(result: Any) -> bool:
+    """Whether sizes of fake results are unknown."""
+    sizes = [
+        size
+        for leaf in _pytree.tree_leaves(result)
+        for size in (leaf.shape if isinstance(leaf, torch.Tensor) else [leaf])
+        if isinstance(size, torch.SymInt)
+    ]
+    return any(size.node.hint is None for size in sizes)
 
 
 @contextmanager
@@ -105,7 +144,7 @@ def _functions(tracing: _Tracing) -> Iterator[None]:
         if cls is torch.utils.checkpoint.CheckpointFunction:
             function, _preserve, *values = args
             return function(*values)
-        return tracing.record(OpaqueFunction(cls), run, args, {})
+        return tracing.record(OpaqueFunction(cls), run, lambda: run, args, {})
 
     Base.apply = classmethod(apply)
     try:

@@ -10,58 +10,67 @@ from torch import nn
 
 __all__ = ["untouched"]
 
+_Restore = Callable[[], list[str]]
+
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module) -> Iterator[list[str]]:
     """After the block all attributes of all modules are the objects that they were, and lists, dicts and sets among
     them (at any depth) hold what they held. Changes inside of tensors and of other objects stay.
+
+    Yields a list that holds, after the block, the names of the attributes that it changed.
     """
-    modules = list(model.modules())
-    memory: dict[int, Callable[[], None]] = {}
-    for module in modules:
-        _remember(module.__dict__, memory)
+    memory: dict[int, _Restore] = {}
+    for path, module in model.named_modules():
+        _remember(module.__dict__, path, memory)
     restore = list(memory.values())
+    changed: list[str] = []
     try:
-        yield
+        yield changed
     finally:
         for put_back in restore:
-            put_back()
+            changed += put_back()
 
 
-def _remember(container: Any, memory: dict[int, Callable[[], None]]) -> None:
+def _remember(container: Any, name: str, memory: dict[int, _Restore]) -> None:
+    """Put into ``memory`` what restores a container, and those in it, and tells what had changed."""
     if id(container) in memory:
         return
     if isinstance(container, dict):
         pairs = list(container.items())
-        memory[id(container)] = lambda: _restore_dict(container, pairs)
-        for _, value in pairs:
-            _remember(value, memory)
+        memory[id(container)] = lambda: _restore_dict(container, pairs, name)
+        for key, value in pairs:
+            _remember(value, f"{name}.{key}".lstrip("."), memory)
     elif isinstance(container, list):
         values = list(container)
-        memory[id(container)] = lambda: _restore_list(container, values)
+        memory[id(container)] = lambda: _restore_list(container, values, name)
         for value in values:
-            _remember(value, memory)
+            _remember(value, name, memory)
     elif isinstance(container, set):
         members = set(container)
-        memory[id(container)] = lambda: _restore_set(container, members)
+        memory[id(container)] = lambda: _restore_set(container, members, name)
 
 
-def _restore_dict(container: dict[Any, Any], pairs: list[tuple[Any, Any]]) -> None:
-    now = container.items()
-    if len(now) == len(pairs) and all(
-        key is old_key and value is old for (key, value), (old_key, old) in zip(now, pairs, strict=True)
-    ):
-        return
-    container.clear()
-    container.update(pairs)
-
-
-def _restore_list(container: list[Any], values: list[Any]) -> None:
-    if len(container) != len(values) or any(now is not old for now, old in zip(container, values, strict=True)):
-        container[:] = values
-
-
-def _restore_set(container: set[Any], members: set[Any]) -> None:
-    if container != members:
+def _restore_dict(container: dict[Any, Any], pairs: list[tuple[Any, Any]], name: str) -> list[str]:
+    before = dict(pairs)
+    missing = object()
+    keys = [key for key in {**before, **container} if container.get(key, missing) is not before.get(key, missing)]
+    if keys or len(before) != len(container):
         container.clear()
-        container.update(members)
+        container.update(pairs)
+    return [f"{name}.{key}".lstrip(".") for key in keys]
+
+
+def _restore_list(container: list[Any], values: list[Any], name: str) -> list[str]:
+    if len(container) == len(values) and all(now is old for now, old in zip(container, values, strict=True)):
+        return []
+    container[:] = values
+    return [name]
+
+
+def _restore_set(container: set[Any], members: set[Any], name: str) -> list[str]:
+    if container == members:
+        return []
+    container.clear()
+    container.update(members)
+    return [name]

@@ -1,0 +1,129 @@
+"""The shapes of an opaque call's results where fake tensors do not get through it: seen by running it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from pymoe.pipe.capture.errors import CaptureError
+from pymoe.pipe.capture.untouched import untouched
+
+__all__ = ["RealModule", "fakes_by_running"]
+
+
+class RealModule:
+    """A module with the parameters and buffers that it has now, whatever stands in their place later."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._tensors = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
+
+    def copy(self) -> nn.Module:
+        """A copy, with copies of the tensors."""
+        with untouched(self.module):
+            for part, parameters, buffers in self._tensors:
+                part.__dict__["_compiled_call_impl"] = None
+                part._parameters.update(parameters)
+                part._buffers.update(buffers)
+            return copy.deepcopy(self.module)
+
+
+def fakes_by_running(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], fake_mode: Any
+) -> Any:
+    """What ``function`` returns for the fake arguments, from what it returns for real ones of two sizes.
+
+    Every dimension of its results must be a number, a free dimension of the arguments, a product of two, or a multiple
+    or part of these.
+
+    Raises:
+        CaptureError: one is not.
+    """
+    leaves, spec = _pytree.tree_flatten((args, kwargs))
+    sizes = list(_free_sizes(leaves))
+    hints = {symbol: int(size.node.hint) for size in sizes for symbol in [size.node.expr] if symbol.is_Symbol}
+    others = {symbol: hint * (number + 2) for number, (symbol, hint) in enumerate(hints.items())}
+    first, form = _run(function, leaves, spec, hints)
+    try:
+        second, _ = _run(function, leaves, spec, others) if others else (first, form)
+    except Exception:
+        second, others = first, hints  # sizes that do not go together; then equal sizes are taken for the same
+    known = [(size, _value(size, hints), _value(size, others)) for size in sizes]
+    known += [(one[0] * two[0], one[1] * two[1], one[2] * two[2]) for one, two in combinations(known, 2)]
+    grad = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves) or _trains(function)
+    return _pytree.tree_unflatten(
+        [_fake(one, two, known, grad, fake_mode) for one, two in zip(first, second, strict=True)], form
+    )
+
+
+def _free_sizes(leaves: list[Any]) -> Iterator[Any]:
+    seen = set()
+    for leaf in leaves:
+        for size in leaf.shape if isinstance(leaf, Tensor) else [leaf]:
+            if isinstance(size, torch.SymInt) and not size.node.expr.is_number and size.node.expr not in seen:
+                seen.add(size.node.expr)
+                yield size
+
+
+def _run(function: Callable[..., Any], leaves: list[Any], spec: Any, numbers: dict[Any, int]) -> tuple[list[Any], Any]:
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)), torch.no_grad():
+        args, kwargs = _pytree.tree_unflatten([_real(leaf, numbers) for leaf in leaves], spec)
+        return _pytree.tree_flatten(function(*args, **kwargs))
+
+
+def _real(leaf: Any, numbers: dict[Any, int]) -> Any:
+    if isinstance(leaf, torch.SymInt):
+        return _value(leaf, numbers)
+    if not isinstance(leaf, Tensor):
+        return leaf
+    shape = [_value(size, numbers) for size in leaf.shape]
+    if leaf.is_floating_point() or leaf.is_complex():
+        return torch.rand(shape, dtype=leaf.dtype, device=leaf.device)
+    return torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
+
+
+def _value(size: Any, numbers: dict[Any, int]) -> int:
+    if isinstance(size, int):
+        return size
+    value = size.node.expr.xreplace(numbers)
+    return int(size.node.hint) if getattr(value, "free_symbols", None) else int(value)
+
+
+def _fake(one: Any, two: Any, known: list[tuple[Any, int, int]], grad: bool, fake_mode: Any) -> Any:
+    if isinstance(one, Tensor):
+        if one.dim() != two.dim():
+            raise CaptureError("an opaque call returns tensors of other dimensions for other sizes of its arguments")
+        shape = [_size(a, b, known) for a, b in zip(one.shape, two.shape, strict=True)]
+        with fake_mode:
+            made = torch.empty(shape, dtype=one.dtype, device=one.device)
+        return made.requires_grad_(grad and (one.is_floating_point() or one.is_complex()))
+    return _size(one, two, known) if type(one) is int else one
+
+
+def _size(one: int, two: int, known: list[tuple[Any, int, int]]) -> Any:
+    for size, a, b in known:
+        if (a, b) == (one, two):
+            return size
+    if one == two or not known:
+        return one
+    for size, a, b in known:
+        if a and one % a == 0 and one // a * b == two:
+            return size * (one // a)
+        if one and a % one == 0 and a // one * two == b:
+            return size // (a // one)
+    shown = ", ".join(f"{a} and {b}" for _, a, b in known)
+    raise CaptureError(
+        f"an opaque call returns {one} or {two} rows where its arguments have {shown}: sizes of results must follow "
+        "from sizes of arguments"
+    )
+
+
+def _trains(function: Any) -> bool:
+    return isinstance(function, nn.Module) and any(parameter.requires_grad for parameter in function.parameters())
