@@ -24,6 +24,7 @@ from pymoe.pipe.execution.outer import accumulate
 from pymoe.pipe.execution.turns import turns_of
 from pymoe.pipe.staged import StagedModel
 from pymoe.pipe.stages import Pipeline
+from pymoe.pipe.traced.stage_module import StageModule
 from pymoe.runtime.parallel import random_streams
 
 __all__ = ["Rank", "rank_of_pipe"]
@@ -53,6 +54,8 @@ class Rank:
         """A stage of this rank: its modules are moved to ``device``, and later what it takes."""
         for module in self.staged.pipeline.stages[index].modules:
             module.to(device)
+            if isinstance(module, StageModule):
+                module.give_back()
         self._devices[index] = device
         self._plans.clear()
 
@@ -113,9 +116,9 @@ class Rank:
         weight_of = {size: size / total if is_mean and total else 1.0 for size in rows}
         leaves, grads = self._totals[stage] = passage.sums[stage].total(weight_of)
         by_leaf = {id(leaf): grad for leaf, grad in zip(leaves, grads, strict=True)}
-        for (own, rank), parameters in tied.sent.items():
+        for (own, rank), shared in tied.sent.items():
             if own == stage:
-                passage.send_gradients(stage, rank, [by_leaf.get(id(parameter)) for parameter in parameters])
+                passage.send_gradients(stage, rank, [by_leaf.get(id(parameter.of(stage))) for parameter in shared])
         if isinstance(module, DistributedDataParallel):
             self._replicated.append(module)
         if len(self._totals) == len(passage.plan.stages):
@@ -125,10 +128,10 @@ class Rank:
 
     def _add_up(self, passage: Passage, tied: Tied, weight_of: dict[int, float]) -> None:
         found, self._totals = self._totals, {}
-        for stage, parameters in tied.received.items():
+        for stage, shared in tied.received.items():
             grads = passage.gradients_of(stage)
-            pairs = [(p, grad) for p, grad in zip(parameters, grads, strict=True) if grad is not None]
-            found[stage] = [p for p, _ in pairs], [grad for _, grad in pairs]
+            pairs = [(tied.own(one), grad) for one, grad in zip(shared, grads, strict=True) if grad is not None]
+            found[stage] = [parameter for parameter, _ in pairs], [grad for _, grad in pairs]
         totals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for stage in sorted(found):
             for leaf, grad in zip(*found.pop(stage), strict=True):
@@ -175,14 +178,14 @@ class Rank:
 
     def _make_copies_equal(self, tied: Tied) -> None:
         """The rank of the first stage that has a parameter gives it to the others."""
-        for rank, parameters in tied.copied_to.items():
+        for rank, shared in tied.copied_to.items():
             key = Key(self._step, Subject.COPY, 0, 0)
-            self.exchange.send(rank, Message(key, *describe_tensors([p.detach() for p in parameters])))
+            self.exchange.send(rank, Message(key, *describe_tensors([tied.own(one).detach() for one in shared])))
         with torch.no_grad():
-            for rank, parameters in tied.copied_from.items():
+            for rank, shared in tied.copied_from.items():
                 message = self.exchange.receive(rank, Key(self._step, Subject.COPY, 0, 0))
-                for parameter, tensor in zip(parameters, message.tensors, strict=True):
-                    parameter.copy_(tensor)
+                for one, tensor in zip(shared, message.tensors, strict=True):
+                    tied.own(one).copy_(tensor)
         self.exchange.flush()
         self._copies_are_equal = True
 

@@ -8,73 +8,92 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
 
-import torch
+from torch import nn
 
 from pymoe.pipe.stages import Pipeline
 
-__all__ = ["Tied", "shared_parameters"]
+__all__ = ["Shared", "Tied", "shared_parameters"]
 
 
-def shared_parameters(pipeline: Pipeline) -> list[tuple[torch.nn.Parameter, list[int]]]:
-    """The parameters that several stages have, and these stages; in an order that is the same in every process."""
-    users: dict[int, tuple[torch.nn.Parameter, list[int]]] = {}
+class Shared(NamedTuple):
+    """A parameter that several stages have, under a name in a module of each."""
+
+    places: dict[int, tuple[nn.Module, str]]
+    """By stage, in their order."""
+
+    def of(self, stage: int) -> nn.Parameter:
+        """As the stage has it by now: parameters can be exchanged."""
+        module, name = self.places[stage]
+        return module.get_parameter(name)
+
+
+def shared_parameters(pipeline: Pipeline) -> list[Shared]:
+    """The parameters that several stages have; in an order that is the same in every process."""
+    found: dict[int, dict[int, tuple[nn.Module, str]]] = {}
     for number, stage in enumerate(pipeline.stages):
-        own = {id(parameter): parameter for module in stage.modules for parameter in module.parameters()}
-        for key, parameter in own.items():
-            users.setdefault(key, (parameter, []))[1].append(number)
-    return [(parameter, stages) for parameter, stages in users.values() if len(stages) > 1]
+        for module in stage.modules:
+            for name, parameter in module.named_parameters():
+                found.setdefault(id(parameter), {}).setdefault(number, (module, name))
+    return [Shared(places) for places in found.values() if len(places) > 1]
 
 
 class Tied:
     """The shared parameters, seen from one rank."""
 
     def __init__(self, pipeline: Pipeline, rank_of: Sequence[int], rank: int) -> None:
-        found = [(p, stages, {rank_of[stage] for stage in stages}) for p, stages in shared_parameters(pipeline)]
-        self._found = [(p, stages, ranks) for p, stages, ranks in found if rank in ranks and len(ranks) > 1]
+        self._found: list[tuple[Shared, set[int]]] = []
+        for shared in shared_parameters(pipeline):
+            ranks = {rank_of[stage] for stage in shared.places}
+            if rank in ranks and len(ranks) > 1:
+                self._found.append((shared, ranks - {rank}))
         self._rank_of = rank_of
         self._rank = rank
 
-    def __bool__(self) -> bool:
-        return bool(self._found)
+    def own(self, shared: Shared) -> nn.Parameter:
+        """The copy of this rank."""
+        return shared.of(next(stage for stage in shared.places if self._rank_of[stage] == self._rank))
 
     @cached_property
-    def sent(self) -> dict[tuple[int, int], list[torch.nn.Parameter]]:
+    def sent(self) -> dict[tuple[int, int], list[Shared]]:
         """For a stage of this rank and another rank: the parameters whose gradients go there."""
-        found: dict[tuple[int, int], list[torch.nn.Parameter]] = {}
-        for parameter, stages, ranks in self._found:
-            for stage in stages:
+        found: dict[tuple[int, int], list[Shared]] = {}
+        for shared, others in self._found:
+            for stage in shared.places:
                 if self._rank_of[stage] == self._rank:
-                    for rank in sorted(ranks - {self._rank}):
-                        found.setdefault((stage, rank), []).append(parameter)
+                    for rank in sorted(others):
+                        found.setdefault((stage, rank), []).append(shared)
         return found
 
     @cached_property
-    def received(self) -> dict[int, list[torch.nn.Parameter]]:
+    def received(self) -> dict[int, list[Shared]]:
         """For a stage of another rank: the parameters whose gradients come from it."""
-        found: dict[int, list[torch.nn.Parameter]] = {}
-        for parameter, stages, _ in self._found:
-            for stage in stages:
+        found: dict[int, list[Shared]] = {}
+        for shared, _ in self._found:
+            for stage in shared.places:
                 if self._rank_of[stage] != self._rank:
-                    found.setdefault(stage, []).append(parameter)
+                    found.setdefault(stage, []).append(shared)
         return dict(sorted(found.items()))
 
     @cached_property
-    def copied_to(self) -> dict[int, list[torch.nn.Parameter]]:
+    def copied_to(self) -> dict[int, list[Shared]]:
         """For another rank: the parameters of which it gets its copy from here, being the first stage's rank."""
-        found: dict[int, list[torch.nn.Parameter]] = {}
-        for parameter, stages, ranks in self._found:
-            if self._rank_of[stages[0]] == self._rank:
-                for rank in sorted(ranks - {self._rank}):
-                    found.setdefault(rank, []).append(parameter)
+        found: dict[int, list[Shared]] = {}
+        for shared, others in self._found:
+            if self._first(shared) == self._rank:
+                for rank in sorted(others):
+                    found.setdefault(rank, []).append(shared)
         return found
 
     @cached_property
-    def copied_from(self) -> dict[int, list[torch.nn.Parameter]]:
+    def copied_from(self) -> dict[int, list[Shared]]:
         """For another rank: the parameters of which this one gets its copy from there."""
-        found: dict[int, list[torch.nn.Parameter]] = {}
-        for parameter, stages, _ in self._found:
-            first = self._rank_of[stages[0]]
-            if first != self._rank:
-                found.setdefault(first, []).append(parameter)
+        found: dict[int, list[Shared]] = {}
+        for shared, _ in self._found:
+            if (first := self._first(shared)) != self._rank:
+                found.setdefault(first, []).append(shared)
         return found
+
+    def _first(self, shared: Shared) -> int:
+        return self._rank_of[next(iter(shared.places))]
