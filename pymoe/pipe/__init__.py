@@ -15,6 +15,9 @@ from pymoe.pipe.traced import (
     annotate_split_points,
     pipe_split,
     pipeline,
+    split_by_flops,
+    split_by_time,
+    split_into_equal_parameters,
 )
 
 __all__ = [
@@ -38,4 +41,7 @@ __all__ = [
     "pipeline",
     "schedules",
     "skip",
+    "split_by_flops",
+    "split_by_time",
+    "split_into_equal_parameters",
 ]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
 
-__all__ = ["balance_cost"]
+__all__ = ["balance_cost", "least_maximum"]
 
 
 def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
@@ -34,6 +34,14 @@ def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
         raise ValueError(f"balance_cost: costs must be finite and not negative, got {list(costs)}")
     sums = [0, *accumulate(_as_integers(costs))]
     return _most_even(sums, partitions, _least_maximum(sums, partitions))
+
+
+def least_maximum(costs: Sequence[float], partitions: int) -> float:
+    """The greatest sum of a block in the best way to cut ``costs``, as :func:`balance_cost` does."""
+    check_partitions(partitions, len(costs))
+    exact = [Fraction(cost) for cost in costs]
+    unit = math.lcm(*[cost.denominator for cost in exact])
+    return _least_maximum([0, *accumulate(int(cost * unit) for cost in exact)], partitions) / unit
 
 
 def check_partitions(partitions: int, layers: int) -> None:

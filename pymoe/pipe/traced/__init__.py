@@ -1,5 +1,6 @@
 """Captured models, cut into stages: where, how, and what comes out of it."""
 
+from pymoe.pipe.traced.policies import split_by_flops, split_by_time, split_into_equal_parameters
 from pymoe.pipe.traced.shared_state import MultiUseParameterConfig
 from pymoe.pipe.traced.split_points import SplitPoint, annotate_split_points, pipe_split
 from pymoe.pipe.traced.tracing import pipeline
@@ -14,4 +15,7 @@ __all__ = [
     "annotate_split_points",
     "pipe_split",
     "pipeline",
+    "split_by_flops",
+    "split_by_time",
+    "split_into_equal_parameters",
 ]

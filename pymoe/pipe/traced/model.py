@@ -18,6 +18,7 @@ from pymoe.pipe.stages import Pipeline, Stage
 from pymoe.pipe.traced.boundaries import CONSTANT
 from pymoe.pipe.traced.cut import Computed, Cut, cut
 from pymoe.pipe.traced.loss_spec import find_loss
+from pymoe.pipe.traced.module_calls import modules_as_arguments
 from pymoe.pipe.traced.shared_state import Spec, State, by_first_name
 from pymoe.pipe.traced.stage_module import StageModule, plant
 from pymoe.pipe.traced.trace import Trace
@@ -114,6 +115,7 @@ class TracedModel(StagedModel):
     def _add(self, captured: Captured) -> _Variant:
         """A capture in modes that are new."""
         graph, number = captured.graph.graph, len(self._variants)
+        modules_as_arguments(graph)
         parameters = frozenset(name for name, _ in self.module.named_parameters())
         state = State(parameters, self._multi_use, apart=len(set(self.devices)) > 1)
         made = cut(graph, state, self.devices)
