@@ -20,7 +20,7 @@ from processes import in_child, run_python
 from torch import nn
 
 from pymoe.pipe import Pipe
-from pymoe.pipe.execution import workers
+from pymoe.pipe.execution import workers, worth
 
 SLOW = 6e-4  # seconds that a call takes at most
 
@@ -28,8 +28,7 @@ SLOW = 6e-4  # seconds that a call takes at most
 @pytest.fixture(autouse=True)
 def own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """All stages but the first have threads of their own, however short their actions are."""
-    for name in ("PATIENCE", "LOST", "SEVERAL"):
-        monkeypatch.setattr(workers, name, 0.0)
+    monkeypatch.setattr(worth, "ALWAYS", True)
 
 
 def assert_works(pipe: Pipe, faults: Faults) -> None:
@@ -197,8 +196,8 @@ PIPE_AT_EXIT = """
     sys.path.insert(0, {folder!r})
     from flaky import CHUNKS, Faults, model, run_step
     from pymoe.pipe import Pipe
-    from pymoe.pipe.execution import workers
-    workers.PATIENCE = workers.LOST = workers.SEVERAL = 0
+    from pymoe.pipe.execution import worth
+    worth.ALWAYS = True
     faults = Faults(3, longest=1e-3)
     pipe = Pipe(model(faults), CHUNKS)
     run_step(pipe, faults)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pymoe.pipe import Pipe, is_recomputing, micro_batch
+from pymoe.pipe.execution import worth
 
 
 class Ask(nn.Module):
@@ -39,32 +40,22 @@ STATES = {
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_stages_run_in_the_callers_state(name, threads):
+def test_stages_run_in_the_callers_state(name, threads, monkeypatch):
+    monkeypatch.setattr(worth, "ALWAYS", threads)
     manager, question, answer = STATES[name]
     x = torch.randn(4, WIDTH)
     layers = [Ask(question) for _ in range(3)]
     pipe = Pipe(nn.Sequential(*layers), 2, "never")
     with manager():
-        if threads:
-            call_all_threads(pipe)
         pipe(x)
     assert {answer for layer in layers for answer in layer.answers} == {answer}
     assert all(len(layer.answers) == 2 for layer in layers)
 
 
-def call_all_threads(pipe):
-    """From now on stages run on their threads, however short they are."""
-    from pymoe.pipe.execution.engine import BACKWARD, FORWARD
-
-    engine = pipe._engine
-    for kinds in (FORWARD, BACKWARD):
-        engine.plan(engine.schedule("gpipe", len(pipe), pipe.chunks), kinds).is_worth_threads = True
-
-
-def test_context_variables_reach_the_stages():
+def test_context_variables_reach_the_stages(monkeypatch):
+    monkeypatch.setattr(worth, "ALWAYS", True)
     layers = [Ask(variable.get) for _ in range(3)]
     pipe = Pipe(nn.Sequential(*layers), 2)
-    call_all_threads(pipe)
     variable.set("inside")
     pipe(torch.randn(4, 1))
     assert {answer for layer in layers for answer in layer.answers} == {"inside"}

@@ -15,7 +15,7 @@ import torch
 from flaky import CHUNKS, LONG, STAGES, Faults, Planted, batch, expected_grads, grads_of, model, places, run_step
 
 from pymoe.pipe import Pipe
-from pymoe.pipe.execution import workers
+from pymoe.pipe.execution import worth
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
 CHECKPOINTED = {"always": range(CHUNKS), "except_last": range(CHUNKS - 1), "never": range(0)}
@@ -26,8 +26,8 @@ STEPS = 1000
 @pytest.fixture(autouse=True)
 def threads_for_short_actions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some actions are worth a thread, some are not."""
-    monkeypatch.setattr(workers, "PATIENCE", SLOW / 2)
-    monkeypatch.setattr(workers, "LOST", SLOW)
+    monkeypatch.setattr(worth, "PATIENCE", SLOW / 2)
+    monkeypatch.setattr(worth, "LOST", SLOW)
 
 
 def threads_of_this_process() -> int:

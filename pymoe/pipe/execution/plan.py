@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pymoe._runtime import LanePlan, LaneRun
+from pymoe.pipe.execution.worth import Worth
 from pymoe.pipe.schedules.action import Action, Kind
 from pymoe.pipe.schedules.schedule import Schedule
 from pymoe.pipe.schedules.validate import run as in_order
@@ -24,7 +25,7 @@ class Plan:
         """
         self.schedule = schedule
         self.workers = schedule.workers
-        self.is_worth_threads = False  # learnt from runs
+        self.worth = Worth()
         self.actions: list[Action] = []  # by node
         self._lanes = LanePlan(schedule.workers)
         numbers: dict[Action, int] = {}

@@ -13,6 +13,7 @@ import torch
 
 from pymoe._runtime import Future, LaneRun, Profiled, WorkerPool
 from pymoe.pipe.execution.plan import Plan, Timed
+from pymoe.pipe.execution.worth import Alone
 from pymoe.pipe.schedules.action import Action, Kind
 from pymoe.runtime.forked import renew_engine
 from pymoe.runtime.parallel.state import ThreadState, current, in_state
@@ -24,14 +25,6 @@ Perform = Callable[[Action], None]
 Around = Callable[..., Any]
 
 _is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
-# Seconds. Shorter actions stay on one thread: where a good part of them is Python, threads wait for the interpreter's
-# lock more than they gain (a stage of two linear layers of width 64 takes longer on two threads than on one). A run of
-# which nothing is known begins on one thread, and calls the others when LOST has gone into SEVERAL longer ones: a
-# single one may have been held up by other processes.
-PATIENCE = 500e-6
-LOST = 5 * PATIENCE
-SEVERAL = 3
-
 _PASSES = {
     Kind.FORWARD: "the forward pass",
     Kind.BACKWARD: "the backward pass",
@@ -135,6 +128,7 @@ class _Work:
         self._inside = inside
         self._perform: Perform | None = _with_ranges(perform) if _is_profiled() else perform
         self._run: LaneRun | None = None
+        self._began = time.perf_counter()
         self._timed: list[Timed] = []
         self._done: frozenset[Action] = frozenset()  # by one thread, before there were several
         self._error: BaseException | None = None
@@ -144,21 +138,19 @@ class _Work:
         """Begin on this thread, and go on as long as actions are short; True if there is nothing left to do."""
         plan, perform, timed = self.plan, self._perform, self._timed
         assert perform is not None
-        if plan.is_worth_threads and not to_the_end:
+        if plan.worth.is_known and not to_the_end:
             return False
         clock = time.perf_counter
         action = None
-        longer: list[float] = []
+        looking = Alone()
         try:
             start = clock()
             for action in plan.in_order:
                 perform(action)
                 end = clock()
                 timed.append((action, start, end))
-                if end - start > PATIENCE and not to_the_end:
-                    longer.append(end - start)
-                    if len(longer) >= SEVERAL and sum(longer) > LOST:
-                        break
+                if not to_the_end and looking.is_too_long(end - start):
+                    break
                 start = end
         except BaseException as error:
             self.fail(error, action)
@@ -221,9 +213,11 @@ class _Work:
         """After the end."""
         error, self._error, self._perform = self._error, None, None
         if error is None:
-            if self._run is not None:
-                long = sum([end - start > PATIENCE for _, start, end in self._timed])
-                self.plan.is_worth_threads = 4 * long > len(self._timed)
+            seconds = time.perf_counter() - self._began
+            if self._run is None:
+                self.plan.worth.saw_alone(seconds)
+            else:
+                self.plan.worth.saw_together(seconds, [end - start for _, start, end in self._timed])
             return self._timed
         try:
             raise error

@@ -1,0 +1,84 @@
+"""When a pipe calls its threads: not for short actions, and not for long if they are slower with them."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from pymoe.pipe import Pipe
+from pymoe.pipe.execution import worth
+from pymoe.pipe.execution.worth import Alone, Worth
+
+LONG, SHORT = 2 * worth.PATIENCE, worth.PATIENCE / 10
+
+
+def test_one_long_action_calls_nobody_and_several_do() -> None:
+    looking = Alone()
+    assert not looking.is_too_long(100 * worth.LOST)  # held up by another process
+    assert not looking.is_too_long(SHORT)
+    assert not looking.is_too_long(LONG)
+    assert looking.is_too_long(LONG)
+
+
+def test_several_that_are_hardly_longer_call_nobody() -> None:
+    looking = Alone()
+    assert not any([looking.is_too_long(1.01 * worth.PATIENCE) for _ in range(worth.SEVERAL + 1)])
+
+
+def test_threads_are_called_at_once_when_a_quarter_of_the_actions_was_long() -> None:
+    known = Worth()
+    assert not known.is_known
+    known.saw_together(1.0, [LONG, SHORT, SHORT, SHORT])
+    assert not known.is_known
+    known.saw_together(1.0, [LONG, LONG, SHORT, SHORT])
+    assert known.is_known
+
+
+def test_actions_that_are_long_because_of_the_threads_do_not_keep_them() -> None:
+    known = Worth()
+    known.saw_alone(0.5)
+    known.saw_together(0.6, [LONG] * 8)
+    assert not known.is_known
+
+
+def test_an_old_time_of_smaller_batches_is_forgotten() -> None:
+    known = Worth()
+    known.saw_alone(0.5)
+    runs = 0
+    while not known.is_known:
+        known.saw_together(5.0, [LONG] * 8)
+        runs += 1
+    assert runs == 5
+
+
+class Recorded(nn.Module):
+    """Notes its thread; slow in one step, and ever after on threads that are not the caller's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+        self.is_slow = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add(threading.get_ident())
+        if self.is_slow or threading.current_thread() is not threading.main_thread():
+            time.sleep(0.1)
+        return x
+
+
+def test_a_pipe_that_was_held_up_once_comes_back_to_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worth, "PATIENCE", 0.05)  # so that no other process is taken for a long action
+    monkeypatch.setattr(worth, "LOST", 0.25)
+    layers = [Recorded(), Recorded()]
+    pipe = Pipe(nn.Sequential(*layers), 6)
+    x = torch.randn(6, 2)
+    with torch.no_grad():
+        for slow, threads in [(False, 1), (True, 2), (False, 1)]:
+            for layer in layers:
+                layer.seen, layer.is_slow = set(), slow
+            pipe(x)
+            assert len(layers[0].seen | layers[1].seen) == threads
