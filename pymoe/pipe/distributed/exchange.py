@@ -5,73 +5,27 @@ arrive in the order in which they were sent; whoever wants one takes what comes 
 know in which order another rank works, and nothing depends on tags, which NCCL has not.
 
 Sending never blocks: a sender goes on, and :meth:`Exchange.flush` waits at the end of a step. What was sent is let go
-of as soon as it has arrived. Groups whose works tell that they are done are asked; gloo's do not, so a thread waits.
+of as soon as it has arrived. Over gloo, threads wait for what comes and goes, so that it does while the rank computes.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any, NamedTuple
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from pymoe.pipe.distributed.inbox import Inbox, ReadInbox
+from pymoe.pipe.distributed.message import Key, Message, Subject
+from pymoe.pipe.distributed.outbox import Polled, Posted, Waited
 from pymoe.pipe.distributed.waiting import wait
 from pymoe.pipe.distributed.wire import empty, flat, layouts_of
 
-__all__ = ["Exchange", "Key", "Message", "Subject"]
+__all__ = ["Exchange"]
 
 TAG = 20117  # of all messages, so that others who use the group do not take them
 REMEMBERED = 256  # descriptions that both ends keep
-
-
-class Subject(IntEnum):
-    """What a message is about."""
-
-    VALUES = 0  # that a stage has made for a micro-batch
-    GRADIENTS = 1  # of these values
-    TIED_GRADIENTS = 2  # of parameters that a stage shares with others
-    COPY = 3  # of such parameters
-
-
-class Key(NamedTuple):
-    """Which message."""
-
-    step: int
-    subject: Subject
-    stage: int
-    micro_batch: int
-
-    def __str__(self) -> str:
-        """In words."""
-        of = f"of stage {self.stage}"
-        if self.subject in (Subject.VALUES, Subject.GRADIENTS):
-            what = "the values" if self.subject is Subject.VALUES else "the gradients of the values"
-            return f"{what} {of} for micro-batch {self.micro_batch}"
-        return (
-            f"the gradients of shared parameters {of}"
-            if self.subject is Subject.TIED_GRADIENTS
-            else (f"the shared parameters {of}")
-        )
-
-
-@dataclass
-class Message:
-    """What one rank tells another."""
-
-    key: Key
-    description: bytes
-    tensors: list[torch.Tensor]
-    notes: tuple[int, int, int] = (0, 0, 0)
-    """Three numbers that go with it."""
-
-    def read(self) -> Any:
-        """The object of the description that :mod:`.wire` reads values from."""
-        return layouts_of(self.description)[1]
 
 
 HEADER = 4 + 3 + 2  # numbers: the key, the notes, the description's slot and the number of its bytes if it is new
@@ -81,7 +35,6 @@ class _Peer:
     """What is between this rank and another."""
 
     def __init__(self) -> None:
-        self.box: dict[Key, Message] = {}  # arrived, and nobody has asked for it
         self.sent: dict[bytes, int] = {}  # descriptions that the other has, and their slots
         self.received: dict[int, bytes] = {}
         self.next_slot = 0
@@ -97,7 +50,10 @@ class Exchange:
         self._device = device
         self._up, self._down = groups_of_directions(group, self._wire)
         self._peers = [_Peer() for _ in range(dist.get_world_size(group))]
-        self._outbox = _Polled() if self._wire.type != "cpu" else _Waited()
+        by_threads = self._wire.type == "cpu"
+        inbox = ReadInbox if by_threads else Inbox
+        self._inboxes = [inbox(peer, partial(self._take, peer)) for peer in range(len(self._peers))]
+        self._outbox = Waited() if by_threads else Polled()
 
     def send(self, peer: int, message: Message) -> None:
         """Begin to send. Its tensors must not change until it has arrived."""
@@ -117,7 +73,11 @@ class Exchange:
         for part in parts:
             there = part.to(self._wire)
             work = dist.isend(there, group=group, group_dst=peer, tag=TAG)
-            self._outbox.add(_Sent(work, there, peer, message.key))
+            self._outbox.add(Posted(work, there, peer, str(message.key)))
+
+    def expect(self, peer: int, count: int) -> None:
+        """So many messages of this step come from ``peer``."""
+        self._inboxes[peer].expect(count)
 
     def receive(self, peer: int, key: Key) -> Message:
         """The message with this key, which must come from ``peer``.
@@ -125,99 +85,34 @@ class Exchange:
         Raises:
             RuntimeError: it cannot come any more.
         """
-        box = self._peers[peer].box
-        while key not in box:
-            self._take(peer, key)
-        return box.pop(key)
+        return self._inboxes[peer].get(key)
 
     def flush(self) -> None:
         """Until all that was sent has arrived."""
         self._outbox.flush()
 
-    def _take(self, peer: int, wanted: Key) -> None:
+    def _take(self, peer: int) -> Message:
+        """The next one."""
         known = self._peers[peer]
         header = torch.empty(HEADER, dtype=torch.int64, device=self._wire)
-        self._fill([header], peer, wanted)
+        self._fill([header], peer)
         step, subject, stage, micro_batch, *notes, slot, size = header.tolist()
         if size:
             new = torch.empty(size, dtype=torch.uint8, device=self._wire)
-            self._fill([new], peer, wanted)
+            self._fill([new], peer)
             known.received[slot] = new.cpu().numpy().tobytes()
         description = known.received[slot]
         tensors = [empty(layout, self._wire) for layout in layouts_of(description)[0]]
-        self._fill([flat(tensor) for tensor in tensors if tensor.numel()], peer, wanted)
-        key = Key(step, Subject(subject), stage, micro_batch)
-        if step < wanted.step:
-            return  # of a step that has failed
-        if step > wanted.step:
-            raise RuntimeError(f"rank {peer} is in step {step}, and this one, rank {self.rank}, in step {wanted.step}")
+        self._fill([flat(tensor) for tensor in tensors if tensor.numel()], peer)
         here = [tensor.to(self._device) for tensor in tensors]
-        known.box[key] = Message(key, description, here, (notes[0], notes[1], notes[2]))
+        key = Key(step, Subject(subject), stage, micro_batch)
+        return Message(key, description, here, (notes[0], notes[1], notes[2]))
 
-    def _fill(self, buffers: Sequence[torch.Tensor], peer: int, wanted: Key) -> None:
+    def _fill(self, buffers: Sequence[torch.Tensor], peer: int) -> None:
         group = self._up if peer < self.rank else self._down
         works = [dist.irecv(buffer, group=group, group_src=peer, tag=TAG) for buffer in buffers]
         for work in works:
-            wait(work, peer, str(wanted))
-
-
-class _Sent(NamedTuple):
-    work: Any
-    tensor: torch.Tensor
-    peer: int
-    key: Key
-
-
-class _Polled:
-    """Sends that are asked whether they are done."""
-
-    def __init__(self) -> None:
-        self._under_way: list[_Sent] = []
-
-    def add(self, sent: _Sent) -> None:
-        self._under_way = [sent for sent in self._under_way if not sent.work.is_completed()]
-        self._under_way.append(sent)
-
-    def flush(self) -> None:
-        under_way, self._under_way = self._under_way, []
-        for sent in under_way:
-            wait(sent.work, sent.peer, f"the arrival of {sent.key}")
-
-
-class _Waited:
-    """Sends that a thread waits for, one after the other."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[_Sent | threading.Event] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def add(self, sent: _Sent) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._wait_for_all, name="pymoe-pipe-sends", daemon=True)
-            self._thread.start()
-        self._queue.put(sent)
-
-    def flush(self) -> None:
-        if self._thread is not None:
-            all_done = threading.Event()
-            self._queue.put(all_done)
-            all_done.wait()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _wait_for_all(self) -> None:
-        while True:
-            next_one = self._queue.get()
-            if isinstance(next_one, threading.Event):
-                next_one.set()
-                continue
-            try:
-                wait(next_one.work, next_one.peer, f"the arrival of {next_one.key}")
-            except BaseException as error:
-                self._error = self._error or error
-            del next_one
+            wait(work, peer, "a message")
 
 
 def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:

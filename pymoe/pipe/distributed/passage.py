@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from pymoe.pipe.context import MicroBatch, in_pipeline
-from pymoe.pipe.distributed.exchange import Exchange, Key, Message, Subject
+from pymoe.pipe.distributed.exchange import Exchange
+from pymoe.pipe.distributed.message import Key, Message, Subject
 from pymoe.pipe.distributed.plan import Plan
 from pymoe.pipe.distributed.random_base import SharedSource, base_of_this_process
 from pymoe.pipe.distributed.sums import Sums

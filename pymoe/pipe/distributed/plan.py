@@ -88,6 +88,16 @@ class Plan:
         first = {maker: min(s for s in self.stages if maker in self.waits_for[s]) for maker in self.received}
         return {stage: tuple(maker for maker, s in first.items() if s == stage) for stage in self.stages}
 
+    def messages(self, count: int, graphs: bool) -> Counter[int]:
+        """How many come from every other rank in a step of so many micro-batches, with backwards or without."""
+        messages = Counter({rank: 0 for rank in self.rank_of})
+        for maker in self.received:
+            messages[self.rank_of[maker]] += count
+        for to in self.sent.values():
+            for rank in to if graphs else ():
+                messages[rank] += count
+        return messages
+
     @cached_property
     def uses(self) -> Counter[Source]:
         """How often every value is taken on this rank. What is sent counts as taken once, by its sender."""

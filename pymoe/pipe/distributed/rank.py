@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pymoe.pipe.distributed.exchange import Exchange, Key, Message, Subject
+from pymoe.pipe.distributed.exchange import Exchange
+from pymoe.pipe.distributed.message import Key, Message, Subject
 from pymoe.pipe.distributed.passage import Passage
 from pymoe.pipe.distributed.plan import Plan
 from pymoe.pipe.distributed.random_base import move_on
@@ -82,6 +83,8 @@ class Rank:
         planned = self._planned = self._plan(tuple(rank_of))
         if not self._copies_are_equal:
             self._make_copies_equal(planned.tied)
+        for peer, messages in planned.plan.messages(count, graphs).items():
+            self.exchange.expect(peer, messages)
         training = [self._is_training(stage, planned) for stage in planned.plan.stages]
         checkpointed = {"always": count, "except_last": count - 1, "never": 0}[self._checkpoint]
         self.passage = passage = Passage(
