@@ -22,6 +22,8 @@ class RealModule:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.fixes_sizes = isinstance(module, nn.RNNBase)
+        """Whether fake tensors that go through it lose their free sizes."""
         self._tensors = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
 
     def copy(self) -> nn.Module:
@@ -47,19 +49,54 @@ def fakes_by_running(
     """
     leaves, spec = _pytree.tree_flatten((args, kwargs))
     sizes = list(_free_sizes(leaves))
-    hints = {symbol: int(size.node.hint) for size in sizes for symbol in [size.node.expr] if symbol.is_Symbol}
-    others = {symbol: hint * (number + 2) for number, (symbol, hint) in enumerate(hints.items())}
+    hints = {symbol: _hint(size, symbol) for size in sizes for symbol in sorted(size.node.expr.free_symbols, key=str)}
     first, form = _run(function, leaves, spec, hints)
-    try:
-        second, _ = _run(function, leaves, spec, others) if others else (first, form)
-    except Exception:
-        second, others = first, hints  # sizes that do not go together; then equal sizes are taken for the same
+    others, second = hints, first
+    for trial in _other_sizes(hints):
+        sizes_now = {**others, **trial}
+        try:
+            second, _ = _run(function, leaves, spec, sizes_now)
+        except Exception:  # these sizes are not free, or not each by itself
+            continue
+        others = sizes_now
+        _settle([size for size in sizes if size.node.expr in trial and len(set(trial.values())) < len(trial)])
+        if len(trial) == len(hints):
+            break
+    for size in sizes:
+        if _value(size, others) == _value(size, hints):
+            _settle([size, _value(size, hints)])
     known = [(size, _value(size, hints), _value(size, others)) for size in sizes]
+    known = [(size, one, two) for size, one, two in known if one != two]
     known += [(one[0] * two[0], one[1] * two[1], one[2] * two[2]) for one, two in combinations(known, 2)]
     grad = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves) or _trains(function)
     return _pytree.tree_unflatten(
         [_fake(one, two, known, grad, fake_mode) for one, two in zip(first, second, strict=True)], form
     )
+
+
+def _hint(size: Any, symbol: Any) -> int:
+    """What a symbol in a size is in the example."""
+    environment = size.node.shape_env
+    values = getattr(environment, "backed_var_to_val", None) or environment.var_to_val
+    return int(values[symbol])
+
+
+def _other_sizes(hints: dict[Any, int]) -> Iterator[dict[Any, int]]:
+    """Sizes to try in place of ``hints``: all others, one other, and those that are equal together."""
+    others = {symbol: hint * (number + 2) for number, (symbol, hint) in enumerate(hints.items())}
+    yield others
+    for symbol, other in others.items():
+        yield {symbol: other}
+    for hint in dict.fromkeys(hints.values()):
+        alike = [symbol for symbol in hints if hints[symbol] == hint]
+        if len(alike) > 1:
+            yield dict.fromkeys(alike, others[alike[0]])
+
+
+def _settle(sizes: list[Any]) -> None:
+    """Make it a condition of the capture that these are equal."""
+    for size in sizes[1:]:
+        assert bool(sizes[0] == size)
 
 
 def _free_sizes(leaves: list[Any]) -> Iterator[Any]:
@@ -108,11 +145,11 @@ def _fake(one: Any, two: Any, known: list[tuple[Any, int, int]], grad: bool, fak
 
 
 def _size(one: int, two: int, known: list[tuple[Any, int, int]]) -> Any:
+    if one == two:
+        return one
     for size, a, b in known:
         if (a, b) == (one, two):
             return size
-    if one == two or not known:
-        return one
     for size, a, b in known:
         if a and one % a == 0 and one // a * b == two:
             return size * (one // a)

@@ -21,7 +21,8 @@ def opaque_by_path(model: nn.Module, opaque: Opaque) -> dict[str, RealModule]:
     """The opaque modules of a model, by qualified name; none within another.
 
     They are those that ``opaque`` says, and those that act on more than their output: layers of ``pymoe.nn`` that
-    count or inject losses, batch norms that wait for the mini-batch, modules with backward hooks.
+    count or inject losses, batch norms that wait for the mini-batch, modules with backward hooks; and recurrent layers,
+    whose graph would hold for one length.
 
     Raises:
         TypeError: ``opaque`` holds something else.
@@ -56,7 +57,7 @@ def opaque_by_path(model: nn.Module, opaque: Opaque) -> dict[str, RealModule]:
 
 
 def _runs_itself(module: nn.Module) -> bool:
-    return isinstance(module, DeferredBatchNorm) or keeps_counts(module) or _has_backward_hooks(module)
+    return isinstance(module, (DeferredBatchNorm, nn.RNNBase)) or keeps_counts(module) or _has_backward_hooks(module)
 
 
 def _has_backward_hooks(module: nn.Module) -> bool:

@@ -53,21 +53,22 @@ class _Tracing:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self.is_on():
                 return run(*args, **kwargs)
-            return self.record(OpaqueModule(path, module), run, real.copy, args, kwargs)
+            return self.record(OpaqueModule(path, module), None if real.fixes_sizes else run, real.copy, args, kwargs)
 
         return call
 
     def record(
         self,
         call: OpaqueCall,
-        run: Callable[..., Any],
+        run: Callable[..., Any] | None,
         real: Callable[[], Callable[..., Any]],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         """Leave a node for the call, and return what it makes of fake arguments, as the node's value.
 
-        That is what ``run`` makes of them, or, if they do not get through it, what ``real()`` makes of real ones.
+        That is what ``run`` makes of them; or what ``real()`` makes of real ones, without ``run``, or where they do not
+        get through it.
         """
         from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 
@@ -86,7 +87,7 @@ class _Tracing:
 
     def _beside_the_graph(
         self,
-        run: Callable[..., Any],
+        run: Callable[..., Any] | None,
         real: Callable[[], Callable[..., Any]],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -100,6 +101,8 @@ class _Tracing:
         self._inside = True
         try:
             with torch._C.DisableTorchFunction(), _disable_current_modes():
+                if run is None:
+                    return fakes_by_running(real(), args, kwargs, fake_mode)
                 try:
                     with fake_mode, fake_mode.shape_env.ignore_fresh_unbacked_symbols():
                         result = run(*args, **kwargs)

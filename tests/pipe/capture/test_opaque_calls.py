@@ -15,7 +15,7 @@ from same_as_model import as_model, assert_captured, run
 
 from pymoe.nn import MoE, update_expert_biases
 from pymoe.pipe import DeferredBatchNorm
-from pymoe.pipe.capture import capture
+from pymoe.pipe.capture import CaptureError, capture
 from pymoe.pipe.context import MicroBatch, running
 
 pytestmark = pytest.mark.usefixtures("doubles")
@@ -245,3 +245,72 @@ def test_activation_checkpoints_are_looked_into():
 
     captured = assert_captured(Checkpointed(), (torch.randn(5, 4),))
     assert sum(node.target is torch.ops.aten.linear.default for node in captured.graph.graph.nodes) == 2
+
+
+class Recurrent(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.lstm = nn.LSTM(4, hidden, 2, batch_first=True, dropout=0.2)
+        self.gru, self.head = nn.GRU(hidden, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        y, (last, _) = self.lstm(x)
+        return self.head(self.gru(y)[0]), last
+
+
+def test_recurrent_layers_leave_batch_and_length_free():
+    """Also where the width happens to be the number of rows, or the length, of the example."""
+    for hidden in (3, 5, 7):
+        call = (torch.randn(3, 5, 4),)
+        captured = assert_captured(Recurrent(hidden), call, None, ((torch.randn(6, 2, 4),), {}))
+        assert not captured.fits.conditions
+
+
+class Merge(nn.Module):
+    """Decides by values; its arguments have to have the same rows, its result twice as many."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, y):
+        if x.sum() > 1e9:
+            return x
+        return self.linear(torch.cat([x, y * x, x * 0])[: 2 * x.shape[0]]).reshape(-1, 2)
+
+
+class Merged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.merge, self.head = Merge(), nn.Linear(2, 2)
+
+    def forward(self, x, y):
+        return self.head(self.merge(x, y)).view(4 * x.shape[0], 2)
+
+
+def test_sizes_of_an_opaque_result_follow_from_those_of_its_arguments():
+    def call(rows):
+        return torch.randn(rows, 4), torch.randn(rows, 4)
+
+    captured = assert_captured(Merged(), call(3), None, (call(5), {}), opaque=[Merge])
+    with pytest.raises(ValueError, match="dimension 1 of x is 5; the capture fixed it to 4"):
+        captured.check([torch.randn(3, 5), torch.randn(3, 5)])
+
+
+def test_an_opaque_result_of_unknown_size_is_refused():
+    class Positive(nn.Module):
+        def forward(self, x):
+            return x[: x.shape[0] - 7]
+
+    class Chosen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.chosen = Positive()
+
+        def forward(self, x):
+            return torch.cat([self.chosen(x.repeat(20, 1)), x])
+
+    assert_captured(Chosen(), (torch.randn(3, 4),), opaque=[Positive])
+    Positive.forward = lambda self, x: x[: x.shape[0] - 7] if x.sum() < 1e9 else x
+    with pytest.raises(CaptureError, match="follow from sizes of arguments"):
+        capture(Chosen(), (torch.randn(3, 4),), opaque=[Positive])
