@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from lm.command import INTERRUPTED, at_least, tell
+from lm.command import INTERRUPTED, at_least, parser_of, tell
 from lm.record import write_record
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -48,10 +48,7 @@ def main(argv: list[str], description: str) -> int:
 
 def parse(argv: list[str], description: str) -> argparse.Namespace:
     """The options."""
-    head, _, tail = description.partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=head, epilog=tail, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(description)
     parser.add_argument("--steps", type=at_least(2), default=400, metavar="N", help="of each run (default: 400)")
     parser.add_argument("--rows", type=at_least(1), default=64, metavar="N", help="images of a step (default: 64)")
     parser.add_argument("--experts", type=at_least(4), default=4, metavar="N", help="(default: 4)")

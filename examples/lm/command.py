@@ -42,6 +42,14 @@ def main(argv: list[str], description: str) -> int:
     return 0
 
 
+def parser_of(description: str) -> argparse.ArgumentParser:
+    """A parser whose help has the first paragraph of ``description`` above the options, and the rest below."""
+    head, _, tail = description.partition("\n\n")
+    return argparse.ArgumentParser(
+        description=head, epilog=tail, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+
+
 def tell(found: Mapping[str, bool]) -> int:
     """Print what a run must show, in words, and whether it did; 0 if all holds, the exit status."""
     for words, holds in found.items():
@@ -61,10 +69,7 @@ def at_least(smallest: int) -> Callable[[str], int]:
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
-    head, _, tail = description.partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=head, epilog=tail, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(description)
     flags = parser.add_argument_group("run")
     flags.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: runs/NAME, a new one)")
     flags.add_argument(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lm.command import INTERRUPTED, at_least, tell
+from lm.command import INTERRUPTED, at_least, parser_of, tell
 from lm.config import Config
 from lm.data import Batches, load_text
 from lm.record import machine_facts, write_record
@@ -52,10 +52,7 @@ def main(argv: list[str], description: str) -> int:
 
 def parse(argv: list[str], description: str) -> argparse.Namespace:
     """The options."""
-    head, _, tail = description.partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=head, epilog=tail, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(description)
     number = at_least(1)
     parser.add_argument("--stages", type=number, default=2, metavar="P", help="of the pipeline, 6 at most (default: 2)")
     parser.add_argument("--schedule", choices=names(), default="1f1b", help="(default: 1f1b)")

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
-from lm.command import INTERRUPTED, at_least, tell
+from lm.command import INTERRUPTED, at_least, parser_of, tell
 from lm.data import TextError, load_text
 from lm.record import write_record
 
@@ -71,10 +71,7 @@ def main(argv: list[str], description: str) -> int:
 
 def parse(argv: list[str], description: str) -> argparse.Namespace:
     """The options."""
-    head, _, tail = description.partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=head, epilog=tail, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(description)
     parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="of training (default: 60)")
     parser.add_argument("--steps", type=at_least(1), default=10**9, metavar="N", help="at most (default: no limit)")
     parser.add_argument("--askers", type=at_least(0), default=6, metavar="N", help="threads that ask (default: 6)")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from lm.command import INTERRUPTED, at_least, tell
+from lm.command import INTERRUPTED, at_least, parser_of, tell
 from lm.record import write_record
 
 from pymoe.pipe.schedules import names, png, text
@@ -48,10 +48,7 @@ def main(argv: list[str], description: str) -> int:
 
 def parse(argv: list[str], description: str) -> argparse.Namespace:
     """The options."""
-    head, _, tail = description.partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=head, epilog=tail, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(description)
     number = at_least(1)
     parser.add_argument("--stages", type=number, nargs="+", default=[2, 4], metavar="P", help="(default: 2 4)")
     parser.add_argument("--schedule", choices=names(), default="1f1b", help="(default: 1f1b)")

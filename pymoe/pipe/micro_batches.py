@@ -119,7 +119,8 @@ def _joined(parts: tuple[Any, ...]) -> Any:
         if first.dim() == 0:
             raise ValueError(
                 "the model returns a tensor without dimensions, and those of several micro-batches have no one sum or "
-                "mean: return a row for each, compute the loss in step(), or use one micro-batch"
+                "mean: return a row for each, compute the loss in step(), say which output is the loss "
+                "(output_loss_value_spec), or use one micro-batch"
             )
         return torch.cat(parts)
     if any(type(part) is not type(first) or part != first for part in parts[1:]):
