@@ -28,30 +28,33 @@ class LeafSums:
     def add(self, leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
         """Gradients of one micro-batch."""
         numbers, sums, mine = self._numbers, self.sums, self._mine
+        many = len(leaves) > FEW
         changed: list[torch.Tensor] = []
         added: list[torch.Tensor] = []
         for leaf, grad in zip(leaves, grads, strict=True):
             if grad is None:
                 continue
             number = numbers.get(id(leaf))
-            is_plain = type(grad) is torch.Tensor and grad.layout is torch.strided
             if number is None:
                 numbers[id(leaf)] = len(sums)
                 self.leaves.append(leaf)
                 sums.append(grad)
                 mine.append(None)
-            elif is_plain and grad.dtype is mine[number]:
-                changed.append(sums[number])
-                added.append(grad)
+            elif mine[number] is grad.dtype and _is_plain(grad):
+                if many:
+                    changed.append(sums[number])
+                    added.append(grad)
+                else:
+                    sums[number].add_(grad)
             else:
                 total = sums[number] = sums[number] + grad
-                is_plain = type(total) is torch.Tensor and total.layout is torch.strided
-                mine[number] = total.dtype if is_plain else None
-        if len(changed) > FEW:
+                mine[number] = total.dtype if _is_plain(total) else None
+        if changed:
             torch._foreach_add_(changed, added)
-        else:
-            for total, grad in zip(changed, added, strict=True):
-                total.add_(grad)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided
 
 
 def over_stages(parts: Iterable[LeafSums]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
