@@ -117,10 +117,9 @@ class Exchange:
 
 def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     """Where tensors must be for the group to send them. Gloo sends from the host's memory alone."""
-    host = torch.device("cpu")
-    if device.type == "cpu":
-        return host
-    return host if group._get_backend(device).name() == "gloo" else device
+    if device.type == "cpu" or device.type not in {there.type for there in group._device_types}:
+        return torch.device("cpu")
+    return torch.device("cpu") if group._get_backend(device).name() == "gloo" else device
 
 
 _directions: dict[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}

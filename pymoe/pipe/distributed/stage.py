@@ -43,6 +43,11 @@ def build_stage(pipe: Any, index: int, device: torch.device | str, group: dist.P
     - Gradients are added to ``.grad`` once, at the end of a step, so hooks of parameters are called once, and
       gradients of several steps add up. Of a parameter that stages of several processes share every process has a
       copy with the same gradient, the sum; before the first step copies are made equal to that of the first stage.
+    - ``pymoe.pipe.micro_batch().weight`` is 1 here: what a micro-batch counts is known when all have come.
+    - A pipe that returns its own loss takes ``loss_fn=lambda output, _: output["loss"]``, and any target.
+    - A stage's module may be put into ``DistributedDataParallel`` (``stage.submod = DistributedDataParallel(...)``, its
+      group being the processes that have the same stage of other pipes): it averages what is added to ``.grad``.
+    - ``pipe.train()`` and ``pipe.eval()`` are called in every process.
     - The pipe's ``checkpoint`` holds here, too; ``chunks`` is the schedule's own.
     - What goes from process to process is anything that can be pickled, with plain dense tensors.
 
