@@ -55,6 +55,11 @@ class Exchange:
         self._inboxes = [inbox(peer, partial(self._take, peer)) for peer in range(len(self._peers))]
         self._outbox = Waited() if by_threads else Polled()
 
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """In which this rank waits for messages."""
+        return self._up, self._down
+
     def send(self, peer: int, message: Message) -> None:
         """Begin to send. Its tensors must not change until it has arrived."""
         known, group = self._peers[peer], self._up if self.rank < peer else self._down

@@ -18,7 +18,7 @@ from pymoe.pipe.distributed.passage import Passage
 from pymoe.pipe.distributed.plan import Plan
 from pymoe.pipe.distributed.random_base import move_on
 from pymoe.pipe.distributed.tied import Tied
-from pymoe.pipe.distributed.waiting import watcher
+from pymoe.pipe.distributed.watch import watching
 from pymoe.pipe.distributed.wire import describe_tensors
 from pymoe.pipe.execution.checkpoint import Checkpoints
 from pymoe.pipe.execution.outer import accumulate
@@ -39,8 +39,10 @@ class Rank:
         self._checkpoint = checkpoint
         self._devices: dict[int, torch.device] = {}
         self.rank = dist.get_rank(group)
-        self.watch = watcher(group)
+        self.watch = watching(group)
         self.exchange = Exchange(group, device)
+        for own in self.exchange.groups:
+            self.watch.add(own)
         self.passage: Passage | None = None
         self._plans: dict[tuple[int, tuple[int, ...]], _Planned] = {}
         self._planned: _Planned | None = None

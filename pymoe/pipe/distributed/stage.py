@@ -50,6 +50,10 @@ def build_stage(pipe: Any, index: int, device: torch.device | str, group: dist.P
     - ``pipe.train()`` and ``pipe.eval()`` are called in every process.
     - The pipe's ``checkpoint`` holds here, too; ``chunks`` is the schedule's own.
     - What goes from process to process is anything that can be pickled, with plain dense tensors.
+    - A process that dies or raises ends the others within seconds: their steps raise
+      :class:`pymoe.pipe.distributed.RankError`, which says who failed, where and why. The group is of no use then. What
+      a loss function raises is told the others when it ends the process; for programs that go on after an error put
+      ``with pymoe.pipe.distributed.watching(group):`` around ``schedule.step``.
 
     Args:
         pipe: a :class:`pymoe.Pipe`, the same in every process.
@@ -168,6 +172,8 @@ class RankStage(_PipelineStageBase):
             output = self._rank.staged.leave(values)
             if save:
                 self.output_chunks.append(_pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output))
+            if self.has_backward:
+                self._rank.watch.at("loss", self.stage_index, micro_batch)  # which the schedule goes on with
         if not self.has_backward and passage.forwards == len(passage.plan.stages) * self._count():
             self._rank.end_without_backward()
         return output
