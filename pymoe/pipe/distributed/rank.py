@@ -72,21 +72,23 @@ class Rank:
         self._totals, self._replicated = {}, []
         self.passage = None
 
-    def open(self, rank_of: Sequence[int], count: int, graphs: bool) -> Passage:
+    def open(self, rank_of: Sequence[int], count: int, graphs: bool, is_certain: bool) -> Passage:
         """The step's mini-batch comes in.
 
         Args:
             rank_of: every stage.
             count: of micro-batches.
             graphs: whether there will be backwards.
+            is_certain: whether there is no other possible count.
         """
         random_streams.install()
         self.watch.begin()
         planned = self._planned = self._plan(tuple(rank_of))
         if not self._copies_are_equal:
             self._make_copies_equal(planned.tied)
-        for peer, messages in planned.plan.messages(count, graphs).items():
-            self.exchange.expect(peer, messages)
+        if is_certain:
+            for peer, messages in planned.plan.messages(count, graphs).items():
+                self.exchange.expect(peer, messages)
         training = [self._is_training(stage, planned) for stage in planned.plan.stages]
         checkpointed = {"always": count, "except_last": count - 1, "never": 0}[self._checkpoint]
         self.passage = passage = Passage(

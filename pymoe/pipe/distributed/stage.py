@@ -80,15 +80,17 @@ class RankStage(_PipelineStageBase):
         parts = rank.staged.parts
         super().__init__(parts[index], index, len(parts), device, group)  # type: ignore[arg-type]
         self._rank = rank
-        self._chunks: dict[bool, int] = {}  # by whether there are backwards
+        self._chunks: dict[
+            bool, list[int]
+        ] = {}  # of the schedules so far, the last one last, by whether there are backwards
 
     def _prepare_forward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> Any:
-        self.chunks = self._chunks[bool(self.has_backward)] = num_microbatches
+        self._note_chunks(bool(self.has_backward), num_microbatches)
         self.args_recv_info = {micro_batch: () for micro_batch in range(num_microbatches)}
         return ()
 
     def _prepare_backward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> Any:
-        self.chunks = self._chunks[True] = num_microbatches
+        self._note_chunks(True, num_microbatches)
 
     def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
         return ()
@@ -185,11 +187,21 @@ class RankStage(_PipelineStageBase):
 
     def _open(self) -> Passage:
         rank_of = [self.stage_index_to_group_rank[stage] for stage in range(self.num_stages)]
-        return self._rank.open(rank_of, self._count(), bool(self.has_backward) and graphs_are_made())
+        known = self._chunks.get(bool(self.has_backward), [])
+        graphs = bool(self.has_backward) and graphs_are_made()
+        return self._rank.open(rank_of, self._count(), graphs, len(known) == 1)
+
+    def _note_chunks(self, has_backward: bool, count: int) -> None:
+        """Schedules say this before their first step alone, and then nothing tells which of them it is that runs."""
+        self.chunks = count
+        known = self._chunks.setdefault(has_backward, [])
+        if count in known:
+            known.remove(count)
+        known.append(count)
 
     def _count(self) -> int:
         mode = bool(self.has_backward)
-        return self._chunks.get(mode, self._chunks.get(not mode, 1))
+        return (self._chunks.get(mode) or self._chunks.get(not mode) or [1])[-1]
 
     def _run(self, phase: str, micro_batch: int, function: Callable[..., Any], *args: Any) -> Any:
         watch = self._rank.watch
