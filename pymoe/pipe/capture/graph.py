@@ -91,7 +91,7 @@ class _Builder:
         lower: dict[Any, int] = {}
         upper: dict[Any, int] = {}
         for symbol, limits in self._program.range_constraints.items():
-            if limits.lower > 0:
+            if limits.lower > 2:  # where operators ask about 0 and 1, 2 is what is left
                 lower[symbol] = int(limits.lower)
             if limits.upper.is_number and limits.upper < 2**40:
                 upper[symbol] = int(limits.upper)
@@ -138,9 +138,6 @@ class _Builder:
         if spec.kind.name == "BUFFER":
             return self._first_name[id(self._model.get_buffer(name))]
         value = self._program.constants[spec.target]
-        held = self._entry.output.held.get(value.data_ptr()) if isinstance(value, Tensor) else None
-        if held is not None and held.shape == value.shape and held.dtype == value.dtype:
-            value = held
         if id(value) in self._first_name:
             return self._first_name[id(value)]
         for target, known in self.constants.items():

@@ -14,7 +14,6 @@ from pymoe.pipe.capture.by_running import RealModule, fakes_by_running
 from pymoe.pipe.capture.errors import CaptureError
 from pymoe.pipe.capture.opaque import OpaqueCall, OpaqueFunction, OpaqueModule
 from pymoe.pipe.capture.untouched import untouched
-from pymoe.pipe.capture.watch import Held, hold
 
 __all__ = ["OPAQUE", "intercepting"]
 
@@ -22,13 +21,13 @@ OPAQUE = "pymoe_opaque_call"
 
 
 @contextmanager
-def intercepting(modules: Mapping[str, RealModule], calls: list[OpaqueCall], held: Held) -> Iterator[None]:
+def intercepting(modules: Mapping[str, RealModule], calls: list[OpaqueCall]) -> Iterator[None]:
     """Within the block, on this thread, calls of these modules and of autograd Functions add themselves to ``calls``
     and leave a node: the operator :func:`marker` with the number of the call and its computed leaves.
 
     Modules are given by qualified name, and must be :func:`untouched` around the block.
     """
-    tracing = _Tracing(calls, held)
+    tracing = _Tracing(calls)
     for path, module in modules.items():
         module.module.__dict__["_compiled_call_impl"] = tracing.module_call(path, module)
     with _functions(tracing):
@@ -36,8 +35,7 @@ def intercepting(modules: Mapping[str, RealModule], calls: list[OpaqueCall], hel
 
 
 class _Tracing:
-    def __init__(self, calls: list[OpaqueCall], held: Held) -> None:
-        self._held = held
+    def __init__(self, calls: list[OpaqueCall]) -> None:
         self._calls = calls
         self._thread = threading.get_ident()
         self._inside = False
@@ -55,7 +53,10 @@ class _Tracing:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self.is_on():
                 return run(*args, **kwargs)
-            return self.record(OpaqueModule(path, module), None if real.fixes_sizes else run, real.copy, args, kwargs)
+            _boundaries(module._forward_pre_hooks)
+            result = self.record(OpaqueModule(path, module), None if real.fixes_sizes else run, real.copy, args, kwargs)
+            _boundaries(module._forward_hooks)
+            return result
 
         return call
 
@@ -77,7 +78,6 @@ class _Tracing:
         mode = get_proxy_mode()
         assert mode is not None
         leaves = call.take(args, kwargs)
-        hold(leaves, self._held)
         result = self._beside_the_graph(run, real, args, kwargs)
         values = call.give(result)
         tracer: Any = mode.tracer
@@ -132,6 +132,13 @@ def _depends_on_values(result: Any) -> bool:
         if isinstance(size, torch.SymInt)
     ]
     return any(size.node.hint is None for size in sizes)
+
+
+def _boundaries(hooks: Mapping[int, Any]) -> None:
+    """Boundaries of stages are hooks, and those of an opaque module would be lost within its call."""
+    for hook in hooks.values():
+        if getattr(hook, "is_boundary", False):
+            hook()
 
 
 @contextmanager

@@ -78,8 +78,7 @@ class _Cutter:
                 self._builders[number].copy(node)
         leaves: list[Any] = []
         outputs = []
-        results: Any = self._graph.output_node().args[0]
-        for leaf in results:
+        for leaf in next(reversed(self._graph.nodes)).args[0]:  # type: ignore[union-attr]
             if isinstance(leaf, fx.Node):
                 outputs.append(self.source(leaf, self._count))
                 leaves.append(Computed)

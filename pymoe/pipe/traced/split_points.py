@@ -95,14 +95,15 @@ def _hook(module: nn.Module, point: SplitPoint) -> None:
     kind = "_forward_pre_hooks" if point is SplitPoint.BEGINNING else "_forward_hooks"
     module.__dict__[kind] = module.__dict__[kind].copy()
     if point is SplitPoint.BEGINNING:
-        module.register_forward_pre_hook(_split_before, prepend=True)
+        module.register_forward_pre_hook(_Boundary(), prepend=True)
     else:
-        module.register_forward_hook(_split_after)
+        module.register_forward_hook(_Boundary())
 
 
-def _split_before(module: nn.Module, args: Any) -> None:
-    pipe_split()
+class _Boundary:
+    """A hook. A capture calls it also beside modules that it does not look into."""
 
+    is_boundary = True
 
-def _split_after(module: nn.Module, args: Any, output: Any) -> None:
-    pipe_split()
+    def __call__(self, *of_the_call: Any) -> None:
+        pipe_split()
