@@ -1,0 +1,98 @@
+"""What a model is tried with: examples, a loss, and where it is split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Batch(NamedTuple):
+    """A call of the model, and what its output should be."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+
+    def __call__(self, model: nn.Module) -> Any:
+        return model(*self.args, **self.kwargs)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model in float64 with what it is tried with. A loss is a mean over rows."""
+
+    build: Callable[[], nn.Module]
+    """The same model every time."""
+    batch: Callable[[int, torch.Generator], Batch]
+    """So many rows."""
+    splits: Mapping[str, str]
+    """Names of submodules, each with ``"BEGINNING"`` or ``"END"``."""
+    loss: Callable[[Any, Any], Tensor] = F.mse_loss
+    marks: int = 0
+    """Calls of ``pipe_split()`` in the model's own text."""
+    rows_meet: bool = False
+    """Layers look at all rows of a micro-batch: what is equal is the model run on micro-batches."""
+    least_rows: int = 1
+    """Of a micro-batch: what the model's code takes a single row for may be something else."""
+    parts: Callable[[nn.Module], Sequence[nn.Module]] | None = None
+    """The stages of a model that draws random numbers, as modules: each stage draws from a stream of its own."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """More arguments for ``pymoe.pipeline``."""
+
+    @property
+    def stages(self) -> int:
+        return 1 + len(self.splits) + self.marks
+
+    def batches(self, count: int, rows: Sequence[int], seed: int = 1) -> list[Batch]:
+        """So many mini-batches, of ``rows`` rows in turn, or as many as 3 micro-batches need."""
+        generator = torch.Generator().manual_seed(seed)
+        least = 1 if self.least_rows == 1 else 3 * self.least_rows
+        return [self.batch(max(rows[number % len(rows)], least), generator) for number in range(count)]
+
+
+def numbers(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def tokens(generator: torch.Generator, vocabulary: int, *shape: int) -> Tensor:
+    return torch.randint(vocabulary, shape, generator=generator)
+
+
+def seeded(model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Builds it in float64 from the same random numbers every time."""
+
+    def build() -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return model().double()
+
+    return build
+
+
+def of_numbers(width: int, *more: int) -> Callable[[int, torch.Generator], Batch]:
+    """One input and one target, (rows, width)."""
+
+    def batch(rows: int, generator: torch.Generator) -> Batch:
+        return Batch((numbers(generator, rows, width, *more),), {}, numbers(generator, rows, width, *more))
+
+    return batch
+
+
+def of_tokens(vocabulary: int, length: int, **kwargs: Any) -> Callable[[int, torch.Generator], Batch]:
+    """Tokens, and those that follow, (rows, length)."""
+
+    def batch(rows: int, generator: torch.Generator) -> Batch:
+        text = tokens(generator, vocabulary, rows, length + 1)
+        return Batch((text[:, :-1],), kwargs, text[:, 1:])
+
+    return batch
+
+
+def next_token(logits: Tensor, target: Tensor) -> Tensor:
+    """Cross entropy, a mean over all tokens."""
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
