@@ -6,6 +6,7 @@ from pymoe.pipe.context import MicroBatch, is_checkpointing, is_recomputing, mic
 from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm, convert_deferred_batch_norm
 from pymoe.pipe.micro_batches import Whole
 from pymoe.pipe.pipe import Pipe
+from pymoe.pipe.stages import INPUT, Source
 from pymoe.pipe.traced import (
     LossWrapper,
     MultiUseParameterConfig,
@@ -21,6 +22,7 @@ from pymoe.pipe.traced import (
 )
 
 __all__ = [
+    "INPUT",
     "CaptureError",
     "DeferredBatchNorm",
     "LossWrapper",
@@ -28,6 +30,7 @@ __all__ = [
     "MultiUseParameterConfig",
     "Pipe",
     "PipeSequential",
+    "Source",
     "SplitPoint",
     "TrivialLossWrapper",
     "Whole",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +14,8 @@ from pymoe.pipe.devices import refuse_moves
 from pymoe.pipe.execution.engine import ALL, BACKWARD, FORWARD, Engine
 from pymoe.pipe.execution.forward import run_forward, run_in_one_graph
 from pymoe.pipe.execution.step import Losses, run_step
-from pymoe.pipe.info import PipeInfo, info_of
-from pymoe.pipe.micro_batches import MicroBatches, join, mean, split
+from pymoe.pipe.inspection import Inspection
+from pymoe.pipe.own_stages import OwnStages, Taken
 from pymoe.pipe.schedules import Record, Schedule
 from pymoe.pipe.sequential import SequentialModel
 from pymoe.pipe.staged import StagedModel
@@ -35,7 +35,7 @@ __all__ = ["Pipe"]
 CHECKPOINT = ("always", "except_last", "never")
 
 
-class Pipe(nn.Module):
+class Pipe(Inspection):
     """A sequential model, cut into stages that work at the same time, each on another micro-batch.
 
     ::
@@ -106,6 +106,27 @@ class Pipe(nn.Module):
         """A pipe of any model that can be captured: :func:`pymoe.pipeline`, whose other arguments ``options`` are."""
         return pipeline(module, example_args, example_kwargs, split_policy=split_policy, **options)
 
+    @classmethod
+    def from_stages(
+        cls,
+        stages: Sequence[nn.Module],
+        takes: Sequence[Sequence[Taken]] | None = None,
+        outputs: Taken | Sequence[Taken] | None = None,
+        *,
+        chunks: int = 1,
+        checkpoint: str = "except_last",
+        devices: Sequence[torch.device | str | int] | None = None,
+    ) -> Pipe:
+        """A pipe of modules that are stages already; :class:`pymoe.pipe.own_stages.OwnStages` says what they take.
+
+        ::
+
+            pipe = Pipe.from_stages([encoder, middle, decoder], takes=[[Source(INPUT, 0)], [0], [1, Source(0, 1)]])
+
+        Parameters go by the number of the stage and their name in it.
+        """
+        return cls.of(OwnStages(stages, takes, outputs, devices), chunks, checkpoint)
+
     def _choose(self, chunks: int, checkpoint: str) -> None:
         self.chunks = _count("chunks", chunks)
         if checkpoint not in CHECKPOINT:
@@ -138,10 +159,10 @@ class Pipe(nn.Module):
             ValueError: tensors have different numbers of rows; outputs of micro-batches cannot be put together.
             BaseException: what a stage raised first, with a note of stage and micro-batch.
         """
-        micro_batches = self._enter(self.chunks, args, kwargs)
+        micro_batches = self.staged.micro_batches(self.chunks, args, kwargs)
         pipeline = self.staged.pipeline
         if functorch_is_active():
-            return self._leave(run_in_one_graph(pipeline, micro_batches), micro_batches.weights)
+            return self.staged.output(run_in_one_graph(pipeline, micro_batches), micro_batches.weights)
         engine, count = self._engine, len(micro_batches.rows)
         run = engine.run(pipeline, micro_batches, graphs=graphs_are_made(), checkpointed=self._checkpointed(count))
         schedule = engine.schedule("gpipe", len(self), count)
@@ -150,7 +171,7 @@ class Pipe(nn.Module):
             lambda run: engine.perform(run, schedule, FORWARD),
             lambda run: engine.perform(run, schedule, BACKWARD),
         )
-        return self._leave(outputs, micro_batches.weights)
+        return self.staged.output(outputs, micro_batches.weights)
 
     @left_to_python
     def step(
@@ -193,7 +214,7 @@ class Pipe(nn.Module):
             raise ValueError(f"Pipe.step: reduction must be 'mean' or 'sum', got {reduction!r}")
         has_target = target is not None
         chunks = self.chunks if chunks is None else _count("chunks", chunks)
-        micro_batches = self._enter(chunks, inputs, kwargs, (target,) * has_target)
+        micro_batches = self.staged.micro_batches(chunks, inputs, kwargs, (target,) * has_target)
         count, graphs = len(micro_batches.rows), graphs_are_made()
         engine, staged = self._engine, self.staged
         planned = engine.schedule(schedule, len(self), count)
@@ -227,49 +248,6 @@ class Pipe(nn.Module):
         """When every action of the last :meth:`step`, forward or backward pass started and ended; None before."""
         return self._engine.last_run
 
-    @property
-    def num_stages(self) -> int:
-        """The number of stages."""
-        return len(self.staged.parts)
-
-    def get_stage_module(self, stage: int) -> nn.Module:
-        """The module of a stage: what it uses of the model, under the model's names.
-
-        It can be compiled in place, ``get_stage_module(0).compile()``.
-        """
-        return self.staged.parts[stage]
-
-    @property
-    def has_loss_and_backward(self) -> bool:
-        """Whether the model computes its loss, which ``step()`` minimises without a ``loss_fn``."""
-        return self.staged.has_loss
-
-    @property
-    def replicated_params(self) -> list[dict[int, str]]:
-        """For every parameter that several stages have its name in each of them, by the stage's number."""
-        return self.staged.replicated()
-
-    def info(self) -> PipeInfo:
-        """The stages and the edges between them; ``print(pipe.info())`` draws them."""
-        return info_of(self.staged)
-
-    def print_readable(self) -> None:
-        """Print what the stages do."""
-        for stage in range(self.num_stages):
-            print(self.staged.code(stage))
-
-    def __len__(self) -> int:
-        """The number of stages."""
-        return len(self.staged.parts)
-
-    def __getitem__(self, index: int) -> nn.Module:
-        """The module of a stage; of a sequential model its layers."""
-        return self.staged.parts[index]
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        """The modules of the stages."""
-        return iter(self.staged.parts)
-
     def train(self, mode: bool = True) -> Pipe:
         """As of any module."""
         for module in (self.staged.module, *self.staged.parts):
@@ -277,38 +255,9 @@ class Pipe(nn.Module):
         self._engine.forget()
         return super().train(mode)
 
-    @property
-    def devices(self) -> tuple[torch.device | None, ...]:
-        """Where the stages are; None: where the model was."""
-        return self.staged.devices
-
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         refuse_moves(itertools.chain(self.parameters(), self.buffers()), fn)
         return super()._apply(fn, recurse)
-
-    def extra_repr(self) -> str:
-        """Chunks, checkpointing and stages."""
-        return f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, {self.staged.extra_repr()}"
-
-    def _enter(
-        self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any], others: Sequence[Any] = ()
-    ) -> MicroBatches:
-        """What the pipeline takes for every micro-batch of a call; after that ``others``, which are cut likewise."""
-        parts = split((*args, *kwargs.values(), *others), chunks)
-        first, last = len(args), len(args) + len(kwargs)
-        enter = self.staged.enter
-        values = [
-            [*enter(part[:first], dict(zip(kwargs, part[first:last], strict=True))), *part[last:]]
-            for part in parts.values
-        ]
-        return MicroBatches(values, parts.rows)
-
-    def _leave(self, outputs: Sequence[Sequence[Any]], weights: Sequence[float]) -> Any:
-        """The output of a mini-batch, from those of the pipeline for its micro-batches."""
-        columns = list(zip(*outputs, strict=True))
-        loss = self.staged.loss
-        values = [mean(column, weights) if number == loss else join(column) for number, column in enumerate(columns)]
-        return self.staged.leave(values)
 
     def _checkpointed(self, micro_batches: int) -> int:
         if not self.training:

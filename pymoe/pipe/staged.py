@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pymoe.pipe.devices import shared_parameters
+from pymoe.pipe.micro_batches import MicroBatches, join, mean, split
 from pymoe.pipe.stages import Pipeline
 
 __all__ = ["StagedModel"]
@@ -50,6 +51,24 @@ class StagedModel(ABC):
     @abstractmethod
     def leave(self, values: Sequence[Any]) -> Any:
         """What the model returns, from the values of the pipeline's outputs."""
+
+    def micro_batches(
+        self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any], others: Sequence[Any] = ()
+    ) -> MicroBatches:
+        """What the pipeline takes for every micro-batch of a call; after that ``others``, which are cut likewise."""
+        parts = split((*args, *kwargs.values(), *others), chunks)
+        first, last = len(args), len(args) + len(kwargs)
+        values = [
+            [*self.enter(part[:first], dict(zip(kwargs, part[first:last], strict=True))), *part[last:]]
+            for part in parts.values
+        ]
+        return MicroBatches(values, parts.rows)
+
+    def output(self, outputs: Sequence[Sequence[Any]], weights: Sequence[float]) -> Any:
+        """The output of a mini-batch, from those of the pipeline for its micro-batches and what each counts."""
+        loss = self.loss
+        columns = enumerate(zip(*outputs, strict=True))
+        return self.leave([mean(column, weights) if number == loss else join(column) for number, column in columns])
 
     def minimised(self, values: Sequence[Any]) -> Any:
         """What a training step without a loss function minimises: the model's own loss, or what it returns."""

@@ -15,7 +15,7 @@ from pymoe.pipe.capture.errors import CaptureError
 from pymoe.pipe.capture.intercept import intercepting
 from pymoe.pipe.capture.opaque import COMPUTED, OpaqueCall
 from pymoe.pipe.capture.untouched import untouched
-from pymoe.pipe.capture.watch import watching
+from pymoe.pipe.capture.watch import Held, watching
 
 __all__ = ["MODEL", "Computed", "Entry", "Output", "Stopped"]
 
@@ -50,7 +50,7 @@ class Entry(nn.Module):
         try:
             with untouched(self.model) as output.changed:
                 buffers = _buffers(self.model)
-                with watching(tensors), intercepting(self._opaque, output.calls):
+                with watching(tensors, output.held), intercepting(self._opaque, output.calls, output.held):
                     result = self.model(*args, **kwargs)
                 for name, (module, value) in buffers.items():
                     _write_back(name, value, module._buffers.get(name.rpartition(".")[2]))
@@ -68,6 +68,7 @@ class Output:
         self.spec: _pytree.TreeSpec | None = None
         self.calls: list[OpaqueCall] = []
         """The opaque calls that it has made."""
+        self.held: Held = {}
         self.changed: list[str] = []
         """The attributes that it has changed."""
 

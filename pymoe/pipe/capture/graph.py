@@ -138,6 +138,9 @@ class _Builder:
         if spec.kind.name == "BUFFER":
             return self._first_name[id(self._model.get_buffer(name))]
         value = self._program.constants[spec.target]
+        held = self._entry.output.held.get(value.data_ptr()) if isinstance(value, Tensor) else None
+        if held is not None and held.shape == value.shape and held.dtype == value.dtype:
+            value = held
         if id(value) in self._first_name:
             return self._first_name[id(value)]
         for target, known in self.constants.items():

@@ -14,6 +14,7 @@ from pymoe.pipe.capture.by_running import RealModule, fakes_by_running
 from pymoe.pipe.capture.errors import CaptureError
 from pymoe.pipe.capture.opaque import OpaqueCall, OpaqueFunction, OpaqueModule
 from pymoe.pipe.capture.untouched import untouched
+from pymoe.pipe.capture.watch import Held, hold
 
 __all__ = ["OPAQUE", "intercepting"]
 
@@ -21,13 +22,13 @@ OPAQUE = "pymoe_opaque_call"
 
 
 @contextmanager
-def intercepting(modules: Mapping[str, RealModule], calls: list[OpaqueCall]) -> Iterator[None]:
+def intercepting(modules: Mapping[str, RealModule], calls: list[OpaqueCall], held: Held) -> Iterator[None]:
     """Within the block, on this thread, calls of these modules and of autograd Functions add themselves to ``calls``
     and leave a node: the operator :func:`marker` with the number of the call and its computed leaves.
 
     Modules are given by qualified name, and must be :func:`untouched` around the block.
     """
-    tracing = _Tracing(calls)
+    tracing = _Tracing(calls, held)
     for path, module in modules.items():
         module.module.__dict__["_compiled_call_impl"] = tracing.module_call(path, module)
     with _functions(tracing):
@@ -35,7 +36,8 @@ def intercepting(modules: Mapping[str, RealModule], calls: list[OpaqueCall]) -> 
 
 
 class _Tracing:
-    def __init__(self, calls: list[OpaqueCall]) -> None:
+    def __init__(self, calls: list[OpaqueCall], held: Held) -> None:
+        self._held = held
         self._calls = calls
         self._thread = threading.get_ident()
         self._inside = False
@@ -78,6 +80,7 @@ class _Tracing:
         mode = get_proxy_mode()
         assert mode is not None
         leaves = call.take(args, kwargs)
+        hold(leaves, self._held)
         result = self._beside_the_graph(run, real, args, kwargs)
         values = call.give(result)
         tracer: Any = mode.tracer

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
 
 from pymoe.pipe.capture.errors import CaptureError, is_library
 
-__all__ = ["asked_at", "watching"]
+__all__ = ["Held", "asked_at", "hold", "watching"]
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _CONVERSIONS = torch.__file__
@@ -32,7 +33,24 @@ _LOST: dict[Any, str] = {
 }
 
 
+Held = dict[int, Tensor]
+"""Tensors that take gradients and that no module has registered, by address. A graph would hold them detached."""
+
+
+def hold(values: Any, held: Held) -> None:
+    """Note such tensors among the arguments of a call."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    for leaf in _pytree.tree_leaves(values):
+        if isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, FakeTensor):
+            held[leaf.data_ptr()] = leaf
+
+
 class _Watch(TorchFunctionMode):
+    def __init__(self, held: Held) -> None:
+        super().__init__()
+        self._held = held
+
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -40,13 +58,15 @@ class _Watch(TorchFunctionMode):
             return args[0].detach()
         if (reason := _LOST.get(func)) is not None:
             raise CaptureError(reason)
+        hold((args, kwargs), self._held)
         return func(*args, **kwargs or {})
 
 
 @contextmanager
-def watching(tensors: Sequence[Tensor]) -> Iterator[None]:
+def watching(tensors: Sequence[Tensor], held: Held) -> Iterator[None]:
     """Within the block calls that a graph would lose raise CaptureError, without a place; ``torch.inference_mode`` is
-    ``torch.no_grad``, which a graph can have; and guards remember the line that asked (:func:`asked_at`).
+    ``torch.no_grad``, which a graph can have; guards remember the line that asked (:func:`asked_at`); and ``held`` gets
+    what :class:`Held` says.
     """
     from torch._guards import detect_fake_mode
 
@@ -67,7 +87,7 @@ def watching(tensors: Sequence[Tensor]) -> Iterator[None]:
 
     kind.__enter__, kind.__exit__ = enter, leave
     try:
-        with _Watch():
+        with _Watch(held):
             yield
     finally:
         kind.__enter__, kind.__exit__ = before

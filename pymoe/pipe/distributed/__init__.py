@@ -2,9 +2,11 @@
 
 ``build_stage`` (:mod:`.stage`) makes of a stage what torch's schedules ask for; ``rank.py`` runs it for one mini-batch,
 ``plan.py`` says which values go where, ``exchange.py`` sends them, ``tied.py`` adds up the gradients of parameters of
-which several ranks have a copy, and ``waiting.py`` is how all of them wait and fail.
+which several ranks have a copy, and ``watch.py`` ends all ranks when one of them fails.
 """
 
+from pymoe.pipe.distributed.failure import RankError
 from pymoe.pipe.distributed.stage import RankStage, build_stage
+from pymoe.pipe.distributed.watch import watching
 
-__all__ = ["RankStage", "build_stage"]
+__all__ = ["RankError", "RankStage", "build_stage", "watching"]

@@ -10,6 +10,7 @@ of as soon as it has arrived. Over gloo, threads wait for what comes and goes, s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
@@ -24,10 +25,11 @@ from pymoe.pipe.distributed.wire import empty, flat, layouts_of
 
 __all__ = ["Exchange"]
 
-TAG = 20117  # of all messages, so that others who use the group do not take them
+TAG = 20117  # of the first pipe in a group; each has its own, so that nobody else takes its messages
 REMEMBERED = 256  # descriptions that both ends keep
 
 
+_pipes: Counter[dist.ProcessGroup] = Counter()  # that were in each group
 HEADER = 4 + 3 + 2  # numbers: the key, the notes, the description's slot and the number of its bytes if it is new
 
 
@@ -48,12 +50,19 @@ class Exchange:
         self.rank = dist.get_rank(group)
         self._wire = wire_device(group, device)
         self._device = device
+        self._tag = TAG + _pipes[group]
+        _pipes[group] += 1
         self._up, self._down = groups_of_directions(group, self._wire)
         self._peers = [_Peer() for _ in range(dist.get_world_size(group))]
         by_threads = self._wire.type == "cpu"
         inbox = ReadInbox if by_threads else Inbox
         self._inboxes = [inbox(peer, partial(self._take, peer)) for peer in range(len(self._peers))]
         self._outbox = Waited() if by_threads else Polled()
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """In which this rank waits for messages."""
+        return self._up, self._down
 
     def send(self, peer: int, message: Message) -> None:
         """Begin to send. Its tensors must not change until it has arrived."""
@@ -72,7 +81,7 @@ class Exchange:
         parts.extend(flat(tensor.to(self._wire)) for tensor in message.tensors if tensor.numel())
         for part in parts:
             there = part.to(self._wire)
-            work = dist.isend(there, group=group, group_dst=peer, tag=TAG)
+            work = dist.isend(there, group=group, group_dst=peer, tag=self._tag)
             self._outbox.add(Posted(work, there, peer, str(message.key)))
 
     def expect(self, peer: int, count: int) -> None:
@@ -110,17 +119,16 @@ class Exchange:
 
     def _fill(self, buffers: Sequence[torch.Tensor], peer: int) -> None:
         group = self._up if peer < self.rank else self._down
-        works = [dist.irecv(buffer, group=group, group_src=peer, tag=TAG) for buffer in buffers]
+        works = [dist.irecv(buffer, group=group, group_src=peer, tag=self._tag) for buffer in buffers]
         for work in works:
             wait(work, peer, "a message")
 
 
 def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     """Where tensors must be for the group to send them. Gloo sends from the host's memory alone."""
-    host = torch.device("cpu")
-    if device.type == "cpu":
-        return host
-    return host if group._get_backend(device).name() == "gloo" else device
+    if device.type == "cpu" or device.type not in {there.type for there in group._device_types}:
+        return torch.device("cpu")
+    return torch.device("cpu") if group._get_backend(device).name() == "gloo" else device
 
 
 _directions: dict[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}

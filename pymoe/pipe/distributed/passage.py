@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from pymoe.runtime.parallel.state import current
 
 __all__ = ["Passage"]
 
-Enter = Callable[[Sequence[Any], dict[str, Any]], Sequence[Any]]
 Ends = list[tuple[Origin, int, torch.device] | None]
 
 
@@ -104,7 +103,9 @@ class Passage:
         sent = [self._values[micro_batch, source] for source in about.inputs]
         assert self.random is not None
         stream = functools.partial(Stream, self.random, micro_batch * len(pipeline.stages) + stage)
-        description = MicroBatch(micro_batch, self._count, 1.0, stage=stage)  # rows count when all have been seen
+        description = MicroBatch(
+            micro_batch, self._count, 1.0, stage=stage
+        )  # its share is known when all have been seen
         activation = Activation(about, description, stream, self._state)
         if not self.graphs:
             made = in_pipeline(activation.evaluate, sent)

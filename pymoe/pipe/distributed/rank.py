@@ -18,7 +18,7 @@ from pymoe.pipe.distributed.passage import Passage
 from pymoe.pipe.distributed.plan import Plan
 from pymoe.pipe.distributed.random_base import move_on
 from pymoe.pipe.distributed.tied import Tied
-from pymoe.pipe.distributed.waiting import watcher
+from pymoe.pipe.distributed.watch import watching
 from pymoe.pipe.distributed.wire import describe_tensors
 from pymoe.pipe.execution.checkpoint import Checkpoints
 from pymoe.pipe.execution.outer import accumulate
@@ -39,8 +39,10 @@ class Rank:
         self._checkpoint = checkpoint
         self._devices: dict[int, torch.device] = {}
         self.rank = dist.get_rank(group)
-        self.watch = watcher(group)
+        self.watch = watching(group)
         self.exchange = Exchange(group, device)
+        for own in self.exchange.groups:
+            self.watch.add(own)
         self.passage: Passage | None = None
         self._plans: dict[tuple[int, tuple[int, ...]], _Planned] = {}
         self._planned: _Planned | None = None
@@ -70,21 +72,23 @@ class Rank:
         self._totals, self._replicated = {}, []
         self.passage = None
 
-    def open(self, rank_of: Sequence[int], count: int, graphs: bool) -> Passage:
+    def open(self, rank_of: Sequence[int], count: int, graphs: bool, is_certain: bool) -> Passage:
         """The step's mini-batch comes in.
 
         Args:
             rank_of: every stage.
             count: of micro-batches.
             graphs: whether there will be backwards.
+            is_certain: whether there is no other possible count.
         """
         random_streams.install()
         self.watch.begin()
         planned = self._planned = self._plan(tuple(rank_of))
         if not self._copies_are_equal:
             self._make_copies_equal(planned.tied)
-        for peer, messages in planned.plan.messages(count, graphs).items():
-            self.exchange.expect(peer, messages)
+        if is_certain:
+            for peer, messages in planned.plan.messages(count, graphs).items():
+                self.exchange.expect(peer, messages)
         training = [self._is_training(stage, planned) for stage in planned.plan.stages]
         checkpointed = {"always": count, "except_last": count - 1, "never": 0}[self._checkpoint]
         self.passage = passage = Passage(

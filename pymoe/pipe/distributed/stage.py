@@ -43,8 +43,17 @@ def build_stage(pipe: Any, index: int, device: torch.device | str, group: dist.P
     - Gradients are added to ``.grad`` once, at the end of a step, so hooks of parameters are called once, and
       gradients of several steps add up. Of a parameter that stages of several processes share every process has a
       copy with the same gradient, the sum; before the first step copies are made equal to that of the first stage.
+    - ``pymoe.pipe.micro_batch().weight`` is 1 here: what a micro-batch counts is known when all have come.
+    - A pipe that returns its own loss takes ``loss_fn=lambda output, _: output["loss"]``, and any target.
+    - A stage's module may be put into ``DistributedDataParallel`` (``stage.submod = DistributedDataParallel(...)``, its
+      group being the processes that have the same stage of other pipes): it averages what is added to ``.grad``.
+    - ``pipe.train()`` and ``pipe.eval()`` are called in every process.
     - The pipe's ``checkpoint`` holds here, too; ``chunks`` is the schedule's own.
     - What goes from process to process is anything that can be pickled, with plain dense tensors.
+    - A process that dies or raises ends the others within seconds: their steps raise
+      :class:`pymoe.pipe.distributed.RankError`, which says who failed, where and why. The group is of no use then. What
+      a loss function raises is told the others when it ends the process; for programs that go on after an error put
+      ``with pymoe.pipe.distributed.watching(group):`` around ``schedule.step``.
 
     Args:
         pipe: a :class:`pymoe.Pipe`, the same in every process.
@@ -71,15 +80,17 @@ class RankStage(_PipelineStageBase):
         parts = rank.staged.parts
         super().__init__(parts[index], index, len(parts), device, group)  # type: ignore[arg-type]
         self._rank = rank
-        self._chunks: dict[bool, int] = {}  # by whether there are backwards
+        self._chunks: dict[
+            bool, list[int]
+        ] = {}  # of the schedules so far, the last one last, by whether there are backwards
 
     def _prepare_forward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> Any:
-        self.chunks = self._chunks[bool(self.has_backward)] = num_microbatches
+        self._note_chunks(bool(self.has_backward), num_microbatches)
         self.args_recv_info = {micro_batch: () for micro_batch in range(num_microbatches)}
         return ()
 
     def _prepare_backward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> Any:
-        self.chunks = self._chunks[True] = num_microbatches
+        self._note_chunks(True, num_microbatches)
 
     def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
         return ()
@@ -163,6 +174,8 @@ class RankStage(_PipelineStageBase):
             output = self._rank.staged.leave(values)
             if save:
                 self.output_chunks.append(_pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output))
+            if self.has_backward:
+                self._rank.watch.at("loss", self.stage_index, micro_batch)  # which the schedule goes on with
         if not self.has_backward and passage.forwards == len(passage.plan.stages) * self._count():
             self._rank.end_without_backward()
         return output
@@ -174,11 +187,21 @@ class RankStage(_PipelineStageBase):
 
     def _open(self) -> Passage:
         rank_of = [self.stage_index_to_group_rank[stage] for stage in range(self.num_stages)]
-        return self._rank.open(rank_of, self._count(), bool(self.has_backward) and graphs_are_made())
+        known = self._chunks.get(bool(self.has_backward), [])
+        graphs = bool(self.has_backward) and graphs_are_made()
+        return self._rank.open(rank_of, self._count(), graphs, len(known) == 1)
+
+    def _note_chunks(self, has_backward: bool, count: int) -> None:
+        """Schedules say this before their first step alone, and then nothing tells which of them it is that runs."""
+        self.chunks = count
+        known = self._chunks.setdefault(has_backward, [])
+        if count in known:
+            known.remove(count)
+        known.append(count)
 
     def _count(self) -> int:
         mode = bool(self.has_backward)
-        return self._chunks.get(mode, self._chunks.get(not mode, 1))
+        return (self._chunks.get(mode) or self._chunks.get(not mode) or [1])[-1]
 
     def _run(self, phase: str, micro_batch: int, function: Callable[..., Any], *args: Any) -> Any:
         watch = self._rank.watch

@@ -6,11 +6,13 @@ leaves that are no tensors. Most messages have the description of one before, so
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils import _pytree
 
 from pymoe.pipe.execution.values import Crossing, Origin, Sent, arrive
 
@@ -112,10 +114,10 @@ def _layouts(leaves: Sequence[Any]) -> list[Layout]:
 
 def _lay_out(tensor: torch.Tensor) -> tuple[torch.Tensor, Layout]:
     """The tensor, without gaps in its memory."""
-    if tensor.layout != torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        raise TypeError(
-            f"a {type(tensor).__name__} of layout {tensor.layout} cannot go from rank to rank: only plain dense tensors"
-        )
+    is_plain = tensor.layout == torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if not is_plain or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
+        what = f"a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}"
+        raise TypeError(f"{what} cannot go from rank to rank: only plain dense tensors can")
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if not _is_without_gaps(tensor):
         tensor = tensor.contiguous()
@@ -131,8 +133,26 @@ def _is_without_gaps(tensor: torch.Tensor) -> bool:
     return True
 
 
+class _Pickler(pickle.Pickler):
+    """With a leaf's place in a structure by reference: torch warns of the class of those that it makes itself."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is type(_LEAF) and obj == _LEAF:
+            return _leaf, ()
+        return NotImplemented
+
+
+_LEAF = _pytree.tree_flatten(0)[1]
+
+
+def _leaf() -> Any:
+    return _LEAF
+
+
 def _dump(what: Any) -> bytes:
+    buffer = io.BytesIO()
     try:
-        return pickle.dumps(what)
+        _Pickler(buffer).dump(what)
     except Exception as error:
         raise TypeError(f"a value that goes from rank to rank cannot be sent to another process: {error}") from error
+    return buffer.getvalue()

@@ -78,7 +78,8 @@ class _Cutter:
                 self._builders[number].copy(node)
         leaves: list[Any] = []
         outputs = []
-        for leaf in next(reversed(self._graph.nodes)).args[0]:  # type: ignore[union-attr]
+        results: Any = self._graph.output_node().args[0]
+        for leaf in results:
             if isinstance(leaf, fx.Node):
                 outputs.append(self.source(leaf, self._count))
                 leaves.append(Computed)

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from pymoe.pipe.capture import Captured, capture
 from pymoe.pipe.traced.boundaries import works
+from pymoe.pipe.traced.regions import open_regions
 from pymoe.pipe.traced.split_points import SplitPoint, annotate_split_points, is_marker, mark
 
 __all__ = ["SplitPolicy", "Trace"]
@@ -40,6 +41,7 @@ class Trace:
         """
         spec = self.split_spec or {}
         captured = capture(annotate_split_points(module, spec) if spec else module, args, kwargs, **self.options)
+        open_regions(captured.graph.graph)
         if spec:
             _check_calls(captured.graph, spec)
         if self._chosen is not None:

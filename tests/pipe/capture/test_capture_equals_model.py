@@ -1,6 +1,7 @@
 """A captured graph computes what its model computes, bit by bit."""
 
 import contextlib
+import copy
 import sys
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from same_as_model import assert_captured
+from same_as_model import as_model, assert_captured, assert_same, run
+
+from pymoe.pipe.capture import capture
 
 
 @pytest.fixture(autouse=True)
@@ -190,3 +193,79 @@ class Attention(nn.Module):
 
 def test_transformer_layer_of_any_batch_and_length():
     assert_captured(Attention(), (torch.randint(13, (3, 5)),), None, ((torch.randint(13, (4, 9)),), {}))
+
+
+class BehindTensors(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("sum", torch.zeros(4))
+
+    def forward(self, x):
+        self.sum.data.add_(x.data.sum(0))
+        with torch.inference_mode():
+            shift = self.linear(x).mean()
+        return self.linear(x) + shift + self.linear.weight.data.sum()
+
+
+def test_data_and_inference_mode_within_a_model():
+    assert_captured(BehindTensors(), (torch.randn(5, 4),), None, ((torch.randn(3, 4),), {}))
+
+
+class Shifted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, shift):
+        return x + shift
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad.sum(0) * 2
+
+
+class HeldElsewhere(nn.Module):
+    """A parameter that no module has registered, and shared layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleDict({"a": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4)})
+        self.layers["b"], self.norm = self.layers["a"], self.layers["norm"]
+        self.held = [nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))]
+
+    def forward(self, x):
+        x = self.norm(self.layers["b"](self.layers["norm"](self.layers["a"](x))))
+        return x * self.held[0] + Shifted.apply(x, self.held[1])
+
+
+def test_shared_layers_and_parameters_that_nobody_registered():
+    model = HeldElsewhere()
+    eager = copy.deepcopy(model)
+    captured = capture(model, (torch.randn(5, 4),))
+    x = torch.randn(5, 4)
+    assert_same(run(as_model(captured), model, (x,), {}), run(eager, eager, (x,), {}))
+    for held, expected in zip(model.held, eager.held, strict=True):
+        assert torch.equal(held.grad, expected.grad)
+    assert set(captured.graph.state_dict()) <= set(model.state_dict())
+
+
+def test_compiled_layers_are_looked_into():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model[2].compile(backend="eager")
+    compiled = model[2]._compiled_call_impl
+    captured = assert_captured(model, (torch.randn(5, 4),))
+    assert model[2]._compiled_call_impl is compiled
+    assert sum(node.target is torch.ops.aten.linear.default for node in captured.graph.graph.nodes) == 2
+
+
+class UNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down, self.deep = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1)
+        self.up, self.out = nn.ConvTranspose2d(8, 4, 2, 2), nn.Conv2d(8, 1, 1)
+
+    def forward(self, x):
+        wide = self.down(x).relu()
+        return self.out(torch.cat([wide, self.up(self.deep(F.max_pool2d(wide, 2)).relu())], 1))
+
+
+def test_skips_and_images_of_any_size():
+    assert_captured(UNet(), (torch.randn(2, 1, 8, 8),), None, ((torch.randn(3, 1, 12, 6),), {}))

@@ -98,7 +98,7 @@ def test_hooks_are_called_once_a_step_for_parameters_and_once_a_micro_batch_for_
 def test_activations_are_let_go_of_after_their_backward(ranks, schedule, most):
     first, last = ranks(2).run("promises.activations", name=schedule, micro_batches=8)
     assert first["most"][1] == most
-    assert first["most"][0] <= most + 1  # one on its way
+    assert first["most"][0] <= most + 3  # some on their way
     assert last["most"][1] == (1 if schedule == "Schedule1F1B" else 8)
     assert first["left"] == last["left"] == [0, 0]
 

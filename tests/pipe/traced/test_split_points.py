@@ -257,3 +257,45 @@ def test_the_picture_names_stages_and_edges():
     assert "words" in lines[1]
     assert "66 parameters" in lines[1]
     assert "takes stage 0: 0" in lines[2]
+
+
+class Inside(nn.Module):
+    """Boundaries inside of blocks without gradients and in autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(5)])
+
+    def forward(self, x):
+        with torch.no_grad():
+            frozen = self.layers[0](x)
+            pipe_split()
+            frozen = torch.tanh(self.layers[1](frozen)) * x.shape[0]
+        x = self.layers[2](x + frozen)
+        with torch.autocast("cpu", torch.bfloat16):
+            low = self.layers[3](x)
+            pipe_split()
+            both = self.layers[4](low) + low
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            still = self.layers[3](x)
+            pipe_split()
+            still = still * 2
+        return both.float() + x + still.float()
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+def test_boundaries_inside_of_blocks_without_gradients_and_in_autocast():
+    model = Inside().float()
+    plain = copy.deepcopy(model)
+    x = rows(6).float()
+    pipe = pipeline(model, (x[:2],), chunks=1)
+    assert pipe.num_stages == 4
+    torch.testing.assert_close(pipe(x), plain(x), rtol=0, atol=0)
+    for twin in (pipe, copy.deepcopy(pipe)):
+        twin.zero_grad()
+        plain.zero_grad()
+        twin.step(x, loss_fn=lambda out: out.square().mean())
+        plain(x).square().mean().backward()
+        assert twin.layers[0].weight.grad is None
+        for name, grad in gradients(plain).items():
+            torch.testing.assert_close(gradients(twin)[name], grad, rtol=1e-6, atol=1e-7)

@@ -324,6 +324,40 @@ def test_what_is_whole_goes_to_every_micro_batch():
     torch.testing.assert_close(pipe(rows(7), Whole(mask)), Mask()(rows(7), mask), rtol=0, atol=TOLERANCE)
 
 
+def test_stages_are_put_on_devices():
+    model, plain = made(Skips)
+    pipe = pipeline(model, *call_of(Skips, 2), chunks=2, devices=["cpu"] * 4)
+    assert pipe.devices == (torch.device("cpu"),) * 4
+    args, kwargs = call_of(Skips, 6)
+    torch.testing.assert_close(pipe(*args, **kwargs), plain(*args, **kwargs), rtol=0, atol=TOLERANCE)
+    with pytest.raises(ValueError, match="3 devices for 4 stages"):
+        pipeline(model, *call_of(Skips, 2), devices=["cpu"] * 3)
+
+
+def test_what_stages_on_several_devices_share_travels():
+    """The device ``meta`` has no values, and everything else of a device."""
+
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = nn.Linear(WIDTH, WIDTH)
+            self.shift = nn.Parameter(torch.zeros(WIDTH))
+            self.register_buffer("offset", torch.ones(WIDTH))
+
+        def forward(self, x):
+            x = self.words(x) + self.shift + self.offset
+            pipe_split()
+            return F.linear(x, self.words.weight) + torch.arange(WIDTH, device=x.device)
+
+    model = Shifted()
+    pipe = pipeline(model, (rows(2),), devices=["cpu", "meta"], checkpoint="never")
+    assert pipe.replicated_params == []
+    assert pipe(rows(4)).device.type == "meta"
+    assert model.words.weight.device.type == "cpu"
+    with pytest.raises(ValueError, match="can be on one device only"):
+        pipeline(Shifted(), (rows(2),), devices=["cpu", "meta"], multi_use_param_spec=MultiUseParameterConfig.REPLICATE)
+
+
 def test_compiled_stages_are_used():
     model, plain = made(Skips)
     pipe = pipeline(model, *call_of(Skips, 2), chunks=2)

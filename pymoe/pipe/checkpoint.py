@@ -1,0 +1,209 @@
+"""Checkpoints of pipes: saved from stages on any number of processes, loaded into the model or into another split.
+
+Keys are the model's own, so the checkpoint of a pipe is one of the model. With ``torch.distributed.checkpoint``::
+
+    save(pipe, folder, stages=[rank], optimizer=optimizer)                      # in every process
+    load(other_pipe, folder, stages=[0, 1], optimizer=other_optimizer)          # on more or fewer
+    torch.distributed.checkpoint.load({"model": model.state_dict()}, checkpoint_id=folder)      # the model itself
+
+As safetensors (the package ``safetensors`` must be there), in files that others can read, too::
+
+    save_safetensors(pipe, folder, stages=[rank])
+    load_safetensors(model, folder)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+__all__ = ["load", "load_safetensors", "save", "save_safetensors", "stage_state_dict"]
+
+INDEX = "model.safetensors.index.json"
+
+
+def stage_state_dict(pipe: Any, stages: Iterable[int] | None = None) -> dict[str, Any]:
+    """The part of the model's ``state_dict`` that stages have: their parameters and buffers, under the model's names.
+
+    In a process that runs some stages the others are as they were when the pipe was made, so ``pipe.state_dict()``
+    has old values.
+
+    Args:
+        pipe: a :class:`pymoe.Pipe`.
+        stages: which; None: all.
+    """
+    parts = [pipe.staged.parts[index] for index in (range(len(pipe)) if stages is None else stages)]
+    own = {id(module) for part in parts for module in part.modules()}
+    own |= {id(tensor) for part in parts for tensor in (*part.parameters(), *part.buffers())}
+    extra = {f"{name}._extra_state": module for name, module in pipe.named_modules()}
+    state = pipe.state_dict(keep_vars=True)
+    return {
+        name: value.detach() if isinstance(value, torch.Tensor) else value
+        for name, value in state.items()
+        if id(extra.get(name, value)) in own
+    }
+
+
+def save(
+    pipe: Any,
+    folder: str | Path,
+    *,
+    stages: Iterable[int] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Save stages and their optimizer with ``torch.distributed.checkpoint``. Every process of the group calls it.
+
+    What several processes have, as copies of a shared parameter, is written by one of them. A parameter with several
+    names in the model's ``state_dict`` can be loaded under each.
+
+    Args:
+        pipe: a :class:`pymoe.Pipe`.
+        folder: for the files; the same for all processes.
+        stages: those that this process runs; None: all.
+        optimizer: of parameters of these stages.
+        group: whose processes run the pipe; None: the default group, or this process alone if there is none.
+    """
+    from torch.distributed.checkpoint import state_dict_saver
+
+    state_dict_saver.save(
+        _state(pipe, stages, optimizer), checkpoint_id=folder, process_group=group, no_dist=not dist.is_initialized()
+    )
+
+
+def load(
+    pipe: Any,
+    folder: str | Path,
+    *,
+    stages: Iterable[int] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Load stages and their optimizer from what :func:`save` wrote, with any split. Every process calls it.
+
+    Args:
+        pipe: a :class:`pymoe.Pipe` of the same model.
+        folder: of the files.
+        stages: those that this process runs; None: all.
+        optimizer: of parameters of these stages.
+        group: as for :func:`save`.
+
+    Raises:
+        torch.distributed.checkpoint.CheckpointException: files or keys are missing, or sizes differ.
+    """
+    from torch.distributed.checkpoint import state_dict_loader
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+    state = _state(pipe, stages, optimizer)
+    state_dict_loader.load(state, checkpoint_id=folder, process_group=group, no_dist=not dist.is_initialized())
+    pipe.load_state_dict(state["model"], strict=False)
+    if optimizer is not None:
+        set_optimizer_state_dict(pipe, optimizer, state["optimizer"], options=_by_name())
+
+
+def _state(pipe: Any, stages: Iterable[int] | None, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    state: dict[str, Any] = {"model": stage_state_dict(pipe, stages)}
+    if optimizer is not None:
+        state["optimizer"] = get_optimizer_state_dict(pipe, optimizer, options=_by_name())
+    return state
+
+
+def _by_name() -> Any:
+    """Optimizer states by the names of parameters, not by their numbers, which a split changes."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    return StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
+
+
+def save_safetensors(
+    pipe: Any, folder: str | Path, *, stages: Iterable[int] | None = None, group: dist.ProcessGroup | None = None
+) -> None:
+    """Export stages as safetensors: a file a process, and an index that says what is in which (the layout of sharded
+    models on the Hugging Face hub). Every process of the group calls it, and a tensor is written once, under one name.
+
+    Args:
+        pipe: a :class:`pymoe.Pipe`.
+        folder: for the files; made if it is not there.
+        stages: those that this process runs; None: all.
+        group: whose processes run the pipe; None: the default group, or this process alone if there is none.
+
+    Raises:
+        ImportError: the package safetensors is not installed.
+        TypeError: something in the state is no tensor.
+    """
+    safetensors = _safetensors()
+    tensors: dict[str, torch.Tensor] = {}
+    first_names: dict[int, str] = {}
+    for name, value in pipe.state_dict(keep_vars=True).items():
+        first_names.setdefault(id(value), name)
+    own = set(stage_state_dict(pipe, stages))
+    for name, value in pipe.state_dict(keep_vars=True).items():
+        if name in own:
+            if not isinstance(value, torch.Tensor):
+                raise TypeError(f"safetensors holds tensors alone, and {name} is of type {type(value).__name__}")
+            tensors[first_names[id(value)]] = value.detach().cpu().contiguous()
+    alone = not dist.is_initialized()
+    rank, ranks = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
+    names: list[list[str]] = [list(tensors)]
+    if not alone:
+        names = [[] for _ in range(ranks)]
+        dist.all_gather_object(names, list(tensors), group=group)
+    files = [f"model-{number + 1:05d}-of-{ranks:05d}.safetensors" for number in range(ranks)]
+    where = {name: file for file, there in reversed(list(zip(files, names, strict=True))) for name in there}
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    safetensors.save_file(
+        {name: tensor for name, tensor in tensors.items() if where[name] == files[rank]},
+        folder / files[rank],
+        metadata={"format": "pt"},
+    )
+    if rank == 0:
+        index = {"metadata": {}, "weight_map": dict(sorted(where.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=1))
+    if not alone:
+        dist.barrier(group)
+
+
+def load_safetensors(module: nn.Module, source: str | Path) -> None:
+    """Load a model, or a pipe of it with any split, from safetensors.
+
+    Args:
+        module: takes the values; where they are, and of what dtype, stays as it is.
+        source: a folder that :func:`save_safetensors` has written, or one file.
+
+    Raises:
+        ImportError: the package safetensors is not installed.
+        RuntimeError: names or sizes differ from the module's.
+    """
+    safetensors = _safetensors()
+    source = Path(source)
+    files = [source]
+    if source.is_dir():
+        files = [source / name for name in sorted(set(json.loads((source / INDEX).read_text())["weight_map"].values()))]
+    found: dict[str, Any] = {}
+    for file in files:
+        found.update(safetensors.load_file(file))
+    first: dict[int, torch.Tensor] = {}
+    state = module.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if name in found:
+            first.setdefault(id(value), found[name])
+    # A tensor with several names was written under one.
+    found.update({name: first[id(value)] for name, value in state.items() if id(value) in first})
+    module.load_state_dict(found)
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError("safetensors is needed to read and write its files: pip install safetensors") from error
+    return safetensors.torch

@@ -1,0 +1,116 @@
+"""Stages that the user has made: modules, and what each takes of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pymoe.pipe.auxiliary import with_auxiliary_losses
+from pymoe.pipe.devices import place
+from pymoe.pipe.execution.turns import taking_turns
+from pymoe.pipe.staged import StagedModel
+from pymoe.pipe.stages import INPUT, Pipeline, Source, Stage
+
+__all__ = ["OwnStages", "Taken"]
+
+Taken = int | Source
+"""What a stage takes: a stage's number, for all that it returns, or one item of that."""
+
+
+class OwnStages(StagedModel):
+    """Modules as stages.
+
+    Args:
+        stages: the modules, in an order in which they can run.
+        takes: for every stage its positional arguments: ``n`` for what stage n returns, ``Source(n, k)`` for item k of
+            it, ``Source(-1, k)`` for argument k of the pipe. None: the first takes the one argument of the pipe, every
+            other what the one before returns.
+        outputs: what the pipe returns, in the same words: one, or a sequence of which it makes a tuple. None: what the
+            last stage returns.
+        devices: for every stage; None: they stay where they are.
+
+    Raises:
+        TypeError: the stages are no modules.
+        ValueError: a stage takes what is not there by then.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        takes: Sequence[Sequence[Taken]] | None = None,
+        outputs: Taken | Sequence[Taken] | None = None,
+        devices: Sequence[torch.device | str | int] | None = None,
+    ) -> None:
+        if not stages or not all(isinstance(stage, nn.Module) for stage in stages):
+            raise TypeError(f"Pipe.from_stages: a sequence of modules is needed, got {stages!r:.200}")
+        if takes is None:
+            takes = [[number - 1 if number else Source(INPUT, 0)] for number in range(len(stages))]
+        if len(takes) != len(stages):
+            raise ValueError(f"Pipe.from_stages: takes has {len(takes)} entries for {len(stages)} stages")
+        self.module = nn.ModuleList(stages)
+        self.parts = tuple(stages)
+        self.devices = tuple(place(self.parts, devices))
+        last: Taken = len(stages) - 1
+        self._is_one = outputs is None or isinstance(outputs, (int, Source))
+        found = [last if outputs is None else outputs] if self._is_one else list(outputs)  # type: ignore[arg-type]
+        self._inputs = 1 + max(
+            (t[1] for row in takes for t in row if isinstance(t, Source) and t[0] == INPUT), default=-1
+        )
+        self._pipeline = self._pipeline_of(takes, found)
+
+    def _pipeline_of(self, takes: Sequence[Sequence[Taken]], outputs: Sequence[Any]) -> Pipeline:
+        items: list[dict[int | None, int]] = [{} for _ in self.parts]  # of every stage: what others take of it
+
+        def source(taken: Taken, taker: int) -> Source:
+            stage, item = taken if isinstance(taken, Source) else (taken, None)
+            if stage == INPUT and item is not None:
+                return Source(INPUT, item)
+            if not 0 <= stage < taker:
+                who = f"stage {taker}" if taker < len(self.parts) else "the pipe's output"
+                raise ValueError(f"Pipe.from_stages: {who} cannot take {taken!r}: only earlier stages are there")
+            return Source(stage, items[stage].setdefault(item, len(items[stage])))
+
+        inputs = [tuple(source(taken, number) for taken in row) for number, row in enumerate(takes)]
+        results = tuple(source(taken, len(self.parts)) for taken in outputs)
+        functions = [
+            with_auxiliary_losses(_Items(part, list(of_part)), part)
+            for part, of_part in zip(self.parts, items, strict=True)
+        ]
+        stages = [
+            Stage(function, sources, len(of_part), (part,), device)
+            for function, sources, of_part, part, device in zip(
+                taking_turns(functions, self.parts), inputs, items, self.parts, self.devices, strict=True
+            )
+        ]
+        return Pipeline(tuple(stages), self._inputs, results)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The same in every mode."""
+        return self._pipeline
+
+    def enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The positional arguments."""
+        if kwargs or len(args) != self._inputs:
+            given = f"{len(args)}" + (f" and {', '.join(kwargs)} by name" if kwargs else "")
+            raise TypeError(f"Pipe: the stages take {self._inputs} inputs by position, got {given}")
+        return list(args)
+
+    def leave(self, values: Sequence[Any]) -> Any:
+        """The one, or all of them."""
+        return values[0] if self._is_one else tuple(values)
+
+
+class _Items:
+    """The function of a stage: what others take of the module's result."""
+
+    def __init__(self, part: nn.Module, items: Sequence[int | None]) -> None:
+        self._part = part
+        self._items = items
+
+    def __call__(self, *values: Any) -> Sequence[Any]:
+        result = self._part(*values)
+        return [result if item is None else result[item] for item in self._items]

@@ -1,0 +1,102 @@
+"""A pipe on three ranks whose layers and loss can fail. Its functions run in processes of their own."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from failing_ranks import RANKS, Bug
+from torch import nn
+from torch.distributed.pipelining import Schedule1F1B
+from torch.nn import functional as F
+
+from pymoe.pipe import Pipe
+from pymoe.pipe.distributed import RankError, watching
+
+MICRO_BATCHES, ROWS = 4, 8
+BAD = 100.0  # a value that a layer stumbles over
+
+
+@dataclass
+class Bad:
+    """Where a bug shows: in the third micro-batch of the third step."""
+
+    phase: str = ""
+    rank: int = 0
+    is_in_block: bool = True
+
+
+class _Stumble(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, is_bad: bool) -> torch.Tensor:
+        ctx.is_bad = is_bad
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if ctx.is_bad:
+            raise Bug("the answer is not 42")
+        return grad, None
+
+
+class Layer(nn.Module):
+    """Linear, and stumbles where it was told to over rows that are marked."""
+
+    def __init__(self, phase: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.phase = phase
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(rows, 4) to (rows, 4); the last column is the mark."""
+        is_bad = bool((x[:, 3] == BAD).any())
+        if is_bad and self.phase == "forward":
+            raise Bug("the answer is not 42")
+        y = torch.cat([self.linear(x[:, :3]), x[:, 3:]], 1)
+        return _Stumble.apply(y, is_bad and self.phase == "backward")
+
+
+def train(rank: int, address: str, results: Any, bad: Bad) -> None:
+    """Steps without end, and a report: "step" at first; at last "raised", "told" or "other"."""
+    torch.set_num_threads(1)
+    # Waits would take minutes.
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS, timeout=timedelta(minutes=5))
+    layers = [Layer(bad.phase if stage == bad.rank else "") for stage in range(RANKS)]
+    pipe = Pipe(nn.Sequential(*layers), balance=[1] * RANKS, checkpoint="never")
+    step = 0
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if bad.phase == "loss" and bool((output[:, 3] == BAD).any()):
+            raise Bug("the answer is not 42")
+        return F.mse_loss(output, target)
+
+    schedule = Schedule1F1B(pipe.build_stage(rank, "cpu"), MICRO_BATCHES, loss_fn=loss_fn)
+    try:
+        while True:
+            x = torch.zeros(ROWS, 4)
+            if bad.phase and step == 3:
+                x[2 * ROWS // MICRO_BATCHES, 3] = BAD
+            inputs, targets = (x,) if rank == 0 else (), {"target": x} if rank == RANKS - 1 else {}
+            if bad.is_in_block:
+                with watching():
+                    schedule.step(*inputs, **targets)
+            else:
+                schedule.step(*inputs, **targets)
+            if step < 3:
+                results.send(("step", step))
+            step += 1
+    except RankError as error:
+        results.send(("told", (error.rank, error.phase, error.stage, error.micro_batch, str(error))))
+    except Bug as error:
+        results.send(("raised", (str(error), "".join(getattr(error, "__notes__", [])))))
+        if not bad.is_in_block:
+            sys.excepthook(*sys.exc_info())  # as when it ends an interpreter
+        else:
+            time.sleep(1000)  # a program that goes on
+    except BaseException as error:
+        results.send(("other", repr(error)))

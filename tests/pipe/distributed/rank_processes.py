@@ -1,0 +1,88 @@
+"""Processes that are ranks of a group on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+__all__ = ["Ranks", "ranks"]
+
+LIMIT = 60.0  # seconds, a guard against hanging: far from what anything takes, and from the group's timeout
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["pymoe.pipe.distributed"])  # seconds, for each process otherwise
+
+
+def free_address() -> str:
+    """For a process group."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{found.getsockname()[1]}"
+
+
+class Ranks:
+    """Processes, and what they report: pairs of a word and a value.
+
+    Each reports by a pipe of its own. (A queue that a rank is killed in would be locked for all.)
+    """
+
+    def __init__(self, body: Callable[..., None], count: int, *arguments: Any) -> None:
+        self.processes = []
+        self._pipes: dict[Connection, int] = {}
+        address = free_address()
+        for rank in range(count):
+            here, there = _context.Pipe(duplex=False)
+            process = _context.Process(target=body, args=(rank, address, there, *arguments), daemon=True)
+            process.start()
+            there.close()
+            self.processes.append(process)
+            self._pipes[here] = rank
+
+    def wait_for(self, word: str, count: int) -> dict[int, tuple[str, Any]]:
+        """Until ``count`` ranks have reported ``word``; the first such report of each."""
+        return self._collect(count, lambda what: what == word)
+
+    def ends(self, count: int) -> dict[int, tuple[str, Any]]:
+        """How ``count`` ranks have ended: their first report that is no "step"."""
+        return self._collect(count, lambda what: what != "step")
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to a rank."""
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def _collect(self, count: int, counts: Callable[[str], bool]) -> dict[int, tuple[str, Any]]:
+        found: dict[int, tuple[str, Any]] = {}
+        limit = time.monotonic() + LIMIT
+        while len(found) < count:
+            ready = wait(list(self._pipes), max(0.0, limit - time.monotonic()))
+            assert ready, f"after {LIMIT:.0f} s, or with all ranks gone, only {found} was reported"
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                try:
+                    what, value = pipe.recv()
+                except EOFError:
+                    del self._pipes[pipe]
+                    continue
+                if counts(what):
+                    found.setdefault(self._pipes[pipe], (what, value))
+        return found
+
+
+@contextlib.contextmanager
+def ranks(body: Callable[..., None], count: int, *arguments: Any) -> Iterator[Ranks]:
+    """Processes that are gone afterwards. Each runs ``body(rank, address, connection, *arguments)``."""
+    started = Ranks(body, count, *arguments)
+    try:
+        yield started
+    finally:
+        for process in started.processes:
+            process.kill()
+        for process in started.processes:
+            process.join()
