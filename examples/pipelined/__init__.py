@@ -1,1 +1,1 @@
-"""What pipeline_moe_lm.py is made of."""
+"""What pipeline_moe_lm.py and pipeline_torchrun.py are made of."""
