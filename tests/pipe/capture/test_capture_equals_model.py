@@ -173,9 +173,13 @@ def test_autocast_blocks(outside):
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_a_capture_made_without_gradients_has_them(context):
     model = Blocks()
+    eager = copy.deepcopy(model)
     with context():
-        assert_captured(model, (torch.randn(5, 4),))
-    assert_captured(model, (torch.randn(5, 4),))
+        captured = capture(model, (torch.randn(5, 4),))
+    x = torch.randn(5, 4)
+    assert_same(run(as_model(captured), model, (x,), {}), run(eager, eager, (x,), {}))
+    assert model.a.weight.grad is not None
+    assert model.b.weight.grad is None
 
 
 class Attention(nn.Module):
