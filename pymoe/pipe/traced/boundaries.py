@@ -19,6 +19,7 @@ def stage_numbers(graph: fx.Graph) -> dict[fx.Node, int]:
     dependent = _dependent(graph)
     numbers: dict[fx.Node, int] = {}
     stage, has_work, is_over = 0, False, False
+    waiting: list[fx.Node] = []  # views behind a boundary: they belong to the stage that begins there, if one does
     for node in graph.nodes:
         if is_marker(node):
             is_over = has_work
@@ -26,7 +27,11 @@ def stage_numbers(graph: fx.Graph) -> dict[fx.Node, int]:
             if node in dependent and is_work(node):
                 if is_over:
                     stage += 1
+                    numbers.update(dict.fromkeys(waiting, stage))
                 has_work, is_over = True, False
+                waiting.clear()
+            elif is_over:
+                waiting.append(node)
             numbers[node] = stage
             if node.target is operator.getitem:  # goes with what it is a part of
                 numbers[node] = numbers.get(node.all_input_nodes[0], stage)
