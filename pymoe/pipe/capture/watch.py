@@ -58,8 +58,19 @@ class _Watch(TorchFunctionMode):
             return args[0].detach()
         if (reason := _LOST.get(func)) is not None:
             raise CaptureError(reason)
+        if func is torch._C._set_grad_enabled and args[0] != torch.is_grad_enabled() and _is_in_autocast_block():
+            raise CaptureError(
+                "it switches gradients off or on within a block of autocast, which torch.export forgets: its backward "
+                "pass would be another"
+            )
         hold((args, kwargs), self._held)
         return func(*args, **kwargs or {})
+
+
+def _is_in_autocast_block() -> bool:
+    # The mode by which torch.export notes such blocks keeps a list of those that it is in.
+    modes = torch.overrides._get_current_function_mode_stack()
+    return any(getattr(mode, "enter_autocast_nodes", None) for mode in modes)
 
 
 @contextmanager
