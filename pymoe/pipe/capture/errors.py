@@ -20,7 +20,8 @@ class CaptureError(RuntimeError):
 
 _WAYS_OUT = (
     "Ways out: name the module around the line in `opaque=` (its type or qualified name), and it is called as it is, "
-    "in one piece; write the line otherwise; or do without a capture: `Pipe(nn.Sequential(...))`."
+    "in one piece; write the line otherwise; or do without a capture: `Pipe(nn.Sequential(...))`, or stages of your "
+    "own by `Pipe.from_stages`."
 )
 
 _REASONS = (

@@ -12,7 +12,7 @@ from pymoe.pipe.capture.captured import Captured
 from pymoe.pipe.capture.entry import MODEL, Computed, Entry
 from pymoe.pipe.capture.fits import Condition, Fits, Leaf, sizes_of
 from pymoe.pipe.capture.own_state import on_model
-from pymoe.pipe.capture.region import call_of
+from pymoe.pipe.capture.region import call_of, users_meta
 from pymoe.pipe.capture.watch import asked_at
 
 __all__ = ["rebuilt"]
@@ -160,24 +160,13 @@ class _Builder:
             fx.map_arg(kwargs, self._copies.__getitem__),
             node.name,
         )
-        copy.meta = {key: value for key, value in node.meta.items() if key not in ("from_node", "custom")}
-        if "nn_module_stack" in copy.meta:
-            copy.meta["nn_module_stack"] = _without_entry(copy.meta["nn_module_stack"])
+        copy.meta = users_meta(node)
         return copy
 
     def _output(self, node: fx.Node) -> None:
         values: Any = fx.map_arg(node.args[0], self._copies.__getitem__)
         computed = iter(values)
         self._graph.output([next(computed) if leaf is Computed else leaf for leaf in self._entry.output.leaves])
-
-
-def _without_entry(stack: dict[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
-    """The modules around a node as the model names them."""
-    inner = {}
-    for key, (path, kind) in stack.items():
-        if path == MODEL or path.startswith(f"{MODEL}."):
-            inner[key] = (path[len(MODEL) + 1 :], kind)
-    return inner
 
 
 def _shape_env(node: fx.Node) -> Any:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from pymoe.pipe.capture.entry import MODEL
 from pymoe.pipe.capture.intercept import marker
 from pymoe.pipe.capture.opaque import OpaqueCall
 
-__all__ = ["Region", "call_of"]
+__all__ = ["Region", "call_of", "users_meta"]
 
 
 class Region:
@@ -65,7 +66,20 @@ def _graph(block: Any, owner: fx.GraphModule, calls: Sequence[OpaqueCall]) -> fx
             node.replace_all_uses_with(call)
             module.graph.erase_node(node)
     for node in list(module.graph.nodes):
+        node.meta = users_meta(node)
         if node.op == "get_attr" and not node.users:
             module.graph.erase_node(node)
     module.recompile()
     return module
+
+
+def users_meta(node: fx.Node) -> dict[str, Any]:
+    """What an exported graph knows of a node, as the model names the modules around it."""
+    meta = {key: value for key, value in node.meta.items() if key not in ("from_node", "custom")}
+    if "nn_module_stack" in meta:
+        meta["nn_module_stack"] = {
+            key: (path[len(MODEL) + 1 :], kind)
+            for key, (path, kind) in meta["nn_module_stack"].items()
+            if path == MODEL or path.startswith(f"{MODEL}.")
+        }
+    return meta

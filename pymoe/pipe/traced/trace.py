@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx, nn
 
 from pymoe.pipe.capture import Captured, capture
+from pymoe.pipe.capture.region import Region
 from pymoe.pipe.traced.boundaries import works
 from pymoe.pipe.traced.regions import open_regions
 from pymoe.pipe.traced.split_points import SplitPoint, annotate_split_points, is_marker, mark
@@ -58,10 +59,18 @@ class Trace:
 
 def _check_calls(graph: fx.GraphModule, spec: Mapping[str, SplitPoint]) -> None:
     """A module that never runs makes no boundary, which nobody would notice."""
-    called = {path for node in graph.graph.nodes for path, _ in node.meta.get("nn_module_stack", {}).values()}
+    called = {path for node in _nodes(graph.graph) for path, _ in node.meta.get("nn_module_stack", {}).values()}
     for name in spec:
         if name and name not in called:
             raise ValueError(f"split_spec names {name!r}, but the model's forward does not call that module")
+
+
+def _nodes(graph: fx.Graph) -> Iterator[fx.Node]:
+    """All nodes, also those within regions."""
+    for node in graph.nodes:
+        yield node
+        if isinstance(node.target, Region):
+            yield from _nodes(node.target.graph.graph)
 
 
 def _keys(nodes: Sequence[fx.Node]) -> list[Key]:

@@ -121,6 +121,7 @@ def test_the_message_names_the_line_and_the_ways_out(kind, why, capfd):
     assert text in message
     assert why in message
     assert "opaque=" in message
+    assert "Pipe.from_stages" in message
     assert capfd.readouterr() == ("", "")  # torch says nothing of its own
 
 
