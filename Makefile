@@ -1,6 +1,6 @@
 # pymoe: every target makes what it needs, so each works on a fresh clone. Options go through ARGS:
 #     make train ARGS="--steps 200 --ffn dense"
-.PHONY: help train test bench bench-runtime bench-parallel bench-pipeline lint format clean
+.PHONY: help train test bench bench-runtime bench-parallel bench-pipeline bench-distributed lint format clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -21,6 +21,7 @@ help:
 	@echo 'make bench-runtime   many clients, one expert: requests per second beside hivemind; results in build/runtime_load/'
 	@echo 'make bench-parallel  many calls at once, forward and backward, beside a loop and plain autograd; in build/parallel_backward/'
 	@echo 'make bench-pipeline  pipeline schedules beside torchgpipe, torch and the simulated ideal; in build/pipeline_schedules/'
+	@echo 'make bench-distributed  captured models in 1, 2 and 4 processes beside torch; in build/pipeline_distributed/'
 	@echo 'make lint    ruff, clang-format and mypy'
 	@echo 'make format  lay out the sources, write the type stub again'
 	@echo 'make clean   remove what was built, and the virtual environment'
@@ -49,6 +50,9 @@ bench-parallel: $(INSTALLED)
 
 bench-pipeline: $(INSTALLED) $(VENV)/.torchgpipe
 	$(RUN) -m benchmarks.pipeline_schedules --output build/pipeline_schedules $(ARGS)
+
+bench-distributed: $(INSTALLED)
+	$(RUN) -m benchmarks.pipeline_distributed --output build/pipeline_distributed $(ARGS)
 
 $(VENV)/.torchgpipe: benchmarks/pipeline/requirements-torchgpipe.txt $(PACKAGES)
 	@echo '== torchgpipe into $(VENV)'

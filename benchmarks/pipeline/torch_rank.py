@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -99,8 +100,8 @@ class Pipelined:
         return {"wall": wall, "cpu": cpu}
 
 
-def main() -> None:
-    """Answers until standard input ends."""
+def serve(opened_by: Callable[[dict[str, Any], int, int], Any]) -> None:
+    """Answers until standard input ends; ``opened_by`` makes what is asked of a request, the rank, and their number."""
     rank, world, file = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints
@@ -108,7 +109,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo", f"file://{file}", timeout=PATIENCE, rank=rank, world_size=world)
-    opened: dict[str, Pipelined] = {}
+    opened: dict[str, Any] = {}
     gc.freeze()  # what has been imported is not looked at again
     gc.disable()
     for line in sys.stdin:
@@ -116,7 +117,7 @@ def main() -> None:
         key = request["key"]
         try:
             if "open" in request:
-                opened[key] = Pipelined(Case(**request["open"]), request["schedule"], request["stages"], rank, world)
+                opened[key] = opened_by(request, rank, world)
                 answer: dict[str, Any] = {}
             elif "close" in request:
                 opened.pop(key, None)
@@ -129,4 +130,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(lambda asked, rank, world: Pipelined(Case(**asked["open"]), asked["schedule"], asked["stages"], rank, world))

@@ -430,3 +430,35 @@ def test_outputs_of_a_micro_batch_go_when_its_backward_has_run():
     pipe.step(x, target=y, loss_fn=loss_fn, schedule="1f1b")
     assert len(most) == 8
     assert max(most) == 1
+
+
+@torch.library.custom_op("pymoe_tests::steep_product", mutates_args=())
+def steep_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * weight
+
+
+@steep_product.register_fake
+def _(x, weight):
+    return torch.empty_like(x)
+
+
+def _keep(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _steep(ctx, grad):
+    x, weight = ctx.saved_tensors
+    return 3 * grad * weight, (grad * x).sum(0)
+
+
+steep_product.register_autograd(_steep, setup_context=_keep)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_custom_operators_have_the_gradient_that_was_registered(schedule):
+    """As with torch, which gets this right."""
+    pipe, plain = traced(Chain(lambda self, x: self.c(steep_product(self.b(self.a(x)), self.b.bias))))
+    x, y = rows(7)
+    pipe.step(x, target=y, loss_fn=F.mse_loss, schedule=schedule)
+    F.mse_loss(plain(x), y).backward()
+    assert_same_gradients(pipe, plain)

@@ -144,6 +144,10 @@ def _boundaries(hooks: Mapping[int, Any]) -> None:
             hook()
 
 
+_OF_OPERATORS = "torch._library.autograd"
+"""Where torch makes Functions for custom operators, which graphs hold as they are."""
+
+
 @contextmanager
 def _functions(tracing: _Tracing) -> Iterator[None]:
     """Autograd Functions ask ``tracing``. Their base class is asked by all, also by ``apply = MyFunction.apply``."""
@@ -155,7 +159,7 @@ def _functions(tracing: _Tracing) -> Iterator[None]:
         def run(*args: Any) -> Any:
             return super(Base, cls).apply(*args)
 
-        if not tracing.is_on():
+        if not tracing.is_on() or cls.__module__ == _OF_OPERATORS:
             return run(*args)
         if cls is torch.utils.checkpoint.CheckpointFunction:
             function, _preserve, *values = args

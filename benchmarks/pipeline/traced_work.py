@@ -1,0 +1,201 @@
+"""Models that are no sequence of layers, for those who capture a model and cut it: as ours and torch's own do.
+
+The same case gives everyone, in whatever process, the same weights, inputs and targets.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.pipeline.work import SLEEP
+from pymoe.pipe.schedules import Action, Kind
+
+LAYERS_PER_WORKER = 4
+BYTES, CONTEXT, WIDTH, HEADS = 256, 64, 128, 4
+SLEEPING_WIDTH = 8
+ROWS = 4
+"""Of a micro-batch."""
+
+
+# An operator and no autograd.Function, whose backward torch.export would lose.
+@torch.library.custom_op("pymoe_benchmarks::sleeping_product", mutates_args=())
+def sleeping_product(x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+    """``x * weight``, a while later, and twice that while later when going backward; the interpreter's lock is free."""
+    time.sleep(seconds)
+    return x * weight
+
+
+@sleeping_product.register_fake
+def _(x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+    x, weight, ctx.seconds = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    x, weight = ctx.saved_tensors
+    time.sleep(2 * ctx.seconds)
+    return grad * weight, (grad * x).sum(0), None
+
+
+sleeping_product.register_autograd(_backward, setup_context=_keep)
+
+
+class Sleeping(nn.Module):
+    """A product with its weight, with times that are known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(1 + 0.1 * torch.randn(SLEEPING_WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sleeping_product(x, self.weight, SLEEP)
+
+
+class Skipping(nn.Module):
+    """Layers that sleep; what the first has made is added in the end."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Sleeping() for _ in range(layers)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x = self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return x + kept
+
+
+class Block(nn.Module):
+    """Causal attention and a feed-forward network, each after a norm and added to what came in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.norm_after = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.mix, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.feed_forward = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        parts = self.mix(self.norm(x)).view(rows, length, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        query, key, value = parts.unbind(0)
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).reshape(rows, length, WIDTH))
+        return x + self.feed_forward(self.norm_after(x))
+
+
+class Transformer(nn.Module):
+    """A language model over bytes; if tied, the head's weight is the embedding's."""
+
+    def __init__(self, layers: int, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(BYTES, WIDTH)
+        self.place = nn.Parameter(torch.randn(CONTEXT, WIDTH) / 8)
+        self.layers = nn.ModuleList([Block() for _ in range(layers)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, BYTES, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, text: Tensor) -> Tensor:
+        x = self.embed(text) + self.place
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+MODELS: dict[str, tuple[str, Callable[[int], nn.Module]]] = {
+    "sleep": ("layers that sleep 1 ms forward and 2 ms backward; the first one's output skips to the end", Skipping),
+    "transformer": (f"blocks of {WIDTH} numbers, {ROWS} x {CONTEXT} bytes", lambda n: Transformer(n, False)),
+    "tied": ("the same, its head's weight being the embedding's", lambda n: Transformer(n, True)),
+}
+
+
+def loss(output: Any, target: Tensor) -> Tensor:
+    """Of a micro-batch; some give the model's output in a tuple."""
+    (output,) = output if isinstance(output, (tuple, list)) else (output,)
+    if target.dtype == torch.int64:
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+    return F.mse_loss(output, target)
+
+
+@dataclass(frozen=True)
+class TracedCase:
+    """A kind of model for so many workers (threads or processes) and micro-batches."""
+
+    work: str
+    workers: int
+    micro_batches: int
+
+    def __str__(self) -> str:
+        return f"{self.work}, {self.workers} workers, {self.micro_batches} micro-batches"
+
+    @property
+    def layers(self) -> int:
+        """In the whole model."""
+        return LAYERS_PER_WORKER * self.workers
+
+    @property
+    def repeats(self) -> int:
+        """Steps in a row that one value rests on."""
+        return 4 if self.work == "sleep" else 1
+
+    def model(self) -> nn.Module:
+        """The model as its author wrote it."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return MODELS[self.work][1](self.layers)
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of all micro-batches, which have equally many rows."""
+        generator = torch.Generator().manual_seed(1)
+        rows = self.micro_batches * ROWS
+        if self.work == "sleep":
+            x, y = torch.randn(2, rows, SLEEPING_WIDTH, generator=generator)
+            return x, y
+        text = torch.randint(BYTES, (rows, CONTEXT + 1), generator=generator)
+        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+    def beginnings(self, stages: int) -> list[str]:
+        """The names of the layers with which stages begin, but for the first."""
+        return [f"layers.{number * self.layers // stages}" for number in range(1, stages)]
+
+    def times(self, stages: int) -> Callable[[Action], float]:
+        """What an action takes where layers sleep, in times of a layer's forward."""
+        return lambda action: self.layers // stages * (1 if action.kind is Kind.FORWARD else 2)
+
+
+def sequential(case: TracedCase, model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Forward and backward of one micro-batch after the other, gradients summed."""
+    for inputs, targets in zip(x.chunk(case.micro_batches), y.chunk(case.micro_batches), strict=True):
+        (loss(model(inputs), targets) / case.micro_batches).backward()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """By every name that a parameter has; zeros where there is none."""
+    return {
+        name: torch.zeros_like(one) if one.grad is None else one.grad
+        for name, one in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def reference(case: TracedCase) -> dict[str, Tensor]:
+    """The gradients of all parameters in the sequential run."""
+    model = case.model()
+    sequential(case, model, *case.batch())
+    return gradients(model)
+
+
+def largest_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest relative error of a gradient (Frobenius norm)."""
+    return max((float((one - expected[name]).norm() / expected[name].norm()) for name, one in found.items()), default=0)

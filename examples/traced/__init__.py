@@ -1,0 +1,1 @@
+"""What pipeline_traced.py is made of."""

@@ -1,0 +1,121 @@
+"""The benchmark of captured models: everyone does equal work, and who fails or is wrong is named."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks import pipeline_distributed
+from benchmarks.pipeline import measure, traced_report, traced_work
+from benchmarks.pipeline.draw import draw
+from benchmarks.pipeline.systems import SEQUENTIAL, System
+from benchmarks.pipeline.torch_peer import Ranks
+from benchmarks.pipeline.traced_systems import open_alone, open_threads, systems
+from benchmarks.pipeline.traced_work import MODELS, TracedCase, gradients, largest_error, loss, reference
+from pymoe.pipe.schedules import build, simulate
+
+TINY = TracedCase("sleep", 2, 3)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(traced_work, "SLEEP", 0.0)
+
+
+@pytest.mark.parametrize("work", MODELS)
+def test_the_sequential_run_leaves_the_gradients_of_the_mean_loss(work):
+    case = TracedCase(work, 1, 2)
+    model, (x, y) = case.model(), case.batch()
+    loss(model(x), y).backward()
+    assert largest_error(gradients(model), reference(case)) < 1e-5
+    assert set(case.beginnings(4)) <= {name for name, _ in model.named_modules()}
+
+
+def test_a_tied_weight_has_two_names_and_both_are_compared():
+    expected = reference(TracedCase("tied", 1, 2))
+    assert torch.equal(expected["embed.weight"], expected["head.weight"])
+    assert largest_error({"head.weight": expected["head.weight"] / 2}, expected) == pytest.approx(0.5)
+    apart = reference(TracedCase("transformer", 1, 2))
+    assert not torch.equal(apart["embed.weight"], apart["head.weight"])
+
+
+def test_times_of_all_actions_add_up_to_the_sequential_run():
+    case = TracedCase("sleep", 2, 4)
+    for name, stages in (("gpipe", 2), ("interleaved-1f1b", 4)):
+        assert sum(simulate(build(name, stages, 4), case.times(stages)).busy) == 4 * 3 * case.layers
+
+
+def test_a_layer_sleeps_where_its_times_say(monkeypatch):
+    slept = []
+    monkeypatch.setattr(traced_work.time, "sleep", slept.append)
+    monkeypatch.setattr(traced_work, "SLEEP", 1.0)
+    case = TracedCase("sleep", 2, 4)
+    traced_work.sequential(case, case.model(), *case.batch())
+    assert sum(slept) == 4 * 3 * case.layers
+
+
+def spoiled(case):
+    """The model alone, with a gradient that is a little off."""
+    running = open_alone(case)
+    right = running._step
+
+    def wrong(x, y):
+        right(x, y)
+        next(running.model.parameters()).grad *= 1.001
+
+    running._step = wrong
+    return running
+
+
+def absent(case):
+    """Not there."""
+    raise ImportError("no such package")
+
+
+def test_who_fails_or_is_wrong_is_named_and_pymoe_must_not(tmp_path):
+    alone, threads, *_ = systems({}, ["Schedule1F1B"])
+    everyone = [alone, threads, System("torch spoiled", "", spoiled), System("torch absent", "", absent)]
+    record = measure.cell(TINY, everyone, 2)
+    found = record["systems"]
+    assert found[SEQUENTIAL]["verdict"] == "exact"
+    assert found["pymoe 1F1B, threads"]["verdict"] in ("exact", "close")
+    assert found["pymoe 1F1B, threads"]["ideal"] == pytest.approx(1.5)
+    assert found["torch spoiled"]["verdict"] == "WRONG"
+    assert found["torch absent"]["failure"] == "ImportError: no such package"
+    result = {"cells": [record]}
+    assert not pipeline_distributed.failed(result)
+    found["pymoe 1F1B, threads"]["verdict"] = "WRONG"
+    assert pipeline_distributed.failed(result)
+    facts = {"date": "2026-01-01", "cpu": "", "cores": 2, "torch": "", "python": "", "load": [0.0]}
+    result |= {
+        "environment": facts,
+        "settings": {"rounds": 2, "load_after": [0.0]},
+        "systems": {one.name: {"about": one.about, "version": ""} for one in everyone},
+    }
+    text = traced_report.markdown(result)
+    assert "WRONG" in text
+    assert "failed: ImportError: no such package" in text
+    draw(result, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("work", MODELS)
+def test_threads_leave_the_gradients_of_the_model_alone(work):
+    assert open_threads("ScheduleInterleaved1F1B", TracedCase(work, 2, 3)).check().error < 1e-5
+
+
+def test_processes_are_measured_and_a_tied_weight_tells_who_adds_up():
+    ranks: dict[int, Ranks] = {}
+    try:
+        everyone = systems(ranks, ["Schedule1F1B"])
+        record = measure.cell(TracedCase("tied", 2, 2), [everyone[0], *everyone[2:]], 1)
+    finally:
+        for one in ranks.values():
+            one.close()
+    found = record["systems"]
+    assert not any(one["failure"] for one in found.values()), found
+    assert found["pymoe 1F1B, processes"]["verdict"] in ("exact", "close")
+    assert found["torch 1F1B, processes"]["verdict"] == "WRONG", "then the text on tied weights can go"
