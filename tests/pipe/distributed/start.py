@@ -20,7 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-PATIENCE = 100  # seconds until ranks that do not answer are ended
+PATIENCE = 300  # seconds until ranks that do not answer are ended, also where many processes share a core
 
 
 class Ranks:
