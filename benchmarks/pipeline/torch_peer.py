@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.pipeline import torch_orders
 from benchmarks.pipeline.systems import AbsentError, Check, System
 from benchmarks.pipeline.work import Case
+from pymoe.pipe.schedules import Schedule
 
 RANK = "benchmarks.pipeline.torch_rank"
 ROOT = Path(__file__).parents[2]
@@ -115,13 +116,13 @@ class Ranks:
             self._folder = None
 
 
-class TorchSchedule:
-    """One of torch's schedules, set up for a case on ``ranks``."""
+class OnRanks:
+    """Steps in the processes of ``ranks``, opened there by ``opening`` under the name ``key``."""
 
-    def __init__(self, name: str, case: Case, ranks: Ranks, stages: int) -> None:
-        self.name, self.case, self.ranks, self.stages = name, case, ranks, stages
-        self.key = f"{name} {case} {stages}"
-        self.planned = None
+    def __init__(self, ranks: Ranks, key: str, opening: dict[str, Any]) -> None:
+        self.ranks = ranks
+        self.planned: Schedule | None = None
+        self._key, self._opening = key, opening
         self._generation = -1
         self._open()
 
@@ -130,14 +131,33 @@ class TorchSchedule:
         if self._generation == self.ranks.generation:
             return
         try:
-            self.ranks.ask(key=self.key, open=asdict(self.case), schedule=self.name, stages=self.stages)
+            self.ranks.ask(key=self._key, **self._opening)
         except RanksError as error:
             raise AbsentError(str(error)) from None
         self._generation = self.ranks.generation
 
     def _ask(self, what: str) -> list[Answer]:
         self._open()
-        return self.ranks.ask(key=self.key, do=what)
+        return self.ranks.ask(key=self._key, do=what)
+
+    def step(self) -> tuple[float, float]:
+        """From the first rank's start, behind a barrier, to the last rank's end."""
+        answers = self._ask("step")
+        spans = list(zip(*(answer["spans"] for answer in answers), strict=True))
+        wall = sum(max(end for _, end in step) - min(start for start, _ in step) for step in spans)
+        return wall / len(spans), sum(answer["cpu"] for answer in answers)
+
+    def close(self) -> None:
+        if self.ranks.processes and self._generation == self.ranks.generation:
+            self.ranks.ask(key=self._key, close=True)
+
+
+class TorchSchedule(OnRanks):
+    """One of torch's schedules, set up for a case on ``ranks``."""
+
+    def __init__(self, name: str, case: Case, ranks: Ranks, stages: int) -> None:
+        self.name, self.case, self.stages = name, case, stages
+        super().__init__(ranks, f"{name} {case} {stages}", {"open": asdict(case), "schedule": name, "stages": stages})
 
     def check(self) -> Check:
         answers = self._ask("check")
@@ -147,23 +167,10 @@ class TorchSchedule:
             self.planned = torch_orders.schedule(self.name, self.ranks.world, self.case.micro_batches, orders)
         return Check(max(answer["error"] for answer in answers), [live[i] for i in range(self.stages)])
 
-    def step(self) -> tuple[float, float]:
-        """From the first rank's start, behind a barrier, to the last rank's end."""
-        answers = self._ask("step")
-        wall = 0.0
-        repeats = len(answers[0]["spans"])
-        for spans in zip(*(answer["spans"] for answer in answers), strict=True):
-            wall += max(end for _, end in spans) - min(start for start, _ in spans)
-        return wall / repeats, sum(answer["cpu"] for answer in answers)
-
     def plain(self) -> tuple[float, float]:
         """The sequential run in a rank's process, where there is one rank: seconds, and the processor's."""
         (answer,) = self._ask("plain")
         return answer["wall"], answer["cpu"]
-
-    def close(self) -> None:
-        if self.ranks.processes and self._generation == self.ranks.generation:
-            self.ranks.ask(key=self.key, close=True)
 
 
 def torch_systems(ranks: dict[int, Ranks]) -> list[System]:

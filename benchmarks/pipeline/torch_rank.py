@@ -77,20 +77,8 @@ class Pipelined:
         return {"error": max(errors), "live": live, "orders": self.orders}
 
     def step(self) -> dict[str, Any]:
-        """Start and end of a step on the clock that all processes share, and processor seconds."""
-        repeats = WORKS[self.case.work].repeats
-        gc.collect()
-        spans = []
-        cpu = 0.0
-        for _ in range(repeats):
-            self.clear()
-            dist.barrier()
-            cpu -= time.process_time()
-            start = time.perf_counter()
-            self.run()
-            spans.append((start, time.perf_counter()))
-            cpu += time.process_time()
-        return {"spans": spans, "cpu": cpu / repeats}
+        """As :func:`spans_of`."""
+        return spans_of(self.clear, self.run, WORKS[self.case.work].repeats)
 
     def plain(self) -> dict[str, Any]:
         """The sequential run of the same stages in this process: processor and other seconds."""
@@ -98,6 +86,22 @@ class Pipelined:
         run = partial(sequential, model, self.x, self.y, self.case.micro_batches)
         wall, cpu = time_of(self.clear, run, WORKS[self.case.work].repeats)
         return {"wall": wall, "cpu": cpu}
+
+
+def spans_of(clear: Callable[[], None], run: Callable[[], None], repeats: int) -> dict[str, Any]:
+    """Start and end of steps on the clock that all processes share, and processor seconds of one."""
+    gc.collect()
+    spans = []
+    cpu = 0.0
+    for _ in range(repeats):
+        clear()
+        dist.barrier()
+        cpu -= time.process_time()
+        start = time.perf_counter()
+        run()
+        spans.append((start, time.perf_counter()))
+        cpu += time.process_time()
+    return {"spans": spans, "cpu": cpu / repeats}
 
 
 def serve(opened_by: Callable[[dict[str, Any], int, int], Any]) -> None:

@@ -6,18 +6,16 @@ is asked on standard input and answers on standard output, as :mod:`.torch_rank`
 
 from __future__ import annotations
 
-import gc
 import time
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.pipelining as pipelining
 from torch.distributed.pipelining import schedules as torch_schedules
 
 import pymoe
 from benchmarks.pipeline import torch_orders
-from benchmarks.pipeline.torch_rank import serve
+from benchmarks.pipeline.torch_rank import serve, spans_of
 from benchmarks.pipeline.traced_work import TracedCase, gradients, largest_error, loss, reference
 
 
@@ -62,19 +60,8 @@ class Captured:
         }
 
     def step(self) -> dict[str, Any]:
-        """Start and end of steps on the clock that all processes share, and processor seconds of one."""
-        gc.collect()
-        spans = []
-        cpu = 0.0
-        for _ in range(self.case.repeats):
-            self.clear()
-            dist.barrier()
-            cpu -= time.process_time()
-            start = time.perf_counter()
-            self.run()
-            spans.append((start, time.perf_counter()))
-            cpu += time.process_time()
-        return {"spans": spans, "cpu": cpu / self.case.repeats}
+        """As :func:`spans_of`."""
+        return spans_of(self.clear, self.run, self.case.repeats)
 
 
 if __name__ == "__main__":

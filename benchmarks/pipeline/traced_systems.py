@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import pymoe
 from benchmarks.pipeline import torch_orders
-from benchmarks.pipeline.systems import SEQUENTIAL, AbsentError, Check, System
-from benchmarks.pipeline.torch_peer import Answer, Ranks, RanksError
+from benchmarks.pipeline.systems import SEQUENTIAL, Check, System
+from benchmarks.pipeline.torch_peer import OnRanks, Ranks
 from benchmarks.pipeline.traced_work import TracedCase, gradients, largest_error, loss, reference, sequential
 from benchmarks.pipeline.work import time_of
 from pymoe.pipe.schedules import Schedule, build
@@ -53,44 +53,17 @@ class Here:
         self._step = None
 
 
-class There:
+class There(OnRanks):
     """Steps in the processes of ``ranks``."""
 
     def __init__(self, system: str, name: str, case: TracedCase, ranks: Ranks) -> None:
-        self.ranks, self.planned = ranks, planned(name, case)
         stages = torch_orders.stages_of(name, case.workers)
-        self._request = {"key": f"{system} {name} {case}"}
-        self._opening = {"open": asdict(case), "system": system, "schedule": name, "stages": stages}
-        self._generation = -1
-        self._open()
-
-    def _open(self) -> None:
-        self.ranks.start()
-        if self._generation == self.ranks.generation:
-            return
-        try:
-            self.ranks.ask(**self._request, **self._opening)
-        except RanksError as error:
-            raise AbsentError(str(error)) from None
-        self._generation = self.ranks.generation
-
-    def _ask(self, what: str) -> list[Answer]:
-        self._open()
-        return self.ranks.ask(**self._request, do=what)
+        opening = {"open": asdict(case), "system": system, "schedule": name, "stages": stages}
+        super().__init__(ranks, f"{system} {name} {case}", opening)
+        self.planned = planned(name, case)
 
     def check(self) -> Check:
         return Check(max(answer["error"] for answer in self._ask("check")), [])
-
-    def step(self) -> tuple[float, float]:
-        """From the first rank's start, behind a barrier, to the last rank's end."""
-        answers = self._ask("step")
-        spans = list(zip(*(answer["spans"] for answer in answers), strict=True))
-        wall = sum(max(end for _, end in step) - min(start for start, _ in step) for step in spans)
-        return wall / len(spans), sum(answer["cpu"] for answer in answers)
-
-    def close(self) -> None:
-        if self.ranks.processes and self._generation == self.ranks.generation:
-            self.ranks.ask(**self._request, close=True)
 
 
 def planned(name: str, case: TracedCase) -> Schedule | None:

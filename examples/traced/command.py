@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from lm.command import INTERRUPTED, at_least, parser_of, tell
 from lm.data import Batches, TextError, load_text
 from lm.record import write_record
+from pipelined.compare import take_turns
 
 from pymoe.pipe.schedules import names, png, text
 
@@ -86,14 +86,9 @@ def parse(argv: list[str], description: str) -> argparse.Namespace:
 def train(options: argparse.Namespace, batches: Batches, dtype: torch.dtype, steps: int) -> tuple[Run, list[Pipelined]]:
     """The same steps by the model alone and by every pipeline, in turns."""
     pipelines = [Pipelined(options, dtype, stages) for stages in options.stages]
-    runs: Sequence[Run] = [Run(options, dtype), *pipelines]
-    print(f"\n{str(dtype).removeprefix('torch.')}    loss: {'  '.join(f'{run.name:>11}' for run in runs)}")
-    for step in range(steps):
-        for run in runs if step % 2 else reversed(runs):
-            run.step(batches)
-        if step in (0, steps - 1) or (step + 1) % 10 == 0:
-            print(f"step {step + 1:3d}        {'  '.join(f'{run.history.loss[-1]:11.7f}' for run in runs)}")
-    return runs[0], pipelines
+    alone = Run(options, dtype)
+    take_turns([alone, *pipelines], batches, dtype, steps)
+    return alone, pipelines
 
 
 def show(run: Pipelined) -> None:

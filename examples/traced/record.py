@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 from lm.record import machine_facts
+from pipelined.compare import are_equal, difference
 
 import pymoe
 
@@ -35,7 +36,7 @@ def make_record(options: Namespace, exact: Runs, runs: Runs, seconds: float) -> 
         "machine": machine_facts(),
         "versions": {**versions, "transformers": transformers.__version__},
         "seconds": seconds,
-        "differences": {"float64": difference(exact), "float32": difference(runs)},
+        "differences": {"float64": difference(*exact), "float32": difference(*runs)},
         "runs": {run.name: run_record(run) for run in (runs[0], *runs[1])},
     }
 
@@ -90,28 +91,11 @@ def same_outputs(run: Pipelined) -> float:
     return float((ours.logits - theirs.logits).abs().max())
 
 
-def difference(runs: Runs) -> dict[str, float]:
-    """The largest absolute differences of pipelines from the model: losses of all steps, parameters in the end."""
-    plain, pipelines = runs
-    return {
-        "loss": max(abs(a - b) for run in pipelines for a, b in zip(plain.history.loss, run.history.loss, strict=True)),
-        "parameter": max(
-            float((a - b).detach().abs().max())
-            for run in pipelines
-            for a, b in zip(plain.model.parameters(), run.model.parameters(), strict=True)
-        ),
-    }
-
-
 def checks(record: dict[str, Any]) -> dict[str, bool]:
     """What the runs must show, in words, and whether they did."""
     options, runs = record["options"], record["runs"]
-    found = {}
-    for dtype, steps in (("float64", options["exact_steps"]), ("float32", options["steps"])):
-        loss, allowed = record["differences"][dtype]["loss"], TOLERANCES[dtype]
-        found[f"{dtype}: losses differ by at most {loss:.1e} in {steps} steps (allowed: {allowed:g})"] = loss <= allowed
-    parameter = record["differences"]["float64"]["parameter"]
-    found[f"float64: parameters differ by at most {parameter:.1e} afterwards (allowed: 1e-10)"] = parameter <= 1e-10
+    steps = {"float64": options["exact_steps"], "float32": options["steps"]}
+    found = are_equal(record["differences"], steps, TOLERANCES)
     for name, run in runs.items():
         first, last = run["loss"][0], run["loss"][-1]
         found[f"{name}: the loss fell from {first:.3f} to {last:.3f} nats a byte"] = last < FALL * first

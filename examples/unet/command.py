@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from lm.command import INTERRUPTED, at_least, parser_of, tell
 from lm.record import write_record
+from pipelined.compare import take_turns
 
 from pymoe.pipe.schedules import names, png, text
 
@@ -79,14 +79,9 @@ def parse(argv: list[str], description: str) -> argparse.Namespace:
 def train(options: argparse.Namespace, data: Pictures, dtype: torch.dtype, steps: int) -> tuple[Run, list[Pipelined]]:
     """The same steps by the plain loop and by every pipeline, in turns."""
     pipelines = [Pipelined(options, dtype, stages) for stages in options.stages]
-    runs: Sequence[Run] = [Run(options, dtype), *pipelines]
-    print(f"\n{str(dtype).removeprefix('torch.')}    loss: {'  '.join(f'{run.name:>10}' for run in runs)}")
-    for step in range(steps):
-        for run in runs if step % 2 else reversed(runs):
-            run.step(data)
-        if step in (0, steps - 1) or (step + 1) % 10 == 0:
-            print(f"step {step + 1:3d}        {'  '.join(f'{run.history.loss[-1]:10.7f}' for run in runs)}")
-    return runs[0], pipelines
+    alone = Run(options, dtype)
+    take_turns([alone, *pipelines], data, dtype, steps)
+    return alone, pipelines
 
 
 def show(run: Pipelined) -> None:

@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from lm.record import machine_facts
+from pipelined.compare import are_equal, difference
 from torch import Tensor
 
 import pymoe
@@ -33,7 +34,7 @@ def make_record(options: Namespace, data: Pictures, exact: Runs, runs: Runs, sec
         "machine": machine_facts(),
         "versions": {name: pymoe.build_info()[name] for name in ("pymoe", "torch", "python")},
         "seconds": seconds,
-        "differences": {"float64": difference(exact), "float32": difference(runs)},
+        "differences": {"float64": difference(*exact), "float32": difference(*runs)},
         "runs": {run.name: run_record(run, pictures, strokes) for run in (runs[0], *runs[1])},
     }
 
@@ -66,19 +67,6 @@ def run_record(run: Run, pictures: Tensor, strokes: Tensor) -> dict[str, Any]:
     return found
 
 
-def difference(runs: Runs) -> dict[str, float]:
-    """The largest absolute differences of pipelines from the plain loop: losses of all steps, parameters in the end."""
-    plain, pipelines = runs
-    return {
-        "loss": max(abs(a - b) for run in pipelines for a, b in zip(plain.history.loss, run.history.loss, strict=True)),
-        "parameter": max(
-            float((a - b).detach().abs().max())
-            for run in pipelines
-            for a, b in zip(plain.model.parameters(), run.model.parameters(), strict=True)
-        ),
-    }
-
-
 def overlap(predicted: Tensor, strokes: Tensor) -> float:
     """Pixels in both over pixels in either: 0 to 1."""
     found, true = predicted > 0.5, strokes > 0.5
@@ -88,12 +76,8 @@ def overlap(predicted: Tensor, strokes: Tensor) -> float:
 def checks(record: dict[str, Any]) -> dict[str, bool]:
     """What the runs must show, in words, and whether they did."""
     options, runs = record["options"], record["runs"]
-    found = {}
-    for dtype, steps in (("float64", options["exact_steps"]), ("float32", options["steps"])):
-        loss, allowed = record["differences"][dtype]["loss"], TOLERANCES[dtype]
-        found[f"{dtype}: losses differ by at most {loss:.1e} in {steps} steps (allowed: {allowed:g})"] = loss <= allowed
-    parameter = record["differences"]["float64"]["parameter"]
-    found[f"float64: parameters differ by at most {parameter:.1e} afterwards (allowed: 1e-10)"] = parameter <= 1e-10
+    steps = {"float64": options["exact_steps"], "float32": options["steps"]}
+    found = are_equal(record["differences"], steps, TOLERANCES)
     for name, run in runs.items():
         first, last = run["loss"][0], run["loss"][-1]
         found[

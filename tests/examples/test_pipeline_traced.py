@@ -9,9 +9,10 @@ from argparse import Namespace
 import pytest
 import torch
 from lm.data import Batches
+from pipelined.compare import difference
 from traced import command, model, record
 from traced.model import ARCHITECTURES
-from traced.record import difference, same_outputs, same_weights
+from traced.record import same_outputs, same_weights
 from traced.run import CUTS, Pipelined, Run
 
 from pymoe.pipe.schedules import names
@@ -51,7 +52,7 @@ def test_pipelines_train_as_the_model_does(batches, architecture, cut):
         pipelined.options = asked(architecture=architecture, cut=cut, schedule=schedule)
         plain.step(batches)
         pipelined.step(batches)
-    found = difference((plain, [pipelined]))
+    found = difference(plain, [pipelined])
     assert found["loss"] <= 1e-12
     assert found["parameter"] <= 1e-10
     assert same_weights(pipelined)
@@ -64,7 +65,7 @@ def test_another_learning_rate_would_be_noticed(batches):
     for _ in range(2):
         plain.step(batches)
         pipelined.step(batches)
-    assert difference((plain, [pipelined]))["loss"] > 1e-9
+    assert difference(plain, [pipelined])["loss"] > 1e-9
 
 
 def test_every_architecture_and_cut_is_tried():
