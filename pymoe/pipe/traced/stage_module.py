@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class StageModule(nn.Module):
         super().__init__()
         self._number = number
         self._graphs: list[fx.GraphModule] = []
+        self._compile: Callable[[nn.Module], None] | None = None
         self._modes: list[bool] = []
         # (where, which of its dictionaries, name, whose it is): what the model has there now is taken at every call.
         self._borrowed: list[tuple[nn.Module, str, str, nn.Module]] = []
@@ -36,12 +37,24 @@ class StageModule(nn.Module):
         if variant is None:
             modes = [number for number, training in enumerate(self._modes) if training == self.training]
             variant = modes[-1] if modes else -1
-        outputs: Sequence[Any] = self._graphs[variant].forward(*values)
+        outputs: Sequence[Any] = self._graphs[variant](*values)
         return outputs
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile its graphs, also those of modes to come; arguments as of ``torch.compile``.
+
+        Each by itself: torch.compile counts how often one and the same function is compiled, gives up after 8 times,
+        and takes the ``forward`` of all stages for one.
+        """
+        self._compile = lambda graph: graph.compile(*args, **kwargs)
+        for graph in self._graphs:
+            self._compile(graph)
 
     def add(self, graph: fx.Graph, training: bool) -> None:
         """One more graph, for one more mode."""
         self._graphs.append(self._graph_module(graph))
+        if self._compile is not None:
+            self._compile(self._graphs[-1])
         self._modes.append(training)
 
     def code(self, variant: int = -1) -> str:
@@ -59,9 +72,7 @@ class StageModule(nn.Module):
             owner.__dict__[kind][name] = where.__dict__[kind][name]
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "_graphs": [write(graph.graph) for graph in self._graphs]}
-        state.pop("_compiled_call_impl", None)
-        return state
+        return {**self.__dict__, "_graphs": [write(graph.graph) for graph in self._graphs], "_compile": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

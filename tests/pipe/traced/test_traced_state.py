@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from traced_models import WIDTH, Counting, Mlp, Skips, Tied, call_of, furthest, gradients, ids, made, rows
 
 import pymoe
-from pymoe import MultiUseParameterConfig, pipe_split, pipeline
+from pymoe import MultiUseParameterConfig, PipeSequential, pipe_split, pipeline
 from pymoe.pipe import Whole
 
 pytestmark = pytest.mark.usefixtures("doubles")
@@ -376,6 +376,23 @@ def test_compiled_stages_are_used():
     plain(*args, **kwargs).square().mean().backward()
     assert furthest(gradients(model), gradients(plain)) <= TOLERANCE
     assert list(pipe.state_dict()) == list(model.state_dict())
+
+
+def test_stages_are_compiled_however_many_there_are():
+    """torch.compile gives a function up that it has compiled 8 times, and took all stages for one function."""
+    torch.manual_seed(0)
+    model = PipeSequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(12)])
+    pipe = pipeline(model, (rows(2),), checkpoint="never")
+    seen = []
+
+    def backend(graph, example):
+        seen.append(graph)
+        return graph.forward
+
+    for part in pipe:
+        part.compile(backend=backend)
+    torch.testing.assert_close(pipe(rows(4)), model(rows(4)), rtol=0, atol=TOLERANCE)
+    assert len(seen) == len(pipe) == 12
 
 
 def test_stages_are_readable(capsys):
