@@ -31,7 +31,8 @@ class Captured:
         whose: Any = pymoe if request["system"] == "pymoe" else pipelining
         start = time.perf_counter()
         spec = dict.fromkeys(self.case.beginnings(count), whose.SplitPoint.BEGINNING)
-        pipe = whose.pipeline(self.case.model(), (example,), split_spec=spec)
+        options = {"checkpoint": "never"} if whose is pymoe else {}  # as torch's stages, which repeat no forward
+        pipe = whose.pipeline(self.case.model(), (example,), split_spec=spec, **options)
         self.stages = [pipe.build_stage(i, torch.device("cpu")) for i in self.own]
         self.seconds = time.perf_counter() - start
         schedule = getattr(torch_schedules, name)
