@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -37,7 +38,8 @@ class Contender:
         try:
             return function()
         except Exception as error:  # a peer that fails must not keep the others from being measured
-            self.failure = f"{type(error).__name__}: {error}".split("\n")[0][:200]
+            text = re.sub(r"\[/\S+\] ", "", str(error))  # where the sources of some library lay
+            self.failure = f"{type(error).__name__}: {text}".split("\n")[0][:200]
             return None
 
 
