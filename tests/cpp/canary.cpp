@@ -1,4 +1,5 @@
 // Planted errors. Each must be reported by the sanitizer of its build; ctest looks for the report.
+#include <atomic>
 #include <climits>
 #include <cstdio>
 #include <cstdlib>
@@ -13,10 +14,18 @@
 namespace {
 
 int shared_counter = 0;
+std::atomic<int> done{0};
 
 void count_together(std::latch& start) {
   start.arrive_and_wait();  // without it the threads often run one after the other, and nothing is found
   for (int i = 0; i < 100; ++i) ++shared_counter;
+  // Whoever is first goes on while the other counts: of a thread that has ended ThreadSanitizer may know too little to
+  // report. Relaxed, so that this orders nothing.
+  done.fetch_add(1, std::memory_order_relaxed);
+  while (done.load(std::memory_order_relaxed) < 2) {
+    ++shared_counter;
+    std::this_thread::yield();
+  }
 }
 
 void race() {
