@@ -55,7 +55,8 @@ class Pipe(Inspection):
         chunks: into how many micro-batches a mini-batch is cut, along dimension 0. Sizes differ by one at most; of
             fewer rows there are fewer micro-batches.
         checkpoint: which micro-batches of a training pass keep their inputs alone and are run again for their
-            backward: ``"always"`` all, ``"except_last"`` all but the last, ``"never"`` none. In evaluation none is.
+            backward: ``"always"`` all, ``"except_last"`` all but the last, ``"never"`` none. In evaluation none is. The
+            first run makes a graph, too, so that modules may ask for gradients in it; it goes when the run ends.
         deferred_batch_norm: replace the model's batch norms by such as keep the statistics of mini-batches.
         balance: the number of layers of every stage; see :mod:`pymoe.pipe.balance`. None: every layer is a stage.
         devices: a device for every stage, to which its layers are moved. None: they stay where they are.
