@@ -128,6 +128,15 @@ class TestPipes:
             assert "Bug: the answer is not 42" in told[4]
 
     @pytest.mark.parametrize("victim", range(RANKS))
+    def test_where_a_rank_was_killed_is_told(self, victim):
+        """What it had told through the store was up to a fifth of a second old: "between its steps"."""
+        with ranks(failing_pipes.train, RANKS, failing_pipes.Bad("killed", victim)) as started:
+            ends = started.ends(RANKS - 1)
+        for told in are_told(ends, victim):
+            assert told[:4] == (victim, "forward", victim, 2)
+            assert f"rank {victim}, last seen in the forward of micro-batch 2 in stage {victim}, has ended" in told[4]
+
+    @pytest.mark.parametrize("victim", range(RANKS))
     def test_a_killed_rank_ends_the_others(self, victim):
         with ranks(failing_pipes.train, RANKS, failing_pipes.Bad()) as started:
             started.wait_for("step", RANKS)
