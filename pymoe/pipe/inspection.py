@@ -28,8 +28,18 @@ class Inspection(nn.Module):
     def get_stage_module(self, stage: int) -> nn.Module:
         """The module of a stage: what it uses of the model, under the model's names.
 
-        It can be compiled in place, ``get_stage_module(0).compile()``.
+        It can be compiled in place, ``get_stage_module(0).compile()``, and have hooks, which see micro-batches.
+
+        Args:
+            stage: its number, from 0.
+
+        Raises:
+            ValueError: there is no such stage.
         """
+        if not isinstance(stage, int) or isinstance(stage, bool) or not 0 <= stage < self.num_stages:
+            raise ValueError(
+                f"get_stage_module: invalid stage index {stage!r}, expected an integer from 0 to {self.num_stages - 1}"
+            )
         return self.staged.parts[stage]
 
     @property
@@ -56,7 +66,7 @@ class Inspection(nn.Module):
         return len(self.staged.parts)
 
     def __getitem__(self, index: int) -> nn.Module:
-        """The module of a stage; of a sequential model its layers."""
+        """The module of a stage; of a sequential model its layers. As of a sequence: -1 is the last."""
         return self.staged.parts[index]
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -67,6 +77,11 @@ class Inspection(nn.Module):
     def devices(self) -> tuple[torch.device | None, ...]:
         """Where the stages are; None: where the model was."""
         return self.staged.devices
+
+    def __repr__(self) -> str:
+        parameters = sum(parameter.numel() for parameter in self.parameters())
+        where = "" if None in self.devices else f", devices={[str(device) for device in self.devices]}"
+        return f"{type(self).__name__}({self.extra_repr()}{where}, parameters={parameters:,})"
 
     def extra_repr(self) -> str:
         """Chunks, checkpointing and stages."""

@@ -71,7 +71,7 @@ def unpack(leaves: list[Any], structure: Any) -> Any:
 
 
 def is_fixed(tensor: torch.Tensor) -> bool:
-    """Whether torch would refuse to change this tensor, which needs gradients, in place: a leaf, or a view of one."""
+    """Whether torch refuses changes in place of this tensor, which needs gradients: a leaf, or a view of one."""
     return tensor.is_leaf or (tensor._is_view() and tensor._base.is_leaf)  # type: ignore[union-attr]
 
 
