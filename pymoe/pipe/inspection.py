@@ -28,18 +28,8 @@ class Inspection(nn.Module):
     def get_stage_module(self, stage: int) -> nn.Module:
         """The module of a stage: what it uses of the model, under the model's names.
 
-        It can be compiled in place, ``get_stage_module(0).compile()``, and have hooks, which see micro-batches.
-
-        Args:
-            stage: its number, from 0.
-
-        Raises:
-            ValueError: there is no such stage.
+        It can be compiled in place, ``get_stage_module(0).compile()``.
         """
-        if not isinstance(stage, int) or isinstance(stage, bool) or not 0 <= stage < self.num_stages:
-            raise ValueError(
-                f"get_stage_module: invalid stage index {stage!r}, expected an integer from 0 to {self.num_stages - 1}"
-            )
         return self.staged.parts[stage]
 
     @property

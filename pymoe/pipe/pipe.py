@@ -129,15 +129,7 @@ class Pipe(Inspection):
         split_policy: SplitPolicy | None = None,
         **options: Any,
     ) -> Pipe:
-        """A pipe of any model that can be captured, as :func:`pymoe.pipeline` makes it.
-
-        Args:
-            module: the model.
-            example_args: of one call of it, with the rows of a micro-batch.
-            example_kwargs: the same by name.
-            split_policy: cuts a model that has no split points of its own.
-            options: the other arguments of :func:`pymoe.pipeline`, by name.
-        """
+        """A pipe of any model that can be captured: :func:`pymoe.pipeline`, whose other arguments ``options`` are."""
         return pipeline(module, example_args, example_kwargs, split_policy=split_policy, **options)
 
     @classmethod
@@ -189,10 +181,10 @@ class Pipe(Inspection):
         for kind in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[kind] = module.__dict__[kind]
         self._modules.update(module._modules)  # under the model's names, whatever attributes a pipe has
+        self.training = module.training
         if staged.hooks_are_pipes:
             for kind in HOOKS:
                 self.__dict__[kind] = module.__dict__[kind]
-        self.training = module.training
 
     @left_to_python
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -301,13 +293,8 @@ class Pipe(Inspection):
 
         See :func:`pymoe.pipe.distributed.build_stage`.
 
-        Args:
-            index: of the stage, from 0.
-            device: where it runs; its modules are moved there.
-            group: whose processes share the stages; None: the default group.
-
         Raises:
-            ValueError: there is no such stage, or no such device.
+            ValueError: there is no such stage.
         """
         from pymoe.pipe.distributed import build_stage
 
