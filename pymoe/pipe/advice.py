@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 from torch import nn
@@ -13,18 +14,25 @@ __all__ = ["warn_of_no_gain"]
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def warn_of_no_gain(schedule: Schedule, rows_are_few: bool, model: nn.Module | None, stacklevel: int) -> None:
-    """Warn with UserWarning.
+def warn_of_no_gain(schedule: Schedule, rows_are_few: bool, model: nn.Module | None) -> None:
+    """Warn with UserWarning, at the line of the user's code that is the reason.
 
     Args:
         schedule: what is about to run.
         rows_are_few: there are fewer rows than micro-batches were asked for.
         model: whose own hooks a step does not call; None: there is none.
-        stacklevel: of ``warnings.warn``, for whoever calls this.
     """
     for message in (_no_overlap(schedule, rows_are_few), _no_hooks(model)):
         if message:
-            warnings.warn(f"Pipe.step: {message}", UserWarning, stacklevel=stacklevel + 1)
+            warnings.warn(f"Pipe.step: {message}", UserWarning, stacklevel=_level_of_the_user())
+
+
+def _level_of_the_user() -> int:
+    """For ``warnings.warn`` in the calling function. torch's frames are there if its compiler is."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("pymoe", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _no_overlap(schedule: Schedule, rows_are_few: bool) -> str | None:

@@ -37,7 +37,6 @@ __all__ = ["Pipe"]
 CheckpointMode = Literal["always", "except_last", "never"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zero-bubble-greedy"]
 CHECKPOINT = get_args(CheckpointMode)
-CALLER = 3  # the number of frames from a method that is left to Python to who calls it, for warnings
 HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -274,7 +273,7 @@ class Pipe(Inspection):
         planned = engine.schedule(schedule, len(self), count)
         if not self._has_stepped:
             self._has_stepped = True
-            warn_of_no_gain(planned, count < chunks, staged.module if staged.hooks_are_pipes else None, CALLER)
+            warn_of_no_gain(planned, count < chunks, staged.module if staged.hooks_are_pipes else None)
         losses = Losses(micro_batches.weights if reduction == "mean" else [1.0] * count, graphs)
         structure = staged.minimised if loss_fn is None else staged.leave
         run = engine.run(

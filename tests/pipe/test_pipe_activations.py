@@ -12,6 +12,9 @@ from torch.nn import functional as F
 from pymoe.pipe import Pipe
 from pymoe.pipe.schedules import Schedule, build, simulate, text
 
+# Of pipes with one micro-batch, among others.
+pytestmark = pytest.mark.filterwarnings("ignore:Pipe.step:UserWarning")
+
 
 class Counter:
     """Counts what is alive, by owner, and remembers the greatest numbers."""

@@ -13,6 +13,9 @@ from torch import nn
 from pymoe.pipe import Pipe
 from pymoe.pipe.skip import pop, skippable, stash
 
+# Of pipes with one micro-batch, among others.
+pytestmark = pytest.mark.filterwarnings("ignore:Pipe.step:UserWarning")
+
 WIDTH = 4
 
 

@@ -9,7 +9,7 @@ import time
 import failing_pipes
 import pytest
 from failing_ranks import RANKS, Plan, train
-from rank_processes import ranks
+from rank_processes import LIMIT, ranks
 
 PLACES = [("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0), ("loss", 2)]
 
@@ -92,7 +92,7 @@ def test_when_the_host_of_the_store_is_lost_the_others_say_so():
 
 
 def test_a_rank_on_another_host_that_is_silent_for_longer_than_the_patience_has_failed():
-    with ranks(train, RANKS, Plan(hosts_differ=True, patience=1.0)) as started:
+    with ranks(train, RANKS, Plan(hosts_differ=True, patience=5.0)) as started:
         started.wait_for("step", RANKS)
         started.signal(1, signal.SIGSTOP)
         ends = started.ends(RANKS - 1)
@@ -105,7 +105,7 @@ def test_ranks_that_end_their_last_step_at_different_times_do_not_fail(last):
     with ranks(train, RANKS, Plan(steps=2, slow={last: 0.7})) as started:
         ends = started.ends(RANKS)
         for process in started.processes:
-            process.join(60)
+            process.join(LIMIT)
         codes = [process.exitcode for process in started.processes]
     assert {what for what, _ in ends.values()} == {"done"}, ends
     assert codes == [0] * RANKS
