@@ -74,7 +74,16 @@ class DeferredBatchNorm(_BatchNorm):
     a checkpointed one counts nothing; a mini-batch that failed leaves nothing behind.
 
     Everywhere else it is ``nn.BatchNorm``: outside of a pipeline, in evaluation, with one micro-batch, without running
-    statistics. Arguments, parameters, buffers and the keys of ``state_dict`` are those of ``nn.BatchNorm2d``.
+    statistics. Parameters, buffers and the keys of ``state_dict`` are those of ``nn.BatchNorm2d``.
+
+    Args:
+        num_features: the channels C.
+        eps: added to the variance, under the root.
+        momentum: how far a mini-batch moves the running statistics; None: these are the mean over all mini-batches.
+        affine: whether there are a weight and a bias for each channel.
+        track_running_stats: whether there are running statistics; else every batch is normalised by its own.
+        device: of parameters and buffers.
+        dtype: likewise.
 
     Input: (N, C) or (N, C, ...); a layer that :func:`convert_deferred_batch_norm` has made takes what it took before.
     """
@@ -167,6 +176,9 @@ def convert_deferred_batch_norm(module: Module) -> Module:
 
     The layers change in place: they stay the same objects, with their parameters, buffers, hooks, flags and names, and
     instances of the classes that they were of. Returns ``module``.
+
+    Args:
+        module: a model, or any part of one.
 
     Raises:
         TypeError: there is a ``SyncBatchNorm``, which takes its statistics from several processes; a lazy batch norm

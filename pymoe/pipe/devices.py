@@ -7,18 +7,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
-__all__ = ["place", "refuse_moves", "shared_parameters"]
+__all__ = ["place", "refuse_moves", "shared_parameters", "usable_device"]
 
 
 def place(parts: Sequence[nn.Module], devices: Sequence[torch.device | str | int] | None) -> list[torch.device | None]:
     """Move every part to its device; the devices. None: the parts stay where they are.
 
     Raises:
-        ValueError: there are not as many devices as parts, or parts on different devices share a parameter.
+        ValueError: there are not as many devices as parts, one is not there, or parts on different devices share a
+            parameter.
     """
     if devices is None:
         return [None] * len(parts)
-    found = [torch.device(device) for device in devices]
+    found = [usable_device(device, f"Pipe: devices[{number}]") for number, device in enumerate(devices)]
     if len(found) != len(parts):
         raise ValueError(f"Pipe: {len(found)} devices for {len(parts)} stages: there must be one for each")
     for names in shared_parameters(parts):
@@ -29,6 +30,20 @@ def place(parts: Sequence[nn.Module], devices: Sequence[torch.device | str | int
     for part, device in zip(parts, found, strict=True):
         part.to(device)
     return list(found)
+
+
+def usable_device(device: torch.device | str | int, what: str) -> torch.device:
+    """The device. Raises ValueError, which begins with ``what``, if this process cannot use it."""
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        there = f"{torch.__version__}, and sees {torch.cuda.device_count()} CUDA devices"
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"{what} must be a device of this machine, got {str(device)!r}: torch is {there} ({reason})"
+        ) from error
+    return found
 
 
 def refuse_moves(tensors: Iterable[torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -56,7 +56,7 @@ class Inspection(nn.Module):
         return len(self.staged.parts)
 
     def __getitem__(self, index: int) -> nn.Module:
-        """The module of a stage; of a sequential model its layers."""
+        """The module of a stage; of a sequential model its layers. As of a sequence: -1 is the last."""
         return self.staged.parts[index]
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -67,6 +67,11 @@ class Inspection(nn.Module):
     def devices(self) -> tuple[torch.device | None, ...]:
         """Where the stages are; None: where the model was."""
         return self.staged.devices
+
+    def __repr__(self) -> str:
+        parameters = sum(parameter.numel() for parameter in self.parameters())
+        where = "" if None in self.devices else f", devices={[str(device) for device in self.devices]}"
+        return f"{type(self).__name__}({self.extra_repr()}{where}, parameters={parameters:,})"
 
     def extra_repr(self) -> str:
         """Chunks, checkpointing and stages."""

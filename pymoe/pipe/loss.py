@@ -51,7 +51,12 @@ def with_loss(
         loss = output if loss_fn is None else loss_fn(output, *values[first_target:])
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise ValueError(f"the loss of a micro-batch must be a tensor with one element, got {what}")
+            if loss_fn is None:
+                raise ValueError(
+                    "Pipe.step: without a loss_fn the model's own output is minimised, so it must be a tensor with one "
+                    f"element, got {what}: give step a loss_fn (and a target), or let the model return its loss"
+                )
+            raise ValueError(f"Pipe.step: loss_fn must return a tensor with one element, got {what}")
         return [loss]
 
     modules = (*stage.modules, loss_fn) if isinstance(loss_fn, nn.Module) else stage.modules

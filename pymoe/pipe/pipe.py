@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import nn
 
+from pymoe.pipe.advice import warn_of_no_gain
 from pymoe.pipe.deferred_batch_norm import convert_deferred_batch_norm
 from pymoe.pipe.devices import refuse_moves
 from pymoe.pipe.execution.engine import ALL, BACKWARD, FORWARD, Engine
 from pymoe.pipe.execution.forward import run_forward, run_in_one_graph
 from pymoe.pipe.execution.step import Losses, run_step
+from pymoe.pipe.execution.tangents import have_tangents
 from pymoe.pipe.inspection import Inspection
 from pymoe.pipe.own_stages import OwnStages, Taken
 from pymoe.pipe.schedules import Record, Schedule
@@ -32,7 +34,23 @@ if TYPE_CHECKING:
 
 __all__ = ["Pipe"]
 
-CHECKPOINT = ("always", "except_last", "never")
+CheckpointMode = Literal["always", "except_last", "never"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zero-bubble-greedy"]
+CHECKPOINT = get_args(CheckpointMode)
+HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""Of a module, as ``nn.Module`` keeps them."""
 
 
 class Pipe(Inspection):
@@ -55,7 +73,8 @@ class Pipe(Inspection):
         chunks: into how many micro-batches a mini-batch is cut, along dimension 0. Sizes differ by one at most; of
             fewer rows there are fewer micro-batches.
         checkpoint: which micro-batches of a training pass keep their inputs alone and are run again for their
-            backward: ``"always"`` all, ``"except_last"`` all but the last, ``"never"`` none. In evaluation none is.
+            backward: ``"always"`` all, ``"except_last"`` all but the last, ``"never"`` none. In evaluation none is. The
+            first run makes a graph, too, so that modules may ask for gradients in it; it goes when the run ends.
         deferred_batch_norm: replace the model's batch norms by such as keep the statistics of mini-batches.
         balance: the number of layers of every stage; see :mod:`pymoe.pipe.balance`. None: every layer is a stage.
         devices: a device for every stage, to which its layers are moved. None: they stay where they are.
@@ -73,7 +92,7 @@ class Pipe(Inspection):
         self,
         module: nn.Sequential,
         chunks: int = 1,
-        checkpoint: str = "except_last",
+        checkpoint: CheckpointMode = "except_last",
         deferred_batch_norm: bool = False,
         *,
         balance: Sequence[int] | None = None,
@@ -87,7 +106,13 @@ class Pipe(Inspection):
 
     @classmethod
     def of(cls, staged: StagedModel, chunks: int = 1, checkpoint: str = "except_last") -> Pipe:
-        """A pipe that runs a model which is cut into stages already."""
+        """A pipe that runs a model which is cut into stages already.
+
+        Args:
+            staged: the model's stages, of any kind.
+            chunks: as for :class:`Pipe`.
+            checkpoint: likewise.
+        """
         pipe = cls.__new__(cls)
         nn.Module.__init__(pipe)
         pipe._choose(chunks, checkpoint)
@@ -114,7 +139,7 @@ class Pipe(Inspection):
         outputs: Taken | Sequence[Taken] | None = None,
         *,
         chunks: int = 1,
-        checkpoint: str = "except_last",
+        checkpoint: CheckpointMode = "except_last",
         devices: Sequence[torch.device | str | int] | None = None,
     ) -> Pipe:
         """A pipe of modules that are stages already; :class:`pymoe.pipe.own_stages.OwnStages` says what they take.
@@ -124,6 +149,20 @@ class Pipe(Inspection):
             pipe = Pipe.from_stages([encoder, middle, decoder], takes=[[Source(INPUT, 0)], [0], [1, Source(0, 1)]])
 
         Parameters go by the number of the stage and their name in it.
+
+        Args:
+            stages: the modules, in an order in which they can run.
+            takes: for every stage what it is called with: ``n`` for all that stage n returns, ``Source(n, k)`` for item
+                k of it, ``Source(INPUT, k)`` for argument k of the pipe. None: each what the one before returns.
+            outputs: what the pipe returns, in the same words: one, or a sequence, of which it makes a tuple. None: what
+                the last stage returns.
+            chunks: as for :class:`Pipe`.
+            checkpoint: likewise.
+            devices: likewise.
+
+        Raises:
+            TypeError: the stages are no modules.
+            ValueError: a stage takes what is not there by then; another argument does not fit.
         """
         return cls.of(OwnStages(stages, takes, outputs, devices), chunks, checkpoint)
 
@@ -136,18 +175,24 @@ class Pipe(Inspection):
     def _stand_on(self, staged: StagedModel) -> None:
         self.staged = staged
         self._engine = Engine()
+        self._has_stepped = False
         module = staged.module
         for kind in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[kind] = module.__dict__[kind]
         self._modules.update(module._modules)  # under the model's names, whatever attributes a pipe has
         self.training = module.training
+        if staged.hooks_are_pipes:
+            for kind in HOOKS:
+                self.__dict__[kind] = module.__dict__[kind]
 
     @left_to_python
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, from which ``loss.backward()`` can start.
 
         All micro-batches go forward now, and backward when autograd asks for it. Their outputs are put together along
-        dimension 0. Inside ``torch.func`` transforms stages run one after the other.
+        dimension 0. Inside ``torch.func`` transforms, and for tensors with tangents of forward-mode differentiation,
+        stages run one after the other. Hooks of an ``nn.Sequential`` (``register_forward_hook`` and others) are called
+        as the model's own call would call them, with whole mini-batches; those of layers see micro-batches.
 
         Args:
             args: what the model takes, an ``nn.Sequential`` one value: tensors and nested structures; tensors have the
@@ -161,7 +206,7 @@ class Pipe(Inspection):
         """
         micro_batches = self.staged.micro_batches(self.chunks, args, kwargs)
         pipeline = self.staged.pipeline
-        if functorch_is_active():
+        if functorch_is_active() or have_tangents((args, kwargs), self):
             return self.staged.output(run_in_one_graph(pipeline, micro_batches), micro_batches.weights)
         engine, count = self._engine, len(micro_batches.rows)
         run = engine.run(pipeline, micro_batches, graphs=graphs_are_made(), checkpointed=self._checkpointed(count))
@@ -179,9 +224,9 @@ class Pipe(Inspection):
         *inputs: Any,
         target: Any = None,
         loss_fn: Callable[..., torch.Tensor] | None = None,
-        schedule: str | Schedule = "1f1b",
+        schedule: ScheduleName | str | Schedule = "1f1b",
         chunks: int | None = None,
-        reduction: str = "mean",
+        reduction: Literal["mean", "sum"] = "mean",
         **kwargs: Any,
     ) -> torch.Tensor:
         """Forward, loss and backward in the pipeline; gradients are added to ``.grad`` as ``loss.backward()`` would.
@@ -189,6 +234,7 @@ class Pipe(Inspection):
         Micro-batches count by their rows, so uneven ones leave the gradients of the whole mini-batch. Gradients
         accumulate over steps until they are zeroed. Hooks of parameters are called once a step, with the sum. If
         anything fails no gradient is added. With gradients off (``torch.no_grad``) losses are computed, and no more.
+        A pipe warns once, in its first step, if that cannot run anything at the same time.
 
         Args:
             inputs: what the model takes; tensors have the rows of the mini-batch in dimension 0.
@@ -197,6 +243,7 @@ class Pipe(Inspection):
                 a module's parameters get gradients, too. None: the model's own loss, or its output, is minimised.
             schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved-1f1b"``, ``"zero-bubble"``, ``"zero-bubble-greedy"``, any
                 other registered name, or a :class:`pymoe.pipe.schedules.Schedule` of as many stages and micro-batches.
+                Torch's spellings ("GPipe", "1F1B", "Interleaved1F1B") will do.
             chunks: other than the pipe's own.
             reduction: what ``loss_fn`` does with rows: ``"mean"`` or ``"sum"``.
             kwargs: what the model takes by name.
@@ -208,16 +255,25 @@ class Pipe(Inspection):
             TypeError: the model has no such arguments.
             ValueError: an argument is out of range, or tensors have different numbers of rows.
             RuntimeError: the loss does not require gradients.
+            NotImplementedError: tensors have tangents of forward-mode differentiation, which a step has no use for.
             BaseException: what a stage raised first, with a note of stage and micro-batch.
         """
         if reduction not in ("mean", "sum"):
             raise ValueError(f"Pipe.step: reduction must be 'mean' or 'sum', got {reduction!r}")
+        if have_tangents((inputs, target, kwargs), self):
+            raise NotImplementedError(
+                "Pipe.step: forward-mode differentiation is not supported, and tangents would get lost; call the pipe "
+                "itself, pipe(x), which keeps them"
+            )
         has_target = target is not None
         chunks = self.chunks if chunks is None else _count("chunks", chunks)
         micro_batches = self.staged.micro_batches(chunks, inputs, kwargs, (target,) * has_target)
         count, graphs = len(micro_batches.rows), graphs_are_made()
         engine, staged = self._engine, self.staged
         planned = engine.schedule(schedule, len(self), count)
+        if not self._has_stepped:
+            self._has_stepped = True
+            warn_of_no_gain(planned, count < chunks, staged.module if staged.hooks_are_pipes else None)
         losses = Losses(micro_batches.weights if reduction == "mean" else [1.0] * count, graphs)
         structure = staged.minimised if loss_fn is None else staged.leave
         run = engine.run(
@@ -248,8 +304,26 @@ class Pipe(Inspection):
         """When every action of the last :meth:`step`, forward or backward pass started and ended; None before."""
         return self._engine.last_run
 
+    @property
+    def _is_full_backward_hook(self) -> bool | None:
+        """Of which kind the hooks in ``_backward_hooks`` are, as ``nn.Module`` keeps it: the model's, who has them."""
+        return self._owner_of_hooks().__dict__.get("_is_full_backward_hook")
+
+    @_is_full_backward_hook.setter
+    def _is_full_backward_hook(self, is_full: bool | None) -> None:
+        if is_full is not None:  # else a module is being made
+            self._owner_of_hooks().__dict__["_is_full_backward_hook"] = is_full
+
+    def _owner_of_hooks(self) -> nn.Module:
+        staged = self.__dict__.get("staged")
+        return staged.module if staged is not None and staged.hooks_are_pipes else self
+
     def train(self, mode: bool = True) -> Pipe:
-        """As of any module."""
+        """Switch all modules to training or to evaluation, in which no micro-batch is checkpointed.
+
+        Args:
+            mode: whether to train.
+        """
         for module in (self.staged.module, *self.staged.parts):
             module.training = mode
         self._engine.forget()

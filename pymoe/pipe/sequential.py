@@ -23,6 +23,8 @@ __all__ = ["SequentialModel", "cut", "sequential_pipeline"]
 class SequentialModel(StagedModel):
     """An ``nn.Sequential``, cut between its layers. Takes one value and returns one.
 
+    Hooks of a stage's module see micro-batches, those of the model itself whole mini-batches.
+
     Raises:
         TypeError: the model is no ``nn.Sequential``; skips do not match; ``balance`` is no list of integers.
         ValueError: ``balance`` or ``devices`` do not fit the model.
@@ -44,6 +46,11 @@ class SequentialModel(StagedModel):
     def pipeline(self) -> Pipeline:
         """The same in every mode."""
         return self._pipeline
+
+    @property
+    def hooks_are_pipes(self) -> bool:
+        """Stages call the layers, and nobody the model."""
+        return True
 
     def enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The one argument."""
@@ -141,15 +148,12 @@ class _Layers:
     def __call__(self, value: Any, *taken: Any) -> Sequence[Any]:
         if self._has_skips:
             return self._with_skips(value, taken)
-        for layer in self._part._modules.values():
-            value = layer(value)  # type: ignore[misc]
-        return [value]
+        return [self._part(value)]
 
     def _with_skips(self, value: Any, taken: Sequence[Any]) -> Sequence[Any]:
         skips = _Skips(dict(zip(self._takes, taken, strict=True)), self._sends, self._pops)
         with tracking(skips):
-            for layer in self._part._modules.values():
-                value = layer(value)  # type: ignore[misc]
+            value = self._part(value)
         return [value, *[skips.sent[key] for key in self._sends]]
 
 

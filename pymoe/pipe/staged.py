@@ -39,6 +39,11 @@ class StagedModel(ABC):
         """Which of the pipeline's outputs is the loss; None: the model returns none, as far as is known."""
         return None
 
+    @property
+    def hooks_are_pipes(self) -> bool:
+        """Whether hooks of ``module`` are those of a call of the pipe, as nothing else calls them."""
+        return False
+
     @abstractmethod
     def enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The values of the pipeline's inputs, for a call of the model with one micro-batch.

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 import weakref
+from collections import Counter
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class Faults:
         self.rate = rate
         self.longest = longest
         self.step = 0
-        self.inside = 0  # calls that go on
+        self._inside: Counter[int] = Counter()  # calls that go on, by thread
         self.seen: list[weakref.ref[torch.Tensor]] = []  # tensors that layers were given or have made
 
     def planted(self, *place: Any) -> bool:
@@ -50,7 +51,7 @@ class Faults:
     def call(self, *place: Any) -> None:
         """Take the time of the call at a place; raise what is planted there."""
         with self._lock:
-            self.inside += 1
+            self._inside[threading.get_ident()] += 1
         try:
             if self.longest:
                 time.sleep(random.random() * self.longest)
@@ -58,7 +59,18 @@ class Faults:
                 raise Planted(*place)
         finally:
             with self._lock:
-                self.inside -= 1
+                self._inside[threading.get_ident()] -= 1
+
+    @property
+    def inside(self) -> int:
+        """Calls that go on in other threads. (Ctrl-C may end one of the main thread before it can say so.)"""
+        with self._lock:
+            return sum(count for thread, count in self._inside.items() if thread != threading.get_ident())
+
+    def forget_threads(self) -> None:
+        """In the child of a fork: the others are not there."""
+        self._lock = threading.Lock()
+        self._inside.clear()
 
 
 class _Backward(torch.autograd.Function):

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from pymoe.pipe import Pipe, micro_batch
 from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm, convert_deferred_batch_norm
 
+# Of pipes with one micro-batch, among others.
+pytestmark = pytest.mark.filterwarnings("ignore:Pipe.step:UserWarning")
+
 
 class Twice(nn.Module):
     """One batch norm under two names."""

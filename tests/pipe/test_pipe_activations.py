@@ -12,6 +12,9 @@ from torch.nn import functional as F
 from pymoe.pipe import Pipe
 from pymoe.pipe.schedules import Schedule, build, simulate, text
 
+# Of pipes with one micro-batch, among others.
+pytestmark = pytest.mark.filterwarnings("ignore:Pipe.step:UserWarning")
+
 
 class Counter:
     """Counts what is alive, by owner, and remembers the greatest numbers."""
@@ -88,6 +91,16 @@ def test_checkpointed_micro_batches_hold_graphs_in_their_backward_alone():
     Pipe(model, 8, "always").step(x, target=x.detach(), loss_fn=F.mse_loss, schedule="gpipe")
     assert counter.peak == [1] * 4
     assert counter.now == [0] * 4
+
+
+def test_the_graph_of_a_checkpointed_forward_goes_with_it():
+    """It is made, for modules that ask for gradients, and nobody keeps it for the backward."""
+    counter = Counter(2)
+    model = nn.Sequential(*[Stage(counter, number, 0.0) for number in range(2)])
+    loss = Pipe(model, 4, "always")(torch.randn(8, WIDTH, requires_grad=True)).sum()
+    assert (counter.now, counter.peak) == ([0, 0], [1, 1])
+    loss.backward()
+    assert (counter.now, counter.peak) == ([0, 0], [1, 1])
 
 
 def test_activations_of_a_forward_are_gone_when_gradients_are_added():

@@ -10,6 +10,9 @@ from torch.nn import functional as F
 
 from pymoe.pipe import Pipe
 
+# Of pipes with one micro-batch, among others.
+pytestmark = pytest.mark.filterwarnings("ignore:Pipe.step:UserWarning")
+
 
 def a_batch(rows=7):
     return next(batches(1, (rows,)))
@@ -244,7 +247,7 @@ def test_two_threads_may_use_one_pipe():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     assert not errors
     assert len(results) == 30
     for found in results:

@@ -15,6 +15,9 @@ from torch.nn import functional as F
 
 from pymoe.pipe import Pipe
 
+# Of pipes with one micro-batch, among others.
+pytestmark = pytest.mark.filterwarnings("ignore:Pipe.step:UserWarning")
+
 TOLERANCE = 1e-12
 STEPS = int(os.environ.get("PYMOE_STEPS", "12"))
 CHUNKS = (1, 2, 3, 4, 8)

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,15 @@ SLOW = 6e-4  # seconds that a call takes at most
 def own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """All stages but the first have threads of their own, however short their actions are."""
     monkeypatch.setattr(worth, "ALWAYS", True)
+
+
+@pytest.fixture(autouse=True)
+def no_callbacks_of_the_garbage_collector() -> Iterator[None]:
+    """An exception in one is printed and forgotten, so an interrupt that comes there is lost. (Hypothesis has one.)"""
+    before = gc.callbacks[:]
+    gc.callbacks.clear()
+    yield
+    gc.callbacks[:] = before
 
 
 def assert_works(pipe: Pipe, faults: Faults) -> None:
@@ -53,8 +62,8 @@ def in_time(work: Callable[[], object]) -> None:
     assert done == [None]
 
 
-def threads_of_this_process() -> int:
-    return len(os.listdir("/proc/self/task"))
+def threads_of_this_process() -> set[str]:
+    return set(os.listdir("/proc/self/task"))
 
 
 def press_ctrl_c() -> None:
@@ -64,6 +73,8 @@ def press_ctrl_c() -> None:
 # --- Ctrl-C ---
 
 
+# One that comes in a destructor is lost, likewise.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_at_any_time_ends_a_step_as_a_whole() -> None:
     """What runs is waited for, and gradients are there all or none."""
     faults = Faults(3, longest=SLOW)
@@ -153,7 +164,8 @@ def test_a_fork_in_the_middle_of_a_step() -> None:
             run_step(pipe, faults)
 
     def check() -> None:
-        faults.inside, faults.longest, faults._lock = 0, 0.0, threading.Lock()
+        faults.forget_threads()
+        faults.longest = 0.0
         assert_works(pipe, faults)
 
     thread = threading.Thread(target=step_on_and_on)
@@ -176,19 +188,19 @@ def test_a_fork_in_the_middle_of_a_step() -> None:
 def test_the_threads_of_a_pipe_end_with_it(in_cycle: bool) -> None:
     faults = Faults(3)
     assert_works(Pipe(model(faults), CHUNKS), faults)  # what torch starts has started
-    time.sleep(0.1)
-    before = threads_of_this_process()
+    before = threads_of_this_process()  # some of which may be about to end
     pipe = Pipe(model(faults), CHUNKS)
     assert threads_of_this_process() <= before, "threads start with the first run"
     assert_works(pipe, faults)
     copied = copy.deepcopy(pipe)
     assert_works(copied, faults)
-    assert threads_of_this_process() >= before + 2 * (STAGES - 1)
+    own = threads_of_this_process() - before
+    assert len(own) == 2 * (STAGES - 1)
     if in_cycle:
         pipe.itself = [pipe]
     del pipe, copied
     gc.collect()
-    wait_for(lambda: threads_of_this_process() <= before)
+    wait_for(lambda: not threads_of_this_process() & own)
 
 
 PIPE_AT_EXIT = """

@@ -13,6 +13,9 @@ from pymoe.pipe import Pipe
 from pymoe.pipe.skip import Namespace, pop, skippable, stash
 from pymoe.pipe.stages import Source
 
+# Of pipes with one micro-batch, among others.
+pytestmark = pytest.mark.filterwarnings("ignore:Pipe.step:UserWarning")
+
 
 def linear():
     return nn.Linear(WIDTH, WIDTH).double()

@@ -23,7 +23,7 @@ def on_threads(monkeypatch):
     monkeypatch.setattr(worth, "ALWAYS", True)
 
 
-pytestmark = pytest.mark.usefixtures("doubles")
+pytestmark = [pytest.mark.usefixtures("doubles"), pytest.mark.filterwarnings("ignore:Pipe.step:UserWarning")]
 
 
 class Scale(nn.Module):

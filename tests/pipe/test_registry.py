@@ -52,7 +52,7 @@ def test_a_name_is_taken_once():
 @pytest.mark.parametrize(
     ("arguments", "chosen", "match"),
     [
-        (("GPipe", 2, 2), {}, "no schedule 'GPipe': there are gpipe, 1f1b, interleaved-1f1b, zero-bubble"),
+        (("gpip", 2, 2), {}, "no schedule 'gpip': there are gpipe, 1f1b, interleaved-1f1b, zero-bubble"),
         (("gpipe", 2, 2), {"live_limit": 1}, "schedule 'gpipe' has no live_limit: it has no options"),
         (("1f1b", 2, 2), {"virtual_stages": 1}, "schedule '1f1b' has no virtual_stages: it has live_limit"),
         (("1f1b", 0, 2), {}, "stages must be an integer from 1 up, got 0"),

@@ -326,3 +326,50 @@ def test_another_tracker_takes_the_skips_of_its_block():
     assert torch.equal(notes.saved[None, "skip"], ONE * 2)
     with pytest.raises(RuntimeError, match="has not been stashed"):
         up(ONE)
+
+
+# --- names of other packages ---
+
+
+def test_what_is_stashed_may_be_called_tensor() -> None:
+    assert stash("skip", tensor=ONE).tensor is ONE
+    assert stash("skip", value=None).tensor is None
+    for wrong in (lambda: stash("skip"), lambda: stash("skip", ONE, tensor=ONE), lambda: stash("skip", other=ONE)):
+        with pytest.raises(TypeError, match="expected a name and one value"):
+            wrong()
+
+
+def test_a_skippable_module_answers_to_the_names_of_other_packages() -> None:
+    down, up = Down(), Up()
+    assert repr(down) == "@skippable(Down())"
+    assert not issubclass(Down.module_cls, Skippable)
+    assert issubclass(Down, Down.module_cls)
+    assert (down.namespaces, down.namespaced("skip")) == ({}, (None, "skip"))
+    ns = Namespace()
+    down.isolate(ns)
+    assert (down.namespaces, down.namespaced("skip")) == ({"skip": ns}, (ns, "skip"))
+    seen: dict[str, Any] = {}
+    assert torch.equal(down.dispatch(ONE, seen.__setitem__, None), ONE + 1)
+    assert torch.equal(up.dispatch(ONE, None, seen.pop), ONE * 10 + ONE * 2)
+    assert kept() == 0
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        down.nothing  # noqa: B018
+
+
+def test_the_decorated_class_has_its_own_by_these_names() -> None:
+    """They are no attributes of the class, which come first: a layer of experts has a method ``dispatch``, say."""
+
+    @skippable(stash=["skip"])
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.namespaces = 3
+
+        def dispatch(self) -> str:
+            return "my own"
+
+        def forward(self, x: Tensor) -> Any:
+            yield stash("skip", x)
+            return x
+
+    assert (Own().namespaces, Own().dispatch()) == (3, "my own")

@@ -19,7 +19,7 @@ from pymoe.pipe.schedules import Kind, build, validate
 WIDTH = 4
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
 BEGINNING = pymoe.SplitPoint.BEGINNING
-pytestmark = pytest.mark.usefixtures("doubles")
+pytestmark = [pytest.mark.usefixtures("doubles"), pytest.mark.filterwarnings("ignore:Pipe.step:UserWarning")]
 
 
 class Chain(nn.Module):

@@ -46,7 +46,7 @@ def test_a_table_that_stages_share_does_not_keep_them_from_each_other(training):
     meeting = threading.Barrier(2)
     do_meet = []
     layer = Table().train(training)
-    functions = two_stages(layer, lambda value: [value] if not do_meet else [meeting.wait(30)])
+    functions = two_stages(layer, lambda value: [value] if not do_meet else [meeting.wait(300)])
     assert [function(0) for function in functions] == [[0], [0]]
     do_meet.append(True)
     assert sorted(at_the_same_time(functions)) == [[0], [1]]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
 from torch import nn
 
 from pymoe.pipe import Pipe
-from pymoe.pipe.execution import worth
+from pymoe.pipe.execution import workers, worth
 from pymoe.pipe.execution.worth import Alone, Worth
 
 LONG, SHORT = 2 * worth.PATIENCE, worth.PATIENCE / 10
@@ -55,25 +54,42 @@ def test_an_old_time_of_smaller_batches_is_forgotten() -> None:
     assert runs == 5
 
 
+class Clock:
+    """Seconds that actions are said to take, whatever the machine is busy with."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._lock = threading.Lock()
+
+    def perf_counter(self) -> float:
+        with self._lock:
+            return self._now
+
+    def sleep(self, seconds: float) -> None:
+        with self._lock:
+            self._now += seconds
+
+
 class Recorded(nn.Module):
     """Notes its thread; slow in one step, and ever after on threads that are not the caller's."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
         super().__init__()
+        self.clock = clock
         self.seen: set[int] = set()
         self.is_slow = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen.add(threading.get_ident())
         if self.is_slow or threading.current_thread() is not threading.main_thread():
-            time.sleep(0.1)
+            self.clock.sleep(0.1)
         return x
 
 
 def test_a_pipe_that_was_held_up_once_comes_back_to_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worth, "PATIENCE", 0.05)  # so that no other process is taken for a long action
-    monkeypatch.setattr(worth, "LOST", 0.25)
-    layers = [Recorded(), Recorded()]
+    clock = Clock()
+    monkeypatch.setattr(workers, "time", clock)
+    layers = [Recorded(clock), Recorded(clock)]
     pipe = Pipe(nn.Sequential(*layers), 6)
     x = torch.randn(6, 2)
     with torch.no_grad():

@@ -19,6 +19,7 @@ from pymoe.pipe.execution.activation import Activation
 from pymoe.pipe.execution.checkpoint import Checkpoints
 from pymoe.pipe.execution.graph import Graph, memory_of
 from pymoe.pipe.execution.run import Inputs
+from pymoe.pipe.execution.tangents import have_tangents
 from pymoe.pipe.execution.values import Crossing, Origin, Sent, arrive, pack, unpack
 from pymoe.pipe.stages import INPUT, Source
 from pymoe.runtime.parallel.isolated import differentiate, edge_of, find_leaves
@@ -160,6 +161,8 @@ class Passage:
 
     def _begin(self, micro_batch: int, inputs: Sequence[Any], rows: int) -> None:
         """The micro-batch comes in."""
+        if have_tangents(inputs):
+            raise NotImplementedError("pymoe.pipe: tangents of forward-mode differentiation do not go to other ranks")
         self.rows[micro_batch] = rows
         if self.random is None:
             self.random = SharedSource(base_of_this_process())

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 from pymoe.pipe.distributed.failure import Position
+from pymoe.pipe.distributed.page import Page
 
 __all__ = ["Beat", "Beats", "Others", "Peer"]
 
@@ -35,6 +36,8 @@ class Beat:
     done: int = 0
     """Of steps so far."""
     at: Position | None = None
+    page: int = -1
+    """The number of the rank's page; less than 0: it has none."""
 
     def to_json(self) -> str:
         """For the store."""
@@ -65,7 +68,9 @@ class Peer:
         self.process: int | None = None  # a file that can be read when the process has ended
         self.has_ended = False
         """That its process has ended, when it was last looked at."""
+        self._page: Page | None = None
         if beat.where and beat.where == here() and not self.is_same_process:
+            self._page = Page.open(beat.process, beat.page)
             try:
                 self.process = os.pidfd_open(beat.process)
             except ProcessLookupError:
@@ -92,12 +97,20 @@ class Peer:
         self._listened = now
         self.beat = beat
 
+    @property
+    def at(self) -> Position | None:
+        """Where it is, or was when it ended; None: between its steps. From another host: where it was a beat ago."""
+        return self.beat.at if self._page is None else self._page.read()
+
     def __str__(self) -> str:
-        at = self.beat.at
+        at = self.at
         return f"rank {self.rank}, last seen {'between its steps' if at is None else f'in the {at}'}"
 
     def close(self) -> None:
         """Let go of the process."""
+        if self._page is not None:
+            self._page.close()
+            self._page = None
         if self.process is not None:
             os.close(self.process)
             self.process = None

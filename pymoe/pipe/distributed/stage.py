@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.utils import _pytree
 
+from pymoe.pipe.devices import usable_device
 from pymoe.pipe.distributed.passage import Passage
 from pymoe.pipe.distributed.rank import Rank, rank_of_pipe
 from pymoe.runtime.parallel.isolated import graphs_are_made
@@ -62,12 +63,12 @@ def build_stage(pipe: Any, index: int, device: torch.device | str, group: dist.P
         group: whose processes share the stages; None: the default group.
 
     Raises:
-        ValueError: there is no such stage.
+        ValueError: there is no such stage, or no such device.
     """
     group = dist.distributed_c10d._get_default_group() if group is None else group
     if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(pipe):
         raise ValueError(f"build_stage: the pipe has stages 0 to {len(pipe) - 1}, got {index!r}")
-    device = torch.device(device)
+    device = usable_device(device, "build_stage: device")
     rank = rank_of_pipe(pipe, group, device)
     rank.place(index, device)
     return RankStage(rank, index, device, group)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from pymoe.pipe.distributed.board import Board, BoardIsGoneError
 from pymoe.pipe.distributed.failure import Failure, Position, RankError
+from pymoe.pipe.distributed.page import Page
 from pymoe.pipe.distributed.peers import Beat, Others, Peer
 from pymoe.pipe.distributed.waits import end_waits, is_about_connections
 
@@ -57,7 +58,8 @@ class Watch:
         self._patience = patience
         self._board = Board(group)
         self._others = Others(self._rank, group.size())
-        self._beat = Beat()
+        self._page = Page.make()
+        self._beat = Beat(page=-1 if self._page is None else self._page.number)
         self._beat_lock = threading.Lock()
         self._failure: Failure | None = None
         self._found = threading.Event()
@@ -101,8 +103,13 @@ class Watch:
         Raises:
             RankError: another rank has failed.
         """
-        self._beat.at = Position(phase, stage, micro_batch)
+        self._be_at(Position(phase, stage, micro_batch))
         self.check()
+
+    def _be_at(self, at: Position | None) -> None:
+        self._beat.at = at
+        if self._page is not None:
+            self._page.write(at)
 
     def check(self) -> None:
         """Raises RankError if another rank is known to have failed."""
@@ -118,7 +125,7 @@ class Watch:
         self._in_step = False
         self.check()
         with self._beat_lock:
-            self._beat.at = None
+            self._be_at(None)
             self._beat.done += 1
         with contextlib.suppress(BoardIsGoneError):  # the next step finds out why
             self._tell()
@@ -182,6 +189,9 @@ class Watch:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5.0)
         self._others.close()
+        if self._page is not None:
+            self._page.close()
+            self._page = None
         self._at_exit.cancel()
         if sys.excepthook == self._uncaught:
             sys.excepthook = self._hook
@@ -266,7 +276,7 @@ class Watch:
         peer = self._others.missing(self._beat.done, SUSPICION if self._suspects else self._patience)
         if peer is None or peer.has_ended:
             return None if peer is None else _ended(peer)
-        return Failure(f"nothing has been heard for {peer.silent:.0f} s of {peer}", peer.rank, peer.beat.at)
+        return Failure(f"nothing has been heard for {peer.silent:.0f} s of {peer}", peer.rank, peer.at)
 
     def _find_without_board(self, error: BoardIsGoneError) -> Failure:
         """Who took the store along. A rank that leaves in order waits for the others to end their steps."""
@@ -281,7 +291,7 @@ class Watch:
 
 
 def _ended(peer: Peer) -> Failure:
-    return Failure(f"the process of {peer}, has ended", peer.rank, peer.beat.at)
+    return Failure(f"the process of {peer}, has ended", peer.rank, peer.at)
 
 
 _watches: dict[dist.ProcessGroup, Watch] = {}

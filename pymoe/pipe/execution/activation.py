@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,7 +13,7 @@ from pymoe.pipe.context import MicroBatch, call_for
 from pymoe.pipe.execution.checkpoint import Checkpoints, Recipe
 from pymoe.pipe.execution.graph import Graph
 from pymoe.pipe.execution.leaf_sums import LeafSums
-from pymoe.pipe.execution.values import Crossing, Origin, Sent, arrive, pack, unpack
+from pymoe.pipe.execution.values import Crossing, Origin, Sent, arrive, is_fixed, pack, unpack
 from pymoe.pipe.split_backward import SplitBackward
 from pymoe.pipe.stages import Stage
 from pymoe.runtime.parallel.isolated import differentiate
@@ -21,6 +21,8 @@ from pymoe.runtime.parallel.random_streams import Stream, with_stream
 from pymoe.runtime.parallel.state import ThreadState, in_state
 
 __all__ = ["Activation"]
+
+Result = TypeVar("Result")
 
 
 class Activation(Origin):
@@ -68,14 +70,15 @@ class Activation(Origin):
 
         def cross(tensor: torch.Tensor) -> Crossing:
             self.grads.append(None)
-            needs = tensor.is_floating_point() or tensor.is_complex()
-            return Crossing(tensor, self if needs else None, len(self.grads) - 1)
+            if not tensor.requires_grad:
+                return Crossing(tensor)
+            return Crossing(tensor.detach(), self, len(self.grads) - 1, is_fixed(tensor))
 
         return [pack(output, cross) for output in outputs]
 
     def backward(self, sums: LeafSums, keep: bool = False) -> None:
         """Both parts of the backward; the gradients of leaves go to ``sums``. ``keep``: there will be another."""
-        graph = self._graph or self._repeat()
+        graph = self._graph or self._repeat(keep)
         edges, leaves = graph.edges, graph.leaves
         assert graph.stream is not None
         found = with_stream(
@@ -97,7 +100,7 @@ class Activation(Origin):
 
     def backward_input(self) -> None:
         """The first part: gradients for the stages before."""
-        graph = self._graph = self._graph or self._repeat()
+        graph = self._graph = self._graph or self._repeat(False)
         given = [(root, grad) for root, grad in zip(graph.roots, self.grads, strict=True) if root and grad is not None]
         assert graph.stream is not None
         self._split = SplitBackward(
@@ -135,14 +138,30 @@ class Activation(Origin):
         outputs: Sequence[Any] = with_stream(stream, call_for, micro_batch, stage.function, *graph.begin(sent))
         return graph, graph.end(outputs, self)
 
-    def _repeat(self) -> Graph:
+    def _repeat(self, again: bool) -> Graph:
         recipe = self._recipe
         assert recipe is not None
         micro_batch = replace(self._micro_batch, recomputing=True)
-        graph, _ = in_state(self._state, recipe.repeat, partial(self._make_graph, micro_batch))
+        graph, _ = in_state(
+            self._state, on_a_level_of_autocast, recipe.repeat, partial(self._make_graph, micro_batch), again
+        )
         if len(graph.roots) != len(self.grads):
             raise RuntimeError(
                 f"the stage has returned {len(self.grads)} tensors, and {len(graph.roots)} when it was run again for "
                 "its backward pass: under checkpointing it must do the same both times"
             )
         return graph
+
+
+def on_a_level_of_autocast(function: Callable[..., Result], *args: Any) -> Result:
+    """``function(*args)``; the casts of weights that autocast keeps meanwhile go when the outermost level ends.
+
+    Whoever switches autocast on by its flag alone, as a state that is carried to another thread does, ends no level,
+    and the casts would stand for the weights of all later steps.
+    """
+    torch.autocast_increment_nesting()
+    try:
+        return function(*args)
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()

@@ -2,6 +2,10 @@
 
 Source of the idea: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), arXiv 1604.06174. The
 repetition draws the same random numbers (it has the same stream), sees the same buffers, and leaves no trace in them.
+
+The first run makes a graph, too, which goes when the run ends: modules may ask for gradients and hooks within it, and
+what they keep of one run for the next (the weights of ``parametrize.cached``, autocast's casts) has its history.
+That takes no more memory at a time than the repetition will.
 """
 
 from __future__ import annotations
@@ -11,11 +15,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 
 from pymoe.pipe.execution.buffers import Buffers, Contents
+from pymoe.pipe.execution.graph import Graph
 from pymoe.pipe.execution.turns import Turns
-from pymoe.pipe.execution.values import Crossing, Sent, arrive, unpack, version_of
+from pymoe.pipe.execution.values import Crossing, Sent, version_of
 
 __all__ = ["Checkpoints", "Recipe"]
 
@@ -25,16 +29,29 @@ Result = TypeVar("Result")
 class Recipe:
     """What a forward needs to be run again."""
 
-    __slots__ = ("_buffers", "_seen", "_sent")
+    __slots__ = ("_buffers", "_edited", "_seen", "_sent")
 
-    def __init__(self, sent: Sequence[Sent], buffers: Buffers, seen: list[Contents]) -> None:
+    def __init__(
+        self, sent: Sequence[Sent], edited: Sequence[Crossing], buffers: Buffers, seen: list[Contents]
+    ) -> None:
+        """``edited``: those in ``sent`` that the forward changes in place, which are copies of their own."""
         self._sent = sent
+        self._edited = edited
         self._buffers = buffers
         self._seen = seen
 
-    def repeat(self, forward: Callable[[Sequence[Sent]], Result]) -> Result:
-        """``forward`` of the same inputs."""
-        return self._buffers.repeat(self._seen, lambda: forward(self._sent))
+    def repeat(self, forward: Callable[[Sequence[Sent]], Result], again: bool) -> Result:
+        """``forward`` of the same inputs. ``again``: this is not the last time."""
+        kept = [crossing.tensor for crossing in self._edited] if again else []
+        for crossing, tensor in zip(self._edited, kept, strict=False):
+            crossing.tensor = tensor.clone()
+            crossing.version = version_of(crossing.tensor)
+        try:
+            return self._buffers.repeat(self._seen, lambda: forward(self._sent))
+        finally:
+            for crossing, tensor in zip(self._edited, kept, strict=False):
+                crossing.tensor = tensor
+                crossing.version = version_of(tensor)
 
 
 class Checkpoints:
@@ -64,49 +81,35 @@ class Checkpoints:
     def forward(
         self, sent: Sequence[Sent], device: torch.device | None, call: Callable[[Sequence[Any]], Sequence[Any]]
     ) -> tuple[Recipe, Sequence[Any]]:
-        """Run a forward without a graph. Returns what it takes to repeat it, and its outputs.
+        """Run a forward. Returns what it takes to repeat it, and its outputs; nobody else has their graph.
 
         Raises:
             RuntimeError: it has changed an input in place that it has left alone before.
         """
         edited = self._edited
-        given: list[torch.Tensor] = []  # to the stage
-        kept: list[torch.Tensor] = []  # for the repetition
-        values = []
-        for value in sent:
-            row = list(value.leaves)
-            for position, leaf in enumerate(row):
-                if type(leaf) is Crossing:
-                    tensor = arrive(leaf, device)
-                    kept.append(leaf.tensor)
-                    own = edited is None or len(given) in edited
-                    row[position] = tensor.clone() if own else tensor.detach()
-                    given.append(row[position])
-            values.append(unpack(row, value.structure))
-        versions = [version_of(tensor) for tensor in given]
-        outputs, seen = self._buffers.watch(lambda: _without_graph(call, values))
-        changed = {n for n, version in enumerate(versions) if version_of(given[n]) != version}
+        taken = [leaf for value in sent for leaf in value.leaves if type(leaf) is Crossing]
+        copies = [
+            leaf.tensor.clone() if edited is None or number in edited else None for number, leaf in enumerate(taken)
+        ]
+        graph = Graph(device=device)
+        values = graph.begin(sent)
+        outputs, seen = self._buffers.watch(lambda: call(values))
+        graph.close()
+        changed = {number for number, leaf in enumerate(taken) if version_of(leaf.tensor) != leaf.version}
         if edited is not None and not changed <= edited:
             raise RuntimeError(
                 "a checkpointed stage has changed an input in place, and needs it to be run again; change a copy "
                 "(inplace=False), or use checkpoint='never'"
             )
         self._edited = changed if edited is None else edited
-        for number in changed:
-            increment_version(kept[number])  # for others who have it, as without checkpointing
-        again = [
-            Sent([Crossing(x.tensor, x.origin, x.number) if type(x) is Crossing else x for x in v.leaves], v.structure)
-            for v in sent
-        ]
-        return Recipe(again, self._buffers, seen), outputs
-
-
-def _without_graph(call: Callable[[Sequence[Any]], Sequence[Any]], values: Sequence[Any]) -> Sequence[Any]:
-    # Autocast would keep the casts of weights, without a history, for forwards that need one.
-    cache = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        with torch.no_grad():
-            return call(values)
-    finally:
-        torch.set_autocast_cache_enabled(cache)
+        again: dict[int, Crossing] = {}
+        own = []
+        for number, (leaf, copy) in enumerate(zip(taken, copies, strict=True)):
+            if number in changed:
+                assert copy is not None
+                again[id(leaf)] = Crossing(copy, leaf.origin, leaf.number)
+                own.append(again[id(leaf)])
+            else:
+                again[id(leaf)] = Crossing(leaf.tensor, leaf.origin, leaf.number, leaf.is_fixed)
+        rows = [Sent([again.get(id(x), x) if type(x) is Crossing else x for x in v.leaves], v.structure) for v in sent]
+        return Recipe(rows, own, self._buffers, seen), outputs

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from pymoe.pipe.context import MicroBatch, running
-from pymoe.pipe.execution.outer import accumulate, attach
+from pymoe.pipe.execution.graph import memory_of
+from pymoe.pipe.execution.outer import accumulate, attach, end_history
 from pymoe.pipe.execution.run import Run
 from pymoe.pipe.execution.values import Crossing, Sent, unpack
 from pymoe.pipe.micro_batches import MicroBatches
@@ -58,7 +60,10 @@ def run_forward(run: Run, forward: Callable[[Run], None], backward: Callable[[Ru
                     run.release()
                     ends.clear()
 
-        attached = attach(gradients, [crossing.tensor for crossing in crossings], tensors)
+        # Outputs of several micro-batches are copied into one tensor.
+        tied = _tied(crossings, run.inputs.tensors) if len(outputs) == 1 else ()
+        attached = attach(gradients, [crossing.tensor for crossing in crossings], tensors, tied)
+        end_history(run.inputs.edited())
         made = {id(crossing): tensor for crossing, tensor in zip(crossings, attached, strict=True)}
     else:
         run.release()
@@ -77,6 +82,17 @@ def run_in_one_graph(pipeline: Pipeline, micro_batches: MicroBatches) -> list[li
             made.update((Source(number, output), value) for output, value in enumerate(found))
         outputs.append([made[source] for source in pipeline.outputs])
     return outputs
+
+
+def _tied(crossings: Sequence[Crossing], inputs: Sequence[torch.Tensor]) -> list[int]:
+    """Which of the outputs are in memory that another output has, too, or an input, or a leaf."""
+    places = [memory_of(crossing.tensor) for crossing in crossings]
+    shared = Counter([*places, *dict.fromkeys(map(memory_of, inputs))])
+    return [
+        number
+        for number, (crossing, place) in enumerate(zip(crossings, places, strict=True))
+        if crossing.is_fixed or shared[place] > 1
+    ]
 
 
 def _value(sent: Sent, made: dict[int, torch.Tensor]) -> Any:

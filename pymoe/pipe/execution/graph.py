@@ -1,7 +1,8 @@
 """The graph of one pass of a micro-batch through a stage.
 
 It begins at the stage's inputs and ends at its outputs. The stage works on aliases of the tensors that it takes: the
-same memory, with a history that begins there. What it sends is cut off from its history.
+same memory, with a history that begins there. They count changes in place together with the tensors, so whoever has
+saved the memory for a backward pass, in any stage, is told of all. What a stage sends is cut off from its history.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, Node, increment_version
+from torch.autograd.graph import GradientEdge, Node
 
-from pymoe.pipe.execution.values import Crossing, Origin, Sent, arrive, pack, unpack
+from pymoe.pipe.execution.values import Crossing, Origin, Sent, arrive, is_fixed, pack, unpack
 from pymoe.runtime.parallel.compiled import are_compiled
-from pymoe.runtime.parallel.isolated import edge_of, find_leaves_and_nodes, with_failing_node
+from pymoe.runtime.parallel.isolated import apply_directly, edge_of, find_leaves_and_nodes
 from pymoe.runtime.parallel.random_streams import Stream
 
 __all__ = ["Graph"]
@@ -24,12 +25,29 @@ _PAST = "pymoe.pipe: a backward pass went past the beginning of a stage's graph"
 _edge: Any = tuple.__new__  # skips the Python function that makes a GradientEdge
 
 
+class _StageInputs(torch.autograd.Function):
+    """Makes the aliases, after one that keeps this node alive. Gradients are taken before they come here."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, fixed: Sequence[bool], *sources: torch.Tensor) -> Any:
+        aliases = [source.detach() for source in sources]
+        if True in fixed:
+            # torch refuses changes in place of views that are made here.
+            aliases = [alias.view_as(alias) if own else alias for alias, own in zip(aliases, fixed, strict=True)]
+        return anchor.detach(), *aliases
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        raise RuntimeError(_PAST)
+
+
 class Graph:
     """Where the graph begins and ends, and the leaves that it has reached. :meth:`begin`, the stage, :meth:`end`."""
 
     __slots__ = (
         "_aliases",
         "_device",
+        "_guard",
         "_sources",
         "edges",
         "entry",
@@ -52,6 +70,7 @@ class Graph:
         self._device = device
         self._sources: list[torch.Tensor] = []
         self._aliases: Sequence[torch.Tensor] = ()
+        self._guard: torch.Tensor | None = None  # keeps the entry alive
 
     def begin(self, sent: Sequence[Sent]) -> list[Any]:
         """The values for the stage's function: tensors that need gradients as aliases."""
@@ -59,6 +78,7 @@ class Graph:
         values: list[Any] = []
         nested: list[tuple[int, list[Any], Any]] = []  # a place among the values, and what will be there
         places: list[tuple[list[Any], int]] = []
+        fixed: list[bool] = []
         for value in sent:
             row = values
             if value.structure is not None:
@@ -71,16 +91,18 @@ class Graph:
                     if leaf.origin is not None:
                         places.append((row, len(row)))
                         sources.append(tensor)
+                        fixed.append(leaf.is_fixed)
                         home = None if device is None else leaf.tensor.device
                         self.origins.append((leaf.origin, leaf.number, home))
                     row.append(tensor)
                 else:
                     row.append(leaf)
         if sources:
-            # Gradients are taken at the node. The anchor makes all aliases require gradients.
-            self._aliases = aliases = with_failing_node(_PAST, [*sources, _anchor])
+            # The anchor makes all aliases require gradients.
+            aliases = apply_directly(_StageInputs, _anchor, fixed, *sources)
+            self._aliases, self._guard = aliases, aliases[0]
             self.entry = entry = aliases[0].grad_fn
-            for number, (row, position) in enumerate(places):
+            for number, (row, position) in enumerate(places, 1):
                 row[position] = aliases[number]
                 self.edges.append(_edge(GradientEdge, (entry, number, None)))
         for position, row, structure in nested:
@@ -100,7 +122,7 @@ class Graph:
             root = edge_of(tensor)
             roots.append(root)
             nodes.append(root.node)
-            return Crossing(tensor.detach(), origin, len(roots) - 1)
+            return Crossing(tensor.detach(), origin, len(roots) - 1, is_fixed(tensor))
 
         sent = []
         for output in outputs:  # no comprehension, and no pack for lone tensors: this is on every micro-batch's way
@@ -110,17 +132,15 @@ class Graph:
         return sent
 
     def close(self) -> None:
-        """Let go of the inputs, and tell autograd of edits.
+        """Let go of the inputs.
 
         Raises:
             RuntimeError: an input was changed in place that shares its memory with another.
         """
-        sources, aliases = self._sources, self._aliases
+        sources, aliases, entry = self._sources, self._aliases[1:], self.entry
         self._sources, self._aliases = [], ()
-        for source, alias in zip(sources, aliases, strict=False):
-            if alias._version:
-                # An alias counts its versions by itself, and the stage that has made the tensor may have saved it.
-                increment_version(source)
+        for source, alias in zip(sources, aliases, strict=True):
+            if alias.grad_fn is not entry:
                 refuse_shared_memory(source, sources)
 
     def hand_on(self, grads: Sequence[torch.Tensor | None]) -> None:

@@ -6,14 +6,14 @@ each parameter once, and calls its hooks once, however many micro-batches there 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
 from pymoe.runtime.parallel.isolated import SECOND_BACKWARD, apply_directly, once_only
 
-__all__ = ["accumulate", "attach"]
+__all__ = ["accumulate", "attach", "end_history"]
 
 _run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
 _NUMBER = torch.zeros((), device="cpu")  # any
@@ -21,12 +21,18 @@ Grads = Sequence[torch.Tensor | None]
 Backward = Callable[[Grads, bool], Grads]
 
 
-class _Outer(torch.autograd.Function):
+class _PipeOutputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, backward: Backward, outputs: Sequence[torch.Tensor], *tensors: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, backward: Backward, outputs: Sequence[torch.Tensor], tied: Collection[int], *tensors: torch.Tensor
+    ) -> Any:
         ctx.run_backward = backward
         ctx.set_materialize_grads(False)
-        return tuple([output.detach() for output in outputs])
+        made = [output.detach() for output in outputs]
+        for number in tied:
+            # torch refuses changes in place of views that are made here: nothing could tell those who share the memory.
+            made[number] = made[number].view_as(made[number])
+        return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -37,17 +43,44 @@ class _Outer(torch.autograd.Function):
         if not keep:
             ctx.run_backward = None
         found = run_backward(grads, keep)
-        return None, None, *(once_only("Pipe", found) if torch.is_grad_enabled() else found)
+        return None, None, None, *(once_only("Pipe", found) if torch.is_grad_enabled() else found)
+
+
+class _Edited(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> Any:
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        raise RuntimeError(
+            "Pipe: a stage has changed an input of the pipe in place, and the history of what it has become is not "
+            "kept: use the input before the pipe alone, or give the pipe a copy"
+        )
 
 
 def attach(
-    backward: Backward, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+    backward: Backward,
+    outputs: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    tied: Collection[int] = (),
 ) -> tuple[torch.Tensor, ...]:
     """``outputs`` as functions of ``tensors``; ``backward(grads, keep)`` takes the gradients of the one and returns
-    those of the others.
+    those of the others. ``tied``: the numbers of outputs that nobody may change in place.
     """
-    made: tuple[torch.Tensor, ...] = apply_directly(_Outer, backward, outputs, *tensors)
+    made: tuple[torch.Tensor, ...] = apply_directly(_PipeOutputs, backward, outputs, tied, *tensors)
     return made
+
+
+def end_history(edited: Sequence[torch.Tensor]) -> None:
+    """Have a backward pass raise RuntimeError that goes to what stages have made of these inputs in place."""
+    with torch.enable_grad():
+        for tensor in edited:
+            version = tensor._version
+            apply_directly(_Edited, tensor)
+            # Marking it as dirty has counted as one more change, which was none.
+            torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def accumulate(tensors: Sequence[torch.Tensor], grads: list[torch.Tensor | None]) -> None:

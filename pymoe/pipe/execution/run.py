@@ -12,7 +12,7 @@ from pymoe.pipe.context import MicroBatch, in_pipeline
 from pymoe.pipe.execution.activation import Activation
 from pymoe.pipe.execution.checkpoint import Checkpoints
 from pymoe.pipe.execution.leaf_sums import LeafSums, over_stages
-from pymoe.pipe.execution.values import Crossing, Origin, Sent, pack
+from pymoe.pipe.execution.values import Crossing, Origin, Sent, is_fixed, pack
 from pymoe.pipe.micro_batches import MicroBatches
 from pymoe.pipe.schedules.action import Action, Kind
 from pymoe.pipe.stages import INPUT, Pipeline, Source
@@ -30,19 +30,27 @@ OnOutput = Callable[[int, Sequence[Sent]], None]
 class Inputs(Origin):
     """The tensors that a run was given and that need gradients."""
 
-    __slots__ = ("tensors",)
+    __slots__ = ("_versions", "tensors")
 
     def __init__(self) -> None:
         super().__init__()
         self.tensors: list[torch.Tensor] = []
+        self._versions: list[int] = []
 
     def cross(self, tensor: torch.Tensor) -> Crossing:
         """The tensor for the stages."""
         if not tensor.requires_grad:
             return Crossing(tensor)
         self.tensors.append(tensor)
+        self._versions.append(tensor._version)
         self.grads.append(None)
-        return Crossing(tensor.detach(), self, len(self.tensors) - 1)
+        return Crossing(tensor.detach(), self, len(self.tensors) - 1, is_fixed(tensor))
+
+    def edited(self) -> list[torch.Tensor]:
+        """Those of the tensors that have been changed in place since."""
+        return [
+            tensor for tensor, version in zip(self.tensors, self._versions, strict=True) if tensor._version != version
+        ]
 
 
 class Run:

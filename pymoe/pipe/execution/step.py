@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pymoe.pipe.execution.outer import accumulate
+from pymoe.pipe.execution.outer import accumulate, end_history
 from pymoe.pipe.execution.run import Run
 from pymoe.pipe.execution.values import Crossing, Sent
 
@@ -53,6 +53,8 @@ def run_step(run: Run, perform: Callable[[Run], None]) -> None:
         perform(run)
         inputs, input_grads = run.inputs.tensors, run.inputs.grads
         leaves, grads = run.gradients()
+        edited = run.inputs.edited()
     finally:
         run.release()
     accumulate([*inputs, *leaves], [*input_grads, *grads])
+    end_history(edited)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-__all__ = ["Crossing", "Origin", "Sent", "arrive", "pack", "unpack", "version_of"]
+__all__ = ["Crossing", "Origin", "Sent", "arrive", "is_fixed", "pack", "unpack", "version_of"]
 
 
 class Origin:
@@ -30,14 +30,20 @@ class Origin:
 
 
 class Crossing:
-    """A tensor that crosses. ``origin`` takes its gradients under ``number``; None: it needs none."""
+    """A tensor that crosses. ``origin`` takes its gradients under ``number``; None: it needs none.
 
-    __slots__ = ("number", "origin", "tensor", "version")
+    ``is_fixed``: it is in the memory of a leaf, so nobody may change it in place.
+    """
 
-    def __init__(self, tensor: torch.Tensor, origin: Origin | None = None, number: int = 0) -> None:
+    __slots__ = ("is_fixed", "number", "origin", "tensor", "version")
+
+    def __init__(
+        self, tensor: torch.Tensor, origin: Origin | None = None, number: int = 0, is_fixed: bool = False
+    ) -> None:
         self.tensor = tensor
         self.origin = origin
         self.number = number
+        self.is_fixed = is_fixed
         self.version = -1 if tensor.is_inference() else tensor._version  # version_of(tensor), without a call
 
 
@@ -64,6 +70,11 @@ def unpack(leaves: list[Any], structure: Any) -> Any:
     return leaves[0] if structure is None else _pytree.tree_unflatten(leaves, structure)
 
 
+def is_fixed(tensor: torch.Tensor) -> bool:
+    """Whether torch refuses changes in place of this tensor, which needs gradients: a leaf, or a view of one."""
+    return tensor.is_leaf or (tensor._is_view() and tensor._base.is_leaf)  # type: ignore[union-attr]
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """How often the tensor was changed in place; tensors of inference mode do not count."""
     return -1 if tensor.is_inference() else tensor._version
@@ -79,6 +90,7 @@ def arrive(crossing: Crossing, device: torch.device | None) -> torch.Tensor:
     if crossing.version != (-1 if tensor.is_inference() else tensor._version):
         raise RuntimeError(
             "a tensor that goes to several stages was changed in place by one of them, which autograd could not tell "
-            "the others; change a copy there (inplace=False, for example)"
+            "the others (micro-batches, too, share the memory of the pipe's input); change a copy there "
+            "(inplace=False, for example)"
         )
     return tensor if device is None or tensor.device == device else tensor.to(device, non_blocking=True)

@@ -58,7 +58,7 @@ def plan(name: str, chosen: argparse.Namespace) -> Record:
     schedule = build(name, chosen.stages, chosen.micro_batches, **given)
     record = simulate(schedule, chosen.times, chosen.communication)
     shape = f"{schedule.stages} stages on {schedule.workers} workers, {schedule.micro_batches} micro-batches"
-    return Record(f"{name}: {shape}", record.placement, record.spans)
+    return Record(f"{name}: {shape}", record.placement, record.spans, record.unit)
 
 
 def times(argument: str) -> Times:

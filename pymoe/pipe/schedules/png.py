@@ -44,7 +44,8 @@ def png(file: str | Path, *records: Record) -> Path:
     for axes, record in zip(grid[:, 0], records, strict=True):
         shown += [kind for kind in _draw(axes, record) if kind not in shown]
     grid[-1, 0].set_xlim(0, max(record.makespan for record in records) or 1)
-    grid[-1, 0].set_xlabel("time")
+    units = {record.unit for record in records if record.unit}  # those without are on the same scale
+    grid[-1, 0].set_xlabel(f"time ({units.pop() if len(units) == 1 else 'in the unit of the given times'})")
     from matplotlib.patches import Patch
 
     patches = [Patch(facecolor=COLOURS[kind], label=NAMES[kind]) for kind in Kind if kind in shown]

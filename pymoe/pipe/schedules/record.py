@@ -34,6 +34,12 @@ class Record:
     placement: tuple[int, ...]
     """The worker of every stage."""
     spans: tuple[tuple[Span, ...], ...]
+    unit: str = ""
+    """Of times: "s", say. Empty: that of whatever times they were made of."""
+
+    def __repr__(self) -> str:
+        actions, time = sum(map(len, self.spans)), f"{self.makespan:.4g} {self.unit}".strip()
+        return f"<Record {self.title!r}: {actions} actions on {self.workers} workers, makespan {time}>"
 
     @property
     def workers(self) -> int:
@@ -112,9 +118,14 @@ class Record:
 def as_run(schedule: Schedule, triples: Iterable[tuple[Action, float, float]], title: str | None = None) -> Record:
     """The record of a run of ``schedule`` from (action, start, end) in any order, on any clock that all workers share.
 
-    The run may keep another order than the schedule, and may lack actions (it failed, or still goes on). Raises
-    ValueError where an action is not of the schedule, comes twice, ends before it starts or overlaps another of its
-    worker.
+    Args:
+        schedule: what was run. The run may keep another order, and may lack actions (it failed, or still goes on).
+        triples: actions, and when they started and ended, in seconds.
+        title: of the record; None: the schedule's name.
+
+    Raises:
+        ValueError: an action is not of the schedule, comes twice, ends before it starts or overlaps another of its
+            worker.
     """
     workers: list[list[Span]] = [[] for _ in range(schedule.workers)]
     seen = set()
@@ -134,7 +145,7 @@ def as_run(schedule: Schedule, triples: Iterable[tuple[Action, float, float]], t
             if second.start < first.end:
                 raise ValueError(f"worker {worker} starts {second.action} before {first.action} has ended")
     spans = tuple(tuple(Span(a, start - zero, end - zero) for a, start, end in order) for order in workers)
-    return Record(title or f"{schedule.name}, as run", schedule.placement, spans)
+    return Record(title or f"{schedule.name}, as run", schedule.placement, spans, "s")
 
 
 def mean_times(record: Record) -> Callable[[Action], float]:

@@ -21,6 +21,17 @@ Builder = TypeVar("Builder", bound=Callable[..., Schedule])
 
 _builders: dict[str, Callable[..., Schedule]] = {}
 
+OTHER_NAMES = {
+    "filldrain": "gpipe",
+    "interleaved1f1b": "interleaved-1f1b",
+    "schedulegpipe": "gpipe",
+    "schedule1f1b": "1f1b",
+    "scheduleinterleaved1f1b": "interleaved-1f1b",
+}
+"""What other packages, ``torch.distributed.pipelining`` among them, call the same schedules; in small letters."""
+NOT_HERE = {"loopedbfs", "interleavedzerobubble", "zbvzerobubble", "dualpipev"}
+"""Schedules of torch's that none of these is equal to, likewise."""
+
 
 def register(name: str) -> Callable[[Builder], Builder]:
     """Decorates the function that builds the schedule ``name``. Raises ValueError if the name is taken."""
@@ -47,9 +58,15 @@ def options(name: str) -> tuple[str, ...]:
 def build(name: str, stages: int, micro_batches: int, **chosen: int | None) -> Schedule:
     """The schedule ``name`` of so many stages and micro-batches, validated.
 
-    ``chosen`` are options of the schedule, positive numbers; None stands for the default, whatever the schedule.
-    Raises ValueError for a name that is not registered, a number below 1, or an option that the schedule lacks;
-    :class:`ScheduleError` (a ValueError) if what was built cannot run.
+    Args:
+        name: one of :func:`names`, or as torch spells it ("GPipe", "1F1B", "Interleaved1F1B").
+        stages: of the model, 1 or more.
+        micro_batches: of a mini-batch, 1 or more.
+        chosen: options of the schedule, positive numbers; None stands for the default, whatever the schedule.
+
+    Raises:
+        ValueError: the name is not registered, a number is below 1, or the schedule lacks an option.
+        ScheduleError: (a ValueError) what was built cannot run.
     """
     builder = _builder(name)
     chosen = {option: value for option, value in chosen.items() if value is not None}
@@ -69,6 +86,14 @@ def build(name: str, stages: int, micro_batches: int, **chosen: int | None) -> S
 
 
 def _builder(name: str) -> Callable[..., Schedule]:
-    if name not in _builders:
-        raise ValueError(f"no schedule {name!r}: there are {', '.join(names())}")
-    return _builders[name]
+    small = name.lower()
+    for known in (name, small, OTHER_NAMES.get(small)):
+        if known in _builders:
+            return _builders[known]
+    why = ""
+    if small.removeprefix("schedule") in NOT_HERE:
+        why = (
+            ", of which 'zero-bubble' and 'interleaved-1f1b' come nearest; torch's own schedules run the stages that "
+            "Pipe.build_stage makes"
+        )
+    raise ValueError(f"no schedule {name!r}: there are {', '.join(names())}{why}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from pymoe.pipe.schedules.action import Action, Kind
 from pymoe.pipe.schedules.overtaking import simulate_overtaking
@@ -56,12 +56,13 @@ def simulate(schedule: Schedule, times: Callable[[Action], float] | None = None,
     time below 0.
     """
     times = Times() if times is None else times
+    unit = "forwards of a stage" if times == Times() else ""
     if not communication >= 0:
         raise ValueError(f"communication must take 0 or longer, got {communication}")
     time_of = _checked(times)
     if schedule.overtakes:
         validate(schedule)
-        return simulate_overtaking(schedule, time_of, communication)
+        return replace(simulate_overtaking(schedule, time_of, communication), unit=unit)
     ends: dict[Action, float] = {}
     free = [0.0] * schedule.workers
     spans: list[list[Span]] = [[] for _ in free]
@@ -74,7 +75,7 @@ def simulate(schedule: Schedule, times: Callable[[Action], float] | None = None,
             start = max(start, arrives)
         free[worker] = ends[action] = start + time_of(action)
         spans[worker].append(Span(action, start, ends[action]))
-    return Record(schedule.name, schedule.placement, tuple(map(tuple, spans)))
+    return Record(schedule.name, schedule.placement, tuple(map(tuple, spans)), unit)
 
 
 def _checked(times: Callable[[Action], float]) -> Callable[[Action], float]:

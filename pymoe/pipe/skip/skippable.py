@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterable
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar, overload
 
 from torch import nn
 
@@ -20,15 +21,30 @@ Module = TypeVar("Module", bound=nn.Module)
 class stash(Generic[Value]):
     """``yield stash(name, value)`` in the ``forward`` of a skippable module: keep a value for those who pop the name.
 
-    ``value`` is a tensor, of any dtype, or None, or whatever the boundary of a stage may carry. Without the ``yield``
-    nothing is stashed, and the module says so.
+    ``value`` is a tensor, of any dtype, or None, or whatever the boundary of a stage may carry; ``tensor`` is another
+    name of it. Without the ``yield`` nothing is stashed, and the module says so.
     """
 
     __slots__ = ("name", "value")
 
-    def __init__(self, name: str, value: Value) -> None:
+    @overload
+    def __init__(self, name: str, value: Value) -> None: ...
+
+    @overload
+    def __init__(self, name: str, *, tensor: Value) -> None: ...
+
+    def __init__(self, name: str, *args: Any, **kwargs: Any) -> None:
+        values = [*args, *(kwargs[keyword] for keyword in ("value", "tensor") if keyword in kwargs)]
+        if len(values) != 1 or not kwargs.keys() <= {"value", "tensor"}:
+            given = len(args) + len(kwargs)
+            raise TypeError(f"stash: expected a name and one value (or tensor=), got {given} beside the name")
         self.name = name
-        self.value = value
+        self.value: Value = values[0]
+
+    @property
+    def tensor(self) -> Value:
+        """The value."""
+        return self.value
 
     def __repr__(self) -> str:
         return f"stash({self.name!r})"
@@ -47,7 +63,12 @@ class pop:
 
 
 class Skippable(nn.Module):
-    """What :func:`skippable` adds to a module."""
+    """What :func:`skippable` adds to a module.
+
+    Modules that were written for torchgpipe or ``torch.distributed.pipeline`` find ``module_cls``, ``namespaces``,
+    ``namespaced(name)`` and ``dispatch(input, handle_stash, handle_pop)``, too, where the decorated class has nothing
+    of its own by these names.
+    """
 
     stashable_names: frozenset[str] = frozenset()
     poppable_names: frozenset[str] = frozenset()
@@ -59,6 +80,22 @@ class Skippable(nn.Module):
         for name in cls.poppable_names:
             will_pop(name, self)
         return self
+
+    def __repr__(self) -> str:
+        return f"@skippable({super().__repr__()})"
+
+    def __getattr__(self, name: str) -> Any:
+        """What other packages call it. A property or a method would hide the decorated class's own."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "namespaces":
+                return dict(self._namespaces)
+            if name == "namespaced":
+                return self.key_of
+            if name == "dispatch":
+                return partial(_dispatch, self)
+            raise
 
     def stashable(self) -> list[Key]:
         """Names that the module stashes, each with its namespace; sorted by name."""
@@ -145,6 +182,8 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
             forward.runs_commands = True  # type: ignore[attr-defined]
 
         own = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+        if not hasattr(cls, "module_cls") or issubclass(cls, Skippable):
+            own["module_cls"] = cls
         return type(cls.__name__, (Driven, cls), own)  # type: ignore[return-value]
 
     return decorate
@@ -157,6 +196,37 @@ class _Running(threading.local):
 
 
 _running = _Running()
+
+
+def _dispatch(
+    module: Any, input: Any, handle_stash: Callable[[str, Any], object], handle_pop: Callable[[str], Any]
+) -> Any:
+    """Run the module's own forward. Its output.
+
+    Args:
+        module: a skippable one.
+        input: of the forward.
+        handle_stash: called with the name and the value of every ``stash``.
+        handle_pop: called with the name of every ``pop``; returns what was stashed.
+
+    Raises:
+        TypeError: something else than ``stash`` and ``pop`` was yielded.
+    """
+
+    def carry_out(command: Any) -> Any:
+        if isinstance(command, stash):
+            handle_stash(command.name, command.value)
+            return None
+        if isinstance(command, pop):
+            return handle_pop(command.name)
+        raise TypeError(f"{command!r} is not a command from @skippable")
+
+    outer, _running.innermost = _running.innermost, module
+    try:
+        output = type(module).module_cls.forward(module, input)
+        return _drive(output, carry_out) if isinstance(output, Generator) else output
+    finally:
+        _running.innermost = outer
 
 
 def _run(module: Skippable, output: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from torch.nn import functional as F
 
 from pymoe.pipe import Pipe
 from pymoe.pipe.distributed import RankError, watching
+from pymoe.pipe.distributed import watch as watch_module
 
 MICRO_BATCHES, ROWS = 4, 8
 BAD = 100.0  # a value that a layer stumbles over
@@ -27,6 +30,7 @@ class Bad:
     """Where a bug shows: in the third micro-batch of the third step."""
 
     phase: str = ""
+    """ "forward", "backward", "loss"; "killed": the forward, in which the process ends."""
     rank: int = 0
     is_in_block: bool = True
 
@@ -55,6 +59,8 @@ class Layer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(rows, 4) to (rows, 4); the last column is the mark."""
         is_bad = bool((x[:, 3] == BAD).any())
+        if is_bad and self.phase == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         if is_bad and self.phase == "forward":
             raise Bug("the answer is not 42")
         y = torch.cat([self.linear(x[:, :3]), x[:, 3:]], 1)
@@ -64,6 +70,7 @@ class Layer(nn.Module):
 def train(rank: int, address: str, results: Any, bad: Bad) -> None:
     """Steps without end, and a report: "step" at first; at last "raised", "told" or "other"."""
     torch.set_num_threads(1)
+    watch_module.MEETING = watch_module.TOLD = 60.0  # a busy machine takes longer than a pipeline would wait
     # Waits would take minutes.
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS, timeout=timedelta(minutes=5))
     layers = [Layer(bad.phase if stage == bad.rank else "") for stage in range(RANKS)]

@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["Ranks", "ranks"]
 
-LIMIT = 150.0  # seconds, a guard against hanging: far from what anything takes, and from the group's timeout
+LIMIT = 600.0  # seconds, a guard against hanging: far from what anything takes, and from the group's timeout
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["pymoe.pipe.distributed"])  # seconds, for each process otherwise
 

@@ -9,7 +9,7 @@ import time
 import failing_pipes
 import pytest
 from failing_ranks import RANKS, Plan, train
-from rank_processes import ranks
+from rank_processes import LIMIT, ranks
 
 PLACES = [("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0), ("loss", 2)]
 
@@ -92,7 +92,7 @@ def test_when_the_host_of_the_store_is_lost_the_others_say_so():
 
 
 def test_a_rank_on_another_host_that_is_silent_for_longer_than_the_patience_has_failed():
-    with ranks(train, RANKS, Plan(hosts_differ=True, patience=1.0)) as started:
+    with ranks(train, RANKS, Plan(hosts_differ=True, patience=5.0)) as started:
         started.wait_for("step", RANKS)
         started.signal(1, signal.SIGSTOP)
         ends = started.ends(RANKS - 1)
@@ -105,7 +105,7 @@ def test_ranks_that_end_their_last_step_at_different_times_do_not_fail(last):
     with ranks(train, RANKS, Plan(steps=2, slow={last: 0.7})) as started:
         ends = started.ends(RANKS)
         for process in started.processes:
-            process.join(60)
+            process.join(LIMIT)
         codes = [process.exitcode for process in started.processes]
     assert {what for what, _ in ends.values()} == {"done"}, ends
     assert codes == [0] * RANKS
@@ -126,6 +126,15 @@ class TestPipes:
         for told in are_told(ends, rank):
             assert told[:4] == (rank, phase, rank, 2)
             assert "Bug: the answer is not 42" in told[4]
+
+    @pytest.mark.parametrize("victim", range(RANKS))
+    def test_where_a_rank_was_killed_is_told(self, victim):
+        """What it had told through the store was up to a fifth of a second old: "between its steps"."""
+        with ranks(failing_pipes.train, RANKS, failing_pipes.Bad("killed", victim)) as started:
+            ends = started.ends(RANKS - 1)
+        for told in are_told(ends, victim):
+            assert told[:4] == (victim, "forward", victim, 2)
+            assert f"rank {victim}, last seen in the forward of micro-batch 2 in stage {victim}, has ended" in told[4]
 
     @pytest.mark.parametrize("victim", range(RANKS))
     def test_a_killed_rank_ends_the_others(self, victim):

@@ -1,0 +1,124 @@
+"""Bugs of pipelines that were met and mended, each with its story."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
+
+from pymoe.pipe import Pipe
+
+CHECKPOINT = ["never", "except_last", "always"]
+
+
+def train(model, forward, steps=4):
+    """Losses of the usual recipe for autocast, whose backward passes are outside of the block; and an evaluation."""
+    torch.manual_seed(1)
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    losses = []
+    for _ in range(steps):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = F.mse_loss(forward(x).float(), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        return torch.stack(losses), model(x)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT)
+def test_the_casts_of_a_repeated_forward_are_those_of_its_own_weights(checkpoint):
+    """A repetition in the backward pass switched autocast on by its flag and began no level of it, so nobody threw away
+    the casts of weights that autocast keeps for the length of a level: the next forward took them for the weights, and
+    so did evaluations. Training went on with weights that were a step behind, in the default mode.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    plain, copied = copy.deepcopy(model), copy.deepcopy(model)
+    losses, _ = train(copied, Pipe(copied, 4, "never"))
+    expected, _ = train(plain, plain)
+    found, evaluated = train(model, Pipe(model, 4, checkpoint))
+    assert torch.equal(found, losses)
+    torch.testing.assert_close(found, expected, rtol=5e-3, atol=0)
+    again = copy.deepcopy(model)  # no cast of its weights can be kept anywhere
+    torch.manual_seed(1)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        assert torch.equal(again(torch.randn(8, 8)), evaluated)
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_no_cast_of_a_weight_outlives_a_backward_pass(threads, monkeypatch):
+    """A layer that was set to zero after a backward pass gave 0.7 in the next block of autocast."""
+    monkeypatch.setattr("pymoe.pipe.execution.worth.ALWAYS", threads)
+    layer = nn.Linear(8, 8)
+    pipe = Pipe(nn.Sequential(layer, nn.Tanh(), nn.Linear(8, 8)), 3, "always")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = pipe(torch.randn(6, 8))
+    y.float().sum().backward()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(torch.ones(2, 8)).abs().max() == 0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINT)
+def test_what_a_module_keeps_of_a_checkpointed_forward_has_its_history(checkpoint, schedule):
+    """The first run of a checkpointed forward made no graph, and ``parametrize.cached()`` kept the weights that it had
+    derived: forwards that needed a graph got them without a history, and their parameters no gradients.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(weight_norm(nn.Linear(4, 4)), nn.Tanh(), weight_norm(nn.Linear(4, 4))).double()
+    plain, mine = copy.deepcopy(model), copy.deepcopy(model)
+    x = torch.randn(8, 4).double()
+    plain(x).square().mean().backward()
+    with parametrize.cached():
+        Pipe(mine, 4, checkpoint).step(x, loss_fn=lambda y: y.square().mean(), schedule=schedule)
+    for one, other in zip(mine.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        torch.testing.assert_close(one.grad, other.grad)
+    mine.zero_grad()
+    with parametrize.cached():
+        Pipe(mine, 4, checkpoint)(x).square().mean().backward()
+    for one, other in zip(mine.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+class Gradient(nn.Module):
+    """Returns a gradient, as layers of energy-based models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.linear(x)
+        (gradient,) = torch.autograd.grad(y.square().sum(), y, create_graph=True)
+        return gradient.tanh()
+
+
+class Hooked(Gradient):
+    def forward(self, x):
+        y = self.linear(x)
+        y.register_hook(lambda gradient: 2 * gradient)
+        return y
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT)
+@pytest.mark.parametrize("layer", [Gradient, Hooked])
+def test_a_stage_may_ask_for_gradients_and_hooks(layer, checkpoint):
+    """The first run of a checkpointed forward had gradients off: "element 0 of tensors does not require grad"."""
+    torch.manual_seed(0)
+    model = nn.Sequential(layer(), nn.Tanh(), layer()).double()
+    plain, mine = copy.deepcopy(model), copy.deepcopy(model)
+    x = torch.randn(8, 4).double()
+    plain(x).square().mean().backward()
+    Pipe(mine, 4, checkpoint).step(x, loss_fn=lambda y: y.square().mean())
+    for one, other in zip(mine.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
