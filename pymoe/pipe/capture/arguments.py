@@ -29,6 +29,10 @@ class Like(NamedTuple):
     def of(tensor: Tensor) -> Like:
         return Like(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
+    def like(self, other: Any) -> Like:
+        """With the dtype of another tensor."""
+        return self._replace(dtype=other.dtype) if isinstance(other, Tensor) else self
+
     def make(self) -> Tensor:
         """Another example, of any values."""
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
@@ -85,9 +89,13 @@ class Arguments:
                     "torch.utils._pytree.register_pytree_node, or register_dataclass"
                 )
 
-    def example(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """An example call, ``(args, kwargs)``."""
-        leaves = [leaf.make() if isinstance(leaf, Like) else leaf for leaf in self.examples]
+    def example(self, call: Sequence[Any] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """An example call, ``(args, kwargs)``; with the dtypes of the leaves of ``call``."""
+        call = [None] * len(self.examples) if call is None else call
+        leaves = [
+            leaf.like(now).make() if isinstance(leaf, Like) else leaf
+            for leaf, now in zip(self.examples, call, strict=True)
+        ]
         args, kwargs = _pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
 

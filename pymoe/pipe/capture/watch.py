@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from pymoe.pipe.capture.errors import CaptureError, is_library
+from pymoe.pipe.capture.reads import Reads
 
 __all__ = ["Held", "asked_at", "hold", "watching"]
 
@@ -47,15 +48,23 @@ def hold(values: Any, held: Held) -> None:
 
 
 class _Watch(TorchFunctionMode):
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: Held, reads: Reads) -> None:
         super().__init__()
         self._held = held
+        self._reads = reads
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if getattr(func, "__self__", None) is Tensor.data and len(args) == 1:  # a graph cannot look behind a tensor
             return args[0].detach()
+        if getattr(func, "__self__", None) is Tensor.dtype:
+            self._reads.dtypes = True
+        if any(isinstance(value, torch.Generator) for value in (*args, *(kwargs or {}).values())):
+            raise CaptureError(
+                "it draws random numbers from a torch.Generator of its own, whose state a graph does not have: leave "
+                "`generator` out, and they come from the stage's and micro-batch's own stream"
+            )
         if (reason := _LOST.get(func)) is not None:
             raise CaptureError(reason)
         if func is torch._C._set_grad_enabled and args[0] != torch.is_grad_enabled() and _is_in_autocast_block():
@@ -74,10 +83,10 @@ def _is_in_autocast_block() -> bool:
 
 
 @contextmanager
-def watching(tensors: Sequence[Tensor], held: Held) -> Iterator[None]:
+def watching(tensors: Sequence[Tensor], held: Held, reads: Reads) -> Iterator[None]:
     """Within the block calls that a graph would lose raise CaptureError, without a place; ``torch.inference_mode`` is
-    ``torch.no_grad``, which a graph can have; guards remember the line that asked (:func:`asked_at`); and ``held`` gets
-    what :class:`Held` says.
+    ``torch.no_grad``, which a graph can have; guards remember the line that asked (:func:`asked_at`); ``held`` gets
+    what :class:`Held` says, and ``reads`` whether tensors are asked for their dtype.
     """
     from torch._guards import detect_fake_mode
 
@@ -98,7 +107,7 @@ def watching(tensors: Sequence[Tensor], held: Held) -> Iterator[None]:
 
     kind.__enter__, kind.__exit__ = enter, leave
     try:
-        with _Watch(held):
+        with _Watch(held, reads):
             yield
     finally:
         kind.__enter__, kind.__exit__ = before
