@@ -29,10 +29,6 @@ class Like(NamedTuple):
     def of(tensor: Tensor) -> Like:
         return Like(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
-    def like(self, other: Any) -> Like:
-        """With the dtype of another tensor."""
-        return self._replace(dtype=other.dtype) if isinstance(other, Tensor) else self
-
     def make(self) -> Tensor:
         """Another example, of any values."""
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
@@ -89,12 +85,12 @@ class Arguments:
                     "torch.utils._pytree.register_pytree_node, or register_dataclass"
                 )
 
-    def example(self, call: Sequence[Any] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """An example call, ``(args, kwargs)``; with the dtypes of the leaves of ``call``."""
-        call = [None] * len(self.examples) if call is None else call
+    def example(self, dtypes: Sequence[torch.dtype | None] = ()) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """An example call, ``(args, kwargs)``; with other dtypes of its leaves than they had, where there are any."""
+        dtypes = dtypes or [None] * len(self.examples)
         leaves = [
-            leaf.like(now).make() if isinstance(leaf, Like) else leaf
-            for leaf, now in zip(self.examples, call, strict=True)
+            leaf._replace(dtype=dtype or leaf.dtype).make() if isinstance(leaf, Like) else leaf
+            for leaf, dtype in zip(self.examples, dtypes, strict=True)
         ]
         args, kwargs = _pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs

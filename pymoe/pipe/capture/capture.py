@@ -143,9 +143,9 @@ class _Attempt:
         else:
             names = ", ".join(name for of_module in changes.values() for name in of_module)
             why = (
-                f"it changes attributes ({names}) of the model, or of a module that is cut, and a graph changes tensors "
-                "alone. Numbers can be kept in buffers; what is the same in every call can be made before the capture, "
-                "in __init__ or by one call of the model"
+                f"it changes attributes ({names}) of the model, or of a module that is cut, and a graph changes "
+                "tensors alone. Numbers can be kept in buffers; what is the same in every call can be made before the "
+                "capture, in __init__ or by one call of the model"
             )
         raise capture_error(CaptureError(why), entry.output.place)
 

@@ -150,7 +150,8 @@ class Output:
 
     def users_changes(self, model: nn.Module) -> dict[str, list[str]]:
         """The attributes that it has changed, by the qualified name of the module that has them; no buffers, and
-        nothing of torch's own layers."""
+        nothing of torch's own layers.
+        """
         found: dict[str, list[str]] = {}
         for name in dict.fromkeys(self.changed):
             if _is_the_users(name, model):

@@ -83,6 +83,14 @@ class Guards:
                     return "the dtype of an argument"
         return None
 
+    def moved(self) -> tuple[torch.dtype, torch.dtype] | None:
+        """From which precision to which the whole model went since, if it had one and has one."""
+        before, now = (
+            {dtype for dtype in dtypes if dtype is not None and dtype.is_floating_point}
+            for dtypes in (self._model_dtypes, self._dtypes_of_model())
+        )
+        return (before.pop(), now.pop()) if len(before) == len(now) == 1 else None
+
     def __getstate__(self) -> dict[str, Any]:
         """What cannot be in a copy is looked up again: classes and cells are where the copy's model finds them."""
         kept = {label: frozen for label, frozen in self._outside.items() if by_value(frozen)}

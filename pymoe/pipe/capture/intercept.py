@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from pymoe.pipe.capture.by_running import RealModule, fakes_by_running
+from pymoe.pipe.capture.by_running import RealModule, fakes_by_running, without_boundaries
 from pymoe.pipe.capture.errors import CaptureError
 from pymoe.pipe.capture.opaque import OpaqueCall, OpaqueFunction, OpaqueModule, running_in_one_piece
 from pymoe.pipe.capture.untouched import untouched
@@ -57,6 +57,7 @@ class _Tracing:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with untouched(module):
+                without_boundaries(module)
                 return module._call_impl(*args, **kwargs)
 
         def call(*args: Any, **kwargs: Any) -> Any:

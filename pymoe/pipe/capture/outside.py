@@ -50,6 +50,9 @@ def outside_of(model: nn.Module, opaque: tuple[str, ...] = ()) -> list[Outside]:
         search.function(module.__dict__.get("forward", type(module).forward), type(module))
         for hook in users_hooks(module):
             search.function(hook, type(module))
+        for value in module.__dict__.values():
+            if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+                search.function(value, None)
     return search.found
 
 
@@ -80,14 +83,14 @@ class _Search:
         while isinstance(function, functools.partial):
             function = function.func
         if isinstance(function, types.MethodType):
-            self._object(f"{type(function.__self__).__name__}", function.__self__)
+            self._object(type(function.__self__).__name__, function.__self__)
             function, kind = function.__func__, type(function.__self__)
         while (wrapped := getattr(function, "__wrapped__", None)) is not None:
             function = wrapped
         if isinstance(function, (staticmethod, classmethod)):
             function = function.__func__
         if not isinstance(function, types.FunctionType):
-            call = getattr(type(function), "__call__", None)
+            call = vars(type(function)).get("__call__")
             if isinstance(call, types.FunctionType) and not isinstance(function, (type, nn.Module)):
                 self._object(type(function).__name__, function)
                 self.function(call, type(function))

@@ -65,6 +65,9 @@ def _remember(container: Any, name: str, memory: dict[int, _Changed]) -> None:
         memory[id(container)] = lambda restore: _restore_list(container, values, name, restore)
         for value in values:
             _remember(value, name, memory)
+    elif isinstance(container, tuple):
+        for value in container:
+            _remember(value, name, memory)
     elif isinstance(container, set):
         members = set(container)
         memory[id(container)] = lambda restore: _restore_set(container, members, name, restore)

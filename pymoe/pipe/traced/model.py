@@ -15,7 +15,7 @@ from pymoe.pipe.capture import Captured
 from pymoe.pipe.capture.errors import stack_level
 from pymoe.pipe.devices import place
 from pymoe.pipe.execution.turns import taking_turns
-from pymoe.pipe.micro_batches import MicroBatches
+from pymoe.pipe.micro_batches import MicroBatches, Whole
 from pymoe.pipe.staged import StagedModel
 from pymoe.pipe.stages import Pipeline, Stage
 from pymoe.pipe.traced.boundaries import CONSTANT
@@ -23,7 +23,7 @@ from pymoe.pipe.traced.cut import Computed, Cut, cut
 from pymoe.pipe.traced.loss_spec import find_loss
 from pymoe.pipe.traced.module_calls import modules_as_arguments
 from pymoe.pipe.traced.shared_state import Spec, State, by_first_name
-from pymoe.pipe.traced.stage_module import StageModule, plant
+from pymoe.pipe.traced.stage_module import StageModule, has, plant
 from pymoe.pipe.traced.trace import Trace
 
 __all__ = ["TracedModel"]
@@ -69,6 +69,7 @@ class TracedModel(StagedModel):
         self._changes: list[str] = []  # why it was captured again, but for modes
         self._uses: list[dict[str, None]] = []  # of every stage, in any mode
         self._constants: list[dict[str, torch.Tensor]] = []
+        self._is_planted_in_part = False
         first = trace(module, args, kwargs)
         self._example = first.arguments
         self._now = self._add(first)
@@ -94,12 +95,9 @@ class TracedModel(StagedModel):
         self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any], others: Sequence[Any] = ()
     ) -> MicroBatches:
         """As of any staged model, of the capture that holds for the call."""
-        self._choose()
-        made = super().micro_batches(chunks, args, kwargs, others)
-        leaves = made.values[0][: len(self._now.arguments.names)] if made.values else None
-        if leaves is not None and self._now.guards.broken(leaves):
-            self._choose(leaves)
-        return made
+        leaves = self._now.arguments.flatten(tuple(args), dict(kwargs))
+        self._choose([leaf.value if isinstance(leaf, Whole) else leaf for leaf in leaves])
+        return super().micro_batches(chunks, args, kwargs, others)
 
     def enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The leaves of the arguments."""
@@ -126,10 +124,20 @@ class TracedModel(StagedModel):
             found = next(others, None)
             if found is None:
                 self._warn_of(change)
-                args, kwargs = self._example.example(leaves)
+                args, kwargs = self._example.example(self._dtypes(leaves))
                 found = self._add(self._trace(self.module, args, kwargs))
+            elif self._is_planted_in_part:
+                self._plant()
             self._now = found
         return self._now
+
+    def _dtypes(self, leaves: Sequence[Any] | None) -> list[torch.dtype | None]:
+        """Those of the tensors of a call; None: of the example, in the model's precision as it is now."""
+        if leaves is not None:
+            return [leaf.dtype if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+        before, now = self._now.guards.moved() or (None, None)
+        dtypes = [getattr(leaf, "dtype", None) for leaf in self._now.arguments.examples]
+        return [now if dtype == before else dtype for dtype in dtypes]
 
     def _warn_of(self, change: str) -> None:
         """What changes again and again costs a capture every time."""
@@ -138,9 +146,9 @@ class TracedModel(StagedModel):
             count = len(self._changes)
             if count >= 8 and count & (count - 1) == 0:
                 warnings.warn(
-                    f"the model is captured again for the {count}th time, now because {change} has changed: every value "
-                    "of Python needs a capture of its own, which takes time and memory. A value that changes often "
-                    "belongs into a buffer, or its module into `opaque=`",
+                    f"the model is captured again for the {count}th time, now because {change} has changed: every "
+                    "value of Python needs a capture of its own, which takes time and memory. A value that changes "
+                    "often belongs into a buffer, or its module into `opaque=`",
                     stacklevel=stack_level(),
                 )
 
@@ -163,7 +171,7 @@ class TracedModel(StagedModel):
                     constants[name] = getattr(captured.graph, str(node.target))
                     node.target = name
             uses.update(dict.fromkeys(name for name in piece.state if not name.startswith(CONSTANT)))
-        plant(self.parts, self.module, self._uses, self._constants)
+        self._plant()
         for part, piece in zip(self.parts, made.pieces, strict=True):
             part.add(piece.graph, captured.training)
             part.training = captured.training
@@ -181,6 +189,12 @@ class TracedModel(StagedModel):
         )
         self._variants.append(variant)
         return variant
+
+    def _plant(self) -> None:
+        """Give the stages what they use of the model, in any capture, as far as the model still has it."""
+        uses = [[name for name in of_stage if has(self.module, name)] for of_stage in self._uses]
+        self._is_planted_in_part = list(map(len, uses)) != list(map(len, self._uses))
+        plant(self.parts, self.module, uses, self._constants)
 
     def _check_number(self, stages: int) -> None:
         if self.parts and stages != len(self.parts):

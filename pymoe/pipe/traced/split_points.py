@@ -108,8 +108,8 @@ class NoSuchModule(ValueError, AttributeError):
 def annotate_split_points(model: nn.Module, spec: Mapping[str, SplitPoint]) -> nn.Module:
     """The model with boundaries before or after calls of some of its modules.
 
-    The given model stays as it is, so use what is returned. The result has the same parameters, buffers and submodules, but for shallow copies
-    of the named modules and of those around them, and the same ``state_dict`` keys.
+    The given model stays as it is, so use what is returned: it has the same parameters, buffers and submodules, but for
+    shallow copies of the named modules and of those around them, and the same ``state_dict`` keys.
 
     Args:
         model: any module.
