@@ -70,6 +70,7 @@ class TracedModel(StagedModel):
         self._uses: list[dict[str, None]] = []  # of every stage, in any mode
         self._constants: list[dict[str, torch.Tensor]] = []
         self._is_planted_in_part = False
+        self._is_chosen = False  # for the call whose micro-batches were made last
         first = trace(module, args, kwargs)
         self._example = first.arguments
         self._now = self._add(first)
@@ -78,8 +79,9 @@ class TracedModel(StagedModel):
 
     @property
     def pipeline(self) -> Pipeline:
-        """That of the model as it is now; calls of the model get those values that it had then."""
-        return self._choose().pipeline
+        """That of the model as it is now, or at the micro-batches that have just been made."""
+        is_chosen, self._is_chosen = self._is_chosen, False
+        return self._now.pipeline if is_chosen else self._choose().pipeline
 
     @property
     def loss(self) -> int | None:
@@ -97,7 +99,9 @@ class TracedModel(StagedModel):
         """As of any staged model, of the capture that holds for the call."""
         leaves = self._now.arguments.flatten(tuple(args), dict(kwargs))
         self._choose([leaf.value if isinstance(leaf, Whole) else leaf for leaf in leaves])
-        return super().micro_batches(chunks, args, kwargs, others)
+        made = super().micro_batches(chunks, args, kwargs, others)
+        self._is_chosen = True
+        return made
 
     def enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The leaves of the arguments."""
