@@ -21,7 +21,7 @@ from pymoe.pipe.capture.entry import Entry, Stopped
 from pymoe.pipe.capture.errors import BoundaryInside, CaptureError, asks_for_values, capture_error, stack_level
 from pymoe.pipe.capture.graph import rebuilt
 from pymoe.pipe.capture.guards import Guards
-from pymoe.pipe.capture.outside import outside_of
+from pymoe.pipe.capture.outside import caches_of, outside_of
 from pymoe.pipe.capture.reads import Ambient, Recorder
 from pymoe.pipe.capture.untouched import untouched
 
@@ -102,6 +102,7 @@ class _Attempt:
         self._modules = modules
         self._ambient = ambient
         self._outside = outside_of(model)  # also of opaque modules: what they do in a capture is undone
+        self._caches = caches_of(model)
         self._trials = list(trials(model.forward, args, kwargs, dynamic_shapes))
 
     def export(self) -> tuple[Any, Entry]:
@@ -160,10 +161,18 @@ class _Attempt:
         with ExitStack() as stack:
             stack.enter_context(_one_at_a_time)
             stack.enter_context(untouched(self._model))
+            stack.callback(_clear, self._caches, [cache.cache_info().misses for cache in self._caches])
             stack.enter_context(_plain_surroundings(trial.any_size))
             tensors = tuple(leaf.make() for leaf in self.arguments.examples if isinstance(leaf, Like))
             shapes = (tuple(trial.shapes),) if tensors else None
             return torch.export.export(entry, tensors, dynamic_shapes=shapes, strict=False)
+
+
+def _clear(caches: Sequence[Any], misses: Sequence[int]) -> None:
+    """Empty those that a capture has put something into: it may be a tensor without values."""
+    for cache, before in zip(caches, misses, strict=True):
+        if cache.cache_info().misses != before:
+            cache.cache_clear()
 
 
 @contextmanager

@@ -75,7 +75,7 @@ class Entry(nn.Module):
                 buffers = _buffers(self.model)
                 with (
                     self._side_effects(output.changed) as side_effects,
-                    watching(tensors, output.held, output.recorder.reads),
+                    watching(tensors, output.held, output.recorder),
                     intercepting(self._opaque, output.calls, output.held, lambda: _beside(output, side_effects)),
                     output.recorder.on(),
                 ):

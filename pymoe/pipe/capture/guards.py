@@ -58,7 +58,8 @@ class Guards:
         }
         self._outside = {place.label: freeze(place.value()) for place in outside}
         self._default = torch.get_default_dtype(), torch.get_default_device()
-        self._model_dtypes = self._dtypes_of_model() if reads.dtypes else []
+        self._model_dtypes = self._dtypes_of_model()
+        self._model_gradients = self._gradients()
         self._checks: list[Callable[[], str | None]] | None = None
         self._places: list[Outside] | None = list(outside)
 
@@ -81,6 +82,14 @@ class Guards:
             for leaf, dtype in zip(leaves, self._dtypes, strict=True):
                 if dtype is not None and isinstance(leaf, Tensor) and leaf.dtype != dtype:
                     return "the dtype of an argument"
+        if self._reads.gradients and leaves is not None:
+            for leaf, example in zip(leaves, self._arguments.examples, strict=True):
+                if (
+                    isinstance(leaf, Tensor)
+                    and isinstance(example, Like)
+                    and leaf.requires_grad != example.requires_grad
+                ):
+                    return "whether an argument requires gradients"
         return None
 
     def moved(self) -> tuple[torch.dtype, torch.dtype] | None:
@@ -195,6 +204,8 @@ class Guards:
                     return f"torch.{question}()"
             if (torch.get_default_dtype(), torch.get_default_device()) != self._default:
                 return "torch's default dtype or device"
+            if reads.gradients and self._gradients() != self._model_gradients:
+                return "whether a parameter requires gradients"
             if reads.dtypes and self._dtypes_of_model() != self._model_dtypes:
                 return "the dtype of a parameter or buffer"
             return None
@@ -221,6 +232,9 @@ class Guards:
         for path, name in self._reads.attributes:
             if path in self._modules and name not in self._modules[path].__dict__:
                 yield type(self._modules[path]), name
+
+    def _gradients(self) -> list[bool]:
+        return [value.requires_grad for _, _, value in self._tensors() if value is not None]
 
     def _dtypes_of_model(self) -> list[torch.dtype | None]:
         return [None if value is None else value.dtype for _, _, value in self._tensors()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -17,8 +18,9 @@ from torch import nn
 from pymoe.pipe.capture.errors import is_library, is_users_file
 from pymoe.pipe.capture.plain import is_plain, is_users_object
 
-__all__ = ["Outside", "file_of", "outside_of", "users_hooks"]
+__all__ = ["Outside", "caches_of", "file_of", "outside_of", "users_hooks"]
 
+_CACHE = type(functools.lru_cache(lambda: None))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
@@ -39,8 +41,30 @@ class Outside(NamedTuple):
             return missing
 
 
+class _OfClass:
+    """The attributes of a class as a dictionary."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+
+    def get(self, name: str, missing: Any) -> Any:
+        return getattr(self._kind, name, missing)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._kind, name, value)
+
+
+def caches_of(model: nn.Module) -> list[Any]:
+    """The functions with ``functools.lru_cache`` that the code of a model calls."""
+    return list(_searched(model, ()).caches.values())
+
+
 def outside_of(model: nn.Module, opaque: tuple[str, ...] = ()) -> list[Outside]:
     """The places that the code of a model reads, without that of its opaque modules."""
+    return _searched(model, opaque).found
+
+
+def _searched(model: nn.Module, opaque: tuple[str, ...]) -> _Search:
     search = _Search()
     for path, module in model.named_modules():
         if any(path == outer or path.startswith(f"{outer}.") for outer in opaque):
@@ -53,7 +77,7 @@ def outside_of(model: nn.Module, opaque: tuple[str, ...] = ()) -> list[Outside]:
         for value in module.__dict__.values():
             if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
                 search.function(value, None)
-    return search.found
+    return search
 
 
 def users_hooks(module: nn.Module) -> Iterator[Any]:
@@ -75,6 +99,7 @@ class _Search:
     def __init__(self) -> None:
         self.found: list[Outside] = []
         self.files: set[str] = set()
+        self.caches: dict[int, Any] = {}
         self._functions: set[int] = set()
         self._places: set[tuple[int, str]] = set()
 
@@ -86,6 +111,8 @@ class _Search:
             self._object(type(function.__self__).__name__, function.__self__)
             function, kind = function.__func__, type(function.__self__)
         while (wrapped := getattr(function, "__wrapped__", None)) is not None:
+            if isinstance(function, _CACHE) and self._is_users(file_of(wrapped)):
+                self.caches[id(function)] = function
             function = wrapped
         if isinstance(function, (staticmethod, classmethod)):
             function = function.__func__
@@ -114,7 +141,7 @@ class _Search:
                 self._name(str(step.argval), variables, taken)
             elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and kind is not None:
                 method = getattr(kind, str(step.argval), None)
-                if isinstance(method, types.FunctionType):
+                if isinstance(method, (types.FunctionType, _CACHE)):
                     self.function(method, kind)
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
@@ -127,6 +154,10 @@ class _Search:
         if isinstance(value, types.ModuleType):
             if taken is not None and self._is_users(getattr(value, "__file__", None) or "<"):
                 self._name(taken, vars(value), None)
+        elif isinstance(value, type):
+            home = getattr(sys.modules.get(value.__module__), "__file__", None) or "<"
+            if taken is not None and (self._is_users(home) or value.__module__ == "__main__"):
+                self._place(Outside(f"{name}.{taken}", _OfClass(value), taken))
         else:
             self._place(Outside(name, variables, name))
 
@@ -135,7 +166,7 @@ class _Search:
         if (id(place.where), place.label) in self._places or isinstance(value, (types.ModuleType, nn.Module)):
             return
         self._places.add((id(place.where), place.label))
-        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, _CACHE)):
             self.function(value, None)
             if place.key is not None and self._is_users(file_of(value)):
                 self.found.append(place)

@@ -8,10 +8,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pymoe.pipe.capture.errors import CaptureError, is_library
 
@@ -41,6 +42,8 @@ class Reads:
     """Questions to torch about the caller's state (function and arguments), and the answers."""
     dtypes: bool = False
     """Whether the model's code has asked a tensor for its dtype."""
+    gradients: bool = False
+    """Whether it has asked a tensor if it requires gradients."""
 
 
 _MODULES_OWN = {*dir(nn.Module), *nn.Module().__dict__} - {"forward"}
@@ -89,6 +92,15 @@ class Recorder:
         self._plain: dict[Any, Any] = {}
         self._thread = threading.get_ident()
         self._is_on = False
+
+    def requires_grad(self, tensor: Tensor, frame: FrameType, real: bool) -> bool:
+        """What a tensor answers to the question in ``frame``: what the caller's grad mode makes of it."""
+        if not self._hears() or _is_librarys(frame):
+            return real
+        self.reads.gradients = True
+        key: tuple[str, tuple[Any, ...]] = "is_grad_enabled", ()
+        self.reads.ambient[key] = self._ambient[key]
+        return real and (self._ambient[key] or tensor.is_leaf)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

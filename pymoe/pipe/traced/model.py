@@ -128,7 +128,7 @@ class TracedModel(StagedModel):
             found = next(others, None)
             if found is None:
                 self._warn_of(change)
-                args, kwargs = self._example.example(self._dtypes(leaves))
+                args, kwargs = self._example.example(self._dtypes(leaves), leaves or ())
                 found = self._add(self._trace(self.module, args, kwargs))
             elif self._is_planted_in_part:
                 self._plant()

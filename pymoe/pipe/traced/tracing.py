@@ -53,18 +53,18 @@ def pipeline(
 
     - is watched, and a change leads to another capture at the next call: modes; hooks; submodules; attributes of
       modules, what lists, dictionaries and objects of one's own among them hold, attributes of their classes; global
-      variables, those of enclosing functions; variables of the environment; dtypes, once the code asks for one; torch's
-      default dtype and device; grad mode and autocast, once the code asks for them. Parameters and buffers may be
-      replaced at any time by others of their shape;
+      variables, those of enclosing functions; variables of the environment; torch's default dtype and device; and,
+      once the code asks for one, dtypes, grad mode, autocast and what requires gradients. Parameters and buffers may
+      be replaced at any time by others of their shape;
     - is called as it is, in one piece, whenever the pipe runs: modules with hooks, and modules whose forward changes
       attributes, where no boundary is inside; ``opaque`` ones; autograd Functions; layers of :mod:`pymoe.nn`, recurrent
       layers, deferred batch norms;
     - is refused: changes of attributes and of other values outside of such modules, random numbers that do not come
       from torch's default generators, seeds, hooks on tensors, gradients within the forward, decisions by values of
       tensors;
-    - is fixed, unseen: clocks, files and whatever else the world is asked; whether tensors require gradients;
-      attributes of modules that are no submodules (in a plain list); what C extensions keep; values in containers of
-      more than 256 items, and beyond the thousandth within one. Prints happen in captures alone. Hooks of the model
+    - is fixed, unseen: clocks, files, iterators and whatever else the world is asked; attributes of modules that are no
+      submodules (in a plain list); what C extensions keep; values in containers of more than 256 items, and beyond the
+      thousandth within one. Prints happen in captures alone. Hooks of the model
       itself, and of modules with boundaries inside, are part of the graph: they get micro-batches, and leave what they
       compute.
 

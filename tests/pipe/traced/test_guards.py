@@ -1,6 +1,7 @@
 """A traced pipe notices when what it has read of Python changes: the next call is that of the model as it is then."""
 
 import copy
+import functools
 import os
 import pickle
 import random
@@ -121,6 +122,11 @@ CHANGES = {
     "a hook": (looped, lambda m: m.layers[0].register_forward_hook(lambda module, args, output: output * 2)),
     "a hook before": (looped, lambda m: m.layers[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))),
     "a hook of the model": (looped, lambda m: m.register_forward_hook(lambda module, args, output: output * 2)),
+    "of a class elsewhere": (lambda m, x: x * Counter.step, lambda m: setattr(Counter, "step", Counter.step + 1)),
+    "is a parameter trained": (
+        lambda m, x: x * (2 if m.first.weight.requires_grad else 1),
+        lambda m: m.first.weight.requires_grad_(False),
+    ),
     "a global variable": (lambda m, x: helper(x), lambda m: globals().update(FACTOR=6.0)),
     "in a global dictionary": (
         lambda m, x: x * TABLE["factors"][1],
@@ -204,8 +210,29 @@ def test_values_that_change_all_the_time_are_warned_of():
     assert [one.filename for one in warned] == [__file__]
 
 
+@functools.lru_cache
+def table(size):
+    return torch.arange(size) / size
+
+
+def test_functions_that_remember_their_results_remember_none_of_a_captures():
+    model = Scaled(lambda m, x: x * table(WIDTH))
+    pipe = pipeline(model, (rows(2),), chunks=2)
+    assert table(WIDTH)[1] == 1 / WIDTH
+    assert_is_model(pipe, model, rows(4))
+
+
+def asks_whether_it_is_trained(model, x):
+    return x * (2 if x.requires_grad else 1)
+
+
 @pytest.mark.parametrize(
-    ("how", "block"), [(graph_mode, torch.no_grad), (mode_of_autocast, lambda: torch.autocast("cpu"))]
+    ("how", "block"),
+    [
+        (asks_whether_it_is_trained, torch.no_grad),
+        (graph_mode, torch.no_grad),
+        (mode_of_autocast, lambda: torch.autocast("cpu")),
+    ],
 )
 def test_questions_about_the_callers_state_are_answered_as_the_model_is(how, block):
     model = Scaled(how)
@@ -337,6 +364,8 @@ class TestHooks:
 
 
 class Counter:
+    step = 1
+
     def __init__(self):
         self.calls = 0
 

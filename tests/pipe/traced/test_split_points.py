@@ -403,7 +403,7 @@ def test_names_that_pippy_has():
     assert PipeSequential.from_sequential(sequential_instance=layers)[0] is layers[0]
     with pytest.raises(TypeError, match="mod is another name of model, got both"):
         annotate_split_points(model, {}, mod=model, model=model)
-    with pytest.raises(AttributeError, match="no submodule 'layers.9'"):
+    with pytest.raises(AttributeError, match=r"no submodule 'layers\.9'"):
         annotate_split_points(model, {"layers.9": END})
     with pytest.raises(AttributeError, match=r"no split_gm.*get_stage_module.*info\(\)\.graph"):
         _ = pipe.split_gm
