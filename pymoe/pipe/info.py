@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
-from torch import nn
+from torch import fx, nn
 
 from pymoe.pipe.staged import StagedModel
 from pymoe.pipe.stages import INPUT, Source
@@ -40,6 +41,22 @@ class PipeInfo:
     def num_stages(self) -> int:
         """The number of stages."""
         return len(self.stages)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The stages as calls of modules ``submod_0``, ``submod_1`` and so on, each of which returns a list."""
+        graph = fx.Graph()
+        inputs = [graph.placeholder(f"input_{number}") for number in range(self.inputs)]
+        made: list[dict[int, fx.Node]] = []
+
+        def value(source: Source) -> fx.Node:
+            return inputs[source.number] if source.stage == INPUT else made[source.stage][source.number]
+
+        for number, stage in enumerate(self.stages):
+            call = graph.call_module(f"submod_{number}", tuple(value(source) for source in stage.takes))
+            made.append({item: graph.call_function(operator.getitem, (call, item)) for item in range(stage.gives)})
+        graph.output([value(source) for source in self.outputs])
+        return graph
 
     def __str__(self) -> str:
         rows = [("", f"{self.inputs} inputs" if self.inputs != 1 else "1 input", "", "")]

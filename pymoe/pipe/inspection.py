@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from pymoe.pipe.info import PipeInfo, info_of
+from pymoe.pipe.other_names import also_called
 from pymoe.pipe.staged import StagedModel
 
 __all__ = ["Inspection"]
@@ -25,12 +27,31 @@ class Inspection(nn.Module):
         """The number of stages."""
         return len(self.staged.parts)
 
+    @also_called(stage_idx="stage", stage_index="stage")
     def get_stage_module(self, stage: int) -> nn.Module:
         """The module of a stage: what it uses of the model, under the model's names.
 
         It can be compiled in place, ``get_stage_module(0).compile()``.
+
+        Args:
+            stage: its number, from 0 up.
+
+        Raises:
+            ValueError: there is no such stage.
         """
+        if not isinstance(stage, int) or isinstance(stage, bool) or not 0 <= stage < self.num_stages:
+            raise ValueError(
+                f"get_stage_module: invalid stage index, expected 0 to {self.num_stages - 1}, got {stage!r}"
+            )
         return self.staged.parts[stage]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "split_gm":
+            raise AttributeError(
+                "a Pipe has no split_gm: get_stage_module(0) is the module of a stage, info().graph has the stages as "
+                "a graph, and print_readable() prints what each does"
+            )
+        return super().__getattr__(name)
 
     @property
     def has_loss_and_backward(self) -> bool:

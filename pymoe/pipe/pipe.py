@@ -17,6 +17,7 @@ from pymoe.pipe.execution.forward import run_forward, run_in_one_graph
 from pymoe.pipe.execution.step import Losses, run_step
 from pymoe.pipe.execution.tangents import have_tangents
 from pymoe.pipe.inspection import Inspection
+from pymoe.pipe.other_names import also_called
 from pymoe.pipe.own_stages import OwnStages, Taken
 from pymoe.pipe.schedules import Record, Schedule
 from pymoe.pipe.sequential import SequentialModel
@@ -120,6 +121,7 @@ class Pipe(Inspection):
         return pipe
 
     @classmethod
+    @also_called(mod="module")
     def from_tracing(
         cls,
         module: nn.Module,
@@ -128,7 +130,22 @@ class Pipe(Inspection):
         split_policy: SplitPolicy | None = None,
         **options: Any,
     ) -> Pipe:
-        """A pipe of any model that can be captured: :func:`pymoe.pipeline`, whose other arguments ``options`` are."""
+        """A pipe of any model that can be captured: :func:`pymoe.pipeline`, which says what a capture fixes.
+
+        Args:
+            module: the model.
+            example_args: examples of its arguments, of a micro-batch.
+            example_kwargs: examples of its arguments by name.
+            split_policy: puts boundaries into the captured graph, and returns it; None: it is cut where the model's
+                code calls :func:`pymoe.pipe_split`.
+            options: ``split_spec``, ``chunks``, ``checkpoint``, ``devices``, ``multi_use_param_spec``,
+                ``output_loss_value_spec``, ``dynamic_shapes`` and ``opaque`` of :func:`pymoe.pipeline`.
+
+        Raises:
+            CaptureError: the model cannot be captured; the message names the line of its code.
+            TypeError: an argument is of the wrong kind.
+            ValueError: an argument does not fit the model.
+        """
         return pipeline(module, example_args, example_kwargs, split_policy=split_policy, **options)
 
     @classmethod
@@ -177,9 +194,9 @@ class Pipe(Inspection):
         self._engine = Engine()
         self._has_stepped = False
         module = staged.module
-        for kind in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+        # The model's own dictionaries: its names, whatever attributes a pipe has, and what it gets in place of others.
+        for kind in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
             self.__dict__[kind] = module.__dict__[kind]
-        self._modules.update(module._modules)  # under the model's names, whatever attributes a pipe has
         self.training = module.training
         if staged.hooks_are_pipes:
             for kind in HOOKS:
@@ -287,10 +304,16 @@ class Pipe(Inspection):
         run_step(run, lambda run: engine.perform(run, planned, ALL if graphs else FORWARD))
         return losses.all()
 
+    @also_called(stage_index="index")
     def build_stage(self, index: int, device: torch.device | str, group: ProcessGroup | None = None) -> RankStage:
         """A stage for the schedules of ``torch.distributed.pipelining``, which this process runs.
 
         See :func:`pymoe.pipe.distributed.build_stage`.
+
+        Args:
+            index: which stage (``stage_index`` is accepted, too).
+            device: where it runs; its modules are moved there.
+            group: whose processes share the stages; None: the default group.
 
         Raises:
             ValueError: there is no such stage.

@@ -85,9 +85,21 @@ class Arguments:
                     "torch.utils._pytree.register_pytree_node, or register_dataclass"
                 )
 
-    def example(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """An example call, ``(args, kwargs)``."""
-        leaves = [leaf.make() if isinstance(leaf, Like) else leaf for leaf in self.examples]
+    def example(
+        self, dtypes: Sequence[torch.dtype | None] = (), call: Sequence[Any] = ()
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """An example call, ``(args, kwargs)``; its tensors have the ``dtypes``, and those of another ``call`` say
+        whether they require gradients, where that is known.
+        """
+        none = [None] * len(self.examples)
+        leaves = [
+            leaf._replace(
+                dtype=dtype or leaf.dtype, requires_grad=getattr(now, "requires_grad", leaf.requires_grad)
+            ).make()
+            if isinstance(leaf, Like)
+            else leaf
+            for leaf, dtype, now in zip(self.examples, dtypes or none, call or none, strict=True)
+        ]
         args, kwargs = _pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
 

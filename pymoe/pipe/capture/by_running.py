@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import combinations
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils import _pytree
 from pymoe.pipe.capture.errors import CaptureError
 from pymoe.pipe.capture.untouched import untouched
 
-__all__ = ["RealModule", "fakes_by_running"]
+__all__ = ["RealModule", "fakes_by_running", "without_boundaries"]
 
 
 class RealModule:
@@ -33,7 +34,16 @@ class RealModule:
                 part.__dict__["_compiled_call_impl"] = None
                 part._parameters.update(parameters)
                 part._buffers.update(buffers)
+            without_boundaries(self.module)
             return copy.deepcopy(self.module)
+
+
+def without_boundaries(module: nn.Module) -> None:
+    """Take the boundaries beside a module from its hooks: whoever calls it has noted them."""
+    for kind in ("_forward_pre_hooks", "_forward_hooks"):
+        hooks = module.__dict__[kind]
+        kept = [(key, hook) for key, hook in hooks.items() if not getattr(hook, "is_boundary", False)]
+        module.__dict__[kind] = OrderedDict(kept)
 
 
 def fakes_by_running(

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from pymoe.pipe.capture.arguments import Arguments, Like
+from pymoe.pipe.capture.by_running import RealModule
 from pymoe.pipe.capture.captured import Captured
-from pymoe.pipe.capture.choice import Opaque, opaque_by_path
-from pymoe.pipe.capture.dynamic import trials
+from pymoe.pipe.capture.choice import Choice, Opaque, must_be_opaque, opaque_by_path
+from pymoe.pipe.capture.dynamic import Trial, trials
 from pymoe.pipe.capture.entry import Entry, Stopped
-from pymoe.pipe.capture.errors import CaptureError, asks_for_values, capture_error
+from pymoe.pipe.capture.errors import BoundaryInside, CaptureError, asks_for_values, capture_error, stack_level
 from pymoe.pipe.capture.graph import rebuilt
+from pymoe.pipe.capture.guards import Guards
+from pymoe.pipe.capture.outside import caches_of, outside_of
+from pymoe.pipe.capture.reads import Ambient, Recorder
 from pymoe.pipe.capture.untouched import untouched
 
 __all__ = ["capture"]
@@ -36,9 +41,12 @@ def capture(
     """Capture ``model``, in the mode in which it is, as one graph, by ``torch.export``.
 
     The graph computes what the model computes, with the same operators in the same order: outputs, gradients, changed
-    buffers and random numbers are equal bit by bit. The model stays exactly as it is, also when this fails. What it
-    does beside tensors (counts in an attribute, prints) happens during the capture and is forgotten; opaque calls do it
-    whenever the graph runs.
+    buffers and random numbers are equal bit by bit. The model stays exactly as it is, also when this fails.
+
+    Values of Python are constants of the capture: ``Captured.guards`` tells whether they are still what they were. A
+    module below the model whose forward changes its attributes becomes opaque, with a warning; what else the model's
+    code does to Python's values, and random numbers that are not torch's, are refused. What leaves no trace in them
+    (prints) happens during the capture and is forgotten.
 
     Args:
         model: any module that ``torch.export`` takes.
@@ -47,40 +55,124 @@ def capture(
         dynamic_shapes: which dimensions are free, as for ``torch.export.export``; by default all that the model's code
             does not fix.
         opaque: types of modules, and qualified names, that are called as they are and not looked into, as layers of
-            :mod:`pymoe.nn` and autograd Functions always are. They keep their state, hooks and mode; their outputs'
-            shapes must follow from the shapes of their inputs.
+            :mod:`pymoe.nn`, autograd Functions and modules with hooks always are. They keep their state, hooks and
+            mode; their outputs' shapes must follow from the shapes of their inputs.
 
     Raises:
         TypeError, ValueError: ``opaque`` or ``dynamic_shapes`` do not fit the model.
         CaptureError: the model cannot be captured; the message names the line of its code.
     """
-    kwargs = kwargs or {}
-    arguments = Arguments(model.forward, args, kwargs)
-    modules = opaque_by_path(model, opaque)
-    failure: BaseException | None = None
-    for trial in trials(model.forward, args, kwargs, dynamic_shapes):
-        if failure is not None and asks_for_values(failure) and any(trial.shapes):
-            continue  # other free dimensions will not help
-        entry = Entry(model, arguments.examples, arguments.spec, modules)
-        with ExitStack() as stack:
-            stack.enter_context(_one_at_a_time)
-            stack.enter_context(untouched(model))
-            stack.enter_context(_plain_surroundings(trial.any_size))
-            tensors = tuple(leaf.make() for leaf in arguments.examples if isinstance(leaf, Like))
+    ambient, choice = Ambient(), Choice()
+    while True:
+        attempt = _Attempt(model, args, kwargs or {}, dynamic_shapes, opaque_by_path(model, opaque, choice), ambient)
+        try:
+            program, entry = attempt.export()
+        except BoundaryInside as error:
+            if error.path in choice.opened or must_be_opaque(model, opaque, error.path):
+                raise capture_error(error) from error.__cause__
+            choice.opened.add(error.path)
+            continue
+        changes = entry.output.users_changes(model)
+        if not changes and not entry.output.side_effects:
+            return rebuilt(program, entry, model, attempt.arguments, attempt.guards(entry.output.recorder))
+        if entry.output.side_effects or not choice.close(changes):
+            attempt.refuse(entry.output.side_effects, changes)
+        warnings.warn(
+            f"the forward of {', '.join(map(repr, changes))} changes attributes "
+            f"({', '.join(sorted(name for names in changes.values() for name in names))}), which a graph would not: "
+            "it is called as it is, in one piece",
+            stacklevel=stack_level(),
+        )
+
+
+class _Attempt:
+    """Captures of one model with the same opaque modules."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dynamic_shapes: Any,
+        modules: dict[str, RealModule],
+        ambient: Ambient,
+    ) -> None:
+        self.arguments = Arguments(model.forward, args, kwargs)
+        self._model = model
+        self._modules = modules
+        self._ambient = ambient
+        self._outside = outside_of(model)  # also of opaque modules: what they do in a capture is undone
+        self._caches = caches_of(model)
+        self._trials = list(trials(model.forward, args, kwargs, dynamic_shapes))
+
+    def export(self) -> tuple[Any, Entry]:
+        """What ``torch.export`` makes, and what it was given.
+
+        Raises:
+            CaptureError: the model cannot be captured.
+        """
+        failure: BaseException | None = None
+        for trial in self._trials:
+            if failure is not None and asks_for_values(failure) and any(trial.shapes):
+                continue  # other free dimensions will not help
+            entry = self._entry()
             try:
-                program = torch.export.export(entry, tensors, dynamic_shapes=(tuple(trial.shapes),), strict=False)
+                return self._export(entry, trial), entry
             except Stopped as stopped:
                 failure = stopped.error
+                if isinstance(failure, BoundaryInside):
+                    raise failure from failure.__cause__
                 if isinstance(failure, CaptureError):
                     break
-                continue
             except Exception as error:
                 failure = error
-                continue
-        entry.output.warn(model)
-        return rebuilt(program, entry, model, arguments)
-    assert failure is not None
-    raise capture_error(failure) from failure
+        assert failure is not None
+        raise capture_error(failure) from failure
+
+    def guards(self, recorder: Recorder) -> Guards:
+        """What a capture that ``recorder`` has listened to takes for granted."""
+        opaque = tuple(self._modules)
+        return Guards(self._model, opaque, recorder.reads, outside_of(self._model, opaque), self.arguments)
+
+    def refuse(self, side_effects: Sequence[str], changes: Mapping[str, Sequence[str]]) -> NoReturn:
+        """Raises the CaptureError for what a graph cannot do, with the line that does it."""
+        entry = self._entry(is_looking=True)
+        with suppress(Exception, Stopped):
+            self._export(entry, self._trials[-1])
+        if side_effects:
+            why = f"it {side_effects[0]}: a graph would do it once, in the capture, and never again"
+        else:
+            names = ", ".join(name for of_module in changes.values() for name in of_module)
+            why = (
+                f"it changes attributes ({names}) of the model, or of a module that is cut, and a graph changes "
+                "tensors alone. Numbers can be kept in buffers; what is the same in every call can be made before the "
+                "capture, in __init__ or by one call of the model"
+            )
+        raise capture_error(CaptureError(why), entry.output.place)
+
+    def _entry(self, is_looking: bool = False) -> Entry:
+        recorder = Recorder(self._model, self._ambient)
+        arguments = self.arguments
+        return Entry(
+            self._model, arguments.examples, arguments.spec, self._modules, self._outside, recorder, is_looking
+        )
+
+    def _export(self, entry: Entry, trial: Trial) -> Any:
+        with ExitStack() as stack:
+            stack.enter_context(_one_at_a_time)
+            stack.enter_context(untouched(self._model))
+            stack.callback(_clear, self._caches, [cache.cache_info().misses for cache in self._caches])
+            stack.enter_context(_plain_surroundings(trial.any_size))
+            tensors = tuple(leaf.make() for leaf in self.arguments.examples if isinstance(leaf, Like))
+            shapes = (tuple(trial.shapes),) if tensors else None
+            return torch.export.export(entry, tensors, dynamic_shapes=shapes, strict=False)
+
+
+def _clear(caches: Sequence[Any], misses: Sequence[int]) -> None:
+    """Empty those that a capture has put something into: it may be a tensor without values."""
+    for cache, before in zip(caches, misses, strict=True):
+        if cache.cache_info().misses != before:
+            cache.cache_clear()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch.utils import _pytree
 
 from pymoe.pipe.capture.arguments import Arguments
 from pymoe.pipe.capture.fits import Fits
+from pymoe.pipe.capture.guards import Guards
 
 __all__ = ["Captured"]
 
@@ -44,6 +45,8 @@ class Captured:
     names: dict[str, str]
     """What the user calls the parameters and buffers of the graph."""
     fits: Fits
+    guards: Guards
+    """What the capture takes for granted about Python."""
 
     @property
     def in_spec(self) -> _pytree.TreeSpec:

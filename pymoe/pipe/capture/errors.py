@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import linecache
 import os
+import site
+import sys
 import sysconfig
 import traceback
 from pathlib import Path
@@ -11,11 +13,30 @@ from types import TracebackType
 
 import torch
 
-__all__ = ["CaptureError", "asks_for_values", "capture_error", "is_library"]
+__all__ = [
+    "BoundaryInside",
+    "CaptureError",
+    "asks_for_values",
+    "capture_error",
+    "is_library",
+    "is_users_file",
+    "stack_level",
+]
 
 
 class CaptureError(RuntimeError):
     """A model that cannot be captured; the message names the line of its code, the reason, and the ways out."""
+
+
+class BoundaryInside(CaptureError):
+    """A boundary of stages stands inside of a call that is made in one piece."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(
+            f"a boundary of stages stands inside of {path!r}, which is called as it is, in one piece: the model has it "
+            "named in `opaque=`, or it has hooks or a state of its own that need it"
+        )
+        self.path = path
 
 
 _WAYS_OUT = (
@@ -40,9 +61,9 @@ _REASONS = (
 )
 
 
-def capture_error(error: BaseException) -> CaptureError:
-    """The error for the user, from what ``torch.export`` or the model raised."""
-    place = _users_line(error.__traceback__)
+def capture_error(error: BaseException, place: str | None = None) -> CaptureError:
+    """The error for the user, from what ``torch.export`` or the model raised, and where that is, if it is known."""
+    place = place or _users_line(error.__traceback__)
     where = "" if place is None else f": {place}"
     return CaptureError(f"the model cannot be captured{where}\nWhy: {_reason(error)}.\n{_WAYS_OUT}")
 
@@ -87,3 +108,22 @@ _LIBRARIES = (
 def is_library(file: str) -> bool:
     """Whether a file belongs to torch, to pymoe, or is no file."""
     return file.startswith(_LIBRARIES)
+
+
+_PACKAGES = (
+    *[sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")],
+    *site.getsitepackages(),
+)
+
+
+def is_users_file(file: str) -> bool:
+    """Whether it is none of an installed package, or of Python itself."""
+    return not is_library(file) and not file.startswith(_PACKAGES)
+
+
+def stack_level() -> int:
+    """That of the caller's first frame outside of this package, for warnings."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and is_library(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return level

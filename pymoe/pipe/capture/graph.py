@@ -11,6 +11,7 @@ from pymoe.pipe.capture.arguments import Arguments, Like
 from pymoe.pipe.capture.captured import Captured
 from pymoe.pipe.capture.entry import MODEL, Computed, Entry
 from pymoe.pipe.capture.fits import Condition, Fits, Leaf, sizes_of
+from pymoe.pipe.capture.guards import Guards
 from pymoe.pipe.capture.own_state import on_model
 from pymoe.pipe.capture.region import call_of, users_meta
 from pymoe.pipe.capture.watch import asked_at
@@ -18,7 +19,7 @@ from pymoe.pipe.capture.watch import asked_at
 __all__ = ["rebuilt"]
 
 
-def rebuilt(program: Any, entry: Entry, model: nn.Module, arguments: Arguments) -> Captured:
+def rebuilt(program: Any, entry: Entry, model: nn.Module, arguments: Arguments, guards: Guards) -> Captured:
     """The captured model from the exported program of ``entry``, which calls ``model``."""
     builder = _Builder(program, entry, model, arguments)
     graph = builder.build()
@@ -31,6 +32,7 @@ def rebuilt(program: Any, entry: Entry, model: nn.Module, arguments: Arguments) 
         modes=tuple(module.training for module in model.modules()),
         names={target: _in_users_words(target) for target in builder.state if target not in builder.constants},
         fits=builder.fits(),
+        guards=guards,
     )
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.utils import _pytree
 
-from pymoe.pipe.capture.by_running import RealModule, fakes_by_running
+from pymoe.pipe.capture.by_running import RealModule, fakes_by_running, without_boundaries
 from pymoe.pipe.capture.errors import CaptureError
-from pymoe.pipe.capture.opaque import OpaqueCall, OpaqueFunction, OpaqueModule
+from pymoe.pipe.capture.opaque import OpaqueCall, OpaqueFunction, OpaqueModule, running_in_one_piece
 from pymoe.pipe.capture.untouched import untouched
 from pymoe.pipe.capture.watch import Held, hold
 
@@ -22,13 +22,19 @@ OPAQUE = "pymoe_opaque_call"
 
 
 @contextmanager
-def intercepting(modules: Mapping[str, RealModule], calls: list[OpaqueCall], held: Held) -> Iterator[None]:
+def intercepting(
+    modules: Mapping[str, RealModule],
+    calls: list[OpaqueCall],
+    held: Held,
+    beside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Iterator[None]:
     """Within the block, on this thread, calls of these modules and of autograd Functions add themselves to ``calls``
     and leave a node: the operator :func:`marker` with the number of the call and its computed leaves.
 
-    Modules are given by qualified name, and must be :func:`untouched` around the block.
+    Modules are given by qualified name, and must be :func:`untouched` around the block. What they do is done within
+    ``beside()``.
     """
-    tracing = _Tracing(calls, held)
+    tracing = _Tracing(calls, held, beside)
     for path, module in modules.items():
         module.module.__dict__["_compiled_call_impl"] = tracing.module_call(path, module)
     with _functions(tracing):
@@ -36,7 +42,8 @@ def intercepting(modules: Mapping[str, RealModule], calls: list[OpaqueCall], hel
 
 
 class _Tracing:
-    def __init__(self, calls: list[OpaqueCall], held: Held) -> None:
+    def __init__(self, calls: list[OpaqueCall], held: Held, beside: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._beside = beside
         self._held = held
         self._calls = calls
         self._thread = threading.get_ident()
@@ -50,6 +57,7 @@ class _Tracing:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with untouched(module):
+                without_boundaries(module)
                 return module._call_impl(*args, **kwargs)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +89,9 @@ class _Tracing:
         assert mode is not None
         leaves = call.take(args, kwargs)
         hold(leaves, self._held)
-        result = self._beside_the_graph(run, real, args, kwargs)
+        path = call.path if isinstance(call, OpaqueModule) else call.__name__
+        with self._beside(), running_in_one_piece(path):
+            result = self._beside_the_graph(run, real, args, kwargs)
         values = call.give(result)
         tracer: Any = mode.tracer
         proxies = [tracer.unwrap_proxy(leaf) for leaf in leaves]

@@ -7,14 +7,27 @@ the Function's backward, the module's parameters, its state, its hooks.
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree
 
-__all__ = ["COMPUTED", "OpaqueCall", "OpaqueFunction", "OpaqueModule", "opaque_modules"]
+from pymoe.pipe.capture.errors import BoundaryInside
+
+__all__ = [
+    "COMPUTED",
+    "OpaqueCall",
+    "OpaqueFunction",
+    "OpaqueModule",
+    "no_boundary_here",
+    "opaque_modules",
+    "running_in_one_piece",
+]
 
 COMPUTED = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -91,3 +104,29 @@ def opaque_modules(graph: fx.Graph) -> Iterator[OpaqueModule]:
             yield node.target
         elif isinstance(inner := getattr(node.target, "graph", None), fx.GraphModule):
             yield from opaque_modules(inner.graph)
+
+
+_now = threading.local()
+
+
+@contextmanager
+def running_in_one_piece(path: str) -> Iterator[None]:
+    """While an opaque call runs beside a graph."""
+    before, _now.path = getattr(_now, "path", None), path
+    torchs = sys.modules.get("torch.distributed.pipelining._IR")
+    operators = vars(torch.ops.pippy) if torchs is not None else {}
+    split = operators.get("_pipe_split")
+    try:
+        if split is not None:  # what torch's own pipe_split() calls
+            operators["_pipe_split"] = no_boundary_here
+        yield
+    finally:
+        _now.path = before
+        if split is not None:
+            operators["_pipe_split"] = split
+
+
+def no_boundary_here() -> None:
+    """Raises BoundaryInside within such a call, where a boundary would be lost."""
+    if (path := getattr(_now, "path", None)) is not None:
+        raise BoundaryInside(path)

@@ -8,69 +8,95 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["untouched"]
+from pymoe.pipe.capture.plain import is_users_object
 
-_Restore = Callable[[], list[str]]
+__all__ = ["Changes", "untouched"]
+
+_Changed = Callable[[bool], list[str]]
+"""Names what has changed, and restores it if it is told to."""
+
+
+class Changes(list[str]):
+    """The names of the attributes that a block has changed, once it is over."""
+
+    def __init__(self, watched: list[_Changed]) -> None:
+        super().__init__()
+        self._watched = watched
+
+    def now(self) -> list[str]:
+        """Those that it has changed so far."""
+        return [name for changed in self._watched for name in changed(False)]
+
+    def restore(self) -> None:
+        """Undo the changes, and note their names."""
+        for changed in self._watched:
+            self += changed(True)
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[list[str]]:
+def untouched(model: nn.Module) -> Iterator[Changes]:
     """After the block all attributes of all modules are the objects that they were, and lists, dicts and sets among
-    them (at any depth) hold what they held. Changes inside of tensors and of other objects stay.
+    them, and what objects of the user's classes have as attributes (at any depth), hold what they held. Changes inside
+    of tensors and of other objects stay.
 
     Yields a list that holds, after the block, the names of the attributes that it changed.
     """
-    memory: dict[int, _Restore] = {}
+    memory: dict[int, _Changed] = {}
     for path, module in model.named_modules():
         _remember(module.__dict__, path, memory)
-    restore = list(memory.values())
-    changed: list[str] = []
+    changes = Changes(list(memory.values()))
     try:
-        yield changed
+        yield changes
     finally:
-        for put_back in restore:
-            changed += put_back()
+        changes.restore()
 
 
-def _remember(container: Any, name: str, memory: dict[int, _Restore]) -> None:
-    """Put into ``memory`` what restores a container, and those in it, and tells what had changed."""
+def _remember(container: Any, name: str, memory: dict[int, _Changed]) -> None:
+    """Put into ``memory`` what tells whether a container, and those in it, have changed, and restores them."""
     if id(container) in memory:
         return
     if isinstance(container, dict):
         pairs = list(container.items())
-        memory[id(container)] = lambda: _restore_dict(container, pairs, name)
+        memory[id(container)] = lambda restore: _restore_dict(container, pairs, name, restore)
         for key, value in pairs:
             _remember(value, f"{name}.{key}".lstrip("."), memory)
     elif isinstance(container, list):
         values = list(container)
-        memory[id(container)] = lambda: _restore_list(container, values, name)
+        memory[id(container)] = lambda restore: _restore_list(container, values, name, restore)
         for value in values:
+            _remember(value, name, memory)
+    elif isinstance(container, tuple):
+        for value in container:
             _remember(value, name, memory)
     elif isinstance(container, set):
         members = set(container)
-        memory[id(container)] = lambda: _restore_set(container, members, name)
+        memory[id(container)] = lambda restore: _restore_set(container, members, name, restore)
+    elif is_users_object(container):
+        _remember(container.__dict__, name, memory)
 
 
-def _restore_dict(container: dict[Any, Any], pairs: list[tuple[Any, Any]], name: str) -> list[str]:
+def _restore_dict(container: dict[Any, Any], pairs: list[tuple[Any, Any]], name: str, restore: bool) -> list[str]:
     before = dict(pairs)
     missing = object()
     keys = [key for key in {**before, **container} if container.get(key, missing) is not before.get(key, missing)]
-    if keys or len(before) != len(container):
+    if restore and (keys or len(before) != len(container)):
         container.clear()
         container.update(pairs)
     return [f"{name}.{key}".lstrip(".") for key in keys]
 
 
-def _restore_list(container: list[Any], values: list[Any], name: str) -> list[str]:
+def _restore_list(container: list[Any], values: list[Any], name: str, restore: bool) -> list[str]:
     if len(container) == len(values) and all(now is old for now, old in zip(container, values, strict=True)):
         return []
-    container[:] = values
+    if restore:
+        container[:] = values
     return [name]
 
 
-def _restore_set(container: set[Any], members: set[Any], name: str) -> list[str]:
+def _restore_set(container: set[Any], members: set[Any], name: str, restore: bool) -> list[str]:
     if container == members:
         return []
-    container.clear()
-    container.update(members)
+    if restore:
+        container.clear()
+        container.update(members)
     return [name]

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from pymoe.pipe.capture.errors import CaptureError, is_library
+from pymoe.pipe.capture.reads import Recorder
 
 __all__ = ["Held", "asked_at", "hold", "watching"]
 
@@ -47,15 +48,25 @@ def hold(values: Any, held: Held) -> None:
 
 
 class _Watch(TorchFunctionMode):
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: Held, recorder: Recorder) -> None:
         super().__init__()
         self._held = held
+        self._recorder = recorder
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if getattr(func, "__self__", None) is Tensor.data and len(args) == 1:  # a graph cannot look behind a tensor
             return args[0].detach()
+        if getattr(func, "__self__", None) is Tensor.dtype:
+            self._recorder.reads.dtypes = True
+        if getattr(func, "__self__", None) is Tensor.requires_grad and len(args) == 1:
+            return self._recorder.requires_grad(args[0], sys._getframe(1), func(*args))
+        if any(isinstance(value, torch.Generator) for value in (*args, *(kwargs or {}).values())):
+            raise CaptureError(
+                "it draws random numbers from a torch.Generator of its own, whose state a graph does not have: leave "
+                "`generator` out, and they come from the stage's and micro-batch's own stream"
+            )
         if (reason := _LOST.get(func)) is not None:
             raise CaptureError(reason)
         if func is torch._C._set_grad_enabled and args[0] != torch.is_grad_enabled() and _is_in_autocast_block():
@@ -74,10 +85,10 @@ def _is_in_autocast_block() -> bool:
 
 
 @contextmanager
-def watching(tensors: Sequence[Tensor], held: Held) -> Iterator[None]:
+def watching(tensors: Sequence[Tensor], held: Held, recorder: Recorder) -> Iterator[None]:
     """Within the block calls that a graph would lose raise CaptureError, without a place; ``torch.inference_mode`` is
-    ``torch.no_grad``, which a graph can have; guards remember the line that asked (:func:`asked_at`); and ``held`` gets
-    what :class:`Held` says.
+    ``torch.no_grad``, which a graph can have; guards remember the line that asked (:func:`asked_at`); ``held`` gets
+    what :class:`Held` says, and ``recorder`` which questions tensors are asked.
     """
     from torch._guards import detect_fake_mode
 
@@ -98,7 +109,7 @@ def watching(tensors: Sequence[Tensor], held: Held) -> Iterator[None]:
 
     kind.__enter__, kind.__exit__ = enter, leave
     try:
-        with _Watch(held):
+        with _Watch(held, recorder):
             yield
     finally:
         kind.__enter__, kind.__exit__ = before

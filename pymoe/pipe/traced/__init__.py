@@ -2,7 +2,13 @@
 
 from pymoe.pipe.traced.policies import split_by_flops, split_by_time, split_into_equal_parameters
 from pymoe.pipe.traced.shared_state import MultiUseParameterConfig
-from pymoe.pipe.traced.split_points import SplitPoint, annotate_split_points, pipe_split
+from pymoe.pipe.traced.split_points import (
+    PipeSplitWrapper,
+    SplitPoint,
+    annotate_split_points,
+    mark_boundary,
+    pipe_split,
+)
 from pymoe.pipe.traced.tracing import pipeline
 from pymoe.pipe.traced.wrappers import LossWrapper, PipeSequential, TrivialLossWrapper
 
@@ -10,9 +16,11 @@ __all__ = [
     "LossWrapper",
     "MultiUseParameterConfig",
     "PipeSequential",
+    "PipeSplitWrapper",
     "SplitPoint",
     "TrivialLossWrapper",
     "annotate_split_points",
+    "mark_boundary",
     "pipe_split",
     "pipeline",
     "split_by_flops",

@@ -20,17 +20,38 @@ ENOUGH = 1.1  # how much slower than it has to be the slowest stage may be, for 
 
 
 def split_into_equal_parameters(stages: int) -> Policy:
-    """Stages with about the same number of parameters."""
+    """Make stages with about the same number of parameters.
+
+    Args:
+        stages: how many, from 1 up to the number of the graph's operators.
+
+    Returns:
+        a ``split_policy`` for :func:`pymoe.pipeline`.
+    """
     return Policy(stages, costs.parameters)
 
 
 def split_by_time(stages: int) -> Policy:
-    """Stages whose forward and backward passes take about the same time, as measured with the example's sizes."""
+    """Make stages whose forward and backward passes take about the same time, as measured with the example's sizes.
+
+    Args:
+        stages: how many, from 1 up to the number of the graph's operators.
+
+    Returns:
+        a ``split_policy`` for :func:`pymoe.pipeline`.
+    """
     return Policy(stages, costs.seconds)
 
 
 def split_by_flops(stages: int) -> Policy:
-    """Stages with about the same number of floating point operations, for the example's sizes; nothing is run."""
+    """Make stages with about the same number of floating point operations, for the example's sizes; nothing is run.
+
+    Args:
+        stages: how many, from 1 up to the number of the graph's operators.
+
+    Returns:
+        a ``split_policy`` for :func:`pymoe.pipeline`.
+    """
     return Policy(stages, costs.flops)
 
 

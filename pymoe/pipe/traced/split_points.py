@@ -11,7 +11,18 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-__all__ = ["SplitPoint", "annotate_split_points", "is_marker", "mark", "pipe_split"]
+from pymoe.pipe.capture.opaque import no_boundary_here
+from pymoe.pipe.other_names import also_called
+
+__all__ = [
+    "PipeSplitWrapper",
+    "SplitPoint",
+    "annotate_split_points",
+    "is_marker",
+    "mark",
+    "mark_boundary",
+    "pipe_split",
+]
 
 _library = torch.library.Library("pymoe_pipe", "DEF")
 _library.define("split() -> ()", tags=(torch.Tag.pt2_compliant_tag,))
@@ -26,18 +37,48 @@ def pipe_split() -> None:
     Does nothing when the model just runs. A boundary at the very beginning or end, or beside another, makes no stage.
     """
     if torch.compiler.is_exporting():
+        no_boundary_here()
         torch.ops.pymoe_pipe.split()
 
 
 def is_marker(node: fx.Node) -> bool:
-    """Is this node a boundary of stages?"""
-    return node.op == "call_function" and node.target is _MARKER
+    """Is this node a boundary of stages? Those that ``torch.distributed.pipelining`` knows are, too."""
+    if node.op != "call_function":
+        return False
+    target: Any = node.target
+    if target is _MARKER or target is pipe_split:
+        return True
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return target in (torch.ops.pymoe_pipe.split,) or str(target).startswith("pippy._pipe_split")
+    return getattr(target, "__name__", "") == "pipe_split" and str(target.__module__).startswith(_TORCHS)
+
+
+_TORCHS = "torch.distributed.pipelining"
 
 
 def mark(graph: fx.Graph, before: fx.Node) -> None:
-    """Put a boundary into a captured graph, for split policies."""
+    """Put a boundary into a captured graph."""
     with graph.inserting_before(before):
         graph.call_function(_MARKER)
+
+
+def mark_boundary(before: fx.Node) -> None:
+    """Put a boundary of stages before a node of a captured graph, for split policies of one's own.
+
+    ::
+
+        def before_every_linear(module):
+            for node in module.graph.nodes:
+                if node.target is torch.ops.aten.linear.default:
+                    mark_boundary(node)
+            return module
+
+    Args:
+        before: the first node of the later stage.
+    """
+    if not isinstance(before, fx.Node):
+        raise TypeError(f"mark_boundary: before must be a torch.fx.Node of a captured graph, got {before!r:.80}")
+    mark(before.graph, before)
 
 
 class SplitPoint(enum.Enum):
@@ -47,11 +88,28 @@ class SplitPoint(enum.Enum):
     END = 2
 
 
+class PipeSplitWrapper:
+    """Where PiPPy has its ``SplitPoint``. Nothing is wrapped: :func:`annotate_split_points` marks modules."""
+
+    SplitPoint = SplitPoint
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError(
+            "PipeSplitWrapper: modules are not wrapped, which would rename parameters: use "
+            "annotate_split_points(model, {'layers.4': SplitPoint.BEGINNING}), or split_spec of pymoe.pipeline"
+        )
+
+
+class NoSuchModule(ValueError, AttributeError):
+    """A model has no submodule of a name: a wrong value here, a missing attribute to those who know PiPPy."""
+
+
+@also_called(mod="model")
 def annotate_split_points(model: nn.Module, spec: Mapping[str, SplitPoint]) -> nn.Module:
     """The model with boundaries before or after calls of some of its modules.
 
-    The given model stays as it is. The result has the same parameters, buffers and submodules, but for shallow copies
-    of the named modules and of those around them, and the same ``state_dict`` keys.
+    The given model stays as it is, so use what is returned: it has the same parameters, buffers and submodules, but for
+    shallow copies of the named modules and of those around them, and the same ``state_dict`` keys.
 
     Args:
         model: any module.
@@ -59,7 +117,7 @@ def annotate_split_points(model: nn.Module, spec: Mapping[str, SplitPoint]) -> n
 
     Raises:
         TypeError: a value is no ``SplitPoint``.
-        ValueError: the model has no submodule of that name.
+        ValueError: the model has no submodule of that name (an ``AttributeError`` as well).
     """
     copies: dict[str, nn.Module] = {"": _shallow(model)}
     for name, point in spec.items():
@@ -71,7 +129,7 @@ def annotate_split_points(model: nn.Module, spec: Mapping[str, SplitPoint]) -> n
             if path not in copies:
                 original = around._modules.get(step)
                 if original is None:
-                    raise ValueError(_unknown(model, name))
+                    raise NoSuchModule(_unknown(model, name))
                 copies[path] = around._modules[step] = _shallow(original)
         _hook(copies[name], point)
     return copies[""]

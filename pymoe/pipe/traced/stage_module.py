@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from pymoe.pipe.traced.written import read, write
 
-__all__ = ["StageModule", "plant"]
+__all__ = ["StageModule", "has", "plant"]
 
 _KINDS = ("_parameters", "_buffers")
 
@@ -116,6 +116,15 @@ def plant(
         for name, constant in constants[number].items():
             part.register_buffer(name, constant, persistent=False)
         _Planter(part, number, used).plant(part, model, [name.split(".") for name in of_stage])
+
+
+def has(model: nn.Module, name: str) -> bool:
+    """Whether a model has a parameter, buffer or module of this qualified name."""
+    module: nn.Module | None = model
+    *path, last = name.split(".")
+    for step in path:
+        module = None if module is None else module._modules.get(step)
+    return module is not None and any(module.__dict__[kind].get(last) is not None for kind in (*_KINDS, "_modules"))
 
 
 class _Planter:

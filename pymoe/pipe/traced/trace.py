@@ -15,7 +15,7 @@ from pymoe.pipe.traced.boundaries import works
 from pymoe.pipe.traced.regions import open_regions
 from pymoe.pipe.traced.split_points import SplitPoint, annotate_split_points, is_marker, mark
 
-__all__ = ["SplitPolicy", "Trace"]
+__all__ = ["SplitPolicy", "Trace", "why_one_stage"]
 
 SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
 Key = tuple[str, str, int]
@@ -31,6 +31,8 @@ class Trace:
     """For ``capture``."""
     _chosen: list[tuple[Key, ...]] | None = None
     """For every boundary of a policy the nodes after it, as :func:`_keys` names them."""
+    _wanted: int | None = None
+    """How many stages the policy shall make, if it says so."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         """The model in the mode in which it is.
@@ -48,6 +50,7 @@ class Trace:
         if self._chosen is not None:
             _mark_again(captured.graph.graph, self._chosen)
         elif self.split_policy is not None:
+            self._wanted = getattr(self.split_policy, "stages", None)
             changed = self.split_policy(captured.graph)
             if not isinstance(changed, fx.GraphModule):
                 raise TypeError(f"a split policy returns a torch.fx.GraphModule, got {type(changed).__name__}")
@@ -55,6 +58,21 @@ class Trace:
             self._chosen = _boundaries(changed.graph)
             self.split_policy = None  # whatever mode comes next is cut at the same places
         return captured
+
+
+def why_one_stage(trace: Trace) -> str | None:
+    """Why a model of which several stages were asked for is one; None if nobody asked."""
+    ends = "at the beginning or the end of what the model computes, where they make no stages"
+    if trace.split_spec:
+        return f"all places that split_spec names ({', '.join(trace.split_spec)}) are {ends}"
+    if trace._chosen is None or trace._wanted == 1:
+        return None
+    if trace._chosen:
+        return f"all boundaries that split_policy has put into the graph are {ends}"
+    return (
+        "split_policy has put no boundary into the graph: pymoe.pipe.mark_boundary(node) puts one before a node, and "
+        "the policy returns the graph module in which it did so"
+    )
 
 
 def _check_calls(graph: fx.GraphModule, spec: Mapping[str, SplitPoint]) -> None:

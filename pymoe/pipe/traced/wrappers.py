@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from pymoe.pipe.other_names import also_called
 from pymoe.pipe.traced.split_points import pipe_split
 
 __all__ = ["LossWrapper", "PipeSequential", "TrivialLossWrapper"]
@@ -18,8 +18,13 @@ class PipeSequential(nn.Sequential):
     """An ``nn.Sequential`` with a boundary of stages between any two of its layers, wherever in a model it is."""
 
     @classmethod
+    @also_called(sequential_instance="sequential")
     def from_sequential(cls, sequential: nn.Sequential) -> PipeSequential:
-        """The same layers, under the same names."""
+        """The same layers, under the same names, and in the same mode.
+
+        Args:
+            sequential: whose layers they are; it stays as it is.
+        """
         made = cls()
         made._modules.update(sequential._modules)
         made.training = sequential.training
@@ -51,9 +56,16 @@ class LossWrapper(nn.Module):
         self.module = module
         self.loss_fn = loss_fn
 
-    @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss, of whatever the model takes and what it shall return."""
+        """The loss, of whatever the model takes and what it shall return.
+
+        Raises:
+            NotImplementedError: the subclass does not say.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no forward: a subclass of LossWrapper computes the loss there, as "
+            "TrivialLossWrapper does, by self.loss_fn(self.module(x), targets)"
+        )
 
 
 class TrivialLossWrapper(LossWrapper):

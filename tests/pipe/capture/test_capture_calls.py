@@ -194,3 +194,22 @@ def test_language_models_of_transformers(build, training):
         return (), {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
 
     assert_captured(model, *call(2, 7), call(3, 5), steps=1)
+
+
+class Fixed(nn.Module):
+    """Takes no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x=1, y=2):
+        return self.linear(torch.ones(2, 4) * x).sin() * y
+
+
+@pytest.mark.parametrize(("args", "kwargs"), [((), None), ((3, 4), None), ((3,), {"y": 0.5})])
+def test_a_call_without_a_tensor(args, kwargs):
+    captured = assert_captured(Fixed(), args, kwargs)
+    if args:
+        with pytest.raises(ValueError, match="x must be 3"):
+            captured.check([7, *captured.flatten(args, kwargs or {})[1:]])

@@ -192,9 +192,22 @@ class Counts(Linear):
         return self.linear(x)
 
 
-def test_changed_attributes_are_warned_of_and_forgotten():
+def test_a_layer_that_changes_its_attributes_is_called_as_it_is():
     model = Deep(Counts())
-    with pytest.warns(UserWarning, match=r"layers\.1\.calls, layers\.1\.last, layers\.1\.log") as warned:
-        capture(model, (torch.randn(5, 4),))
+    with pytest.warns(UserWarning, match=r"'layers\.1' .*layers\.1\.calls, layers\.1\.last, layers\.1\.log") as warned:
+        captured = capture(model, (torch.randn(5, 4),))
     assert warned[0].filename == __file__
-    assert (model.layers[1].calls, model.layers[1].log, model.layers[1].last) == (0, [], None)
+    counts = model.layers[1]
+    assert (counts.calls, counts.log, counts.last) == (0, [], None)
+    x = torch.randn(3, 4)
+    captured.graph(x)
+    assert (counts.calls, counts.log) == (1, [x.shape])
+    assert torch.equal(counts.last, x.tanh())
+
+
+def test_a_model_that_changes_its_attributes_is_refused():
+    model = Counts()
+    with pytest.raises(CaptureError, match=r"changes attributes \(calls, last, log\)") as caught:
+        capture(model, (torch.randn(5, 4),))
+    assert "self.calls += 1" in str(caught.value)
+    assert (model.calls, model.log, model.last) == (0, [], None)

@@ -178,3 +178,12 @@ def test_specifications_that_name_no_loss_are_refused(spec, error, words):
     model, _ = made(Many)
     with pytest.raises(error, match=words):
         pipeline(model, ({"left": rows(2), "right": rows(2)},), output_loss_value_spec=spec)
+
+
+def test_a_loss_wrapper_without_a_forward_is_refused():
+    class Silent(LossWrapper):
+        pass
+
+    model = Silent(nn.Linear(2, 2), nn.functional.mse_loss)
+    with pytest.raises(NotImplementedError, match="Silent has no forward: a subclass of LossWrapper computes the loss"):
+        model(torch.ones(2, 2), torch.ones(2, 2))

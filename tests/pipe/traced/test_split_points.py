@@ -7,8 +7,15 @@ import torch
 from torch import nn
 from traced_models import WIDTH, Counting, Mlp, Tied, furthest, gradients, ids, made, rows
 
-from pymoe import PipeSequential, SplitPoint, annotate_split_points, pipe_split, pipeline
-from pymoe.pipe import split_by_flops, split_by_time, split_into_equal_parameters
+from pymoe import Pipe, PipeSequential, SplitPoint, annotate_split_points, pipe_split, pipeline
+from pymoe.pipe import (
+    CaptureError,
+    PipeSplitWrapper,
+    mark_boundary,
+    split_by_flops,
+    split_by_time,
+    split_into_equal_parameters,
+)
 
 pytestmark = pytest.mark.usefixtures("doubles")
 BEGINNING, END = SplitPoint.BEGINNING, SplitPoint.END
@@ -101,6 +108,7 @@ def test_a_model_that_computes_nothing_is_one_stage():
     assert torch.equal(pipe(rows(5)), rows(5))
 
 
+@pytest.mark.filterwarnings("ignore:pipeline. the model is one stage")
 @pytest.mark.parametrize(
     ("spec", "firsts"),
     [
@@ -211,12 +219,10 @@ def test_measured_time_is_balanced_and_leaves_the_model_alone():
 
 
 def test_a_policy_of_ones_own():
-    from pymoe.pipe.traced.split_points import mark
-
     def before_every_linear(graph):
         for node in graph.graph.nodes:
             if node.target is torch.ops.aten.linear.default:
-                mark(graph.graph, node)
+                mark_boundary(node)
         return graph
 
     model = Blocks(2)
@@ -299,3 +305,127 @@ def test_boundaries_inside_of_blocks_without_gradients_and_in_autocast():
         assert twin.layers[0].weight.grad is None
         for name, grad in gradients(plain).items():
             torch.testing.assert_close(gradients(twin)[name], grad, rtol=1e-6, atol=1e-7)
+
+
+class TestOtherMarks:
+    """Boundaries that other packages and other ways of writing mean are boundaries."""
+
+    @pytest.mark.parametrize("what", ["pymoe's function", "torch's function", "torch's operator", "mark_boundary"])
+    def test_a_policy_inserts_them(self, what):
+        torchs = pytest.importorskip("torch.distributed.pipelining._IR")
+
+        def policy(graph):
+            for node in graph.graph.nodes:
+                if node.target is torch.ops.aten.linear.default:
+                    targets = {
+                        "pymoe's function": pipe_split,
+                        "torch's function": torchs.pipe_split,
+                        "torch's operator": torchs.aten_pipe_split_alias,
+                    }
+                    if what in targets:
+                        with graph.graph.inserting_before(node):
+                            graph.graph.call_function(targets[what])
+                    else:
+                        mark_boundary(node)
+            return graph
+
+        model = Blocks(2)
+        pipe = pipeline(model, (rows(2),), split_policy=policy, chunks=2)
+        assert pipe.num_stages == 5
+        same(pipe, model, rows(5))
+        pipe.eval()
+        torch.testing.assert_close(pipe(rows(5)), model(rows(5)), rtol=0, atol=1e-12)
+
+    def test_the_models_code_calls_torchs_own(self):
+        torchs = pytest.importorskip("torch.distributed.pipelining")
+
+        class Theirs(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+            def forward(self, x):
+                x = self.layers[0](x)
+                torchs.pipe_split()
+                x = self.layers[1](x)
+                with torch.no_grad():
+                    still = x.sin()
+                    torchs.pipe_split()
+                    still = still * 2
+                return self.layers[2](x) + still
+
+        model = Theirs()
+        pipe = pipeline(model, (rows(2),), chunks=2)
+        assert pipe.num_stages == 3
+        same(pipe, model, rows(5))
+        around = nn.Sequential(nn.Tanh(), model)
+        with pytest.raises(CaptureError, match="inside of '1'"):
+            pipeline(around, (rows(2),), opaque=["1"])
+        assert pipeline(around, (rows(2),)).num_stages == 3
+
+    def test_a_mark_is_put_before_a_node(self):
+        with pytest.raises(TypeError, match=r"torch\.fx\.Node of a captured graph, got 3"):
+            mark_boundary(3)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"split_policy": lambda graph: graph}, "split_policy has put no boundary into the graph.*mark_boundary"),
+        ({"split_policy": lambda graph: [mark_boundary(n) for n in list(graph.graph.nodes)[-1:]] and graph}, "at the"),
+        (
+            {"split_spec": {"layers.0": BEGINNING}},
+            r"all places that split_spec names \(layers\.0\) are at the beginning",
+        ),
+    ],
+)
+def test_one_stage_where_several_were_asked_for_is_warned_of(options, why):
+    with pytest.warns(UserWarning, match=f"one stage: .*{why}") as warned:
+        pipe = pipeline(Blocks(), (rows(2),), **options)
+    assert pipe.num_stages == 1
+    assert warned[0].filename == __file__
+
+
+def test_one_stage_that_was_asked_for_is_not_warned_of(recwarn):
+    for policy in (split_by_flops(1), None):
+        assert pipeline(Blocks(), (rows(2),), split_policy=policy).num_stages == 1
+    assert not [one for one in recwarn if "one stage" in str(one.message)]
+
+
+def test_names_that_pippy_has():
+    model = Blocks()
+    annotated = annotate_split_points(mod=model, spec={"layers.2": PipeSplitWrapper.SplitPoint.BEGINNING})
+    pipe = Pipe.from_tracing(mod=annotated, example_args=(rows(2),), chunks=2)
+    assert pipe.num_stages == 2
+    same(pipe, model, rows(5))
+    assert pipe.get_stage_module(stage_idx=1) is pipe.get_stage_module(stage_index=1) is pipe[1]
+    layers = nn.Sequential(nn.Linear(2, 2))
+    assert PipeSequential.from_sequential(sequential_instance=layers)[0] is layers[0]
+    with pytest.raises(TypeError, match="mod is another name of model, got both"):
+        annotate_split_points(model, {}, mod=model, model=model)
+    with pytest.raises(AttributeError, match=r"no submodule 'layers\.9'"):
+        annotate_split_points(model, {"layers.9": END})
+    with pytest.raises(AttributeError, match=r"no split_gm.*get_stage_module.*info\(\)\.graph"):
+        _ = pipe.split_gm
+    with pytest.raises(AttributeError, match="no attribute 'other'"):
+        _ = pipe.other
+    with pytest.raises(TypeError, match="annotate_split_points"):
+        PipeSplitWrapper(layers)
+
+
+@pytest.mark.parametrize("index", [-1, 2, 7, True, "0", None])
+def test_a_stage_that_is_not_there_is_refused(index):
+    pipe = pipeline(Blocks(), (rows(2),), split_spec={"layers.2": BEGINNING})
+    with pytest.raises(ValueError, match=rf"invalid stage index, expected 0 to 1, got {index!r}"):
+        pipe.get_stage_module(index)
+
+
+def test_the_graph_of_the_stages_computes_what_the_model_does():
+    model, _ = made(Tied)
+    pipe = pipeline(model, (ids(2),), chunks=2)
+    graph = pipe.info().graph
+    graph.lint()
+    assert [node.target for node in graph.nodes if node.op == "call_module"] == ["submod_0", "submod_1", "submod_2"]
+    modules = {f"submod_{number}": part for number, part in enumerate(pipe)}
+    (output,) = torch.fx.GraphModule(modules, graph)(ids(4))
+    torch.testing.assert_close(output, model(ids(4)), rtol=0, atol=1e-12)

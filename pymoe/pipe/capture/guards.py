@@ -1,0 +1,247 @@
+"""What a capture takes for granted about Python, and whether it still holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pymoe.pipe.capture.arguments import Arguments, Like
+from pymoe.pipe.capture.outside import Outside, outside_of
+from pymoe.pipe.capture.plain import by_value, freeze, is_immutable
+from pymoe.pipe.capture.reads import MISSING, Reads, ask
+
+__all__ = ["Guards"]
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+_STATE = ("_parameters", "_buffers")
+
+
+class Guards:
+    """What a capture of a model holds for: modes, hooks, submodules and shapes of parameters, and the values that its
+    code has read.
+
+    Args:
+        model: the model.
+        opaque: the qualified names of its opaque modules, into which no capture looks.
+        reads: what the capture has read.
+        outside: what its code may read outside of the model.
+        arguments: the example.
+    """
+
+    def __init__(
+        self, model: nn.Module, opaque: Sequence[str], reads: Reads, outside: Sequence[Outside], arguments: Arguments
+    ) -> None:
+        self._model = model
+        self._opaque = tuple(opaque)
+        self._reads = reads
+        self._arguments = arguments
+        self._dtypes = [leaf.dtype if isinstance(leaf, Like) else None for leaf in arguments.examples]
+        self._modules = {
+            path: module
+            for path, module in model.named_modules()
+            if not any(path.startswith(f"{outer}.") for outer in opaque)
+        }
+        self._training = [module.training for module in self._modules.values()]
+        self._structure = [dict(dictionary) for _, dictionary in self._dictionaries()]
+        self._shapes = {(path, name): _shape(value) for path, name, value in self._tensors()}
+        self._values = {
+            (path, name): (value := self._modules[path].__dict__.get(name, MISSING), freeze(value))
+            for path, name in reads.attributes
+            if path in self._modules
+        }
+        self._of_classes = {
+            (kind, name): freeze(getattr(kind, name, MISSING)) for kind, name in dict.fromkeys(self._class_attributes())
+        }
+        self._outside = {place.label: freeze(place.value()) for place in outside}
+        self._default = torch.get_default_dtype(), torch.get_default_device()
+        self._model_dtypes = self._dtypes_of_model()
+        self._model_gradients = self._gradients()
+        self._checks: list[Callable[[], str | None]] | None = None
+        self._places: list[Outside] | None = list(outside)
+
+    def on(self, model: nn.Module) -> Guards:
+        """The same for another module with the same submodules, of which the captured one was made."""
+        return Guards(model, self._opaque, self._reads, self._places or [], self._arguments)
+
+    def broken(self, leaves: Sequence[Any] | None = None) -> str | None:
+        """What has changed since, in words; None if nothing has.
+
+        Args:
+            leaves: of a call, whose dtypes count if the model's code has asked for them.
+        """
+        if self._checks is None:
+            self._checks = [self._modes(), self._members(), self._state(), self._attributes(), self._others()]
+        for check in self._checks:
+            if (words := check()) is not None:
+                return words
+        if self._reads.dtypes and leaves is not None:
+            for leaf, dtype in zip(leaves, self._dtypes, strict=True):
+                if dtype is not None and isinstance(leaf, Tensor) and leaf.dtype != dtype:
+                    return "the dtype of an argument"
+        if self._reads.gradients and leaves is not None:
+            for leaf, example in zip(leaves, self._arguments.examples, strict=True):
+                if (
+                    isinstance(leaf, Tensor)
+                    and isinstance(example, Like)
+                    and leaf.requires_grad != example.requires_grad
+                ):
+                    return "whether an argument requires gradients"
+        return None
+
+    def moved(self) -> tuple[torch.dtype, torch.dtype] | None:
+        """From which precision to which the whole model went since, if it had one and has one."""
+        before, now = (
+            {dtype for dtype in dtypes if dtype is not None and dtype.is_floating_point}
+            for dtypes in (self._model_dtypes, self._dtypes_of_model())
+        )
+        return (before.pop(), now.pop()) if len(before) == len(now) == 1 else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What cannot be in a copy is looked up again: classes and cells are where the copy's model finds them."""
+        kept = {label: frozen for label, frozen in self._outside.items() if by_value(frozen)}
+        classes = {key: frozen for key, frozen in self._of_classes.items() if by_value(frozen)}
+        return {**self.__dict__, "_checks": None, "_places": None, "_outside": kept, "_of_classes": classes}
+
+    # Each of the following prepares a check, which then does as little as can be.
+
+    def _modes(self) -> Callable[[], str | None]:
+        expected = list(zip(self._modules.values(), self._training, strict=True))
+
+        def check() -> str | None:
+            for module, training in expected:
+                if module.training is not training:
+                    return "the mode of a module"
+            return None
+
+        return check
+
+    def _members(self) -> Callable[[], str | None]:
+        expected = [
+            (label, dictionary, kept)
+            for (label, dictionary), kept in zip(self._dictionaries(), self._structure, strict=True)
+        ]
+
+        def check() -> str | None:
+            for label, dictionary, kept in expected:
+                if dictionary != kept:
+                    return label
+            return None
+
+        return check
+
+    def _state(self) -> Callable[[], str | None]:
+        expected: list[list[Any]] = []
+        for path, module in self._modules.items():
+            if path not in self._opaque:
+                expected += [
+                    [module.__dict__[kind], name, _NEVER, self._shapes.get((path, name)), f"{path}.{name}".lstrip(".")]
+                    for kind in _STATE
+                    for name in module.__dict__[kind]
+                ]
+        count = len(self._shapes)
+
+        def check() -> str | None:
+            if len(expected) != count:
+                return "a parameter or buffer"
+            for entry in expected:
+                dictionary, name, value, shape, label = entry
+                now = dictionary.get(name)
+                if now is not value:
+                    if _shape(now) != shape:
+                        return f"the shape of {label!r}"
+                    entry[2] = now
+            return None
+
+        return check
+
+    def _attributes(self) -> Callable[[], str | None]:
+        fixed: list[list[Any]] = []
+        contents: dict[int, tuple[Any, Any, str]] = {}
+        for (path, name), (value, frozen) in self._values.items():
+            label = f"{path}.{name}".lstrip(".")
+            fixed.append([self._modules[path].__dict__, name, value, frozen, label])
+            if not is_immutable(value):
+                contents[id(value)] = value, frozen, label
+
+        def check() -> str | None:
+            for entry in fixed:
+                dictionary, name, value, frozen, label = entry
+                now = dictionary.get(name, MISSING)
+                if now is not value:
+                    if not is_immutable(now) or freeze(now) != frozen:
+                        return repr(label)
+                    entry[2] = now
+            for value, frozen, label in contents.values():
+                if freeze(value) != frozen:
+                    return repr(label)
+            return None
+
+        return check
+
+    def _others(self) -> Callable[[], str | None]:
+        if self._places is None:
+            self._places = outside_of(self._model, self._opaque)
+        places = [(place, self._outside[place.label]) for place in self._places if place.label in self._outside]
+        classes = list(self._of_classes.items())
+        reads = self._reads
+
+        def check() -> str | None:
+            for place, frozen in places:
+                if freeze(place.value()) != frozen:
+                    return f"{place.label!r} outside of the model"
+            for (kind, name), frozen in classes:
+                if freeze(getattr(kind, name, MISSING)) != frozen:
+                    return f"'{kind.__name__}.{name}'"
+            for variable, text in reads.environment.items():
+                if os.environ.get(variable) != text:
+                    return f"the environment's {variable}"
+            for (question, args), answer in reads.ambient.items():
+                if ask(question, args) != answer:
+                    return f"torch.{question}()"
+            if (torch.get_default_dtype(), torch.get_default_device()) != self._default:
+                return "torch's default dtype or device"
+            if reads.gradients and self._gradients() != self._model_gradients:
+                return "whether a parameter requires gradients"
+            if reads.dtypes and self._dtypes_of_model() != self._model_dtypes:
+                return "the dtype of a parameter or buffer"
+            return None
+
+        return check
+
+    def _dictionaries(self) -> Iterator[tuple[str, dict[Any, Any]]]:
+        """Submodules and hooks of the modules that a graph goes through."""
+        for path, module in self._modules.items():
+            if path not in self._opaque:
+                where = repr(path) if path else "the model"
+                yield f"the submodules of {where}", module.__dict__["_modules"]
+                for kind in _HOOKS:
+                    yield f"the hooks of {where}", module.__dict__[kind]
+
+    def _tensors(self) -> Iterator[tuple[str, str, Tensor | None]]:
+        for path, module in self._modules.items():
+            if path not in self._opaque:
+                for kind in _STATE:
+                    for name, value in module.__dict__[kind].items():
+                        yield path, name, value
+
+    def _class_attributes(self) -> Iterator[tuple[type, str]]:
+        for path, name in self._reads.attributes:
+            if path in self._modules and name not in self._modules[path].__dict__:
+                yield type(self._modules[path]), name
+
+    def _gradients(self) -> list[bool]:
+        return [value.requires_grad for _, _, value in self._tensors() if value is not None]
+
+    def _dtypes_of_model(self) -> list[torch.dtype | None]:
+        return [None if value is None else value.dtype for _, _, value in self._tensors()]
+
+
+_NEVER = object()
+
+
+def _shape(value: Tensor | None) -> tuple[int, ...] | None:
+    return None if value is None else tuple(value.shape)

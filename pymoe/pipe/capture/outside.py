@@ -1,0 +1,195 @@
+"""Values outside of the model that its code may read: global variables, those of enclosing functions, defaults.
+
+They are found in the code, not seen when it runs: the variables by name, of Python modules and other objects the
+attributes that the code takes of them.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from pymoe.pipe.capture.errors import is_library, is_users_file
+from pymoe.pipe.capture.plain import is_plain, is_users_object
+
+__all__ = ["Outside", "caches_of", "file_of", "outside_of", "users_hooks"]
+
+_CACHE = type(functools.lru_cache(lambda: None))
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+class Outside(NamedTuple):
+    """A place that holds such a value: a dictionary and a key, or a cell of a function."""
+
+    label: str
+    where: Any
+    key: str | None
+
+    def value(self, missing: Any = None) -> Any:
+        """What is there now."""
+        if self.key is not None:
+            return self.where.get(self.key, missing)
+        try:
+            return self.where.cell_contents
+        except ValueError:  # nothing yet
+            return missing
+
+
+class _OfClass:
+    """The attributes of a class as a dictionary."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+
+    def get(self, name: str, missing: Any) -> Any:
+        return getattr(self._kind, name, missing)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._kind, name, value)
+
+
+def caches_of(model: nn.Module) -> list[Any]:
+    """The functions with ``functools.lru_cache`` that the code of a model calls."""
+    return list(_searched(model, ()).caches.values())
+
+
+def outside_of(model: nn.Module, opaque: tuple[str, ...] = ()) -> list[Outside]:
+    """The places that the code of a model reads, without that of its opaque modules."""
+    return _searched(model, opaque).found
+
+
+def _searched(model: nn.Module, opaque: tuple[str, ...]) -> _Search:
+    search = _Search()
+    for path, module in model.named_modules():
+        if any(path == outer or path.startswith(f"{outer}.") for outer in opaque):
+            continue
+        if not is_library(file := file_of(type(module).forward)):
+            search.files.add(file)
+        search.function(module.__dict__.get("forward", type(module).forward), type(module))
+        for hook in users_hooks(module):
+            search.function(hook, type(module))
+        for value in module.__dict__.values():
+            if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+                search.function(value, None)
+    return search
+
+
+def users_hooks(module: nn.Module) -> Iterator[Any]:
+    """The forward hooks of a module that neither torch nor a split point has put there."""
+    for kind in _HOOKS:
+        for hook in module.__dict__[kind].values():
+            if not getattr(hook, "is_boundary", False) and not _home(hook).startswith("torch."):
+                yield hook
+
+
+def _home(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    named = function if isinstance(function, (types.FunctionType, types.MethodType)) else type(function)
+    return str(named.__module__)
+
+
+class _Search:
+    def __init__(self) -> None:
+        self.found: list[Outside] = []
+        self.files: set[str] = set()
+        self.caches: dict[int, Any] = {}
+        self._functions: set[int] = set()
+        self._places: set[tuple[int, str]] = set()
+
+    def function(self, function: Any, kind: type | None) -> None:
+        """Look through a function, and those that it names. ``kind``: the class of its ``self``."""
+        while isinstance(function, functools.partial):
+            function = function.func
+        if isinstance(function, types.MethodType):
+            self._object(type(function.__self__).__name__, function.__self__)
+            function, kind = function.__func__, type(function.__self__)
+        while (wrapped := getattr(function, "__wrapped__", None)) is not None:
+            if isinstance(function, _CACHE) and self._is_users(file_of(wrapped)):
+                self.caches[id(function)] = function
+            function = wrapped
+        if isinstance(function, (staticmethod, classmethod)):
+            function = function.__func__
+        if not isinstance(function, types.FunctionType):
+            call = vars(type(function)).get("__call__")
+            if isinstance(call, types.FunctionType) and not isinstance(function, (type, nn.Module)):
+                self._object(type(function).__name__, function)
+                self.function(call, type(function))
+            return
+        if id(function) in self._functions or not self._is_users(file_of(function)):
+            return
+        self._functions.add(id(function))
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if name != "__class__":
+                self._place(Outside(name, cell, None))
+        for default in function.__defaults__ or ():
+            if isinstance(default, (list, dict, set)):
+                self._place(Outside(f"a default of {function.__name__}", {"default": default}, "default"))
+        self._code(function.__code__, function.__globals__, kind)
+
+    def _code(self, code: types.CodeType, variables: dict[str, Any], kind: type | None) -> None:
+        steps = list(dis.get_instructions(code))
+        for step, after in zip(steps, [*steps[1:], None], strict=True):
+            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"):
+                taken = after.argval if after is not None and after.opname in ("LOAD_ATTR", "LOAD_METHOD") else None
+                self._name(str(step.argval), variables, taken)
+            elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and kind is not None:
+                method = getattr(kind, str(step.argval), None)
+                if isinstance(method, (types.FunctionType, _CACHE)):
+                    self.function(method, kind)
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                self._code(constant, variables, kind)
+
+    def _name(self, name: str, variables: dict[str, Any], taken: str | None) -> None:
+        if name not in variables:
+            return
+        value = variables[name]
+        if isinstance(value, types.ModuleType):
+            if taken is not None and self._is_users(getattr(value, "__file__", None) or "<"):
+                self._name(taken, vars(value), None)
+        elif isinstance(value, type):
+            home = getattr(sys.modules.get(value.__module__), "__file__", None) or "<"
+            if taken is not None and (self._is_users(home) or value.__module__ == "__main__"):
+                self._place(Outside(f"{name}.{taken}", _OfClass(value), taken))
+        else:
+            self._place(Outside(name, variables, name))
+
+    def _place(self, place: Outside) -> None:
+        value = place.value()
+        if (id(place.where), place.label) in self._places or isinstance(value, (types.ModuleType, nn.Module)):
+            return
+        self._places.add((id(place.where), place.label))
+        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, _CACHE)):
+            self.function(value, None)
+            if place.key is not None and self._is_users(file_of(value)):
+                self.found.append(place)
+        elif isinstance(value, type) or callable(value):
+            return
+        elif is_plain(value) or self._is_watched(value):
+            self.found.append(place)
+
+    def _is_watched(self, value: Any) -> bool:
+        """Whether it is an object of a class of the user's, or a random generator, or an array."""
+        home = type(value).__module__
+        return home == "random" or home.startswith("numpy") or is_users_object(value)
+
+    def _object(self, name: str, value: Any) -> None:
+        own = getattr(value, "__dict__", None)
+        if own and not isinstance(value, nn.Module):
+            self._place(Outside(name, {"self": value}, "self"))
+
+    def _is_users(self, file: str) -> bool:
+        return file in self.files or is_users_file(file)
+
+
+def file_of(function: Any) -> str:
+    """Where its code is; nothing that is a user's file if it has none."""
+    code = getattr(function, "__code__", None)
+    return "<" if code is None else str(code.co_filename)

@@ -1,0 +1,33 @@
+"""Keywords by the names that other packages have for them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+__all__ = ["also_called"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def also_called(**names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """A decorator: the function takes keywords also by other names, ``also_called(other="its own")``.
+
+    Calls raise TypeError if they give one argument by both names.
+    """
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            for other, name in names.items():
+                if other in kwargs:
+                    if name in kwargs:
+                        raise TypeError(f"{function.__name__}: {other} is another name of {name}, got both")
+                    kwargs[name] = kwargs.pop(other)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate

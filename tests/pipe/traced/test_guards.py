@@ -1,0 +1,483 @@
+"""A traced pipe notices when what it has read of Python changes: the next call is that of the model as it is then."""
+
+import copy
+import functools
+import os
+import pickle
+import random
+import types
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from traced_models import WIDTH, rows
+
+import pymoe
+from pymoe import SplitPoint, pipe_split, pipeline
+from pymoe.pipe import CaptureError
+
+pytestmark = pytest.mark.usefixtures("doubles")
+
+FACTOR = 2.0
+TABLE = {"factors": [1.0, 3.0]}
+SETTINGS = types.SimpleNamespace(shift=0.5)
+
+
+def helper(x):
+    return x * FACTOR
+
+
+class Scaled(nn.Module):
+    """Two stages; ``how`` is what its forward does in between."""
+
+    factor = 1.5
+
+    def __init__(self, how):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale, self.kind, self.shape = 2.0, "tanh", (1.0, [2.0, {"x": 3.0}])
+        self.config = types.SimpleNamespace(shift=0.25)
+        self.activation = torch.sin
+        self.table = torch.ones(WIDTH)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.how = how
+
+    def forward(self, x):
+        x = self.first(x)
+        pipe_split()
+        return self.second(self.how(self, x))
+
+
+def looped(model, x):
+    for layer in model.layers:
+        x = layer(x)
+    return x
+
+
+def enclosing():
+    amount = 2.0
+
+    def read(model, x):
+        return x * amount
+
+    def put(value):
+        nonlocal amount
+        amount = value
+
+    return read, put
+
+
+READ, PUT = enclosing()
+
+
+def of_environment(model, x):
+    return x * float(os.environ.get("PYMOE_TEST_FACTOR", "1"))
+
+
+def graph_mode(model, x):
+    return x * (2 if torch.is_grad_enabled() else 1)
+
+
+def mode_of_autocast(model, x):
+    return x * (2 if torch.is_autocast_enabled("cpu") else 1)
+
+
+class Narrowed(nn.Module):
+    """As norms of language models do: in another precision, and back."""
+
+    def forward(self, x):
+        return x.to(torch.float64).sin().to(x.dtype)
+
+
+CHANGES = {
+    "a number": (lambda m, x: x * m.scale, lambda m: setattr(m, "scale", 5.0)),
+    "minus zero": (
+        lambda m, x: x + torch.tensor(m.scale).sign() * 0 + 1 / (1 + m.scale),
+        lambda m: setattr(m, "scale", -0.5),
+    ),
+    "a string": (lambda m, x: getattr(torch, m.kind)(x), lambda m: setattr(m, "kind", "sin")),
+    "in a list in a tuple": (lambda m, x: x * m.shape[1][0], lambda m: m.shape[1].__setitem__(0, 7.0)),
+    "in a dictionary": (lambda m, x: x * m.shape[1][1]["x"], lambda m: m.shape[1][1].update(x=8.0)),
+    "of an object": (lambda m, x: x + m.config.shift, lambda m: setattr(m.config, "shift", 9.0)),
+    "another object": (
+        lambda m, x: x + m.config.shift,
+        lambda m: setattr(m, "config", types.SimpleNamespace(shift=3.0)),
+    ),
+    "a function": (lambda m, x: m.activation(x), lambda m: setattr(m, "activation", torch.cos)),
+    "a tensor": (lambda m, x: x * m.table, lambda m: setattr(m, "table", torch.full((WIDTH,), 3.0))),
+    "by vars": (lambda m, x: x * vars(m)["scale"], lambda m: setattr(m, "scale", 5.0)),
+    "is it there": (lambda m, x: x * (2 if hasattr(m, "more") else 1), lambda m: setattr(m, "more", 1)),
+    "is it gone": (lambda m, x: x * getattr(m, "scale", 9.0), lambda m: delattr(m, "scale")),
+    "of the class": (lambda m, x: x * m.factor, lambda m: setattr(m, "factor", 4.0)),
+    "of torch's own layer": (lambda m, x: m.norm(x), lambda m: setattr(m.norm, "eps", 1.0)),
+    "a layer": (looped, lambda m: m.layers.append(nn.Linear(WIDTH, WIDTH))),
+    "another layer": (looped, lambda m: m.layers.__setitem__(0, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))),
+    "a forward": (looped, lambda m: setattr(m.layers[0], "forward", torch.cos)),
+    "a bias": (looped, lambda m: setattr(m.layers[0], "bias", None)),
+    "a buffer": (lambda m, x: x + m.mean, lambda m: setattr(m, "mean", torch.ones(1, WIDTH))),
+    "a hook": (looped, lambda m: m.layers[0].register_forward_hook(lambda module, args, output: output * 2)),
+    "a hook before": (looped, lambda m: m.layers[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))),
+    "a hook of the model": (looped, lambda m: m.register_forward_hook(lambda module, args, output: output * 2)),
+    "of a class elsewhere": (lambda m, x: x * Counter.step, lambda m: setattr(Counter, "step", Counter.step + 1)),
+    "is a parameter trained": (
+        lambda m, x: x * (2 if m.first.weight.requires_grad else 1),
+        lambda m: m.first.weight.requires_grad_(False),
+    ),
+    "a global variable": (lambda m, x: helper(x), lambda m: globals().update(FACTOR=6.0)),
+    "in a global dictionary": (
+        lambda m, x: x * TABLE["factors"][1],
+        lambda m: TABLE["factors"].append(TABLE["factors"].pop(0)),
+    ),
+    "of a global object": (lambda m, x: x + SETTINGS.shift, lambda m: setattr(SETTINGS, "shift", SETTINGS.shift + 1)),
+    "of an enclosing function": (READ, lambda m: PUT(11.0)),
+    "the environment": (of_environment, lambda m: os.environ.update(PYMOE_TEST_FACTOR="3")),
+}
+
+
+@pytest.fixture
+def as_before(monkeypatch):
+    """Values outside of models are put back."""
+    monkeypatch.setattr(f"{__name__}.FACTOR", 2.0)
+    monkeypatch.setenv("PYMOE_TEST_FACTOR", "1")
+    monkeypatch.setattr(SETTINGS, "shift", 0.5)
+    yield
+    PUT(2.0)
+
+
+def assert_is_model(pipe, model, x):
+    torch.testing.assert_close(pipe(x), model(x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_what_the_forward_has_read_is_seen(name, training, as_before):
+    how, change = CHANGES[name]
+    torch.manual_seed(0)
+    model = Scaled(how).train(training)
+    pipe = pipeline(model, (rows(2),), chunks=2, checkpoint="never")
+    assert_is_model(pipe, model, rows(4))
+    before = pipe(rows(4))
+    assert len(pipe.staged._variants) == 1
+    change(model)
+    assert_is_model(pipe, model, rows(4))
+    assert not torch.equal(pipe(rows(4)), before), "the change changes nothing, and shows nothing"
+    model.zero_grad()
+    model(rows(4)).square().mean().backward()
+    theirs = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    pipe.step(rows(4), loss_fn=lambda out: out.square().mean())
+    for parameter_name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, theirs[parameter_name], rtol=0, atol=1e-12)
+    assert len(pipe.staged._variants) == 2
+    pipe.train(not training)
+    assert_is_model(pipe, model, rows(4))
+
+
+def test_values_come_back_without_another_capture():
+    model = Scaled(CHANGES["a number"][0])
+    pipe = pipeline(model, (rows(2),), chunks=2)
+    for scale in (2.0, 3.0, 2.0, 3.0, float("nan"), 2.0, float("nan")):
+        model.scale = scale
+        torch.testing.assert_close(pipe(rows(4)), model(rows(4)), rtol=0, atol=1e-12, equal_nan=True)
+    assert len(pipe.staged._variants) == 3
+
+
+def test_what_nothing_reads_and_equal_values_lead_to_no_capture():
+    model = Scaled(lambda m, x: x * m.shape[0] * m.shape[1][0] * m.scale)
+    pipe = pipeline(model, (rows(2),), chunks=2)
+    model.kind, model.epoch, model.scale, model.shape = "sin", 3, float("2.0"), (1.0, [2.0, {"x": 3.0}])
+    model.shape = copy.deepcopy(model.shape)
+    model.first.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+    assert_is_model(pipe, model, rows(4))
+    captures = len(pipe.staged._variants)
+    pipe(rows(4))
+    assert len(pipe.staged._variants) == captures <= 2
+
+
+def test_values_that_change_all_the_time_are_warned_of():
+    model = Scaled(CHANGES["a number"][0])
+    pipe = pipeline(model, (rows(2),), chunks=2)
+    for number in range(7):
+        model.scale = float(number) + 10
+        assert_is_model(pipe, model, rows(4))
+    model.scale = 9.0
+    with pytest.warns(UserWarning, match="8th time, now because 'scale' has changed.*buffer") as warned:
+        pipe(rows(4))
+    assert [one.filename for one in warned] == [__file__]
+
+
+@functools.lru_cache
+def table(size):
+    return torch.arange(size) / size
+
+
+def test_functions_that_remember_their_results_remember_none_of_a_captures():
+    model = Scaled(lambda m, x: x * table(WIDTH))
+    pipe = pipeline(model, (rows(2),), chunks=2)
+    assert table(WIDTH)[1] == 1 / WIDTH
+    assert_is_model(pipe, model, rows(4))
+
+
+def asks_whether_it_is_trained(model, x):
+    return x * (2 if x.requires_grad else 1)
+
+
+@pytest.mark.parametrize(
+    ("how", "block"),
+    [
+        (asks_whether_it_is_trained, torch.no_grad),
+        (graph_mode, torch.no_grad),
+        (mode_of_autocast, lambda: torch.autocast("cpu")),
+    ],
+)
+def test_questions_about_the_callers_state_are_answered_as_the_model_is(how, block):
+    model = Scaled(how)
+    pipe = pipeline(model, (rows(2),), chunks=2)
+    assert_is_model(pipe, model, rows(4))
+    with block():
+        assert_is_model(pipe, model, rows(4))
+        inside = pipeline(model, (rows(2),), chunks=2)
+        assert_is_model(inside, model, rows(4))
+    assert_is_model(pipe, model, rows(4))
+    assert_is_model(inside, model, rows(4))
+
+
+def test_another_precision_is_another_capture_where_the_code_asks_for_it():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Narrowed(), nn.Linear(WIDTH, WIDTH))
+    pipe = pipeline(model, (rows(2),), split_spec={"2": SplitPoint.BEGINNING}, chunks=2)
+    for dtype in (torch.float64, torch.float32, torch.float64):
+        pipe.to(dtype)
+        x = rows(4).to(dtype)
+        assert pipe(x).dtype == dtype
+        assert torch.equal(pipe(x), model(x))
+    assert len(pipe.staged._variants) == 2
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    assert torch.equal(pipe(x), model(x))
+
+
+def test_another_default_dtype_is_seen():
+    model = Scaled(lambda m, x: x + torch.ones(WIDTH) / 3 + torch.tensor(0.1))
+    pipe = pipeline(model, (rows(2),), chunks=2)
+    assert_is_model(pipe, model, rows(4))
+    x = rows(4)
+    torch.set_default_dtype(torch.float32)  # the fixture puts it back
+    assert torch.equal(pipe(x), model(x))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+def test_copies_watch_their_own_model(copied, as_before):
+    model = Scaled(reads_much)
+    pipe = pipeline(model, (rows(2),), chunks=2)
+    twin = copied(pipe)
+    assert_is_model(twin, model, rows(4))
+    assert len(twin.staged._variants) == 1
+    model.scale = 3.0
+    assert not torch.equal(twin(rows(4)), model(rows(4)))
+    assert_is_model(twin, twin.staged.module, rows(4))
+    assert len(twin.staged._variants) == 1
+    twin.staged.module.shape[1][0] = 5.0
+    assert_is_model(twin, twin.staged.module, rows(4))
+    globals().update(FACTOR=6.0)
+    assert_is_model(twin, twin.staged.module, rows(4))
+    assert len(twin.staged._variants) == 3
+
+
+def reads_much(m, x):
+    return helper(x) * m.scale * m.shape[1][0] * m.factor
+
+
+def test_a_layer_in_anothers_place_is_the_pipes_as_well():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    pipe = pipeline(model, (rows(2),), split_spec={"2": SplitPoint.BEGINNING}, chunks=2)
+    before = model[0]
+    for layer in (nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH)), before):
+        model[0] = layer
+        assert_is_model(pipe, model, rows(4))
+        assert [id(p) for p in pipe.parameters()] == [id(p) for p in model.parameters()]
+        assert list(pipe.state_dict()) == list(model.state_dict())
+    assert pipe[0].get_parameter("0.weight") is model[0].weight
+    assert len(pipe.staged._variants) == 3
+
+
+class TestHooks:
+    """Hooks run for every micro-batch, as if the model ran on it."""
+
+    @pytest.mark.parametrize("when", ["before", "after"])
+    @pytest.mark.parametrize(
+        "kind", ["forward_pre_hook", "forward_hook", "full_backward_hook", "full_backward_pre_hook"]
+    )
+    @pytest.mark.parametrize("split", [SplitPoint.BEGINNING, SplitPoint.END])
+    def test_they_run_whenever_the_pipe_runs(self, kind, when, split):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        log = []
+
+        def register():
+            return getattr(model[0], f"register_{kind}")(lambda *of_the_call: log.append(kind))
+
+        if when == "before":
+            handle = register()
+        pipe = pipeline(
+            model, (rows(2),), split_spec={"0": split, "2": SplitPoint.BEGINNING}, chunks=3, checkpoint="never"
+        )
+        assert log == []
+        if when == "after":
+            handle = register()
+        for _ in range(2):
+            pipe(rows(6)).sum().backward()
+            assert len(log) == 3
+            log.clear()
+        handle.remove()
+        pipe(rows(6)).sum().backward()
+        assert log == []
+
+    def test_those_of_a_module_with_boundaries_inside_are_part_of_the_graph(self):
+        model = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), nn.Tanh())
+        model[0].register_forward_hook(lambda module, args, output: output * 3)
+        pipe = pipeline(model, (rows(2),), split_spec={"0.1": SplitPoint.BEGINNING}, chunks=3)
+        assert pipe.num_stages == 2
+        assert_is_model(pipe, model, rows(6))
+        log = []
+        model[0].register_forward_hook(lambda module, args, output: log.append(output.shape))
+        with pytest.raises(CaptureError, match="changes 'log'") as caught:
+            pipe(rows(6))
+        assert "log.append(output.shape)" in str(caught.value)
+        assert log == []
+
+    def test_those_of_the_model_itself_must_leave_no_trace(self):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        pipe = pipeline(model, (rows(2),), chunks=3)
+        seen = []
+        handle = model.register_forward_hook(lambda *of_the_call: seen.append(1))
+        with pytest.raises(CaptureError, match="changes 'seen'"):
+            pipe(rows(6))
+        handle.remove()
+        assert_is_model(pipe, model, rows(6))
+        model.register_full_backward_hook(lambda *of_the_call: None)
+        with pytest.raises(CaptureError, match="backward hooks of its own"):
+            pipe(rows(6))
+
+
+class Counter:
+    step = 1
+
+    def __init__(self):
+        self.calls = 0
+
+
+COUNTER = Counter()
+LOG = []
+CALLS = 0
+
+
+def counts_globally(m, x):
+    global CALLS
+    CALLS += 1
+    return x
+
+
+def remembers(m, x, seen=[]):  # noqa: B006 (that is what it is about)
+    seen.append(1)
+    return x
+
+
+def generated(m, x):
+    return x * m.scale.random()
+
+
+REFUSED = {
+    "an attribute": (lambda m, x: setattr(m, "scale", m.scale + 1) or x, "changes attributes .scale."),
+    "a list": (lambda m, x: m.shape[1].append(x.mean()) or x, "changes attributes .shape."),
+    "an object": (lambda m, x: setattr(m.config, "shift", 1) or x, "changes attributes .config.shift."),
+    "a global object": (lambda m, x: setattr(COUNTER, "calls", COUNTER.calls + 1) or x, "changes 'COUNTER'"),
+    "a global list": (lambda m, x: LOG.append(1) or x, "changes 'LOG'"),
+    "a global variable": (counts_globally, "changes 'CALLS'"),
+    "a default": (remembers, "changes 'a default of remembers'"),
+    "random": (lambda m, x: x * random.random(), "Python's `random`"),
+    "numpy.random": (lambda m, x: x * float(numpy.random.rand()), "numpy's"),
+    "a generator of its own": (lambda m, x: x + torch.rand(WIDTH, generator=torch.Generator()), "torch.Generator"),
+    "a seed": (lambda m, x: torch.manual_seed(3) and x + torch.rand(WIDTH), "torch.manual_seed"),
+    "the seed": (lambda m, x: x * (torch.initial_seed() % 7), "torch.initial_seed"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_graph_would_do_once_is_refused_with_its_line(name):
+    how, why = REFUSED[name]
+    model = Scaled(how)
+    states = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state()
+    attributes = dict(vars(model)), copy.deepcopy(model.shape), dict(vars(model.config))
+    with pytest.raises(CaptureError, match=why) as caught:
+        pipeline(model, (rows(2),))
+    number = how.__code__.co_firstlineno
+    assert any(f"{__file__}:{number + more}, in " in str(caught.value) for more in range(4))
+    assert (random.getstate(), numpy.random.get_state()[1].tolist()) == states[:2]
+    assert torch.equal(torch.get_rng_state(), states[2])
+    assert (vars(model), model.shape, vars(model.config)) == attributes
+    assert (COUNTER.calls, LOG, CALLS, remembers.__defaults__) == (0, [], 0, ([],))
+
+
+@pytest.mark.parametrize("make", [random.Random, numpy.random.default_rng, numpy.random.RandomState])
+def test_random_generators_of_ones_own_are_refused(make):
+    model = Scaled(lambda m, x: x * float(m.scale.random() if hasattr(m.scale, "random") else m.scale.rand()))
+    model.scale = make(3)
+    with pytest.raises(CaptureError, match="random numbers from scale"):
+        pipeline(model, (rows(2),))
+    assert float(model.scale.random()) == float(make(3).random())
+
+
+class Recurring(nn.Module):
+    """Goes on from where the last call ended."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.state = nn.Linear(WIDTH, WIDTH), None
+
+    def forward(self, x):
+        self.state = x.detach().mean(0) if self.state is None else self.state + x.detach().mean(0)
+        return self.linear(x) * self.state
+
+
+def test_a_layer_that_keeps_something_goes_on_from_micro_batch_to_micro_batch():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Recurring(), nn.Linear(WIDTH, WIDTH))
+    plain = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match="'1' changes attributes .1.state."):
+        pipe = pipeline(model, (rows(2),), split_spec={"2": SplitPoint.BEGINNING}, chunks=3, checkpoint="never")
+    assert model[1].state is None
+    for _ in range(2):
+        expected = torch.cat([plain(part) for part in rows(6).split(2)])
+        torch.testing.assert_close(pipe(rows(6)), expected, rtol=0, atol=1e-12)
+
+
+def test_a_boundary_inside_of_what_is_called_in_one_piece_is_refused():
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            x = self.first(x)
+            pipe_split()
+            return self.second(x)
+
+    model = nn.Sequential(nn.Tanh(), Inner())
+    assert pipeline(model, (rows(2),)).num_stages == 2
+    with pytest.raises(CaptureError, match="boundary of stages stands inside of '1'") as caught:
+        pipeline(model, (rows(2),), opaque=["1"])
+    assert "pipe_split()" in str(caught.value)
+    model[1].register_full_backward_hook(lambda *of_the_call: None)
+    with pytest.raises(CaptureError, match="stands inside of '1'"):
+        pipeline(model, (rows(2),))
+
+
+def test_mixtures_of_experts_are_watched_from_outside():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), pymoe.nn.MoE(WIDTH, 8, 4, 2, aux_loss_coef=0.1), nn.Tanh())
+    pipe = pipeline(model, (rows(2),), split_spec={"1": SplitPoint.BEGINNING}, chunks=2)
+    for _ in range(3):
+        pipe.step(rows(4), loss_fn=lambda out: F.mse_loss(out, torch.zeros_like(out)))
+    assert len(pipe.staged._variants) == 1
