@@ -75,10 +75,10 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def _installed_elsewhere(package: Path) -> Path | None:
-    """Where pymoe is installed, if that is another folder than ``package``."""
+    """Where a pymoe that is built is installed, if that is another folder than ``package``."""
     for distribution in metadata.distributions(name=DISTRIBUTION):
-        folder = Path(str(distribution.locate_file("pymoe")))
-        if folder != package and (folder / "__init__.py").exists():
+        folder = Path(str(distribution.locate_file("pymoe"))).resolve()
+        if folder != package.resolve() and any(folder.glob("_ops*so")):
             return folder.parent
     return None
 
