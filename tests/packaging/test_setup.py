@@ -91,7 +91,8 @@ def test_a_torch_that_is_too_old_is_named(tmp_path: Path) -> None:
 
 
 def test_other_systems_are_refused() -> None:
-    code = "import runpy, setuptools, sys; sys.platform = 'darwin'; sys.argv = ['setup.py', 'egg_info']; runpy.run_path('setup.py')"
+    code = "import setuptools, runpy, sys; sys.platform, sys.argv = 'darwin', ['setup.py', 'egg_info']; "
+    code += "runpy.run_path('setup.py')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode != 0
     assert done.stderr.startswith("pymoe is built on Linux alone (this is darwin)")
