@@ -1,6 +1,6 @@
 # pymoe: every target makes what it needs, so each works on a fresh clone. Options go through ARGS:
 #     make train ARGS="--steps 200 --ffn dense"
-.PHONY: help train test bench bench-runtime bench-parallel bench-pipeline bench-distributed lint format clean
+.PHONY: help train test wheel bench bench-runtime bench-parallel bench-pipeline bench-distributed lint format clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -17,6 +17,7 @@ NATIVE := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 help:
 	@echo 'make train   train a mixture-of-experts language model (ARGS="--help" for its options); results in runs/'
 	@echo 'make test    lint, types, Python tests, C++ tests plain and under sanitizers, packaging; results in build/tests/'
+	@echo 'make wheel   a wheel for this Python and every torch >= 2.11; in dist/'
 	@echo 'make bench   benchmark every operator; results in build/bench.json (ARGS="--help" for its options)'
 	@echo 'make bench-runtime   many clients, one expert: requests per second beside hivemind; results in build/runtime_load/'
 	@echo 'make bench-parallel  many calls at once, forward and backward, beside a loop and plain autograd; in build/parallel_backward/'
@@ -31,10 +32,19 @@ help:
 train: $(INSTALLED)
 	$(RUN) examples/train_lm.py $(ARGS)
 
+# The one target that installs system packages: cmake and doctest, where they are missing.
+# INSTALL_SYSTEM_PACKAGES=0 has it name them instead.
 test:
-	@PYTHON=$(PYTHON) bash tests/system_packages.sh test
+	@PYTHON=$(PYTHON) INSTALL_SYSTEM_PACKAGES=$${INSTALL_SYSTEM_PACKAGES:-1} bash tests/system_packages.sh test
 	@$(MAKE) --no-print-directory $(INSTALLED)
 	$(RUN) tests/run_all.py $(ARGS)
+
+# pymoe._ops serves every Python, pymoe._runtime the one that builds it: one wheel a Python. auditwheel writes the oldest
+# glibc that it needs into its name; torch's libraries are torch's own wheel's.
+wheel: $(PACKAGES)
+	rm -rf build/wheel && mkdir -p build/wheel dist
+	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir build/wheel .
+	$(RUN) -m auditwheel repair --wheel-dir dist --exclude 'libtorch*' --exclude 'libc10*' build/wheel/*.whl
 
 bench: $(INSTALLED)
 	$(RUN) -m pymoe.bench run --json build/bench.json $(ARGS)
@@ -78,7 +88,7 @@ format: $(INSTALLED)
 	$(RUN) tests/write_stub.py
 
 clean:
-	rm -rf $(VENV) build dist pymoe.egg-info pymoe/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info pymoe/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PACKAGES): requirements-dev.txt

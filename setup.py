@@ -5,14 +5,21 @@
                     when torch is a CPU build and no GPU exists.
 ``pymoe._runtime``  the thread-pool runtime, bound with pybind11; it does not know of torch.
 
-Environment: PYMOE_CUDA=auto|0|1 (default auto: build CUDA kernels if nvcc is found), CUDA_HOME, TORCH_CUDA_ARCH_LIST.
+What is missing is said in words before anything is compiled. All sources are compiled with the same flags by one call
+of ninja, so that both modules share objects and no processor waits between them.
+
+Environment: PYMOE_CUDA=auto|0|1 (default auto: build CUDA kernels if nvcc is found), CUDA_HOME, TORCH_CUDA_ARCH_LIST,
+CXX (the C++ compiler), MAX_JOBS.
 """
 
+import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
+from importlib import metadata
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -28,14 +35,59 @@ pymoe is compiled against the PyTorch that you use, so PyTorch has to be there f
 isolated environment, where it would not be seen. Two commands:
 
     pip install "torch>=2.11" numpy setuptools wheel pybind11 ninja
-    pip install --no-build-isolation {source}
+    pip install --no-build-isolation {what}
+
+On Linux the first fetches torch's CUDA build, some 5 GB. Without a GPU take the CPU build, 200 MB, before it:
+
+    pip install "torch>=2.11" --index-url https://download.pytorch.org/whl/cpu
 
 (missing in this environment: {missing})
 """
 
+HOW_TO_GET_A_COMPILER = """
+pymoe is compiled when it is installed, with a C++20 compiler: g++ 11 or newer, or clang++ 15 or newer. {problem}.
+Install one, or name one by the environment variable CXX, and call again. On Debian and Ubuntu:
+
+    sudo apt-get install g++ python3-dev
+"""
+
+# What the sources need of the language and its library. A compiler that is too old fails here, in one line.
+PROBE = """
+#include <bit>
+#include <concepts>
+#include <span>
+static_assert(__cplusplus > 201703L);
+template <std::integral T> constexpr int width(std::span<const T> of) { return std::bit_width(of.size()); }
+constexpr int three[] = {1, 2, 3};
+static_assert(width(std::span<const int>(three)) == 2);
+"""
+
+
+def require_linux():
+    if sys.platform != "linux":
+        sys.exit(f"pymoe is built on Linux alone (this is {sys.platform}): use a container, or WSL 2 on Windows.")
+
+
+def what_to_install():
+    """Pip's argument: this source tree, or, where it was unpacked from an archive into a temporary folder, that."""
+    return "PATH_OF_THE_ARCHIVE" if (ROOT / "PKG-INFO").exists() else f'-e "{ROOT}"'
+
+
+def require_build_packages():
+    """Stops where torch is missing or too old. Does not import it: that takes seconds, and pip asks several times."""
+
+    def stop(missing):
+        sys.exit(HOW_TO_INSTALL.format(what=what_to_install(), missing=missing))
+
+    if importlib.util.find_spec("torch") is None:
+        stop("torch")
+    version = metadata.version("torch")
+    if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < (2, 11):
+        stop(f"torch>=2.11, found {version}")
+
 
 def pybind11_include():
-    """The folder of pybind11's headers: the package's own, or the copy that torch brings along; None without both."""
+    """The folder of pybind11's headers: the package's own, or the copy that torch brings along."""
     try:
         import pybind11
 
@@ -43,20 +95,31 @@ def pybind11_include():
     except ImportError:
         from torch.utils import cpp_extension
 
-        paths = cpp_extension.include_paths()
-        return next((path for path in paths if Path(path, "pybind11", "pybind11.h").exists()), None)
+        for path in cpp_extension.include_paths():
+            if Path(path, "pybind11", "pybind11.h").exists():
+                return path
+        sys.exit(HOW_TO_INSTALL.format(what=what_to_install(), missing="pybind11"))
 
 
-def require_build_packages():
-    try:
-        import torch
-    except ImportError:
-        sys.exit(HOW_TO_INSTALL.format(source="pymoe   # or the path of this source tree", missing="torch"))
-    found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if found < (2, 11):
-        sys.exit(HOW_TO_INSTALL.format(source="pymoe", missing=f"torch>=2.11, found {torch.__version__}"))
-    if not pybind11_include():
-        sys.exit(HOW_TO_INSTALL.format(source="pymoe", missing="pybind11"))
+def require_compiler():
+    """Stops where no C++20 compiler is found, or no Python.h. Has compiling and linking use the same compiler."""
+    named = os.environ.get("CXX")
+    names = [named] if named else ["c++", "g++", "clang++"]
+    found = next((name for name in names if shutil.which(shlex.split(name)[0])), None)
+    problem = None
+    if found is None:
+        problem = f"None was found (looked for {', '.join(names)})"
+    else:
+        os.environ["CXX"] = found
+        command = [*shlex.split(found), "-std=c++20", "-fsyntax-only", "-x", "c++", "-"]
+        done = subprocess.run(command, input=PROBE, capture_output=True, text=True)
+        if done.returncode != 0:
+            reason = next((line for line in done.stderr.splitlines() if "error" in line), "no reason given")
+            problem = f"{found} is not one ({reason})"
+        elif not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+            problem = "There is one, but Python.h is missing"
+    if problem:
+        sys.exit(HOW_TO_GET_A_COMPILER.format(problem=problem))
 
 
 def find_cuda_home():
@@ -106,68 +169,72 @@ def sources(*patterns):
     return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern))
 
 
+def merged(name, files):
+    """One source that includes ``files``: headers that take longer than the code after them are read once for all."""
+    path = ROOT / "build" / "merged" / name
+    text = "".join(f'#include "{file}"\n' for file in files)
+    if not path.exists() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return str(path.relative_to(ROOT))
+
+
 def operator_extension(cuda_home):
-    import torch
     from torch.utils import cpp_extension
 
-    defines = [
-        f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}",
-        f'-DPYMOE_BUILT_WITH_TORCH="{torch.__version__}"',
-    ]
     files = sources("csrc/kernels/*.cpp", "csrc/kernels/cpu/*.cpp", "csrc/ops/*.cpp")
     options = {}
     if cuda_home:
         # A CPU build of torch leaves CUDA_HOME unset and CUDAExtension would link torch_cuda, which it lacks.
         # The kernels need neither: they take raw pointers, and the runtime is linked in.
         cpp_extension.CUDA_HOME = cuda_home
-        arch_list = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCH_LIST)
-        defines += [
-            "-DPYMOE_WITH_CUDA=1",
-            f'-DPYMOE_CUDA_VERSION="{nvcc_version(cuda_home)}"',
-            f'-DPYMOE_CUDA_ARCHITECTURES="{arch_list}"',
-        ]
         files += sources("csrc/kernels/*.cu")
         library_dirs = [f"{cuda_home}/{name}" for name in ("lib64", "lib") if Path(cuda_home, name).exists()]
         options = {"library_dirs": library_dirs, "libraries": ["cudart_static", "rt", "dl", "pthread"]}
-    else:
-        defines.append("-DPYMOE_WITH_CUDA=0")
     return cpp_extension.CppExtension(
         "pymoe._ops",
         files,
-        include_dirs=[str(ROOT / "csrc")],
         # A free-threaded CPython has no limited API to load.
         py_limited_api=not sysconfig.get_config_var("Py_GIL_DISABLED"),
-        extra_compile_args={
-            "cxx": [*CXX_FLAGS, *defines],
-            # --fmad=false: host and device share the arithmetic that decides results.
-            "nvcc": [
-                "-O3",
-                "-std=c++20",
-                "--fmad=false",
-                "--expt-relaxed-constexpr",
-                "-Xcompiler=-fvisibility=hidden",
-            ],
-        },
         extra_link_args=[*LINK_FLAGS, *TORCH_LINK_FLAGS],
         **options,
     )
 
 
 def runtime_extension():
+    bindings = sources("csrc/bindings/*.cpp")
+    with_pybind11 = [file for file in bindings if "py::" in (ROOT / file).read_text()]
     return Extension(
         "pymoe._runtime",
-        sources(
-            "csrc/runtime/*.cpp",
-            "csrc/bindings/*.cpp",
-            "csrc/kernels/gather_batch_cpu.cpp",
-            "csrc/kernels/cpu/parallel.cpp",
-        ),
-        include_dirs=[str(ROOT / "csrc"), pybind11_include()],
-        # A dict, because torch's build_ext takes it so for every extension it builds.
-        extra_compile_args={"cxx": CXX_FLAGS},
+        [
+            merged("with_pybind11.cpp", [file.removeprefix("csrc/") for file in with_pybind11]),
+            *(file for file in bindings if file not in with_pybind11),
+            *sources("csrc/runtime/*.cpp", "csrc/kernels/gather_batch_cpu.cpp", "csrc/kernels/cpu/parallel.cpp"),
+        ],
         extra_link_args=[*LINK_FLAGS, "-pthread"],
         language="c++",
     )
+
+
+def compile_options(cuda_home):
+    """Folders and flags of every source of both modules."""
+    import torch
+    from torch.utils import cpp_extension
+
+    defines = [
+        f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}",
+        f'-DPYMOE_BUILT_WITH_TORCH="{torch.__version__}"',
+        f"-DPYMOE_WITH_CUDA={int(bool(cuda_home))}",
+    ]
+    if cuda_home:
+        arch_list = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCH_LIST)
+        defines.append(f'-DPYMOE_CUDA_VERSION="{nvcc_version(cuda_home)}"')
+        defines.append(f'-DPYMOE_CUDA_ARCHITECTURES="{arch_list}"')
+    return {
+        # pybind11 of its own package comes before the copy among torch's headers.
+        "include_dirs": [str(ROOT / "csrc"), pybind11_include(), *cpp_extension.include_paths()],
+        "extra_postargs": {"cxx": [*CXX_FLAGS, *defines], "nvcc": NVCC_FLAGS},
+    }
 
 
 CXX_FLAGS = [
@@ -182,22 +249,75 @@ CXX_FLAGS = [
     "-Wextra",
     "-Wno-unused-parameter",  # torch's own headers
 ]
-ON_LINUX = sysconfig.get_platform().startswith("linux")
-LINK_FLAGS = ["-s"] if ON_LINUX else []
+NVCC_FLAGS = [
+    "-O3",
+    "-std=c++20",
+    "--fmad=false",  # host and device share the arithmetic that decides results
+    "--expt-relaxed-constexpr",
+    "-Xcompiler=-fvisibility=hidden",
+]
+LINK_FLAGS = ["-s"]
 # libtorch.so is empty, so linkers that keep only what is used leave it out. But in a CUDA build of torch it is what
 # brings libtorch_cuda.so into the operators' reach: without it the weak symbol of ops/stream.h is never found.
-TORCH_LINK_FLAGS = ["-Wl,--push-state,--no-as-needed", "-ltorch", "-Wl,--pop-state"] if ON_LINUX else []
+TORCH_LINK_FLAGS = ["-Wl,--push-state,--no-as-needed", "-ltorch", "-Wl,--pop-state"]
+# What takes longest is begun first, so that all processors end together.
+LONGEST = ("with_pybind11.cpp", "gate_topk_cuda.cu", "grouped_linear_cpu.cpp", "grouped_linear_cuda.cu")
 
+
+def build_command(options):
+    """Make a build_ext like torch's that compiles the sources of all extensions at once, then links them."""
+    import torch
+    from torch.utils.cpp_extension import BuildExtension
+
+    class Build(BuildExtension):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, use_ninja=shutil.which("ninja") is not None, **kwargs)
+            self.objects = None
+
+        def initialize_options(self):
+            super().initialize_options()
+            # One folder for objects, whatever pip builds for: `pip install -e .` after `pip install .` compiles none.
+            self.build_temp = "build/objects"
+
+        def build_extension(self, extension):
+            if self.objects is None:
+                self.objects = self.compile_all()
+                self.compiler.compile = lambda sources, **_: [self.objects[source] for source in sources]
+            super().build_extension(extension)
+
+        def compile_all(self):
+            everything = {source for extension in self.extensions for source in extension.sources}
+            order = sorted(
+                everything, key=lambda source: (Path(source).name not in LONGEST, not source.endswith(".cu"), source)
+            )
+            if torch.version.cuda is None:
+                self.forget_stale_kernels()
+            return dict(zip(order, self.compiler.compile(order, output_dir=self.build_temp, **options), strict=True))
+
+        def forget_stale_kernels(self):
+            """With a CPU build of torch, its ninja file does not know which headers a .cu file includes."""
+            newest = max(path.stat().st_mtime for path in (ROOT / "csrc").rglob("*.h"))
+            for compiled in Path(self.build_temp).rglob("*_cuda.o"):
+                if compiled.stat().st_mtime < newest:
+                    compiled.unlink()
+
+    return Build
+
+
+require_linux()
 require_build_packages()
-from torch.utils.cpp_extension import BuildExtension  # noqa: E402
-
-cuda_home = find_cuda_home()
-misfit = reason_to_leave_out(cuda_home) if cuda_home and os.environ.get("PYMOE_CUDA", "auto") == "auto" else None
-if misfit:
-    cuda_home = None
-left_out = misfit or "no CUDA toolkit, or PYMOE_CUDA=0"
-print(f"pymoe: CUDA kernels {'with ' + cuda_home if cuda_home else f'left out ({left_out})'}")
-setup(
-    ext_modules=[operator_extension(cuda_home), runtime_extension()],
-    cmdclass={"build_ext": BuildExtension.with_options(use_ninja=shutil.which("ninja") is not None)},
-)
+command = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "")
+if command in ("egg_info", "dist_info", "sdist"):  # pip's first questions; nothing is compiled
+    setup()
+else:
+    cuda_home = find_cuda_home()
+    misfit = reason_to_leave_out(cuda_home) if cuda_home and os.environ.get("PYMOE_CUDA", "auto") == "auto" else None
+    if misfit:
+        cuda_home = None
+    left_out = misfit or "no CUDA toolkit, or PYMOE_CUDA=0"
+    print(f"pymoe: CUDA kernels {'with ' + cuda_home if cuda_home else f'left out ({left_out})'}")
+    require_compiler()
+    setup(
+        ext_modules=[operator_extension(cuda_home), runtime_extension()],
+        cmdclass={"build_ext": build_command(compile_options(cuda_home))},
+    )

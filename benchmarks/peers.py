@@ -142,7 +142,7 @@ def transformers(task: Task, implementation: str) -> Contender | Absent:
         from transformers import Qwen3MoeConfig
         from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
     except ImportError as error:
-        return Absent(name, f"not installed ({error}): pip install 'pymoe[peers]'")
+        return Absent(name, f"not installed ({error}): pip install -e '.[peers]'")
     shape = task.shape
     if implementation == "batched_mm":
         # It copies the weights of every slot, and keeps the copies and their gradients.

@@ -3,6 +3,11 @@
 python examples/captured_model.py
 """
 
+if __name__ == "__main__":  # --help says what this is; there are no options
+    import argparse
+
+    argparse.ArgumentParser(description=__doc__).parse_args()
+
 import torch
 from torch import nn
 

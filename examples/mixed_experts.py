@@ -1,5 +1,10 @@
 """pymoe.MixtureOfExpertBackends: a gate over three served experts, one of which is gone for half of the training."""
 
+if __name__ == "__main__":  # --help says what this is; there are no options
+    import argparse
+
+    argparse.ArgumentParser(description=__doc__).parse_args()
+
 import torch
 from torch import nn
 

@@ -1,5 +1,10 @@
 """pymoe.nn.MoE in place of a dense feed-forward network: 15 lines of training code."""
 
+if __name__ == "__main__":  # --help says what this is; there are no options
+    import argparse
+
+    argparse.ArgumentParser(description=__doc__).parse_args()
+
 import torch
 from torch import nn
 

@@ -1,5 +1,10 @@
 """pymoe.ExpertBackend: one expert, a training loop and other clients, whose requests meet in batches."""
 
+if __name__ == "__main__":  # --help says what this is; there are no options
+    import argparse
+
+    argparse.ArgumentParser(description=__doc__).parse_args()
+
 import threading
 
 import torch

@@ -1,5 +1,10 @@
 """pymoe.Pipe: a model with a skip and batch norms, cut into two stages by time, and one step of it as it went."""
 
+if __name__ == "__main__":  # --help says what this is; there are no options
+    import argparse
+
+    argparse.ArgumentParser(description=__doc__).parse_args()
+
 import torch
 from torch import nn
 

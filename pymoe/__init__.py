@@ -5,18 +5,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from pymoe import nn, ops, reference, runtime
+from pymoe import nn, ops, reference
 from pymoe._native import build_info
-from pymoe.runtime import (
-    BatchTensorProto,
-    ExpertBackend,
-    Runtime,
-    TaskPool,
-    TesseractRuntime,
-)
 
 if TYPE_CHECKING:
-    from pymoe import pipe
+    from pymoe import pipe, runtime
     from pymoe.pipe import (
         LossWrapper,
         MultiUseParameterConfig,
@@ -29,12 +22,19 @@ if TYPE_CHECKING:
         pipeline,
     )
     from pymoe.runtime import (
+        BatchTensorProto,
+        ExpertBackend,
         MixtureOfExpertBackends,
+        Runtime,
+        TaskPool,
+        TesseractRuntime,
         map_with_parallel_backward,
         run_in_background,
         run_isolated_backward,
         run_isolated_forward,
     )
+
+__version__ = "0.1.0"  # pyproject.toml takes it from here
 
 __all__ = [
     "BatchTensorProto",
@@ -66,11 +66,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What is imported when somebody asks for it."""
-    if name == "pipe":
-        return importlib.import_module("pymoe.pipe")
+    """Import what needs ``pymoe._runtime`` when somebody asks for it: operators and layers work without."""
+    if name in ("pipe", "runtime"):
+        return importlib.import_module(f"pymoe.{name}")
     if name in __all__:
-        home = runtime if hasattr(runtime, name) else importlib.import_module("pymoe.pipe")
+        home = importlib.import_module("pymoe.runtime")
+        if not hasattr(home, name):
+            home = importlib.import_module("pymoe.pipe")
         value = globals()[name] = getattr(home, name)
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,30 +1,86 @@
-"""Loads the native modules and says what they were built with."""
+"""Loads the native modules, says what they were built with, and, where one cannot be loaded, why and what to run."""
 
 from __future__ import annotations
 
+import importlib
 import platform
+import sys
+from importlib import metadata
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+
+DISTRIBUTION = "pymoe-runtime"  # `pymoe` on the package index is something else
 
 
 def load_operators() -> ModuleType:
     """Import ``pymoe._ops``, which registers the operators under ``torch.ops.pymoe``.
 
     Raises:
-        ImportError: the module is missing or does not fit the installed torch; the message says what to do.
+        ImportError: the module is missing or does not fit the installed torch; the message says what to run.
     """
+    return _load("_ops", "operators")
+
+
+def load_runtime() -> ModuleType:
+    """Import ``pymoe._runtime``, which serving, parallel calls and pipelines need, and operators and layers do not.
+
+    Raises:
+        ImportError: the module is missing or was built for another Python; the message says what to run.
+    """
+    return _load("_runtime", "runtime (serving, parallel calls, pipelines)")
+
+
+def _load(name: str, what: str) -> ModuleType:
     try:
-        from pymoe import _ops
+        return importlib.import_module(f"pymoe.{name}")
     except ImportError as error:
-        raise ImportError(
-            f"pymoe's operators could not be loaded ({error}). They are compiled when pymoe is installed, for "
-            f"torch >= 2.11 (here: {torch.__version__}). Install again with\n"
-            f"    pip install --no-build-isolation --force-reinstall --no-deps pymoe\n"
-            f"or, in a checkout, pip install --no-build-isolation -e ."
-        ) from error
-    return _ops
+        raise ImportError(_explain(name, what, error, Path(__file__).parent)) from error
+
+
+def _explain(name: str, what: str, error: ImportError, package: Path) -> str:
+    """Say why ``pymoe.<name>`` cannot be loaded from the folder ``package``, and give one command that mends it."""
+    tree = package.parent
+    in_source_tree = (tree / "setup.py").exists() and (tree / "csrc").is_dir()
+    pip = f"{sys.executable} -m pip install"
+    if in_source_tree:
+        command = f'{pip} --no-build-isolation -e "{tree}"'
+    else:
+        command = f"{pip} --no-build-isolation --no-deps --force-reinstall PATH_OF_PYMOE_S_SOURCE_TREE"
+    built = sorted(file.name for file in package.glob(f"{name}.*so"))
+    fitting = {name + suffix for suffix in EXTENSION_SUFFIXES}
+    version = f"CPython {platform.python_version()}"
+
+    if not built and in_source_tree:
+        reason = f"this source tree, {tree}, has not been built"
+        if hidden := _installed_elsewhere(package):
+            reason += f".\nIt hides the pymoe installed in {hidden}: use that from another folder, or build here"
+    elif not built:
+        reason = f"{package} has no {name} module"
+    elif fitting.isdisjoint(built):
+        reason = f"{', '.join(built)} was built for another Python than this, {version} ({EXTENSION_SUFFIXES[0]})"
+    else:
+        reason = f"it was found and not loaded: {error}"
+        if _release(torch.__version__) < (2, 11):
+            reason += f".\ntorch >= 2.11 is needed, found {torch.__version__}"
+            command = f'{pip} "torch>=2.11"'
+    return f"pymoe's {what} cannot be loaded: {reason}.\nRun\n    {command}"
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+
+
+def _installed_elsewhere(package: Path) -> Path | None:
+    """Where a pymoe that is built is installed, if that is another folder than ``package``."""
+    for distribution in metadata.distributions(name=DISTRIBUTION):
+        folder = Path(str(distribution.locate_file("pymoe"))).resolve()
+        if folder != package.resolve() and any(folder.glob("_ops*so")):
+            return folder.parent
+    return None
 
 
 def build_info() -> dict[str, Any]:
@@ -32,20 +88,19 @@ def build_info() -> dict[str, Any]:
 
     Returns:
         A dictionary of strings and booleans: versions of pymoe, torch (running and built against), Python, CUDA
-        toolkit and architectures of the compiled kernels, compiler, and the CPU instruction set in use
-        (``baseline``, ``v3`` or ``v4``; the environment variable ``PYMOE_CPU_ISA`` may lower it).
+        toolkit and architectures of the compiled kernels, compiler (of the runtime: None where that cannot be
+        loaded), and the CPU instruction set in use (``baseline``, ``v3`` or ``v4``; the environment variable
+        ``PYMOE_CPU_ISA`` may lower it).
     """
-    from importlib.metadata import PackageNotFoundError, version
-
-    from pymoe import _runtime
+    from pymoe import __version__
 
     operators = load_operators()
     try:
-        package_version = version("pymoe")
-    except PackageNotFoundError:
-        package_version = "not installed (imported from a source tree)"
+        runtime_compiler = load_runtime().compiler
+    except ImportError:
+        runtime_compiler = None
     return {
-        "pymoe": package_version,
+        "pymoe": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": torch.__version__,
@@ -55,7 +110,7 @@ def build_info() -> dict[str, Any]:
         "cuda_architectures": operators.cuda_architectures or None,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "compiler": operators.compiler,
-        "runtime_compiler": _runtime.compiler,
+        "runtime_compiler": runtime_compiler,
         "cpu_isa": operators.cpu_isa,
         "threads": torch.get_num_threads(),
     }

@@ -112,7 +112,7 @@ def open_torchgpipe(case: Case) -> InProcess:
     try:
         from torchgpipe import GPipe
     except ImportError as error:
-        raise AbsentError(f"not installed ({error}): pip install 'pymoe[peers]'") from error
+        raise AbsentError(f"not installed ({error}): pip install -e '.[peers]'") from error
     stages = case.stages(case.workers)
     balance = [len(stage) for stage in stages]
     model = nn.Sequential(*(layer for stage in stages for layer in stage))

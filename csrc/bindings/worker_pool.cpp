@@ -16,23 +16,24 @@
 namespace py = pybind11;
 
 namespace pymoe::bindings {
-namespace {
 
 using runtime::Future;
 using runtime::Stop;
 
 // What a call ended with: its value, or the exception that it raised.
-struct Outcome {
+struct CallOutcome {
   GilObject object;
   bool raised;
 };
+
+namespace {
 
 class Call {
  public:
   Call(Ref function, Ref args, Ref kwargs)
       : function_(std::move(function)), args_(std::move(args)), kwargs_(std::move(kwargs)) {}
 
-  Outcome operator()() {
+  CallOutcome operator()() {
     const WithGil gil;
     const Ref function = function_.take(), args = args_.take(), kwargs = kwargs_.take();
     Ref value = Ref::steal(PyObject_Call(function.get(), args.get(), kwargs.get()));
@@ -48,25 +49,25 @@ class Call {
 
 class PyFuture {
  public:
-  PyFuture(Future<Outcome> future, std::weak_ptr<StoppablePool> pool, int created)
+  PyFuture(Future<CallOutcome> future, std::weak_ptr<StoppablePool> pool, int created)
       : future_(std::move(future)), pool_(std::move(pool)), created_(created) {}
 
   bool done() const { return future_.done(); }
 
   py::object result(std::optional<double> timeout) const {
-    const Outcome& outcome = wait("Future.result", timeout);
+    const CallOutcome& outcome = wait("Future.result", timeout);
     if (!outcome.raised) return py::reinterpret_borrow<py::object>(outcome.object.get());
     set_error(outcome.object.get());
     throw ErrorSet();
   }
 
   py::object exception(std::optional<double> timeout) const {
-    const Outcome& outcome = wait("Future.exception", timeout);
+    const CallOutcome& outcome = wait("Future.exception", timeout);
     return outcome.raised ? py::reinterpret_borrow<py::object>(outcome.object.get()) : py::none();
   }
 
  private:
-  const Outcome& wait(const char* where, std::optional<double> timeout) const {
+  const CallOutcome& wait(const char* where, std::optional<double> timeout) const {
     if (!future_.done()) {
       require_this_process(created_, where, "WorkerPool");
       if (!timeout) help_as_worker();
@@ -91,7 +92,7 @@ class PyFuture {
     if (pool && pool->on_worker()) future_.help();
   }
 
-  Future<Outcome> future_;
+  Future<CallOutcome> future_;
   std::weak_ptr<StoppablePool> pool_;
   int created_;
 };

@@ -1,5 +1,11 @@
 // The Python module pymoe._ops. Importing it runs the registrations of this library; it holds nothing but the facts
 // of its build. Written against the limited API, so one file serves every CPython from 3.10 on.
+#include <pyconfig.h>
+
+// A free-threaded CPython has no limited API to load.
+#if !defined(Py_GIL_DISABLED) && !defined(Py_LIMITED_API)
+#define Py_LIMITED_API 0x030A0000
+#endif
 #include <Python.h>
 
 #include "kernels/cpu/isa.h"

@@ -12,7 +12,7 @@ EXTRAS = ("rich", "matplotlib", "safetensors")
 def require_pymoe() -> None:
     """Leaves with one line that holds the command to run when pymoe is not installed."""
     if importlib.util.find_spec("pymoe") is None:
-        sys.exit("error: this example needs pymoe: python -m pip install --no-build-isolation .   (in the checkout)")
+        sys.exit("error: this example needs pymoe: python -m pip install --no-build-isolation -e .   (in the checkout)")
 
 
 def require(names: Iterable[str] = EXTRAS, install: Iterable[str] | None = None) -> None:

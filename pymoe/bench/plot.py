@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-MISSING = "plots need matplotlib: pip install matplotlib (or pymoe with the extra [bench])"
+MISSING = "plots need matplotlib: pip install matplotlib"
 
 
 def pyplot() -> Any:

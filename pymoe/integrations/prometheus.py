@@ -1,4 +1,4 @@
-"""Runtimes for Prometheus, through the package prometheus-client (``pip install 'pymoe[prometheus]'``).
+"""Runtimes for Prometheus, through the package prometheus-client (``pip install prometheus-client``).
 
     from prometheus_client import start_http_server
     from pymoe.integrations.prometheus import register
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
-MISSING = "pymoe.integrations.prometheus needs prometheus-client: pip install 'pymoe[prometheus]'"
+MISSING = "pymoe.integrations.prometheus needs prometheus-client: pip install prometheus-client"
 LABELS = ("runtime", "pool")
 OUTCOMES = ("completed", "failed", "cancelled", "expired")
 ROW_ENDS = tuple((1 << n) - 1 for n in range(1, 17))

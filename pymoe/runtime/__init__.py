@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import pymoe.runtime.native  # says what to do where the native runtime is missing, before others ask for it  # noqa: F401
 from pymoe.runtime.backend import ExpertBackend
 from pymoe.runtime.batch_tensor_proto import DUMMY_BATCH_SIZE, BatchTensorProto
 from pymoe.runtime.client import ExpertClient

@@ -1,5 +1,6 @@
 // kernels/cuda/launch.h as nvcc compiles it, on the CUDA runtime of pretended_runtime.h.
 #include <cstdio>
+#include <stdexcept>
 #include <string>
 
 #include "kernels/cuda/launch.h"

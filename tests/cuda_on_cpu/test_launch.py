@@ -21,7 +21,8 @@ def test_launches_do_not_disturb_one_another(tmp_path):
         pytest.xfail("there is no nvcc to compile with")
     program = tmp_path / "launch_check"
     command = [nvcc, "-std=c++20", "-cudart=none", "-arch=sm_80", f"-I{HERE.parents[1] / 'csrc'}", "-o", str(program)]
-    files = [str(HERE / "launch_check.cu"), str(HERE / "pretended_runtime.cpp")]
+    refusal = HERE.parents[1] / "csrc" / "kernels" / "refuse_launch.cpp"
+    files = [str(HERE / "launch_check.cu"), str(HERE / "pretended_runtime.cpp"), str(refusal)]
     subprocess.run([*command, *files], check=True)
     said = subprocess.run([program], capture_output=True, text=True, check=True).stdout
     assert said.splitlines() == [

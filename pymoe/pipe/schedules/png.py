@@ -9,7 +9,7 @@ from pymoe.pipe.schedules.action import Kind
 from pymoe.pipe.schedules.record import Record
 from pymoe.pipe.schedules.text import label
 
-MISSING = "pictures of schedules need matplotlib: pip install matplotlib (or pymoe with the extra [bench])"
+MISSING = "pictures of schedules need matplotlib: pip install matplotlib"
 COLOURS = {
     Kind.FORWARD: (0.35, 0.60, 0.85),
     Kind.BACKWARD: (0.95, 0.65, 0.30),
