@@ -15,6 +15,7 @@ from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.nn.record import Record
 from pymoe.nn.router import Router
+from pymoe.ops.transforms import in_torch_func
 from pymoe.reference import checks
 from pymoe.reference.autocast import autocast_enabled, cast_operands
 from pymoe.reference.types import Gate, RouterLosses, Routing
@@ -216,7 +217,7 @@ class MoE(nn.Module):
         """Load, dropped slots and losses of the last forward, in training or evaluation; zero before the first.
 
         Detached copies: they stay as they are when the layer runs again. Under activation checkpointing the
-        recomputation leaves the same values.
+        recomputation leaves the same values. A forward inside a transform of :mod:`torch.func` leaves none.
         """
         return Stats(**{name: tensor.clone() for name, tensor in self.last.tensors.items()})
 
@@ -235,6 +236,8 @@ class MoE(nn.Module):
         return max(1, math.ceil(factor * (tokens * self.top_k) / self.num_experts))
 
     def _keep_stats(self, gate: Gate, routing: Routing, losses: RouterLosses) -> None:
+        if in_torch_func():  # which allows no change of a tensor from outside, and may run a call many times at once
+            return
         self.last.follow(gate.load.device)
         with torch.no_grad():
             self.last["load"].copy_(gate.load)

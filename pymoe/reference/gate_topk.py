@@ -33,7 +33,8 @@ def check(
     checks.rank(name, "logits", logits, "(T, E)")
     num_experts = logits.shape[1]
     checks.integer(name, "k", k, 1, num_experts, f"in 1..E (E = {num_experts})")
-    if logits.shape[0] * k >= 2**31:
+    # Not of a traced size, which it would bound for good; the native operator asks again when it runs.
+    if not torch.compiler.is_compiling() and logits.shape[0] * k >= 2**31:
         raise ValueError(f"{name}: T * k must be below 2**31, got {logits.shape[0]} * {k}")
     checks.choice(name, "score", score, ("softmax", "sigmoid"))
     if not isinstance(renormalize, bool):
