@@ -88,7 +88,14 @@ class Child:
 
     def __init__(self, isa: str, most_bytes: float) -> None:
         environment = {**os.environ, "PYMOE_CPU_ISA": isa, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "benchmarks.instruction_sets", "--child", "--most-mib", str(most_bytes / 2**20)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.instruction_sets",
+            "--child",
+            "--most-mib",
+            str(most_bytes / 2**20),
+        ]
         self.process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pymoe.nn import arguments
+from pymoe.nn.advice import MANY_STEPS, tell_once
 from pymoe.nn.backend import operators
 from pymoe.nn.expert_bias import update_expert_biases
 from pymoe.nn.experts import Experts, SharedExperts
@@ -212,6 +213,19 @@ class MoE(nn.Module):
         output: Tensor = y_TH.reshape(x.shape)
         return output
 
+    def train(self, mode: bool = True) -> MoE:
+        """Set training mode or, with ``mode=False``, evaluation; the latter tells if the training balanced nothing.
+
+        Args:
+            mode: training if true.
+
+        Returns:
+            The layer.
+        """
+        if self.training and not mode:
+            self._tell_of_imbalance()
+        return super().train(mode)
+
     @property
     def stats(self) -> Stats:
         """Load, dropped slots and losses of the last forward, in training or evaluation; zero before the first.
@@ -228,6 +242,23 @@ class MoE(nn.Module):
     def extra_repr(self) -> str:
         text = f"backend={self.backend!r}"
         return text if self.capacity_factor is None else f"capacity_factor={self.capacity_factor}, {text}"
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        self._tell_of_imbalance()
+        super()._save_to_state_dict(*args)
+
+    def _tell_of_imbalance(self) -> None:
+        unbalanced = (
+            self.losses.aux_loss_coef == 0 and self.router.expert_bias is None and self.top_k < self.num_experts
+        )
+        if unbalanced and self.router.steps_seen() >= MANY_STEPS:
+            tell_once(
+                "no balancing",
+                "MoE: the layer was trained with nothing that balances its experts, of which a few may take all tokens; "
+                "set aux_loss_coef (0.01 is usual), or bias_update_rate and call update_expert_biases; moe.stats.load "
+                "shows the balance",
+                stacklevel=3,
+            )
 
     def _capacity(self, tokens: int) -> int | None:
         if self.capacity_factor is None:
