@@ -35,7 +35,10 @@ PYMOE_INLINE void combine_row(const Choices<T>& now, const Choices<T>& next, T* 
       }
     }
     if constexpr (sizeof(T) == 2) {
-      for (int64_t k = 0; k < next.count; ++k) prefetch(next.rows[k] + column);
+      constexpr int kLine = 64 / static_cast<int>(sizeof(T));  // a block of wide vectors is more than one
+      for (int64_t k = 0; k < next.count; ++k) {
+        for (int ahead = 0; ahead < kBlock; ahead += kLine) prefetch(next.rows[k] + column + ahead);
+      }
     }
     for (int v = 0; v < kVectors; ++v) store(out + column + v * kStep<T>, totals[v]);
   }

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pymoe.nn.advice import tell_once
 from pymoe.nn.router import Router
 
 
@@ -24,11 +25,20 @@ def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = Non
 
     Args:
         model: any module that holds :class:`pymoe.nn.Router` or :class:`pymoe.nn.MoE` layers. Those without an
-            ``expert_bias`` are left alone.
+            ``expert_bias`` are left alone; where there is no other, a ``UserWarning`` says so once.
         group: the ranks that share the model's tokens: those of data parallelism. ``None`` means all ranks.
     """
-    routers = [module for module in model.modules() if isinstance(module, Router) and module.expert_bias is not None]
+    all_routers = [module for module in model.modules() if isinstance(module, Router)]
+    routers = [router for router in all_routers if router.expert_bias is not None]
     if not routers:
+        seen = "whose bias_update_rate is 0" if all_routers else "no pymoe.nn.MoE or Router layer"
+        has = f"holds {len(all_routers)} router(s) " if all_routers else "holds "
+        tell_once(
+            "nothing to update",
+            f"update_expert_biases: the {type(model).__name__} it was called with {has}{seen}, so the call balances "
+            "nothing; build the layers with MoE(..., bias_update_rate=0.001), or leave the call away",
+            stacklevel=3,  # past torch.no_grad's wrapper
+        )
         return
     loads = [router.counted["load"] for router in routers]
     if dist.is_available() and dist.is_initialized():
@@ -39,6 +49,7 @@ def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = Non
         direction_E = torch.sign(load_E.sum() - router.num_experts * load_E)
         router.expert_bias.add_(direction_E.to(router.expert_bias.dtype), alpha=router.bias_update_rate)
         router.counted.zero_()
+        router.bias_is_tended = True
 
 
 def _summed_over_ranks(loads: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:

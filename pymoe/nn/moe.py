@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pymoe.nn import arguments
+from pymoe.nn.advice import MANY_STEPS, tell_once
 from pymoe.nn.backend import operators
 from pymoe.nn.expert_bias import update_expert_biases
 from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.nn.record import Record
 from pymoe.nn.router import Router
+from pymoe.ops.transforms import in_torch_func
 from pymoe.reference import checks
 from pymoe.reference.autocast import autocast_enabled, cast_operands
 from pymoe.reference.types import Gate, RouterLosses, Routing
@@ -211,12 +213,25 @@ class MoE(nn.Module):
         output: Tensor = y_TH.reshape(x.shape)
         return output
 
+    def train(self, mode: bool = True) -> MoE:
+        """Set training mode or, with ``mode=False``, evaluation; the latter tells if the training balanced nothing.
+
+        Args:
+            mode: training if true.
+
+        Returns:
+            The layer.
+        """
+        if self.training and not mode:
+            self._tell_of_imbalance()
+        return super().train(mode)
+
     @property
     def stats(self) -> Stats:
         """Load, dropped slots and losses of the last forward, in training or evaluation; zero before the first.
 
         Detached copies: they stay as they are when the layer runs again. Under activation checkpointing the
-        recomputation leaves the same values.
+        recomputation leaves the same values. A forward inside a transform of :mod:`torch.func` leaves none.
         """
         return Stats(**{name: tensor.clone() for name, tensor in self.last.tensors.items()})
 
@@ -228,6 +243,23 @@ class MoE(nn.Module):
         text = f"backend={self.backend!r}"
         return text if self.capacity_factor is None else f"capacity_factor={self.capacity_factor}, {text}"
 
+    def _save_to_state_dict(self, *args: Any) -> None:
+        self._tell_of_imbalance()
+        super()._save_to_state_dict(*args)
+
+    def _tell_of_imbalance(self) -> None:
+        unbalanced = (
+            self.losses.aux_loss_coef == 0 and self.router.expert_bias is None and self.top_k < self.num_experts
+        )
+        if unbalanced and self.router.steps_seen() >= MANY_STEPS:
+            tell_once(
+                "no balancing",
+                "MoE: the layer was trained with nothing that balances its experts, of which a few may take all tokens; "
+                "set aux_loss_coef (0.01 is usual), or bias_update_rate and call update_expert_biases; moe.stats.load "
+                "shows the balance",
+                stacklevel=3,
+            )
+
     def _capacity(self, tokens: int) -> int | None:
         if self.capacity_factor is None:
             return None
@@ -235,6 +267,8 @@ class MoE(nn.Module):
         return max(1, math.ceil(factor * (tokens * self.top_k) / self.num_experts))
 
     def _keep_stats(self, gate: Gate, routing: Routing, losses: RouterLosses) -> None:
+        if in_torch_func():  # which allows no change of a tensor from outside, and may run a call many times at once
+            return
         self.last.follow(gate.load.device)
         with torch.no_grad():
             self.last["load"].copy_(gate.load)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pymoe.nn import arguments
+from pymoe.nn.advice import MANY_STEPS, tell_once
 from pymoe.nn.backend import operators
 from pymoe.nn.load_count import count_on_backward
 from pymoe.nn.record import Record
@@ -28,7 +29,7 @@ class Router(nn.Module):
 
     With ``bias_update_rate > 0`` the router balances its experts without an auxiliary loss (arXiv 2408.15664,
     DeepSeek-V3): a buffer ``expert_bias`` is added to the scores for the choice, never to the weights, and
-    :func:`pymoe.nn.update_expert_biases` moves it after every optimizer step, up for experts that got less than the
+    :func:`pymoe.nn.update_expert_biases`, which you call, moves it after every optimizer step, up for experts that got less than the
     mean and down for those that got more. The load that it looks at is counted when gradients come back, in training
     mode: once a step also under activation checkpointing, summed over micro-batches, never in evaluation.
 
@@ -103,6 +104,8 @@ class Router(nn.Module):
             bias = torch.empty(num_experts, device=device, dtype=_at_least_float32(self.weight.dtype))
         self.register_buffer("expert_bias", bias)
         self.counted = Record(load=torch.zeros(num_experts, device=device, dtype=torch.int64))
+        self.bias_is_tended = False
+        """Whether the bias was ever updated, or came with a checkpoint and may be meant to stay."""
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -112,6 +115,33 @@ class Router(nn.Module):
         if self.expert_bias is not None:
             nn.init.zeros_(self.expert_bias)
         self.counted.zero_()
+        self._version_at_start = _version(self.weight)
+
+    def steps_seen(self) -> int:
+        """How often the weight changed in place since it was initialised or loaded: at least once an optimizer step."""
+        return _version(self.weight) - self._version_at_start
+
+    def train(self, mode: bool = True) -> Router:
+        """Set training mode or, with ``mode=False``, evaluation; the latter tells if the bias was never updated.
+
+        Args:
+            mode: training if true.
+
+        Returns:
+            The router.
+        """
+        if self.training and not mode:
+            self._tell_of_neglect()
+        return super().train(mode)
+
+    def _tell_of_neglect(self) -> None:
+        if self.expert_bias is not None and not self.bias_is_tended and self.steps_seen() >= MANY_STEPS:
+            tell_once(
+                "bias never updated",
+                f"Router: bias_update_rate={self.bias_update_rate} balances nothing, because update_expert_biases was not "
+                "called in the training so far; call pymoe.nn.update_expert_biases(model) after every optimizer.step()",
+                stacklevel=3,
+            )
 
     def forward(self, x_TH: Tensor) -> tuple[Gate, Tensor]:
         """Choose experts for every token.
@@ -153,10 +183,16 @@ class Router(nn.Module):
             self.expert_bias = bias.to(self.expert_bias.device)  # bfloat16() and half() leave it in float32
         return self
 
+    def _save_to_state_dict(self, *args: Any) -> None:
+        self._tell_of_neglect()
+        super()._save_to_state_dict(*args)
+
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
+        self._version_at_start = _version(self.weight)
         if self.expert_bias is not None:  # assign=True takes the dtype of the checkpoint
             self.expert_bias = self.expert_bias.to(_at_least_float32(self.expert_bias.dtype))
+            self.bias_is_tended = True
 
     def extra_repr(self) -> str:
         text = f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, top_k={self.top_k}"
@@ -168,6 +204,10 @@ class Router(nn.Module):
         if self.scale != 1.0:
             text += f", scale={self.scale}"
         return text
+
+
+def _version(weight: Tensor) -> int:
+    return 0 if weight.is_inference() else weight._version
 
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from pymoe.ops import index_checks
 from pymoe.ops.row_moves import spread_rows
+from pymoe.ops.transforms import has_tangent
 from pymoe.reference.dispatch import check, check_out
 from pymoe.reference.dispatch import dispatch as reference
 from pymoe.reference.types import Routing
@@ -18,6 +21,8 @@ def dispatch(x: Tensor, routing: Routing, *, out: Tensor | None = None) -> Tenso
     if out is None:
         return spread_rows(x, routing)
     check_out(x, routing, out)
+    if has_tangent(x, out):
+        raise ValueError("dispatch: out= has no tangent, but x or out carries one; leave out= away")
     slot, _, offsets = routing
     torch.ops.pymoe.dispatch_out(x.detach().contiguous(), slot.contiguous(), offsets.contiguous(), out)
     return out
@@ -34,3 +39,16 @@ def _(x: Tensor, slot: Tensor, offsets: Tensor) -> Tensor:
 @torch.library.register_fake("pymoe::dispatch_out")
 def _(x: Tensor, slot: Tensor, offsets: Tensor, out: Tensor) -> None:
     return None
+
+
+_LIBRARY = torch.library.Library("pymoe", "IMPL")  # registrations last as long as this object
+
+
+def _count_change(keys: Any, x: Tensor, slot: Tensor, offsets: Tensor, out: Tensor) -> None:
+    """Tell autograd that ``out`` changes, so that a backward that has saved it notices; the kernel tells nobody."""
+    torch.autograd.graph.increment_version(out)
+    below = keys & torch._C._after_ADInplaceOrView_keyset
+    torch.ops.pymoe.dispatch_out.default.redispatch(below, x, slot, offsets, out)
+
+
+_LIBRARY.impl("dispatch_out", _count_change, "ADInplaceOrView", with_keyset=True)

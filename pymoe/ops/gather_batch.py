@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pymoe.ops.transforms import has_tangent, in_torch_func
 from pymoe.reference.gather_batch import check_tensors, split_batch  # split_batch makes views: no kernel
 from pymoe.reference.gather_batch import gather_batch as reference
 
@@ -18,6 +19,9 @@ __all__ = ["gather_batch", "split_batch"]
 
 def gather_batch(tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[int, ...]]:
     check_tensors(tensors)
+    # What is registered below has derivatives for plain backward passes alone; others would be lost without a word.
+    if in_torch_func() or has_tangent(*tensors):
+        return reference(tensors)
     batch = torch.ops.pymoe.gather_batch([tensor.contiguous() for tensor in tensors])
     return batch, tuple(tensor.shape[0] for tensor in tensors)
 

@@ -19,7 +19,8 @@ def check(experts: Tensor, num_experts: int, capacity: int | None) -> None:
     checks.integer("build_routing", "num_experts", num_experts, 1, ROW_LIMIT - 1, "in 1..2^31 - 1")
     if capacity is not None:
         checks.integer("build_routing", "capacity", capacity, 0, None, "None or at least 0")
-    if experts.shape[0] * experts.shape[1] >= ROW_LIMIT:
+    # Not of a traced size, which it would bound for good; the native operator asks again when it runs.
+    if not torch.compiler.is_compiling() and experts.shape[0] * experts.shape[1] >= ROW_LIMIT:
         raise ValueError(f"build_routing: experts must hold fewer than 2^31 choices, got {tuple(experts.shape)}")
 
 

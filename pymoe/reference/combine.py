@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pymoe.reference import checks
+from pymoe.reference.fixed_steps import spread
 from pymoe.reference.types import Routing
 
 
@@ -60,6 +61,6 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
         row = slot[:, choice]
         term = y[row.clamp(min=0).long()].to(dtype)
         if weights_TK is not None:
-            term = weights_TK[:, choice, None] * term
+            term = spread(weights_TK[:, choice], 1, term.shape[1]) * term
         total = torch.where(row[:, None] >= 0, total + term, total)
     return total.to(y.dtype)

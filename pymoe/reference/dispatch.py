@@ -7,6 +7,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from pymoe.reference import checks
+from pymoe.reference.fixed_steps import spread
 from pymoe.reference.types import Routing
 
 
@@ -76,6 +77,11 @@ def dispatch(x: Tensor, routing: Routing, *, out: Tensor | None = None) -> Tenso
     checks.slots_in_range("dispatch", slot)
     if out is not None:
         check_out(x, routing, out)
-    rows = x[token.clamp(min=0).long()]
-    rows = torch.where(token[:, None] >= 0, rows, torch.zeros((), dtype=x.dtype, device=x.device))
+    # By way of one copy a choice, so that a token's gradients are added in the order of its choices.
+    copies_SH = spread(x, 1, slot.shape[1], in_order=True).flatten(0, 1)
+    slot_S = slot.reshape(-1)
+    kept = slot_S >= 0
+    choice_of_row = torch.zeros_like(token, dtype=torch.int64)
+    choice_of_row[slot_S[kept].long()] = kept.nonzero()[:, 0]
+    rows = torch.where(token[:, None] >= 0, copies_SH[choice_of_row], torch.zeros((), dtype=x.dtype, device=x.device))
     return rows if out is None else out.copy_(rows)

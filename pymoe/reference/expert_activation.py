@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from pymoe.reference import checks
+from pymoe.reference.fixed_steps import gelu, silu
 
 KINDS = ("swiglu", "gelu", "relu")
 
@@ -46,7 +46,7 @@ def expert_activation(h: Tensor, kind: str) -> Tensor:
     wide = h.to(torch.promote_types(h.dtype, torch.float32))
     if kind == "swiglu":
         gate, up = wide.chunk(2, dim=1)
-        return (F.silu(gate) * up).to(h.dtype)
+        return (silu(gate) * up).to(h.dtype)
     if kind == "gelu":
-        return F.gelu(wide).to(h.dtype)
-    return F.relu(wide).to(h.dtype)
+        return gelu(wide).to(h.dtype)
+    return torch.where(wide <= 0, 0.0, wide).to(h.dtype)

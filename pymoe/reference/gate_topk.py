@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from pymoe.reference import checks
-from pymoe.reference.scores import accumulate_dtype, order_key, scores_in_fixed_steps
+from pymoe.reference.fixed_steps import divided_rows, sigmoid, softmax
+from pymoe.reference.scores import accumulate_dtype, order_key, scores_in_fixed_steps, sum_in_lanes
 from pymoe.reference.types import Gate
 
 RENORMALIZE_FLOOR = 1e-20
@@ -32,7 +33,8 @@ def check(
     checks.rank(name, "logits", logits, "(T, E)")
     num_experts = logits.shape[1]
     checks.integer(name, "k", k, 1, num_experts, f"in 1..E (E = {num_experts})")
-    if logits.shape[0] * k >= 2**31:
+    # Not of a traced size, which it would bound for good; the native operator asks again when it runs.
+    if not torch.compiler.is_compiling() and logits.shape[0] * k >= 2**31:
         raise ValueError(f"{name}: T * k must be below 2**31, got {logits.shape[0]} * {k}")
     checks.choice(name, "score", score, ("softmax", "sigmoid"))
     if not isinstance(renormalize, bool):
@@ -154,8 +156,8 @@ def gate_topk(
 
 def weights_of(logits: Tensor, experts: Tensor, score: str, renormalize: bool, scale: float) -> Tensor:
     """(T, k) weights of the chosen ``experts`` (T, k) int64; differentiable in float32 or float64 ``logits``."""
-    scores = torch.softmax(logits, dim=1) if score == "softmax" else torch.sigmoid(logits)
+    scores = softmax(logits) if score == "softmax" else sigmoid(logits)
     weights = scores.gather(1, experts)
     if renormalize:
-        weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=RENORMALIZE_FLOOR)
+        weights = divided_rows(weights, sum_in_lanes(weights).clamp(min=RENORMALIZE_FLOOR))
     return weights * scale

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from pymoe.reference import checks
-from pymoe.reference.scores import accumulate_dtype
+from pymoe.reference.fixed_steps import divided_rows, logsumexp, sigmoid, softmax, sum_in_tree
+from pymoe.reference.scores import accumulate_dtype, sum_in_lanes
 from pymoe.reference.types import RouterLosses
 
 SUM_FLOOR = 1e-20
@@ -34,17 +35,18 @@ def check(name: str, logits: Tensor, load: Tensor, score: str) -> None:
 def _load_balancing(values: Tensor, load: Tensor, score: str) -> Tensor:
     tokens, num_experts = values.shape
     if score == "softmax":
-        probabilities = torch.softmax(values, dim=1)
+        probabilities = softmax(values)
     else:
-        scores = torch.sigmoid(values)
-        probabilities = scores / scores.sum(dim=1, keepdim=True).clamp(min=SUM_FLOOR)
-    mean_probability = probabilities.sum(dim=0) / max(tokens, 1)
+        scores = sigmoid(values)
+        probabilities = divided_rows(scores, sum_in_lanes(scores).clamp(min=SUM_FLOOR))
+    mean_probability = sum_in_tree(probabilities, 0) / max(tokens, 1)
     fraction = load.to(values.dtype) / load.sum().clamp(min=1).to(values.dtype)
-    return num_experts * (fraction * mean_probability).sum()
+    return num_experts * sum_in_tree(fraction * mean_probability, 0)
 
 
 def _z(values: Tensor) -> Tensor:
-    return torch.logsumexp(values, dim=1).square().sum() / max(values.shape[0], 1)
+    lse = logsumexp(values)
+    return sum_in_tree(lse * lse, 0) / max(values.shape[0], 1)
 
 
 def load_balancing_loss(logits: Tensor, load: Tensor, *, score: str = "softmax") -> Tensor:

@@ -5,7 +5,9 @@
 //     ... PYMOE_SELECT_ISA(combine_rows)(arguments) ...
 //
 // The body opens `namespace pymoe::cpu::PYMOE_ISA { ... }`, has no include guard, and may use simd.h, which is
-// compiled along with it. PYMOE_ISA_LEVEL is 1 (baseline), 3 or 4. System headers must be included before this file:
+// compiled along with it. PYMOE_ISA_LEVEL is 1 (baseline), 3 or 4. A body that v4 makes no faster says
+// `#define PYMOE_ISA_WIDEST 3` before, with what was measured (benchmarks/instruction_sets.py), and is selected by
+// PYMOE_SELECT_ISA_UP_TO_V3. System headers must be included before this file:
 // an inline function of theirs that was first seen here would be compiled for the wider instruction set and could be
 // the copy that the linker keeps for everyone.
 #include <cmath>
@@ -48,6 +50,8 @@
 #pragma GCC pop_options
 #endif
 
+#if !defined(PYMOE_ISA_WIDEST) || PYMOE_ISA_WIDEST >= 4
+
 #if defined(__clang__)
 #pragma clang attribute push(                                                                                   \
     __attribute__((target("avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt,avx512f,avx512bw,avx512cd,avx512dq,avx512vl"))), \
@@ -72,6 +76,9 @@
 #pragma GCC diagnostic pop
 #endif
 
+#endif  // PYMOE_ISA_WIDEST
+
 #endif  // PYMOE_MULTIVERSION
 
 #undef PYMOE_ISA_BODY
+#undef PYMOE_ISA_WIDEST

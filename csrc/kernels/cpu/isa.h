@@ -25,11 +25,15 @@ const char* name_of(Isa isa);
 #endif
 
 // PYMOE_SELECT_ISA(f)(args): calls baseline::f, v3::f or v4::f; f may be a template with its arguments.
+// PYMOE_SELECT_ISA_UP_TO_V3(f)(args): the same of a body that says PYMOE_ISA_WIDEST 3 (for_each_isa.h).
 #if PYMOE_MULTIVERSION
 #define PYMOE_SELECT_ISA(...)                                              \
   (::pymoe::cpu::best_isa() == ::pymoe::cpu::Isa::kV4   ? &v4::__VA_ARGS__ \
    : ::pymoe::cpu::best_isa() == ::pymoe::cpu::Isa::kV3 ? &v3::__VA_ARGS__ \
                                                         : &baseline::__VA_ARGS__)
+#define PYMOE_SELECT_ISA_UP_TO_V3(...) \
+  (::pymoe::cpu::best_isa() == ::pymoe::cpu::Isa::kBaseline ? &baseline::__VA_ARGS__ : &v3::__VA_ARGS__)
 #else
 #define PYMOE_SELECT_ISA(...) (&baseline::__VA_ARGS__)
+#define PYMOE_SELECT_ISA_UP_TO_V3(...) (&baseline::__VA_ARGS__)
 #endif

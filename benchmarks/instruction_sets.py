@@ -1,0 +1,209 @@
+"""Every CPU kernel under each instruction set that it is compiled for: which one is faster where.
+
+    python -m benchmarks.instruction_sets [--filter REGEX] [--rounds N] [--most-mib N] [--output DIR]
+
+Children with ``PYMOE_CPU_ISA=baseline``, ``v3`` and ``v4`` stay alive with the same inputs and take turns, round by
+round, each on one thread. Time is that which the thread computed, page faults included, so that other work on the
+machine shows little; ratios are taken within a round and shown as median and quartiles. What a processor offers no
+better than another is left out. Writes JSON and a Markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, cast
+
+ISAS = ("baseline", "v3", "v4")
+SPAN = 0.1
+"""Seconds that a value rests on at least."""
+
+
+def lines(most_bytes: float) -> list[Any]:
+    """The benchmark cases, as pairs of specification and case."""
+    from pymoe.testing.specs import all_specs
+
+    return [
+        (spec, case)
+        for spec in all_specs()
+        for case in (spec.bench_cases() if spec.bench_cases else ())
+        if case.bytes <= most_bytes
+    ]
+
+
+def name_of(spec: Any, case: Any) -> str:
+    """What ``--filter`` is matched with."""
+    direction = "forward+backward" if case.backward else "forward"
+    return f"{spec.name} | {case.name} | {str(case.dtype).removeprefix('torch.')} | {direction}"
+
+
+def prepared(spec: Any, case: Any) -> Callable[[], object]:
+    """The call of a case."""
+    from pymoe.bench.lines import forward_call, training_step
+    from pymoe.testing.calls import generator, leaves, with_grad
+
+    sample = case.make(generator())
+    if case.backward and not leaves(sample):
+        sample = with_grad(sample)
+    return (training_step if case.backward else forward_call)(spec.native, sample)
+
+
+def child(most_bytes: float) -> None:
+    """Serve lines of ``prepare NAME`` and ``run CALLS`` until the input ends."""
+    import torch
+
+    import pymoe
+
+    torch.set_num_threads(1)
+    by_name = {name_of(spec, case): (spec, case) for spec, case in lines(most_bytes)}
+    print(json.dumps(pymoe.build_info()["cpu_isa"]), flush=True)
+    call: Callable[[], object] = int
+    for line in sys.stdin:
+        word, _, rest = line.rstrip("\n").partition(" ")
+        if word == "prepare":
+            call = prepared(*by_name[rest])
+            call()
+            gc.collect()
+            gc.disable()
+            calls = 1
+        else:
+            calls = int(rest)
+        start = time.thread_time()
+        for _ in range(calls):
+            call()
+        print(json.dumps((time.thread_time() - start) / calls), flush=True)
+
+
+class Child:
+    """A process that computes with one instruction set."""
+
+    def __init__(self, isa: str, most_bytes: float) -> None:
+        environment = {**os.environ, "PYMOE_CPU_ISA": isa, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.instruction_sets",
+            "--child",
+            "--most-mib",
+            str(most_bytes / 2**20),
+        ]
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.isa = self._answer()
+
+    def ask(self, question: str) -> float:
+        """Seconds per call."""
+        print(question, file=cast("IO[str]", self.process.stdin), flush=True)
+        return float(self._answer())
+
+    def _answer(self) -> Any:
+        line = cast("IO[str]", self.process.stdout).readline()
+        if not line:
+            raise RuntimeError(f"the child ended with status {self.process.wait()}")
+        return json.loads(line)
+
+    def end(self) -> None:
+        """Let the process end."""
+        cast("IO[str]", self.process.stdin).close()
+        self.process.wait()
+
+
+def measured(children: dict[str, Child], name: str, rounds: int) -> dict[str, Any]:
+    """A record of one line: seconds and the ratios to v3, as medians and quartiles."""
+    from pymoe.testing.timing import Spread
+
+    first = {isa: one.ask(f"prepare {name}") for isa, one in children.items()}
+    calls = {isa: max(1, math.ceil(SPAN / max(seconds, 1e-7))) for isa, seconds in first.items()}
+    seconds: dict[str, list[float]] = {isa: [] for isa in children}
+    isas = list(children)
+    for number in range(rounds):
+        turn = number % len(isas)
+        for isa in isas[turn:] + isas[:turn]:
+            seconds[isa].append(children[isa].ask(f"run {calls[isa]}"))
+
+    def spread(values: list[float]) -> list[float]:
+        found = Spread.of(values)
+        return [found.low, found.median, found.high]
+
+    return {
+        "name": name,
+        "seconds": {isa: spread(values) for isa, values in seconds.items()},
+        "over_v3": {
+            isa: spread([mine / theirs for mine, theirs in zip(values, seconds["v3"], strict=True)])
+            for isa, values in seconds.items()
+            if isa != "v3"
+        },
+    }
+
+
+def table(facts: dict[str, Any], records: list[dict[str, Any]], rounds: int) -> str:
+    """The result as Markdown."""
+    others = [isa for isa in ISAS if isa in records[0]["over_v3"]]
+    text = [
+        "# Instruction sets of the CPU kernels\n",
+        f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB; torch {facts['torch']}, compiler "
+        f"{facts['compiler']}; load {facts['load']}, {facts['date']}.\n",
+        f"Time of one thread, {rounds} rounds in which the instruction sets take turns: milliseconds a call, and the "
+        "time of another set over that of v3 (AVX2), median and quartiles of the rounds. Below 1 it is faster than v3.\n",
+        "| operator | case | dtype | direction | v3 ms | " + " | ".join(f"{isa} / v3" for isa in others) + " |",
+        "|---|---|---|---|--:|" + "--:|" * len(others),
+    ]
+    for record in records:
+        ratios = [record["over_v3"][isa] for isa in others]
+        cells = " | ".join(f"{median:.2f} ({low:.2f} to {high:.2f})" for low, median, high in ratios)
+        text.append(f"| {record['name']} | {record['seconds']['v3'][1] * 1e3:.3g} | {cells} |")
+    return "\n".join(text) + "\n"
+
+
+def main() -> None:
+    """Run what the command line says."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--filter", default="", help="a regular expression for names of lines")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--most-mib", type=float, default=600.0, help="leave out lines that move more")
+    parser.add_argument("--output", type=Path, help="write instruction_sets.json and .md there")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    most_bytes = options.most_mib * 2**20
+    if options.child:
+        child(most_bytes)
+        return
+    from pymoe.bench.environment import environment
+
+    facts = environment()
+    children = {}
+    for isa in ISAS:
+        one = Child(isa, most_bytes)
+        if one.isa == isa:
+            children[isa] = one
+        else:
+            one.end()
+    if "v3" not in children:
+        raise SystemExit("the processor has neither AVX2 nor AVX-512: there is nothing to compare")
+    records = []
+    for spec, case in lines(most_bytes):
+        name = name_of(spec, case)
+        if re.search(options.filter, name):
+            records.append(measured(children, name, options.rounds))
+            print(table(facts, records[-1:], options.rounds).splitlines()[-1], flush=True)
+    for one in children.values():
+        one.end()
+    if options.output and records:
+        options.output.mkdir(parents=True, exist_ok=True)
+        result = {"environment": facts, "rounds": options.rounds, "lines": records}
+        (options.output / "instruction_sets.json").write_text(json.dumps(result, indent=1) + "\n")
+        (options.output / "instruction_sets.md").write_text(table(facts, records, options.rounds))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""What runs without an error and balances nothing is told once, at moments that cost a training step nothing."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from moe_layers import make_input, make_layer
+from torch import nn
+
+from pymoe.nn import Router, advice, update_expert_biases
+
+
+@pytest.fixture(autouse=True)
+def _nothing_told(monkeypatch):
+    monkeypatch.setattr(advice, "_told", set())
+
+
+@pytest.fixture
+def heard():
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        yield found
+
+
+def texts(heard):
+    return [str(one.message) for one in heard if issubclass(one.category, UserWarning)]
+
+
+def trained(layer, steps=advice.MANY_STEPS, after=lambda layer: None):
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
+    x = make_input(5)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        layer(x).sum().backward()
+        optimizer.step()
+        after(layer)
+    return layer
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.Sequential(make_layer())], ids=["no_layer", "no_bias"])
+def test_an_update_of_nothing(heard, model):
+    for _ in range(3):
+        update_expert_biases(model)
+    (text,) = texts(heard)
+    assert text.startswith("update_expert_biases: ")
+    assert "bias_update_rate=" in text
+    assert heard[0].filename == __file__, "the warning names the caller's line"
+
+
+@pytest.mark.parametrize("tell", [lambda layer: layer.eval(), lambda layer: layer.state_dict()], ids=["eval", "save"])
+def test_a_bias_that_is_never_updated(heard, tell):
+    layer = trained(make_layer(bias_update_rate=0.1))
+    assert texts(heard) == []
+    tell(layer)
+    tell(layer.train())
+    (text,) = texts(heard)
+    assert "call pymoe.nn.update_expert_biases(model) after every optimizer.step()" in text
+
+
+@pytest.mark.parametrize("tell", [lambda layer: layer.eval(), lambda layer: layer.state_dict()], ids=["eval", "save"])
+def test_training_without_any_balancing(heard, tell):
+    layer = trained(make_layer(aux_loss_coef=0.0, z_loss_coef=0.1))
+    assert texts(heard) == []
+    tell(layer)
+    tell(layer.train())
+    (text,) = texts(heard)
+    assert "set aux_loss_coef" in text
+
+
+def test_what_balances_is_not_told_of(heard):
+    trained(make_layer(bias_update_rate=0.1), after=update_expert_biases).eval().state_dict()
+    trained(make_layer(aux_loss_coef=0.01)).eval().state_dict()
+    trained(make_layer(num_experts=2, top_k=2)).eval().state_dict()  # every expert sees every token
+    assert texts(heard) == []
+
+
+def test_a_short_run_a_copy_and_a_trained_bias_are_not_told_of(heard):
+    trained(make_layer(bias_update_rate=0.1), steps=3).eval().state_dict()
+    copy.deepcopy(make_layer()).eval()
+    frozen = make_layer(bias_update_rate=0.1)
+    frozen.load_state_dict(make_layer(bias_update_rate=0.1).state_dict())
+    trained(frozen).eval()
+    assert texts(heard) == []
+
+
+@torch.inference_mode()
+def test_made_for_inference(heard):
+    layer = make_layer(bias_update_rate=0.1)
+    layer(make_input(3))
+    layer.eval()
+    Router(4, 4, 2).eval()
+    assert texts(heard) == []
