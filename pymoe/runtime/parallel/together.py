@@ -113,7 +113,9 @@ class _Run:
             if known_state() is None:  # the first call of this worker: nobody else changes its state
                 know_state(current())
         try:
-            self.contexts[number].run(in_state, self.state, with_stream, self.streams[number], self.function, number)
+            self.contexts[number].run(
+                in_state, self.state, with_stream, self.streams[number], self.function, number, clears=False
+            )
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
                 raise
