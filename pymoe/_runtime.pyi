@@ -185,7 +185,7 @@ class Future:
 
 class WorkerPool:
     """
-    A fixed number of threads that run submitted functions, first come, first served.
+    Threads that run submitted functions, first come, first served.
 
     Dropping the last reference lets queued tasks run and does not wait for them; at
     interpreter exit queued tasks are cancelled and running ones waited for.
@@ -193,12 +193,25 @@ class WorkerPool:
     def __enter__(self) -> WorkerPool: ...
     def __exit__(self, type: typing.Any, value: typing.Any, traceback: typing.Any) -> None:
         """Shut down: draining, or cancelling what is queued if the block raised."""
-    def __init__(self, workers: typing.SupportsInt | typing.SupportsIndex) -> None:
+    def __init__(
+        self,
+        workers: typing.SupportsInt | typing.SupportsIndex,
+        most: typing.SupportsInt | typing.SupportsIndex = 0,
+        still: typing.SupportsFloat | typing.SupportsIndex = 0.008,
+        idle: typing.SupportsFloat | typing.SupportsIndex = 5.0,
+    ) -> None:
         """
-        Start ``workers`` threads.
+        Start ``workers`` threads, and more while functions are queued and threads wait.
+
+        Args:
+            workers: how many threads are to do something at a time.
+            most: how many there may be with those that wait; there is always ``workers`` if it is no more.
+            still: seconds; a thread that uses no processor for so long waits. Longer than the interpreter's
+                switch interval, so that those that wait for its lock do not count.
+            idle: seconds; threads beyond ``workers`` that have had nothing to run for so long end.
 
         Raises:
-            ValueError: ``workers`` is less than 1.
+            ValueError: ``workers`` is less than 1, or a number of seconds is not above 0.
         """
     def shutdown(self, drain: bool = True) -> None:
         """
@@ -220,7 +233,7 @@ class WorkerPool:
         """
     @property
     def workers(self) -> int:
-        """The number of threads."""
+        """The number of threads now."""
 
 class GraphRun:
     """One run of a :class:`TaskGraph`. Made by :meth:`TaskGraph.run`."""

@@ -97,9 +97,17 @@ class PyFuture {
   int created_;
 };
 
-PyWorkerPool::PyWorkerPool(int workers) : created_(generation()) {
+PyWorkerPool::PyWorkerPool(int workers, int most, double still, double idle) : created_(generation()) {
+  const auto in_seconds = [](double seconds, const char* name) {
+    constexpr double kYear = 366.0 * 86400;
+    if (!(seconds > 0 && seconds <= kYear)) {
+      raise(PyExc_ValueError, "WorkerPool: %s must be a number of seconds above 0, a year at most", name);
+    }
+    return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  };
+  const StoppablePool::Growth growth{most, in_seconds(still, "still"), in_seconds(idle, "idle")};
   const WithoutGil released;  // also while a pool that came too late joins its workers
-  auto pool = std::make_shared<StoppablePool>(workers);
+  auto pool = std::make_shared<StoppablePool>(workers, growth);
   keep_until_stopped(pool);
   kept_ = std::move(pool);
 }
@@ -155,13 +163,20 @@ void bind_worker_pool(py::module_& module) {
            "Takes and raises what :meth:`result` does, the task's own exception excepted.");
 
   py::class_<PyWorkerPool>(module, "WorkerPool",
-                           "A fixed number of threads that run submitted functions, first come, first served.\n\n"
+                           "Threads that run submitted functions, first come, first served.\n\n"
                            "Dropping the last reference lets queued tasks run and does not wait for them; at\n"
                            "interpreter exit queued tasks are cancelled and running ones waited for.")
-      .def(py::init<int>(), py::arg("workers"),
-           "Start ``workers`` threads.\n\n"
+      .def(py::init<int, int, double, double>(), py::arg("workers"), py::arg("most") = 0, py::arg("still") = 0.008,
+           py::arg("idle") = 5.0,
+           "Start ``workers`` threads, and more while functions are queued and threads wait.\n\n"
+           "Args:\n"
+           "    workers: how many threads are to do something at a time.\n"
+           "    most: how many there may be with those that wait; there is always ``workers`` if it is no more.\n"
+           "    still: seconds; a thread that uses no processor for so long waits. Longer than the interpreter's\n"
+           "        switch interval, so that those that wait for its lock do not count.\n"
+           "    idle: seconds; threads beyond ``workers`` that have had nothing to run for so long end.\n\n"
            "Raises:\n"
-           "    ValueError: ``workers`` is less than 1.")
+           "    ValueError: ``workers`` is less than 1, or a number of seconds is not above 0.")
       // The function's parameter has no name, so that every keyword is the function's own.
       .def("submit", &PyWorkerPool::submit,
            "Queue ``arg0(*args, **kwargs)`` and return its :class:`Future`.\n\n"
@@ -174,7 +189,7 @@ void bind_worker_pool(py::module_& module) {
            "    drain: run what is queued; otherwise tasks that have not started are cancelled.\n\n"
            "Raises:\n"
            "    RuntimeError: called from a worker of this pool, or in a fork.")
-      .def_property_readonly("workers", &PyWorkerPool::workers, "The number of threads.")
+      .def_property_readonly("workers", &PyWorkerPool::workers, "The number of threads now.")
       .def(
           "__enter__", [](PyWorkerPool& self) -> PyWorkerPool& { return self; }, py::return_value_policy::reference)
       .def(

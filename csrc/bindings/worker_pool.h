@@ -14,7 +14,9 @@ namespace pymoe::bindings {
 // The workers behind a pymoe._runtime.WorkerPool: they outlive its Python object until they have stopped.
 class StoppablePool : public Stoppable {
  public:
-  explicit StoppablePool(int workers) : pool(workers, with_thread_state) {}
+  using Growth = runtime::Growth<runtime::SystemSync>;
+
+  explicit StoppablePool(int workers, Growth growth = {}) : pool(workers, with_thread_state, growth) {}
   void cancel() override { pool.request_stop(runtime::Stop::kCancel); }
   bool stopped_by(std::chrono::steady_clock::time_point until) override { return pool.wait_stopped_until(until); }
   bool on_worker() const override { return pool.on_worker(); }
@@ -27,7 +29,8 @@ class PyFuture;
 // pymoe._runtime.WorkerPool. All under the GIL.
 class PyWorkerPool {
  public:
-  explicit PyWorkerPool(int workers);
+  // `still` and `idle` in seconds.
+  PyWorkerPool(int workers, int most, double still, double idle);
   ~PyWorkerPool();
   PyWorkerPool(const PyWorkerPool&) = delete;
   PyWorkerPool& operator=(const PyWorkerPool&) = delete;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -25,6 +26,7 @@ template <typename Rank>
 class JobQueue {
  public:
   bool empty() const { return line_.empty() && heap_.empty(); }
+  size_t size() const { return line_.size() + heap_.size(); }
 
   void push(Rank rank, std::shared_ptr<Job> job) {
     Entry entry{rank, pushed_++, std::move(job)};

@@ -10,6 +10,8 @@
 //     Time, Duration               a steady clock's points and spans; now()
 //     Thread                       constructed with a function; join(), joinable()
 //     this_thread()                an ID to compare
+//     Activity                     of_this_thread(), and from others advanced(): whether a thread does something
+//                                  (activity.h)
 //     batches_on_this_thread()     int&: how many batches the calling thread is inside of (strand.h counts)
 //     preempt()                    a place where a schedule may switch: before an atomic that decides something
 //
@@ -22,6 +24,8 @@
 #include <mutex>
 #include <thread>
 
+#include "runtime/activity.h"
+
 namespace pymoe::runtime {
 
 struct SystemSync {
@@ -31,6 +35,7 @@ struct SystemSync {
   using Duration = Clock::duration;
   using Thread = std::thread;
   using ThreadId = std::thread::id;
+  using Activity = ThreadActivity;
 
   class Condition {
    public:

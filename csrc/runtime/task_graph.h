@@ -149,7 +149,8 @@ class TaskGraph {
 // One run of a graph.
 //
 // Its jobs in the pool are tickets: each runs ready nodes one after the other until there are none, or something older
-// waits for a worker. One is posted for every ready node that no thread is about to take, as far as there are workers.
+// waits for a worker. One is posted for every ready node that no thread is about to take, as far as there are workers;
+// in a pool that grows, as many as there are workers wait there beside those that were taken.
 template <typename Sync>
 class TaskGraph<Sync>::Run final : public Completion<Sync>,
                                    public std::enable_shared_from_this<typename TaskGraph<Sync>::Run> {
@@ -321,7 +322,8 @@ class TaskGraph<Sync>::Run final : public Completion<Sync>,
     int count = static_cast<int>(ready_.size()) - called_;
     for (; count > 0 && waiting > 0; --waiting, --count) changed_.notify_one();
     if (held_) return;
-    count = std::min(count, pool_.workers() - tickets_);
+    // A pool that grows has to see that there are more than its workers have taken.
+    count = std::min(count, pool_.workers() - (pool_.grows() ? called_ : tickets_));
     if (count <= 0) return;
     const Time rank = next_rank();
     called_ += count;

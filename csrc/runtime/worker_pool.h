@@ -1,4 +1,5 @@
-// WorkerPool: a fixed number of threads that run jobs, smallest rank first, first come first served among equals.
+// WorkerPool: threads that run jobs, smallest rank first, first come first served among equals. Their number is fixed,
+// or grows with jobs that wait.
 //
 //     WorkerPool<SystemSync> pool(4);
 //     Future<int> answer = pool.submit([] { return 6 * 7; });
@@ -12,13 +13,19 @@
 //           the future; an exception in a task touches nothing else. The function object is destroyed before the future
 //           is done, by the thread that ran it. A thread that waits for a task that has not started runs it itself
 //           (future.h): the number of workers bounds what runs at a time only as far as nobody waits.
+// Growing   A pool that may grow (growth.h) has `workers` threads at first and gets more while jobs are left lying
+//           because those that run wait: as many as it takes to have `workers` threads that do something. So jobs may
+//           wait for each other, up to the limit, and jobs that compute do not get in each other's way. One more
+//           thread, the watcher, looks after this; it sleeps unless a job is left lying. Threads beyond the first
+//           `workers` that had nothing to run for a while end.
 // Stopping  request_stop refuses further jobs from then on and returns at once. With Stop::kDrain everything posted
 //           still runs; with Stop::kCancel what has not started is cancelled. Either way jobs whose time has not come
 //           are cancelled, and what runs is never interrupted. stop waits, too, until every worker has ended. Both may
 //           be called any number of times and from several threads. The destructor stops with kDrain.
 // Errors    submit after a stop throws StoppedError; post and post_at return false. Waiting for the workers from one of
 //           them can never end, so it throws std::logic_error. The constructor throws std::invalid_argument for fewer
-//           than one worker, and if the system refuses a thread it ends those already running and throws on.
+//           than one worker, and if the system refuses a thread it ends those already running and throws on. (Where it
+//           refuses a thread to a pool that would grow, the pool asks again later.)
 // Threads   All functions may be called from any thread, including from jobs (stop and the destructor excepted). No
 //           thread exists before the constructor or after stop.
 #pragma once
@@ -36,7 +43,9 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/function_task.h"
 #include "runtime/future.h"
+#include "runtime/growth.h"
 #include "runtime/job_queue.h"
 #include "runtime/sync.h"
 
@@ -49,52 +58,6 @@ class StoppedError : public std::runtime_error {
 
 enum class Stop { kDrain, kCancel };
 
-// A function and the state of its future, in one allocation.
-template <typename Function, typename Sync>
-class FunctionTask final : public Job, public FutureState<std::invoke_result_t<Function&>, Sync> {
-  using Result = std::invoke_result_t<Function&>;
-  using Value = typename FutureState<Result, Sync>::Value;
-
- public:
-  template <typename From>
-  explicit FunctionTask(From&& function) : function_(std::forward<From>(function)) {}
-
-  bool help() noexcept override {
-    if (!this->claim()) return false;
-    std::optional<Value> value;
-    std::exception_ptr error;
-    try {
-      if constexpr (std::is_void_v<Result>) {
-        (*function_)();
-        value.emplace();
-      } else {
-        value.emplace((*function_)());
-      }
-    } catch (...) {
-      error = std::current_exception();
-    }
-    function_.reset();
-    if (error) {
-      this->complete(std::move(error));
-    } else {
-      this->finish(std::move(*value));
-    }
-    return true;
-  }
-
-  void run() noexcept override { help(); }
-
-  void cancel() noexcept override {
-    if (!this->claim()) return;
-    function_.reset();
-    this->complete(
-        std::make_exception_ptr(Cancelled("the task was cancelled: its pool stopped before it had started")));
-  }
-
- private:
-  std::optional<Function> function_;
-};
-
 template <typename Sync>
 class WorkerPool {
  public:
@@ -103,7 +66,7 @@ class WorkerPool {
   // What every worker does: `around(work)` must call work() once, and may set up and tear down around it.
   using Around = std::function<void(const std::function<void()>& work)>;
 
-  explicit WorkerPool(int workers, Around around = {});
+  explicit WorkerPool(int workers, Around around = {}, Growth<Sync> growth = {});
   ~WorkerPool() { stop(Stop::kDrain); }
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;
@@ -128,69 +91,126 @@ class WorkerPool {
   // True if a job waits for a worker whose rank is smaller: it should go first. May be out of date.
   bool older_waits(Rank rank) const { return first_rank_.load(std::memory_order_relaxed) < rank; }
 
-  int workers() const { return static_cast<int>(workers_.size()); }
+  // How many there are now.
+  int workers() const { return count_.load(std::memory_order_relaxed); }
+  bool grows() const { return growth_.most > base_; }
   // True on a thread of this pool.
   bool on_worker() const;
 
  private:
-  struct Worker {
-    typename Sync::Thread thread;   // guarded by join_mutex_
+  using Lock = std::unique_lock<typename Sync::Mutex>;
+
+  struct Worker : Watched<Sync> {
+    typename Sync::Thread thread;   // for who starts it and who joins it, one after the other
     typename Sync::ThreadId id{};   // guarded by mutex_, as is the rest; nobody's while the thread does not run
     typename Sync::Condition wake;  // called has become true
     bool called = false;
   };
 
+  void start_worker();
   void work(Worker& self);
   std::shared_ptr<Job> next(Worker& self);
-  void sleep(Worker& self, std::unique_lock<typename Sync::Mutex>& lock);
+  bool sleep(Worker& self, Lock& lock);
+  void retire(Worker& self);
+  void watch();
+  Time look(Lock& lock, Time now);
+  void join_retired(Lock& lock);
+  // How many jobs are left lying: they could run, and no worker is about to look.
+  size_t left_lying(Time now) const {
+    if (!idle_.empty() || timekeeper_ != nullptr) return 0;
+    return ready_.size() + (!timed_.empty() && !(now < timed_.first_rank()));
+  }
+  void call_watcher() {
+    if (!grows() || watched_) return;
+    watched_ = true;
+    watch_.notify_one();
+  }
+  void count_ended() {
+    const std::lock_guard lock(mutex_);
+    if (--running_ == 0) ended_.notify_all();
+  }
   void release_due();
   void make_ready(Rank rank, std::shared_ptr<Job> job);
   std::shared_ptr<Job> take_ready();
   // A sleeping worker that is to look again: the caller then notifies it, best without the lock. Null if none sleeps.
   Worker* call_idle();
   Worker* call_timekeeper();
-  void refuse_on_worker() const;
+  void refuse_on_worker() const {
+    if (on_worker()) throw std::logic_error("WorkerPool: a worker cannot wait for the end of its own pool");
+  }
   void join();
 
   // Sleeping workers are idle or the timekeeper: the one who wakes at the first time of timed_. There is a timekeeper
   // whenever timed_ has something and a worker sleeps. A worker is called for every job that becomes ready, if one
   // sleeps; the one who lay down last, since its caches are warm.
+  const int base_;
   const Around around_;
-  std::vector<std::unique_ptr<Worker>> workers_;
-  mutable typename Sync::Mutex mutex_;  // guards all below but join_mutex_
+  const Growth<Sync> growth_;
+  mutable typename Sync::Mutex mutex_;                      // guards all below but join_mutex_
+  std::vector<std::unique_ptr<Worker>> workers_, retired_;  // the latter have ended, and are to be joined
+  std::atomic<int> count_{0};                               // of workers_; written under the lock
   JobQueue<Rank> ready_, timed_;
   std::atomic<Rank> first_rank_{Rank::max()};  // of ready_; written under the lock
   std::vector<Worker*> idle_;
   Worker* timekeeper_ = nullptr;
   bool stopping_ = false;
-  int running_ = 0;                 // workers that have not ended
-  typename Sync::Condition ended_;  // running_ has reached 0
-  typename Sync::Mutex join_mutex_;
+  int running_ = 0;                   // threads that have not ended
+  typename Sync::Condition ended_;    // running_ has reached 0
+  bool watched_ = false;              // the watcher is awake, or about to be
+  typename Sync::Condition watch_;    // watched_ has become true
+  Time crowded_since_ = Time::max();  // more than base_ threads do something
+  int surplus_ = 0;                   // workers that are to end instead of taking a job
+  typename Sync::Mutex join_mutex_;   // held while threads are joined for good, mutex_ within
+  typename Sync::Thread watcher_;
 };
 
 template <typename Sync>
-WorkerPool<Sync>::WorkerPool(int workers, Around around) : around_(std::move(around)) {
+WorkerPool<Sync>::WorkerPool(int workers, Around around, Growth<Sync> growth)
+    : base_(workers), around_(std::move(around)), growth_(growth) {
   if (workers < 1) {
     throw std::invalid_argument("WorkerPool: workers must be at least 1, got " + std::to_string(workers));
   }
-  for (int i = 0; i < workers; ++i) workers_.push_back(std::make_unique<Worker>());
-  idle_.reserve(workers_.size());
   try {
-    for (const auto& worker : workers_) {
+    for (int i = 0; i < workers; ++i) start_worker();
+    if (grows()) {
       {
         const std::lock_guard lock(mutex_);
         ++running_;
+        watched_ = true;
       }
       try {
-        worker->thread = typename Sync::Thread([this, self = worker.get()] { work(*self); });
+        watcher_ = typename Sync::Thread([this] { watch(); });
       } catch (...) {
-        const std::lock_guard lock(mutex_);
-        --running_;
+        count_ended();
         throw;
       }
     }
   } catch (...) {
     stop(Stop::kCancel);
+    throw;
+  }
+}
+
+template <typename Sync>
+void WorkerPool<Sync>::start_worker() {
+  auto made = std::make_unique<Worker>();
+  Worker* const worker = made.get();
+  {
+    const std::lock_guard lock(mutex_);
+    workers_.push_back(std::move(made));
+    idle_.reserve(workers_.size());
+    count_ = static_cast<int>(workers_.size());
+    ++running_;
+  }
+  try {
+    worker->thread = typename Sync::Thread([this, worker] { work(*worker); });
+  } catch (...) {
+    {
+      const std::lock_guard lock(mutex_);
+      std::erase_if(workers_, [&](const auto& other) { return other.get() == worker; });
+      count_ = static_cast<int>(workers_.size());
+    }
+    count_ended();
     throw;
   }
 }
@@ -204,6 +224,7 @@ bool WorkerPool<Sync>::post(std::shared_ptr<Job> job, Rank rank) {
     make_ready(rank, std::move(job));
     called = call_idle();
     if (called == nullptr) called = call_timekeeper();
+    if (called == nullptr || workers() > base_) call_watcher();
   }
   if (called != nullptr) called->wake.notify_one();
   return true;
@@ -218,6 +239,7 @@ bool WorkerPool<Sync>::post_at(Time when, std::shared_ptr<Job> job) {
     const bool first = timed_.empty() || when < timed_.first_rank();
     timed_.push(when, std::move(job));
     if (first) called = timekeeper_ != nullptr ? call_timekeeper() : call_idle();
+    if (first && called == nullptr) call_watcher();
   }
   if (called != nullptr) called->wake.notify_one();
   return true;
@@ -228,6 +250,7 @@ void WorkerPool<Sync>::work(Worker& self) {
   {
     const std::lock_guard lock(mutex_);
     self.id = Sync::this_thread();
+    if (grows()) self.activity = Sync::Activity::of_this_thread();
   }
   const std::function<void()> loop = [this, &self] {
     while (const std::shared_ptr<Job> job = next(self)) job->run();
@@ -237,9 +260,11 @@ void WorkerPool<Sync>::work(Worker& self) {
   } else {
     loop();
   }
-  const std::lock_guard lock(mutex_);
-  self.id = {};
-  if (--running_ == 0) ended_.notify_all();
+  {
+    const std::lock_guard lock(mutex_);
+    self.id = {};
+  }
+  count_ended();
 }
 
 // Waits for a job; null when the worker is to end.
@@ -251,28 +276,120 @@ std::shared_ptr<Job> WorkerPool<Sync>::next(Worker& self) {
     std::unique_lock lock(mutex_);
     for (release_due(); ready_.empty(); release_due()) {
       if (stopping_) return nullptr;
-      sleep(self, lock);
+      if (!sleep(self, lock)) {
+        retire(self);
+        return nullptr;
+      }
+    }
+    if (surplus_ > 0 && workers() > base_ && !stopping_) {
+      --surplus_;
+      retire(self);
+      return nullptr;
     }
     job = take_ready();
-    if (!timed_.empty() && timekeeper_ == nullptr) successor = call_idle();
+    if (!timed_.empty() && timekeeper_ == nullptr) {
+      successor = call_idle();
+      if (successor == nullptr) call_watcher();
+    }
   }
   if (successor != nullptr) successor->wake.notify_one();
   return job;
 }
 
+// False if the worker is one too many, and had nothing to do for long.
 template <typename Sync>
-void WorkerPool<Sync>::sleep(Worker& self, std::unique_lock<typename Sync::Mutex>& lock) {
+bool WorkerPool<Sync>::sleep(Worker& self, Lock& lock) {
   self.called = false;
   if (timed_.empty() || timekeeper_ != nullptr) {
     idle_.push_back(&self);
-    while (!self.called) self.wake.wait(lock);
-    return;
+    const Time until = workers() > base_ ? Sync::now() + growth_.idle : Time::max();
+    while (!self.called) {
+      if (until == Time::max()) {
+        self.wake.wait(lock);
+      } else if (!self.wake.wait_until(lock, until)) {
+        break;
+      }
+    }
+    if (self.called) return true;
+    std::erase(idle_, &self);
+    return workers() <= base_;
   }
   timekeeper_ = &self;
   const Time until = timed_.first_rank();
   while (!self.called && self.wake.wait_until(lock, until)) {
   }
   if (!self.called) timekeeper_ = nullptr;
+  return true;
+}
+
+template <typename Sync>
+void WorkerPool<Sync>::retire(Worker& self) {
+  const auto place =
+      std::find_if(workers_.begin(), workers_.end(), [&](const auto& other) { return other.get() == &self; });
+  retired_.push_back(std::move(*place));
+  workers_.erase(place);
+  count_ = static_cast<int>(workers_.size());
+  call_watcher();
+}
+
+// The watcher's thread.
+template <typename Sync>
+void WorkerPool<Sync>::watch() {
+  Lock lock(mutex_);
+  while (!stopping_ || !ready_.empty()) {
+    join_retired(lock);
+    const Time now = Sync::now();
+    Time until = Time::max();
+    if (left_lying(now) > 0 || workers() > base_ + static_cast<int>(idle_.size())) {
+      until = look(lock, now);
+    } else {
+      if (!timed_.empty() && idle_.empty() && timekeeper_ == nullptr) until = timed_.first_rank();
+      watched_ = false;
+    }
+    // Only who may sleep for long is woken: the rest of the time it looks again soon enough.
+    if (until == Time::max()) {
+      while (!watched_) watch_.wait(lock);
+    } else {
+      watch_.wait_until(lock, until);
+    }
+    watched_ = true;
+  }
+  lock.unlock();
+  count_ended();
+}
+
+// Returns when to look again.
+template <typename Sync>
+auto WorkerPool<Sync>::look(Lock& lock, Time now) -> Time {
+  int active = 0;
+  for (const auto& worker : workers_) active += worker->does_something(now, growth_.still);
+  if (active <= base_) crowded_since_ = Time::max();
+  crowded_since_ = std::min(crowded_since_, now);
+  surplus_ = now - crowded_since_ < growth_.still * 10 ? 0 : active - base_;
+  const auto room = static_cast<size_t>(std::max(growth_.most - workers(), 0));
+  int count = std::min(missing_workers(base_, workers(), active), static_cast<int>(std::min(left_lying(now), room)));
+  lock.unlock();
+  bool refused = false;
+  for (; count > 0 && !refused; --count) {
+    try {
+      start_worker();
+    } catch (...) {
+      refused = true;  // by the system
+    }
+  }
+  lock.lock();
+  return now + (refused ? growth_.still * 16 : growth_.still / 4);
+}
+
+template <typename Sync>
+void WorkerPool<Sync>::join_retired(Lock& lock) {
+  while (!retired_.empty()) {
+    const std::unique_ptr<Worker> worker = std::move(retired_.back());
+    retired_.pop_back();
+    lock.unlock();
+    worker->thread.join();
+    lock.lock();
+  }
 }
 
 // Moves what is due to ready_. The worker who looks takes one job itself, and calls others for the rest.
@@ -285,6 +402,7 @@ void WorkerPool<Sync>::release_due() {
     make_ready(rank, timed_.pop());
     Worker* called = first ? nullptr : call_idle();
     if (called != nullptr) called->wake.notify_one();
+    if (!first && called == nullptr) call_watcher();
   }
 }
 
@@ -327,6 +445,8 @@ void WorkerPool<Sync>::request_stop(Stop how) {
     while (how == Stop::kCancel && !ready_.empty()) dropped.push_back(take_ready());
     while (Worker* called = call_idle()) called->wake.notify_one();
     if (Worker* called = call_timekeeper()) called->wake.notify_one();
+    call_watcher();
+    watch_.notify_one();
   }
   for (const auto& job : dropped) job->cancel();
 }
@@ -351,10 +471,18 @@ void WorkerPool<Sync>::stop(Stop how) {
   join();
 }
 
+// After request_stop: the watcher starts and joins workers until it ends, nobody does after it.
 template <typename Sync>
 void WorkerPool<Sync>::join() {
-  const std::lock_guard lock(join_mutex_);
-  for (const auto& worker : workers_) {
+  const std::lock_guard joining(join_mutex_);
+  if (watcher_.joinable()) watcher_.join();
+  std::vector<Worker*> left;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& worker : workers_) left.push_back(worker.get());
+    for (const auto& worker : retired_) left.push_back(worker.get());
+  }
+  for (Worker* worker : left) {
     if (worker->thread.joinable()) worker->thread.join();
   }
 }
@@ -364,11 +492,6 @@ bool WorkerPool<Sync>::on_worker() const {
   const auto id = Sync::this_thread();
   const std::lock_guard lock(mutex_);
   return std::any_of(workers_.begin(), workers_.end(), [&](const auto& worker) { return worker->id == id; });
-}
-
-template <typename Sync>
-void WorkerPool<Sync>::refuse_on_worker() const {
-  if (on_worker()) throw std::logic_error("WorkerPool: a worker cannot wait for the end of its own pool");
 }
 
 extern template class WorkerPool<SystemSync>;

@@ -127,6 +127,7 @@ Simulation& here() {
 
 void record(Simulation& s, Kind kind, int number) {
   const int64_t step = s.steps++;
+  ++thread_of(s, s.current).steps;
   s.recent[static_cast<size_t>(step) % kRecent] = {s.current, number, kind, s.now};
   add_to_hash(
       s, static_cast<uint64_t>(s.current) << 32 ^ static_cast<uint64_t>(number) << 8 ^ static_cast<uint64_t>(kind));

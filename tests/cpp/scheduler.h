@@ -33,6 +33,7 @@ struct SimulatedThread {
   bool entered = false;
   int locks = 0;    // that it holds
   int batches = 0;  // that it is inside of
+  int64_t steps = 0;
   Kind blocked_by = Kind::kStart;
   const void* on = nullptr;  // the mutex, condition or thread that it is blocked by
   int on_number = 0;

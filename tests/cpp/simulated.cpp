@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <memory>
 #include <system_error>
+#include <utility>
 
 #include "scheduler.h"
 
@@ -127,6 +128,18 @@ void SimulatedSync::Thread::join() {
   SimulatedThread& thread = thread_of(s, id);
   while (thread.state != State::kEnded) block(s, Kind::kJoin, &thread, id, kNever);
   emulator::happens_after(&thread);
+}
+
+SimulatedSync::Activity SimulatedSync::Activity::of_this_thread() {
+  Activity activity;
+  activity.thread_ = here().current;
+  return activity;
+}
+
+bool SimulatedSync::Activity::advanced() {
+  if (thread_ == 0) return true;
+  const SimulatedThread& thread = thread_of(here(), thread_);
+  return std::exchange(seen_, thread.steps) != thread.steps || thread.state == State::kReady;
 }
 
 SimulatedSync::Time SimulatedSync::now() { return Time(Duration(here().now)); }

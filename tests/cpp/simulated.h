@@ -134,6 +134,17 @@ struct SimulatedSync {
     ThreadId id_ = 0;
   };
 
+  // A thread does something if it takes a step. One that sleeps again and again does: so a scenario computes.
+  class Activity {
+   public:
+    static Activity of_this_thread();
+    bool advanced();
+
+   private:
+    ThreadId thread_ = 0;
+    int64_t seen_ = -1;
+  };
+
   static Time now();
   static ThreadId this_thread();
   static int& batches_on_this_thread();

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from pymoe.runtime.parallel import random_streams
 from pymoe.runtime.parallel.pool import shared_pool
+from pymoe.runtime.parallel.saved_tensors import depend_on_order
 from pymoe.runtime.parallel.state import current, in_state
 
 Result = TypeVar("Result")
@@ -67,9 +68,10 @@ def run_in_background(func: Callable[..., Result], /, *args: Any, **kwargs: Any)
     """Run ``func(*args, **kwargs)`` on one of the workers of :func:`map_with_parallel_backward`.
 
     It runs in the state that this thread has now: grad mode, inference mode, autocast, default device, function and
-    dispatch modes, saved-tensor hooks, context variables, CUDA device and stream. It draws random numbers from a
-    stream of its own, which is made from the next number of this thread's generator: what it draws depends on the seed
-    and on how many numbers were drawn before, not on the threads.
+    dispatch modes, saved-tensor hooks, context variables, CUDA device and stream. (Hooks and modes are asked on the
+    thread that runs it, beside whatever else asks them.) It draws random numbers from a stream of its own, which is
+    made from the next number of this thread's generator: what it draws depends on the seed and on how many numbers were
+    drawn before, not on the threads.
 
     Returns:
         A ``concurrent.futures.Future``, for ``concurrent.futures.wait`` and ``as_completed``, too. ``result()`` without
@@ -77,12 +79,18 @@ def run_in_background(func: Callable[..., Result], /, *args: Any, **kwargs: Any)
 
     Raises:
         TypeError: ``func`` cannot be called.
-        RuntimeError: the interpreter is exiting.
+        RuntimeError: the interpreter is exiting, or ``torch.utils.checkpoint`` is around this call.
     """
     if not callable(func):
         raise TypeError(f"run_in_background: func must be callable, got {type(func).__name__}")
     random_streams.install()
     state, context = current(), contextvars.copy_context()
+    if depend_on_order(state.saved_tensor_hooks):
+        raise RuntimeError(
+            "run_in_background: torch.utils.checkpoint cannot be around a call in the background, since it tells saved "
+            "tensors apart by the order in which they are saved; checkpoint within the function, or use "
+            "map_with_parallel_backward, whose calls save in a fixed order"
+        )
     stream = random_streams.Source(eager=True).stream(0)
 
     def call() -> Result:

@@ -26,6 +26,7 @@ from pymoe.runtime.parallel.isolated import (
     trace,
 )
 from pymoe.runtime.parallel.random_streams import Stream
+from pymoe.runtime.parallel.saved_tensors import Recorder, fetch_all
 from pymoe.runtime.parallel.together import functorch_is_active, likeness, run_together
 
 NAME = "map_with_parallel_backward"
@@ -64,11 +65,13 @@ def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tupl
       ``save_for_backward`` with version checks, ``needs_input_grad``, ``mark_non_differentiable``, ``mark_dirty``,
       ``set_materialize_grads``, ``setup_context``, ``once_differentiable``. ``retain_graph=True`` works;
       differentiating twice is an error, and so is reentrant checkpointing, which needs ``backward`` where this needs
-      ``autograd.grad`` (``use_reentrant=False`` works). With gradients off there is no graph.
+      ``autograd.grad`` (``use_reentrant=False`` works, in calls and around the map). With gradients off there is no
+      graph.
     - **State.** Calls run in the state of the thread that called: grad mode, inference mode, autocast, default device,
       function and dispatch modes, saved-tensor hooks, context variables, CUDA device and streams, profiler; backward
-      passes in the state of the backward pass around them. Inside ``torch.func`` transforms calls run one after the
-      other.
+      passes in the state of the backward pass around them. Saved-tensor hooks are asked on that thread, in call order:
+      to pack when all calls have ended, to unpack before their backward passes. Inside ``torch.func`` transforms, and
+      with dispatch modes beside saved-tensor hooks (selective checkpointing), calls run one after the other.
     - **Random numbers.** Every call has a stream of its own, which depends on the seed and the call's position alone:
       results are the same for any number of threads. They are not those of a serial loop. The surrounding stream moves
       on by one number if any call draws, else not. Python's and numpy's generators are left alone.
@@ -107,23 +110,29 @@ def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tupl
     source = random_streams.Source()
     streams = [source.stream(number) for number in range(len(calls))]
     like = likeness(func)
-    run_together(f"{NAME} forward", forward, streams, like)
+    recorders = run_together(f"{NAME} forward", forward, streams, like)
     if not graphs:
         return tuple([call.outputs for call in calls])
     # On this thread: calls that end at the same time would wait for each other's turns at the interpreter's lock.
     fresh = trace(calls, hand_through=True)
-    return _join(calls, fresh, streams, like)
+    return _join(calls, fresh, streams, like, recorders)
 
 
 class _Plan:
     """What the node of a map knows: its calls, and where the gradients of each come from and go to."""
 
     def __init__(
-        self, calls: list[IsolatedCall], fresh: list[list[torch.Tensor]], streams: Sequence[Stream], like: int
+        self,
+        calls: list[IsolatedCall],
+        fresh: list[list[torch.Tensor]],
+        streams: Sequence[Stream],
+        like: int,
+        recorders: list[Recorder],
     ) -> None:
         self.calls: list[IsolatedCall] | None = calls
         self.streams = streams
         self.like = like
+        self.recorders = recorders  # of what calls have saved; empty without hooks
         self.tensors: list[torch.Tensor] = []  # the inputs of the node, each once
         self.targets: list[list[int]] = []  # per call: which input each of its gradients belongs to
         self.sources: list[list[int]] = []  # per call: which output of the node each of its roots is
@@ -191,7 +200,17 @@ class _ParallelMap(torch.autograd.Function):
         def backward(number: int) -> None:
             gradients[number] = calls[number].gradients([grads[output] for output in plan.sources[number]], keep)
 
-        run_together(f"{NAME} backward", backward, plan.streams, plan.like, plan.inline)
+        recorders = [
+            recorder
+            for recorder, sources in zip(plan.recorders, plan.sources, strict=False)
+            if any([grads[output] is not None for output in sources])
+        ]
+        try:
+            fetch_all(recorders)
+            run_together(f"{NAME} backward", backward, plan.streams, plan.like, plan.inline)
+        finally:
+            for recorder in recorders:
+                recorder.release()
         totals: list[torch.Tensor | None] = [None] * plan.inputs
         for targets, own in zip(plan.targets, gradients, strict=True):
             for target, gradient in zip(targets, own, strict=True):
@@ -200,14 +219,19 @@ class _ParallelMap(torch.autograd.Function):
                     totals[target] = gradient if before is None else before + gradient
         if not keep:
             plan.calls = None
+            plan.recorders = []
         return None, None, None, *(once_only(NAME, totals) if torch.is_grad_enabled() else totals)
 
 
 def _join(
-    calls: list[IsolatedCall], fresh: list[list[torch.Tensor]], streams: list[Stream], like: int
+    calls: list[IsolatedCall],
+    fresh: list[list[torch.Tensor]],
+    streams: list[Stream],
+    like: int,
+    recorders: list[Recorder],
 ) -> tuple[tuple[Any, ...], ...]:
     """The calls' outputs, as outputs of one node."""
-    plan = _Plan(calls, fresh, streams, like)
+    plan = _Plan(calls, fresh, streams, like, recorders)
     inner = [output for own in fresh for output in own]
     tied = set().union(*[call.tied for call in calls if call.tied])
     outer: dict[int, torch.Tensor] = {}

@@ -4,7 +4,8 @@ The opposite twin of ``pymoe.runtime.thread_state``, which hides from a batch wh
 this state by thread and offers no public way to take it to another, so each part is carried by hand:
 
 - grad mode, inference mode, forward-mode gradients, multithreading and view replay of autograd;
-- autocast: for the CPU and the accelerator whether it is on and its dtype, and whether casts are cached;
+- autocast: for the CPU and the accelerator whether it is on and its dtype, and whether casts are cached; and the level
+  of autocast blocks (:func:`autocast_level`), at whose end torch clears the cache of casts;
 - function modes (``torch.device`` and ``torch.set_default_device`` among them), whether functions of tensor subclasses
   are looked at (``DisableTorchFunction``), dispatch modes;
 - hooks on saved tensors, and that they are forbidden;
@@ -19,7 +20,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -116,8 +118,44 @@ def know_state(state: ThreadState | None) -> None:
     _known.state = state
 
 
-def in_state(state: ThreadState, function: Callable[..., Result], *args: Any) -> Result:
-    """``function(*args)`` in ``state``; this thread's own is put back, also where the function has left traces."""
+@contextmanager
+def autocast_level(level: int, clears: bool = True) -> Iterator[None]:
+    """With this thread ``level`` autocast blocks deep, whatever it was before; its own depth is put back.
+
+    The cache of casts is the whole process's and holds what parameters were when they were cast. torch clears it
+    where the outermost autocast block of a thread ends, so that nothing old is left when the parameters have changed.
+    Setting autocast's flags alone enters no block: what is cast then stays until some other block ends.
+
+    Args:
+        level: 0 for code that is in no block: those that it enters then are outermost ones.
+        clears: clear the cache at the end; False where another thread is in the block all the while, and will.
+    """
+    before = _set_autocast_level(level)
+    try:
+        yield
+    finally:
+        _set_autocast_level(before)
+        if clears and level > 0:
+            torch.clear_autocast_cache()
+
+
+def _set_autocast_level(level: int) -> int:
+    """Returns what it was."""
+    before = now = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    while now < level:
+        now = torch.autocast_increment_nesting()
+    while now > level:
+        now = torch.autocast_decrement_nesting()
+    return before
+
+
+def in_state(state: ThreadState, function: Callable[..., Result], *args: Any, clears: bool = True) -> Result:
+    """``function(*args)`` in ``state``; this thread's own is put back, also where the function has left traces.
+
+    Where ``state`` has autocast and this thread has not, the function runs in an autocast block of its own; for
+    ``clears`` see :func:`autocast_level`.
+    """
     known = _known.state
     before = known or current()
     _known.state = None
@@ -125,6 +163,9 @@ def in_state(state: ThreadState, function: Callable[..., Result], *args: Any) ->
     try:
         if before != state:
             change(before, state, undo)
+            if before.autocast != state.autocast:
+                with autocast_level(1 if state.autocast else 0, clears):
+                    return function(*args)
         return function(*args)
     finally:
         # Last in, first out: the guard of inference mode brings its own ideas of grad mode back.

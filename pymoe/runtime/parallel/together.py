@@ -15,6 +15,7 @@ import torch
 from pymoe._runtime import Profiled, TaskGraph
 from pymoe.runtime.parallel.pool import shared_pool
 from pymoe.runtime.parallel.random_streams import Stream, with_stream
+from pymoe.runtime.parallel.saved_tensors import Recorder, hand_over_all
 from pymoe.runtime.parallel.state import ThreadState, current, in_state, know_state, known_state
 from pymoe.runtime.text import described
 
@@ -32,10 +33,12 @@ _trusted: dict[tuple[str, int], bool] = {}  # name and likeness of runs: whether
 
 def run_together(
     name: str, function: Callable[[int], None], streams: Sequence[Stream], like: int = 0, inline: bool = False
-) -> None:
+) -> list[Recorder]:
     """``function(i)`` for every i, each in the state of this thread, drawing from ``streams[i]``.
 
     Returns when all have ended. This thread takes part, so calls may do the same again however few workers there are.
+    Under hooks on saved tensors and dispatch modes at once calls run one after the other: so does selective
+    checkpointing keep results of operators, which its modes tell apart by the order in which they see them.
 
     Args:
         name: for error messages, notes and profiles.
@@ -43,6 +46,9 @@ def run_together(
         streams: one for every call.
         like: equal for runs of one name whose calls are likely to take as long: see :func:`likeness`; 0: nobody knows.
         inline: this thread does everything, one call after the other.
+
+    Returns:
+        What each call has saved under this thread's hooks on saved tensors, which have packed it; empty without hooks.
 
     Raises:
         BaseException: what the first of the calls that failed raised, the first by its position; notes tell of the
@@ -54,12 +60,14 @@ def run_together(
     run = _Run(state, function, streams)
     know_state(state)
     try:
-        if inline or len(streams) == 1:
+        if inline or len(streams) == 1 or (run.recorders and state.dispatch_modes):
             for number in range(len(streams)):
                 run.call(number)
         else:
             _on_workers(run, (name, like))
         raise_first(name, run.errors)
+        hand_over_all(run.recorders)
+        return run.recorders
     finally:
         know_state(before)
         run.forget()  # a worker may let go of the graph later
@@ -97,7 +105,7 @@ def likeness(func: Any) -> int:
 class _Run:
     """The calls of one :func:`run_together`."""
 
-    __slots__ = ("contexts", "errors", "function", "helped", "state", "streams")
+    __slots__ = ("contexts", "errors", "function", "helped", "recorders", "state", "states", "streams")
 
     def __init__(self, state: ThreadState, function: Callable[[int], None], streams: Sequence[Stream]) -> None:
         self.state = state
@@ -106,14 +114,20 @@ class _Run:
         self.contexts = [contextvars.copy_context() for _ in streams]
         self.errors: list[BaseException | None] = [None] * len(streams)
         self.helped = False  # by a worker
+        hooks = state.saved_tensor_hooks
+        self.recorders = [] if hooks is None else [Recorder(hooks) for _ in streams]
+        self.states = [state._replace(saved_tensor_hooks=recorder.hooks) for recorder in self.recorders]
 
     def call(self, number: int) -> None:
         if known_state() is not self.state:
             self.helped = True
             if known_state() is None:  # the first call of this worker: nobody else changes its state
                 know_state(current())
+        state = self.states[number] if self.states else self.state
         try:
-            self.contexts[number].run(in_state, self.state, with_stream, self.streams[number], self.function, number)
+            self.contexts[number].run(
+                in_state, state, with_stream, self.streams[number], self.function, number, clears=False
+            )
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
                 raise

@@ -88,7 +88,9 @@ def both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -
 
 
 def seen() -> Any:
-    state = current()
+    found = current()
+    # Calls have hooks that stand for the caller's (test_saved_tensor_hooks.py).
+    state = found._replace(saved_tensor_hooks=found.saved_tensor_hooks and (same, same))
     observed = (
         torch.empty(()).dtype,
         torch.empty(()).device.type,

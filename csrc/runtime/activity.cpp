@@ -1,0 +1,58 @@
+#include "runtime/activity.h"
+
+#if defined(__linux__)
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstring>
+#endif
+
+namespace pymoe::runtime {
+
+#if defined(__linux__)
+
+// The state that follows the name in parentheses is R for a thread that runs, or would.
+static bool is_ready(int64_t thread) {
+  char text[256];
+  std::snprintf(text, sizeof text, "/proc/self/task/%lld/stat", static_cast<long long>(thread));
+  const int file = open(text, O_RDONLY | O_CLOEXEC);
+  if (file < 0) return false;
+  const ssize_t length = read(file, text, sizeof text - 1);
+  close(file);
+  if (length <= 0) return false;
+  text[length] = '\0';
+  const char* const name_end = std::strrchr(text, ')');
+  return name_end != nullptr && name_end[1] == ' ' && name_end[2] == 'R';
+}
+
+ThreadActivity ThreadActivity::of_this_thread() {
+  ThreadActivity activity;
+  clockid_t clock;
+  if (pthread_getcpuclockid(pthread_self(), &clock) != 0) return activity;
+  activity.thread_ = syscall(SYS_gettid);
+  activity.clock_ = clock;
+  return activity;
+}
+
+bool ThreadActivity::advanced() {
+  if (thread_ == 0) return true;
+  timespec time;
+  if (clock_gettime(static_cast<clockid_t>(clock_), &time) != 0) return true;
+  const int64_t now = int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
+  if (now == seen_) return is_ready(thread_);
+  seen_ = now;
+  return true;
+}
+
+#else
+
+ThreadActivity ThreadActivity::of_this_thread() { return {}; }
+bool ThreadActivity::advanced() { return true; }
+
+#endif
+
+}  // namespace pymoe::runtime

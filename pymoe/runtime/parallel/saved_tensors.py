@@ -1,0 +1,131 @@
+"""The caller's hooks on saved tensors are asked in the order of the calls, by the thread that asked for them.
+
+Hooks may depend on that order: ``torch.utils.checkpoint`` tells tensors apart by the order in which they were saved,
+in forward and when it runs its block again. Calls that run at the same time save in any order. So each call records
+what it saves (:class:`Recorder`), and when all have ended the caller's hooks pack all of it, call by call, on the
+caller's thread. Before the calls' backward passes begin, that of the map's node has the caller's hooks unpack all of it
+again, in the same order: a checkpoint around a map runs its block once more, not once a call.
+
+Two things follow. What calls save is in memory until all have ended, and again while their backward passes run. And a
+tensor that is edited in place between its being saved and being packed is lost: who needs it for a gradient gets
+autograd's error, as without hooks.
+
+A call may save under hooks of its own (a checkpoint within the call, say): those are asked as ever.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["Recorder", "depend_on_order", "fetch_all", "hand_over_all"]
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+_EDITED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: it was saved in a "
+    "parallel call under saved-tensor hooks, which are asked when all calls have ended, and changed before. Hint: "
+    "clone the tensor before the in-place operation"
+)
+
+
+class _Saved:
+    """One tensor that a call has saved: what its graph keeps in its place."""
+
+    __slots__ = ("__weakref__", "_packed", "_unpack", "_version", "edited", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        self.edited = False
+        self._version = _version(tensor)
+        self._packed: Any = None
+        self._unpack: Callable[[Any], torch.Tensor] | None = None  # None: not packed yet
+
+    def pack(self, hooks: Hooks) -> None:
+        tensor = self.tensor
+        assert tensor is not None
+        self.edited = _version(tensor) != self._version
+        self._packed, self._unpack = hooks[0](tensor), hooks[1]
+        self.tensor = None
+
+    def get(self) -> torch.Tensor:
+        tensor = self.tensor
+        if tensor is not None and (self._unpack is not None or _version(tensor) == self._version):
+            return tensor
+        if tensor is not None or self.edited or self._unpack is None:
+            raise RuntimeError(_EDITED)
+        return self._unpack(self._packed)
+
+    def fetch(self) -> None:
+        if self._unpack is not None and not self.edited:
+            self.tensor = self._unpack(self._packed)
+
+    def release(self) -> None:
+        if self._unpack is not None:
+            self.tensor = None
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class Recorder:
+    """What one call saves under hooks of its caller."""
+
+    __slots__ = ("_handed_over", "_saved", "around", "hooks")
+
+    def __init__(self, around: Hooks) -> None:
+        self.around = around
+        self.hooks: Hooks = (self._pack, _Saved.get)  # for the call
+        self._saved: list[_Saved] = []
+        self._handed_over: list[weakref.ref[_Saved]] | None = None
+
+    def _pack(self, tensor: torch.Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        if self._handed_over is None:
+            self._saved.append(saved)
+        else:  # by what goes on behind the call's back
+            saved.pack(self.around)
+        return saved
+
+    def hand_over(self) -> None:
+        """Have the caller's hooks pack everything; what the graph has dropped by then, too, as they may count."""
+        recorded, self._saved, self._handed_over = self._saved, [], []
+        for saved in recorded:
+            saved.pack(self.around)
+        self._handed_over = [weakref.ref(saved) for saved in recorded]
+
+    def fetch(self) -> None:
+        """Have the caller's hooks unpack what the graph still has, and keep it until :meth:`release`."""
+        for saved in self._alive():
+            saved.fetch()
+
+    def release(self) -> None:
+        for saved in self._alive():
+            saved.release()
+
+    def _alive(self) -> list[_Saved]:
+        return [saved for reference in self._handed_over or () if (saved := reference()) is not None]
+
+
+def hand_over_all(recorders: Sequence[Recorder]) -> None:
+    """After the calls have ended, on the thread that asked."""
+    with torch.no_grad():  # as autograd asks hooks
+        for recorder in recorders:
+            recorder.hand_over()
+
+
+def fetch_all(recorders: Sequence[Recorder]) -> None:
+    """Before the calls' backward passes, on the thread that asks for them."""
+    for recorder in recorders:
+        recorder.fetch()
+
+
+def depend_on_order(hooks: Hooks | None) -> bool:
+    """Whether these are the hooks of ``torch.utils.checkpoint``, or stand for them in a call."""
+    while hooks is not None and isinstance(recorder := getattr(hooks[0], "__self__", None), Recorder):
+        hooks = recorder.around
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
