@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from pymoe.runtime import BatchTensorProto, ExpertBackend, ExpertClient, Runtime, TaskPool
+from pymoe.runtime import BatchTensorProto, ExpertBackend, ExpertClient, Runtime, TaskPool, as_completed, nested_pack
 
 LONG = 60.0
 WATCHED: contextvars.ContextVar[str] = contextvars.ContextVar("watched", default="nothing")
@@ -179,3 +180,119 @@ def test_pools_that_wait_for_each_other_say_so(count: int) -> None:
     assert len(errors) == 1  # once one has given up, the others go on
     assert isinstance(errors[0], RuntimeError)
     assert all(f"'pool {number}'" in str(errors[0]) for number in range(count))
+
+
+class Shares(nn.Module):
+    """Returns the same features twice, in two halves, and a part of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.table = nn.Parameter(torch.zeros(16, 4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.layer(x)
+        left, right = self.layer(2 * x).chunk(2, -1)
+        return y, y.view(len(y), 2, 2), left, right, self.table.detach()[: len(x)]
+
+
+def test_outputs_in_the_same_memory() -> None:
+    """Each output was detached on its own, so autograd did not know that two shared memory: after an edit of one in
+    place the other's gradient was computed with old values. An edit of a part of a parameter changed the server's.
+    """
+    expert = Shares()
+    backend = ExpertBackend(
+        "shares", expert, torch.optim.SGD(expert.parameters(), 0.0), args_schema=[BatchTensorProto(4)]
+    )
+    x = torch.randn(2, 4, requires_grad=True)
+    with Runtime([backend]):
+        client = ExpertClient(backend)
+        whole, halves, *_ = client(x)
+        whole.mul_(3)
+        with pytest.raises(RuntimeError, match="modified inplace"):
+            (whole * halves.flatten(1)).sum().backward()
+
+        _, _, left, right, part = client(x)
+        left.mul_(3)
+        (left * right).sum().backward()
+        found, x.grad = x.grad, None
+        _, _, left, right, _ = expert(x)
+        (3 * left * right).sum().backward()
+        torch.testing.assert_close(found, x.grad)
+
+        part.add_(5)
+        assert not expert.table.any()
+        with torch.inference_mode():
+            client(x)[-1].add_(5)
+        assert not expert.table.any()
+
+
+def test_gradients_in_the_same_memory() -> None:
+    """An expert that is not trained and adds its inputs had one gradient for both. Autograd keeps what it gets as
+    ``.grad`` and adds the next to it in place: every gradient of either input counted for both.
+    """
+
+    class Adds(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x + y
+
+    backend = ExpertBackend("adds", Adds(), args_schema=[BatchTensorProto(2), BatchTensorProto(2)])
+    x, y = torch.ones(1, 2, requires_grad=True), torch.ones(1, 2, requires_grad=True)
+    with Runtime([backend]):
+        client = ExpertClient(backend)
+        client(x, y).sum().backward()
+        client(x, torch.ones(1, 2)).sum().backward()
+    assert x.grad is not None
+    assert y.grad is not None
+    assert x.grad.tolist() == [[2.0, 2.0]]
+    assert y.grad.tolist() == [[1.0, 1.0]]
+
+
+def test_rows_in_the_same_memory() -> None:
+    """A function that returned one row for all, expanded, gave all its clients the same memory to change."""
+    pool = TaskPool(lambda x: x.sum(0, keepdim=True).expand(len(x), -1), name="sums", min_batch_size=3, linger=0)
+    futures = [pool.submit_task(torch.ones(1, 2)) for _ in range(3)]
+    with Runtime([pool]):
+        first, *others = [future.result() for future in futures]
+        first.zero_()
+        assert all(other.tolist() == [[3.0, 3.0]] for other in others)
+
+
+def test_a_backend_that_overrides_backward_has_its_gradients_cleared() -> None:
+    """Only the backend's own backward pass cleared gradients; one written as older packages have it, which calls
+    ``apply_gradients`` itself, added up those of all its batches.
+    """
+
+    class Own(ExpertBackend):
+        def backward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            (args, kwargs), grads = nested_pack(inputs, self.backward_schema)
+            leaves = [x.detach().requires_grad_() for x in args]
+            with torch.enable_grad():
+                torch.autograd.backward(self.expert(*leaves, **kwargs), grads)
+            self.apply_gradients()
+            return tuple(leaf.grad for leaf in leaves if leaf.grad is not None)
+
+    expert = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(expert.weight)
+    backend = Own("own", expert, torch.optim.SGD(expert.parameters(), 1.0), args_schema=[BatchTensorProto(1)])
+    with Runtime([backend]):
+        for step in range(1, 4):
+            backend.backward_pool.submit_task(torch.ones(1, 1), torch.ones(1, 1)).result()
+            assert expert.weight.item() == -step
+    assert backend.updates == 3
+
+
+def test_as_completed_keeps_nothing() -> None:
+    """Every future that was handed out stayed alive to the end, and with it the batch that its result is a view of."""
+    pool = TaskPool(lambda x: x, name="pool", max_batch_size=1)
+    with Runtime([pool]):
+        futures = [pool.submit_task(torch.ones(1, 1)) for _ in range(20)]
+        seen = []
+        ended = as_completed(futures, LONG)
+        del futures
+        for future in ended:
+            future.result()
+            seen.append(weakref.ref(future))
+            del future
+            assert seen[-1]() is None
+    assert len(seen) == 20
