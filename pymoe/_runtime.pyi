@@ -11,6 +11,7 @@ __all__: list[str] = [
     "LanePlan",
     "LaneRun",
     "Mailbox",
+    "ParameterLock",
     "Profiled",
     "QueueFull",
     "RequestFuture",
@@ -18,11 +19,15 @@ __all__: list[str] = [
     "TaskGraph",
     "TaskPool",
     "WorkerPool",
+    "adopt_identity",
     "buffer_statistics",
     "compiler",
+    "identity_of_this_thread",
     "make_mailbox",
     "must_help",
     "set_await",
+    "set_plain_runner",
+    "thread_is_plain",
 ]
 
 class RequestFuture:
@@ -156,6 +161,13 @@ class Runtime:
         Raises:
             RuntimeError: a pool is served by another Runtime, or the process is a fork.
         """
+
+class ParameterLock:
+    """A re-entrant lock that a thread which waits for a request lends to whoever it waits for."""
+    def __enter__(self) -> ParameterLock:
+        """Wait until nobody else holds it, but for threads that wait for this one."""
+    def __exit__(self, *exception: typing.Any) -> None:
+        """Let go of it."""
 
 class Future:
     """The outcome of a task, to come. Made by :meth:`WorkerPool.submit`."""
@@ -426,8 +438,14 @@ class Profiled:
         wait until :meth:`leave`, and this one must not be watched yet.
         """
 
+def adopt_identity(identity: typing.Any) -> None:
+    """Be the thread of that identity for the runtime from now on; that one must wait until this one has ended."""
+
 def buffer_statistics() -> tuple[int, int]:
     """Blocks of memory that batches live in now, and bytes kept for batches to come."""
+
+def identity_of_this_thread() -> typing.Any:
+    """What the runtime knows the calling thread by, for a thread that works in its place."""
 
 def make_mailbox(loop: typing.Any) -> Mailbox:
     """Make the mailbox of an event loop."""
@@ -440,5 +458,11 @@ def must_help(limited: bool) -> bool:
 
 def set_await(function: collections.abc.Callable[[RequestFuture], typing.Any]) -> None:
     """Choose what makes an iterator of a future that is awaited."""
+
+def set_plain_runner(function: collections.abc.Callable[..., typing.Any]) -> None:
+    """Choose what calls a function (its first argument) in such a state, from a thread in another one."""
+
+def thread_is_plain() -> bool:
+    """True on a thread in the state in which threads begin, as far as torch is concerned; gradients may be on or off."""
 
 compiler: str

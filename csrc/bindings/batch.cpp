@@ -1,10 +1,12 @@
 #include "bindings/batch.h"
 
+#include <functional>
 #include <memory>
 #include <optional>
 
 #include "bindings/buffers.h"
 #include "bindings/deferred.h"
+#include "bindings/own_state.h"
 #include "bindings/structure.h"
 #include "bindings/torch_calls.h"
 #include "kernels/gather_batch.h"
@@ -16,6 +18,7 @@ using runtime::BufferPool;
 using Slice = runtime::Slice<SystemSync>;
 
 thread_local PyObject* interrupt = nullptr;
+PyObject* plain_runner = nullptr;
 
 TensorRequest& request_of(const Slice& slice) { return static_cast<TensorRequest&>(*slice.request); }
 
@@ -189,7 +192,57 @@ bool forgives(PyObject* error) {
   return says.get() != Py_False;
 }
 
+// Ends a batch with the Python exception that is set.
+[[noreturn]] void fail(Batch batch) {
+  const Ref error = take_error();
+  // On the main thread it means whoever waits there, and has nothing to do with the batch.
+  if (on_main_thread() && PyErr_GivenExceptionMatches(error.get(), PyExc_KeyboardInterrupt)) {
+    Py_XSETREF(interrupt, error.share());
+    throw runtime::Interrupted();
+  }
+  for (const Slice& slice : batch) request_of(slice).set_outcome(Ref::borrow(error.get()), true);
+  throw BatchRaised(forgives(error.get()));
+}
+
+// Work for another thread, and how it ended.
+struct Errand {
+  const std::function<void()>& work;
+  bool ended = false;
+  std::exception_ptr error;
+};
+
+PyObject* run_errand(PyObject* capsule, PyObject*) {
+  auto* errand = static_cast<Errand*>(PyCapsule_GetPointer(capsule, nullptr));
+  try {
+    errand->work();
+  } catch (...) {
+    errand->error = std::current_exception();
+  }
+  errand->ended = true;
+  Py_RETURN_NONE;
+}
+
+PyMethodDef run_errand_method = {"run_batch", run_errand, METH_NOARGS, nullptr};
+
+// Does the work where nothing is switched on. An interrupt that came meanwhile comes again.
+void run_elsewhere(const std::function<void()>& work) {
+  Errand errand{work, false, nullptr};
+  const Ref capsule = Ref::checked(PyCapsule_New(&errand, nullptr, nullptr));
+  const Ref function = Ref::checked(PyCFunction_New(&run_errand_method, capsule.get()));
+  if (!Ref::steal(PyObject_CallOneArg(plain_runner, function.get()))) {
+    if (!errand.ended) throw ErrorSet();
+    PyErr_Clear();
+    PyErr_SetInterrupt();
+  }
+  if (errand.error) std::rethrow_exception(errand.error);
+}
+
 }  // namespace
+
+PyObject* set_plain_runner(PyObject*, PyObject* function) {
+  Py_XSETREF(plain_runner, Py_NewRef(function));
+  Py_RETURN_NONE;
+}
 
 Ref take_interrupt() { return Ref::steal(std::exchange(interrupt, nullptr)); }
 
@@ -221,29 +274,34 @@ void PyBatchFunction::run(Batch batch) {
 
   const WithGil gil;
   drop_deferred();
+  const auto run_here = [&] {
+    try {
+      adopt_thread_count();
+      require_unchanged(batch, where_.c_str());
+      if (!pin_memory_) gather(columns);
+      const Range range(range_);
+      std::vector<Ref> tensors;
+      for (Column& column : columns) {
+        tensors.push_back(!column.on_host() ? column.device_tensor()
+                          : pin_memory_     ? column.pinned_tensor()
+                                            : column.tensor());
+      }
+      const Ref output = call(tensors);
+      tensors.clear();
+      hand_out(batch, split_structure(output.get(), rows, where_.c_str()));
+    } catch (const ErrorSet&) {
+      fail(batch);
+    }
+  };
+  // Inside another batch a thread must help, whatever that batch has switched on.
+  if (SystemSync::batches_on_this_thread() == 1 || plain_runner == nullptr || thread_is_plain()) {
+    run_here();
+    return;
+  }
   try {
-    adopt_thread_count();
-    require_unchanged(batch, where_.c_str());
-    if (!pin_memory_) gather(columns);
-    const Range range(range_);
-    std::vector<Ref> tensors;
-    for (Column& column : columns) {
-      tensors.push_back(!column.on_host() ? column.device_tensor()
-                        : pin_memory_     ? column.pinned_tensor()
-                                          : column.tensor());
-    }
-    const Ref output = call(tensors);
-    tensors.clear();
-    hand_out(batch, split_structure(output.get(), rows, where_.c_str()));
+    run_elsewhere(run_here);
   } catch (const ErrorSet&) {
-    const Ref error = take_error();
-    // On the main thread it means whoever waits there, and has nothing to do with the batch.
-    if (on_main_thread() && PyErr_GivenExceptionMatches(error.get(), PyExc_KeyboardInterrupt)) {
-      Py_XSETREF(interrupt, error.share());
-      throw runtime::Interrupted();
-    }
-    for (const Slice& slice : batch) request_of(slice).set_outcome(Ref::borrow(error.get()), true);
-    throw BatchRaised(forgives(error.get()));
+    fail(batch);
   }
 }
 
@@ -262,6 +320,8 @@ Ref PyBatchFunction::call(const std::vector<Ref>& tensors) const {
   const Ref function = Ref::borrow(function_);
   std::vector<PyObject*> arguments(tensors.size() + 1);
   for (size_t i = 0; i < tensors.size(); ++i) arguments[i + 1] = tensors[i].get();
+  const EmptyContext context;
+  const WholeStack stack;
   const GradMode enabled(true);
   return Ref::checked(PyObject_Vectorcall(function.get(), arguments.data() + 1,
                                           tensors.size() | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));

@@ -34,6 +34,9 @@ class PyBatchFunction final : public runtime::BatchFunction<SystemSync> {
   const bool pin_memory_;
 };
 
+// set_plain_runner(function): what calls a function on a thread in the state in which threads begin.
+PyObject* set_plain_runner(PyObject* module, PyObject* function);
+
 // The KeyboardInterrupt that ended a batch on this thread; what waited there raises it. Null if there is none.
 Ref take_interrupt();
 

@@ -8,6 +8,7 @@
 #include "bindings/helping.h"
 #include "bindings/mailbox.h"
 #include "bindings/outcome.h"
+#include "bindings/parameter_lock.h"
 #include "bindings/process.h"
 #include "bindings/torch_calls.h"
 #include "bindings/turnstile.h"
@@ -45,6 +46,7 @@ void wait_until_done(FutureObject* self, const char* where, std::optional<Clock:
   drop_deferred();
   const auto help = help_of_this_thread(self->may_help, deadline.has_value());
   try {
+    const RegisteredWait registered(*self->pool, self->request.get(), deadline.has_value());
     std::optional<Place> place;
     const auto ended = [&](Clock::time_point until) {
       leave_turnstile();

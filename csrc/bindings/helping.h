@@ -13,7 +13,7 @@ namespace pymoe::bindings {
 inline runtime::Help help_of_this_thread(bool may, bool limited) {
   const bool in_batch = runtime::SystemSync::batches_on_this_thread() > 0 || on_server_thread();
   if (in_batch || (on_worker_thread() && !limited)) return runtime::Help::kInBatch;
-  return may && !limited && thread_is_neutral() ? runtime::Help::kYes : runtime::Help::kNo;
+  return may && !limited && thread_is_plain() ? runtime::Help::kYes : runtime::Help::kNo;
 }
 
 }  // namespace pymoe::bindings

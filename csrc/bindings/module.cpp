@@ -1,17 +1,20 @@
 // The Python module pymoe._runtime.
 #include <pybind11/pybind11.h>
 
+#include "bindings/batch.h"
 #include "bindings/buffers.h"
 #include "bindings/future.h"
 #include "bindings/gil.h"
 #include "bindings/lanes.h"
 #include "bindings/mailbox.h"
 #include "bindings/outcome.h"
+#include "bindings/parameter_lock.h"
 #include "bindings/process.h"
 #include "bindings/profiler.h"
 #include "bindings/runtime.h"
 #include "bindings/task_graph.h"
 #include "bindings/task_pool.h"
+#include "bindings/torch_calls.h"
 #include "bindings/worker_pool.h"
 
 namespace py = pybind11;
@@ -26,6 +29,18 @@ PyMethodDef functions[] = {
      "must_help(limited: bool) -> bool\n\n"
      "True inside a batch and on a worker, but for workers of parallel calls where the wait is limited: such a\n"
      "thread may be the only one that can run what it waits for, and does so in a future's result()."},
+    {"thread_is_plain", pymoe::bindings::thread_is_plain, METH_NOARGS,
+     "thread_is_plain() -> bool\n\n"
+     "True on a thread in the state in which threads begin, as far as torch is concerned; gradients may be on or off."},
+    {"set_plain_runner", pymoe::bindings::set_plain_runner, METH_O,
+     "set_plain_runner(function: collections.abc.Callable[..., typing.Any]) -> None\n\n"
+     "Choose what calls a function (its first argument) in such a state, from a thread in another one."},
+    {"identity_of_this_thread", pymoe::bindings::identity_of_this_thread, METH_NOARGS,
+     "identity_of_this_thread() -> typing.Any\n\n"
+     "What the runtime knows the calling thread by, for a thread that works in its place."},
+    {"adopt_identity", pymoe::bindings::adopt_identity, METH_O,
+     "adopt_identity(identity: typing.Any) -> None\n\n"
+     "Be the thread of that identity for the runtime from now on; that one must wait until this one has ended."},
     {"make_mailbox", pymoe::bindings::make_mailbox, METH_O,
      "make_mailbox(loop: typing.Any) -> pymoe._runtime.Mailbox\n\nMake the mailbox of an event loop."},
     {"buffer_statistics", pymoe::bindings::buffer_statistics, METH_NOARGS,
@@ -54,6 +69,7 @@ PYBIND11_MODULE(_runtime, module) {
     add_mailbox_type(module.ptr());
     add_task_pool_type(module.ptr());
     add_runtime_type(module.ptr());
+    add_parameter_lock_type(module.ptr());
     if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw ErrorSet();
   } catch (const ErrorSet&) {
     throw py::error_already_set();

@@ -14,6 +14,8 @@
 #include "bindings/buffers.h"
 #include "bindings/deferred.h"
 #include "bindings/gil.h"
+#include "bindings/parameter_lock.h"
+#include "runtime/sync.h"
 
 namespace pymoe::bindings {
 namespace {
@@ -45,6 +47,7 @@ void after_fork() {
 void start_generation() {
   after_fork();
   registry = new Registry;
+  forget_waits();
   forks.fetch_add(1);
   become_main_thread();
 }
@@ -118,6 +121,33 @@ void serve_with_thread_state(const std::function<void()>& work) {
 
 bool on_worker_thread() { return is_worker; }
 bool on_server_thread() { return is_server; }
+
+struct Identity {
+  runtime::SystemSync::ThreadId thread;
+  int batches;
+  bool is_worker, is_server;
+};
+constexpr const char* kIdentity = "pymoe thread identity";
+
+PyObject* identity_of_this_thread(PyObject*, PyObject*) {
+  using runtime::SystemSync;
+  auto* identity = new Identity{SystemSync::this_thread(), SystemSync::batches_on_this_thread(), is_worker, is_server};
+  PyObject* capsule = PyCapsule_New(identity, kIdentity, [](PyObject* object) {
+    delete static_cast<Identity*>(PyCapsule_GetPointer(object, kIdentity));
+  });
+  if (capsule == nullptr) delete identity;
+  return capsule;
+}
+
+PyObject* adopt_identity(PyObject*, PyObject* capsule) {
+  const auto* identity = static_cast<Identity*>(PyCapsule_GetPointer(capsule, kIdentity));
+  if (identity == nullptr) return nullptr;
+  runtime::SystemSync::adopt(identity->thread);
+  runtime::SystemSync::batches_on_this_thread() = identity->batches;
+  is_worker = identity->is_worker;
+  is_server = identity->is_server;
+  Py_RETURN_NONE;
+}
 
 void install_process_hooks() {
   find_main_thread();

@@ -7,6 +7,8 @@
 //   - After a fork the child has none of the parent's workers. It gets an error where it would wait for them.
 #pragma once
 
+#include "bindings/gil.h"
+
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -41,6 +43,11 @@ void serve_with_thread_state(const std::function<void()>& work);
 // True on a thread that is inside one of these; inside the second.
 bool on_worker_thread();
 bool on_server_thread();
+
+// identity_of_this_thread(), adopt_identity(identity): for a thread that works in the place of another, which waits for
+// it: as if the other did the work.
+PyObject* identity_of_this_thread(PyObject* module, PyObject* none);
+PyObject* adopt_identity(PyObject* module, PyObject* identity);
 
 // Registers the hooks. Called once, when the module is made; throws ErrorSet.
 void install_process_hooks();

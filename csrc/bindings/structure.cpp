@@ -78,6 +78,12 @@ class Split {
         PyList_SET_ITEM(sizes_.get(), static_cast<Py_ssize_t>(i), PyLong_FromLongLong(rows_[i]));
       }
     }
+    // Rows that are one row in memory (an expanded one) are made to be several: each client may change its own.
+    const Ref stride = Ref::checked(PyObject_CallMethod(output, "stride", "i", 0));
+    Ref own = Ref::borrow(output);
+    if (PyLong_AsLongLong(stride.get()) == 0) own = Ref::checked(PyObject_CallMethod(output, "contiguous", nullptr));
+    PyErr_Clear();
+    output = own.get();
     // "Unsafe" leaves out what forbids to change one of several views in place: each goes to a client of its own.
     const Ref requires_grad = Ref::checked(PyObject_GetAttr(output, torch.requires_grad));
     const GradMode mode(requires_grad.get() == Py_True);

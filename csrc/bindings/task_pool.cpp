@@ -9,6 +9,7 @@
 #include "bindings/future.h"
 #include "bindings/helping.h"
 #include "bindings/outcome.h"
+#include "bindings/parameter_lock.h"
 #include "bindings/pool_statistics.h"
 #include "bindings/process.h"
 #include "bindings/torch_calls.h"
@@ -200,6 +201,7 @@ void submit_slowly(const State& state, const std::shared_ptr<TensorRequest>& req
   const auto pool = state.pool;
   const Help help = help_of_this_thread(state.may_help(*request->signature), request->deadline.has_value());
   try {
+    const RegisteredWait registered(*pool, nullptr, request->deadline.has_value());
     const auto submitted = [&](Clock::time_point until) { return pool->try_submit(request, until, help); };
     if (wait_interruptibly(submitted, request->deadline)) return;
   } catch (const runtime::Interrupted&) {

@@ -127,6 +127,13 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     }
   }
 
+  // The thread that runs a batch of it, if one does.
+  std::optional<typename Sync::ThreadId> runner() const {
+    const std::lock_guard lock(mutex_);
+    if (!running_) return std::nullopt;
+    return runner_;
+  }
+
   void run() noexcept override {
     std::unique_lock lock(mutex_);
     posted_ = false;
@@ -361,7 +368,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     if (watching_ > 0 || (draining_ && unfinished_ == 0)) changed_.notify_all();
   }
 
-  typename Sync::Mutex mutex_;
+  mutable typename Sync::Mutex mutex_;
   std::vector<Pool*> pools_;
   Workers workers_, timer_;  // null: not attached
   bool draining_ = false;    // what is queued is ready, however little

@@ -52,12 +52,21 @@ struct SystemSync {
   };
 
   static Time now() { return Clock::now(); }
-  static ThreadId this_thread() { return std::this_thread::get_id(); }
+  // A thread that works in another's place, which waits for it, bears that one's ID: of the waits and turns that the
+  // other is part of, it is a part too.
+  static ThreadId this_thread() { return own_id(); }
+  static void adopt(ThreadId id) { own_id() = id; }
   static int& batches_on_this_thread() {
     static thread_local int count = 0;
     return count;
   }
   static void preempt() {}
+
+ private:
+  static ThreadId& own_id() {
+    static thread_local ThreadId id = std::this_thread::get_id();
+    return id;
+  }
 };
 
 }  // namespace pymoe::runtime

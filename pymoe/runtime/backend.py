@@ -188,6 +188,11 @@ class ExpertBackend(BackendState):
         return self.forward_pool, self.backward_pool
 
     @property
+    def backward_schema(self) -> tuple[Any, ...]:
+        """What a request of the backward pass consists of: :attr:`forward_schema`, then :attr:`outputs_schema`."""
+        return self.forward_schema, self.outputs_schema
+
+    @property
     def trains(self) -> bool:
         """Whether backward passes update the expert."""
         return self.opt is not None or self._updates_itself()
@@ -244,11 +249,13 @@ class ExpertBackend(BackendState):
         """Update the expert: one step of the optimizer, then one of the scheduler. Meant to be overridden.
 
         Called once a batch (every ``accumulate_steps`` batches) by the backward pass, alone: no other pass runs. The
-        gradients are in ``.grad`` of the parameters, reduced, checked and clipped as asked, and are cleared afterwards.
+        gradients are in ``.grad`` of the parameters, reduced, checked and clipped as asked, and are cleared afterwards:
+        here, for who calls this from a :meth:`backward` of his own, and by the backward pass, whoever overrides this.
         """
         if self.opt is not None:
             self.opt.step()
             self._rule.updates += 1  # made, whatever the scheduler says
+            clear_gradients([*self._placement.parameters, *optimized(self.opt)])
         if self.scheduler is not None:
             self.scheduler.step()
 
@@ -277,7 +284,7 @@ class ExpertBackend(BackendState):
                 outputs = self._signature.flatten_outputs(expert(*args, **kwargs))
         if guard.learns:
             guard.learn(inputs)
-        return outputs
+        return self._placement.copy_own(outputs)
 
     def _backward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         with self._lock:

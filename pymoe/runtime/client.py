@@ -232,8 +232,7 @@ class _ServedCall(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
         ctx.is_tensor = [isinstance(output, Tensor) for output in outputs]
-        # Detached: what is returned here becomes part of the graph, and the request's result must not.
-        return tuple([output.detach() if isinstance(output, Tensor) else output for output in outputs])
+        return detached(outputs)
 
     @staticmethod
     @once_differentiable
@@ -243,6 +242,45 @@ class _ServedCall(torch.autograd.Function):
         gradients = ctx.client._backward(inputs, of_tensors)
         needed = ctx.needs_input_grad[3:]
         return None, None, None, *(grad if need else None for grad, need in zip(gradients, needed, strict=True))
+
+
+def detached(outputs: Sequence[Any]) -> tuple[Any, ...]:
+    """What a node's forward returns for ``outputs``: it becomes part of the graph, and the request's result must not.
+
+    One that overlaps with an earlier one is a view of that: where either is changed in place and the other used
+    afterwards, autograd raises an error instead of computing with what the other one was.
+    """
+    made: list[Any] = []
+    for place, output in enumerate(outputs):
+        if not isinstance(output, Tensor):
+            made.append(output)
+            continue
+        same = [one for one in made[:place] if isinstance(one, Tensor) and overlap(one, output)]
+        made.append(
+            same[0].as_strided(output.shape, output.stride(), output.storage_offset()) if same else output.detach()
+        )
+    return tuple(made)
+
+
+def overlap(first: Tensor, second: Tensor) -> bool:
+    """Whether an element of both is at the same place in memory. True also where that is hard to tell."""
+    if first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr() or not first.numel():
+        return False
+    if first.dtype != second.dtype or first.stride() != second.stride() or first.dim() < 2:
+        one, other = (_extent(tensor, tensor.stride()) for tensor in (first, second))
+        return one[0] < other[1] and other[0] < one[1]
+    # Columns of one matrix, as chunk() gives them: apart if what each takes of a row is.
+    row = first.stride(0)
+    one, other = (_extent(tensor[:1], tensor.stride()) for tensor in (first, second))
+    one, other = ((begin % max(row, 1), begin % max(row, 1) + end - begin) for begin, end in (one, other))
+    return not (max(one[1], other[1]) <= row) or (one[0] < other[1] and other[0] < one[1])
+
+
+def _extent(tensor: Tensor, strides: Sequence[int]) -> tuple[int, int]:
+    """From where to where in its storage it is, in elements of its own."""
+    begin = tensor.storage_offset()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+    return begin, begin + last + 1
 
 
 def _values(tensors: Sequence[Any]) -> list[Any]:

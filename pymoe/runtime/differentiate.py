@@ -35,10 +35,25 @@ def differentiate(
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         computed = iter(torch.autograd.grad(roots, wanted, grads, allow_unused=True) if wanted else ())
         found = [next(computed) if leaf.requires_grad else None for leaf in leaves]
+    if len(leaves) > 1:
+        found = _apart(found)
     return tuple(
         torch.zeros_like(leaf, requires_grad=False) if gradient is None else gradient
         for leaf, gradient in zip(leaves, found, strict=True)
     )
+
+
+def _apart(found: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Each in memory of its own: autograd keeps one as ``.grad``, and adds to it in place, if nobody else has it."""
+    seen: set[int] = set()
+    apart: list[Tensor | None] = []
+    for gradient in found:
+        if gradient is not None and (place := gradient.untyped_storage().data_ptr()):
+            if place in seen:
+                gradient = gradient.clone()
+            seen.add(place)
+        apart.append(gradient)
+    return apart
 
 
 def clear_gradients(parameters: Sequence[nn.Parameter]) -> None:

@@ -14,17 +14,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from pymoe import _runtime
+
 
 def lock_of(parameters: Iterable[Tensor]) -> AbstractContextManager[Any]:
     """What to hold while these parameters are read or changed; backends that share any of them exclude each other.
 
     Every parameter belongs to one re-entrant lock, that of the first backend that came with it. A backend whose
-    parameters belong to several holds them all, taken in one order everywhere, so that two never wait for each other.
+    parameters belong to several holds them all, taken in one order everywhere, so that two never wait for each other. A
+    pass that asks another expert and waits lends its locks to whoever it waits for, as if that one ran on its thread.
     """
     parameters = list(parameters)
     with _registry:
         found = {_locks[one][0]: _locks[one] for one in parameters if one in _locks}
-        numbered = [found[number] for number in sorted(found)] or [(next(_numbers), threading.RLock())]
+        numbered = [found[number] for number in sorted(found)] or [(next(_numbers), _runtime.ParameterLock())]
         for one in parameters:
             if one not in _locks:
                 _locks[one] = numbered[0]

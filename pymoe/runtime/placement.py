@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import operator
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -23,12 +24,28 @@ class Placement:
         buffers = tuple(expert.buffers())
         self.has_buffers = bool(buffers)
         self._landmark: Tensor | None = next(iter(self.parameters + buffers), None)
+        self._memory = sorted(_memory_of(self.parameters + buffers))
+        self._begins = [begin for begin, _ in self._memory]
 
     def is_current(self, expert: nn.Module) -> bool:
         """Whether ``expert`` still has the parameters that it had."""
         known = self.parameters
         now = list(expert.parameters())
         return len(now) == len(known) and all(map(operator.is_, now, known))
+
+    def copy_own(self, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
+        """``leaves``, with copies of tensors in memory of the expert's parameters or buffers: clients may change them.
+
+        Only where the memory begins is looked at: parameters that were given other memory since are not known.
+        """
+        if not any([isinstance(leaf, Tensor) and self._owns(leaf) for leaf in leaves]):
+            return leaves
+        return tuple(leaf.clone() if isinstance(leaf, Tensor) and self._owns(leaf) else leaf for leaf in leaves)
+
+    def _owns(self, tensor: Tensor) -> bool:
+        place = tensor.data_ptr()
+        found = bisect.bisect_right(self._begins, place)
+        return found > 0 and place < self._memory[found - 1][1]
 
     @property
     def device(self) -> torch.device | None:
@@ -82,3 +99,13 @@ class Visit:
             for device in (self._device, self._home):
                 if device.type == "cuda":
                     torch.cuda.current_stream(device).synchronize()
+
+
+def _memory_of(tensors: Sequence[Tensor]) -> set[tuple[int, int]]:
+    """Where the memory of each begins and ends, as far as it has any of its own."""
+    found = set()
+    for tensor in tensors:
+        with suppress(RuntimeError, NotImplementedError):  # uninitialised, or a subclass without memory
+            storage = tensor.untyped_storage()
+            found.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+    return found

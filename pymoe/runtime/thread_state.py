@@ -2,7 +2,9 @@
 
 A client that waits may run the batch of its request itself, and with it requests of other clients. What that client
 has switched on in its own thread is nobody else's business: inference mode, autocast, gradients on or off, a default
-device, hooks on saved tensors, a function or dispatch mode. :func:`in_plain_state` runs a function without these.
+device, hooks on saved tensors, a function or dispatch mode, a transform of ``torch.func``, code that ``torch.compile``
+has made. :func:`in_plain_state` runs a function without these. Such a client leaves its batch to the workers
+(csrc/bindings/torch_calls.h says what is asked), and a batch has a context (``contextvars``) and a stack of its own.
 """
 
 from __future__ import annotations
@@ -15,32 +17,27 @@ from typing import Any, TypeVar
 
 import torch
 
+from pymoe import _runtime
+
 Result = TypeVar("Result")
 
 # torch's own context managers are built on these. They are asked before every batch, where a manager costs 2 us.
 _is_grad_enabled = torch.is_grad_enabled
 _set_grad_enabled = torch._C._set_grad_enabled
-_is_inference_mode = torch.is_inference_mode_enabled
-_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
-_count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack  # type: ignore[attr-defined]
-_count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
-_saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+_is_plain = _runtime.thread_is_plain
 
 
 def in_plain_state(grad: bool, function: Callable[..., Result], *args: Any) -> Result:
     """``function(*args)`` with gradients on or off and nothing else of what a thread can switch on in torch."""
-    if _count_function_modes() or _count_dispatch_modes() or _saved_tensor_hooks(True) is not None:
-        return _on_a_new_thread(_with_grad, grad, function, *args)
-    if _is_any_autocast_enabled():
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            for device_type in filter(torch.is_autocast_enabled, autocast_devices()):
-                stack.enter_context(torch.autocast(device_type, enabled=False))
+    if _is_plain():
+        return _with_grad(grad, function, *args)
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        for device_type in filter(torch.is_autocast_enabled, autocast_devices()):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        if _is_plain():  # that was all
             return _with_grad(grad, function, *args)
-    if _is_inference_mode():
-        with torch.inference_mode(False):
-            return _with_grad(grad, function, *args)
-    return _with_grad(grad, function, *args)
+    return on_a_new_thread(_with_grad, grad, function, *args)
 
 
 def _with_grad(grad: bool, function: Callable[..., Result], *args: Any) -> Result:
@@ -59,17 +56,21 @@ def autocast_devices() -> tuple[str, ...]:
     return tuple(sorted({"cpu", "cuda", *([accelerator.type] if accelerator is not None else [])}))
 
 
-def _on_a_new_thread(function: Callable[..., Result], *args: Any) -> Result:
+def on_a_new_thread(function: Callable[..., Result], *args: Any) -> Result:
     """``function(*args)`` on a thread in the state in which threads begin: there is no public way out of such modes.
+
+    For the runtime it is this thread that works: what it waits for, and what waits for it, is the same as without.
 
     An interrupt (Ctrl-C) does not leave the function behind half done: it is raised when the function has ended.
     """
     results: list[Result] = []
     errors: list[BaseException] = []
     ended = threading.Event()
+    identity = _runtime.identity_of_this_thread()
 
     def run() -> None:
         try:
+            _runtime.adopt_identity(identity)
             results.append(function(*args))
         except BaseException as error:  # raised again below
             errors.append(error)
@@ -93,3 +94,6 @@ def _on_a_new_thread(function: Callable[..., Result], *args: Any) -> Result:
     if errors:
         raise errors[0]
     return results[0]
+
+
+_runtime.set_plain_runner(on_a_new_thread)

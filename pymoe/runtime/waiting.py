@@ -57,6 +57,8 @@ def wait(futures: Iterable[Any], timeout: float | None = None, return_when: str 
 def as_completed(futures: Iterable[Any], timeout: float | None = None) -> Iterator[Any]:
     """The futures in the order in which they end, as ``concurrent.futures.as_completed`` has it; each once.
 
+    What has been handed out is not kept: results that nobody else needs are gone before the next one comes.
+
     Args:
         futures: of requests.
         timeout: seconds from this call within which all must have ended; None: as long as it takes.
@@ -65,24 +67,31 @@ def as_completed(futures: Iterable[Any], timeout: float | None = None) -> Iterat
         TimeoutError: from the iterator, when the time is over.
     """
     everyone = set(futures)
-    return named(arrivals(everyone, deadline_after(timeout)), len(everyone))
+    count = len(everyone)
+    return named(arrivals(everyone, deadline_after(timeout)), count)
 
 
 def named(ended: Iterator[Any], count: int) -> Iterator[Any]:
     """``ended``, with an error that says how many are missing."""
     seen = 0
-    try:
-        for future in ended:
-            seen += 1
-            yield future
-    except queue.Empty:
-        raise TimeoutError(f"{count - seen} of {count} requests are not done in time") from None
+    while True:
+        try:
+            one = [next(ended)]
+        except StopIteration:
+            return
+        except queue.Empty:
+            raise TimeoutError(f"{count - seen} of {count} requests are not done in time") from None
+        seen += 1
+        yield one.pop()  # which leaves nothing of it here
 
 
 def arrivals(futures: set[Any], deadline: float | None) -> Iterator[Any]:
     """Each future once it is done; ``queue.Empty`` when the deadline has passed and none is."""
     ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    count = len(futures)
     for future in futures:
         future.add_done_callback(ended.put)
-    for _ in futures:
+    del futures
+    future = None
+    for _ in range(count):
         yield ended.get(timeout=seconds_left(deadline))

@@ -1,0 +1,184 @@
+// Waits: which thread waits for which from inside a pass, so that none waits for ever.
+//
+//     waits.begin(pool, request, limited);   // throws std::logic_error where it could never end
+//     ...
+//     if (!waits.end()) waits.regain();
+//
+//     while (!waits.enter(turn, until)) ...  // one thread at a time, and whoever it waits for
+//     waits.leave(turn);
+//
+// Whom a thread waits for: the thread that runs a batch of the strand whose request it wants, or the holder of the turn
+//            that it wants. A thread that runs the strand itself is at work.
+// Never      A wait that leads back to itself over waits without a limit cannot end: the last one to begin throws, with
+//            the names of the pools. Waits for a turn are no part of that, since they end:
+// Turns      are re-entrant, and a turn's holder that waits lends it to whoever it waits for, directly or over others,
+//            as if that one ran on the holder's own thread (on a single worker it does). The latest to enter leaves
+//            first; a holder whose wait ends before (end is false then) has to regain its turns.
+// Locks      one, under which those of strands are taken.
+#pragma once
+
+#include <algorithm>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "runtime/task_pool.h"
+
+namespace pymoe::runtime {
+
+// What passes take in turns; its address counts.
+struct Turn {
+  char unused = 0;
+};
+
+template <typename Sync>
+class Waits {
+ public:
+  using Time = typename Sync::Time;
+  using ThreadId = typename Sync::ThreadId;
+
+  // Whether others may wait for this thread: it is inside a batch, or holds a turn.
+  bool concern_this_thread() const {
+    if (Sync::batches_on_this_thread() > 0) return true;
+    const std::lock_guard lock(mutex_);
+    const ThreadId me = Sync::this_thread();
+    return std::any_of(held_.begin(), held_.end(), [&](const Held& one) { return one.thread == me; });
+  }
+
+  // This thread waits for a request of the pool (null: for room in its queue) from now on. `limited`: it gives up after
+  // a time.
+  void begin(const TaskPool<Sync>& pool, const Request<Sync>* request, bool limited) {
+    const std::lock_guard lock(mutex_);
+    const ThreadId me = Sync::this_thread();
+    waits_.push_back({me, &pool, request, nullptr, limited});
+    std::string names;
+    ThreadId thread = me;
+    for (size_t step = 0; step <= waits_.size(); ++step) {
+      const std::optional<ThreadId> next = blocker(thread, true);
+      if (!next) break;
+      names += (step == 0 ? "'" : ", which waits for '") + wait_of(thread)->pool->name() + "'";
+      if (*next == me) {
+        waits_.pop_back();
+        throw std::logic_error("TaskPool: a batch waits for " + names +
+                               ", which waits for this batch: none of them could ever go on");
+      }
+      thread = *next;
+    }
+    if (wanting_ > 0) changed_.notify_all();
+  }
+
+  // The wait that began last on this thread is over. False if somebody has a turn that it had lent.
+  bool end() {
+    const std::lock_guard lock(mutex_);
+    forget_wait(Sync::this_thread());
+    return has_its_turns(Sync::this_thread());
+  }
+
+  void regain() {
+    std::unique_lock lock(mutex_);
+    const ThreadId me = Sync::this_thread();
+    ++wanting_;
+    while (!has_its_turns(me)) changed_.wait_until(lock, Time::max());
+    --wanting_;
+  }
+
+  // True once this thread has the turn, false if it has not by `until`.
+  bool enter(const Turn& turn, Time until) {
+    std::unique_lock lock(mutex_);
+    const ThreadId me = Sync::this_thread();
+    if (!is_free_for(turn, me)) {
+      waits_.push_back({me, nullptr, nullptr, &turn, false});
+      if (wanting_++ > 0) changed_.notify_all();  // who waits for us waits for the turn's holder now
+      while (!is_free_for(turn, me) && Sync::now() < until) changed_.wait_until(lock, until);
+      --wanting_;
+      forget_wait(me);
+      if (!is_free_for(turn, me)) return false;
+    }
+    held_.push_back({me, &turn});
+    return true;
+  }
+
+  // The turn that this thread entered last goes back. Nothing if it never did (in the child of a fork).
+  void leave(const Turn& turn) {
+    const std::lock_guard lock(mutex_);
+    const ThreadId me = Sync::this_thread();
+    for (size_t i = held_.size(); i-- > 0;) {
+      if (held_[i].turn != &turn || !(held_[i].thread == me)) continue;
+      held_.erase(held_.begin() + static_cast<std::ptrdiff_t>(i));
+      break;
+    }
+    if (wanting_ > 0) changed_.notify_all();
+  }
+
+ private:
+  struct Wait {
+    ThreadId thread;
+    const TaskPool<Sync>* pool;  // or null: for the turn
+    const Request<Sync>* request;
+    const Turn* turn;
+    bool limited;
+  };
+  struct Held {
+    ThreadId thread;
+    const Turn* turn;
+  };
+
+  // --- with the lock held ---
+
+  // The latest of a thread's waits; the others are of batches that it helps with.
+  const Wait* wait_of(ThreadId thread) const {
+    for (size_t i = waits_.size(); i-- > 0;) {
+      if (waits_[i].thread == thread) return &waits_[i];
+    }
+    return nullptr;
+  }
+
+  void forget_wait(ThreadId thread) { waits_.erase(waits_.begin() + (wait_of(thread) - waits_.data())); }
+
+  std::optional<ThreadId> holder_of(const Turn* turn) const {
+    for (size_t i = held_.size(); i-- > 0;) {
+      if (held_[i].turn == turn) return held_[i].thread;
+    }
+    return std::nullopt;
+  }
+
+  // Whom a thread waits for, if it cannot go on by itself. `for_ever`: nor after a time, nor with a turn that is lent.
+  std::optional<ThreadId> blocker(ThreadId thread, bool for_ever) const {
+    const Wait* wait = wait_of(thread);
+    if (wait == nullptr) return std::nullopt;
+    if (wait->turn != nullptr) return for_ever ? std::nullopt : holder_of(wait->turn);
+    if ((for_ever && wait->limited) || (wait->request != nullptr && wait->request->done())) return std::nullopt;
+    const std::optional<ThreadId> runner = wait->pool->strand()->runner();
+    return runner && *runner == thread ? std::nullopt : runner;
+  }
+
+  bool waits_for(ThreadId thread, ThreadId target) const {
+    for (size_t step = 0; step <= waits_.size(); ++step) {
+      const std::optional<ThreadId> next = blocker(thread, false);
+      if (!next) return false;
+      if (*next == target) return true;
+      thread = *next;
+    }
+    return false;
+  }
+
+  bool is_free_for(const Turn& turn, ThreadId thread) const {
+    const std::optional<ThreadId> holder = holder_of(&turn);
+    return !holder || *holder == thread || waits_for(*holder, thread);
+  }
+
+  bool has_its_turns(ThreadId thread) const {
+    return std::all_of(held_.begin(), held_.end(),
+                       [&](const Held& one) { return !(one.thread == thread) || *holder_of(one.turn) == thread; });
+  }
+
+  mutable typename Sync::Mutex mutex_;
+  std::vector<Wait> waits_;           // in the order in which they began
+  std::vector<Held> held_;            // in the order in which they were entered
+  int wanting_ = 0;                   // threads that wait for turns
+  typename Sync::Condition changed_;  // for these
+};
+
+}  // namespace pymoe::runtime

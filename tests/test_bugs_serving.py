@@ -1,0 +1,298 @@
+"""Bugs of requests, pools and runtimes that were met and mended, each with its story."""
+
+from __future__ import annotations
+
+import contextvars
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pymoe.runtime import BatchTensorProto, ExpertBackend, ExpertClient, Runtime, TaskPool, as_completed, nested_pack
+
+LONG = 60.0
+WATCHED: contextvars.ContextVar[str] = contextvars.ContextVar("watched", default="nothing")
+
+
+@torch.library.custom_op("pymoe_tests::call", mutates_args=())
+def call(x: torch.Tensor) -> torch.Tensor:
+    return calls.pop()(x)
+
+
+@call.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+calls: list[Callable[[torch.Tensor], torch.Tensor]] = []
+
+
+def inside_custom_op(wait: Callable[[], Any]) -> None:
+    calls.append(lambda x: (wait(), x.clone())[1])
+    call(torch.ones(1))
+
+
+def inside_deep_calls(wait: Callable[[], Any]) -> None:
+    def down(depth: int) -> None:
+        down(depth - 1) if depth else wait()
+
+    frame: Any = sys._getframe()
+    used = 0
+    while frame is not None:
+        frame, used = frame.f_back, used + 1
+    down(sys.getrecursionlimit() - used - 60)
+
+
+def with_variable(wait: Callable[[], Any]) -> None:
+    token = WATCHED.set("a client's")
+    wait()
+    WATCHED.reset(token)
+
+
+def within(manager: Callable[[], AbstractContextManager[Any]]) -> Callable[[Callable[[], Any]], None]:
+    def run(wait: Callable[[], Any]) -> None:
+        with manager():
+            wait()
+
+    return run
+
+
+CLIENTS: dict[str, Callable[[Callable[[], Any]], Any]] = {
+    "plain": within(nullcontext),
+    "hooks": within(lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t * 0, lambda t: t)),
+    "no hooks": within(lambda: torch.autograd.graph.disable_saved_tensors_hooks("a client says no")),
+    "torch.func": lambda wait: torch.func.grad(lambda x: (wait(), x.sum())[1])(torch.ones(2)),
+    "vmap": lambda wait: torch.func.vmap(lambda x: (wait(), x + 1)[1])(torch.ones(2)),
+    "no forward gradients": within(lambda: torch.autograd.forward_ad._set_fwd_grad_enabled(False)),
+    "no torch functions": within(torch._C.DisableTorchFunctionSubclass),
+    "custom operator": inside_custom_op,
+    "depth": inside_deep_calls,
+    "context variable": with_variable,
+}
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["client", "batch"])
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_client_that_helps_keeps_its_state_to_itself(client: str, nested: bool) -> None:
+    """A client that ran a batch while it waited ran other clients' requests under its own hooks, transforms and depth:
+    two thirds of their gradients were wrong, or failed. Context variables came along, too. A batch that waits for
+    another pool must help whatever it has switched on, and had the same effect.
+    """
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def deep(x: torch.Tensor, depth: int = 80) -> torch.Tensor:
+        return deep(x, depth - 1) if depth else net(x)
+
+    def train(x: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
+        x = x.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t) if client != "plain" else nullcontext():
+            y = deep(x)
+        (gradient,) = torch.autograd.grad(torch.func.jvp(torch.tanh, (y,), (torch.ones_like(y),))[1].sum(), x)
+        return gradient, [WATCHED.get()]
+
+    want, _ = train(torch.ones(1, 4))
+    pool = TaskPool(train, name="pool", linger=0)
+    outer = TaskPool(lambda x: (CLIENTS[client](futures[-1].result), x)[1], name="outer", linger=0)
+    with Runtime([pool] if not nested else [pool, outer], num_workers=1):
+        for _ in range(10):
+            futures = [pool.submit_task(torch.ones(1, 4)) for _ in range(4)]
+            if nested:
+                outer(torch.ones(1, 1))
+            else:
+                CLIENTS[client](futures[-1].result)
+            for future in futures:
+                gradient, seen = future.result()
+                assert torch.allclose(gradient, want)
+                assert seen == ["nothing"]
+
+
+class Asks(nn.Module):
+    """Uses a layer itself, and asks an expert that consists of the same layer."""
+
+    def __init__(self, layer: nn.Module, backend: ExpertBackend) -> None:
+        super().__init__()
+        self.layer, self.client = layer, ExpertClient(backend)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.client(self.layer(x))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_an_expert_asks_one_that_it_shares_parameters_with(workers: int) -> None:
+    """The outer pass held the parameters' lock while it waited, and the worker that ran the inner one waited for the
+    lock: both for ever, and the shutdown with them. With one worker all was well, since that had the lock.
+    """
+    layer = nn.Linear(4, 4)
+    inner = ExpertBackend(
+        "inner", nn.Sequential(layer), torch.optim.SGD(layer.parameters(), 0.0), args_schema=[BatchTensorProto(4)]
+    )
+    outer = ExpertBackend(
+        "outer", Asks(layer, inner), args_schema=[BatchTensorProto(4)], outputs_schema=BatchTensorProto(4)
+    )
+    x = torch.randn(1, 4)
+    with torch.no_grad():
+        want = layer(layer(x))
+    wrong: list[Any] = []
+
+    def ask() -> None:
+        for _ in range(50):
+            (got,) = outer.forward_pool.submit_task(x).result(LONG)
+            inner.backward_pool.submit_task(x, x).result(LONG)
+            if not torch.allclose(got, want):
+                wrong.append(got)
+
+    with Runtime([inner, outer], num_workers=workers):
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * LONG)
+    assert not wrong
+    assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_pools_that_wait_for_each_other_say_so(count: int) -> None:
+    """Batches of two pools that waited for each other's pool hung for ever, and the shutdown with them."""
+    together = threading.Barrier(count)
+    pools: list[TaskPool] = []
+
+    def asking(number: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        def ask(x: torch.Tensor) -> torch.Tensor:
+            if not x.any():
+                return x
+            together.wait(LONG)
+            answer: torch.Tensor = pools[(number + 1) % count].submit_task(torch.zeros(1, 1)).result()
+            return answer + x
+
+        return ask
+
+    pools += [TaskPool(asking(number), name=f"pool {number}", linger=0) for number in range(count)]
+    with Runtime(pools, num_workers=count):
+        futures = [pool.submit_task(torch.ones(1, 1)) for pool in pools]
+        errors = [error for future in futures if (error := future.exception(LONG)) is not None]
+    assert len(errors) == 1  # once one has given up, the others go on
+    assert isinstance(errors[0], RuntimeError)
+    assert all(f"'pool {number}'" in str(errors[0]) for number in range(count))
+
+
+class Shares(nn.Module):
+    """Returns the same features twice, in two halves, and a part of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.table = nn.Parameter(torch.zeros(16, 4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.layer(x)
+        left, right = self.layer(2 * x).chunk(2, -1)
+        return y, y.view(len(y), 2, 2), left, right, self.table.detach()[: len(x)]
+
+
+def test_outputs_in_the_same_memory() -> None:
+    """Each output was detached on its own, so autograd did not know that two shared memory: after an edit of one in
+    place the other's gradient was computed with old values. An edit of a part of a parameter changed the server's.
+    """
+    expert = Shares()
+    backend = ExpertBackend(
+        "shares", expert, torch.optim.SGD(expert.parameters(), 0.0), args_schema=[BatchTensorProto(4)]
+    )
+    x = torch.randn(2, 4, requires_grad=True)
+    with Runtime([backend]):
+        client = ExpertClient(backend)
+        whole, halves, *_ = client(x)
+        whole.mul_(3)
+        with pytest.raises(RuntimeError, match="modified inplace"):
+            (whole * halves.flatten(1)).sum().backward()
+
+        _, _, left, right, part = client(x)
+        left.mul_(3)
+        (left * right).sum().backward()
+        found, x.grad = x.grad, None
+        _, _, left, right, _ = expert(x)
+        (3 * left * right).sum().backward()
+        torch.testing.assert_close(found, x.grad)
+
+        part.add_(5)
+        assert not expert.table.any()
+        with torch.inference_mode():
+            client(x)[-1].add_(5)
+        assert not expert.table.any()
+
+
+def test_gradients_in_the_same_memory() -> None:
+    """An expert that is not trained and adds its inputs had one gradient for both. Autograd keeps what it gets as
+    ``.grad`` and adds the next to it in place: every gradient of either input counted for both.
+    """
+
+    class Adds(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x + y
+
+    backend = ExpertBackend("adds", Adds(), args_schema=[BatchTensorProto(2), BatchTensorProto(2)])
+    x, y = torch.ones(1, 2, requires_grad=True), torch.ones(1, 2, requires_grad=True)
+    with Runtime([backend]):
+        client = ExpertClient(backend)
+        client(x, y).sum().backward()
+        client(x, torch.ones(1, 2)).sum().backward()
+    assert x.grad is not None
+    assert y.grad is not None
+    assert x.grad.tolist() == [[2.0, 2.0]]
+    assert y.grad.tolist() == [[1.0, 1.0]]
+
+
+def test_rows_in_the_same_memory() -> None:
+    """A function that returned one row for all, expanded, gave all its clients the same memory to change."""
+    pool = TaskPool(lambda x: x.sum(0, keepdim=True).expand(len(x), -1), name="sums", min_batch_size=3, linger=0)
+    futures = [pool.submit_task(torch.ones(1, 2)) for _ in range(3)]
+    with Runtime([pool]):
+        first, *others = [future.result() for future in futures]
+        first.zero_()
+        assert all(other.tolist() == [[3.0, 3.0]] for other in others)
+
+
+def test_a_backend_that_overrides_backward_has_its_gradients_cleared() -> None:
+    """Only the backend's own backward pass cleared gradients; one written as older packages have it, which calls
+    ``apply_gradients`` itself, added up those of all its batches.
+    """
+
+    class Own(ExpertBackend):
+        def backward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            (args, kwargs), grads = nested_pack(inputs, self.backward_schema)
+            leaves = [x.detach().requires_grad_() for x in args]
+            with torch.enable_grad():
+                torch.autograd.backward(self.expert(*leaves, **kwargs), grads)
+            self.apply_gradients()
+            return tuple(leaf.grad for leaf in leaves if leaf.grad is not None)
+
+    expert = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(expert.weight)
+    backend = Own("own", expert, torch.optim.SGD(expert.parameters(), 1.0), args_schema=[BatchTensorProto(1)])
+    with Runtime([backend]):
+        for step in range(1, 4):
+            backend.backward_pool.submit_task(torch.ones(1, 1), torch.ones(1, 1)).result()
+            assert expert.weight.item() == -step
+    assert backend.updates == 3
+
+
+def test_as_completed_keeps_nothing() -> None:
+    """Every future that was handed out stayed alive to the end, and with it the batch that its result is a view of."""
+    pool = TaskPool(lambda x: x, name="pool", max_batch_size=1)
+    with Runtime([pool]):
+        futures = [pool.submit_task(torch.ones(1, 1)) for _ in range(20)]
+        seen = []
+        ended = as_completed(futures, LONG)
+        del futures
+        for future in ended:
+            future.result()
+            seen.append(weakref.ref(future))
+            del future
+            assert seen[-1]() is None
+    assert len(seen) == 20
