@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pymoe.pipe import schedules as package
-from pymoe.pipe.schedules import Times, build, names, png, simulate, text
+from pymoe.pipe.schedules import Times, as_run, build, names, png, simulate, text
 from pymoe.pipe.schedules.__main__ import main
 
 ROOT = Path(__file__).parents[2]
@@ -147,3 +147,17 @@ def test_schedules_import_nothing_but_the_standard_library():
     )
     done = subprocess.run([sys.executable, "-c", code, str(ROOT)], capture_output=True, text=True, check=True)
     assert done.stdout == "['pymoe']\n"
+
+
+@pytest.mark.parametrize(
+    ("records", "unit"),
+    [
+        (lambda: [simulate(build("1f1b", 2, 3))], "forwards of a stage"),
+        (lambda: [simulate(build("1f1b", 2, 3), Times(2, 1, 1))], "in the unit of the given times"),
+        (lambda: [as_run(build("gpipe", 1, 1), []), simulate(build("gpipe", 1, 1), Times(2, 1, 1))], "s"),
+    ],
+)
+def test_the_axis_of_time_has_a_unit(records, unit, tmp_path):
+    pytest.importorskip("matplotlib")
+    png(tmp_path / "plan.svg", *records())
+    assert f"<!-- time ({unit}) -->" in (tmp_path / "plan.svg").read_text()
