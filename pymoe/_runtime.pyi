@@ -48,9 +48,13 @@ class RequestFuture:
         What the function raises is logged by the logger ``pymoe.runtime``.
         """
     def cancel(self) -> bool:
-        """Take the request out of its queue; False if it has started or is done."""
+        """
+        Take the request out of its queue; False if its only or last batch has started, or it is done.
+
+        One that has more rows than a batch runs no further batch, and is done when the one that runs has ended.
+        """
     def cancelled(self) -> bool:
-        """True if it was cancelled before it had started."""
+        """True if it was cancelled before it had started, or before all of its batches had run."""
     def done(self) -> bool:
         """True once there is a result, an exception or a cancellation."""
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -124,7 +128,8 @@ class TaskPool:
             priority: head start in seconds, beside the pool's own.
 
         Raises:
-            ValueError: no tensor, rows that differ, or a shape that the schema forbids.
+            ValueError: no tensor, rows that differ, a shape that the schema forbids, or more rows without an element than a
+                batch may have.
             TypeError: something that cannot be part of a batch, or a dtype that the schema forbids.
             QueueFull: the queue is full, in a pool that raises then instead of waiting.
             RuntimeError: the runtime was shut down, or the pool belongs to the parent of this process.
@@ -149,7 +154,8 @@ class Runtime:
         Refuse further requests, and wait until every one is done and the workers have ended. May be called again.
 
         Args:
-            drain: run what is queued; otherwise requests that have not started are cancelled.
+            drain: run what is queued; otherwise requests that have not started are cancelled, and of those that take
+                several batches no further one is run.
 
         Raises:
             RuntimeError: called from a batch of this runtime, or in a fork.

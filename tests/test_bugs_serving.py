@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextvars
+import errno
+import socket
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -296,3 +301,105 @@ def test_as_completed_keeps_nothing() -> None:
             del future
             assert seen[-1]() is None
     assert len(seen) == 20
+
+
+@pytest.mark.parametrize("end", ["shutdown", "remove", "cancel"])
+def test_a_request_of_many_batches_can_be_ended(end: str) -> None:
+    """One that had begun could not be cancelled, and a shutdown that drains nothing ran all its thousand batches."""
+    begun, go = threading.Event(), threading.Event()
+    ran: list[int] = []
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        ran.append(len(x))
+        begun.set()
+        go.wait(LONG)
+        return x
+
+    pool = TaskPool(run, name="pool", max_batch_size=1)
+    runtime = Runtime([pool], num_workers=1)
+    runtime.start()
+    try:
+        future = pool.submit_task(torch.ones(1000, 1))
+        assert begun.wait(LONG)
+        ways: dict[str, Callable[[], Any]] = {
+            "shutdown": lambda: runtime.shutdown(drain=False),
+            "remove": lambda: runtime.remove(pool, drain=False),
+            "cancel": future.cancel,
+        }
+        ender = threading.Thread(target=ways[end])
+        ender.start()
+        while pool._statistics()["queued"]:
+            time.sleep(0.001)
+        go.set()
+        ender.join(LONG)
+        with pytest.raises(CancelledError):
+            future.result(LONG)
+        assert future.cancelled()
+        assert len(ran) == 1
+        counts = pool._statistics()
+        assert (counts["cancelled"], counts["running"], counts["queued_rows"], counts["failed"]) == (1, 0, 0, 0)
+        if end == "cancel":
+            assert pool(torch.ones(1, 1)).item() == 1
+    finally:
+        runtime.shutdown()
+
+
+def test_rows_without_elements_are_bounded() -> None:
+    """A tensor of 2**40 rows takes no memory where the rows have no elements, and kept a pool busy for ever."""
+    pool = TaskPool(lambda x: x, name="pool")
+    with Runtime([pool]):
+        assert pool(torch.empty(4096, 0)).shape == (4096, 0)
+        with pytest.raises(ValueError, match="at most max_batch_size rows"):
+            pool.submit_task(torch.empty(2**40, 0))
+
+
+def test_a_copy_without_memory_is_a_memory_error() -> None:
+    """A tensor that must be made contiguous, and for which there is no memory, was called a tensor without strides."""
+    pool = TaskPool(lambda x: x, name="pool")
+    with pytest.raises(MemoryError, match="tensor 0"):
+        pool.submit_task(torch.ones(1, 1).expand(2**32, 2**20))
+
+
+def test_shutdown_from_two_threads_with_a_monitor(tmp_path: Path) -> None:
+    """Both threads removed the monitor's socket, and the second one found None in its place."""
+    for _ in range(20):
+        runtime = Runtime([TaskPool(lambda x: x, name="pool")], monitor=tmp_path / "monitor")
+        runtime.start()
+        together = threading.Barrier(3)
+        errors: list[BaseException] = []
+
+        def end(runtime: Runtime = runtime, together: Any = together, errors: list[BaseException] = errors) -> None:
+            together.wait(LONG)
+            try:
+                runtime.shutdown()
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=end) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LONG)
+        assert not errors
+        assert not list((tmp_path / "monitor").iterdir())
+
+
+def test_a_monitor_outlives_a_lack_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that the system could not accept for lack of file descriptors ended the monitor's thread."""
+    refused = threading.Event()
+    accept = socket.socket.accept
+
+    def fail_once(listener: socket.socket) -> Any:
+        if not refused.is_set():
+            refused.set()
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", fail_once)
+    runtime = Runtime([TaskPool(lambda x: x, name="pool")], monitor=tmp_path / "monitor")
+    with runtime, socket.socket(socket.AF_UNIX) as viewer:
+        viewer.settimeout(LONG)
+        viewer.connect(str(runtime._observers.socket))
+        viewer.sendall(b"\n")
+        assert b'"pool"' in viewer.recv(1 << 16)
+    assert refused.is_set()

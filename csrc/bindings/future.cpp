@@ -268,10 +268,12 @@ PyMethodDef methods[] = {
     {"running", running, METH_NOARGS,
      "running(self: pymoe._runtime.RequestFuture) -> bool\n\nTrue while its batch runs: it cannot be cancelled."},
     {"cancelled", cancelled, METH_NOARGS,
-     "cancelled(self: pymoe._runtime.RequestFuture) -> bool\n\nTrue if it was cancelled before it had started."},
+     "cancelled(self: pymoe._runtime.RequestFuture) -> bool\n\n"
+     "True if it was cancelled before it had started, or before all of its batches had run."},
     {"cancel", cancel, METH_NOARGS,
      "cancel(self: pymoe._runtime.RequestFuture) -> bool\n\n"
-     "Take the request out of its queue; False if it has started or is done."},
+     "Take the request out of its queue; False if its only or last batch has started, or it is done.\n\n"
+     "One that has more rows than a batch runs no further batch, and is done when the one that runs has ended."},
     {"add_done_callback", add_done_callback, METH_O,
      "add_done_callback(self: pymoe._runtime.RequestFuture, function: "
      "collections.abc.Callable[[pymoe._runtime.RequestFuture], object]) -> None\n\n"

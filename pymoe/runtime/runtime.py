@@ -104,7 +104,8 @@ class Runtime(_runtime.Runtime):
         """Refuse further requests, and wait until every one is done and the workers have ended. May be called again.
 
         Args:
-            drain: run what is queued; otherwise requests that have not started are cancelled.
+            drain: run what is queued; otherwise requests that have not started are cancelled, and of those that take
+                several batches no further one is run.
 
         Raises:
             RuntimeError: called from a batch of this runtime, or in a fork.
@@ -148,7 +149,8 @@ class Runtime(_runtime.Runtime):
 
         Args:
             backend_or_pool: what was served from the first, or was added.
-            drain: run what is queued; otherwise requests that have not started are cancelled.
+            drain: run what is queued; otherwise requests that have not started are cancelled, and of those that take
+                several batches no further one is run.
             timeout: seconds to wait at most; None: as long as it takes.
 
         Raises:
