@@ -27,6 +27,7 @@ __all__: list[str] = [
     "must_help",
     "set_await",
     "set_plain_runner",
+    "set_standard",
     "thread_is_plain",
 ]
 
@@ -34,11 +35,16 @@ class RequestFuture:
     """
     The outcome of a request, to come. Made by :meth:`TaskPool.submit_task`.
 
-    Speaks the language of ``concurrent.futures.Future``, and can be awaited in any
-    event loop: cancelling the task that awaits cancels the request.
+    Serves wherever a ``concurrent.futures.Future`` does: ``isinstance``, ``asyncio.wrap_future``, and
+    ``wait`` and ``as_completed`` of ``concurrent.futures``. It can be awaited in any event loop: cancelling
+    the task that awaits cancels the request. To await one that was cancelled otherwise (``cancel()``, a
+    shutdown) raises ``concurrent.futures.CancelledError``, as ``result()`` does, and not that of
+    ``asyncio``, which would tell the task that it was itself cancelled.
     """
     def __await__(self) -> typing.Generator[typing.Any, None, typing.Any]:
         """Return an iterator to be used in await expression."""
+    def __repr__(self):
+        """Return repr(self)."""
     def _notify(self, mailbox: Mailbox, waiter: typing.Any) -> None:
         """Put ``waiter``, an asyncio future, into the mailbox once the request is done."""
     def add_done_callback(self, function: collections.abc.Callable[[RequestFuture], typing.Any]) -> None:
@@ -454,6 +460,9 @@ def set_await(function: collections.abc.Callable[[RequestFuture], typing.Any]) -
 
 def set_plain_runner(function: collections.abc.Callable[..., typing.Any]) -> None:
     """Choose what calls a function (its first argument) in such a state, from a thread in another one."""
+
+def set_standard(function: collections.abc.Callable[[RequestFuture], typing.Any]) -> None:
+    """Choose what makes the object that functions of concurrent.futures look at."""
 
 def thread_is_plain() -> bool:
     """True on a thread in the state in which threads begin, as far as torch is concerned; gradients may be on or off."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import contextvars
 import errno
 import socket
@@ -403,3 +405,40 @@ def test_a_monitor_outlives_a_lack_of_files(tmp_path: Path, monkeypatch: pytest.
         viewer.sendall(b"\n")
         assert b'"pool"' in viewer.recv(1 << 16)
     assert refused.is_set()
+
+
+def test_a_request_serves_as_a_future_of_the_standard_library() -> None:
+    """``asyncio.wrap_future`` and ``concurrent.futures.wait`` refused futures of requests: neither the type nor the
+    lock that they look into was there.
+    """
+    pool = TaskPool(lambda x: x / x.sum().item(), name="pool", max_batch_size=1)
+    one, zero = torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64)
+    futures = [pool.submit_task(one) for _ in range(10)]
+    assert isinstance(futures[0], concurrent.futures.Future)
+    assert isinstance(futures[0], type(futures[0]))
+    assert repr(futures[0]) == "<RequestFuture of pool 'pool': pending>"
+    cancelled = pool.submit_task(one)
+    done, waiting = concurrent.futures.wait([*futures, cancelled], 0.01)
+    assert not done
+    assert len(waiting) == 11
+    cancelled.cancel()
+    assert repr(cancelled) == "<RequestFuture of pool 'pool': cancelled>"
+    assert concurrent.futures.wait([*futures, cancelled], LONG, "FIRST_COMPLETED").done == {cancelled}
+    failing = TaskPool(lambda x: x.no_such_thing, name="failing")
+    with Runtime([pool, failing]):
+        bad = failing.submit_task(zero)
+        mixed = [*futures, cancelled, bad, *(pool.submit_task(one) for _ in range(10))]
+        assert set(concurrent.futures.as_completed(mixed, LONG)) == set(mixed)
+        assert concurrent.futures.wait(mixed, LONG).done == set(mixed)
+        more = [pool.submit_task(one) for _ in range(100)]
+        assert concurrent.futures.wait(more, LONG).done == set(more)
+        assert repr(bad) == "<RequestFuture of pool 'failing': failed>"
+
+        async def wrap() -> Any:
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wrap_future(cancelled)
+            with pytest.raises(CancelledError):
+                await cancelled
+            return await asyncio.gather(asyncio.wrap_future(pool.submit_task(one)), pool.submit_task(one))
+
+        assert asyncio.run(wrap()) == [one, one]

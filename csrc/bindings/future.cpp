@@ -21,12 +21,15 @@ struct FutureObject {
   PyObject_HEAD PyObject* weak_references;
   std::shared_ptr<TensorRequest> request;
   std::shared_ptr<Pool> pool;
+  PyObject* standard;  // what functions of concurrent.futures see, once one has asked (make_standard), or null
   int created;
   bool may_help;
 };
 
 PyTypeObject* future_type = nullptr;
 PyObject* await_function = nullptr;
+PyObject* standard_type = nullptr;  // concurrent.futures.Future
+PyObject* make_standard = nullptr;
 
 FutureObject* self_of(PyObject* object) { return reinterpret_cast<FutureObject*>(object); }
 
@@ -189,9 +192,46 @@ PyObject* await(PyObject* object) {
   return PyObject_CallOneArg(await_function, object);
 }
 
+const char* state_of(FutureObject* self) {
+  if (self->request->pending()) return "pending";
+  if (!self->request->done()) return "running";
+  if (!self->request->error()) return "finished";
+  return was_cancelled(*self->request) ? "cancelled" : "failed";
+}
+
+PyObject* repr(PyObject* object) {
+  FutureObject* self = self_of(object);
+  return PyUnicode_FromFormat("<RequestFuture of pool '%s': %s>", self->pool->name().c_str(), state_of(self));
+}
+
+// isinstance() believes this where the type itself is another.
+PyObject* get_class(PyObject*, void*) { return Py_NewRef(standard_type); }
+
+// _condition, _waiters and _state, as wait() and as_completed() of concurrent.futures know them.
+PyObject* get_standard(PyObject* object, void* name) {
+  return guarded([&] {
+    FutureObject* self = self_of(object);
+    if (self->standard == nullptr) {
+      if (make_standard == nullptr) raise(PyExc_RuntimeError, "import pymoe.runtime first");
+      Ref made = Ref::checked(PyObject_CallOneArg(make_standard, object));
+      if (self->standard == nullptr) self->standard = made.release();
+      track(object);
+    }
+    return Ref::checked(PyObject_GetAttrString(self->standard, static_cast<const char*>(name))).release();
+  });
+}
+
+PyGetSetDef attributes[] = {
+    {"__class__", get_class, nullptr, "``concurrent.futures.Future``, for ``isinstance``.", nullptr},
+    {"_condition", get_standard, nullptr, nullptr, const_cast<char*>("condition")},
+    {"_waiters", get_standard, nullptr, nullptr, const_cast<char*>("waiters")},
+    {"_state", get_standard, nullptr, nullptr, const_cast<char*>("state")},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
 int traverse(PyObject* object, visitproc visit, void* arg) {
   const FutureObject* self = self_of(object);
   Py_VISIT(Py_TYPE(object));
+  Py_VISIT(self->standard);
   if (self->request && self->request->done()) {
     Py_VISIT(self->request->outcome);
     Py_VISIT(self->request->traceback);
@@ -200,7 +240,8 @@ int traverse(PyObject* object, visitproc visit, void* arg) {
 }
 
 int clear(PyObject* object) {
-  const FutureObject* self = self_of(object);
+  FutureObject* self = self_of(object);
+  Py_CLEAR(self->standard);
   if (self->request && self->request->done()) {
     // What is left is a future whose outcome has gone: None, for who finds it in a finaliser.
     PyObject* outcome = std::exchange(self->request->outcome, nullptr);
@@ -224,6 +265,7 @@ void dealloc(PyObject* object) {
   FutureObject* self = self_of(object);
   if (PyObject_GC_IsTracked(object)) PyObject_GC_UnTrack(object);
   if (self->weak_references != nullptr) PyObject_ClearWeakRefs(object);
+  Py_CLEAR(self->standard);
   {
     const std::shared_ptr<TensorRequest> request = std::move(self->request);
     const std::shared_ptr<Pool> pool = std::move(self->pool);
@@ -296,6 +338,7 @@ Ref make_future(std::shared_ptr<TensorRequest> request, std::shared_ptr<Pool> po
     if (self == nullptr) throw ErrorSet();
   }
   self->weak_references = nullptr;
+  self->standard = nullptr;
   new (&self->request) std::shared_ptr<TensorRequest>(std::move(request));
   new (&self->pool) std::shared_ptr<Pool>(std::move(pool));
   self->created = generation();
@@ -312,11 +355,21 @@ PyObject* set_await(PyObject*, PyObject* function) {
   Py_RETURN_NONE;
 }
 
+PyObject* set_standard(PyObject*, PyObject* function) {
+  Py_XSETREF(make_standard, Py_NewRef(function));
+  Py_RETURN_NONE;
+}
+
 void add_future_type(PyObject* module) {
+  const Ref futures = Ref::checked(PyImport_ImportModule("concurrent.futures"));
+  standard_type = Ref::checked(PyObject_GetAttrString(futures.get(), "Future")).release();
   constexpr const char* kDoc =
       "The outcome of a request, to come. Made by :meth:`TaskPool.submit_task`.\n\n"
-      "Speaks the language of ``concurrent.futures.Future``, and can be awaited in any\n"
-      "event loop: cancelling the task that awaits cancels the request.";
+      "Serves wherever a ``concurrent.futures.Future`` does: ``isinstance``, ``asyncio.wrap_future``, and\n"
+      "``wait`` and ``as_completed`` of ``concurrent.futures``. It can be awaited in any event loop: cancelling\n"
+      "the task that awaits cancels the request. To await one that was cancelled otherwise (``cancel()``, a\n"
+      "shutdown) raises ``concurrent.futures.CancelledError``, as ``result()`` does, and not that of\n"
+      "``asyncio``, which would tell the task that it was itself cancelled.";
   future_type = add_type<FutureObject>(module, {.name = "pymoe._runtime.RequestFuture",
                                                 .doc = kDoc,
                                                 .flags = Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
@@ -324,7 +377,9 @@ void add_future_type(PyObject* module) {
                                                 .traverse = traverse,
                                                 .clear = clear,
                                                 .methods = methods,
-                                                .await = await});
+                                                .await = await,
+                                                .repr = repr,
+                                                .attributes = attributes});
 }
 
 }  // namespace pymoe::bindings

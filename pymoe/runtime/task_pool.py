@@ -29,7 +29,7 @@ class TaskPool(_runtime.TaskPool):
     Any number of threads and coroutines call :meth:`submit_task`; a :class:`Runtime` takes what is queued, oldest
     first, puts the rows of as many requests together as fit, calls ``process_func`` once, and gives every request its
     own rows of the result. A future can be awaited by several tasks; cancelling one of them cancels the request for
-    all. ``concurrent.futures.wait`` does not take these futures, :func:`pymoe.runtime.wait` does. Requests of different
+    all. It serves wherever a ``concurrent.futures.Future`` does. Requests of different
     dtypes, devices or row shapes never share a batch. Tensors on a GPU must be ready in its default stream: batches are
     put together there, and results become ready there.
 
