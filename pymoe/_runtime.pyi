@@ -94,6 +94,8 @@ class QueueFull(RuntimeError):
 
 class TaskPool:
     """The native half of pymoe.runtime.TaskPool."""
+    def _idle_is_known(self) -> None:
+        """Who waits has been told that no runtime serves the pool."""
     def _is_exclusive_with(self, other: TaskPool) -> bool:
         """True if batches of the two never overlap; so with itself."""
     def _setup(

@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError
@@ -21,7 +22,15 @@ import pytest
 import torch
 from torch import nn
 
-from pymoe.runtime import BatchTensorProto, ExpertBackend, ExpertClient, Runtime, TaskPool, as_completed, nested_pack
+from pymoe.runtime import (
+    BatchTensorProto,
+    ExpertBackend,
+    ExpertClient,
+    Runtime,
+    TaskPool,
+    as_completed,
+    nested_pack,
+)
 
 LONG = 60.0
 WATCHED: contextvars.ContextVar[str] = contextvars.ContextVar("watched", default="nothing")
@@ -442,3 +451,30 @@ def test_a_request_serves_as_a_future_of_the_standard_library() -> None:
             return await asyncio.gather(asyncio.wrap_future(pool.submit_task(one)), pool.submit_task(one))
 
         assert asyncio.run(wrap()) == [one, one]
+
+
+def test_who_waits_for_an_idle_pool_is_told() -> None:
+    """A result of a pool that no runtime served was waited for without a word, and for ever."""
+    pool = TaskPool(lambda x: x, name="idle pool")
+    future = pool.submit_task(torch.ones(1, 1))
+    with pytest.raises(TimeoutError, match="no Runtime serves the pool 'idle pool'"):
+        future.result(0.01)
+    told = threading.Event()
+    served = Runtime([pool])
+
+    def serve() -> None:
+        assert told.wait(LONG)
+        served.start()
+
+    server = threading.Thread(target=serve)
+    server.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *_: (messages.append(str(message)), told.set())[0]  # type: ignore[assignment]
+        messages: list[str] = []
+        assert future.result().item() == 1
+    server.join(LONG)
+    served.shutdown()
+    assert len(messages) == 1
+    assert "'idle pool'" in messages[0]
+    assert "Runtime([pool])" in messages[0]

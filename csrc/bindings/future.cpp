@@ -43,6 +43,26 @@ bool may_refer(PyObject* outcome) {
   return PyObject_IS_GC(outcome) && Py_TYPE(outcome) != reinterpret_cast<PyTypeObject*>(torch_calls().tensor);
 }
 
+// Seconds for which a program may wait for a pool before it starts the runtime.
+constexpr std::chrono::seconds kPatience{2};
+
+// Waits a while where nobody serves the pool, and then says so. True if the request has ended.
+template <typename Ended>
+bool ended_soon_or_served(Pool& pool, const Ended& ended, std::optional<Clock::time_point> deadline) {
+  if (pool.strand()->attached()) return false;
+  const auto soon = Clock::now() + kPatience;
+  if (deadline && *deadline <= soon) return false;
+  if (wait_interruptibly(ended, soon)) return true;
+  if (pool.strand()->attached() || !pool.tell_idle()) return false;
+  if (PyErr_WarnFormat(PyExc_RuntimeWarning, 1,
+                       "a result of TaskPool '%s' is waited for, but no Runtime serves the pool: start one with "
+                       "Runtime([pool]), or with the backend that the pool is of",
+                       pool.name().c_str()) != 0) {
+    throw ErrorSet();
+  }
+  return false;
+}
+
 void wait_until_done(FutureObject* self, const char* where, std::optional<Clock::time_point> deadline) {
   require_this_process(self->created, where, "TaskPool");
   const Ref keep = Ref::borrow(reinterpret_cast<PyObject*>(self));
@@ -61,8 +81,13 @@ void wait_until_done(FutureObject* self, const char* where, std::optional<Clock:
       }
       return place->wait_until(until);
     };
+    if (ended_soon_or_served(*self->pool, ended, deadline)) return;
     if (!wait_interruptibly(ended, deadline)) {
-      raise(PyExc_TimeoutError, "%s: the request is not done in time", where);
+      const char* name = self->pool->name().c_str();
+      if (!self->pool->strand()->attached()) {
+        raise(PyExc_TimeoutError, "%s: the request is not done in time: no Runtime serves the pool '%s'", where, name);
+      }
+      raise(PyExc_TimeoutError, "%s: the request of pool '%s' is not done in time", where, name);
     }
   } catch (const runtime::Interrupted&) {
     set_error(take_interrupt().get());

@@ -264,6 +264,13 @@ PyObject* statistics(PyObject* object, PyObject*) {
   return guarded([&] { return snapshot(state_of(object).pool->statistics()).release(); });
 }
 
+PyObject* idle_is_known(PyObject* object, PyObject*) {
+  return guarded([&] {
+    state_of(object).pool->tell_idle();
+    return Py_NewRef(Py_None);
+  });
+}
+
 PyObject* is_exclusive_with(PyObject* object, PyObject* other) {
   return guarded([&] {
     return PyBool_FromLong(state_of(object).pool->strand() == pool_of(other, "_is_exclusive_with")->strand());
@@ -312,6 +319,9 @@ PyMethodDef methods[] = {
     {"_is_exclusive_with", is_exclusive_with, METH_O,
      "_is_exclusive_with(self: pymoe._runtime.TaskPool, other: pymoe._runtime.TaskPool) -> bool\n\n"
      "True if batches of the two never overlap; so with itself."},
+    {"_idle_is_known", idle_is_known, METH_NOARGS,
+     "_idle_is_known(self: pymoe._runtime.TaskPool) -> None\n\n"
+     "Who waits has been told that no runtime serves the pool."},
     {"_try_submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(submit_task<false>)),
      METH_FASTCALL | METH_KEYWORDS,
      "_try_submit(self: pymoe._runtime.TaskPool, *tensors: typing.Any, timeout: float | None = None, "

@@ -17,6 +17,7 @@
 // Threads    All functions may be called from any thread. The pool must be owned by a shared_ptr.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <exception>
 #include <memory>
@@ -196,6 +197,9 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     finish_expired(expired);
   }
 
+  // True the first time: who waits for a pool that nobody serves is told once.
+  bool tell_idle() { return !told_idle_.exchange(true); }
+
   const std::string& name() const { return name_; }
   const BatchingOptions<Sync>& options() const { return options_; }
   const PoolStatistics& statistics() const { return statistics_; }
@@ -367,6 +371,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
   const std::shared_ptr<BatchFunction<Sync>> function_;
   const std::shared_ptr<Strand<Sync>> strand_;
   PoolStatistics statistics_;
+  std::atomic<bool> told_idle_{false};
   // Guarded by the strand's mutex:
   std::unordered_map<uint64_t, std::unique_ptr<Queue>> queues_;  // by kind
   int64_t queued_ = 0;                                           // requests, over all kinds
