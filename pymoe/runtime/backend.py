@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -91,13 +91,13 @@ class ExpertBackend(BackendState):
         args_schema: Sequence[Any] | None = None,
         kwargs_schema: Mapping[str, Any] | None = None,
         outputs_schema: Any = None,
-        gradient_reduction: str = "sum",
+        gradient_reduction: Literal["sum", "mean"] = "sum",
         accumulate_steps: int = 1,
         clip_grad_norm: float | None = None,
-        nonfinite_gradients: str = "raise",
+        nonfinite_gradients: Literal["raise", "skip", "step"] = "raise",
         scheduler: Any = None,
         device: torch.device | str | None = None,
-        buffers: str = "backward",
+        buffers: Literal["backward", "both"] = "backward",
         **pool_options: Any,
     ) -> None:
         super().__init__()
