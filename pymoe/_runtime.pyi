@@ -27,6 +27,7 @@ __all__: list[str] = [
     "must_help",
     "set_await",
     "set_plain_runner",
+    "set_standard",
     "thread_is_plain",
 ]
 
@@ -34,11 +35,16 @@ class RequestFuture:
     """
     The outcome of a request, to come. Made by :meth:`TaskPool.submit_task`.
 
-    Speaks the language of ``concurrent.futures.Future``, and can be awaited in any
-    event loop: cancelling the task that awaits cancels the request.
+    Serves wherever a ``concurrent.futures.Future`` does: ``isinstance``, ``asyncio.wrap_future``, and
+    ``wait`` and ``as_completed`` of ``concurrent.futures``. It can be awaited in any event loop: cancelling
+    the task that awaits cancels the request. To await one that was cancelled otherwise (``cancel()``, a
+    shutdown) raises ``concurrent.futures.CancelledError``, as ``result()`` does, and not that of
+    ``asyncio``, which would tell the task that it was itself cancelled.
     """
     def __await__(self) -> typing.Generator[typing.Any, None, typing.Any]:
         """Return an iterator to be used in await expression."""
+    def __repr__(self):
+        """Return repr(self)."""
     def _notify(self, mailbox: Mailbox, waiter: typing.Any) -> None:
         """Put ``waiter``, an asyncio future, into the mailbox once the request is done."""
     def add_done_callback(self, function: collections.abc.Callable[[RequestFuture], typing.Any]) -> None:
@@ -48,9 +54,13 @@ class RequestFuture:
         What the function raises is logged by the logger ``pymoe.runtime``.
         """
     def cancel(self) -> bool:
-        """Take the request out of its queue; False if it has started or is done."""
+        """
+        Take the request out of its queue; False if its only or last batch has started, or it is done.
+
+        One that has more rows than a batch runs no further batch, and is done when the one that runs has ended.
+        """
     def cancelled(self) -> bool:
-        """True if it was cancelled before it had started."""
+        """True if it was cancelled before it had started, or before all of its batches had run."""
     def done(self) -> bool:
         """True once there is a result, an exception or a cancellation."""
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -84,6 +94,8 @@ class QueueFull(RuntimeError):
 
 class TaskPool:
     """The native half of pymoe.runtime.TaskPool."""
+    def _idle_is_known(self) -> None:
+        """Who waits has been told that no runtime serves the pool."""
     def _is_exclusive_with(self, other: TaskPool) -> bool:
         """True if batches of the two never overlap; so with itself."""
     def _setup(
@@ -124,7 +136,8 @@ class TaskPool:
             priority: head start in seconds, beside the pool's own.
 
         Raises:
-            ValueError: no tensor, rows that differ, or a shape that the schema forbids.
+            ValueError: no tensor, rows that differ, a shape that the schema forbids, or more rows without an element than a
+                batch may have.
             TypeError: something that cannot be part of a batch, or a dtype that the schema forbids.
             QueueFull: the queue is full, in a pool that raises then instead of waiting.
             RuntimeError: the runtime was shut down, or the pool belongs to the parent of this process.
@@ -149,7 +162,8 @@ class Runtime:
         Refuse further requests, and wait until every one is done and the workers have ended. May be called again.
 
         Args:
-            drain: run what is queued; otherwise requests that have not started are cancelled.
+            drain: run what is queued; otherwise requests that have not started are cancelled, and of those that take
+                several batches no further one is run.
 
         Raises:
             RuntimeError: called from a batch of this runtime, or in a fork.
@@ -461,6 +475,9 @@ def set_await(function: collections.abc.Callable[[RequestFuture], typing.Any]) -
 
 def set_plain_runner(function: collections.abc.Callable[..., typing.Any]) -> None:
     """Choose what calls a function (its first argument) in such a state, from a thread in another one."""
+
+def set_standard(function: collections.abc.Callable[[RequestFuture], typing.Any]) -> None:
+    """Choose what makes the object that functions of concurrent.futures look at."""
 
 def thread_is_plain() -> bool:
     """True on a thread in the state in which threads begin, as far as torch is concerned; gradients may be on or off."""

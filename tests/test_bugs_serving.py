@@ -2,114 +2,36 @@
 
 from __future__ import annotations
 
-import contextvars
-import sys
+import asyncio
+import concurrent.futures
+import errno
+import io
+import socket
 import threading
+import time
+import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import CancelledError
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from pymoe.runtime import BatchTensorProto, ExpertBackend, ExpertClient, Runtime, TaskPool, as_completed, nested_pack
+from pymoe.runtime import (
+    BatchTensorProto,
+    ExpertBackend,
+    ExpertClient,
+    Runtime,
+    TaskPool,
+    as_completed,
+    nested_pack,
+)
+from pymoe.runtime.top import drawing
 
 LONG = 60.0
-WATCHED: contextvars.ContextVar[str] = contextvars.ContextVar("watched", default="nothing")
-
-
-@torch.library.custom_op("pymoe_tests::call", mutates_args=())
-def call(x: torch.Tensor) -> torch.Tensor:
-    return calls.pop()(x)
-
-
-@call.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-calls: list[Callable[[torch.Tensor], torch.Tensor]] = []
-
-
-def inside_custom_op(wait: Callable[[], Any]) -> None:
-    calls.append(lambda x: (wait(), x.clone())[1])
-    call(torch.ones(1))
-
-
-def inside_deep_calls(wait: Callable[[], Any]) -> None:
-    def down(depth: int) -> None:
-        down(depth - 1) if depth else wait()
-
-    frame: Any = sys._getframe()
-    used = 0
-    while frame is not None:
-        frame, used = frame.f_back, used + 1
-    down(sys.getrecursionlimit() - used - 60)
-
-
-def with_variable(wait: Callable[[], Any]) -> None:
-    token = WATCHED.set("a client's")
-    wait()
-    WATCHED.reset(token)
-
-
-def within(manager: Callable[[], AbstractContextManager[Any]]) -> Callable[[Callable[[], Any]], None]:
-    def run(wait: Callable[[], Any]) -> None:
-        with manager():
-            wait()
-
-    return run
-
-
-CLIENTS: dict[str, Callable[[Callable[[], Any]], Any]] = {
-    "plain": within(nullcontext),
-    "hooks": within(lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t * 0, lambda t: t)),
-    "no hooks": within(lambda: torch.autograd.graph.disable_saved_tensors_hooks("a client says no")),
-    "torch.func": lambda wait: torch.func.grad(lambda x: (wait(), x.sum())[1])(torch.ones(2)),
-    "vmap": lambda wait: torch.func.vmap(lambda x: (wait(), x + 1)[1])(torch.ones(2)),
-    "no forward gradients": within(lambda: torch.autograd.forward_ad._set_fwd_grad_enabled(False)),
-    "no torch functions": within(torch._C.DisableTorchFunctionSubclass),
-    "custom operator": inside_custom_op,
-    "depth": inside_deep_calls,
-    "context variable": with_variable,
-}
-
-
-@pytest.mark.parametrize("nested", [False, True], ids=["client", "batch"])
-@pytest.mark.parametrize("client", CLIENTS)
-def test_a_client_that_helps_keeps_its_state_to_itself(client: str, nested: bool) -> None:
-    """A client that ran a batch while it waited ran other clients' requests under its own hooks, transforms and depth:
-    two thirds of their gradients were wrong, or failed. Context variables came along, too. A batch that waits for
-    another pool must help whatever it has switched on, and had the same effect.
-    """
-    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-
-    def deep(x: torch.Tensor, depth: int = 80) -> torch.Tensor:
-        return deep(x, depth - 1) if depth else net(x)
-
-    def train(x: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
-        x = x.clone().requires_grad_()
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t) if client != "plain" else nullcontext():
-            y = deep(x)
-        (gradient,) = torch.autograd.grad(torch.func.jvp(torch.tanh, (y,), (torch.ones_like(y),))[1].sum(), x)
-        return gradient, [WATCHED.get()]
-
-    want, _ = train(torch.ones(1, 4))
-    pool = TaskPool(train, name="pool", linger=0)
-    outer = TaskPool(lambda x: (CLIENTS[client](futures[-1].result), x)[1], name="outer", linger=0)
-    with Runtime([pool] if not nested else [pool, outer], num_workers=1):
-        for _ in range(10):
-            futures = [pool.submit_task(torch.ones(1, 4)) for _ in range(4)]
-            if nested:
-                outer(torch.ones(1, 1))
-            else:
-                CLIENTS[client](futures[-1].result)
-            for future in futures:
-                gradient, seen = future.result()
-                assert torch.allclose(gradient, want)
-                assert seen == ["nothing"]
 
 
 class Asks(nn.Module):
@@ -296,3 +218,189 @@ def test_as_completed_keeps_nothing() -> None:
             del future
             assert seen[-1]() is None
     assert len(seen) == 20
+
+
+@pytest.mark.parametrize("end", ["shutdown", "remove", "cancel"])
+def test_a_request_of_many_batches_can_be_ended(end: str) -> None:
+    """One that had begun could not be cancelled, and a shutdown that drains nothing ran all its thousand batches."""
+    begun, go = threading.Event(), threading.Event()
+    ran: list[int] = []
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        ran.append(len(x))
+        begun.set()
+        go.wait(LONG)
+        return x
+
+    pool = TaskPool(run, name="pool", max_batch_size=1)
+    runtime = Runtime([pool], num_workers=1)
+    runtime.start()
+    try:
+        future = pool.submit_task(torch.ones(1000, 1))
+        assert begun.wait(LONG)
+        ways: dict[str, Callable[[], Any]] = {
+            "shutdown": lambda: runtime.shutdown(drain=False),
+            "remove": lambda: runtime.remove(pool, drain=False),
+            "cancel": future.cancel,
+        }
+        ender = threading.Thread(target=ways[end])
+        ender.start()
+        while pool._statistics()["queued"]:
+            time.sleep(0.001)
+        go.set()
+        ender.join(LONG)
+        with pytest.raises(CancelledError):
+            future.result(LONG)
+        assert future.cancelled()
+        assert len(ran) == 1
+        counts = pool._statistics()
+        assert (counts["cancelled"], counts["running"], counts["queued_rows"], counts["failed"]) == (1, 0, 0, 0)
+        if end == "cancel":
+            assert pool(torch.ones(1, 1)).item() == 1
+    finally:
+        runtime.shutdown()
+
+
+def test_rows_without_elements_are_bounded() -> None:
+    """A tensor of 2**40 rows takes no memory where the rows have no elements, and kept a pool busy for ever."""
+    pool = TaskPool(lambda x: x, name="pool")
+    with Runtime([pool]):
+        assert pool(torch.empty(4096, 0)).shape == (4096, 0)
+        with pytest.raises(ValueError, match="at most max_batch_size rows"):
+            pool.submit_task(torch.empty(2**40, 0))
+
+
+def test_a_copy_without_memory_is_a_memory_error() -> None:
+    """A tensor that must be made contiguous, and for which there is no memory, was called a tensor without strides."""
+    pool = TaskPool(lambda x: x, name="pool")
+    with pytest.raises(MemoryError, match="tensor 0"):
+        pool.submit_task(torch.ones(1, 1).expand(2**32, 2**20))
+
+
+def test_shutdown_from_two_threads_with_a_monitor(tmp_path: Path) -> None:
+    """Both threads removed the monitor's socket, and the second one found None in its place."""
+    for _ in range(20):
+        runtime = Runtime([TaskPool(lambda x: x, name="pool")], monitor=tmp_path / "monitor")
+        runtime.start()
+        together = threading.Barrier(3)
+        errors: list[BaseException] = []
+
+        def end(runtime: Runtime = runtime, together: Any = together, errors: list[BaseException] = errors) -> None:
+            together.wait(LONG)
+            try:
+                runtime.shutdown()
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=end) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LONG)
+        assert not errors
+        assert not list((tmp_path / "monitor").iterdir())
+
+
+def test_a_monitor_outlives_a_lack_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that the system could not accept for lack of file descriptors ended the monitor's thread."""
+    refused = threading.Event()
+    accept = socket.socket.accept
+
+    def fail_once(listener: socket.socket) -> Any:
+        if not refused.is_set():
+            refused.set()
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", fail_once)
+    runtime = Runtime([TaskPool(lambda x: x, name="pool")], monitor=tmp_path / "monitor")
+    with runtime, socket.socket(socket.AF_UNIX) as viewer:
+        viewer.settimeout(LONG)
+        viewer.connect(str(runtime._observers.socket))
+        viewer.sendall(b"\n")
+        assert b'"pool"' in viewer.recv(1 << 16)
+    assert refused.is_set()
+
+
+def test_a_request_serves_as_a_future_of_the_standard_library() -> None:
+    """``asyncio.wrap_future`` and ``concurrent.futures.wait`` refused futures of requests: neither the type nor the
+    lock that they look into was there.
+    """
+    pool = TaskPool(lambda x: x / x.sum().item(), name="pool", max_batch_size=1)
+    one, zero = torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64)
+    futures = [pool.submit_task(one) for _ in range(10)]
+    assert isinstance(futures[0], concurrent.futures.Future)
+    assert isinstance(futures[0], type(futures[0]))
+    assert repr(futures[0]) == "<RequestFuture of pool 'pool': pending>"
+    cancelled = pool.submit_task(one)
+    done, waiting = concurrent.futures.wait([*futures, cancelled], 0.01)
+    assert not done
+    assert len(waiting) == 11
+    cancelled.cancel()
+    assert repr(cancelled) == "<RequestFuture of pool 'pool': cancelled>"
+    assert concurrent.futures.wait([*futures, cancelled], LONG, "FIRST_COMPLETED").done == {cancelled}
+    failing = TaskPool(lambda x: x.no_such_thing, name="failing")
+    with Runtime([pool, failing]):
+        bad = failing.submit_task(zero)
+        mixed = [*futures, cancelled, bad, *(pool.submit_task(one) for _ in range(10))]
+        assert set(concurrent.futures.as_completed(mixed, LONG)) == set(mixed)
+        assert concurrent.futures.wait(mixed, LONG).done == set(mixed)
+        more = [pool.submit_task(one) for _ in range(100)]
+        assert concurrent.futures.wait(more, LONG).done == set(more)
+        assert repr(bad) == "<RequestFuture of pool 'failing': failed>"
+
+        async def wrap() -> Any:
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wrap_future(cancelled)
+            with pytest.raises(CancelledError):
+                await cancelled
+            return await asyncio.gather(asyncio.wrap_future(pool.submit_task(one)), pool.submit_task(one))
+
+        assert asyncio.run(wrap()) == [one, one]
+
+
+def test_who_waits_for_an_idle_pool_is_told() -> None:
+    """A result of a pool that no runtime served was waited for without a word, and for ever."""
+    pool = TaskPool(lambda x: x, name="idle pool")
+    future = pool.submit_task(torch.ones(1, 1))
+    with pytest.raises(TimeoutError, match="no Runtime serves the pool 'idle pool'"):
+        future.result(0.01)
+    told = threading.Event()
+    served = Runtime([pool])
+
+    def serve() -> None:
+        assert told.wait(LONG)
+        served.start()
+
+    server = threading.Thread(target=serve)
+    server.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *_: (messages.append(str(message)), told.set())[0]  # type: ignore[assignment]
+        messages: list[str] = []
+        assert future.result().item() == 1
+    server.join(LONG)
+    served.shutdown()
+    assert len(messages) == 1
+    assert "'idle pool'" in messages[0]
+    assert "Runtime([pool])" in messages[0]
+
+
+def test_top_says_once_that_there_is_nothing() -> None:
+    """Without a terminal the line that there is no runtime came every second, for ever."""
+    written = io.StringIO()
+    with drawing(written) as draw:
+        for _ in range(3):
+            draw([])
+    assert len(written.getvalue().splitlines()) == 1
+
+
+def test_numbers_are_shown_in_a_line() -> None:
+    """A runtime and its numbers were shown as addresses, or as pages of buckets."""
+    pool = TaskPool(lambda x: x, name="pool")
+    with Runtime([pool]) as runtime:
+        pool(torch.ones(1, 1))
+        shown = repr(runtime.stats()["pool"])
+        assert repr(runtime) == "<Runtime of pool: running, num_workers=1>"
+    assert shown.startswith("<PoolStats of pool: 0 queued")
+    assert len(shown) < 120

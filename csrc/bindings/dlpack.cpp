@@ -1,6 +1,7 @@
 #include "bindings/dlpack.h"
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -59,7 +60,20 @@ Ref call(PyObject* object, const char* method) { return Ref::checked(PyObject_Ca
 
 // What the error that is set says, as text for one of ours.
 [[noreturn]] void refuse(PyObject* object, const char* where, Py_ssize_t position) {
+  if (!PyErr_ExceptionMatches(PyExc_Exception)) throw ErrorSet();  // an interrupt
   const Ref error = take_error();
+  const Ref text = Ref::checked(PyObject_Str(error.get()));
+  const char* said = PyUnicode_AsUTF8(text.get());
+  const bool no_memory = PyErr_GivenExceptionMatches(error.get(), PyExc_MemoryError) ||
+                         (said != nullptr && (std::strstr(said, "allocate memory") != nullptr ||
+                                              std::strstr(said, "not enough memory") != nullptr ||
+                                              std::strstr(said, "out of memory") != nullptr));
+  PyErr_Clear();
+  if (no_memory) {
+    PyErr_Format(PyExc_MemoryError, "%s: no memory for a contiguous copy of tensor %zd (%S)", where, position,
+                 error.get());
+    throw ErrorSet();
+  }
   PyErr_Format(PyExc_TypeError, "%s: tensor %zd cannot be part of a batch: a %s tensor with strides is needed (%S)",
                where, position, "dense", error.get());
   throw ErrorSet();

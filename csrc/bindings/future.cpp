@@ -21,12 +21,15 @@ struct FutureObject {
   PyObject_HEAD PyObject* weak_references;
   std::shared_ptr<TensorRequest> request;
   std::shared_ptr<Pool> pool;
+  PyObject* standard;  // what functions of concurrent.futures see, once one has asked (make_standard), or null
   int created;
   bool may_help;
 };
 
 PyTypeObject* future_type = nullptr;
 PyObject* await_function = nullptr;
+PyObject* standard_type = nullptr;  // concurrent.futures.Future
+PyObject* make_standard = nullptr;
 
 FutureObject* self_of(PyObject* object) { return reinterpret_cast<FutureObject*>(object); }
 
@@ -38,6 +41,26 @@ void track(PyObject* object) {
 // Whether a result may come to refer to its future. That of a plain tensor does only if someone gives it attributes.
 bool may_refer(PyObject* outcome) {
   return PyObject_IS_GC(outcome) && Py_TYPE(outcome) != reinterpret_cast<PyTypeObject*>(torch_calls().tensor);
+}
+
+// Seconds for which a program may wait for a pool before it starts the runtime.
+constexpr std::chrono::seconds kPatience{2};
+
+// Waits a while where nobody serves the pool, and then says so. True if the request has ended.
+template <typename Ended>
+bool ended_soon_or_served(Pool& pool, const Ended& ended, std::optional<Clock::time_point> deadline) {
+  if (pool.strand()->attached()) return false;
+  const auto soon = Clock::now() + kPatience;
+  if (deadline && *deadline <= soon) return false;
+  if (wait_interruptibly(ended, soon)) return true;
+  if (pool.strand()->attached() || !pool.tell_idle()) return false;
+  if (PyErr_WarnFormat(PyExc_RuntimeWarning, 1,
+                       "a result of TaskPool '%s' is waited for, but no Runtime serves the pool: start one with "
+                       "Runtime([pool]), or with the backend that the pool is of",
+                       pool.name().c_str()) != 0) {
+    throw ErrorSet();
+  }
+  return false;
 }
 
 void wait_until_done(FutureObject* self, const char* where, std::optional<Clock::time_point> deadline) {
@@ -58,8 +81,13 @@ void wait_until_done(FutureObject* self, const char* where, std::optional<Clock:
       }
       return place->wait_until(until);
     };
+    if (ended_soon_or_served(*self->pool, ended, deadline)) return;
     if (!wait_interruptibly(ended, deadline)) {
-      raise(PyExc_TimeoutError, "%s: the request is not done in time", where);
+      const char* name = self->pool->name().c_str();
+      if (!self->pool->strand()->attached()) {
+        raise(PyExc_TimeoutError, "%s: the request is not done in time: no Runtime serves the pool '%s'", where, name);
+      }
+      raise(PyExc_TimeoutError, "%s: the request of pool '%s' is not done in time", where, name);
     }
   } catch (const runtime::Interrupted&) {
     set_error(take_interrupt().get());
@@ -189,9 +217,46 @@ PyObject* await(PyObject* object) {
   return PyObject_CallOneArg(await_function, object);
 }
 
+const char* state_of(FutureObject* self) {
+  if (self->request->pending()) return "pending";
+  if (!self->request->done()) return "running";
+  if (!self->request->error()) return "finished";
+  return was_cancelled(*self->request) ? "cancelled" : "failed";
+}
+
+PyObject* repr(PyObject* object) {
+  FutureObject* self = self_of(object);
+  return PyUnicode_FromFormat("<RequestFuture of pool '%s': %s>", self->pool->name().c_str(), state_of(self));
+}
+
+// isinstance() believes this where the type itself is another.
+PyObject* get_class(PyObject*, void*) { return Py_NewRef(standard_type); }
+
+// _condition, _waiters and _state, as wait() and as_completed() of concurrent.futures know them.
+PyObject* get_standard(PyObject* object, void* name) {
+  return guarded([&] {
+    FutureObject* self = self_of(object);
+    if (self->standard == nullptr) {
+      if (make_standard == nullptr) raise(PyExc_RuntimeError, "import pymoe.runtime first");
+      Ref made = Ref::checked(PyObject_CallOneArg(make_standard, object));
+      if (self->standard == nullptr) self->standard = made.release();
+      track(object);
+    }
+    return Ref::checked(PyObject_GetAttrString(self->standard, static_cast<const char*>(name))).release();
+  });
+}
+
+PyGetSetDef attributes[] = {
+    {"__class__", get_class, nullptr, "``concurrent.futures.Future``, for ``isinstance``.", nullptr},
+    {"_condition", get_standard, nullptr, nullptr, const_cast<char*>("condition")},
+    {"_waiters", get_standard, nullptr, nullptr, const_cast<char*>("waiters")},
+    {"_state", get_standard, nullptr, nullptr, const_cast<char*>("state")},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
 int traverse(PyObject* object, visitproc visit, void* arg) {
   const FutureObject* self = self_of(object);
   Py_VISIT(Py_TYPE(object));
+  Py_VISIT(self->standard);
   if (self->request && self->request->done()) {
     Py_VISIT(self->request->outcome);
     Py_VISIT(self->request->traceback);
@@ -200,7 +265,8 @@ int traverse(PyObject* object, visitproc visit, void* arg) {
 }
 
 int clear(PyObject* object) {
-  const FutureObject* self = self_of(object);
+  FutureObject* self = self_of(object);
+  Py_CLEAR(self->standard);
   if (self->request && self->request->done()) {
     // What is left is a future whose outcome has gone: None, for who finds it in a finaliser.
     PyObject* outcome = std::exchange(self->request->outcome, nullptr);
@@ -224,6 +290,7 @@ void dealloc(PyObject* object) {
   FutureObject* self = self_of(object);
   if (PyObject_GC_IsTracked(object)) PyObject_GC_UnTrack(object);
   if (self->weak_references != nullptr) PyObject_ClearWeakRefs(object);
+  Py_CLEAR(self->standard);
   {
     const std::shared_ptr<TensorRequest> request = std::move(self->request);
     const std::shared_ptr<Pool> pool = std::move(self->pool);
@@ -268,10 +335,12 @@ PyMethodDef methods[] = {
     {"running", running, METH_NOARGS,
      "running(self: pymoe._runtime.RequestFuture) -> bool\n\nTrue while its batch runs: it cannot be cancelled."},
     {"cancelled", cancelled, METH_NOARGS,
-     "cancelled(self: pymoe._runtime.RequestFuture) -> bool\n\nTrue if it was cancelled before it had started."},
+     "cancelled(self: pymoe._runtime.RequestFuture) -> bool\n\n"
+     "True if it was cancelled before it had started, or before all of its batches had run."},
     {"cancel", cancel, METH_NOARGS,
      "cancel(self: pymoe._runtime.RequestFuture) -> bool\n\n"
-     "Take the request out of its queue; False if it has started or is done."},
+     "Take the request out of its queue; False if its only or last batch has started, or it is done.\n\n"
+     "One that has more rows than a batch runs no further batch, and is done when the one that runs has ended."},
     {"add_done_callback", add_done_callback, METH_O,
      "add_done_callback(self: pymoe._runtime.RequestFuture, function: "
      "collections.abc.Callable[[pymoe._runtime.RequestFuture], object]) -> None\n\n"
@@ -294,6 +363,7 @@ Ref make_future(std::shared_ptr<TensorRequest> request, std::shared_ptr<Pool> po
     if (self == nullptr) throw ErrorSet();
   }
   self->weak_references = nullptr;
+  self->standard = nullptr;
   new (&self->request) std::shared_ptr<TensorRequest>(std::move(request));
   new (&self->pool) std::shared_ptr<Pool>(std::move(pool));
   self->created = generation();
@@ -310,11 +380,21 @@ PyObject* set_await(PyObject*, PyObject* function) {
   Py_RETURN_NONE;
 }
 
+PyObject* set_standard(PyObject*, PyObject* function) {
+  Py_XSETREF(make_standard, Py_NewRef(function));
+  Py_RETURN_NONE;
+}
+
 void add_future_type(PyObject* module) {
+  const Ref futures = Ref::checked(PyImport_ImportModule("concurrent.futures"));
+  standard_type = Ref::checked(PyObject_GetAttrString(futures.get(), "Future")).release();
   constexpr const char* kDoc =
       "The outcome of a request, to come. Made by :meth:`TaskPool.submit_task`.\n\n"
-      "Speaks the language of ``concurrent.futures.Future``, and can be awaited in any\n"
-      "event loop: cancelling the task that awaits cancels the request.";
+      "Serves wherever a ``concurrent.futures.Future`` does: ``isinstance``, ``asyncio.wrap_future``, and\n"
+      "``wait`` and ``as_completed`` of ``concurrent.futures``. It can be awaited in any event loop: cancelling\n"
+      "the task that awaits cancels the request. To await one that was cancelled otherwise (``cancel()``, a\n"
+      "shutdown) raises ``concurrent.futures.CancelledError``, as ``result()`` does, and not that of\n"
+      "``asyncio``, which would tell the task that it was itself cancelled.";
   future_type = add_type<FutureObject>(module, {.name = "pymoe._runtime.RequestFuture",
                                                 .doc = kDoc,
                                                 .flags = Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
@@ -322,7 +402,9 @@ void add_future_type(PyObject* module) {
                                                 .traverse = traverse,
                                                 .clear = clear,
                                                 .methods = methods,
-                                                .await = await});
+                                                .await = await,
+                                                .repr = repr,
+                                                .attributes = attributes});
 }
 
 }  // namespace pymoe::bindings

@@ -21,6 +21,10 @@ Ref wait_for_result(const std::shared_ptr<TensorRequest>& request, Pool& pool, b
 
 // The function that makes `await future` work: called with the future, it returns an iterator.
 PyObject* set_await(PyObject* module, PyObject* function);
+// set_standard(function): what makes, for a future, the object whose condition, waiters and state are those that
+// functions of concurrent.futures look at.
+PyObject* set_standard(PyObject* module, PyObject* function);
+
 // must_help(limited): whether a wait of this thread for a request, one with a limit or without, runs batches.
 PyObject* must_help(PyObject* module, PyObject* limited);
 

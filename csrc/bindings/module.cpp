@@ -25,6 +25,9 @@ PyMethodDef functions[] = {
     {"set_await", pymoe::bindings::set_await, METH_O,
      "set_await(function: collections.abc.Callable[[pymoe._runtime.RequestFuture], typing.Any]) -> None\n\n"
      "Choose what makes an iterator of a future that is awaited."},
+    {"set_standard", pymoe::bindings::set_standard, METH_O,
+     "set_standard(function: collections.abc.Callable[[pymoe._runtime.RequestFuture], typing.Any]) -> None\n\n"
+     "Choose what makes the object that functions of concurrent.futures look at."},
     {"must_help", pymoe::bindings::must_help, METH_O,
      "must_help(limited: bool) -> bool\n\n"
      "True inside a batch and on a worker, but for workers of parallel calls where the wait is limited: such a\n"

@@ -316,7 +316,8 @@ PyMethodDef methods[] = {
      "shutdown(self: pymoe._runtime.Runtime, drain: bool = True) -> None\n\n"
      "Refuse further requests, and wait until every one is done and the workers have ended. May be called again.\n\n"
      "Args:\n"
-     "    drain: run what is queued; otherwise requests that have not started are cancelled.\n\n"
+     "    drain: run what is queued; otherwise requests that have not started are cancelled, and of those that take\n"
+     "        several batches no further one is run.\n\n"
      "Raises:\n"
      "    RuntimeError: called from a batch of this runtime, or in a fork."},
     {nullptr, nullptr, 0, nullptr}};

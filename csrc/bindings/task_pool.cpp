@@ -214,6 +214,16 @@ void submit_slowly(const State& state, const std::shared_ptr<TensorRequest>& req
       runtime::DeadlineExceeded(state.where + ": the queue had no room for the request in time")));
 }
 
+// Memory bounds the number of batches that a request takes, but not where its rows take none.
+void require_elements(const State& state, const Signature& signature, int64_t rows) {
+  for (const Position& position : signature.positions) {
+    if (position.row_bytes > 0) return;
+  }
+  raise(PyExc_ValueError, "%s: a request of rows without elements has at most max_batch_size rows (%lld), got %lld",
+        state.where.c_str(), static_cast<long long>(state.pool->options().max_batch_size),
+        static_cast<long long>(rows));
+}
+
 // Null if the queue is full and the pool waits for room, but not `may_wait`.
 std::shared_ptr<TensorRequest> submit(State& state, PyObject* const* args, Py_ssize_t count, PyObject* names,
                                       bool may_wait) {
@@ -223,9 +233,11 @@ std::shared_ptr<TensorRequest> submit(State& state, PyObject* const* args, Py_ss
   const auto deadline = deadline_after(options.timeout);
   const double head_start = state.head_start + options.priority;
   Arguments arguments(state, args, count);
+  auto signature = state.signatures.find(arguments.tensors(), arguments.count());
+  const int64_t rows = arguments.tensors()[0].shape[0];
+  if (rows > state.pool->options().max_batch_size) require_elements(state, *signature, rows);
   auto request = std::make_shared<TensorRequest>(
-      state.signatures.find(arguments.tensors(), arguments.count()), arguments.inputs(),
-      arguments.tensors()[0].shape[0], deadline,
+      std::move(signature), arguments.inputs(), rows, deadline,
       head_start == 0 ? SystemSync::Duration::zero() : to_duration(head_start, "priority"));
   // With the GIL: this takes no longer than to let go of it and to come back. It waits for nothing but the strand's
   // lock, under which nobody asks for the GIL.
@@ -250,6 +262,13 @@ PyObject* submit_task(PyObject* object, PyObject* const* args, Py_ssize_t count,
 
 PyObject* statistics(PyObject* object, PyObject*) {
   return guarded([&] { return snapshot(state_of(object).pool->statistics()).release(); });
+}
+
+PyObject* idle_is_known(PyObject* object, PyObject*) {
+  return guarded([&] {
+    state_of(object).pool->tell_idle();
+    return Py_NewRef(Py_None);
+  });
 }
 
 PyObject* is_exclusive_with(PyObject* object, PyObject* other) {
@@ -300,6 +319,9 @@ PyMethodDef methods[] = {
     {"_is_exclusive_with", is_exclusive_with, METH_O,
      "_is_exclusive_with(self: pymoe._runtime.TaskPool, other: pymoe._runtime.TaskPool) -> bool\n\n"
      "True if batches of the two never overlap; so with itself."},
+    {"_idle_is_known", idle_is_known, METH_NOARGS,
+     "_idle_is_known(self: pymoe._runtime.TaskPool) -> None\n\n"
+     "Who waits has been told that no runtime serves the pool."},
     {"_try_submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(submit_task<false>)),
      METH_FASTCALL | METH_KEYWORDS,
      "_try_submit(self: pymoe._runtime.TaskPool, *tensors: typing.Any, timeout: float | None = None, "
@@ -318,7 +340,9 @@ PyMethodDef methods[] = {
      "    timeout: seconds within which it must have started, or its future raises TimeoutError and it never runs.\n"
      "    priority: head start in seconds, beside the pool's own.\n\n"
      "Raises:\n"
-     "    ValueError: no tensor, rows that differ, or a shape that the schema forbids.\n"
+     "    ValueError: no tensor, rows that differ, a shape that the schema forbids, or more rows without an element "
+     "than a\n"
+     "        batch may have.\n"
      "    TypeError: something that cannot be part of a batch, or a dtype that the schema forbids.\n"
      "    QueueFull: the queue is full, in a pool that raises then instead of waiting.\n"
      "    RuntimeError: the runtime was shut down, or the pool belongs to the parent of this process."},

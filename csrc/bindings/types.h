@@ -20,6 +20,8 @@ struct TypeTraits {
   inquiry clear = nullptr;
   PyMethodDef* methods = nullptr;
   unaryfunc await = nullptr;
+  reprfunc repr = nullptr;
+  PyGetSetDef* attributes = nullptr;
 };
 
 // A type of `Object`s, put into the module and kept for the process. Objects with a `weak_references` can be referred
@@ -32,6 +34,8 @@ PyTypeObject* add_type(PyObject* module, const TypeTraits& traits) {
   if (traits.clear != nullptr) slots.push_back({Py_tp_clear, reinterpret_cast<void*>(traits.clear)});
   if (traits.methods != nullptr) slots.push_back({Py_tp_methods, traits.methods});
   if (traits.await != nullptr) slots.push_back({Py_am_await, reinterpret_cast<void*>(traits.await)});
+  if (traits.repr != nullptr) slots.push_back({Py_tp_repr, reinterpret_cast<void*>(traits.repr)});
+  if (traits.attributes != nullptr) slots.push_back({Py_tp_getset, traits.attributes});
   if constexpr (requires(Object object) { object.weak_references; }) {
     static std::array<PyMemberDef, 2> members = {
         PyMemberDef{"__weaklistoffset__", T_PYSSIZET, offsetof(Object, weak_references), READONLY, nullptr}};

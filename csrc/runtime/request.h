@@ -51,6 +51,8 @@ class Request : public Completion<Sync> {
   Time arrival_{};
   int64_t next_row_ = 0;  // the first row that no batch has taken yet
   bool queued_ = false;
+  bool in_batch_ = false;               // a batch that has not ended has a part of it
+  bool given_up_ = false;               // what no batch has taken yet never runs
   typename ByRank::iterator place_;     // if queued_
   typename ByTime::iterator deadline_;  // if queued_, not begun, and it has a deadline
 };

@@ -79,6 +79,7 @@ class RequestQueue {
         ++running_;
       }
       batch.push_back({request, request->next_row_, request->next_row_ + rows});
+      request->in_batch_ = true;
       request->next_row_ += rows;
       room -= rows;
       rows_ -= rows;
@@ -104,6 +105,32 @@ class RequestQueue {
         if (begin == 0) remember_deadline(*request);
       }
     }
+  }
+
+  // A slice that take gave out has run, or will not. True if its request was given up meanwhile.
+  bool returned(Request<Sync>& request) {
+    request.in_batch_ = false;
+    return request.given_up_;
+  }
+
+  // Takes out the rest of a request that has begun, and is to run no further; false if it has no rest, or has not
+  // begun. The caller completes it: at once if no batch has a part of it (ends_now), or when that has ended.
+  bool give_up(Request<Sync>& request, int64_t& rows, bool& ends_now) {
+    if (!request.queued_ || request.next_row_ == 0) return false;
+    rows += request.rows - request.next_row_;
+    request.given_up_ = true;
+    ends_now = !request.in_batch_;
+    if (ends_now) --running_;
+    drop(request);
+    return true;
+  }
+
+  Requests begun() const {
+    Requests result;
+    for (const auto& [rank, request] : queue_) {
+      if (request->next_row_ > 0) result.push_back(request);
+    }
+    return result;
   }
 
   // A batch has ended: `requests` of its requests are done, `took` is how long it ran.

@@ -127,6 +127,12 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     }
   }
 
+  // Whether somebody runs its batches.
+  bool attached() const {
+    const std::lock_guard lock(mutex_);
+    return workers_ != nullptr;
+  }
+
   // The thread that runs a batch of it, if one does.
   std::optional<typename Sync::ThreadId> runner() const {
     const std::lock_guard lock(mutex_);

@@ -17,6 +17,7 @@
 // Threads    All functions may be called from any thread. The pool must be owned by a shared_ptr.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <exception>
 #include <memory>
@@ -128,13 +129,20 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     return true;
   }
 
-  // Takes back a request that has not begun; false if it has, or is done.
+  // Takes back a request that has not begun, or the rest of one that takes several batches, which is done when the
+  // batch that runs has ended; false if there is nothing to take back.
   bool cancel(const RequestPointer& request) {
     {
       const std::lock_guard lock(strand_->mutex_);
       const auto queue = queues_.find(request->kind);
-      if (queue == queues_.end() || !queue->second->remove(*request)) return false;
-      left_queue(1, request->rows);
+      if (queue == queues_.end()) return false;
+      if (queue->second->remove(*request)) {
+        left_queue(1, request->rows);
+      } else {
+        bool ends_now = false;
+        if (!give_up(*queue->second, *request, ends_now)) return false;
+        if (!ends_now) return true;
+      }
     }
     statistics_.cancelled.add();
     finish(*request, std::make_exception_ptr(Cancelled("the request was cancelled")));
@@ -156,12 +164,18 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     return closed_;
   }
 
-  // Completes every request that has not begun with Cancelled(reason).
+  // Completes every request that has not begun, or takes further batches, with Cancelled(reason).
   void cancel_all(const std::string& reason) {
     Requests cleared;
     {
       const std::lock_guard lock(strand_->mutex_);
       clear(cleared);
+      for (auto& [kind, queue] : queues_) {
+        for (const auto& request : queue->begun()) {
+          bool ends_now = false;
+          if (give_up(*queue, *request, ends_now) && ends_now) cleared.push_back(request);
+        }
+      }
     }
     cancel_all(cleared, reason);
   }
@@ -182,6 +196,9 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     strand_->carry_out(plan);
     finish_expired(expired);
   }
+
+  // True the first time: who waits for a pool that nobody serves is told once.
+  bool tell_idle() { return !told_idle_.exchange(true); }
 
   const std::string& name() const { return name_; }
   const BatchingOptions<Sync>& options() const { return options_; }
@@ -264,12 +281,17 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     for (size_t i = 0; i < batch.size(); ++i) {
       const auto& [request, begin, slice_end] = batch[i];
       const Outcome& outcome = outcomes[i];
-      if (outcome.put_back) {
+      const bool given_up = queue.returned(*request);
+      if (outcome.put_back && !given_up) {
         back.push_back(batch[i]);
         continue;
       }
       rows += slice_end - begin;
-      if (outcome.error && !batch[i].last()) left_queue(1, queue.drop_rest(*request));
+      if (given_up && !outcome.error) {
+        done.emplace_back(request, std::make_exception_ptr(Cancelled(kGivenUp)));
+        continue;
+      }
+      if (outcome.error && !batch[i].last() && !given_up) left_queue(1, queue.drop_rest(*request));
       if (outcome.error || batch[i].last()) done.emplace_back(request, outcome.error);
     }
     if (!back.empty()) put_back(queue, back);
@@ -281,10 +303,18 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     statistics_.process_ns.add(nanoseconds(end - start));
     for (const auto& [request, error] : done) {
       statistics_.running.add(-1);
-      (error ? statistics_.failed : statistics_.completed).add();
+      (queue.returned(*request) ? statistics_.cancelled : error ? statistics_.failed : statistics_.completed).add();
       statistics_.latency_ns.add(nanoseconds(end - Queue::arrival(*request)));
     }
     return done;
+  }
+
+  bool give_up(Queue& queue, Request<Sync>& request, bool& ends_now) {
+    int64_t rows = 0;
+    if (!queue.give_up(request, rows, ends_now)) return false;
+    left_queue(1, rows);
+    if (ends_now) statistics_.running.add(-1);
+    return true;
   }
 
   void put_back(Queue& queue, std::span<const Slice<Sync>> back) {
@@ -334,12 +364,14 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
   }
 
   static constexpr size_t kKeptQueues = 16;
+  static constexpr const char* kGivenUp = "the request was cancelled before all of its rows had run";
 
   const std::string name_;
   const BatchingOptions<Sync> options_;
   const std::shared_ptr<BatchFunction<Sync>> function_;
   const std::shared_ptr<Strand<Sync>> strand_;
   PoolStatistics statistics_;
+  std::atomic<bool> told_idle_{false};
   // Guarded by the strand's mutex:
   std::unordered_map<uint64_t, std::unique_ptr<Queue>> queues_;  // by kind
   int64_t queued_ = 0;                                           // requests, over all kinds

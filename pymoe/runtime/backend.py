@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +82,8 @@ class ExpertBackend(BackendState):
             optimizer or scheduler needs arguments and :meth:`apply_gradients` is not overridden.
     """
 
+    _clears_itself = False  # while a backward pass of this class updates: it clears gradients when all is done
+
     def __init__(
         self,
         name: str,
@@ -91,13 +93,13 @@ class ExpertBackend(BackendState):
         args_schema: Sequence[Any] | None = None,
         kwargs_schema: Mapping[str, Any] | None = None,
         outputs_schema: Any = None,
-        gradient_reduction: str = "sum",
+        gradient_reduction: Literal["sum", "mean"] = "sum",
         accumulate_steps: int = 1,
         clip_grad_norm: float | None = None,
-        nonfinite_gradients: str = "raise",
+        nonfinite_gradients: Literal["raise", "skip", "step"] = "raise",
         scheduler: Any = None,
         device: torch.device | str | None = None,
-        buffers: str = "backward",
+        buffers: Literal["backward", "both"] = "backward",
         **pool_options: Any,
     ) -> None:
         super().__init__()
@@ -250,12 +252,13 @@ class ExpertBackend(BackendState):
 
         Called once a batch (every ``accumulate_steps`` batches) by the backward pass, alone: no other pass runs. The
         gradients are in ``.grad`` of the parameters, reduced, checked and clipped as asked, and are cleared afterwards:
-        here, for who calls this from a :meth:`backward` of his own, and by the backward pass, whoever overrides this.
+        by the backward pass, or here when an overriding :meth:`backward` calls this.
         """
         if self.opt is not None:
             self.opt.step()
             self._rule.updates += 1  # made, whatever the scheduler says
-            clear_gradients([*self._placement.parameters, *optimized(self.opt)])
+            if not self._clears_itself:
+                clear_gradients([*self._placement.parameters, *optimized(self.opt)])
         if self.scheduler is not None:
             self.scheduler.step()
 
@@ -311,6 +314,7 @@ class ExpertBackend(BackendState):
                 if trains and self._rule.prepare(parameters, len(leaves[0])):
                     changing = True
                     before = self._rule.updates
+                    self._clears_itself = True
                     self.apply_gradients()
                     self._rule.updates = before + 1
             return gradients
@@ -318,6 +322,7 @@ class ExpertBackend(BackendState):
             _mark(error, may_retry=not changing)
             raise
         finally:
+            self._clears_itself = False
             clear_gradients(parameters)
 
     def _undo_buffers_after_errors(self) -> AbstractContextManager[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -19,7 +20,7 @@ class BatchTensorProto:
     """The type of a tensor whose first dimension counts rows: dtype and all dimensions but the first.
 
     Args:
-        size: the dimensions after the first; none for a tensor with one number a row.
+        size: the dimensions after the first, or one sequence of them; none for a tensor with one number a row.
         dtype: of the elements; None is torch's default dtype at this moment.
         device: where :meth:`make_empty` puts tensors, and where a tensor must be to match; None: anywhere.
         layout: of the tensor.
@@ -43,7 +44,7 @@ class BatchTensorProto:
 
     def __init__(
         self,
-        *size: int,
+        *size: int | Sequence[int],
         dtype: torch.dtype | None = None,
         device: torch.device | str | int | None = None,
         layout: torch.layout = torch.strided,
@@ -53,7 +54,9 @@ class BatchTensorProto:
         for name, value, kind in (("dtype", dtype, torch.dtype), ("layout", layout, torch.layout)):
             if value is not None and not isinstance(value, kind):
                 raise TypeError(f"BatchTensorProto: {name} must be a torch.{name}, got {value!r}")
-        for length in size:
+        # A torch.Size is a tuple.
+        lengths: Sequence[Any] = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
+        for length in lengths:
             if isinstance(length, bool) or not hasattr(length, "__index__"):
                 raise TypeError(f"BatchTensorProto: a size must be an int, got {length!r} in {size}")
             if operator.index(length) < 0:
@@ -62,7 +65,7 @@ class BatchTensorProto:
         if requires_grad and not has_gradient(dtype):
             raise ValueError(f"BatchTensorProto: {dtype} has no gradients, so requires_grad must be False")
         set_field = object.__setattr__  # the fields are frozen
-        set_field(self, "size", torch.Size(map(operator.index, size)))
+        set_field(self, "size", torch.Size(map(operator.index, lengths)))
         set_field(self, "dtype", dtype)
         set_field(self, "device", None if device is None else torch.device(device))
         set_field(self, "layout", layout)
@@ -89,6 +92,11 @@ class BatchTensorProto:
             requires_grad=tensor.requires_grad,
             pin_memory=tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.is_pinned(),
         )
+
+    @property
+    def shape(self) -> torch.Size:
+        """The same as ``size``: the shape of a row."""
+        return self.size
 
     @property
     def differentiable(self) -> bool:

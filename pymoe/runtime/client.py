@@ -147,6 +147,7 @@ class ExpertClient(nn.Module):
         wait([future], timeout=PATIENCE)
         if not (future.done() or pool.served):
             self._warned = True
+            pool._idle_is_known()
             logger.warning("%s: a client waits for an answer, but no Runtime serves the pool", pool.name)
 
     def _explain(self, error: TimeoutError, pool: TaskPool, future: Future) -> None:
@@ -278,7 +279,7 @@ def overlap(first: Tensor, second: Tensor) -> bool:
 
 def _extent(tensor: Tensor, strides: Sequence[int]) -> tuple[int, int]:
     """From where to where in its storage it is, in elements of its own."""
-    begin = tensor.storage_offset()
+    begin = int(tensor.storage_offset())
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
     return begin, begin + last + 1
 

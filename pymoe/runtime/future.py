@@ -7,6 +7,7 @@ A request has one future: when one of several tasks that await it is cancelled, 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 import weakref
 from collections.abc import Generator
@@ -62,4 +63,37 @@ def give_up(waiter: asyncio.Future[Any]) -> None:
         waiter.set_result(None)
 
 
+class Standard:
+    """What ``wait`` and ``as_completed`` of ``concurrent.futures`` look at in a future, made when they first do.
+
+    They ask for the state and leave their waiters under the condition, so the state is that which waiters were told.
+    """
+
+    def __init__(self, future: Future) -> None:
+        self.condition = threading.Condition()
+        self.waiters: list[Any] = []
+        self.told = False
+        self._future = weakref.ref(future)
+        future.add_done_callback(self._tell)
+
+    @property
+    def state(self) -> str:
+        if self.told:
+            return "CANCELLED_AND_NOTIFIED" if (future := self._future()) and future.cancelled() else "FINISHED"
+        return "RUNNING" if (future := self._future()) and future.running() else "PENDING"
+
+    def _tell(self, future: Future) -> None:
+        with self.condition:
+            self.told = True
+            for waiter in self.waiters:
+                if future.cancelled():
+                    waiter.add_cancelled(future)
+                elif future.exception() is not None:
+                    waiter.add_exception(future)
+                else:
+                    waiter.add_result(future)
+            self.condition.notify_all()
+
+
 _runtime.set_await(wait_in_loop)
+_runtime.set_standard(Standard)

@@ -33,6 +33,8 @@ FORMAT = 1
 MOST_VIEWERS = 16
 PATIENCE = 1.0
 """Seconds after which a viewer that does not read is hung up on."""
+PAUSE = 0.2
+"""Seconds for which nobody is let in after the system would let nobody in."""
 SUFFIX = ".sock"
 _numbers = itertools.count(1)
 
@@ -65,13 +67,17 @@ class Monitor:
             raise OSError("monitor: this system's Python has no Unix sockets; use runtime.stats() or top.live(runtime)")
         self._pools, self._folder = pools, folder
         self._process = 0
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self.path: Path | None = None
 
     def start(self) -> None:
         """Listens; raises OSError where it cannot."""
-        if self._thread:
-            return
+        with self._lock:
+            if self._thread is None:
+                self._listen()
+
+    def _listen(self) -> None:
         folder = private_folder() if self._folder is None else self._folder
         make_private(folder)
         self._process = os.getpid()
@@ -94,24 +100,31 @@ class Monitor:
 
     def stop(self) -> None:
         """Hangs up and removes the socket. In the child of a fork the parent's socket is let alone."""
-        if self._thread is None or self.path is None or os.getpid() != self._process:
+        if os.getpid() != self._process:
             return
-        self._wake.close()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-        self.path.unlink(missing_ok=True)
-        self._thread = self.path = None
+        with self._lock:
+            thread, path = self._thread, self.path
+            if thread is None or path is None:
+                return
+            self._wake.close()
+        if thread is not threading.current_thread():
+            thread.join()  # whoever else stops it waits as well
+        with self._lock:
+            if self._thread is thread:
+                path.unlink(missing_ok=True)
+                self._thread = self.path = None
 
 
 def serve(listener: socket.socket, waker: socket.socket, pools: list[Pool] | ServedPools[Any]) -> None:
     """Answers viewers until the other end of ``waker`` is closed."""
     began = time.monotonic()
     viewers: dict[socket.socket, StatsReader] = {}
+    accepts, again = True, 0.0
     with listener, waker, selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         selector.register(waker, selectors.EVENT_READ)
         while True:
-            for key, _ in selector.select():
+            for key, _ in selector.select(None if accepts else PAUSE):
                 one = key.fileobj
                 assert isinstance(one, socket.socket)
                 if one is waker:
@@ -119,7 +132,12 @@ def serve(listener: socket.socket, waker: socket.socket, pools: list[Pool] | Ser
                         viewer.close()
                     return
                 if one is listener:
-                    viewer, _ = listener.accept()
+                    try:
+                        viewer, _ = listener.accept()
+                    except OSError:  # no file left for it, or it has gone: others are served, and this one later
+                        selector.unregister(listener)
+                        accepts, again = False, time.monotonic() + PAUSE
+                        continue
                     if len(viewers) >= MOST_VIEWERS or not may_see(viewer):
                         viewer.close()
                         continue
@@ -130,6 +148,9 @@ def serve(listener: socket.socket, waker: socket.socket, pools: list[Pool] | Ser
                     selector.unregister(one)
                     del viewers[one]
                     one.close()
+            if not accepts and time.monotonic() >= again:
+                selector.register(listener, selectors.EVENT_READ)
+                accepts = True
 
 
 def answer(viewer: socket.socket, reader: StatsReader, began: float) -> bool:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+_MISSING: Any = object()
+
 
 def nested_flatten(structure: Any) -> list[Any]:
     """The leaves of ``structure``, in order."""
@@ -34,12 +36,17 @@ def nested_pack(flat: Iterable[Any], structure: Any) -> Any:
     return _rebuild(structure, lambda _: next(iterator))
 
 
-def nested_map(function: Callable[..., Any], structure: Any, *others: Any) -> Any:
+def nested_map(function: Callable[..., Any], structure: Any = _MISSING, *others: Any) -> Any:
     """``structure`` with every leaf replaced by ``function`` of it, and of the leaves of ``others`` at its place.
 
     Raises:
+        TypeError: no structure. For a function of structures there is ``functools.partial(nested_map, function)``.
         ValueError: one of ``others`` is built differently (see :func:`nested_compare`).
     """
+    if structure is _MISSING:
+        raise TypeError(
+            "nested_map: a structure is needed; functools.partial(nested_map, function) is a function of one"
+        )
     for other in others:
         if not nested_compare(structure, other):
             raise ValueError(f"nested_map: {structure!r} and {other!r} are built differently")

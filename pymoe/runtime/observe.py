@@ -94,12 +94,14 @@ class StatsLog:
 
     def stop(self) -> None:
         """Writes the last lines and ends the thread."""
-        if self._thread is None or self._end is None:
+        thread, end = self._thread, self._end
+        if thread is None or end is None:
             return
-        self._end.set()
-        if self._thread is not threading.current_thread():  # the last reference to a runtime may go anywhere
-            self._thread.join()
-        self._thread = None
+        end.set()
+        if thread is not threading.current_thread():  # the last reference to a runtime may go anywhere
+            thread.join()
+        if self._thread is thread:
+            self._thread = None
 
 
 def write_lines(reader: StatsReader, interval: float, end: threading.Event) -> None:

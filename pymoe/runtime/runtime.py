@@ -8,13 +8,16 @@ import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pymoe import _runtime
 from pymoe.runtime.forked import renew_engine
 from pymoe.runtime.observe import Observers
 from pymoe.runtime.statistics import PoolStats, ServedPools, StatsReader
 from pymoe.runtime.task_pool import TaskPool
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Runtime", "TesseractRuntime"]
 
@@ -32,29 +35,46 @@ class Runtime(_runtime.Runtime):
     a runtime cancels what is queued and lets running batches end, as it does at interpreter exit.
 
     Args:
-        backends_or_pools: pools, or anything with ``get_pools()``, or a dictionary of these by name.
+        backends_or_pools: a pool, or anything with ``get_pools()``; several of these, or a dictionary of them by name.
         num_workers: threads that run batches; None takes one for each pool or backend, up to the number of CPUs.
         stats_interval: seconds between lines of statistics in the log ``pymoe.runtime``, one for each pool that had
             anything to do; None writes none.
         monitor: whether ``python -m pymoe.runtime.top`` in another terminal may look at the pools: True, or a folder
             for the socket (see :mod:`pymoe.runtime.monitor`); None does what the environment variable
             ``PYMOE_MONITOR`` says, and without it nothing.
+        expert_backends: hivemind's name of ``backends_or_pools``.
+        prefetch_batches: hivemind's, of no effect: there is no queue of batches between pools and workers.
+        sender_threads: hivemind's, of no effect: a result is handed out by the thread that made it.
+        device: hivemind's, must be None: an expert is where ``ExpertBackend(device=...)`` puts it.
+
+    Attributes:
+        expert_backends: what it was made with.
+        ready: an event that is set while it runs.
 
     Raises:
         ValueError: no pool, fewer than one worker, or a stats_interval that is no positive number.
-        TypeError: something that is neither a pool nor has any.
+        TypeError: something that is neither a pool nor has any, or a ``device``.
     """
 
     def __init__(
         self,
-        backends_or_pools: Mapping[str, Any] | Iterable[Any],
+        backends_or_pools: Any = None,
         *,
         num_workers: int | None = None,
         stats_interval: float | None = None,
         monitor: bool | str | Path | None = None,
+        expert_backends: Any = None,
+        prefetch_batches: int | None = None,
+        sender_threads: int | None = None,
+        device: None = None,
     ) -> None:
-        given = backends_or_pools.values() if isinstance(backends_or_pools, Mapping) else backends_or_pools
-        members = list(given)
+        if (backends_or_pools is None) == (expert_backends is None):
+            raise TypeError("Runtime: backends_or_pools is needed, or expert_backends in its place")
+        if device is not None:
+            raise TypeError("Runtime: device= is not taken; say it where the expert is: ExpertBackend(device=...)")
+        if backends_or_pools is None:
+            backends_or_pools = expert_backends
+        members = members_of(backends_or_pools)
         if not members:
             raise ValueError("Runtime: at least one pool or backend is needed")
         pools: list[TaskPool] = []
@@ -65,6 +85,9 @@ class Runtime(_runtime.Runtime):
         self._served: ServedPools[TaskPool] = ServedPools(pools)
         observers = Observers(self._served, stats_interval=stats_interval, monitor=monitor)
         self._setup(pools, num_workers)
+        self.expert_backends = backends_or_pools
+        self.ready = threading.Event()
+        self._idle = threading.Event()
         self.num_workers = num_workers
         self._changes = threading.RLock()  # whoever starts, adds or removes
         self._leaving: list[TaskPool] = []  # what is being removed, once for each who waits for it
@@ -99,18 +122,36 @@ class Runtime(_runtime.Runtime):
         except OSError:
             self.shutdown(drain=False)
             raise
+        self._idle.clear()
+        self.ready.set()
+
+    def run(self) -> None:
+        """Start, and return when another thread has shut the runtime down; an interrupt (Ctrl-C) does so at once.
+
+        Raises:
+            RuntimeError, OSError: see :meth:`start`.
+        """
+        self.start()
+        try:
+            self._idle.wait()
+        except BaseException:
+            self.shutdown(drain=False)
+            raise
 
     def shutdown(self, drain: bool = True) -> None:
         """Refuse further requests, and wait until every one is done and the workers have ended. May be called again.
 
         Args:
-            drain: run what is queued; otherwise requests that have not started are cancelled.
+            drain: run what is queued; otherwise requests that have not started are cancelled, and of those that take
+                several batches no further one is run.
 
         Raises:
             RuntimeError: called from a batch of this runtime, or in a fork.
         """
         super().shutdown(drain)
         self._observers.stop()
+        self.ready.clear()
+        self._idle.set()
 
     def add(self, backend_or_pool: Any) -> None:
         """Serve another backend or pool as well, from now on if the runtime runs; nothing if it is served here already.
@@ -148,7 +189,8 @@ class Runtime(_runtime.Runtime):
 
         Args:
             backend_or_pool: what was served from the first, or was added.
-            drain: run what is queued; otherwise requests that have not started are cancelled.
+            drain: run what is queued; otherwise requests that have not started are cancelled, and of those that take
+                several batches no further one is run.
             timeout: seconds to wait at most; None: as long as it takes.
 
         Raises:
@@ -194,7 +236,12 @@ class Runtime(_runtime.Runtime):
         """Every pool's numbers by its name; rates are those since the previous call, or since the runtime was made."""
         return self._reader.read()
 
-    def __enter__(self) -> Runtime:
+    def __repr__(self) -> str:
+        names = ", ".join(pool.name for pool in self.pools)
+        state = "running" if self.running else "not running"
+        return f"<{type(self).__name__} of {names}: {state}, num_workers={self.num_workers}>"
+
+    def __enter__(self) -> Self:
         self.start()
         return self
 
@@ -205,6 +252,17 @@ class Runtime(_runtime.Runtime):
 
 
 TesseractRuntime = Runtime
+
+
+def members_of(backends_or_pools: Any) -> list[Any]:
+    """What is served, one after the other; a backend or pool alone is one."""
+    if isinstance(backends_or_pools, TaskPool) or callable(getattr(backends_or_pools, "get_pools", None)):
+        return [backends_or_pools]
+    if isinstance(backends_or_pools, Mapping):
+        return list(backends_or_pools.values())
+    if not isinstance(backends_or_pools, Iterable):
+        raise TypeError(f"Runtime: backends or pools are expected, got {type(backends_or_pools).__name__}")
+    return list(backends_or_pools)
 
 
 def pools_of(backend: Any) -> list[TaskPool]:

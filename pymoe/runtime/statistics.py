@@ -39,7 +39,7 @@ class Bucket:
     count: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Distribution:
     """Times in seconds (or sizes in rows); quantiles are off by a quarter at most, mean and ``max`` are exact."""
 
@@ -57,8 +57,11 @@ class Distribution:
         """Of all values."""
         return self.mean * self.count
 
+    def __repr__(self) -> str:
+        return f"<Distribution of {self.count}: mean {self.mean:.3g}, p99 {self.p99:.3g}, max {self.max:.3g}>"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class PoolStats:
     """One pool. Counts and distributions are since the pool was made, unless a reader was asked for recent ones."""
 
@@ -91,6 +94,12 @@ class PoolStats:
     requests_per_second: float
     """Done since the reader's previous call, or since its start."""
     rows_per_second: float
+
+    def __repr__(self) -> str:
+        return (
+            f"<PoolStats of {self.name}: {self.queued} queued, {self.running} running, {self.completed} completed, "
+            f"{self.failed} failed, {self.batches} batches of {self.mean_batch_size:.3g} rows>"
+        )
 
 
 PoolType = TypeVar("PoolType", bound=Pool)

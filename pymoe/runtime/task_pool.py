@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 __all__ = ["QueueFull", "TaskPool"]
 
 DEFAULT_CAPACITY = 65536
+REPLACED = {
+    "pool_size": "capacity= is how many requests the queue holds",
+    "prefetch_batches": "there is no queue of batches between a pool and its workers",
+    "start": "a pool has no process or thread of its own; Runtime([pool]).start() serves it",
+    "uid": "name= is what a pool is called",
+}
+"""Options of hivemind's pools, and what is here in their place."""
 
 
 class TaskPool(_runtime.TaskPool):
@@ -29,7 +36,7 @@ class TaskPool(_runtime.TaskPool):
     Any number of threads and coroutines call :meth:`submit_task`; a :class:`Runtime` takes what is queued, oldest
     first, puts the rows of as many requests together as fit, calls ``process_func`` once, and gives every request its
     own rows of the result. A future can be awaited by several tasks; cancelling one of them cancels the request for
-    all. ``concurrent.futures.wait`` does not take these futures, :func:`pymoe.runtime.wait` does. Requests of different
+    all. It serves wherever a ``concurrent.futures.Future`` does. Requests of different
     dtypes, devices or row shapes never share a batch. Tensors on a GPU must be ready in its default stream: batches are
     put together there, and results become ready there.
 
@@ -77,7 +84,11 @@ class TaskPool(_runtime.TaskPool):
         schema: Sequence[BatchTensorProto] | None = None,
         pin_memory: bool = False,
         exclusive_with: _runtime.TaskPool | None = None,
+        **unknown: Any,
     ) -> None:
+        for option in unknown:
+            instead = REPLACED.get(option, "see help(TaskPool)")
+            raise TypeError(f"TaskPool: there is no option {option!r}: {instead}")
         if on_full not in ("wait", "raise"):
             raise ValueError(f"TaskPool: on_full must be 'wait' or 'raise', got {on_full!r}")
         self._setup(
@@ -107,15 +118,32 @@ class TaskPool(_runtime.TaskPool):
         runtime = None if self._server is None else self._server()
         return runtime is not None and runtime.running
 
+    @property
+    def empty(self) -> bool:
+        """True while no request waits in the queue."""
+        return self._statistics()["queued"] == 0
+
     def __call__(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> Any:
-        """Submit and wait for the result; takes and raises what :meth:`submit_task` and :meth:`Future.result` do."""
+        """Submit and wait for the result; takes and raises what :meth:`submit_task` and :meth:`Future.result` do.
+
+        Args:
+            tensors: one for each argument of ``process_func``; equally many rows each, in the first dimension.
+            timeout: seconds within which the request must have started.
+            priority: head start in seconds, beside the pool's own.
+        """
         return self.submit_task(*tensors, timeout=timeout, priority=priority).result()
 
     async def submit_async(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> Any:
         """Submit and await the result, without blocking the event loop while the queue is full.
 
-        Takes and raises what :meth:`submit_task` and :meth:`Future.result` do. Cancelling the task that awaits cancels
-        the request.
+        Raises what :meth:`submit_task` and :meth:`Future.result` do. Cancelling the task that awaits cancels the
+        request.
+
+        Args:
+            tensors: one for each argument of ``process_func``; equally many rows each, in the first dimension.
+            timeout: seconds within which there must be room in the queue and the request must have started; None: as
+                long as it takes.
+            priority: head start in seconds, beside the pool's own.
         """
         return await (await self._queue(tensors, timeout, priority))
 

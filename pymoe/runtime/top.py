@@ -223,10 +223,23 @@ def drawing(file: IO[str]) -> Iterator[Draw]:
     else:
         console = Console(file=file)
     if console is None or not console.is_terminal:
-        yield lambda reports: print(text(reports), file=file, flush=True)
+        yield plain_drawing(file)
         return
     with Live(console=console, auto_refresh=False) as display:
         yield lambda reports: display.update(coloured(reports, console.width), refresh=True)
+
+
+def plain_drawing(file: IO[str]) -> Draw:
+    """What prints reports one under the other; that there is none it says once."""
+    said = False
+
+    def draw(reports: Sequence[Report]) -> None:
+        nonlocal said
+        if reports or not said:
+            print(text(reports), file=file, flush=True)
+        said = not reports
+
+    return draw
 
 
 def coloured(reports: Sequence[Report], width: int) -> Any:

@@ -1,7 +1,7 @@
 """Waiting for many requests: the first, all, or each as it ends.
 
-``concurrent.futures.wait`` and ``as_completed`` look into the futures of their own executors and do not take those of
-requests; these take both.
+``concurrent.futures.wait`` and ``as_completed`` take these futures as well, under a lock for each; these here take the
+futures of any executor, for less.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def test_a_repr_makes_it_again() -> None:
     [
         ((-1,), {}, ValueError, r"must not be negative, got \(-1,\)"),
         ((1.5,), {}, TypeError, "must be an int, got 1.5"),
-        (((3, 4),), {}, TypeError, r"must be an int, got \(3, 4\)"),
+        (((3, 4), 5), {}, TypeError, r"must be an int, got \(3, 4\)"),
         ((True,), {}, TypeError, "must be an int, got True"),
         ((3,), {"dtype": "float32"}, TypeError, "dtype must be a torch.dtype, got 'float32'"),
         ((3,), {"layout": "strided"}, TypeError, "layout must be a torch.layout"),

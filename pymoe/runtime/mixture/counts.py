@@ -23,6 +23,7 @@ class PassStats(NamedTuple):
     """
 
     requests: int
+    """That were sent, or were to be."""
     rows: int
     """Of all requests together."""
     answered: int
@@ -40,6 +41,12 @@ class PassStats(NamedTuple):
     latency_p50: float
     latency_p99: float
     latency_max: float
+
+    def __repr__(self) -> str:
+        return (
+            f"<PassStats: {self.answered} of {self.requests} requests answered, {self.failed} failed, "
+            f"{self.given_up} given up, p99 {self.latency_p99:.3g} s>"
+        )
 
 
 class BackendStats(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -117,7 +117,7 @@ class MixtureOfExpertBackends(nn.Module):
         rest_after: int | None = 10,
         rest: float = 1.0,
         detect_anomalies: bool = False,
-        on_too_few: str = "raise",
+        on_too_few: Literal["raise", "fallback"] = "raise",
         fallback: Fallback = "zeros",
         aux_loss_coef: float = 0.0,
         z_loss_coef: float = 0.0,
