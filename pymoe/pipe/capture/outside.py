@@ -128,7 +128,7 @@ class _Search:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if name != "__class__":
                 self._place(Outside(name, cell, None))
-        for default in function.__defaults__ or ():
+        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             if isinstance(default, (list, dict, set)):
                 self._place(Outside(f"a default of {function.__name__}", {"default": default}, "default"))
         self._code(function.__code__, function.__globals__, kind)
