@@ -78,9 +78,9 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, CaptureError):
         return text
     if text.startswith("Constraints violated"):
-        said = [line.strip() for line in text.splitlines()]
-        causes = [line.removeprefix("- ") for line in said if line.startswith("- ")]
-        fixes = [line for line in said if " = " in line and line.split(" = ")[0].isidentifier()]
+        lines = [line.strip() for line in text.splitlines()]
+        causes = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
+        fixes = [line for line in lines if " = " in line and line.split(" = ")[0].isidentifier()]
         hint = f"; torch suggests {', '.join(fixes)}" if fixes else ""
         return f"dynamic_shapes leaves more free than the model's code does: {' '.join(causes).rstrip('.')}{hint}"
     first = next((line.strip() for line in text.splitlines() if line.strip()), "")

@@ -25,6 +25,16 @@ TABLE = {"factors": [1.0, 3.0]}
 SETTINGS = types.SimpleNamespace(shift=0.5)
 
 
+class Times:
+    factor = 2.0
+
+    def __call__(self, x):
+        return x * self.factor
+
+
+TIMES = Times()
+
+
 def helper(x):
     return x * FACTOR
 
@@ -122,6 +132,7 @@ CHANGES = {
     "a hook": (looped, lambda m: m.layers[0].register_forward_hook(lambda module, args, output: output * 2)),
     "a hook before": (looped, lambda m: m.layers[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))),
     "a hook of the model": (looped, lambda m: m.register_forward_hook(lambda module, args, output: output * 2)),
+    "of a global object that is called": (lambda m, x: TIMES(x), lambda m: setattr(TIMES, "factor", TIMES.factor + 1)),
     "of a class elsewhere": (lambda m, x: x * Counter.step, lambda m: setattr(Counter, "step", Counter.step + 1)),
     "is a parameter trained": (
         lambda m, x: x * (2 if m.first.weight.requires_grad else 1),
@@ -481,3 +492,21 @@ def test_mixtures_of_experts_are_watched_from_outside():
     for _ in range(3):
         pipe.step(rows(4), loss_fn=lambda out: F.mse_loss(out, torch.zeros_like(out)))
     assert len(pipe.staged._variants) == 1
+
+
+def test_variables_of_one_name_in_several_files_are_told_apart():
+    homes = []
+    for value in (1.0, 2.0):
+        variables = {"AMOUNT": value, "nn": nn}
+        exec(compile("def read(m, x): return x * AMOUNT", __file__, "exec"), variables)
+        homes.append(variables)
+    first, second = (home["read"] for home in homes)
+    model = Scaled(lambda m, x: second(m, first(m, x)))
+    pipe = pipeline(model, (rows(2),), chunks=2)
+    for home, value in zip(homes, (3.0, 5.0), strict=True):
+        captures = len(pipe.staged._variants)
+        assert_is_model(pipe, model, rows(4))
+        assert len(pipe.staged._variants) == captures
+        home["AMOUNT"] = value
+        assert_is_model(pipe, model, rows(4))
+        assert len(pipe.staged._variants) == captures + 1
