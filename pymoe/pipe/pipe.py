@@ -88,7 +88,16 @@ class Pipe(Inspection):
 
     @classmethod
     def of(cls, staged: StagedModel, chunks: int = 1, checkpoint: str = "except_last") -> Pipe:
-        """A pipe that runs a model which is cut into stages already."""
+        """A pipe that runs a model which is cut into stages already.
+
+        Args:
+            staged: the model.
+            chunks: into how many micro-batches a mini-batch is cut.
+            checkpoint: ``"always"``, ``"except_last"`` or ``"never"``.
+
+        Raises:
+            ValueError: an argument is out of range.
+        """
         pipe = cls.__new__(cls)
         nn.Module.__init__(pipe)
         pipe._choose(chunks, checkpoint)
@@ -141,6 +150,20 @@ class Pipe(Inspection):
             pipe = Pipe.from_stages([encoder, middle, decoder], takes=[[Source(INPUT, 0)], [0], [1, Source(0, 1)]])
 
         Parameters go by the number of the stage and their name in it.
+
+        Args:
+            stages: the modules, in an order in which they can run.
+            takes: for every stage its positional arguments: ``n`` for what stage n returns, ``Source(n, k)`` for item k
+                of it, ``Source(INPUT, k)`` for argument k of the pipe. None: every stage takes what the one before
+                returns, the first the pipe's one argument.
+            outputs: what the pipe returns, in the same words, one or several. None: what the last stage returns.
+            chunks: into how many micro-batches a mini-batch is cut.
+            checkpoint: ``"always"``, ``"except_last"`` or ``"never"``.
+            devices: a device for every stage, to which it is moved. None: they stay where they are.
+
+        Raises:
+            TypeError: the stages are no modules.
+            ValueError: a stage takes what is not there by then, or an argument is out of range.
         """
         return cls.of(OwnStages(stages, takes, outputs, devices), chunks, checkpoint)
 
@@ -272,7 +295,11 @@ class Pipe(Inspection):
         return self._engine.last_run
 
     def train(self, mode: bool = True) -> Pipe:
-        """As of any module."""
+        """Set the mode of the model and its stages, and return the pipe.
+
+        Args:
+            mode: training, or evaluation.
+        """
         for module in (self.staged.module, *self.staged.parts):
             module.training = mode
         self._engine.forget()

@@ -510,3 +510,13 @@ def test_variables_of_one_name_in_several_files_are_told_apart():
         home["AMOUNT"] = value
         assert_is_model(pipe, model, rows(4))
         assert len(pipe.staged._variants) == captures + 1
+
+
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*weight_norm")
+def test_weights_that_torch_computes_in_every_call_are_no_new_values(norm):
+    model = nn.Sequential(norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).eval()
+    pipe = pipeline(model, (rows(2),), split_spec={"2": SplitPoint.BEGINNING}, chunks=2)
+    for _ in range(3):
+        assert_is_model(pipe, model, rows(4))
+    assert len(pipe.staged._variants) == 1
