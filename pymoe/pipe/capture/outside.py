@@ -172,8 +172,10 @@ class _Search:
             self.function(value, None)
             is_read = place.key is not None and self._is_users(file_of(value))
         elif callable(value) and is_users_object(value):
-            self.function(value, None)
             is_read = True
+            if id(value) not in self._functions:
+                self._functions.add(id(value))
+                self.function(value, None)
         else:
             is_read = not callable(value) and (is_plain(value) or self._is_watched(value))
         if is_read:
