@@ -110,9 +110,12 @@ class Pipe(Inspection):
         """A pipe that runs a model which is cut into stages already.
 
         Args:
-            staged: the model's stages, of any kind.
-            chunks: as for :class:`Pipe`.
-            checkpoint: likewise.
+            staged: the model.
+            chunks: into how many micro-batches a mini-batch is cut.
+            checkpoint: ``"always"``, ``"except_last"`` or ``"never"``.
+
+        Raises:
+            ValueError: an argument is out of range.
         """
         pipe = cls.__new__(cls)
         nn.Module.__init__(pipe)
@@ -169,17 +172,17 @@ class Pipe(Inspection):
 
         Args:
             stages: the modules, in an order in which they can run.
-            takes: for every stage what it is called with: ``n`` for all that stage n returns, ``Source(n, k)`` for item
-                k of it, ``Source(INPUT, k)`` for argument k of the pipe. None: each what the one before returns.
-            outputs: what the pipe returns, in the same words: one, or a sequence, of which it makes a tuple. None: what
-                the last stage returns.
-            chunks: as for :class:`Pipe`.
-            checkpoint: likewise.
-            devices: likewise.
+            takes: for every stage its positional arguments: ``n`` for what stage n returns, ``Source(n, k)`` for item k
+                of it, ``Source(INPUT, k)`` for argument k of the pipe. None: every stage takes what the one before
+                returns, the first the pipe's one argument.
+            outputs: what the pipe returns, in the same words, one or several. None: what the last stage returns.
+            chunks: into how many micro-batches a mini-batch is cut.
+            checkpoint: ``"always"``, ``"except_last"`` or ``"never"``.
+            devices: a device for every stage, to which it is moved. None: they stay where they are.
 
         Raises:
             TypeError: the stages are no modules.
-            ValueError: a stage takes what is not there by then; another argument does not fit.
+            ValueError: a stage takes what is not there by then, or an argument is out of range.
         """
         return cls.of(OwnStages(stages, takes, outputs, devices), chunks, checkpoint)
 

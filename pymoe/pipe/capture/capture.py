@@ -17,7 +17,7 @@ from pymoe.pipe.capture.by_running import RealModule
 from pymoe.pipe.capture.captured import Captured
 from pymoe.pipe.capture.choice import Choice, Opaque, must_be_opaque, opaque_by_path
 from pymoe.pipe.capture.dynamic import Trial, trials
-from pymoe.pipe.capture.entry import Entry, Stopped
+from pymoe.pipe.capture.entry import Entry, Output, Stopped
 from pymoe.pipe.capture.errors import BoundaryInside, CaptureError, asks_for_values, capture_error, stack_level
 from pymoe.pipe.capture.graph import rebuilt
 from pymoe.pipe.capture.guards import Guards
@@ -74,7 +74,7 @@ def capture(
             continue
         changes = entry.output.users_changes(model)
         if not changes and not entry.output.side_effects:
-            return rebuilt(program, entry, model, attempt.arguments, attempt.guards(entry.output.recorder))
+            return rebuilt(program, entry, model, attempt.arguments, attempt.guards(entry.output))
         if entry.output.side_effects or not choice.close(changes):
             attempt.refuse(entry.output.side_effects, changes)
         warnings.warn(
@@ -129,10 +129,13 @@ class _Attempt:
         assert failure is not None
         raise capture_error(failure) from failure
 
-    def guards(self, recorder: Recorder) -> Guards:
-        """What a capture that ``recorder`` has listened to takes for granted."""
-        opaque = tuple(self._modules)
-        return Guards(self._model, opaque, recorder.reads, outside_of(self._model, opaque), self.arguments)
+    def guards(self, output: Output) -> Guards:
+        """What a capture takes for granted. What torch's own layers set before they read it, it does not."""
+        opaque, reads = tuple(self._modules), output.recorder.reads
+        for path, name in list(reads.attributes):
+            if f"{path}.{name}".lstrip(".") in output.changed:
+                del reads.attributes[path, name]
+        return Guards(self._model, opaque, reads, outside_of(self._model, opaque), self.arguments)
 
     def refuse(self, side_effects: Sequence[str], changes: Mapping[str, Sequence[str]]) -> NoReturn:
         """Raises the CaptureError for what a graph cannot do, with the line that does it."""

@@ -77,6 +77,12 @@ def _reason(error: BaseException) -> str:
     name, text = type(error).__name__, str(error).strip()
     if isinstance(error, CaptureError):
         return text
+    if text.startswith("Constraints violated"):
+        lines = [line.strip() for line in text.splitlines()]
+        causes = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
+        fixes = [line for line in lines if " = " in line and line.split(" = ")[0].isidentifier()]
+        hint = f"; torch suggests {', '.join(fixes)}" if fixes else ""
+        return f"dynamic_shapes leaves more free than the model's code does: {' '.join(causes).rstrip('.')}{hint}"
     first = next((line.strip() for line in text.splitlines() if line.strip()), "")
     said = (f"{name}: {first}" if first else name).rstrip(".")
     for words, reason in _REASONS:

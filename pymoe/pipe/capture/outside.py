@@ -10,6 +10,7 @@ import dis
 import functools
 import sys
 import types
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -101,7 +102,8 @@ class _Search:
         self.files: set[str] = set()
         self.caches: dict[int, Any] = {}
         self._functions: set[int] = set()
-        self._places: set[tuple[int, str]] = set()
+        self._places: dict[tuple[int, str], Any] = {}
+        self._labels: Counter[str] = Counter()
 
     def function(self, function: Any, kind: type | None) -> None:
         """Look through a function, and those that it names. ``kind``: the class of its ``self``."""
@@ -128,7 +130,7 @@ class _Search:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if name != "__class__":
                 self._place(Outside(name, cell, None))
-        for default in function.__defaults__ or ():
+        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             if isinstance(default, (list, dict, set)):
                 self._place(Outside(f"a default of {function.__name__}", {"default": default}, "default"))
         self._code(function.__code__, function.__globals__, kind)
@@ -165,15 +167,21 @@ class _Search:
         value = place.value()
         if (id(place.where), place.label) in self._places or isinstance(value, (types.ModuleType, nn.Module)):
             return
-        self._places.add((id(place.where), place.label))
+        self._places[id(place.where), place.label] = place.where
         if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, _CACHE)):
             self.function(value, None)
-            if place.key is not None and self._is_users(file_of(value)):
-                self.found.append(place)
-        elif isinstance(value, type) or callable(value):
-            return
-        elif is_plain(value) or self._is_watched(value):
-            self.found.append(place)
+            is_read = place.key is not None and self._is_users(file_of(value))
+        elif callable(value) and is_users_object(value):
+            is_read = True
+            if id(value) not in self._functions:
+                self._functions.add(id(value))
+                self.function(value, None)
+        else:
+            is_read = not callable(value) and (is_plain(value) or self._is_watched(value))
+        if is_read:
+            self._labels[place.label] += 1
+            count = self._labels[place.label]
+            self.found.append(place if count == 1 else place._replace(label=f"{place.label} ({count})"))
 
     def _is_watched(self, value: Any) -> bool:
         """Whether it is an object of a class of the user's, or a random generator, or an array."""

@@ -31,7 +31,11 @@ class PipeSequential(nn.Sequential):
         return made
 
     def forward(self, input: Any) -> Any:
-        """The output of the last layer."""
+        """Return the output of the last layer.
+
+        Args:
+            input: what the first layer takes.
+        """
         for number, layer in enumerate(self):
             if number:
                 pipe_split()
@@ -57,7 +61,11 @@ class LossWrapper(nn.Module):
         self.loss_fn = loss_fn
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss, of whatever the model takes and what it shall return.
+        """Return the loss.
+
+        Args:
+            args: whatever the model takes, and what it shall return.
+            kwargs: the same by name.
 
         Raises:
             NotImplementedError: the subclass does not say.
@@ -74,6 +82,11 @@ class TrivialLossWrapper(LossWrapper):
     loss_spec = True
 
     def forward(self, x: Any, targets: Any) -> torch.Tensor:
-        """The loss."""
+        """Return the loss.
+
+        Args:
+            x: what the model takes.
+            targets: what ``loss_fn`` takes beside the model's output.
+        """
         loss: torch.Tensor = self.loss_fn(self.module(x), targets)
         return loss

@@ -211,3 +211,12 @@ def test_a_model_that_changes_its_attributes_is_refused():
         capture(model, (torch.randn(5, 4),))
     assert "self.calls += 1" in str(caught.value)
     assert (model.calls, model.log, model.last) == (0, [], None)
+
+
+def test_free_dimensions_that_the_code_fixes_are_named():
+    class Viewed(nn.Module):
+        def forward(self, x):
+            return x.view(4, 2, 8)
+
+    with pytest.raises(CaptureError, match=r"dynamic_shapes leaves more free.*b as dynamic.*torch suggests b = 8"):
+        capture(Viewed(), (torch.randn(8, 8),), dynamic_shapes=({0: torch.export.Dim("b")},))

@@ -1,0 +1,173 @@
+"""Bugs of captured models that were met and mended, each with its story."""
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import pymoe
+from pymoe import SplitPoint, pipe_split, pipeline
+from pymoe.pipe import CaptureError
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.scale = nn.Linear(4, 4), nn.Linear(4, 4), 1.0
+
+    def forward(self, x):
+        x = self.first(x) * self.scale
+        pipe_split()
+        return self.second(x)
+
+
+def test_an_attribute_was_a_constant_in_training_and_followed_in_evaluation():
+    """``model.scale = 5`` after ``pipeline()`` was ignored, without a word, by the capture that there was, while the
+    one for evaluation, made later, had it: nothing remembered which values of Python a capture had read.
+    """
+    model = Scaled()
+    pipe = pipeline(model, (torch.randn(2, 4),), chunks=3)
+    x = torch.randn(6, 4)
+    for training, scale in [(True, 5.0), (False, 5.0), (True, 5.0), (True, 7.0), (False, 7.0), (False, 1.0)]:
+        model.scale = scale
+        pipe.train(training)
+        torch.testing.assert_close(pipe(x), model(x))
+
+
+def test_stochastic_depth_by_pythons_random_numbers_froze():
+    """A layer that is left out when ``random.random() < 0.5`` was in the graph for good, or not at all, and the user's
+    random numbers moved on by one. Nobody had looked at generators other than torch's.
+    """
+
+    class Depth(Scaled):
+        def forward(self, x):
+            x = self.first(x)
+            return self.second(x) if random.random() < 0.5 else x  # the line
+
+    before = random.getstate()
+    with pytest.raises(CaptureError, match="Python's `random`") as caught:
+        pipeline(Depth(), (torch.randn(2, 4),))
+    assert "# the line" in str(caught.value)
+    assert random.getstate() == before
+
+
+def test_hooks_ran_once_in_the_capture_and_never_again():
+    """Forward hooks are Python, and ran when ``torch.export`` did: one registered before was called once, one
+    registered after never, and neither said so. Layers with hooks are called as they are now, and hooks are watched.
+    """
+    for after in (False, True):
+        model, log = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), []
+        if not after:
+            model[0].register_forward_hook(lambda *of_the_call, log=log: log.append(1))
+        pipe = pipeline(model, (torch.randn(2, 4),), split_spec={"2": SplitPoint.BEGINNING}, chunks=3)
+        if after:
+            model[0].register_forward_hook(lambda *of_the_call, log=log: log.append(1))
+        assert log == []
+        pipe.eval()(torch.randn(6, 4))
+        assert len(log) == 3
+
+
+def test_lists_and_counters_of_a_layer_were_lost():
+    """What a forward appends or counts happened once, in the capture, and was undone: a warning said so, and the pipe
+    went on without. Such a layer is called as it is now; a whole model that does it is refused.
+    """
+
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) * self.calls
+
+    model = nn.Sequential(nn.Tanh(), Counting(4, 4), nn.Linear(4, 4))
+    plain, x = copy.deepcopy(model), torch.randn(6, 4)
+    with pytest.warns(UserWarning, match="'1' changes attributes"):
+        pipe = pipeline(model, (x[:2],), split_spec={"2": SplitPoint.BEGINNING}, chunks=3, checkpoint="never")
+    torch.testing.assert_close(pipe(x), torch.cat([plain(part) for part in x.split(2)]))
+    assert model[1].calls == 3
+    with pytest.raises(CaptureError, match=r"changes attributes \(calls\)") as caught:
+        pipeline(Counting(4, 4), (x,))
+    assert "self.calls += 1" in str(caught.value)
+
+
+def test_a_generator_of_its_own_was_a_cryptic_type_error():
+    """``torch.rand(..., generator=g)`` ended in "cannot assign Generator object to buffer '_constant_0_0'"."""
+
+    class Noisy(Scaled):
+        def forward(self, x):
+            return self.first(x) + torch.rand(4, generator=torch.Generator().manual_seed(0))
+
+    with pytest.raises(CaptureError, match=r"a torch\.Generator of its own") as caught:
+        pipeline(Noisy(), (torch.randn(2, 4),))
+    assert "generator=torch.Generator()" in str(caught.value)
+
+
+def test_a_remembered_result_stayed_a_tensor_without_values():
+    """A function with ``functools.lru_cache`` that a forward calls kept the FakeTensor of the capture, and the model
+    itself failed from then on.
+    """
+    import functools
+
+    @functools.lru_cache
+    def table(size):
+        return torch.arange(size) / size
+
+    class Tabled(Scaled):
+        def forward(self, x):
+            return self.first(x) * table(4)
+
+    model = Tabled()
+    pipe = pipeline(model, (torch.randn(2, 4),))
+    x = torch.randn(6, 4)
+    assert torch.equal(model(x), pipe(x))
+
+
+def test_half_of_a_model_stayed_in_the_old_precision():
+    """``x.to(x.dtype)``, as norms of language models have it, held the dtype of the capture: after ``pipe.bfloat16()``
+    the graph computed in float32, or failed.
+    """
+
+    class Norm(nn.Module):
+        def forward(self, x):
+            return torch.nn.functional.normalize(x.double()).to(x.dtype)
+
+    model = nn.Sequential(nn.Linear(4, 4), Norm(), nn.Tanh())
+    pipe = pipeline(model, (torch.randn(2, 4),), split_spec={"2": SplitPoint.BEGINNING}, chunks=3)
+    pipe.to(torch.bfloat16)
+    x = torch.randn(6, 4).bfloat16()
+    assert pipe(x).dtype == torch.bfloat16
+    assert torch.equal(pipe(x), model(x))
+
+
+def test_boundaries_that_others_write_were_ignored():
+    """Calls of ``pymoe.pipe_split`` and of torch's own ``pipe_split`` in a graph were no boundaries, and the model
+    became one stage without a word.
+    """
+    torchs = pytest.importorskip("torch.distributed.pipelining")
+
+    def policy(graph):
+        tanh = next(node for node in graph.graph.nodes if "tanh" in node.name)
+        with graph.graph.inserting_before(tanh):
+            graph.graph.call_function(pymoe.pipe_split)
+        with graph.graph.inserting_after(tanh):
+            graph.graph.call_function(torchs.pipe_split)
+        return graph
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    assert pipeline(model, (torch.randn(2, 4),), split_policy=policy).num_stages == 3
+
+
+def test_a_model_without_a_tensor_among_its_arguments_could_not_be_captured():
+    """``torch.export`` was given shapes for arguments that it did not have."""
+
+    class Made(Scaled):
+        def forward(self, rows=2):
+            return super().forward(torch.ones(rows, 4))
+
+    model = Made()
+    for args in ((), (3,)):
+        pipe = pipeline(model, args)
+        assert pipe.num_stages == 2
+        assert torch.equal(pipe(*args), model(*args))
