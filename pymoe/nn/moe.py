@@ -248,13 +248,13 @@ class MoE(nn.Module):
         super()._save_to_state_dict(*args)
 
     def _tell_of_imbalance(self) -> None:
-        unbalanced = (
-            self.losses.aux_loss_coef == 0 and self.router.expert_bias is None and self.top_k < self.num_experts
+        balanced = (
+            self.losses.aux_loss_coef > 0 or self.router.expert_bias is not None or self.top_k == self.num_experts
         )
-        if unbalanced and self.router.steps_seen() >= MANY_STEPS:
+        if not balanced and self.router.steps_seen() >= MANY_STEPS:
             tell_once(
                 "no balancing",
-                "MoE: the layer was trained with nothing that balances its experts, of which a few may take all tokens; "
+                "MoE: the layer was trained with nothing that balances its experts: a few may take all tokens; "
                 "set aux_loss_coef (0.01 is usual), or bias_update_rate and call update_expert_biases; moe.stats.load "
                 "shows the balance",
                 stacklevel=3,

@@ -29,9 +29,9 @@ class Router(nn.Module):
 
     With ``bias_update_rate > 0`` the router balances its experts without an auxiliary loss (arXiv 2408.15664,
     DeepSeek-V3): a buffer ``expert_bias`` is added to the scores for the choice, never to the weights, and
-    :func:`pymoe.nn.update_expert_biases`, which you call, moves it after every optimizer step, up for experts that got less than the
-    mean and down for those that got more. The load that it looks at is counted when gradients come back, in training
-    mode: once a step also under activation checkpointing, summed over micro-batches, never in evaluation.
+    :func:`pymoe.nn.update_expert_biases`, which you call after every optimizer step, moves it up for experts that got
+    less than the mean and down for those that got more. The load that it looks at is counted when gradients come back,
+    in training mode: once a step also under activation checkpointing, summed over micro-batches, never in evaluation.
 
     Args:
         hidden_size: H.
@@ -138,8 +138,8 @@ class Router(nn.Module):
         if self.expert_bias is not None and not self.bias_is_tended and self.steps_seen() >= MANY_STEPS:
             tell_once(
                 "bias never updated",
-                f"Router: bias_update_rate={self.bias_update_rate} balances nothing, because update_expert_biases was not "
-                "called in the training so far; call pymoe.nn.update_expert_biases(model) after every optimizer.step()",
+                f"Router: bias_update_rate={self.bias_update_rate} balances nothing, because update_expert_biases was "
+                "not called in the training so far; call pymoe.nn.update_expert_biases(model) after every optimizer.step()",
                 stacklevel=3,
             )
 
