@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pymoe.nn import arguments
 from pymoe.nn.advice import MANY_STEPS, tell_once
-from pymoe.nn.backend import operators
+from pymoe.nn.backend import Backend, operators
 from pymoe.nn.expert_bias import update_expert_biases
 from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.losses import AuxiliaryLosses
@@ -19,7 +19,7 @@ from pymoe.nn.router import Router
 from pymoe.ops.transforms import in_torch_func
 from pymoe.reference import checks
 from pymoe.reference.autocast import autocast_enabled, cast_operands
-from pymoe.reference.types import Gate, RouterLosses, Routing
+from pymoe.reference.types import ActivationKind, Gate, RouterLosses, Routing, Score
 
 
 class Stats(NamedTuple):
@@ -105,8 +105,8 @@ class MoE(nn.Module):
         num_experts: int,
         top_k: int,
         *,
-        activation: str = "swiglu",
-        score: str = "softmax",
+        activation: ActivationKind = "swiglu",
+        score: Score = "softmax",
         renormalize: bool = True,
         bias_update_rate: float = 0.0,
         num_groups: int | None = None,
@@ -117,7 +117,7 @@ class MoE(nn.Module):
         aux_loss_coef: float = 0.0,
         z_loss_coef: float = 0.0,
         bias: bool = False,
-        backend: str = "native",
+        backend: Backend = "native",
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -248,10 +248,8 @@ class MoE(nn.Module):
         super()._save_to_state_dict(*args)
 
     def _tell_of_imbalance(self) -> None:
-        balanced = (
-            self.losses.aux_loss_coef > 0 or self.router.expert_bias is not None or self.top_k == self.num_experts
-        )
-        if not balanced and self.router.steps_seen() >= MANY_STEPS:
+        tended = self.losses.aux_loss_coef > 0 or self.router.expert_bias is not None
+        if not tended and self.top_k < self.num_experts and self.router.steps_seen() >= MANY_STEPS:
             tell_once(
                 "no balancing",
                 "MoE: the layer was trained with nothing that balances its experts: a few may take all tokens; "

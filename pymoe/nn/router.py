@@ -12,12 +12,13 @@ from torch.nn import functional as F
 
 from pymoe.nn import arguments
 from pymoe.nn.advice import MANY_STEPS, tell_once
-from pymoe.nn.backend import operators
+from pymoe.nn.backend import Backend, operators
 from pymoe.nn.load_count import count_on_backward
 from pymoe.nn.record import Record
+from pymoe.ops.transforms import in_torch_func
 from pymoe.reference import checks
 from pymoe.reference.autocast import autocast_enabled
-from pymoe.reference.types import Gate
+from pymoe.reference.types import Gate, Score
 
 
 class Router(nn.Module):
@@ -31,7 +32,8 @@ class Router(nn.Module):
     DeepSeek-V3): a buffer ``expert_bias`` is added to the scores for the choice, never to the weights, and
     :func:`pymoe.nn.update_expert_biases`, which you call after every optimizer step, moves it up for experts that got
     less than the mean and down for those that got more. The load that it looks at is counted when gradients come back,
-    in training mode: once a step also under activation checkpointing, summed over micro-batches, never in evaluation.
+    in training mode: once a step also under activation checkpointing, summed over micro-batches, never in evaluation
+    nor inside a transform of :mod:`torch.func`.
 
     Args:
         hidden_size: H.
@@ -67,13 +69,13 @@ class Router(nn.Module):
         num_experts: int,
         top_k: int,
         *,
-        score: str = "softmax",
+        score: Score = "softmax",
         renormalize: bool = True,
         bias_update_rate: float = 0.0,
         num_groups: int | None = None,
         topk_groups: int | None = None,
         scale: float = 1.0,
-        backend: str = "native",
+        backend: Backend = "native",
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -139,7 +141,8 @@ class Router(nn.Module):
             tell_once(
                 "bias never updated",
                 f"Router: bias_update_rate={self.bias_update_rate} balances nothing, because update_expert_biases was "
-                "not called in the training so far; call pymoe.nn.update_expert_biases(model) after every optimizer.step()",
+                "not called in the training so far; call pymoe.nn.update_expert_biases(model) after every "
+                "optimizer.step()",
                 stacklevel=3,
             )
 
@@ -165,7 +168,7 @@ class Router(nn.Module):
             topk_groups=self.topk_groups,
             scale=self.scale,
         )
-        if self.training and self.expert_bias is not None:
+        if self.training and self.expert_bias is not None and not in_torch_func():  # no counting there: see MoE.stats
             weights_TK = count_on_backward(gate.weights, gate.load, self.counted["load"])
             gate = Gate(weights_TK, gate.experts, gate.load)
         return gate, logits_TE
