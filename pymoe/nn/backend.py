@@ -12,5 +12,5 @@ Backend = Literal["native", "reference"]
 
 
 def operators(backend: Backend) -> ModuleType:
-    """:mod:`pymoe.ops` for ``"native"``, :mod:`pymoe.reference` for ``"reference"``."""
+    """The module of ``backend``: :mod:`pymoe.ops` for ``"native"``, :mod:`pymoe.reference` for ``"reference"``."""
     return ops if backend == "native" else reference

@@ -163,7 +163,14 @@ class SharedExperts(nn.Module):
         _reset_linear(self.w_out, self.b_out)
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        """(T, H) to (T, H)."""
+        """Apply the network to every token.
+
+        Args:
+            x_TH: (T, H).
+
+        Returns:
+            (T, H), the dtype of ``x_TH`` (the autocast dtype inside ``torch.autocast``).
+        """
         inner = F.linear(x_TH, self.w_in, self.b_in)
         return F.linear(operators(self.backend).expert_activation(inner, self.activation), self.w_out, self.b_out)
 

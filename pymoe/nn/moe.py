@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from pymoe.nn import arguments
 from pymoe.nn.advice import MANY_STEPS, tell_once
@@ -33,6 +34,18 @@ class Stats(NamedTuple):
     """Scalar float32, without its coefficient; 1 is perfect balance."""
     z_loss: Tensor
     """Scalar float32, without its coefficient."""
+
+    def __repr__(self) -> str:
+        """One line; reading the numbers waits for the device."""
+        load, *scalars = self
+        if load.is_meta or isinstance(load, FakeTensor):  # which hold no numbers
+            return tuple.__repr__(self)
+        if load.numel() <= 16:
+            shares = str(load.tolist())
+        else:
+            shares = f"<{load.numel()} experts, {int(load.min())} to {int(load.max())} slots, {int(load.sum())} in all>"
+        dropped, balance, z = (one.item() for one in scalars)
+        return f"Stats(load={shares}, dropped={dropped}, load_balancing_loss={balance:.4g}, z_loss={z:.4g})"
 
 
 class MoE(nn.Module):
@@ -238,6 +251,22 @@ class MoE(nn.Module):
     def update_bias(self) -> None:
         """Move this layer's expert bias by the load since its last update: ``update_expert_biases(self)``."""
         update_expert_biases(self)
+
+    def __repr__(self) -> str:
+        """One line of what is not the default; with parts that somebody replaced, the tree of modules."""
+        parts = (self.router, self.losses, self.experts, *(() if self.shared is None else (self.shared,)))
+        if any(type(part) not in (Router, AuxiliaryLosses, Experts, SharedExperts) for part in parts):
+            return super().__repr__()
+        text = [f"{self.experts.extra_repr()}, {self.router.options_repr()}"]
+        if self.capacity_factor is not None:
+            text.append(f"capacity_factor={self.capacity_factor}")
+        if self.shared is not None:
+            text.append(f"num_shared_experts={self.shared.ffn_size // self.experts.ffn_size}")
+        text += [
+            f"{name}={value}" for name in ("aux_loss_coef", "z_loss_coef") if (value := getattr(self.losses, name))
+        ]
+        text.append(f"backend={self.backend!r}")
+        return f"{type(self).__name__}({', '.join(text)})"
 
     def extra_repr(self) -> str:
         text = f"backend={self.backend!r}"

@@ -174,7 +174,11 @@ class Router(nn.Module):
         return gate, logits_TE
 
     def logits(self, x_TH: Tensor) -> Tensor:
-        """(T, E) logits of (T, H) tokens, in float32 or float64, outside of autocast."""
+        """Return the logits (T, E) of tokens, in float32 or float64, outside of autocast.
+
+        Args:
+            x_TH: (T, H).
+        """
         dtype = _at_least_float32(torch.promote_types(x_TH.dtype, self.weight.dtype))
         with _without_autocast(x_TH.device.type):
             return F.linear(x_TH.to(dtype), self.weight.to(dtype))
@@ -197,9 +201,16 @@ class Router(nn.Module):
             self.expert_bias = self.expert_bias.to(_at_least_float32(self.expert_bias.dtype))
             self.bias_is_tended = True
 
+    def __repr__(self) -> str:
+        """One line; the counts are no part of the router that a reader looks for."""
+        return f"{type(self).__name__}({self.extra_repr()})"
+
     def extra_repr(self) -> str:
-        text = f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, top_k={self.top_k}"
-        text += f", score={self.score!r}, renormalize={self.renormalize}"
+        return f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, {self.options_repr()}"
+
+    def options_repr(self) -> str:
+        """What is chosen how, and the options that are not the default."""
+        text = f"top_k={self.top_k}, score={self.score!r}, renormalize={self.renormalize}"
         if self.bias_update_rate > 0:
             text += f", bias_update_rate={self.bias_update_rate}"
         if self.num_groups is not None:
