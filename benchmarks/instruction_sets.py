@@ -154,7 +154,9 @@ def table(facts: dict[str, Any], records: list[dict[str, Any]], rounds: int) -> 
         f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB; torch {facts['torch']}, compiler "
         f"{facts['compiler']}; load {facts['load']}, {facts['date']}.\n",
         f"Time of one thread, {rounds} rounds in which the instruction sets take turns: milliseconds a call, and the "
-        "time of another set over that of v3 (AVX2), median and quartiles of the rounds. Below 1 it is faster than v3.\n",
+        "time of another set over that of v3 (AVX2), median and quartiles of the rounds. Below 1 it is faster than v3. "
+        "dispatch, gather_batch and build_routing have one version alone: their ratios show what the places of buffers "
+        "in memory do to a measurement in several processes. Under v4 gate_topk has the forward of v3.\n",
         "| operator | case | dtype | direction | v3 ms | " + " | ".join(f"{isa} / v3" for isa in others) + " |",
         "|---|---|---|---|--:|" + "--:|" * len(others),
     ]

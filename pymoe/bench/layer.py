@@ -15,6 +15,7 @@ from pymoe.bench.correctness import Verdict, max_error
 from pymoe.bench.floor import Floor, Rates
 from pymoe.bench.lines import Candidates, Line
 from pymoe.nn import MoE
+from pymoe.nn.backend import Backend
 from pymoe.testing.calls import generator
 from pymoe.testing.spec import Target
 
@@ -115,7 +116,7 @@ def candidates_of(shape: Shape, dtype: torch.dtype, device: torch.device, rates:
     )
 
 
-def layer_of(shape: Shape, dtype: torch.dtype, device: torch.device, backend: str = "native") -> MoE:
+def layer_of(shape: Shape, dtype: torch.dtype, device: torch.device, backend: Backend = "native") -> MoE:
     """A layer with weights that depend on ``shape`` and the type of ``device``, which draws them, alone."""
     sizes = (shape.hidden, shape.ffn, shape.experts, shape.choices)
     layer = MoE(*sizes, activation="swiglu", backend=backend, device=device)

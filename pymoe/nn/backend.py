@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Literal
 
 from pymoe import ops, reference
 
+Backend = Literal["native", "reference"]
+"""Whose operators a layer calls."""
 
-def operators(backend: str) -> ModuleType:
-    """:mod:`pymoe.ops` for ``"native"``, :mod:`pymoe.reference` for ``"reference"``."""
+
+def operators(backend: Backend) -> ModuleType:
+    """The module of ``backend``: :mod:`pymoe.ops` for ``"native"``, :mod:`pymoe.reference` for ``"reference"``."""
     return ops if backend == "native" else reference

@@ -7,9 +7,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pymoe.nn import arguments
-from pymoe.nn.backend import operators
+from pymoe.nn.backend import Backend, operators
 from pymoe.reference import checks
 from pymoe.reference.expert_activation import KINDS
+from pymoe.reference.types import ActivationKind
 
 
 class Experts(nn.Module):
@@ -49,9 +50,9 @@ class Experts(nn.Module):
         ffn_size: int,
         num_experts: int,
         *,
-        activation: str = "swiglu",
+        activation: ActivationKind = "swiglu",
         bias: bool = False,
-        backend: str = "native",
+        backend: Backend = "native",
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -135,9 +136,9 @@ class SharedExperts(nn.Module):
         hidden_size: int,
         ffn_size: int,
         *,
-        activation: str = "swiglu",
+        activation: ActivationKind = "swiglu",
         bias: bool = False,
-        backend: str = "native",
+        backend: Backend = "native",
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -162,7 +163,14 @@ class SharedExperts(nn.Module):
         _reset_linear(self.w_out, self.b_out)
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        """(T, H) to (T, H)."""
+        """Apply the network to every token.
+
+        Args:
+            x_TH: (T, H).
+
+        Returns:
+            (T, H), the dtype of ``x_TH`` (the autocast dtype inside ``torch.autocast``).
+        """
         inner = F.linear(x_TH, self.w_in, self.b_in)
         return F.linear(operators(self.backend).expert_activation(inner, self.activation), self.w_out, self.b_out)
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from pymoe.nn import arguments
-from pymoe.nn.backend import operators
+from pymoe.nn.backend import Backend, operators
 from pymoe.reference import checks
-from pymoe.reference.types import Gate, RouterLosses
+from pymoe.reference.types import Gate, RouterLosses, Score
 
 
 class _InjectLoss(torch.autograd.Function):
@@ -62,8 +62,8 @@ class AuxiliaryLosses(nn.Module):
         aux_loss_coef: float = 0.0,
         z_loss_coef: float = 0.0,
         *,
-        score: str = "softmax",
-        backend: str = "native",
+        score: Score = "softmax",
+        backend: Backend = "native",
     ) -> None:
         super().__init__()
         arguments.number("AuxiliaryLosses", "aux_loss_coef", aux_loss_coef, minimum=0)

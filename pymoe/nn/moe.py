@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from pymoe.nn import arguments
 from pymoe.nn.advice import MANY_STEPS, tell_once
-from pymoe.nn.backend import operators
+from pymoe.nn.backend import Backend, operators
 from pymoe.nn.expert_bias import update_expert_biases
 from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.losses import AuxiliaryLosses
@@ -19,7 +20,7 @@ from pymoe.nn.router import Router
 from pymoe.ops.transforms import in_torch_func
 from pymoe.reference import checks
 from pymoe.reference.autocast import autocast_enabled, cast_operands
-from pymoe.reference.types import Gate, RouterLosses, Routing
+from pymoe.reference.types import ActivationKind, Gate, RouterLosses, Routing, Score
 
 
 class Stats(NamedTuple):
@@ -33,6 +34,18 @@ class Stats(NamedTuple):
     """Scalar float32, without its coefficient; 1 is perfect balance."""
     z_loss: Tensor
     """Scalar float32, without its coefficient."""
+
+    def __repr__(self) -> str:
+        """One line; reading the numbers waits for the device."""
+        load, *scalars = self
+        if load.is_meta or isinstance(load, FakeTensor):  # which hold no numbers
+            return tuple.__repr__(self)
+        if load.numel() <= 16:
+            shares = str(load.tolist())
+        else:
+            shares = f"<{load.numel()} experts, {int(load.min())} to {int(load.max())} slots, {int(load.sum())} in all>"
+        dropped, balance, z = (one.item() for one in scalars)
+        return f"Stats(load={shares}, dropped={dropped}, load_balancing_loss={balance:.4g}, z_loss={z:.4g})"
 
 
 class MoE(nn.Module):
@@ -105,8 +118,8 @@ class MoE(nn.Module):
         num_experts: int,
         top_k: int,
         *,
-        activation: str = "swiglu",
-        score: str = "softmax",
+        activation: ActivationKind = "swiglu",
+        score: Score = "softmax",
         renormalize: bool = True,
         bias_update_rate: float = 0.0,
         num_groups: int | None = None,
@@ -117,7 +130,7 @@ class MoE(nn.Module):
         aux_loss_coef: float = 0.0,
         z_loss_coef: float = 0.0,
         bias: bool = False,
-        backend: str = "native",
+        backend: Backend = "native",
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -239,6 +252,22 @@ class MoE(nn.Module):
         """Move this layer's expert bias by the load since its last update: ``update_expert_biases(self)``."""
         update_expert_biases(self)
 
+    def __repr__(self) -> str:
+        """One line of what is not the default; with parts that somebody replaced, the tree of modules."""
+        parts = (self.router, self.losses, self.experts, *(() if self.shared is None else (self.shared,)))
+        if any(type(part) not in (Router, AuxiliaryLosses, Experts, SharedExperts) for part in parts):
+            return super().__repr__()
+        text = [f"{self.experts.extra_repr()}, {self.router.options_repr()}"]
+        if self.capacity_factor is not None:
+            text.append(f"capacity_factor={self.capacity_factor}")
+        if self.shared is not None:
+            text.append(f"num_shared_experts={self.shared.ffn_size // self.experts.ffn_size}")
+        text += [
+            f"{name}={value}" for name in ("aux_loss_coef", "z_loss_coef") if (value := getattr(self.losses, name))
+        ]
+        text.append(f"backend={self.backend!r}")
+        return f"{type(self).__name__}({', '.join(text)})"
+
     def extra_repr(self) -> str:
         text = f"backend={self.backend!r}"
         return text if self.capacity_factor is None else f"capacity_factor={self.capacity_factor}, {text}"
@@ -248,13 +277,11 @@ class MoE(nn.Module):
         super()._save_to_state_dict(*args)
 
     def _tell_of_imbalance(self) -> None:
-        unbalanced = (
-            self.losses.aux_loss_coef == 0 and self.router.expert_bias is None and self.top_k < self.num_experts
-        )
-        if unbalanced and self.router.steps_seen() >= MANY_STEPS:
+        tended = self.losses.aux_loss_coef > 0 or self.router.expert_bias is not None
+        if not tended and self.top_k < self.num_experts and self.router.steps_seen() >= MANY_STEPS:
             tell_once(
                 "no balancing",
-                "MoE: the layer was trained with nothing that balances its experts, of which a few may take all tokens; "
+                "MoE: the layer was trained with nothing that balances its experts: a few may take all tokens; "
                 "set aux_loss_coef (0.01 is usual), or bias_update_rate and call update_expert_biases; moe.stats.load "
                 "shows the balance",
                 stacklevel=3,

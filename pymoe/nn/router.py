@@ -12,12 +12,13 @@ from torch.nn import functional as F
 
 from pymoe.nn import arguments
 from pymoe.nn.advice import MANY_STEPS, tell_once
-from pymoe.nn.backend import operators
+from pymoe.nn.backend import Backend, operators
 from pymoe.nn.load_count import count_on_backward
 from pymoe.nn.record import Record
+from pymoe.ops.transforms import in_torch_func
 from pymoe.reference import checks
 from pymoe.reference.autocast import autocast_enabled
-from pymoe.reference.types import Gate
+from pymoe.reference.types import Gate, Score
 
 
 class Router(nn.Module):
@@ -29,9 +30,10 @@ class Router(nn.Module):
 
     With ``bias_update_rate > 0`` the router balances its experts without an auxiliary loss (arXiv 2408.15664,
     DeepSeek-V3): a buffer ``expert_bias`` is added to the scores for the choice, never to the weights, and
-    :func:`pymoe.nn.update_expert_biases`, which you call, moves it after every optimizer step, up for experts that got less than the
-    mean and down for those that got more. The load that it looks at is counted when gradients come back, in training
-    mode: once a step also under activation checkpointing, summed over micro-batches, never in evaluation.
+    :func:`pymoe.nn.update_expert_biases`, which you call after every optimizer step, moves it up for experts that got
+    less than the mean and down for those that got more. The load that it looks at is counted when gradients come back,
+    in training mode: once a step also under activation checkpointing, summed over micro-batches, never in evaluation
+    nor inside a transform of :mod:`torch.func`.
 
     Args:
         hidden_size: H.
@@ -67,13 +69,13 @@ class Router(nn.Module):
         num_experts: int,
         top_k: int,
         *,
-        score: str = "softmax",
+        score: Score = "softmax",
         renormalize: bool = True,
         bias_update_rate: float = 0.0,
         num_groups: int | None = None,
         topk_groups: int | None = None,
         scale: float = 1.0,
-        backend: str = "native",
+        backend: Backend = "native",
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -138,8 +140,9 @@ class Router(nn.Module):
         if self.expert_bias is not None and not self.bias_is_tended and self.steps_seen() >= MANY_STEPS:
             tell_once(
                 "bias never updated",
-                f"Router: bias_update_rate={self.bias_update_rate} balances nothing, because update_expert_biases was not "
-                "called in the training so far; call pymoe.nn.update_expert_biases(model) after every optimizer.step()",
+                f"Router: bias_update_rate={self.bias_update_rate} balances nothing, because update_expert_biases was "
+                "not called in the training so far; call pymoe.nn.update_expert_biases(model) after every "
+                "optimizer.step()",
                 stacklevel=3,
             )
 
@@ -165,13 +168,17 @@ class Router(nn.Module):
             topk_groups=self.topk_groups,
             scale=self.scale,
         )
-        if self.training and self.expert_bias is not None:
+        if self.training and self.expert_bias is not None and not in_torch_func():  # no counting there: see MoE.stats
             weights_TK = count_on_backward(gate.weights, gate.load, self.counted["load"])
             gate = Gate(weights_TK, gate.experts, gate.load)
         return gate, logits_TE
 
     def logits(self, x_TH: Tensor) -> Tensor:
-        """(T, E) logits of (T, H) tokens, in float32 or float64, outside of autocast."""
+        """Return the logits (T, E) of tokens, in float32 or float64, outside of autocast.
+
+        Args:
+            x_TH: (T, H).
+        """
         dtype = _at_least_float32(torch.promote_types(x_TH.dtype, self.weight.dtype))
         with _without_autocast(x_TH.device.type):
             return F.linear(x_TH.to(dtype), self.weight.to(dtype))
@@ -194,9 +201,16 @@ class Router(nn.Module):
             self.expert_bias = self.expert_bias.to(_at_least_float32(self.expert_bias.dtype))
             self.bias_is_tended = True
 
+    def __repr__(self) -> str:
+        """One line; the counts are no part of the router that a reader looks for."""
+        return f"{type(self).__name__}({self.extra_repr()})"
+
     def extra_repr(self) -> str:
-        text = f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, top_k={self.top_k}"
-        text += f", score={self.score!r}, renormalize={self.renormalize}"
+        return f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, {self.options_repr()}"
+
+    def options_repr(self) -> str:
+        """What is chosen how, and the options that are not the default."""
+        text = f"top_k={self.top_k}, score={self.score!r}, renormalize={self.renormalize}"
         if self.bias_update_rate > 0:
             text += f", bias_update_rate={self.bias_update_rate}"
         if self.num_groups is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pymoe.reference.expert_activation import KINDS, check
 from pymoe.reference.expert_activation import expert_activation as reference
+from pymoe.reference.types import ActivationKind
 
 
 def _differentiable_gradient(grad: Tensor, h: Tensor, kind: int) -> Tensor:
@@ -49,7 +50,7 @@ class _ExpertActivation(torch.autograd.Function):
         return torch.ops.pymoe.expert_activation_backward(grad.contiguous(), h, ctx.kind), None
 
 
-def expert_activation(h: Tensor, kind: str) -> Tensor:
+def expert_activation(h: Tensor, kind: ActivationKind) -> Tensor:
     check(h, kind)
     return _ExpertActivation.apply(h.contiguous(), KINDS.index(kind))
 

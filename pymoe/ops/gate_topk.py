@@ -14,7 +14,7 @@ from torch import Tensor
 from pymoe.reference.gate_topk import RENORMALIZE_FLOOR, check
 from pymoe.reference.gate_topk import gate_topk as reference
 from pymoe.reference.scores import accumulate_dtype
-from pymoe.reference.types import Gate
+from pymoe.reference.types import Gate, Score
 
 
 class _GateTopk(torch.autograd.Function):
@@ -23,7 +23,7 @@ class _GateTopk(torch.autograd.Function):
         logits: Tensor,
         bias: Tensor | None,
         k: int,
-        score: str,
+        score: Score,
         renormalize: bool,
         num_groups: int,
         topk_groups: int,
@@ -54,7 +54,7 @@ class _GateTopkBackward(torch.autograd.Function):
         grad: Tensor,
         logits: Tensor,
         experts: Tensor,
-        score: str,
+        score: Score,
         renormalize: bool,
         chosen_on_logits: bool,
         scale: float,
@@ -74,7 +74,7 @@ class _GateTopkBackward(torch.autograd.Function):
 
 
 def _second_gradients(
-    cotangent: Tensor, grad: Tensor, logits: Tensor, experts: Tensor, score: str, renormalize: bool, scale: float
+    cotangent: Tensor, grad: Tensor, logits: Tensor, experts: Tensor, score: Score, renormalize: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``<cotangent, J(logits)^T grad>`` for ``grad`` and ``logits``, J the Jacobian of the weights.
 
@@ -124,7 +124,7 @@ def gate_topk(
     logits: Tensor,
     k: int,
     *,
-    score: str = "softmax",
+    score: Score = "softmax",
     renormalize: bool = True,
     bias: Tensor | None = None,
     num_groups: int | None = None,
@@ -149,7 +149,7 @@ def _(
     logits: Tensor,
     bias: Tensor | None,
     k: int,
-    score: str,
+    score: Score,
     renormalize: bool,
     num_groups: int,
     topk_groups: int,
@@ -168,7 +168,7 @@ def _(
     grad: Tensor,
     logits: Tensor,
     experts: Tensor,
-    score: str,
+    score: Score,
     renormalize: bool,
     chosen_on_logits: bool,
     scale: float,

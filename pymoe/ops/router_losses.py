@@ -17,12 +17,12 @@ from pymoe.reference.router_losses import load_balancing_loss as reference_load_
 from pymoe.reference.router_losses import router_losses as reference_router_losses
 from pymoe.reference.router_losses import router_z_loss as reference_router_z_loss
 from pymoe.reference.scores import accumulate_dtype
-from pymoe.reference.types import RouterLosses
+from pymoe.reference.types import RouterLosses, Score
 
 
 class _RouterLosses(torch.autograd.Function):
     @staticmethod
-    def forward(logits: Tensor, load: Tensor | None, score: str, with_z: bool) -> tuple[Tensor, Tensor]:
+    def forward(logits: Tensor, load: Tensor | None, score: Score, with_z: bool) -> tuple[Tensor, Tensor]:
         return torch.ops.pymoe.router_losses(logits, load, score, with_z)
 
     @staticmethod
@@ -39,7 +39,7 @@ class _RouterLosses(torch.autograd.Function):
 class _RouterLossesBackward(torch.autograd.Function):
     @staticmethod
     def forward(
-        grad_balance: Tensor, grad_z: Tensor, logits: Tensor, load: Tensor | None, score: str, with_z: bool
+        grad_balance: Tensor, grad_z: Tensor, logits: Tensor, load: Tensor | None, score: Score, with_z: bool
     ) -> Tensor:
         return torch.ops.pymoe.router_losses_backward(grad_balance, grad_z, logits, load, score, with_z)
 
@@ -59,7 +59,7 @@ def _second_gradients(
     grad_z: Tensor,
     logits: Tensor,
     load: Tensor | None,
-    score: str,
+    score: Score,
     with_z: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``<cotangent, grad_balance * balance'(logits) + grad_z * z'(logits)>`` for its three arguments.
@@ -101,12 +101,12 @@ def _second_gradients(
     return d_balance, d_z, d_logits.to(logits.dtype)
 
 
-def router_losses(logits: Tensor, load: Tensor, *, score: str = "softmax") -> RouterLosses:
+def router_losses(logits: Tensor, load: Tensor, *, score: Score = "softmax") -> RouterLosses:
     check("router_losses", logits, load, score)
     return RouterLosses(*_RouterLosses.apply(logits.contiguous(), load.contiguous(), score, True))
 
 
-def load_balancing_loss(logits: Tensor, load: Tensor, *, score: str = "softmax") -> Tensor:
+def load_balancing_loss(logits: Tensor, load: Tensor, *, score: Score = "softmax") -> Tensor:
     check("load_balancing_loss", logits, load, score)
     return _RouterLosses.apply(logits.contiguous(), load.contiguous(), score, False)[0]
 
@@ -122,11 +122,11 @@ router_z_loss.__doc__ = reference_router_z_loss.__doc__
 
 
 @torch.library.register_fake("pymoe::router_losses")
-def _(logits: Tensor, load: Tensor | None, score: str, with_z: bool) -> tuple[Tensor, Tensor]:
+def _(logits: Tensor, load: Tensor | None, score: Score, with_z: bool) -> tuple[Tensor, Tensor]:
     dtype = accumulate_dtype(logits.dtype)
     return logits.new_empty((), dtype=dtype), logits.new_empty((), dtype=dtype)
 
 
 @torch.library.register_fake("pymoe::router_losses_backward")
-def _(grad_balance: Tensor, grad_z: Tensor, logits: Tensor, load: Tensor | None, score: str, with_z: bool) -> Tensor:
+def _(grad_balance: Tensor, grad_z: Tensor, logits: Tensor, load: Tensor | None, score: Score, with_z: bool) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)

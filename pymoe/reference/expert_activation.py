@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pymoe.reference import checks
 from pymoe.reference.fixed_steps import gelu, silu
+from pymoe.reference.types import ActivationKind
 
 KINDS = ("swiglu", "gelu", "relu")
 
@@ -21,7 +22,7 @@ def check(h: Tensor, kind: str) -> None:
         raise ValueError(f"{name}: h must have shape (S, 2F) with an even second size, got {tuple(h.shape)}")
 
 
-def expert_activation(h: Tensor, kind: str) -> Tensor:
+def expert_activation(h: Tensor, kind: ActivationKind) -> Tensor:
     """The activation between the two linear layers of an expert.
 
     ``"swiglu"``: ``h`` is (S, 2F) = [gate | up] and the result silu(gate) * up (Shazeer, arXiv 2002.05202).

@@ -10,7 +10,7 @@ from torch import Tensor
 from pymoe.reference import checks
 from pymoe.reference.fixed_steps import divided_rows, sigmoid, softmax
 from pymoe.reference.scores import accumulate_dtype, order_key, scores_in_fixed_steps, sum_in_lanes
-from pymoe.reference.types import Gate
+from pymoe.reference.types import Gate, Score
 
 RENORMALIZE_FLOOR = 1e-20
 """Sums of chosen scores are floored at this before they divide (as TransformerEngine and DeepSeek-V3 do)."""
@@ -20,7 +20,7 @@ def check(
     logits: Tensor,
     k: int,
     *,
-    score: str = "softmax",
+    score: Score = "softmax",
     renormalize: bool = True,
     bias: Tensor | None = None,
     num_groups: int | None = None,
@@ -76,7 +76,7 @@ def _within_best_groups(choice: Tensor, num_groups: int, topk_groups: int) -> Te
 
 @torch.no_grad()
 def _choose(
-    logits: Tensor, k: int, score: str, bias: Tensor | None, num_groups: int | None, topk_groups: int | None
+    logits: Tensor, k: int, score: Score, bias: Tensor | None, num_groups: int | None, topk_groups: int | None
 ) -> Tensor:
     """(T, k) int64: the chosen experts, best first."""
     if bias is None and num_groups is None:
@@ -96,7 +96,7 @@ def gate_topk(
     logits: Tensor,
     k: int,
     *,
-    score: str = "softmax",
+    score: Score = "softmax",
     renormalize: bool = True,
     bias: Tensor | None = None,
     num_groups: int | None = None,
@@ -154,7 +154,7 @@ def gate_topk(
     return Gate(weights, experts.to(torch.int32), load)
 
 
-def weights_of(logits: Tensor, experts: Tensor, score: str, renormalize: bool, scale: float) -> Tensor:
+def weights_of(logits: Tensor, experts: Tensor, score: Score, renormalize: bool, scale: float) -> Tensor:
     """(T, k) weights of the chosen ``experts`` (T, k) int64; differentiable in float32 or float64 ``logits``."""
     scores = softmax(logits) if score == "softmax" else sigmoid(logits)
     weights = scores.gather(1, experts)

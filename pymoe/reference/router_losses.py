@@ -8,7 +8,7 @@ from torch import Tensor
 from pymoe.reference import checks
 from pymoe.reference.fixed_steps import divided_rows, logsumexp, sigmoid, softmax, sum_in_tree
 from pymoe.reference.scores import accumulate_dtype, sum_in_lanes
-from pymoe.reference.types import RouterLosses
+from pymoe.reference.types import RouterLosses, Score
 
 SUM_FLOOR = 1e-20
 """The sum of a token's sigmoid scores is floored at this before it divides."""
@@ -22,7 +22,7 @@ def check_logits(name: str, logits: Tensor) -> None:
         raise ValueError(f"{name}: logits must have shape (T, E) with E >= 1, got {tuple(logits.shape)}")
 
 
-def check(name: str, logits: Tensor, load: Tensor, score: str) -> None:
+def check(name: str, logits: Tensor, load: Tensor, score: Score) -> None:
     """Raise if the arguments of the operator ``name`` break its contract."""
     check_logits(name, logits)
     checks.dtype(name, "load", load, torch.int32, torch.int64)
@@ -32,7 +32,7 @@ def check(name: str, logits: Tensor, load: Tensor, score: str) -> None:
     checks.choice(name, "score", score, ("softmax", "sigmoid"))
 
 
-def _load_balancing(values: Tensor, load: Tensor, score: str) -> Tensor:
+def _load_balancing(values: Tensor, load: Tensor, score: Score) -> Tensor:
     tokens, num_experts = values.shape
     if score == "softmax":
         probabilities = softmax(values)
@@ -49,7 +49,7 @@ def _z(values: Tensor) -> Tensor:
     return sum_in_tree(lse * lse, 0) / max(values.shape[0], 1)
 
 
-def load_balancing_loss(logits: Tensor, load: Tensor, *, score: str = "softmax") -> Tensor:
+def load_balancing_loss(logits: Tensor, load: Tensor, *, score: Score = "softmax") -> Tensor:
     """The balancing loss of the Switch Transformer (arXiv 2101.03961, equations 4 to 6): E * sum_e f_e * P_e.
 
     f_e is the fraction of all slots that expert e got, ``load[e] / load.sum()``, and P_e the mean over tokens of its
@@ -89,7 +89,7 @@ def router_z_loss(logits: Tensor) -> Tensor:
     return _z(logits.to(accumulate_dtype(logits.dtype)))
 
 
-def router_losses(logits: Tensor, load: Tensor, *, score: str = "softmax") -> RouterLosses:
+def router_losses(logits: Tensor, load: Tensor, *, score: Score = "softmax") -> RouterLosses:
     """Both auxiliary losses of a router, from one pass over its logits.
 
     Args:

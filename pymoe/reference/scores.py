@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pymoe.reference.types import Score
+
 SUM_LANES = 16
 """Sums over experts run in this many interleaved lanes, which a balanced tree then adds up."""
 
@@ -70,7 +72,7 @@ def sum_in_lanes(values: Tensor) -> Tensor:
     return lanes
 
 
-def scores_in_fixed_steps(logits: Tensor, score: str) -> Tensor:
+def scores_in_fixed_steps(logits: Tensor, score: Score) -> Tensor:
     """(T, E) scores of float32 or float64 logits, by steps that round alike everywhere. Not differentiable."""
     if score == "sigmoid":
         return 1.0 / (exp_in_fixed_steps(-logits) + 1.0)

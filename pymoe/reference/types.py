@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
+
+Score = Literal["softmax", "sigmoid"]
+"""How a router's logits become scores."""
+
+ActivationKind = Literal["swiglu", "gelu", "relu"]
+"""What lies between the two linear layers of an expert."""
 
 
 class Gate(NamedTuple):

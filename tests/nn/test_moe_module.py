@@ -206,12 +206,29 @@ def test_raises_no_warnings():
 
 def test_repr_names_every_option():
     text = repr(make_layer(**OPTIONS["everything"]))
+    assert "\n" not in text
     for part in (
         "hidden_size=12", "ffn_size=10", "num_experts=8", "top_k=2", "score='sigmoid'", "renormalize=True",
         "bias_update_rate=0.01", "num_groups=4", "topk_groups=2", "scale=1.5", "capacity_factor=1.0",
-        "activation='swiglu'", "bias=True", "aux_loss_coef=0.5", "z_loss_coef=0.3", "backend='native'", "(shared)",
+        "activation='swiglu'", "bias=True", "aux_loss_coef=0.5", "z_loss_coef=0.3", "backend='native'",
+        "num_shared_experts=1",
     ):  # fmt: skip
         assert part in text
+
+
+def test_repr_shows_parts_that_were_replaced():
+    layer = make_layer()
+    layer.experts = torch.nn.Sequential(layer.experts)
+    assert "(experts): Sequential" in repr(layer)
+
+
+def test_repr_of_statistics_is_one_line():
+    layer = make_layer(num_experts=4)
+    run(layer, make_input(9))
+    assert repr(layer.stats).startswith(f"Stats(load={layer.stats.load.tolist()}, dropped=0, load_balancing_loss=")
+    text = repr(make_layer(num_experts=64).stats)
+    assert "load=<64 experts, 0 to 0 slots, 0 in all>" in text
+    assert "device='meta'" in repr(make_layer(device="meta").stats)
 
 
 BAD_ARGUMENTS = [
