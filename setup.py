@@ -169,20 +169,25 @@ def sources(*patterns):
     return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern))
 
 
-def merged(name, files):
-    """One source that includes ``files``: headers that take longer than the code after them are read once for all."""
+def merged(name, sign, files):
+    """Replace those of ``files`` that contain ``sign`` by one source that includes them.
+
+    Headers that take longer than the code after them are then read once for all.
+    """
+    together = [file for file in files if sign in (ROOT / file).read_text()]
     path = ROOT / "build" / "merged" / name
-    text = "".join(f'#include "{file}"\n' for file in files)
+    text = "".join(f'#include "{file.removeprefix("csrc/")}"\n' for file in together)
     if not path.exists() or path.read_text() != text:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return str(path.relative_to(ROOT))
+    return [str(path.relative_to(ROOT)), *(file for file in files if file not in together)]
 
 
 def operator_extension(cuda_home):
     from torch.utils import cpp_extension
 
-    files = sources("csrc/kernels/*.cpp", "csrc/kernels/cpu/*.cpp", "csrc/ops/*.cpp")
+    files = sources("csrc/kernels/*.cpp", "csrc/kernels/cpu/*.cpp")
+    files += merged("with_torch.cpp", "<torch/csrc/stable/", sources("csrc/ops/*.cpp"))
     options = {}
     if cuda_home:
         # A CPU build of torch leaves CUDA_HOME unset and CUDAExtension would link torch_cuda, which it lacks.
@@ -202,13 +207,10 @@ def operator_extension(cuda_home):
 
 
 def runtime_extension():
-    bindings = sources("csrc/bindings/*.cpp")
-    with_pybind11 = [file for file in bindings if "py::" in (ROOT / file).read_text()]
     return Extension(
         "pymoe._runtime",
         [
-            merged("with_pybind11.cpp", [file.removeprefix("csrc/") for file in with_pybind11]),
-            *(file for file in bindings if file not in with_pybind11),
+            *merged("with_pybind11.cpp", "py::", sources("csrc/bindings/*.cpp")),
             *sources("csrc/runtime/*.cpp", "csrc/kernels/gather_batch_cpu.cpp", "csrc/kernels/cpu/parallel.cpp"),
         ],
         extra_link_args=[*LINK_FLAGS, "-pthread"],

@@ -11,7 +11,7 @@
 #include "ops/check.h"
 #include "ops/twins.h"
 
-namespace pymoe::ops {
+namespace pymoe::ops::build_routing_op {
 namespace {
 
 constexpr const char* kName = "build_routing";
@@ -65,4 +65,4 @@ void implement(Library& library) {
 PYMOE_IMPLEMENT_ON_EVERY_DEVICE(implement)
 
 }  // namespace
-}  // namespace pymoe::ops
+}  // namespace pymoe::ops::build_routing_op

@@ -10,7 +10,7 @@
 #include "ops/check.h"
 #include "ops/twins.h"
 
-namespace pymoe::ops {
+namespace pymoe::ops::combine_op {
 namespace {
 
 // Guards common to both; returns the dtype of y.
@@ -91,4 +91,4 @@ void implement(Library& library) {
 PYMOE_IMPLEMENT_ON_EVERY_DEVICE(implement)
 
 }  // namespace
-}  // namespace pymoe::ops
+}  // namespace pymoe::ops::combine_op

@@ -6,7 +6,7 @@
 #include "ops/check.h"
 #include "ops/twins.h"
 
-namespace pymoe::ops {
+namespace pymoe::ops::dispatch_op {
 namespace {
 
 constexpr const char* kName = "dispatch";
@@ -63,4 +63,4 @@ void implement(Library& library) {
 PYMOE_IMPLEMENT_ON_EVERY_DEVICE(implement)
 
 }  // namespace
-}  // namespace pymoe::ops
+}  // namespace pymoe::ops::dispatch_op

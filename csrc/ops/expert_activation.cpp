@@ -7,7 +7,7 @@
 #include "ops/check.h"
 #include "ops/twins.h"
 
-namespace pymoe::ops {
+namespace pymoe::ops::expert_activation_op {
 namespace {
 
 constexpr const char* kName = "expert_activation";
@@ -63,4 +63,4 @@ void implement(Library& library) {
 PYMOE_IMPLEMENT_ON_EVERY_DEVICE(implement)
 
 }  // namespace
-}  // namespace pymoe::ops
+}  // namespace pymoe::ops::expert_activation_op

@@ -12,7 +12,7 @@
 #include "ops/score.h"
 #include "ops/twins.h"
 
-namespace pymoe::ops {
+namespace pymoe::ops::gate_topk_op {
 namespace {
 
 // Scratch of the CUDA twins, alive as long as this; the CPU twins allocate their own.
@@ -127,4 +127,4 @@ void implement(Library& library) {
 PYMOE_IMPLEMENT_ON_EVERY_DEVICE(implement)
 
 }  // namespace
-}  // namespace pymoe::ops
+}  // namespace pymoe::ops::gate_topk_op

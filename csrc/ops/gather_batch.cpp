@@ -10,7 +10,7 @@
 #include "ops/check.h"
 #include "ops/twins.h"
 
-namespace pymoe::ops {
+namespace pymoe::ops::gather_batch_op {
 namespace {
 
 constexpr const char* kName = "gather_batch";
@@ -53,4 +53,4 @@ void implement(Library& library) {
 PYMOE_IMPLEMENT_ON_EVERY_DEVICE(implement)
 
 }  // namespace
-}  // namespace pymoe::ops
+}  // namespace pymoe::ops::gather_batch_op

@@ -13,7 +13,7 @@
 #include "ops/torch_grouped_mm.h"
 #include "ops/twins.h"
 
-namespace pymoe::ops {
+namespace pymoe::ops::grouped_linear_op {
 namespace {
 
 constexpr const char* kName = "grouped_linear";
@@ -187,4 +187,4 @@ void implement(Library& library) {
 PYMOE_IMPLEMENT_ON_EVERY_DEVICE(implement)
 
 }  // namespace
-}  // namespace pymoe::ops
+}  // namespace pymoe::ops::grouped_linear_op

@@ -12,7 +12,7 @@
 #include "ops/score.h"
 #include "ops/twins.h"
 
-namespace pymoe::ops {
+namespace pymoe::ops::router_losses_op {
 namespace {
 
 // Guards and fields common to forward and backward.
@@ -84,4 +84,4 @@ void implement(Library& library) {
 PYMOE_IMPLEMENT_ON_EVERY_DEVICE(implement)
 
 }  // namespace
-}  // namespace pymoe::ops
+}  // namespace pymoe::ops::router_losses_op

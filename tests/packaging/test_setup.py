@@ -7,9 +7,11 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import pymoe
 
@@ -143,10 +145,23 @@ def test_the_architecture_list_is_honoured(planned) -> None:
     assert "compute_90" not in text
 
 
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build of torch has ninja know the headers")
+def test_a_kernel_is_compiled_again_after_a_header_has_changed(planned, tmp_path: Path) -> None:
+    """With a CPU build of torch, ninja is not told which headers a .cu file includes, and old kernels stayed."""
+    objects = tmp_path / "source" / "build" / "objects" / "csrc" / "kernels"
+    objects.mkdir(parents=True)
+    for name, age in (("old_cuda.o", 10**6), ("new_cuda.o", -60)):
+        (objects / name).touch()
+        os.utime(objects / name, (time.time() - age,) * 2)
+    (tmp_path / "source" / "csrc" / "core" / "dtype.h").touch()
+    planned()
+    assert [file.name for file in objects.glob("*.o")] == ["new_cuda.o"]
+
+
 def test_every_source_is_compiled_once(planned, tmp_path: Path) -> None:
     text = planned()
-    with_pybind11 = (tmp_path / "source" / "build" / "merged" / "with_pybind11.cpp").read_text()
+    merged = "".join(file.read_text() for file in (tmp_path / "source" / "build" / "merged").iterdir())
     for path in [*(ROOT / "csrc").rglob("*.cpp"), *(ROOT / "csrc").rglob("*.cu")]:
         name = str(path.relative_to(ROOT))
         compiled = len(re.findall(rf"^build .*/{re.escape(name)}$", text, re.MULTILINE))
-        assert compiled + with_pybind11.count(f'"{name.removeprefix("csrc/")}"') == 1, name
+        assert compiled + merged.count(f'"{name.removeprefix("csrc/")}"') == 1, name
