@@ -145,7 +145,8 @@ def test_a_served_expert_may_have_sparse_and_dense_gradients_in_one_update() -> 
 def test_losses_that_a_module_keeps_when_workers_have_made_more_nodes_than_the_caller() -> None:
     """Autograd said "trying to backward through the graph a second time".
 
-    It takes the latest node first, by a number that each thread counts for itself. Nodes of a busy worker came before the map's, which found them freed.
+    It takes the latest node first, by a number that each thread counts for itself. Nodes of a busy worker came before
+    the map's, which found them freed.
     """
     weight, x = torch.tensor([2.0, 3.0], requires_grad=True), torch.ones(2)
     found: list[Any] = []

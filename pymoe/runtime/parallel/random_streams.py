@@ -259,7 +259,7 @@ class _Random(types.ModuleType):
 
     @default_generator.setter
     def default_generator(self, generator: torch.Generator) -> None:
-        vars(self)["default_generator"] = generator
+        vars(self)["default_generator"] = _Default() if generator is torch.default_generator else generator
 
 
 class _CudaDefaults(tuple):
