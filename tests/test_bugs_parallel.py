@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 
+import pymoe
 from pymoe.runtime import (
+    map_with_parallel_backward,
     parallel_workers,
     run_in_background,
+    run_isolated_backward,
+    run_isolated_forward,
 )
+from pymoe.runtime.parallel import EmulatedAutogradContext
 
 LONG = 60  # seconds: a guard against hanging
+
+
+def serial(func: Any, *args_per_call: Any) -> tuple[Any, ...]:
+    return tuple([(func(*args),) for args in args_per_call])
 
 
 def cast_to_nothing(weight: nn.Linear) -> float:
@@ -65,3 +80,228 @@ def test_a_call_in_no_autocast_block_that_is_run_within_one_enters_blocks_of_its
             assert torch.autocast_increment_nesting() == 2
             assert torch.autocast_decrement_nesting() == 1
         release.set()
+
+
+@pytest.mark.parametrize("first_is_sparse", [False, True])
+def test_a_shared_weight_may_have_sparse_and_dense_gradients(first_is_sparse: bool) -> None:
+    """Gradients were summed as ``sparse + dense``, which torch refuses; autograd turns it round."""
+    weight, indices = nn.Parameter(torch.randn(5, 3)), torch.tensor([1, 2])
+
+    def call(sparse: bool) -> torch.Tensor:
+        return F.embedding(indices, weight, sparse=True).sum() if sparse else (weight * 2).sum()
+
+    found = []
+    for mapper in (map_with_parallel_backward, serial):
+        weight.grad = None
+        ((one,), (other,)) = mapper(call, (first_is_sparse,), (not first_is_sparse,))
+        (one + other).backward()
+        found.append(weight.grad)
+    assert torch.equal(*found)
+
+    class Stage(nn.Module):
+        def __init__(self, sparse: bool) -> None:
+            super().__init__()
+            self.weight, self.sparse = weight, sparse
+
+        def forward(self, given: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+            indices, h = given
+            return indices, h + (F.embedding(indices, self.weight, sparse=True) if self.sparse else self.weight.sum(0))
+
+    weight.grad = None
+    pipe = pymoe.Pipe(nn.Sequential(Stage(first_is_sparse), Stage(not first_is_sparse)), chunks=2, checkpoint="never")
+    pipe.step((torch.tensor([1, 2, 3, 4]), torch.zeros(4, 3)), loss_fn=lambda output: output[1].mean())
+    expected = torch.tensor([1.0, 1.25, 1.25, 1.25, 1.25])[:, None].expand(5, 3) / 3
+    torch.testing.assert_close(weight.grad, expected)
+
+
+def test_a_served_expert_may_have_sparse_and_dense_gradients_in_one_update() -> None:
+    class Expert(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.calls = nn.Embedding(5, 3), 0
+
+        def forward(self, indices: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return F.embedding(indices, self.embedding.weight, sparse=self.calls % 2 == 1)
+
+    expert = Expert()
+    before = expert.embedding.weight.detach().clone()
+    backend = pymoe.ExpertBackend(
+        "expert",
+        expert,
+        torch.optim.SGD(expert.parameters(), 0.5),
+        args_schema=[pymoe.BatchTensorProto(dtype=torch.long)],
+        outputs_schema=pymoe.BatchTensorProto(3),
+        accumulate_steps=2,
+    )
+    expert.calls = 0
+    for _ in range(2):
+        backend.backward(torch.tensor([1, 2]), torch.ones(2, 3))
+    assert backend.updates == 1
+    moved = torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0])[:, None].expand(5, 3)
+    torch.testing.assert_close(before - expert.embedding.weight.detach(), moved)
+
+
+def test_losses_that_a_module_keeps_when_workers_have_made_more_nodes_than_the_caller() -> None:
+    """Autograd said "trying to backward through the graph a second time".
+
+    It takes the latest node first, by a number that each thread counts for itself. Nodes of a busy worker came before
+    the map's, which found them freed.
+    """
+    weight, x = torch.tensor([2.0, 3.0], requires_grad=True), torch.ones(2)
+    found: list[Any] = []
+
+    def step() -> None:  # on a new thread, which has made no nodes
+        kept: list[torch.Tensor] = []
+        barrier = threading.Barrier(3)
+
+        def call(a: torch.Tensor) -> torch.Tensor:
+            barrier.wait(LONG)
+            y = a * weight
+            kept.append(y.square().sum())
+            return y
+
+        outputs = map_with_parallel_backward(call, *[(x,)] * 3)
+        (torch.stack([y.sum() for (y,) in outputs]).sum() + torch.stack(kept).sum()).backward()
+        found.append(weight.grad)
+
+    def work(barrier: threading.Barrier) -> None:
+        barrier.wait(LONG)
+        y = torch.ones(2, requires_grad=True)
+        for _ in range(1000):
+            y = y * 1.0
+
+    with parallel_workers(2):
+        for future in [run_in_background(work, barrier) for barrier in [threading.Barrier(2)] * 2]:
+            future.result(LONG)
+        asks = threading.Thread(target=step)
+        asks.start()
+        asks.join()
+    assert found[0].tolist() == [15.0, 21.0]
+
+
+def test_the_default_generator_stays_a_generator() -> None:
+    """What stood for it, so that each call has one of its own, could not be given to torch's operators."""
+
+    def draw() -> Any:
+        generator = torch.random.default_generator
+        assert isinstance(generator, torch.Generator)
+        torch.utils.data.DataLoader(list(range(4)), shuffle=True, generator=generator)
+        return torch.randn(2, generator=generator), torch.randperm(4, generator=generator), generator.initial_seed()
+
+    ((*_, one), (*_, other)) = map_with_parallel_backward(draw, (), ())
+    draw()
+    assert len({one, other, torch.initial_seed()}) == 3
+    assert torch.random.default_generator is torch.default_generator
+    torch.manual_seed(3)
+    drawn = torch.rand(3, generator=torch.random.default_generator)
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(3), drawn)
+    with pytest.MonkeyPatch.context() as patch:
+        mine = torch.Generator().manual_seed(5)
+        patch.setattr(torch.random, "default_generator", mine)
+        assert torch.random.default_generator is mine
+        assert torch.initial_seed() == 5
+    assert torch.random.default_generator is torch.default_generator
+    assert torch.initial_seed() == 3
+
+
+class Held:
+    """An argument."""
+
+
+def fail(x: torch.Tensor, held: Held) -> None:
+    raise ValueError("on purpose")
+
+
+class FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, held: Held) -> torch.Tensor:
+        ctx.held = held
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        raise ValueError("on purpose")
+
+
+def failing_map(x: torch.Tensor, held: Held) -> None:
+    map_with_parallel_backward(fail, (x, held), (x, held))
+
+
+def failing_backward(x: torch.Tensor, held: Held) -> None:
+    outputs = map_with_parallel_backward(FailsBackward, (x, held), (x, held))
+    torch.stack([y for (y,) in outputs]).sum().backward()
+
+
+def failing_background(x: torch.Tensor, held: Held) -> None:
+    run_in_background(fail, x, held).result()
+
+
+def failing_background_elsewhere(x: torch.Tensor, held: Held) -> None:
+    run_in_background(fail, x, held).result(LONG)
+
+
+@pytest.mark.parametrize("failing", [failing_map, failing_backward, failing_background, failing_background_elsewhere])
+def test_what_a_failed_call_was_given_is_let_go_of_with_the_exception(failing: Callable[..., None]) -> None:
+    """The exception's frames kept the list of exceptions, or the future, that kept the exception."""
+    gone = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            held = Held()
+            event = threading.Event()
+            gone.append(event)
+            weakref.finalize(held, event.set)
+            with pytest.raises(ValueError, match="on purpose"):
+                failing(torch.ones(2, requires_grad=True), held)
+            del held
+        # autograd's engine holds what it has raised last; workers let go of what they ran a little later.
+        assert all(event.wait(LONG) for event in gone[:2])
+    finally:
+        gc.enable()
+
+
+def test_forward_mode_derivatives_pass_through_a_map_or_are_refused() -> None:
+    """They were dropped silently: arguments became aliases without them, outputs those of a node without them."""
+    x, tangent = torch.randn(3), torch.ones(3)
+    weight = torch.full((3,), 2.0, requires_grad=True)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, tangent)
+        ((y,), (z,)) = map_with_parallel_backward(lambda a: a * 2, (dual,), (x,))
+        assert forward_ad.unpack_dual(y).tangent.tolist() == [2.0] * 3
+        assert forward_ad.unpack_dual(z).tangent is None
+        with torch.no_grad():
+            ((y,),) = map_with_parallel_backward(lambda a: a * weight, (dual,))
+        assert forward_ad.unpack_dual(y).tangent.tolist() == [2.0] * 3
+        for argument in (dual, forward_ad.make_dual(x.clone().requires_grad_(), tangent)):
+            with pytest.raises(NotImplementedError):
+                map_with_parallel_backward(lambda a: a * weight, (argument,), (x,))
+    (jvp,) = torch.func.jvp(lambda a: map_with_parallel_backward(torch.sin, (a,))[0], (x,), (tangent,))[1]
+    torch.testing.assert_close(jvp, x.cos())
+
+
+def test_isolated_passes_in_the_words_of_older_code() -> None:
+    """The function before the context ended in an AttributeError of something within."""
+    x = torch.full((2,), 3.0, requires_grad=True)
+    context, _ = run_isolated_forward(Squares, x)
+    assert isinstance(context, EmulatedAutogradContext)
+    assert context.saved_tensors[0].tolist() == [3.0, 3.0]
+    with pytest.raises(TypeError, match=r"expected \(context, \*grad_outputs\), got \(func, context"):
+        run_isolated_backward(Squares, context, torch.ones(2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"context must be the IsolatedContext that .* got int"):
+        run_isolated_backward(3)  # type: ignore[arg-type]
+    assert run_isolated_backward(context, torch.ones(2))[0].tolist() == [6.0, 6.0]
+    assert context.saved_tensors == ()
+
+
+class Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * ctx.saved_tensors[0] * grad

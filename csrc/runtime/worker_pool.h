@@ -112,8 +112,8 @@ class WorkerPool {
   std::shared_ptr<Job> next(Worker& self);
   bool sleep(Worker& self, Lock& lock);
   void retire(Worker& self);
-  void watch();
-  Time look(Lock& lock, Time now);
+  void watch();                     // the watcher's thread
+  Time look(Lock& lock, Time now);  // returns when to look again
   void join_retired(Lock& lock);
   // How many jobs are left lying: they could run, and no worker is about to look.
   size_t left_lying(Time now) const {
@@ -332,12 +332,14 @@ void WorkerPool<Sync>::retire(Worker& self) {
   call_watcher();
 }
 
-// The watcher's thread.
 template <typename Sync>
 void WorkerPool<Sync>::watch() {
   Lock lock(mutex_);
   while (!stopping_ || !ready_.empty()) {
-    join_retired(lock);
+    if (!retired_.empty()) {
+      join_retired(lock);
+      continue;  // the pool may have been stopped meanwhile
+    }
     const Time now = Sync::now();
     Time until = Time::max();
     if (left_lying(now) > 0 || workers() > base_ + static_cast<int>(idle_.size())) {
@@ -346,7 +348,6 @@ void WorkerPool<Sync>::watch() {
       if (!timed_.empty() && idle_.empty() && timekeeper_ == nullptr) until = timed_.first_rank();
       watched_ = false;
     }
-    // Only who may sleep for long is woken: the rest of the time it looks again soon enough.
     if (until == Time::max()) {
       while (!watched_) watch_.wait(lock);
     } else {
@@ -358,7 +359,6 @@ void WorkerPool<Sync>::watch() {
   count_ended();
 }
 
-// Returns when to look again.
 template <typename Sync>
 auto WorkerPool<Sync>::look(Lock& lock, Time now) -> Time {
   int active = 0;

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pymoe.runtime.mixture import BackendStats, MixtureOfExpertBackends, PassStats, TooFewAnswersError
     from pymoe.runtime.parallel import (
         BackgroundFuture,
+        EmulatedAutogradContext,
         IsolatedContext,
         get_parallel_workers,
         map_with_parallel_backward,
@@ -35,6 +36,7 @@ __all__ = [
     "BackendStats",
     "BackgroundFuture",
     "BatchTensorProto",
+    "EmulatedAutogradContext",
     "ExpertBackend",
     "ExpertClient",
     "Future",
@@ -67,6 +69,7 @@ _LAZY = {
     "mixture": ("BackendStats", "MixtureOfExpertBackends", "PassStats", "TooFewAnswersError"),
     "parallel": (
         "BackgroundFuture",
+        "EmulatedAutogradContext",
         "IsolatedContext",
         "get_parallel_workers",
         "map_with_parallel_backward",

@@ -16,6 +16,11 @@ NONFINITE = ("raise", "skip", "step")
 logger = logging.getLogger("pymoe.runtime")
 
 
+def add_gradients(one: Tensor, other: Tensor) -> Tensor:
+    """``one + other``, of which either may be sparse; as autograd adds them. torch adds sparse to dense alone."""
+    return other + one if one.is_sparse and not other.is_sparse else one + other
+
+
 class NonFiniteGradientError(FloatingPointError):
     """A parameter's gradient holds NaN or infinity. Nothing was updated."""
 
@@ -68,7 +73,7 @@ class GradientRule:
             return self._refuse("the gradient of a parameter")
         if self.accumulate_steps > 1:
             sums = self._sums | {
-                parameter: self._sums[parameter] + grad if parameter in self._sums else grad
+                parameter: add_gradients(self._sums[parameter], grad) if parameter in self._sums else grad
                 for parameter, grad in zip(graded, grads, strict=True)
             }
             self._sums, self._rows, self._batches = sums, self._rows + rows, self._batches + 1

@@ -142,6 +142,18 @@ TEST_CASE("schedules of a growing pool: where jobs waited and others compute, th
   });
 }
 
+TEST_CASE("schedules of a growing pool: a stop while threads that were added end") {
+  run_schedules(3'000, [](bool) {
+    Meeting meeting(6);
+    Pool pool(1, {}, {kMost, 8ms, 1ms});
+    std::vector<Future<void, Sync>> futures;
+    for (int i = 0; i < 6; ++i) futures.push_back(pool.submit([&] { meeting.wait(); }));
+    for (const auto& future : futures) future.wait_until(Sync::Time::max());
+    Sync::sleep_for(std::chrono::microseconds(random_below(2'000)));
+    if (random_below(2) == 0) pool.stop(random_below(2) == 0 ? Stop::kDrain : Stop::kCancel);
+  });
+}
+
 TEST_CASE("schedules of a growing pool: a pool that is refused threads goes on with those that it has") {
   for (uint64_t seed = 0; seed < 200; ++seed) {
     for (const int refused : {3, 4}) {  // the worker is the first, the watcher the second

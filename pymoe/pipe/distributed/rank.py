@@ -26,6 +26,7 @@ from pymoe.pipe.execution.turns import turns_of
 from pymoe.pipe.staged import StagedModel
 from pymoe.pipe.stages import Pipeline
 from pymoe.pipe.traced.stage_module import StageModule
+from pymoe.runtime.gradients import add_gradients
 from pymoe.runtime.parallel import random_streams
 
 __all__ = ["Rank", "rank_of_pipe"]
@@ -143,7 +144,7 @@ class Rank:
         for stage in sorted(found):
             for leaf, grad in zip(*found.pop(stage), strict=True):
                 before = totals.get(id(leaf))
-                totals[id(leaf)] = leaf, grad if before is None else before[1] + grad.to(before[1].device)
+                totals[id(leaf)] = leaf, grad if before is None else add_gradients(before[1], grad.to(before[1].device))
         tensors = [leaf for leaf, _ in totals.values()]
         sums: list[torch.Tensor | None] = [grad.to(leaf.device) for leaf, grad in totals.values()]
         totals.clear()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from pymoe.pipe.execution.leaf_sums import LeafSums
+from pymoe.runtime.gradients import add_gradients
 
 __all__ = ["Sums"]
 
@@ -34,5 +35,5 @@ class Sums:
                 assert grad is not None
                 weighted = grad if weight == 1.0 else grad * weight
                 before = totals.get(id(leaf))
-                totals[id(leaf)] = leaf, weighted if before is None else before[1] + weighted
+                totals[id(leaf)] = leaf, weighted if before is None else add_gradients(before[1], weighted)
         return [leaf for leaf, _ in totals.values()], [grad for _, grad in totals.values()]

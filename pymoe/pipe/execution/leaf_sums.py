@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from pymoe.runtime.gradients import add_gradients
+
 __all__ = ["LeafSums", "over_stages"]
 
 
@@ -47,7 +49,7 @@ class LeafSums:
                 else:
                     sums[number].add_(grad)
             else:
-                total = sums[number] = sums[number] + grad
+                total = sums[number] = add_gradients(sums[number], grad)
                 mine[number] = total.dtype if _is_plain(total) else None
         if changed:
             torch._foreach_add_(changed, added)
@@ -63,5 +65,5 @@ def over_stages(parts: Iterable[LeafSums]) -> tuple[list[torch.Tensor], list[tor
     for part in parts:
         for leaf, grad in zip(part.leaves, part.sums, strict=True):
             before = totals.get(id(leaf))
-            totals[id(leaf)] = leaf, grad if before is None else before[1] + grad.to(before[1].device)
+            totals[id(leaf)] = leaf, grad if before is None else add_gradients(before[1], grad.to(before[1].device))
     return [leaf for leaf, _ in totals.values()], [grad for _, grad in totals.values()]

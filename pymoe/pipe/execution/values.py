@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
+from pymoe.runtime.gradients import add_gradients
+
 __all__ = ["Crossing", "Origin", "Sent", "arrive", "is_fixed", "pack", "unpack", "version_of"]
 
 
@@ -26,7 +28,7 @@ class Origin:
     def take(self, number: int, grad: torch.Tensor) -> None:
         """One of the gradients of tensor ``number``."""
         before = self.grads[number]
-        self.grads[number] = grad if before is None else before + grad
+        self.grads[number] = grad if before is None else add_gradients(before, grad)
 
 
 class Crossing:

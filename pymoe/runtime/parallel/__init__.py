@@ -3,10 +3,16 @@
 from pymoe.runtime.parallel.background import BackgroundFuture, run_in_background
 from pymoe.runtime.parallel.map import map_with_parallel_backward
 from pymoe.runtime.parallel.pool import get_parallel_workers, parallel_workers, set_parallel_workers
-from pymoe.runtime.parallel.standalone import IsolatedContext, run_isolated_backward, run_isolated_forward
+from pymoe.runtime.parallel.standalone import (
+    EmulatedAutogradContext,
+    IsolatedContext,
+    run_isolated_backward,
+    run_isolated_forward,
+)
 
 __all__ = [
     "BackgroundFuture",
+    "EmulatedAutogradContext",
     "IsolatedContext",
     "get_parallel_workers",
     "map_with_parallel_backward",

@@ -40,7 +40,10 @@ class BackgroundFuture(concurrent.futures.Future, Generic[Result]):
         """
         if timeout is None:
             self._run()
-        return super().result(timeout)
+        try:
+            return super().result(timeout)
+        finally:
+            del self  # or the error's frames would keep the future that keeps the error
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait as :meth:`result` does, and return what the function raised, or None."""

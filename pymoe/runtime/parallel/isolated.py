@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils import _pytree
 
@@ -39,6 +40,11 @@ SECOND_BACKWARD = (
 
 def graphs_are_made() -> bool:
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether it carries a derivative of forward-mode differentiation."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 class _Entry(torch.autograd.Function):
@@ -262,6 +268,8 @@ def isolate(
                 continue
             if not (required or value.is_floating_point() or value.is_complex()):
                 continue
+            if not required and has_tangent(value):
+                continue  # which an alias would lack
             alias = known[id(value)] = Alias(place, value)
             call.aliases.append(alias)
             if required:
@@ -291,13 +299,40 @@ def trace(calls: Sequence[IsolatedCall], hand_through: bool) -> list[list[torch.
     guard = keep_nodes(outputs, nodes)
     numbers = [output.output_nr for output in outputs]
     edges = [_edge(GradientEdge, parts) for parts in zip(nodes, numbers, itertools.repeat(guard))]
-    first = 0
+    first, limit = 0, _next_number()
     for call, own in zip(calls, fresh, strict=True):
         last = first + len(own)
-        call.leaves = find_leaves(nodes[first:last] + [root.node for root in call.roots], call._entry)
+        ends = nodes[first:last] + [root.node for root in call.roots]
+        call.leaves, inside = find_leaves_and_nodes(ends, call._entry)
+        if any([node._sequence_nr() >= limit for node in ends]):
+            _put_behind(limit, [node for node in inside if node not in (None, call._entry)])
         call.roots = edges[first:last] + call.roots
         first = last
     return fresh
+
+
+_next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+_ACCUMULATION = 2**64 - 1  # what nodes of leaves have for a number
+
+
+def _put_behind(limit: int, nodes: Sequence[Any]) -> None:
+    """Give nodes of a call numbers below ``limit``, in the order that they have.
+
+    Of nodes that could run now, the engine takes the one with the greatest number, the latest. But each thread counts
+    for itself. Where a tensor has left a call by another way than its outputs, a backward pass comes to the call's
+    nodes by that way, too, and frees what they have saved: the node of the map, and all that comes to it first, must
+    run before, as they are made later, on the thread that asked.
+    """
+    numbers = [(node._sequence_nr(), i) for i, node in enumerate(nodes)]
+    late = sorted([entry for entry in numbers if limit <= entry[0] < _ACCUMULATION])
+    number = limit - len(late)
+    if number < 0:  # this thread has hardly made any: it counts on, so that there are enough numbers below
+        one = torch.empty(0, requires_grad=True, device="cpu")
+        while _next_number() < len(late):
+            one.view_as(one)
+        number = 0
+    for new, (_, i) in enumerate(late, number):
+        nodes[i]._set_sequence_nr(new)
 
 
 _DelayedError: Any = torch._C._functions.DelayedError

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from pymoe.runtime.gradients import add_gradients
 from pymoe.runtime.parallel import random_streams
 from pymoe.runtime.parallel.isolated import (
     SECOND_BACKWARD,
@@ -20,6 +21,7 @@ from pymoe.runtime.parallel.isolated import (
     as_function,
     as_tuple,
     graphs_are_made,
+    has_tangent,
     isolate,
     map_outputs,
     once_only,
@@ -64,7 +66,8 @@ def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tupl
       that a module keeps) keep their history, too. ``autograd.Function`` works in full:
       ``save_for_backward`` with version checks, ``needs_input_grad``, ``mark_non_differentiable``, ``mark_dirty``,
       ``set_materialize_grads``, ``setup_context``, ``once_differentiable``. ``retain_graph=True`` works;
-      differentiating twice is an error, and so is reentrant checkpointing, which needs ``backward`` where this needs
+      forward-mode derivatives pass through calls that need no graph; those that do, and differentiating twice, are
+      errors, and so is reentrant checkpointing, which needs ``backward`` where this needs
       ``autograd.grad`` (``use_reentrant=False`` works, in calls and around the map). With gradients off there is no
       graph.
     - **State.** Calls run in the state of the thread that called: grad mode, inference mode, autocast, default device,
@@ -216,7 +219,7 @@ class _ParallelMap(torch.autograd.Function):
             for target, gradient in zip(targets, own, strict=True):
                 if gradient is not None:
                     before = totals[target]
-                    totals[target] = gradient if before is None else before + gradient
+                    totals[target] = gradient if before is None else add_gradients(before, gradient)
         if not keep:
             plan.calls = None
             plan.recorders = []
@@ -238,6 +241,11 @@ def _join(
     if inner or plan.written:
         written = tuple([plan.tensors[number] for number in plan.written])
         versions = tuple([tensor._version for tensor in written])
+        if any(map(has_tangent, inner)):
+            raise NotImplementedError(
+                f"{NAME}: an output has a forward-mode derivative and requires gradients, too: differentiate under "
+                "torch.no_grad() or with torch.func.jvp"
+            )
         joined = apply_directly(_ParallelMap, plan, inner, tied, *plan.tensors)
         if written:
             # Marking them as dirty has counted as one more edit, of which what the calls have saved since their own

@@ -19,6 +19,7 @@ others that draw from ``torch.default_generator`` by themselves in C++.
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -177,7 +178,8 @@ def _install() -> None:
             operator = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
             if operator is not None:
                 library.impl(name, make(operator))
-    torch.random.default_generator = _Default()  # type: ignore[assignment, attr-defined]
+    vars(torch.random)["default_generator"] = _Default()
+    torch.random.__class__ = _Random
     _libraries.extend((fallback, library))
 
 
@@ -231,12 +233,33 @@ def _give_state(operator: Any) -> Callable[..., Any]:
     return kernel
 
 
+def _of_this_thread() -> torch.Generator:
+    stream = _thread.stream
+    return torch.default_generator if stream is None else stream.generator(torch.device("cpu"))
+
+
 class _Default:
-    """What ``torch.random`` takes for the CPU's default generator: the stream of the call that this thread runs."""
+    """What functions of ``torch.random`` find as its global: the generator of the call that this thread runs.
+
+    No generator itself, which could not be another's on every thread: nobody else gets to see it.
+    """
 
     def __getattr__(self, name: str) -> Any:
-        stream = _thread.stream
-        return getattr(torch.default_generator if stream is None else stream.generator(torch.device("cpu")), name)
+        return getattr(_of_this_thread(), name)
+
+
+class _Random(types.ModuleType):
+    """The module ``torch.random``, of which everybody but its own functions asks for attributes."""
+
+    @property
+    def default_generator(self) -> torch.Generator:
+        """A generator as ever: the process's own, or in a call that of the call."""
+        set_by_others = vars(self)["default_generator"]
+        return _of_this_thread() if isinstance(set_by_others, _Default) else set_by_others
+
+    @default_generator.setter
+    def default_generator(self, generator: torch.Generator) -> None:
+        vars(self)["default_generator"] = _Default() if generator is torch.default_generator else generator
 
 
 class _CudaDefaults(tuple):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
+from pymoe.runtime.gradients import add_gradients
 from pymoe.runtime.parallel.isolated import (
     SECOND_BACKWARD,
     IsolatedCall,
@@ -28,6 +29,13 @@ class IsolatedContext:
 
     __slots__ = ("_arguments", "_call", "_numbers", "_shapes", "leaf_gradients", "leaves")
 
+    @property
+    def saved_tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """What ``ctx.save_for_backward`` was given, if ``func`` is an ``autograd.Function`` and its graph is there."""
+        roots = () if self._call is None else self._call.roots
+        nodes: list[Any] = [root.node for root in roots if isinstance(root.node, torch._C._FunctionBase)]
+        return nodes[0].saved_tensors if nodes else ()
+
     def __init__(
         self, arguments: int, call: IsolatedCall | None, outputs: list[Any], fresh: list[torch.Tensor]
     ) -> None:
@@ -38,6 +46,9 @@ class IsolatedContext:
         self._shapes = [tuple(output.shape) for output in fresh]
         self.leaves: tuple[torch.Tensor, ...] = () if call is None else tuple(call.leaves)
         self.leaf_gradients: tuple[torch.Tensor | None, ...] = (None,) * len(self.leaves)
+
+
+EmulatedAutogradContext = IsolatedContext  # its name in older code
 
 
 def run_isolated_forward(func: Any, *args: Any) -> tuple[IsolatedContext, tuple[Any, ...]]:
@@ -88,9 +99,20 @@ def run_isolated_backward(
         ``context.leaves`` are then in ``context.leaf_gradients``.
 
     Raises:
+        TypeError: ``context`` is no such context.
         ValueError: the gradients are not as many as the outputs, or not of their shapes.
         RuntimeError: a second backward pass without ``retain_graph`` in the first; a saved tensor has been edited.
     """
+    if not isinstance(context, IsolatedContext):
+        if grad_outputs and isinstance(grad_outputs[0], IsolatedContext):
+            raise TypeError(
+                "run_isolated_backward: the function is not asked for: expected (context, *grad_outputs), got "
+                "(func, context, *grad_outputs)"
+            )
+        raise TypeError(
+            "run_isolated_backward: context must be the IsolatedContext that run_isolated_forward has returned, got "
+            f"{type(context).__name__}"
+        )
     flat = _pytree.tree_leaves(grad_outputs)
     if len(flat) != len(context._numbers):
         raise ValueError(
@@ -111,7 +133,7 @@ def run_isolated_backward(
                     f"{context._shapes[number]}"
                 )
             before = roots[number]
-            roots[number] = grad if before is None else before + grad
+            roots[number] = grad if before is None else add_gradients(before, grad)
     found = call.gradients(roots, retain_graph)
     inputs = [alias.arguments[0] for alias in call.aliases if alias.edge is not None]
     for argument, gradient in zip(inputs, found, strict=False):

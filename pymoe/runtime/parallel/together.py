@@ -135,7 +135,7 @@ class _Run:
 
     def forget(self) -> None:
         self.function = _nothing
-        self.errors = []  # they hold frames that hold them
+        self.errors.clear()  # they hold frames that hold them
 
 
 def _profiled(profiled: Profiled, name: str, function: Callable[[int], None], number: int) -> None:
@@ -165,7 +165,7 @@ def raise_first(name: str, errors: Sequence[BaseException | None]) -> None:
     try:
         raise first
     finally:
-        del first, failed
+        del first, failed, errors  # the exception's frames would keep them, and they the exception
 
 
 def functorch_is_active() -> bool:
