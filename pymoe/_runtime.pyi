@@ -43,7 +43,7 @@ class RequestFuture:
     """
     def __await__(self) -> typing.Generator[typing.Any, None, typing.Any]:
         """Return an iterator to be used in await expression."""
-    def __repr__(self):
+    def __repr__(self) -> str:
         """Return repr(self)."""
     def _notify(self, mailbox: Mailbox, waiter: typing.Any) -> None:
         """Put ``waiter``, an asyncio future, into the mailbox once the request is done."""

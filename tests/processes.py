@@ -10,7 +10,7 @@ import textwrap
 import traceback
 from collections.abc import Callable
 
-LONG = 60  # seconds until a child that hangs dies of it
+from limits import LONG
 
 
 def run_python(script: str, prelude: str = "", timeout: float = 2 * LONG) -> subprocess.CompletedProcess[str]:

@@ -14,6 +14,7 @@ import weakref
 
 import pytest
 import torch
+from limits import LONG
 from processes import in_child
 
 import pymoe
@@ -115,7 +116,7 @@ def test_batches_heed_the_thread_count_of_torch():
     try:
         pool = pymoe.TaskPool(lambda x: x + openmp.omp_get_max_threads(), name="threads")
         with pymoe.Runtime([pool], num_workers=1), concurrent.futures.ThreadPoolExecutor(1) as clients:
-            for wait in (lambda future: future.result(60), lambda future: clients.submit(future.result).result(60)):
+            for wait in (lambda future: future.result(LONG), lambda future: clients.submit(future.result).result(LONG)):
                 assert wait(pool.submit_task(torch.zeros(1))).item() == 3
     finally:
         torch.set_num_threads(before)
@@ -161,7 +162,7 @@ def test_requests_of_hundreds_of_row_shapes_still_meet():
     pool = pymoe.TaskPool(lambda x: x * 2, name="pool")
     futures = [pool.submit_task(torch.ones(1, width)) for _ in range(3) for width in range(1, 601)]
     with pymoe.Runtime([pool], num_workers=1):
-        assert all(bool((future.result(60) == 2).all()) for future in futures)
+        assert all(bool((future.result(LONG) == 2).all()) for future in futures)
     assert pool._statistics()["batches"] == 600
 
 
@@ -178,20 +179,20 @@ def test_who_waits_for_room_with_a_limit_runs_no_batch():
 
     def block(x):
         begun.set()
-        assert go_on.wait(60)
+        assert go_on.wait(LONG)
         return x
 
     full = pymoe.TaskPool(notice, name="full", capacity=1)
     other = pymoe.TaskPool(block, name="other")
     with pymoe.Runtime([full, other], num_workers=1):
         other.submit_task(torch.ones(1))
-        assert begun.wait(60)
+        assert begun.wait(LONG)
         first = full.submit_task(torch.ones(1))
         late = full.submit_task(torch.ones(1), timeout=0.1)
         go_on.set()
-        assert first.result(60) == 1
+        assert first.result(LONG) == 1
         with pytest.raises(TimeoutError, match="no room"):
-            late.result(60)
+            late.result(LONG)
     assert threading.get_ident() not in ran
 
 

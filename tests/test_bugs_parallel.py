@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from limits import LONG
 from torch import nn
 from torch.autograd import forward_ad
 
@@ -23,8 +24,6 @@ from pymoe.runtime import (
     run_isolated_forward,
 )
 from pymoe.runtime.parallel import EmulatedAutogradContext
-
-LONG = 60  # seconds: a guard against hanging
 
 
 def serial(func: Any, *args_per_call: Any) -> tuple[Any, ...]:

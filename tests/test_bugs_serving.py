@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from limits import LONG
 from torch import nn
 
 from pymoe.runtime import (
@@ -30,8 +31,6 @@ from pymoe.runtime import (
     nested_pack,
 )
 from pymoe.runtime.top import drawing
-
-LONG = 60.0
 
 
 class Asks(nn.Module):

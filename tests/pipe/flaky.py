@@ -16,7 +16,6 @@ from pymoe.pipe import Pipe
 from pymoe.pipe.context import is_recomputing, micro_batch
 
 STAGES, CHUNKS, ROWS, WIDTH = 4, 4, 10, 6
-LONG = 300  # seconds: a guard against hanging, also where many processes share a core
 
 
 _making = threading.Lock()  # torch's random numbers are everybody's

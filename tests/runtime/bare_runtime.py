@@ -6,12 +6,10 @@ import subprocess
 import threading
 
 import processes
+from limits import LONG
 
 from pymoe import _runtime
 from pymoe._runtime import WorkerPool
-
-LONG = 60  # seconds: a wait that is meant to succeed at once
-
 
 # The module from its file, without the package and torch, whose import would be most of a short process's time.
 PRELUDE = f"""

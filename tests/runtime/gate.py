@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from limits import LONG
 from torch import Tensor
-
-LONG = 60.0  # seconds: a wait that is meant to succeed at once
 
 
 class Gate:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from limits import LONG
 from torch import Tensor, nn
 
 from pymoe.runtime import BatchTensorProto, ExpertBackend, MixtureOfExpertBackends
 
-LONG = 60.0  # seconds: a wait that is meant to succeed at once
 WIDTH = 4
 ROW = BatchTensorProto(WIDTH, dtype=torch.float64)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from limits import LONG
 from torch import Tensor, nn
 
 from pymoe.runtime import BatchTensorProto, ExpertBackend, Runtime
@@ -219,14 +220,14 @@ def test_backends_that_share_parameters_never_overlap() -> None:
 
         def ask(backend: ExpertBackend) -> None:
             for _ in range(200):
-                backend.backward_pool.submit_task(ONES, ONES).result(timeout=60)
+                backend.backward_pool.submit_task(ONES, ONES).result(timeout=LONG)
 
         threads = [threading.Thread(target=ask, args=(backend,)) for backend in [*backends, third]]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        both.backward_pool.submit_task(ONES, ONES).result(timeout=60)
+        both.backward_pool.submit_task(ONES, ONES).result(timeout=LONG)
     assert not wrong
 
     entered = threading.Event()

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from limits import LONG
 from torch import Tensor, nn
 
 from pymoe.runtime import BatchTensorProto, ExpertBackend, NonFiniteGradientError, Runtime
 
 REQUESTS = 2000
 CLIENTS = 8
-LONG = 60  # seconds: a guard against hanging
 X = BatchTensorProto(6, dtype=torch.float64)
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from limits import LONG
 from torch import Tensor, nn
 
 from pymoe.runtime import BatchTensorProto, ExpertBackend, ExpertClient, NonFiniteGradientError, Runtime
 
 X = BatchTensorProto(4, dtype=torch.float64)
-LONG = 60  # seconds: a guard against hanging
 
 
 class Call(nn.Module):

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from limits import LONG
 from torch import Tensor, nn
 
 import pymoe.runtime.client
 from pymoe.runtime import BatchTensorProto, ExpertBackend, ExpertClient, Runtime, TaskPool
 
-LONG = 60  # seconds: a guard against hanging
 X = BatchTensorProto(4)
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 from concurrent.futures import CancelledError
 
 import torch
+from limits import LONG
 from torch import Tensor
 
 from pymoe.runtime import Future, Runtime, TaskPool
@@ -40,7 +41,7 @@ def test_every_kept_future_resolves_once_with_the_right_outcome() -> None:
 
     def check(future: Future, value: float, cancelled: bool) -> str:
         try:
-            result = future.result(60)
+            result = future.result(LONG)
         except Planted:
             return "raised" if value < 0 else f"{value} raised"
         except CancelledError:

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 from gate import Gate
+from limits import LONG
 from torch import Tensor
 
 from pymoe.runtime import Future, QueueFull, Runtime, TaskPool
 
-LONG = 60.0  # seconds: a wait that is meant to succeed at once
 ONE = torch.ones(1)
 
 

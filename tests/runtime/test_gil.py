@@ -11,11 +11,11 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from limits import LONG
 from torch import Tensor
 
 from pymoe.runtime import Runtime, TaskPool
 
-LONG = 60.0  # seconds: a wait that is meant to succeed at once
 ONE = torch.ones(1)
 
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from limits import LONG
 from torch import Tensor
 
 from pymoe import _runtime
 from pymoe.runtime import Future, Runtime, TaskPool
 
-LONG = 60.0  # seconds: a wait that is meant to succeed at once
 ONE = torch.ones(1)
 
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from limits import LONG
 from torch import nn
 
 from pymoe.runtime import BatchTensorProto, ExpertBackend, ExpertClient, Runtime, TaskPool
 from pymoe.runtime.interrupts import uninterrupted
-
-LONG = 60  # seconds: a guard against hanging
 
 
 def press() -> None:

@@ -11,11 +11,10 @@ import weakref
 from collections.abc import Callable
 
 import pytest
+from limits import LONG
 from processes import in_child, run_python
 
 from pymoe._runtime import LanePlan, LaneRun
-
-LONG = 60  # seconds: a guard against hanging
 
 
 def in_lanes(run: LaneRun, lanes: int, work: Callable[[int, int], object]) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import counted
 import pytest
+from limits import LONG
 
 from pymoe.runtime import monitor, top
 from pymoe.runtime.monitor import Monitor
@@ -216,7 +217,7 @@ def test_the_default_folder_belongs_to_the_user(monkeypatch, tmp_path):
 def top_process(*arguments, **environment):
     return subprocess.run(
         [sys.executable, "-m", "pymoe.runtime.top", *arguments],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=LONG, check=False,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])} | environment,
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import prometheus_client
 import pytest
 import torch
+from limits import LONG
 
 from pymoe.integrations.prometheus import register
 from pymoe.runtime import Runtime, TaskPool, top
@@ -106,7 +107,7 @@ def test_a_terminal_outside_sees_a_runtime_with_a_monitor(pool, tmp_path):
         pool(torch.zeros(2, 2))
         found = subprocess.run(
             [sys.executable, "-m", "pymoe.runtime.top", "--once", "--interval", "0.05", str(tmp_path / "m")],
-            capture_output=True, text=True, timeout=120, check=False,
+            capture_output=True, text=True, timeout=LONG, check=False,
             env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
         )  # fmt: skip
         assert "plus " in found.stdout, found.stderr
@@ -134,7 +135,7 @@ def test_the_end_of_the_interpreter_removes_the_socket(tmp_path):
         "pool(torch.zeros(1, 1))\n"
     )
     found = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False,
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=LONG, check=False,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
     )  # fmt: skip
     assert (found.returncode, found.stderr) == (0, "")

@@ -6,11 +6,10 @@ import threading
 
 import pytest
 import torch
+from limits import LONG
 from torch import nn
 
 from pymoe.runtime import BatchTensorProto, ExpertBackend, TaskPool, TesseractRuntime, nested_map
-
-LONG = 60.0
 
 
 def test_names_of_the_older_package() -> None:

@@ -15,12 +15,12 @@ import processes
 import pytest
 import torch
 from gate import Gate
+from limits import LONG
 from processes import in_child
 from torch import Tensor
 
 from pymoe.runtime import Runtime, TaskPool, TesseractRuntime
 
-LONG = 60.0  # seconds: a wait that is meant to succeed at once
 ONE = torch.ones(1)
 
 PRELUDE = """

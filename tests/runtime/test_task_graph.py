@@ -8,10 +8,9 @@ import threading
 import time
 
 import pytest
+from limits import LONG
 
 from pymoe._runtime import TaskGraph, WorkerPool
-
-LONG = 60  # seconds: a guard against hanging
 
 
 class Planted(Exception):

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from limits import LONG
 from torch import Tensor
 
 from pymoe.runtime import BatchTensorProto, QueueFull, Runtime, TaskPool
-
-LONG = 60.0  # seconds: a wait that is meant to succeed at once
 
 
 def answers(process: Callable[..., Any], *requests: tuple[Tensor, ...], **options: Any) -> list[Any]:

@@ -8,11 +8,11 @@ from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION
 
 import pytest
 import torch
+from limits import LONG
 from torch import Tensor
 
 from pymoe.runtime import Runtime, TaskPool, as_completed, wait
 
-LONG = 60.0  # seconds: a guard against hanging
 ONE = torch.ones(1)
 
 

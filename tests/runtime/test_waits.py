@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from limits import LONG
 from torch import Tensor
 
 from pymoe.runtime import Runtime, TaskPool
 
-LONG = 60  # seconds: a wait that is meant to end at once
 ROW = torch.ones(1, 4)
 
 

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from limits import LONG
+
 __all__ = ["Ranks", "ranks"]
 
-LIMIT = 600.0  # seconds, a guard against hanging: far from what anything takes, and from the group's timeout
+LIMIT = LONG // 2  # seconds: half the timeout of a group
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["pymoe.pipe.distributed"])  # seconds, for each process otherwise
 

@@ -9,10 +9,9 @@ import time
 
 import pytest
 import torch
+from limits import LONG
 
 from pymoe.runtime import parallel_workers, run_in_background, run_isolated_backward, run_isolated_forward
-
-LONG = 60  # seconds: a guard against hanging
 
 
 def test_values_arguments_and_keywords() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from limits import LONG
 
 from pymoe.runtime import map_with_parallel_backward, parallel_workers
 from pymoe.runtime.parallel import map as parallel_map
@@ -50,7 +51,7 @@ def test_calls_get_the_callers_device_and_streams(cuda: Cuda) -> None:
     barrier = threading.Barrier(3)
 
     def look() -> None:
-        barrier.wait(60)
+        barrier.wait(LONG)
         found.append((cuda.device, list(cuda.streams)))
 
     with parallel_workers(3):

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from limits import LONG
 
 from pymoe.runtime import map_with_parallel_backward, parallel_workers, run_in_background
-
-LONG = 60  # seconds: a guard against hanging
 
 
 class Planted(Exception):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from limits import LONG
 
 from pymoe.runtime import map_with_parallel_backward, parallel_workers, run_isolated_backward, run_isolated_forward
 
@@ -99,7 +100,7 @@ def test_many_threads_go_through_one_leaf_at_once() -> None:
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-            barrier.wait(60)
+            barrier.wait(LONG)
             return grad * ctx.n, None
 
     x = leaf(1, 2)

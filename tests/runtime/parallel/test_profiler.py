@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from limits import LONG
 from torch.profiler import profile, record_function
 
 from pymoe.runtime import map_with_parallel_backward, parallel_workers
@@ -21,13 +22,13 @@ class Meeting(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        Meeting.barrier.wait(60)
+        Meeting.barrier.wait(LONG)
         with record_function("a range of the caller's"):
             return x.sin()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        Meeting.barrier.wait(60)
+        Meeting.barrier.wait(LONG)
         return grad.cos()
 
 
@@ -64,7 +65,7 @@ def test_calls_without_a_profiler_are_not_watched() -> None:
     barrier = threading.Barrier(CALLS)
 
     def call() -> None:
-        barrier.wait(60)
+        barrier.wait(LONG)
         watched.append(torch._C._autograd._profiler_enabled())
 
     with parallel_workers(CALLS):

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from limits import LONG
 
 from pymoe.runtime import map_with_parallel_backward, parallel_workers
 from pymoe.runtime.parallel import together
-
-LONG = 60  # seconds: a guard against hanging
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from limits import LONG
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -108,7 +109,7 @@ def on_all_threads(func: Callable[[], Any], calls: int = 3) -> list[tuple[int, A
     found: list[tuple[int, Any]] = []
 
     def call() -> None:
-        barrier.wait(60)
+        barrier.wait(LONG)
         found.append((threading.get_ident(), func()))
 
     with parallel_workers(calls):
@@ -153,7 +154,7 @@ def test_backward_passes_see_the_state_of_the_backward_pass(name: str) -> None:
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            barrier.wait(60)
+            barrier.wait(LONG)
             found.append((threading.get_ident(), seen()))
             return grad
 
@@ -206,7 +207,7 @@ def test_background_calls_see_the_state_of_who_asked() -> None:
         with torch.inference_mode(), torch.autograd.graph.saved_tensors_hooks(same, same), CountingOperators():
             assert helped.result() == expected  # on this thread: the only worker is busy
         release.set()
-        assert asked.result(60) == expected
+        assert asked.result(LONG) == expected
 
 
 def test_states_within_each_other() -> None:

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from limits import LONG
 from processes import in_child, run_python
 
 from pymoe.runtime import (
@@ -16,8 +17,6 @@ from pymoe.runtime import (
     run_in_background,
     set_parallel_workers,
 )
-
-LONG = 60  # seconds: a guard against hanging
 
 
 def test_the_number_of_workers() -> None:
