@@ -37,6 +37,7 @@ constexpr const char* kCapsule = "dlpack_exchange_api";
 const Table* table = nullptr;
 PyTypeObject* tensor_type = nullptr;
 PyTypeObject* parameter_type = nullptr;
+PyObject* base_name = nullptr;  // "_base"
 
 // The memory, and its description as torch keeps it.
 struct Owned {
@@ -87,6 +88,13 @@ void require_known_memory(const Tensor& tensor, const char* where, Py_ssize_t po
         where, position, static_cast<int>(type));
 }
 
+// Whether memory holds the values with the other sign (torch's "neg bit"). Only views have it, and asking those alone
+// keeps the question, for which torch lets go of the GIL, away from most requests.
+bool is_negated(PyObject* object) {
+  const Ref base = Ref::checked(PyObject_GetAttr(object, base_name));
+  return base.get() != Py_None && call(object, "is_neg").get() == Py_True;
+}
+
 // A dense plain tensor of the same values; for everything that is out of the ordinary.
 Ref plain(PyObject* object, const char* where, Py_ssize_t position) {
   if (!is_tensor(object)) {
@@ -131,7 +139,8 @@ bool Tensor::dense() const {
 }
 
 bool Tensor::contiguous() const {
-  // A single element may be the imaginary part of a conjugate, whose sign is not in memory.
+  // A single element may be the imaginary part of a conjugate, whose sign is not in memory. (is_negated would tell, but
+  // for tensors of inference mode, which do not know what they are views of.)
   const auto is_one = [](int64_t size) { return size == 1; };
   return dense() && !std::all_of(shape, shape + ndim, is_one);
 }
@@ -142,6 +151,7 @@ void load() {
   const Ref nn = Ref::checked(PyImport_ImportModule("torch.nn"));
   tensor_type = type_of(torch.get(), "Tensor");
   parameter_type = type_of(nn.get(), "Parameter");
+  base_name = Ref::checked(PyUnicode_InternFromString("_base")).release();  // kept for the process
   const Ref capsule =
       Ref::steal(PyObject_GetAttrString(reinterpret_cast<PyObject*>(tensor_type), "__dlpack_c_exchange_api__"));
   const auto* found = capsule ? static_cast<Table*>(PyCapsule_GetPointer(capsule.get(), kCapsule)) : nullptr;
@@ -165,7 +175,7 @@ Ref read(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t positio
   if (known) {
     if (table->tensor_from_object(object, &tensor) != 0) refuse(object, where, position);
     require_known_memory(tensor, where, position);
-    if (tensor.dtype.code != kComplex && tensor.contiguous()) return Ref::borrow(object);
+    if (tensor.dtype.code != kComplex && tensor.contiguous() && !is_negated(object)) return Ref::borrow(object);
   }
   Ref dense = plain(object, where, position);
   if (table->tensor_from_object(dense.get(), &tensor) != 0) refuse(object, where, position);

@@ -118,6 +118,7 @@ ODD: dict[str, Callable[[], Tensor]] = {
     "a parameter": lambda: torch.nn.Parameter(torch.randn(3, 5)),
     "conjugated": lambda: torch.randn(3, 5, dtype=torch.complex64).conj(),
     "negated": lambda: torch.randn(3, 5, dtype=torch.complex64).conj().imag,
+    "negated and contiguous": lambda: torch._neg_view(torch.randn(3, 5)),
     "one negated element": lambda: torch.randn(1, 1, dtype=torch.complex64).conj().imag,
     "empty rows": lambda: torch.randn(3, 0),
     "made in inference mode": lambda: torch.inference_mode()(lambda: torch.randn(3, 5))(),
