@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from flaky import CHUNKS, LONG, STAGES, Faults, batch, expected_grads, grads_of, loss_of, model, run_step
+from flaky import CHUNKS, STAGES, Faults, batch, expected_grads, grads_of, loss_of, model, run_step
+from limits import LONG
 from processes import in_child, run_python
 from torch import nn
 

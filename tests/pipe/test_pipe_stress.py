@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from flaky import CHUNKS, LONG, STAGES, Faults, Planted, batch, expected_grads, grads_of, model, places, run_step
+from flaky import CHUNKS, STAGES, Faults, Planted, batch, expected_grads, grads_of, model, places, run_step
+from limits import LONG
 
 from pymoe.pipe import Pipe
 from pymoe.pipe.execution import worth
