@@ -169,25 +169,27 @@ def sources(*patterns):
     return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern))
 
 
-def merged(name, sign, files):
-    """Replace those of ``files`` that contain ``sign`` by one source that includes them.
-
-    Headers that take longer than the code after them are then read once for all.
-    """
-    together = [file for file in files if sign in (ROOT / file).read_text()]
+def merged(name, files):
+    """Make one source that includes ``files``, whose headers take longer than the code after them; returns its path."""
     path = ROOT / "build" / "merged" / name
-    text = "".join(f'#include "{file.removeprefix("csrc/")}"\n' for file in together)
+    text = "".join(f'#include "{file.removeprefix("csrc/")}"\n' for file in files)
     if not path.exists() or path.read_text() != text:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return [str(path.relative_to(ROOT)), *(file for file in files if file not in together)]
+    return str(path.relative_to(ROOT))
+
+
+def split(files, sign):
+    """Return those of ``files`` that contain ``sign``, and the others."""
+    found = [file for file in files if sign in (ROOT / file).read_text()]
+    return found, [file for file in files if file not in found]
 
 
 def operator_extension(cuda_home):
     from torch.utils import cpp_extension
 
-    files = sources("csrc/kernels/*.cpp", "csrc/kernels/cpu/*.cpp")
-    files += merged("with_torch.cpp", "<torch/csrc/stable/", sources("csrc/ops/*.cpp"))
+    registrations, others = split(sources("csrc/ops/*.cpp"), "<torch/csrc/stable/")
+    files = [*others, *sources("csrc/kernels/*.cpp", "csrc/kernels/cpu/*.cpp"), merged("with_torch.cpp", registrations)]
     options = {}
     if cuda_home:
         # A CPU build of torch leaves CUDA_HOME unset and CUDAExtension would link torch_cuda, which it lacks.
@@ -207,10 +209,14 @@ def operator_extension(cuda_home):
 
 
 def runtime_extension():
+    with_pybind11, others = split(sources("csrc/bindings/*.cpp"), "py::")
+    types, functions = split(others, "dealloc(PyObject* object)")  # every type's file has a `dealloc` of its own
     return Extension(
         "pymoe._runtime",
         [
-            *merged("with_pybind11.cpp", "py::", sources("csrc/bindings/*.cpp")),
+            merged("with_pybind11.cpp", with_pybind11),
+            merged("without_types.cpp", functions),
+            *types,
             *sources("csrc/runtime/*.cpp", "csrc/kernels/gather_batch_cpu.cpp", "csrc/kernels/cpu/parallel.cpp"),
         ],
         extra_link_args=[*LINK_FLAGS, "-pthread"],
@@ -266,6 +272,11 @@ TORCH_LINK_FLAGS = ["-Wl,--push-state,--no-as-needed", "-ltorch", "-Wl,--pop-sta
 LONGEST = ("with_pybind11.cpp", "gate_topk_cuda.cu", "grouped_linear_cpu.cpp", "grouped_linear_cuda.cu")
 
 
+def rank(source):
+    """Where a source comes among those to compile: the longest first, kernels before what binds them to Python."""
+    return Path(source).name not in LONGEST, not source.endswith(".cu"), "kernels" not in source, source
+
+
 def build_command(options):
     """Make a build_ext like torch's that compiles the sources of all extensions at once, then links them."""
     import torch
@@ -289,9 +300,7 @@ def build_command(options):
 
         def compile_all(self):
             everything = {source for extension in self.extensions for source in extension.sources}
-            order = sorted(
-                everything, key=lambda source: (Path(source).name not in LONGEST, not source.endswith(".cu"), source)
-            )
+            order = sorted(everything, key=rank)
             if torch.version.cuda is None:
                 self.forget_stale_kernels()
             return dict(zip(order, self.compiler.compile(order, output_dir=self.build_temp, **options), strict=True))
