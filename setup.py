@@ -30,6 +30,8 @@ TORCH_TARGET_VERSION = "0x020b000000000000"
 # Machine code for sm_80 runs on every 8.x and for sm_90 on every Hopper; PTX serves what comes after.
 DEFAULT_ARCH_LIST = "8.0;9.0+PTX"
 
+CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
+
 HOW_TO_INSTALL = """
 pymoe is compiled against the PyTorch that you use, so PyTorch has to be there first, and pip must not build in an
 isolated environment, where it would not be seen. Two commands:
@@ -39,7 +41,7 @@ isolated environment, where it would not be seen. Two commands:
 
 On Linux the first fetches torch's CUDA build, some 5 GB. Without a GPU take the CPU build, 200 MB, before it:
 
-    pip install "torch>=2.11" --index-url https://download.pytorch.org/whl/cpu
+    pip install "torch>=2.11" --index-url {cpu_builds}
 
 (missing in this environment: {missing})
 """
@@ -77,7 +79,7 @@ def require_build_packages():
     """Stops where torch is missing or too old. Does not import it: that takes seconds, and pip asks several times."""
 
     def stop(missing):
-        sys.exit(HOW_TO_INSTALL.format(what=what_to_install(), missing=missing))
+        sys.exit(HOW_TO_INSTALL.format(what=what_to_install(), cpu_builds=CPU_BUILDS, missing=missing))
 
     if importlib.util.find_spec("torch") is None:
         stop("torch")
@@ -98,7 +100,7 @@ def pybind11_include():
         for path in cpp_extension.include_paths():
             if Path(path, "pybind11", "pybind11.h").exists():
                 return path
-        sys.exit(HOW_TO_INSTALL.format(what=what_to_install(), missing="pybind11"))
+        sys.exit(HOW_TO_INSTALL.format(what=what_to_install(), cpu_builds=CPU_BUILDS, missing="pybind11"))
 
 
 def require_compiler():
@@ -163,6 +165,20 @@ def reason_to_leave_out(cuda_home):
     if torch.version.cuda and torch.version.cuda.split(".")[0] != found.split(".")[0]:
         return f"CUDA {found} does not fit a torch built with {torch.version.cuda}"
     return None
+
+
+def hint_at_the_cpu_build(cuda_home):
+    """One line for who has torch's CUDA build and nothing that it could serve; None for all others."""
+    import torch
+
+    wish = os.environ.get("PYMOE_CUDA", "auto")
+    if wish != "auto" or cuda_home or torch.version.cuda is None or torch.cuda.is_available():
+        return None
+    version = torch.__version__.split("+")[0]
+    return (
+        f"pymoe: torch {torch.__version__} is a CUDA build, but there is neither a GPU nor nvcc; the CPU build does "
+        f'the same here: pip install --force-reinstall --no-deps "torch=={version}" --index-url {CPU_BUILDS}'
+    )
 
 
 def sources(*patterns):
@@ -323,10 +339,13 @@ if command in ("egg_info", "dist_info", "sdist"):  # pip's first questions; noth
 else:
     cuda_home = find_cuda_home()
     misfit = reason_to_leave_out(cuda_home) if cuda_home and os.environ.get("PYMOE_CUDA", "auto") == "auto" else None
+    hint = hint_at_the_cpu_build(cuda_home)
     if misfit:
         cuda_home = None
     left_out = misfit or "no CUDA toolkit, or PYMOE_CUDA=0"
     print(f"pymoe: CUDA kernels {'with ' + cuda_home if cuda_home else f'left out ({left_out})'}")
+    if hint:
+        print(hint)
     require_compiler()
     setup(
         ext_modules=[operator_extension(cuda_home), runtime_extension()],

@@ -100,6 +100,28 @@ def test_other_systems_are_refused() -> None:
     assert done.stderr.startswith("pymoe is built on Linux alone (this is darwin)")
 
 
+@pytest.mark.parametrize(
+    ("cuda", "gpu", "wish", "told"),
+    [
+        ("13.0", False, "auto", True),
+        (None, False, "auto", False),
+        ("13.0", True, "auto", False),
+        ("13.0", False, "0", False),
+    ],
+)
+def test_a_cuda_build_of_torch_that_nothing_needs_is_told_of(
+    cuda: str | None, gpu: bool, wish: str, told: bool, tmp_path: Path
+) -> None:
+    code = "import runpy, sys, torch; sys.argv = ['setup.py', '--name']; "
+    code += f"torch.version.cuda = {cuda!r}; torch.cuda.is_available = lambda: {gpu}; runpy.run_path('setup.py')"
+    environment = {**os.environ, "PYMOE_CUDA": wish, "CUDA_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if "is a CUDA build" in line]
+    assert len(lines) == told
+    assert all(line.endswith(" --index-url https://download.pytorch.org/whl/cpu") for line in lines)
+
+
 def test_the_names() -> None:
     done = run_setup("--name", "--version", PYMOE_CUDA="0")
     assert done.stdout.split()[-2:] == ["pymoe-runtime", pymoe.__version__]
