@@ -48,7 +48,7 @@ On Linux the first fetches torch's CUDA build, some 5 GB. Without a GPU take the
 
 HOW_TO_GET_A_COMPILER = """
 pymoe is compiled when it is installed, with a C++20 compiler: g++ 11 or newer, or clang++ 15 or newer. {problem}.
-Install one, or name one by the environment variable CXX, and call again. On Debian and Ubuntu:
+Install one, or name one by the environment variable CXX, and try again. On Debian and Ubuntu:
 
     sudo apt-get install g++ python3-dev
 """
@@ -67,7 +67,7 @@ static_assert(width(std::span<const int>(three)) == 2);
 
 def require_linux():
     if sys.platform != "linux":
-        sys.exit(f"pymoe is built on Linux alone (this is {sys.platform}): use a container, or WSL 2 on Windows.")
+        sys.exit(f"pymoe is built only on Linux (this is {sys.platform}): use a container, or WSL 2 on Windows.")
 
 
 def what_to_install():
@@ -83,7 +83,12 @@ def require_build_packages():
 
     if importlib.util.find_spec("torch") is None:
         stop("torch")
-    version = metadata.version("torch")
+    try:
+        version = metadata.version("torch")
+    except metadata.PackageNotFoundError:  # on the path without having been installed
+        import torch
+
+        version = torch.__version__
     if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < (2, 11):
         stop(f"torch>=2.11, found {version}")
 
@@ -105,7 +110,7 @@ def pybind11_include():
 
 def require_compiler():
     """Stops where no C++20 compiler is found, or no Python.h. Has compiling and linking use the same compiler."""
-    named = os.environ.get("CXX")
+    named = os.environ.get("CXX", "").strip()
     names = [named] if named else ["c++", "g++", "clang++"]
     found = next((name for name in names if shutil.which(shlex.split(name)[0])), None)
     problem = None

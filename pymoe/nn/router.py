@@ -142,8 +142,8 @@ class Router(nn.Module):
         if not self.expert_bias.is_meta and not self.expert_bias.any():  # else somebody else moves it
             tell_once(
                 "bias never updated",
-                f"Router: bias_update_rate={self.bias_update_rate} balances nothing, because update_expert_biases was "
-                "not called in the training so far; call pymoe.nn.update_expert_biases(model) after every "
+                f"Router: bias_update_rate={self.bias_update_rate} balances nothing, because update_expert_biases has "
+                "not been called in training so far; call pymoe.nn.update_expert_biases(model) after every "
                 "optimizer.step()",
                 stacklevel=3,
             )
