@@ -30,6 +30,8 @@ TORCH_TARGET_VERSION = "0x020b000000000000"
 # Machine code for sm_80 runs on every 8.x and for sm_90 on every Hopper; PTX serves what comes after.
 DEFAULT_ARCH_LIST = "8.0;9.0+PTX"
 
+CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
+
 HOW_TO_INSTALL = """
 pymoe is compiled against the PyTorch that you use, so PyTorch has to be there first, and pip must not build in an
 isolated environment, where it would not be seen. Two commands:
@@ -39,14 +41,14 @@ isolated environment, where it would not be seen. Two commands:
 
 On Linux the first fetches torch's CUDA build, some 5 GB. Without a GPU take the CPU build, 200 MB, before it:
 
-    pip install "torch>=2.11" --index-url https://download.pytorch.org/whl/cpu
+    pip install "torch>=2.11" --index-url {cpu_builds}
 
 (missing in this environment: {missing})
 """
 
 HOW_TO_GET_A_COMPILER = """
 pymoe is compiled when it is installed, with a C++20 compiler: g++ 11 or newer, or clang++ 15 or newer. {problem}.
-Install one, or name one by the environment variable CXX, and call again. On Debian and Ubuntu:
+Install one, or name one by the environment variable CXX, and try again. On Debian and Ubuntu:
 
     sudo apt-get install g++ python3-dev
 """
@@ -65,7 +67,7 @@ static_assert(width(std::span<const int>(three)) == 2);
 
 def require_linux():
     if sys.platform != "linux":
-        sys.exit(f"pymoe is built on Linux alone (this is {sys.platform}): use a container, or WSL 2 on Windows.")
+        sys.exit(f"pymoe is built only on Linux (this is {sys.platform}): use a container, or WSL 2 on Windows.")
 
 
 def what_to_install():
@@ -77,11 +79,16 @@ def require_build_packages():
     """Stops where torch is missing or too old. Does not import it: that takes seconds, and pip asks several times."""
 
     def stop(missing):
-        sys.exit(HOW_TO_INSTALL.format(what=what_to_install(), missing=missing))
+        sys.exit(HOW_TO_INSTALL.format(what=what_to_install(), cpu_builds=CPU_BUILDS, missing=missing))
 
     if importlib.util.find_spec("torch") is None:
         stop("torch")
-    version = metadata.version("torch")
+    try:
+        version = metadata.version("torch")
+    except metadata.PackageNotFoundError:  # on the path without having been installed
+        import torch
+
+        version = torch.__version__
     if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < (2, 11):
         stop(f"torch>=2.11, found {version}")
 
@@ -98,12 +105,12 @@ def pybind11_include():
         for path in cpp_extension.include_paths():
             if Path(path, "pybind11", "pybind11.h").exists():
                 return path
-        sys.exit(HOW_TO_INSTALL.format(what=what_to_install(), missing="pybind11"))
+        sys.exit(HOW_TO_INSTALL.format(what=what_to_install(), cpu_builds=CPU_BUILDS, missing="pybind11"))
 
 
 def require_compiler():
     """Stops where no C++20 compiler is found, or no Python.h. Has compiling and linking use the same compiler."""
-    named = os.environ.get("CXX")
+    named = os.environ.get("CXX", "").strip()
     names = [named] if named else ["c++", "g++", "clang++"]
     found = next((name for name in names if shutil.which(shlex.split(name)[0])), None)
     problem = None
@@ -165,29 +172,45 @@ def reason_to_leave_out(cuda_home):
     return None
 
 
+def hint_at_the_cpu_build(cuda_home):
+    """One line for who has torch's CUDA build and nothing that it could serve; None for all others."""
+    import torch
+
+    wish = os.environ.get("PYMOE_CUDA", "auto")
+    if wish != "auto" or cuda_home or torch.version.cuda is None or torch.cuda.is_available():
+        return None
+    version = torch.__version__.split("+")[0]
+    return (
+        f"pymoe: torch {torch.__version__} is a CUDA build, but there is neither a GPU nor nvcc; the CPU build does "
+        f'the same here: pip install --force-reinstall --no-deps "torch=={version}" --index-url {CPU_BUILDS}'
+    )
+
+
 def sources(*patterns):
     return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern))
 
 
-def merged(name, sign, files):
-    """Replace those of ``files`` that contain ``sign`` by one source that includes them.
-
-    Headers that take longer than the code after them are then read once for all.
-    """
-    together = [file for file in files if sign in (ROOT / file).read_text()]
+def merged(name, files):
+    """Make one source that includes ``files``, whose headers take longer than the code after them; returns its path."""
     path = ROOT / "build" / "merged" / name
-    text = "".join(f'#include "{file.removeprefix("csrc/")}"\n' for file in together)
+    text = "".join(f'#include "{file.removeprefix("csrc/")}"\n' for file in files)
     if not path.exists() or path.read_text() != text:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return [str(path.relative_to(ROOT)), *(file for file in files if file not in together)]
+    return str(path.relative_to(ROOT))
+
+
+def split(files, sign):
+    """Return those of ``files`` that contain ``sign``, and the others."""
+    found = [file for file in files if sign in (ROOT / file).read_text()]
+    return found, [file for file in files if file not in found]
 
 
 def operator_extension(cuda_home):
     from torch.utils import cpp_extension
 
-    files = sources("csrc/kernels/*.cpp", "csrc/kernels/cpu/*.cpp")
-    files += merged("with_torch.cpp", "<torch/csrc/stable/", sources("csrc/ops/*.cpp"))
+    registrations, others = split(sources("csrc/ops/*.cpp"), "<torch/csrc/stable/")
+    files = [*others, *sources("csrc/kernels/*.cpp", "csrc/kernels/cpu/*.cpp"), merged("with_torch.cpp", registrations)]
     options = {}
     if cuda_home:
         # A CPU build of torch leaves CUDA_HOME unset and CUDAExtension would link torch_cuda, which it lacks.
@@ -207,10 +230,14 @@ def operator_extension(cuda_home):
 
 
 def runtime_extension():
+    with_pybind11, others = split(sources("csrc/bindings/*.cpp"), "py::")
+    types, functions = split(others, "dealloc(PyObject* object)")  # every type's file has a `dealloc` of its own
     return Extension(
         "pymoe._runtime",
         [
-            *merged("with_pybind11.cpp", "py::", sources("csrc/bindings/*.cpp")),
+            merged("with_pybind11.cpp", with_pybind11),
+            merged("without_types.cpp", functions),
+            *types,
             *sources("csrc/runtime/*.cpp", "csrc/kernels/gather_batch_cpu.cpp", "csrc/kernels/cpu/parallel.cpp"),
         ],
         extra_link_args=[*LINK_FLAGS, "-pthread"],
@@ -266,6 +293,11 @@ TORCH_LINK_FLAGS = ["-Wl,--push-state,--no-as-needed", "-ltorch", "-Wl,--pop-sta
 LONGEST = ("with_pybind11.cpp", "gate_topk_cuda.cu", "grouped_linear_cpu.cpp", "grouped_linear_cuda.cu")
 
 
+def rank(source):
+    """Where a source comes among those to compile: the longest first, kernels before what binds them to Python."""
+    return Path(source).name not in LONGEST, not source.endswith(".cu"), "kernels" not in source, source
+
+
 def build_command(options):
     """Make a build_ext like torch's that compiles the sources of all extensions at once, then links them."""
     import torch
@@ -289,9 +321,7 @@ def build_command(options):
 
         def compile_all(self):
             everything = {source for extension in self.extensions for source in extension.sources}
-            order = sorted(
-                everything, key=lambda source: (Path(source).name not in LONGEST, not source.endswith(".cu"), source)
-            )
+            order = sorted(everything, key=rank)
             if torch.version.cuda is None:
                 self.forget_stale_kernels()
             return dict(zip(order, self.compiler.compile(order, output_dir=self.build_temp, **options), strict=True))
@@ -314,10 +344,13 @@ if command in ("egg_info", "dist_info", "sdist"):  # pip's first questions; noth
 else:
     cuda_home = find_cuda_home()
     misfit = reason_to_leave_out(cuda_home) if cuda_home and os.environ.get("PYMOE_CUDA", "auto") == "auto" else None
+    hint = hint_at_the_cpu_build(cuda_home)
     if misfit:
         cuda_home = None
     left_out = misfit or "no CUDA toolkit, or PYMOE_CUDA=0"
     print(f"pymoe: CUDA kernels {'with ' + cuda_home if cuda_home else f'left out ({left_out})'}")
+    if hint:
+        print(hint)
     require_compiler()
     setup(
         ext_modules=[operator_extension(cuda_home), runtime_extension()],

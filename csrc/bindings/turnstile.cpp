@@ -30,6 +30,8 @@ void relax() {
 #endif
 }
 
+}  // namespace
+
 // The threads that wait for the requests of one batch, in their order.
 class Turnstile : public std::enable_shared_from_this<Turnstile> {
  public:
@@ -44,8 +46,6 @@ class Turnstile : public std::enable_shared_from_this<Turnstile> {
   size_t next_ = 0;
   SeatPointer last_;  // who was called last, as long as there is a next one to be told
 };
-
-}  // namespace
 
 struct Seat {
   const std::thread::id owner = std::this_thread::get_id();
@@ -94,8 +94,6 @@ struct Seat {
   }
 };
 
-namespace {
-
 void Turnstile::call_next() {
   const std::lock_guard lock(mutex_);
   bool called = false;
@@ -106,6 +104,8 @@ void Turnstile::call_next() {
   }
   if (next_ == seats_.size()) last_ = nullptr;
 }
+
+namespace {
 
 // The seat on which this thread came back last, until it waits again.
 struct Current {

@@ -48,7 +48,7 @@ int64_t scratch_bytes(const GateTopkArguments& a) {
 }  // namespace
 }  // namespace pymoe::cpu
 
-// Tiles of 16 tokens leave more lanes empty than tiles of 8 save instructions: over ten shapes on a Zen 4, in turns on
+// Tiles of 16 tokens leave more lanes empty than tiles of 8 save instructions: over ten shapes on a Zen 5, in turns on
 // the same memory, v4 took 0.92 to 1.18 times as long as v3, 1.03 in the middle (groups of 24 experts 1.18, E256 K8
 // 1.10, E64 K2 1.11, E160 in groups 0.92).
 #define PYMOE_ISA_WIDEST 3

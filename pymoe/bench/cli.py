@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pymoe.bench.compare import change_table, compare
-from pymoe.bench.environment import environment
+from pymoe.bench.environment import environment, hint
 from pymoe.bench.floor import Rates, measure_rates
 from pymoe.bench.layer import layer_lines
 from pymoe.bench.lines import FULL, QUICK, Effort, Line, lines_of, run_line
@@ -123,6 +123,8 @@ def run_env(options: argparse.Namespace) -> int:
     width = max(map(len, facts))
     for name, value in facts.items():
         print(f"{name.ljust(width)}  {value}")
+    if text := hint(facts):
+        print(text, file=sys.stderr)
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,26 @@ def environment() -> dict[str, Any]:
     facts["load"] = [round(one, 2) for one in os.getloadavg()] if hasattr(os, "getloadavg") else None
     facts["date"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return facts
+
+
+def hint(facts: dict[str, Any]) -> str | None:
+    """Say how to get torch's CPU build, where its CUDA build is installed and there is nothing that it could serve.
+
+    Args:
+        facts: what :func:`environment` returned.
+
+    Returns:
+        One line; None where torch is a CPU build, or a GPU, CUDA kernels or nvcc is there.
+    """
+    if torch.version.cuda is None or facts["gpu"] or facts["cuda_kernels"]:
+        return None
+    if shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists():
+        return None
+    return (
+        f"torch {torch.__version__} is a CUDA build, but there is neither a GPU nor nvcc; the CPU build does the same "
+        f'here: pip install --force-reinstall --no-deps "torch=={torch.__version__.split("+")[0]}" --index-url '
+        "https://download.pytorch.org/whl/cpu"
+    )
 
 
 def cpu_model() -> str:

@@ -36,7 +36,7 @@ def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = Non
         tell_once(
             "nothing to update",
             f"update_expert_biases: the {type(model).__name__} it was called with {has}{seen}, so the call balances "
-            "nothing; build the layers with MoE(..., bias_update_rate=0.001), or leave the call away",
+            "nothing; build the layers with MoE(..., bias_update_rate=0.001), or drop the call",
             stacklevel=3,  # past torch.no_grad's wrapper
         )
         return

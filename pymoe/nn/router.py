@@ -107,7 +107,7 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", bias)
         self.counted = Record(load=torch.zeros(num_experts, device=device, dtype=torch.int64))
         self.bias_is_tended = False
-        """Whether the bias was ever updated, or came with a checkpoint and may be meant to stay."""
+        """Whether ``update_expert_biases`` has seen it, or the bias came with a checkpoint and may be meant to stay."""
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -137,11 +137,13 @@ class Router(nn.Module):
         return super().train(mode)
 
     def _tell_of_neglect(self) -> None:
-        if self.expert_bias is not None and not self.bias_is_tended and self.steps_seen() >= MANY_STEPS:
+        if self.expert_bias is None or self.bias_is_tended or self.steps_seen() < MANY_STEPS:
+            return
+        if not self.expert_bias.is_meta and not self.expert_bias.any():  # else somebody else moves it
             tell_once(
                 "bias never updated",
-                f"Router: bias_update_rate={self.bias_update_rate} balances nothing, because update_expert_biases was "
-                "not called in the training so far; call pymoe.nn.update_expert_biases(model) after every "
+                f"Router: bias_update_rate={self.bias_update_rate} balances nothing, because update_expert_biases has "
+                "not been called in training so far; call pymoe.nn.update_expert_biases(model) after every "
                 "optimizer.step()",
                 stacklevel=3,
             )

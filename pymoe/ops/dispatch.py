@@ -22,7 +22,7 @@ def dispatch(x: Tensor, routing: Routing, *, out: Tensor | None = None) -> Tenso
         return spread_rows(x, routing)
     check_out(x, routing, out)
     if has_tangent(x, out):
-        raise ValueError("dispatch: out= has no tangent, but x or out carries one; leave out= away")
+        raise ValueError("dispatch: out= has no tangent, but x or out carries one; call it without out=")
     slot, _, offsets = routing
     torch.ops.pymoe.dispatch_out(x.detach().contiguous(), slot.contiguous(), offsets.contiguous(), out)
     return out

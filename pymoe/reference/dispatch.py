@@ -31,7 +31,7 @@ def check_out(x: Tensor, routing: Routing, out: Tensor) -> None:
     if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
         name = "x" if x.requires_grad else "out"
         raise ValueError(
-            f"dispatch: out= has no gradient, but {name} requires one; leave out= away or call under torch.no_grad()"
+            f"dispatch: out= has no gradient, but {name} requires one; call it without out=, or under torch.no_grad()"
         )
     if not torch.compiler.is_compiling() and _may_overlap(x, out):
         raise ValueError("dispatch: out must not overlap x in memory")

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pymoe.bench import cli, correctness
+from pymoe.bench import cli, correctness, environment
 from pymoe.bench.compare import compare
 from pymoe.bench.floor import Floor, Rates
 from pymoe.bench.layer import Shape, candidates_of, inputs_of, layer_lines, layer_of, torch_step, verdict_of
@@ -334,6 +334,27 @@ def test_env_runs_as_a_module():
     facts = json.loads(process.stdout)
     assert facts["torch"] == torch.__version__
     assert facts["cpu_isa"] in ("baseline", "v3", "v4")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "facts", "nvcc", "told"),
+    [
+        ("13.0", {}, None, True),
+        (None, {}, None, False),
+        ("13.0", {"gpu": "a GPU"}, None, False),
+        ("13.0", {"cuda_kernels": True}, None, False),
+        ("13.0", {}, "/somewhere/nvcc", False),
+    ],
+)
+def test_env_hints_at_the_cpu_build_of_torch(cuda, facts, nvcc, told, monkeypatch, capsys):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(environment.shutil, "which", lambda name: nvcc)
+    monkeypatch.setattr(environment.Path, "exists", lambda path: False)
+    monkeypatch.setattr(cli, "environment", lambda: {"gpu": None, "cuda_kernels": False, **facts})
+    assert cli.main(["env"]) == 0
+    text = capsys.readouterr().err
+    assert ("is a CUDA build" in text and "--index-url https://download.pytorch.org/whl/cpu" in text) == told
+    assert text == "" or told
 
 
 def test_the_layer_agrees_with_its_reference_and_has_a_floor():

@@ -27,6 +27,13 @@ def texts(heard):
     return [str(one.message) for one in heard if issubclass(one.category, UserWarning)]
 
 
+def with_bias():
+    """A layer with a bias that begins at zero, as a user's does."""
+    layer = make_layer(bias_update_rate=0.1)
+    layer.router.expert_bias.zero_()
+    return layer
+
+
 def trained(layer, steps=advice.MANY_STEPS, after=lambda layer: None):
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
     x = make_input(5)
@@ -50,7 +57,7 @@ def test_an_update_of_nothing(heard, model):
 
 @pytest.mark.parametrize("tell", [lambda layer: layer.eval(), lambda layer: layer.state_dict()], ids=["eval", "save"])
 def test_a_bias_that_is_never_updated(heard, tell):
-    layer = trained(make_layer(bias_update_rate=0.1))
+    layer = trained(with_bias())
     assert texts(heard) == []
     tell(layer)
     tell(layer.train())
@@ -69,24 +76,44 @@ def test_training_without_any_balancing(heard, tell):
 
 
 def test_what_balances_is_not_told_of(heard):
-    trained(make_layer(bias_update_rate=0.1), after=update_expert_biases).eval().state_dict()
+    trained(with_bias(), after=update_expert_biases).eval().state_dict()
     trained(make_layer(aux_loss_coef=0.01)).eval().state_dict()
     trained(make_layer(num_experts=2, top_k=2)).eval().state_dict()  # every expert sees every token
     assert texts(heard) == []
 
 
+def test_a_bias_that_something_else_moves_is_not_told_of(heard):
+    """A rule of the user's own, or a running mean of another model's parameters and buffers."""
+
+    def by_hand(layer):
+        with torch.no_grad():
+            layer.router.expert_bias += 0.01 * (layer.stats.load == 0)
+
+    trained(with_bias(), after=by_hand).eval().state_dict()
+    model = with_bias()
+    mean = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+
+    def averaged(layer):
+        update_expert_biases(layer)
+        mean.update_parameters(layer)
+
+    trained(model, after=averaged)
+    mean.eval().state_dict()
+    assert texts(heard) == []
+
+
 def test_a_short_run_a_copy_and_a_trained_bias_are_not_told_of(heard):
-    trained(make_layer(bias_update_rate=0.1), steps=3).eval().state_dict()
+    trained(with_bias(), steps=3).eval().state_dict()
     copy.deepcopy(make_layer()).eval()
-    frozen = make_layer(bias_update_rate=0.1)
-    frozen.load_state_dict(make_layer(bias_update_rate=0.1).state_dict())
+    frozen = with_bias()
+    frozen.load_state_dict(with_bias().state_dict())
     trained(frozen).eval()
     assert texts(heard) == []
 
 
 @torch.inference_mode()
 def test_made_for_inference(heard):
-    layer = make_layer(bias_update_rate=0.1)
+    layer = with_bias()
     layer(make_input(3))
     layer.eval()
     Router(4, 4, 2).eval()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from limits import LONG
 from moe_layers import OPTIONS
 from ninja_library import Source, build_library
 
@@ -21,6 +22,6 @@ if not torch.cuda.is_available():  # with a GPU the other tests of this folder s
         library = build_library(FOLDER.parents[1] / "build" / "fake_cuda", "-O0", [source])
         command = [sys.executable, str(FOLDER / "trace_on_fake_cuda.py"), str(library)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LONG, check=False)
         assert result.returncode == 0, result.stdout + result.stderr
         assert f"traced {len(OPTIONS)} kinds of layer on cuda:0" in result.stdout

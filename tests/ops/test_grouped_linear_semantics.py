@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from limits import LONG
 from torch.nn import functional as F
 
 import pymoe
@@ -152,7 +153,7 @@ def test_every_instruction_set_that_runs_here(isa):
         env={**os.environ, "PYMOE_CPU_ISA": isa, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=2 * LONG,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -84,13 +84,15 @@ def results(calls):
 @pytest.fixture(scope="module")
 def everywhere(tmp_path_factory):
     """The results by capability, of those that the machine has."""
+    from limits import LONG  # not at the top: the children find no modules of the tests
+
     folder = tmp_path_factory.mktemp("processors")
     torch.save(inputs(), folder / "inputs")
     found = {}
     for capability, of_libraries in CAPABILITIES.items():
         environment = {**os.environ, **of_libraries, "ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, __file__, folder / "inputs", folder / capability]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=6 * LONG, check=False)
         assert done.returncode == 0, done.stderr
         if done.stdout.split()[-1].lower() == capability:  # else the machine has not got it
             found[capability] = torch.load(folder / capability, weights_only=False)

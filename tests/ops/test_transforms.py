@@ -90,6 +90,7 @@ def test_vmap(name, side):
     try:
         found = torch.func.vmap(function)(*stacked)
     except REFUSALS:
+        assert (name not in ("gather_batch", "split_batch")) if side == "native" else (name == "gate_topk")
         return
     for number in range(2):
         alone = function(*(value[number] for value in stacked))

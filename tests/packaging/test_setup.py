@@ -63,7 +63,7 @@ def test_a_toolkit_that_does_not_fit_is_left_out_and_named(tmp_path: Path) -> No
 def test_without_a_compiler_it_says_which_to_install(tmp_path: Path) -> None:
     nothing = {"PATH": str(tmp_path), "PYMOE_CUDA": "0"}
     for environment, problem in (
-        ({"CXX": ""}, "None was found (looked for c++, g++, clang++)"),
+        ({"CXX": " "}, "None was found (looked for c++, g++, clang++)"),
         ({"CXX": "no-such-compiler"}, "None was found (looked for no-such-compiler)"),
     ):
         done = run_setup("build_ext", **nothing, **environment)
@@ -92,12 +92,55 @@ def test_a_torch_that_is_too_old_is_named(tmp_path: Path) -> None:
     assert "--index-url https://download.pytorch.org/whl/cpu" in done.stderr
 
 
+def test_a_torch_without_metadata_is_asked_itself(tmp_path: Path) -> None:
+    """One that was put on the path, not installed, ended in a PackageNotFoundError."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("__version__ = '2.9.1+local'")
+    code = """
+import importlib.metadata as metadata, runpy, sys
+found = metadata.version
+def version(name):
+    if name == "torch":
+        raise metadata.PackageNotFoundError(name)
+    return found(name)
+metadata.version = version
+sys.argv = ["setup.py", "egg_info"]
+runpy.run_path("setup.py")
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "(missing in this environment: torch>=2.11, found 2.9.1+local)" in done.stderr
+
+
 def test_other_systems_are_refused() -> None:
     code = "import setuptools, runpy, sys; sys.platform, sys.argv = 'darwin', ['setup.py', 'egg_info']; "
     code += "runpy.run_path('setup.py')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode != 0
-    assert done.stderr.startswith("pymoe is built on Linux alone (this is darwin)")
+    assert done.stderr.startswith("pymoe is built only on Linux (this is darwin)")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "gpu", "wish", "told"),
+    [
+        ("13.0", False, "auto", True),
+        (None, False, "auto", False),
+        ("13.0", True, "auto", False),
+        ("13.0", False, "0", False),
+    ],
+)
+def test_a_cuda_build_of_torch_that_nothing_needs_is_told_of(
+    cuda: str | None, gpu: bool, wish: str, told: bool, tmp_path: Path
+) -> None:
+    code = "import runpy, sys, torch; sys.argv = ['setup.py', '--name']; "
+    code += f"torch.version.cuda = {cuda!r}; torch.cuda.is_available = lambda: {gpu}; runpy.run_path('setup.py')"
+    environment = {**os.environ, "PYMOE_CUDA": wish, "CUDA_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if "is a CUDA build" in line]
+    assert len(lines) == told
+    assert all(line.endswith(" --index-url https://download.pytorch.org/whl/cpu") for line in lines)
 
 
 def test_the_names() -> None:
