@@ -12,13 +12,14 @@ from torch import nn
 
 from pymoe.pipe.capture.errors import is_users_file
 
-__all__ = ["by_value", "freeze", "is_immutable", "is_plain", "is_users_object"]
+__all__ = ["MANY", "by_value", "freeze", "is_immutable", "is_plain", "is_users_object"]
 
 _SCALARS = (int, complex, str, bytes, bool, type(None), type(...), enum.Enum, range, slice)
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, torch.Tensor, nn.Module)
-_MANY = 256  # of what a container holds beyond that, only the container itself and its length are compared
+MANY = 256
+"""Of what a container holds beyond that, only the container itself and its length are compared."""
 _DEPTH = 4
 
 
@@ -79,7 +80,7 @@ def _freeze(value: Any, depth: int, left: list[int]) -> Any:
     if isinstance(value, (*_SCALARS, *_OF_TORCH)):
         return type(value), value
     if isinstance(value, _CONTAINERS):
-        if len(value) > _MANY or depth == 0 or left[0] < 0:
+        if len(value) > MANY or depth == 0 or left[0] < 0:
             return Same(value), len(value)
         if isinstance(value, dict):
             items = [(_freeze(key, 1, left), _freeze(item, depth - 1, left)) for key, item in value.items()]
@@ -88,7 +89,7 @@ def _freeze(value: Any, depth: int, left: list[int]) -> Any:
             return type(value), frozenset(_freeze(item, depth - 1, left) for item in value)
         return type(value), tuple([_freeze(item, depth - 1, left) for item in value])
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, (numpy.generic, numpy.ndarray)) and value.nbytes <= 8 * _MANY:
+    if numpy is not None and isinstance(value, (numpy.generic, numpy.ndarray)) and value.nbytes <= 8 * MANY:
         return type(value), str(value.dtype), value.shape, value.tobytes()
     own = None if isinstance(value, (*_CODE, type)) else getattr(value, "__dict__", None)
     if not own or not isinstance(own, dict) or depth == 0 or left[0] < 0 or type(value).__module__.startswith("torch."):
