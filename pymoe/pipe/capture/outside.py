@@ -19,7 +19,7 @@ from torch import nn
 from pymoe.pipe.capture.errors import is_library, is_users_file
 from pymoe.pipe.capture.plain import is_plain, is_users_object
 
-__all__ = ["Outside", "caches_of", "file_of", "outside_of", "users_hooks"]
+__all__ = ["Outside", "caches_of", "file_of", "forward_of", "outside_of", "users_hooks"]
 
 _CACHE = type(functools.lru_cache(lambda: None))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -70,9 +70,10 @@ def _searched(model: nn.Module, opaque: tuple[str, ...]) -> _Search:
     for path, module in model.named_modules():
         if any(path == outer or path.startswith(f"{outer}.") for outer in opaque):
             continue
-        if not is_library(file := file_of(type(module).forward)):
+        forward = forward_of(type(module))
+        if not is_library(file := file_of(forward)):
             search.files.add(file)
-        search.function(module.__dict__.get("forward", type(module).forward), type(module))
+        search.function(module.__dict__.get("forward", forward), type(module))
         for hook in users_hooks(module):
             search.function(hook, type(module))
         for value in module.__dict__.values():
@@ -195,6 +196,11 @@ class _Search:
 
     def _is_users(self, file: str) -> bool:
         return file in self.files or is_users_file(file)
+
+
+def forward_of(kind: type[nn.Module]) -> Any:
+    """The function; None for classes that make one for every module, as those of TorchScript."""
+    return getattr(kind, "forward", None)
 
 
 def file_of(function: Any) -> str:

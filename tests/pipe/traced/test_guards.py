@@ -4,10 +4,12 @@ import copy
 import functools
 import os
 import pickle
+import threading
 import types
 
 import pytest
 import torch
+from limits import LONG
 from torch import nn
 from torch.nn import functional as F
 from traced_models import WIDTH, rows
@@ -360,3 +362,24 @@ def test_weights_that_torch_computes_in_every_call_are_no_new_values(norm):
     for _ in range(3):
         assert_is_model(pipe, model, rows(4))
     assert len(pipe.staged._variants) == 1
+
+
+def test_threads_that_call_at_once_after_a_change_make_one_capture():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
+    pipe = pipeline(model, (rows(2),), split_spec={"2": SplitPoint.BEGINNING}, chunks=2)
+    pipe.eval()
+    x, results, start = rows(4), [], threading.Barrier(4)
+
+    def call():
+        start.wait(LONG)
+        results.append(pipe(x))
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG)
+    assert len(results) == 4
+    for result in results:
+        torch.testing.assert_close(result, model(x), rtol=0, atol=1e-12)
+    assert len(pipe.staged._variants) == 2
