@@ -383,3 +383,16 @@ def test_threads_that_call_at_once_after_a_change_make_one_capture():
     for result in results:
         torch.testing.assert_close(result, model(x), rtol=0, atol=1e-12)
     assert len(pipe.staged._variants) == 2
+
+
+@pytest.mark.parametrize("file", ["<stdin>", "<python-input-3>", "<ipython-input-3-0123456789ab>"])
+def test_code_that_somebody_types_is_watched_as_that_of_files_is(file):
+    variables = {"AMOUNT": 2.0, "torch": torch}
+    code = "def read(m, x):\n    return x * AMOUNT * (2 if torch.is_grad_enabled() else 1)"
+    exec(compile(code, file, "exec"), variables)
+    model = Scaled(variables["read"])
+    pipe = pipeline(model, (rows(2),), chunks=2)
+    variables["AMOUNT"] = 3.0
+    assert_is_model(pipe, model, rows(4))
+    with torch.no_grad():
+        assert_is_model(pipe, model, rows(4))
