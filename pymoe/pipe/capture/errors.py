@@ -123,6 +123,7 @@ def is_library(file: str) -> bool:
 _PACKAGES = (
     *[sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")],
     *site.getsitepackages(),
+    site.getusersitepackages(),
 )
 
 

@@ -99,6 +99,13 @@ def mode_of_autocast(model, x):
     return x * (2 if torch.is_autocast_enabled("cpu") else 1)
 
 
+class Doubled(nn.Module):
+    """Asks for no dtype, and does nothing to what is float64."""
+
+    def forward(self, x):
+        return x.double().sin().type_as(x)
+
+
 class Narrowed(nn.Module):
     """As norms of language models do: in another precision, and back."""
 
@@ -269,8 +276,9 @@ def test_questions_about_the_callers_state_are_answered_as_the_model_is(how, blo
     assert_is_model(inside, model, rows(4))
 
 
-def test_another_precision_is_another_capture_where_the_code_asks_for_it():
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Narrowed(), nn.Linear(WIDTH, WIDTH))
+@pytest.mark.parametrize("layer", [Narrowed, Doubled])
+def test_another_precision_is_another_capture_where_the_code_asks_for_it(layer):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), layer(), nn.Linear(WIDTH, WIDTH))
     pipe = pipeline(model, (rows(2),), split_spec={"2": SplitPoint.BEGINNING}, chunks=2)
     for dtype in (torch.float64, torch.float32, torch.float64):
         pipe.to(dtype)
