@@ -142,10 +142,12 @@ class _Search:
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"):
                 taken = after.argval if after is not None and after.opname in ("LOAD_ATTR", "LOAD_METHOD") else None
                 self._name(str(step.argval), variables, taken)
-            elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and kind is not None:
-                method = getattr(kind, str(step.argval), None)
-                if isinstance(method, (types.FunctionType, _CACHE)):
-                    self.function(method, kind)
+            elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR") and kind is not None:
+                for base in kind.__mro__:  # super() may call those that others override
+                    method = vars(base).get(str(step.argval))
+                    method = method.fget if isinstance(method, property) else method
+                    if isinstance(method, (types.FunctionType, staticmethod, classmethod, _CACHE)):
+                        self.function(method, kind)
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 self._code(constant, variables, kind)

@@ -48,10 +48,12 @@ def is_users_object(value: Any) -> bool:
     kind = type(value)
     if kind.__module__ in ("builtins", "torch") or isinstance(value, (*_CODE, type)):
         return False
+    return isinstance(getattr(value, "__dict__", None), dict) and (kind is types.SimpleNamespace or _is_users(kind))
+
+
+def _is_users(kind: type) -> bool:
     home = getattr(sys.modules.get(kind.__module__), "__file__", None) or "<"
-    return isinstance(getattr(value, "__dict__", None), dict) and (
-        kind is types.SimpleNamespace or is_users_file(home) or kind.__module__ == "__main__"
-    )
+    return is_users_file(home) or kind.__module__ == "__main__"
 
 
 def is_immutable(value: Any) -> bool:
@@ -91,10 +93,21 @@ def _freeze(value: Any, depth: int, left: list[int]) -> Any:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, (numpy.generic, numpy.ndarray)) and value.nbytes <= 8 * MANY:
         return type(value), str(value.dtype), value.shape, value.tobytes()
-    own = None if isinstance(value, (*_CODE, type)) else getattr(value, "__dict__", None)
+    own = None if isinstance(value, (*_CODE, type)) else getattr(value, "__dict__", None) or _in_slots(value)
     if not own or not isinstance(own, dict) or depth == 0 or left[0] < 0 or type(value).__module__.startswith("torch."):
         return Same(value)
     return Same(value), _freeze(own, depth - 1, left)
+
+
+def _in_slots(value: Any) -> dict[str, Any]:
+    """The attributes of an object whose class, as dataclasses with ``slots=True``, has a place for each; of the
+    user's classes, since those of packages keep there what they have computed (``pathlib.Path`` its text).
+    """
+    kinds = [kind for kind in type(value).__mro__ if "__slots__" in vars(kind) and _is_users(kind)]
+    names = [
+        name for kind in kinds for name, member in vars(kind).items() if type(member) is types.MemberDescriptorType
+    ]
+    return {name: getattr(value, name, None) for name in names}
 
 
 def by_value(frozen: Any) -> bool:

@@ -1,6 +1,7 @@
 """A traced pipe notices when what it has read of Python changes: the next call is that of the model as it is then."""
 
 import copy
+import dataclasses
 import functools
 import os
 import pickle
@@ -38,6 +39,11 @@ class Counter:
     step = 1
 
 
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    shift: float = 0.25
+
+
 def helper(x):
     return x * FACTOR
 
@@ -52,6 +58,7 @@ class Scaled(nn.Module):
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.scale, self.kind, self.shape = 2.0, "tanh", (1.0, [2.0, {"x": 3.0}])
         self.config = types.SimpleNamespace(shift=0.25)
+        self.slotted = Slotted()
         self.activation = torch.sin
         self.table = torch.ones(WIDTH)
         self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
@@ -123,6 +130,7 @@ CHANGES = {
     "in a list in a tuple": (lambda m, x: x * m.shape[1][0], lambda m: m.shape[1].__setitem__(0, 7.0)),
     "in a dictionary": (lambda m, x: x * m.shape[1][1]["x"], lambda m: m.shape[1][1].update(x=8.0)),
     "of an object": (lambda m, x: x + m.config.shift, lambda m: setattr(m.config, "shift", 9.0)),
+    "in a slot": (lambda m, x: x + m.slotted.shift, lambda m: setattr(m.slotted, "shift", 9.0)),
     "another object": (
         lambda m, x: x + m.config.shift,
         lambda m: setattr(m, "config", types.SimpleNamespace(shift=3.0)),
@@ -404,3 +412,33 @@ def test_code_that_somebody_types_is_watched_as_that_of_files_is(file):
     assert_is_model(pipe, model, rows(4))
     with torch.no_grad():
         assert_is_model(pipe, model, rows(4))
+
+
+class Base(nn.Module):
+    """What others override reads a global variable; so does a property."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return helper(self.linear(x))
+
+    @property
+    def shift(self):
+        return SETTINGS.shift
+
+
+class Derived(Base):
+    def forward(self, x):
+        return super().forward(x) + self.shift
+
+
+def test_what_overridden_methods_and_properties_read_is_seen(as_before):
+    model = Derived()
+    pipe = pipeline(model, (rows(2),), chunks=2)
+    globals().update(FACTOR=6.0)
+    assert_is_model(pipe, model, rows(4))
+    SETTINGS.shift = 7.0
+    assert_is_model(pipe, model, rows(4))
+    assert len(pipe.staged._variants) == 3
