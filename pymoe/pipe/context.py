@@ -26,7 +26,7 @@ class MicroBatch:
     weight: float
     """Its share of the rows of the mini-batch: what a mean over its rows counts in the mean over all."""
     checkpointing: bool = False
-    """The forward keeps no graph; it will be run again."""
+    """The graph of this forward is not kept; it will be run again."""
     recomputing: bool = False
     """The forward is run again, to make the graph: whatever counts forwards must leave this one out."""
     stage: int = 0
@@ -57,7 +57,7 @@ def micro_batch() -> MicroBatch | None:
 
 
 def is_checkpointing() -> bool:
-    """Is this a forward without a graph, of which the pipeline will run a second one?"""
+    """Is this a forward whose graph is not kept, of which the pipeline will run a second one?"""
     current = micro_batch()
     return current is not None and current.checkpointing
 

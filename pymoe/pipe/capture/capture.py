@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from pymoe.pipe.capture.arguments import Arguments, Like
 from pymoe.pipe.capture.by_running import RealModule
@@ -74,6 +74,7 @@ def capture(
             continue
         changes = entry.output.users_changes(model)
         if not changes and not entry.output.side_effects:
+            entry.output.recorder.reads.dtypes |= _asserts_dtypes(program)
             return rebuilt(program, entry, model, attempt.arguments, attempt.guards(entry.output))
         if entry.output.side_effects or not choice.close(changes):
             attempt.refuse(entry.output.side_effects, changes)
@@ -83,6 +84,13 @@ def capture(
             "it is called as it is, in one piece",
             stacklevel=stack_level(),
         )
+
+
+def _asserts_dtypes(program: Any) -> bool:
+    """Whether a graph holds for the dtypes of the example alone: ``x.float()`` of what is float32 was ``x`` itself."""
+    graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
+    asserts = torch.ops.aten._assert_tensor_metadata.default
+    return any(node.target is asserts for graph in graphs for node in graph.nodes)
 
 
 class _Attempt:

@@ -15,7 +15,7 @@ from pymoe.pipe.capture.errors import CaptureError, is_library
 from pymoe.pipe.capture.intercept import intercepting
 from pymoe.pipe.capture.locate import LineFinder
 from pymoe.pipe.capture.opaque import COMPUTED, OpaqueCall
-from pymoe.pipe.capture.outside import Outside, file_of
+from pymoe.pipe.capture.outside import Outside, file_of, forward_of
 from pymoe.pipe.capture.reads import Recorder
 from pymoe.pipe.capture.side_effects import SideEffects
 from pymoe.pipe.capture.untouched import Changes, untouched
@@ -91,7 +91,7 @@ class Entry(nn.Module):
         """Notes in the output what the block does to Python's values, and undoes it."""
         side_effects = SideEffects(self._outside)
         self.output.recorder.on_object = side_effects.add_object
-        files = {file_of(type(module).forward) for module in self.model.modules()}
+        files = {file_of(forward_of(type(module))) for module in self.model.modules()}
         finder = LineFinder(
             lambda: bool(side_effects.words() or self._changes(changed.now())),
             {file for file in files if not is_library(file)},

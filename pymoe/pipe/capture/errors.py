@@ -111,14 +111,19 @@ _LIBRARIES = (
 )
 
 
+_TYPED = ("<stdin>", "<python-input-", "<ipython-input-")
+"""What code is called that somebody types: its functions and global variables are the user's."""
+
+
 def is_library(file: str) -> bool:
-    """Whether a file belongs to torch, to pymoe, or is no file."""
-    return file.startswith(_LIBRARIES)
+    """Whether a file belongs to torch, to pymoe, or is no file; code that was typed in is the user's."""
+    return file.startswith(_LIBRARIES) and not file.startswith(_TYPED)
 
 
 _PACKAGES = (
     *[sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")],
     *site.getsitepackages(),
+    site.getusersitepackages(),
 )
 
 

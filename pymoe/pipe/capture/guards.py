@@ -48,11 +48,13 @@ class Guards:
         self._training = [module.training for module in self._modules.values()]
         self._structure = [dict(dictionary) for _, dictionary in self._dictionaries()]
         self._shapes = {(path, name): _shape(value) for path, name, value in self._tensors()}
-        self._values = {
-            (path, name): (value := self._modules[path].__dict__.get(name, MISSING), freeze(value))
+        values = {
+            (path, name): self._modules[path].__dict__.get(name, MISSING)
             for path, name in reads.attributes
             if path in self._modules
         }
+        frozen = {id(value): freeze(value) for value in values.values()}
+        self._values = {key: (value, frozen[id(value)]) for key, value in values.items()}
         self._of_classes = {
             (kind, name): freeze(getattr(kind, name, MISSING)) for kind, name in dict.fromkeys(self._class_attributes())
         }
@@ -135,8 +137,10 @@ class Guards:
 
     def _state(self) -> Callable[[], str | None]:
         expected: list[list[Any]] = []
+        sizes: list[tuple[dict[str, Any], int]] = []
         for path, module in self._modules.items():
             if path not in self._opaque:
+                sizes += [(module.__dict__[kind], len(module.__dict__[kind])) for kind in _STATE]
                 expected += [
                     [module.__dict__[kind], name, _NEVER, self._shapes.get((path, name)), f"{path}.{name}".lstrip(".")]
                     for kind in _STATE
@@ -147,6 +151,9 @@ class Guards:
         def check() -> str | None:
             if len(expected) != count:
                 return "a parameter or buffer"
+            for dictionary, size in sizes:
+                if len(dictionary) != size:  # hasattr() may have been told that there is none
+                    return "a parameter or buffer"
             for entry in expected:
                 dictionary, name, value, shape, label = entry
                 now = dictionary.get(name)
@@ -159,25 +166,22 @@ class Guards:
         return check
 
     def _attributes(self) -> Callable[[], str | None]:
-        fixed: list[list[Any]] = []
-        contents: dict[int, tuple[Any, Any, str]] = {}
-        for (path, name), (value, frozen) in self._values.items():
-            label = f"{path}.{name}".lstrip(".")
-            fixed.append([self._modules[path].__dict__, name, value, frozen, label])
-            if not is_immutable(value):
-                contents[id(value)] = value, frozen, label
+        expected = [
+            [self._modules[path].__dict__, name, value, frozen, is_immutable(value), f"{path}.{name}".lstrip(".")]
+            for (path, name), (value, frozen) in self._values.items()
+        ]
 
         def check() -> str | None:
-            for entry in fixed:
-                dictionary, name, value, frozen, label = entry
+            seen: dict[int, Any] = {}  # what many modules share, a configuration, is looked into once
+            for entry in expected:
+                dictionary, name, value, frozen, is_same, label = entry
                 now = dictionary.get(name, MISSING)
-                if now is not value:
-                    if not is_immutable(now) or freeze(now) != frozen:
-                        return repr(label)
-                    entry[2] = now
-            for value, frozen, label in contents.values():
-                if freeze(value) != frozen:
+                if now is value and (is_same or seen.get(id(now)) is frozen):
+                    continue
+                if freeze(now) != frozen:
                     return repr(label)
+                entry[2] = now
+                seen[id(now)] = frozen
             return None
 
         return check

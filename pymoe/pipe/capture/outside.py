@@ -19,7 +19,7 @@ from torch import nn
 from pymoe.pipe.capture.errors import is_library, is_users_file
 from pymoe.pipe.capture.plain import is_plain, is_users_object
 
-__all__ = ["Outside", "caches_of", "file_of", "outside_of", "users_hooks"]
+__all__ = ["Outside", "caches_of", "file_of", "forward_of", "outside_of", "users_hooks"]
 
 _CACHE = type(functools.lru_cache(lambda: None))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -70,9 +70,10 @@ def _searched(model: nn.Module, opaque: tuple[str, ...]) -> _Search:
     for path, module in model.named_modules():
         if any(path == outer or path.startswith(f"{outer}.") for outer in opaque):
             continue
-        if not is_library(file := file_of(type(module).forward)):
+        forward = forward_of(type(module))
+        if not is_library(file := file_of(forward)):
             search.files.add(file)
-        search.function(module.__dict__.get("forward", type(module).forward), type(module))
+        search.function(module.__dict__.get("forward", forward), type(module))
         for hook in users_hooks(module):
             search.function(hook, type(module))
         for value in module.__dict__.values():
@@ -141,10 +142,12 @@ class _Search:
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"):
                 taken = after.argval if after is not None and after.opname in ("LOAD_ATTR", "LOAD_METHOD") else None
                 self._name(str(step.argval), variables, taken)
-            elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and kind is not None:
-                method = getattr(kind, str(step.argval), None)
-                if isinstance(method, (types.FunctionType, _CACHE)):
-                    self.function(method, kind)
+            elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR") and kind is not None:
+                for base in kind.__mro__:  # super() may call those that others override
+                    method = vars(base).get(str(step.argval))
+                    method = method.fget if isinstance(method, property) else method
+                    if isinstance(method, (types.FunctionType, staticmethod, classmethod, _CACHE)):
+                        self.function(method, kind)
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 self._code(constant, variables, kind)
@@ -195,6 +198,11 @@ class _Search:
 
     def _is_users(self, file: str) -> bool:
         return file in self.files or is_users_file(file)
+
+
+def forward_of(kind: type[nn.Module]) -> Any:
+    """The function; None for classes that make one for every module, as those of TorchScript."""
+    return getattr(kind, "forward", None)
 
 
 def file_of(function: Any) -> str:

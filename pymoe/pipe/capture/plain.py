@@ -12,13 +12,14 @@ from torch import nn
 
 from pymoe.pipe.capture.errors import is_users_file
 
-__all__ = ["by_value", "freeze", "is_immutable", "is_plain", "is_users_object"]
+__all__ = ["MANY", "by_value", "freeze", "is_immutable", "is_plain", "is_users_object"]
 
 _SCALARS = (int, complex, str, bytes, bool, type(None), type(...), enum.Enum, range, slice)
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, torch.Tensor, nn.Module)
-_MANY = 256  # of what a container holds beyond that, only the container itself and its length are compared
+MANY = 256
+"""Of what a container holds beyond that, only the container itself and its length are compared."""
 _DEPTH = 4
 
 
@@ -47,10 +48,12 @@ def is_users_object(value: Any) -> bool:
     kind = type(value)
     if kind.__module__ in ("builtins", "torch") or isinstance(value, (*_CODE, type)):
         return False
+    return isinstance(getattr(value, "__dict__", None), dict) and (kind is types.SimpleNamespace or _is_users(kind))
+
+
+def _is_users(kind: type) -> bool:
     home = getattr(sys.modules.get(kind.__module__), "__file__", None) or "<"
-    return isinstance(getattr(value, "__dict__", None), dict) and (
-        kind is types.SimpleNamespace or is_users_file(home) or kind.__module__ == "__main__"
-    )
+    return is_users_file(home) or kind.__module__ == "__main__"
 
 
 def is_immutable(value: Any) -> bool:
@@ -79,7 +82,7 @@ def _freeze(value: Any, depth: int, left: list[int]) -> Any:
     if isinstance(value, (*_SCALARS, *_OF_TORCH)):
         return type(value), value
     if isinstance(value, _CONTAINERS):
-        if len(value) > _MANY or depth == 0 or left[0] < 0:
+        if len(value) > MANY or depth == 0 or left[0] < 0:
             return Same(value), len(value)
         if isinstance(value, dict):
             items = [(_freeze(key, 1, left), _freeze(item, depth - 1, left)) for key, item in value.items()]
@@ -88,12 +91,23 @@ def _freeze(value: Any, depth: int, left: list[int]) -> Any:
             return type(value), frozenset(_freeze(item, depth - 1, left) for item in value)
         return type(value), tuple([_freeze(item, depth - 1, left) for item in value])
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, (numpy.generic, numpy.ndarray)) and value.nbytes <= 8 * _MANY:
+    if numpy is not None and isinstance(value, (numpy.generic, numpy.ndarray)) and value.nbytes <= 8 * MANY:
         return type(value), str(value.dtype), value.shape, value.tobytes()
-    own = None if isinstance(value, (*_CODE, type)) else getattr(value, "__dict__", None)
+    own = None if isinstance(value, (*_CODE, type)) else getattr(value, "__dict__", None) or _in_slots(value)
     if not own or not isinstance(own, dict) or depth == 0 or left[0] < 0 or type(value).__module__.startswith("torch."):
         return Same(value)
     return Same(value), _freeze(own, depth - 1, left)
+
+
+def _in_slots(value: Any) -> dict[str, Any]:
+    """The attributes of an object whose class, as dataclasses with ``slots=True``, has a place for each; of the
+    user's classes, since those of packages keep there what they have computed (``pathlib.Path`` its text).
+    """
+    kinds = [kind for kind in type(value).__mro__ if "__slots__" in vars(kind) and _is_users(kind)]
+    names = [
+        name for kind in kinds for name, member in vars(kind).items() if type(member) is types.MemberDescriptorType
+    ]
+    return {name: getattr(value, name, None) for name in names}
 
 
 def by_value(frozen: Any) -> bool:

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from pymoe.pipe.capture.outside import Outside
-from pymoe.pipe.capture.plain import freeze
+from pymoe.pipe.capture.plain import MANY, freeze
+from pymoe.pipe.capture.untouched import contents_of
 
 __all__ = ["SideEffects"]
 
@@ -90,16 +91,19 @@ class SideEffects:
         if isinstance(value, (nn.Module, torch.Tensor)):
             return
 
-        def put(kept: Any) -> None:
+        def put(kept: tuple[Any, Callable[[], None]]) -> None:
+            before, restore = kept
             if place.key is None:
-                place.where.cell_contents = value
+                place.where.cell_contents = before
             else:
-                place.where[place.key] = value
-            _refill(value, kept)
+                place.where[place.key] = before
+            restore()
+
+        def copy(now: Any) -> tuple[Any, Callable[[], None]]:
+            return now, contents_of(now, MANY)
 
         words = f"changes {place.label!r}, which is none of its tensors"
-        get = place.value
-        self._states.append(_State(words, get, put, _copied, freeze, _copied(value), freeze(value)))
+        self._states.append(_State(words, place.value, put, copy, freeze, copy(value), freeze(value)))
 
 
 def _torch_state() -> bytes:
@@ -114,24 +118,3 @@ def _set_torch_state(state: bytes) -> None:
 
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-
-
-def _copied(value: Any) -> Any:
-    """What is in a container, or in an object of the user's."""
-    if isinstance(value, (list, set)):
-        return value.copy()
-    if isinstance(value, dict):
-        return dict(value)
-    own = getattr(value, "__dict__", None)
-    return dict(own) if isinstance(own, dict) and not isinstance(value, type) and not callable(value) else value
-
-
-def _refill(value: Any, kept: Any) -> None:
-    if isinstance(value, list):
-        value[:] = kept
-    elif isinstance(value, (set, dict)):
-        value.clear()
-        value.update(kept)
-    elif isinstance(kept, dict) and isinstance(own := getattr(value, "__dict__", None), dict):
-        own.clear()
-        own.update(kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ from torch import nn
 
 from pymoe.pipe.capture.plain import is_users_object
 
-__all__ = ["Changes", "untouched"]
+__all__ = ["Changes", "contents_of", "untouched"]
 
 _Changed = Callable[[bool], list[str]]
 """Names what has changed, and restores it if it is told to."""
@@ -51,28 +52,45 @@ def untouched(model: nn.Module) -> Iterator[Changes]:
         changes.restore()
 
 
-def _remember(container: Any, name: str, memory: dict[int, _Changed]) -> None:
+def contents_of(value: Any, many: int) -> Callable[[], None]:
+    """What puts back what a container, or an object of the user's, holds now, at any depth.
+
+    Args:
+        value: anything.
+        many: of a container with more items than that, what is in these is left alone.
+    """
+    memory: dict[int, _Changed] = {}
+    _remember(value, "", memory, many)
+
+    def restore() -> None:
+        for changed in memory.values():
+            changed(True)
+
+    return restore
+
+
+def _remember(container: Any, name: str, memory: dict[int, _Changed], many: float = math.inf) -> None:
     """Put into ``memory`` what tells whether a container, and those in it, have changed, and restores them."""
     if id(container) in memory:
         return
     if isinstance(container, dict):
         pairs = list(container.items())
         memory[id(container)] = lambda restore: _restore_dict(container, pairs, name, restore)
-        for key, value in pairs:
-            _remember(value, f"{name}.{key}".lstrip("."), memory)
+        for key, value in pairs if len(pairs) <= many else ():
+            _remember(value, f"{name}.{key}".lstrip("."), memory, many)
     elif isinstance(container, list):
         values = list(container)
         memory[id(container)] = lambda restore: _restore_list(container, values, name, restore)
-        for value in values:
-            _remember(value, name, memory)
+        for value in values if len(values) <= many else ():
+            _remember(value, name, memory, many)
     elif isinstance(container, tuple):
-        for value in container:
-            _remember(value, name, memory)
+        for value in container if len(container) <= many else ():
+            _remember(value, name, memory, many)
     elif isinstance(container, set):
         members = set(container)
         memory[id(container)] = lambda restore: _restore_set(container, members, name, restore)
     elif is_users_object(container):
-        _remember(container.__dict__, name, memory)
+        _remember(container.__dict__, name, memory, many)
 
 
 def _restore_dict(container: dict[Any, Any], pairs: list[tuple[Any, Any]], name: str, restore: bool) -> list[str]:

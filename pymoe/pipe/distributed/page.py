@@ -59,12 +59,13 @@ class Page:
         self._memory[:] = text.encode()[:SIZE].ljust(SIZE)
 
     def read(self) -> Position | None:
-        """What was written last."""
+        """What was written last; None, too, if the rank is writing just now, or was killed while it did."""
         text = self._memory[:].decode(errors="replace").strip()
-        if not text:
+        try:
+            stage, micro_batch, phase = text.split(" ", 2)
+            return Position(phase, int(stage), int(micro_batch))
+        except ValueError:
             return None
-        stage, micro_batch, phase = text.split(" ", 2)
-        return Position(phase, int(stage), int(micro_batch))
 
     def close(self) -> None:
         """Let go of it."""

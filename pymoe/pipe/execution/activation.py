@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -21,8 +21,6 @@ from pymoe.runtime.parallel.random_streams import Stream, with_stream
 from pymoe.runtime.parallel.state import ThreadState, in_state
 
 __all__ = ["Activation"]
-
-Result = TypeVar("Result")
 
 
 class Activation(Origin):
@@ -142,26 +140,10 @@ class Activation(Origin):
         recipe = self._recipe
         assert recipe is not None
         micro_batch = replace(self._micro_batch, recomputing=True)
-        graph, _ = in_state(
-            self._state, on_a_level_of_autocast, recipe.repeat, partial(self._make_graph, micro_batch), again
-        )
+        graph, _ = in_state(self._state, recipe.repeat, partial(self._make_graph, micro_batch), again)
         if len(graph.roots) != len(self.grads):
             raise RuntimeError(
                 f"the stage has returned {len(self.grads)} tensors, and {len(graph.roots)} when it was run again for "
                 "its backward pass: under checkpointing it must do the same both times"
             )
         return graph
-
-
-def on_a_level_of_autocast(function: Callable[..., Result], *args: Any) -> Result:
-    """``function(*args)``; the casts of weights that autocast keeps meanwhile go when the outermost level ends.
-
-    Whoever switches autocast on by its flag alone, as a state that is carried to another thread does, ends no level,
-    and the casts would stand for the weights of all later steps.
-    """
-    torch.autocast_increment_nesting()
-    try:
-        return function(*args)
-    finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()

@@ -88,9 +88,9 @@ class Checkpoints:
         """
         edited = self._edited
         taken = [leaf for value in sent for leaf in value.leaves if type(leaf) is Crossing]
-        copies = [
-            leaf.tensor.clone() if edited is None or number in edited else None for number, leaf in enumerate(taken)
-        ]
+        copies = {
+            number: leaf.tensor.clone() for number, leaf in enumerate(taken) if edited is None or number in edited
+        }
         graph = Graph(device=device)
         values = graph.begin(sent)
         outputs, seen = self._buffers.watch(lambda: call(values))
@@ -102,14 +102,11 @@ class Checkpoints:
                 "(inplace=False), or use checkpoint='never'"
             )
         self._edited = changed if edited is None else edited
-        again: dict[int, Crossing] = {}
-        own = []
-        for number, (leaf, copy) in enumerate(zip(taken, copies, strict=True)):
-            if number in changed:
-                assert copy is not None
-                again[id(leaf)] = Crossing(copy, leaf.origin, leaf.number)
-                own.append(again[id(leaf)])
-            else:
-                again[id(leaf)] = Crossing(leaf.tensor, leaf.origin, leaf.number, leaf.is_fixed)
-        rows = [Sent([again.get(id(x), x) if type(x) is Crossing else x for x in v.leaves], v.structure) for v in sent]
-        return Recipe(rows, own, self._buffers, seen), outputs
+        if not changed:  # and those that were sent are as they were
+            return Recipe(sent, (), self._buffers, seen), outputs
+        own = {
+            id(taken[number]): Crossing(copies[number], taken[number].origin, taken[number].number)
+            for number in changed
+        }
+        rows = [Sent([own.get(id(leaf), leaf) for leaf in value.leaves], value.structure) for value in sent]
+        return Recipe(rows, list(own.values()), self._buffers, seen), outputs

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree
 
 from pymoe.pipe.micro_batches import Whole
+from pymoe.runtime.parallel.isolated import has_tangent
 
 __all__ = ["have_tangents"]
 
@@ -25,4 +26,4 @@ def have_tangents(values: Any, *modules: nn.Module) -> bool:
     leaves = [leaf.value if isinstance(leaf, Whole) else leaf for leaf in _pytree.tree_leaves(values)]
     state = [itertools.chain(module.parameters(), module.buffers()) for module in modules]
     tensors = itertools.chain(_pytree.tree_leaves(leaves), *state)
-    return any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    return any(isinstance(x, torch.Tensor) and has_tangent(x) for x in tensors)

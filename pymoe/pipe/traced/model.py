@@ -14,7 +14,7 @@ from pymoe.pipe.auxiliary import with_auxiliary_losses
 from pymoe.pipe.capture import Captured
 from pymoe.pipe.capture.errors import stack_level
 from pymoe.pipe.devices import place
-from pymoe.pipe.execution.turns import taking_turns
+from pymoe.pipe.execution.turns import Turns, taking_turns
 from pymoe.pipe.micro_batches import MicroBatches, Whole
 from pymoe.pipe.staged import StagedModel
 from pymoe.pipe.stages import Pipeline, Stage
@@ -71,6 +71,7 @@ class TracedModel(StagedModel):
         self._constants: list[dict[str, torch.Tensor]] = []
         self._is_planted_in_part = False
         self._is_chosen = False  # for the call whose micro-batches were made last
+        self._one_at_a_time = Turns()  # threads that find that it must be captured again
         first = trace(module, args, kwargs)
         self._example = first.arguments
         self._now = self._add(first)
@@ -122,18 +123,24 @@ class TracedModel(StagedModel):
 
     def _choose(self, leaves: Sequence[Any] | None = None) -> _Variant:
         """The capture that holds by now, a new one if there is none."""
-        change = self._now.guards.broken(leaves)
-        if change is not None:
-            others = (variant for variant in self._variants if variant.guards.broken(leaves) is None)
-            found = next(others, None)
-            if found is None:
-                self._warn_of(change)
-                args, kwargs = self._example.example(self._dtypes(leaves), leaves or ())
-                found = self._add(self._trace(self.module, args, kwargs))
-            elif self._is_planted_in_part:
-                self._plant()
-            self._now = found
+        if self._now.guards.broken(leaves) is not None:
+            with self._one_at_a_time:
+                self._choose_another(leaves)
         return self._now
+
+    def _choose_another(self, leaves: Sequence[Any] | None) -> None:
+        change = self._now.guards.broken(leaves)
+        if change is None:  # another thread was faster
+            return
+        others = (variant for variant in self._variants if variant.guards.broken(leaves) is None)
+        found = next(others, None)
+        if found is None:
+            self._warn_of(change)
+            args, kwargs = self._example.example(self._dtypes(leaves), leaves or ())
+            found = self._add(self._trace(self.module, args, kwargs))
+        elif self._is_planted_in_part:
+            self._plant()
+        self._now = found
 
     def _dtypes(self, leaves: Sequence[Any] | None) -> list[torch.dtype | None]:
         """Those of the tensors of a call; None: of the example, in the model's precision as it is now."""

@@ -84,6 +84,7 @@ class Counter:
 COUNTER = Counter()
 LOG = []
 CALLS = 0
+NESTED = {"lists": [[1.0]]}
 
 
 def counts_globally(m, x):
@@ -107,6 +108,10 @@ REFUSED = {
     "an object": (lambda m, x: setattr(m.config, "shift", 1) or x, "changes attributes .config.shift."),
     "a global object": (lambda m, x: setattr(COUNTER, "calls", COUNTER.calls + 1) or x, "changes 'COUNTER'"),
     "a global list": (lambda m, x: LOG.append(1) or x, "changes 'LOG'"),
+    "within a global dictionary": (
+        lambda m, x: NESTED["lists"][0].append(x.mean()) or x,
+        "changes 'NESTED'",
+    ),
     "a global variable": (counts_globally, "changes 'CALLS'"),
     "a default": (remembers, "changes 'a default of remembers'"),
     "random": (lambda m, x: x * random.random(), "Python's `random`"),
@@ -131,6 +136,7 @@ def test_what_a_graph_would_do_once_is_refused_with_its_line(name):
     assert torch.equal(torch.get_rng_state(), states[2])
     assert (vars(model), model.shape, vars(model.config)) == attributes
     assert (COUNTER.calls, LOG, CALLS, remembers.__defaults__) == (0, [], 0, ([],))
+    assert NESTED == {"lists": [[1.0]]}
 
 
 @pytest.mark.parametrize("make", [random.Random, numpy.random.default_rng, numpy.random.RandomState])
@@ -184,3 +190,15 @@ def test_a_boundary_inside_of_what_is_called_in_one_piece_is_refused():
     model[1].register_full_backward_hook(lambda *of_the_call: None)
     with pytest.raises(CaptureError, match="stands inside of '1'"):
         pipeline(model, (rows(2),))
+
+
+class CountsGlobally(nn.Module):
+    def forward(self, x):
+        return counts_globally(self, x)
+
+
+def test_what_an_opaque_layer_does_hides_nothing_that_the_model_has_done():
+    model = nn.Sequential(CountsGlobally(), CountsGlobally(), nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(CaptureError, match="changes 'CALLS'"):
+        pipeline(model, (rows(2),), opaque=["1"])
+    assert CALLS == 0
