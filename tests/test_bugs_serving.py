@@ -170,6 +170,17 @@ def test_gradients_in_the_same_memory() -> None:
     assert y.grad.tolist() == [[1.0, 1.0]]
 
 
+def test_a_shutdown_before_start_has_returned_ends_run() -> None:
+    """``start`` forgot it: ``run`` waited for the next one, and ``ready`` stayed set."""
+    runtime = Runtime(TaskPool(lambda x: x, name="pool"))
+    runtime._observers.start = runtime.shutdown  # type: ignore[method-assign]
+    runs = threading.Thread(target=runtime.run, daemon=True)
+    runs.start()
+    runs.join(LONG)
+    assert not runs.is_alive()
+    assert not runtime.ready.is_set()
+
+
 def test_outputs_in_one_memory_that_read_it_otherwise() -> None:
     """Each became a view of the first, with its dtype and sign: other values, or an error from within."""
     pairs = (
