@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextvars
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
+from limits import LONG
 from torch import nn
 
-from pymoe.runtime import Runtime, TaskPool
+from pymoe.runtime import Runtime, TaskPool, parallel_workers, run_in_background
 
 WATCHED: contextvars.ContextVar[str] = contextvars.ContextVar("watched", default="nothing")
 
@@ -107,3 +110,31 @@ def test_a_client_that_helps_keeps_its_state_to_itself(client: str, nested: bool
                 gradient, seen = future.result()
                 assert torch.allclose(gradient, want)
                 assert seen == ["nothing"]
+
+
+def test_a_worker_of_parallel_calls_that_helps_keeps_its_state_to_itself() -> None:
+    """It must help, as a batch may wait for it, and did so under the autocast of whoever had asked for its call."""
+    seen: list[Any] = []
+    taken, release = threading.Event(), threading.Event()
+
+    def hold(x: torch.Tensor) -> torch.Tensor:
+        taken.set()
+        release.wait(LONG)
+        return x
+
+    def see(x: torch.Tensor) -> torch.Tensor:
+        seen.append((torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled()))
+        return x
+
+    holds, sees = TaskPool(hold, name="holds", linger=0), TaskPool(see, name="sees", linger=0)
+    with Runtime([holds, sees], num_workers=1), parallel_workers(1):
+        holding = holds.submit_task(torch.ones(1, 1))
+        assert taken.wait(LONG)  # so that nobody else can run the other pool's batch
+        for manager in (torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode()):
+            with manager:
+                future = run_in_background(lambda: sees.submit_task(torch.ones(1, 1)).result())
+            concurrent.futures.wait([future], LONG)
+            assert future.done()
+        release.set()
+        holding.result(LONG)
+    assert seen == [(False, False)] * 2

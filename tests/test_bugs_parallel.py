@@ -23,7 +23,7 @@ from pymoe.runtime import (
     run_isolated_backward,
     run_isolated_forward,
 )
-from pymoe.runtime.parallel import EmulatedAutogradContext
+from pymoe.runtime.parallel import EmulatedAutogradContext, isolated
 
 
 def serial(func: Any, *args_per_call: Any) -> tuple[Any, ...]:
@@ -177,6 +177,25 @@ def test_losses_that_a_module_keeps_when_workers_have_made_more_nodes_than_the_c
         asks.start()
         asks.join()
     assert found[0].tolist() == [15.0, 21.0]
+
+
+def test_nodes_of_a_call_keep_their_order_where_some_get_other_numbers() -> None:
+    """Late nodes got the numbers of the call's earlier ones: gradients were summed in another order, to other bits."""
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(20):  # numbers below all that follow
+        x * 2
+    for far in (0, 5, 9):
+        steps = [x * 2]
+        for _ in range(9):
+            steps.append(steps[-1] * 2)
+        nodes: list[Any] = [step.grad_fn for step in steps]
+        limit = nodes[9 - far]._sequence_nr()
+        isolated._put_behind(limit, [*nodes[::2], *nodes[1::2], nodes[0].next_functions[0][0]])
+        numbers = [node._sequence_nr() for node in nodes]
+        assert numbers == sorted(set(numbers))
+        assert numbers[-1] < limit
+        (x.grad,) = torch.autograd.grad(steps[-1].sum(), x)
+        assert x.grad.tolist() == [1024.0] * 2
 
 
 def test_the_default_generator_stays_a_generator() -> None:

@@ -30,6 +30,7 @@ from pymoe.runtime import (
     as_completed,
     nested_pack,
 )
+from pymoe.runtime.client import detached, overlap
 from pymoe.runtime.top import drawing
 
 
@@ -167,6 +168,37 @@ def test_gradients_in_the_same_memory() -> None:
     assert y.grad is not None
     assert x.grad.tolist() == [[2.0, 2.0]]
     assert y.grad.tolist() == [[1.0, 1.0]]
+
+
+def test_a_shutdown_before_start_has_returned_ends_run() -> None:
+    """``start`` forgot it: ``run`` waited for the next one, and ``ready`` stayed set."""
+    runtime = Runtime(TaskPool(lambda x: x, name="pool"))
+    runtime._observers.start = runtime.shutdown  # type: ignore[method-assign]
+    runs = threading.Thread(target=runtime.run, daemon=True)
+    runs.start()
+    runs.join(LONG)
+    assert not runs.is_alive()
+    assert not runtime.ready.is_set()
+
+
+def test_outputs_in_one_memory_that_read_it_otherwise() -> None:
+    """Each became a view of the first, with its dtype and sign: other values, or an error from within."""
+    pairs = (
+        (torch.view_as_real, torch.tensor([1 + 2j, 3 - 1j])),
+        (torch.conj, torch.tensor([1 + 2j, 3 - 1j])),
+        (lambda x: x.view(torch.int32), torch.ones(2, 3)),
+        (lambda x: x.view(torch.int16)[1:, 2:], torch.ones(2, 3)),
+    )
+    for read, x in pairs:
+        first, other = detached((x, read(x)))
+        assert torch.equal(first, x)
+        assert other.dtype == read(x).dtype
+        assert torch.equal(other, read(x))
+        assert overlap(x, read(x))
+    assert not overlap(torch.ones(8)[:2], torch.ones(8)[:2].view(torch.int16))
+    x = torch.zeros(8)
+    assert overlap(x[6:], x.view(torch.float64)[3:])
+    assert not overlap(x[6:], x.view(torch.float64)[:3])
 
 
 def test_rows_in_the_same_memory() -> None:

@@ -7,6 +7,7 @@
 #include "bindings/buffers.h"
 #include "bindings/deferred.h"
 #include "bindings/own_state.h"
+#include "bindings/process.h"
 #include "bindings/structure.h"
 #include "bindings/torch_calls.h"
 #include "kernels/gather_batch.h"
@@ -293,8 +294,9 @@ void PyBatchFunction::run(Batch batch) {
       fail(batch);
     }
   };
-  // Inside another batch a thread must help, whatever that batch has switched on.
-  if (SystemSync::batches_on_this_thread() == 1 || plain_runner == nullptr || thread_is_plain()) {
+  // Inside another batch, and on a worker of parallel calls, a thread must help, whatever is switched on there.
+  const bool known_plain = SystemSync::batches_on_this_thread() == 1 && (on_server_thread() || !on_worker_thread());
+  if (known_plain || plain_runner == nullptr || thread_is_plain()) {
     run_here();
     return;
   }

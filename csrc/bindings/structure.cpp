@@ -78,16 +78,15 @@ class Split {
         PyList_SET_ITEM(sizes_.get(), static_cast<Py_ssize_t>(i), PyLong_FromLongLong(rows_[i]));
       }
     }
+    // "Unsafe" leaves out what forbids to change one of several views in place: each goes to a client of its own.
+    const Ref requires_grad = Ref::checked(PyObject_GetAttr(output, torch.requires_grad));
+    const GradMode mode(requires_grad.get() == Py_True);
     // Rows that are one row in memory (an expanded one) are made to be several: each client may change its own.
     const Ref stride = Ref::checked(PyObject_CallMethod(output, "stride", "i", 0));
     Ref own = Ref::borrow(output);
     if (PyLong_AsLongLong(stride.get()) == 0) own = Ref::checked(PyObject_CallMethod(output, "contiguous", nullptr));
     PyErr_Clear();
-    output = own.get();
-    // "Unsafe" leaves out what forbids to change one of several views in place: each goes to a client of its own.
-    const Ref requires_grad = Ref::checked(PyObject_GetAttr(output, torch.requires_grad));
-    const GradMode mode(requires_grad.get() == Py_True);
-    PyObject* arguments[] = {output, sizes_.get()};
+    PyObject* arguments[] = {own.get(), sizes_.get()};
     const Ref views = Ref::checked(PyObject_Vectorcall(torch.unsafe_split_with_sizes, arguments, 2, nullptr));
     const Ref items = Ref::checked(PySequence_Fast(views.get(), "torch.unsafe_split_with_sizes gives a sequence"));
     if (PySequence_Fast_GET_SIZE(items.get()) != static_cast<Py_ssize_t>(rows_.size())) {

@@ -9,25 +9,12 @@
 
 #include <cstdio>
 #include <cstring>
+#include <utility>
 #endif
 
 namespace pymoe::runtime {
 
 #if defined(__linux__)
-
-// The state that follows the name in parentheses is R for a thread that runs, or would.
-static bool is_ready(int64_t thread) {
-  char text[256];
-  std::snprintf(text, sizeof text, "/proc/self/task/%lld/stat", static_cast<long long>(thread));
-  const int file = open(text, O_RDONLY | O_CLOEXEC);
-  if (file < 0) return false;
-  const ssize_t length = read(file, text, sizeof text - 1);
-  close(file);
-  if (length <= 0) return false;
-  text[length] = '\0';
-  const char* const name_end = std::strrchr(text, ')');
-  return name_end != nullptr && name_end[1] == ' ' && name_end[2] == 'R';
-}
 
 ThreadActivity ThreadActivity::of_this_thread() {
   ThreadActivity activity;
@@ -43,15 +30,29 @@ bool ThreadActivity::advanced() {
   timespec time;
   if (clock_gettime(static_cast<clockid_t>(clock_), &time) != 0) return true;
   const int64_t now = int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
-  if (now == seen_) return is_ready(thread_);
-  seen_ = now;
-  return true;
+  return std::exchange(seen_, now) != now;
+}
+
+// The state that follows the name in parentheses is R for a thread that runs, or would.
+bool ThreadActivity::ready() const {
+  if (thread_ == 0) return true;
+  char text[256];
+  std::snprintf(text, sizeof text, "/proc/self/task/%lld/stat", static_cast<long long>(thread_));
+  const int file = open(text, O_RDONLY | O_CLOEXEC);
+  if (file < 0) return false;
+  const ssize_t length = read(file, text, sizeof text - 1);
+  close(file);
+  if (length <= 0) return false;
+  text[length] = '\0';
+  const char* const name_end = std::strrchr(text, ')');
+  return name_end != nullptr && name_end[1] == ' ' && name_end[2] == 'R';
 }
 
 #else
 
 ThreadActivity ThreadActivity::of_this_thread() { return {}; }
 bool ThreadActivity::advanced() { return true; }
+bool ThreadActivity::ready() const { return true; }
 
 #endif
 

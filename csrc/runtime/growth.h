@@ -31,8 +31,9 @@ struct Watched {
   typename Sync::Activity activity;
   typename Sync::Time since{};  // when it was last seen doing something
 
-  bool does_something(typename Sync::Time now, typename Sync::Duration still) {
-    if (activity.advanced()) since = now;
+  // `closely`: one that only lacks a processor does something, too.
+  bool does_something(typename Sync::Time now, typename Sync::Duration still, bool closely) {
+    if (activity.advanced() || (closely && now - since >= still && activity.ready())) since = now;
     return now - since < still;
   }
 };

@@ -10,8 +10,8 @@
 //     Time, Duration               a steady clock's points and spans; now()
 //     Thread                       constructed with a function; join(), joinable()
 //     this_thread()                an ID to compare
-//     Activity                     of_this_thread(), and from others advanced(): whether a thread does something
-//                                  (activity.h)
+//     Activity                     of_this_thread(), and from others advanced() and ready(): whether a thread does
+//                                  something (activity.h)
 //     batches_on_this_thread()     int&: how many batches the calling thread is inside of (strand.h counts)
 //     preempt()                    a place where a schedule may switch: before an atomic that decides something
 //

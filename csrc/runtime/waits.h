@@ -80,7 +80,7 @@ class Waits {
     std::unique_lock lock(mutex_);
     const ThreadId me = Sync::this_thread();
     ++wanting_;
-    while (!has_its_turns(me)) changed_.wait_until(lock, Time::max());
+    while (!has_its_turns(me)) changed_.wait(lock);
     --wanting_;
   }
 

@@ -16,8 +16,8 @@
 // Growing   A pool that may grow (growth.h) has `workers` threads at first and gets more while jobs are left lying
 //           because those that run wait: as many as it takes to have `workers` threads that do something. So jobs may
 //           wait for each other, up to the limit, and jobs that compute do not get in each other's way. One more
-//           thread, the watcher, looks after this; it sleeps unless a job is left lying. Threads beyond the first
-//           `workers` that had nothing to run for a while end.
+//           thread, the watcher, looks after this; it sleeps unless a job is left lying, or more than `workers` have
+//           one. Threads beyond the first `workers` that had nothing to run for a while end.
 // Stopping  request_stop refuses further jobs from then on and returns at once. With Stop::kDrain everything posted
 //           still runs; with Stop::kCancel what has not started is cancelled. Either way jobs whose time has not come
 //           are cancelled, and what runs is never interrupted. stop waits, too, until every worker has ended. Both may
@@ -112,6 +112,7 @@ class WorkerPool {
   std::shared_ptr<Job> next(Worker& self);
   bool sleep(Worker& self, Lock& lock);
   void retire(Worker& self);
+  std::unique_ptr<Worker> take_out(Worker& worker);
   void watch();                     // the watcher's thread
   Time look(Lock& lock, Time now);  // returns when to look again
   void join_retired(Lock& lock);
@@ -146,9 +147,11 @@ class WorkerPool {
   const int base_;
   const Around around_;
   const Growth<Sync> growth_;
-  mutable typename Sync::Mutex mutex_;                      // guards all below but join_mutex_
-  std::vector<std::unique_ptr<Worker>> workers_, retired_;  // the latter have ended, and are to be joined
-  std::atomic<int> count_{0};                               // of workers_; written under the lock
+  mutable typename Sync::Mutex mutex_;  // guards all below but join_mutex_
+  // Those that retired have ended, and are to be joined. Then they are kept, and used again: whoever called one may be
+  // about to notify it.
+  std::vector<std::unique_ptr<Worker>> workers_, retired_, spare_;
+  std::atomic<int> count_{0};  // of workers_; written under the lock
   JobQueue<Rank> ready_, timed_;
   std::atomic<Rank> first_rank_{Rank::max()};  // of ready_; written under the lock
   std::vector<Worker*> idle_;
@@ -193,11 +196,15 @@ WorkerPool<Sync>::WorkerPool(int workers, Around around, Growth<Sync> growth)
 
 template <typename Sync>
 void WorkerPool<Sync>::start_worker() {
-  auto made = std::make_unique<Worker>();
-  Worker* const worker = made.get();
+  Worker* worker;
   {
     const std::lock_guard lock(mutex_);
-    workers_.push_back(std::move(made));
+    if (spare_.empty()) spare_.push_back(std::make_unique<Worker>());
+    worker = spare_.back().get();
+    worker->activity = {};
+    worker->since = {};
+    workers_.push_back(std::move(spare_.back()));
+    spare_.pop_back();
     idle_.reserve(workers_.size());
     count_ = static_cast<int>(workers_.size());
     ++running_;
@@ -207,8 +214,7 @@ void WorkerPool<Sync>::start_worker() {
   } catch (...) {
     {
       const std::lock_guard lock(mutex_);
-      std::erase_if(workers_, [&](const auto& other) { return other.get() == worker; });
-      count_ = static_cast<int>(workers_.size());
+      spare_.push_back(take_out(*worker));
     }
     count_ended();
     throw;
@@ -283,13 +289,15 @@ std::shared_ptr<Job> WorkerPool<Sync>::next(Worker& self) {
     }
     if (surplus_ > 0 && workers() > base_ && !stopping_) {
       --surplus_;
+      successor = call_idle();  // this one may have been called for the job
+      if (successor == nullptr) successor = call_timekeeper();
       retire(self);
-      return nullptr;
-    }
-    job = take_ready();
-    if (!timed_.empty() && timekeeper_ == nullptr) {
-      successor = call_idle();
-      if (successor == nullptr) call_watcher();
+    } else {
+      job = take_ready();
+      if (!timed_.empty() && timekeeper_ == nullptr) {
+        successor = call_idle();
+        if (successor == nullptr) call_watcher();
+      }
     }
   }
   if (successor != nullptr) successor->wake.notify_one();
@@ -324,72 +332,19 @@ bool WorkerPool<Sync>::sleep(Worker& self, Lock& lock) {
 
 template <typename Sync>
 void WorkerPool<Sync>::retire(Worker& self) {
-  const auto place =
-      std::find_if(workers_.begin(), workers_.end(), [&](const auto& other) { return other.get() == &self; });
-  retired_.push_back(std::move(*place));
-  workers_.erase(place);
-  count_ = static_cast<int>(workers_.size());
+  retired_.push_back(take_out(self));
   call_watcher();
 }
 
+// Of workers_, with the lock held.
 template <typename Sync>
-void WorkerPool<Sync>::watch() {
-  Lock lock(mutex_);
-  while (!stopping_ || !ready_.empty()) {
-    if (!retired_.empty()) {
-      join_retired(lock);
-      continue;  // the pool may have been stopped meanwhile
-    }
-    const Time now = Sync::now();
-    Time until = Time::max();
-    if (left_lying(now) > 0 || workers() > base_ + static_cast<int>(idle_.size())) {
-      until = look(lock, now);
-    } else {
-      if (!timed_.empty() && idle_.empty() && timekeeper_ == nullptr) until = timed_.first_rank();
-      watched_ = false;
-    }
-    if (until == Time::max()) {
-      while (!watched_) watch_.wait(lock);
-    } else {
-      watch_.wait_until(lock, until);
-    }
-    watched_ = true;
-  }
-  lock.unlock();
-  count_ended();
-}
-
-template <typename Sync>
-auto WorkerPool<Sync>::look(Lock& lock, Time now) -> Time {
-  int active = 0;
-  for (const auto& worker : workers_) active += worker->does_something(now, growth_.still);
-  if (active <= base_) crowded_since_ = Time::max();
-  crowded_since_ = std::min(crowded_since_, now);
-  surplus_ = now - crowded_since_ < growth_.still * 10 ? 0 : active - base_;
-  const auto room = static_cast<size_t>(std::max(growth_.most - workers(), 0));
-  int count = std::min(missing_workers(base_, workers(), active), static_cast<int>(std::min(left_lying(now), room)));
-  lock.unlock();
-  bool refused = false;
-  for (; count > 0 && !refused; --count) {
-    try {
-      start_worker();
-    } catch (...) {
-      refused = true;  // by the system
-    }
-  }
-  lock.lock();
-  return now + (refused ? growth_.still * 16 : growth_.still / 4);
-}
-
-template <typename Sync>
-void WorkerPool<Sync>::join_retired(Lock& lock) {
-  while (!retired_.empty()) {
-    const std::unique_ptr<Worker> worker = std::move(retired_.back());
-    retired_.pop_back();
-    lock.unlock();
-    worker->thread.join();
-    lock.lock();
-  }
+auto WorkerPool<Sync>::take_out(Worker& worker) -> std::unique_ptr<Worker> {
+  const auto is_it = [&](const auto& other) { return other.get() == &worker; };
+  const auto place = std::find_if(workers_.begin(), workers_.end(), is_it);
+  std::unique_ptr<Worker> taken = std::move(*place);
+  workers_.erase(place);
+  count_ = static_cast<int>(workers_.size());
+  return taken;
 }
 
 // Moves what is due to ready_. The worker who looks takes one job itself, and calls others for the rest.
@@ -493,6 +448,12 @@ bool WorkerPool<Sync>::on_worker() const {
   const std::lock_guard lock(mutex_);
   return std::any_of(workers_.begin(), workers_.end(), [&](const auto& worker) { return worker->id == id; });
 }
+
+}  // namespace pymoe::runtime
+
+#include "runtime/worker_pool_watcher.h"
+
+namespace pymoe::runtime {
 
 extern template class WorkerPool<SystemSync>;
 

@@ -249,7 +249,8 @@ def detached(outputs: Sequence[Any]) -> tuple[Any, ...]:
     """What a node's forward returns for ``outputs``: it becomes part of the graph, and the request's result must not.
 
     One that overlaps with an earlier one is a view of that: where either is changed in place and the other used
-    afterwards, autograd raises an error instead of computing with what the other one was.
+    afterwards, autograd raises an error instead of computing with what the other one was. Where it is no plain view (of
+    another dtype, conjugated or negated) it is a copy.
     """
     made: list[Any] = []
     for place, output in enumerate(outputs):
@@ -257,24 +258,39 @@ def detached(outputs: Sequence[Any]) -> tuple[Any, ...]:
             made.append(output)
             continue
         same = [one for one in made[:place] if isinstance(one, Tensor) and overlap(one, output)]
-        made.append(
-            same[0].as_strided(output.shape, output.stride(), output.storage_offset()) if same else output.detach()
-        )
+        if not same:
+            made.append(output.detach())
+        elif _reading(same[0]) == _reading(output):
+            made.append(same[0].as_strided(output.shape, output.stride(), output.storage_offset()))
+        else:
+            made.append(output.detach().clone())
     return tuple(made)
 
 
 def overlap(first: Tensor, second: Tensor) -> bool:
     """Whether an element of both is at the same place in memory. True also where that is hard to tell."""
-    if first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr() or not first.numel():
+    if first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr():
+        return False
+    if not (first.numel() and second.numel()):
         return False
     if first.dtype != second.dtype or first.stride() != second.stride() or first.dim() < 2:
         one, other = (_extent(tensor, tensor.stride()) for tensor in (first, second))
+        if first.dtype != second.dtype:
+            one, other = (
+                (begin * tensor.itemsize, end * tensor.itemsize)
+                for (begin, end), tensor in zip((one, other), (first, second), strict=True)
+            )
         return one[0] < other[1] and other[0] < one[1]
     # Columns of one matrix, as chunk() gives them: apart if what each takes of a row is.
     row = first.stride(0)
     one, other = (_extent(tensor[:1], tensor.stride()) for tensor in (first, second))
     one, other = ((begin % max(row, 1), begin % max(row, 1) + end - begin) for begin, end in (one, other))
     return not (max(one[1], other[1]) <= row) or (one[0] < other[1] and other[0] < one[1])
+
+
+def _reading(tensor: Tensor) -> tuple[torch.dtype, bool, bool]:
+    """What its memory is read as."""
+    return tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def _extent(tensor: Tensor, strides: Sequence[int]) -> tuple[int, int]:

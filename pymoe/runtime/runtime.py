@@ -114,6 +114,7 @@ class Runtime(_runtime.Runtime):
         """
         renew_engine()
         with self._changes:
+            self._idle.clear()
             super().start()
             for pool in self.pools:
                 pool._server = weakref.ref(self)
@@ -122,8 +123,9 @@ class Runtime(_runtime.Runtime):
         except OSError:
             self.shutdown(drain=False)
             raise
-        self._idle.clear()
         self.ready.set()
+        if not self.running:  # another thread has shut it down meanwhile
+            self.ready.clear()
 
     def run(self) -> None:
         """Start, and return when another thread has shut the runtime down; an interrupt (Ctrl-C) does so at once.

@@ -138,8 +138,12 @@ SimulatedSync::Activity SimulatedSync::Activity::of_this_thread() {
 
 bool SimulatedSync::Activity::advanced() {
   if (thread_ == 0) return true;
-  const SimulatedThread& thread = thread_of(here(), thread_);
-  return std::exchange(seen_, thread.steps) != thread.steps || thread.state == State::kReady;
+  const int64_t steps = thread_of(here(), thread_).steps;
+  return std::exchange(seen_, steps) != steps;
+}
+
+bool SimulatedSync::Activity::ready() const {
+  return thread_ == 0 || thread_of(here(), thread_).state == State::kReady;
 }
 
 SimulatedSync::Time SimulatedSync::now() { return Time(Duration(here().now)); }

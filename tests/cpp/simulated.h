@@ -139,6 +139,7 @@ struct SimulatedSync {
    public:
     static Activity of_this_thread();
     bool advanced();
+    bool ready() const;
 
    private:
     ThreadId thread_ = 0;

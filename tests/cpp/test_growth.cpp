@@ -142,6 +142,26 @@ TEST_CASE("schedules of a growing pool: where jobs waited and others compute, th
   });
 }
 
+TEST_CASE("schedules of a growing pool: a job that comes when threads are to end is not left lying") {
+  run_schedules(3'000, [](bool) {
+    const int workers = one_to(2), crowd = 8 + static_cast<int>(random_below(8));
+    Meeting meeting(crowd), again(crowd / 2 + 1);
+    Pool pool(workers, {}, {kMost, 8ms, 1h});
+    for (int i = 0; i < crowd; ++i) {
+      pool.submit([&, i] {
+        meeting.wait();
+        compute((100 + i % 4) * 1ms);  // more than `workers` threads at once, for more than ten spans
+        if (i % 2 == 1) again.wait();
+      });
+    }
+    Sync::sleep_for(std::chrono::microseconds(random_below(400'000)));
+    const auto began = Sync::now();
+    const auto job = pool.submit([] {});
+    expect(job.wait_until(began + 1s), "a job is left lying while threads have nothing to do");
+    again.wait();
+  });
+}
+
 TEST_CASE("schedules of a growing pool: a stop while threads that were added end") {
   run_schedules(3'000, [](bool) {
     Meeting meeting(6);

@@ -316,23 +316,29 @@ _ACCUMULATION = 2**64 - 1  # what nodes of leaves have for a number
 
 
 def _put_behind(limit: int, nodes: Sequence[Any]) -> None:
-    """Give nodes of a call numbers below ``limit``, in the order that they have.
+    """Give the nodes of a call numbers below ``limit``, in the order that they have.
 
     Of nodes that could run now, the engine takes the one with the greatest number, the latest. But each thread counts
     for itself. Where a tensor has left a call by another way than its outputs, a backward pass comes to the call's
     nodes by that way, too, and frees what they have saved: the node of the map, and all that comes to it first, must
     run before, as they are made later, on the thread that asked.
     """
-    numbers = [(node._sequence_nr(), i) for i, node in enumerate(nodes)]
-    late = sorted([entry for entry in numbers if limit <= entry[0] < _ACCUMULATION])
-    number = limit - len(late)
-    if number < 0:  # this thread has hardly made any: it counts on, so that there are enough numbers below
+    by_number: dict[int, list[Any]] = {}
+    for node in nodes:
+        by_number.setdefault(node._sequence_nr(), []).append(node)
+    by_number.pop(_ACCUMULATION, None)
+    if limit < len(by_number):  # this thread has hardly made any: it counts on, so that there are enough numbers below
         one = torch.empty(0, requires_grad=True, device="cpu")
-        while _next_number() < len(late):
+        while _next_number() < len(by_number):
             one.view_as(one)
-        number = 0
-    for new, (_, i) in enumerate(late, number):
-        nodes[i]._set_sequence_nr(new)
+        limit = len(by_number)
+    for number in sorted(by_number, reverse=True):  # the call's earlier nodes have to make room for the late ones
+        limit -= 1
+        if number <= limit:
+            limit = number
+            continue
+        for node in by_number[number]:
+            node._set_sequence_nr(limit)
 
 
 _DelayedError: Any = torch._C._functions.DelayedError

@@ -59,10 +59,10 @@ FAULTS = [
         "workers",
     ),
     Fault(
-        "a worker that wakes for nothing believes that it was called: `if` for `while`",
+        "a worker that wakes for nothing believes that it was called",
         WORKER_POOL,
-        "while (!self.called) self.wake.wait(lock);",
-        "if (!self.called) self.wake.wait(lock);",
+        "        self.wake.wait(lock);\n      } else",
+        "        self.wake.wait(lock);\n        self.called = true;\n      } else",
         "workers",
         "very time",
     ),
@@ -85,7 +85,7 @@ FAULTS = [
     Fault(
         "nobody waits for the next time when who did has a job",
         WORKER_POOL,
-        "    if (!timed_.empty() && timekeeper_ == nullptr) successor = call_idle();\n",
+        "        successor = call_idle();\n        if (successor == nullptr) call_watcher();\n",
         "",
         "workers",
         "very time",

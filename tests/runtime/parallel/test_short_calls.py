@@ -19,6 +19,8 @@ def trusted(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int], bool]:
     monkeypatch.setattr(together, "_trusted", trusted)
     # Seconds: every call of these tests is short, however busy the machine is, unless it waits for another.
     monkeypatch.setattr(together, "PATIENCE", float(LONG))
+    # And this thread is not kept from them for so long that workers take them.
+    monkeypatch.setattr(together, "TRUSTING_PATIENCE", 1.0)
     return trusted
 
 
