@@ -75,7 +75,10 @@ def test_a_checkpoint_around_a_compiled_layer_counts_once():
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-def test_compiles_with_generated_code():
+def test_compiles_with_generated_code(monkeypatch):
+    # For a narrower capability than the processor's, torch 2.13 generates code that no compiler takes (at::vec without
+    # its header). The capability still holds for the layer that is not compiled.
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
     layer = everything(dtype=torch.float32)
     twin = copy.deepcopy(layer)
     compiled = torch.compile(twin, fullgraph=True)
