@@ -18,7 +18,6 @@ SIZE = 512
 """Rows and columns of the matrices that are multiplied."""
 WIDTH = 8
 """Elements of a tiny tensor."""
-SLEEPING_WORKERS = 8
 LOOP, AUTOGRAD, PYMOE = "serial loop", "plain autograd", "pymoe map"
 
 
@@ -60,7 +59,8 @@ class Kind:
     about: str
     function: Any
     shape: tuple[int, ...]
-    workers: int
+    workers: int | None
+    """None: the default, under which the pool gets more threads while calls wait."""
     repeats: int
     """Passes in a row that one value rests on."""
     rounds: int
@@ -80,7 +80,7 @@ KINDS = (
         f"{FORWARD_SLEEP * 1e3:g} ms forward, {BACKWARD_SLEEP * 1e3:g} ms backward, without the interpreter's lock",
         Waits,
         (WIDTH,),
-        SLEEPING_WORKERS,
+        None,
         1,
         15,
     ),

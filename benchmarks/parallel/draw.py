@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.parallel.calls import AUTOGRAD, LOOP, PYMOE
+from benchmarks.parallel.report import on_workers
 from pymoe.bench.plot import pyplot
 
 STYLES = {LOOP: ("0.4", "o", "-"), AUTOGRAD: ("C0", "s", "--"), PYMOE: ("C2", "o", "-")}
@@ -34,8 +35,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
             panel.grid(alpha=0.25)
             panel.tick_params(labelsize=7, which="both")
             panel.set_xticks(counts, [str(count) for count in counts])
-        workers = kinds[kind]["workers"]
-        panels[0, column].set_title(f"{kind} calls, {workers} worker{'s' * (workers > 1)}", fontsize=10)
+        panels[0, column].set_title(f"{kind} calls, {on_workers(kinds[kind]['workers'])}", fontsize=10)
         panels[1, column].set_xlabel("calls", fontsize=9)
     for panel, one in zip(panels[:, 0], ("forward", "backward"), strict=True):
         panel.set_ylabel(f"{one}, ms", fontsize=9)

@@ -89,7 +89,12 @@ def floor(result: Record) -> str:
 def heading(result: Record, kind: str) -> str:
     """What the calls of a table are."""
     facts = result["kinds"][kind]
-    return f"{kind}: {facts['about']}; {facts['workers']} worker{'s' * (facts['workers'] > 1)}"
+    return f"{kind}: {facts['about']}; {on_workers(facts['workers'])}"
+
+
+def on_workers(count: int | None) -> str:
+    """How many threads run the calls, in words."""
+    return "the default number of workers" if count is None else f"{count} worker{'s' * (count > 1)}"
 
 
 def show(result: Record) -> None:
