@@ -219,8 +219,8 @@ TEST_CASE("a growing pool: threads that use the processor get no company, also w
   std::vector<Future<void>> futures;
   for (int i = 0; i < 8; ++i) {
     futures.push_back(pool.submit([&] {
-      volatile int sum = 0;
-      for (int k = 0; k < 20'000'000; k = k + 1) sum = sum + k;
+      volatile unsigned sum = 0;
+      for (unsigned k = 0; k < 20'000'000; ++k) sum = sum + k;
       if (pool.workers() > 4) grown = true;
     }));
   }
