@@ -145,8 +145,15 @@ FAULTS = [
     Fault(
         "a request that was cancelled runs",
         REQUEST_QUEUE,
-        "    drop(request);\n    return true;",
-        "    return true;",
+        "request.claim()) return false;\n    drop(request);",
+        "request.claim()) return false;",
+        "batching",
+    ),
+    Fault(
+        "the rest of a request that was given up runs",
+        REQUEST_QUEUE,
+        "if (ends_now) --running_;\n    drop(request);",
+        "if (ends_now) --running_;",
         "batching",
     ),
     Fault(
