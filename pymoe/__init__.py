@@ -9,7 +9,14 @@ from pymoe import nn, ops, reference
 from pymoe._native import build_info
 
 if TYPE_CHECKING:
-    from pymoe import pipe, runtime
+    from pymoe import mixture, parallel, pipe, runtime
+    from pymoe.mixture import MixtureOfExpertBackends
+    from pymoe.parallel import (
+        map_with_parallel_backward,
+        run_in_background,
+        run_isolated_backward,
+        run_isolated_forward,
+    )
     from pymoe.pipe import (
         LossWrapper,
         MultiUseParameterConfig,
@@ -21,18 +28,7 @@ if TYPE_CHECKING:
         pipe_split,
         pipeline,
     )
-    from pymoe.runtime import (
-        BatchTensorProto,
-        ExpertBackend,
-        MixtureOfExpertBackends,
-        Runtime,
-        TaskPool,
-        TesseractRuntime,
-        map_with_parallel_backward,
-        run_in_background,
-        run_isolated_backward,
-        run_isolated_forward,
-    )
+    from pymoe.runtime import BatchTensorProto, ExpertBackend, Runtime, TaskPool, TesseractRuntime
 
 __version__ = "0.1.0"  # pyproject.toml takes it from here
 
@@ -52,8 +48,10 @@ __all__ = [
     "annotate_split_points",
     "build_info",
     "map_with_parallel_backward",
+    "mixture",
     "nn",
     "ops",
+    "parallel",
     "pipe",
     "pipe_split",
     "pipeline",
@@ -65,15 +63,16 @@ __all__ = [
 ]
 
 
+_LAZY_PACKAGES = ("runtime", "parallel", "mixture", "pipe")
+
+
 def __getattr__(name: str) -> Any:
     """Import what needs ``pymoe._runtime`` when somebody asks for it: operators and layers work without."""
-    if name in ("pipe", "runtime"):
+    if name in _LAZY_PACKAGES:
         return importlib.import_module(f"pymoe.{name}")
     if name in __all__:
-        home = importlib.import_module("pymoe.runtime")
-        if not hasattr(home, name):
-            home = importlib.import_module("pymoe.pipe")
-        value = globals()[name] = getattr(home, name)
+        homes = (importlib.import_module(f"pymoe.{package}") for package in _LAZY_PACKAGES)
+        value = globals()[name] = next(getattr(home, name) for home in homes if hasattr(home, name))
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -117,7 +117,7 @@ class TaskPool:
     ) -> None:
         """Once, from the constructor. ``schema``: tensors like those of a request."""
     def _statistics(self) -> dict[str, typing.Any]:
-        """The pool's counters, for pymoe.runtime.statistics."""
+        """The pool's counters, for pymoe.runtime.monitoring.statistics."""
     def _try_submit(
         self, *tensors: typing.Any, timeout: float | None = None, priority: float = 0.0
     ) -> RequestFuture | None:

@@ -2,10 +2,10 @@
 
 C++     core -> kernels -> ops;  core, kernels -> runtime -> bindings  (right may use left); no torch and no Python
         below ops and bindings.
-Python  reference -> ops -> nn -> integrations;  runtime -> pipe;  reference, ops -> testing -> bench. The reference
-        imports torch alone, and the package at import time torch and numpy alone. The mixture over backends is a layer
-        made of requests: runtime/mixture alone uses nn and ops beside the runtime. Of pipe, pipe/auxiliary alone knows
-        the layers of nn, whose injected losses it weights.
+Python  reference -> ops -> nn;  autograd -> {parallel, runtime, pipe};  {runtime, ops, nn} -> mixture;  all of these
+        -> integrations;  reference, ops -> testing -> bench. The reference imports torch alone, and the package at
+        import time torch and numpy alone. Of pipe, the file auxiliary.py alone knows layers of nn, whose injected
+        losses it weights. No two files import each other, nor do longer circles.
 """
 
 import ast
@@ -39,18 +39,21 @@ PYTHON_HEADERS = re.compile(r"Python\.h$|pybind11/")
 PYTHON_MAY_USE = {
     "reference": {"reference"},
     "_native": {"_native", "_ops", "_runtime"},
+    "_errors": set(),
     "ops": {"reference", "ops", "_native", "_ops"},
     "nn": {"reference", "ops", "nn"},
-    "runtime": {"runtime", "_runtime", "_native"},
-    "runtime/mixture": {"reference", "ops", "nn", "runtime", "_runtime"},
-    "pipe": {"runtime", "pipe", "_runtime", "_native"},
+    "autograd": {"autograd", "_errors", "_native", "_runtime"},
+    "parallel": {"autograd", "parallel", "_errors", "_native", "_runtime"},
+    "runtime": {"autograd", "runtime", "_errors", "_native", "_runtime"},
+    "mixture": {"autograd", "reference", "ops", "nn", "runtime", "mixture", "_errors", "_native", "_runtime"},
+    "pipe": {"autograd", "pipe", "_errors", "_native", "_runtime"},
     "pipe/auxiliary": {"nn", "pipe"},
-    "integrations": {"reference", "ops", "nn", "runtime", "pipe", "integrations"},
+    "integrations": {"reference", "ops", "nn", "parallel", "runtime", "mixture", "pipe", "integrations"},
     "testing": {"reference", "ops", "testing", "_native"},
     "bench": {"reference", "ops", "nn", "runtime", "pipe", "integrations", "testing", "bench", "_native"},
 }
 ALWAYS_INSTALLED = {"torch", "numpy", "pymoe"}
-MAY_IMPORT_LAZILY = {"bench", "integrations", "runtime", "pipe"}
+MAY_IMPORT_LAZILY = {"bench", "integrations", "runtime", "mixture", "pipe"}
 
 
 def cpp_faults(file, text):
@@ -85,6 +88,8 @@ def imports(file, text):
     }
     for test in ast.walk(tree):  # an import for the type checker alone never runs
         if isinstance(test, ast.If) and ast.unparse(test.test).endswith("TYPE_CHECKING"):
+            if package[-1] == "__init__":  # names that a package also offers are found when somebody asks for them
+                test.body = []
             lazy.update(node for statement in test.body for node in ast.walk(statement))
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -142,6 +147,60 @@ def test_imports_follow_the_directions():
     assert not faults, "\n".join(faults)
 
 
+def modules():
+    """Every Python module of the package: its name, and its file."""
+    for path in files("pymoe"):
+        if path.suffix == ".py":
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def import_graph(sources):
+    """Module to the modules that it imports, at import time or later, of ``sources`` (name to file and text)."""
+    graph = {}
+    for name, (file, text) in sources.items():
+        found = set()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+        found |= {module for module, _ in imports(file, text)}
+        found = {module for module in found if module in sources and module != name}
+        # An import from inside a package is none of its door: that runs first anyhow.
+        graph[name] = {module for module in found if not name.startswith(f"{module}.")}
+    return graph
+
+
+def circles(graph):
+    """The sets of modules that reach each other, sorted."""
+
+    def reached(start):
+        seen, todo = set(), [start]
+        while todo:
+            for module in graph[todo.pop()] - seen:
+                seen.add(module)
+                todo.append(module)
+        return seen
+
+    reach = {module: reached(module) for module in graph}
+    return sorted({tuple(sorted(b for b in reach[a] if a in reach[b])) for a in graph if a in reach[a]})
+
+
+def test_no_modules_import_each_other():
+    sources = {name: (path.relative_to(ROOT).as_posix(), path.read_text()) for name, path in modules()}
+    assert len(sources) > 100
+    assert not circles(import_graph(sources))
+
+
+def test_a_planted_circle_is_found():
+    sources = {
+        "pymoe.a": ("pymoe/a.py", "def f():\n    from pymoe import b\n"),
+        "pymoe.b": ("pymoe/b.py", "import pymoe.c\n"),
+        "pymoe.c": ("pymoe/c.py", "from pymoe.a import f\n"),
+        "pymoe.d": ("pymoe/d.py", "from pymoe.a import f\n"),
+    }
+    assert circles(import_graph(sources)) == [("pymoe.a", "pymoe.b", "pymoe.c")]
+
+
 @pytest.mark.parametrize(
     ("file", "line"),
     [
@@ -183,7 +242,7 @@ def test_a_planted_include_is_found(file, line):
         ("pymoe/testing/spec.py", "import hypothesis"),
         ("pymoe/runtime/pool.py", "from pymoe.pipe import Pipe"),
         ("pymoe/runtime/pool.py", "from pymoe.ops import dispatch"),
-        ("pymoe/runtime/mixture/gate.py", "from pymoe.pipe import Pipe"),
+        ("pymoe/mixture/gate.py", "from pymoe.pipe import Pipe"),
         ("pymoe/runtime/pool.py", "from pymoe.pipe.schedules import build"),
         ("pymoe/pipe/schedules/gpipe.py", "from pymoe.nn import MoE"),
         ("pymoe/pipe/schedules/png.py", "from matplotlib.figure import Figure"),

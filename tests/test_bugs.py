@@ -18,8 +18,8 @@ from limits import LONG
 from processes import in_child
 
 import pymoe
+from pymoe.autograd.leaf_hooks import keep_hooks_outside, within_call
 from pymoe.runtime import forked
-from pymoe.runtime.parallel.leaf_hooks import keep_hooks_outside, within_call
 
 
 def test_router_losses_of_a_load_whose_sum_passes_64_bits():

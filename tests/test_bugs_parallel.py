@@ -16,6 +16,8 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import pymoe
+from pymoe.autograd import isolated_graph
+from pymoe.parallel import EmulatedAutogradContext
 from pymoe.runtime import (
     map_with_parallel_backward,
     parallel_workers,
@@ -23,7 +25,6 @@ from pymoe.runtime import (
     run_isolated_backward,
     run_isolated_forward,
 )
-from pymoe.runtime.parallel import EmulatedAutogradContext, isolated
 
 
 def serial(func: Any, *args_per_call: Any) -> tuple[Any, ...]:
@@ -190,7 +191,7 @@ def test_nodes_of_a_call_keep_their_order_where_some_get_other_numbers() -> None
             steps.append(steps[-1] * 2)
         nodes: list[Any] = [step.grad_fn for step in steps]
         limit = nodes[9 - far]._sequence_nr()
-        isolated._put_behind(limit, [*nodes[::2], *nodes[1::2], nodes[0].next_functions[0][0]])
+        isolated_graph._put_behind(limit, [*nodes[::2], *nodes[1::2], nodes[0].next_functions[0][0]])
         numbers = [node._sequence_nr() for node in nodes]
         assert numbers == sorted(set(numbers))
         assert numbers[-1] < limit

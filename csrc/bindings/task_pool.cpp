@@ -348,7 +348,7 @@ PyMethodDef methods[] = {
      "    RuntimeError: the runtime was shut down, or the pool belongs to the parent of this process."},
     {"_statistics", statistics, METH_NOARGS,
      "_statistics(self: pymoe._runtime.TaskPool) -> dict[str, typing.Any]\n\n"
-     "The pool's counters, for pymoe.runtime.statistics."},
+     "The pool's counters, for pymoe.runtime.monitoring.statistics."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

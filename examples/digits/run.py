@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pymoe.runtime import BackendStats, MixtureOfExpertBackends, Runtime
-from pymoe.runtime.statistics import PoolStats
+from pymoe.runtime.monitoring.statistics import PoolStats
 
 from .model import Classifier, Digits, served_experts
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pymoe.runtime import Runtime
-from pymoe.runtime.statistics import PoolStats, StatsReader
+from pymoe.runtime.monitoring.statistics import PoolStats, StatsReader
 
 from .model import NextByte, Windows
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import pymoe
 from pymoe.runtime import ExpertBackend
-from pymoe.runtime.statistics import PoolStats
+from pymoe.runtime.monitoring.statistics import PoolStats
 
 from .clients import History
 from .model import NextByte, Windows

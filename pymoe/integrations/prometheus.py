@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pymoe.runtime.statistics import Bucket, PoolStats, StatsReader, pools_followed
+from pymoe.runtime.monitoring.statistics import Bucket, PoolStats, StatsReader, pools_followed
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

@@ -1,5 +1,6 @@
 """Pipelines: a model cut into stages, and micro-batches that travel through them."""
 
+import pymoe.autograd  # loads the native runtime  # noqa: F401
 from pymoe.pipe import balance, schedules, skip
 from pymoe.pipe.capture import CaptureError
 from pymoe.pipe.context import MicroBatch, is_checkpointing, is_recomputing, micro_batch

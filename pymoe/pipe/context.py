@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pymoe.runtime.left_to_python import left_to_python
+from pymoe.autograd.compiler_disable import compiler_disable
 
 __all__ = ["MicroBatch", "call_for", "in_pipeline", "is_checkpointing", "is_recomputing", "micro_batch", "running"]
 
@@ -43,7 +43,7 @@ _threads = 0  # that run pipelines now
 
 
 # torch.compile would take what a thread's variable holds for a constant, but looks at a number of the module each time.
-@left_to_python
+@compiler_disable
 def _of_this_thread() -> MicroBatch | None:
     return _thread.micro_batch
 

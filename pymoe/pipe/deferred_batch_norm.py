@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
+from pymoe.autograd.compiler_disable import compiler_disable
 from pymoe.pipe import context
-from pymoe.runtime.left_to_python import left_to_python
 
 __all__ = ["DeferredBatchNorm", "convert_deferred_batch_norm"]
 
@@ -121,7 +121,7 @@ class DeferredBatchNorm(_BatchNorm):
         return output, _Collected(rows, mean.double(), variance.double() * (rows - 1))
 
     # Each micro-batch has another index, and would be compiled anew.
-    @left_to_python
+    @compiler_disable
     def _collect(self, forward: context.MicroBatch, statistics: _Collected) -> None:
         stage = self.__dict__.setdefault("_unfinished", {}).setdefault(forward.stage, _Stage())
         call = stage.next_call(forward)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import nn
 
+from pymoe.autograd.compiler_disable import compiler_disable
+from pymoe.autograd.isolated_graph import functorch_is_active, graphs_are_made
 from pymoe.pipe.advice import warn_of_no_gain
 from pymoe.pipe.deferred_batch_norm import convert_deferred_batch_norm
 from pymoe.pipe.devices import refuse_moves
@@ -24,9 +26,6 @@ from pymoe.pipe.sequential import SequentialModel
 from pymoe.pipe.staged import StagedModel
 from pymoe.pipe.traced.trace import SplitPolicy
 from pymoe.pipe.traced.tracing import pipeline
-from pymoe.runtime.left_to_python import left_to_python
-from pymoe.runtime.parallel.isolated import graphs_are_made
-from pymoe.runtime.parallel.together import functorch_is_active
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -205,7 +204,7 @@ class Pipe(Inspection):
             for kind in HOOKS:
                 self.__dict__[kind] = module.__dict__[kind]
 
-    @left_to_python
+    @compiler_disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, from which ``loss.backward()`` can start.
 
@@ -238,7 +237,7 @@ class Pipe(Inspection):
         )
         return self.staged.output(outputs, micro_batches.weights)
 
-    @left_to_python
+    @compiler_disable
     def step(
         self,
         *inputs: Any,

@@ -5,20 +5,21 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import pymoe.runtime.native  # says what to do where the native runtime is missing, before others ask for it  # noqa: F401
+import pymoe.autograd  # loads the native runtime  # noqa: F401
 from pymoe.runtime.backend import ExpertBackend
 from pymoe.runtime.batch_tensor_proto import DUMMY_BATCH_SIZE, BatchTensorProto
 from pymoe.runtime.client import ExpertClient
 from pymoe.runtime.future import Future
 from pymoe.runtime.gradients import NonFiniteGradientError
+from pymoe.runtime.monitoring.statistics import PoolStats, StatsReader
 from pymoe.runtime.nested import nested_compare, nested_flatten, nested_map, nested_pack
 from pymoe.runtime.runtime import Runtime, TesseractRuntime
 from pymoe.runtime.task_pool import QueueFull, TaskPool
 from pymoe.runtime.waiting import as_completed, wait
 
 if TYPE_CHECKING:
-    from pymoe.runtime.mixture import BackendStats, MixtureOfExpertBackends, PassStats, TooFewAnswersError
-    from pymoe.runtime.parallel import (
+    from pymoe.mixture import BackendStats, MixtureOfExpertBackends, PassStats, TooFewAnswersError
+    from pymoe.parallel import (
         BackgroundFuture,
         EmulatedAutogradContext,
         IsolatedContext,
@@ -44,8 +45,10 @@ __all__ = [
     "MixtureOfExpertBackends",
     "NonFiniteGradientError",
     "PassStats",
+    "PoolStats",
     "QueueFull",
     "Runtime",
+    "StatsReader",
     "TaskPool",
     "TesseractRuntime",
     "TooFewAnswersError",
@@ -64,10 +67,10 @@ __all__ = [
     "wait",
 ]
 
-# What not every program needs is imported when somebody asks for it.
-_LAZY = {
-    "mixture": ("BackendStats", "MixtureOfExpertBackends", "PassStats", "TooFewAnswersError"),
-    "parallel": (
+# Names of packages that stand beside or above this one, which programs also import from here; found when asked for.
+_ELSEWHERE = {
+    "pymoe.mixture": ("BackendStats", "MixtureOfExpertBackends", "PassStats", "TooFewAnswersError"),
+    "pymoe.parallel": (
         "BackgroundFuture",
         "EmulatedAutogradContext",
         "IsolatedContext",
@@ -83,9 +86,9 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _LAZY.items():
+    for package, names in _ELSEWHERE.items():
         if name in names:
-            value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+            value = globals()[name] = getattr(importlib.import_module(package), name)
             return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pymoe.autograd.plain_state import in_plain_state
 from pymoe.runtime.backend_state import BackendState, look_again
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 from pymoe.runtime.differentiate import as_leaf, clear_gradients, differentiate, warm_up_autograd
@@ -21,7 +22,6 @@ from pymoe.runtime.placement import Placement
 from pymoe.runtime.schema import infer_outputs_schema, keep_buffers, tensor_protos, to_schema
 from pymoe.runtime.signature import Signature
 from pymoe.runtime.task_pool import TaskPool
-from pymoe.runtime.thread_state import in_plain_state
 
 _MAY_RETRY = "pymoe_may_retry"  # set on exceptions of the backward pass; pools that isolate look at it too
 

@@ -10,15 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from pymoe.autograd.gradient_sums import add_gradients
+
 REDUCTIONS = ("sum", "mean")
 NONFINITE = ("raise", "skip", "step")
 
 logger = logging.getLogger("pymoe.runtime")
-
-
-def add_gradients(one: Tensor, other: Tensor) -> Tensor:
-    """``one + other``, of which either may be sparse; as autograd adds them. torch adds sparse to dense alone."""
-    return other + one if one.is_sparse and not other.is_sparse else one + other
 
 
 class NonFiniteGradientError(FloatingPointError):

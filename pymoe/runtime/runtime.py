@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pymoe import _runtime
-from pymoe.runtime.forked import renew_engine
-from pymoe.runtime.observe import Observers
-from pymoe.runtime.statistics import PoolStats, ServedPools, StatsReader
+from pymoe.autograd.fork import renew_engine
+from pymoe.runtime.monitoring.observers import Observers
+from pymoe.runtime.monitoring.statistics import PoolStats, ServedPools, StatsReader
 from pymoe.runtime.task_pool import TaskPool
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Runtime(_runtime.Runtime):
         stats_interval: seconds between lines of statistics in the log ``pymoe.runtime``, one for each pool that had
             anything to do; None writes none.
         monitor: whether ``python -m pymoe.runtime.top`` in another terminal may look at the pools: True, or a folder
-            for the socket (see :mod:`pymoe.runtime.monitor`); None does what the environment variable
+            for the socket (see :mod:`pymoe.runtime.monitoring.socket_server`); None does what the environment variable
             ``PYMOE_MONITOR`` says, and without it nothing.
         expert_backends: hivemind's name of ``backends_or_pools``.
         prefetch_batches: hivemind's, of no effect: there is no queue of batches between pools and workers.

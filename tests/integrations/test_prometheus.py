@@ -9,7 +9,7 @@ import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "runtime" / "monitoring"))
 
 import counted
 

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from pymoe.autograd import random_streams
 from pymoe.pipe.schedules import build
 from pymoe.pipe.skip import pop, skippable, stash
-from pymoe.runtime.parallel import random_streams
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zero-bubble-greedy")
 CHECKPOINT = ("never", "except_last", "always")

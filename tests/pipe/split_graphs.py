@@ -5,8 +5,8 @@ from collections import Counter
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pymoe.autograd.isolated_graph import differentiate, edge_of, find_leaves
 from pymoe.pipe.split_backward import SplitBackward
-from pymoe.runtime.parallel.isolated import differentiate, edge_of, find_leaves
 
 _NAMES = "mm addmm bmm convolution embedding_dense_backward _prelu_kernel_backward"
 WORK = frozenset([f"aten.{name}" for name in _NAMES.split()])

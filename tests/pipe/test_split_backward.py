@@ -6,8 +6,8 @@ from split_graphs import Case, Halves, InParts, Scaled, begin, calls
 from torch import nn
 from torch.nn import functional as F
 
+from pymoe.autograd.isolated_graph import edge_of
 from pymoe.pipe.split_backward import SplitBackward
-from pymoe.runtime.parallel.isolated import edge_of
 
 pytestmark = pytest.mark.usefixtures("doubles")
 

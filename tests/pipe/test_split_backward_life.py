@@ -13,9 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from pymoe.autograd.isolated_graph import edge_of
+from pymoe.parallel import map_with_parallel_backward
 from pymoe.pipe.split_backward import SplitBackward, put_off
-from pymoe.runtime.parallel import map_with_parallel_backward
-from pymoe.runtime.parallel.isolated import edge_of
 
 pytestmark = pytest.mark.usefixtures("doubles")
 

@@ -14,7 +14,7 @@ from mixtures import LONG, Stuck, scaled
 from torch import Tensor
 
 from pymoe.runtime import Runtime, TaskPool, top
-from pymoe.runtime.statistics import StatsReader, pools_followed
+from pymoe.runtime.monitoring.statistics import StatsReader, pools_followed
 
 ONE = torch.ones(1)
 

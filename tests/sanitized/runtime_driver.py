@@ -31,7 +31,7 @@ def load(path):
 
 
 load(sys.argv[1])
-for folder in ("runtime/parallel", "pipe"):
+for folder in ("parallel", "pipe"):
     sys.path.insert(0, str(Path(__file__).parents[1] / folder))
 
 from flaky import CHUNKS, Faults, Planted, expected_grads, grads_of, model, run_step  # noqa: E402

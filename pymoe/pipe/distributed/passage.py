@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from pymoe.autograd.isolated_graph import differentiate, edge_of, find_leaves
+from pymoe.autograd.random_streams import Stream
+from pymoe.autograd.thread_state import current
 from pymoe.pipe.context import MicroBatch, in_pipeline
 from pymoe.pipe.distributed.exchange import Exchange
 from pymoe.pipe.distributed.message import Key, Message, Subject
@@ -22,9 +25,6 @@ from pymoe.pipe.execution.run import Inputs
 from pymoe.pipe.execution.tangents import have_tangents
 from pymoe.pipe.execution.values import Crossing, Origin, Sent, arrive, pack, unpack
 from pymoe.pipe.stages import INPUT, Source
-from pymoe.runtime.parallel.isolated import differentiate, edge_of, find_leaves
-from pymoe.runtime.parallel.random_streams import Stream
-from pymoe.runtime.parallel.state import current
 
 __all__ = ["Passage"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from pymoe.runtime.parallel.random_streams import Source, draw
+from pymoe.autograd.random_streams import Source, draw
 
 __all__ = ["SharedSource", "base_of_this_process", "move_on"]
 

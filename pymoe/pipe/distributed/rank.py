@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pymoe.autograd import random_streams
+from pymoe.autograd.gradient_sums import add_gradients
 from pymoe.pipe.distributed.exchange import Exchange
 from pymoe.pipe.distributed.message import Key, Message, Subject
 from pymoe.pipe.distributed.passage import Passage
@@ -26,8 +28,6 @@ from pymoe.pipe.execution.turns import turns_of
 from pymoe.pipe.staged import StagedModel
 from pymoe.pipe.stages import Pipeline
 from pymoe.pipe.traced.stage_module import StageModule
-from pymoe.runtime.gradients import add_gradients
-from pymoe.runtime.parallel import random_streams
 
 __all__ = ["Rank", "rank_of_pipe"]
 

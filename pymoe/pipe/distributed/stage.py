@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.utils import _pytree
 
+from pymoe.autograd.isolated_graph import graphs_are_made
 from pymoe.pipe.devices import usable_device
 from pymoe.pipe.distributed.passage import Passage
 from pymoe.pipe.distributed.rank import Rank, rank_of_pipe
-from pymoe.runtime.parallel.isolated import graphs_are_made
 
 __all__ = ["RankStage", "build_stage"]
 

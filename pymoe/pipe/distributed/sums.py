@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from pymoe.autograd.gradient_sums import add_gradients
 from pymoe.pipe.execution.leaf_sums import LeafSums
-from pymoe.runtime.gradients import add_gradients
 
 __all__ = ["Sums"]
 

@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from pymoe.autograd.isolated_graph import differentiate
+from pymoe.autograd.random_streams import Stream, with_stream
+from pymoe.autograd.thread_state import ThreadState, in_state
 from pymoe.pipe.context import MicroBatch, call_for
 from pymoe.pipe.execution.checkpoint import Checkpoints, Recipe
 from pymoe.pipe.execution.graph import Graph
@@ -16,9 +19,6 @@ from pymoe.pipe.execution.leaf_sums import LeafSums
 from pymoe.pipe.execution.values import Crossing, Origin, Sent, arrive, is_fixed, pack, unpack
 from pymoe.pipe.split_backward import SplitBackward
 from pymoe.pipe.stages import Stage
-from pymoe.runtime.parallel.isolated import differentiate
-from pymoe.runtime.parallel.random_streams import Stream, with_stream
-from pymoe.runtime.parallel.state import ThreadState, in_state
 
 __all__ = ["Activation"]
 

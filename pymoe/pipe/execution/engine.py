@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pymoe.autograd import random_streams
 from pymoe.pipe.execution.checkpoint import Checkpoints
 from pymoe.pipe.execution.plan import Plan, Timed
 from pymoe.pipe.execution.run import OnOutput, Run
@@ -14,7 +15,6 @@ from pymoe.pipe.loss import LossFunction, Structure, holds_no_tensors, with_loss
 from pymoe.pipe.micro_batches import MicroBatches
 from pymoe.pipe.schedules import Kind, Record, Schedule, as_run, build
 from pymoe.pipe.stages import Pipeline
-from pymoe.runtime.parallel import random_streams
 
 __all__ = ["ALL", "BACKWARD", "FORWARD", "Engine"]
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
+from pymoe.autograd.compiled_nodes import are_compiled
+from pymoe.autograd.isolated_graph import apply_directly, edge_of, find_leaves_and_nodes
+from pymoe.autograd.random_streams import Stream
 from pymoe.pipe.execution.values import Crossing, Origin, Sent, arrive, is_fixed, pack, unpack
-from pymoe.runtime.parallel.compiled import are_compiled
-from pymoe.runtime.parallel.isolated import apply_directly, edge_of, find_leaves_and_nodes
-from pymoe.runtime.parallel.random_streams import Stream
 
 __all__ = ["Graph"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from pymoe.runtime.gradients import add_gradients
+from pymoe.autograd.gradient_sums import add_gradients
 
 __all__ = ["LeafSums", "over_stages"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pymoe.runtime.parallel.isolated import SECOND_BACKWARD, apply_directly, once_only
+from pymoe.autograd.isolated_graph import SECOND_BACKWARD, apply_directly, once_only
 
 __all__ = ["accumulate", "attach", "end_history"]
 

@@ -8,6 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from pymoe.autograd.random_streams import Source as RandomSource
+from pymoe.autograd.random_streams import Stream, with_stream
+from pymoe.autograd.thread_state import current
 from pymoe.pipe.context import MicroBatch, in_pipeline
 from pymoe.pipe.execution.activation import Activation
 from pymoe.pipe.execution.checkpoint import Checkpoints
@@ -16,9 +19,6 @@ from pymoe.pipe.execution.values import Crossing, Origin, Sent, is_fixed, pack
 from pymoe.pipe.micro_batches import MicroBatches
 from pymoe.pipe.schedules.action import Action, Kind
 from pymoe.pipe.stages import INPUT, Pipeline, Source
-from pymoe.runtime.parallel.random_streams import Source as RandomSource
-from pymoe.runtime.parallel.random_streams import Stream, with_stream
-from pymoe.runtime.parallel.state import current
 
 __all__ = ["Inputs", "Run"]
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils import _pytree
 
+from pymoe.autograd.isolated_graph import has_tangent
 from pymoe.pipe.micro_batches import Whole
-from pymoe.runtime.parallel.isolated import has_tangent
 
 __all__ = ["have_tangents"]
 

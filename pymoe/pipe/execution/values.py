@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from pymoe.runtime.gradients import add_gradients
+from pymoe.autograd.gradient_sums import add_gradients
 
 __all__ = ["Crossing", "Origin", "Sent", "arrive", "is_fixed", "pack", "unpack", "version_of"]
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from pymoe._errors import describe_error
 from pymoe._runtime import Future, LaneRun, Profiled, WorkerPool
+from pymoe.autograd.fork import renew_engine
+from pymoe.autograd.thread_state import ThreadState, current, in_state
 from pymoe.pipe.execution.plan import Plan, Timed
 from pymoe.pipe.execution.worth import Alone
 from pymoe.pipe.schedules.action import Action, Kind
-from pymoe.runtime.forked import renew_engine
-from pymoe.runtime.parallel.state import ThreadState, current, in_state
-from pymoe.runtime.text import described
 
 __all__ = ["Workers"]
 
@@ -203,7 +203,7 @@ class _Work:
                 self._error = error
                 note = _place(action)
             else:
-                note = f"{_place(action)} failed, too: {described(error)}"
+                note = f"{_place(action)} failed, too: {describe_error(error)}"
             if action is not None and hasattr(self._error, "add_note"):  # Python 3.11
                 self._error.add_note(note)
         if self._run is not None:

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from pymoe.autograd.isolated_graph import _run_backward, apply_directly
 from pymoe.pipe.split_backward.graph_cut import PutOff
-from pymoe.runtime.parallel.isolated import _run_backward, apply_directly
 
 __all__ = ["Recorder", "can_not_put_off", "can_put_off", "free_saved_tensors"]
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from pymoe.autograd.compiled_nodes import has_compiled_nodes
+from pymoe.autograd.isolated_graph import differentiate
 from pymoe.pipe.split_backward.graph_cut import cut_graph
 from pymoe.pipe.split_backward.put_off import Recorder, can_not_put_off, can_put_off, free_saved_tensors
-from pymoe.runtime.parallel.compiled import has_compiled_nodes
-from pymoe.runtime.parallel.isolated import differentiate
 
 __all__ = ["SplitBackward"]
 

@@ -11,8 +11,8 @@ from model_zoo import CASES
 from torch.utils import _pytree
 
 import pymoe
+from pymoe.autograd import random_streams
 from pymoe.nn import set_aux_loss_scale, update_expert_biases
-from pymoe.runtime.parallel import random_streams
 
 TOLERANCE = 1e-12
 STEPS = 20

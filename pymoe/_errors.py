@@ -1,0 +1,11 @@
+"""How errors are shown in logs and in notes on other errors."""
+
+from __future__ import annotations
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an exception's type and message in one line, or the type alone where printing the message fails."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__

@@ -1,0 +1,253 @@
+"""A call runs in the state of the thread that asked for it, whichever thread runs it.
+
+The opposite twin of ``pymoe.autograd.plain_state``, which hides from a batch what a client has switched on. torch keeps
+this state by thread and offers no public way to take it to another, so each part is carried by hand:
+
+- grad mode, inference mode, forward-mode gradients, multithreading and view replay of autograd;
+- autocast: for the CPU and the accelerator whether it is on and its dtype, and whether casts are cached; and the level
+  of autocast blocks (:func:`autocast_level`), at whose end torch clears the cache of casts;
+- function modes (``torch.device`` and ``torch.set_default_device`` among them), whether functions of tensor subclasses
+  are looked at (``DisableTorchFunction``), dispatch modes;
+- hooks on saved tensors, and that they are forbidden;
+- the current CUDA device, and the current stream of every CUDA device: work of all calls is queued on the streams of
+  the thread that asked, so it comes after what that has queued, and before what it will.
+
+Context variables are carried by ``contextvars``, the profiler by ``pymoe._runtime.ProfilerState``. The default dtype,
+anomaly mode, deterministic algorithms and the number of threads belong to the whole process; there is nothing to carry.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.utils import _python_dispatch
+
+from pymoe.autograd.plain_state import autocast_devices
+
+Result = TypeVar("Result")
+
+_C: Any = torch._C
+_autograd: Any = torch._C._autograd
+_is_inference_mode = torch.is_inference_mode_enabled
+_is_grad_enabled = torch.is_grad_enabled
+_is_forward_grad_enabled = _C._is_fwd_grad_enabled
+_is_multithreading_enabled = _C._is_multithreading_enabled
+_is_view_replay_enabled = _C._is_view_replay_enabled
+_is_autocast_cache_enabled = torch.is_autocast_cache_enabled
+_is_any_autocast_enabled = _C._is_any_autocast_enabled
+_is_autocast_enabled = torch.is_autocast_enabled
+_get_autocast_dtype = torch.get_autocast_dtype
+_looks_at_all_functions = _C._is_torch_function_enabled
+_looks_at_no_function = _C._is_torch_function_all_disabled
+_count_function_modes = _C._len_torch_function_stack
+_count_dispatch_modes = _C._len_torch_dispatch_stack
+_default_device = torch._GLOBAL_DEVICE_CONTEXT
+_top_hooks = _autograd._top_saved_tensors_default_hooks
+_hooks_forbidden = _autograd._saved_tensors_hooks_get_disabled_error_message
+_cuda_is_initialized = torch.cuda.is_initialized
+
+
+class ThreadState(NamedTuple):
+    """What :func:`current` found. Two are equal if a call could not tell them apart."""
+
+    inference: bool
+    grad: bool
+    forward_grad: bool
+    multithreading: bool
+    view_replay: bool
+    autocast_cache: bool
+    autocast: tuple[bool, ...]  # per device of autocast_devices(); empty: none has it
+    autocast_dtypes: tuple[torch.dtype, ...]
+    all_functions: bool  # of tensor subclasses and modes are looked at
+    no_function: bool  # not even those of modes
+    function_modes: tuple[Any, ...]  # outermost first
+    default_device: Any
+    dispatch_modes: tuple[Any, ...]
+    saved_tensor_hooks: tuple[Any, Any] | None  # the innermost, the only one that torch looks at
+    hooks_forbidden: str | None
+    cuda: tuple[int, tuple[Any, ...]] | None  # the current device, and each device's stream
+
+
+def current() -> ThreadState:
+    """The state of this thread. Every call asks, so the questions are put to torch in the shortest way."""
+    devices = autocast_devices()
+    found = (
+        _is_inference_mode(),
+        _is_grad_enabled(),
+        _is_forward_grad_enabled(),
+        _is_multithreading_enabled(),
+        _is_view_replay_enabled(),
+        _is_autocast_cache_enabled(),
+        tuple([_is_autocast_enabled(device) for device in devices]) if _is_any_autocast_enabled() else (),
+        tuple([_get_autocast_dtype(device) for device in devices]),
+        _looks_at_all_functions(),
+        _looks_at_no_function(),
+        _function_modes() if _count_function_modes() else (),
+        _default_device.__dict__.get("device_context"),
+        tuple(_python_dispatch._get_current_dispatch_mode_stack()) if _count_dispatch_modes() else (),
+        _top_hooks(True),
+        _hooks_forbidden(),
+        _cuda() if _cuda_is_initialized() else None,
+    )
+    return tuple.__new__(ThreadState, found)
+
+
+def _cuda() -> tuple[int, tuple[Any, ...]]:
+    return torch.cuda.current_device(), tuple(map(torch.cuda.current_stream, range(torch.cuda.device_count())))
+
+
+class _Known(threading.local):
+    state: ThreadState | None = None
+
+
+_known = _Known()
+
+
+def known_state() -> ThreadState | None:
+    """The state of this thread if it was looked at and cannot have changed since."""
+    return _known.state
+
+
+def know_state(state: ThreadState | None) -> None:
+    """Spare :func:`in_state` a look at this thread, until None is known again: nothing else may change its state."""
+    _known.state = state
+
+
+@contextmanager
+def autocast_level(level: int, clears: bool = True) -> Iterator[None]:
+    """With this thread ``level`` autocast blocks deep, whatever it was before; its own depth is put back.
+
+    The cache of casts is the whole process's and holds what parameters were when they were cast. torch clears it
+    where the outermost autocast block of a thread ends, so that nothing old is left when the parameters have changed.
+    Setting autocast's flags alone enters no block: what is cast then stays until some other block ends.
+
+    Args:
+        level: 0 for code that is in no block: those that it enters then are outermost ones.
+        clears: clear the cache at the end; False where another thread is in the block all the while, and will.
+    """
+    before = _set_autocast_level(level)
+    try:
+        yield
+    finally:
+        _set_autocast_level(before)
+        if clears and level > 0:
+            torch.clear_autocast_cache()
+
+
+def _set_autocast_level(level: int) -> int:
+    """Returns what it was."""
+    before = now = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    while now < level:
+        now = torch.autocast_increment_nesting()
+    while now > level:
+        now = torch.autocast_decrement_nesting()
+    return before
+
+
+def in_state(state: ThreadState, function: Callable[..., Result], *args: Any, clears: bool = True) -> Result:
+    """``function(*args)`` in ``state``; this thread's own is put back, also where the function has left traces.
+
+    Where ``state`` has autocast and this thread has not, the function runs in an autocast block of its own; for
+    ``clears`` see :func:`autocast_level`.
+    """
+    known = _known.state
+    before = known or current()
+    _known.state = None
+    undo: list[Callable[[], object]] = []
+    try:
+        if before != state:
+            change(before, state, undo)
+            if before.autocast != state.autocast:
+                with autocast_level(1 if state.autocast else 0, clears):
+                    return function(*args)
+        return function(*args)
+    finally:
+        # Last in, first out: the guard of inference mode brings its own ideas of grad mode back.
+        while undo:
+            undo.pop()()
+        after = current()
+        if after != before:
+            change(after, before, [])
+        _known.state = known
+
+
+def change(before: ThreadState, after: ThreadState, undo: list[Callable[[], object]]) -> None:
+    """From one state to the other; ``undo`` takes what must be called to leave it, and need not be for the rest."""
+    if before.inference != after.inference:
+        guard = _C._InferenceMode(after.inference)
+        guard.__enter__()
+        undo.append(functools.partial(guard.__exit__, None, None, None))
+        before = current()
+    if before.grad != after.grad:
+        _C._set_grad_enabled(after.grad)
+    if before.forward_grad != after.forward_grad:
+        _C._set_fwd_grad_enabled(after.forward_grad)
+    if before.multithreading != after.multithreading:
+        _C._set_multithreading_enabled(after.multithreading)
+    if before.view_replay != after.view_replay:
+        _C._set_view_replay_enabled(after.view_replay)
+    if before.autocast_cache != after.autocast_cache:
+        torch.set_autocast_cache_enabled(after.autocast_cache)
+    if before.autocast != after.autocast or before.autocast_dtypes != after.autocast_dtypes:
+        devices = autocast_devices()
+        for type_, enabled, dtype in zip(
+            devices, after.autocast or (False,) * len(devices), after.autocast_dtypes, strict=True
+        ):
+            torch.set_autocast_enabled(type_, enabled)
+            torch.set_autocast_dtype(type_, dtype)
+    _change_modes(before, after)
+    if before.hooks_forbidden != after.hooks_forbidden:
+        _autograd._saved_tensors_hooks_enable()
+    if before.saved_tensor_hooks != after.saved_tensor_hooks:
+        _change_hooks(after.saved_tensor_hooks, undo)
+    if before.hooks_forbidden != after.hooks_forbidden and after.hooks_forbidden is not None:
+        _autograd._saved_tensors_hooks_disable(after.hooks_forbidden, False)
+    if before.cuda != after.cuda and after.cuda is not None:
+        for stream in after.cuda[1]:
+            torch.cuda.set_stream(stream)  # this changes the current device, too
+        torch.cuda.set_device(after.cuda[0])
+
+
+def _function_modes() -> tuple[Any, ...]:
+    return tuple(_C._get_function_stack_at(i) for i in range(_C._len_torch_function_stack()))
+
+
+def _change_modes(before: ThreadState, after: ThreadState) -> None:
+    if before.function_modes != after.function_modes:
+        while _C._len_torch_function_stack():
+            _C._pop_torch_function_stack()
+        for mode in after.function_modes:
+            _C._push_on_torch_function_stack(mode)
+    if (before.all_functions, before.no_function) != (after.all_functions, after.no_function):
+        states = _C._TorchFunctionState
+        _C._set_torch_function_state(
+            states.ENABLED
+            if after.all_functions
+            else states.ALL_DISABLED
+            if after.no_function
+            else states.SUBCLASSES_DISABLED
+        )
+    if before.default_device is not after.default_device:
+        torch._GLOBAL_DEVICE_CONTEXT.device_context = after.default_device
+    if before.dispatch_modes != after.dispatch_modes:
+        for mode in reversed(before.dispatch_modes):
+            _python_dispatch._pop_mode(getattr(mode, "_mode_key", None))
+        for mode in after.dispatch_modes:
+            _python_dispatch._push_mode(mode)
+
+
+def _change_hooks(hooks: tuple[Any, Any] | None, undo: list[Callable[[], object]]) -> None:
+    """Push the hooks; to have none, take away those that are there."""
+    if hooks is not None:
+        _autograd._push_saved_tensors_default_hooks(*hooks)
+        undo.append(_autograd._pop_saved_tensors_default_hooks)
+        return
+    while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+        _autograd._pop_saved_tensors_default_hooks()
+        undo.append(functools.partial(_autograd._push_saved_tensors_default_hooks, *top))

@@ -1,0 +1,108 @@
+"""``run_in_background``: a function on the shared workers, and a future of what it comes to."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from pymoe.autograd import random_streams
+from pymoe.autograd.thread_state import current, in_state
+from pymoe.parallel.saved_tensors import depend_on_order
+from pymoe.parallel.workers import shared_pool
+
+Result = TypeVar("Result")
+
+
+class BackgroundFuture(concurrent.futures.Future, Generic[Result]):
+    """A ``concurrent.futures.Future`` whose function runs on the thread that waits, if it has not started by then.
+
+    So functions may wait for functions, however few workers there are. Waiting with a timeout does not help, since the
+    function may take longer.
+    """
+
+    def __init__(self, function: Callable[[], Result]) -> None:
+        super().__init__()
+        self._function: Callable[[], Result] | None = function
+        self._claim = threading.Lock()
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Wait for the function and return its result, or raise what it raised.
+
+        Args:
+            timeout: seconds to wait at most; None waits as long as it takes, and runs the function if nobody does.
+
+        Raises:
+            TimeoutError: it has not ended in time.
+            concurrent.futures.CancelledError: it was cancelled before it had started.
+        """
+        if timeout is None:
+            self._run()
+        try:
+            return super().result(timeout)
+        finally:
+            del self  # or the error's frames would keep the future that keeps the error
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait as :meth:`result` does, and return what the function raised, or None."""
+        if timeout is None:
+            self._run()
+        return super().exception(timeout)
+
+    def _run(self) -> None:
+        """Run the function here, unless somebody has claimed it."""
+        if not self._claim.acquire(blocking=False):
+            return
+        function, self._function = self._function, None
+        if function is None or not self.set_running_or_notify_cancel():
+            return
+        try:
+            result = function()
+        except BaseException as error:
+            self.set_exception(error)
+            del self  # or the error's frames would keep the future that keeps the error
+        else:
+            self.set_result(result)
+
+
+def run_in_background(func: Callable[..., Result], /, *args: Any, **kwargs: Any) -> BackgroundFuture[Result]:
+    """Run ``func(*args, **kwargs)`` on one of the workers of :func:`map_with_parallel_backward`.
+
+    It runs in the state that this thread has now: grad mode, inference mode, autocast, default device, function and
+    dispatch modes, saved-tensor hooks, context variables, CUDA device and stream. (Hooks and modes are asked on the
+    thread that runs it, beside whatever else asks them.) It draws random numbers from a stream of its own, which is
+    made from the next number of this thread's generator: what it draws depends on the seed and on how many numbers were
+    drawn before, not on the threads.
+
+    Returns:
+        A ``concurrent.futures.Future``, for ``concurrent.futures.wait`` and ``as_completed``, too. ``result()`` without
+        a timeout runs the function itself if no worker has started it, so that functions may wait for functions.
+
+    Raises:
+        TypeError: ``func`` cannot be called.
+        RuntimeError: the interpreter is exiting, or ``torch.utils.checkpoint`` is around this call.
+    """
+    if not callable(func):
+        raise TypeError(f"run_in_background: func must be callable, got {type(func).__name__}")
+    random_streams.install()
+    state, context = current(), contextvars.copy_context()
+    if depend_on_order(state.saved_tensor_hooks):
+        raise RuntimeError(
+            "run_in_background: torch.utils.checkpoint cannot be around a call in the background, since it tells saved "
+            "tensors apart by the order in which they are saved; checkpoint within the function, or use "
+            "map_with_parallel_backward, whose calls save in a fixed order"
+        )
+    stream = random_streams.Source(eager=True).stream(0)
+
+    def call() -> Result:
+        return context.run(in_state, state, random_streams.with_stream, stream, _call, func, args, kwargs)
+
+    future = BackgroundFuture(call)
+    shared_pool().submit(future._run)
+    return future
+
+
+def _call(func: Callable[..., Result], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
+    return func(*args, **kwargs)

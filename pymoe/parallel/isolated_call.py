@@ -1,0 +1,144 @@
+"""One isolated call by itself: its forward pass now, its backward pass whenever and wherever it is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+from pymoe.autograd.gradient_sums import add_gradients
+from pymoe.autograd.isolated_graph import (
+    SECOND_BACKWARD,
+    IsolatedCall,
+    as_function,
+    graphs_are_made,
+    isolate,
+    map_outputs,
+    trace,
+)
+
+
+class IsolatedContext:
+    """What :func:`run_isolated_forward` remembers for :func:`run_isolated_backward`.
+
+    Attributes:
+        leaves: the leaves that the call has reached without being given them (parameters, say).
+        leaf_gradients: after the backward pass their gradients, None where there is none.
+    """
+
+    __slots__ = ("_arguments", "_call", "_numbers", "_shapes", "leaf_gradients", "leaves")
+
+    @property
+    def saved_tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """What ``ctx.save_for_backward`` was given, if ``func`` is an ``autograd.Function`` and its graph is there."""
+        roots = () if self._call is None else self._call.roots
+        nodes: list[Any] = [root.node for root in roots if isinstance(root.node, torch._C._FunctionBase)]
+        return nodes[0].saved_tensors if nodes else ()
+
+    def __init__(
+        self, arguments: int, call: IsolatedCall | None, outputs: list[Any], fresh: list[torch.Tensor]
+    ) -> None:
+        numbers = {id(output): number for number, output in enumerate(fresh)}
+        self._arguments = arguments
+        self._call = call
+        self._numbers = [numbers.get(id(output)) for output in outputs]  # which root of the graph each output is
+        self._shapes = [tuple(output.shape) for output in fresh]
+        self.leaves: tuple[torch.Tensor, ...] = () if call is None else tuple(call.leaves)
+        self.leaf_gradients: tuple[torch.Tensor | None, ...] = (None,) * len(self.leaves)
+
+
+EmulatedAutogradContext = IsolatedContext  # its name in older code
+
+
+def run_isolated_forward(func: Any, *args: Any) -> tuple[IsolatedContext, tuple[Any, ...]]:
+    """Run ``func(*args)`` on this thread, in an autograd graph of its own.
+
+    The graph is nobody else's, so backward passes of several such calls may run at once, on any threads (PyTorch's
+    engine runs those of one graph one after the other). Edits of an argument between the passes are noticed as ever.
+
+    Args:
+        func: an ``autograd.Function`` class or its ``apply``, an ``nn.Module`` or any other callable.
+        args: its arguments: tensors of any shape and dtype, and anything else. Those that require gradients now get
+            theirs from :func:`run_isolated_backward`.
+
+    Returns:
+        The context for :func:`run_isolated_backward`, and the tuple of outputs: a tuple or list that ``func`` returns,
+        as a tuple; anything else as a tuple of one. Outputs have no history and require no gradients.
+
+    Raises:
+        TypeError: ``func`` cannot be called. What ``func`` raises passes.
+    """
+    graphs = graphs_are_made()
+    (call,) = isolate(as_function(func), [args], graphs, share=False)
+    call.run()
+    if not graphs:
+        return IsolatedContext(len(args), None, _pytree.tree_leaves(call.outputs), []), call.outputs
+    (fresh,) = trace([call], hand_through=False)
+    context = IsolatedContext(len(args), call, _pytree.tree_leaves(call.outputs), fresh)
+    detached = {id(output): output.detach() for output in fresh}
+    outputs = map_outputs(lambda output: detached.get(id(output), output), call.outputs)
+    call.outputs = ()
+    call.forget_arguments()
+    return context, outputs
+
+
+def run_isolated_backward(
+    context: IsolatedContext, *grad_outputs: Any, retain_graph: bool = False
+) -> tuple[torch.Tensor | None, ...]:
+    """The backward pass of a call of :func:`run_isolated_forward`, on this thread. Accumulates nothing.
+
+    Args:
+        context: the call's.
+        grad_outputs: one for every output, of its shape, or None; for an output that is a container a container of the
+            same structure. Gradients for outputs that have none are ignored.
+        retain_graph: keep the graph for another backward pass.
+
+    Returns:
+        A gradient for every argument; None for one that requires none, is no tensor, or has no influence. Those of
+        ``context.leaves`` are then in ``context.leaf_gradients``.
+
+    Raises:
+        TypeError: ``context`` is no such context.
+        ValueError: the gradients are not as many as the outputs, or not of their shapes.
+        RuntimeError: a second backward pass without ``retain_graph`` in the first; a saved tensor has been edited.
+    """
+    if not isinstance(context, IsolatedContext):
+        if grad_outputs and isinstance(grad_outputs[0], IsolatedContext):
+            raise TypeError(
+                "run_isolated_backward: the function is not asked for: expected (context, *grad_outputs), got "
+                "(func, context, *grad_outputs)"
+            )
+        raise TypeError(
+            "run_isolated_backward: context must be the IsolatedContext that run_isolated_forward has returned, got "
+            f"{type(context).__name__}"
+        )
+    flat = _pytree.tree_leaves(grad_outputs)
+    if len(flat) != len(context._numbers):
+        raise ValueError(
+            f"run_isolated_backward: the call has {len(context._numbers)} outputs, got {len(flat)} gradients"
+        )
+    gradients: list[torch.Tensor | None] = [None] * context._arguments
+    call = context._call
+    if call is None:
+        if any(number is not None for number in context._numbers):
+            raise RuntimeError(SECOND_BACKWARD)
+        return tuple(gradients)
+    roots: list[torch.Tensor | None] = [None] * len(call.roots)
+    for position, (number, grad) in enumerate(zip(context._numbers, flat, strict=True)):
+        if number is not None and grad is not None:
+            if tuple(grad.shape) != context._shapes[number]:
+                raise ValueError(
+                    f"run_isolated_backward: gradient {position} has shape {tuple(grad.shape)}, its output "
+                    f"{context._shapes[number]}"
+                )
+            before = roots[number]
+            roots[number] = grad if before is None else add_gradients(before, grad)
+    found = call.gradients(roots, retain_graph)
+    inputs = [alias.arguments[0] for alias in call.aliases if alias.edge is not None]
+    for argument, gradient in zip(inputs, found, strict=False):
+        gradients[argument] = gradient
+    context.leaf_gradients = found[len(inputs) :]
+    if not retain_graph:
+        context._call = None
+    return tuple(gradients)

@@ -1,0 +1,262 @@
+"""``map_with_parallel_backward``: the forward passes of many calls at once, and their backward passes, too.
+
+Each call runs in a graph of its own (``isolated.py``). One node of the caller's graph stands for all of them: its
+inputs are the calls' tensors and every leaf that they have reached, its outputs are the calls' outputs. When autograd
+comes to it, it runs the backward passes of all calls together, and hands over their gradients summed in call order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pymoe.autograd import random_streams
+from pymoe.autograd.gradient_sums import add_gradients
+from pymoe.autograd.isolated_graph import (
+    SECOND_BACKWARD,
+    IsolatedCall,
+    apply_directly,
+    as_function,
+    as_tuple,
+    functorch_is_active,
+    graphs_are_made,
+    has_tangent,
+    isolate,
+    map_outputs,
+    once_only,
+    trace,
+)
+from pymoe.autograd.random_streams import Stream
+from pymoe.parallel.run_concurrently import likeness, run_concurrently
+from pymoe.parallel.saved_tensors import Recorder, fetch_all
+
+NAME = "map_with_parallel_backward"
+
+
+def is_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu or tensor.is_meta
+
+
+def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
+    """Run ``func(*args)`` for every ``args`` in ``args_per_call`` at once, and later their backward passes, too.
+
+    As ``tuple(func(*args) for args in args_per_call)``, but for the time: PyTorch's engine runs the backward passes of
+    one device one after the other. Worth it for calls that wait (for other machines, for I/O) or that keep one core
+    busy with work outside the interpreter's lock; see :func:`set_parallel_workers` for the number of threads.
+
+    Args:
+        func: an ``autograd.Function`` class or its ``apply``, an ``nn.Module`` or any other callable.
+        args_per_call: for each call a tuple or list of its positional arguments: tensors of any shape and dtype,
+            requiring gradients or not, and anything else. Calls may differ in number and kind of arguments and share
+            tensors.
+
+    Returns:
+        For each call the tuple of its outputs: a tuple or list that ``func`` returns, as a tuple; anything else (a
+        tensor, None, a dict) as a tuple of one. ``()`` without calls.
+
+    What is promised:
+
+    - **Graphs.** Outputs that require gradients have the map as their history: gradients reach arguments, parameters
+      of modules and tensors of closures. Whatever depends on one output waits for all calls' backward passes.
+      Gradients are summed in call order, so results do not depend on the number of threads; nothing is accumulated
+      before all calls have succeeded. A tensor with a history that a call gets by other ways than its arguments is
+      differentiated down to its leaves, once per such call: better hand it over. (After ``retain_grad()`` it must be:
+      torch writes what it retains without a lock.) Tensors that leave a call by other ways than its outputs (losses
+      that a module keeps) keep their history, too. ``autograd.Function`` works in full:
+      ``save_for_backward`` with version checks, ``needs_input_grad``, ``mark_non_differentiable``, ``mark_dirty``,
+      ``set_materialize_grads``, ``setup_context``, ``once_differentiable``. ``retain_graph=True`` works;
+      forward-mode derivatives pass through calls that need no graph; those that do, and differentiating twice, are
+      errors, and so is reentrant checkpointing, which needs ``backward`` where this needs
+      ``autograd.grad`` (``use_reentrant=False`` works, in calls and around the map). With gradients off there is no
+      graph.
+    - **State.** Calls run in the state of the thread that called: grad mode, inference mode, autocast, default device,
+      function and dispatch modes, saved-tensor hooks, context variables, CUDA device and streams, profiler; backward
+      passes in the state of the backward pass around them. Saved-tensor hooks are asked on that thread, in call order:
+      to pack when all calls have ended, to unpack before their backward passes. Inside ``torch.func`` transforms, and
+      with dispatch modes beside saved-tensor hooks (selective checkpointing), calls run one after the other.
+    - **Random numbers.** Every call has a stream of its own, which depends on the seed and the call's position alone:
+      results are the same for any number of threads. They are not those of a serial loop. The surrounding stream moves
+      on by one number if any call draws, else not. Python's and numpy's generators are left alone.
+    - **Side effects.** What calls change besides, as a batch norm its running statistics, they change at the same time
+      and in any order: that is theirs to guard. Calls get aliases of floating-point tensors, plain tensors that
+      share memory and edits with them; of leaves that require gradients only beside tensors with a history.
+    - **CUDA.** Calls queue their work on the caller's streams. Backward passes of calls with CUDA tensors run one after
+      the other on the host, on the engine's thread for the device, which must not wait for others that need it.
+    - **Failures.** All calls end; then the exception of the first that failed, in the order of the calls, is raised
+      with its traceback, and notes tell of the others. On Ctrl-C calls that have not started are left out, those that
+      run are waited for (a second Ctrl-C does not wait).
+
+    Raises:
+        TypeError: ``func`` cannot be called, or the arguments of a call are no tuple or list.
+        RuntimeError: a call writes to a tensor whose history others need: one that another call has written to, or
+            that shares its memory with another argument of the call.
+    """
+    function = as_function(func)
+    for number, args in enumerate(args_per_call):
+        if not isinstance(args, (tuple, list)):
+            raise TypeError(
+                f"{NAME}: the arguments of a call must be a tuple or a list, "
+                f"got {type(args).__name__} for call {number}"
+            )
+    if not args_per_call:
+        return ()
+    if functorch_is_active():
+        return tuple([as_tuple(function(*args)) for args in args_per_call])
+    random_streams.install()
+    graphs = graphs_are_made()
+    calls = isolate(function, args_per_call, graphs, share=True)
+
+    def forward(number: int) -> None:
+        calls[number].run()
+
+    source = random_streams.Source()
+    streams = [source.stream(number) for number in range(len(calls))]
+    like = likeness(func)
+    recorders = run_concurrently(f"{NAME} forward", forward, streams, like)
+    if not graphs:
+        return tuple([call.outputs for call in calls])
+    # On this thread: calls that end at the same time would wait for each other's turns at the interpreter's lock.
+    fresh = trace(calls, hand_through=True)
+    return _join(calls, fresh, streams, like, recorders)
+
+
+class _Plan:
+    """What the node of a map knows: its calls, and where the gradients of each come from and go to."""
+
+    def __init__(
+        self,
+        calls: list[IsolatedCall],
+        fresh: list[list[torch.Tensor]],
+        streams: Sequence[Stream],
+        like: int,
+        recorders: list[Recorder],
+    ) -> None:
+        self.calls: list[IsolatedCall] | None = calls
+        self.streams = streams
+        self.like = like
+        self.recorders = recorders  # of what calls have saved; empty without hooks
+        self.tensors: list[torch.Tensor] = []  # the inputs of the node, each once
+        self.targets: list[list[int]] = []  # per call: which input each of its gradients belongs to
+        self.sources: list[list[int]] = []  # per call: which output of the node each of its roots is
+        self.written: list[int] = []  # inputs that calls have written to
+        numbers: dict[int, int] = {}
+
+        def numbered(tensors: list[torch.Tensor]) -> list[int]:
+            own = []
+            for tensor in tensors:
+                number = numbers.setdefault(id(tensor), len(self.tensors))
+                if number == len(self.tensors):
+                    self.tensors.append(tensor)
+                own.append(number)
+            return own
+
+        outputs = sum(map(len, fresh))
+        first = 0
+        for call, own in zip(calls, fresh, strict=True):
+            inputs = [alias.original for alias in call.aliases if alias.edge is not None]
+            self.targets.append(numbered(inputs + call.leaves))
+            self.sources.append(list(range(first, first + len(own))))
+            first += len(own)
+            if not call.written:
+                continue
+            written = numbered([alias.original for alias in call.written])
+            if not set(written).isdisjoint(self.written) or len(set(written)) < len(written):
+                raise RuntimeError(
+                    f"{NAME}: one tensor is written to in place twice, where only one history can be kept"
+                )
+            self.sources[-1] += range(outputs + len(self.written), outputs + len(self.written) + len(written))
+            self.written += written
+        self.inputs = len(self.tensors)
+        # The engine runs the node of another device's outputs on that device's thread, which the calls need.
+        tensors = [*self.tensors, *[output for own in fresh for output in own]]
+        self.inline = not all(map(is_on_host, tensors))
+
+
+class _ParallelMap(torch.autograd.Function):
+    """The node in the caller's graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: _Plan, outputs: list[torch.Tensor], tied: set[int], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)
+        written = [tensors[number] for number in plan.written]
+        ctx.mark_dirty(*written)
+        detached = [output.detach() for output in outputs]
+        for number, output in enumerate(outputs) if tied else ():
+            if id(output) in tied:
+                # torch refuses in-place changes of views made here: nothing could tell those who share their memory.
+                detached[number] = detached[number].view_as(output)
+        return *detached, *written
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        plan: _Plan = ctx.plan
+        calls = plan.calls
+        if calls is None:
+            raise RuntimeError(SECOND_BACKWARD)
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        gradients: list[Sequence[torch.Tensor | None]] = [()] * len(calls)
+
+        def backward(number: int) -> None:
+            gradients[number] = calls[number].gradients([grads[output] for output in plan.sources[number]], keep)
+
+        recorders = [
+            recorder
+            for recorder, sources in zip(plan.recorders, plan.sources, strict=False)
+            if any([grads[output] is not None for output in sources])
+        ]
+        try:
+            fetch_all(recorders)
+            run_concurrently(f"{NAME} backward", backward, plan.streams, plan.like, plan.inline)
+        finally:
+            for recorder in recorders:
+                recorder.release()
+        totals: list[torch.Tensor | None] = [None] * plan.inputs
+        for targets, own in zip(plan.targets, gradients, strict=True):
+            for target, gradient in zip(targets, own, strict=True):
+                if gradient is not None:
+                    before = totals[target]
+                    totals[target] = gradient if before is None else add_gradients(before, gradient)
+        if not keep:
+            plan.calls = None
+            plan.recorders = []
+        return None, None, None, *(once_only(NAME, totals) if torch.is_grad_enabled() else totals)
+
+
+def _join(
+    calls: list[IsolatedCall],
+    fresh: list[list[torch.Tensor]],
+    streams: list[Stream],
+    like: int,
+    recorders: list[Recorder],
+) -> tuple[tuple[Any, ...], ...]:
+    """The calls' outputs, as outputs of one node."""
+    plan = _Plan(calls, fresh, streams, like, recorders)
+    inner = [output for own in fresh for output in own]
+    tied = set().union(*[call.tied for call in calls if call.tied])
+    outer: dict[int, torch.Tensor] = {}
+    if inner or plan.written:
+        written = tuple([plan.tensors[number] for number in plan.written])
+        versions = tuple([tensor._version for tensor in written])
+        if any(map(has_tangent, inner)):
+            raise NotImplementedError(
+                f"{NAME}: an output has a forward-mode derivative and requires gradients, too: differentiate under "
+                "torch.no_grad() or with torch.func.jvp"
+            )
+        joined = apply_directly(_ParallelMap, plan, inner, tied, *plan.tensors)
+        if written:
+            # Marking them as dirty has counted as one more edit, of which what the calls have saved since their own
+            # knows nothing.
+            torch._C._autograd._unsafe_set_version_counter(written, versions)
+        outer = dict(zip(map(id, inner), joined, strict=False))
+    plan.tensors = []
+    results = []
+    for call in calls:
+        results.append(map_outputs(lambda output: outer.get(id(output), output), call.outputs))
+        call.outputs = ()
+        call.forget_arguments()
+    return tuple(results)

@@ -1,0 +1,168 @@
+"""Many calls at once on the shared workers, and the thread that asked among them."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import threading
+import time
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from pymoe._errors import describe_error
+from pymoe._runtime import Profiled, TaskGraph
+from pymoe.autograd.random_streams import Stream, with_stream
+from pymoe.autograd.thread_state import ThreadState, current, in_state, know_state, known_state
+from pymoe.parallel.saved_tensors import Recorder, hand_over_all
+from pymoe.parallel.workers import shared_pool
+
+_is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+
+# Seconds. Calls that are shorter stay on the thread that asked: a worker would spend as much on the interpreter's lock.
+PATIENCE = 100e-6
+# The same for functions whose calls were all that short last time: to look after them wakes a worker, which costs more
+# than they do. Calls that turn out to be long keep others waiting for so long, twice: once may be chance.
+TRUSTING_PATIENCE = 16 * PATIENCE
+_MOST_TRUSTED = 1000
+
+_trusted: dict[tuple[str, int], bool] = {}  # name and likeness of runs: whether the last one took long all the same
+
+
+def run_concurrently(
+    name: str, function: Callable[[int], None], streams: Sequence[Stream], like: int = 0, inline: bool = False
+) -> list[Recorder]:
+    """``function(i)`` for every i, each in the state of this thread, drawing from ``streams[i]``.
+
+    Returns when all have ended. This thread takes part, so calls may do the same again however few workers there are.
+    Under hooks on saved tensors and dispatch modes at once calls run one after the other: so does selective
+    checkpointing keep results of operators, which its modes tell apart by the order in which they see them.
+
+    Args:
+        name: for error messages, notes and profiles.
+        function: gets the number of the call.
+        streams: one for every call.
+        like: equal for runs of one name whose calls are likely to take as long: see :func:`likeness`; 0: nobody knows.
+        inline: this thread does everything, one call after the other.
+
+    Returns:
+        What each call has saved under this thread's hooks on saved tensors, which have packed it; empty without hooks.
+
+    Raises:
+        BaseException: what the first of the calls that failed raised, the first by its position; notes tell of the
+            others. On Ctrl-C calls that have not started are left out, those that run are waited for.
+    """
+    before, state = known_state(), current()
+    if _is_profiled():
+        function = functools.partial(_profiled, Profiled(), name, function)
+    run = _Run(state, function, streams)
+    know_state(state)
+    try:
+        if inline or len(streams) == 1 or (run.recorders and state.dispatch_modes):
+            for number in range(len(streams)):
+                run.call(number)
+        else:
+            _on_workers(run, (name, like))
+        raise_first(name, run.errors)
+        hand_over_all(run.recorders)
+        return run.recorders
+    finally:
+        know_state(before)
+        run.forget()  # a worker may let go of the graph later
+
+
+def _on_workers(run: _Run, kind: tuple[str, int]) -> None:
+    graph = TaskGraph()
+    for number in range(len(run.streams)):
+        graph.add(functools.partial(run.call, number))
+    began = time.perf_counter()
+    graph.run(shared_pool(), TRUSTING_PATIENCE if kind in _trusted else PATIENCE).wait()
+    if kind[1]:
+        span = PATIENCE * len(run.streams) * (2 if kind in _trusted else 1)
+        _remember(kind, short=not run.helped and time.perf_counter() - began <= span)
+
+
+def _remember(kind: tuple[str, int], short: bool) -> None:
+    if short:
+        if kind not in _trusted and len(_trusted) >= _MOST_TRUSTED:
+            _trusted.clear()
+        _trusted[kind] = False
+    elif _trusted.get(kind) is False:
+        _trusted[kind] = True
+    else:
+        _trusted.pop(kind, None)
+
+
+def likeness(func: Any) -> int:
+    """Equal for the same function; that other functions get the same number now and then does no harm."""
+    if isinstance(func, types.MethodType):  # ``apply`` of an autograd.Function, say
+        func = func.__self__
+    return id(getattr(func, "__code__", func))
+
+
+class _Run:
+    """The calls of one :func:`run_concurrently`."""
+
+    __slots__ = ("contexts", "errors", "function", "helped", "recorders", "state", "states", "streams")
+
+    def __init__(self, state: ThreadState, function: Callable[[int], None], streams: Sequence[Stream]) -> None:
+        self.state = state
+        self.function = function
+        self.streams = streams
+        self.contexts = [contextvars.copy_context() for _ in streams]
+        self.errors: list[BaseException | None] = [None] * len(streams)
+        self.helped = False  # by a worker
+        hooks = state.saved_tensor_hooks
+        self.recorders = [] if hooks is None else [Recorder(hooks) for _ in streams]
+        self.states = [state._replace(saved_tensor_hooks=recorder.hooks) for recorder in self.recorders]
+
+    def call(self, number: int) -> None:
+        if known_state() is not self.state:
+            self.helped = True
+            if known_state() is None:  # the first call of this worker: nobody else changes its state
+                know_state(current())
+        state = self.states[number] if self.states else self.state
+        try:
+            self.contexts[number].run(
+                in_state, state, with_stream, self.streams[number], self.function, number, clears=False
+            )
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                raise
+            self.errors[number] = error
+
+    def forget(self) -> None:
+        self.function = _nothing
+        self.errors.clear()  # they hold frames that hold them
+
+
+def _profiled(profiled: Profiled, name: str, function: Callable[[int], None], number: int) -> None:
+    """With a range of its own, and all that happens in it, in the profile of the thread that asked."""
+    joined = not _is_profiled() and profiled.join()
+    try:
+        with torch.autograd.profiler.record_function(f"{name}: call {number}"):
+            function(number)
+    finally:
+        if joined:
+            profiled.leave()
+
+
+def _nothing(number: int) -> None:
+    pass
+
+
+def raise_first(name: str, errors: Sequence[BaseException | None]) -> None:
+    failed = [(number, error) for number, error in enumerate(errors) if error is not None]
+    if not failed:
+        return
+    first = failed[0][1]
+    if hasattr(first, "add_note"):  # Python 3.11
+        for number, error in failed[1:]:
+            if error is not first:
+                first.add_note(f"{name}: call {number} failed, too: {describe_error(error)}")
+    try:
+        raise first
+    finally:
+        del first, failed, errors  # the exception's frames would keep them, and they the exception

@@ -1,0 +1,184 @@
+"""Tells a terminal outside (``python -m pymoe.runtime.top``) how the pools of this process are doing.
+
+``Runtime(..., monitor=True)``, or the environment variable ``PYMOE_MONITOR=1``, opens a Unix socket ``PID-N.sock`` in a
+folder that only this user may enter: ``$XDG_RUNTIME_DIR/pymoe``, or ``pymoe-UID`` in the folder for temporary files.
+``monitor=FOLDER``, or ``PYMOE_MONITOR=FOLDER``, uses another folder. Nothing listens on a network. Only this user (and
+root) may connect: the socket has mode 0600, and who connects is checked where the system tells.
+
+The protocol: for each line that it gets, the server sends one line of JSON, with the numbers since the line before on
+this connection. Nothing that is received is looked at beyond the end of the line.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import selectors
+import socket
+import stat
+import struct
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pymoe.runtime.monitoring.statistics import Pool, ServedPools, StatsReader
+
+FORMAT = 1
+"""Of the JSON; a reader refuses others."""
+MOST_VIEWERS = 16
+PATIENCE = 1.0
+"""Seconds after which a viewer that does not read is hung up on."""
+PAUSE = 0.2
+"""Seconds for which nobody is let in after the system would let nobody in."""
+SUFFIX = ".sock"
+_numbers = itertools.count(1)
+
+
+def monitor_from_environment() -> bool | str:
+    """What ``PYMOE_MONITOR`` asks for: a folder, True for the default one, or False."""
+    value = os.environ.get("PYMOE_MONITOR", "")
+    return {"": False, "0": False, "1": True}.get(value, value)
+
+
+def private_folder() -> Path:
+    """The default folder, which may not be there yet."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(runtime) / "pymoe" if runtime else Path(tempfile.gettempdir()) / f"pymoe-{os.getuid()}"
+
+
+def make_private(folder: Path) -> None:
+    """Make the folder, or raise PermissionError if others could have put something there."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(f"{folder} must be a folder of this user that nobody else may write to")
+
+
+class Monitor:
+    """Serves the numbers of ``pools`` on a socket in ``folder`` (None: the default one), from a thread of its own."""
+
+    def __init__(self, pools: list[Pool] | ServedPools[Any], folder: Path | None) -> None:
+        if not hasattr(socket, "AF_UNIX"):
+            raise OSError("monitor: this system's Python has no Unix sockets; use runtime.stats() or top.live(runtime)")
+        self._pools, self._folder = pools, folder
+        self._process = 0
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self.path: Path | None = None
+
+    def start(self) -> None:
+        """Listens; raises OSError where it cannot."""
+        with self._lock:
+            if self._thread is None:
+                self._listen()
+
+    def _listen(self) -> None:
+        folder = private_folder() if self._folder is None else self._folder
+        make_private(folder)
+        self._process = os.getpid()
+        path = folder / f"{self._process}-{next(_numbers)}{SUFFIX}"
+        path.unlink(missing_ok=True)  # of a process that had this number before and did not end well
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(str(path))
+            path.chmod(0o600)  # nobody can connect before listen()
+            listener.listen(MOST_VIEWERS)
+        except OSError as error:
+            listener.close()
+            raise OSError(f"monitor: cannot listen at {path}: {error}") from None
+        self.path = path
+        self._wake, waker = socket.socketpair()
+        self._thread = threading.Thread(
+            target=serve, args=(listener, waker, self._pools), name="pymoe-monitor", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Hangs up and removes the socket. In the child of a fork the parent's socket is let alone."""
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            thread, path = self._thread, self.path
+            if thread is None or path is None:
+                return
+            self._wake.close()
+        if thread is not threading.current_thread():
+            thread.join()  # whoever else stops it waits as well
+        with self._lock:
+            if self._thread is thread:
+                path.unlink(missing_ok=True)
+                self._thread = self.path = None
+
+
+def serve(listener: socket.socket, waker: socket.socket, pools: list[Pool] | ServedPools[Any]) -> None:
+    """Answers viewers until the other end of ``waker`` is closed."""
+    began = time.monotonic()
+    viewers: dict[socket.socket, StatsReader] = {}
+    accepts, again = True, 0.0
+    with listener, waker, selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        selector.register(waker, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select(None if accepts else PAUSE):
+                one = key.fileobj
+                assert isinstance(one, socket.socket)
+                if one is waker:
+                    for viewer in viewers:
+                        viewer.close()
+                    return
+                if one is listener:
+                    try:
+                        viewer, _ = listener.accept()
+                    except OSError:  # no file left for it, or it has gone: others are served, and this one later
+                        selector.unregister(listener)
+                        accepts, again = False, time.monotonic() + PAUSE
+                        continue
+                    if len(viewers) >= MOST_VIEWERS or not may_see(viewer):
+                        viewer.close()
+                        continue
+                    viewer.settimeout(PATIENCE)
+                    viewers[viewer] = StatsReader(pools, recent=True)
+                    selector.register(viewer, selectors.EVENT_READ)
+                elif not answer(one, viewers[one], began):
+                    selector.unregister(one)
+                    del viewers[one]
+                    one.close()
+            if not accepts and time.monotonic() >= again:
+                selector.register(listener, selectors.EVENT_READ)
+                accepts = True
+
+
+def answer(viewer: socket.socket, reader: StatsReader, began: float) -> bool:
+    """Sends the numbers if a line came; False if the viewer has gone."""
+    try:
+        received = viewer.recv(4096)
+        if b"\n" in received:
+            viewer.sendall(json.dumps(report(reader, began)).encode() + b"\n")
+    except OSError:
+        return False
+    return bool(received)
+
+
+def report(reader: StatsReader, began: float) -> dict[str, Any]:
+    """What a viewer gets."""
+    return {
+        "format": FORMAT,
+        "pid": os.getpid(),
+        "program": Path(sys.argv[0]).name if sys.argv else "",
+        "seconds": time.monotonic() - began,
+        "pools": [asdict(one) for one in reader.read().values()],
+    }
+
+
+def may_see(viewer: socket.socket) -> bool:
+    """Whether this user or root has connected; True where the system does not say, as the socket's mode decides."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True
+    packed = viewer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", packed)
+    return user in (0, os.getuid())
