@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pymoe._errors import describe_error
-from pymoe._runtime import Future, LaneRun, Profiled, WorkerPool
+from pymoe._runtime import Future, PipelineRun, Profiled, WorkerPool
 from pymoe.autograd.fork import renew_engine
 from pymoe.autograd.thread_state import ThreadState, current, in_state
 from pymoe.pipe.execution.plan import Plan, Timed
@@ -127,7 +127,7 @@ class _Work:
         self.around = around
         self._inside = inside
         self._perform: Perform | None = _with_ranges(perform) if _is_profiled() else perform
-        self._run: LaneRun | None = None
+        self._run: PipelineRun | None = None
         self._began = time.perf_counter()
         self._timed: list[Timed] = []
         self._done: frozenset[Action] = frozenset()  # by one thread, before there were several
@@ -158,7 +158,7 @@ class _Work:
         self._done = frozenset([action for action, _, _ in timed])
         return len(timed) == len(plan.in_order)
 
-    def begin(self) -> LaneRun:
+    def begin(self) -> PipelineRun:
         """Go on with the threads of all workers."""
         self._run = run = self.plan.run()
         return run

@@ -9,7 +9,6 @@ from pymoe.pipe.traced.split_points import (
     mark_boundary,
     pipe_split,
 )
-from pymoe.pipe.traced.tracing import pipeline
 from pymoe.pipe.traced.wrappers import LossWrapper, PipeSequential, TrivialLossWrapper
 
 __all__ = [
@@ -22,7 +21,6 @@ __all__ = [
     "annotate_split_points",
     "mark_boundary",
     "pipe_split",
-    "pipeline",
     "split_by_flops",
     "split_by_time",
     "split_into_equal_parameters",
