@@ -59,6 +59,8 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+this_thread = _thread
+"""``this_thread.stream`` is what this thread draws from, for those who set it themselves; see :func:`heed_stream`."""
 _defaults_in_use = threading.Lock()  # the state of a default generator is a call's for a moment
 _installing = threading.Lock()
 _libraries: list[torch.library.Library] = []
@@ -131,6 +133,11 @@ def with_stream(stream: Stream, function: Callable[..., Result], *args: Any) -> 
         thread.stream = before
         if before is None:
             _include(_key, False)
+
+
+def heed_stream(does: bool) -> None:
+    """Say whether this thread draws from ``this_thread.stream``: it must as long as that is not None."""
+    _include(_key, does)
 
 
 def draw(stream: Stream | None) -> int:

@@ -10,14 +10,13 @@ import torch
 from torch import nn
 
 from pymoe.autograd.compiler_disable import compiler_disable
-from pymoe.autograd.isolated_graph import functorch_is_active, graphs_are_made
+from pymoe.autograd.isolated_graph import functorch_is_active
 from pymoe.pipe.advice import warn_of_no_gain
 from pymoe.pipe.deferred_batch_norm import convert_deferred_batch_norm
 from pymoe.pipe.devices import refuse_moves
-from pymoe.pipe.execution.engine import ALL, BACKWARD, FORWARD, Engine
-from pymoe.pipe.execution.forward import run_forward, run_in_one_graph
-from pymoe.pipe.execution.step import Losses, run_step
-from pymoe.pipe.execution.tangents import have_tangents
+from pymoe.pipe.execution.engine import Engine, run_in_one_graph
+from pymoe.pipe.execution.graph import have_tangents
+from pymoe.pipe.execution.recompute import recomputed
 from pymoe.pipe.inspection import Inspection
 from pymoe.pipe.other_names import also_called
 from pymoe.pipe.own_stages import OwnStages, Taken
@@ -86,7 +85,7 @@ class Pipe(Inspection):
     Values between layers are tensors, nested structures of them, or anything.
 
     Raises:
-        TypeError: the model is no ``nn.Sequential``; skips do not match; an argument is of the wrong kind.
+        TypeError: the model is not an ``nn.Sequential``; skips do not match; an argument is of the wrong kind.
         ValueError: an argument does not fit the model.
     """
 
@@ -182,7 +181,7 @@ class Pipe(Inspection):
             devices: a device for every stage, to which it is moved. None: they stay where they are.
 
         Raises:
-            TypeError: the stages are no modules.
+            TypeError: the stages are not modules.
             ValueError: a stage takes what is not there by then, or an argument is out of range.
         """
         return cls.of(OwnStages(stages, takes, outputs, devices), chunks, checkpoint)
@@ -228,15 +227,9 @@ class Pipe(Inspection):
         micro_batches = self.staged.micro_batches(self.chunks, args, kwargs)
         pipeline = self.staged.pipeline
         if functorch_is_active() or have_tangents((args, kwargs), self):
-            return self.staged.output(run_in_one_graph(pipeline, micro_batches), micro_batches.weights)
-        engine, count = self._engine, len(micro_batches.rows)
-        run = engine.run(pipeline, micro_batches, graphs=graphs_are_made(), checkpointed=self._checkpointed(count))
-        schedule = engine.schedule("gpipe", len(self), count)
-        outputs = run_forward(
-            run,
-            lambda run: engine.perform(run, schedule, FORWARD),
-            lambda run: engine.perform(run, schedule, BACKWARD),
-        )
+            outputs = run_in_one_graph(pipeline, micro_batches)
+        else:
+            outputs = self._engine.forward(pipeline, micro_batches, self._recomputed(len(micro_batches.rows)))
         return self.staged.output(outputs, micro_batches.weights)
 
     @compiler_disable
@@ -288,25 +281,23 @@ class Pipe(Inspection):
             )
         has_target = target is not None
         chunks = self.chunks if chunks is None else _count("chunks", chunks)
-        micro_batches = self.staged.micro_batches(chunks, inputs, kwargs, (target,) * has_target)
-        count, graphs = len(micro_batches.rows), graphs_are_made()
-        engine, staged = self._engine, self.staged
-        planned = engine.schedule(schedule, len(self), count)
+        staged = self.staged
+        micro_batches = staged.micro_batches(chunks, inputs, kwargs, (target,) * has_target)
+        count = len(micro_batches.rows)
+        planned = self._engine.schedule(schedule, len(self), count)
         if not self._has_stepped:
             self._has_stepped = True
             warn_of_no_gain(planned, count < chunks, staged.module if staged.hooks_are_pipes else None)
-        losses = Losses(micro_batches.weights if reduction == "mean" else [1.0] * count, graphs)
-        structure = staged.minimised if loss_fn is None else staged.leave
-        run = engine.run(
+        return self._engine.step(
             staged.pipeline,
             micro_batches,
-            graphs=graphs,
-            checkpointed=self._checkpointed(count),
-            ended=engine.with_loss(staged.pipeline, loss_fn, has_target, structure),
-            on_output=losses.arrive,
+            planned,
+            self._recomputed(count),
+            loss_fn,
+            has_target,
+            staged.minimised if loss_fn is None else staged.unflatten_outputs,
+            reduction == "mean",
         )
-        run_step(run, lambda run: engine.perform(run, planned, ALL if graphs else FORWARD))
-        return losses.all()
 
     @also_called(stage_index="index")
     def build_stage(self, index: int, device: torch.device | str, group: ProcessGroup | None = None) -> RankStage:
@@ -360,15 +351,13 @@ class Pipe(Inspection):
         refuse_moves(itertools.chain(self.parameters(), self.buffers()), fn)
         return super()._apply(fn, recurse)
 
-    def _checkpointed(self, micro_batches: int) -> int:
-        if not self.training:
-            return 0
-        return {"always": micro_batches, "except_last": micro_batches - 1, "never": 0}[self.checkpoint]
+    def _recomputed(self, micro_batches: int) -> range:
+        return recomputed(self.checkpoint, micro_batches) if self.training else range(0)
 
 
 def _count(name: str, number: int) -> int:
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ValueError(f"Pipe: {name} must be an integer from 1 up, got {number!r}")
+        raise ValueError(f"Pipe: {name} must be a positive integer, got {number!r}")
     return number
 
 

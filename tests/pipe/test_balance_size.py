@@ -163,7 +163,7 @@ def test_what_is_no_argument_is_refused():
     with pytest.raises(ValueError, match="from 1 to the number of layers, 1, got 2"):
         balance_by_size(2, layers, SAMPLE)
     for chunks in (0, -1, 2.0, True):
-        with pytest.raises(ValueError, match="chunks must be an integer from 1 up"):
+        with pytest.raises(ValueError, match="chunks must be a positive integer"):
             balance_by_size(1, layers, SAMPLE, chunks=chunks)
     for scale in (-1.0, float("nan")):
         with pytest.raises(ValueError, match="param_scale must not be negative"):

@@ -113,7 +113,7 @@ def test_wrong_models_are_refused():
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"chunks": 0}, ValueError, "chunks must be an integer from 1 up, got 0"),
+        ({"chunks": 0}, ValueError, "chunks must be a positive integer, got 0"),
         ({"chunks": 2.0}, ValueError, "chunks must be an integer"),
         ({"checkpoint": "sometimes"}, ValueError, "always, except_last, never, got 'sometimes'"),
         ({"balance": [4, 5]}, ValueError, r"balance=\[4, 5\] is for 9 layers, the model has 8"),
@@ -154,5 +154,5 @@ def test_a_repetition_that_does_otherwise_is_refused():
             return (x, x) if is_recomputing() else (x,)
 
     pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Fickle(), nn.Identity()), 2, "always")
-    with pytest.raises(RuntimeError, match="has returned 1 tensors, and 2 when it was run again"):
+    with pytest.raises(RuntimeError, match="has returned 1 tensors, and 2 when it was recomputed"):
         pipe.step(torch.randn(4, WIDTH), loss_fn=lambda pair: pair[0].sum())

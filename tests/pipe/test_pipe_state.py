@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pymoe.pipe import Pipe, is_recomputing, micro_batch
-from pymoe.pipe.execution import worth
+from pymoe.pipe.execution import plan
 
 
 class Ask(nn.Module):
@@ -41,7 +41,7 @@ STATES = {
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_stages_run_in_the_callers_state(name, threads, monkeypatch):
-    monkeypatch.setattr(worth, "ALWAYS", threads)
+    monkeypatch.setattr(plan, "ALWAYS_THREADS", threads)
     manager, question, answer = STATES[name]
     x = torch.randn(4, WIDTH)
     layers = [Ask(question) for _ in range(3)]
@@ -53,7 +53,7 @@ def test_stages_run_in_the_callers_state(name, threads, monkeypatch):
 
 
 def test_context_variables_reach_the_stages(monkeypatch):
-    monkeypatch.setattr(worth, "ALWAYS", True)
+    monkeypatch.setattr(plan, "ALWAYS_THREADS", True)
     layers = [Ask(variable.get) for _ in range(3)]
     pipe = Pipe(nn.Sequential(*layers), 2)
     variable.set("inside")

@@ -120,7 +120,7 @@ def profile_sizes(
         BaseException: what a layer raised, with a note that names it.
     """
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
-        raise ValueError(f"profile_sizes: chunks must be an integer from 1 up, got {chunks!r}")
+        raise ValueError(f"profile_sizes: chunks must be a positive integer, got {chunks!r}")
     storages = _Storages()
     micro_batch = split([input], chunks).values[0][0]
     with copied(module, micro_batch, device, Skips(lambda value: value)) as (layers, value, _):

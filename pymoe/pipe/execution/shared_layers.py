@@ -1,7 +1,7 @@
-"""Stages that share a layer with a state of its own take turns.
+"""Stages that share a layer with a state of its own run one at a time.
 
-Stages work at the same time. Layers that are in several of them may share parameters freely, but what their forwards
-write (running statistics, the scale of auxiliary losses) can be written by one thread at a time only.
+Stages run concurrently. Layers that several of them contain may share parameters freely, but what their forwards write
+(running statistics, the scale of auxiliary losses) can be written by one thread at a time only.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from pymoe.pipe.auxiliary import is_weighted
-from pymoe.pipe.execution.values import version_of
+from pymoe.pipe.execution.graph import version_of
 
-__all__ = ["Turns", "taking_turns", "turns_of"]
+__all__ = ["StageLock", "lock_of", "serialize_shared_layers"]
 
 Function = Callable[..., Sequence[Any]]
 
 
-def taking_turns(functions: Sequence[Function], parts: Sequence[nn.Module]) -> list[Function]:
-    """The functions of stages; those whose ``parts`` share layers that write to themselves run one at a time.
+def serialize_shared_layers(functions: Sequence[Function], parts: Sequence[nn.Module]) -> list[Function]:
+    """Return the functions of stages, of which those whose ``parts`` share layers that write to themselves take turns.
 
-    Of most layers with buffers only a forward can tell whether it writes to them: the first in each mode, training and
-    evaluation, decides. (A table of rotary embeddings that all stages share must not keep them from each other.)
+    For most layers with buffers only a forward can tell whether it writes to them: the first in each mode, training and
+    evaluation, decides. (A table of rotary embeddings that all stages share must not serialize them.)
     """
     states = [{id(layer): layer for layer in part.modules() if layer._buffers or is_weighted(layer)} for part in parts]
     users = Counter(key for state in states for key in state)
-    turns = Turns()
+    lock = StageLock()
     shared = [[layer for key, layer in state.items() if users[key] > 1] for state in states]
     return [
-        _InTurn(function, turns, part, layers) if layers else function
+        _Serialized(function, lock, part, layers) if layers else function
         for function, part, layers in zip(functions, parts, shared, strict=True)
     ]
 
 
-def turns_of(function: Function) -> Turns:
-    """Those that the function of a stage takes."""
-    return function.turns if isinstance(function, _InTurn) else Turns()
+def lock_of(function: Function) -> StageLock:
+    """Return the lock that the function of a stage takes; a new one if it takes none."""
+    return function.lock if isinstance(function, _Serialized) else StageLock()
 
 
-class Turns:
-    """``with turns:`` one thread at a time, which may ask again. Those of a copied pipe are its own."""
+class StageLock:
+    """A reentrant lock. That of a copied pipe is its own."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -56,26 +56,26 @@ class Turns:
         self._lock.release()
 
     def __reduce__(self) -> Any:
-        return Turns, ()
+        return StageLock, ()
 
 
-class _InTurn:
-    def __init__(self, function: Function, turns: Turns, part: nn.Module, shared: list[nn.Module]) -> None:
+class _Serialized:
+    def __init__(self, function: Function, lock: StageLock, part: nn.Module, shared: list[nn.Module]) -> None:
+        self.lock = lock
         self._function = function
-        self.turns = turns
         self._part = part
         self._shared = shared
-        self._leave_alone: set[bool] = set()  # modes in which forwards do not write
+        self._read_only: set[bool] = set()  # modes in which forwards do not write
 
     def __call__(self, *values: Any) -> Sequence[Any]:
         training = self._part.training
-        if training in self._leave_alone:
+        if training in self._read_only:
             return self._function(*values)
-        with self.turns:
+        with self.lock:
             before = self._contents()
             result = self._function(*values)
             if not self._writes_unseen() and self._contents() == before:
-                self._leave_alone.add(training)
+                self._read_only.add(training)
             return result
 
     def _contents(self) -> list[tuple[int, int]]:
@@ -83,5 +83,5 @@ class _InTurn:
         return [(id(buffer), version_of(buffer)) for buffer in buffers]
 
     def _writes_unseen(self) -> bool:
-        """Batch norms change their statistics without a word to the version counter; what is weighted has no buffer."""
+        """Batch norms bypass the version counter; auxiliary losses that are weighted have no buffer."""
         return any([is_weighted(layer) or (isinstance(layer, _NormBase) and layer.training) for layer in self._shared])
