@@ -114,7 +114,7 @@ def test_wrong_models_are_refused():
     ("options", "error", "words"),
     [
         ({"chunks": 0}, ValueError, "chunks must be a positive integer, got 0"),
-        ({"chunks": 2.0}, ValueError, "chunks must be an integer"),
+        ({"chunks": 2.0}, ValueError, "chunks must be a positive integer"),
         ({"checkpoint": "sometimes"}, ValueError, "always, except_last, never, got 'sometimes'"),
         ({"balance": [4, 5]}, ValueError, r"balance=\[4, 5\] is for 9 layers, the model has 8"),
         ({"balance": [8, 0]}, ValueError, "every stage must have a layer"),
@@ -133,7 +133,7 @@ def test_wrong_steps_are_refused():
     good = {"target": y, "loss_fn": F.mse_loss}
     for options, error, words in [
         ({"schedule": "fastest"}, ValueError, "no schedule 'fastest'"),
-        ({"schedule": build("gpipe", 2, 3)}, ValueError, "for 2 stages and 3 micro-batches, there are 2 and 2"),
+        ({"schedule": build("gpipe", 2, 3)}, ValueError, "expected a schedule for 2 stages and 2 micro-batches, got one for 2 stages and 3"),
         ({"chunks": 0}, ValueError, "chunks"),
         ({"reduction": "max"}, ValueError, "'mean' or 'sum', got 'max'"),
         ({"loss_fn": lambda a, b: a}, ValueError, r"one element, got a tensor of shape \(3, 5\)"),
