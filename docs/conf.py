@@ -5,7 +5,9 @@ Nothing is fetched while the pages are built, so names of other projects are not
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import pkgutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -77,17 +79,9 @@ def documented_names() -> dict[int, str]:
 
 def find(target: str, node: nodes.Element) -> Any:
     """Return the object that a reference means: absolute, or relative to its module or class; None if there is none."""
-    scopes = [(), (node.get("py:module"),), (node.get("py:module"), node.get("py:class"))]
-    for scope in scopes:
-        *path, name = ".".join(filter(None, (*scope, target.lstrip(".")))).split(".")
-        for split in range(len(path), 0, -1):
-            try:
-                found: Any = importlib.import_module(".".join(path[:split]))
-                for part in (*path[split:], name):
-                    found = getattr(found, part) if hasattr(found, part) else importlib.import_module(f"{found.__name__}.{part}")
-                return found
-            except (ImportError, AttributeError, TypeError):
-                continue
+    for scope in ((), (node.get("py:module"),), (node.get("py:module"), node.get("py:class"))):
+        with contextlib.suppress(ImportError, AttributeError, ValueError):
+            return pkgutil.resolve_name(".".join(filter(None, (*scope, target.lstrip(".")))))
     return None
 
 

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from docs_pages import PAGES, ROOT, Block, blocks, name
 
 PYTHON_PAGES = [page for page in PAGES if any(block.language == "python" for block in blocks(page.read_text()))]
@@ -84,7 +83,9 @@ def fault(words: list[str]) -> str:
     if command in ("python", "torchrun") and "-m" in rest:
         module = rest[rest.index("-m") + 1]
         path = ROOT / module.replace(".", "/")
-        if module.split(".")[0] in ("pymoe", "benchmarks") and not (path.with_suffix(".py").exists() or (path / "__main__.py").exists()):
+        if module.split(".")[0] in ("pymoe", "benchmarks") and not (
+            path.with_suffix(".py").exists() or (path / "__main__.py").exists()
+        ):
             return f"no module {module} to run"
     elif command == "bash":
         return "" if files else "no script to run"

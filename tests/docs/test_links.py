@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 
 import pytest
-
 from docs_pages import PAGES, ROOT, name, prose
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -18,6 +17,13 @@ PATH = re.compile(rf"(?<![\w/.-])((?:{TOP_FOLDERS})/[\w./-]*\w/?)")
 NOT_IN_THE_TREE = re.compile(r"(^|/)(X|NAME)\b|_X|X_|gpu_NAME|my_|\.so$|^docs/_build")
 INDEX_HOSTS = re.compile(r"(?<![\w.])(files\.pythonhosted|pypi|anaconda|download\.pytorch|conda\.anaconda)\.(org|com)")
 README_LINES = 200
+
+
+def with_included(file: Path) -> str:
+    """The page's text, and that of the files that it includes."""
+    text = file.read_text()
+    included = re.findall(r"^```\{include\} (\S+)$", text, re.MULTILINE)
+    return "\n".join([text, *((file.parent / path).read_text() for path in included)])
 
 
 def heading_anchors(text: str) -> set[str]:
@@ -35,12 +41,17 @@ def broken_links(page: Path, text: str) -> list[str]:
         file = (page.parent / path).resolve() if path else page
         if not file.exists():
             broken.append(f"{target}: there is no {path}")
-        elif anchor and file.suffix == ".md" and anchor not in heading_anchors(text if file == page else file.read_text()):
+        elif (
+            anchor
+            and file.suffix == ".md"
+            and anchor not in heading_anchors(text if file == page else with_included(file))
+        ):
             broken.append(f"{target}: no such heading")
     return broken
 
 
 def absent_paths(text: str) -> list[str]:
+    text = re.sub(r"```\{toctree\}.*?```", "", text, flags=re.DOTALL)  # these are relative to the page
     found = [path for path in PATH.findall(text) if not NOT_IN_THE_TREE.search(path)]
     return [path for path in found if not (ROOT / path).exists() and not list(ROOT.glob(path + "*"))]
 

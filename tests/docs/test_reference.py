@@ -12,7 +12,9 @@ from docs_pages import ROOT
 
 REFERENCE = ROOT / "docs" / "reference"
 # No programs import these: what they hold can change at any time.
-INTERNAL = re.compile(r"pymoe\.(autograd|bench|testing|pipe\.(capture|traced|execution|split_backward)|runtime\.monitoring)\b")
+INTERNAL = re.compile(
+    r"pymoe\.(autograd|bench|testing|pipe\.(capture|traced|execution|split_backward)|runtime\.monitoring)\b"
+)
 ENVIRONMENT_READ = re.compile(r"(?:environ(?:\.get|\.setdefault)?[\[(]|getenv\(|VARIABLE = )\s*\"([A-Z_]+)\"")
 COMMANDS = {
     "pymoe.bench": ["", "env", "list", "run", "compare", "plot"],
@@ -33,7 +35,18 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The documentation as web pages."""
     pytest.importorskip("sphinx", reason="the documentation is built with sphinx (requirements-dev.txt)")
     folder = tmp_path_factory.mktemp("docs")
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", folder / "doctrees", "docs", folder / "html"]
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-W",
+        "--keep-going",
+        "-q",
+        "-d",
+        folder / "doctrees",
+        "docs",
+        folder / "html",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return folder / "html"
