@@ -242,7 +242,7 @@ def test_a_planted_include_is_found(file, line):
         ("pymoe/testing/spec.py", "import hypothesis"),
         ("pymoe/runtime/pool.py", "from pymoe.pipe import Pipe"),
         ("pymoe/runtime/pool.py", "from pymoe.ops import dispatch"),
-        ("pymoe/mixture/gate.py", "from pymoe.pipe import Pipe"),
+        ("pymoe/mixture/routing.py", "from pymoe.pipe import Pipe"),
         ("pymoe/runtime/pool.py", "from pymoe.pipe.schedules import build"),
         ("pymoe/pipe/schedules/gpipe.py", "from pymoe.nn import MoE"),
         ("pymoe/pipe/schedules/png.py", "from matplotlib.figure import Figure"),
