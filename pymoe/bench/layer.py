@@ -16,7 +16,7 @@ from pymoe.bench.correctness import Verdict, max_error
 from pymoe.bench.floor import Floor, Rates
 from pymoe.bench.lines import Candidates, Line
 from pymoe.nn import MoE
-from pymoe.nn.backend import Backend
+from pymoe.nn.options import Backend
 
 FORWARD_BACKWARD = "forward+backward"
 SLOWDOWN_ALLOWED = 1.15
