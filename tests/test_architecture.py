@@ -185,7 +185,6 @@ def circles(graph):
 
 
 STILL_TO_BREAK = {
-    ("pymoe.mixture.rest", "pymoe.mixture.slots"),
     ("pymoe.pipe.pipe", "pymoe.pipe.traced.tracing"),
     ("pymoe.runtime.runtime", "pymoe.runtime.task_pool"),
 }
