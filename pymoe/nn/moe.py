@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 
+from pymoe._torch_private import FakeTensor
 from pymoe.nn import arguments
 from pymoe.nn.advice import MANY_STEPS, tell_once
 from pymoe.nn.backend import Backend, operators

@@ -14,12 +14,11 @@ import torch
 
 from pymoe._errors import describe_error
 from pymoe._runtime import Profiled, TaskGraph
+from pymoe._torch_private import profiler_enabled
 from pymoe.autograd.random_streams import Stream, with_stream
 from pymoe.autograd.thread_state import ThreadState, current, in_state, know_state, known_state
 from pymoe.parallel.saved_tensors import Recorder, hand_over_all
 from pymoe.parallel.workers import shared_pool
-
-_is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 # Seconds. Calls that are shorter stay on the thread that asked: a worker would spend as much on the interpreter's lock.
 PATIENCE = 100e-6
@@ -55,7 +54,7 @@ def run_concurrently(
             others. On Ctrl-C calls that have not started are left out, those that run are waited for.
     """
     before, state = known_state(), current()
-    if _is_profiled():
+    if profiler_enabled():
         function = functools.partial(_profiled, Profiled(), name, function)
     run = _Run(state, function, streams)
     know_state(state)
@@ -140,7 +139,7 @@ class _Run:
 
 def _profiled(profiled: Profiled, name: str, function: Callable[[int], None], number: int) -> None:
     """With a range of its own, and all that happens in it, in the profile of the thread that asked."""
-    joined = not _is_profiled() and profiled.join()
+    joined = not profiler_enabled() and profiled.join()
     try:
         with torch.autograd.profiler.record_function(f"{name}: call {number}"):
             function(number)
