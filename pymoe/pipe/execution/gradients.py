@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from pymoe._torch_private import get_current_graph_task_keep_graph, run_backward, unsafe_set_version_counter
 from pymoe.autograd.gradient_sums import add_gradients
 from pymoe.autograd.isolated_graph import SECOND_BACKWARD, apply_directly, once_only
 
 __all__ = ["LeafSums", "WeightedSums", "accumulate", "attach", "end_history", "total"]
 
-_run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
 _NUMBER = torch.zeros((), device="cpu")  # any
 FOREACH_FROM = 4
 """Leaves from which on one call for all takes less time than a call for each."""
@@ -120,11 +120,11 @@ class _PipeOutputs(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         if ctx.run_backward is None:
             raise RuntimeError(SECOND_BACKWARD)
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        run_backward = ctx.run_backward
+        keep = get_current_graph_task_keep_graph()
+        backward = ctx.run_backward
         if not keep:
             ctx.run_backward = None
-        found = run_backward(grads, keep)
+        found = backward(grads, keep)
         return None, None, None, *(once_only("Pipe", found) if torch.is_grad_enabled() else found)
 
 
@@ -168,7 +168,7 @@ def end_history(edited: Sequence[torch.Tensor]) -> None:
             version = tensor._version
             apply_directly(_Edited, tensor)
             # Marking it as dirty has counted as one more change, which it was not.
-            torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+            unsafe_set_version_counter((tensor,), (version,))
 
 
 def accumulate(tensors: Sequence[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
@@ -188,4 +188,4 @@ def accumulate(tensors: Sequence[torch.Tensor], grads: list[torch.Tensor | None]
 
     with torch.enable_grad():
         (start,) = attach(hand_over, (_NUMBER,), kept)
-    _run_backward((start,), (_NUMBER,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    run_backward((start,), (_NUMBER,), False, False, (), allow_unreachable=True, accumulate_grad=True)

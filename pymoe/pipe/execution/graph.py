@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node
-from torch.utils import _pytree
 
+from pymoe._torch_private import pytree
 from pymoe.autograd.compiled_nodes import are_compiled
 from pymoe.autograd.gradient_sums import add_gradients
 from pymoe.autograd.isolated_graph import apply_directly, edge_of, find_leaves_and_nodes, has_tangent
@@ -97,13 +97,13 @@ def pack(value: Any, cross: Callable[[torch.Tensor], BoundaryTensor]) -> StageVa
     """Return the value with ``cross(tensor)`` for every tensor in it."""
     if isinstance(value, torch.Tensor):
         return StageValue([cross(value)], None)
-    leaves, structure = _pytree.tree_flatten(value)
+    leaves, structure = pytree.tree_flatten(value)
     return StageValue([cross(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure)
 
 
 def unpack(leaves: list[Any], structure: Any) -> Any:
     """Return the value that has these leaves."""
-    return leaves[0] if structure is None else _pytree.tree_unflatten(leaves, structure)
+    return leaves[0] if structure is None else pytree.tree_unflatten(leaves, structure)
 
 
 def is_fixed(tensor: torch.Tensor) -> bool:
@@ -274,7 +274,7 @@ def have_tangents(values: Any, *modules: nn.Module) -> bool:
     """
     if forward_ad._current_level < 0:
         return False
-    leaves = [leaf.value if isinstance(leaf, Whole) else leaf for leaf in _pytree.tree_leaves(values)]
+    leaves = [leaf.value if isinstance(leaf, Whole) else leaf for leaf in pytree.tree_leaves(values)]
     state = [itertools.chain(module.parameters(), module.buffers()) for module in modules]
-    tensors = itertools.chain(_pytree.tree_leaves(leaves), *state)
+    tensors = itertools.chain(pytree.tree_leaves(leaves), *state)
     return any(isinstance(x, torch.Tensor) and has_tangent(x) for x in tensors)

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from pymoe._torch_private import NormBase
 from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm
 from pymoe.pipe.execution.graph import BoundaryTensor, Graph, StageValue, version_of
 from pymoe.pipe.execution.shared_layers import StageLock
@@ -180,7 +180,7 @@ class _Buffers:
             self.changing = changing = changing or set()
             for (owner, name, tensor, version), copy in zip(before, copies, strict=True):
                 # The kernels of batch norms change statistics behind the version counter's back.
-                unseen = isinstance(owner, _NormBase) and owner.training
+                unseen = isinstance(owner, NormBase) and owner.training
                 if unseen or owner._buffers.get(name) is not tensor or tensor._version != version:
                     changing.add((id(owner), name))
                     if copy is not None:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from pymoe._torch_private import NormBase
 from pymoe.pipe.auxiliary import is_weighted
 from pymoe.pipe.execution.graph import version_of
 
@@ -84,4 +84,4 @@ class _Serialized:
 
     def _writes_unseen(self) -> bool:
         """Batch norms bypass the version counter; auxiliary losses that are weighted have no buffer."""
-        return any([is_weighted(layer) or (isinstance(layer, _NormBase) and layer.training) for layer in self._shared])
+        return any([is_weighted(layer) or (isinstance(layer, NormBase) and layer.training) for layer in self._shared])

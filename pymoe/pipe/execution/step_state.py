@@ -11,6 +11,7 @@ import torch
 
 from pymoe._errors import describe_error
 from pymoe._runtime import PipelineRun
+from pymoe._torch_private import profiler_enabled
 from pymoe.autograd import random_streams
 from pymoe.autograd.random_streams import Source as RandomSource
 from pymoe.autograd.random_streams import Stream
@@ -29,7 +30,6 @@ from pymoe.pipe.stages import INPUT, Pipeline, Source
 __all__ = ["PlanRun", "StepInputs", "StepState"]
 
 FORWARD, BACKWARD, BACKWARD_INPUT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT  # found faster
-_is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 _PASSES = {
     Kind.FORWARD: "the forward pass",
     Kind.BACKWARD: "the backward pass",
@@ -229,7 +229,9 @@ class PlanRun:
     def __init__(self, plan: Plan, state: StepState) -> None:
         self._plan = plan
         self._state = state
-        self._perform: Callable[[Action], None] | None = _in_ranges(state.perform) if _is_profiled() else state.perform
+        self._perform: Callable[[Action], None] | None = (
+            _in_ranges(state.perform) if profiler_enabled() else state.perform
+        )
         self._native: PipelineRun | None = None  # made when there are several threads
         self._began = time.perf_counter()
         self._timed: list[TimedAction] = []

@@ -5,19 +5,16 @@ from __future__ import annotations
 import contextvars
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from pymoe._runtime import Future, Profiled, WorkerPool
+from pymoe._torch_private import profiler_enabled
 from pymoe.autograd.fork import renew_engine
 from pymoe.autograd.thread_state import ThreadState, current, in_state
 from pymoe.pipe.execution.step_state import PlanRun
 
 __all__ = ["Workers", "inside"]
-
-_is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 class _Inside(threading.local):
@@ -67,7 +64,7 @@ class Workers:
             renew_engine()
             self._pools.append(WorkerPool(1))
         state, around = current(), inside.workers
-        profiled = Profiled() if _is_profiled() else None
+        profiled = Profiled() if profiler_enabled() else None
         ended: list[Future] = []
         native = run.begin_threads()
         try:
@@ -88,7 +85,7 @@ def _run_worker(
     run: PlanRun, worker: int, state: ThreadState, around: tuple[Workers, ...], profiled: Profiled | None
 ) -> None:
     """A worker on a thread of its own, in the state of the calling one. Raises nothing."""
-    joined = profiled is not None and not _is_profiled() and profiled.join()
+    joined = profiled is not None and not profiler_enabled() and profiled.join()
     inside.workers = around
     try:
         in_state(state, run.run_worker, worker)

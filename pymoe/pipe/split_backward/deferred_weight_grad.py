@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from pymoe.autograd.isolated_graph import _run_backward, apply_directly
+from pymoe._torch_private import FunctionBase, len_torch_dispatch_stack, run_backward
+from pymoe.autograd.isolated_graph import apply_directly
 
 __all__ = ["Deferred", "Recorder", "can_defer", "free_saved_tensors"]
 
@@ -42,7 +43,7 @@ class Deferred(NamedTuple):
 
 
 def _can_run_in_parts(node: Node) -> bool:
-    if isinstance(node, torch._C._FunctionBase):
+    if isinstance(node, FunctionBase):
         return getattr(getattr(node, "_forward_cls", None), "backward_in_parts", False) is True
     return node.name() in ONE_BY_ONE and not any([saved.unpack_hook is not None for saved in _saved_tensors(node)])
 
@@ -75,7 +76,7 @@ def _drop(saved: Any) -> None:
 def free_saved_tensors(nodes: Iterable[Node]) -> None:
     """Free the tensors that nodes have saved which never run again."""
     for node in nodes:
-        if isinstance(node, torch._C._FunctionBase):
+        if isinstance(node, FunctionBase):
             node.maybe_clear_saved_tensors()  # type: ignore[attr-defined]
             continue
         for saved in _saved_tensors(node):
@@ -116,7 +117,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         for node, edges in self._edges.items():
             self._hooks.append(node.register_prehook(self._hook_for(node)))
-            if isinstance(node, torch._C._FunctionBase):
+            if isinstance(node, FunctionBase):
                 function: Any = node
                 needs = function.needs_input_grad
                 asked = iter([place for place, need in enumerate(needs) if need])
@@ -175,7 +176,7 @@ class Recorder:
             grads = (torch.empty_like(start), *[_blank(end) for end in others])
             roots, inputs = (GradientEdge(start.grad_fn, 0), *others), (anchor, *ends)
             with suppress(_Enough):
-                _run_backward(roots, grads, True, False, inputs, True, accumulate_grad=False)  # type: ignore[call-arg]
+                run_backward(roots, grads, True, False, inputs, True, accumulate_grad=False)
         return [edge for edge, _ in found], [gradient for _, gradient in found]
 
     def _run(self, node: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -210,7 +211,7 @@ def _blank(edge: GradientEdge) -> Tensor:
     about = _about(edge)
     kind = about.dtype, about.device
     zero = _zeros.get(kind)
-    if zero is None or torch._C._len_torch_dispatch_stack():
+    if zero is None or len_torch_dispatch_stack():
         zero = torch.zeros((), dtype=kind[0], device=kind[1])
         if type(zero) is Tensor:  # a mode may have made another
             _zeros[kind] = zero
