@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 from devices import moved
 from limits import EXHAUSTIVE
+from specs import all_specs, large_cases, samples_of, verify
 
 import pymoe
-from pymoe.testing import verify
-from pymoe.testing.calls import generator, large_cases, samples_of, with_grad
-from pymoe.testing.specs import all_specs
+from pymoe.bench.calls import generator, with_grad
 
 SPECS = {spec.name: spec for spec in all_specs()}
 ISAS = ["baseline", "v3", "v4"]

@@ -14,12 +14,11 @@ import sys
 import pytest
 import torch
 from limits import rounds
+from specs import all_specs, samples_of
+from specs.samples import special_values
 
-from pymoe.testing.calls import call, generator, gradients_of, leaves, mapped, samples_of, with_grad
-from pymoe.testing.compare import assert_close, assert_same_bits, same_bits
-from pymoe.testing.samples import special_values
-from pymoe.testing.spec import outputs_of
-from pymoe.testing.specs import all_specs
+from pymoe.bench.calls import call, generator, gradients_of, leaves, mapped, outputs_of, with_grad
+from pymoe.bench.correctness import assert_close, assert_same_bits, same_bits
 
 pytestmark = pytest.mark.only_on("cpu")
 SPECS = {spec.name: spec for spec in all_specs()}

@@ -9,6 +9,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+from pathlib import Path
 
 import torch
 
@@ -24,11 +25,12 @@ def load(path):
 
 load(sys.argv[1])
 
-from pymoe.testing import verify  # noqa: E402
-from pymoe.testing.calls import generator, gradients, large_cases, same_layout_copy, samples_of, with_grad  # noqa: E402
-from pymoe.testing.hostile import hostile_calls  # noqa: E402
-from pymoe.testing.spec import outputs_of  # noqa: E402
-from pymoe.testing.specs import all_specs  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from specs import all_specs, large_cases, samples_of, verify  # noqa: E402
+from specs.hostile import hostile_calls  # noqa: E402
+
+from pymoe.bench.calls import generator, gradients, outputs_of, same_layout_copy, with_grad  # noqa: E402
 
 BACKWARD_IS_VIEWS = {"gather_batch"}
 

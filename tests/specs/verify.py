@@ -12,9 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pymoe.testing.calls import call, gradients, leaves, map_tensors, same_layout_copy, tensors_in, widened
-from pymoe.testing.compare import assert_close, assert_same_bits
-from pymoe.testing.spec import ErrorInput, OpSpec, Sample, outputs_of
+from pymoe.bench.calls import (
+    Sample,
+    call,
+    gradients,
+    leaves,
+    map_tensors,
+    outputs_of,
+    same_layout_copy,
+    tensors_in,
+    widened,
+)
+from pymoe.bench.correctness import assert_close, assert_same_bits
+from specs import ErrorInput, OpSpec
 
 
 def outputs_equal(spec: OpSpec, dtype: torch.dtype, sample: Sample) -> None:
@@ -28,15 +38,10 @@ def outputs_equal(spec: OpSpec, dtype: torch.dtype, sample: Sample) -> None:
     assert len(actual) == len(expected), f"{spec.name}: {len(actual)} outputs, the reference has {len(expected)}"
     for i, (got, wanted) in enumerate(zip(actual, expected, strict=True)):
         what = f"{spec.name}: output {i}"
-        if is_exact(spec, i):
+        if spec.is_exact(i):
             assert_same_bits(got, wanted, what)
         else:
             assert_close(got, wanted, spec.tolerances[dtype], what)
-
-
-def is_exact(spec: OpSpec, output: int) -> bool:
-    """Is output number ``output`` promised bit for bit? A single flag speaks for any number of outputs."""
-    return spec.exact[output if len(spec.exact) > 1 else 0]
 
 
 def gradients_equal(spec: OpSpec, dtype: torch.dtype, sample: Sample) -> None:

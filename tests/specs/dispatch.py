@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
-import pymoe.ops
-import pymoe.reference
+from pymoe.bench.calls import Sample
+from pymoe.bench.operators import uniform
 from pymoe.reference import Routing
-from pymoe.testing import routings
-from pymoe.testing.samples import expanded, layouts, special_values, sprinkled, uniform
-from pymoe.testing.spec import BenchCase, ErrorInput, OpSpec, RawCall, Sample, Target
+from specs import ErrorInput, RawCall, routings, specify
+from specs.samples import expanded, layouts, special_values, sprinkled
 
 HIDDEN = (64, 1, 3, 16, 100, 0, 257)
 
@@ -100,62 +98,12 @@ def raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
     yield RawCall("empty", "dispatch", (torch.zeros(0, 5), slot[:0], offsets))
 
 
-def index(x: Tensor, routing: Routing, *, out: Tensor | None = None) -> Tensor:
-    """What a user writes where nothing was dropped."""
-    return torch.index_select(x, 0, routing.token, out=out)
-
-
-def bench_cases() -> Iterator[BenchCase]:
-    for tokens, hidden, choices, experts, dtype, source in (
-        (16384, 1024, 2, 64, torch.float32, ""),
-        (16384, 1024, 2, 64, torch.bfloat16, ""),
-        (4096, 7168, 8, 256, torch.bfloat16, "TileOPs; Transformer Engine, test_permutation"),
-        (8192, 2048, 8, 128, torch.bfloat16, "Qwen3-30B: Liger-Kernel"),
-    ):
-        for given in (True, False):
-
-            def make(
-                generator: torch.Generator,
-                tokens: int = tokens,
-                hidden: int = hidden,
-                choices: int = choices,
-                experts: int = experts,
-                dtype: torch.dtype = dtype,
-                given: bool = given,
-            ) -> Sample:
-                chosen = routings.distinct(tokens, choices, experts, generator)
-                x = torch.randn(tokens, hidden, generator=generator).to(dtype)
-                out = {"out": torch.zeros(tokens * choices, hidden, dtype=dtype)} if given else {}
-                return Sample("", (x, routings.Choices("", chosen, experts).routing()), out)
-
-            yield BenchCase(
-                f"T{tokens} H{hidden} K{choices} {'into a buffer' if given else 'fresh'}",
-                dtype,
-                make,
-                bytes=tokens * (1 + choices) * hidden * dtype.itemsize,
-                source=source,
-                baseline=index,
-                target=Target("floor", 0.8) if given else None,
-                cuda_target=Target("seconds", 0.135e-3) if hidden == 7168 else None,
-            )
-
-
 SPECS = [
-    OpSpec(
-        name="dispatch",
-        native=pymoe.ops.dispatch,
-        reference=pymoe.reference.dispatch,
+    specify(
+        "dispatch",
         samples=samples,
-        exact=(True,),
-        tolerances={  # of gradients: the reference adds up a token's choices in torch's order
-            torch.float32: (2e-6, 1e-6),
-            torch.float64: (1e-14, 1e-14),
-            torch.bfloat16: (0.008, 1e-5),
-            torch.float16: (0.001, 1e-5),
-        },
         error_inputs=error_inputs,
         gradient_samples=gradient_samples,
         raw_calls=raw_calls,
-        bench_cases=bench_cases,
     )
 ]

@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
+from specs.samples import layouts, special_values
 
-from pymoe.testing.compare import assert_close, assert_same_bits, ulp_distance
-from pymoe.testing.samples import layouts, special_values, uniform
+from pymoe.bench.correctness import assert_close, assert_same_bits, ulp_distance
+from pymoe.bench.operators import uniform
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 

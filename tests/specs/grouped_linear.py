@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from pymoe import ops, reference
-from pymoe.testing.samples import expanded, layouts, uniform
-from pymoe.testing.spec import BenchCase, ErrorInput, OpSpec, RawCall, Sample
-
-
-def offsets_of(counts: list[int]) -> Tensor:
-    """(E + 1,) int32 offsets of experts that own ``counts`` rows."""
-    return torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
-
-
-def random_counts(rows: int, experts: int, generator: torch.Generator, skew: float = 0.0) -> list[int]:
-    """How many of ``rows`` rows each expert owns; the larger ``skew``, the more the first experts take."""
-    share = torch.arange(1, experts + 1, dtype=torch.float64) ** -skew
-    owner = torch.multinomial(share, rows, replacement=True, generator=generator) if rows else torch.zeros(0).long()
-    return torch.bincount(owner, minlength=experts).tolist()
+from pymoe.bench.calls import Sample
+from pymoe.bench.operators import offsets_of, random_counts, uniform
+from specs import ErrorInput, RawCall, specify
+from specs.samples import expanded, layouts
 
 
 def _sample(
@@ -153,73 +141,12 @@ def _raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
             yield RawCall(f"bias_grad_{name}", "grouped_linear_bias_grad", (grad, offsets))
 
 
-def linear_loop(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What one writes without this operator: ``F.linear`` expert by expert."""
-    bounds = offsets.tolist()
-    blocks = [
-        F.linear(x[bounds[e] : bounds[e + 1]], weight[e], None if bias is None else bias[e])
-        for e in range(weight.shape[0])
-    ]
-    return torch.cat(blocks)
-
-
-def _bench_cases() -> Iterator[BenchCase]:
-    def maker(
-        dtype: torch.dtype, rows: int, experts: int, sizes: tuple[int, int], skew: float, grad: bool
-    ) -> Callable[[torch.Generator], Sample]:
-        def make(generator: torch.Generator) -> Sample:
-            counts = random_counts(rows, experts, generator, skew)
-            sample = _sample("bench", counts, sizes, dtype, generator, bias=False)
-            if not grad:
-                return sample
-            x, weight, offsets = sample.args
-            return Sample("bench", (x.requires_grad_(), weight.requires_grad_(), offsets))
-
-        return make
-
-    for source, rows, experts, sizes, dtype, skew, backward in (
-        ("SonicMoE Fig. 13, scaled", 4096, 8, (1024, 1024), torch.float32, 0.0, False),
-        ("SonicMoE Fig. 13, scaled", 4096, 8, (1024, 1024), torch.float32, 0.0, True),
-        ("Qwen3-30B (Liger), scaled", 4096, 32, (768, 1024), torch.float32, 0.0, False),
-        ("Qwen3-30B (Liger), scaled", 4096, 32, (768, 1024), torch.bfloat16, 0.0, False),
-        ("TileOPs 80/20 skew, scaled", 4096, 32, (768, 1024), torch.float32, 1.0, False),
-        ("DeepSeek-V3, few rows an expert, scaled", 2048, 64, (512, 1024), torch.float32, 0.0, False),
-        ("a small model", 2048, 8, (512, 128), torch.float32, 0.0, False),
-        ("a small model", 2048, 8, (512, 128), torch.float32, 0.0, True),
-    ):
-        outputs, inputs = sizes
-        passes = 3 if backward else 1
-        elements = rows * (inputs + outputs) + experts * inputs * outputs
-        name = f"S{rows} E{experts} H{inputs} N{outputs}" + (" skewed" if skew else "")
-        yield BenchCase(
-            name=name + (" fwd+bwd" if backward else ""),
-            dtype=dtype,
-            make=maker(dtype, rows, experts, sizes, skew, backward),
-            bytes=elements * dtype.itemsize * passes,
-            flops=2 * rows * inputs * outputs * passes,
-            backward=backward,
-            source=source,
-            baseline=linear_loop,
-        )
-
-
 SPECS = [
-    OpSpec(
-        name="grouped_linear",
-        native=ops.grouped_linear,
-        reference=reference.grouped_linear,
+    specify(
+        "grouped_linear",
         samples=_samples,
-        exact=(False,),
-        # Sums of up to 1100 terms in another order; the 16-bit types may round to the neighbour.
-        tolerances={
-            torch.float32: (1e-5, 1e-4),
-            torch.float64: (1e-13, 1e-12),
-            torch.bfloat16: (8e-3, 1e-4),
-            torch.float16: (1e-3, 1e-4),
-        },
         error_inputs=_error_inputs,
         gradient_samples=_gradient_samples,
         raw_calls=_raw_calls,
-        bench_cases=_bench_cases,
     )
 ]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
-from pymoe import ops, reference
+from pymoe.bench.calls import Sample
+from pymoe.bench.operators import uniform
 from pymoe.reference.expert_activation import KINDS
-from pymoe.testing.samples import expanded, layouts, special_values, uniform
-from pymoe.testing.spec import BenchCase, ErrorInput, OpSpec, RawCall, Sample
+from specs import ErrorInput, RawCall, specify
+from specs.samples import expanded, layouts, special_values
 
 
 def _samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
@@ -75,59 +74,12 @@ def _raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
             yield RawCall(f"{name}_backward", "expert_activation_backward", (grad, h, number))
 
 
-def _plain(h: Tensor, kind: str) -> Tensor:
-    """What one writes with torch alone."""
-    if kind == "swiglu":
-        gate, up = h.chunk(2, dim=1)
-        return F.silu(gate) * up
-    return F.gelu(h) if kind == "gelu" else F.relu(h)
-
-
-def _bench_cases() -> Iterator[BenchCase]:
-    def maker(dtype: torch.dtype, shape: tuple[int, int], kind: str, grad: bool) -> Callable[..., Sample]:
-        def make(generator: torch.Generator) -> Sample:
-            return Sample("bench", (uniform(*shape, dtype=dtype, generator=generator).requires_grad_(grad), kind))
-
-        return make
-
-    for kind, features, dtype, backward, source in (
-        ("swiglu", 768, torch.float32, False, "Qwen3-30B (Liger)"),
-        ("swiglu", 768, torch.float32, True, "Qwen3-30B (Liger)"),
-        ("swiglu", 768, torch.bfloat16, False, "Qwen3-30B (Liger)"),
-        ("swiglu", 768, torch.bfloat16, True, "Qwen3-30B (Liger)"),
-        ("gelu", 1024, torch.float32, False, "SonicMoE README, scaled"),
-        ("relu", 1024, torch.float32, False, "SonicMoE README, scaled"),
-    ):
-        rows = 4096
-        inputs = 2 * features if kind == "swiglu" else features
-        moved = inputs + features + (2 * inputs + features if backward else 0)
-        yield BenchCase(
-            name=f"S{rows} F{features} {kind}" + (" fwd+bwd" if backward else ""),
-            dtype=dtype,
-            make=maker(dtype, (rows, inputs), kind, backward),
-            bytes=rows * moved * dtype.itemsize,
-            backward=backward,
-            source=source,
-            baseline=_plain,
-        )
-
-
 SPECS = [
-    OpSpec(
-        name="expert_activation",
-        native=ops.expert_activation,
-        reference=reference.expert_activation,
+    specify(
+        "expert_activation",
         samples=_samples,
-        exact=(False,),
-        tolerances={
-            torch.float32: (2e-6, 2e-6),
-            torch.float64: (1e-14, 1e-14),
-            torch.bfloat16: (8e-3, 1e-6),
-            torch.float16: (1e-3, 1e-6),
-        },
         error_inputs=_error_inputs,
         gradient_samples=_gradient_samples,
         raw_calls=_raw_calls,
-        bench_cases=_bench_cases,
     )
 ]

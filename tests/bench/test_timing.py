@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pymoe.testing.timing import LONGEST_SPAN, MOST_CALLS, Spread, Timing, WallTimer, calls_per_value, measure
+from pymoe.bench.timing import LONGEST_SPAN, MOST_CALLS, Spread, Timing, WallTimer, calls_per_value, measure
 
 
 class Clock:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
 
-import pymoe.ops
-import pymoe.reference
-from pymoe.testing.samples import expanded, layouts, sprinkled, tied, uniform
-from pymoe.testing.spec import BenchCase, ErrorInput, OpSpec, RawCall, Sample
+from pymoe.bench.calls import Sample
+from pymoe.bench.operators import random_load, uniform
+from specs import ErrorInput, RawCall, specify
+from specs.samples import expanded, layouts, sprinkled, tied
 
 SHAPES = (
     (0, 8), (1, 1), (7, 3), (40, 8), (64, 64), (65, 64), (130, 100), (37, 160), (19, 257), (300, 16), (3, 1500),
@@ -20,16 +19,12 @@ SHAPES = (
 )  # fmt: skip
 
 
-def _load(num_experts: int, generator: torch.Generator, dtype: torch.dtype = torch.int32) -> Tensor:
-    return torch.randint(0, 9, (num_experts,), generator=generator).to(dtype)
-
-
 def _logits_and_load(dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]]:
     for tokens, num_experts in SHAPES:
         logits = uniform(tokens, num_experts, dtype=dtype, generator=generator, scale=4.0)
-        yield f"T{tokens}_E{num_experts}", logits, _load(num_experts, generator)
-        yield f"T{tokens}_E{num_experts}_long", logits, _load(num_experts, generator, torch.int64)
-    logits, load = uniform(90, 48, dtype=dtype, generator=generator, scale=4.0), _load(48, generator)
+        yield f"T{tokens}_E{num_experts}", logits, random_load(num_experts, generator)
+        yield f"T{tokens}_E{num_experts}_long", logits, random_load(num_experts, generator, torch.int64)
+    logits, load = uniform(90, 48, dtype=dtype, generator=generator, scale=4.0), random_load(48, generator)
     special = sprinkled(logits, generator)
     for name, value in (
         ("tied", tied(90, 48, dtype=dtype, generator=generator)),
@@ -111,7 +106,7 @@ def gradient_samples(generator: torch.Generator) -> Iterator[Sample]:
     for tokens, num_experts in ((5, 4), (1, 3), (3, 17)):
         logits = uniform(tokens, num_experts, dtype=torch.float64, generator=generator).requires_grad_()
         for score in ("softmax", "sigmoid"):
-            load = _load(num_experts, generator)
+            load = random_load(num_experts, generator)
             yield Sample(f"T{tokens}_E{num_experts}_{score}", (logits, load), {"score": score})
 
 
@@ -124,7 +119,7 @@ def z_gradient_samples(generator: torch.Generator) -> Iterator[Sample]:
 def raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        logits, load = uniform(9, 12, dtype=dtype, generator=generator), _load(12, generator)
+        logits, load = uniform(9, 12, dtype=dtype, generator=generator), random_load(12, generator)
         grad = torch.tensor(0.7, dtype=wide)
         for score in ("softmax", "sigmoid"):
             for name, given, with_z in (("both", load, True), ("balance", load.long(), False), ("z", None, True)):
@@ -134,65 +129,14 @@ def raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
     yield RawCall("empty", "router_losses", (torch.zeros(0, 5), torch.ones(5, dtype=torch.int32), "softmax", True))
 
 
-def _torch(logits: Tensor, load: Tensor, score: str = "softmax") -> tuple[Tensor, Tensor]:
-    """What one writes with torch alone."""
-    values = logits.float()
-    scores = torch.softmax(values, 1) if score == "softmax" else values.sigmoid()
-    probabilities = scores if score == "softmax" else scores / scores.sum(1, keepdim=True)
-    balance = logits.shape[1] * (load.float() / load.sum() * probabilities.mean(0)).sum()
-    return balance, torch.logsumexp(values, 1).square().mean()
-
-
-def bench_cases() -> Iterator[BenchCase]:
-    for tokens, num_experts, score, dtype, backward, source in (
-        (16384, 64, "softmax", torch.float32, False, ""),
-        (8192, 128, "softmax", torch.float32, True, "TransformerEngine"),
-        (8192, 128, "softmax", torch.bfloat16, True, "TransformerEngine"),
-        (8192, 256, "sigmoid", torch.float32, True, "DeepSeek-V3"),
-    ):
-
-        def make(
-            generator: torch.Generator,
-            shape: tuple[int, int] = (tokens, num_experts),
-            score: str = score,
-            dtype: torch.dtype = dtype,
-            backward: bool = backward,
-        ) -> Sample:
-            logits = torch.randn(shape, generator=generator).to(dtype).requires_grad_(backward)
-            return Sample("", (logits, _load(shape[1], generator)), {"score": score})
-
-        yield BenchCase(
-            f"T{tokens} E{num_experts} {score}",
-            dtype,
-            make,
-            bytes=tokens * num_experts * dtype.itemsize * (3 if backward else 1),
-            backward=backward,
-            source=source,
-            baseline=_torch,
-        )
-
-
-def _spec(name: str, **parts: Any) -> OpSpec:
-    native: Callable[..., Any] = getattr(pymoe.ops, name)
-    reference: Callable[..., Any] = getattr(pymoe.reference, name)
-    tolerances = {  # sums over tokens run in another order than torch's; gradients are rounded to the logits' dtype
-        torch.float32: (2e-5, 1e-6),
-        torch.float64: (1e-12, 1e-14),
-        torch.bfloat16: (1e-2, 1e-5),
-        torch.float16: (2e-3, 1e-5),
-    }
-    return OpSpec(name=name, native=native, reference=reference, exact=(False,), tolerances=tolerances, **parts)
-
-
 SPECS = [
-    _spec(
+    specify(
         "router_losses",
         samples=samples,
         error_inputs=error_inputs,
         gradient_samples=gradient_samples,
         raw_calls=raw_calls,
-        bench_cases=bench_cases,
     ),
-    _spec("load_balancing_loss", samples=samples, error_inputs=error_inputs, gradient_samples=gradient_samples),
-    _spec("router_z_loss", samples=z_samples, error_inputs=z_error_inputs, gradient_samples=z_gradient_samples),
+    specify("load_balancing_loss", samples=samples, error_inputs=error_inputs, gradient_samples=gradient_samples),
+    specify("router_z_loss", samples=z_samples, error_inputs=z_error_inputs, gradient_samples=z_gradient_samples),
 ]

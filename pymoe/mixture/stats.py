@@ -1,4 +1,4 @@
-"""What became of the requests that a mixture sent to a backend: counted for each pass, and told to the log."""
+"""What becomes of the requests that a mixture sends to a backend: counted for each pass, and logged."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from pymoe._errors import describe_error
 
-LOG_PERIOD = 60.0  # seconds between two lines about one backend
-REMEMBERED = 1000  # answers whose latencies are kept
+LOG_PERIOD_S = 60.0  # between two lines about one backend
+KEPT_LATENCIES = 1000
 
 logger = logging.getLogger("pymoe.runtime")
 
@@ -19,25 +19,25 @@ logger = logging.getLogger("pymoe.runtime")
 class PassStats(NamedTuple):
     """One pass (forward or backward) of one backend in one mixture.
 
-    Once nothing is under way, ``requests == answered + failed + anomalous + given_up``.
+    Once no request is pending, ``requests == answered + failed + anomalous + given_up``.
     """
 
     requests: int
-    """That were sent, or were to be."""
+    """Sent, or refused by the backend's pool."""
     rows: int
     """Of all requests together."""
     answered: int
     """Answers that came in time and were used."""
     failed: int
-    """Exceptions of the expert, cancellations by its runtime, and requests that its pool did not take."""
+    """Exceptions raised by the expert, cancellations by its runtime, and requests that its pool refused."""
     anomalous: int
-    """Answers with NaN or infinity, where the mixture looks for them."""
+    """Answers with NaN or infinity, under ``detect_anomalies``."""
     given_up: int
-    """Requests that were not waited for any longer."""
+    """Requests that the mixture stopped waiting for."""
     late: int
-    """Of these, answers that came all the same, and were ignored."""
+    """Those of ``given_up`` whose answers came after all, and were ignored."""
     latency_mean: float
-    """Seconds from a request to its answer, as are the next three, over the last 1000 answers in time; 0 without any"""
+    """Seconds from request to answer, over the last 1000 answers in time; 0 without any. So are the next three."""
     latency_p50: float
     latency_p99: float
     latency_max: float
@@ -59,15 +59,15 @@ class BackendStats(NamedTuple):
 
 
 class PassCounts:
-    """Counts one pass. Of all threads."""
+    """The counts behind a :class:`PassStats`. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(("requests", "rows", "answered", "failed", "anomalous", "given_up", "late"), 0)
-        self._latencies: deque[float] = deque(maxlen=REMEMBERED)
+        self._latencies: deque[float] = deque(maxlen=KEPT_LATENCIES)
 
     def add(self, *names: str, rows: int = 0, latency: float | None = None) -> None:
-        """One more of each of ``names``."""
+        """Add one to each of ``names``, and ``rows`` to the rows."""
         with self._lock:
             for name in names:
                 self._counts[name] += 1
@@ -89,30 +89,31 @@ class PassCounts:
         )
 
 
-class Log:
-    """Tells about a backend that does not answer: at once, and then no more often than every ``LOG_PERIOD`` seconds."""
+class BackendLog:
+    """Logs that a backend does not answer: at once, and then at most every ``LOG_PERIOD_S``. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
         self._next = 0.0
-        self._silent = 0
-        self._said_idle = False
+        self._suppressed = 0
+        self._idle_logged = False
 
-    def no_answer(self, way: str, why: BaseException) -> None:
+    def no_answer(self, pass_name: str, why: BaseException) -> None:
         with self._lock:
             now = time.monotonic()
             if now < self._next:
-                self._silent += 1
+                self._suppressed += 1
                 return
-            self._next, silent, self._silent = now + LOG_PERIOD, self._silent, 0
-        more = f" ({silent} more since the line before)" if silent else ""
-        text = describe_error(why)
-        logger.warning("a mixture goes on without an answer of %s %s: %s%s", self._name, way, text, more)
+            self._next, suppressed, self._suppressed = now + LOG_PERIOD_S, self._suppressed, 0
+        more = f" ({suppressed} more since the last line)" if suppressed else ""
+        error = describe_error(why)
+        logger.warning("a mixture continues without the %s answer of %s: %s%s", pass_name, self._name, error, more)
 
     def idle(self, pool: str) -> None:
+        """Log, once, that requests wait in a pool that no runtime serves."""
         with self._lock:
-            if self._said_idle:
+            if self._idle_logged:
                 return
-            self._said_idle = True
+            self._idle_logged = True
         logger.warning("%s: a mixture waits for an answer, but no Runtime serves the pool", pool)

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
-import pymoe.ops
-import pymoe.reference
+from pymoe.bench.calls import Sample
+from pymoe.bench.operators import uniform
 from pymoe.reference import Routing
-from pymoe.testing import routings
-from pymoe.testing.samples import expanded, layouts, special_values, sprinkled, uniform
-from pymoe.testing.spec import BenchCase, ErrorInput, OpSpec, RawCall, Sample, Target
+from specs import ErrorInput, RawCall, routings, specify
+from specs.samples import expanded, layouts, special_values, sprinkled
 
 HIDDEN = (64, 1, 3, 16, 100, 0, 257)
 
@@ -120,68 +118,12 @@ def raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
     yield RawCall("empty", "combine", (torch.zeros(0, 5), slot[:0], None))
 
 
-def index_add(y: Tensor, routing: Routing, weights: Tensor) -> Tensor:
-    """What a user writes where nothing was dropped: weight the rows, add them up by token."""
-    slot, token, _ = routing
-    weight_of_row = torch.empty_like(weights.view(-1)).index_put((slot.view(-1),), weights.view(-1))
-    weighted = y * weight_of_row[:, None].to(y.dtype)
-    return y.new_zeros(slot.shape[0], y.shape[1]).index_add(0, token, weighted)
-
-
-def bench_cases() -> Iterator[BenchCase]:
-    for tokens, hidden, choices, experts, dtype, source, target in (
-        (16384, 1024, 2, 64, torch.float32, "", 4.0),
-        (16384, 1024, 8, 64, torch.float32, "", 6.0),
-        (16384, 1024, 2, 64, torch.bfloat16, "", None),
-        (4096, 7168, 8, 256, torch.bfloat16, "TileOPs; Transformer Engine, test_permutation", None),
-        (8192, 2048, 8, 128, torch.bfloat16, "Qwen3-30B: Liger-Kernel", None),
-    ):
-
-        def make(
-            generator: torch.Generator,
-            tokens: int = tokens,
-            hidden: int = hidden,
-            choices: int = choices,
-            experts: int = experts,
-            dtype: torch.dtype = dtype,
-        ) -> Sample:
-            chosen = routings.distinct(tokens, choices, experts, generator)
-            y = torch.randn(tokens * choices, hidden, generator=generator).to(dtype)
-            weights = torch.rand(tokens, choices, generator=generator)
-            return Sample("", (y, routings.Choices("", chosen, experts).routing(), weights))
-
-        name, row = f"T{tokens} H{hidden} K{choices}", hidden * dtype.itemsize
-        yield BenchCase(
-            name,
-            dtype,
-            make,
-            bytes=tokens * (1 + choices) * row,
-            source=source,
-            baseline=index_add,
-            target=Target("baseline", target) if target else None,
-            cuda_target=Target("seconds", 0.128e-3) if hidden == 7168 else None,
-        )
-        if choices == 2:
-            forward, backward = tokens * (1 + choices) * row, tokens * (1 + 2 * choices) * row
-            yield BenchCase(name, dtype, make, bytes=forward + backward, backward=True, baseline=index_add)
-
-
 SPECS = [
-    OpSpec(
-        name="combine",
-        native=pymoe.ops.combine,
-        reference=pymoe.reference.combine,
+    specify(
+        "combine",
         samples=samples,
-        exact=(True,),
-        tolerances={
-            torch.float32: (1e-5, 5e-5),
-            torch.float64: (1e-13, 1e-13),
-            torch.bfloat16: (0.008, 1e-4),
-            torch.float16: (0.001, 1e-4),
-        },
         error_inputs=error_inputs,
         gradient_samples=gradient_samples,
         raw_calls=raw_calls,
-        bench_cases=bench_cases,
     )
 ]

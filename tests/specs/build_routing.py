@@ -7,11 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-import pymoe.ops
-import pymoe.reference
-from pymoe.testing import routings
-from pymoe.testing.samples import expanded, layouts
-from pymoe.testing.spec import BenchCase, ErrorInput, OpSpec, RawCall, Sample, Target
+from pymoe.bench.calls import Sample
+from specs import ErrorInput, RawCall, routings, specify
+from specs.samples import expanded, layouts
 
 
 def sample(choices: routings.Choices, dtype: torch.dtype, name: str = "") -> Sample:
@@ -77,49 +75,12 @@ def raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
     yield RawCall("no_tokens", "build_routing", (experts[:0], 5, None))
 
 
-def sort_and_count(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """What a user writes: the token of every row, and the experts' loads."""
-    flat = experts.flatten()
-    return torch.argsort(flat, stable=True) // experts.shape[1], torch.bincount(flat, minlength=num_experts)
-
-
-def bench_cases() -> Iterator[BenchCase]:
-    for tokens, choices, experts, source in (
-        (16384, 2, 64, ""),
-        (4096, 8, 128, "TileOPs"),
-        (4096, 8, 256, "Transformer Engine, test_permutation"),
-        (8192, 8, 128, "Qwen3-30B: Liger-Kernel"),
-        (32768, 8, 128, "SonicMoE"),
-    ):
-
-        def make(
-            generator: torch.Generator, tokens: int = tokens, choices: int = choices, experts: int = experts
-        ) -> Sample:
-            return Sample("", (routings.distinct(tokens, choices, experts, generator), experts))
-
-        yield BenchCase(
-            f"T{tokens} K{choices} E{experts}",
-            torch.int32,
-            make,
-            bytes=4 * (3 * tokens * choices + experts + 1),
-            source=source,
-            baseline=sort_and_count,
-            target=Target("baseline", 5.0),
-            cuda_target=Target("seconds", 5e-6) if tokens == 4096 else None,
-        )
-
-
 SPECS = [
-    OpSpec(
-        name="build_routing",
-        native=pymoe.ops.build_routing,
-        reference=pymoe.reference.build_routing,
+    specify(
+        "build_routing",
         samples=samples,
-        exact=(True, True, True),
-        tolerances={},
         error_inputs=error_inputs,
         raw_calls=raw_calls,
-        bench_cases=bench_cases,
         dtypes=(torch.int32, torch.int64),
     )
 ]

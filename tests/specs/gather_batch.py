@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-import pymoe.ops
-import pymoe.reference
-from pymoe.testing.samples import expanded, layouts, special_values
-from pymoe.testing.spec import ALL_DTYPES, BenchCase, ErrorInput, OpSpec, RawCall, Sample
+from pymoe.bench.calls import FLOATING, Sample
+from specs import ErrorInput, RawCall, specify
+from specs.samples import expanded, layouts, special_values
 
-DTYPES = (*ALL_DTYPES, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64)
+DTYPES = (*FLOATING, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64)
 ROWS = ((1,), (0,), (3, 0, 5), (0, 0), (1, 1, 1, 1, 1), (7, 2, 0, 0, 11), (64, 1, 200), (2,) * 70, (33, 40, 0))
 TRAILING: tuple[tuple[int, ...], ...] = ((), (16,), (3, 5), (0,))
 
@@ -121,43 +120,18 @@ def raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
     yield RawCall("grad", "gather_batch", ([torch.ones(2, 3, requires_grad=True), torch.ones(1, 3)],))
 
 
-def concatenate(tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[int, ...]]:
-    """What a user writes."""
-    return torch.cat(list(tensors)), tuple(len(tensor) for tensor in tensors)
-
-
-def bench_cases() -> Iterator[BenchCase]:
-    for count, rows, columns in ((64, 1, 1024), (64, 64, 1024), (8, 2048, 1024)):
-
-        def make(generator: torch.Generator, count: int = count, rows: int = rows, columns: int = columns) -> Sample:
-            return Sample("", ([torch.randn(rows, columns, generator=generator) for _ in range(count)],))
-
-        moved = 2 * 4 * count * rows * columns
-        yield BenchCase(f"{count} of {rows}x{columns}", torch.float32, make, bytes=moved, baseline=concatenate)
-
-
-EXACT = dict.fromkeys(ALL_DTYPES, (0.0, 0.0))
 SPECS = [
-    OpSpec(
-        name="gather_batch",
-        native=pymoe.ops.gather_batch,
-        reference=pymoe.reference.gather_batch,
+    specify(
+        "gather_batch",
         samples=gather_samples,
-        exact=(True,),
-        tolerances=EXACT,
         error_inputs=gather_errors,
         gradient_samples=gather_gradients,
         raw_calls=raw_calls,
-        bench_cases=bench_cases,
         dtypes=DTYPES,
     ),
-    OpSpec(
-        name="split_batch",
-        native=pymoe.ops.split_batch,
-        reference=pymoe.reference.split_batch,
+    specify(
+        "split_batch",
         samples=split_samples,
-        exact=(True,),
-        tolerances=EXACT,
         error_inputs=split_errors,
         gradient_samples=split_gradients,
         dtypes=DTYPES,

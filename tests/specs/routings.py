@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pymoe.bench.operators import distinct
 from pymoe.reference import Routing, build_routing
 
 
@@ -24,7 +25,7 @@ class Choices(NamedTuple):
         return build_routing(self.experts, self.num_experts, capacity=self.capacity)
 
 
-# (T, K, E): no tokens, one of everything, K = E, more experts than slots, sizes that no power of two divides.
+# (T, K, E): no tokens, one of everything, K = E, more experts than slots, sizes that are not powers of two.
 SHAPES = (
     (0, 2, 8),
     (1, 1, 1),
@@ -36,13 +37,6 @@ SHAPES = (
     (29, 6, 160),
     (19, 4, 257),
 )
-
-
-def distinct(tokens: int, choices: int, experts: int, generator: torch.Generator) -> Tensor:
-    """(T, K) int32, distinct within a token, uniformly drawn: what a balanced router chooses."""
-    if tokens == 0:
-        return torch.empty(0, choices, dtype=torch.int32)
-    return torch.rand(tokens, experts, generator=generator).argsort(1)[:, :choices].int().contiguous()
 
 
 def skewed(tokens: int, choices: int, experts: int, generator: torch.Generator) -> Tensor:

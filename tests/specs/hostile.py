@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pymoe.testing.spec import RawCall
+from specs import RawCall
 
 INTEGERS = (torch.int32, torch.int64)
 

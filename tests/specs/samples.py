@@ -17,11 +17,6 @@ def special_values(dtype: torch.dtype) -> Tensor:
     return torch.tensor([sign * value for value in values for sign in (1.0, -1.0)], dtype=dtype)
 
 
-def uniform(*shape: int, dtype: torch.dtype, generator: torch.Generator, scale: float = 2.0) -> Tensor:
-    """Values of both signs in [-scale, scale)."""
-    return ((torch.rand(shape, generator=generator, dtype=torch.float64) * 2 - 1) * scale).to(dtype)
-
-
 def tied(*shape: int, dtype: torch.dtype, generator: torch.Generator, levels: int = 3) -> Tensor:
     """Values from a few levels around zero, both zeros among them, so that nearly all are tied."""
     level = torch.randint(0, levels, shape, generator=generator)

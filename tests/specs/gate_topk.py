@@ -11,8 +11,10 @@ from torch import Tensor
 
 import pymoe.ops
 import pymoe.reference
-from pymoe.testing.samples import expanded, layouts, special_values, sprinkled, tied, uniform
-from pymoe.testing.spec import BenchCase, ErrorInput, OpSpec, RawCall, Sample, Target
+from pymoe.bench.calls import Sample
+from pymoe.bench.operators import uniform
+from specs import ErrorInput, RawCall, specify
+from specs.samples import expanded, layouts, special_values, sprinkled, tied
 
 SHAPES = (
     (0, 8, 2), (1, 1, 1), (7, 3, 2), (33, 3, 3), (40, 8, 2), (21, 8, 8), (64, 64, 1), (65, 64, 2), (31, 64, 6),
@@ -156,79 +158,12 @@ def raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
     yield RawCall("many", "gate_topk", (torch.zeros(3, 40), None, 20, "softmax", True, 0, 0, 1.0))
 
 
-def _torch(logits: Tensor, k: int, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """What one writes with torch alone."""
-    scores = torch.softmax(logits.float(), 1) if options.get("score") != "sigmoid" else logits.float().sigmoid()
-    choice = scores + options["bias"] if "bias" in options else scores
-    if "num_groups" in options:
-        grouped = choice.view(len(logits), options["num_groups"], -1)
-        groups = grouped.topk(2, dim=2).values.sum(2).topk(options["topk_groups"], dim=1).indices
-        mask = torch.ones(grouped.shape[:2], dtype=torch.bool, device=logits.device).scatter(1, groups, False)
-        choice = grouped.masked_fill(mask[:, :, None], -torch.inf).flatten(1)
-    experts = choice.topk(k, dim=1).indices
-    weights = scores.gather(1, experts)
-    weights = weights / weights.sum(1, keepdim=True) * options.get("scale", 1.0)
-    return weights, experts.int(), torch.bincount(experts.flatten(), minlength=logits.shape[1]).int()
-
-
-def bench_cases() -> Iterator[BenchCase]:
-    plain = {"score": "softmax"}
-    groups = {"score": "sigmoid", "num_groups": 8, "topk_groups": 4, "scale": 2.5}
-    deepseek = {**groups, "bias": torch.linspace(-0.1, 0.1, 256)}
-    for tokens, num_experts, k, dtype, options, backward, source, target, cuda_target in (
-        (16384, 64, 2, torch.float32, plain, False, "", Target("reference", 15), None),
-        (16384, 64, 2, torch.bfloat16, plain, False, "", None, None),
-        (4096, 128, 8, torch.float32, plain, False, "TileOPs", Target("baseline", 8), Target("seconds", 4e-6)),
-        (4096, 128, 8, torch.bfloat16, plain, False, "TileOPs", None, Target("seconds", 4e-6)),
-        (16384, 128, 8, torch.float32, plain, False, "FreeToken", Target("baseline", 8), Target("seconds", 8e-6)),
-        (8192, 128, 4, torch.float32, plain, True, "TransformerEngine", None, None),
-        (16384, 256, 8, torch.float32, plain, False, "SonicMoE", None, None),
-        (4096, 192, 8, torch.float32, groups, False, "TransformerEngine", None, None),
-        (4096, 256, 8, torch.float32, deepseek, False, "DeepSeek-V3", None, None),
-        (8192, 2304, 36, torch.float32, plain, False, "TransformerEngine", None, None),
-    ):
-
-        def make(
-            generator: torch.Generator,
-            shape: tuple[int, int] = (tokens, num_experts),
-            k: int = k,
-            dtype: torch.dtype = dtype,
-            options: dict[str, Any] = options,
-            backward: bool = backward,
-        ) -> Sample:
-            logits = torch.randn(shape, generator=generator).to(dtype).requires_grad_(backward)
-            return Sample("", (logits, k), options)
-
-        extra = " ".join(name for name in ("bias", "num_groups") if name in options).replace("num_groups", "groups")
-        yield BenchCase(
-            f"T{tokens} E{num_experts} K{k} {options['score']} {extra}".strip(),
-            dtype,
-            make,
-            bytes=tokens * (num_experts * dtype.itemsize * (2 if backward else 1) + k * 8),
-            backward=backward,
-            source=source,
-            baseline=_torch,
-            target=target,
-            cuda_target=cuda_target,
-        )
-
-
 SPECS = [
-    OpSpec(
-        name="gate_topk",
-        native=pymoe.ops.gate_topk,
-        reference=pymoe.reference.gate_topk,
+    specify(
+        "gate_topk",
         samples=samples,
-        exact=(False, True, True),
-        tolerances={  # of weights, and of gradients, which are rounded to the dtype of the logits
-            torch.float32: (2e-6, 1e-6),
-            torch.float64: (1e-13, 1e-14),
-            torch.bfloat16: (1e-2, 1e-5),
-            torch.float16: (2e-3, 1e-5),
-        },
         error_inputs=error_inputs,
         gradient_samples=gradient_samples,
         raw_calls=raw_calls,
-        bench_cases=bench_cases,
     )
 ]
