@@ -87,6 +87,11 @@ def all_steps() -> list[Step]:
             *XDIST,
         ),
         Step(
+            "docs",
+            "the documentation, every warning an error; in build/docs/",
+            [[PYTHON, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", "build/doctrees", "docs", "build/docs"]],
+        ),
+        Step(
             "cuda-compile",
             "CUDA kernels for sm_80, sm_90 and PTX: no warning, no spill (table in build/cuda/registers.md)",
             [[PYTHON, "tests/cuda_on_cpu/compile_gate.py"]],

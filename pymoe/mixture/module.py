@@ -94,7 +94,9 @@ class MixtureOfExpertBackends(nn.Module):
         gate: the module.
         router_losses: those of the last call; None before.
 
-    Raises, from a call:
+    A call raises what follows.
+
+    Raises:
         TypeError, ValueError: arguments that do not fit the schema, logits of another shape, or non-finite values with
             ``detect_anomalies``.
         TooFewAnswersError: see ``on_too_few``.

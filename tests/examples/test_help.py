@@ -1,4 +1,4 @@
-"""The README's examples are the files that are tested, and each says what it is instead of training."""
+"""Examples that the tutorials show say with --help what they are instead of training."""
 
 import subprocess
 import sys
@@ -7,17 +7,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-
-
 EXAMPLES = ["quickstart", "served_expert", "mixed_experts", "staged_model", "captured_model"]
-# The lines for --help, which the README leaves out.
-HELP = "\n    argparse.ArgumentParser(description=__doc__).parse_args()\n\n"
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_readme_shows_the_example(name: str) -> None:
-    body = (ROOT / "examples" / f"{name}.py").read_text().split(HELP, 1)[1]
-    assert f"```python\n{body}```" in (ROOT / "README.md").read_text()
+def test_a_tutorial_shows_the_example(name: str) -> None:
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "tutorials").glob("*.md"))
+    assert f"```{{literalinclude}} ../../examples/{name}.py\n" in pages
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
