@@ -97,11 +97,14 @@ def in_pipeline(stream: Stream) -> Iterator[None]:
     count_threads(1)
     try:
         streams.stream = stream
-        random_streams.heed_stream(True)
+        if outer_stream is None:
+            random_streams.begin_drawing()
         yield
     finally:
         this_thread.micro_batch, streams.stream = outer, outer_stream
-        random_streams.heed_stream(outer_stream is not None)
+        if outer_stream is None:
+            random_streams.end_drawing()
+            random_streams.restore()
         count_threads(-1)
 
 

@@ -183,6 +183,7 @@ class Engine:
                     workers.run(run, plan.workers)
             finally:
                 inside.workers = around
+                random_streams.restore()
         self._last = schedule, run.outcome()
 
     def schedule(self, schedule: str | Schedule, stages: int, micro_batches: int) -> Schedule:

@@ -13,7 +13,8 @@ import torch
 
 from pymoe._torch_private import get_current_graph_task_keep_graph, run_backward, unsafe_set_version_counter
 from pymoe.autograd.gradient_sums import add_gradients
-from pymoe.autograd.isolated_graph import SECOND_BACKWARD, apply_directly, once_only
+from pymoe.autograd.graph_nodes import apply_directly, once_only
+from pymoe.autograd.isolated_graph import SECOND_BACKWARD
 
 __all__ = ["LeafSums", "WeightedSums", "accumulate", "attach", "end_history", "total"]
 

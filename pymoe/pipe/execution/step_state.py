@@ -287,7 +287,8 @@ class PlanRun:
         context.count_threads(1)
         try:
             streams.stream = self._state.stream_between_actions
-            random_streams.heed_stream(True)
+            if outer_stream is None:
+                random_streams.begin_drawing()
             for action in actions:
                 start = clock()
                 perform(action)
@@ -300,7 +301,8 @@ class PlanRun:
             self.fail(error, action)
         finally:  # first what no Ctrl-C can come before: no call
             contexts.micro_batch, streams.stream = outer, outer_stream
-            random_streams.heed_stream(outer_stream is not None)
+            if outer_stream is None:
+                random_streams.end_drawing()
             context.count_threads(-1)
 
     def fail(self, error: BaseException, action: Action | None) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from pymoe._torch_private import FunctionBase, len_torch_dispatch_stack, run_backward
-from pymoe.autograd.isolated_graph import apply_directly
+from pymoe.autograd.graph_nodes import apply_directly
 
 __all__ = ["Deferred", "Recorder", "can_defer", "free_saved_tensors"]
 
