@@ -188,3 +188,15 @@ def test_there_is_no_hidden_forward(checkpoint, forwards):
     pipe.eval()
     pipe(torch.randn(8, WIDTH)).sum().backward()
     assert [len(layer.answers) for layer in layers] == [2 * forwards + 4] * 2
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_torch_random_is_as_it_was_after_a_step(monkeypatch, threads):
+    """While stages run, its functions speak of their streams; other modules see a changed torch.random no longer."""
+    monkeypatch.setattr(plan, "ALWAYS_THREADS", threads)
+    before = type(torch.random), vars(torch.random)["default_generator"]
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), 2)
+    pipe.step(torch.randn(4, 2), loss_fn=torch.sum)
+    assert (type(torch.random), vars(torch.random)["default_generator"]) == before
+    pipe(torch.randn(4, 2)).sum().backward()
+    assert (type(torch.random), vars(torch.random)["default_generator"]) == before
