@@ -119,7 +119,7 @@ def test_wrong_models_are_refused():
         ({"balance": [4, 5]}, ValueError, r"balance=\[4, 5\] is for 9 layers, the model has 8"),
         ({"balance": [8, 0]}, ValueError, "every stage must have a layer"),
         ({"balance": [4.0, 4.0]}, TypeError, "list of integers"),
-        ({"balance": [4, 4], "devices": ["cpu"]}, ValueError, "1 devices for 2 stages"),
+        ({"balance": [4, 4], "devices": ["cpu"]}, ValueError, r"one device per stage \(2\), got 1"),
     ],
 )
 def test_wrong_options_are_refused(options, error, words):
