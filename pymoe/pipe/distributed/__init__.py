@@ -2,7 +2,8 @@
 
 ``build_stage`` (:mod:`.stage`) adapts a stage to torch's schedules, ``rank.py`` runs the stages of a process,
 ``plan.py`` plans which values are sent where, ``messages.py`` describes them, ``transport.py`` sends them,
-``tied.py`` knows the parameters of which several ranks have a copy, and ``watchdog.py`` ends all ranks when one of them fails.
+``tied.py`` knows the parameters of which several ranks have a copy, and ``watchdog.py`` ends all ranks when one of
+them fails.
 """
 
 from pymoe.pipe.distributed.liveness import RankError
