@@ -35,7 +35,7 @@ class Bad:
 
     phase: str = ""
     """ "forward", "backward", "loss"; "killed": the forward, in which the process ends."""
-    rank: int = 0
+    faulty_rank: int = 0
     is_in_block: bool = True
 
 
@@ -78,7 +78,7 @@ def train(rank: int, address: str, results: Any, **options: Any) -> None:
     watchdog.GRACE_S = 60.0  # a busy machine takes longer than a pipeline would wait
     # Waits would take minutes.
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS, timeout=timedelta(minutes=5))
-    layers = [Layer(bad.phase if stage == bad.rank else "") for stage in range(RANKS)]
+    layers = [Layer(bad.phase if stage == bad.faulty_rank else "") for stage in range(RANKS)]
     pipe = Pipe(nn.Sequential(*layers), balance=[1] * RANKS, checkpoint="never")
     step = 0
 
@@ -117,7 +117,7 @@ def train(rank: int, address: str, results: Any, **options: Any) -> None:
 @pytest.mark.parametrize(("phase", "rank"), [("forward", 1), ("backward", 2), ("backward", 0), ("loss", 2)])
 @pytest.mark.parametrize("is_in_block", [True, False])
 def test_an_error_of_a_layer_or_of_the_loss_ends_the_other_ranks(phase, rank, is_in_block):
-    with ranks(train, RANKS, phase=phase, rank=rank, is_in_block=is_in_block) as started:
+    with ranks(train, RANKS, phase=phase, faulty_rank=rank, is_in_block=is_in_block) as started:
         ends = started.ends(RANKS)
     what, (message, notes) = ends.pop(rank)
     assert (what, message) == ("raised", "the answer is not 42")
@@ -131,7 +131,7 @@ def test_an_error_of_a_layer_or_of_the_loss_ends_the_other_ranks(phase, rank, is
 @pytest.mark.parametrize("victim", range(RANKS))
 def test_where_a_rank_was_killed_is_told(victim):
     """What it had told through the store was up to a fifth of a second old: "between its steps"."""
-    with ranks(train, RANKS, phase="killed", rank=victim) as started:
+    with ranks(train, RANKS, phase="killed", faulty_rank=victim) as started:
         ends = started.ends(RANKS - 1)
     for told in are_told(ends, victim):
         assert told[:4] == (victim, "forward", victim, 2)
