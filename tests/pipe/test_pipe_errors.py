@@ -114,7 +114,7 @@ def test_wrong_models_are_refused():
     ("options", "error", "words"),
     [
         ({"chunks": 0}, ValueError, "chunks must be a positive integer, got 0"),
-        ({"chunks": 2.0}, ValueError, "chunks must be an integer"),
+        ({"chunks": 2.0}, ValueError, "chunks must be a positive integer"),
         ({"checkpoint": "sometimes"}, ValueError, "always, except_last, never, got 'sometimes'"),
         ({"balance": [4, 5]}, ValueError, r"balance=\[4, 5\] is for 9 layers, the model has 8"),
         ({"balance": [8, 0]}, ValueError, "every stage must have a layer"),
