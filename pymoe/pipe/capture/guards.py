@@ -13,10 +13,10 @@ from pymoe.pipe.capture.arguments import Arguments, Like
 from pymoe.pipe.capture.outside import Outside, outside_of
 from pymoe.pipe.capture.plain import by_value, freeze, is_immutable
 from pymoe.pipe.capture.reads import MISSING, Reads, ask
+from pymoe.pipe.module_hooks import CALL_HOOKS
 
 __all__ = ["Guards"]
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _STATE = ("_parameters", "_buffers")
 
 
@@ -222,7 +222,7 @@ class Guards:
             if path not in self._opaque:
                 where = repr(path) if path else "the model"
                 yield f"the submodules of {where}", module.__dict__["_modules"]
-                for kind in _HOOKS:
+                for kind in CALL_HOOKS:
                     yield f"the hooks of {where}", module.__dict__[kind]
 
     def _tensors(self) -> Iterator[tuple[str, str, Tensor | None]]:

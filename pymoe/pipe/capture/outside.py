@@ -18,11 +18,11 @@ from torch import nn
 
 from pymoe.pipe.capture.errors import is_library, is_users_file
 from pymoe.pipe.capture.plain import is_plain, is_users_object
+from pymoe.pipe.module_hooks import FORWARD_HOOKS
 
 __all__ = ["Outside", "caches_of", "file_of", "forward_of", "outside_of", "users_hooks"]
 
 _CACHE = type(functools.lru_cache(lambda: None))
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 class Outside(NamedTuple):
@@ -84,7 +84,7 @@ def _searched(model: nn.Module, opaque: tuple[str, ...]) -> _Search:
 
 def users_hooks(module: nn.Module) -> Iterator[Any]:
     """The forward hooks of a module that neither torch nor a split point has put there."""
-    for kind in _HOOKS:
+    for kind in FORWARD_HOOKS:
         for hook in module.__dict__[kind].values():
             if not getattr(hook, "is_boundary", False) and not _home(hook).startswith("torch."):
                 yield hook
