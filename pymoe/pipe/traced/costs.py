@@ -15,7 +15,7 @@ from torch.utils import _pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from pymoe.pipe.capture.opaque import OpaqueModule, opaque_modules
-from pymoe.pipe.capture.untouched import untouched
+from pymoe.pipe.capture.snapshots import attributes_restored
 
 __all__ = ["flops", "parameters", "seconds"]
 
@@ -77,7 +77,7 @@ def _as_it_was(graph: fx.GraphModule) -> Iterator[None]:
                 stack.enter_context(torch.random.fork_rng([device], device_type=device.type))
         stack.enter_context(torch.random.fork_rng([]))
         for module in modules:
-            stack.enter_context(untouched(module))
+            stack.enter_context(attributes_restored(module))
         yield
     for buffer, before in buffers:
         buffer.data.copy_(before)

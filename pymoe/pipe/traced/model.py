@@ -107,7 +107,7 @@ class TracedModel(StagedModel):
     def enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The leaves of the arguments."""
         leaves = self._now.arguments.flatten(tuple(args), dict(kwargs))
-        self._now.fits.check(leaves)
+        self._now.input_checks.check(leaves)
         return leaves
 
     def leave(self, values: Sequence[Any]) -> Any:
@@ -146,7 +146,7 @@ class TracedModel(StagedModel):
         """Those of the tensors of a call; None: of the example, in the model's precision as it is now."""
         if leaves is not None:
             return [leaf.dtype if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-        before, now = self._now.guards.moved() or (None, None)
+        before, now = self._now.guards.precision_change() or (None, None)
         dtypes = [getattr(leaf, "dtype", None) for leaf in self._now.arguments.examples]
         return [now if dtype == before else dtype for dtype in dtypes]
 
@@ -262,7 +262,7 @@ class _Variant:
     ) -> None:
         self.number = number
         self.arguments = captured.arguments
-        self.fits = captured.fits
+        self.input_checks = captured.input_checks
         self.guards = captured.guards.on(model)
         self.out_spec = captured.out_spec
         self.leaves = made.leaves

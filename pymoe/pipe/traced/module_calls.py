@@ -8,8 +8,8 @@ from typing import Any
 from torch import fx, nn
 from torch.utils import _pytree
 
+from pymoe.pipe.capture.graph import Region
 from pymoe.pipe.capture.opaque import OpaqueModule
-from pymoe.pipe.capture.region import Region
 
 __all__ = ["ModuleCall", "modules_as_arguments"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from pymoe.pipe.capture.region import Region
+from pymoe.pipe.capture.graph import Region
 from pymoe.pipe.traced.split_points import is_marker, mark
 
 __all__ = ["open_regions"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pymoe.pipe.capture.opaque import no_boundary_here
+from pymoe.pipe.capture.opaque import refuse_boundary
 from pymoe.pipe.other_names import also_called
 
 __all__ = [
@@ -37,7 +37,7 @@ def pipe_split() -> None:
     Does nothing when the model just runs. A boundary at the very beginning or end, or beside another, makes no stage.
     """
     if torch.compiler.is_exporting():
-        no_boundary_here()
+        refuse_boundary()
         torch.ops.pymoe_pipe.split()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx, nn
 
 from pymoe.pipe.capture import Captured, capture
-from pymoe.pipe.capture.region import Region
+from pymoe.pipe.capture.graph import Region
 from pymoe.pipe.traced.boundaries import works
 from pymoe.pipe.traced.regions import open_regions
 from pymoe.pipe.traced.split_points import SplitPoint, annotate_split_points, is_marker, mark

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from pymoe.pipe.capture.region import Region
+from pymoe.pipe.capture.graph import Region
 
 __all__ = ["Written", "read", "write"]
 

@@ -359,7 +359,7 @@ class TestOtherMarks:
         assert pipe.num_stages == 3
         same(pipe, model, rows(5))
         around = nn.Sequential(nn.Tanh(), model)
-        with pytest.raises(CaptureError, match="inside of '1'"):
+        with pytest.raises(CaptureError, match="inside '1'"):
             pipeline(around, (rows(2),), opaque=["1"])
         assert pipeline(around, (rows(2),)).num_stages == 3
 
