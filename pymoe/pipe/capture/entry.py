@@ -13,12 +13,12 @@ from pymoe.pipe.capture.arguments import PYTREE_HINT, Like, is_constant
 from pymoe.pipe.capture.errors import CaptureError, is_library
 from pymoe.pipe.capture.external_values import ExternalValue, file_of, forward_of
 from pymoe.pipe.capture.interception import Held, intercepting_opaque_calls, refusing_lost_calls
-from pymoe.pipe.capture.opaque import COMPUTED, OpaqueCall, RealModule
+from pymoe.pipe.capture.opaque import COMPUTED_TYPES, Computed, OpaqueCall, RealModule
 from pymoe.pipe.capture.python_reads import Recorder
 from pymoe.pipe.capture.side_effects import LineFinder, SideEffects
 from pymoe.pipe.capture.snapshots import Changes, attributes_restored
 
-__all__ = ["MODEL", "Computed", "Entry", "Output", "Stopped"]
+__all__ = ["MODEL", "Entry", "Output", "Stopped"]
 
 MODEL = "model"
 
@@ -133,12 +133,12 @@ class Output:
         """Remember the structure of a result, and return its computed leaves."""
         paths, self.spec = _pytree.tree_flatten_with_path(result)
         for path, leaf in paths:
-            if not isinstance(leaf, COMPUTED) and not is_constant(leaf):
+            if not isinstance(leaf, COMPUTED_TYPES) and not is_constant(leaf):
                 raise Stopped(
                     CaptureError(f"its output{_pytree.keystr(path)} is a {type(leaf).__name__}, expected {PYTREE_HINT}")
                 )
-        self.leaves = [Computed if isinstance(leaf, COMPUTED) else leaf for _, leaf in paths]
-        return [leaf for _, leaf in paths if isinstance(leaf, COMPUTED)]
+        self.leaves = [Computed if isinstance(leaf, COMPUTED_TYPES) else leaf for _, leaf in paths]
+        return [leaf for _, leaf in paths if isinstance(leaf, COMPUTED_TYPES)]
 
     def users_changes(self, model: nn.Module) -> dict[str, list[str]]:
         """Return the attributes that it has changed, by the qualified name of the module that has them; no buffers,
@@ -149,10 +149,6 @@ class Output:
             if _is_the_users(name, model):
                 found.setdefault(_owner(name, model)[0], []).append(name)
         return found
-
-
-class Computed:
-    """Stands for a leaf of the output that the graph computes; the others are constants."""
 
 
 class Stopped(BaseException):

@@ -12,11 +12,11 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree
 
 from pymoe.pipe.capture.arguments import Arguments, Like
-from pymoe.pipe.capture.entry import MODEL, Computed, Entry
+from pymoe.pipe.capture.entry import MODEL, Entry
 from pymoe.pipe.capture.guards import Guards
 from pymoe.pipe.capture.input_checks import Condition, InputChecks, Leaf, conditions_asked, sizes_of
 from pymoe.pipe.capture.interception import OPAQUE_CALL
-from pymoe.pipe.capture.opaque import OpaqueCall, opaque_modules
+from pymoe.pipe.capture.opaque import Computed, OpaqueCall, opaque_modules
 
 __all__ = ["Captured", "Region", "captured_graph"]
 

@@ -28,8 +28,9 @@ from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm
 from pymoe.pipe.module_hooks import FORWARD_HOOKS
 
 __all__ = [
-    "COMPUTED",
+    "COMPUTED_TYPES",
     "Choice",
+    "Computed",
     "Opaque",
     "OpaqueCall",
     "OpaqueFunction",
@@ -43,7 +44,7 @@ __all__ = [
     "without_boundaries",
 ]
 
-COMPUTED = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+COMPUTED_TYPES = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class OpaqueCall:
@@ -63,20 +64,20 @@ class OpaqueCall:
     def flatten_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Remember the structure of a call's arguments, and return their computed leaves."""
         leaves, self._spec = _pytree.tree_flatten((args, kwargs))
-        self._constants = [_Computed if isinstance(leaf, COMPUTED) else leaf for leaf in leaves]
-        return [leaf for leaf in leaves if isinstance(leaf, COMPUTED)]
+        self._constants = [Computed if isinstance(leaf, COMPUTED_TYPES) else leaf for leaf in leaves]
+        return [leaf for leaf in leaves if isinstance(leaf, COMPUTED_TYPES)]
 
     def flatten_result(self, result: Any) -> list[Any]:
         """Remember which leaves of a result are computed, and return them."""
         leaves = _pytree.tree_leaves(result)
-        self._kept = [number for number, leaf in enumerate(leaves) if isinstance(leaf, COMPUTED)]
+        self._kept = [number for number, leaf in enumerate(leaves) if isinstance(leaf, COMPUTED_TYPES)]
         return [leaves[number] for number in self._kept]
 
     def arguments(self, computed: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of the call from their computed leaves."""
         assert self._spec is not None
         values = iter(computed)
-        leaves = [next(values) if leaf is _Computed else leaf for leaf in self._constants]
+        leaves = [next(values) if leaf is Computed else leaf for leaf in self._constants]
         args, kwargs = _pytree.tree_unflatten(leaves, self._spec)
         return args, kwargs
 
@@ -89,7 +90,7 @@ class OpaqueCall:
         return self.__name__
 
 
-class _Computed:
+class Computed:
     """Stands for a leaf that the graph computes."""
 
 

@@ -218,5 +218,7 @@ def test_free_dimensions_that_the_code_fixes_are_named():
         def forward(self, x):
             return x.view(4, 2, 8)
 
-    with pytest.raises(CaptureError, match=r"dynamic_shapes leaves dimensions free that.*b as dynamic.*torch suggests b = 8"):
+    with pytest.raises(
+        CaptureError, match=r"dynamic_shapes leaves dimensions free that.*b as dynamic.*torch suggests b = 8"
+    ):
         capture(Viewed(), (torch.randn(8, 8),), dynamic_shapes=({0: torch.export.Dim("b")},))
