@@ -53,16 +53,16 @@ bench: $(INSTALLED)
 HIVEMIND := build/hivemind
 
 bench-runtime: $(INSTALLED) $(HIVEMIND)/.packages
-	$(RUN) -m benchmarks.runtime_load --hivemind $(HIVEMIND)/bin/python --output build/runtime_load $(ARGS)
+	$(RUN) -m benchmarks.runtime_load --hivemind $(HIVEMIND)/bin/python $(ARGS)
 
 bench-parallel: $(INSTALLED)
-	$(RUN) -m benchmarks.parallel_backward --output build/parallel_backward $(ARGS)
+	$(RUN) -m benchmarks.parallel_backward $(ARGS)
 
 bench-pipeline: $(INSTALLED) $(VENV)/.torchgpipe
-	$(RUN) -m benchmarks.pipeline_schedules --output build/pipeline_schedules $(ARGS)
+	$(RUN) -m benchmarks.pipeline_schedules $(ARGS)
 
 bench-distributed: $(INSTALLED)
-	$(RUN) -m benchmarks.pipeline_distributed --output build/pipeline_distributed $(ARGS)
+	$(RUN) -m benchmarks.pipeline_distributed $(ARGS)
 
 $(VENV)/.torchgpipe: benchmarks/pipeline/requirements-torchgpipe.txt $(PACKAGES)
 	@echo '== torchgpipe into $(VENV)'

@@ -20,8 +20,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import IO, Any, cast
+
+from benchmarks.output import command, parser_of, save
 
 ISAS = ("baseline", "v3", "v4")
 SPAN = 0.1
@@ -151,8 +152,8 @@ def table(facts: dict[str, Any], records: list[dict[str, Any]], rounds: int) -> 
     others = [isa for isa in ISAS if isa in records[0]["over_v3"]]
     text = [
         "# Instruction sets of the CPU kernels\n",
-        f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB; torch {facts['torch']}, compiler "
-        f"{facts['compiler']}; load {facts['load']}, {facts['date']}.\n",
+        f"Made by `{facts['command']}`: {facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB; "
+        f"torch {facts['torch']}, compiler {facts['compiler']}; load {facts['load']}, {facts['date']}.\n",
         f"Time of one thread, {rounds} rounds in which the instruction sets take turns: milliseconds a call, and the "
         "time of another set over that of v3 (AVX2), median and quartiles of the rounds. Below 1 it is faster than v3. "
         "dispatch, gather_batch and build_routing have one version alone: their ratios show what the places of buffers "
@@ -169,11 +170,10 @@ def table(facts: dict[str, Any], records: list[dict[str, Any]], rounds: int) -> 
 
 def main() -> None:
     """Run what the command line says."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = parser_of("instruction_sets", __doc__ or "")
     parser.add_argument("--filter", default="", help="a regular expression for names of lines")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--most-mib", type=float, default=600.0, help="leave out lines that move more")
-    parser.add_argument("--output", type=Path, help="write instruction_sets.json and .md there")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     most_bytes = options.most_mib * 2**20
@@ -182,7 +182,7 @@ def main() -> None:
         return
     from pymoe.bench.environment import environment
 
-    facts = environment()
+    facts = {"command": command("instruction_sets"), **environment()}
     children = {}
     for isa in ISAS:
         one = Child(isa, most_bytes)
@@ -200,11 +200,9 @@ def main() -> None:
             print(table(facts, records[-1:], options.rounds).splitlines()[-1], flush=True)
     for one in children.values():
         one.end()
-    if options.output and records:
-        options.output.mkdir(parents=True, exist_ok=True)
+    if records:
         result = {"environment": facts, "rounds": options.rounds, "lines": records}
-        (options.output / "instruction_sets.json").write_text(json.dumps(result, indent=1) + "\n")
-        (options.output / "instruction_sets.md").write_text(table(facts, records, options.rounds))
+        save(result, table(facts, records, options.rounds), options.output / "instruction_sets")
 
 
 if __name__ == "__main__":

@@ -82,6 +82,7 @@ def test_a_missing_peer_is_named_with_the_reason(moe_layer, tiny, monkeypatch):
 
 def test_results_are_written(moe_layer, tiny, tmp_path):
     result = {
+        "command": "python -m benchmarks.moe_layer",
         "environment": moe_layer.environment(),
         "settings": {"load_after": [0.0, 0.0, 0.0], "clock": "wall"},
         "wall_seconds": 0.0,

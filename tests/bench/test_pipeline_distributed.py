@@ -91,6 +91,7 @@ def test_who_fails_or_is_wrong_is_named_and_pymoe_must_not(tmp_path):
     assert pipeline_distributed.failed(result)
     facts = {"date": "2026-01-01", "cpu": "", "cores": 2, "torch": "", "python": "", "load": [0.0]}
     result |= {
+        "command": "python -m benchmarks.pipeline_distributed",
         "environment": facts,
         "settings": {"rounds": 2, "load_after": [0.0]},
         "systems": {one.name: {"about": one.about, "version": ""} for one in everyone},

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils import _pytree
 
-from pymoe.pipe.distributed.wire import (
+from pymoe.pipe.distributed.messages import (
     describe_tensors,
     describe_values,
     empty,
@@ -98,5 +98,5 @@ def test_equal_shapes_have_equal_descriptions():
 
 @pytest.mark.parametrize("value", [torch.ones(3).to_sparse(), lambda: None, torch.ones(2, device="meta")])
 def test_what_cannot_be_sent_is_refused_with_a_reason(value):
-    with pytest.raises(TypeError, match="rank to rank"):
+    with pytest.raises(TypeError, match="sent between ranks"):
         through([value])

@@ -1,7 +1,7 @@
-"""Values as they travel: a description, and tensors that are sent as they lie in memory.
+"""What ranks send to each other: a key, a description, and tensors as they lie in memory.
 
-The description has everything but the tensors' contents: structure, shapes, strides, what requires gradients, and the
-leaves that are no tensors. Most messages have the description of one before, so it travels only when it is new.
+The description has everything but the tensors' contents: structure, shapes, strides, which of them require gradients,
+and the leaves that are not tensors. Most messages have the description of an earlier one, so it is sent when it is new.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +19,10 @@ from torch.utils import _pytree
 from pymoe.pipe.execution.values import Crossing, Origin, Sent, arrive
 
 __all__ = [
+    "Key",
     "Layout",
+    "Message",
+    "Subject",
     "describe_tensors",
     "describe_values",
     "empty",
@@ -26,6 +31,53 @@ __all__ = [
     "read_tensors",
     "read_values",
 ]
+
+
+class Subject(IntEnum):
+    """What a message is about."""
+
+    VALUES = 0
+    """That a stage has made for a micro-batch."""
+    GRADIENTS = 1
+    """Of these values."""
+    TIED_GRADIENTS = 2
+    """Of parameters that a stage shares with others."""
+    COPY = 3
+    """Of such parameters."""
+
+
+class Key(NamedTuple):
+    """Which message."""
+
+    step: int
+    subject: Subject
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        what = {
+            Subject.VALUES: "the values",
+            Subject.GRADIENTS: "the gradients of the values",
+            Subject.TIED_GRADIENTS: "the gradients of shared parameters",
+            Subject.COPY: "the shared parameters",
+        }[self.subject]
+        is_whole = self.subject in (Subject.TIED_GRADIENTS, Subject.COPY)
+        return f"{what} of stage {self.stage}" + ("" if is_whole else f" for micro-batch {self.micro_batch}")
+
+
+@dataclass
+class Message:
+    """What one rank sends to another."""
+
+    key: Key
+    description: bytes
+    tensors: list[torch.Tensor]
+    notes: tuple[int, int, int] = (0, 0, 0)
+    """Three numbers that go with it."""
+
+    def read(self) -> Any:
+        """Return what :func:`read_values` or :func:`read_tensors` needs of the description."""
+        return layouts_of(self.description)[1]
 
 
 class Layout(NamedTuple):
@@ -38,11 +90,11 @@ class Layout(NamedTuple):
 
 class _Tensor(NamedTuple):
     layout: Layout
-    needs_gradient: bool
+    requires_grad: bool
 
 
 def describe_values(values: Sequence[Sent]) -> tuple[bytes, list[torch.Tensor]]:
-    """The description of values, and their tensors.
+    """Return the description of values, and their tensors.
 
     Raises:
         TypeError: something in them cannot be sent to another process.
@@ -60,31 +112,32 @@ def describe_values(values: Sequence[Sent]) -> tuple[bytes, list[torch.Tensor]]:
             else:
                 leaves.append(leaf)
         described.append((leaves, value.structure))
-    return _dump(([_layouts(leaves) for leaves, _ in described], described)), tensors
+    layouts = [leaf.layout for leaves, _ in described for leaf in leaves if type(leaf) is _Tensor]
+    return _dump((layouts, described)), tensors
 
 
 def describe_tensors(tensors: Sequence[torch.Tensor | None]) -> tuple[bytes, list[torch.Tensor]]:
-    """The description of tensors, some of which may be missing, and those that are there."""
+    """Return the description of tensors, some of which may be missing, and those that are there."""
     laid_out = [None if tensor is None else _lay_out(tensor) for tensor in tensors]
-    layouts = [None if found is None else found[1] for found in laid_out]
-    return _dump(([layouts], layouts)), [found[0] for found in laid_out if found is not None]
+    there = [found for found in laid_out if found is not None]
+    description = [layout for _, layout in there], [found is not None for found in laid_out]
+    return _dump(description), [tensor for tensor, _ in there]
 
 
 def layouts_of(description: bytes) -> tuple[list[Layout], Any]:
-    """Of the tensors that go with a description; and what :func:`read_values` or :func:`read_tensors` needs of it."""
-    layouts, rest = pickle.loads(description)
-    return [layout for some in layouts for layout in some if layout is not None], rest
+    """Return the layouts of a message's tensors; and what :func:`read_values` or :func:`read_tensors` needs."""
+    return pickle.loads(description)
 
 
 def read_values(described: Any, tensors: Sequence[torch.Tensor], origin: Origin | None) -> list[Sent]:
-    """The values; ``origin`` takes the gradients of those that need one, by their number among ``tensors``."""
+    """Return the values; ``origin`` takes the gradients of those that need one, by their number among ``tensors``."""
     number = 0
     values = []
     for leaves, structure in described:
         read: list[Any] = []
         for leaf in leaves:
             if type(leaf) is _Tensor:
-                read.append(Crossing(tensors[number], origin if leaf.needs_gradient else None, number))
+                read.append(Crossing(tensors[number], origin if leaf.requires_grad else None, number))
                 number += 1
             else:
                 read.append(leaf)
@@ -92,32 +145,28 @@ def read_values(described: Any, tensors: Sequence[torch.Tensor], origin: Origin 
     return values
 
 
-def read_tensors(layouts: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """The tensors, with None for those that were missing."""
+def read_tensors(are_there: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Return the tensors, with None for those that were missing."""
     rest = iter(tensors)
-    return [None if layout is None else next(rest) for layout in layouts]
+    return [next(rest) if is_there else None for is_there in are_there]
 
 
 def empty(layout: Layout, device: torch.device) -> torch.Tensor:
-    """A tensor to receive into."""
+    """Make a tensor to receive into."""
     return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor that was laid out, as bytes."""
+    """Return the memory of a tensor that was laid out, as bytes."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _layouts(leaves: Sequence[Any]) -> list[Layout]:
-    return [leaf.layout for leaf in leaves if type(leaf) is _Tensor]
-
-
 def _lay_out(tensor: torch.Tensor) -> tuple[torch.Tensor, Layout]:
-    """The tensor, without gaps in its memory."""
+    """Return the tensor without gaps in its memory, and its layout."""
     is_plain = tensor.layout == torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter)
     if not is_plain or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
         what = f"a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}"
-        raise TypeError(f"{what} cannot go from rank to rank: only plain dense tensors can")
+        raise TypeError(f"{what} cannot be sent between ranks: only dense strided tensors can")
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if not _is_without_gaps(tensor):
         tensor = tensor.contiguous()
@@ -134,7 +183,7 @@ def _is_without_gaps(tensor: torch.Tensor) -> bool:
 
 
 class _Pickler(pickle.Pickler):
-    """With a leaf's place in a structure by reference: torch warns of the class of those that it makes itself."""
+    """Writes pytree's leaf specification as a reference: torch warns of the class of those that it makes itself."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is type(_LEAF) and obj == _LEAF:
@@ -154,5 +203,5 @@ def _dump(what: Any) -> bytes:
     try:
         _Pickler(buffer).dump(what)
     except Exception as error:
-        raise TypeError(f"a value that goes from rank to rank cannot be sent to another process: {error}") from error
+        raise TypeError(f"a value cannot be sent between ranks: it cannot be pickled ({error})") from error
     return buffer.getvalue()

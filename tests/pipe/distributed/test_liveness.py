@@ -4,13 +4,12 @@ import os
 
 import pytest
 
-from pymoe.pipe.distributed.failure import Position
-from pymoe.pipe.distributed.page import Page
+from pymoe.pipe.distributed.liveness import Position, PositionPage
 
 
 @pytest.fixture
 def page():
-    page = Page.make()
+    page = PositionPage.create()
     if page is None:
         pytest.skip("this system has no such memory")
     yield page
@@ -18,7 +17,7 @@ def page():
 
 
 def test_others_read_what_was_written_last(page):
-    other = Page.open(os.getpid(), page.number)
+    other = PositionPage.open(os.getpid(), page.file)
     assert other is not None
     assert other.read() is None
     for at in (Position("forward pass", 1, 12), Position("backward pass of weights", 10, 3), None):
