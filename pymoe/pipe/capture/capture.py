@@ -6,7 +6,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch
@@ -47,7 +47,7 @@ def capture(
 
     Args:
         model: any module that ``torch.export`` takes.
-        args: examples of the arguments; tensors of at least 2 in every dimension that shall be free.
+        args: examples of the arguments; at least 2 in every dimension that is to be free.
         kwargs: examples of the arguments by name.
         dynamic_shapes: which dimensions are free, as for ``torch.export.export``; by default all that the model's code
             does not fix.
@@ -160,27 +160,30 @@ class _Attempt:
 
     def _entry(self, finds_line: bool = False) -> Entry:
         recorder = Recorder(self._model, self._ambient)
-        arguments = self.arguments
-        return Entry(
-            self._model, arguments.examples, arguments.spec, self._modules, self._external, recorder, finds_line
-        )
+        return Entry(self._model, self.arguments, self._modules, self._external, recorder, finds_line)
 
     def _export(self, entry: Entry, trial: Trial) -> Any:
-        with ExitStack() as stack:
-            stack.enter_context(_one_at_a_time)
-            stack.enter_context(attributes_restored(self._model))
-            stack.callback(_clear, self._caches, [cache.cache_info().misses for cache in self._caches])
-            stack.enter_context(_plain_surroundings(trial.any_size))
+        with (
+            _one_at_a_time,
+            attributes_restored(self._model),
+            _cleared(self._caches),
+            _plain_surroundings(trial.any_size),
+        ):
             tensors = tuple(leaf.make() for leaf in self.arguments.examples if isinstance(leaf, Like))
             shapes = (tuple(trial.shapes),) if tensors else None
             return torch.export.export(entry, tensors, dynamic_shapes=shapes, strict=False)
 
 
-def _clear(caches: Sequence[Any], misses: Sequence[int]) -> None:
-    """Empty the caches that a capture has put something into: it may be a tensor without values."""
-    for cache, before in zip(caches, misses, strict=True):
-        if cache.cache_info().misses != before:
-            cache.cache_clear()
+@contextmanager
+def _cleared(caches: Sequence[Any]) -> Iterator[None]:
+    """Empty the caches that the block has put something into: it may be a tensor without values."""
+    misses = [cache.cache_info().misses for cache in caches]
+    try:
+        yield
+    finally:
+        for cache, before in zip(caches, misses, strict=True):
+            if cache.cache_info().misses != before:
+                cache.cache_clear()
 
 
 @contextmanager
@@ -188,16 +191,17 @@ def _plain_surroundings(any_size: bool) -> Iterator[None]:
     """Set the state in which graphs are made, whatever the caller's is; that holds when the graph runs."""
     from torch.fx.experimental import _config
 
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        for device in ("cpu", "cuda"):
-            stack.enter_context(torch.autocast(device, enabled=False))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+    config: Any = _config
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+        torch.compiler.set_stance("force_eager"),
+        _silent("torch.fx.experimental.symbolic_shapes"),
         # Otherwise torch assumes that free dimensions are at least 2, and adds no guard for it.
-        stack.enter_context(_silent("torch.fx.experimental.symbolic_shapes"))
-        config: Any = _config
-        stack.enter_context(config.patch(backed_size_oblivious=any_size))
+        config.patch(backed_size_oblivious=any_size),
+    ):
         yield
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from pymoe.pipe.capture.arguments import PYTREE_HINT, Like, is_constant
+from pymoe.pipe.capture.arguments import PYTREE_HINT, Arguments, Like, is_constant
 from pymoe.pipe.capture.errors import CaptureError, is_library
 from pymoe.pipe.capture.external_values import ExternalValue, file_of, forward_of
 from pymoe.pipe.capture.interception import Held, intercepting_opaque_calls, refusing_lost_calls
@@ -31,8 +31,7 @@ class Entry(nn.Module):
 
     Args:
         model: the model.
-        leaves: those of the example.
-        spec: their structure.
+        arguments: of the example.
         opaque: its opaque modules.
         external: what its code may read and change outside of it.
         recorder: records what it reads.
@@ -42,8 +41,7 @@ class Entry(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        leaves: list[Any],
-        spec: _pytree.TreeSpec,
+        arguments: Arguments,
         opaque: Mapping[str, RealModule],
         external: Sequence[ExternalValue],
         recorder: Recorder,
@@ -55,16 +53,13 @@ class Entry(nn.Module):
         self._finds_line = finds_line
         self.output = Output()
         self.output.recorder = recorder
-        self._leaves = leaves
-        self._tensors = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Like)]
-        self._spec = spec
+        self._arguments = arguments
         self._opaque = opaque
 
     def forward(self, *tensors: Tensor) -> list[Any]:
-        leaves = list(self._leaves)
-        for number, tensor in zip(self._tensors, tensors, strict=True):
-            leaves[number] = tensor
-        args, kwargs = _pytree.tree_unflatten(leaves, self._spec)
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(leaf, Like) else leaf for leaf in self._arguments.examples]
+        args, kwargs = _pytree.tree_unflatten(leaves, self._arguments.spec)
         output = self.output
         output.calls.clear()
         try:
@@ -91,10 +86,13 @@ class Entry(nn.Module):
         side_effects = SideEffects(self._external)
         self.output.recorder.on_object = side_effects.add_object
         files = {file_of(forward_of(type(module))) for module in self.model.modules()}
-        finder = LineFinder(
-            lambda: bool(side_effects.words() or any(_is_the_users(name, self.model) for name in changed.now())),
-            {file for file in files if not is_library(file)},
-        )
+
+        def has_happened() -> bool:
+            if side_effects.words():
+                return True
+            return any(_users_module(name, self.model) is not None for name in changed.now())
+
+        finder = LineFinder(has_happened, {file for file in files if not is_library(file)})
         try:
             with finder if self._finds_line else nullcontext():
                 yield side_effects
@@ -146,8 +144,8 @@ class Output:
         """
         found: dict[str, list[str]] = {}
         for name in dict.fromkeys(self.changed):
-            if _is_the_users(name, model):
-                found.setdefault(_owner(name, model)[0], []).append(name)
+            if (path := _users_module(name, model)) is not None:
+                found.setdefault(path, []).append(name)
         return found
 
 
@@ -166,22 +164,15 @@ def _buffers(model: nn.Module) -> dict[str, tuple[nn.Module, Tensor | None]]:
     }
 
 
-def _owner(name: str, model: nn.Module) -> tuple[str, nn.Module, list[str]]:
-    """Return the qualified name of the module that has an attribute, the module, and the attribute's own name."""
+def _users_module(name: str, model: nn.Module) -> str | None:
+    """Return the qualified name of the module that has an attribute; None for buffers, and for torch's own layers."""
     path: list[str] = []
     module, steps = model, name.split(".")
     while steps and (child := module._modules.get(steps[0])) is not None:
         module = child
         path.append(steps.pop(0))
-    return ".".join(path), module, steps
-
-
-def _is_the_users(name: str, model: nn.Module) -> bool:
-    """Return whether an attribute is other than a buffer, and not of one of torch's own layers."""
-    _, module, steps = _owner(name, model)
-    if steps and steps[0] in ("_buffers", "_compiled_call_impl"):
-        return False
-    return not type(module).__module__.startswith("torch.")
+    is_torchs = steps[:1] in (["_buffers"], ["_compiled_call_impl"]) or type(module).__module__.startswith("torch.")
+    return None if is_torchs else ".".join(path)
 
 
 def _write_back(name: str, before: Tensor | None, now: Tensor | None) -> None:

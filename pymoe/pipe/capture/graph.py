@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,12 @@ from pymoe.pipe.capture.entry import MODEL, Entry
 from pymoe.pipe.capture.guards import Guards
 from pymoe.pipe.capture.input_checks import Condition, InputChecks, Leaf, conditions_asked, sizes_of
 from pymoe.pipe.capture.interception import OPAQUE_CALL
-from pymoe.pipe.capture.opaque import Computed, OpaqueCall, opaque_modules
+from pymoe.pipe.capture.opaque import Computed, OpaqueCall, OpaqueModule
 
-__all__ = ["Captured", "Region", "captured_graph"]
+__all__ = ["CONSTANT", "Captured", "Region", "all_nodes", "captured_graph", "opaque_modules"]
+
+CONSTANT = "_constant_"
+"""The prefix of tensors that are not parameters or buffers of the model."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +35,7 @@ class Captured:
     - ``get_attr`` of parameters and buffers by their qualified names in the model (shared ones under one name), of
       ``_constant_N`` for other tensors that the model's code holds;
     - ``call_function``: operators, arithmetic on sizes, blocks with a state of their own (a ``Region``), and opaque
-      calls (``OpaqueFunction``, ``OpaqueModule``); the last three return lists;
+      calls (``OpaqueCall``); the last three return lists;
     - one ``output`` with the list of output leaves.
 
     The graph module looks parameters and buffers up in the model's own modules: what the model gets in their place,
@@ -93,6 +96,19 @@ class Region:
 
     def __repr__(self) -> str:
         return f"{self.__name__}({self.autocast or {'grad': self.grad}})"
+
+
+def all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Yield all nodes, also those within regions."""
+    for node in graph.nodes:
+        yield node
+        if isinstance(node.target, Region):
+            yield from all_nodes(node.target.graph.graph)
+
+
+def opaque_modules(graph: fx.Graph) -> list[OpaqueModule]:
+    """Return the modules that a graph calls, call by call."""
+    return [node.target for node in all_nodes(graph) if isinstance(node.target, OpaqueModule)]
 
 
 def captured_graph(program: Any, entry: Entry, model: nn.Module, arguments: Arguments, guards: Guards) -> Captured:
@@ -216,7 +232,7 @@ class _Builder:
         for target, known in self.constants.items():
             if known is value:
                 return target
-        target = f"_constant_{len(self.constants)}"
+        target = f"{CONSTANT}{len(self.constants)}"
         self.constants[target] = value
         return target
 

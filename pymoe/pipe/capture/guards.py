@@ -215,7 +215,7 @@ class Guards:
         return check
 
     def _traced(self) -> list[tuple[str, nn.Module]]:
-        """The modules that the graph goes through."""
+        """Return the modules that the graph goes through."""
         return [(path, module) for path, module in self._modules.items() if path not in self._opaque]
 
     def _dictionaries(self) -> Iterator[tuple[str, dict[Any, Any]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.utils import _pytree
 
 from pymoe.pipe.capture.errors import CaptureError
 
-__all__ = ["infer_by_running"]
+__all__ = ["example_tensor", "infer_by_running"]
 
 
 def infer_by_running(
@@ -99,10 +99,13 @@ def _real(leaf: Any, numbers: dict[Any, int]) -> Any:
         return _value(leaf, numbers)
     if not isinstance(leaf, Tensor):
         return leaf
-    shape = [_value(size, numbers) for size in leaf.shape]
-    if leaf.is_floating_point() or leaf.is_complex():
-        return torch.rand(shape, dtype=leaf.dtype, device=leaf.device)
-    return torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
+    return example_tensor([_value(size, numbers) for size in leaf.shape], leaf)
+
+
+def example_tensor(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Return random floats, or zeros that are valid indices, of the dtype and device of ``like``."""
+    make = torch.rand if like.is_floating_point() or like.is_complex() else torch.zeros
+    return make(shape, dtype=like.dtype, device=like.device)
 
 
 def _value(size: Any, numbers: dict[Any, int]) -> int:

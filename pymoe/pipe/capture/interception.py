@@ -19,14 +19,7 @@ from torch.utils import _pytree
 from pymoe.pipe.capture.errors import CaptureError
 from pymoe.pipe.capture.infer_shapes import infer_by_running
 from pymoe.pipe.capture.input_checks import where_sizes_are_asked
-from pymoe.pipe.capture.opaque import (
-    OpaqueCall,
-    OpaqueFunction,
-    OpaqueModule,
-    RealModule,
-    calling_as_a_whole,
-    without_boundaries,
-)
+from pymoe.pipe.capture.opaque import OpaqueCall, OpaqueModule, RealModule, calling_as_a_whole, without_boundaries
 from pymoe.pipe.capture.python_reads import Recorder
 from pymoe.pipe.capture.snapshots import attributes_restored, patched
 
@@ -73,7 +66,7 @@ def intercepting_opaque_calls(
     Args:
         modules: by qualified name; the block must be within :func:`attributes_restored` of them.
         calls: gets the calls.
-        held: gets what :class:`Held` says.
+        held: gets the tensors that ``Held`` describes.
         beside: in which context the calls run.
     """
     tracing = _Tracing(calls, held, beside)
@@ -132,7 +125,7 @@ class _Tracing:
             if cls is torch.utils.checkpoint.CheckpointFunction:
                 function, _preserve, *values = args
                 return function(*values)
-            return self.record(OpaqueFunction(cls), run, lambda: run, args, {})
+            return self.record(OpaqueCall(cls.__name__, cls.apply), run, lambda: run, args, {})
 
         return apply
 
@@ -272,7 +265,7 @@ def _is_in_autocast_block() -> bool:
 def refusing_lost_calls(tensors: Sequence[Tensor], held: Held, recorder: Recorder) -> Iterator[None]:
     """Within the block, calls that a graph would lose raise CaptureError, without a place; ``torch.inference_mode`` is
     ``torch.no_grad``, which a graph can have; conditions on the sizes of ``tensors`` remember the line that asked;
-    ``held`` gets what :class:`Held` says, and ``recorder`` what tensors are asked.
+    ``held`` gets the tensors that ``Held`` describes, and ``recorder`` what tensors are asked.
     """
     from torch._guards import detect_fake_mode
 

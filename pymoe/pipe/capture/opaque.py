@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils import _pytree
 
 from pymoe.pipe.auxiliary import keeps_counts
@@ -33,13 +33,11 @@ __all__ = [
     "Computed",
     "Opaque",
     "OpaqueCall",
-    "OpaqueFunction",
     "OpaqueModule",
     "RealModule",
     "calling_as_a_whole",
     "choose_opaque",
     "must_be_opaque",
-    "opaque_modules",
     "refuse_boundary",
     "without_boundaries",
 ]
@@ -48,9 +46,8 @@ COMPUTED_TYPES = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class OpaqueCall:
-    """The target of a node: takes the computed leaves of the arguments, returns a list of those of the result.
-
-    Leaves that are neither tensors nor sizes are constants of the call.
+    """The target of a node, as it is for a call of an autograd Function: takes the computed leaves of the arguments,
+    returns a list of those of the result. Leaves that are neither tensors nor sizes are constants of the call.
     """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
@@ -73,18 +70,17 @@ class OpaqueCall:
         self._kept = [number for number, leaf in enumerate(leaves) if isinstance(leaf, COMPUTED_TYPES)]
         return [leaves[number] for number in self._kept]
 
-    def arguments(self, computed: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the call from their computed leaves."""
+    def call(self, function: Callable[..., Any], computed: Sequence[Any]) -> list[Any]:
+        """Call ``function`` instead of the call's own."""
         assert self._spec is not None
         values = iter(computed)
         leaves = [next(values) if leaf is Computed else leaf for leaf in self._constants]
         args, kwargs = _pytree.tree_unflatten(leaves, self._spec)
-        return args, kwargs
+        results = _pytree.tree_leaves(function(*args, **kwargs))
+        return [results[number] for number in self._kept]
 
     def __call__(self, *computed: Any) -> list[Any]:
-        args, kwargs = self.arguments(computed)
-        leaves = _pytree.tree_leaves(self.function(*args, **kwargs))
-        return [leaves[number] for number in self._kept]
+        return self.call(self.function, computed)
 
     def __repr__(self) -> str:
         return self.__name__
@@ -92,14 +88,6 @@ class OpaqueCall:
 
 class Computed:
     """Stands for a leaf that the graph computes."""
-
-
-class OpaqueFunction(OpaqueCall):
-    """A call of an autograd Function."""
-
-    def __init__(self, kind: type[torch.autograd.Function]) -> None:
-        super().__init__(kind.__name__, kind.apply)
-        self.kind = kind
 
 
 class OpaqueModule(OpaqueCall):
@@ -110,15 +98,6 @@ class OpaqueModule(OpaqueCall):
         self.path = path
         """Its qualified name in the model."""
         self.module = module
-
-
-def opaque_modules(graph: fx.Graph) -> Iterator[OpaqueModule]:
-    """Yield the modules that a graph calls, also within its regions, call by call."""
-    for node in graph.nodes:
-        if isinstance(node.target, OpaqueModule):
-            yield node.target
-        elif isinstance(inner := getattr(node.target, "graph", None), fx.GraphModule):
-            yield from opaque_modules(inner.graph)
 
 
 _running = threading.local()
@@ -143,7 +122,7 @@ def refuse_boundary() -> None:
 
 
 class RealModule:
-    """A module with the parameters and buffers that it has now, whatever stands in their place later."""
+    """A module with the parameters and buffers that it has now, even when they are replaced later."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

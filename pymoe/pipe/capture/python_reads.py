@@ -89,7 +89,7 @@ class Recorder:
         self._is_on = False
 
     def requires_grad(self, tensor: Tensor, frame: FrameType, real: bool) -> bool:
-        """Return what a tensor shall answer to the question in ``frame``, as in the caller's grad mode."""
+        """Return what ``frame`` is told about whether a tensor requires gradients: as in the caller's grad mode."""
         if not self._hears() or _asked_by_library(frame):
             return real
         self.reads.gradients = True

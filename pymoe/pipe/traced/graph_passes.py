@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import fx, nn
-from torch.utils import _pytree
 
 from pymoe.pipe.capture.graph import Region
 from pymoe.pipe.capture.opaque import OpaqueModule
@@ -103,9 +102,7 @@ class ModuleCall:
         self._call.function = self._call.module = None  # type: ignore[assignment]
 
     def __call__(self, module: nn.Module, *computed: Any) -> list[Any]:
-        args, kwargs = self._call.arguments(computed)
-        leaves = _pytree.tree_leaves(module(*args, **kwargs))
-        return [leaves[number] for number in self._call._kept]
+        return self._call.call(module, computed)
 
     def __repr__(self) -> str:
         return self.__name__

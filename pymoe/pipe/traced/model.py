@@ -16,6 +16,7 @@ from pymoe.pipe.auxiliary import with_auxiliary_losses
 from pymoe.pipe.capture import Captured
 from pymoe.pipe.capture.arguments import Arguments
 from pymoe.pipe.capture.errors import stack_level
+from pymoe.pipe.capture.graph import CONSTANT
 from pymoe.pipe.capture.guards import Guards
 from pymoe.pipe.capture.input_checks import InputChecks
 from pymoe.pipe.capture.opaque import Computed
@@ -26,7 +27,7 @@ from pymoe.pipe.staged import StagedModel
 from pymoe.pipe.stages import Pipeline, Stage
 from pymoe.pipe.traced.graph_passes import modules_as_arguments
 from pymoe.pipe.traced.losses import find_loss
-from pymoe.pipe.traced.partition import CONSTANT, Partition, partition
+from pymoe.pipe.traced.partition import Partition, partition
 from pymoe.pipe.traced.shared_state import Spec, State, by_first_name
 from pymoe.pipe.traced.stage_module import StageModule, has, populate
 from pymoe.pipe.traced.trace import Trace

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from pymoe.pipe.capture.graph import CONSTANT
 from pymoe.pipe.capture.opaque import Computed
 from pymoe.pipe.stages import INPUT, Source
 from pymoe.pipe.traced.shared_state import Aliases, State
 from pymoe.pipe.traced.split_points import is_marker
 
-__all__ = ["CONSTANT", "Partition", "StageGraph", "compute_nodes", "is_number", "partition"]
-
-CONSTANT = "_constant_"  # the prefix of tensors that are not parameters or buffers of the model
+__all__ = ["Partition", "StageGraph", "compute_nodes", "is_number", "partition"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +51,7 @@ def partition(graph: fx.Graph, state: State, devices: Sequence[torch.device | No
     Args:
         graph: a captured graph.
         state: which parameters are transmitted, and which are in several stages.
-        devices: for every stage, where tensors that it makes shall be; None, or none: where they were captured.
+        devices: for every stage, where the tensors that it creates go; None, or none: where they were captured.
 
     Raises:
         ValueError: a buffer is changed in a later stage than it is read in.

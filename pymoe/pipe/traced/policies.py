@@ -17,7 +17,9 @@ from torch.utils import _pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from pymoe.pipe.balance.cost import balance_cost, least_maximum
-from pymoe.pipe.capture.opaque import OpaqueModule, opaque_modules
+from pymoe.pipe.capture.graph import opaque_modules
+from pymoe.pipe.capture.infer_shapes import example_tensor
+from pymoe.pipe.capture.opaque import OpaqueModule
 from pymoe.pipe.capture.snapshots import attributes_restored
 from pymoe.pipe.traced.partition import compute_nodes, is_number
 from pymoe.pipe.traced.shared_state import Aliases
@@ -280,6 +282,4 @@ def _example(graph: fx.GraphModule) -> list[Any]:
 
 def _like(value: torch.Tensor) -> torch.Tensor:
     shape = [int(size) if isinstance(size, int) else int(size.node.hint) for size in value.shape]
-    if value.is_floating_point() or value.is_complex():
-        return torch.rand(shape, dtype=value.dtype, device=value.device)
-    return torch.zeros(shape, dtype=value.dtype, device=value.device)
+    return example_tensor(shape, value)

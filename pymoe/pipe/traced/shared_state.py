@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from pymoe.pipe.capture.graph import Region
+
 __all__ = ["Aliases", "MultiUseParameterConfig", "Spec", "State", "by_first_name"]
 
 
@@ -126,7 +128,8 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
         for argument, value in _arguments(node):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 yield from _nodes(value)
-    elif (block := _block(node)) is not None:
+    elif isinstance(node.target, Region):
+        block = node.target.graph.graph
         aliases = Aliases(block)
         for placeholder, value in zip(block.find_nodes(op="placeholder"), node.args, strict=False):
             if aliases.writers(placeholder):
@@ -150,17 +153,11 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _block(node: fx.Node) -> fx.Graph | None:
-    """Return the graph of a region that the node calls."""
-    block = getattr(node.target, "graph", None)
-    return block.graph if isinstance(block, fx.GraphModule) else None
-
-
 def _out_of_block(node: fx.Node, number: Any) -> fx.Node | None:
     """Return the argument of a region that is its output ``number``, if one is; else the region."""
-    block = _block(node)
-    if block is None:
+    if not isinstance(node.target, Region):
         return node
+    block = node.target.graph.graph
     outputs = block.output_node().args[0]
     result = outputs[number] if isinstance(outputs, (tuple, list)) else outputs
     inside = block.find_nodes(op="placeholder")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx, nn
 
 from pymoe.pipe.capture import Captured, capture
-from pymoe.pipe.capture.graph import Region
+from pymoe.pipe.capture.graph import all_nodes
 from pymoe.pipe.traced.graph_passes import split_regions
 from pymoe.pipe.traced.partition import compute_nodes
 from pymoe.pipe.traced.split_points import SplitPoint, annotate_split_points, is_marker, mark
@@ -79,18 +79,10 @@ def why_one_stage(trace: Trace) -> str | None:
 
 def _check_calls(graph: fx.GraphModule, spec: Mapping[str, SplitPoint]) -> None:
     """Refuse split points at modules that are never called, which would make no boundary."""
-    called = {path for node in _nodes(graph.graph) for path, _ in node.meta.get("nn_module_stack", {}).values()}
+    called = {path for node in all_nodes(graph.graph) for path, _ in node.meta.get("nn_module_stack", {}).values()}
     for name in spec:
         if name and name not in called:
             raise ValueError(f"split_spec: the model's forward does not call {name!r}")
-
-
-def _nodes(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yield all nodes, also those within regions."""
-    for node in graph.nodes:
-        yield node
-        if isinstance(node.target, Region):
-            yield from _nodes(node.target.graph.graph)
 
 
 def _keys(nodes: Sequence[fx.Node]) -> list[Key]:
