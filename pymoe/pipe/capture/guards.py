@@ -64,7 +64,7 @@ class Guards:
             (kind, name): freeze(getattr(kind, name, MISSING)) for kind, name in dict.fromkeys(self._class_attributes())
         }
         self._external = {place.label: freeze(place.value()) for place in external}
-        self._defaults = _defaults()
+        self._defaults = torch.get_default_dtype(), torch.get_default_device()
         self._dtypes = self._dtypes_now()
         self._gradients = self._gradients_now()
         self._checks: list[_Check] | None = None
@@ -126,12 +126,13 @@ class Guards:
             (label, dictionary, kept)
             for (label, dictionary), kept in zip(self._dictionaries(), self._structure, strict=True)
         ]
+        empty = [dictionary for _, dictionary, kept in expected if not kept]  # most are
+        filled = [(dictionary, kept) for _, dictionary, kept in expected if kept]
 
         def check() -> str | None:
-            for label, dictionary, kept in expected:
-                if dictionary != kept:
-                    return label
-            return None
+            if not any(empty) and all(dictionary == kept for dictionary, kept in filled):
+                return None
+            return next(label for label, dictionary, kept in expected if dictionary != kept)
 
         return check
 
@@ -190,6 +191,7 @@ class Guards:
         places = [(place, self._external[place.label]) for place in self._places if place.label in self._external]
         classes = list(self._of_classes.items())
         reads = self._reads
+        dtype, device = self._defaults
 
         def check() -> str | None:
             for place, frozen in places:
@@ -204,7 +206,7 @@ class Guards:
             for (question, args), answer in reads.ambient.items():
                 if ask(question, args) != answer:
                     return f"torch.{question}()"
-            if _defaults() != self._defaults:
+            if torch.get_default_dtype() is not dtype or torch.get_default_device() != device:
                 return "torch's default dtype or device"
             if reads.gradients and self._gradients_now() != self._gradients:
                 return "whether a parameter requires gradients"
@@ -245,10 +247,6 @@ class Guards:
 
 
 _NEVER = object()
-
-
-def _defaults() -> tuple[torch.dtype, torch.device]:
-    return torch.get_default_dtype(), torch.get_default_device()
 
 
 def _shape(value: Tensor | None) -> tuple[int, ...] | None:
