@@ -132,7 +132,7 @@ class Guards:
         def check() -> str | None:
             if not any(empty) and all(dictionary == kept for dictionary, kept in filled):
                 return None
-            return next(label for label, dictionary, kept in expected if dictionary != kept)
+            return next((label for label, dictionary, kept in expected if dictionary != kept), None)
 
         return check
 
