@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections import Counter
 
 import pytest
 import torch
