@@ -30,15 +30,10 @@ SPAN = 0.1
 
 
 def lines(most_bytes: float) -> list[Any]:
-    """The benchmark cases, as pairs of specification and case."""
-    from pymoe.testing.specs import all_specs
+    """The benchmark cases, as pairs of operator and case."""
+    from pymoe.bench.operators import OPERATORS
 
-    return [
-        (spec, case)
-        for spec in all_specs()
-        for case in (spec.bench_cases() if spec.bench_cases else ())
-        if case.bytes <= most_bytes
-    ]
+    return [(one, case) for one in OPERATORS.values() for case in one.bench_cases() if case.bytes <= most_bytes]
 
 
 def name_of(spec: Any, case: Any) -> str:
@@ -49,8 +44,8 @@ def name_of(spec: Any, case: Any) -> str:
 
 def prepared(spec: Any, case: Any) -> Callable[[], object]:
     """The call of a case."""
+    from pymoe.bench.calls import generator, leaves, with_grad
     from pymoe.bench.lines import forward_call, training_step
-    from pymoe.testing.calls import generator, leaves, with_grad
 
     sample = case.make(generator())
     if case.backward and not leaves(sample):
@@ -121,7 +116,7 @@ class Child:
 
 def measured(children: dict[str, Child], name: str, rounds: int) -> dict[str, Any]:
     """A record of one line: seconds and the ratios to v3, as medians and quartiles."""
-    from pymoe.testing.timing import Spread
+    from pymoe.bench.timing import Spread
 
     first = {isa: one.ask(f"prepare {name}") for isa, one in children.items()}
     calls = {isa: max(1, math.ceil(SPAN / max(seconds, 1e-7))) for isa, seconds in first.items()}

@@ -25,7 +25,7 @@ from pymoe.bench.floor import Rates, measure_rates
 from pymoe.bench.layer import CUDA_SHAPES, Shape, dense_floor, inputs_of, layer_of, training_step
 from pymoe.bench.plot import pyplot
 from pymoe.bench.report import Table, plain, seconds, time_with_spread
-from pymoe.testing.timing import Timer, Timing, WallTimer, measure, timer_for
+from pymoe.bench.timing import Timer, Timing, WallTimer, measure, timer_for
 
 CPU = torch.device("cpu")
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -29,7 +29,7 @@ from benchmarks.parallel.draw import draw
 from benchmarks.parallel.targets import judged
 from pymoe._runtime import WorkerPool
 from pymoe.bench.environment import environment
-from pymoe.testing.timing import Spread
+from pymoe.bench.timing import Spread
 
 COUNTS, QUICK_COUNTS = (1, 2, 4, 8, 16), (1, 8)
 QUICK_ROUNDS = 5

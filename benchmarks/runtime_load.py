@@ -31,7 +31,7 @@ from benchmarks.runtime.serving import Contender
 from benchmarks.runtime.systems import POOL, PYMOE, System, all_systems
 from benchmarks.runtime.targets import judged
 from pymoe.bench.environment import environment
-from pymoe.testing.timing import Spread
+from pymoe.bench.timing import Spread
 
 FULL, QUICK = Effort(0.05, 0.22), Effort(0.03, 0.15)
 ROUNDS, QUICK_ROUNDS, FEWEST_ROUNDS = 5, 3, 2

@@ -8,11 +8,11 @@
 #include "bindings/lanes.h"
 #include "bindings/mailbox.h"
 #include "bindings/outcome.h"
+#include "bindings/parallel_for.h"
 #include "bindings/parameter_lock.h"
 #include "bindings/process.h"
 #include "bindings/profiler.h"
 #include "bindings/runtime.h"
-#include "bindings/task_graph.h"
 #include "bindings/task_pool.h"
 #include "bindings/torch_calls.h"
 #include "bindings/worker_pool.h"
@@ -78,7 +78,7 @@ PYBIND11_MODULE(_runtime, module) {
     throw py::error_already_set();
   }
   bind_worker_pool(module);
-  bind_task_graph(module);
+  bind_parallel_for(module);
   bind_lanes(module);
   bind_profiler(module);
 }

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pymoe._torch_private import is_any_autocast_enabled
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 from pymoe.runtime.nested import nested_compare, nested_flatten, sorted_keys
 from pymoe.runtime.schema import tensor_protos
@@ -48,7 +49,7 @@ class Arguments:
                 self._check_constants(flat)
                 pairs = zip(flat, self._protos, strict=True)
                 flat = [leaf for leaf, proto in pairs if isinstance(proto, BatchTensorProto)]
-        if torch._C._is_any_autocast_enabled():  # in all of torch's public ways one names a device
+        if is_any_autocast_enabled():  # in all of torch's public ways one names a device
             return [under_autocast(tensor, proto) for tensor, proto in zip(flat, self._tensor_protos, strict=True)]
         return flat
 
