@@ -176,7 +176,8 @@ def test_a_model_without_a_tensor_among_its_arguments_could_not_be_captured():
 
 def test_a_counter_that_the_forward_counts_with_kept_its_counts():
     """A capture puts the user's containers back as they were, a ``collections.Counter`` by ``update(pairs)``, which
-    counts the pairs themselves: ``Counter(x=1)`` came back as ``Counter({("x", 1): 1})``.
+    counts the pairs themselves: ``Counter(x=1)`` came back as ``Counter({("x", 1): 1})``, and the model was refused
+    for attributes that it does not have.
     """
 
     class Counts(Scaled):
