@@ -217,7 +217,7 @@ class TracedModel(StagedModel):
                 f"values of its attributes, and {stages} in another: its boundaries must be the same in all"
             )
         if self.devices and stages != len(self.devices):
-            raise ValueError(f"devices: expected one device per stage ({stages}), got {len(self.devices)}")
+            raise ValueError(f"Pipe: devices: expected one device per stage ({stages}), got {len(self.devices)}")
 
     def _pipeline(self, number: int, made: Partition, inputs: int) -> Pipeline:
         functions = [with_auxiliary_losses(partial(part.run, number), part) for part in self.parts]
