@@ -17,7 +17,8 @@ from pymoe.pipe.devices import refuse_moves
 from pymoe.pipe.execution.engine import Engine, run_in_one_graph
 from pymoe.pipe.execution.graph import have_tangents
 from pymoe.pipe.execution.recompute import recomputed
-from pymoe.pipe.inspection import Inspection
+from pymoe.pipe.info import Inspection
+from pymoe.pipe.module_hooks import ALL_HOOKS
 from pymoe.pipe.other_names import also_called
 from pymoe.pipe.own_stages import OwnStages, Taken
 from pymoe.pipe.schedules import Record, Schedule
@@ -38,20 +39,6 @@ __all__ = ["Pipe", "pipeline"]
 CheckpointMode = Literal["always", "except_last", "never"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"]
 CHECKPOINT = get_args(CheckpointMode)
-HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_state_dict_pre_hooks",
-    "_state_dict_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
-"""Of a module, as ``nn.Module`` keeps them."""
 
 
 class Pipe(Inspection):
@@ -202,7 +189,7 @@ class Pipe(Inspection):
             self.__dict__[kind] = module.__dict__[kind]
         self.training = module.training
         if staged.hooks_are_pipes:
-            for kind in HOOKS:
+            for kind in ALL_HOOKS:
                 self.__dict__[kind] = module.__dict__[kind]
 
     @compiler_disable

@@ -158,7 +158,7 @@ def test_nothing_of_the_model_changes():
 
 def test_what_is_no_argument_is_refused():
     layers = nn.Sequential(nn.Linear(4, 4))
-    with pytest.raises(TypeError, match=r"nn\.Sequential is needed, got Linear"):
+    with pytest.raises(TypeError, match=r"must be an nn\.Sequential, got Linear"):
         balance_by_size(1, nn.Linear(4, 4), SAMPLE)
     with pytest.raises(ValueError, match="from 1 to the number of layers, 1, got 2"):
         balance_by_size(2, layers, SAMPLE)
