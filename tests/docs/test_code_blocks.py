@@ -17,7 +17,7 @@ from docs_pages import PAGES, ROOT, Block, blocks, name
 PYTHON_PAGES = [page for page in PAGES if any(block.language == "python" for block in blocks(page.read_text()))]
 MOST_NOT_RUN = 8
 SHELLS = {"sh", "shell", "bash", "console"}
-MAKE_TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+MAKE_TARGETS = set(re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split())
 # Commands of systems that a page speaks to and tests need not have.
 COMMON_COMMANDS = {"pip", "sudo", "pytest", "torchrun", "cmake", "cd", "git", "python", "curl"}
 

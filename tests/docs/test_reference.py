@@ -98,7 +98,7 @@ def test_every_option_of_a_command_is_described(module: str, command: str) -> No
 
 
 def test_every_target_of_make_is_described() -> None:
-    targets = re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
     page = (REFERENCE / "commands.md").read_text()
     assert not [target for target in targets if f"`make {target}`" not in page]
 
