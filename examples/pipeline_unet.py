@@ -238,13 +238,13 @@ class Pipelined(Run):
 Runs = tuple[Run, Sequence[Pipelined]]  # the plain loop, and pipelines
 
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5}  # nats per pixel
-HELD_BACK = 64  # pictures of digits that were held back
+JUDGED = 64  # pictures of digits that were held back
 FALL = 0.9
 
 
 def make_record(options: argparse.Namespace, data: Pictures, exact: Runs, runs: Runs, seconds: float) -> dict[str, Any]:
     """Everything that was measured."""
-    pictures, strokes = data.draw_held_back(HELD_BACK)
+    pictures, strokes = data.draw_held_back(JUDGED)
     return {
         "what": "pymoe examples/pipeline_unet.py",
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
