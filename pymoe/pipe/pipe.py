@@ -18,7 +18,7 @@ from pymoe.pipe.execution.engine import ALL, BACKWARD, FORWARD, Engine
 from pymoe.pipe.execution.forward import run_forward, run_in_one_graph
 from pymoe.pipe.execution.step import Losses, run_step
 from pymoe.pipe.execution.tangents import have_tangents
-from pymoe.pipe.inspection import Inspection
+from pymoe.pipe.info import Inspection
 from pymoe.pipe.other_names import also_called
 from pymoe.pipe.own_stages import OwnStages, Taken
 from pymoe.pipe.schedules import Record, Schedule
@@ -366,5 +366,5 @@ class Pipe(Inspection):
 
 def _count(name: str, number: int) -> int:
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ValueError(f"Pipe: {name} must be an integer from 1 up, got {number!r}")
+        raise ValueError(f"Pipe: {name} must be a positive integer, got {number!r}")
     return number

@@ -214,7 +214,7 @@ class TracedModel(StagedModel):
                 f"values of its attributes, and {stages} in another: its boundaries must be the same in all"
             )
         if self.devices and stages != len(self.devices):
-            raise ValueError(f"Pipe: {len(self.devices)} devices for {stages} stages: there must be one for each")
+            raise ValueError(f"Pipe: devices: expected one device per stage ({stages}), got {len(self.devices)}")
 
     def _pipeline(self, number: int, made: Cut, captured: Captured) -> Pipeline:
         functions = [with_auxiliary_losses(_Call(part, number), part) for part in self.parts]
