@@ -7,11 +7,10 @@ import warnings
 
 from torch import nn
 
+from pymoe.pipe.module_hooks import CALL_HOOKS
 from pymoe.pipe.schedules import Schedule
 
 __all__ = ["warn_of_no_gain"]
-
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def warn_of_no_gain(schedule: Schedule, rows_are_few: bool, model: nn.Module | None) -> None:
@@ -57,7 +56,7 @@ def _no_overlap(schedule: Schedule, rows_are_few: bool) -> str | None:
 
 
 def _no_hooks(model: nn.Module | None) -> str | None:
-    if model is None or not any(model.__dict__[kind] for kind in HOOKS):
+    if model is None or not any(model.__dict__[kind] for kind in CALL_HOOKS):
         return None
     return (
         "hooks of the model itself are not called, as they see whole mini-batches and a step has micro-batches alone: "

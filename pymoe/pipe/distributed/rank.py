@@ -58,7 +58,7 @@ class Rank:
         for module in self.staged.pipeline.stages[index].modules:
             module.to(device)
             if isinstance(module, StageModule):
-                module.give_back()
+                module.update_model()
         self._devices[index] = device
         self._plans.clear()
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining.stage import _PipelineStageBase
-from torch.utils import _pytree
 
+from pymoe._torch_private import PipelineStageBase, pytree
 from pymoe.autograd.isolated_graph import graphs_are_made
 from pymoe.pipe.devices import usable_device
 from pymoe.pipe.distributed.passage import Passage
@@ -74,7 +73,7 @@ def build_stage(pipe: Any, index: int, device: torch.device | str, group: dist.P
     return RankStage(rank, index, device, group)
 
 
-class RankStage(_PipelineStageBase):
+class RankStage(PipelineStageBase):
     """One stage in this process, made by :func:`build_stage`. Schedules call its methods."""
 
     def __init__(self, rank: Rank, index: int, device: torch.device, group: dist.ProcessGroup) -> None:
@@ -150,7 +149,7 @@ class RankStage(_PipelineStageBase):
         if values is not None:
             output = self._rank.staged.leave(values)
             if save:
-                self.output_chunks.append(_pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output))
+                self.output_chunks.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output))
             if self.has_backward:
                 self._rank.failure_detector.at("loss", self.stage_index, micro_batch)  # the schedule goes on with it
         if not self.has_backward and passage.forwards == len(passage.plan.stages) * self._count():
@@ -196,7 +195,7 @@ class RankStage(_PipelineStageBase):
 
 
 def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    for leaf in _pytree.tree_leaves((args, kwargs)):
+    for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             return leaf.shape[0]
     return 1
