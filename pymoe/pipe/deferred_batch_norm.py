@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
+from pymoe._torch_private import BatchNormBase, LazyNormBase
 from pymoe.autograd.compiler_disable import compiler_disable
 from pymoe.pipe import context
 
@@ -65,7 +65,7 @@ class _Stage:
         return self.calls - 1
 
 
-class DeferredBatchNorm(_BatchNorm):
+class DeferredBatchNorm(BatchNormBase):
     """A batch norm that updates its running statistics once per mini-batch.
 
     In a pipeline, in training, each micro-batch is normalised by its own mean and (biased) variance. Running statistics
@@ -161,7 +161,7 @@ def _deferred(cls: Any) -> type[DeferredBatchNorm]:
     return type(f"Deferred{cls.__name__}", (cls, DeferredBatchNorm), own)
 
 
-def _converted_from(cls: type) -> type[_BatchNorm] | None:
+def _converted_from(cls: type) -> type[BatchNormBase] | None:
     base: Any = cls.__bases__[0]
     return base if cls is not DeferredBatchNorm and _deferred(base) is cls else None
 
@@ -187,7 +187,7 @@ def convert_deferred_batch_norm(module: Module) -> Module:
     found = {
         name: layer
         for name, layer in module.named_modules()
-        if isinstance(layer, _BatchNorm) and not isinstance(layer, DeferredBatchNorm)
+        if isinstance(layer, BatchNormBase) and not isinstance(layer, DeferredBatchNorm)
     }
     for name, layer in found.items():
         if why := _why_not(layer):
@@ -198,11 +198,11 @@ def convert_deferred_batch_norm(module: Module) -> Module:
     return module
 
 
-def _why_not(layer: _BatchNorm) -> str | None:
+def _why_not(layer: BatchNormBase) -> str | None:
     if isinstance(layer, nn.SyncBatchNorm):
         return ": its statistics come from several processes, and cannot be deferred in this one"
-    if isinstance(layer, _LazyNormBase):
+    if isinstance(layer, LazyNormBase):
         return ", which has not seen an input yet: run it once first"
-    if type(layer).forward is not _BatchNorm.forward:
+    if type(layer).forward is not BatchNormBase.forward:
         return ", which has a forward of its own: derive it from DeferredBatchNorm instead"
     return None

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree
+
+from pymoe._torch_private import pytree
 
 __all__ = ["MicroBatches", "Whole", "join", "mean", "split"]
 
@@ -44,7 +45,7 @@ def split(values: Sequence[Any], chunks: int) -> MicroBatches:
         ValueError: tensors have different numbers of rows.
     """
     flat: list[tuple[list[Any], Any]] = [
-        ([value], None) if isinstance(value, torch.Tensor) else _pytree.tree_flatten(value) for value in values
+        ([value], None) if isinstance(value, torch.Tensor) else pytree.tree_flatten(value) for value in values
     ]
     rows: int | None = None
     for leaves, _ in flat:
@@ -67,7 +68,7 @@ def split(values: Sequence[Any], chunks: int) -> MicroBatches:
         [
             leaves[0][number]
             if structure is None
-            else _pytree.tree_unflatten([leaf[number] for leaf in leaves], structure)
+            else pytree.tree_unflatten([leaf[number] for leaf in leaves], structure)
             for leaves, (_, structure) in zip(parts, flat, strict=True)
         ]
         for number in range(count)
@@ -94,14 +95,14 @@ def join(values: Sequence[Any]) -> Any:
     """
     if len(values) == 1:
         return values[0]
-    flat = [_pytree.tree_flatten(value) for value in values]
+    flat = [pytree.tree_flatten(value) for value in values]
     structure = flat[0][1]
     for number, (_, other) in enumerate(flat):
         if other != structure:
             raise ValueError(
                 f"Pipe: outputs of micro-batches differ in structure: 0 has {structure}, {number} has {other}"
             )
-    return _pytree.tree_unflatten(
+    return pytree.tree_unflatten(
         [_joined(parts) for parts in zip(*[leaves for leaves, _ in flat], strict=True)], structure
     )
 

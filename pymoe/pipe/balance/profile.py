@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree
 
+from pymoe._torch_private import pytree
 from pymoe.pipe.micro_batches import split
 from pymoe.pipe.skip import tracking
 from pymoe.pipe.skip.tracker import Key
@@ -278,12 +278,12 @@ def separate(value: Any) -> Any:
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Return a nested structure with ``function(tensor)`` in place of every tensor."""
-    return _pytree.tree_map_only(torch.Tensor, function, value)
+    return pytree.tree_map_only(torch.Tensor, function, value)
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """Return the tensors of a nested structure."""
-    return [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _device(module: nn.Module, value: Any) -> torch.device:

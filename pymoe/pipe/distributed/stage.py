@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining.stage import _PipelineStageBase
-from torch.utils import _pytree
 
+from pymoe._torch_private import PipelineStageBase, pytree
 from pymoe.autograd.isolated_graph import graphs_are_made
 from pymoe.pipe.devices import usable_device
 from pymoe.pipe.distributed.passage import Passage
@@ -74,7 +73,7 @@ def build_stage(pipe: Any, index: int, device: torch.device | str, group: dist.P
     return RankStage(rank, index, device, group)
 
 
-class RankStage(_PipelineStageBase):
+class RankStage(PipelineStageBase):
     """One stage in this process, made by :func:`build_stage`. Schedules call its methods."""
 
     def __init__(self, rank: Rank, index: int, device: torch.device, group: dist.ProcessGroup) -> None:
@@ -93,37 +92,13 @@ class RankStage(_PipelineStageBase):
     def _prepare_backward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> Any:
         self._note_chunks(True, num_microbatches)
 
-    def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
-        return ()
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+    def _nothing_to_exchange(self, *_: Any, **__: Any) -> Any:
+        """Return no operations for a schedule to run: forwards and backwards send and receive by themselves."""
         return []
 
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return none: :meth:`forward_one_chunk` receives."""
-        return []
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return none: :meth:`forward_one_chunk` has sent."""
-        return []
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return none: :meth:`backward_one_chunk` receives."""
-        return []
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return none: :meth:`backward_one_chunk` has sent."""
-        return []
-
-    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Do nothing: stages of one rank find each other's outputs by themselves."""
-
-    def get_local_bwd_output(self, mb_index: int) -> Any:
-        """Return nothing, likewise."""
-        return ()
-
-    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """Do nothing, likewise."""
+    _create_grad_recv_info = _get_init_p2p_neighbors_ops = _nothing_to_exchange
+    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = _nothing_to_exchange
+    set_local_fwd_input = get_local_bwd_output = set_local_bwd_input = _nothing_to_exchange
 
     def clear_runtime_states(self) -> None:
         """Begin a step."""
@@ -174,7 +149,7 @@ class RankStage(_PipelineStageBase):
         if values is not None:
             output = self._rank.staged.unflatten_outputs(values)
             if save:
-                self.output_chunks.append(_pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output))
+                self.output_chunks.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output))
             if self.has_backward:
                 self._rank.failure_detector.at("loss", self.stage_index, micro_batch)  # the schedule goes on with it
         if not self.has_backward and passage.forwards == len(passage.plan.stages) * self._count():
@@ -220,7 +195,7 @@ class RankStage(_PipelineStageBase):
 
 
 def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    for leaf in _pytree.tree_leaves((args, kwargs)):
+    for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             return leaf.shape[0]
     return 1
