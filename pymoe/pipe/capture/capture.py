@@ -189,9 +189,9 @@ def _cleared(caches: Sequence[Any]) -> Iterator[None]:
 @contextmanager
 def _plain_surroundings(any_size: bool) -> Iterator[None]:
     """Set the state in which graphs are made, whatever the caller's is; that holds when the graph runs."""
-    from torch.fx.experimental import _config
+    from pymoe._torch_private import fx_config
 
-    config: Any = _config
+    config: Any = fx_config
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
