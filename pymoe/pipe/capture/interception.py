@@ -174,7 +174,6 @@ class _Tracing:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-
         fake_mode = detect_fake_mode(pytree.tree_leaves((args, kwargs)))
         assert fake_mode is not None
         assert fake_mode.shape_env is not None

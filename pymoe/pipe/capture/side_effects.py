@@ -109,13 +109,11 @@ def _restore(before: Sequence[tuple[_Generator | _External, Any, Any]]) -> None:
 
 
 def _torch_state() -> bytes:
-
     with DisableTorchFunction(), disable_current_modes():
         return bytes(torch.get_rng_state().numpy())
 
 
 def _set_torch_state(state: bytes) -> None:
-
     with DisableTorchFunction(), disable_current_modes():
         torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 

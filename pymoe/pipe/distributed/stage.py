@@ -92,37 +92,13 @@ class RankStage(PipelineStageBase):
     def _prepare_backward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> Any:
         self._note_chunks(True, num_microbatches)
 
-    def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
-        return ()
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+    def _nothing_to_exchange(self, *_: Any, **__: Any) -> Any:
+        """Return no operations for a schedule to run: forwards and backwards send and receive by themselves."""
         return []
 
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return none: :meth:`forward_one_chunk` receives."""
-        return []
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return none: :meth:`forward_one_chunk` has sent."""
-        return []
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return none: :meth:`backward_one_chunk` receives."""
-        return []
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return none: :meth:`backward_one_chunk` has sent."""
-        return []
-
-    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Do nothing: stages of one rank find each other's outputs by themselves."""
-
-    def get_local_bwd_output(self, mb_index: int) -> Any:
-        """Return nothing, likewise."""
-        return ()
-
-    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """Do nothing, likewise."""
+    _create_grad_recv_info = _get_init_p2p_neighbors_ops = _nothing_to_exchange
+    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = _nothing_to_exchange
+    set_local_fwd_input = get_local_bwd_output = set_local_bwd_input = _nothing_to_exchange
 
     def clear_runtime_states(self) -> None:
         """Begin a step."""

@@ -46,6 +46,10 @@ class Plan:
     patience: float = 30.0
     slow: dict[int, float] | None = None
     """Seconds that ranks sleep at the end of a step."""
+    hanging_rank: int | None = None
+    """Never gets further than the forward of micro-batch 2 in step 3."""
+    timeout_s: float = 300.0
+    """Of the group: waits would take minutes."""
 
 
 def train(rank: int, address: str, results: Any, **options: Any) -> None:
@@ -55,8 +59,8 @@ def train(rank: int, address: str, results: Any, **options: Any) -> None:
     watchdog.GRACE_S = 60.0  # a busy machine takes longer than a pipeline would wait
     if plan.hosts_differ:
         liveness.this_host = lambda: f"host {rank}"
-    # Waits would take minutes.
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS, timeout=timedelta(minutes=5))
+    timeout = timedelta(seconds=plan.timeout_s)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS, timeout=timeout)
     watch = watching(patience=plan.patience)
     for step in range(plan.steps):
         try:
@@ -101,6 +105,8 @@ def one_step(watch: FailureDetector, rank: int, step: int, plan: Plan) -> None:
         watch.at(phase, rank, micro_batch)
         if plan.bug == (rank, phase, micro_batch, step):
             raise Bug("the answer is not 42")
+        if (plan.hanging_rank, "forward", 2, 3) == (rank, phase, micro_batch, step):
+            time.sleep(1000)
 
     for micro_batch in range(MICRO_BATCHES):
         if rank > 0:
@@ -198,6 +204,16 @@ def test_a_rank_on_another_host_that_is_silent_for_longer_than_the_patience_has_
         ends = started.ends(RANKS - 1)
     for told in are_told(ends, 1):
         assert told[4].startswith("nothing has been heard for ")
+
+
+def test_when_a_rank_hangs_until_the_timeout_of_the_group_the_others_say_where():
+    with ranks(train, RANKS, hanging_rank=1, timeout_s=5.0) as started:
+        ends = started.ends(RANKS - 1)
+    assert sorted(what for what, _ in ends.values()) == ["other", "told"], ends  # the first raises its own error
+    (told,) = [value for what, value in ends.values() if what == "told"]
+    assert "Timed out" in told[4]
+    assert "; the others: " in told[4]
+    assert "rank 1, last seen in the forward of micro-batch 2 in stage 1" in told[4]
 
 
 @pytest.mark.parametrize("last", range(RANKS))
