@@ -1,0 +1,139 @@
+"""Faults in the CUDA kernels: the emulated tests must notice, of every 20 faults at least 19.
+
+A fault (faults_cuda.py) is compiled into the tests of its kernel, in the build that is to notice it: plain (values, and
+the emulator's own checks), address or thread (sanitizers).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from faults_cuda import FAULTS
+from planting import ROOT, CudaFault, Kind
+
+VARIANTS = {"values": ("plain", ""), "address": ("address", "address"), "thread": ("thread", "thread")}
+SECONDS = 180
+ENVIRONMENT = {
+    **os.environ,
+    "TSAN_OPTIONS": "exitcode=66 halt_on_error=1",
+    "ASAN_OPTIONS": "detect_leaks=0",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+}
+# How a run ends that has noticed something; the first text that its output contains says what.
+SIGNS = {
+    "ThreadSanitizer: data race": "data race",
+    "AddressSanitizer: ": "address error",
+    "runtime error: ": "undefined behaviour",
+    "emulator: ": "broken synchronisation",
+    "Status: FAILURE": "wrong values",
+}
+
+
+def build(how: str) -> Path:
+    """Build the emulated tests of a variant; returns its folder."""
+    name, sanitizer = VARIANTS[how]
+    folder = ROOT / "build" / "cpp" / name
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    configure = ["cmake", "-S", str(ROOT), "-B", str(folder), *generator, f"-DPYMOE_SANITIZE={sanitizer}"]
+    for command in (configure, ["cmake", "--build", str(folder), "--target", "pymoe_emulated_tests", "-j", "2"]):
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            raise RuntimeError(f"{shlex.join(command)} failed:\n{result.stdout[-4000:]}{result.stderr[-2000:]}")
+    return folder
+
+
+def compile_command(folder: Path, source: Path) -> list[str]:
+    """How the variant compiles ``source``, without the names of source and object."""
+    for entry in json.loads((folder / "compile_commands.json").read_text()):
+        if Path(entry["file"]) == source:
+            words = shlex.split(entry["command"])
+            return words[: words.index("-o")]
+    raise RuntimeError(f"{source} is not in {folder}/compile_commands.json")
+
+
+def run_tests(program: Path, fault: CudaFault) -> tuple[int, str]:
+    """Exit status and output of the fault's tests; a hang counts as status 124."""
+    command = [str(program), f"--source-file=*test_{fault.tests}.cpp", "--abort-after=1"]
+    try:
+        result = subprocess.run(
+            command, env=ENVIRONMENT, capture_output=True, text=True, errors="replace", timeout=SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return 124, ""
+    return result.returncode, result.stdout + result.stderr
+
+
+def plant(fault: CudaFault, folder: Path, place: Path) -> Path:
+    """The test program with the fault in it, made in ``place``."""
+    text = fault.planted()
+    changed = place / fault.file
+    changed.parent.mkdir(parents=True)
+    changed.write_text(text)
+    source = ROOT / (fault.file if fault.file.endswith(".cu") else f"csrc/kernels/{fault.tests}_cuda.cu")
+    planted = changed if fault.file.endswith(".cu") else source
+    command = compile_command(folder, source)
+    # The changed file is found first, also where it is a header.
+    compile_line = [
+        *command[:1],
+        f"-I{place / 'csrc'}",
+        *command[1:],
+        "-O0",  # a third of the compiler's time, which is most of it
+        "-o",
+        str(place / "kernel.o"),
+        "-c",
+        str(planted),
+    ]
+    finish(compile_line, fault)
+    objects = [
+        path
+        for part in ("tests", "kernels")
+        for path in (folder / f"CMakeFiles/pymoe_emulated_{part}.dir").rglob("*.o")
+    ]
+    objects += [
+        path for part in ("emulator", "fibers") for path in (folder / f"CMakeFiles/pymoe_{part}.dir").rglob("*.o")
+    ]
+    others = [str(path) for path in objects if path.name != f"{source.name}.o"]
+    sanitize = [word for word in command if word.startswith("-fsanitize=")]
+    program = place / "tests"
+    finish([command[0], *sanitize, *others, str(place / "kernel.o"), str(folder / "libpymoe_core.a"), "-pthread",
+            "-o", str(program)], fault)  # fmt: skip
+    return program
+
+
+def finish(command: list[str], fault: CudaFault) -> None:
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise RuntimeError(f"{fault.name}: does not compile:\n{result.stderr[-3000:]}")
+
+
+def prepare(faults: Sequence[Any]) -> dict[str, Path]:
+    """Build the variants, and run the unharmed tests of each kernel in each."""
+    folders = {how: build(how) for how in sorted({fault.how for fault in faults})}
+    unharmed = list({(fault.how, fault.tests): fault for fault in faults}.values())
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        results = pool.map(lambda one: run_tests(folders[one.how] / "pymoe_emulated_tests", one), unharmed)
+        for fault, (status, output) in zip(unharmed, results, strict=True):
+            if status != 0:
+                raise RuntimeError(f"the unharmed tests of {fault.tests} fail ({fault.how}):\n{output[-3000:]}")
+    return folders
+
+
+def judge(fault: CudaFault, folders: dict[str, Path]) -> tuple[bool, str]:
+    """Build and run the kernel's tests with the fault; it is noticed where they fail."""
+    with tempfile.TemporaryDirectory() as place:
+        status, output = run_tests(plant(fault, folders[fault.how], Path(place)), fault)
+    if status == 0:
+        return False, "-"
+    return True, f"{fault.how}: {next((meaning for sign, meaning in SIGNS.items() if sign in output), 'crash or hang')}"
+
+
+KIND = Kind("cuda", FAULTS, prepare, judge, least_share=0.95)

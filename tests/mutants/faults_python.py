@@ -1,0 +1,130 @@
+"""Faults that the test suite must notice: a text of the sources, and what replaces it."""
+
+from planting import PythonFault as Fault
+
+BODY = "csrc/kernels/combine_cpu_body.h"
+ROUTING = "csrc/kernels/build_routing_cpu.cpp"
+EQUAL = "tests/ops/test_native_equals_reference.py"
+RANDOM = "tests/ops/test_properties.py"
+
+FAULTS = [
+    Fault(
+        "build_routing keeps one row too many",
+        ROUTING,
+        "if (row < limits[expert]) {",
+        "if (row <= limits[expert] && row < a.tokens * a.choices) {",
+        (EQUAL, RANDOM, "-k", "build_routing"),
+    ),
+    Fault(
+        "build_routing visits a block backwards",
+        ROUTING,
+        "const auto expert = experts[i];",
+        "const auto expert = experts[begin + end - 1 - i];",
+        (EQUAL, RANDOM, "-k", "build_routing"),
+    ),
+    Fault(
+        "build_routing forgets the earlier blocks",
+        ROUTING,
+        "counter = static_cast<int32_t>(used + std::min(seen, a.capacity));",
+        "counter = static_cast<int32_t>(used);",
+        (EQUAL, RANDOM, "-k", "build_routing"),
+    ),
+    Fault(
+        "build_routing trusts large experts",
+        ROUTING,
+        "if (expert >= static_cast<uint64_t>(a.num_experts))",
+        "if (expert > static_cast<uint64_t>(a.num_experts))",
+        ("tests/ops/test_memory_safety.py", "-k", "expert_outside"),
+    ),
+    Fault(
+        "build_routing cuts wide experts to 32 bits",
+        ROUTING,
+        "static_cast<uint64_t>(static_cast<int64_t>(experts[i]));",
+        "static_cast<uint64_t>(static_cast<uint32_t>(experts[i]));",
+        ("tests/ops/test_memory_safety.py", "-k", "wide_expert"),
+    ),
+    Fault(
+        "dispatch leaves the rows past the end as they are",
+        "csrc/kernels/dispatch_cpu.cpp",
+        "std::clamp<int64_t>(*a.used, 0, rows)",
+        "std::clamp<int64_t>(*a.used + 1, 0, rows)",
+        (EQUAL, RANDOM, "-k", "dispatch"),
+    ),
+    Fault(
+        "dispatch drops the last token",
+        "csrc/kernels/dispatch_cpu.cpp",
+        "parallel_for(0, a.tokens, grain",
+        "parallel_for(0, a.tokens - 1, grain",
+        (EQUAL, RANDOM, "-k", "dispatch"),
+    ),
+    Fault(
+        "dispatch takes slot S",
+        "csrc/kernels/dispatch_cpu.cpp",
+        "slot >= rows) throw_bad_slot",
+        "slot > rows) throw_bad_slot",
+        ("tests/ops/test_memory_safety.py", "-k", "slot_outside or hostile"),
+    ),
+    Fault(
+        "combine sums in the other order",
+        BODY,
+        "for (int64_t k = 0; k < now.count; ++k) {\n      const T* row = now.rows[k] + column;",
+        "for (int64_t k = now.count - 1; k >= 0; --k) {\n      const T* row = now.rows[k] + column;",
+        (EQUAL, RANDOM, "-k", "combine"),
+    ),
+    Fault(
+        "combine sums the rest of a row in the other order",
+        BODY,
+        "for (int64_t k = 0; k < now.count; ++k) {\n      total = accumulate",
+        "for (int64_t k = now.count - 1; k >= 0; --k) {\n      total = accumulate",
+        (EQUAL, RANDOM, "-k", "combine"),
+    ),
+    Fault(
+        "combine starts at -0",
+        BODY,
+        "vector_t<T> total = {};",
+        "vector_t<T> total = broadcast(accumulate_t<T>(-0.0));",
+        (EQUAL, RANDOM, "-k", "combine"),
+    ),
+    Fault(
+        "combine weighs a dropped choice's neighbour",
+        BODY,
+        "static_cast<const accumulate_t<T>*>(a.weights)[choice];",
+        "static_cast<const accumulate_t<T>*>(a.weights)[token * a.choices];",
+        (EQUAL, RANDOM, "-k", "combine"),
+    ),
+    Fault(
+        "combine_backward forgets the last columns",
+        BODY,
+        "for (int v = 0; column < hidden; ++v",
+        "for (int v = 0; column + 1 < hidden; ++v",
+        (EQUAL, "tests/ops/test_gradients.py", "-k", "combine"),
+    ),
+    Fault(
+        "combine_backward leaves the rows past the end as they are",
+        "csrc/kernels/combine_cpu.cpp",
+        "parallel_for(used, rows, grain",
+        "parallel_for(used + 1, rows, grain",
+        (EQUAL, "tests/ops/test_gradients.py", "-k", "combine"),
+    ),
+    Fault(
+        "gather_batch starts in the wrong block",
+        "csrc/kernels/gather_batch_cpu.cpp",
+        "std::upper_bound(a.starts, a.starts + a.count + 1, begin)",
+        "std::lower_bound(a.starts + 1, a.starts + a.count + 1, begin)",
+        (EQUAL, RANDOM, "tests/ops/test_determinism.py", "-k", "gather"),
+    ),
+    Fault(
+        "dispatch's loop never leaves its thread",
+        "csrc/kernels/dispatch_cpu.cpp",
+        "parallel_for(0, a.tokens, grain",
+        "parallel_for(0, a.tokens, a.tokens",
+        ("tests/ops/test_parallel.py",),
+    ),
+    Fault(
+        "dispatch saves no routing",
+        "pymoe/ops/row_moves.py",
+        "return sum_choices(grad, Routing(*ctx.saved_tensors)), None, None, None",
+        "return sum_choices(grad, Routing(*ctx.saved_tensors)).detach(), None, None, None",
+        ("tests/ops/test_gradients.py", "-k", "dispatch"),
+    ),
+]
