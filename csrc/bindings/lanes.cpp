@@ -2,8 +2,6 @@
 
 #include "runtime/lanes.h"
 
-#include <pybind11/stl.h>
-
 #include <memory>
 #include <optional>
 #include <utility>
@@ -63,7 +61,7 @@ class PyLaneRun {
         node = run_->wait_until(lane, until);
         return node != Run::kLater;
       });
-    } catch (const ErrorSet&) {
+    } catch (const py::error_already_set&) {
       run_->leave(lane);
       throw;
     }

@@ -2,7 +2,6 @@
 
 #include "runtime/task_graph.h"
 
-#include <pybind11/stl.h>
 #include <pybind11/typing.h>
 
 #include <cmath>
@@ -10,8 +9,8 @@
 #include <string>
 #include <utility>
 
+#include "bindings/errors.h"
 #include "bindings/gil.h"
-#include "bindings/outcome.h"
 #include "bindings/process.h"
 #include "bindings/worker_pool.h"
 
@@ -24,7 +23,7 @@ using Graph = runtime::TaskGraph<runtime::SystemSync>;
 
 // What a node's function raised. Copies share the exception object; they are made and destroyed without the GIL.
 struct NodeRaised : std::exception {
-  explicit NodeRaised(Ref error) : object(std::make_shared<GilObject>(std::move(error))) {}
+  explicit NodeRaised(py::object error) : object(std::make_shared<GilObject>(std::move(error))) {}
   const char* what() const noexcept override { return "a node's function raised"; }
   std::shared_ptr<GilObject> object;
 };
@@ -74,29 +73,23 @@ class PyRun {
     try {
       wait_interruptibly([&](Clock::time_point until) { return run_->help_until(until); });
       rethrow_interrupt();
-    } catch (const ErrorSet&) {
-      Ref interrupt = take_error();
+    } catch (const py::error_already_set&) {
       cancel();
       wait_interruptibly([&](Clock::time_point until) { return run_->wait_until(until); });
-      set_error(interrupt.get());
       throw;
     }
   }
 
   void result() {
     wait();
-    if (!run_->error()) return;
-    const Ref error = python_error(run_->error());
-    set_error(error.get());
-    throw ErrorSet();
+    if (run_->error()) raise(python_error(run_->error()));
   }
 
   py::typing::List<py::typing::Tuple<int, py::object>> failures() const {
     if (!run_->done()) raise(PyExc_RuntimeError, "GraphRun.failures: the run has not ended");
     py::list found;
     for (const auto& failure : run_->failures()) {
-      found.append(
-          py::make_tuple(failure.node, py::reinterpret_steal<py::object>(python_error(failure.error).release())));
+      found.append(py::make_tuple(failure.node, python_error(failure.error)));
     }
     return found;
   }
@@ -113,16 +106,13 @@ class PyRun {
   }
 
  private:
-  static Ref python_error(const std::exception_ptr& error) {
+  static py::object python_error(const std::exception_ptr& error) {
     try {
-      try {
-        std::rethrow_exception(error);
-      } catch (const NodeRaised& raised) {
-        return raised.object->share();
-      } catch (...) {
-        raise_as_python(error);
-      }
-    } catch (const ErrorSet&) {
+      std::rethrow_exception(error);
+    } catch (const NodeRaised& raised) {
+      return raised.object->share();
+    } catch (...) {
+      set_python_error(error);
       return take_error();
     }
   }
@@ -138,10 +128,8 @@ class PyRun {
   void rethrow_interrupt() const {
     if (!on_main_thread()) return;
     for (const auto& failure : run_->failures()) {
-      const Ref error = python_error(failure.error);
-      if (!is_interrupt(error.get())) continue;
-      set_error(error.get());
-      throw ErrorSet();
+      const py::object error = python_error(failure.error);
+      if (is_interrupt(error)) raise(error);
     }
   }
 
@@ -156,15 +144,17 @@ class PyGraph {
     if (!PyCallable_Check(function.ptr())) {
       raise(PyExc_TypeError, "TaskGraph.add: the function must be callable, got %s", Py_TYPE(function.ptr())->tp_name);
     }
-    const auto kept = std::make_shared<GilObject>(Ref::borrow(function.ptr()));
+    const auto kept = std::make_shared<GilObject>(borrow(function.ptr()));
     return graph_.add(
         [kept] {
           const WithGil gil;
-          const Ref value = Ref::steal(PyObject_CallNoArgs(kept->get()));
-          if (value) return;
-          Ref error = take_error();
-          if (waited_for != nullptr && is_interrupt(error.get())) waited_for->cancel();
-          throw NodeRaised(std::move(error));
+          try {
+            own(PyObject_CallNoArgs(kept->get()));
+          } catch (const py::error_already_set& raised) {
+            py::object error = exception_of(raised);
+            if (waited_for != nullptr && is_interrupt(error)) waited_for->cancel();
+            throw NodeRaised(std::move(error));
+          }
         },
         in_seconds(head_start, "head_start"), std::move(name));
   }

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from pymoe.mixture.options import NAME
-from pymoe.runtime.arguments import under_autocast
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 from pymoe.runtime.nested import nested_compare, nested_flatten, nested_pack
+from pymoe.runtime.schema import under_autocast
 
 Fallback = str | Callable[..., Any]
 

@@ -14,13 +14,13 @@ from pymoe.autograd.plain_state import in_plain_state
 from pymoe.runtime.backend_state import BackendState, look_again
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 from pymoe.runtime.differentiate import as_leaf, clear_gradients, differentiate, warm_up_autograd
+from pymoe.runtime.dry_run import infer_outputs_schema, keep_buffers
 from pymoe.runtime.gradients import GradientRule
 from pymoe.runtime.inputs import InputGuard
 from pymoe.runtime.interrupts import uninterrupted
 from pymoe.runtime.parameters import check_steps, check_steps_alone, check_updates, lock_of, optimized
 from pymoe.runtime.placement import Placement
-from pymoe.runtime.schema import infer_outputs_schema, keep_buffers, tensor_protos, to_schema
-from pymoe.runtime.signature import Signature
+from pymoe.runtime.schema import RequestSchema, tensor_protos, to_schema
 from pymoe.runtime.task_pool import TaskPool
 
 _MAY_RETRY = "pymoe_may_retry"  # set on exceptions of the backward pass; pools that isolate look at it too
@@ -44,7 +44,7 @@ class ExpertBackend(BackendState):
             its prototype, and any other leaf is handed to the expert as it is.
         kwargs_schema: the same for keyword arguments. One of the two must name a tensor.
         outputs_schema: the same for what the expert returns; None finds out with one call that leaves no trace (see
-            :func:`pymoe.runtime.schema.infer_outputs_schema`).
+            :func:`pymoe.runtime.dry_run.infer_outputs_schema`).
         gradient_reduction: ``"sum"``: an update follows the sum over all rows of all requests in the batch, as in one
             backward pass over all of them. ``"mean"``: that divided by the number of rows, so that the length of a
             step does not depend on how many requests happened to meet. Gradients of inputs are never scaled.
@@ -135,7 +135,7 @@ class ExpertBackend(BackendState):
         if outputs_schema is None:
             outputs_schema = self._find_outputs_schema()
         self.outputs_schema = to_schema(outputs_schema)
-        self._signature = Signature(name, self.args_schema, self.kwargs_schema, self.outputs_schema)
+        self._schema = RequestSchema(name, self.forward_schema, self.outputs_schema)
 
         self._pool_options = pool_options
         self._make_pools()
@@ -161,8 +161,7 @@ class ExpertBackend(BackendState):
         return schema
 
     def _make_pools(self) -> None:
-        inputs = _anywhere(tensor_protos(self.forward_schema))
-        outputs = _anywhere(tensor_protos(self.outputs_schema))
+        inputs, outputs = self._schema.inputs, self._schema.outputs
         device = self._placement.device
         options = {"pin_memory": device is not None and device.type == "cuda", **self._pool_options}
         self.forward_pool = TaskPool(self.forward, name=f"{self.name}_forward", schema=inputs, **options)
@@ -215,9 +214,9 @@ class ExpertBackend(BackendState):
             ValueError: a wrong number of inputs, or outputs that are not what the schema says.
             Exception: whatever the expert raises.
         """
-        self._signature.check_count("forward", inputs, self._signature.num_inputs)
+        self._schema.check_count("forward", inputs, len(self._schema.inputs))
         if not inputs[0].shape[0]:
-            return self._signature.empty_outputs(inputs[0].device)
+            return self._schema.empty_outputs(inputs[0].device)
         return in_plain_state(False, self._forward, inputs)
 
     def backward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -240,10 +239,10 @@ class ExpertBackend(BackendState):
             NonFiniteGradientError: see ``nonfinite_gradients``.
             Exception: whatever the expert, the optimizer or the scheduler raises.
         """
-        signature = self._signature
-        self._signature.check_count("backward", inputs, signature.num_inputs + signature.num_output_tensors)
+        num_inputs = len(self._schema.inputs)
+        self._schema.check_count("backward", inputs, num_inputs + len(self._schema.outputs))
         if not inputs[0].shape[0]:
-            return tuple(torch.zeros_like(tensor) for tensor in inputs[: signature.num_inputs])
+            return tuple(torch.zeros_like(tensor) for tensor in inputs[:num_inputs])
         with uninterrupted():
             return in_plain_state(True, self._backward, inputs)
 
@@ -277,14 +276,14 @@ class ExpertBackend(BackendState):
         guard = self._guard
         if guard.copies:
             inputs = guard.lend(inputs)
-        args, kwargs = self._signature.pack_inputs(inputs)
+        args, kwargs = self._schema.pack_arguments(inputs)
         expert = self._modules["expert"]  # an attribute of a module that is a module takes 1 us to find
         assert expert is not None
         if self._buffers_change_in_forward or not self._placement.has_buffers or not expert.training:
-            outputs = self._signature.flatten_outputs(expert(*args, **kwargs))
+            outputs = self._schema.flatten_outputs(expert(*args, **kwargs))
         else:
             with keep_buffers(expert):
-                outputs = self._signature.flatten_outputs(expert(*args, **kwargs))
+                outputs = self._schema.flatten_outputs(expert(*args, **kwargs))
         if guard.learns:
             guard.learn(inputs)
         return self._placement.copy_own(outputs)
@@ -299,18 +298,18 @@ class ExpertBackend(BackendState):
     def _run_backward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         trains = self.trains
         parameters = self._parameters_with_gradients() if trains else ()
-        num_inputs = self._signature.num_inputs
+        num_inputs = len(self._schema.inputs)
         changing = False
         try:
             clear_gradients(parameters)  # of whatever else the module is used for
             with self._undo_buffers_after_errors():
                 leaves = [as_leaf(tensor) for tensor in tensors[:num_inputs]]
                 lent = self._guard.lend(leaves)
-                args, kwargs = self._signature.pack_inputs(lent)
-                outputs = self._signature.flatten_outputs(self.expert(*args, **kwargs))
+                args, kwargs = self._schema.pack_arguments(lent)
+                outputs = self._schema.flatten_outputs(self.expert(*args, **kwargs))
                 if self._guard.learns:
                     self._guard.learn(lent)
-                gradients = differentiate(self._signature.tensors(outputs), tensors[num_inputs:], leaves, trains)
+                gradients = differentiate(self._schema.output_tensors(outputs), tensors[num_inputs:], leaves, trains)
                 if trains and self._rule.prepare(parameters, len(leaves[0])):
                     changing = True
                     before = self._rule.updates
@@ -350,11 +349,6 @@ class ExpertBackend(BackendState):
 def _as_tuple(args_schema: Sequence[Any] | None) -> tuple[Any, ...]:
     """A lone prototype stands for one argument."""
     return (args_schema,) if isinstance(args_schema, (BatchTensorProto, Tensor)) else tuple(args_schema or ())
-
-
-def _anywhere(protos: tuple[BatchTensorProto, ...]) -> tuple[BatchTensorProto, ...]:
-    """What requests must look like: where their tensors are is up to the client."""
-    return tuple(proto.replace(device=None) for proto in protos)
 
 
 def _mark(error: BaseException, *, may_retry: bool) -> None:

@@ -1,4 +1,4 @@
-"""Futures of requests, and how coroutines await them.
+"""Futures of requests.
 
 A request has one future: when one of several tasks that await it is cancelled, it is cancelled for all of them (await
 ``asyncio.shield(asyncio.ensure_future(...))`` of it where that must not be).
@@ -6,20 +6,14 @@ A request has one future: when one of several tasks that await it is cancelled, 
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 import weakref
-from collections.abc import Generator
 from typing import Any
 
-from pymoe import _runtime
 from pymoe._runtime import RequestFuture as Future
 
 __all__ = ["Future"]
-
-# What tells a loop that requests are done: one call for all that a batch completes.
-mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _runtime.Mailbox] = weakref.WeakKeyDictionary()
 
 
 def deadline_after(timeout: float | None) -> float | None:
@@ -32,41 +26,11 @@ def seconds_left(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
-def wait_in_loop(future: Future, deadline: float | None = None) -> Generator[Any, None, Any]:
-    """What ``await future`` runs. TimeoutError if it is not done by the ``deadline``; then it is cancelled."""
-    if not future.done():
-        loop = asyncio.get_running_loop()
-        mailbox = mailboxes.get(loop)
-        if mailbox is None:
-            mailbox = mailboxes[loop] = _runtime.make_mailbox(loop)
-        waiter = loop.create_future()
-        future._notify(mailbox, waiter)
-        left = seconds_left(deadline)
-        timer = None if left is None else loop.call_later(left, give_up, waiter)
-        try:
-            yield from waiter
-        except asyncio.CancelledError:
-            future.cancel()
-            raise
-        finally:
-            if timer is not None:
-                timer.cancel()
-        if deadline is not None and not future.done():
-            future.cancel()
-            raise TimeoutError("the request is not done in time")
-    return future.result()
-
-
-def give_up(waiter: asyncio.Future[Any]) -> None:
-    """Wake whoever waits, though nothing has come."""
-    if not waiter.done():
-        waiter.set_result(None)
-
-
 class Standard:
     """What ``wait`` and ``as_completed`` of ``concurrent.futures`` look at in a future, made when they first do.
 
     They ask for the state and leave their waiters under the condition, so the state is that which waiters were told.
+    The native future makes one when it is first asked for ``_condition``, ``_waiters`` or ``_state``.
     """
 
     def __init__(self, future: Future) -> None:
@@ -93,7 +57,3 @@ class Standard:
                 else:
                     waiter.add_result(future)
             self.condition.notify_all()
-
-
-_runtime.set_await(wait_in_loop)
-_runtime.set_standard(Standard)

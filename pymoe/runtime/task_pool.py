@@ -88,7 +88,9 @@ class TaskPool(_runtime.TaskPool):
             raise TypeError(f"TaskPool: there is no option {option!r}: {instead}")
         if on_full not in ("wait", "raise"):
             raise ValueError(f"TaskPool: on_full must be 'wait' or 'raise', got {on_full!r}")
-        self._setup(
+        if "name" in vars(self):
+            raise RuntimeError("TaskPool: __init__ was called twice")
+        super().__init__(
             process_func,
             name=name,
             min_batch_size=min_batch_size,
@@ -107,13 +109,13 @@ class TaskPool(_runtime.TaskPool):
         self.process_func = process_func
         self.min_batch_size = min_batch_size
         self.max_batch_size = max_batch_size
-        self._server: weakref.ref[_runtime.Runtime] | None = None  # the runtime that serves it
+        self._server: weakref.ref[_runtime.Executor] | None = None
 
     @property
     def served(self) -> bool:
         """True while a runtime takes what is queued."""
-        runtime = None if self._server is None else self._server()
-        return runtime is not None and runtime._running()
+        executor = None if self._server is None else self._server()
+        return executor is not None and executor.running()
 
     @property
     def empty(self) -> bool:

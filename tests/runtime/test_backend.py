@@ -265,7 +265,7 @@ def test_direct_calls_with_wrong_tensors_or_outputs() -> None:
     backend = make(lambda weight, x: answers[-1], X)
     answers += [[torch.ones(3, 4)], {"b": torch.ones(3, 4)}, {"a": None}, torch.ones(3, 4)]
     while len(answers) > 1:
-        with pytest.raises(ValueError, match=r"by its schema the expert returns .*BatchTensorProto\(4.*, got"):
+        with pytest.raises(ValueError, match=r"outputs_schema expects .*BatchTensorProto\(4.*, got"):
             backend.forward(torch.ones(3, 4))
         answers.pop()
     with pytest.raises(ValueError, match=r"^expert: forward takes 1 tensors, got 2"):
