@@ -362,7 +362,7 @@ py::object PyBatchFunction::call(const std::vector<py::object>& tensors) const {
 void bind_batches(py::module_& module) {
   module.def(
       "set_plain_runner",
-      [](const py::typing::Callable<py::object(py::args)>& function) {
+      [](const py::typing::Callable<py::object(py::ellipsis)>& function) {
         Py_XSETREF(plain_runner, Py_NewRef(function.ptr()));
       },
       py::arg("function"),

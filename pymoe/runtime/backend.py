@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 from pymoe.autograd.plain_state import in_plain_state
 from pymoe.runtime.backend_state import BackendState, look_again
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
-from pymoe.runtime.differentiate import as_leaf, clear_gradients, differentiate, warm_up_autograd
+from pymoe.runtime.differentiate import InputGuard, as_leaf, clear_gradients, differentiate, warm_up_autograd
 from pymoe.runtime.dry_run import infer_outputs_schema, keep_buffers
 from pymoe.runtime.gradients import GradientRule
-from pymoe.runtime.inputs import InputGuard
 from pymoe.runtime.interrupts import uninterrupted
 from pymoe.runtime.parameters import check_steps, check_steps_alone, check_updates, lock_of, optimized
 from pymoe.runtime.placement import Placement
@@ -77,9 +76,9 @@ class ExpertBackend(BackendState):
     keyword arguments by name.
 
     Raises:
-        ValueError: no tensor in the schemas, an option that is none, or an optimizer of other parameters alone.
-        TypeError: ``expert`` is no module, ``opt`` no optimizer, or a pool option that does not exist; or ``step()`` of
-            optimizer or scheduler needs arguments and :meth:`apply_gradients` is not overridden.
+        ValueError: no tensor in the schemas, an invalid option value, or an optimizer of other parameters alone.
+        TypeError: ``expert`` is not a module, ``opt`` is not an optimizer, or a pool option does not exist; or
+            ``step()`` of optimizer or scheduler needs arguments and :meth:`apply_gradients` is not overridden.
     """
 
     _clears_itself = False  # while a backward pass of this class updates: it clears gradients when all is done
@@ -107,7 +106,7 @@ class ExpertBackend(BackendState):
             raise TypeError(f"ExpertBackend: expert must be an nn.Module, got {type(expert).__name__}")
         check_steps(opt, scheduler)
         if buffers not in ("backward", "both"):
-            raise ValueError(f"buffers must be one of 'backward', 'both', got {buffers!r}")
+            raise ValueError(f"ExpertBackend: buffers must be one of 'backward', 'both', got {buffers!r}")
         self.name = name
         self.expert = expert if device is None else expert.to(device)
         self.training = expert.training
@@ -176,7 +175,7 @@ class ExpertBackend(BackendState):
     # --- what clients need to know ---
 
     def get_info(self) -> dict[str, Any]:
-        """The name, the schemas and the names of keyword arguments: what a client must know; it can be pickled."""
+        """Return what a client must know, in a picklable dictionary: name, schemas, names of keyword arguments."""
         return {
             "name": self.name,
             "forward_schema": self.forward_schema,
@@ -185,7 +184,7 @@ class ExpertBackend(BackendState):
         }
 
     def get_pools(self) -> tuple[TaskPool, TaskPool]:
-        """The pool of the forward pass and that of the backward pass."""
+        """Return the pool of the forward pass and that of the backward pass."""
         return self.forward_pool, self.backward_pool
 
     @property
@@ -206,9 +205,9 @@ class ExpertBackend(BackendState):
     # --- the passes ---
 
     def forward(self, *inputs: Tensor) -> tuple[Any, ...]:
-        """The flat outputs of the expert for the flat ``inputs``, computed without gradients.
+        """Return the flat outputs of the expert for the flat ``inputs``, computed without gradients.
 
-        No rows are no work: the outputs have none either, and the expert is not called.
+        For no rows the outputs have none either, and the expert is not called.
 
         Raises:
             ValueError: a wrong number of inputs, or outputs that are not what the schema says.
@@ -220,7 +219,7 @@ class ExpertBackend(BackendState):
         return in_plain_state(False, self._forward, inputs)
 
     def backward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Gradients for the flat inputs; updates the expert.
+        """Return gradients for the flat inputs, and update the expert.
 
         The expert is called again on the inputs, and what it returns is differentiated. Parameters' gradients of this
         batch, and of no other unless they are to accumulate, make the update; whatever happens, none is left behind.
@@ -262,7 +261,7 @@ class ExpertBackend(BackendState):
             self.scheduler.step()
 
     def may_retry(self, exception: BaseException) -> bool:
-        """Whether a backward pass that raised ``exception`` changed nothing, so that its requests may run once more."""
+        """Return whether a backward pass that raised ``exception`` changed nothing, so that it may run again."""
         return isinstance(exception, Exception) and getattr(exception, _MAY_RETRY, False) is True
 
     def _forward(self, inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pymoe.runtime.backend import ExpertBackend
-from pymoe.runtime.future import Future, deadline_after, seconds_left
+from pymoe.runtime.future import Future, deadline_after, seconds_left, wait
 from pymoe.runtime.schema import RequestSchema
 from pymoe.runtime.task_pool import TaskPool
-from pymoe.runtime.waiting import wait
 
 logger = logging.getLogger("pymoe.runtime")
 

@@ -1,28 +1,34 @@
-"""Futures of requests.
+"""Futures of requests, and waiting for many of them: the first, all, or each as it ends.
 
 A request has one future: when one of several tasks that await it is cancelled, it is cancelled for all of them (await
-``asyncio.shield(asyncio.ensure_future(...))`` of it where that must not be).
+``asyncio.shield(asyncio.ensure_future(...))`` of it where that must not be). csrc/bindings/awaiting.h says how.
+
+``concurrent.futures.wait`` and ``as_completed`` take these futures as well, under a lock for each; :func:`wait` and
+:func:`as_completed` take the futures of any executor, for less.
 """
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 import weakref
-from typing import Any
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION
+from typing import Any, NamedTuple
 
 from pymoe._runtime import RequestFuture as Future
 
-__all__ = ["Future"]
+__all__ = ["Future", "as_completed", "wait"]
 
 
 def deadline_after(timeout: float | None) -> float | None:
-    """When ``timeout`` seconds from now are over, on the monotonic clock; None: never."""
+    """Return the time ``timeout`` seconds from now, on the monotonic clock; None: never."""
     return None if timeout is None else time.monotonic() + timeout
 
 
 def seconds_left(deadline: float | None) -> float | None:
-    """From now to ``deadline``, at least 0; None: for ever."""
+    """Return the seconds from now to ``deadline``, at least 0; None: for ever."""
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
@@ -57,3 +63,84 @@ class Standard:
                 else:
                     waiter.add_result(future)
             self.condition.notify_all()
+
+
+class DoneAndNotDone(NamedTuple):
+    """What :func:`wait` returns."""
+
+    done: set[Any]
+    not_done: set[Any]
+
+
+def wait(futures: Iterable[Any], timeout: float | None = None, return_when: str = ALL_COMPLETED) -> DoneAndNotDone:
+    """Wait as ``concurrent.futures.wait`` does.
+
+    A thread that waits here runs no batch itself, as one in ``result()`` may: a function of a pool that waits for
+    requests should call ``result()``.
+
+    Args:
+        futures: of requests; duplicates count once.
+        timeout: seconds to wait at most; None: as long as it takes. Running out of it is not an error.
+        return_when: ``FIRST_COMPLETED``, ``FIRST_EXCEPTION`` or ``ALL_COMPLETED`` of ``concurrent.futures``.
+
+    Returns:
+        Two sets, ``done`` (cancelled ones too) and ``not_done``.
+
+    Raises:
+        ValueError: ``return_when`` is not one of these.
+    """
+    if return_when not in (FIRST_COMPLETED, FIRST_EXCEPTION, ALL_COMPLETED):
+        raise ValueError(f"wait: return_when must be a constant of concurrent.futures, got {return_when!r}")
+    everyone = set(futures)
+    try:
+        for future in arrivals(everyone, deadline_after(timeout)):
+            failed = not future.cancelled() and future.exception() is not None
+            if return_when == FIRST_COMPLETED or (return_when == FIRST_EXCEPTION and failed):
+                break
+    except queue.Empty:
+        pass
+    done = {future for future in everyone if future.done()}
+    return DoneAndNotDone(done, everyone - done)
+
+
+def as_completed(futures: Iterable[Any], timeout: float | None = None) -> Iterator[Any]:
+    """Yield the futures in the order in which they end, each once, as ``concurrent.futures.as_completed`` does.
+
+    What has been handed out is not kept: results that nobody else needs are gone before the next one comes.
+
+    Args:
+        futures: of requests.
+        timeout: seconds from this call within which all must have ended; None: as long as it takes.
+
+    Raises:
+        TimeoutError: from the iterator, when the time is over.
+    """
+    everyone = set(futures)
+    count = len(everyone)
+    return named(arrivals(everyone, deadline_after(timeout)), count)
+
+
+def named(ended: Iterator[Any], count: int) -> Iterator[Any]:
+    """Yield from ``ended``, with an error that says how many are missing."""
+    seen = 0
+    while True:
+        try:
+            one = [next(ended)]
+        except StopIteration:
+            return
+        except queue.Empty:
+            raise TimeoutError(f"{count - seen} of {count} requests are not done in time") from None
+        seen += 1
+        yield one.pop()  # which leaves nothing of it here
+
+
+def arrivals(futures: set[Any], deadline: float | None) -> Iterator[Any]:
+    """Yield each future once it is done; raise ``queue.Empty`` when the deadline has passed and none is."""
+    ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    count = len(futures)
+    for future in futures:
+        future.add_done_callback(ended.put)
+    del futures
+    future = None
+    for _ in range(count):
+        yield ended.get(timeout=seconds_left(deadline))

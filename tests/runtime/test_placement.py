@@ -10,7 +10,8 @@ import torch
 from pretended import DEVICE, Pretended, pretended
 from torch import Tensor, nn
 
-from pymoe.runtime import BatchTensorProto, ExpertBackend, thread_state
+from pymoe.autograd import thread_state
+from pymoe.runtime import BatchTensorProto, ExpertBackend
 from pymoe.runtime.placement import Placement
 
 X, IDS = BatchTensorProto(4), BatchTensorProto(dtype=torch.int64)
