@@ -1,6 +1,6 @@
 # pymoe: every target makes what it needs, so each works on a fresh clone. Options go through ARGS:
 #     make train ARGS="--steps 200 --ffn dense"
-.PHONY: help train test wheel bench bench-runtime bench-parallel bench-pipeline bench-distributed lint format clean
+.PHONY: help train check test test-all docs wheel bench bench-runtime bench-parallel bench-pipeline bench-distributed lint format clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -16,7 +16,11 @@ NATIVE := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 help:
 	@echo 'make train   train a mixture-of-experts language model (ARGS="--help" for its options); results in runs/'
-	@echo 'make test    lint, types, Python tests, C++ tests plain and under sanitizers, packaging; results in build/tests/'
+	@echo 'make check   lint, types, one case of every quick Python test, C++ tests: some five minutes on two cores'
+	@echo 'make test    lint, types, Python tests, C++ tests plain and under sanitizers, packaging: half an hour on two cores'
+	@echo 'make test-all   the same with every case of every grid and longer stress: before a release'
+	@echo '             (results of all three in build/tests/; ARGS="python types" names the steps)'
+	@echo 'make docs    the documentation as web pages, with warnings as errors; in build/docs/'
 	@echo 'make wheel   a wheel for this Python and every torch >= 2.11; in dist/'
 	@echo 'make bench   benchmark every operator; results in build/bench.json (ARGS="--help" for its options)'
 	@echo 'make bench-runtime   many clients, one expert: requests per second beside hivemind; results in build/runtime_load/'
@@ -32,12 +36,20 @@ help:
 train: $(INSTALLED)
 	$(RUN) examples/train_lm.py $(ARGS)
 
-# The one target that installs system packages: cmake and doctest, where they are missing.
+# The targets that install system packages: cmake and doctest, where they are missing.
 # INSTALL_SYSTEM_PACKAGES=0 has it name them instead.
-test:
+check: LEVEL := --quick
+test-all: LEVEL := --exhaustive
+
+check test test-all:
 	@PYTHON=$(PYTHON) INSTALL_SYSTEM_PACKAGES=$${INSTALL_SYSTEM_PACKAGES:-1} bash tests/system_packages.sh test
 	@$(MAKE) --no-print-directory $(INSTALLED)
-	$(RUN) tests/run_all.py $(ARGS)
+	$(RUN) tests/run_all.py $(LEVEL) $(ARGS)
+
+# Warnings are errors: a reference that leads nowhere, a docstring that cannot be read.
+docs: $(INSTALLED)
+	$(RUN) -m sphinx -W --keep-going -q -d build/doctrees docs build/docs
+	@echo 'build/docs/index.html'
 
 # pymoe._ops serves every Python, pymoe._runtime the one that builds it: one wheel a Python. auditwheel writes the oldest
 # glibc that it needs into its name; torch's libraries are torch's own wheel's.
@@ -53,16 +65,16 @@ bench: $(INSTALLED)
 HIVEMIND := build/hivemind
 
 bench-runtime: $(INSTALLED) $(HIVEMIND)/.packages
-	$(RUN) -m benchmarks.runtime_load --hivemind $(HIVEMIND)/bin/python --output build/runtime_load $(ARGS)
+	$(RUN) -m benchmarks.runtime_load --hivemind $(HIVEMIND)/bin/python $(ARGS)
 
 bench-parallel: $(INSTALLED)
-	$(RUN) -m benchmarks.parallel_backward --output build/parallel_backward $(ARGS)
+	$(RUN) -m benchmarks.parallel_backward $(ARGS)
 
 bench-pipeline: $(INSTALLED) $(VENV)/.torchgpipe
-	$(RUN) -m benchmarks.pipeline_schedules --output build/pipeline_schedules $(ARGS)
+	$(RUN) -m benchmarks.pipeline_schedules $(ARGS)
 
 bench-distributed: $(INSTALLED)
-	$(RUN) -m benchmarks.pipeline_distributed --output build/pipeline_distributed $(ARGS)
+	$(RUN) -m benchmarks.pipeline_distributed $(ARGS)
 
 $(VENV)/.torchgpipe: benchmarks/pipeline/requirements-torchgpipe.txt $(PACKAGES)
 	@echo '== torchgpipe into $(VENV)'

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that a GPU machine can say about pymoe, in at most 9 minutes and without network: builds in place, tests,
-# compares the device with the emulator, runs compute-sanitizer, measures. Writes benchmarks/results/gpu_NAME/.
+# compares the device with the emulator, runs compute-sanitizer, measures. Writes build/gpu_NAME/.
 #
 #     bash benchmarks/gpu_report.sh                    # needs an NVIDIA GPU, torch >= 2.11, nvcc and a C++20 compiler
 #     bash benchmarks/gpu_report.sh --device cpu       # the same stages on the CPU, quickly: to see that they work

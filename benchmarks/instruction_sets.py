@@ -20,8 +20,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import IO, Any, cast
+
+from benchmarks.output import command, parser_of, save
 
 ISAS = ("baseline", "v3", "v4")
 SPAN = 0.1
@@ -29,15 +30,10 @@ SPAN = 0.1
 
 
 def lines(most_bytes: float) -> list[Any]:
-    """The benchmark cases, as pairs of specification and case."""
-    from pymoe.testing.specs import all_specs
+    """The benchmark cases, as pairs of operator and case."""
+    from pymoe.bench.operators import OPERATORS
 
-    return [
-        (spec, case)
-        for spec in all_specs()
-        for case in (spec.bench_cases() if spec.bench_cases else ())
-        if case.bytes <= most_bytes
-    ]
+    return [(one, case) for one in OPERATORS.values() for case in one.bench_cases() if case.bytes <= most_bytes]
 
 
 def name_of(spec: Any, case: Any) -> str:
@@ -48,8 +44,8 @@ def name_of(spec: Any, case: Any) -> str:
 
 def prepared(spec: Any, case: Any) -> Callable[[], object]:
     """The call of a case."""
+    from pymoe.bench.calls import generator, leaves, with_grad
     from pymoe.bench.lines import forward_call, training_step
-    from pymoe.testing.calls import generator, leaves, with_grad
 
     sample = case.make(generator())
     if case.backward and not leaves(sample):
@@ -120,7 +116,7 @@ class Child:
 
 def measured(children: dict[str, Child], name: str, rounds: int) -> dict[str, Any]:
     """A record of one line: seconds and the ratios to v3, as medians and quartiles."""
-    from pymoe.testing.timing import Spread
+    from pymoe.bench.timing import Spread
 
     first = {isa: one.ask(f"prepare {name}") for isa, one in children.items()}
     calls = {isa: max(1, math.ceil(SPAN / max(seconds, 1e-7))) for isa, seconds in first.items()}
@@ -151,8 +147,8 @@ def table(facts: dict[str, Any], records: list[dict[str, Any]], rounds: int) -> 
     others = [isa for isa in ISAS if isa in records[0]["over_v3"]]
     text = [
         "# Instruction sets of the CPU kernels\n",
-        f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB; torch {facts['torch']}, compiler "
-        f"{facts['compiler']}; load {facts['load']}, {facts['date']}.\n",
+        f"Made by `{facts['command']}`: {facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB; "
+        f"torch {facts['torch']}, compiler {facts['compiler']}; load {facts['load']}, {facts['date']}.\n",
         f"Time of one thread, {rounds} rounds in which the instruction sets take turns: milliseconds a call, and the "
         "time of another set over that of v3 (AVX2), median and quartiles of the rounds. Below 1 it is faster than v3. "
         "dispatch, gather_batch and build_routing have one version alone: their ratios show what the places of buffers "
@@ -169,11 +165,10 @@ def table(facts: dict[str, Any], records: list[dict[str, Any]], rounds: int) -> 
 
 def main() -> None:
     """Run what the command line says."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = parser_of("instruction_sets", __doc__ or "")
     parser.add_argument("--filter", default="", help="a regular expression for names of lines")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--most-mib", type=float, default=600.0, help="leave out lines that move more")
-    parser.add_argument("--output", type=Path, help="write instruction_sets.json and .md there")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     most_bytes = options.most_mib * 2**20
@@ -182,7 +177,7 @@ def main() -> None:
         return
     from pymoe.bench.environment import environment
 
-    facts = environment()
+    facts = {"command": command("instruction_sets"), **environment()}
     children = {}
     for isa in ISAS:
         one = Child(isa, most_bytes)
@@ -200,11 +195,9 @@ def main() -> None:
             print(table(facts, records[-1:], options.rounds).splitlines()[-1], flush=True)
     for one in children.values():
         one.end()
-    if options.output and records:
-        options.output.mkdir(parents=True, exist_ok=True)
+    if records:
         result = {"environment": facts, "rounds": options.rounds, "lines": records}
-        (options.output / "instruction_sets.json").write_text(json.dumps(result, indent=1) + "\n")
-        (options.output / "instruction_sets.md").write_text(table(facts, records, options.rounds))
+        save(result, table(facts, records, options.rounds), options.output / "instruction_sets")
 
 
 if __name__ == "__main__":

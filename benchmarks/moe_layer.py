@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.output import as_markdown, command, illustrate, parser_of, save
 from benchmarks.peers import PARTS, Absent, Contender, Task, contenders, failure, name_of
 from pymoe.bench.environment import environment
 from pymoe.bench.floor import Rates, measure_rates
 from pymoe.bench.layer import CUDA_SHAPES, Shape, dense_floor, inputs_of, layer_of, training_step
 from pymoe.bench.plot import pyplot
-from pymoe.bench.report import Table, illustrate, plain, save, seconds, time_with_spread
-from pymoe.testing.timing import Timer, Timing, WallTimer, measure, timer_for
+from pymoe.bench.report import Table, plain, seconds, time_with_spread
+from pymoe.bench.timing import Timer, Timing, WallTimer, measure, timer_for
 
 CPU = torch.device("cpu")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -76,7 +77,12 @@ def main() -> int:
         "device": options.device,
         "clock": "processor-time" if options.cpu_time else "event" if device.type == "cuda" else "wall",
     }
-    result: dict[str, Any] = {"environment": facts, "settings": settings, "scenarios": scenarios}
+    result: dict[str, Any] = {
+        "command": command("moe_layer"),
+        "environment": facts,
+        "settings": settings,
+        "scenarios": scenarios,
+    }
     on_cpu = QUICK_SCENARIOS if options.quick else SCENARIOS
     for shape, dtype in CUDA_SCENARIOS if device.type == "cuda" else on_cpu:
         scenarios.append(scenario(shape, dtype, rates, effort, timer, device))
@@ -94,12 +100,11 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.moe_layer", description=__doc__.split("\n")[0])
+    parser = parser_of("moe_layer", __doc__)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--quick", action="store_true", help="smaller shapes, at most a minute")
     parser.add_argument("--threads", type=int, metavar="N", help="torch's threads (default: torch's own choice)")
     parser.add_argument("--cpu-time", action="store_true", help="on one thread, count processor time (busy machines)")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
     return parser.parse_args()
 
 
@@ -234,17 +239,13 @@ def markdown(result: dict[str, Any]) -> str:
     """All scenarios as Markdown."""
     facts = result["environment"]
     lines = [
-        f"Measured {facts['date'][:10]} on {machine(result)}, "
-        f"torch {facts['torch']}; load average before and after {facts['load'][0]}, "
-        f"{result['settings']['load_after'][0]}. Forward and backward, medians over interleaved rounds, quartiles in "
-        f"brackets, by {result['settings']['clock']} clock. `/ floor`: time over that of the same operations in dense "
-        "`torch.mm`; `/ pymoe`: time over pymoe's."
+        f"Made by `{result['command']}` on {facts['date'][:10]}: {machine(result)}, torch {facts['torch']}; load "
+        f"average before and after {facts['load'][0]}, {result['settings']['load_after'][0]}. Forward and backward, "
+        f"medians over interleaved rounds, quartiles in brackets, by {result['settings']['clock']} clock. `/ floor`: "
+        "time over that of the same operations in dense `torch.mm`; `/ pymoe`: time over pymoe's."
     ]
     for one in result["scenarios"]:
-        text = table(one)
-        lines += ["", f"**{heading(one)}**", "", "| " + " | ".join(text.heading) + " |"]
-        lines.append("|" + "|".join("---" if name in text.left else "--:" for name in text.heading) + "|")
-        lines += ["| " + " | ".join(cells) + " |" for cells in text.rows]
+        lines += ["", f"**{heading(one)}**", "", *as_markdown(table(one))]
         lines += ["", *(f"- {absent['name']}: left out, {absent['reason']}" for absent in one["absent"])]
     return "\n".join(lines) + "\n"
 

@@ -16,21 +16,20 @@ import sys
 import threading
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import pymoe
+from benchmarks.output import command, illustrate, parser_of, save
 from benchmarks.parallel import report
 from benchmarks.parallel.calls import KINDS, LOOP, SYSTEMS, Kind, System
 from benchmarks.parallel.draw import draw
 from benchmarks.parallel.targets import judged
 from pymoe._runtime import WorkerPool
 from pymoe.bench.environment import environment
-from pymoe.bench.report import illustrate, save
-from pymoe.testing.timing import Spread
+from pymoe.bench.timing import Spread
 
 COUNTS, QUICK_COUNTS = (1, 2, 4, 8, 16), (1, 8)
 QUICK_ROUNDS = 5
@@ -54,6 +53,7 @@ def main() -> int:
     counts = QUICK_COUNTS if options.quick else COUNTS
     most = options.rounds or (QUICK_ROUNDS if options.quick else max(kind.rounds for kind in kinds))
     result: Record = {
+        "command": command("parallel_backward"),
         "environment": environment(),
         "settings": {"slow_rounds": SLOW_ROUNDS, "quick": options.quick},
         "kinds": {
@@ -82,7 +82,7 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.parallel_backward", description=__doc__.split("\n")[0])
+    parser = parser_of("parallel_backward", __doc__)
     parser.add_argument("--quick", action="store_true", help="1 and 8 calls and few rounds: some seconds")
     names = [kind.name for kind in KINDS]
     parser.add_argument(
@@ -93,7 +93,6 @@ def parse() -> argparse.Namespace:
         help=f"what calls do (default: {','.join(names)})",
     )
     parser.add_argument("--rounds", type=int, metavar="N", help="values behind a median, at most")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
     options = parser.parse_args()
     if unknown := set(options.kinds) - set(names):
         parser.error(f"unknown kinds {sorted(unknown)}; there are: {', '.join(names)}")

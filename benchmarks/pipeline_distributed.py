@@ -13,18 +13,17 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.output import command, illustrate, parser_of, save
 from benchmarks.pipeline import measure, traced_report
 from benchmarks.pipeline.draw import draw
 from benchmarks.pipeline.torch_peer import Ranks
 from benchmarks.pipeline.traced_systems import OURS, systems
 from benchmarks.pipeline.traced_work import MODELS, TracedCase
 from pymoe.bench.environment import environment
-from pymoe.bench.report import illustrate, save
 
 WORKERS, MICRO_BATCHES = (2, 4), (4, 8)
 SCHEDULES = ("ScheduleGPipe", "Schedule1F1B")
@@ -42,6 +41,7 @@ def main() -> int:
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
     stem = options.output / "pipeline_distributed"
     result: Record = {
+        "command": command("pipeline_distributed"),
         "environment": environment(),
         "settings": {"rounds": rounds, "quick": options.quick},
         "systems": {one.name: {"about": one.about, "version": one.version()} for one in everyone},
@@ -65,15 +65,13 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     """The options."""
-    about = __doc__.split("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline_distributed", description=about)
+    parser = parser_of("pipeline_distributed", __doc__)
     parser.add_argument("--quick", action="store_true", help="2 processes, 4 micro-batches, few rounds: some seconds")
     parser.add_argument("--works", type=names(MODELS), default=tuple(MODELS), metavar="NAME,...", help="which models")
     parser.add_argument(
         "--schedules", type=names(OURS), default=SCHEDULES, metavar="NAME,...", help=f"of torch: {', '.join(OURS)}"
     )
     parser.add_argument("--rounds", type=int, metavar="N", help=f"values behind a median (default: {ROUNDS})")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
     return parser.parse_args()
 
 

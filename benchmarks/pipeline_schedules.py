@@ -14,11 +14,11 @@ import argparse
 import re
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.output import command, illustrate, parser_of, save
 from benchmarks.pipeline import measure, report
 from benchmarks.pipeline.draw import draw
 from benchmarks.pipeline.ours import pymoe_systems
@@ -28,7 +28,6 @@ from benchmarks.pipeline.targets import judged
 from benchmarks.pipeline.torch_peer import Ranks, on_one_rank, torch_systems
 from benchmarks.pipeline.work import Case
 from pymoe.bench.environment import environment
-from pymoe.bench.report import illustrate, save
 
 WORKS, CHEAP = ("sleep", "compute"), ("tiny", "scale")
 WORKERS, MICRO_BATCHES = (2, 4), (4, 8, 16)
@@ -49,6 +48,7 @@ def main() -> int:
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
     stem = options.output / "pipeline_schedules"
     result: Record = {
+        "command": command("pipeline_schedules"),
         "environment": environment(),
         "settings": {"rounds": rounds, "cheap_rounds": CHEAP_ROUNDS * rounds, "quick": options.quick},
         "systems": {one.name: {"about": one.about, "version": version_of(one)} for one in systems},
@@ -87,7 +87,7 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline_schedules", description=__doc__.split("\n")[0])
+    parser = parser_of("pipeline_schedules", __doc__)
     parser.add_argument("--quick", action="store_true", help="2 workers, 8 micro-batches, few rounds: some seconds")
     names = (*WORKS, *CHEAP)
     parser.add_argument(
@@ -100,7 +100,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--systems", default="", metavar="REGEX", help="who is measured, beside the sequential run")
     parser.add_argument("--rounds", type=int, metavar="N", help=f"values behind a median (default: {ROUNDS})")
     parser.add_argument("--profile", action="store_true", help="say where the time of pymoe's steps goes")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
     options = parser.parse_args()
     if unknown := set(options.works) - set(names):
         parser.error(f"unknown works {sorted(unknown)}; there are: {', '.join(names)}")

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.output import command, illustrate, parser_of, save
 from benchmarks.runtime import profile, report
 from benchmarks.runtime.clients import Effort, Sample
 from benchmarks.runtime.draw import rates
@@ -30,8 +31,7 @@ from benchmarks.runtime.serving import Contender
 from benchmarks.runtime.systems import POOL, PYMOE, System, all_systems
 from benchmarks.runtime.targets import judged
 from pymoe.bench.environment import environment
-from pymoe.bench.report import illustrate, save
-from pymoe.testing.timing import Spread
+from pymoe.bench.timing import Spread
 
 FULL, QUICK = Effort(0.05, 0.22), Effort(0.03, 0.15)
 ROUNDS, QUICK_ROUNDS, FEWEST_ROUNDS = 5, 3, 2
@@ -59,6 +59,7 @@ def main() -> int:
     facts = environment()
     present = introduce(chosen)
     result: Record = {
+        "command": command("runtime_load"),
         "environment": facts,
         "settings": asdict(effort) | {"rounds": rounds, "quick": options.quick},
         "systems": present,
@@ -85,7 +86,7 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.runtime_load", description=__doc__.split("\n")[0])
+    parser = parser_of("runtime_load", __doc__)
     parser.add_argument("--quick", action="store_true", help="few cells and short windows, less than a minute")
     names = [name for name in all_systems(PYTHON) if name != POOL]
     parser.add_argument(
@@ -105,7 +106,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, metavar="S", help=f"of a window (default: {FULL.seconds})")
     parser.add_argument("--profile", action="store_true", help="say where pymoe's time goes, for cells below a target")
     parser.add_argument("--hivemind", type=Path, default=PYTHON, metavar="PYTHON", help="the interpreter that has it")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
     return parser.parse_args()
 
 

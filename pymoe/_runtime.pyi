@@ -9,7 +9,6 @@ __all__: list[str] = [
     "Awaiting",
     "Executor",
     "Future",
-    "GraphRun",
     "LanePlan",
     "LaneRun",
     "Mailbox",
@@ -17,7 +16,6 @@ __all__: list[str] = [
     "Profiled",
     "QueueFull",
     "RequestFuture",
-    "TaskGraph",
     "TaskPool",
     "ThreadIdentity",
     "WorkerPool",
@@ -26,6 +24,7 @@ __all__: list[str] = [
     "compiler",
     "identity_of_this_thread",
     "must_help",
+    "parallel_for",
     "set_plain_runner",
     "thread_is_plain",
 ]
@@ -262,88 +261,6 @@ class WorkerPool:
     def workers(self) -> int:
         """The number of threads now."""
 
-class GraphRun:
-    """One run of a :class:`TaskGraph`. Made by :meth:`TaskGraph.run`."""
-    def cancel(self) -> None:
-        """Skip every node that has not started; does not wait for those that have."""
-    def cancelled(self) -> bool:
-        """True if it has ended, nodes were left out by :meth:`cancel`, none raised."""
-    def done(self) -> bool:
-        """True once every node has run or is skipped."""
-    def failures(self) -> list[tuple[int, typing.Any]]:
-        """After the end: node and exception of each node that raised, in the order of their adding."""
-    def result(self) -> None:
-        """
-        Wait; then raise what the first node in the order of their adding raised, if one did.
-
-        Raises:
-            concurrent.futures.CancelledError: nodes were left out, and none raised.
-        """
-    def wait(self) -> None:
-        """
-        Run ready nodes of this run on this thread, and wait while there are none, until all have ended.
-
-        On Ctrl-C nodes that have not started are skipped, those that run are waited for, and the interrupt is
-        raised; a second one does not wait.
-
-        Raises:
-            RuntimeError: the process is a fork of the one that began the run.
-        """
-
-class TaskGraph:
-    """
-    Functions that depend on each other, run by a :class:`WorkerPool` as soon as what each depends
-    on has ended.
-
-    May be run any number of times; a run sees the graph as it was when it began. What depends on
-    a node that raised is skipped, everything else still runs.
-    """
-    def __init__(self) -> None: ...
-    def __len__(self) -> int:
-        """The number of nodes."""
-    def add(
-        self,
-        function: collections.abc.Callable[[], typing.Any],
-        head_start: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-        name: str = "",
-    ) -> int:
-        """
-        Add a node that calls ``function()`` and return its number, counted from 0.
-
-        Args:
-            function: what it returns is dropped.
-            head_start: in seconds; of several ready nodes the one with the greatest goes first, and the one
-                that was added first among equals.
-            name: for error messages.
-
-        Raises:
-            TypeError: ``function`` is not callable.
-            ValueError: ``head_start`` is not a number, or longer than a year.
-        """
-    def add_edge(
-        self, before: typing.SupportsInt | typing.SupportsIndex, after: typing.SupportsInt | typing.SupportsIndex
-    ) -> None:
-        """
-        Have node ``after`` wait until node ``before`` has ended well.
-
-        Raises:
-            IndexError: there is no such node.
-        """
-    def run(self, pool: WorkerPool, patience: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> GraphRun:
-        """
-        Begin a run on the workers of ``pool``.
-
-        Args:
-            pool: has the workers.
-            patience: in seconds; no worker is called as long as the thread in :meth:`GraphRun.wait` ends a node
-                within every such span, since handing over shorter ones costs more than it gains. With patience
-                somebody must wait.
-
-        Raises:
-            ValueError: the edges make a cycle; the message names it. Or ``patience`` is no such number.
-            RuntimeError: the pool was shut down, or belongs to the parent of this process.
-        """
-
 class LaneRun:
     """One run of a :class:`LanePlan`. Made by :meth:`LanePlan.run`."""
     def cancel(self) -> None:
@@ -466,6 +383,34 @@ def must_help(limited: bool) -> bool:
     """
     True inside a batch and on a worker, but for workers of parallel calls where the wait is limited: such a
     thread may be the only one that can run what it waits for, and does so in a future's result().
+    """
+
+def parallel_for(
+    pool: WorkerPool,
+    count: typing.SupportsInt | typing.SupportsIndex,
+    function: collections.abc.Callable[[int], typing.Any],
+    inline_limit: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+) -> None:
+    """
+    Call ``function(i)`` for every ``i`` in ``range(count)``, on the workers of ``pool`` and on this thread.
+
+    Returns when all calls have ended. This thread makes calls, too, so a call may do the same again, however
+    few workers there are.
+
+    Args:
+        pool: has the workers.
+        count: the number of calls.
+        function: what it returns is dropped.
+        inline_limit: in seconds; no worker is called as long as this thread ends a call within every such
+            span, since handing over shorter ones costs more than it gains.
+
+    Raises:
+        BaseException: what the first call, by its number, raised. On Ctrl-C calls that have not started are
+            left out, those that run are waited for, and the interrupt is raised; a second one does not wait.
+        concurrent.futures.CancelledError: the pool was stopped before all calls had started, and none raised.
+        TypeError: ``function`` is not callable.
+        ValueError: ``count`` is negative, or ``inline_limit`` is not a number of seconds up to a year.
+        RuntimeError: the pool was shut down, or belongs to the parent of this process.
     """
 
 def set_plain_runner(function: collections.abc.Callable[..., typing.Any]) -> None:

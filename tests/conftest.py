@@ -1,6 +1,12 @@
-"""Fixtures of the whole suite, and the devices that its tests run on."""
+"""Fixtures of the whole suite, which of its tests run, and the devices that they run on.
+
+Without an option pytest runs what ``make test`` runs: all tests, of large grids the cases that represent them.
+``--exhaustive`` runs every case and longer stress (``make test-all``), ``--quick`` one case of every test that is not
+slow (``make check``).
+"""
 
 import importlib.util
+import os
 import signal
 import sys
 from pathlib import Path
@@ -10,6 +16,16 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # devices.py, which says how tests run on a GPU
 
 import devices
+import limits
+import selection
+
+MARKERS = (
+    "only_on(*devices): concerns these alone, of 'cpu', 'cuda' and 'pretended'",
+    "slow: takes more than a few seconds; left out by --quick",
+    "exhaustive: says what other cases say too, or for longer; runs with --exhaustive alone",
+    "thinned(count): a grid of which so many cases run, and all with --exhaustive",
+    "build: builds or installs the package (needs network access to the package registry)",
+)
 
 
 @pytest.fixture(scope="session")
@@ -37,9 +53,16 @@ def pytest_addoption(parser):
         help="run operators and layers on this device (may be repeated; default: on all that torch sees)",
     )
 
+    parser.addoption("--exhaustive", action="store_true", help="run every case of every test, and longer stress")
+    parser.addoption("--quick", action="store_true", help="run one case of every test, and none that is slow")
+
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "only_on(*devices): concerns these alone, of 'cpu', 'cuda' and 'pretended'")
+    if config.getoption("exhaustive"):
+        limits.EXHAUSTIVE = True
+        os.environ["PYMOE_EXHAUSTIVE"] = "1"  # for limits.py in the processes that tests start
+    for line in MARKERS:
+        config.addinivalue_line("markers", line)
     # A shell without job control has its background commands ignore Ctrl-C, and all that they start with them; then
     # the tests of interrupts would wait for ever.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -60,8 +83,8 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what concerns none of the devices that are asked for."""
-    left_out = set()
+    """Leave out what concerns none of the devices that are asked for, and what is for longer runs."""
+    left_out = set(items) - set(selection.chosen(items, quick=config.getoption("quick")))
     for item in items:
         name = item.callspec.params.get("device", "cpu") if hasattr(item, "callspec") else "cpu"
         if name not in wanted_devices(config) or not concerns(item, name):

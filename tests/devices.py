@@ -26,10 +26,10 @@ from types import FunctionType, ModuleType
 
 import pretended
 import torch
+from specs import ErrorInput, RawCall
 from torch import Tensor
 
-from pymoe.testing.calls import map_tensors, same_layout_copy
-from pymoe.testing.spec import ErrorInput, RawCall, Sample
+from pymoe.bench.calls import Sample, map_tensors, same_layout_copy
 
 CPU = torch.device("cpu")
 DEVICES = {"cpu": CPU, "cuda": torch.device("cuda", 0), "pretended": pretended.DEVICE}
@@ -40,7 +40,7 @@ FOLDERS = ("ops", "nn", "test_bugs.py")
 
 FACTORIES = {"arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones"}
 FACTORIES |= {"rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"}
-MAKERS = ("pymoe.testing.routings", "pymoe.testing.samples")
+MAKERS = ("pymoe.bench.operators", "specs.routings", "specs.samples")
 
 
 def seen() -> list[str]:

@@ -1,13 +1,16 @@
-"""Runs every check of the project one after the other and ends with a summary: what ``make test`` calls.
+"""Runs the checks of the project one after the other and ends with a summary.
 
-    python tests/run_all.py [STEP ...]      # all steps, or those whose name contains one of the words
+    python tests/run_all.py [STEP ...]               # all steps, or those whose name contains a word: ``make test``
+    python tests/run_all.py --quick [STEP ...]       # lint, types, one case of each Python test, C++: ``make check``
+    python tests/run_all.py --exhaustive [STEP ...]  # every case of every grid, longer stress: ``make test-all``
 
-Each step's output goes to the terminal and to build/tests/STEP.log. A step that fails does not keep the others from
-running; the exit status is 1 if any did.
+tests/conftest.py says which Python tests each of them runs. Each step's output goes to the terminal and to
+build/tests/STEP.log. A step that fails does not keep the others from running; the exit status is 1 if any did.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -38,7 +41,7 @@ def pytest_step(name: str, about: str, *arguments: str) -> Step:
     return Step(name, about, [[PYTHON, "-m", "pytest", "--durations=10", report, *arguments]])
 
 
-def cpp_step(variant: str, about: str, sanitizer: str) -> Step:
+def cpp_step(variant: str, about: str, sanitizer: str, seeds: str = "") -> Step:
     folder = f"build/cpp/{variant}"
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
     jobs = str(os.cpu_count() or 2)
@@ -50,6 +53,7 @@ def cpp_step(variant: str, about: str, sanitizer: str) -> Step:
             ["cmake", "--build", folder, "-j", jobs],
             ["ctest", "--test-dir", folder, "--output-on-failure", "-j", jobs],
         ],
+        {"PYMOE_SEEDS": seeds} if seeds else {},
     )
 
 
@@ -70,8 +74,15 @@ EMULATED = [
 ]
 
 
-def all_steps() -> list[Step]:
-    return [
+QUICK = ("lint", "format", "types", "python", "cpp-plain")
+MANY_SEEDS = "20000"
+"""Interleavings of each simulated scenario in an exhaustive run."""
+
+
+def all_steps(level: str) -> list[Step]:
+    """Return the steps of a run: ``quick``, ``usual`` or ``exhaustive``."""
+    cases = [] if level == "usual" else [f"--{level}"]
+    steps = [
         Step("lint", "ruff: rules", [[PYTHON, "-m", "ruff", "check", "."]]),
         Step(
             "format",
@@ -84,14 +95,20 @@ def all_steps() -> list[Step]:
             "operators, layers, runtime, benchmark, examples, architecture, type stub",
             "-m",
             "not build",
+            *cases,
             *XDIST,
+        ),
+        Step(
+            "docs",
+            "the documentation, every warning an error; in build/docs/",
+            [[PYTHON, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", "build/doctrees", "docs", "build/docs"]],
         ),
         Step(
             "cuda-compile",
             "CUDA kernels for sm_80, sm_90 and PTX: no warning, no spill (table in build/cuda/registers.md)",
             [[PYTHON, "tests/cuda_on_cpu/compile_gate.py"]],
         ),
-        cpp_step("plain", "C++ tests", ""),
+        cpp_step("plain", "C++ tests", "", MANY_SEEDS if level == "exhaustive" else ""),
         cpp_step("thread", "C++ tests under ThreadSanitizer, planted races included", "thread"),
         cpp_step("address", "C++ tests under AddressSanitizer and UBSan, planted errors included", "address"),
         Step(
@@ -107,11 +124,12 @@ def all_steps() -> list[Step]:
         Step(
             "cuda-on-cpu",
             "operators and layers on the CUDA kernels, run by the emulator",
-            [[PYTHON, "-m", "pytest", "-p", "emulated_ops", "-k", "not narrower", *XDIST, *EMULATED]],
+            [[PYTHON, "-m", "pytest", "-p", "emulated_ops", "-k", "not narrower", *cases, *XDIST, *EMULATED]],
             {"PYTHONPATH": str(ROOT / "tests" / "cuda_on_cpu")},
         ),
         pytest_step("packaging", "sdist, installation into new environments, the built files", "-m", "build"),
     ]
+    return [step for step in steps if level != "quick" or step.name in QUICK]
 
 
 # The line of a log that says how it went.
@@ -155,13 +173,19 @@ def run(step: Step) -> tuple[bool, str, float]:
 
 
 def main() -> int:
-    words = sys.argv[1:]
-    names = [step.name for step in all_steps()]
-    unknown = [word for word in words if not any(word in name for name in names)]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    level = parser.add_mutually_exclusive_group()
+    for name, about in (("quick", "some minutes: see QUICK"), ("exhaustive", "every case, longer stress: an hour")):
+        level.add_argument(f"--{name}", dest="level", action="store_const", const=name, default="usual", help=about)
+    parser.add_argument("words", nargs="*", metavar="STEP", help="a part of the names of the steps to run")
+    options = parser.parse_args()
+    steps = all_steps(options.level)
+    names = [step.name for step in steps]
+    unknown = [word for word in options.words if not any(word in name for name in names)]
     if unknown:
         print(f"no step is called {', '.join(unknown)}; the steps are {', '.join(names)}", file=sys.stderr)
         return 2
-    steps = [step for step in all_steps() if not words or any(word in step.name for word in words)]
+    steps = [step for step in steps if not options.words or any(word in step.name for word in options.words)]
     RESULTS.mkdir(parents=True, exist_ok=True)
     results = [(step, *run(step)) for step in steps]
 

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import ctypes
-import functools
 import gc
 import pathlib
 import subprocess
@@ -15,11 +14,10 @@ import weakref
 import pytest
 import torch
 from limits import LONG
-from processes import in_child
+from processes import run_python
 
 import pymoe
 from pymoe.autograd.leaf_hooks import keep_hooks_outside, within_call
-from pymoe.runtime import forked
 
 
 def test_router_losses_of_a_load_whose_sum_passes_64_bits():
@@ -331,11 +329,20 @@ def test_the_first_step_of_a_pipe_does_not_import_the_compiler():
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_threads_in_the_child_of_a_fork_do_not_meet_in_torchs_old_engine():
     """Torch replaces its autograd engine at the first use in a fork's child, without a lock. Two calls of a map that
     were first at the same time destroyed the old one twice: one child in a hundred crashed.
+
+    In a process of its own: torch refuses gradients in the child of one that has used a device's thread.
     """
+    script = """
+    import functools, warnings
+    import torch
+    import pymoe
+    from pymoe.autograd import fork
+    from processes import in_child
+
+    warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
 
     def run_map():
         x = torch.ones(2, requires_grad=True)
@@ -351,11 +358,14 @@ def test_threads_in_the_child_of_a_fork_do_not_meet_in_torchs_old_engine():
             assert runtime.pools
 
     def check(run):
-        assert forked._is_stale
+        assert fork._is_stale
         run()
-        assert not forked._is_stale  # before there were threads that could meet
+        assert not fork._is_stale  # before there were threads that could meet
 
     with pymoe.runtime.parallel_workers(2):
         run_map()
         for run in (run_map, run_pipe, run_server):
             assert {in_child(functools.partial(check, run)) for _ in range(20)} == {0}
+    """
+    ended = run_python(script, prelude=f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})\n")
+    assert ended.returncode == 0, ended.stderr

@@ -29,8 +29,8 @@ STRIDE = 7
 
 def samples() -> Iterator[tuple[str, Any, torch.dtype, Any]]:
     """(name, specification, dtype, sample), in the same order in every process."""
-    from pymoe.testing.calls import samples_of
-    from pymoe.testing.specs import all_specs
+    sys.path.insert(0, str(ROOT / "tests"))
+    from specs import all_specs, samples_of
 
     specs = [spec for spec in all_specs() if spec.native is not spec.reference]
     listed = [
@@ -45,7 +45,7 @@ def samples() -> Iterator[tuple[str, Any, torch.dtype, Any]]:
 
 def results(spec: Any, sample: Any, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Outputs and gradients of the native operator for a sample on ``device``, on the CPU."""
-    from pymoe.testing.calls import gradients, map_tensors, mapped, same_layout_copy, with_grad
+    from pymoe.bench.calls import gradients, map_tensors, mapped, same_layout_copy, with_grad
 
     wanted = (with_grad(sample) if spec.gradient_samples is not None else None) or sample
     copies: dict[int, torch.Tensor] = {}
@@ -75,8 +75,7 @@ def emulated(file: Path, seconds: float) -> None:
 
 def compare(kept: dict[str, Any], device: torch.device) -> dict[str, dict[str, Any]]:
     """A record a specification: how many calls and tensors, how many agree in every bit, and what is wrong."""
-    from pymoe.testing.compare import assert_close, assert_same_bits, same_bits
-    from pymoe.testing.verify import is_exact
+    from pymoe.bench.correctness import assert_close, assert_same_bits, same_bits
 
     records: dict[str, dict[str, Any]] = {}
     for name, spec, dtype, sample in samples():
@@ -92,7 +91,7 @@ def compare(kept: dict[str, Any], device: torch.device) -> dict[str, dict[str, A
                     record["tensors"] += 1
                     if bool(same_bits(got, wanted).all()):
                         record["same_bits"] += 1
-                    elif kind == "output" and is_exact(spec, i):
+                    elif kind == "output" and spec.is_exact(i):
                         assert_same_bits(got, wanted, f"{kind} {i}")
                     else:
                         assert_close(got, wanted, spec.tolerances.get(dtype, (0.0, 0.0)), f"{kind} {i}")

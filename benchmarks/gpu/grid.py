@@ -12,8 +12,11 @@ from itertools import islice
 
 import torch
 
-from pymoe.testing.calls import generator, gradients, map_tensors, mapped, samples_of, with_grad
-from pymoe.testing.specs import all_specs
+from benchmarks.gpu.stages import ROOT
+from pymoe.bench.calls import generator, gradients, map_tensors, mapped, with_grad
+
+sys.path.insert(0, str(ROOT / "tests"))
+from specs import all_specs, samples_of
 
 
 def main() -> int:

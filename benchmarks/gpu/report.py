@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpu_report.sh", description="Build, prove and measure pymoe on a GPU.")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: a quick run of the same stages")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help=f"for everything (default: {LIMIT})")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="default: benchmarks/results/gpu_NAME")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="default: build/gpu_NAME")
     parser.add_argument("--stages", default="", metavar="REGEX", help="only stages whose name matches")
     return parser.parse_args(arguments)
 
@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def default_folder(device: str, machine: dict[str, Any]) -> Path:
     """Results of a GPU are kept; a rehearsal's are not."""
     if device == "cuda" and machine["gpu"]:
-        return ROOT / "benchmarks" / "results" / f"gpu_{slug(machine['gpu'])}"
+        return ROOT / "build" / f"gpu_{slug(machine['gpu'])}"
     return ROOT / "build" / "gpu_report"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks.output import machine
 from benchmarks.parallel.calls import AUTOGRAD, LOOP, PYMOE
 from benchmarks.parallel.report import on_workers
 from pymoe.bench.plot import pyplot
@@ -40,10 +41,8 @@ def draw(result: dict[str, Any], file: Path) -> None:
     for panel, one in zip(panels[:, 0], ("forward", "backward"), strict=True):
         panel.set_ylabel(f"{one}, ms", fontsize=9)
     panels[0, 0].legend(fontsize=8, frameon=False)
-    facts = result["environment"]
     figure.suptitle(
-        "Time of each pass over the number of calls (dotted: one call)\n"
-        f"{facts['cpu']}, {facts['cores']} cores, one torch thread, torch {facts['torch']}, {facts['date'][:10]}",
+        f"Time of each pass over the number of calls (dotted: one call)\n{machine(result)}",
         fontsize=9,
     )
     figure.savefig(file, dpi=120)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.output import WORDS, as_markdown, measured
 from benchmarks.parallel.calls import PYMOE
 from pymoe.bench.report import Table, plain, seconds, time_with_spread
 
@@ -61,7 +62,6 @@ def microseconds(spread: Record) -> str:
 
 def targets_table(result: Record) -> Table:
     """What the map is held to."""
-    words = {True: "met", False: "missed", None: "not measured"}
     rows = []
     for one in result["targets"]:
         ratio = one["of"] == "ratios"
@@ -73,7 +73,7 @@ def targets_table(result: Record) -> Table:
             found = f"{spread['median']:.3f} [{spread['low']:.3f} - {spread['high']:.3f}]"
             found = found if ratio else microseconds(spread)
         calls = f"{one['calls']} {one['kind']} call{'s' * (one['calls'] > 1)}, {one['pass']}"
-        rows.append([calls, name, limit, found, words[one["met"]]])
+        rows.append([calls, name, limit, found, WORDS[one["met"]]])
     return Table(["calls", "what", "wanted", "found", ""], rows, frozenset({"calls", "what", ""}))
 
 
@@ -108,14 +108,14 @@ def show(result: Record) -> None:
 
 def markdown(result: Record) -> str:
     """All tables as Markdown."""
-    facts, settings = result["environment"], result["settings"]
+    settings = result["settings"]
     rounds = ", ".join(f"{kind}: {one['rounds']}" for kind, one in result["kinds"].items())
+    about = (
+        f"Medians over interleaved rounds ({rounds}; {settings['slow_rounds']} where a way takes long), quartiles in "
+        "brackets; ratios and differences are taken round by round. `/ one call`: over one call of the loop."
+    )
     lines = [
-        f"Measured {facts['date'][:10]} on {facts['cpu']}, {facts['cores']} cores, one torch thread, torch "
-        f"{facts['torch']}, Python {facts['python']}; load average before and after {facts['load'][0]}, "
-        f"{settings['load_after'][0]}. Medians over interleaved rounds ({rounds}; {settings['slow_rounds']} where "
-        "a way takes long), quartiles in brackets; ratios and differences are taken round by round. "
-        "`/ one call`: over one call of the loop.",
+        measured(result, about),
         "",
         *(f"- **{name}**: {about}" for name, about in result["systems"].items()),
         "",
@@ -130,10 +130,3 @@ def markdown(result: Record) -> str:
     if "tiny" in result["kinds"]:
         lines += ["", "**What the map adds to a tiny call**", "", *as_markdown(overhead_table(result, "tiny"))]
     return "\n".join(lines) + "\n"
-
-
-def as_markdown(table: Table) -> list[str]:
-    """The table's lines."""
-    lines = ["| " + " | ".join(table.heading) + " |"]
-    lines.append("|" + "|".join("---" if name in table.left else "--:" for name in table.heading) + "|")
-    return lines + ["| " + " | ".join(cells) + " |" for cells in table.rows]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks.output import machine
 from benchmarks.pipeline.systems import SEQUENTIAL
 from pymoe.bench.plot import pyplot
 
@@ -43,10 +44,9 @@ def draw(result: dict[str, Any], file: Path) -> None:
         panel.tick_params(labelsize=8)
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour(i, name)) for i, name in enumerate(names)]
     figure.legend(handles, names, loc="outside right upper", fontsize=8, frameon=False)
-    facts = result["environment"]
     figure.suptitle(
         "Speed-up over the plain micro-batched run, forward and backward (lines: the simulated ideal)\n"
-        f"{facts['cpu']}, {facts['cores']} cores, one torch thread, torch {facts['torch']}, {facts['date'][:10]}",
+        f"{machine(result)}",
         fontsize=9,
     )
     figure.savefig(file, dpi=120)

@@ -11,8 +11,8 @@ from typing import Any
 
 from benchmarks.pipeline.systems import SEQUENTIAL, Check, Running, System
 from benchmarks.pipeline.work import Case, verdict
+from pymoe.bench.timing import Spread
 from pymoe.pipe.schedules import mean_times, simulate
-from pymoe.testing.timing import Spread
 
 Record = dict[str, Any]
 Sample = tuple[float, float]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.output import WORDS, as_markdown, measured
 from benchmarks.pipeline.systems import SEQUENTIAL
 from benchmarks.pipeline.work import WORKS, Case
 from pymoe.bench.report import Table, plain, time_with_spread
 
 Record = dict[str, Any]
-WORDS = {True: "met", False: "missed", None: "not measured"}
 
 
 def cell_table(record: Record) -> Table:
@@ -117,13 +117,13 @@ def show(result: Record) -> None:
 
 def markdown(result: Record) -> str:
     """All tables as Markdown."""
-    facts, settings = result["environment"], result["settings"]
+    about = (
+        f"Medians over {result['settings']['rounds']} interleaved rounds, quartiles in brackets; ratios and "
+        "differences are taken round by round. Gradients are compared with the sequential run's before anything is "
+        "timed. `live`: for every stage, the most micro-batches whose saved tensors were alive at once."
+    )
     lines = [
-        f"Measured {facts['date'][:10]} on {facts['cpu']}, {facts['cores']} cores, one torch thread, torch "
-        f"{facts['torch']}, Python {facts['python']}; load average before and after {facts['load'][0]}, "
-        f"{settings['load_after'][0]}. Medians over {settings['rounds']} interleaved rounds, quartiles in brackets; "
-        "ratios and differences are taken round by round. Gradients are compared with the sequential run's before "
-        "anything is timed. `live`: for every stage, the most micro-batches whose saved tensors were alive at once.",
+        measured(result, about),
         "",
         *(f"- **{name}** {one['version']}: {one['about']}" for name, one in result["systems"].items()),
     ]
@@ -132,10 +132,3 @@ def markdown(result: Record) -> str:
     if result["profile"]:
         lines += ["", "**Where the time goes**", "", "```", *result["profile"], "```"]
     return "\n".join(lines) + "\n"
-
-
-def as_markdown(table: Table) -> list[str]:
-    """The table's lines."""
-    lines = ["| " + " | ".join(table.heading) + " |"]
-    lines.append("|" + "|".join("---" if name in table.left else "--:" for name in table.heading) + "|")
-    return lines + ["| " + " | ".join(cells) + " |" for cells in table.rows]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.pipeline.report import as_markdown, correctness, spread
+from benchmarks.output import as_markdown, measured
+from benchmarks.pipeline.report import correctness, spread
 from benchmarks.pipeline.traced_work import MODELS, TracedCase
 from pymoe.bench.report import Table, plain, time_with_spread
 
@@ -40,13 +41,13 @@ def show(result: Record) -> None:
 
 def markdown(result: Record) -> str:
     """All tables as Markdown."""
-    facts, settings = result["environment"], result["settings"]
+    about = (
+        f"Medians over {result['settings']['rounds']} interleaved rounds, quartiles in brackets; speed-ups over the "
+        "model alone in one process are taken round by round. Gradients of every parameter, by every name that it "
+        "has, are compared with that run's before anything is timed."
+    )
     lines = [
-        f"Measured {facts['date'][:10]} on {facts['cpu']}, {facts['cores']} cores, one torch thread a process or "
-        f"stage, torch {facts['torch']}, Python {facts['python']}; load average before and after {facts['load'][0]}, "
-        f"{settings['load_after'][0]}. Medians over {settings['rounds']} interleaved rounds, quartiles in brackets; "
-        "speed-ups over the model alone in one process are taken round by round. Gradients of every parameter, by "
-        "every name that it has, are compared with that run's before anything is timed.",
+        measured(result, about, "one torch thread a process or stage"),
         "",
         *(f"- **{name}** {one['version']}: {one['about']}" for name, one in result["systems"].items()),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks.output import machine
 from benchmarks.runtime.scenario import DIRECTIONS, EXPERTS, ROWS, Cell
 from benchmarks.runtime.systems import BATCHER, DIRECT, HIVEMIND, POOL, PYMOE, READY
 from pymoe.bench.plot import pyplot
@@ -67,11 +68,9 @@ def rates(result: dict[str, Any], file: Path) -> None:
     panels[1, 0].set_ylabel("latency, ms: p50, and p99 faint", fontsize=8)
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", fontsize=8, frameon=False)
-    facts = result["environment"]
     sizes = ", ".join(f"{name}: {h} -> {f} -> {h}" for name, (h, f) in EXPERTS.items())
     figure.suptitle(
-        f"Requests to one expert ({sizes}); backward includes an optimizer step\n"
-        f"{facts['cpu']}, {facts['cores']} cores, torch {facts['torch']}, {facts['date'][:10]}",
+        f"Requests to one expert ({sizes}); backward includes an optimizer step\n{machine(result)}",
         fontsize=9,
     )
     figure.savefig(file, dpi=120)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.output import WORDS, as_markdown, measured
 from benchmarks.runtime.scenario import Cell
 from benchmarks.runtime.systems import BATCHER, DIRECT, HIVEMIND, POOL, PYMOE, READY
 from pymoe.bench.report import Table, plain
@@ -90,7 +91,6 @@ def latency_table(result: Record) -> Table:
 
 def targets_table(result: Record) -> Table:
     """What pymoe is held to."""
-    words = {True: "met", False: "missed", None: "not measured"}
     rows = [
         [
             one["cell"],
@@ -99,7 +99,7 @@ def targets_table(result: Record) -> Table:
             f"{one['found']['median']:.3g} [{one['found']['low']:.3g}-{one['found']['high']:.3g}]"
             if one["found"]
             else "-",
-            words[one["met"]],
+            WORDS[one["met"]],
         ]
         for one in result["targets"]
     ]
@@ -125,12 +125,13 @@ def profile_table(one: Record) -> Table:
 
 def markdown(result: Record) -> str:
     """All tables as Markdown."""
-    facts, settings = result["environment"], result["settings"]
+    settings = result["settings"]
+    about = (
+        f"Medians over {settings['rounds']} interleaved windows of at least {settings['seconds']} s (fewer in slow "
+        "cells), quartiles in brackets; ratios are taken round by round."
+    )
     lines = [
-        f"Measured {facts['date'][:10]} on {facts['cpu']}, {facts['cores']} cores, one torch thread, torch "
-        f"{facts['torch']}, Python {facts['python']}; load average before and after {facts['load'][0]}, "
-        f"{settings['load_after'][0]}. Medians over {settings['rounds']} interleaved windows of at least "
-        f"{settings['seconds']} s (fewer in slow cells), quartiles in brackets; ratios are taken round by round.",
+        measured(result, about),
         "",
     ]
     for name, one in result["systems"].items():
@@ -153,10 +154,3 @@ def markdown(result: Record) -> str:
     for one in result.get("profiles", []):
         lines += ["", f"**{one['heading']}**", "", *as_markdown(profile_table(one))]
     return "\n".join(lines) + "\n"
-
-
-def as_markdown(table: Table) -> list[str]:
-    """The table's lines."""
-    lines = ["| " + " | ".join(table.heading) + " |"]
-    lines.append("|" + "|".join("---" if name in table.left else "--:" for name in table.heading) + "|")
-    return lines + ["| " + " | ".join(cells) + " |" for cells in table.rows]

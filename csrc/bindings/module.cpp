@@ -2,7 +2,7 @@
 #include "bindings/bind.h"
 #include "bindings/errors.h"
 #include "bindings/lanes.h"
-#include "bindings/task_graph.h"
+#include "bindings/parallel_for.h"
 
 // Without mod_gil_not_used: an interpreter that has no GIL takes it up again, which guards much of this folder.
 PYBIND11_MODULE(_runtime, module) {
@@ -20,7 +20,7 @@ PYBIND11_MODULE(_runtime, module) {
   bind_executor(module);
   bind_parameter_lock(module);
   bind_worker_pool(module);
-  bind_task_graph(module);
+  bind_parallel_for(module);
   bind_lanes(module);
   bind_profiler(module);
 }

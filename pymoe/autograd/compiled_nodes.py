@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.autograd.graph import Node
 
+from pymoe._torch_private import FunctionBase
+
 __all__ = ["are_compiled", "has_compiled_nodes"]
 
 _FUNCTION, _NODE = "CompiledFunction", "CompiledFunctionBackward"  # torch.compile makes such a class for each graph
@@ -36,7 +38,7 @@ def are_compiled(nodes: Iterable[Node | None]) -> bool:
     kinds = {*map(type, nodes)}
     if kinds <= _NATIVE:
         return False
-    of_python = {kind for kind in kinds if issubclass(kind, torch._C._FunctionBase)}
+    of_python = {kind for kind in kinds if issubclass(kind, FunctionBase)}
     _NATIVE.update(kinds - of_python)
     return any([kind.__name__ == _NODE for kind in of_python])
 

@@ -23,12 +23,17 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.utils import _pytree
 
+from pymoe._torch_private import (
+    DelayedError,
+    FunctionBase,
+    get_sequence_nr,
+    peek_interpreter_stack,
+    pytree,
+    run_backward,
+)
 from pymoe.autograd.compiled_nodes import has_compiled_nodes
 from pymoe.autograd.leaf_hooks import entry_of_this_thread, keep_hooks_outside, within_call
-
-_run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 SECOND_BACKWARD = (
     "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
@@ -233,7 +238,7 @@ def differentiate(
             keep_hooks_outside(leaf)
     keep = keep or not has_compiled_nodes([start.node for start in starts], entry)
     return within_call(  # type: ignore[no-any-return]
-        entry, _run_backward, tuple(starts), tuple(values), keep, False, (*inputs, *leaves), True, accumulate_grad=False
+        entry, run_backward, tuple(starts), tuple(values), keep, False, (*inputs, *leaves), True, accumulate_grad=False
     )
 
 
@@ -299,7 +304,7 @@ def trace(calls: Sequence[IsolatedCall], hand_through: bool) -> list[list[torch.
     guard = keep_nodes(outputs, nodes)
     numbers = [output.output_nr for output in outputs]
     edges = [_edge(GradientEdge, parts) for parts in zip(nodes, numbers, itertools.repeat(guard))]
-    first, limit = 0, _next_number()
+    first, limit = 0, get_sequence_nr()
     for call, own in zip(calls, fresh, strict=True):
         last = first + len(own)
         ends = nodes[first:last] + [root.node for root in call.roots]
@@ -311,7 +316,6 @@ def trace(calls: Sequence[IsolatedCall], hand_through: bool) -> list[list[torch.
     return fresh
 
 
-_next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _ACCUMULATION = 2**64 - 1  # what nodes of leaves have for a number
 
 
@@ -329,7 +333,7 @@ def _put_behind(limit: int, nodes: Sequence[Any]) -> None:
     by_number.pop(_ACCUMULATION, None)
     if limit < len(by_number):  # this thread has hardly made any: it counts on, so that there are enough numbers below
         one = torch.empty(0, requires_grad=True, device="cpu")
-        while _next_number() < len(by_number):
+        while get_sequence_nr() < len(by_number):
             one.view_as(one)
         limit = len(by_number)
     for number in sorted(by_number, reverse=True):  # the call's earlier nodes have to make room for the late ones
@@ -341,7 +345,6 @@ def _put_behind(limit: int, nodes: Sequence[Any]) -> None:
             node._set_sequence_nr(limit)
 
 
-_DelayedError: Any = torch._C._functions.DelayedError
 _edge: Any = tuple.__new__  # skips the Python function that makes a GradientEdge
 
 
@@ -350,7 +353,7 @@ def keep_nodes(tensors: Sequence[torch.Tensor], nodes: Sequence[Node]) -> Node |
 
     With grad mode on. A ``view_as`` of each would do, too, and take three times as long.
     """
-    own = [tensor for tensor, node in zip(tensors, nodes, strict=True) if isinstance(node, torch._C._FunctionBase)]
+    own = [tensor for tensor, node in zip(tensors, nodes, strict=True) if isinstance(node, FunctionBase)]
     if not own:
         return None
     return with_failing_node("pymoe: this node is never run", own)[0].grad_fn
@@ -365,7 +368,7 @@ def once_only(name: str, gradients: Sequence[torch.Tensor | None]) -> tuple[torc
 
 def with_failing_node(message: str, tensors: Sequence[Any]) -> Sequence[Any]:
     """``tensors`` with the same memory and another history: one node for all, whose backward raises ``message``."""
-    made: Any = _DelayedError(message, len(tensors))(*tensors)
+    made: Any = DelayedError(message, len(tensors))(*tensors)
     return made if len(tensors) > 1 else (made,)
 
 
@@ -375,7 +378,7 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge:
     if node is None:
         return get_gradient_edge(tensor)
     token = None
-    if isinstance(node, torch._C._FunctionBase):
+    if isinstance(node, FunctionBase):
         nodes: list[Any] = [node]
         token = keep_nodes([tensor], nodes)
     return _edge(GradientEdge, (node, tensor.output_nr, token))  # type: ignore[no-any-return]
@@ -419,7 +422,7 @@ _PLAIN = (torch.Tensor, type(None), bool, int, float, str)
 def map_outputs(change: Callable[[Any], Any], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """``outputs`` with every value replaced, those within containers too."""
     return tuple(
-        [change(output) if isinstance(output, _PLAIN) else _pytree.tree_map(change, output) for output in outputs]
+        [change(output) if isinstance(output, _PLAIN) else pytree.tree_map(change, output) for output in outputs]
     )
 
 
@@ -438,5 +441,4 @@ def as_function(func: Any) -> Callable[..., Any]:
 
 def functorch_is_active() -> bool:
     """Inside ``torch.func`` transforms: calls belong to their graphs, and must run in their order."""
-    functorch: Any = torch._C._functorch
-    return functorch.peek_interpreter_stack() is not None
+    return peek_interpreter_stack() is not None

@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 import torch
 
 from pymoe import _runtime
+from pymoe._torch_private import set_grad_enabled
 
 Result = TypeVar("Result")
 
 # torch's own context managers are built on these. They are asked before every batch, where a manager costs 2 us.
 _is_grad_enabled = torch.is_grad_enabled
-_set_grad_enabled = torch._C._set_grad_enabled
 _is_plain = _runtime.thread_is_plain
 
 
@@ -42,11 +42,11 @@ def in_plain_state(grad: bool, function: Callable[..., Result], *args: Any) -> R
 
 def _with_grad(grad: bool, function: Callable[..., Result], *args: Any) -> Result:
     before = _is_grad_enabled()
-    _set_grad_enabled(grad)
+    set_grad_enabled(grad)
     try:
         return function(*args)
     finally:
-        _set_grad_enabled(before)
+        set_grad_enabled(before)
 
 
 @functools.cache

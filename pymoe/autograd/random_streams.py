@@ -25,7 +25,16 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+
+from pymoe._torch_private import (
+    DisableTorchFunction,
+    disable_current_modes,
+    dispatch_has_backend_fallback,
+    parse_dispatch_key,
+    temporarily_clear_interpreter_stack,
+)
+from pymoe._torch_private import dispatch_tls_set_dispatch_key_excluded as exclude
+from pymoe._torch_private import dispatch_tls_set_dispatch_key_included as include
 
 Result = TypeVar("Result")
 
@@ -46,9 +55,7 @@ WITHOUT_GENERATOR = """
 
 # Exists for tests of torch itself, and is answered by nothing; the others that are free have no kernels to be found by.
 KEY = "TESTING_ONLY_GenericMode"
-_key = torch._C._parse_dispatch_key(KEY)  # type: ignore[attr-defined]
-_include: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included
-_exclude: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded
+_key = parse_dispatch_key(KEY)
 
 _SPREAD = 0x9E3779B97F4A7C15  # odd: different positions get different seeds, also in their lower 32 bits
 _SEEDS = 1 << 63
@@ -124,13 +131,13 @@ def with_stream(stream: Stream, function: Callable[..., Result], *args: Any) -> 
     thread = _thread
     before, thread.stream = thread.stream, stream
     if before is None:
-        _include(_key, True)
+        include(_key, True)
     try:
         return function(*args)
     finally:
         thread.stream = before
         if before is None:
-            _include(_key, False)
+            include(_key, False)
 
 
 def draw(stream: Stream | None) -> int:
@@ -142,9 +149,8 @@ def draw(stream: Stream | None) -> int:
 
 @contextmanager
 def _nothing_watches() -> Iterator[None]:
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-    with temporarily_clear_interpreter_stack(), _disable_current_modes(), torch._C.DisableTorchFunction():
+    with temporarily_clear_interpreter_stack(), disable_current_modes(), DisableTorchFunction():
         yield
 
 
@@ -169,7 +175,7 @@ def install() -> None:
 
 def _install() -> None:
     fallback = torch.library.Library("_", "IMPL", KEY)
-    if not torch._C._dispatch_has_backend_fallback(KEY):
+    if not dispatch_has_backend_fallback(KEY):
         fallback.fallback(torch.library.fallthrough_kernel)
     library = torch.library.Library("aten", "IMPL", KEY)
     for names, make in ((WITH_GENERATOR, _give_generator), (WITHOUT_GENERATOR, _give_state)):
@@ -202,7 +208,7 @@ def _give_generator(operator: Any) -> Callable[..., Any]:
     position = names.index("generator")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        _exclude(_key, True)
+        exclude(_key, True)
         try:
             given = args[position] if len(args) > position else kwargs.get("generator")
             found = None if given is not None else _of_this_call(args, kwargs)
@@ -212,14 +218,14 @@ def _give_generator(operator: Any) -> Callable[..., Any]:
                 kwargs["generator"] = stream.generator(device)
             return operator(*args, **kwargs)
         finally:
-            _exclude(_key, False)
+            exclude(_key, False)
 
     return kernel
 
 
 def _give_state(operator: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        _exclude(_key, True)
+        exclude(_key, True)
         try:
             found = _of_this_call(args, kwargs)
             if found is None:
@@ -228,7 +234,7 @@ def _give_state(operator: Any) -> Callable[..., Any]:
             with stream.as_default(device):
                 return operator(*args, **kwargs)
         finally:
-            _exclude(_key, False)
+            exclude(_key, False)
 
     return kernel
 

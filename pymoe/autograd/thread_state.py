@@ -25,30 +25,46 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.utils import _python_dispatch
 
+from pymoe._torch_private import (
+    GLOBAL_DEVICE_CONTEXT,
+    InferenceMode,
+    TorchFunctionState,
+    get_current_dispatch_mode_stack,
+    get_function_stack_at,
+    is_any_autocast_enabled,
+    is_fwd_grad_enabled,
+    is_multithreading_enabled,
+    is_torch_function_all_disabled,
+    is_torch_function_enabled,
+    is_view_replay_enabled,
+    len_torch_dispatch_stack,
+    len_torch_function_stack,
+    pop_mode,
+    pop_saved_tensors_default_hooks,
+    pop_torch_function_stack,
+    push_mode,
+    push_on_torch_function_stack,
+    push_saved_tensors_default_hooks,
+    saved_tensors_hooks_disable,
+    saved_tensors_hooks_enable,
+    saved_tensors_hooks_get_disabled_error_message,
+    set_fwd_grad_enabled,
+    set_grad_enabled,
+    set_multithreading_enabled,
+    set_torch_function_state,
+    set_view_replay_enabled,
+    top_saved_tensors_default_hooks,
+)
 from pymoe.autograd.plain_state import autocast_devices
 
 Result = TypeVar("Result")
 
-_C: Any = torch._C
-_autograd: Any = torch._C._autograd
 _is_inference_mode = torch.is_inference_mode_enabled
 _is_grad_enabled = torch.is_grad_enabled
-_is_forward_grad_enabled = _C._is_fwd_grad_enabled
-_is_multithreading_enabled = _C._is_multithreading_enabled
-_is_view_replay_enabled = _C._is_view_replay_enabled
 _is_autocast_cache_enabled = torch.is_autocast_cache_enabled
-_is_any_autocast_enabled = _C._is_any_autocast_enabled
 _is_autocast_enabled = torch.is_autocast_enabled
 _get_autocast_dtype = torch.get_autocast_dtype
-_looks_at_all_functions = _C._is_torch_function_enabled
-_looks_at_no_function = _C._is_torch_function_all_disabled
-_count_function_modes = _C._len_torch_function_stack
-_count_dispatch_modes = _C._len_torch_dispatch_stack
-_default_device = torch._GLOBAL_DEVICE_CONTEXT
-_top_hooks = _autograd._top_saved_tensors_default_hooks
-_hooks_forbidden = _autograd._saved_tensors_hooks_get_disabled_error_message
 _cuda_is_initialized = torch.cuda.is_initialized
 
 
@@ -79,19 +95,19 @@ def current() -> ThreadState:
     found = (
         _is_inference_mode(),
         _is_grad_enabled(),
-        _is_forward_grad_enabled(),
-        _is_multithreading_enabled(),
-        _is_view_replay_enabled(),
+        is_fwd_grad_enabled(),
+        is_multithreading_enabled(),
+        is_view_replay_enabled(),
         _is_autocast_cache_enabled(),
-        tuple([_is_autocast_enabled(device) for device in devices]) if _is_any_autocast_enabled() else (),
+        tuple([_is_autocast_enabled(device) for device in devices]) if is_any_autocast_enabled() else (),
         tuple([_get_autocast_dtype(device) for device in devices]),
-        _looks_at_all_functions(),
-        _looks_at_no_function(),
-        _function_modes() if _count_function_modes() else (),
-        _default_device.__dict__.get("device_context"),
-        tuple(_python_dispatch._get_current_dispatch_mode_stack()) if _count_dispatch_modes() else (),
-        _top_hooks(True),
-        _hooks_forbidden(),
+        is_torch_function_enabled(),
+        is_torch_function_all_disabled(),
+        _function_modes() if len_torch_function_stack() else (),
+        GLOBAL_DEVICE_CONTEXT.__dict__.get("device_context"),
+        tuple(get_current_dispatch_mode_stack()) if len_torch_dispatch_stack() else (),
+        top_saved_tensors_default_hooks(True),
+        saved_tensors_hooks_get_disabled_error_message(),
         _cuda() if _cuda_is_initialized() else None,
     )
     return tuple.__new__(ThreadState, found)
@@ -180,18 +196,18 @@ def in_state(state: ThreadState, function: Callable[..., Result], *args: Any, cl
 def change(before: ThreadState, after: ThreadState, undo: list[Callable[[], object]]) -> None:
     """From one state to the other; ``undo`` takes what must be called to leave it, and need not be for the rest."""
     if before.inference != after.inference:
-        guard = _C._InferenceMode(after.inference)
+        guard = InferenceMode(after.inference)
         guard.__enter__()
         undo.append(functools.partial(guard.__exit__, None, None, None))
         before = current()
     if before.grad != after.grad:
-        _C._set_grad_enabled(after.grad)
+        set_grad_enabled(after.grad)
     if before.forward_grad != after.forward_grad:
-        _C._set_fwd_grad_enabled(after.forward_grad)
+        set_fwd_grad_enabled(after.forward_grad)
     if before.multithreading != after.multithreading:
-        _C._set_multithreading_enabled(after.multithreading)
+        set_multithreading_enabled(after.multithreading)
     if before.view_replay != after.view_replay:
-        _C._set_view_replay_enabled(after.view_replay)
+        set_view_replay_enabled(after.view_replay)
     if before.autocast_cache != after.autocast_cache:
         torch.set_autocast_cache_enabled(after.autocast_cache)
     if before.autocast != after.autocast or before.autocast_dtypes != after.autocast_dtypes:
@@ -203,11 +219,11 @@ def change(before: ThreadState, after: ThreadState, undo: list[Callable[[], obje
             torch.set_autocast_dtype(type_, dtype)
     _change_modes(before, after)
     if before.hooks_forbidden != after.hooks_forbidden:
-        _autograd._saved_tensors_hooks_enable()
+        saved_tensors_hooks_enable()
     if before.saved_tensor_hooks != after.saved_tensor_hooks:
         _change_hooks(after.saved_tensor_hooks, undo)
     if before.hooks_forbidden != after.hooks_forbidden and after.hooks_forbidden is not None:
-        _autograd._saved_tensors_hooks_disable(after.hooks_forbidden, False)
+        saved_tensors_hooks_disable(after.hooks_forbidden, False)
     if before.cuda != after.cuda and after.cuda is not None:
         for stream in after.cuda[1]:
             torch.cuda.set_stream(stream)  # this changes the current device, too
@@ -215,18 +231,18 @@ def change(before: ThreadState, after: ThreadState, undo: list[Callable[[], obje
 
 
 def _function_modes() -> tuple[Any, ...]:
-    return tuple(_C._get_function_stack_at(i) for i in range(_C._len_torch_function_stack()))
+    return tuple(get_function_stack_at(i) for i in range(len_torch_function_stack()))
 
 
 def _change_modes(before: ThreadState, after: ThreadState) -> None:
     if before.function_modes != after.function_modes:
-        while _C._len_torch_function_stack():
-            _C._pop_torch_function_stack()
+        while len_torch_function_stack():
+            pop_torch_function_stack()
         for mode in after.function_modes:
-            _C._push_on_torch_function_stack(mode)
+            push_on_torch_function_stack(mode)
     if (before.all_functions, before.no_function) != (after.all_functions, after.no_function):
-        states = _C._TorchFunctionState
-        _C._set_torch_function_state(
+        states = TorchFunctionState
+        set_torch_function_state(
             states.ENABLED
             if after.all_functions
             else states.ALL_DISABLED
@@ -234,20 +250,20 @@ def _change_modes(before: ThreadState, after: ThreadState) -> None:
             else states.SUBCLASSES_DISABLED
         )
     if before.default_device is not after.default_device:
-        torch._GLOBAL_DEVICE_CONTEXT.device_context = after.default_device
+        GLOBAL_DEVICE_CONTEXT.device_context = after.default_device
     if before.dispatch_modes != after.dispatch_modes:
         for mode in reversed(before.dispatch_modes):
-            _python_dispatch._pop_mode(getattr(mode, "_mode_key", None))
+            pop_mode(getattr(mode, "_mode_key", None))
         for mode in after.dispatch_modes:
-            _python_dispatch._push_mode(mode)
+            push_mode(mode)
 
 
 def _change_hooks(hooks: tuple[Any, Any] | None, undo: list[Callable[[], object]]) -> None:
     """Push the hooks; to have none, take away those that are there."""
     if hooks is not None:
-        _autograd._push_saved_tensors_default_hooks(*hooks)
-        undo.append(_autograd._pop_saved_tensors_default_hooks)
+        push_saved_tensors_default_hooks(*hooks)
+        undo.append(pop_saved_tensors_default_hooks)
         return
-    while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
-        _autograd._pop_saved_tensors_default_hooks()
-        undo.append(functools.partial(_autograd._push_saved_tensors_default_hooks, *top))
+    while (top := top_saved_tensors_default_hooks(True)) is not None:
+        pop_saved_tensors_default_hooks()
+        undo.append(functools.partial(push_saved_tensors_default_hooks, *top))

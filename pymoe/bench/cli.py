@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
+from pymoe.bench.calls import FLOATING
 from pymoe.bench.compare import change_table, compare
 from pymoe.bench.environment import environment, hint
 from pymoe.bench.floor import Rates, measure_rates
 from pymoe.bench.layer import layer_lines
 from pymoe.bench.lines import FULL, QUICK, Effort, Line, lines_of, run_line
+from pymoe.bench.operators import OPERATORS
 from pymoe.bench.plot import plot
 from pymoe.bench.report import (
     CUDA_EXPLANATION,
@@ -31,9 +33,7 @@ from pymoe.bench.report import (
     times,
     write_json,
 )
-from pymoe.testing.spec import ALL_DTYPES
-from pymoe.testing.specs import all_specs
-from pymoe.testing.timing import WallTimer, timer_for
+from pymoe.bench.timing import WallTimer, timer_for
 
 SCHEMA = 1
 """Version of the JSON that ``run`` writes."""
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
 
     select = argparse.ArgumentParser(add_help=False)
     select.add_argument("--filter", default="", metavar="REGEX", help="only lines whose name contains a match")
-    names = [str(dtype).removeprefix("torch.") for dtype in (*ALL_DTYPES, torch.int32, torch.int64)]
+    names = [str(dtype).removeprefix("torch.") for dtype in (*FLOATING, torch.int32, torch.int64)]
     select.add_argument("--dtype", action="append", choices=names, help="only this dtype (may be repeated)")
     select.add_argument("--quick", action="store_true", help="less time a line, large lines left out")
 
@@ -242,7 +242,7 @@ def load(file: Path) -> dict[str, Any]:
 
 def all_lines() -> list[Line]:
     """Every line, in the order in which they are measured."""
-    return [*(line for spec in all_specs() for line in lines_of(spec)), *layer_lines()]
+    return [*(line for operator in OPERATORS.values() for line in lines_of(operator)), *layer_lines()]
 
 
 def selected(options: argparse.Namespace) -> tuple[list[Line], list[Line]]:

@@ -16,8 +16,7 @@ from itertools import cycle
 
 import torch
 
-from pymoe.testing.calls import mapped, same_layout_copy, tensors_in
-from pymoe.testing.spec import Sample
+from pymoe.bench.calls import Sample, mapped, same_layout_copy, tensors_in
 
 TIMES_THE_CACHE = 3
 MOST_COPIES = 2048

@@ -1,60 +1,173 @@
-"""The correctness column: does the native operator return what the reference returns, on the inputs that are timed?"""
+"""The correctness column: whether the native operator returns what the reference returns, on the timed inputs.
+
+Tensors are compared bit for bit where a result is promised exactly, and within a tolerance elsewhere. Both comparisons
+name the first or the worst element when they fail, and both treat special values strictly:
+
+* a NaN equals every NaN, whatever its payload and sign, and nothing else;
+* an infinity equals only itself, under a tolerance too;
+* -0 and +0 differ bit for bit, and are equal under a tolerance.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from pymoe.testing.calls import gradients, widened
-from pymoe.testing.compare import assert_close, assert_same_bits, same_bits
-from pymoe.testing.spec import BenchCase, OpSpec, Sample
-from pymoe.testing.verify import is_exact
+from pymoe.bench.calls import BenchCase, Operator, Sample, gradients, widened
+
+INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def same_bits(actual: Tensor, expected: Tensor) -> Tensor:
+    """Return a bool tensor: which elements agree bit for bit (NaN with NaN). Shapes and dtypes must be equal."""
+    if not expected.is_floating_point():
+        return actual == expected
+    integer = INTEGER_OF_SIZE[expected.element_size()]
+    return (actual.view(integer) == expected.view(integer)) | (actual.isnan() & expected.isnan())
+
+
+def ulp_distance(actual: Tensor, expected: Tensor) -> Tensor:
+    """Return how many representable numbers two values are apart: int64, 0 for NaN and NaN and for -0 and +0.
+
+    NaN and a number are the largest int64 apart. Infinity is the neighbour of the largest finite number.
+    """
+    integer = INTEGER_OF_SIZE[expected.element_size()]
+    lowest = torch.iinfo(integer).min
+
+    def ordered(value: Tensor) -> Tensor:
+        bits = value.view(integer).to(torch.int64)
+        return torch.where(bits < 0, lowest - bits, bits)
+
+    a, b = ordered(actual), ordered(expected)
+    largest = torch.iinfo(torch.int64).max
+    high, low = torch.maximum(a, b), torch.minimum(a, b)
+    distance = high - low
+    distance = torch.where(distance < 0, largest, distance)  # fp64 of opposite signs can pass 2**63
+    nan_a, nan_b = actual.isnan(), expected.isnan()
+    return torch.where(nan_a & nan_b, 0, torch.where(nan_a | nan_b, largest, distance))
+
+
+def assert_same_form(actual: Any, expected: Any, what: str = "result") -> None:
+    """Raise AssertionError unless both are tensors of the same shape, dtype and device."""
+    for side, value in (("actual", actual), ("expected", expected)):
+        assert isinstance(value, Tensor), f"{what}: {side} is a {type(value).__name__}, not a tensor"
+    for fact in ("shape", "dtype", "device"):
+        seen, wanted = getattr(actual, fact), getattr(expected, fact)
+        assert seen == wanted, f"{what}: {fact} is {seen}, expected {wanted}"
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "result") -> None:
+    """Raise AssertionError, naming the first differing element, unless all agree bit for bit (NaN with NaN)."""
+    assert_same_form(actual, expected, what)
+    different = ~same_bits(actual.detach(), expected.detach())
+    if not bool(different.any()):
+        return
+    index = _first(different)
+    message = (
+        f"{what}: {int(different.sum())} of {different.numel()} elements differ, first at {list(index)}: "
+        f"got {_show(actual, index)}, expected {_show(expected, index)}"
+    )
+    if expected.is_floating_point():
+        ulps = ulp_distance(actual.detach()[index], expected.detach()[index])
+        message += f" ({int(ulps)} ulp apart; the largest distance is {int(_ulps_at(different, actual, expected))} ulp)"
+    raise AssertionError(message)
+
+
+def assert_close(
+    actual: Tensor, expected: Tensor, tolerance: tuple[float, float] = (0.0, 0.0), what: str = "result"
+) -> None:
+    """Raise AssertionError, naming the worst element, unless |actual - expected| <= atol + rtol * |expected|.
+
+    Args:
+        actual: what was computed; integers and bools must be equal.
+        expected: of the same shape and dtype.
+        tolerance: (rtol, atol).
+        what: names the pair in the message.
+    """
+    if isinstance(expected, Tensor) and not expected.is_floating_point():
+        assert_same_bits(actual, expected, what)
+        return
+    assert_same_form(actual, expected, what)
+    rtol, atol = tolerance
+    a, b = actual.detach().double(), expected.detach().double()
+    allowed = atol + rtol * b.abs()
+    ordinary = a.isfinite() & b.isfinite()
+    error = torch.where(ordinary, (a - b).abs(), 0.0)
+    bad = torch.where(ordinary, error > allowed, (a != b) & ~(a.isnan() & b.isnan()))
+    if not bool(bad.any()):
+        return
+    special = bad & ~ordinary
+    if bool(special.any()):
+        index, size = _first(special), "only one of them is that special value"
+    else:
+        excess = torch.where(bad, error / allowed.clamp(min=torch.finfo(torch.float64).tiny), -1.0)
+        index = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
+        size = f"off by {float(error[index]):.3g}, allowed {float(allowed[index]):.3g}"
+    raise AssertionError(
+        f"{what}: {int(bad.sum())} of {bad.numel()} elements are off (rtol {rtol:g}, atol {atol:g}), worst at "
+        f"{list(index)}: got {_show(actual, index)}, expected {_show(expected, index)} ({size})"
+    )
+
+
+def _first(mask: Tensor) -> tuple[int, ...]:
+    return tuple(int(i) for i in mask.nonzero()[0])
+
+
+def _ulps_at(mask: Tensor, actual: Tensor, expected: Tensor) -> Tensor:
+    return ulp_distance(actual.detach()[mask], expected.detach()[mask]).max()
+
+
+def _show(tensor: Tensor, index: tuple[int, ...]) -> str:
+    value = tensor.detach()[index].item()
+    return value.hex() + f" = {value!r}" if isinstance(value, float) else repr(value)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a comparison of two results found."""
+    """The outcome of comparing two results."""
 
     verdict: str
     """``"exact"``: every bit agrees; ``"close"``: within the tolerance; ``"WRONG"``; ``"ERROR"``: a call failed."""
     max_error: float = 0.0
     """The largest absolute difference of finite values in outputs and gradients."""
     detail: str = ""
-    """What is wrong: the first broken rule, with values."""
+    """What is wrong: the first violation, with values."""
 
     @property
     def good(self) -> bool:
-        """Is the result what it should be?"""
+        """Whether the result is what it should be."""
         return self.verdict in ("exact", "close")
 
     def __str__(self) -> str:
         return f"close {self.max_error:.0e}" if self.verdict == "close" else self.verdict
 
 
-def verify(spec: OpSpec, case: BenchCase, sample: Sample) -> Verdict:
-    """Call native and reference on ``sample`` and compare outputs, and gradients if the case times them.
+def verify(operator: Operator, case: BenchCase, sample: Sample) -> Verdict:
+    """Compare native and reference on ``sample``: outputs, and gradients if the case times them.
 
-    An output that ``spec`` promises exactly must agree bit for bit; others, and gradients, within its tolerance. The
-    gradients of 16-bit dtypes are compared with those of the reference in float32, as the test suite does.
+    An output that ``operator`` promises exactly must agree bit for bit; others, and gradients, within its tolerance.
+    Gradients of 16-bit dtypes are compared with those of the reference in float32, as the tests do.
     """
-    expected, expected_gradients = gradients(spec.reference, sample)
-    actual, actual_gradients = gradients(spec.native, sample)
+    expected, expected_gradients = gradients(operator.reference, sample)
+    actual, actual_gradients = gradients(operator.native, sample)
     if case.dtype.itemsize == 2 and expected_gradients:
-        _, wide_gradients = gradients(spec.reference, widened(sample))
+        _, wide_gradients = gradients(operator.reference, widened(sample))
         expected_gradients = [
             wide.to(narrow.dtype) for wide, narrow in zip(wide_gradients, expected_gradients, strict=True)
         ]
     if len(actual) != len(expected):
         return Verdict("WRONG", detail=f"{len(actual)} outputs, the reference has {len(expected)}")
-    tolerance = spec.tolerances.get(case.dtype, (0.0, 0.0))
+    tolerance = operator.tolerances.get(case.dtype, (0.0, 0.0))
     pairs = [*zip(actual, expected, strict=True), *zip(actual_gradients, expected_gradients, strict=True)]
     try:
         for i, (got, wanted) in enumerate(pairs):
             if i >= len(actual):
                 assert_close(got, wanted, tolerance, f"gradient {i - len(actual)}")
-            elif is_exact(spec, i):
+            elif operator.is_exact(i):
                 assert_same_bits(got, wanted, f"output {i}")
             else:
                 assert_close(got, wanted, tolerance, f"output {i}")
@@ -65,7 +178,7 @@ def verify(spec: OpSpec, case: BenchCase, sample: Sample) -> Verdict:
 
 
 def max_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """The largest absolute difference between finite elements; infinite where shapes differ."""
+    """Return the largest absolute difference between finite elements; infinity if shapes differ."""
     largest = 0.0
     for got, wanted in pairs:
         if got.shape != wanted.shape:

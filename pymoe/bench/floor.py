@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from pymoe.bench.calls import generator
 from pymoe.bench.cold import Rotating, copies_needed
-from pymoe.testing.calls import generator
-from pymoe.testing.timing import Timer, Timing, measure, timer_for
+from pymoe.bench.timing import Timer, Timing, measure, timer_for
 
 RATE_BYTES = 1 << 28
 """Bytes that the copy behind the first rate moves, read and written: past every cache."""

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from pymoe.bench.calls import Target, generator
 from pymoe.bench.correctness import Verdict, max_error
 from pymoe.bench.floor import Floor, Rates
 from pymoe.bench.lines import Candidates, Line
 from pymoe.nn import MoE
-from pymoe.nn.backend import Backend
-from pymoe.testing.calls import generator
-from pymoe.testing.spec import Target
+from pymoe.nn.options import Backend
 
 FORWARD_BACKWARD = "forward+backward"
 SLOWDOWN_ALLOWED = 1.15

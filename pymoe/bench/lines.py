@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
+from pymoe.bench.calls import BenchCase, Operator, Sample, Target, generator, leaves, mapped, outputs_of, with_grad
 from pymoe.bench.cold import Rotating, copies_of, in_graph
 from pymoe.bench.correctness import Verdict, verify
 from pymoe.bench.floor import Floor, Rates, floor_for
-from pymoe.testing.calls import generator, leaves, mapped, with_grad
-from pymoe.testing.spec import BenchCase, OpSpec, Sample, Target, outputs_of
-from pymoe.testing.timing import Spread, Timer, Timing, measure
+from pymoe.bench.timing import Spread, Timer, Timing, measure
 
 
 @dataclass(frozen=True)
@@ -68,11 +67,11 @@ class Line:
         return f"{self.operator} {self.case} {str(self.dtype).removeprefix('torch.')} {self.direction}"
 
 
-def lines_of(spec: OpSpec) -> Iterator[Line]:
-    """The lines of an operator, from its specification."""
-    for case in spec.bench_cases() if spec.bench_cases else ():
+def lines_of(operator: Operator) -> Iterator[Line]:
+    """Yield the lines of an operator."""
+    for case in operator.bench_cases():
         yield Line(
-            spec.name,
+            operator.name,
             case.name,
             case.dtype,
             "forward+backward" if case.backward else "forward",
@@ -80,19 +79,19 @@ def lines_of(spec: OpSpec) -> Iterator[Line]:
             case.flops,
             case.source,
             {"cpu": case.target, "cuda": case.cuda_target},
-            lambda device, rates, case=case: candidates_of(spec, case, device, rates),  # type: ignore[misc]
+            lambda device, rates, case=case: candidates_of(operator, case, device, rates),  # type: ignore[misc]
         )
 
 
-def candidates_of(spec: OpSpec, case: BenchCase, device: torch.device, rates: Rates) -> Candidates:
+def candidates_of(operator: Operator, case: BenchCase, device: torch.device, rates: Rates) -> Candidates:
     """Make the inputs of a case on ``device``, and the calls to be timed."""
     sample = mapped(case.make(generator()), lambda value: value.detach().to(device).requires_grad_(value.requires_grad))
     if case.backward and not leaves(sample):
         wanted = with_grad(sample)
         if wanted is None:
-            raise ValueError(f"{spec.name}: {case.name} times the backward, but no argument can require grad")
+            raise ValueError(f"{operator.name}: {case.name} times the backward, but no argument can require grad")
         sample = wanted
-    functions = {"native": spec.native, "reference": spec.reference}
+    functions = {"native": operator.native, "reference": operator.reference}
     if case.baseline:
         functions["baseline"] = case.baseline
     call = training_step if case.backward else forward_call
@@ -100,7 +99,7 @@ def candidates_of(spec: OpSpec, case: BenchCase, device: torch.device, rates: Ra
     return Candidates(
         {name: Rotating([call(function, one) for one in samples]) for name, function in functions.items()},
         floor_for(case.bytes, case.flops, case.dtype, device, rates),
-        lambda: verify(spec, case, sample),
+        lambda: verify(operator, case, sample),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,19 +161,3 @@ def write_json(result: dict[str, Any], file: Path) -> None:
     unfinished = file.with_name(file.name + ".unfinished")
     unfinished.write_text(json.dumps(result, indent=1) + "\n")
     unfinished.replace(file)
-
-
-def save(result: Record, markdown: str, stem: Path) -> None:
-    """Write ``stem``.json and ``stem``.md."""
-    write_json(result, stem.with_suffix(".json"))
-    stem.with_suffix(".md").write_text(markdown)
-
-
-def illustrate(result: Record, draw: Callable[[Record, Path], None], stem: Path) -> None:
-    """Draw ``stem``.png where matplotlib is installed, and say what there is beside it."""
-    print(f"\n{result['wall_seconds']} s; {stem}.json, {stem.name}.md", end="")
-    try:
-        draw(result, stem.with_suffix(".png"))
-        print(f", {stem.name}.png")
-    except ImportError as error:
-        print(f"\n{error}")

@@ -1,27 +1,16 @@
 """Runtimes for Prometheus, through the package prometheus-client (``pip install prometheus-client``).
 
+::
+
     from prometheus_client import start_http_server
     from pymoe.integrations.prometheus import register
 
     register(runtime)
     start_http_server(9100, addr="127.0.0.1")
 
-Every series has the labels ``runtime`` (its name in :func:`register`) and ``pool``:
-
-| series | type | what |
-|---|---|---|
-| ``pymoe_requests_submitted_total`` | counter | requests that a pool took in |
-| ``pymoe_requests_finished_total`` | counter | requests that ended, by ``outcome`` (completed, failed, …) |
-| ``pymoe_requests_rejected_total`` | counter | requests that a full pool did not take in |
-| ``pymoe_requests_queued``, ``pymoe_requests_running`` | gauge | requests that wait, or whose batch runs, now |
-| ``pymoe_batches_total``, ``pymoe_rows_total`` | counter | batches that were run, and their rows |
-| ``pymoe_batch_rows`` | histogram | rows of a batch; ends of the buckets are 2^n - 1 |
-| ``pymoe_batch_seconds`` | histogram | what a batch took |
-| ``pymoe_request_wait_seconds`` | histogram | from a request's submission to its batch |
-| ``pymoe_request_latency_seconds`` | histogram | from a request's submission to its result |
-
-The ends of the time buckets are 2^n nanoseconds, from a microsecond to about 70 seconds: those of the runtime's own
-histograms, so that no count is a guess.
+Every series has the labels ``runtime`` (its name in :func:`register`) and ``pool``; the documentation's page
+"Prometheus metrics" lists them all. The ends of the time buckets are 2^n nanoseconds, from a microsecond to about 70
+seconds: those of the runtime's own histograms, so that no count is a guess.
 """
 
 from __future__ import annotations
@@ -34,6 +23,8 @@ from pymoe.runtime.monitoring.statistics import Bucket, PoolStats, StatsReader, 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
+
+__all__ = ["RuntimeCollector", "register"]
 
 MISSING = "pymoe.integrations.prometheus needs prometheus-client: pip install prometheus-client"
 LABELS = ("runtime", "pool")

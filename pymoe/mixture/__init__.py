@@ -1,9 +1,8 @@
-"""A mixture over served experts that goes on when some of them are slow or dead."""
+"""Mixtures over served experts, which keep answering while some of the experts are slow or dead."""
 
-from pymoe.mixture.counts import BackendStats, PassStats
-from pymoe.mixture.errors import TooFewAnswersError
-from pymoe.mixture.fan_out import AnomalyError, GivenUp
+from pymoe.mixture.fan_out import AnomalyError, GivenUp, TooFewAnswersError
 from pymoe.mixture.module import MixtureOfExpertBackends
+from pymoe.mixture.stats import BackendStats, PassStats
 
 __all__ = [
     "AnomalyError",

@@ -1,9 +1,11 @@
-"""Many requests at once, and the wait for as many answers as are needed.
+"""Many requests at once, and the wait for as many answers as the rows need.
 
-The wait ends when every request has ended; ``timeout`` seconds after it began; or ``timeout_after`` seconds after
-every row had the answers that it needs, or could not get them any more. What is under way then is cancelled if it has
-not begun, and ignored if it has. Inside a batch, whose runtime may have no other worker, a thread runs what it asks for
-itself: there only ``timeout`` ends the wait, and only between batches.
+The wait ends when every request is done; ``timeout`` seconds after it began; or ``timeout_after_k_min`` seconds after
+every row had the answers that it needs, or could not get them any more. Requests that are still pending then are
+cancelled if they have not begun, and ignored if they have.
+
+Inside a batch, whose runtime may have no other worker, a thread runs the requests that it sends itself. There only
+``timeout`` ends the wait, and only between batches.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -20,24 +22,60 @@ import torch
 from torch import Tensor
 
 from pymoe import _runtime
-from pymoe.mixture.choice import Group
-from pymoe.mixture.slots import Member, Pass
+from pymoe._errors import describe_error
+from pymoe.mixture.members import Member, Pass
+from pymoe.mixture.routing import Group
 from pymoe.runtime.future import Future, deadline_after, seconds_left
+from pymoe.runtime.gradients import all_finite
 
-PATIENCE = 2.0  # seconds after which a wait looks whether anybody serves the pools
-ROOM_PERIOD = 0.002  # seconds between two looks whether a full pool has room
+IDLE_CHECK_PERIOD_S = 2.0  # a wait looks this often whether a runtime serves the pools
+FULL_POOL_RETRY_S = 0.002  # a wait looks this often whether a full pool has room
 
 
 class GivenUp(TimeoutError):
-    """Why a backend's answer is missing: it was not there in time."""
+    """Why a backend's answer is missing: it did not come in time."""
 
 
 class AnomalyError(FloatingPointError):
     """Why a backend's answer is missing: it holds NaN or infinity."""
 
 
+class TooFewAnswersError(RuntimeError):
+    """Rows of a mixture got fewer answers, or fewer gradients, than they need.
+
+    Attributes:
+        rows: the numbers of these rows.
+        failures: why answers are missing, by backend. One of these exceptions is the ``__cause__``.
+    """
+
+    def __init__(self, name: str, what: str, k_min: int, few: Tensor, failures: Mapping[str, BaseException]) -> None:
+        self.rows: list[int] = few.nonzero().flatten().tolist()
+        self.failures = dict(failures)
+        reasons = "; ".join(f"{backend}: {describe_error(why)}" for backend, why in failures.items())
+        super().__init__(
+            f"{name}: {len(self.rows)} of {len(few)} rows got fewer than {k_min} {what} "
+            f"({reasons or 'there is no backend to ask'})"
+        )
+        # An exception of the expert's own where there is one: timeouts tell less.
+        causes = sorted(failures.values(), key=lambda why: isinstance(why, TimeoutError))
+        self.__cause__ = causes[0] if causes else None
+
+
+class Rules(NamedTuple):
+    """How many answers the rows of a mixture need, and how long it waits for them; see MixtureOfExpertBackends."""
+
+    k_min: int
+    backward_k_min: int
+    forward_timeout: float | None
+    timeout_after_k_min: float | None
+    backward_timeout: float | None
+    detect_anomalies: bool
+    raises: bool
+    """Whether too few answers are an error."""
+
+
 class ExpertRequest(NamedTuple):
-    """A request to come: the rows of a group, or those of them at ``tokens``."""
+    """A request to be sent: ``tensors`` for the rows ``tokens`` of a group."""
 
     group: Group
     to: Pass
@@ -50,72 +88,79 @@ class ExpertRequest(NamedTuple):
 
 
 class Answers:
-    """What came: ``results`` of the requests (None where nothing came in time), and why nothing did, by backend."""
+    """The outcome of requests.
+
+    Attributes:
+        results: one for each request; None where no answer came in time.
+        failures: by backend, why no answer came.
+        came: (T,) how many answers each row has.
+        possible: (T,) how many answers each row can still get, those that it has included.
+    """
 
     def __init__(self, requests: Sequence[ExpertRequest], rows: int) -> None:
         self.requests = requests
         self.results: list[tuple[Any, ...] | None] = [None] * len(requests)
         self.failures: dict[str, BaseException] = {}
         self.came = torch.zeros(rows, dtype=torch.int64, device="cpu")
-        self.may_come = torch.zeros(rows, dtype=torch.int64, device="cpu")
+        self.possible = torch.zeros(rows, dtype=torch.int64, device="cpu")
         for request in requests:
-            self.may_come[request.tokens] += 1
+            self.possible[request.tokens] += 1
 
-    def add(self, place: int, result: tuple[Any, ...]) -> None:
-        self.results[place] = result
-        self.came[self.requests[place].tokens] += 1
+    def add(self, index: int, result: tuple[Any, ...]) -> None:
+        self.results[index] = result
+        self.came[self.requests[index].tokens] += 1
 
-    def fail(self, place: int, why: BaseException) -> None:
-        request = self.requests[place]
+    def fail(self, index: int, why: BaseException) -> None:
+        request = self.requests[index]
         self.failures[request.member.name] = why
-        self.may_come[request.tokens] -= 1
+        self.possible[request.tokens] -= 1
         request.member.log.no_answer(request.to.name, why)
 
     def settled(self, needed: Tensor) -> bool:
-        """Whether every row has what it needs, or cannot get it any more."""
-        return bool(((self.came >= needed) | (self.may_come < needed)).all())
+        """Return whether every row has what it needs, or cannot get it any more."""
+        return bool(((self.came >= needed) | (self.possible < needed)).all())
 
 
-class Arrivals:
-    """Requests as they end. What ends after :meth:`close` is counted as late."""
+class Pending:
+    """Requests that were sent, handed out as they end. Those that end after :meth:`close` are counted as late."""
 
     def __init__(self, limited: bool) -> None:
-        self._must_help = _runtime.must_help(limited)
+        self._run_inline = _runtime.must_help(limited)
         self._lock = threading.Lock()
         self._open = True
         self._ended: queue.SimpleQueue[tuple[int, Future | BaseException, float]] = queue.SimpleQueue()
         self._futures: list[Future] = []
         self._without_room: list[tuple[int, ExpertRequest, float | None]] = []
 
-    def send(self, place: int, request: ExpertRequest, deadline: float | None) -> None:
-        """Send a request; where the pool is full, as soon as :meth:`get` finds room.
+    def send(self, index: int, request: ExpertRequest, deadline: float | None) -> None:
+        """Send a request; if the pool is full, as soon as :meth:`get` finds room.
 
         Raises:
-            Exception: whatever the pool raises, in the usual case.
+            Exception: whatever the pool raises.
         """
         timeout = seconds_left(deadline)
-        submit = request.to.pool.submit_task if self._must_help else request.to.pool._try_submit
+        submit = request.to.pool.submit_task if self._run_inline else request.to.pool._try_submit
         future = submit(*request.tensors, timeout=timeout)
         if future is not None:
-            self._follow(place, request, future)
+            self._follow(index, request, future)
         else:
-            self._without_room.append((place, request, deadline))
+            self._without_room.append((index, request, deadline))
 
     def _look_for_room(self) -> None:
         waiting, self._without_room = self._without_room, []
-        for place, request, deadline in waiting:
+        for index, request, deadline in waiting:
             try:
-                self.send(place, request, deadline)
+                self.send(index, request, deadline)
             except Exception as error:
-                self._ended.put((place, error.with_traceback(None), time.perf_counter()))
+                self._ended.put((index, error.with_traceback(None), time.perf_counter()))
 
-    def _follow(self, place: int, request: ExpertRequest, future: Future) -> None:
+    def _follow(self, index: int, request: ExpertRequest, future: Future) -> None:
         counts = request.to.counts
 
         def ended(future: Future) -> None:
             with self._lock:
                 if self._open:
-                    self._ended.put((place, future, time.perf_counter()))
+                    self._ended.put((index, future, time.perf_counter()))
                     return
             if not future.cancelled() and future.exception() is None:
                 counts.add("late")
@@ -123,134 +168,130 @@ class Arrivals:
         self._futures.append(future)
         future.add_done_callback(ended)
 
-    def help(self, deadline: float | None) -> None:
-        """Run what was sent where nobody else may be able to: a wait for one request does, one for many does not."""
-        for future in self._futures if self._must_help else ():
+    def run_inline(self, deadline: float | None) -> None:
+        """Run the requests in this thread where no worker may be left to: waiting for a single future does so."""
+        for future in self._futures if self._run_inline else ():
             with suppress(TimeoutError, CancelledError):
                 future.exception(seconds_left(deadline))
 
     def get(self, timeout: float) -> tuple[int, Future | BaseException, float]:
-        """The next one; ``queue.Empty`` if none came in time."""
+        """Return index, outcome and time of the next request that ends; raises ``queue.Empty`` after ``timeout``."""
         until = time.monotonic() + timeout
         while self._without_room:
-            # The caller looks again and again: a thread that waits for room stays as long as its expert hangs.
+            # Polling, because a thread that blocked in submit_task would stay for as long as its expert hangs.
             with suppress(queue.Empty):
-                return self._ended.get(timeout=min(ROOM_PERIOD, max(0.0, until - time.monotonic())))
+                return self._ended.get(timeout=min(FULL_POOL_RETRY_S, max(0.0, until - time.monotonic())))
             if time.monotonic() >= until:
                 raise queue.Empty
             self._look_for_room()
         return self._ended.get(timeout=max(0.0, until - time.monotonic()))
 
     def close(self) -> None:
-        """Nobody waits any more: cancel what has not begun."""
+        """Stop waiting, and cancel the requests that have not begun."""
         with self._lock:
             self._open = False
         for future in self._futures:
             future.cancel()
 
 
-def gather_answers(
-    requests: Sequence[ExpertRequest],
-    needed: Tensor,
-    *,
-    timeout: float | None,
-    timeout_after: float | None,
-    acceptable: Callable[[tuple[Any, ...]], bool],
-) -> Answers:
-    """Send all ``requests``, and wait for the answers.
+def ask(
+    mixture: str, rules: Rules, requests: Sequence[ExpertRequest], needed_T: Tensor, *, backward: bool = False
+) -> tuple[Answers, Tensor]:
+    """Send all ``requests`` and wait for the answers.
 
     Args:
-        requests: each to another backend; a row is in some of them.
-        needed: (T,) on the CPU: how many answers each row must have.
-        timeout: seconds from now; None: as long as it takes.
-        timeout_after: seconds from when every row has the answers that it needs; None: no other limit.
-        acceptable: whether an answer counts.
+        mixture: its name, for errors.
+        rules: of the mixture.
+        requests: each to another backend; a row may be in several.
+        needed_T: (T,) on the CPU, how many answers each row needs.
+        backward: whether the answers are gradients.
+
+    Returns:
+        The answers, and a (T,) mask of the rows that got fewer than they need.
 
     Raises:
-        ValueError, TypeError: a pool does not take such tensors: the caller's mistake and not the backend's. Nothing is
-            left under way then, nor when the wait is interrupted.
+        TooFewAnswersError: there are such rows, and ``rules.raises``.
+        ValueError, TypeError: a pool does not take such tensors, which is a mistake of the caller and not of the
+            backend. No request is left pending then, nor if the wait is interrupted.
     """
-    answers = Answers(requests, len(needed))
-    deadline = deadline_after(timeout)
-    arrivals = Arrivals(timeout is not None or timeout_after is not None)
+    deadline = deadline_after(rules.backward_timeout if backward else rules.forward_timeout)
+    answers = Answers(requests, len(needed_T))
+    pending = Pending(limited=deadline is not None or rules.timeout_after_k_min is not None)
     sent: dict[int, float] = {}
     try:
-        for place, request in enumerate(requests):
+        for index, request in enumerate(requests):
             request.to.counts.add("requests", rows=len(request.tokens))
-            sent[place] = time.perf_counter()
+            sent[index] = time.perf_counter()
             try:
-                arrivals.send(place, request, deadline)
+                pending.send(index, request, deadline)
             except (ValueError, TypeError):
                 raise
-            except Exception as error:  # full, closed, or gone
-                del sent[place]
+            except Exception as error:  # the pool is full, closed or gone
+                del sent[index]
                 request.to.counts.add("failed")
-                answers.fail(place, error.with_traceback(None))  # which holds this frame, with all tensors
-        arrivals.help(deadline)
-        collect(answers, arrivals, sent, needed, deadline, timeout_after, acceptable)
+                answers.fail(index, error.with_traceback(None))  # the traceback holds this frame, with all tensors
+        pending.run_inline(deadline)
+        _collect(answers, pending, sent, needed_T, deadline, rules)
     finally:
-        arrivals.close()
-        for place in sent:
-            requests[place].to.counts.add("given_up")
-    for place, begin in sent.items():
-        requests[place].member.rest.given_up()
-        answers.fail(place, GivenUp(f"no answer within {time.perf_counter() - begin:.3g} s"))
-    return answers
+        pending.close()
+        for index in sent:
+            requests[index].to.counts.add("given_up")
+    for index, begin in sent.items():
+        requests[index].member.backoff.timed_out()
+        answers.fail(index, GivenUp(f"no answer within {time.perf_counter() - begin:.3g} s"))
+    few_T = answers.came < needed_T
+    if rules.raises and bool(few_T.any()):
+        what, k_min = ("gradients", rules.backward_k_min) if backward else ("answers", rules.k_min)
+        raise TooFewAnswersError(mixture, what, k_min, few_T, answers.failures)
+    return answers, few_T
 
 
-def collect(
-    answers: Answers,
-    arrivals: Arrivals,
-    sent: dict[int, float],
-    needed: Tensor,
-    deadline: float | None,
-    timeout_after: float | None,
-    acceptable: Callable[[tuple[Any, ...]], bool],
+def _collect(
+    answers: Answers, pending: Pending, sent: dict[int, float], needed_T: Tensor, deadline: float | None, rules: Rules
 ) -> None:
-    """Take out of ``sent`` what ends in time."""
+    """Move requests from ``sent`` to ``answers`` as they end, until the wait is over."""
     enough = False
     while sent:
-        if not enough and answers.settled(needed):
+        if not enough and answers.settled(needed_T):
             enough = True
-            grace = deadline_after(timeout_after)
+            grace = deadline_after(rules.timeout_after_k_min)
             if grace is not None:
                 deadline = grace if deadline is None else min(deadline, grace)
         left = seconds_left(deadline)
         try:
-            place, ended, when = arrivals.get(PATIENCE if left is None else min(PATIENCE, left))
+            index, outcome, when = pending.get(IDLE_CHECK_PERIOD_S if left is None else min(IDLE_CHECK_PERIOD_S, left))
         except queue.Empty:
             if seconds_left(deadline) == 0:
                 return
-            for request in [answers.requests[place] for place in sent]:
+            for request in [answers.requests[index] for index in sent]:
                 if not request.to.pool.served:
                     request.member.log.idle(request.to.pool.name)
             continue
-        request = answers.requests[place]
-        begin = sent[place]
-        why = why_not(ended)
+        request = answers.requests[index]
+        why = error_of(outcome)
         if why is None:
-            assert not isinstance(ended, BaseException)
-            result = tuple(ended.result())
-            if acceptable(result):
-                request.to.counts.add("answered", latency=when - begin)
-                answers.add(place, result)
-            else:
+            assert not isinstance(outcome, BaseException)
+            result = tuple(outcome.result())
+            if rules.detect_anomalies and not all_finite([one for one in result if isinstance(one, Tensor)]):
                 request.to.counts.add("anomalous")
-                answers.fail(place, AnomalyError("the answer holds NaN or infinity"))
+                answers.fail(index, AnomalyError("the answer holds NaN or infinity"))
+            else:
+                request.to.counts.add("answered", latency=when - sent[index])
+                answers.add(index, result)
         elif isinstance(why, TimeoutError) and seconds_left(deadline) == 0:
-            return  # the pool has given it up, as we are about to
+            return  # the pool has dropped it, as we are about to
         else:
             request.to.counts.add("failed")
-            answers.fail(place, why)
-        request.member.rest.answered()
-        del sent[place]
+            answers.fail(index, why)
+        request.member.backoff.answered()
+        del sent[index]
 
 
-def why_not(ended: Future | BaseException) -> BaseException | None:
-    """Why there is no result, if there is none."""
-    if isinstance(ended, BaseException):
-        return ended
+def error_of(outcome: Future | BaseException) -> BaseException | None:
+    """Return why a request has no result, or None if it has one."""
+    if isinstance(outcome, BaseException):
+        return outcome
     try:
-        return ended.exception()
+        return outcome.exception()
     except CancelledError as error:  # by its runtime
         return error

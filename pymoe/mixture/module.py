@@ -10,18 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from pymoe.autograd.compiler_disable import compiler_disable
-from pymoe.mixture.choice import Choice, choose, gather_rows, mix, weigh
-from pymoe.mixture.counts import BackendStats
-from pymoe.mixture.errors import TooFewAnswersError
-from pymoe.mixture.fallback import Fallback, check_fallback, fall_back
-from pymoe.mixture.fan_out import ExpertRequest
-from pymoe.mixture.gate import SlotGate
-from pymoe.mixture.node import ExpertsNode, ForwardRecord
-from pymoe.mixture.options import NAME, check_options, check_schemas
-from pymoe.mixture.rest import awake
-from pymoe.mixture.rules import Rules
-from pymoe.mixture.slots import Slots
-from pymoe.mixture.used import UsedAnswer, use_answers
+from pymoe.mixture.autograd_node import ExpertsNode, ForwardRecord, UsedAnswer, use_answers
+from pymoe.mixture.fan_out import ExpertRequest, Rules, TooFewAnswersError, ask
+from pymoe.mixture.members import Slots, members_to_ask
+from pymoe.mixture.options import NAME, Fallback, check_fallback, check_options, check_schemas, fall_back
+from pymoe.mixture.routing import Choice, SlotGate, choose, gather_rows, mix, weigh
+from pymoe.mixture.stats import BackendStats
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.reference.checks import FLOATING
 from pymoe.reference.types import Gate, RouterLosses
@@ -33,71 +27,77 @@ from pymoe.runtime.schema import RequestSchema, tensor_protos
 
 
 class MixtureOfExpertBackends(nn.Module):
-    """Every row asks the ``top_k`` experts that its gate likes best, through their backends' pools.
+    """A gate over served experts: every row asks the ``top_k`` experts with the largest logits, through their pools.
 
-    ``mixture(*args, **kwargs)`` takes and returns what one of the experts does. The gate looks at the first tensor;
-    each expert is asked for its own rows alone, all experts at once; a row's output is the sum of its experts' outputs,
-    weighted by the softmax over its gate's logits. Gradients flow to the gate and to the inputs, and each expert that
-    answered is updated by its backend, in the backward pass of what the mixture is a part of. The experts' parameters
-    are none of the mixture's, as with :class:`~pymoe.runtime.ExpertClient`.
+    ``mixture(*args, **kwargs)`` takes and returns what one of the experts does. The gate sees the first tensor; all
+    experts are asked at once, each for its own rows; a row's output is the sum of its experts' outputs, weighted by the
+    softmax over its logits. Gradients flow to the gate and to the inputs, and every expert that answered is updated by
+    its backend during the backward pass. As with :class:`~pymoe.runtime.ExpertClient`, the experts' parameters are not
+    parameters of this module.
 
-    **What may fail.** A row needs ``k_min`` answers. Once every row has them (or cannot get them any more), the others
-    have ``timeout_after_k_min`` seconds left, and all have ``forward_timeout`` seconds together. Weights are the
-    softmax over the answers that came. An expert that raises, does not answer in time, is not served any more or has no
-    room in its queue gives no answer; the log ``pymoe.runtime`` says so once a minute and backend. Requests that are
-    not waited for any longer are cancelled if they have not begun, and ignored if they have; a batch that has begun
-    keeps a worker of its runtime: there must be more (``num_workers``) than experts that hang. The backward pass asks
-    those whose answers were used, all at once; gradients that do not come are zero. A backward request that has begun
-    and is not waited for updates its expert all the same. Of wrong arguments no expert hears: they raise.
+    **Failures.** A row needs ``k_min`` answers. Once every row has them (or cannot get them any more), the remaining
+    requests have ``timeout_after_k_min`` seconds left; all together have ``forward_timeout`` seconds. Weights are the
+    softmax over the answers that came. An expert gives no answer if it raises, is too slow, is not served any more or
+    has no room in its queue; the logger ``pymoe.runtime`` reports this at most once a minute for each backend. A
+    request that the mixture stops waiting for is cancelled if it has not begun, and ignored if it has; a batch that has
+    begun keeps a worker of its runtime busy, so ``num_workers`` must exceed the number of experts that may hang. The
+    backward pass asks all experts whose answers were used at once; gradients that do not come are zero. A backward
+    request that has begun updates its expert even if the mixture does not wait for it. Invalid arguments raise before
+    any expert is asked.
 
-    A backend that has not answered ``rest_after`` requests in a row in time is not chosen for ``rest`` seconds; if it
-    does not answer then, for twice as long, and so on up to 64 times ``rest``. Rows choose among the others meanwhile,
-    as long as there are ``k_min``; if not, nobody rests. An answer in time ends it, and so does an error.
+    **Backoff.** A backend that times out ``rest_after`` times in a row is not asked for ``rest`` seconds; if it times
+    out again after that, for twice as long, and so on up to 64 times ``rest``. Rows choose among the other backends
+    meanwhile, as long as there are ``k_min``; otherwise all are asked. An answer in time ends the backoff, and so does
+    an error.
 
-    **Slots.** The gate has ``max_experts`` columns, whatever happens. A backend takes one of them; the others are never
-    chosen. Backends may be added, removed and replaced at any time, from any thread: calls that are under way go on
-    with those that they began with. The gate's parameters stay the same objects, so an optimizer that knows them goes
-    on as well; what it remembers of a column (momentum) stays when another backend takes it. ``state_dict`` holds the
-    gate, and the slots of the backends by name; ``load_state_dict`` moves the backends to these slots.
+    **Slots.** The gate always has ``max_experts`` columns. A backend takes one of them; free ones are never chosen.
+    Backends may be added, removed and replaced at any time and from any thread; pending calls continue with the
+    backends that they began with. The gate's parameters stay the same objects, so an optimizer that holds them
+    continues to work; its state for a column (momentum) stays when another backend takes the slot. ``state_dict`` holds
+    the gate, and the slots of the backends by name; ``load_state_dict`` moves the backends to these slots.
 
-    An expert may be, or hold, such a mixture itself: inside a batch a call runs what it asks for where no worker does,
-    so that ``timeout_after_k_min`` does not count there.
+    An expert may be, or contain, such a mixture itself. Inside a batch, where no worker may be free, a call runs its
+    requests in its own thread, and ``timeout_after_k_min`` has no effect.
 
-    There are no second derivatives through the experts. ``torch.compile`` leaves a mixture as it is. Under gradient
-    checkpointing experts are asked once more, and others may answer. Copies (``copy.deepcopy``) have a gate of their
-    own and ask the same backends; a mixture cannot be pickled. The module's mode concerns the auxiliary losses alone.
+    There are no second derivatives through the experts. ``torch.compile`` does not compile a mixture (graph break).
+    Under gradient checkpointing experts are asked twice, and other ones may answer. Copies (``copy.deepcopy``) have
+    their own gate and ask the same backends; a mixture cannot be pickled. ``train()`` and ``eval()`` affect only the
+    auxiliary losses.
 
     Args:
-        backends: with names of their own and equal schemas. All outputs must be tensors of float32, float64, bfloat16
-            or float16; tensors among the inputs may be of any dtype.
-        top_k: K, how many backends a row asks. Where there are fewer, it asks them all.
-        gate: called with the first tensor (rows, ...), returns logits (rows, max_experts); minus infinity is never
-            chosen. None makes a linear layer. A gate with a method ``reset_slot(slot)`` is told when a new backend
-            takes a slot.
-        max_experts: slots; None: as many as there are ``backends``.
+        backends: with distinct names and equal schemas. All outputs must be tensors of float32, float64, bfloat16 or
+            float16; tensors among the inputs may have any dtype.
+        top_k: K, how many backends a row asks. If there are fewer, it asks all.
+        gate: called with the first tensor (rows, ...), returns logits (rows, max_experts), where minus infinity is
+            never chosen. None makes a linear layer. If the gate has a method ``reset_slot(slot)``, it is called when a
+            new backend takes a slot.
+        max_experts: number of slots; None: ``len(backends)``.
         k_min: answers that each row needs.
-        forward_timeout: seconds; None: as long as it takes.
+        forward_timeout: seconds; None: no limit.
         timeout_after_k_min: seconds, in both passes; None: no limit but ``forward_timeout`` and ``backward_timeout``.
         backward_k_min: gradients that each row needs, of the answers that it used; 0: none.
-        backward_timeout: seconds; None: as long as it takes.
-        rest_after: requests in a row, of both passes; None: no backend ever rests.
-        rest: seconds.
-        detect_anomalies: answers and gradients with NaN or infinity count as if they had not come, and such values
-            among the inputs, the gate's logits (but minus infinity), or the gradients that reach the mixture, raise
-            ValueError. Without it, they pass.
-        on_too_few: ``"raise"`` :class:`TooFewAnswersError`, in both passes; or ``"fallback"``: rows with too few
-            answers get the ``fallback``, and gradients that are missing in the backward pass are zero.
-        fallback: ``"zeros"``; ``"input"``, the row's first tensor, for experts that return what they take; or what is
-            called with the arguments of these rows alone and returns what the experts would (a module is trained).
-        aux_loss_coef, z_loss_coef: as in :class:`pymoe.nn.MoE`; over the backends that there are.
+        backward_timeout: seconds; None: no limit.
+        rest_after: timeouts in a row, of both passes, after which a backend backs off; None disables backoff.
+        rest: seconds of the first backoff.
+        detect_anomalies: treat answers and gradients with NaN or infinity as missing, and raise ValueError for such
+            values among the inputs, the gate's logits (minus infinity is allowed), or the gradients that reach the
+            mixture. Without it, they pass.
+        on_too_few: for rows with too few answers, ``"raise"`` :class:`TooFewAnswersError` (in both passes), or use the
+            ``"fallback"`` (missing gradients are zero in the backward pass).
+        fallback: ``"zeros"``; ``"input"``, the row of the first tensor, for experts that return what they take; or a
+            callable that gets the arguments of these rows alone and returns what the experts would (a module is
+            trained).
+        aux_loss_coef, z_loss_coef: as in :class:`pymoe.nn.MoE`; over the current backends.
 
     Attributes:
         gate: the module.
         router_losses: those of the last call; None before.
 
-    Raises, from a call:
-        TypeError, ValueError: arguments that the schema does not allow, logits of another shape, or non-finite values
-            with ``detect_anomalies``.
+    A call raises what follows.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit the schema, logits of another shape, or non-finite values with
+            ``detect_anomalies``.
         TooFewAnswersError: see ``on_too_few``.
     """
 
@@ -147,7 +147,8 @@ class MixtureOfExpertBackends(nn.Module):
         self._dummy = torch.empty(0, requires_grad=True, device="cpu")
         self._slots = Slots(max_experts)
         for backend in backends:
-            self._take_in(backend, None)
+            check_schemas(backend, self._schemas)
+            self._slots.add(backend, None)
 
     _name = NAME
 
@@ -156,11 +157,11 @@ class MixtureOfExpertBackends(nn.Module):
             raise ValueError(f"{self._name}: a gate= must be given, since the first tensor is {first!r}")
         return SlotGate(math.prod(first.size), self.max_experts)
 
-    # --- the backends ---
+    # --- backends ---
 
     @property
     def backends(self) -> dict[str, ExpertBackend]:
-        """Those that there are now, by name, in the order of their slots."""
+        """The current backends by name, in the order of their slots."""
         return {member.name: member.backend for member in self._slots.members}
 
     @property
@@ -169,39 +170,42 @@ class MixtureOfExpertBackends(nn.Module):
         return self._slots.names()
 
     def add_backend(self, backend: ExpertBackend, slot: int | None = None) -> int:
-        """Let rows choose ``backend`` from now on; returns its slot: ``slot``, or the first that is free.
+        """Let rows choose ``backend`` from now on, and reset its column of the gate if the gate has ``reset_slot``.
 
-        The gate's column begins anew, if the gate knows how to (the default one does).
+        Args:
+            backend: the new backend.
+            slot: where to put it; None: the first free slot.
+
+        Returns:
+            Its slot.
 
         Raises:
-            ValueError: no such free slot, a name that is taken, or another schema than the others'.
+            TypeError: ``backend`` is not an ExpertBackend, or ``slot`` not an int.
+            ValueError: the slot is not free, or no slot is; the name is taken; or the schemas are not the others'.
         """
-        return self._take_in(backend, slot, begin_anew=True)
-
-    def _take_in(self, backend: ExpertBackend, slot: int | None, begin_anew: bool = False) -> int:
         check_schemas(backend, self._schemas)
-        return self._slots.put(backend, slot, self._reset if begin_anew else None).slot
+        return self._slots.add(backend, slot, prepare=self._reset).slot
 
     def remove_backend(self, backend: str | ExpertBackend) -> ExpertBackend:
-        """Choose it no more; returns it. Calls that are under way still get its answers, if it is still served.
+        """Stop choosing ``backend``, and return it. Pending calls still get its answers, while it is served.
 
         Raises:
-            KeyError: there is none such.
+            KeyError: the mixture has no such backend.
         """
         return self._slots.remove(backend).backend
 
     def replace_backend(self, old: str | ExpertBackend, new: ExpertBackend, *, keep_gate: bool = True) -> int:
-        """Let ``new`` take the slot of ``old``, whose name it may have; returns the slot.
+        """Let ``new`` take the slot of ``old``, and return the slot.
 
         Args:
             old: the backend, or its name.
-            new: the backend that is asked from now on.
-            keep_gate: choose it as often as the old one, as for one that was restored; otherwise its column begins
-                anew, as in :meth:`add_backend`.
+            new: the backend to ask from now on; it may have the name of ``old``.
+            keep_gate: keep the column of the gate, as for an expert that was restored; otherwise it is reset, as in
+                :meth:`add_backend`.
 
         Raises:
-            KeyError: there is no such ``old``.
-            ValueError: a name that is taken, or another schema than the others'.
+            KeyError: the mixture has no backend ``old``.
+            ValueError: the name is taken, or the schemas are not the others'.
         """
         check_schemas(new, self._schemas)
         member = self._slots.replace(old, new)
@@ -215,19 +219,19 @@ class MixtureOfExpertBackends(nn.Module):
             reset(slot)
 
     def stats(self) -> dict[str, BackendStats]:
-        """What became of the requests to each backend, by name."""
+        """Return what became of the requests to each backend, by name."""
         return {member.name: member.stats() for member in self._slots.members}
 
-    # --- a call ---
+    # --- calls ---
 
-    @compiler_disable  # the compiler would trace the waiting in pieces
+    @compiler_disable  # it would trace the waiting in pieces
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The experts' mixed outputs for these arguments."""
+        """Return the experts' outputs for these arguments, mixed row by row."""
         inputs = self._arguments.flatten_arguments(args, kwargs)
         rows = self._arguments.check_inputs(inputs)
         if self.rules.detect_anomalies and not all_finite([x for x in inputs if x.is_floating_point()]):
             raise ValueError(f"{self._name}: an input holds NaN or infinity")
-        members = awake(self._slots.members, self.rest_after, self.rest, self.rules.k_min)
+        members = members_to_ask(self._slots.members, self.rest_after, self.rest, self.rules.k_min)
         logits = self._logits(inputs[0], rows)
         if not members:
             few_T = torch.ones(rows, dtype=torch.bool, device="cpu")
@@ -257,7 +261,7 @@ class MixtureOfExpertBackends(nn.Module):
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _ask(self, inputs: list[Tensor], choice: Choice, trains: bool) -> tuple[list[Tensor], Tensor]:
-        """The mixed outputs, and which rows had too few answers (on the CPU)."""
+        """Return the mixed outputs, and a (T,) mask of the rows with too few answers, on the CPU."""
         gathered = [gather_rows(x, choice.routing) for x in inputs]
         requests = [
             ExpertRequest(
@@ -266,7 +270,7 @@ class MixtureOfExpertBackends(nn.Module):
             for group in choice.groups
         ]
         needed_T = torch.full((len(inputs[0]),), self.rules.k_min, device="cpu")
-        answers, few_T = self.rules.answers_of(self._name, requests, needed_T)
+        answers, few_T = ask(self._name, self.rules, requests, needed_T)
         used, outputs, came_TK = use_answers(choice, answers, few_T, self._output_protos, gathered[0].device)
         outputs = self._attach(outputs, used, gathered, len(few_T), trains)
         weights_TK = self._carry_losses(weigh(choice.chosen_TK, came_TK), choice)
@@ -280,7 +284,7 @@ class MixtureOfExpertBackends(nn.Module):
         rows: int,
         trains: bool,
     ) -> tuple[Tensor, ...]:
-        """The outputs as a part of the caller's graph, where it records one."""
+        """Return the outputs as part of the caller's graph, if it records one."""
         if not (torch.is_grad_enabled() and (trains or any(x.requires_grad for x in inputs))):
             return outputs
         record = ForwardRecord(self._name, self.rules, used, rows, self._output_protos)
@@ -290,14 +294,14 @@ class MixtureOfExpertBackends(nn.Module):
     def _carry_losses(self, weights_TK: Tensor, choice: Choice) -> Tensor:
         if not len(weights_TK):
             return weights_TK
-        gate = Gate(weights_TK, choice.routing.slot, choice.load)  # of the choices nothing but their load matters here
+        gate = Gate(weights_TK, choice.routing.slot, choice.load)  # the losses read its load alone
         weights_TK, self.router_losses = self.losses(gate, choice.logits_TL)
         return weights_TK
 
-    # --- as a module ---
+    # --- the module ---
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The slots of the backends, without which the gate's columns mean nothing."""
+        """Return the slots of the backends: what the gate's columns mean."""
         return {"slots": self.slots}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -307,7 +311,7 @@ class MixtureOfExpertBackends(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
         missing_keys = args[2]
-        if (key := f"{prefix}_extra_state") in missing_keys:  # the state of the bare gate: slots stay as they are
+        if (key := f"{prefix}_extra_state") in missing_keys:  # a state of the gate alone: slots stay as they are
             missing_keys.remove(key)
 
     def extra_repr(self) -> str:

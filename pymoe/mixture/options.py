@@ -1,17 +1,21 @@
-"""Checks of what a mixture is made with."""
+"""The options of a mixture: their checks, and the fallback for rows with too few answers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from torch import Tensor
 
 from pymoe.reference import checks
 from pymoe.reference.checks import FLOATING
 from pymoe.runtime.backend import ExpertBackend
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
-from pymoe.runtime.nested import nested_compare, nested_flatten, nested_map
+from pymoe.runtime.nested import nested_compare, nested_flatten, nested_map, nested_pack
+from pymoe.runtime.schema import under_autocast
 
 NAME = "MixtureOfExpertBackends"
+Fallback = Literal["zeros", "input"] | Callable[..., Any]
 
 
 def check_options(
@@ -26,9 +30,9 @@ def check_options(
     rest: float,
     **timeouts: float | None,
 ) -> int:
-    """Raises ValueError or TypeError; returns how many slots there are."""
+    """Return the number of slots; raises TypeError or ValueError for an option of the wrong kind or value."""
     if not backends:
-        raise ValueError(f"{NAME}: at least one backend is needed")
+        raise ValueError(f"{NAME}: backends must hold at least one backend, got none")
     if max_experts is None:
         max_experts = len(backends)
     checks.integer(NAME, "max_experts", max_experts, len(backends), None, "at least the number of backends")
@@ -39,7 +43,7 @@ def check_options(
     if rest_after is not None:
         checks.integer(NAME, "rest_after", rest_after, 1, None, "at least 1, or None")
     if rest is None:
-        raise TypeError(f"{NAME}: rest must be a number of seconds; rest_after=None is how nobody rests")
+        raise TypeError(f"{NAME}: rest must be a number of seconds, got None (rest_after=None disables backoff)")
     for name, seconds in {"rest": rest, **timeouts}.items():
         if seconds is None:
             continue
@@ -51,11 +55,15 @@ def check_options(
 
 
 def check_schemas(backend: Any, expected: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
-    """The forward and outputs schemas of ``backend``, if a mixture can use it beside those with the ``expected`` ones.
+    """Return the forward and outputs schemas of ``backend``.
+
+    Args:
+        backend: the new member of a mixture.
+        expected: the schemas of the other members.
 
     Raises:
-        TypeError: no ExpertBackend.
-        ValueError: other schemas, or outputs that cannot be weighted.
+        TypeError: ``backend`` is not an ExpertBackend.
+        ValueError: its schemas are not the ``expected`` ones, or its outputs cannot be weighted.
     """
     if not isinstance(backend, ExpertBackend):
         raise TypeError(f"{NAME}: a backend must be an ExpertBackend, got {type(backend).__name__}")
@@ -68,16 +76,65 @@ def check_schemas(backend: Any, expected: tuple[Any, Any] | None = None) -> tupl
                 f"{backend.name!r} returns {leaf!r}"
             )
     if not nested_flatten(schemas[1]):
-        raise ValueError(f"{NAME}: {backend.name!r} returns nothing")
+        raise ValueError(f"{NAME}: {backend.name!r} returns no tensor")
     if expected is not None:
-        for what, mine, its in zip(("takes", "returns"), expected, schemas, strict=True):
-            if not nested_compare(mine, its) or nested_map(_kind, mine) != nested_map(_kind, its):
-                raise ValueError(f"{NAME}: {backend.name!r} {what} {its!r}, and the other backends {mine!r}")
+        for what, wanted, got in zip(("takes", "returns"), expected, schemas, strict=True):
+            if not nested_compare(wanted, got) or nested_map(_kind, wanted) != nested_map(_kind, got):
+                raise ValueError(f"{NAME}: {backend.name!r} {what} {got!r}, but the other backends {wanted!r}")
     return schemas
 
 
 def _kind(leaf: Any) -> Any:
-    """What must be equal in all backends: where tensors lie does not matter."""
+    """Return what must be equal in all backends; devices may differ."""
     if isinstance(leaf, BatchTensorProto):
         return (leaf.size, leaf.dtype)
     return leaf
+
+
+def check_fallback(fallback: Fallback, first: BatchTensorProto, output_protos: tuple[BatchTensorProto, ...]) -> None:
+    """Raise ValueError for an invalid fallback, or one that does not fit the experts' first input and outputs."""
+    if not callable(fallback) and fallback not in ("zeros", "input"):
+        raise ValueError(f"{NAME}: fallback must be 'zeros', 'input' or a callable, got {fallback!r}")
+    if fallback == "input" and output_protos != (first.replace(device=output_protos[0].device),):
+        raise ValueError(f"{NAME}: fallback='input' needs one output like the first tensor, {first!r}")
+
+
+def fall_back(
+    fallback: Fallback,
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    arguments: tuple[Any, Any],
+    outputs_schema: Any,
+    output_protos: Sequence[BatchTensorProto],
+    few_T: Tensor,
+) -> list[Tensor]:
+    """Return ``outputs`` with the fallback in the rows ``few_T``, where ``outputs`` hold zeros.
+
+    Args:
+        fallback: the mixture's, not ``"zeros"``.
+        outputs: flat, each (T, ...).
+        inputs: flat, each (T, ...).
+        arguments: the call's (args, kwargs), whose tensors ``inputs`` are.
+        outputs_schema: what the experts return.
+        output_protos: the same, flat.
+        few_T: mask of rows, on the CPU.
+    """
+    rows = few_T.nonzero().flatten().to(inputs[0].device)
+    if fallback == "input":
+        flat: Sequence[Any] = [inputs[0][rows]]
+    else:
+        assert callable(fallback)
+        leaves = iter([x[rows] for x in inputs])
+        args, kwargs = nested_pack(
+            [next(leaves) if isinstance(leaf, Tensor) else leaf for leaf in nested_flatten(arguments)], arguments
+        )
+        result = fallback(*args, **kwargs)
+        if not nested_compare(result, outputs_schema):
+            raise ValueError(f"{NAME}: the fallback must return {outputs_schema!r}, got {result!r}")
+        flat = nested_flatten(result)
+    flat = [under_autocast(one, proto) for one, proto in zip(flat, output_protos, strict=True)]
+    for proto, one in zip(output_protos, flat, strict=True):
+        proto.replace(device=None).check(one, f"{NAME}: what the fallback returns")
+        if len(one) != len(rows):
+            raise ValueError(f"{NAME}: the fallback must return {len(rows)} rows, got {len(one)}")
+    return [output.index_copy(0, rows, one) for output, one in zip(outputs, flat, strict=True)]

@@ -1,4 +1,4 @@
-"""The update rule of the expert bias: balance without an auxiliary loss."""
+"""The update rule of the expert bias, which balances experts without an auxiliary loss."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pymoe.nn.advice import tell_once
+from pymoe.nn.options import warn_once
 from pymoe.nn.router import Router
 
 
@@ -17,26 +17,26 @@ def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = Non
 
     ``expert_bias += bias_update_rate * sign(mean load - load)`` (arXiv 2408.15664, algorithm 1; DeepSeek-V3,
     arXiv 2412.19437), where the load is the number of slots each expert was chosen for in all backward passes since
-    the last update: all micro-batches of an optimizer step together. A router that saw no tokens stays as it is.
+    the last update, of all micro-batches of an optimizer step together. A router that saw no tokens stays unchanged.
 
-    Nothing calls this by itself: a layer cannot know when an optimizer step is complete. Where ``torch.distributed``
-    is initialised the loads are summed over ``group`` first, all layers in one all-reduce, so that the ranks' biases
-    stay equal; every rank of the group must then make the call, for the same routers.
+    A layer does not call this by itself, since it cannot know when an optimizer step is complete. If
+    ``torch.distributed`` is initialised, the loads are first summed over ``group``, those of all layers in one
+    all-reduce, so that the ranks' biases stay equal; every rank of the group must then call this for the same routers.
 
     Args:
         model: any module that holds :class:`pymoe.nn.Router` or :class:`pymoe.nn.MoE` layers. Those without an
-            ``expert_bias`` are left alone; where there is no other, a ``UserWarning`` says so once.
-        group: the ranks that share the model's tokens: those of data parallelism. ``None`` means all ranks.
+            ``expert_bias`` are skipped; if there is no other, a ``UserWarning`` is given once.
+        group: the ranks of data parallelism, which share the model's tokens; ``None`` means all ranks.
     """
     all_routers = [module for module in model.modules() if isinstance(module, Router)]
     routers = [router for router in all_routers if router.expert_bias is not None]
     if not routers:
         seen = "whose bias_update_rate is 0" if all_routers else "no pymoe.nn.MoE or Router layer"
         has = f"holds {len(all_routers)} router(s) " if all_routers else "holds "
-        tell_once(
+        warn_once(
             "nothing to update",
-            f"update_expert_biases: the {type(model).__name__} it was called with {has}{seen}, so the call balances "
-            "nothing; build the layers with MoE(..., bias_update_rate=0.001), or drop the call",
+            f"update_expert_biases: the {type(model).__name__} that it was called with {has}{seen}, so the call has "
+            "no effect; build the layers with MoE(..., bias_update_rate=0.001), or drop the call",
             stacklevel=3,  # past torch.no_grad's wrapper
         )
         return
@@ -49,11 +49,11 @@ def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = Non
         direction_E = torch.sign(load_E.sum() - router.num_experts * load_E)
         router.expert_bias.add_(direction_E.to(router.expert_bias.dtype), alpha=router.bias_update_rate)
         router.counted.zero_()
-        router.bias_is_tended = True
+        router.bias_was_updated = True
 
 
 def _summed_over_ranks(loads: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
-    """The loads, which may lie on several devices, summed over the ranks of ``group`` in one all-reduce."""
+    """Return the loads, which may lie on several devices, summed over ``group`` in one all-reduce."""
     flat = torch.cat([load.to(loads[0].device) for load in loads])
     dist.all_reduce(flat, group=group)
     parts = flat.split([load.numel() for load in loads])

@@ -1,4 +1,4 @@
-"""Experts: the feed-forward networks, routed ones and shared ones."""
+"""The experts of a layer: feed-forward networks, routed and shared ones."""
 
 from __future__ import annotations
 
@@ -6,26 +6,74 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pymoe.nn import arguments
-from pymoe.nn.backend import Backend, operators
+from pymoe.nn.options import Backend, check_backend, check_dtype, check_flag, check_size, operators
 from pymoe.reference import checks
 from pymoe.reference.expert_activation import KINDS
 from pymoe.reference.types import ActivationKind
 
 
-class Experts(nn.Module):
+class _FeedForward(nn.Module):
+    """The parameters of two linear layers with an activation between them, each shaped ``(*stack, ...)``."""
+
+    b_in: nn.Parameter | None
+    b_out: nn.Parameter | None
+
+    def __init__(
+        self,
+        layer: str,
+        hidden_size: int,
+        ffn_size: int,
+        stack: tuple[int, ...],
+        activation: ActivationKind,
+        bias: bool,
+        backend: Backend,
+        device: torch.device | str | int | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        check_size(layer, "hidden_size", hidden_size)
+        check_size(layer, "ffn_size", ffn_size)
+        checks.choice(layer, "activation", activation, KINDS)
+        check_flag(layer, "bias", bias)
+        check_backend(layer, backend)
+        check_dtype(layer, dtype)
+        self.hidden_size = hidden_size
+        self.ffn_size = ffn_size
+        self.activation = activation
+        self.backend = backend
+        inner = 2 * ffn_size if activation == "swiglu" else ffn_size
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*stack, *shape, device=device, dtype=dtype))
+
+        self.w_in = parameter(inner, hidden_size)
+        self.w_out = parameter(hidden_size, ffn_size)
+        self.register_parameter("b_in", parameter(inner) if bias else None)
+        self.register_parameter("b_out", parameter(hidden_size) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise every network as two ``nn.Linear``: uniform in ±1/sqrt(inputs)."""
+        for weight, bias in ((self.w_in, self.b_in), (self.w_out, self.b_out)):
+            bound = weight.shape[-1] ** -0.5
+            nn.init.uniform_(weight, -bound, bound)
+            if bias is not None:
+                nn.init.uniform_(bias, -bound, bound)
+
+
+class Experts(_FeedForward):
     """E feed-forward networks over rows that are sorted by expert.
 
     ``act(row @ w_in[e].T + b_in[e]) @ w_out[e].T + b_out[e]`` for the rows of expert e, with the activations of
-    :func:`pymoe.ops.expert_activation`. Parameters are stacked along a first dimension E, as sharding by expert wants
-    them, and each expert is initialised as two ``nn.Linear`` would be.
+    :func:`pymoe.ops.expert_activation`. Parameters are stacked along a first dimension E, ready for sharding by
+    expert, and each expert is initialised as two ``nn.Linear`` would be.
 
     Args:
         hidden_size: H.
         ffn_size: F.
         num_experts: E.
         activation: ``"swiglu"``, ``"gelu"`` or ``"relu"``.
-        bias: have ``b_in`` and ``b_out``.
+        bias: add ``b_in`` and ``b_out``.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
         device: of the parameters.
         dtype: of the parameters.
@@ -41,9 +89,6 @@ class Experts(nn.Module):
         ValueError: an argument is out of range.
     """
 
-    b_in: nn.Parameter | None
-    b_out: nn.Parameter | None
-
     def __init__(
         self,
         hidden_size: int,
@@ -56,27 +101,9 @@ class Experts(nn.Module):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        _check("Experts", hidden_size, ffn_size, activation, bias, backend, dtype)
-        arguments.size("Experts", "num_experts", num_experts)
-        self.hidden_size = hidden_size
-        self.ffn_size = ffn_size
+        check_size("Experts", "num_experts", num_experts)
+        super().__init__("Experts", hidden_size, ffn_size, (num_experts,), activation, bias, backend, device, dtype)
         self.num_experts = num_experts
-        self.activation = activation
-        self.backend = backend
-        inner = 2 * ffn_size if activation == "swiglu" else ffn_size
-        self.w_in = nn.Parameter(torch.empty(num_experts, inner, hidden_size, device=device, dtype=dtype))
-        self.w_out = nn.Parameter(torch.empty(num_experts, hidden_size, ffn_size, device=device, dtype=dtype))
-        b_in = torch.empty(num_experts, inner, device=device, dtype=dtype) if bias else None
-        b_out = torch.empty(num_experts, hidden_size, device=device, dtype=dtype) if bias else None
-        self.register_parameter("b_in", None if b_in is None else nn.Parameter(b_in))
-        self.register_parameter("b_out", None if b_out is None else nn.Parameter(b_out))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialise every expert as two ``nn.Linear``: uniform in ±1/sqrt(inputs)."""
-        _reset_linear(self.w_in, self.b_in)
-        _reset_linear(self.w_out, self.b_out)
 
     def forward(self, rows_SH: Tensor, offsets: Tensor) -> Tensor:
         """Apply to every row its expert.
@@ -102,17 +129,17 @@ class Experts(nn.Module):
         )
 
 
-class SharedExperts(nn.Module):
+class SharedExperts(_FeedForward):
     """The experts that every token passes through (DeepSeekMoE, arXiv 2401.06066).
 
-    n shared experts of size F whose outputs are added are one feed-forward network of size n * F, and that is what
-    this is: ``act(x @ w_in.T + b_in) @ w_out.T + b_out``.
+    n shared experts of size F whose outputs are added equal one feed-forward network of size n * F, which is how they
+    are computed: ``act(x @ w_in.T + b_in) @ w_out.T + b_out``.
 
     Args:
         hidden_size: H.
         ffn_size: F, of all shared experts together.
         activation: ``"swiglu"``, ``"gelu"`` or ``"relu"``.
-        bias: have ``b_in`` and ``b_out``.
+        bias: add ``b_in`` and ``b_out``.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
         device: of the parameters.
         dtype: of the parameters.
@@ -128,9 +155,6 @@ class SharedExperts(nn.Module):
         ValueError: an argument is out of range.
     """
 
-    b_in: nn.Parameter | None
-    b_out: nn.Parameter | None
-
     def __init__(
         self,
         hidden_size: int,
@@ -142,25 +166,7 @@ class SharedExperts(nn.Module):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        _check("SharedExperts", hidden_size, ffn_size, activation, bias, backend, dtype)
-        self.hidden_size = hidden_size
-        self.ffn_size = ffn_size
-        self.activation = activation
-        self.backend = backend
-        inner = 2 * ffn_size if activation == "swiglu" else ffn_size
-        self.w_in = nn.Parameter(torch.empty(inner, hidden_size, device=device, dtype=dtype))
-        self.w_out = nn.Parameter(torch.empty(hidden_size, ffn_size, device=device, dtype=dtype))
-        b_in = torch.empty(inner, device=device, dtype=dtype) if bias else None
-        b_out = torch.empty(hidden_size, device=device, dtype=dtype) if bias else None
-        self.register_parameter("b_in", None if b_in is None else nn.Parameter(b_in))
-        self.register_parameter("b_out", None if b_out is None else nn.Parameter(b_out))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialise as two ``nn.Linear``: uniform in ±1/sqrt(inputs)."""
-        _reset_linear(self.w_in, self.b_in)
-        _reset_linear(self.w_out, self.b_out)
+        super().__init__("SharedExperts", hidden_size, ffn_size, (), activation, bias, backend, device, dtype)
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """Apply the network to every token.
@@ -179,21 +185,3 @@ class SharedExperts(nn.Module):
             f"hidden_size={self.hidden_size}, ffn_size={self.ffn_size}, activation={self.activation!r}, "
             f"bias={self.b_in is not None}"
         )
-
-
-def _check(
-    layer: str, hidden_size: object, ffn_size: object, activation: object, bias: object, backend: object, dtype: object
-) -> None:
-    arguments.size(layer, "hidden_size", hidden_size)
-    arguments.size(layer, "ffn_size", ffn_size)
-    checks.choice(layer, "activation", activation, KINDS)
-    arguments.flag(layer, "bias", bias)
-    arguments.backend(layer, backend)
-    arguments.floating_dtype(layer, dtype)
-
-
-def _reset_linear(weight: Tensor, bias: Tensor | None) -> None:
-    bound = weight.shape[-1] ** -0.5
-    nn.init.uniform_(weight, -bound, bound)
-    if bias is not None:
-        nn.init.uniform_(bias, -bound, bound)

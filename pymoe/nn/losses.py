@@ -1,4 +1,4 @@
-"""Auxiliary losses of a router, and how they reach the gradients without passing through the model's outputs."""
+"""Auxiliary losses of a router, injected into the gradients without passing through the model's outputs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pymoe.nn import arguments
-from pymoe.nn.backend import Backend, operators
+from pymoe.nn.options import Backend, check_backend, check_number, operators
 from pymoe.reference import checks
 from pymoe.reference.types import Gate, RouterLosses, Score
 
@@ -29,15 +28,15 @@ class _InjectLoss(torch.autograd.Function):
 
 
 def inject_loss(carrier: Tensor, loss: Tensor) -> Tensor:
-    """Pass ``carrier`` on; when a gradient comes back through it, ``loss`` gets the gradient 1.
+    """Return the values of ``carrier``; when a gradient comes back through them, ``loss`` gets the gradient 1.
 
     ``objective(inject_loss(carrier, loss)).backward()`` leaves the gradients of ``objective(carrier) + loss``: the
-    loss need not be carried to the end of the model. The gradient that comes back does not scale it. Since the
-    gradient comes back once however often a forward is recomputed, this holds under activation checkpointing.
-    The idea is that of Megatron-LM's ``MoEAuxLossAutoScaler``.
+    loss need not be carried to the end of the model, and the gradient that comes back does not scale it. This holds
+    under activation checkpointing, since the gradient comes back once however often a forward is recomputed. The idea
+    is that of Megatron-LM's ``MoEAuxLossAutoScaler``.
 
     Args:
-        carrier: any tensor on the way from the inputs to the objective.
+        carrier: any tensor between the inputs and the objective.
         loss: a scalar.
 
     Returns:
@@ -66,10 +65,10 @@ class AuxiliaryLosses(nn.Module):
         backend: Backend = "native",
     ) -> None:
         super().__init__()
-        arguments.number("AuxiliaryLosses", "aux_loss_coef", aux_loss_coef, minimum=0)
-        arguments.number("AuxiliaryLosses", "z_loss_coef", z_loss_coef, minimum=0)
+        check_number("AuxiliaryLosses", "aux_loss_coef", aux_loss_coef, minimum=0)
+        check_number("AuxiliaryLosses", "z_loss_coef", z_loss_coef, minimum=0)
         checks.choice("AuxiliaryLosses", "score", score, ("softmax", "sigmoid"))
-        arguments.backend("AuxiliaryLosses", backend)
+        check_backend("AuxiliaryLosses", backend)
         self.aux_loss_coef = aux_loss_coef
         self.z_loss_coef = z_loss_coef
         self.score = score
@@ -101,8 +100,8 @@ class AuxiliaryLosses(nn.Module):
 def set_aux_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
     """Scale the auxiliary losses that the layers of ``model`` inject from their next forward on.
 
-    The gradient that comes back does not scale an injected loss, so whoever scales the model's own loss before its
-    backward says so here, with the same factor, before the forward:
+    The gradient that comes back does not scale an injected loss. If you scale the model's own loss before its
+    backward, pass the same factor here before the forward:
 
     - gradient accumulation over n micro-batches, with ``(loss / n).backward()``: ``set_aux_loss_scale(model, 1 / n)``;
     - ``torch.amp.GradScaler``: ``set_aux_loss_scale(model, scaler.get_scale())`` in every step. A scalar tensor, for
@@ -113,7 +112,7 @@ def set_aux_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
         scale: a number, or a scalar tensor on the layers' device.
     """
     if not isinstance(scale, Tensor):
-        arguments.number("set_aux_loss_scale", "scale", scale)
+        check_number("set_aux_loss_scale", "scale", scale)
     elif scale.numel() != 1 or not scale.is_floating_point():
         raise ValueError(f"set_aux_loss_scale: scale must be a floating scalar, got {tuple(scale.shape)} {scale.dtype}")
     value = scale.detach().reshape(()) if isinstance(scale, Tensor) else float(scale)

@@ -7,14 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 
-from pymoe.nn import arguments
-from pymoe.nn.advice import MANY_STEPS, tell_once
-from pymoe.nn.backend import Backend, operators
+from pymoe._torch_private import FakeTensor
 from pymoe.nn.expert_bias import update_expert_biases
 from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.losses import AuxiliaryLosses
+from pymoe.nn.options import MIN_STEPS_TO_WARN, Backend, check_number, operators, warn_once
 from pymoe.nn.record import Record
 from pymoe.nn.router import Router
 from pymoe.ops.transforms import in_torch_func
@@ -24,7 +22,7 @@ from pymoe.reference.types import ActivationKind, Gate, RouterLosses, Routing, S
 
 
 class Stats(NamedTuple):
-    """What the last forward of a layer did; tensors on its device, so that reading them waits for nothing."""
+    """What the last forward of a layer did, as tensors on its device: getting them does not synchronise."""
 
     load: Tensor
     """(E,) int32: slots each expert was chosen for, before any were dropped; sums to T * K."""
@@ -36,7 +34,7 @@ class Stats(NamedTuple):
     """Scalar float32, without its coefficient."""
 
     def __repr__(self) -> str:
-        """One line; reading the numbers waits for the device."""
+        """Return one line; this waits for the device."""
         load, *scalars = self
         if load.is_meta or isinstance(load, FakeTensor):  # which hold no numbers
             return tuple.__repr__(self)
@@ -55,8 +53,8 @@ class MoE(nn.Module):
     experts' outputs, when these are summed (:func:`pymoe.ops.combine`), not their inputs. Shared experts see every
     token; their output is added unweighted. Nothing is added for the residual connection.
 
-    **Auxiliary losses** need not be added to the model's loss: in training mode ``loss.backward()`` of whatever the
-    output leads to also leaves the gradients of ``aux_loss_coef * balancing loss + z_loss_coef * z loss``, whatever
+    **Auxiliary losses** need not be added to the model's loss: in training mode ``loss.backward()`` of any loss that
+    depends on the output also adds the gradients of ``aux_loss_coef * balancing loss + z_loss_coef * z loss``, whatever
     factor scales ``loss``; see :func:`pymoe.nn.set_aux_loss_scale` for gradient accumulation and loss scaling. Each
     rank of data parallelism has its own losses, of its own tokens; the gradients' mean is that of their mean.
 
@@ -64,9 +62,9 @@ class MoE(nn.Module):
     ``optimizer.step()``; see :class:`Router`.
 
     **Capacity**: with a ``capacity_factor`` an expert takes at most ``ceil(capacity_factor * (T * K) / E)`` slots, at
-    least 1 (GShard, arXiv 2006.16668; Megatron-LM's ``get_capacity``). T counts the tokens of one call. What comes
-    after them, in the order of tokens, is dropped: it adds nothing to the output, and the token's other weights stay
-    as they are.
+    least 1 (GShard, arXiv 2006.16668; Megatron-LM's ``get_capacity``), where T counts the tokens of one call. Slots
+    past that, in the order of tokens, are dropped: they add nothing to the output, and the token's other weights stay
+    unchanged.
 
     **Precision**: logits, scores, losses and the final sum are computed in float32 (float64 in a float64 layer), also
     with bfloat16 parameters and inside ``torch.autocast``, where the experts compute in the autocast dtype, which is
@@ -137,7 +135,7 @@ class MoE(nn.Module):
         super().__init__()
         checks.integer("MoE", "num_shared_experts", num_shared_experts, 0, None, "at least 0")
         if capacity_factor is not None:
-            arguments.number("MoE", "capacity_factor", capacity_factor, above=0)
+            check_number("MoE", "capacity_factor", capacity_factor, above=0)
         self.hidden_size = hidden_size
         self.num_experts = num_experts
         self.top_k = top_k
@@ -199,7 +197,7 @@ class MoE(nn.Module):
 
         Args:
             x: (..., H), any number of dimensions from one on, the dtype of the parameters (any but float64
-                inside ``torch.autocast``). No tokens at all are fine.
+                inside ``torch.autocast``). There may be no tokens.
 
         Returns:
             The shape and dtype of ``x`` (the autocast dtype inside ``torch.autocast``).
@@ -227,7 +225,7 @@ class MoE(nn.Module):
         return output
 
     def train(self, mode: bool = True) -> MoE:
-        """Set training mode or, with ``mode=False``, evaluation; the latter tells if the training balanced nothing.
+        """Set training mode or, with ``mode=False``, evaluation, which warns if nothing balanced the experts.
 
         Args:
             mode: training if true.
@@ -236,14 +234,14 @@ class MoE(nn.Module):
             The layer.
         """
         if self.training and not mode:
-            self._tell_of_imbalance()
+            self._warn_if_unbalanced()
         return super().train(mode)
 
     @property
     def stats(self) -> Stats:
         """Load, dropped slots and losses of the last forward, in training or evaluation; zero before the first.
 
-        Detached copies: they stay as they are when the layer runs again. Under activation checkpointing the
+        They are detached copies, which do not change when the layer runs again. Under activation checkpointing the
         recomputation leaves the same values. A forward inside a transform of :mod:`torch.func` leaves none.
         """
         return Stats(**{name: tensor.clone() for name, tensor in self.last.tensors.items()})
@@ -253,7 +251,7 @@ class MoE(nn.Module):
         update_expert_biases(self)
 
     def __repr__(self) -> str:
-        """One line of what is not the default; with parts that somebody replaced, the tree of modules."""
+        """Return one line of the options that are not the default, or the module tree if a part was replaced."""
         parts = (self.router, self.losses, self.experts, *(() if self.shared is None else (self.shared,)))
         if any(type(part) not in (Router, AuxiliaryLosses, Experts, SharedExperts) for part in parts):
             return super().__repr__()
@@ -273,15 +271,15 @@ class MoE(nn.Module):
         return text if self.capacity_factor is None else f"capacity_factor={self.capacity_factor}, {text}"
 
     def _save_to_state_dict(self, *args: Any) -> None:
-        self._tell_of_imbalance()
+        self._warn_if_unbalanced()
         super()._save_to_state_dict(*args)
 
-    def _tell_of_imbalance(self) -> None:
-        tended = self.losses.aux_loss_coef > 0 or self.router.expert_bias is not None
-        if not tended and self.top_k < self.num_experts and self.router.steps_seen() >= MANY_STEPS:
-            tell_once(
+    def _warn_if_unbalanced(self) -> None:
+        balanced = self.losses.aux_loss_coef > 0 or self.router.expert_bias is not None
+        if not balanced and self.top_k < self.num_experts and self.router.steps_seen() >= MIN_STEPS_TO_WARN:
+            warn_once(
                 "no balancing",
-                "MoE: the layer was trained with nothing that balances its experts: a few may take all tokens; "
+                "MoE: the layer was trained without anything that balances its experts, so a few may take all tokens; "
                 "set aux_loss_coef (0.01 is usual), or bias_update_rate and call update_expert_biases; moe.stats.load "
                 "shows the balance",
                 stacklevel=3,

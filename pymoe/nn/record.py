@@ -1,4 +1,4 @@
-"""Tensors that a layer keeps for itself between steps: counters and statistics."""
+"""Counters and statistics that a layer keeps between steps, and how the load of its experts is counted."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 
 class Record(nn.Module):
-    """Named tensors that follow the device of the module they sit in, and nothing else.
+    """Named tensors that follow the device of the module that holds them.
 
-    They are no buffers on purpose. A buffer would be broadcast from rank 0 by ``DistributedDataParallel`` before
-    every forward, which would overwrite the counts that another rank gathered over its micro-batches; it would change
-    dtype with ``module.bfloat16()``; and it would hold garbage after ``to_empty()``. These tensors keep their dtype,
-    move with their module, become zero when they leave the meta device, and are not in the ``state_dict``.
+    They are not buffers on purpose. ``DistributedDataParallel`` would broadcast a buffer from rank 0 before every
+    forward, which would overwrite the counts that other ranks gathered over their micro-batches; ``module.bfloat16()``
+    would change its dtype; and it would hold garbage after ``to_empty()``. These tensors keep their dtype, move with
+    their module, become zero when they leave the meta device, and are not in the ``state_dict``.
     """
 
     def __init__(self, **tensors: Tensor) -> None:
@@ -31,8 +31,9 @@ class Record(nn.Module):
             tensor.zero_()
 
     def follow(self, device: torch.device) -> None:
-        """Move to the device where the module's input is: ``load_state_dict(assign=True)`` moves parameters and tells
-        nobody. Usually there is nothing to do.
+        """Move to ``device``, that of the module's input, unless the tensors are there already.
+
+        ``load_state_dict(assign=True)`` moves parameters without a call of ``_apply``.
         """
         for name, tensor in self.tensors.items():
             if tensor.device != device:
@@ -52,3 +53,44 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.is_meta and device.type != "meta":
         return torch.zeros_like(tensor, device=device)
     return tensor.to(device)
+
+
+class _CountOnBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(weights: Tensor, load: Tensor, total: Tensor) -> Tensor:
+        return weights.view_as(weights)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        _, load, total = inputs
+        ctx.save_for_backward(load)
+        ctx.total = total  # not saved: other micro-batches add to it before this one's backward
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (load,) = ctx.saved_tensors
+        ctx.total.add_(load)
+        return grad, None, None
+
+
+def count_on_backward(weights: Tensor, load: Tensor, total: Tensor) -> Tensor:
+    """Return the values of ``weights``, and add ``load`` to ``total`` when their gradient comes back.
+
+    A forward may run any number of times in one training step: activation checkpointing recomputes it during the
+    backward, a pipeline or a remote expert may run it without gradients first. The gradient passes exactly once. So
+    this counts the load of the tokens that were trained on, and nothing has to detect a recomputation. An in-place
+    addition in a backward also compiles into one graph.
+
+    Each backward counts: a graph that is kept (``retain_graph=True``, ``create_graph=True``) and run twice counts its
+    tokens twice.
+
+    Args:
+        weights: (T, K), the weights of a gate.
+        load: (E,) int32.
+        total: (E,) int64, changed in place.
+
+    Returns:
+        (T, K), the values of ``weights``.
+    """
+    passed: Tensor = _CountOnBackward.apply(weights, load, total)
+    return passed

@@ -1,4 +1,4 @@
-"""Router: which experts a token goes to, and with what weights."""
+"""Router: chooses the experts of every token, and their weights."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pymoe.nn import arguments
-from pymoe.nn.advice import MANY_STEPS, tell_once
-from pymoe.nn.backend import Backend, operators
-from pymoe.nn.load_count import count_on_backward
-from pymoe.nn.record import Record
+from pymoe.nn.options import (
+    MIN_STEPS_TO_WARN,
+    Backend,
+    check_backend,
+    check_dtype,
+    check_flag,
+    check_number,
+    check_size,
+    operators,
+    warn_once,
+)
+from pymoe.nn.record import Record, count_on_backward
 from pymoe.ops.transforms import in_torch_func
 from pymoe.reference import checks
 from pymoe.reference.autocast import autocast_enabled
@@ -31,9 +38,9 @@ class Router(nn.Module):
     With ``bias_update_rate > 0`` the router balances its experts without an auxiliary loss (arXiv 2408.15664,
     DeepSeek-V3): a buffer ``expert_bias`` is added to the scores for the choice, never to the weights, and
     :func:`pymoe.nn.update_expert_biases`, which you call after every optimizer step, moves it up for experts that got
-    less than the mean and down for those that got more. The load that it looks at is counted when gradients come back,
-    in training mode: once a step also under activation checkpointing, summed over micro-batches, never in evaluation
-    nor inside a transform of :mod:`torch.func`.
+    less than the mean and down for those that got more. The load is counted in the backward pass, in training mode:
+    once a step even under activation checkpointing, summed over micro-batches, never in evaluation nor inside a
+    transform of :mod:`torch.func`.
 
     Args:
         hidden_size: H.
@@ -42,18 +49,18 @@ class Router(nn.Module):
         score: ``"softmax"`` or ``"sigmoid"``.
         renormalize: divide the weights of a token by their sum. With ``top_k=1`` that makes every weight 1 and the
             task's gradient of the router exactly 0: use ``renormalize=False`` there.
-        bias_update_rate: how far one update moves an expert's bias; 0 for a router without ``expert_bias``.
+        bias_update_rate: how far an update moves an expert's bias; 0 for a router without ``expert_bias``.
         num_groups: experts form this many groups (DeepSeek-V3); divides E, given together with ``topk_groups``.
         topk_groups: experts are chosen from this many best groups.
         scale: factor of the weights, the routed scaling factor of DeepSeek-V3.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
         device: of the parameters.
-        dtype: of the parameters. ``expert_bias`` is never narrower than float32: an update must not round away.
+        dtype: of the parameters. ``expert_bias`` is never narrower than float32: updates must not be rounded away.
 
     Attributes:
         weight: (E, H), initialised as that of ``nn.Linear``.
         expert_bias: (E,), a buffer in the ``state_dict``; ``None`` if ``bias_update_rate`` is 0. To freeze a trained
-            bias, keep the rate and leave the updates out.
+            bias, keep the rate and stop calling the update.
         counted: ``counted["load"]`` (E,) int64, slots since the last update; not in the ``state_dict``.
 
     Raises:
@@ -80,15 +87,15 @@ class Router(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        arguments.size("Router", "hidden_size", hidden_size)
-        arguments.size("Router", "num_experts", num_experts)
+        check_size("Router", "hidden_size", hidden_size)
+        check_size("Router", "num_experts", num_experts)
         checks.integer("Router", "top_k", top_k, 1, num_experts, f"in 1..num_experts ({num_experts})")
         checks.choice("Router", "score", score, ("softmax", "sigmoid"))
-        arguments.flag("Router", "renormalize", renormalize)
-        arguments.number("Router", "bias_update_rate", bias_update_rate, minimum=0)
-        arguments.number("Router", "scale", scale)
-        arguments.backend("Router", backend)
-        arguments.floating_dtype("Router", dtype)
+        check_flag("Router", "renormalize", renormalize)
+        check_number("Router", "bias_update_rate", bias_update_rate, minimum=0)
+        check_number("Router", "scale", scale)
+        check_backend("Router", backend)
+        check_dtype("Router", dtype)
         _check_groups(num_experts, top_k, num_groups, topk_groups)
         self.hidden_size = hidden_size
         self.num_experts = num_experts
@@ -106,8 +113,8 @@ class Router(nn.Module):
             bias = torch.empty(num_experts, device=device, dtype=_at_least_float32(self.weight.dtype))
         self.register_buffer("expert_bias", bias)
         self.counted = Record(load=torch.zeros(num_experts, device=device, dtype=torch.int64))
-        self.bias_is_tended = False
-        """Whether ``update_expert_biases`` has seen it, or the bias came with a checkpoint and may be meant to stay."""
+        self.bias_was_updated = False
+        """By ``update_expert_biases``; or it was loaded, and may be meant to stay as it is."""
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -120,11 +127,11 @@ class Router(nn.Module):
         self._version_at_start = _version(self.weight)
 
     def steps_seen(self) -> int:
-        """How often the weight changed in place since it was initialised or loaded: at least once an optimizer step."""
+        """Return how often the weight changed in place since it was initialised or loaded: at least once a step."""
         return _version(self.weight) - self._version_at_start
 
     def train(self, mode: bool = True) -> Router:
-        """Set training mode or, with ``mode=False``, evaluation; the latter tells if the bias was never updated.
+        """Set training mode or, with ``mode=False``, evaluation, which warns if the bias was never updated.
 
         Args:
             mode: training if true.
@@ -133,17 +140,17 @@ class Router(nn.Module):
             The router.
         """
         if self.training and not mode:
-            self._tell_of_neglect()
+            self._warn_if_never_updated()
         return super().train(mode)
 
-    def _tell_of_neglect(self) -> None:
-        if self.expert_bias is None or self.bias_is_tended or self.steps_seen() < MANY_STEPS:
+    def _warn_if_never_updated(self) -> None:
+        if self.expert_bias is None or self.bias_was_updated or self.steps_seen() < MIN_STEPS_TO_WARN:
             return
-        if not self.expert_bias.is_meta and not self.expert_bias.any():  # else somebody else moves it
-            tell_once(
+        if not self.expert_bias.is_meta and not self.expert_bias.any():  # else something else updates it
+            warn_once(
                 "bias never updated",
-                f"Router: bias_update_rate={self.bias_update_rate} balances nothing, because update_expert_biases has "
-                "not been called in training so far; call pymoe.nn.update_expert_biases(model) after every "
+                f"Router: bias_update_rate={self.bias_update_rate} has no effect, because update_expert_biases has not "
+                "been called in training so far; call pymoe.nn.update_expert_biases(model) after every "
                 "optimizer.step()",
                 stacklevel=3,
             )
@@ -170,7 +177,7 @@ class Router(nn.Module):
             topk_groups=self.topk_groups,
             scale=self.scale,
         )
-        if self.training and self.expert_bias is not None and not in_torch_func():  # no counting there: see MoE.stats
+        if self.training and self.expert_bias is not None and not in_torch_func():  # see MoE.stats
             weights_TK = count_on_backward(gate.weights, gate.load, self.counted["load"])
             gate = Gate(weights_TK, gate.experts, gate.load)
         return gate, logits_TE
@@ -193,7 +200,7 @@ class Router(nn.Module):
         return self
 
     def _save_to_state_dict(self, *args: Any) -> None:
-        self._tell_of_neglect()
+        self._warn_if_never_updated()
         super()._save_to_state_dict(*args)
 
     def _load_from_state_dict(self, *args: Any) -> None:
@@ -201,17 +208,17 @@ class Router(nn.Module):
         self._version_at_start = _version(self.weight)
         if self.expert_bias is not None:  # assign=True takes the dtype of the checkpoint
             self.expert_bias = self.expert_bias.to(_at_least_float32(self.expert_bias.dtype))
-            self.bias_is_tended = True
+            self.bias_was_updated = True
 
     def __repr__(self) -> str:
-        """One line; the counts are no part of the router that a reader looks for."""
+        """Return one line, without the counts."""
         return f"{type(self).__name__}({self.extra_repr()})"
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, {self.options_repr()}"
 
     def options_repr(self) -> str:
-        """What is chosen how, and the options that are not the default."""
+        """Return the options of the choice, those that have a default only where they differ from it."""
         text = f"top_k={self.top_k}, score={self.score!r}, renormalize={self.renormalize}"
         if self.bias_update_rate > 0:
             text += f", bias_update_rate={self.bias_update_rate}"

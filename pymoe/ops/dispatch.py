@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pymoe._torch_private import after_ADInplaceOrView_keyset
 from pymoe.ops import index_checks
 from pymoe.ops.row_moves import spread_rows
 from pymoe.ops.transforms import has_tangent
@@ -47,7 +48,7 @@ _LIBRARY = torch.library.Library("pymoe", "IMPL")  # registrations last as long 
 def _count_change(keys: Any, x: Tensor, slot: Tensor, offsets: Tensor, out: Tensor) -> None:
     """Tell autograd that ``out`` changes, so that a backward that has saved it notices; the kernel tells nobody."""
     torch.autograd.graph.increment_version(out)
-    below = keys & torch._C._after_ADInplaceOrView_keyset
+    below = keys & after_ADInplaceOrView_keyset
     torch.ops.pymoe.dispatch_out.default.redispatch(below, x, slot, offsets, out)
 
 

@@ -11,8 +11,8 @@ from types import TracebackType
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
+from pymoe._torch_private import FakeTensor
 from pymoe.reference import checks
 from pymoe.reference.build_routing import check_experts
 from pymoe.reference.grouped_linear import check_offsets

@@ -7,6 +7,8 @@ from typing import NoReturn
 
 import torch
 
+from pymoe._torch_private import dispatch_get_all_op_names, dispatch_has_kernel_for_dispatch_key
+
 _LIBRARY = torch.library.Library("pymoe", "IMPL")  # registrations last as long as this object
 
 refused: list[str] = []
@@ -15,8 +17,8 @@ refused: list[str] = []
 
 def register() -> None:
     """Give every operator without a CUDA kernel one that says so; torch's own message speaks of selective builds."""
-    for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith("pymoe::") and not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):
+    for name in dispatch_get_all_op_names():
+        if name.startswith("pymoe::") and not dispatch_has_kernel_for_dispatch_key(name, "CUDA"):
             _LIBRARY.impl(name, _refusal(name), "CUDA")
             refused.append(name)
 

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from pymoe._torch_private import are_functorch_transforms_active
+
 
 def in_torch_func() -> bool:
     """Is a transform of :mod:`torch.func` (``grad``, ``vmap``, ``jvp``, …) at work? Never asked while compiling."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    return not torch.compiler.is_compiling() and are_functorch_transforms_active()
 
 
 def has_tangent(*tensors: Tensor) -> bool:

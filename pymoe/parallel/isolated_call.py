@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils import _pytree
 
+from pymoe._torch_private import FunctionBase, pytree
 from pymoe.autograd.gradient_sums import add_gradients
 from pymoe.autograd.isolated_graph import (
     SECOND_BACKWARD,
@@ -33,7 +33,7 @@ class IsolatedContext:
     def saved_tensors(self) -> tuple[torch.Tensor | None, ...]:
         """What ``ctx.save_for_backward`` was given, if ``func`` is an ``autograd.Function`` and its graph is there."""
         roots = () if self._call is None else self._call.roots
-        nodes: list[Any] = [root.node for root in roots if isinstance(root.node, torch._C._FunctionBase)]
+        nodes: list[Any] = [root.node for root in roots if isinstance(root.node, FunctionBase)]
         return nodes[0].saved_tensors if nodes else ()
 
     def __init__(
@@ -73,9 +73,9 @@ def run_isolated_forward(func: Any, *args: Any) -> tuple[IsolatedContext, tuple[
     (call,) = isolate(as_function(func), [args], graphs, share=False)
     call.run()
     if not graphs:
-        return IsolatedContext(len(args), None, _pytree.tree_leaves(call.outputs), []), call.outputs
+        return IsolatedContext(len(args), None, pytree.tree_leaves(call.outputs), []), call.outputs
     (fresh,) = trace([call], hand_through=False)
-    context = IsolatedContext(len(args), call, _pytree.tree_leaves(call.outputs), fresh)
+    context = IsolatedContext(len(args), call, pytree.tree_leaves(call.outputs), fresh)
     detached = {id(output): output.detach() for output in fresh}
     outputs = map_outputs(lambda output: detached.get(id(output), output), call.outputs)
     call.outputs = ()
@@ -113,7 +113,7 @@ def run_isolated_backward(
             "run_isolated_backward: context must be the IsolatedContext that run_isolated_forward has returned, got "
             f"{type(context).__name__}"
         )
-    flat = _pytree.tree_leaves(grad_outputs)
+    flat = pytree.tree_leaves(grad_outputs)
     if len(flat) != len(context._numbers):
         raise ValueError(
             f"run_isolated_backward: the call has {len(context._numbers)} outputs, got {len(flat)} gradients"

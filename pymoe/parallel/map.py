@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from pymoe._torch_private import get_current_graph_task_keep_graph, unsafe_set_version_counter
 from pymoe.autograd import random_streams
 from pymoe.autograd.gradient_sums import add_gradients
 from pymoe.autograd.isolated_graph import (
@@ -198,7 +199,7 @@ class _ParallelMap(torch.autograd.Function):
         calls = plan.calls
         if calls is None:
             raise RuntimeError(SECOND_BACKWARD)
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        keep = get_current_graph_task_keep_graph()
         gradients: list[Sequence[torch.Tensor | None]] = [()] * len(calls)
 
         def backward(number: int) -> None:
@@ -251,7 +252,7 @@ def _join(
         if written:
             # Marking them as dirty has counted as one more edit, of which what the calls have saved since their own
             # knows nothing.
-            torch._C._autograd._unsafe_set_version_counter(written, versions)
+            unsafe_set_version_counter(written, versions)
         outer = dict(zip(map(id, inner), joined, strict=False))
     plan.tensors = []
     results = []

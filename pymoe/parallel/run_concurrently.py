@@ -13,19 +13,18 @@ from typing import Any
 import torch
 
 from pymoe._errors import describe_error
-from pymoe._runtime import Profiled, TaskGraph
+from pymoe._runtime import Profiled, parallel_for
+from pymoe._torch_private import profiler_enabled
 from pymoe.autograd.random_streams import Stream, with_stream
 from pymoe.autograd.thread_state import ThreadState, current, in_state, know_state, known_state
 from pymoe.parallel.saved_tensors import Recorder, hand_over_all
 from pymoe.parallel.workers import shared_pool
 
-_is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
-
 # Seconds. Calls that are shorter stay on the thread that asked: a worker would spend as much on the interpreter's lock.
-PATIENCE = 100e-6
+INLINE_LIMIT_S = 100e-6
 # The same for functions whose calls were all that short last time: to look after them wakes a worker, which costs more
 # than they do. Calls that turn out to be long keep others waiting for so long, twice: once may be chance.
-TRUSTING_PATIENCE = 16 * PATIENCE
+TRUSTED_INLINE_LIMIT_S = 16 * INLINE_LIMIT_S
 _MOST_TRUSTED = 1000
 
 _trusted: dict[tuple[str, int], bool] = {}  # name and likeness of runs: whether the last one took long all the same
@@ -55,7 +54,7 @@ def run_concurrently(
             others. On Ctrl-C calls that have not started are left out, those that run are waited for.
     """
     before, state = known_state(), current()
-    if _is_profiled():
+    if profiler_enabled():
         function = functools.partial(_profiled, Profiled(), name, function)
     run = _Run(state, function, streams)
     know_state(state)
@@ -74,13 +73,11 @@ def run_concurrently(
 
 
 def _on_workers(run: _Run, kind: tuple[str, int]) -> None:
-    graph = TaskGraph()
-    for number in range(len(run.streams)):
-        graph.add(functools.partial(run.call, number))
     began = time.perf_counter()
-    graph.run(shared_pool(), TRUSTING_PATIENCE if kind in _trusted else PATIENCE).wait()
+    limit = TRUSTED_INLINE_LIMIT_S if kind in _trusted else INLINE_LIMIT_S
+    parallel_for(shared_pool(), len(run.streams), run.call, limit)
     if kind[1]:
-        span = PATIENCE * len(run.streams) * (2 if kind in _trusted else 1)
+        span = INLINE_LIMIT_S * len(run.streams) * (2 if kind in _trusted else 1)
         _remember(kind, short=not run.helped and time.perf_counter() - began <= span)
 
 
@@ -140,7 +137,7 @@ class _Run:
 
 def _profiled(profiled: Profiled, name: str, function: Callable[[int], None], number: int) -> None:
     """With a range of its own, and all that happens in it, in the profile of the thread that asked."""
-    joined = not _is_profiled() and profiled.join()
+    joined = not profiler_enabled() and profiled.join()
     try:
         with torch.autograd.profiler.record_function(f"{name}: call {number}"):
             function(number)

@@ -189,7 +189,7 @@ class ExpertBackend(BackendState):
 
     @property
     def backward_schema(self) -> tuple[Any, ...]:
-        """What a request of the backward pass consists of: :attr:`forward_schema`, then :attr:`outputs_schema`."""
+        """What a request of the backward pass consists of: ``forward_schema``, then ``outputs_schema``."""
         return self.forward_schema, self.outputs_schema
 
     @property

@@ -46,7 +46,9 @@ class ExpertClient(nn.Module):
         timeout: seconds that a request, of either pass and however it is waited for, may take; None: as long as it
             takes.
 
-    Raises, from a call and from the backward pass:
+    A call and its backward pass raise what follows.
+
+    Raises:
         TypeError: arguments that the expert does not take, no tensor where one must be, or another dtype.
         ValueError: a tensor of another shape, tensors of different numbers of rows, or another value than the schema's
             constant.

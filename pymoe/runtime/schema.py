@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pymoe._torch_private import is_any_autocast_enabled
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 from pymoe.runtime.nested import nested_compare, nested_flatten, nested_map, nested_pack, sorted_keys
 
@@ -90,7 +91,7 @@ class RequestSchema:
                 self._check_constants(flat)
                 leaves = zip(flat, self._argument_leaves, strict=True)
                 flat = [leaf for leaf, proto in leaves if isinstance(proto, BatchTensorProto)]
-        if torch._C._is_any_autocast_enabled():  # in all of torch's public ways one names a device
+        if is_any_autocast_enabled():  # in all of torch's public ways one names a device
             return [under_autocast(tensor, proto) for tensor, proto in zip(flat, self.inputs, strict=True)]
         return flat
 

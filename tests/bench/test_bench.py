@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from pymoe.bench import cli, correctness, environment
+from pymoe.bench.calls import BenchCase, Operator, Sample, Target
 from pymoe.bench.compare import compare
 from pymoe.bench.floor import Floor, Rates
 from pymoe.bench.layer import Shape, candidates_of, inputs_of, layer_lines, layer_of, torch_step, verdict_of
-from pymoe.testing.spec import BenchCase, OpSpec, Sample, Target
-from pymoe.testing.timing import Timing
+from pymoe.bench.timing import Timing
 
 COLUMNS = {
     "operator",
@@ -63,7 +63,7 @@ def failing(x, factor=2.0):
     raise RuntimeError("no luck today")
 
 
-def spec_of(native, *, exact=True, backward=False, **options):
+def operator_of(native, *, exact=True, backward=False, **options):
     """An operator that doubles 1,000 numbers."""
     case = BenchCase(
         "N1000",
@@ -74,30 +74,22 @@ def spec_of(native, *, exact=True, backward=False, **options):
         source="this test",
         **options,
     )
-    return OpSpec(
-        name="scale",
-        native=native,
-        reference=scale,
-        samples=lambda dtype, generator: iter(()),
-        exact=(exact,),
-        tolerances={torch.float32: (1e-6, 1e-6)},
-        error_inputs=lambda: iter(()),
-        bench_cases=lambda: iter([case]),
-    )
+    tolerances = {torch.float32: (1e-6, 1e-6)}
+    return Operator("scale", native, scale, exact=(exact,), tolerances=tolerances, bench_cases=lambda: iter([case]))
 
 
-def only(patch, *specs):
-    """Makes ``specs`` all that the command line knows."""
-    patch.setattr(cli, "all_specs", lambda: list(specs))
+def only(patch, *operators):
+    """Makes ``operators`` all that the command line knows."""
+    patch.setattr(cli, "OPERATORS", {one.name: one for one in operators})
     patch.setattr(cli, "layer_lines", lambda: iter(()))
 
 
 @pytest.fixture
 def run(monkeypatch, tmp_path, capsys):
-    """Runs the command line over given specifications; returns exit status, JSON result and output."""
+    """Runs the command line over given operators; returns exit status, JSON result and output."""
 
-    def runner(*specs):
-        only(monkeypatch, *specs)
+    def runner(*operators):
+        only(monkeypatch, *operators)
         file = tmp_path / "result.json"
         status = cli.main(["run", "--quick", "--budget", "0.01", "--json", str(file)])
         return status, json.loads(file.read_text()), capsys.readouterr().out
@@ -128,7 +120,7 @@ def test_a_real_line_has_every_column(tmp_path, capsys):
 def test_facts_name_no_host_and_no_path(run):
     import platform
 
-    _, result, _ = run(spec_of(scale))
+    _, result, _ = run(operator_of(scale))
     facts = json.dumps(result["environment"])
     assert "/" not in facts.replace("not installed (imported from a source tree)", "")
     assert platform.node() not in facts
@@ -136,7 +128,7 @@ def test_facts_name_no_host_and_no_path(run):
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_right_operator_is_exact(run, backward):
-    status, result, out = run(spec_of(scale, backward=backward, baseline=lambda x: x + x))
+    status, result, out = run(operator_of(scale, backward=backward, baseline=lambda x: x + x))
     assert status == 0
     assert result["lines"][0]["correctness"]["verdict"] == "exact"
     assert result["lines"][0]["over_baseline"]["median"] > 0
@@ -145,7 +137,7 @@ def test_a_right_operator_is_exact(run, backward):
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_wrong_operator_is_called_wrong(run, exact):
-    status, result, out = run(spec_of(wrong_scale, exact=exact))
+    status, result, out = run(operator_of(wrong_scale, exact=exact))
     found = result["lines"][0]["correctness"]
     assert status == 1
     assert found["verdict"] == "WRONG"
@@ -155,8 +147,8 @@ def test_a_wrong_operator_is_called_wrong(run, exact):
 
 
 def test_a_wrong_gradient_is_called_wrong(run):
-    assert run(spec_of(wrong_gradient, backward=False))[0] == 0
-    status, result, _ = run(spec_of(wrong_gradient, backward=True))
+    assert run(operator_of(wrong_gradient, backward=False))[0] == 0
+    status, result, _ = run(operator_of(wrong_gradient, backward=True))
     assert status == 1
     assert result["lines"][0]["correctness"]["detail"].startswith("gradient 0")
 
@@ -178,12 +170,12 @@ def repeat_and_lose_one(x):
 def test_gradients_of_16_bits_are_compared_with_those_of_float32(native, verdict):
     values = torch.linspace(-2, 2, 100).bfloat16().requires_grad_()
     case = BenchCase("N100", torch.bfloat16, lambda generator: Sample("", (values,)), bytes=800, backward=True)
-    spec = replace(spec_of(native), reference=repeat, tolerances={torch.bfloat16: (0.008, 1e-5)})
+    spec = replace(operator_of(native), reference=repeat, tolerances={torch.bfloat16: (0.008, 1e-5)})
     assert correctness.verify(spec, case, case.make(torch.Generator())).verdict == verdict
 
 
 def test_a_small_error_within_the_tolerance_is_shown(run):
-    status, result, out = run(spec_of(lambda x: x * 2.0000005, exact=False))
+    status, result, out = run(operator_of(lambda x: x * 2.0000005, exact=False))
     found = result["lines"][0]["correctness"]
     assert (status, found["verdict"]) == (0, "close")
     assert 0 < found["max_error"] < 1e-5
@@ -191,7 +183,7 @@ def test_a_small_error_within_the_tolerance_is_shown(run):
 
 
 def test_one_failing_operator_does_not_end_the_run(run):
-    status, result, out = run(spec_of(failing), spec_of(scale))
+    status, result, out = run(operator_of(failing), operator_of(scale))
     assert status == 1
     assert [record["correctness"]["verdict"] for record in result["lines"]] == ["ERROR", "exact"]
     assert set(result["lines"][0]) == COLUMNS
@@ -201,7 +193,7 @@ def test_one_failing_operator_does_not_end_the_run(run):
 @pytest.mark.parametrize(("ratio", "reached"), [(1e-9, True), (1e9, False)])
 @pytest.mark.parametrize("over", ["reference", "baseline", "floor"])
 def test_targets_are_shown_beside_what_was_reached(run, over, ratio, reached):
-    _, result, out = run(spec_of(scale, baseline=scale, target=Target(over, ratio)))
+    _, result, out = run(operator_of(scale, baseline=scale, target=Target(over, ratio)))
     assert result["lines"][0]["target"] == {"over": over, "ratio": ratio, "reached": reached}
     assert ("reached" if reached else "missed") in out.splitlines()[3]
     assert f"{int(reached)} of 1 targets reached" in out
@@ -218,7 +210,7 @@ def result(tmp_path_factory):
     """What a run of one line wrote."""
     file = tmp_path_factory.mktemp("bench") / "result.json"
     with pytest.MonkeyPatch.context() as patch:
-        only(patch, spec_of(scale))
+        only(patch, operator_of(scale))
         assert cli.main(["run", "--quick", "--budget", "0.01", "--json", str(file)]) == 0
     return json.loads(file.read_text())
 
@@ -309,7 +301,7 @@ def test_without_matplotlib_plot_says_what_to_install(result, tmp_path, capsys, 
 
 def test_without_rich_the_table_is_plain_text(run, missing):
     missing("rich")
-    status, _, out = run(spec_of(scale))
+    status, _, out = run(operator_of(scale))
     assert status == 0
     heading = next(line for line in out.splitlines() if line.startswith("operator"))
     row = next(line for line in out.splitlines() if line.startswith("scale"))

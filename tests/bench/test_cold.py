@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from pymoe.bench import cold, lines
+from pymoe.bench.calls import Sample, Target
 from pymoe.bench.cold import InGraph, Rotating, copies_needed, copies_of, in_graph
 from pymoe.bench.correctness import Verdict
 from pymoe.bench.floor import Floor, Rates
 from pymoe.bench.lines import Candidates, Effort, Line, run_line
 from pymoe.bench.report import plain, run_table
-from pymoe.testing.spec import Sample, Target
-from pymoe.testing.timing import CudaTimer
+from pymoe.bench.timing import CudaTimer
 
 CUDA = torch.device("cuda")
 LAUNCH, REPLAY = 20e-6, 1e-6

@@ -31,7 +31,9 @@ def test_a_quick_run_measures_every_way_and_writes_its_files(tmp_path, monkeypat
     assert [one[:3] for one in found if one[3] is not None] == [("tiny", 8, "forward"), ("tiny", 8, "backward")]
     assert [one[:3] for one in found if one[3] is None] == [("sleep", 8, "forward"), ("sleep", 8, "backward")]
     assert "8 tiny calls" in capsys.readouterr().out
-    assert "| 8 | pymoe map |" in (tmp_path / "parallel_backward.md").read_text()
+    text = (tmp_path / "parallel_backward.md").read_text()
+    assert "| 8 | pymoe map |" in text
+    assert text.startswith("Made by `python -m benchmarks.parallel_backward --quick --kinds tiny --rounds 2` on ")
 
 
 def test_wrong_gradients_are_noticed():

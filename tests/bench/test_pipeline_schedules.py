@@ -4,7 +4,6 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +15,9 @@ from benchmarks import pipeline_schedules
 from benchmarks.pipeline import measure, profile, report, targets, torch_orders, work
 from benchmarks.pipeline.live import watched
 from benchmarks.pipeline.systems import SEQUENTIAL, TORCHGPIPE, System, in_process, open_sequential
-from benchmarks.pipeline.torch_peer import Ranks, RanksError, on_one_rank
+from benchmarks.pipeline.torch_peer import on_one_rank
 from benchmarks.pipeline.work import Case, Sleeping, gradients, largest_error, reference, sequential
-from pymoe.pipe.schedules import Action, Kind, build, simulate, validate
+from pymoe.pipe.schedules import build, simulate, validate
 
 TINY = Case("tiny", 2, 4)
 
@@ -31,14 +30,6 @@ def test_the_sequential_run_leaves_the_gradients_of_the_mean_loss(name):
         layer.seconds = 0.0
     work.LOSS(model(x), y).backward()
     assert largest_error(gradients(model), reference(case)) < 1e-5
-
-
-def test_a_model_cut_into_stages_is_the_model():
-    case = Case("sleep", 2, 4)
-    cut = [p for stage in case.stages(4) for p in stage.parameters()]
-    assert all(torch.equal(a, b) for a, b in zip(cut, case.model().parameters(), strict=True))
-    with pytest.raises(ValueError, match="8 layers cannot be cut into 3"):
-        case.stages(3)
 
 
 def test_a_sleeping_layer_sleeps_where_its_times_say(monkeypatch):
@@ -63,14 +54,6 @@ def test_times_of_all_actions_add_up_to_the_sequential_run(name):
     assert sum(plan.busy) == 8 * (3 * case.layers - 1)
 
 
-def test_split_backwards_of_the_first_stage_take_what_the_whole_one_takes():
-    times = Case("sleep", 2, 8).times(2)
-    whole, first, second = (times(Action(0, 0, kind)) for kind in list(Kind)[1:])
-    assert (whole, first, second) == (7, 0, 7)
-    whole, first, second = (times(Action(1, 0, kind)) for kind in list(Kind)[1:])
-    assert (whole, first, second) == (8, 4, 4)
-
-
 def test_micro_batches_are_counted_while_their_saved_tensors_live():
     stages = [nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)]
     with watched(stages) as (first, second):
@@ -83,15 +66,6 @@ def test_micro_batches_are_counted_while_their_saved_tensors_live():
     stages[0](torch.randn(2, 4))
     assert first.peak == 3
     assert "forward" not in vars(stages[0][0])
-
-
-def test_a_graph_that_is_dropped_without_a_backward_is_counted_no_more():
-    stages = [nn.Sequential(nn.ReLU())]  # saves its output
-    with watched(stages) as (live,):
-        output = stages[0](torch.randn(2, 4, requires_grad=True))
-        assert live.now == 1
-        del output
-        assert live.now == 0
 
 
 def spoiled(case):
@@ -168,22 +142,6 @@ def test_torchs_schedules_on_one_rank_are_right():
     assert [one["stages"] for one in found.values()] == [1, 2, 2]
 
 
-@pytest.mark.parametrize(
-    ("program", "message"),
-    [
-        ("import sys; sys.exit(1)", "a rank's process ended"),
-        ('input(); print(\'{"failure": "ValueError: no"}\')', "ValueError: no"),
-        ("import time; time.sleep(60)", "no answer within"),
-    ],
-)
-def test_a_rank_that_ends_fails_or_hangs_is_an_error_and_all_are_ended(monkeypatch, program, message):
-    monkeypatch.setattr("benchmarks.pipeline.torch_peer.PATIENCE", 2.0)
-    ranks = Ranks(2, (sys.executable, "-c", program))
-    with pytest.raises(RanksError, match=message):
-        ranks.ask(key="", do="step")
-    assert not ranks.processes
-
-
 def test_torchs_orders_become_a_schedule():
     ours = build("interleaved-1f1b", 4, 4)
     letters = {kind: name for name, kind in torch_orders.KINDS.items()}
@@ -193,18 +151,6 @@ def test_torchs_orders_become_a_schedule():
     assert (schedule.orders, schedule.placement) == (ours.orders, ours.placement)
     assert [torch_orders.rank_of("ScheduleZBVZeroBubble", 2, stage) for stage in range(4)] == [0, 1, 1, 0]
     assert torch_orders.schedule("Schedule1F1B", 2, 4, []) == build("1f1b", 2, 4)
-
-
-def test_torchs_overlapped_actions_come_one_after_another():
-    def action(kind, stage=None, sub_actions=None):
-        computation = SimpleNamespace(name=kind)
-        return SimpleNamespace(
-            computation_type=computation, stage_index=stage, microbatch_index=3, sub_actions=sub_actions
-        )
-
-    both = action("OVERLAP_F_B", sub_actions=(action("FORWARD", 1), action("FULL_BACKWARD", 2)))
-    order = [None, action("SEND_F", 0), both, action("BACKWARD_WEIGHT", 0)]
-    assert torch_orders.actions(order) == [(1, 3, "FORWARD"), (2, 3, "FULL_BACKWARD"), (0, 3, "BACKWARD_WEIGHT")]
 
 
 @pytest.mark.parametrize(("share", "met"), [(0.975, True), (0.965, False)])
@@ -237,18 +183,3 @@ def test_a_profile_says_what_a_step_consists_of():
     assert whole > 0
     assert len(parts) == 4
     assert "1f1b, tiny, 2 workers, 3 micro-batches" in lines[0]
-
-
-def test_one_worker_can_run_the_actions_of_all():
-    several = build("1f1b", 3, 4)
-    one = profile.on_one_worker(several)
-    validate(one)
-    assert one.workers == 1
-    assert sorted(map(str, one.orders[0])) == sorted(str(action) for order in several.orders for action in order)
-
-
-def test_the_cost_by_function_is_that_of_all_steps(monkeypatch):
-    monkeypatch.setattr(profile, "PROFILED_STEPS", 2)
-    text = "\n".join(profile.functions(TINY))
-    assert "run_backward" in text
-    assert "sequential run" in text

@@ -7,7 +7,7 @@
 #include <latch>
 #include <thread>
 
-#include "runtime/task_graph.h"
+#include "runtime/parallel_for.h"
 #include "runtime/worker_pool.h"
 #include "simulated.h"
 
@@ -44,12 +44,10 @@ void pool_race() {
   second.get();
 }
 
-void graph_race() {
+void parallel_for_race() {
   pymoe::runtime::WorkerPool<pymoe::runtime::SystemSync> pool(2);
   std::latch start(2);
-  pymoe::runtime::TaskGraph<pymoe::runtime::SystemSync> graph;
-  for (int i = 0; i < 2; ++i) graph.add([&] { count_together(start); });
-  graph.run(pool)->get();
+  pymoe::runtime::ParallelFor<pymoe::runtime::SystemSync>::start(pool, 2, [&](int) { count_together(start); })->get();
 }
 
 void simulated_race() {
@@ -89,7 +87,7 @@ int main(int argc, char** argv) {
     done = 0;
     if (std::strcmp(name, "race") == 0) race();
     if (std::strcmp(name, "pool_race") == 0) pool_race();
-    if (std::strcmp(name, "graph_race") == 0) graph_race();
+    if (std::strcmp(name, "parallel_for_race") == 0) parallel_for_race();
   }
   if (std::strcmp(name, "simulated_race") == 0) simulated_race();
   if (std::strcmp(name, "overflow") == 0) overflow(8);

@@ -4,7 +4,7 @@
 #include <thread>
 #include <vector>
 
-#include "runtime/task_graph.h"
+#include "runtime/parallel_for.h"
 #include "runtime/worker_pool.h"
 #include "schedules.h"
 
@@ -65,19 +65,15 @@ TEST_CASE("schedules of a growing pool: jobs that wait for each other all end") 
   });
 }
 
-TEST_CASE("schedules of a growing pool: nodes of graphs that wait for each other all end") {
+TEST_CASE("schedules of a growing pool: calls of two runs that wait for each other all end") {
   run_schedules(3'000, [](bool) {
-    const int workers = one_to(2), nodes = one_to(12);
-    const bool patient = random_below(2) == 0;
-    Meeting meeting(2 * nodes);
+    const int workers = one_to(2), calls = one_to(12);
+    const Sync::Duration limit = random_below(2) == 0 ? 100us : 0us;
+    Meeting meeting(2 * calls);
     Pool pool(workers, {}, kGrowth);
-    const auto run_graph = [&] {
-      TaskGraph<Sync> graph;
-      for (int i = 0; i < nodes; ++i) graph.add([&] { meeting.wait(); });
-      graph.run(pool, patient ? Sync::Duration(100us) : Sync::Duration::zero())->get();
-    };
-    Sync::Thread other(run_graph);
-    run_graph();
+    const auto meet = [&] { ParallelFor<Sync>::start(pool, calls, [&](int) { meeting.wait(); }, limit)->get(); };
+    Sync::Thread other(meet);
+    meet();
     other.join();
   });
 }
@@ -89,11 +85,8 @@ TEST_CASE("schedules of a growing pool: jobs that meet inside of jobs that wait 
     Pool pool(1, {}, kGrowth);
     std::vector<Future<void, Sync>> futures;
     for (int i = 0; i < outer; ++i) {
-      futures.push_back(pool.submit([&] {
-        TaskGraph<Sync> graph;
-        for (int k = 0; k < inner; ++k) graph.add([&] { meeting.wait(); });
-        graph.run(pool)->get();
-      }));
+      futures.push_back(
+          pool.submit([&] { ParallelFor<Sync>::start(pool, inner, [&](int) { meeting.wait(); })->get(); }));
     }
     for (const auto& future : futures) future.wait_until(Sync::Time::max());
   });

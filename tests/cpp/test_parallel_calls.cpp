@@ -1,6 +1,6 @@
-// A task graph as a map of calls with a parallel backward drives it, on real threads, for the sanitizers: graphs
-// without edges, a second one that reads what the first has made, callers that help in slices, calls that map again,
-// failures, cancellation and stops. What calls hand to each other is plain memory: only the graph orders the accesses.
+// ParallelFor as a map of calls with a parallel backward drives it, on real threads, for the sanitizers: runs that read
+// what runs before them have made, callers that help in slices, calls that map again, failures, cancellation and stops.
+// What calls hand to each other is plain memory: only the runs order the accesses.
 #include <doctest/doctest.h>
 
 #include <array>
@@ -13,44 +13,43 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/task_graph.h"
+#include "runtime/parallel_for.h"
 
 using namespace pymoe::runtime;
 using namespace std::chrono_literals;
 using Sync = SystemSync;
 using Pool = WorkerPool<Sync>;
-using Graph = TaskGraph<Sync>;
+using Calls = ParallelFor<Sync>;
 
 namespace {
 
 constexpr int kCalls = 8;
 
 // Waits as a caller does: helping, in slices that are mostly too short.
-void help(Graph::Run& run, int step) {
+void help(Calls& run, int step) {
   while (!run.help_until(Sync::now() + (step % 3 == 0 ? 10us : 1ms))) {
   }
 }
 
-// Mostly with as much patience as maps have, sometimes with none or hardly any.
-Sync::Duration patience(int step) { return step % 4 == 0 ? 0us : step % 4 == 1 ? 2us : 200us; }
+// Mostly with the limit that maps have, sometimes with none or hardly any.
+Sync::Duration limit(int step) { return step % 4 == 0 ? 0us : step % 4 == 1 ? 2us : 200us; }
 
 // One map: what the forward calls save, their backward calls read, and the caller reads the outcome of both.
 struct Map {
-  explicit Map(int seed) : seed(seed) {
-    for (int call = 0; call < kCalls; ++call) {
-      const auto at = static_cast<size_t>(call);
-      forward.add(
-          [this, at] { outputs[at] = *(saved[at] = std::make_unique<int>(this->seed + static_cast<int>(at))); });
-      backward.add([this, at] { gradients[at] = 2 * *std::exchange(saved[at], nullptr); });
-    }
-  }
+  explicit Map(int seed) : seed(seed) {}
 
   // Both passes; how many of the results are wrong.
   int run(Pool& pool, int step) {
-    const auto first = forward.run(pool, patience(step));
-    help(*first, step);
-    const auto second = backward.run(pool, patience(step + 1));
-    help(*second, step);
+    const auto forward = [this](int call) {
+      const auto at = static_cast<size_t>(call);
+      outputs[at] = *(saved[at] = std::make_unique<int>(seed + call));
+    };
+    const auto backward = [this](int call) {
+      const auto at = static_cast<size_t>(call);
+      gradients[at] = 2 * *std::exchange(saved[at], nullptr);
+    };
+    help(*Calls::start(pool, kCalls, forward, limit(step)), step);
+    help(*Calls::start(pool, kCalls, backward, limit(step + 1)), step);
     int wrong = 0;
     for (int call = 0; call < kCalls; ++call) {
       const auto at = static_cast<size_t>(call);
@@ -61,7 +60,6 @@ struct Map {
   }
 
   int seed;
-  Graph forward, backward;
   std::array<std::unique_ptr<int>, kCalls> saved;
   std::array<int, kCalls> outputs{}, gradients{};
 };
@@ -84,10 +82,8 @@ void on_clients(int count, const Client& client) {
 int nested(Pool& pool, int depth) {
   if (depth == 0) return 1;
   std::array<int, 3> counts{};
-  Graph graph;
-  for (int& count : counts) graph.add([&pool, &count, depth] { count = nested(pool, depth - 1); });
-  const auto run = graph.run(pool, patience(depth));
-  help(*run, depth);
+  const auto call = [&](int i) { counts[static_cast<size_t>(i)] = nested(pool, depth - 1); };
+  help(*Calls::start(pool, 3, call, limit(depth)), depth);
   return counts[0] + counts[1] + counts[2];
 }
 
@@ -116,35 +112,27 @@ TEST_CASE("calls that map again end on fewer workers than there are maps waiting
   }
 }
 
-TEST_CASE("every call ends before the caller sees the failures, which it sees in the order of the calls") {
+TEST_CASE("every call ends before the caller sees the failure, which is that of the first call") {
   Pool pool(4);
   std::atomic<int> wrong{0};
   on_clients(2, [&](int client) {
     for (int step = 0; step < 200; ++step) {
       std::array<int, kCalls> ended{};
-      Graph graph;
       const auto fails = [&](int call) { return (call * 7 + step + client) % 3 == 0; };
-      for (int call = 0; call < kCalls; ++call) {
-        graph.add([&ended, call, failing = fails(call)] {
-          ended[static_cast<size_t>(call)] = 1;
-          if (failing) throw std::runtime_error("call " + std::to_string(call));
-        });
-      }
-      const auto run = graph.run(pool, patience(step));
+      const auto call = [&](int i) {
+        ended[static_cast<size_t>(i)] = 1;
+        if (fails(i)) throw std::runtime_error("call " + std::to_string(i));
+      };
+      const auto run = Calls::start(pool, kCalls, call, limit(step));
       help(*run, step);
-      size_t seen = 0;
-      for (int call = 0; call < kCalls; ++call) {
-        wrong += ended[static_cast<size_t>(call)] != 1;
-        if (!fails(call)) continue;
-        wrong += seen >= run->failures().size() || run->failures()[seen].node != call;
-        ++seen;
-      }
-      wrong += seen != run->failures().size();
+      for (const int one : ended) wrong += one != 1;
+      int first = 0;
+      while (!fails(first)) ++first;
       try {
         run->get();
         ++wrong;
       } catch (const std::runtime_error& error) {
-        wrong += error.what() != "call " + std::to_string(run->failures().front().node);
+        wrong += error.what() != "call " + std::to_string(first);
       }
     }
   });
@@ -156,17 +144,14 @@ TEST_CASE("a map that is cancelled while others help it has run each call wholly
   int cut_short = 0;
   for (int step = 0; step < 300; ++step) {
     std::array<int, kCalls> began{}, ended{};
-    Graph graph;
     std::latch first(1);
-    for (int call = 0; call < kCalls; ++call) {
-      graph.add([&, at = static_cast<size_t>(call)] {
-        began[at] = 1;
-        if (at == 0) first.count_down();
-        std::this_thread::yield();
-        ended[at] = 1;
-      });
-    }
-    const auto run = graph.run(pool, patience(step));
+    const auto call = [&](int i) {
+      began[static_cast<size_t>(i)] = 1;
+      if (i == 0) first.count_down();
+      std::this_thread::yield();
+      ended[static_cast<size_t>(i)] = 1;
+    };
+    const auto run = Calls::start(pool, kCalls, call, limit(step));
     std::thread helper([&] { help(*run, step); });
     std::thread canceller([&] {
       if (step % 2 == 0) first.wait();
@@ -199,10 +184,9 @@ TEST_CASE("a pool that is stopped under running maps ends or refuses each of the
       on_clients(2, [&](int client) {
         for (int turn = 0;; ++turn) {
           std::array<int, kCalls> ran{};
-          Graph graph;
-          for (int& one : ran) graph.add([&one] { one = 1; });
           try {
-            const auto run = graph.run(pool, patience(turn + client));
+            const auto call = [&](int i) { ran[static_cast<size_t>(i)] = 1; };
+            const auto run = Calls::start(pool, kCalls, call, limit(turn + client));
             if (turn == 0) running.count_down();
             help(*run, client + step);
             int count = 0;

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from specs import all_specs
 
 import pymoe
-from pymoe.testing.calls import generator
-from pymoe.testing.specs import all_specs
+from pymoe.bench.calls import generator
 
 CALLS = [call for spec in all_specs() if spec.raw_calls for call in spec.raw_calls(generator())]
 

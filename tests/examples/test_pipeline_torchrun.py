@@ -26,7 +26,9 @@ def torchrun(processes, *options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "options"), [(2, ()), (4, ()), (4, ("--replicas", "2"))])
+@pytest.mark.parametrize(
+    ("processes", "options"), [(2, ()), pytest.param(4, (), marks=pytest.mark.exhaustive), (4, ("--replicas", "2"))]
+)
 def test_losses_over_processes_are_those_of_one(processes, options):
     status, text = torchrun(processes, *options)
     assert status == 0, text

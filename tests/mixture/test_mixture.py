@@ -348,7 +348,7 @@ def test_wrong_options_are_named() -> None:
     ):
         with pytest.raises(error, match=text):
             mixture(good, **options)
-    with pytest.raises(ValueError, match="at least one backend"):
+    with pytest.raises(ValueError, match="at least one backend, got none"):
         MixtureOfExpertBackends([], top_k=1)
     with pytest.raises(TypeError, match="ExpertBackend"):
         MixtureOfExpertBackends([nn.Identity()], top_k=1)  # type: ignore[list-item]

@@ -223,7 +223,7 @@ def test_without_any_backend_all_rows_fall_back() -> None:
     x = ONES.clone().requires_grad_()
     moe(x).sum().backward()
     assert torch.equal(x.grad, ONES)
-    with pytest.raises(TooFewAnswersError, match="nobody to ask"):
+    with pytest.raises(TooFewAnswersError, match="there is no backend to ask"):
         strict(x)
     assert strict(x[:0]).shape == (0, WIDTH)
 
@@ -396,7 +396,7 @@ def test_an_interrupted_wait_leaves_nothing_under_way(monkeypatch: pytest.Monkey
         def interrupt(*_: Any) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(fan_out, "why_not", interrupt)
+        monkeypatch.setattr(fan_out, "error_of", interrupt)
         with pytest.raises(KeyboardInterrupt):
             moe(ONES)
         assert runtime.stats()["e0_forward"].queued == 0

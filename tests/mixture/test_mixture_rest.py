@@ -8,7 +8,7 @@ import pytest
 import torch
 from mixtures import LONG, WIDTH, Stuck, dead, mixture, scaled
 
-from pymoe.mixture import rest
+from pymoe.mixture import members
 from pymoe.runtime import MixtureOfExpertBackends, Runtime
 
 SOON = 0.02  # seconds: for what is meant to run out
@@ -18,7 +18,7 @@ ONES = torch.ones(3, WIDTH, dtype=torch.float64)
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(rest, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(members, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 
@@ -53,13 +53,13 @@ def test_it_is_asked_now_and_then_ever_less_often_until_it_answers(clock: Simple
 
 
 def test_a_rest_has_a_longest_span(clock: SimpleNamespace) -> None:
-    one = rest.Rest()
+    one = members.Backoff()
     for _ in range(2000):
-        one.given_up()
-    assert one.left(3, 10.0) == 640.0
-    assert one.left(5000, 10.0) == 0.0
+        one.timed_out()
+    assert one.seconds_left(3, 10.0) == 640.0
+    assert one.seconds_left(5000, 10.0) == 0.0
     one.answered()
-    assert one.left(3, 10.0) == 0.0
+    assert one.seconds_left(3, 10.0) == 0.0
 
 
 def test_nobody_rests_where_the_others_are_too_few(clock: SimpleNamespace) -> None:

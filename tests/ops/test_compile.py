@@ -5,14 +5,13 @@ from itertools import islice
 import pytest
 import torch
 from devices import moved
+from specs import all_specs, in_dtype, samples_of
 
-from pymoe.testing.calls import generator, gradients, in_dtype, leaves, samples_of
-from pymoe.testing.compare import assert_close, assert_same_bits
-from pymoe.testing.specs import all_specs
-from pymoe.testing.verify import is_exact
+from pymoe.bench.calls import generator, gradients, leaves
+from pymoe.bench.correctness import assert_close, assert_same_bits
 
 pytestmark = pytest.mark.only_on("cpu", "cuda")  # the compiler knows no other device
-SPECS = {spec.name: spec for spec in all_specs() if spec.compilable}
+SPECS = {spec.name: spec for spec in all_specs()}
 
 
 def some_samples(spec, count, device):
@@ -32,7 +31,7 @@ def compare(spec, sample, backend):
     tolerance = spec.tolerances.get(torch.float32, (0.0, 0.0))
     for i, (got, wanted) in enumerate(zip(outputs, eager_outputs, strict=True)):
         assert got.requires_grad == wanted.requires_grad
-        if is_exact(spec, i):
+        if spec.is_exact(i):
             assert_same_bits(got, wanted, f"output {i}")
         else:
             assert_close(got, wanted, tolerance, f"output {i}")

@@ -7,11 +7,10 @@ address sanitizer (tests/cuda_on_cpu), and on a GPU by compute-sanitizer (benchm
 import pytest
 import torch
 from devices import moved
+from specs import all_specs
+from specs.hostile import hostile_calls
 
-from pymoe.testing.calls import generator
-from pymoe.testing.hostile import hostile_calls
-from pymoe.testing.spec import outputs_of
-from pymoe.testing.specs import all_specs
+from pymoe.bench.calls import generator, outputs_of
 
 CALLS = {
     f"{call.operator}-{call.name}": call

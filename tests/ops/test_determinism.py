@@ -3,10 +3,9 @@
 import pytest
 import torch
 from devices import moved
+from specs import all_specs, large_cases, samples_of, verify
 
-from pymoe.testing import verify
-from pymoe.testing.calls import generator, large_cases, samples_of, with_grad
-from pymoe.testing.specs import all_specs
+from pymoe.bench.calls import generator, with_grad
 
 SPECS = {spec.name: spec for spec in all_specs()}
 

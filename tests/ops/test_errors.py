@@ -4,10 +4,9 @@ from functools import cache
 
 import pytest
 from devices import moved
+from specs import all_specs, verify
 
 from pymoe.ops import check_indices
-from pymoe.testing import verify
-from pymoe.testing.specs import all_specs
 
 SPECS = {spec.name: spec for spec in all_specs()}
 

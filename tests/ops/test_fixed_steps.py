@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from pymoe.bench.correctness import assert_close, assert_same_bits
 from pymoe.reference import fixed_steps
-from pymoe.testing.compare import assert_close, assert_same_bits
 
 pytestmark = pytest.mark.only_on("cpu")
 NAN, INF = math.nan, math.inf

@@ -9,12 +9,10 @@ from functools import cache
 import pytest
 import torch
 from devices import moved
+from specs import all_specs, verify
 
-from pymoe.testing import verify
-from pymoe.testing.calls import call, generator, gradients, gradients_of, leaves, mapped, tensors_in
-from pymoe.testing.compare import assert_same_bits
-from pymoe.testing.spec import outputs_of
-from pymoe.testing.specs import all_specs
+from pymoe.bench.calls import call, generator, gradients, gradients_of, leaves, mapped, outputs_of, tensors_in
+from pymoe.bench.correctness import assert_same_bits
 
 SPECS = {spec.name: spec for spec in all_specs() if spec.gradient_samples is not None}
 

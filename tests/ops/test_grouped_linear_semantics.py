@@ -10,7 +10,7 @@ from limits import LONG
 from torch.nn import functional as F
 
 import pymoe
-from pymoe.testing.compare import assert_close, assert_same_bits
+from pymoe.bench.correctness import assert_close, assert_same_bits
 
 BACKENDS = pytest.mark.parametrize("backend", [pymoe.ops, pymoe.reference], ids=["native", "reference"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
@@ -128,10 +128,11 @@ def test_raw_operators_refuse_offsets_that_point_outside(values, error):
 
 ISA_SCRIPT = """
 import torch, pymoe
-from pymoe.testing.compare import assert_close
-from pymoe.testing.calls import gradients, samples_of, with_grad
-from pymoe.testing.specs import grouped_linear, expert_activation
-from pymoe.testing.verify import gradients_equal, outputs_equal
+from pymoe.bench.correctness import assert_close
+from pymoe.bench.calls import gradients, with_grad
+from specs import samples_of
+from specs import grouped_linear, expert_activation
+from specs.verify import gradients_equal, outputs_equal
 done = 0
 for spec in (*grouped_linear.SPECS, *expert_activation.SPECS):
     for dtype in spec.dtypes:

@@ -4,11 +4,11 @@ from functools import partial
 
 import pytest
 import torch
+from specs import all_specs
 
 import pymoe
+from pymoe.bench.calls import generator
 from pymoe.ops import missing_cuda
-from pymoe.testing.calls import generator
-from pymoe.testing.specs import all_specs
 
 pytestmark = pytest.mark.only_on("cpu")  # nothing is run
 CALLS = {call.operator: call for spec in all_specs() if spec.raw_calls for call in spec.raw_calls(generator())}

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from devices import moved
+from specs import all_specs
 
 import pymoe  # noqa: F401
-from pymoe.testing.calls import generator
-from pymoe.testing.specs import all_specs
+from pymoe.bench.calls import generator
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 CALLS = {

@@ -7,14 +7,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import rounds
+from specs.samples import layouts, special_values
 
 import pymoe
-from pymoe.testing.compare import assert_close, assert_same_bits
-from pymoe.testing.samples import layouts, special_values
+from pymoe.bench.correctness import assert_close, assert_same_bits
 
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
 SIDE = st.integers(0, 6)
-MANY = settings(max_examples=300, deadline=None, derandomize=True, database=None)
+MANY = settings(max_examples=rounds(300, 3000), deadline=None, derandomize=True, database=None)
 TOLERANCE = {
     torch.float32: (1e-5, 1e-5),
     torch.float64: (1e-12, 1e-12),
@@ -38,7 +39,7 @@ def tensors(draw, shape, dtype, special=True):
 
 
 def in_some_layout(value):
-    """``value`` contiguous, in one of the layouts of pymoe.testing.samples, or with its first row expanded."""
+    """``value`` contiguous, in one of the layouts of specs.samples, or with its first row expanded."""
     views = [value, *(view for _, view in layouts(value))]
     if value.dim() and value.shape[0]:
         views.append(value[:1].expand_as(value))

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from specs.routings import skewed
 from torch._subclasses import FakeTensorMode
 
 import pymoe
+from pymoe.bench.calls import generator
+from pymoe.bench.correctness import assert_same_bits
+from pymoe.bench.operators import distinct
 from pymoe.ops import build_routing, combine, dispatch, gather_batch, split_batch
-from pymoe.testing.calls import generator
-from pymoe.testing.compare import assert_same_bits
-from pymoe.testing.routings import distinct, skewed
 
 GIGABYTE = 2**30
 

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
+from specs import all_specs
 from torch.autograd import forward_ad
 
 import pymoe
+from pymoe.bench.calls import generator, leaves, map_tensors, outputs_of
+from pymoe.bench.correctness import assert_close, assert_same_bits
 from pymoe.nn import MoE
-from pymoe.testing.calls import generator, leaves, map_tensors
-from pymoe.testing.compare import assert_close, assert_same_bits
-from pymoe.testing.spec import outputs_of
-from pymoe.testing.specs import all_specs
 
 pytestmark = pytest.mark.only_on("cpu")
 SPECS = {spec.name: spec for spec in all_specs() if spec.gradient_samples is not None}

@@ -18,9 +18,9 @@ def trusted(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int], bool]:
     trusted: dict[tuple[str, int], bool] = {}
     monkeypatch.setattr(together, "_trusted", trusted)
     # Seconds: every call of these tests is short, however busy the machine is, unless it waits for another.
-    monkeypatch.setattr(together, "PATIENCE", float(LONG))
+    monkeypatch.setattr(together, "INLINE_LIMIT_S", float(LONG))
     # And this thread is not kept from them for so long that workers take them.
-    monkeypatch.setattr(together, "TRUSTING_PATIENCE", 1.0)
+    monkeypatch.setattr(together, "TRUSTED_INLINE_LIMIT_S", 1.0)
     return trusted
 
 
@@ -72,7 +72,7 @@ def test_calls_that_were_short_and_then_wait_for_each_other_get_workers(
 def test_calls_that_take_long_one_after_the_other_are_not_trusted(
     trusted: dict[Any, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(together, "PATIENCE", 1e-9)
+    monkeypatch.setattr(together, "INLINE_LIMIT_S", 1e-9)
     trusted["map_with_parallel_backward forward", together.likeness(Meets)] = False
     both_passes()
     both_passes()

@@ -4,7 +4,6 @@ import doctest
 import subprocess
 import sys
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
 from any_schedule import examples, schedules, times
@@ -95,14 +94,14 @@ def test_the_command_prints_plans_and_numbers(tmp_path, capsys):
     ]
 
 
-def test_the_command_prints_what_the_readme_shows(tmp_path, monkeypatch, capsys):
+def test_the_command_prints_what_the_documentation_shows(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    command = "    $ python -m pymoe.pipe.schedules "
-    shown = (ROOT / "README.md").read_text().split(command)[1].split("\n\n`")[0]
+    command = "$ python -m pymoe.pipe.schedules "
+    shown = (ROOT / "docs" / "concepts" / "schedules.md").read_text().split(command)[1].split("```")[0]
     arguments, expected = shown.split("\n", 1)
     assert main(arguments.split()) == 0
-    assert capsys.readouterr().out.strip() == dedent(expected).strip()
+    assert capsys.readouterr().out.strip() == expected.strip()
 
 
 def test_the_command_draws_all_schedules_with_the_options_that_each_has(capsys):

@@ -1,15 +1,15 @@
 """A pipe leaves what the model alone leaves: outputs, gradients, statistics and, after training, parameters.
 
-PYMOE_STEPS=100 trains every combination for so many steps; otherwise those of four stages with the default
-checkpointing are trained for a hundred, the others for fewer.
+Those of four stages with the default checkpointing are trained for a hundred steps, the others for fewer; with
+``--exhaustive`` all are trained for a hundred.
 """
 
 import copy
 import itertools
-import os
 
 import pytest
 import torch
+from limits import rounds
 from pipe_models import CHECKPOINT, SCHEDULES, batch_model, batches, plain_step, row_model, sgd, step_by_micro_batches
 from torch.nn import functional as F
 
@@ -19,7 +19,7 @@ from pymoe.pipe import Pipe
 pytestmark = pytest.mark.filterwarnings("ignore:Pipe.step:UserWarning")
 
 TOLERANCE = 1e-12
-STEPS = int(os.environ.get("PYMOE_STEPS", "12"))
+STEPS = rounds(12, 100)
 CHUNKS = (1, 2, 3, 4, 8)
 STAGES = (1, 2, 4)
 ROWS = (7, 12, 3, 8)
@@ -40,6 +40,7 @@ def compare_gradients(ours, theirs, what):
         assert error <= TOLERANCE, f"{what}: the gradient of {name} differs by {error}"
 
 
+@pytest.mark.thinned(24)
 @pytest.mark.parametrize("checkpoint", CHECKPOINT)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages", STAGES)
@@ -68,6 +69,7 @@ def test_training_equals_that_of_the_model(stages, schedule, checkpoint):
         torch.testing.assert_close(pipe(x), plain(x), rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.thinned(15)
 @pytest.mark.parametrize("checkpoint", CHECKPOINT)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages", [2, 4])

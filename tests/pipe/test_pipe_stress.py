@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from flaky import CHUNKS, STAGES, Faults, Planted, batch, expected_grads, grads_of, model, places, run_step
-from limits import LONG
+from limits import LONG, rounds
 
 from pymoe.pipe import Pipe
 from pymoe.pipe.execution import worth
@@ -21,7 +21,7 @@ from pymoe.pipe.execution import worth
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
 CHECKPOINTED = {"always": range(CHUNKS), "except_last": range(CHUNKS - 1), "never": range(0)}
 SLOW = 4e-4  # seconds that a call takes at most
-STEPS = 1000
+STEPS = rounds(1000, 5000)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import torch
 from pretended import DEVICE, Pretended, pretended
 from torch import Tensor, nn
 
-from pymoe.autograd import thread_state
+from pymoe.autograd import plain_state
 from pymoe.runtime import BatchTensorProto, ExpertBackend
 from pymoe.runtime.placement import Placement
 
@@ -61,7 +61,7 @@ def test_an_expert_without_parameters_takes_tensors_where_they_are() -> None:
 
 def test_outputs_of_an_expert_that_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     # The pretended device is a mode of this thread, one of those that an expert is kept from.
-    monkeypatch.setattr("pymoe.runtime.backend.in_plain_state", thread_state._with_grad)
+    monkeypatch.setattr("pymoe.runtime.backend.in_plain_state", plain_state._with_grad)
     expert = Elsewhere().to(DEVICE)
     schema = {"y": X, "ids": IDS, "name": "elsewhere"}
     backend = ExpertBackend("e", expert, args_schema=[X, IDS], outputs_schema=schema)

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from specs import ErrorInput, OpSpec, samples_of, verify
+from specs.samples import layouts, special_values, sprinkled
 
-from pymoe.testing import verify
-from pymoe.testing.calls import same_layout_copy, samples_of, with_grad
-from pymoe.testing.compare import assert_same_bits
-from pymoe.testing.samples import layouts, special_values, sprinkled, uniform
-from pymoe.testing.spec import ErrorInput, OpSpec, Sample
+from pymoe.bench.calls import Sample, same_layout_copy, with_grad
+from pymoe.bench.correctness import assert_same_bits
+from pymoe.bench.operators import uniform
 
 
 def halve(x, keep):

@@ -5,17 +5,16 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Sequence
-from fractions import Fraction
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
-__all__ = ["balance_cost", "least_maximum"]
+__all__ = ["balance_cost", "check_partitions", "least_maximum"]
 
 
 def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
     """Cut a row of costs into consecutive blocks, so that the greatest sum of a block is as small as can be.
 
-    The slowest stage sets the pace of a pipeline: that is what is minimised, exactly. Among the ways to reach it, the
-    one with the least sum of squares is taken (the most even one); among those again, the one with the most even
+    The slowest stage sets the pace of a pipeline: that is what is minimised, exactly. Of several ways to reach it the
+    one with the least sum of squared costs is taken (the most even one); of several of these the one with the most even
     numbers of layers. No block is empty. Sums are exact, also of floats.
 
     Args:
@@ -26,75 +25,57 @@ def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
         The number of layers of every block.
 
     Raises:
-        TypeError: ``partitions`` is no integer.
+        TypeError: ``partitions`` is not an integer.
         ValueError: there are more blocks than layers, less than one, or a cost is negative or not finite.
     """
     check_partitions(partitions, len(costs))
     if any(not math.isfinite(cost) or cost < 0 for cost in costs):
         raise ValueError(f"balance_cost: costs must be finite and not negative, got {list(costs)}")
-    sums = [0, *accumulate(_as_integers(costs))]
-    return _most_even(sums, partitions, _least_maximum(sums, partitions))
+    sums, _ = _exact_sums(costs)
+    limit, layers = _least_maximum(sums, partitions), len(costs)
+    Way = tuple[int, int, tuple[int, ...]]
+    best: dict[int, Way] = {0: (0, 0, ())}  # by layers: least squares of costs, and of sizes; the sizes of blocks
+    for blocks_left in reversed(range(partitions)):
+        further: dict[int, Way] = {}
+        for start, (squares, size_squares, sizes) in best.items():
+            for end in range(start + 1, layers - blocks_left + 1):
+                cost, size = sums[end] - sums[start], end - start
+                if cost > limit:
+                    break
+                way = squares + cost * cost, size_squares + size * size, (*sizes, size)
+                further[end] = min(way, further.get(end, way))
+        best = further
+    return list(best[layers][2])
 
 
 def least_maximum(costs: Sequence[float], partitions: int) -> float:
-    """The greatest sum of a block in the best way to cut ``costs``, as :func:`balance_cost` does."""
+    """Return the greatest sum of a block in the best way to cut ``costs``, as :func:`balance_cost` does."""
     check_partitions(partitions, len(costs))
-    exact = [Fraction(cost) for cost in costs]
-    unit = math.lcm(*[cost.denominator for cost in exact])
-    return _least_maximum([0, *accumulate(int(cost * unit) for cost in exact)], partitions) / unit
+    sums, unit = _exact_sums(costs)
+    return _least_maximum(sums, partitions) / unit
 
 
 def check_partitions(partitions: int, layers: int) -> None:
-    """Raise what :func:`balance_cost` says about ``partitions``."""
+    """Raise TypeError or ValueError unless ``partitions`` is from 1 to ``layers``."""
     if not isinstance(partitions, int) or isinstance(partitions, bool):
         raise TypeError(f"partitions must be an integer, got {partitions!r}")
     if not 1 <= partitions <= layers:
         raise ValueError(f"partitions must be from 1 to the number of layers, {layers}, got {partitions}")
 
 
-def _as_integers(costs: Sequence[float]) -> list[int]:
-    """In a unit that divides all of them."""
-    exact = [Fraction(cost if isinstance(cost, (int, float, Fraction)) else float(cost)) for cost in costs]
-    unit = math.lcm(*[cost.denominator for cost in exact])
-    return [int(cost * unit) for cost in exact]
+def _exact_sums(costs: Sequence[float]) -> tuple[list[int], int]:
+    """Return the sums of the first 0, 1, ... costs in a unit that makes them integers, and how many of it are 1."""
+    ratios = [(cost if isinstance(cost, (int, float)) else float(cost)).as_integer_ratio() for cost in costs]
+    unit = math.lcm(*[denominator for _, denominator in ratios])
+    return [0, *accumulate(numerator * (unit // denominator) for numerator, denominator in ratios)], unit
 
 
 def _least_maximum(sums: Sequence[int], partitions: int) -> int:
-    """The greatest block of the best way, given sums[i] of the first i costs. Takes n p log n steps."""
-    layers = len(sums) - 1
-    best = list(sums)  # best[i]: for the first i costs in as many blocks as the loop has reached
-    for blocks in range(2, partitions + 1):
-        # Where the last block begins at j, best[j] grows with j and the last block shrinks: they cross at the optimum.
-        further = list(best)
-        for end in range(blocks, layers + 1):
-            starts = range(blocks - 1, end)
-            cross = bisect.bisect_left(starts, True, key=lambda j: best[j] >= sums[end] - sums[j])
-            near = starts[max(cross - 1, 0) : cross + 1]
-            further[end] = min(max(best[j], sums[end] - sums[j]) for j in near)
-        best = further
-    return best[layers]
-
-
-def _most_even(sums: Sequence[int], partitions: int, limit: int) -> list[int]:
-    """The sizes of blocks, none above ``limit``, whose sums of squares, of costs and then of layers, are least."""
-    layers = len(sums) - 1
-    reached: list[dict[int, tuple[int, int, int]]] = [{0: (0, 0, 0)}]  # by end: squares, squares of sizes, start
-    for blocks in range(1, partitions + 1):
-        before, now = reached[-1], {}
-        for end in range(blocks, layers - (partitions - blocks) + 1):
-            found = None
-            for start in range(end - 1, blocks - 2, -1):
-                cost = sums[end] - sums[start]
-                if cost > limit:
-                    break
-                if start in before:
-                    squares, sizes, _ = before[start]
-                    way = squares + cost * cost, sizes + (end - start) ** 2, start
-                    found = way if found is None else min(found, way)
-            if found is not None:
-                now[end] = found
-        reached.append(now)
-    ends = [layers]
-    for ways in reached[:0:-1]:
-        ends.append(ways[ends[-1]][2])
-    return [end - start for start, end in pairwise(reversed(ends))]
+    """Return the least limit at which blocks that take all they can reach the end, found by bisection."""
+    low, high = 0, sums[-1]
+    while low < high:
+        limit, end = (low + high) // 2, 0
+        for _ in range(partitions):
+            end = bisect.bisect_right(sums, sums[end] + limit) - 1
+        low, high = (low, limit) if end == len(sums) - 1 else (limit + 1, high)
+    return low

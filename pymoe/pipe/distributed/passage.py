@@ -12,12 +12,19 @@ from pymoe.autograd.isolated_graph import differentiate, edge_of, find_leaves
 from pymoe.autograd.random_streams import Stream
 from pymoe.autograd.thread_state import current
 from pymoe.pipe.context import MicroBatch, in_pipeline
-from pymoe.pipe.distributed.exchange import Exchange
-from pymoe.pipe.distributed.message import Key, Message, Subject
+from pymoe.pipe.distributed.messages import (
+    Key,
+    Message,
+    Subject,
+    describe_tensors,
+    describe_values,
+    read_tensors,
+    read_values,
+)
 from pymoe.pipe.distributed.plan import Plan
 from pymoe.pipe.distributed.random_base import SharedSource, base_of_this_process
 from pymoe.pipe.distributed.sums import Sums
-from pymoe.pipe.distributed.wire import describe_tensors, describe_values, read_tensors, read_values
+from pymoe.pipe.distributed.transport import Transport
 from pymoe.pipe.execution.activation import Activation
 from pymoe.pipe.execution.checkpoint import Checkpoints
 from pymoe.pipe.execution.graph import Graph, memory_of
@@ -44,7 +51,7 @@ class Passage:
     def __init__(
         self,
         plan: Plan,
-        exchange: Exchange,
+        transport: Transport,
         step: int,
         *,
         graphs: bool,
@@ -55,7 +62,7 @@ class Passage:
         """
         Args:
             plan: what goes where.
-            exchange: with the other ranks.
+            transport: to the other ranks.
             step: its number, the same on all ranks.
             graphs: whether there will be backward passes.
             checkpoints: for every stage of the pipeline.
@@ -69,7 +76,7 @@ class Passage:
         self.random: SharedSource | None = None
         self.graphs = graphs
         self.forwards = 0
-        self._exchange = exchange
+        self._transport = transport
         self._step = step
         self._checkpoints = checkpoints
         self._checkpointed = checkpointed
@@ -219,10 +226,10 @@ class Passage:
         random = self.random
         assert random is not None
         notes = self.rows.get(micro_batch, 0), random.base, int(random.was_asked)
-        self._exchange.send(rank, Message(Key(self._step, subject, stage, micro_batch), description, tensors, notes))
+        self._transport.send(rank, Message(Key(self._step, subject, stage, micro_batch), description, tensors, notes))
 
     def _receive(self, rank: int, subject: Subject, stage: int, micro_batch: int) -> Message:
-        message = self._exchange.receive(rank, Key(self._step, subject, stage, micro_batch))
+        message = self._transport.receive(rank, Key(self._step, subject, stage, micro_batch))
         _, base, was_asked = message.notes
         if self.random is None:
             self.random = SharedSource(base)

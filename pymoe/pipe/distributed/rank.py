@@ -14,14 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pymoe.autograd import random_streams
 from pymoe.autograd.gradient_sums import add_gradients
-from pymoe.pipe.distributed.exchange import Exchange
-from pymoe.pipe.distributed.message import Key, Message, Subject
+from pymoe.pipe.distributed.messages import Key, Message, Subject, describe_tensors
 from pymoe.pipe.distributed.passage import Passage
 from pymoe.pipe.distributed.plan import Plan
 from pymoe.pipe.distributed.random_base import move_on
 from pymoe.pipe.distributed.tied import Tied
-from pymoe.pipe.distributed.watch import watching
-from pymoe.pipe.distributed.wire import describe_tensors
+from pymoe.pipe.distributed.transport import Transport
+from pymoe.pipe.distributed.watchdog import watching
 from pymoe.pipe.execution.checkpoint import Checkpoints
 from pymoe.pipe.execution.outer import accumulate
 from pymoe.pipe.execution.turns import turns_of
@@ -40,10 +39,10 @@ class Rank:
         self._checkpoint = checkpoint
         self._devices: dict[int, torch.device] = {}
         self.rank = dist.get_rank(group)
-        self.watch = watching(group)
-        self.exchange = Exchange(group, device)
-        for own in self.exchange.groups:
-            self.watch.add(own)
+        self.failure_detector = watching(group)
+        self.transport = Transport(group, device)
+        for own in self.transport.groups:
+            self.failure_detector.add(own)
         self.passage: Passage | None = None
         self._plans: dict[tuple[int, tuple[int, ...]], _Planned] = {}
         self._planned: _Planned | None = None
@@ -83,18 +82,18 @@ class Rank:
             is_certain: whether there is no other possible count.
         """
         random_streams.install()
-        self.watch.begin()
+        self.failure_detector.begin()
         planned = self._planned = self._plan(tuple(rank_of))
         if not self._copies_are_equal:
             self._make_copies_equal(planned.tied)
         if is_certain:
             for peer, messages in planned.plan.messages(count, graphs).items():
-                self.exchange.expect(peer, messages)
+                self.transport.expect(peer, messages)
         training = [self._is_training(stage, planned) for stage in planned.plan.stages]
         checkpointed = {"always": count, "except_last": count - 1, "never": 0}[self._checkpoint]
         self.passage = passage = Passage(
             planned.plan,
-            self.exchange,
+            self.transport,
             self._step,
             graphs=graphs,
             checkpoints=planned.checkpoints,
@@ -159,8 +158,8 @@ class Rank:
     def _finish(self, passage: Passage | None) -> None:
         if passage is not None and passage.random is not None and passage.random.was_asked:
             move_on()
-        self.exchange.flush()
-        self.watch.end()
+        self.transport.flush()
+        self.failure_detector.end()
 
     def _plan(self, rank_of: tuple[int, ...]) -> _Planned:
         pipeline = self.staged.pipeline
@@ -188,13 +187,13 @@ class Rank:
         """The rank of the first stage that has a parameter gives it to the others."""
         for rank, shared in tied.copied_to.items():
             key = Key(self._step, Subject.COPY, 0, 0)
-            self.exchange.send(rank, Message(key, *describe_tensors([tied.own(one).detach() for one in shared])))
+            self.transport.send(rank, Message(key, *describe_tensors([tied.own(one).detach() for one in shared])))
         with torch.no_grad():
             for rank, shared in tied.copied_from.items():
-                message = self.exchange.receive(rank, Key(self._step, Subject.COPY, 0, 0))
+                message = self.transport.receive(rank, Key(self._step, Subject.COPY, 0, 0))
                 for one, tensor in zip(shared, message.tensors, strict=True):
                     tied.own(one).copy_(tensor)
-        self.exchange.flush()
+        self.transport.flush()
         self._copies_are_equal = True
 
 

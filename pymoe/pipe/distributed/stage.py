@@ -176,7 +176,7 @@ class RankStage(_PipelineStageBase):
             if save:
                 self.output_chunks.append(_pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output))
             if self.has_backward:
-                self._rank.watch.at("loss", self.stage_index, micro_batch)  # which the schedule goes on with
+                self._rank.failure_detector.at("loss", self.stage_index, micro_batch)  # which the schedule goes on with
         if not self.has_backward and passage.forwards == len(passage.plan.stages) * self._count():
             self._rank.end_without_backward()
         return output
@@ -205,15 +205,15 @@ class RankStage(_PipelineStageBase):
         return (self._chunks.get(mode) or self._chunks.get(not mode) or [1])[-1]
 
     def _run(self, phase: str, micro_batch: int, function: Callable[..., Any], *args: Any) -> Any:
-        watch = self._rank.watch
+        detector = self._rank.failure_detector
         try:
-            watch.at(phase, self.stage_index, micro_batch)
+            detector.at(phase, self.stage_index, micro_batch)
             return function(*args)
         except BaseException as error:
             if hasattr(error, "add_note"):  # Python 3.11
                 of = "" if micro_batch < 0 else f" of micro-batch {micro_batch}"
                 error.add_note(f"pymoe.pipe: rank {self._rank.rank}, stage {self.stage_index}, {phase}{of}")
-            instead = watch.fail(error)
+            instead = detector.fail(error)
             if instead is None:
                 raise
             raise instead from error

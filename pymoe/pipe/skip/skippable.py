@@ -143,11 +143,9 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
     Raises:
         TypeError: a string instead of a list of strings, or what is decorated is no class of modules.
         ValueError: a name is in both.
-
-    A forward pass raises:
-        RuntimeError: a name that was not declared, or not stashed before; a declared one that was not used, or that
-            was used twice.
-        TypeError: something else than ``stash`` and ``pop`` was yielded.
+        RuntimeError: in a forward pass, for a name that was not declared or not stashed before, and for a declared name
+            that was not used or was used twice.
+        TypeError: in a forward pass, if something other than ``stash`` and ``pop`` was yielded.
     """
     stashable, poppable = _names("skippable", "stash", stash), _names("skippable", "pop", pop)
     if both := stashable & poppable:

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from pymoe.autograd.isolated_graph import _run_backward, apply_directly
+from pymoe._torch_private import run_backward
+from pymoe.autograd.isolated_graph import apply_directly
 from pymoe.pipe.split_backward.graph_cut import PutOff
 
 __all__ = ["Recorder", "can_not_put_off", "can_put_off", "free_saved_tensors"]
@@ -173,7 +174,7 @@ class Recorder:
             grads = (torch.empty_like(start), *[_blank(end) for end in others])
             roots, inputs = (GradientEdge(start.grad_fn, 0), *others), (anchor, *ends)
             with suppress(_Enough):
-                _run_backward(roots, grads, True, False, inputs, True, accumulate_grad=False)  # type: ignore[call-arg]
+                run_backward(roots, grads, True, False, inputs, True, accumulate_grad=False)
         return [edge for edge, _ in found], [gradient for _, gradient in found]
 
     def _run(self, node: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

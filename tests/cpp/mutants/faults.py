@@ -11,7 +11,7 @@ from planted_fault import PlantedFault
 
 COMPLETION = "csrc/runtime/completion.h"
 WORKER_POOL = "csrc/runtime/worker_pool.h"
-TASK_GRAPH = "csrc/runtime/task_graph.h"
+PARALLEL_FOR = "csrc/runtime/parallel_for.h"
 CYCLE = "csrc/runtime/cycle.h"
 LANES = "csrc/runtime/lanes.h"
 LANE_PLAN = "csrc/runtime/lane_plan.h"
@@ -106,25 +106,54 @@ FAULTS = [
         "workers",
     ),
     Fault(
-        "what depends on a failed node runs",
-        TASK_GRAPH,
-        "state.skipped |= states_[index(node)].skipped;",
-        "state.skipped |= false;",
-        "graph",
+        "two threads make the same call",
+        PARALLEL_FOR,
+        "      const int call = next_++;\n      call_workers(lock);\n      lock.unlock();\n",
+        "      lock.unlock();\n      const int call = next_;\n      Sync::preempt();\n      ++next_;\n",
+        "parallel_for",
     ),
     Fault(
-        "the end of a run is not told to who helps",
-        TASK_GRAPH,
-        "    if (waiting_ > 0) changed_.notify_all();\n",
+        "a run ends when its last call has started",
+        PARALLEL_FOR,
+        "    if (running_ > 0) return;\n    std::exception_ptr error;",
+        "    if (next_ < count_ || this->done()) return;\n    std::exception_ptr error;",
+        "parallel_for",
+    ),
+    Fault(
+        "the exception of the last call comes out",
+        PARALLEL_FOR,
+        "return a.first < b.first;",
+        "return a.first > b.first;",
+        "parallel_for",
+    ),
+    Fault(
+        "a cancelled run looks like one whose calls were all made",
+        PARALLEL_FOR,
+        "    cancelled_ = true;\n",
         "",
-        "graph",
+        "parallel_for",
     ),
     Fault(
-        "a thread that stops helping leaves ready nodes to nobody",
-        TASK_GRAPH,
-        "if (ready_.empty() || tickets_ > 0) return;",
+        "a stop of the pool drops the workers of a run, and not the run",
+        PARALLEL_FOR,
+        "        --owner.tickets_;\n      }\n      owner.cancel();\n",
+        "        --owner.tickets_;\n      }\n",
+        "parallel_for",
+        "cancelled",
+    ),
+    Fault(
+        "nobody calls workers for a run whose calls nobody makes",
+        PARALLEL_FOR,
+        "        if (owner.watch_later()) return;\n        lock.lock();\n      }\n      owner.let_go(lock);\n",
+        "        if (owner.watch_later()) return;\n        lock.lock();\n      }\n",
+        "parallel_for",
+    ),
+    Fault(
+        "a thread that stops helping leaves calls to nobody",
+        PARALLEL_FOR,
+        "if (next_ == count_ || tickets_ > 0) return;",
         "return;",
-        "graph",
+        "parallel_for",
         "nobody waits",
     ),
     Fault(

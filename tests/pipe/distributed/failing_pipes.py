@@ -18,8 +18,7 @@ from torch.distributed.pipelining import Schedule1F1B
 from torch.nn import functional as F
 
 from pymoe.pipe import Pipe
-from pymoe.pipe.distributed import RankError, watching
-from pymoe.pipe.distributed import watch as watch_module
+from pymoe.pipe.distributed import RankError, watchdog, watching
 
 MICRO_BATCHES, ROWS = 4, 8
 BAD = 100.0  # a value that a layer stumbles over
@@ -70,7 +69,7 @@ class Layer(nn.Module):
 def train(rank: int, address: str, results: Any, bad: Bad) -> None:
     """Steps without end, and a report: "step" at first; at last "raised", "told" or "other"."""
     torch.set_num_threads(1)
-    watch_module.MEETING = watch_module.TOLD = 60.0  # a busy machine takes longer than a pipeline would wait
+    watchdog.GRACE_S = 60.0  # a busy machine takes longer than a pipeline would wait
     # Waits would take minutes.
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS, timeout=timedelta(minutes=5))
     layers = [Layer(bad.phase if stage == bad.rank else "") for stage in range(RANKS)]

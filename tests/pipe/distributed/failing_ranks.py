@@ -11,10 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pymoe.pipe.distributed import peers
-from pymoe.pipe.distributed import watch as watch_module
-from pymoe.pipe.distributed.failure import RankError
-from pymoe.pipe.distributed.watch import Watch, watching
+from pymoe.pipe.distributed import liveness, watchdog
+from pymoe.pipe.distributed.liveness import RankError
+from pymoe.pipe.distributed.watchdog import FailureDetector, watching
 
 RANKS, MICRO_BATCHES = 3, 4
 
@@ -44,9 +43,9 @@ class Plan:
 def train(rank: int, address: str, results: Any, plan: Plan) -> None:
     """Steps, and reports of them: "step"; at last "done", "raised", "told" or "other"."""
     torch.set_num_threads(1)
-    watch_module.MEETING = watch_module.TOLD = 60.0  # a busy machine takes longer than a pipeline would wait
+    watchdog.GRACE_S = 60.0  # a busy machine takes longer than a pipeline would wait
     if plan.hosts_differ:
-        peers.here = lambda: f"host {rank}"
+        liveness.this_host = lambda: f"host {rank}"
     # Waits would take minutes.
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS, timeout=timedelta(minutes=5))
     watch = watching(patience=plan.patience)
@@ -86,7 +85,7 @@ def train(rank: int, address: str, results: Any, plan: Plan) -> None:
         results.send(("done", plan.steps))
 
 
-def one_step(watch: Watch, rank: int, step: int, plan: Plan) -> None:
+def one_step(watch: FailureDetector, rank: int, step: int, plan: Plan) -> None:
     """Micro-batches forward and backward."""
 
     def work(phase: str, micro_batch: int) -> None:

@@ -30,6 +30,7 @@ def is_told_of_the_bug(told, rank, phase):
     assert "in work" in told[4], "the traceback is not there"
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("attempt", range(10))
 def test_when_a_rank_is_killed_at_any_moment_the_others_end_and_name_it(attempt):
     random.seed(attempt)
@@ -45,6 +46,7 @@ def test_when_a_rank_is_killed_at_any_moment_the_others_end_and_name_it(attempt)
         assert phase in (None, "forward", "loss", "backward")
 
 
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize(("phase", "rank"), PLACES)
 @pytest.mark.parametrize("after", ["ends", "lingers"])
 def test_when_a_rank_raises_the_others_end_with_its_error(phase, rank, after):
@@ -70,7 +72,7 @@ def test_a_rank_that_has_raised_cannot_make_further_steps():
     assert {told[0] for _, told in reports.values()} == {1}
 
 
-@pytest.mark.parametrize("victim", [1, 2])
+@pytest.mark.parametrize("victim", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_ranks_on_other_hosts_see_that_a_connection_is_broken_and_find_out_whose(victim):
     with ranks(train, RANKS, Plan(hosts_differ=True)) as started:
         started.wait_for("step", RANKS)

@@ -12,6 +12,7 @@ SCHEDULES = (
 EXACT = 1e-12
 
 
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_twenty_steps_equal_the_unsplit_model(ranks, schedule, world):

@@ -15,6 +15,7 @@ EXACT = 1e-12
 SINGLE = {"Llama": 1e-6, "Mixtral": 1e-6}
 
 
+@pytest.mark.thinned(10)
 @pytest.mark.parametrize("name", CASES)
 def test_training_on_ranks_equals_that_of_the_model(ranks, name):
     world = 3 if CASES[name].marks or CASES[name].parts else 2

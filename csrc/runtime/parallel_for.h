@@ -1,0 +1,227 @@
+// ParallelFor: function(0) to function(count - 1) on the workers of a pool and on the threads that wait for them.
+//
+//     const auto run = ParallelFor<SystemSync>::start(pool, 16, [&](int i) { out[i] = f(i); });
+//     run->get();
+//
+// Order      Calls start in the order of their numbers. Beside other jobs of the pool they rank as what was posted when
+//            the run began: a worker that finds an older job waiting leaves the rest of the calls for later.
+// Failures   A call that throws touches no other. The run ends when every call has ended, so nothing of it goes on
+//            behind the back of whoever has waited; its error is what the first call, by number, has thrown.
+// Cancelling Calls that have not started are left out, and the run's error is Cancelled if no call has thrown. A pool
+//            that is stopped with kCancel does that; with kDrain it still makes all calls.
+// Waiting    help_until, wait and get make calls on the waiting thread, so a call may wait for calls of its own,
+// however
+//            few workers there are. help_until is for waits in slices. wait_until waits without help.
+// Inline     A run with a limit leaves its calls to who waits for it, as long as that thread ends one within every span
+//            of `inline_limit`: handing over calls that are shorter costs more than it gains. Somebody must wait for
+//            it, or it goes on after that span only, and not at all in a pool that is stopped before.
+// Errors     start throws StoppedError if the pool was stopped.
+// Threads    All functions are for any number of threads. The pool must outlive the run; the function lives as long.
+#pragma once
+
+#include <algorithm>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "runtime/completion.h"
+#include "runtime/worker_pool.h"
+
+namespace pymoe::runtime {
+
+// Its jobs in the pool are tickets: each makes calls one after the other until none is left, or something older waits
+// for a worker. There are as many as there are workers and calls for them. In a pool that grows as many wait there
+// beside those that were taken: it has to see that there are more calls than its workers have got to.
+template <typename Sync>
+class ParallelFor final : public Completion<Sync>, public std::enable_shared_from_this<ParallelFor<Sync>> {
+ public:
+  using Time = typename Sync::Time;
+  using Duration = typename Sync::Duration;
+  using Function = std::function<void(int)>;
+
+  static std::shared_ptr<ParallelFor> start(WorkerPool<Sync>& pool, int count, Function function,
+                                            Duration inline_limit = Duration::zero()) {
+    const std::shared_ptr<ParallelFor> run(new ParallelFor(pool, count, std::move(function), inline_limit));
+    run->begin();
+    return run;
+  }
+
+  // Makes calls, and waits for those of others when none is left to start; false if the run has not ended by `until`.
+  // A call that was started here is made to its end.
+  bool help_until(Time until) {
+    {
+      Lock lock(mutex_);
+      work(lock, false, [until] { return until != Time::max() && Sync::now() >= until; });
+      if (next_ < count_) return false;
+    }
+    if (until != Time::max()) return Completion<Sync>::wait_until(until);
+    Completion<Sync>::wait();
+    return true;
+  }
+
+  void wait() { help_until(Time::max()); }
+
+  // Waits; throws the run's error, if it has one.
+  void get() {
+    wait();
+    if (this->error()) std::rethrow_exception(this->error());
+  }
+
+  // Leaves out every call that has not started.
+  void cancel() {
+    Lock lock(mutex_);
+    if (next_ == count_) return;
+    running_ -= count_ - std::exchange(next_, count_);
+    cancelled_ = true;
+    end_if_over(lock);
+  }
+
+ private:
+  using Lock = std::unique_lock<typename Sync::Mutex>;
+
+  struct Ticket final : Job {
+    explicit Ticket(ParallelFor& owner) : owner(owner) {}
+    void run() noexcept override {
+      Lock lock(owner.mutex_);
+      --owner.posted_;
+      owner.work(lock, true, [this] { return owner.pool_.older_waits(owner.began_); });
+    }
+    void cancel() noexcept override {
+      {
+        const Lock lock(owner.mutex_);
+        --owner.posted_;
+        --owner.tickets_;
+      }
+      owner.cancel();
+    }
+    ParallelFor& owner;
+  };
+
+  // Looks, every span of the limit, whether the thread that waits gets on without workers.
+  struct Watch final : Job {
+    explicit Watch(ParallelFor& owner) : owner(owner) {}
+    void run() noexcept override {
+      Lock lock(owner.mutex_);
+      if (!owner.held_) return;
+      if (std::exchange(owner.seen_, owner.running_) != owner.running_ && owner.running_ > 0) {
+        lock.unlock();
+        if (owner.watch_later()) return;
+        lock.lock();
+      }
+      owner.let_go(lock);
+    }
+    void cancel() noexcept override {
+      Lock lock(owner.mutex_);
+      owner.let_go(lock);
+    }
+    ParallelFor& owner;
+  };
+
+  ParallelFor(WorkerPool<Sync>& pool, int count, Function function, Duration inline_limit)
+      : pool_(pool),
+        function_(std::move(function)),
+        inline_limit_(inline_limit),
+        count_(count),
+        running_(count),
+        seen_(count) {
+    this->claim();
+  }
+
+  bool watch_later() {
+    return pool_.post_at(Sync::now() + inline_limit_, std::shared_ptr<Job>(this->shared_from_this(), &watch_));
+  }
+
+  void begin() {
+    held_ = inline_limit_ > Duration::zero() && count_ > 0;
+    if (held_ && watch_later()) return;
+    Lock lock(mutex_);
+    let_go(lock);
+    if (tickets_ == 0 && next_ < count_) throw StoppedError("ParallelFor: start on a pool that was stopped");
+    if (count_ == 0) end_if_over(lock);
+  }
+
+  // --- all with the lock held; they release it for a while ---
+
+  // Makes calls until none is left, or leave() says that others should.
+  template <typename Leave>
+  void work(Lock& lock, bool ticket, const Leave& leave) {
+    while (next_ < count_) {
+      if (leave()) {
+        tickets_ -= ticket;
+        let_go(lock);
+        if (next_ == count_ || tickets_ > 0) return;
+        tickets_ += ticket;  // the pool refuses tickets, and nobody else has one
+      }
+      const int call = next_++;
+      call_workers(lock);
+      lock.unlock();
+      std::exception_ptr error;
+      try {
+        function_(call);
+      } catch (...) {
+        error = std::current_exception();
+      }
+      lock.lock();
+      if (error) failures_.emplace_back(call, std::move(error));
+      --running_;
+      end_if_over(lock);
+    }
+    tickets_ -= ticket;
+  }
+
+  void call_workers(Lock& lock) {
+    if (held_) return;
+    const int count = std::min(count_ - next_ - posted_, pool_.workers() - (pool_.grows() ? posted_ : tickets_));
+    if (count <= 0) return;
+    posted_ += count;
+    tickets_ += count;
+    lock.unlock();
+    int taken = 0;
+    while (taken < count && pool_.post(std::shared_ptr<Job>(this->shared_from_this(), &ticket_), began_)) ++taken;
+    lock.lock();
+    posted_ -= count - taken;
+    tickets_ -= count - taken;
+  }
+
+  void let_go(Lock& lock) {
+    held_ = false;
+    call_workers(lock);
+  }
+
+  void end_if_over(Lock& lock) {
+    if (running_ > 0) return;
+    std::exception_ptr error;
+    if (!failures_.empty()) {
+      const auto before = [](const auto& a, const auto& b) { return a.first < b.first; };
+      error = std::min_element(failures_.begin(), failures_.end(), before)->second;
+    } else if (cancelled_) {
+      error = std::make_exception_ptr(Cancelled("the run was cancelled before all of its calls had started"));
+    }
+    lock.unlock();
+    this->complete(std::move(error));
+    lock.lock();
+  }
+
+  WorkerPool<Sync>& pool_;
+  const Function function_;
+  const Time began_ = Sync::now();
+  const Duration inline_limit_;
+  const int count_;
+  Ticket ticket_{*this};
+  Watch watch_{*this};
+  typename Sync::Mutex mutex_;  // guards the rest
+  // By the number of the call. All are kept to the end: to destroy one may take a lock, as the interpreter's.
+  std::vector<std::pair<int, std::exception_ptr>> failures_;
+  int next_ = 0;       // the next call to start
+  int running_;        // calls that have not ended, and were not left out
+  int seen_;           // running_ when watch_ last looked
+  bool held_ = false;  // workers are not called yet
+  int posted_ = 0;     // tickets that no worker has taken yet
+  int tickets_ = 0;    // these, and those that a worker is at
+  bool cancelled_ = false;
+};
+
+}  // namespace pymoe::runtime

@@ -1,0 +1,173 @@
+"""The private names of torch on which pymoe depends: what each does, and why no public name serves.
+
+No other module of pymoe uses a name of torch that begins with an underscore (``tests/test_torch_private.py``); the
+reference, which imports torch alone, uses a ``FakeTensor``. All of these were there in torch 2.11.0 and 2.13.0. After
+an update of torch the test says which ones are missing. The objects are torch's own, so a call costs what it did.
+
+Names keep torch's, without the underscore. Attributes of torch's objects, which cannot be handed on, are listed in
+``ATTRIBUTES``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.modules.batchnorm as _batchnorm
+import torch.utils._python_dispatch as _dispatch
+from torch import _guards, _ops
+from torch._subclasses import fake_tensor as _fake_tensor
+from torch.utils import _pytree
+
+if TYPE_CHECKING:
+    import torch.distributed.pipelining.stage as _stage
+    import torch.fx.experimental._config as _fx_config
+
+    PipelineStageBase = _stage._PipelineStageBase
+    fx_config = _fx_config
+
+# --- Classes and modules
+# Nested tuples, lists and dicts, taken apart and put together. The public ``torch.utils.pytree`` has other functions,
+# and torch.export speaks of these specs.
+pytree = _pytree
+# Tensors without numbers, as torch.compile and torch.export make them, and the mode of those that are given.
+FakeTensor = _fake_tensor.FakeTensor
+FakeTensorMode = _fake_tensor.FakeTensorMode
+detect_fake_mode = _guards.detect_fake_mode
+# The classes of operators, as graphs of ``torch.export`` have them.
+OpOverload = _ops.OpOverload
+OpOverloadPacket = _ops.OpOverloadPacket
+HigherOrderOperator = _ops.HigherOrderOperator
+# The classes of all batch norms, of the lazy ones, and of the norms that keep statistics: public classes are of one
+# number of dimensions each.
+BatchNormBase = _batchnorm._BatchNorm
+LazyNormBase = _batchnorm._LazyNormBase
+NormBase = _batchnorm._NormBase
+
+_C: Any = torch._C
+
+# --- Graphs of autograd
+# Runs a backward pass; ``autograd.grad`` checks and converts its arguments for several microseconds first.
+run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
+# The class of nodes that an ``autograd.Function`` of Python makes; ``autograd.graph.Node`` is that of all nodes.
+FunctionBase = torch._C._FunctionBase
+# A node whose backward raises a given message; ``torch.autograd.Function`` would need a class and twice the time.
+DelayedError: Any = _C._functions.DelayedError
+# The number that this thread's next node gets: the engine runs nodes in the order of their numbers.
+get_sequence_nr: Any = _C._autograd._get_sequence_nr
+# Whether the backward pass that runs on this thread was asked for with ``retain_graph``; nodes are not told.
+get_current_graph_task_keep_graph: Any = _C._autograd._get_current_graph_task_keep_graph
+# Sets a tensor's version counter; ``autograd._unsafe_preserve_version_counter`` is as private, and a block.
+unsafe_set_version_counter: Any = _C._autograd._unsafe_set_version_counter
+# The base of ``autograd.Function`` to whose ``apply`` the public one leads.
+SingleLevelFunction = torch.autograd.function._SingleLevelFunction
+
+# --- What a thread has switched on. The public ways are context managers, which cannot be carried to another thread, or
+# cost microseconds where every call asks.
+set_grad_enabled: Any = _C._set_grad_enabled
+InferenceMode: Any = _C._InferenceMode
+is_fwd_grad_enabled: Any = _C._is_fwd_grad_enabled
+set_fwd_grad_enabled: Any = _C._set_fwd_grad_enabled
+is_multithreading_enabled: Any = _C._is_multithreading_enabled  # of the backward pass
+set_multithreading_enabled: Any = _C._set_multithreading_enabled
+is_view_replay_enabled: Any = _C._is_view_replay_enabled
+set_view_replay_enabled: Any = _C._set_view_replay_enabled
+is_any_autocast_enabled: Any = _C._is_any_autocast_enabled  # the public question is about one type of device
+is_torch_function_enabled: Any = _C._is_torch_function_enabled
+is_torch_function_all_disabled: Any = _C._is_torch_function_all_disabled
+set_torch_function_state: Any = _C._set_torch_function_state
+TorchFunctionState: Any = _C._TorchFunctionState
+DisableTorchFunction: Any = _C.DisableTorchFunction  # a block in which tensor subclasses and modes are not asked
+len_torch_function_stack: Any = _C._len_torch_function_stack
+get_function_stack_at: Any = _C._get_function_stack_at
+push_on_torch_function_stack: Any = _C._push_on_torch_function_stack
+pop_torch_function_stack: Any = _C._pop_torch_function_stack
+get_current_function_mode_stack = torch.overrides._get_current_function_mode_stack  # outermost first
+len_torch_dispatch_stack: Any = _C._len_torch_dispatch_stack
+get_current_dispatch_mode_stack: Any = _dispatch._get_current_dispatch_mode_stack
+push_mode: Any = _dispatch._push_mode
+pop_mode: Any = _dispatch._pop_mode
+disable_current_modes: Any = _dispatch._disable_current_modes  # a block without dispatch modes
+GLOBAL_DEVICE_CONTEXT: Any = torch._GLOBAL_DEVICE_CONTEXT  # the thread's ``torch.set_default_device``, as a mode
+top_saved_tensors_default_hooks: Any = _C._autograd._top_saved_tensors_default_hooks
+push_saved_tensors_default_hooks: Any = _C._autograd._push_saved_tensors_default_hooks
+pop_saved_tensors_default_hooks: Any = _C._autograd._pop_saved_tensors_default_hooks
+saved_tensors_hooks_disable: Any = _C._autograd._saved_tensors_hooks_disable
+saved_tensors_hooks_enable: Any = _C._autograd._saved_tensors_hooks_enable
+saved_tensors_hooks_get_disabled_error_message: Any = _C._autograd._saved_tensors_hooks_get_disabled_error_message
+profiler_enabled: Any = _C._autograd._profiler_enabled  # ``torch.autograd.profiler`` knows its own profiles alone
+
+# --- Transforms of ``torch.func``. There is no public way to ask whether one is active.
+are_functorch_transforms_active: Any = _C._are_functorch_transforms_active
+peek_interpreter_stack: Any = _C._functorch.peek_interpreter_stack  # the innermost, or None
+temporarily_clear_interpreter_stack = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack  # a block
+
+# --- The dispatcher. ``torch.library`` registers kernels and offers no look at them.
+parse_dispatch_key: Any = _C._parse_dispatch_key
+dispatch_tls_set_dispatch_key_included: Any = _C._dispatch_tls_set_dispatch_key_included  # by thread
+dispatch_tls_set_dispatch_key_excluded: Any = _C._dispatch_tls_set_dispatch_key_excluded
+dispatch_has_backend_fallback: Any = _C._dispatch_has_backend_fallback
+dispatch_has_kernel_for_dispatch_key: Any = _C._dispatch_has_kernel_for_dispatch_key
+dispatch_get_all_op_names: Any = _C._dispatch_get_all_op_names
+after_ADInplaceOrView_keyset: Any = _C._after_ADInplaceOrView_keyset  # the keys behind autograd's
+foreach_add_: Any = torch._foreach_add_  # sums of many tensors in one kernel; ``torch.optim`` uses it, too
+
+# Attributes that other modules of pymoe use where they stand, by the class or module that has them.
+ATTRIBUTES: dict[str, dict[str, str]] = {
+    "torch.Tensor": {
+        "_version": "how often its memory was written to; errors of autograd alone speak of it",
+        "_base": "the tensor of which it is a view",
+        "_is_view": "whether autograd knows it as a view",
+        "_backward_hooks": "its hooks, of which ``register_hook`` gives handles alone",
+        "_indices": "of a sparse tensor, also where it is not coalesced",
+        "_values": "the same",
+    },
+    "torch.UntypedStorage": {"_cdata": "a number that is its own; memory of no bytes has no address of its own"},
+    "torch.autograd.graph.Node": {
+        "_sequence_nr": "the number by which the engine orders nodes",
+        "_set_sequence_nr": "changes it",
+        "_input_metadata": "shapes, dtypes and devices of the gradients that it takes",
+    },
+    "torch.nn.Module": {
+        "_parameters": "without those of submodules, and without a look at ``__getattr__``",
+        "_buffers": "the same",
+        "_modules": "the same",
+        "_non_persistent_buffers_set": "names of buffers that ``state_dict`` leaves out",
+        "_forward_hooks": "hooks, of which ``register_forward_hook`` gives handles alone",
+        "_forward_pre_hooks": "the same",
+        "_backward_hooks": "the same",
+        "_backward_pre_hooks": "the same",
+        "_call_impl": "a call with its hooks, past a compiled one",
+        "_apply": "overridden: moves parameters, for ``to`` and all that is like it",
+        "_save_to_state_dict": "overridden: what one module saves",
+        "_load_from_state_dict": "overridden: what one module loads",
+    },
+    "torch._ops.OpOverload": {
+        "_schema": "names and kinds of its arguments",
+        "_overloadname": "its name behind the dot",
+    },
+    "torch.autograd.forward_ad": {"_current_level": "how deep this process is in ``dual_level`` blocks; -1: in none"},
+    "torch.distributed.ProcessGroup": {
+        "_device_types": "the devices that it can send from",
+        "_get_backend": "what sends from one of them",
+    },
+    "torch.distributed.distributed_c10d": {"_get_default_group": "``group.WORLD``, with an error where there is none"},
+}
+
+# Modules of torch that are slow to import, and are imported where somebody asks for the name.
+_LAZY = {
+    # What torch's schedules take for a stage; the public class builds its own submodule and exchange.
+    "PipelineStageBase": ("torch.distributed.pipelining.stage", "_PipelineStageBase"),
+    # Switches for symbolic shapes, which torch.export asks and does not offer as options.
+    "fx_config": ("torch.fx.experimental._config", ""),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _LAZY[name]
+    found: Any = importlib.import_module(module)
+    found = globals()[name] = getattr(found, attribute) if attribute else found
+    return found

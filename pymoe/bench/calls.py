@@ -1,0 +1,195 @@
+"""Operators and their calls: what a benchmark line times, and tools for arguments, leaves and gradients of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+SEED = 20211
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call: ``operator(*args, **kwargs)``."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure that a benchmark line is held to: at least ``ratio`` times as fast as what it is compared with."""
+
+    over: Literal["reference", "baseline", "floor", "seconds"]
+    """``floor`` is ``copy_`` of as many bytes, or ``torch.mm`` of as many operations: ``ratio`` is the share of it.
+
+    ``seconds``: ``ratio`` is the most seconds that a call may take on the device, without its launch where that can be
+    measured (in a CUDA graph).
+    """
+    ratio: float
+
+
+@dataclass(frozen=True)
+class BenchCase:
+    """The inputs of one line of the benchmark, made by ``make`` from a random generator."""
+
+    name: str
+    dtype: torch.dtype
+    make: Callable[[torch.Generator], Sample]
+    bytes: int
+    """The fewest bytes that a call must move through memory: every input read once, every output written once."""
+    flops: int = 0
+    """Floating-point operations of a call, where those are the floor."""
+    backward: bool = False
+    """Time forward and backward together instead of forward alone."""
+    source: str = ""
+    """Who publishes this shape."""
+    baseline: Callable[..., Any] | None = None
+    """What a user would write with torch alone, if the reference spends time on exactness that it does without."""
+    target: Target | None = None
+    """What the line is to reach on a CPU; shown beside what it reached, never a test."""
+    cuda_target: Target | None = None
+    """What it is to reach on an H200."""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A native operator, its reference, how far they may differ, and the benchmark's cases."""
+
+    name: str
+    native: Callable[..., Any]
+    reference: Callable[..., Any]
+    exact: tuple[bool, ...]
+    """For each output: must native and reference agree bit for bit? A single flag stands for any number of outputs."""
+    tolerances: dict[torch.dtype, tuple[float, float]]
+    """(rtol, atol) by dtype, for gradients and for outputs that are not exact."""
+    bench_cases: Callable[[], Iterator[BenchCase]] = lambda: iter(())
+
+    def is_exact(self, output: int) -> bool:
+        """Return whether output number ``output`` is promised bit for bit."""
+        return self.exact[output if len(self.exact) > 1 else 0]
+
+
+def outputs_of(result: Any) -> tuple[Tensor, ...]:
+    """Return the tensors of an operator's result, whatever its form; an int counts as a tensor of one element."""
+    if isinstance(result, Tensor):
+        return (result,)
+    if isinstance(result, int):
+        return (torch.tensor(result),)
+    if result is None:
+        return ()
+    return tuple(tensor for part in result for tensor in outputs_of(part))
+
+
+def generator(device: torch.device | str = "cpu") -> torch.Generator:
+    """Return a fresh generator, always with the same seed."""
+    return torch.Generator(device).manual_seed(SEED)
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Return ``value`` with every tensor in it, at any depth of tuples, lists and dicts, replaced."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(part, function) for part in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_tensors(part, function) for part in value)
+    if isinstance(value, dict):
+        return {key: map_tensors(part, function) for key, part in value.items()}
+    return value
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return all tensors in ``value``, in order."""
+    found: list[Tensor] = []
+    map_tensors(value, found.append)
+    return found
+
+
+def mapped(sample: Sample, function: Callable[[Tensor], Any]) -> Sample:
+    """Return ``sample`` with every tensor of its arguments replaced."""
+    return replace(sample, args=map_tensors(sample.args, function), kwargs=map_tensors(sample.kwargs, function))
+
+
+def same_layout_copy(value: Tensor, device: torch.device | None = None) -> Tensor:
+    """Return a copy, on ``device`` if given, with the strides and the offset alignment of ``value``.
+
+    Elements of the storage between those of ``value`` are copied too.
+    """
+    span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True) if size)
+    device = value.device if device is None else device
+    if value.numel() == 0:
+        return value.detach().clone().to(device)
+    shift = value.storage_offset() % 16
+    storage = torch.empty(span + shift, dtype=value.dtype, device=device)
+    storage[shift:].copy_(value.detach().as_strided((span,), (1,)))
+    return storage.as_strided(value.shape, value.stride(), shift)
+
+
+def call(function: Callable[..., Any], sample: Sample) -> Any:
+    """Return ``function(*args, **kwargs)``, with a fresh copy of ``out`` if the sample has one."""
+    kwargs = dict(sample.kwargs)
+    if isinstance(kwargs.get("out"), Tensor):
+        kwargs["out"] = same_layout_copy(kwargs["out"])
+    return function(*sample.args, **kwargs)
+
+
+def widened(sample: Sample) -> Sample:
+    """Return ``sample`` with its bfloat16 and float16 tensors converted to float32."""
+    return mapped(
+        sample,
+        lambda value: (
+            value.detach().float().requires_grad_(value.requires_grad)
+            if value.dtype in (torch.bfloat16, torch.float16)
+            else value
+        ),
+    )
+
+
+def with_grad(sample: Sample) -> Sample | None:
+    """Return ``sample`` with every floating argument a leaf that requires grad.
+
+    Returns None if there is no such argument, one is not finite, or the sample has an ``out``.
+    """
+    floating = [value for value in tensors_in((sample.args, sample.kwargs)) if value.is_floating_point()]
+    if not floating or "out" in sample.kwargs or not all(bool(value.isfinite().all()) for value in floating):
+        return None
+    return mapped(sample, lambda value: value.detach().requires_grad_() if value.is_floating_point() else value)
+
+
+def leaves(sample: Sample) -> list[Tensor]:
+    """Return the tensors of a sample that require grad."""
+    return [value for value in tensors_in((sample.args, sample.kwargs)) if value.requires_grad]
+
+
+def gradients(function: Callable[..., Any], sample: Sample) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """Return the outputs of a call and the gradients of its leaves; see :func:`gradients_of`."""
+    outputs = outputs_of(call(function, sample))
+    return outputs, gradients_of(outputs, leaves(sample))
+
+
+def gradients_of(outputs: Iterable[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of ``inputs`` for fixed random gradients of the differentiable outputs.
+
+    They are zeros for an input that the outputs do not depend on.
+    """
+    differentiable = [output for output in outputs if output.requires_grad]
+    if not differentiable:
+        return [torch.zeros_like(value) for value in inputs]
+    random = generator()
+    # Rounded to bfloat16, and small enough for float16: the same numbers in every dtype. Uniform, because the values of
+    # randn depend on the processor.
+    seeds = [
+        (torch.rand(output.shape, generator=random, dtype=torch.float64) * 4 - 2).bfloat16().to(output)
+        for output in differentiable
+    ]
+    found = torch.autograd.grad(differentiable, inputs, seeds, allow_unused=True)
+    return [
+        torch.zeros_like(value) if gradient is None else gradient for value, gradient in zip(inputs, found, strict=True)
+    ]

@@ -1,0 +1,139 @@
+"""The autograd node of a mixture: its backward pass asks the experts whose answers were used.
+
+It is one node and not one for each backend, because autograd runs the nodes of one device one after another, while the
+requests of a backward pass must all be pending at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pymoe.mixture.fan_out import Answers, ExpertRequest, Rules, ask
+from pymoe.mixture.routing import Choice, Group
+from pymoe.runtime.batch_tensor_proto import BatchTensorProto
+from pymoe.runtime.gradients import all_finite
+
+
+class UsedAnswer(NamedTuple):
+    """A group whose answer is part of the output, for all or some of its rows."""
+
+    group: Group
+    kept: Tensor | None
+    """Which of the group's rows; None: all."""
+    tokens: Tensor
+    """The mixture's rows that these are."""
+
+    def rows_of(self, gathered: Tensor) -> Tensor:
+        """Return the rows of ``gathered`` (S, ...) that the answer is for."""
+        own = gathered[self.group.begin : self.group.end]
+        return own if self.kept is None else own[self.kept.to(own.device)]
+
+    def put(self, gathered: Tensor, rows: Tensor) -> None:
+        """Write ``rows`` to the places of ``gathered`` (S, ...) that the answer is for."""
+        own = gathered[self.group.begin : self.group.end]
+        if self.kept is None:
+            own.copy_(rows)
+        else:
+            own[self.kept.to(own.device)] = rows.to(own.dtype)
+
+
+def use_answers(
+    choice: Choice, answers: Answers, few_T: Tensor, output_protos: Sequence[BatchTensorProto], device: torch.device
+) -> tuple[tuple[UsedAnswer, ...], tuple[Tensor, ...], Tensor]:
+    """Assemble the outputs from the answers that came, but not for the rows ``few_T``.
+
+    Returns:
+        The answers that are used; the outputs, each (S, ...), zeros where there is no answer; and a (T, K) mask of
+        the choices that have one.
+    """
+    slots = len(choice.routing.token)
+    any_few = bool(few_T.any())
+    outputs = tuple(proto.make_empty(slots, device=device, requires_grad=False) for proto in output_protos)
+    there = torch.zeros(slots, dtype=torch.bool, device="cpu")
+    used = []
+    for group, result in zip(choice.groups, answers.results, strict=True):
+        if result is None:
+            continue
+        kept, tokens = None, group.tokens
+        if any_few:
+            kept = (~few_T[tokens]).nonzero().flatten()
+            tokens = tokens[kept]
+        answer = UsedAnswer(group, kept, tokens)
+        if len(tokens):
+            used.append(answer)
+        there[group.begin : group.end] = ~few_T[group.tokens]
+        for gathered, rows in zip(outputs, result, strict=True):
+            answer.put(gathered, rows if kept is None else rows[kept.to(rows.device)])
+    came_TK = there.to(device)[choice.routing.slot.long()]
+    return tuple(used), outputs, came_TK
+
+
+class ForwardRecord(NamedTuple):
+    """What the backward pass must know of the forward pass."""
+
+    name: str
+    rules: Rules
+    used: tuple[UsedAnswer, ...]
+    rows: int
+    output_protos: tuple[BatchTensorProto, ...]
+
+    def gradients(
+        self, inputs: Sequence[Tensor], grads: Sequence[Tensor | None], needed: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Return the gradients of those gathered ``inputs`` that are ``needed``, zero where no answer came."""
+        there = [grad.detach() for grad in grads if grad is not None]
+        if self.rules.detect_anomalies and not all_finite(there):
+            raise ValueError(f"{self.name}: a gradient that reaches the mixture holds NaN or infinity")
+        asked = [one for one in self.used if one.group.member.backend.trains or any(needed)]
+        requests = [
+            ExpertRequest(one.group, one.group.member.backward, self._tensors(one, inputs, grads), one.tokens)
+            for one in asked
+        ]
+        asked_T = torch.zeros(self.rows, dtype=torch.int64, device="cpu")
+        for request in requests:
+            asked_T[request.tokens] += 1
+        needed_T = asked_T.clamp(max=self.rules.backward_k_min)
+        answers, _ = ask(self.name, self.rules, requests, needed_T, backward=True)
+        found: list[Tensor | None] = [
+            torch.zeros_like(x) if need else None for x, need in zip(inputs, needed, strict=True)
+        ]
+        for one, result in zip(asked, answers.results, strict=True):
+            if result is not None:
+                for gathered, rows in zip(found, result, strict=True):
+                    if gathered is not None:
+                        one.put(gathered, rows)
+        return found
+
+    def _tensors(self, one: UsedAnswer, inputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return what a backward request takes: the inputs' rows, then those of the outputs' gradients."""
+        rows, device = len(one.tokens), inputs[0].device
+        tensors = [one.rows_of(x) for x in inputs] + [
+            proto.make_empty(rows, device=device, requires_grad=False) if grad is None else one.rows_of(grad)
+            for grad, proto in zip(grads, self.output_protos, strict=True)
+        ]
+        return [tensor.detach() for tensor in tensors]
+
+
+class ExpertsNode(torch.autograd.Function):
+    """The experts' outputs as a function of the gathered inputs.
+
+    ``dummy`` requires a gradient even if no input does, so that experts are trained behind a model's first layer too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, dummy: Tensor, record: ForwardRecord, outputs: tuple[Tensor, ...], *inputs: Tensor) -> Any:
+        ctx.record = record
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
+        return tuple([output.detach() for output in outputs])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[3:]
+        return None, None, None, *ctx.record.gradients(ctx.saved_tensors, grads, needed)

@@ -1,0 +1,197 @@
+"""The members of a mixture: which backend has which slot (column of the gate), and which ones back off."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pymoe.mixture.stats import BackendLog, BackendStats, PassCounts
+from pymoe.runtime.backend import ExpertBackend
+from pymoe.runtime.task_pool import TaskPool
+
+MAX_BACKOFF_DOUBLINGS = 6
+
+
+class Backoff:
+    """For how long a backend that stopped answering is left alone. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._timeouts = 0  # in a row
+        self._last = 0.0  # when the last of them was given up
+
+    def answered(self) -> None:
+        """Reset: the backend has answered in time, be it with an error."""
+        with self._lock:
+            self._timeouts = 0
+
+    def timed_out(self) -> None:
+        """Count a request that was given up."""
+        with self._lock:
+            self._timeouts += 1
+            self._last = time.monotonic()
+
+    def seconds_left(self, after: int, first_span: float) -> float:
+        """Return for how many seconds the backend is not to be asked; see :func:`members_to_ask`."""
+        with self._lock:
+            if self._timeouts < after:
+                return 0.0
+            span = first_span * 2 ** min(self._timeouts - after, MAX_BACKOFF_DOUBLINGS)
+            return max(0.0, self._last + span - time.monotonic())
+
+
+class Pass(NamedTuple):
+    """One of the two passes of a member: the pool to ask, and what became of the requests."""
+
+    name: str
+    """``forward`` or ``backward``."""
+    pool: TaskPool
+    counts: PassCounts
+
+
+class Member:
+    """A backend in its slot."""
+
+    def __init__(self, slot: int, backend: ExpertBackend) -> None:
+        self.slot = slot
+        self.backend = backend
+        self.name: str = backend.get_info()["name"]
+        pools: tuple[TaskPool, TaskPool] = backend.get_pools()
+        self.forward = Pass("forward", pools[0], PassCounts())
+        self.backward = Pass("backward", pools[1], PassCounts())
+        self.log = BackendLog(self.name)
+        self.backoff = Backoff()
+
+    def stats(self) -> BackendStats:
+        return BackendStats(self.name, self.slot, self.forward.counts.read(), self.backward.counts.read())
+
+    def moved_to(self, slot: int) -> Member:
+        """Return the same member, counts included, in another slot."""
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        made.slot = slot
+        return made
+
+
+def members_to_ask(members: Sequence[Member], after: int | None, first_span: float, at_least: int) -> Sequence[Member]:
+    """Return those of ``members`` that do not back off.
+
+    Args:
+        members: all members.
+        after: a member backs off after this many timeouts in a row; None disables backoff.
+        first_span: seconds of the first backoff; every further timeout doubles it, up to 64 times.
+        at_least: if fewer than this would be left, all members are returned.
+    """
+    if after is None:
+        return members
+    found = [member for member in members if member.backoff.seconds_left(after, first_span) == 0]
+    return members if len(found) < max(at_least, 1) else found
+
+
+class Slots:
+    """A fixed number of slots, some of them taken. Names of members are unique. Thread-safe.
+
+    ``members`` is an immutable snapshot in the order of slots; every change makes another.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.members: tuple[Member, ...] = ()
+        self._lock = threading.Lock()
+
+    def find(self, which: str | ExpertBackend) -> Member:
+        """Return the member that is, or is named, ``which``; raises KeyError if there is none."""
+        for member in self.members:
+            if which is member.backend or which == member.name:
+                return member
+        name = getattr(which, "name", which)
+        raise KeyError(f"the mixture has no backend {name!r}, only {sorted(self.names())}")
+
+    def names(self) -> dict[str, int]:
+        """Return the slot of every member, by name."""
+        return {member.name: member.slot for member in self.members}
+
+    def _free_slot(self, slot: int | None, name: str) -> int:
+        """Return ``slot``, or the first free one, for a new member ``name``.
+
+        Raises:
+            TypeError: ``slot`` is not an int.
+            ValueError: ``slot`` is not free, no slot is, or the name is taken.
+        """
+        names = self.names()
+        if name in names:
+            raise ValueError(f"the mixture already has a backend {name!r}, in slot {names[name]}")
+        free = sorted(set(range(self.count)) - set(names.values()))
+        if slot is not None and (isinstance(slot, bool) or not isinstance(slot, int)):
+            raise TypeError(f"slot must be an int, got {type(slot).__name__}")
+        if slot is None:
+            if not free:
+                raise ValueError(
+                    f"all {self.count} slots of the mixture are taken: remove a backend, or build the mixture with "
+                    f"more slots (max_experts=)"
+                )
+            return free[0]
+        if slot not in free:
+            raise ValueError(f"slot {slot} is not one of the free slots {free}")
+        return slot
+
+    def add(self, backend: ExpertBackend, slot: int | None, prepare: Callable[[int], None] | None = None) -> Member:
+        """Give ``backend`` the given or first free slot, after ``prepare(slot)``; raises as :meth:`_free_slot`."""
+        with self._lock:  # held by prepare too: the slot must stay free until the backend is in it
+            slot = self._free_slot(slot, backend.name)
+            if prepare is not None:
+                prepare(slot)
+            made = Member(slot, backend)
+            self._set([*self.members, made])
+        return made
+
+    def remove(self, which: str | ExpertBackend) -> Member:
+        with self._lock:
+            found = self.find(which)
+            self._set([member for member in self.members if member is not found])
+        return found
+
+    def replace(self, which: str | ExpertBackend, backend: ExpertBackend) -> Member:
+        with self._lock:
+            found = self.find(which)
+            others = [member for member in self.members if member is not found]
+            made = Member(found.slot, backend)
+            if made.name in {member.name for member in others}:
+                raise ValueError(f"the mixture already has another backend {made.name!r}")
+            self._set([*others, made])
+        return made
+
+    def arrange(self, names: Mapping[str, int]) -> None:
+        """Move the members named in ``names`` to these slots; the others stay, or move to free ones."""
+        with self._lock:
+            wanted = {name: slot for name, slot in names.items() if 0 <= slot < self.count}
+            placed = [member.moved_to(wanted[member.name]) for member in self.members if member.name in wanted]
+            taken = {member.slot for member in placed}
+            if len(taken) < len(placed):
+                raise ValueError(f"every backend must have a slot of its own, got {dict(names)}")
+            for member in self.members:
+                if member.name in wanted:
+                    continue
+                slot = member.slot
+                if slot in taken:
+                    slot = next(one for one in range(self.count) if one not in taken)
+                taken.add(slot)
+                placed.append(member.moved_to(slot))
+            self._set(placed)
+
+    def _set(self, members: list[Member]) -> None:
+        self.members = tuple(sorted(members, key=lambda member: member.slot))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Slots:
+        """Return slots with the same backends and counts of their own."""
+        made = memo[id(self)] = Slots(self.count)
+        made.members = tuple(Member(member.slot, member.backend) for member in self.members)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a MixtureOfExpertBackends cannot be pickled, because it asks backends of this process: save its "
+            "state_dict, and those of the backends"
+        )

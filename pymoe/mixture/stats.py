@@ -1,0 +1,119 @@
+"""What becomes of the requests that a mixture sends to a backend: counted for each pass, and logged."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from typing import NamedTuple
+
+from pymoe._errors import describe_error
+
+LOG_PERIOD_S = 60.0  # between two lines about one backend
+KEPT_LATENCIES = 1000
+
+logger = logging.getLogger("pymoe.runtime")
+
+
+class PassStats(NamedTuple):
+    """One pass (forward or backward) of one backend in one mixture.
+
+    Once no request is pending, ``requests == answered + failed + anomalous + given_up``.
+    """
+
+    requests: int
+    """Sent, or refused by the backend's pool."""
+    rows: int
+    """Of all requests together."""
+    answered: int
+    """Answers that came in time and were used."""
+    failed: int
+    """Exceptions raised by the expert, cancellations by its runtime, and requests that its pool refused."""
+    anomalous: int
+    """Answers with NaN or infinity, under ``detect_anomalies``."""
+    given_up: int
+    """Requests that the mixture stopped waiting for."""
+    late: int
+    """Those of ``given_up`` whose answers came after all, and were ignored."""
+    latency_mean: float
+    """Seconds from request to answer, over the last 1000 answers in time; 0 without any. So are the next three."""
+    latency_p50: float
+    latency_p99: float
+    latency_max: float
+
+    def __repr__(self) -> str:
+        return (
+            f"<PassStats: {self.answered} of {self.requests} requests answered, {self.failed} failed, "
+            f"{self.given_up} given up, p99 {self.latency_p99:.3g} s>"
+        )
+
+
+class BackendStats(NamedTuple):
+    """One backend in one mixture, since it was added there."""
+
+    name: str
+    slot: int
+    forward: PassStats
+    backward: PassStats
+
+
+class PassCounts:
+    """The counts behind a :class:`PassStats`. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(("requests", "rows", "answered", "failed", "anomalous", "given_up", "late"), 0)
+        self._latencies: deque[float] = deque(maxlen=KEPT_LATENCIES)
+
+    def add(self, *names: str, rows: int = 0, latency: float | None = None) -> None:
+        """Add one to each of ``names``, and ``rows`` to the rows."""
+        with self._lock:
+            for name in names:
+                self._counts[name] += 1
+            self._counts["rows"] += rows
+            if latency is not None:
+                self._latencies.append(latency)
+
+    def read(self) -> PassStats:
+        with self._lock:
+            counts, latencies = dict(self._counts), sorted(self._latencies)
+        if not latencies:
+            latencies = [0.0]
+        return PassStats(
+            **counts,
+            latency_mean=sum(latencies) / len(latencies),
+            latency_p50=latencies[len(latencies) // 2],
+            latency_p99=latencies[int(0.99 * len(latencies))],
+            latency_max=latencies[-1],
+        )
+
+
+class BackendLog:
+    """Logs that a backend does not answer: at once, and then at most every ``LOG_PERIOD_S``. Thread-safe."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._next = 0.0
+        self._suppressed = 0
+        self._idle_logged = False
+
+    def no_answer(self, pass_name: str, why: BaseException) -> None:
+        with self._lock:
+            now = time.monotonic()
+            if now < self._next:
+                self._suppressed += 1
+                return
+            self._next, suppressed, self._suppressed = now + LOG_PERIOD_S, self._suppressed, 0
+        more = f" ({suppressed} more since the last line)" if suppressed else ""
+        error = describe_error(why)
+        logger.warning("a mixture continues without the %s answer of %s: %s%s", pass_name, self._name, error, more)
+
+    def idle(self, pool: str) -> None:
+        """Log, once, that requests wait in a pool that no runtime serves."""
+        with self._lock:
+            if self._idle_logged:
+                return
+            self._idle_logged = True
+        logger.warning("%s: a mixture waits for an answer, but no Runtime serves the pool", pool)

@@ -1,0 +1,81 @@
+"""What the layers' constructors share: checks of arguments, the choice of the operators, and one-time warnings.
+
+Error messages name layer, argument, rule and what was seen, as those of :mod:`pymoe.reference.checks`.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from types import ModuleType
+from typing import Literal
+
+from pymoe import ops, reference
+from pymoe.reference import checks
+
+Backend = Literal["native", "reference"]
+"""Whose operators a layer calls."""
+
+MIN_STEPS_TO_WARN = 100
+"""In-place changes of a router's weight, at least one an optimizer step, before a layer warns of missing balancing."""
+
+_warned: set[str] = set()
+
+
+def operators(backend: Backend) -> ModuleType:
+    """Return :mod:`pymoe.ops` for ``"native"``, :mod:`pymoe.reference` for ``"reference"``."""
+    return ops if backend == "native" else reference
+
+
+def check_backend(layer: str, value: object) -> None:
+    """Raise unless ``value`` is ``"native"`` or ``"reference"``."""
+    checks.choice(layer, "backend", value, ("native", "reference"))
+
+
+def check_size(layer: str, argument: str, value: object) -> None:
+    """Raise unless ``value`` is an int of at least 1."""
+    checks.integer(layer, argument, value, 1, None, "at least 1")
+
+
+def check_number(
+    layer: str, argument: str, value: object, *, minimum: float | None = None, above: float | None = None
+) -> None:
+    """Raise unless ``value`` is a finite number, at least ``minimum`` or greater than ``above`` if one is given."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{layer}: {argument} must be a float, got {type(value).__name__}")
+    rule = "finite"
+    if minimum is not None:
+        rule = f"finite and at least {minimum:g}"
+    elif above is not None:
+        rule = f"finite and greater than {above:g}"
+    low = minimum is not None and value < minimum
+    finite = -sys.float_info.max <= value <= sys.float_info.max  # an int may be too large for a float
+    if not finite or low or (above is not None and value <= above):
+        raise ValueError(f"{layer}: {argument} must be {rule}, got {value}")
+
+
+def check_flag(layer: str, argument: str, value: object) -> None:
+    """Raise unless ``value`` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{layer}: {argument} must be a bool, got {type(value).__name__}")
+
+
+def check_dtype(layer: str, value: object) -> None:
+    """Raise unless ``value`` is one of the four floating dtypes, or ``None`` for torch's default."""
+    if value is not None and value not in checks.FLOATING:
+        raise TypeError(f"{layer}: dtype must be float32, float64, bfloat16 or float16, got {value}")
+
+
+def warn_once(subject: str, message: str, stacklevel: int = 2) -> None:
+    """Give a ``UserWarning`` the first time that ``subject`` comes up in this process.
+
+    It is for options that run without an error and do not do what they seem to.
+
+    Args:
+        subject: later warnings of the same subject are suppressed.
+        message: what happens, and what to do about it.
+        stacklevel: as for ``warnings.warn``, counted from the caller.
+    """
+    if subject not in _warned:
+        _warned.add(subject)
+        warnings.warn(message, UserWarning, stacklevel=stacklevel + 1)

@@ -1,1 +1,0 @@
-"""Tools of the tests and benchmarks: one specification an operator, comparison, timing."""

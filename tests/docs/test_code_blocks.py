@@ -1,0 +1,114 @@
+"""Every Python block of README and docs runs, and every command of a shell block exists.
+
+The blocks of a page run in order, in one process of their own. A block is left out where the line above it says why:
+``<!-- not run: it needs two processes -->``.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from docs_pages import PAGES, ROOT, Block, blocks, name
+
+PYTHON_PAGES = [page for page in PAGES if any(block.language == "python" for block in blocks(page.read_text()))]
+MOST_NOT_RUN = 8
+SHELLS = {"sh", "shell", "bash", "console"}
+MAKE_TARGETS = set(re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split())
+# Commands of systems that a page speaks to and tests need not have.
+COMMON_COMMANDS = {"pip", "sudo", "pytest", "torchrun", "cmake", "cd", "git", "python", "curl"}
+
+
+def as_program(page: Path) -> str:
+    """The page's Python blocks, each in the lines that it has in the page, so that tracebacks name these."""
+    lines = [""] * (len(page.read_text().splitlines()) + 1)
+    for block in blocks(page.read_text()):
+        if block.language == "python" and not block.not_run:
+            for number, line in enumerate(block.text.splitlines()):
+                lines[block.line - 1 + number] = line
+    return "\n".join(lines)
+
+
+def run(program: str, file: Path) -> subprocess.CompletedProcess[str]:
+    file.write_text(program)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
+    return subprocess.run(
+        [sys.executable, file], cwd=file.parent, env=environment, capture_output=True, text=True, timeout=600
+    )
+
+
+@pytest.mark.parametrize("page", PYTHON_PAGES, ids=name)
+def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    done = run(as_program(page), tmp_path / "page.py")
+    assert done.returncode == 0, f"{name(page)}\n{done.stdout}\n{done.stderr}"
+
+
+def test_a_block_that_fails_is_noticed_with_its_line(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n\n```python\nx = 1\n```\n\nNow\n\n```python\nassert x == 2\n```\n")
+    done = run(as_program(page), tmp_path / "page.py")
+    assert done.returncode == 1
+    assert 'page.py", line 10' in done.stderr
+
+
+def test_few_blocks_are_not_run_and_each_says_why() -> None:
+    left_out = [(name(page), block) for page in PAGES for block in blocks(page.read_text()) if block.not_run]
+    assert len(left_out) <= MOST_NOT_RUN, left_out
+    assert all(len(block.not_run) > 10 for _, block in left_out)
+
+
+def commands(block: Block) -> list[list[str]]:
+    """The commands of a shell block, as words."""
+    text = block.text.replace("\\\n", " ")
+    lines = [line.removeprefix("$ ").split(" #")[0].strip() for line in text.splitlines()]
+    return [shlex.split(line) for line in lines if line and not line.startswith("#")]
+
+
+def fault(words: list[str]) -> str:
+    """What is wrong with a command; empty: nothing."""
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words = words[1:]
+    command, *rest = words
+    files = [word for word in rest if re.search(r"\.(py|sh|cpp|txt)$", word) and "*" not in word]
+    files += [word for word in rest if re.match(r"(tests|examples|benchmarks|docs|pymoe)/", word)]
+    for file in files:
+        if not (ROOT / file).exists() and "X" not in file:
+            return f"there is no {file}"
+    if command == "make":
+        missing = [word for word in rest if "=" not in word and word not in MAKE_TARGETS]
+        return f"no target {missing[0]} in the Makefile" if missing else ""
+    if command in ("python", "torchrun") and "-m" in rest:
+        module = rest[rest.index("-m") + 1]
+        path = ROOT / module.replace(".", "/")
+        if module.split(".")[0] in ("pymoe", "benchmarks") and not (
+            path.with_suffix(".py").exists() or (path / "__main__.py").exists()
+        ):
+            return f"no module {module} to run"
+    elif command == "bash":
+        return "" if files else "no script to run"
+    if command.startswith("build/"):
+        return ""
+    return "" if command in {*COMMON_COMMANDS, "bash"} else f"unknown command {command}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_the_commands_of_a_page_exist(page: Path) -> None:
+    faults = [
+        f"{name(page)}:{block.line}: {shlex.join(words)}: {wrong}"
+        for block in blocks(page.read_text())
+        if block.language in SHELLS
+        for words in commands(block)
+        if (wrong := fault(words))
+    ]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["make nothing", "python examples/absent.py", "python -m pymoe.absent", "bash tests/absent.sh", "frobnicate --now"],
+)
+def test_a_command_that_does_not_exist_is_noticed(line: str) -> None:
+    assert fault(shlex.split(line))

@@ -1,0 +1,87 @@
+"""Links and paths of README and docs lead somewhere.
+
+Sphinx checks the links between pages of docs/ (``make docs``); here are those of README, CONTRIBUTING and CHANGELOG,
+which a forge shows as they are, and every path of the tree that any page names.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+from docs_pages import PAGES, ROOT, name, prose
+
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+TOP_FOLDERS = "pymoe|csrc|tests|benchmarks|examples|docs"
+PATH = re.compile(rf"(?<![\w/.-])((?:{TOP_FOLDERS})/[\w./-]*\w/?)")
+# What commands make, and stand-ins for names of one's own.
+NOT_IN_THE_TREE = re.compile(r"(^|/)(X|NAME)\b|_X|X_|gpu_NAME|my_|\.so$|^docs/_build")
+INDEX_HOSTS = re.compile(r"(?<![\w.])(files\.pythonhosted|pypi|anaconda|download\.pytorch|conda\.anaconda)\.(org|com)")
+README_LINES = 200
+
+
+def with_included(file: Path) -> str:
+    """The page's text, and that of the files that it includes."""
+    text = file.read_text()
+    included = re.findall(r"^```\{include\} (\S+)$", text, re.MULTILINE)
+    return "\n".join([text, *((file.parent / path).read_text() for path in included)])
+
+
+def heading_anchors(text: str) -> set[str]:
+    """The anchors that a forge, and MyST, make of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    broken = []
+    for target in LINK.findall(prose(text)):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists():
+            broken.append(f"{target}: there is no {path}")
+        elif (
+            anchor
+            and file.suffix == ".md"
+            and anchor not in heading_anchors(text if file == page else with_included(file))
+        ):
+            broken.append(f"{target}: no such heading")
+    return broken
+
+
+def absent_paths(text: str) -> list[str]:
+    text = re.sub(r"```\{toctree\}.*?```", "", text, flags=re.DOTALL)  # these are relative to the page
+    found = [path for path in PATH.findall(text) if not NOT_IN_THE_TREE.search(path)]
+    return [path for path in found if not (ROOT / path).exists() and not list(ROOT.glob(path + "*"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert not broken_links(page, page.read_text())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_path_that_a_page_names_exists(page: Path) -> None:
+    assert not absent_paths(page.read_text())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_no_page_names_the_host_of_a_package_index(page: Path) -> None:
+    assert not INDEX_HOSTS.search(page.read_text())
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
+
+
+def test_planted_faults_are_found() -> None:
+    page = ROOT / "README.md"
+    assert broken_links(page, "# A\n[x](docs/absent.md) [y](#b) [z](docs/index.md#absent)") == [
+        "docs/absent.md: there is no docs/absent.md",
+        "#b: no such heading",
+        "docs/index.md#absent: no such heading",
+    ]
+    assert not broken_links(page, "# A heading, `x`\n[y](#a-heading-x) [z](docs/index.md)\n```\n[w](absent)\n```\n")
+    assert absent_paths("see `pymoe/absent.py` and csrc/ops/dispatch.cpp, tests/docs/") == ["pymoe/absent.py"]
+    assert INDEX_HOSTS.search("--index-url https://download.pytorch." + "org/whl/cpu")

@@ -1,0 +1,120 @@
+"""The reference is complete: public names, commands and their options, environment variables, metrics."""
+
+import importlib
+import re
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+from docs_pages import ROOT
+
+REFERENCE = ROOT / "docs" / "reference"
+# No programs import these: what they hold can change at any time.
+INTERNAL = re.compile(
+    r"pymoe\.(autograd|bench|testing|pipe\.(capture|traced|execution|split_backward)|runtime\.monitoring)\b"
+)
+ENVIRONMENT_READ = re.compile(r"(?:environ(?:\.get|\.setdefault)?[\[(]|getenv\(|VARIABLE = )\s*\"([A-Z_]+)\"")
+COMMANDS = {
+    "pymoe.bench": ["", "env", "list", "run", "compare", "plot"],
+    "pymoe.pipe.schedules": [""],
+    "pymoe.runtime.top": [""],
+}
+
+
+def public_packages() -> list[str]:
+    """Every package of pymoe whose ``__init__`` has an ``__all__`` and that is not internal."""
+    inits = sorted((ROOT / "pymoe").rglob("__init__.py"))
+    names = [".".join(path.parent.relative_to(ROOT).parts) for path in inits if "__all__" in path.read_text()]
+    return [name for name in names if not INTERNAL.match(name)]
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The documentation as web pages."""
+    pytest.importorskip("sphinx", reason="the documentation is built with sphinx (requirements-dev.txt)")
+    folder = tmp_path_factory.mktemp("docs")
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-W",
+        "--keep-going",
+        "-q",
+        "-d",
+        folder / "doctrees",
+        "docs",
+        folder / "html",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return folder / "html"
+
+
+@pytest.fixture(scope="session")
+def documented(built: Path) -> set[str]:
+    """The names of Python objects that have an entry."""
+    inventory = (built / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    entries = [line.split(" ") for line in zlib.decompress(inventory).decode().splitlines()]
+    return {entry[0] for entry in entries if entry[1].startswith("py:")}
+
+
+@pytest.mark.slow
+def test_every_public_name_has_an_entry(documented: set[str]) -> None:
+    packages = public_packages()
+    assert {"pymoe", "pymoe.ops", "pymoe.runtime", "pymoe.pipe.schedules"} <= set(packages)
+    entries = {id(entry): name for name in documented if (entry := found(name)) is not None}
+    missing = []
+    for package in packages:
+        module = importlib.import_module(package)
+        for name in module.__all__:
+            if f"{package}.{name}" not in documented and id(getattr(module, name)) not in entries:
+                missing.append(f"{package}.{name}")
+    assert not missing
+
+
+def found(name: str) -> object:
+    """The object of a documented name; None if it is a member of a class or a parameter."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        pass
+    try:
+        return getattr(importlib.import_module(module), attribute, None)
+    except ImportError:
+        return None
+
+
+@pytest.mark.parametrize(("module", "command"), [(module, one) for module in COMMANDS for one in COMMANDS[module]])
+def test_every_option_of_a_command_is_described(module: str, command: str) -> None:
+    words = [sys.executable, "-m", module, *([command] if command else []), "--help"]
+    text = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    page = (REFERENCE / "commands.md").read_text()
+    assert f"python -m {module}" in page
+    options = set(re.findall(r"--[a-z][a-z-]+", text)) - {"--help"}
+    assert not [option for option in options if f"`{option}" not in page]
+
+
+def test_every_target_of_make_is_described() -> None:
+    targets = re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    page = (REFERENCE / "commands.md").read_text()
+    assert not [target for target in targets if f"`make {target}`" not in page]
+
+
+def test_every_environment_variable_is_described() -> None:
+    files = [*(ROOT / "pymoe").rglob("*.py"), ROOT / "setup.py", ROOT / "tests" / "limits.py"]
+    files += [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cu")]
+    read = {name for path in files for name in ENVIRONMENT_READ.findall(path.read_text())}
+    assert {"PYMOE_CPU_ISA", "PYMOE_CHECK_INDICES", "PYMOE_MONITOR", "PYMOE_CUDA", "PYMOE_TEST_TIME_SCALE"} <= read
+    page = (REFERENCE / "environment.md").read_text()
+    assert not [name for name in sorted(read) if f"`{name}" not in page]
+
+
+def test_every_metric_is_described() -> None:
+    source = (ROOT / "pymoe" / "integrations" / "prometheus.py").read_text()
+    metrics = set(re.findall(r'"(pymoe_[a-z_]+)"', source))
+    assert len(metrics) > 8
+    page = (REFERENCE / "metrics.md").read_text()
+    assert not [metric for metric in sorted(metrics) if metric not in page]

@@ -1,0 +1,53 @@
+"""The pages of the documentation as the tests read them: README, CONTRIBUTING, CHANGELOG and docs/."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    language: str
+    text: str
+    line: int
+    """Of its first line of text in the page, counted from 1."""
+    not_run: str
+    """Why the tests do not run it, from a comment in the line above; empty: they do."""
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(text: str) -> list[Block]:
+    """Every fenced block of a page's text."""
+    found: list[Block] = []
+    lines = text.splitlines()
+    fence, language, begin, why = "", "", 0, ""
+    for number, line in enumerate(lines, start=1):
+        if not fence and (opening := re.match(r"(`{3,}|:{3,})(.*)$", line)):
+            fence, language, begin = opening[1], opening[2].strip(), number + 1
+            above = NOT_RUN.match(next((one for one in reversed(lines[: number - 1]) if one), ""))
+            why = above[1] if above else ""
+        elif fence and line.strip() == fence:
+            found.append(Block(language, "\n".join(lines[begin - 1 : number - 1]) + "\n", begin, why))
+            fence = ""
+    assert not fence, f"the block that begins in line {begin} does not end"
+    return found
+
+
+def prose(text: str) -> str:
+    """The page's text without its fenced blocks."""
+    lines = text.splitlines()
+    for block in blocks(text):
+        length = block.text.count("\n")
+        lines[block.line - 2 : block.line + length] = [""] * (length + 2)
+    return "\n".join(lines)

@@ -1,0 +1,102 @@
+"""Values that go from process to process: what is described, and what travels."""
+
+import collections
+import warnings
+
+import pytest
+import torch
+from torch.utils import _pytree
+
+from pymoe.pipe.distributed.messages import (
+    describe_tensors,
+    describe_values,
+    empty,
+    flat,
+    layouts_of,
+    read_tensors,
+    read_values,
+)
+from pymoe.pipe.execution.values import Crossing, Origin, pack, unpack
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+def travel(description, tensors):
+    """What arrives: copies in new memory."""
+    layouts, rest = layouts_of(description)
+    arrived = []
+    for layout, tensor in zip(layouts, tensors, strict=True):
+        arrived.append(empty(layout, torch.device("cpu")))
+        flat(arrived[-1]).copy_(flat(tensor))
+    return rest, arrived
+
+
+def through(value):
+    described, tensors = travel(*describe_values([pack(value, Crossing)]))
+    (sent,) = read_values(described, tensors, None)
+    return unpack([leaf.tensor if type(leaf) is Crossing else leaf for leaf in sent.leaves], sent.structure)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).reshape(2, 3),
+        torch.arange(6.0).reshape(2, 3).t(),
+        torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last),
+        torch.arange(3.0).expand(4, 3),
+        torch.arange(12)[2::3],
+        torch.tensor(2.5),
+        torch.empty(0, 3),
+        torch.tensor([1 + 2j, 3 - 1j]).conj(),
+        torch.tensor([1 + 2j]).conj().imag,
+        torch.tensor([True, False]),
+        torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    ],
+)
+def test_a_tensor_arrives_as_it_lies_in_memory(tensor):
+    found = through(tensor)
+    assert torch.equal(found, tensor.resolve_conj())
+    assert found.dtype == tensor.dtype
+    if 0 not in tensor.stride() and tensor.storage_offset() == 0:
+        assert found.stride() == tensor.stride()
+
+
+def test_structures_and_other_things_arrive_and_nothing_warns():
+    value = {"a": [1, (torch.ones(2), None)], "b": Pair("text", slice(3)), "c": collections.OrderedDict(d=2.5)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = through(value)
+    assert torch.equal(found["a"][1][0], torch.ones(2))
+    found["a"][1] = value["a"][1]
+    assert found == value
+    assert _pytree.tree_structure(found) == _pytree.tree_structure(value)
+
+
+def test_gradients_go_to_the_tensors_that_need_one():
+    origin, far = Origin(), Origin()
+    needs = iter([True, False, True])
+    sent = pack([torch.ones(1), torch.ones(2), torch.ones(3)], lambda t: Crossing(t, far if next(needs) else None))
+    described, tensors = travel(*describe_values([sent]))
+    (found,) = read_values(described, tensors, origin)
+    assert [leaf.origin for leaf in found.leaves] == [origin, None, origin]
+    assert [leaf.number for leaf in found.leaves] == [0, 1, 2]
+
+
+def test_missing_gradients_stay_missing():
+    layouts, tensors = travel(*describe_tensors([None, torch.ones(2), None]))
+    found = read_tensors(layouts, tensors)
+    assert [tensor is None for tensor in found] == [True, False, True]
+    assert torch.equal(found[1], torch.ones(2))
+
+
+def test_equal_shapes_have_equal_descriptions():
+    def describe(fill, rows):
+        return describe_values([pack({"x": torch.full((rows, 3), fill), "n": 1}, Crossing)])[0]
+
+    assert describe(1.0, 2) == describe(7.0, 2) != describe(1.0, 3)
+
+
+@pytest.mark.parametrize("value", [torch.ones(3).to_sparse(), lambda: None, torch.ones(2, device="meta")])
+def test_what_cannot_be_sent_is_refused_with_a_reason(value):
+    with pytest.raises(TypeError, match="sent between ranks"):
+        through([value])
