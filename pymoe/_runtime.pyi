@@ -45,7 +45,7 @@ class Awaiting:
         """Wait no longer."""
     def send(self, value: typing.Any) -> typing.Any:
         """Go on until the request is done."""
-    def throw(self, *args) -> typing.Any:
+    def throw(self, *args: typing.Any) -> typing.Any:
         """Raise an exception where the coroutine waits; asyncio's CancelledError cancels."""
 
 class RequestFuture:

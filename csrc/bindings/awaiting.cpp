@@ -1,5 +1,7 @@
 #include "bindings/awaiting.h"
 
+#include <pybind11/typing.h>
+
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -153,7 +155,7 @@ class Awaiting {
     return result_of(future_.ptr());
   }
 
-  py::object throw_in(const py::args& error) {
+  py::object throw_in(const py::Args<py::object>& error) {
     if (!steps_) raise(error[error.size() > 1 && !error[1].is_none() ? 1 : 0]);
     try {
       return steps_.attr("throw")(*error);
