@@ -14,14 +14,16 @@
 namespace pymoe::bindings {
 namespace {
 
-PyObject* get_running_loop = nullptr;  // asyncio's
-PyObject* cancelled_error = nullptr;   // asyncio's, which is not that of concurrent.futures
-PyObject* mailboxes = nullptr;         // a WeakKeyDictionary: loop -> Mailbox
+PyObject* get_running_loop = nullptr;                        // asyncio's
+PyObject* cancelled_error = nullptr;                         // asyncio's, which is not that of concurrent.futures
+PyObject* mailboxes = nullptr;                               // a WeakKeyDictionary: loop -> Mailbox
+PyObject *create_future_name, *done_name, *set_result_name;  // an await asks for each of them
 
 // Has the task that sleeps on `waiter` go on. In its loop.
 void wake(const py::object& waiter) {
   try {
-    if (!waiter.attr("done")().cast<bool>()) waiter.attr("set_result")(py::none());
+    if (own(PyObject_CallMethodNoArgs(waiter.ptr(), done_name)).ptr() != Py_False) return;
+    own(PyObject_CallMethodOneArg(waiter.ptr(), set_result_name, Py_None));
   } catch (const py::error_already_set& error) {
     log_error("an event loop's future could not be told that a request is done", exception_of(error));
   }
@@ -34,6 +36,8 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
     for (PyObject* waiter : waiters_) drop_later(waiter);
     drop_later(loop_);
   }
+
+  bool is_of(const py::object& loop) const { return own(PyObject_CallNoArgs(loop_)).is(loop); }
 
   // Takes over a reference to a future of the loop, to be set in the loop. Any thread, without the GIL.
   void put(PyObject* waiter) {
@@ -117,12 +121,14 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
 };
 
 std::shared_ptr<Mailbox> mailbox_of(const py::object& loop) {
+  static auto& last = *new std::shared_ptr<Mailbox>;  // most programs have one loop
+  if (last && last->is_of(loop)) return last;
   const py::handle known(mailboxes);
   const py::object found = known.attr("get")(loop);
-  if (!found.is_none()) return found.cast<std::shared_ptr<Mailbox>>();
-  auto made = std::make_shared<Mailbox>(loop);
-  known[loop] = made;
-  return made;
+  auto mailbox = found.is_none() ? std::make_shared<Mailbox>(loop) : found.cast<std::shared_ptr<Mailbox>>();
+  if (found.is_none()) known[loop] = mailbox;
+  last = mailbox;
+  return mailbox;
 }
 
 class Awaiting {
@@ -131,8 +137,8 @@ class Awaiting {
     const std::shared_ptr<TensorRequest>& request = request_of(future_.ptr());
     if (request->done()) return;
     const py::object loop = own(PyObject_CallNoArgs(get_running_loop));
-    waiter_ = loop.attr("create_future")();
-    steps_ = waiter_.attr("__await__")();
+    waiter_ = own(PyObject_CallMethodNoArgs(loop.ptr(), create_future_name));
+    steps_ = own(PyObject_GetIter(waiter_.ptr()));
     auto mailbox = mailbox_of(loop);
     if (seconds) timer_ = loop.attr("call_later")(*seconds, py::cpp_function([waiter = waiter_] { wake(waiter); }));
     auto told = std::make_shared<GilObject>(waiter_);
@@ -202,7 +208,9 @@ class Awaiting {
 
 PySendResult send(PyObject* self, PyObject*, PyObject** result) {
   bool ended = false;
-  *result = guarded([&] { return py::cast<Awaiting&>(py::handle(self)).step(ended).release().ptr(); });
+  // Without pybind11's look for the type, which is known here.
+  const auto held = reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder();
+  *result = guarded([&] { return held.value_ptr<Awaiting>()->step(ended).release().ptr(); });
   return *result == nullptr ? PYGEN_ERROR : ended ? PYGEN_RETURN : PYGEN_NEXT;
 }
 
@@ -226,6 +234,9 @@ void bind_awaiting(py::module_& module) {
   const auto asyncio = py::module_::import("asyncio");
   get_running_loop = forever(asyncio.attr("get_running_loop"));
   cancelled_error = forever(asyncio.attr("CancelledError"));
+  create_future_name = forever(own(PyUnicode_InternFromString("create_future")));
+  done_name = forever(own(PyUnicode_InternFromString("done")));
+  set_result_name = forever(own(PyUnicode_InternFromString("set_result")));
   mailboxes = forever(py::module_::import("weakref").attr("WeakKeyDictionary")());
 
   py::class_<Mailbox, std::shared_ptr<Mailbox>>(module, "Mailbox", "Tells an event loop that requests are done.");
