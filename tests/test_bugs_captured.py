@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -171,3 +172,24 @@ def test_a_model_without_a_tensor_among_its_arguments_could_not_be_captured():
         pipe = pipeline(model, args)
         assert pipe.num_stages == 2
         assert torch.equal(pipe(*args), model(*args))
+
+
+def test_a_counter_that_the_forward_counts_with_kept_its_counts():
+    """A capture puts the user's containers back as they were, a ``collections.Counter`` by ``update(pairs)``, which
+    counts the pairs themselves: ``Counter(x=1)`` came back as ``Counter({("x", 1): 1})``, and the model was refused
+    for attributes that it does not have.
+    """
+
+    class Counts(Scaled):
+        def __init__(self):
+            super().__init__()
+            self.calls = Counter(x=1)
+
+        def forward(self, x):
+            self.calls["y"] += 1
+            return self.second(self.first(x))
+
+    model = nn.Sequential(Counts(), nn.Linear(4, 4))
+    with pytest.warns(UserWarning, match=r"'0' changes attributes .0\.calls"):
+        pipeline(model, (torch.randn(2, 4),))
+    assert model[0].calls == Counter(x=1)

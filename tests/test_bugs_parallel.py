@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import pymoe
-from pymoe.autograd import isolated_graph
+from pymoe.autograd import graph_nodes
 from pymoe.parallel import EmulatedAutogradContext
 from pymoe.runtime import (
     map_with_parallel_backward,
@@ -191,7 +191,7 @@ def test_nodes_of_a_call_keep_their_order_where_some_get_other_numbers() -> None
             steps.append(steps[-1] * 2)
         nodes: list[Any] = [step.grad_fn for step in steps]
         limit = nodes[9 - far]._sequence_nr()
-        isolated_graph._put_behind(limit, [*nodes[::2], *nodes[1::2], nodes[0].next_functions[0][0]])
+        graph_nodes.put_behind(limit, [*nodes[::2], *nodes[1::2], nodes[0].next_functions[0][0]])
         numbers = [node._sequence_nr() for node in nodes]
         assert numbers == sorted(set(numbers))
         assert numbers[-1] < limit

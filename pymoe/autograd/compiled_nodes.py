@@ -1,8 +1,8 @@
-"""Graphs with nodes of ``torch.compile``, which can be run once only.
+"""Graphs with nodes of ``torch.compile``, which can be differentiated once only.
 
 Their backward works in the buffers that their forward has saved (they are "donated" to it), and refuses to run where
-the graph is kept. Graphs of isolated calls are kept, although each runs once, as they may end in others that are still
-needed (a weight that was computed before the call, say). Those with compiled nodes are not, as outside of calls.
+the graph is kept. Graphs of isolated calls are kept, although each is differentiated once, as they may end in others
+that are still needed (a weight that was computed before the call, say). Those with compiled nodes are not kept.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["are_compiled", "has_compiled_nodes"]
 
 _FUNCTION, _NODE = "CompiledFunction", "CompiledFunctionBackward"  # torch.compile makes such a class for each graph
 
-_NATIVE: set[type] = set()  # kinds of nodes that no class of Python has made
+_NATIVE: set[type] = set()  # types of nodes that are not made by a class of Python
 _latest: Callable[[], type | None] = lambda: None  # noqa: E731  # the last class that was looked at
 _found = False
 
@@ -34,7 +34,7 @@ def _anything_is_compiled() -> bool:
 
 
 def are_compiled(nodes: Iterable[Node | None]) -> bool:
-    """Whether one of the nodes is of ``torch.compile``: for who has all nodes of a graph at hand."""
+    """Return whether one of ``nodes``, all nodes of a graph, is of ``torch.compile``."""
     kinds = {*map(type, nodes)}
     if kinds <= _NATIVE:
         return False
@@ -44,7 +44,7 @@ def are_compiled(nodes: Iterable[Node | None]) -> bool:
 
 
 def has_compiled_nodes(nodes: Iterable[Node], entry: Node | None) -> bool:
-    """Whether a backward pass from ``nodes`` that does not go past ``entry`` can meet a node of ``torch.compile``."""
+    """Return whether a backward pass from ``nodes`` that stops at ``entry`` can reach a node of ``torch.compile``."""
     if not _anything_is_compiled():
         return False
     seen = {entry}

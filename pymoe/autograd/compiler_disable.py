@@ -1,4 +1,4 @@
-"""What ``torch.compile`` shall not look into."""
+"""A decorator for functions that ``torch.compile`` must not trace."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compiler_disable(function: Function) -> Function:
-    """A decorator: compiled code calls ``function`` as it is, and nothing that it calls is compiled on the way.
+    """Decorate ``function`` so that compiled code calls it as it is, and compiles nothing that it calls.
 
-    ``torch.compiler.disable`` does the same and imports the compiler, when it decorates or at the first call: seconds
-    that whoever compiles nothing would wait for. This asks for it where somebody else has imported it.
+    ``torch.compiler.disable`` does the same, but imports the compiler, which takes seconds, also in programs that do
+    not compile. This uses it only where it has been imported already.
     """
     disabled: Callable[..., Any] | None = None
 

@@ -1,6 +1,6 @@
-"""The child of a fork, before it has threads that differentiate.
+"""The autograd engine in the child of a fork.
 
-torch replaces its autograd engine when the child first uses it, and does so without a lock: of two threads that are
+torch replaces its autograd engine when the child first uses it, and does so without a lock: two threads that use it
 first at the same time both destroy the old one (torch 2.11 and 2.13), and the process crashes.
 """
 
@@ -18,7 +18,7 @@ _is_stale = False
 
 
 def renew_engine() -> None:
-    """Have torch replace its autograd engine now, if this is the child of a fork: before threads are started."""
+    """Have torch replace its autograd engine, if this is the child of a fork; call it before threads are started."""
     global _is_stale
     if not _is_stale:
         return

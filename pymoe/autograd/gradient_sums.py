@@ -6,5 +6,5 @@ from torch import Tensor
 
 
 def add_gradients(one: Tensor, other: Tensor) -> Tensor:
-    """Return ``one + other``, either of which may be sparse: torch itself adds a sparse tensor to a dense one alone."""
+    """Return ``one + other``. Either may be sparse, but torch adds a sparse tensor on the right of a dense one only."""
     return other + one if one.is_sparse and not other.is_sparse else one + other

@@ -17,22 +17,16 @@ gradients go through the aliases to the caller's tensors, as they do in a backwa
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 
-from pymoe._torch_private import (
-    DelayedError,
-    FunctionBase,
-    get_sequence_nr,
-    peek_interpreter_stack,
-    pytree,
-    run_backward,
-)
+from pymoe._torch_private import get_sequence_nr, peek_interpreter_stack, pytree, run_backward
 from pymoe.autograd.compiled_nodes import has_compiled_nodes
+from pymoe.autograd.graph_nodes import apply_directly, edge_of, find_leaves_and_nodes, keep_nodes, make_edge, put_behind
 from pymoe.autograd.leaf_hooks import entry_of_this_thread, keep_hooks_outside, within_call
 
 SECOND_BACKWARD = (
@@ -44,16 +38,22 @@ SECOND_BACKWARD = (
 
 
 def graphs_are_made() -> bool:
+    """Return whether operators on this thread leave a history behind."""
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
-    """Whether it carries a derivative of forward-mode differentiation."""
+    """Return whether ``tensor`` carries a derivative of forward-mode differentiation."""
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
+def functorch_is_active() -> bool:
+    """Return whether a transform of ``torch.func`` is at work: calls belong to its graph, and must run in order."""
+    return peek_interpreter_stack() is not None
+
+
 class _Entry(torch.autograd.Function):
-    """Makes the aliases. Being no leaves, they may be written to like any result."""
+    """Makes the aliases: as results of an operation they may be modified in place."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -67,13 +67,8 @@ class _Entry(torch.autograd.Function):
         return None, *grads[1:]
 
 
-def apply_directly(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply(*args)`` without a look for ``torch.func`` transforms: inside of these nothing is isolated."""
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
-
-
 class Alias:
-    """A tensor among the arguments of a call, and what stands for it within."""
+    """A tensor among the arguments of a call, and what takes its place within."""
 
     __slots__ = ("arguments", "edge", "grad_fn", "original", "tensor")
 
@@ -91,7 +86,7 @@ class Alias:
 
 
 class IsolatedCall:
-    """A call, its outputs and its graph. Made by :func:`isolate`; run once."""
+    """A call with its outputs and its graph, made by :func:`isolate` and run once."""
 
     __slots__ = (
         "_args",
@@ -118,9 +113,10 @@ class IsolatedCall:
         self.roots: list[GradientEdge] = []  # of `fresh` outputs, then of `written` aliases
         self.leaves: list[torch.Tensor] = []
         self.tied: set[int] = set()  # ids of outputs whose memory others look at, too
-        self.written: list[Alias] = []  # changed in place by the call, in a way that gradients must know of
+        self.written: list[Alias] = []  # modified in place by the call, in a way that gradients must know of
 
     def run(self) -> None:
+        """Call the function with the aliases in place of the arguments."""
         function, args = self._function, self._args
         assert function is not None
         assert args is not None
@@ -132,13 +128,15 @@ class IsolatedCall:
         self.outputs = (outputs,) if type(outputs) is torch.Tensor else as_tuple(outputs)
 
     def find_fresh(self, hand_through: bool) -> list[torch.Tensor]:
-        """After :meth:`run`, with graphs: the outputs that have a history here, each once.
+        """Return the outputs that have a history here, each once; after :meth:`run`, with graphs.
 
-        Finds what the call has written to, too. ``hand_through``: in ``outputs``, aliases that the function has
-        returned become the caller's tensors again.
+        Also find the arguments that the call has modified in place.
+
+        Args:
+            hand_through: replace aliases that the function has returned by the caller's tensors, in ``outputs``.
 
         Raises:
-            RuntimeError: the call has written to an argument and was given another that shares its memory.
+            RuntimeError: the call has modified an argument in place and was given another that shares its memory.
         """
         aliases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for alias in self.aliases:
@@ -176,19 +174,19 @@ class IsolatedCall:
         return found
 
     def _refuse_overlaps(self) -> None:
-        """Aliases do not know of each other, so the history of a write to one would miss the others."""
+        """Refuse in-place changes that the aliases of other arguments would not know of."""
         given = [*(alias.original for alias in self.aliases), *self._leaf_arguments]
         memory = [tensor for tensor in given if tensor.layout == torch.strided]
         places = [tensor.untyped_storage()._cdata for tensor in memory]
         for alias in self.written:
             if places.count(alias.original.untyped_storage()._cdata) > 1:
                 raise RuntimeError(
-                    "a call has written in place to an argument that shares its memory with another argument: "
-                    "their common history cannot be kept; hand over one of them, and make the other in the call"
+                    "a call has modified an argument in place that shares its memory with another argument: their "
+                    "common history cannot be kept; pass one of them, and make the other within the call"
                 )
 
     def forget_arguments(self) -> None:
-        """Lets go of the caller's tensors: the graph has saved what it needs of them."""
+        """Drop the references to the caller's tensors: the graph has saved what it needs of them."""
         if not self.aliases:
             return
         self.written = []
@@ -197,9 +195,11 @@ class IsolatedCall:
             del alias.original
 
     def gradients(self, grads: Sequence[torch.Tensor | None], keep: bool) -> tuple[torch.Tensor | None, ...]:
-        """For every alias with an edge and every leaf, from gradients for the roots; None where there is none.
+        """Return the gradients of every alias with an edge and of every leaf; None where there is none.
 
-        ``keep``: it will be asked again.
+        Args:
+            grads: for each root, or None.
+            keep: the graph will be differentiated again.
         """
         inputs = [alias.edge for alias in self.aliases if alias.edge is not None]
         return differentiate(self.roots, grads, inputs, self.leaves, self._entry, keep=keep)
@@ -213,18 +213,18 @@ def differentiate(
     entry: Node | None,
     keep: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
-    """For every input and leaf of the graph of one call, from gradients for its roots; None where there is none.
+    """Return the gradient of every input and leaf of the graph of one call; None where there is none.
 
-    Accumulates nothing, and the graph is kept: it may end in others that are still needed, and goes with its roots. One
-    with nodes of ``torch.compile`` is not, as these refuse to run then.
+    Nothing is accumulated. The graph is kept, as it may end in others that are still needed, and is freed with its
+    roots; one with nodes of ``torch.compile`` is not kept, because these refuse to run then.
 
     Args:
-        roots: where the backward pass begins; None is left out, with its gradient.
-        grads: for each root, None for none.
+        roots: where the backward pass begins; None is skipped, and so is its gradient.
+        grads: for each root, or None.
         inputs: where the call's graph begins.
         leaves: tensors that gradients would be accumulated into.
         entry: the node that the inputs belong to; None if it has none.
-        keep: it will be run again.
+        keep: the graph will be differentiated again.
     """
     starts, values = [], []
     for root, grad in zip(roots, grads, strict=True):
@@ -245,14 +245,14 @@ def differentiate(
 def isolate(
     function: Callable[..., Any], args_per_call: Iterable[Sequence[Any]], graphs: bool, share: bool
 ) -> list[IsolatedCall]:
-    """The calls, ready to run.
+    """Return the calls, ready to run.
 
     Args:
         function: what all of them call.
         args_per_call: the arguments of each.
         graphs: each in a graph of its own; otherwise with the arguments as they are.
-        share: a tensor that a call is given twice is one tensor within, too, and a call that is given no history is
-            given leaves as they are; otherwise each argument has its own gradient.
+        share: a tensor that is passed to a call twice is one tensor within, too, and a call without arguments that
+            have a history gets leaves as they are; otherwise each argument has its own gradient.
     """
     calls = [IsolatedCall(function, args) for args in args_per_call]
     if not graphs:
@@ -293,124 +293,31 @@ def isolate(
 
 
 def trace(calls: Sequence[IsolatedCall], hand_through: bool) -> list[list[torch.Tensor]]:
-    """After calls have run, with graphs: finds what their backward passes need.
+    """Find what the backward passes of calls need, after they have run with graphs.
 
     Returns:
-        :meth:`IsolatedCall.find_fresh` of each.
+        For each call what :meth:`IsolatedCall.find_fresh` returns.
     """
     fresh = [call.find_fresh(hand_through) for call in calls]
     outputs = [output for own in fresh for output in own]
     nodes: list[Any] = [output.grad_fn for output in outputs]
     guard = keep_nodes(outputs, nodes)
     numbers = [output.output_nr for output in outputs]
-    edges = [_edge(GradientEdge, parts) for parts in zip(nodes, numbers, itertools.repeat(guard))]
+    edges = [make_edge(GradientEdge, parts) for parts in zip(nodes, numbers, itertools.repeat(guard))]
     first, limit = 0, get_sequence_nr()
     for call, own in zip(calls, fresh, strict=True):
         last = first + len(own)
         ends = nodes[first:last] + [root.node for root in call.roots]
         call.leaves, inside = find_leaves_and_nodes(ends, call._entry)
         if any([node._sequence_nr() >= limit for node in ends]):
-            _put_behind(limit, [node for node in inside if node not in (None, call._entry)])
+            put_behind(limit, [node for node in inside if node not in (None, call._entry)])
         call.roots = edges[first:last] + call.roots
         first = last
     return fresh
 
 
-_ACCUMULATION = 2**64 - 1  # what nodes of leaves have for a number
-
-
-def _put_behind(limit: int, nodes: Sequence[Any]) -> None:
-    """Give the nodes of a call numbers below ``limit``, in the order that they have.
-
-    Of nodes that could run now, the engine takes the one with the greatest number, the latest. But each thread counts
-    for itself. Where a tensor has left a call by another way than its outputs, a backward pass comes to the call's
-    nodes by that way, too, and frees what they have saved: the node of the map, and all that comes to it first, must
-    run before, as they are made later, on the thread that asked.
-    """
-    by_number: dict[int, list[Any]] = {}
-    for node in nodes:
-        by_number.setdefault(node._sequence_nr(), []).append(node)
-    by_number.pop(_ACCUMULATION, None)
-    if limit < len(by_number):  # this thread has hardly made any: it counts on, so that there are enough numbers below
-        one = torch.empty(0, requires_grad=True, device="cpu")
-        while get_sequence_nr() < len(by_number):
-            one.view_as(one)
-        limit = len(by_number)
-    for number in sorted(by_number, reverse=True):  # the call's earlier nodes have to make room for the late ones
-        limit -= 1
-        if number <= limit:
-            limit = number
-            continue
-        for node in by_number[number]:
-            node._set_sequence_nr(limit)
-
-
-_edge: Any = tuple.__new__  # skips the Python function that makes a GradientEdge
-
-
-def keep_nodes(tensors: Sequence[torch.Tensor], nodes: Sequence[Node]) -> Node | None:
-    """A node that keeps the tensors' alive and is never run: those of an ``autograd.Function`` do not keep themselves.
-
-    With grad mode on. A ``view_as`` of each would do, too, and take three times as long.
-    """
-    own = [tensor for tensor, node in zip(tensors, nodes, strict=True) if isinstance(node, FunctionBase)]
-    if not own:
-        return None
-    return with_failing_node("pymoe: this node is never run", own)[0].grad_fn
-
-
-def once_only(name: str, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-    """With a history that raises when it is asked for: the calls' graphs are not there to be differentiated again."""
-    required = [gradient if gradient is None else gradient.detach().requires_grad_() for gradient in gradients]
-    message = f"{name}: its backward pass cannot be differentiated again (create_graph=True)"
-    return tuple(with_failing_node(message, required))
-
-
-def with_failing_node(message: str, tensors: Sequence[Any]) -> Sequence[Any]:
-    """``tensors`` with the same memory and another history: one node for all, whose backward raises ``message``."""
-    made: Any = DelayedError(message, len(tensors))(*tensors)
-    return made if len(tensors) > 1 else (made,)
-
-
-def edge_of(tensor: torch.Tensor) -> GradientEdge:
-    """As ``get_gradient_edge``, which takes twice the time. With grad mode on."""
-    node: Any = tensor.grad_fn
-    if node is None:
-        return get_gradient_edge(tensor)
-    token = None
-    if isinstance(node, FunctionBase):
-        nodes: list[Any] = [node]
-        token = keep_nodes([tensor], nodes)
-    return _edge(GradientEdge, (node, tensor.output_nr, token))  # type: ignore[no-any-return]
-
-
-def find_leaves(nodes: Sequence[Node], entry: Node | None) -> list[torch.Tensor]:
-    """The tensors into which a backward pass from ``nodes`` would accumulate, in an order that the graph decides."""
-    return find_leaves_and_nodes(nodes, entry)[0]
-
-
-def find_leaves_and_nodes(
-    nodes: Sequence[Node], entry: Node | None
-) -> tuple[list[torch.Tensor], Collection[Node | None]]:
-    """The same, and all nodes of the graph; ``entry`` and None are among them, and nothing behind ``entry`` is."""
-    leaves: list[torch.Tensor] = []
-    seen: set[Node | None] = {None, entry}
-    stack: list[Any] = [node for node in dict.fromkeys(nodes) if node not in seen]
-    seen.update(stack)
-    while stack:
-        node = stack.pop()
-        following = node.next_functions
-        if following:
-            for after, _ in following:
-                if after not in seen:
-                    seen.add(after)
-                    stack.append(after)
-        elif (variable := getattr(node, "variable", None)) is not None:
-            leaves.append(variable)
-    return leaves, seen
-
-
 def as_tuple(outputs: Any) -> tuple[Any, ...]:
+    """Return a tuple or list as a tuple, and anything else as a tuple of one."""
     if isinstance(outputs, (tuple, list)):
         return tuple(outputs)
     return (outputs,)
@@ -420,14 +327,14 @@ _PLAIN = (torch.Tensor, type(None), bool, int, float, str)
 
 
 def map_outputs(change: Callable[[Any], Any], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """``outputs`` with every value replaced, those within containers too."""
+    """Return ``outputs`` with ``change`` applied to every value, also to those within containers."""
     return tuple(
         [change(output) if isinstance(output, _PLAIN) else pytree.tree_map(change, output) for output in outputs]
     )
 
 
 def as_function(func: Any) -> Callable[..., Any]:
-    """What to call for an ``autograd.Function`` class, its ``apply``, a module or any other callable.
+    """Return what to call for an ``autograd.Function`` class, its ``apply``, a module or any other callable.
 
     Raises:
         TypeError: it cannot be called.
@@ -437,8 +344,3 @@ def as_function(func: Any) -> Callable[..., Any]:
     if not callable(func):
         raise TypeError(f"func must be an autograd.Function, a module or another callable, got {type(func).__name__}")
     return func
-
-
-def functorch_is_active() -> bool:
-    """Inside ``torch.func`` transforms: calls belong to their graphs, and must run in their order."""
-    return peek_interpreter_stack() is not None

@@ -1,4 +1,4 @@
-"""Hooks of leaves are for the sum of all calls' gradients: they do not run where those of each call are computed."""
+"""Hooks of leaves run on the sum of all calls' gradients, and not where the gradients of one call are computed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 
 class _Running(threading.local):
-    """On a thread that differentiates a call: the entry of its graph."""
+    """The entry of the graph of the call that this thread differentiates."""
 
     entry: Any = None
 
@@ -25,12 +25,12 @@ _everywhere: set[object] = set()  # one for every call that some thread differen
 
 
 def entry_of_this_thread() -> Any:
-    """The entry of the call that this thread differentiates; None if it does not."""
+    """Return the entry of the call that this thread differentiates, or None."""
     return _running.entry
 
 
 def within_call(entry: Any, function: Callable[..., Result], *args: Any, **options: Any) -> Result:
-    """``function(*args)``, by which this thread differentiates a call: hooks of leaves do not run."""
+    """Call ``function(*args)``, which differentiates a call on this thread: hooks of leaves do not run."""
     token = object()
     before, _running.entry = _running.entry, entry or _NONE
     _everywhere.add(token)
@@ -44,8 +44,8 @@ def within_call(entry: Any, function: Callable[..., Result], *args: Any, **optio
 class _OutsideCalls:
     """A hook of a leaf that does not run within calls.
 
-    On a host a backward pass runs on the thread that asks for it. The nodes of other devices run on autograd's own
-    threads, which do not know who has asked: there the hook does not run while anybody differentiates a call.
+    On the host a backward pass runs on the thread that asks for it. Nodes of other devices run on autograd's own
+    threads, which do not know that thread: there the hook does not run while any thread differentiates a call.
     """
 
     def __init__(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
@@ -58,7 +58,7 @@ class _OutsideCalls:
 
 
 def keep_hooks_outside(leaf: torch.Tensor) -> None:
-    """Autograd runs a leaf's hooks where its gradient is asked for, too, and would come to them twice."""
+    """Wrap the hooks of ``leaf``, which autograd would also run where ``autograd.grad`` computes its gradient."""
     hooks: Any = leaf._backward_hooks
     for key, hook in list(hooks.items()) if hooks else ():
         if type(hook) is not _OutsideCalls and key in hooks:

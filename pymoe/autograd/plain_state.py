@@ -1,10 +1,11 @@
-"""A batch must not depend on the thread that happens to run it.
+"""A plain state of torch for batches, which must not depend on the thread that runs them.
 
 A client that waits may run the batch of its request itself, and with it requests of other clients. What that client
-has switched on in its own thread is nobody else's business: inference mode, autocast, gradients on or off, a default
-device, hooks on saved tensors, a function or dispatch mode, a transform of ``torch.func``, code that ``torch.compile``
-has made. :func:`in_plain_state` runs a function without these. Such a client leaves its batch to the workers
-(csrc/bindings/torch_calls.h says what is asked), and a batch has a context (``contextvars``) and a stack of its own.
+has switched on in its own thread must not affect them: inference mode, autocast, gradients on or off, a default device,
+hooks on saved tensors, a function or dispatch mode, a transform of ``torch.func``, code that ``torch.compile`` has
+made. :func:`in_plain_state` runs a function without these. Such a client leaves its batch to the workers
+(``csrc/bindings/torch_calls.h`` says how it is recognised), and a batch has a context (``contextvars``) and a stack of
+its own.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from pymoe._torch_private import set_grad_enabled
 
 Result = TypeVar("Result")
 
-# torch's own context managers are built on these. They are asked before every batch, where a manager costs 2 us.
+# torch's own context managers are built on these. They run before every batch, where a manager costs 2 us.
 _is_grad_enabled = torch.is_grad_enabled
 _is_plain = _runtime.thread_is_plain
 
 
 def in_plain_state(grad: bool, function: Callable[..., Result], *args: Any) -> Result:
-    """``function(*args)`` with gradients on or off and nothing else of what a thread can switch on in torch."""
+    """Run ``function(*args)`` with gradients on or off and nothing else that a thread can switch on in torch."""
     if _is_plain():
         return _with_grad(grad, function, *args)
     with ExitStack() as stack:
@@ -51,17 +52,16 @@ def _with_grad(grad: bool, function: Callable[..., Result], *args: Any) -> Resul
 
 @functools.cache
 def autocast_devices() -> tuple[str, ...]:
-    """The types of device that can have autocast on this machine."""
+    """Return the types of device that can have autocast on this machine."""
     accelerator = torch.accelerator.current_accelerator()
     return tuple(sorted({"cpu", "cuda", *([accelerator.type] if accelerator is not None else [])}))
 
 
 def on_a_new_thread(function: Callable[..., Result], *args: Any) -> Result:
-    """``function(*args)`` on a thread in the state in which threads begin: there is no public way out of such modes.
+    """Run ``function(*args)`` on a new thread, which has none of these modes: there is no public way out of them.
 
-    For the runtime it is this thread that works: what it waits for, and what waits for it, is the same as without.
-
-    An interrupt (Ctrl-C) does not leave the function behind half done: it is raised when the function has ended.
+    The runtime takes the new thread for this one: waits on either side are detected as without it. An interrupt
+    (Ctrl-C) is raised when the function has ended.
     """
     results: list[Result] = []
     errors: list[BaseException] = []

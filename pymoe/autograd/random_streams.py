@@ -9,19 +9,35 @@ of the surrounding stream and the call's position:
   draws on the way. It goes through a dispatch key that only these threads include and to which nothing but the drawing
   operators answers: all others run as ever, at no cost.
 - ``torch.get_rng_state``, ``set_rng_state``, ``manual_seed``, ``seed``, ``initial_seed`` and ``torch.random.fork_rng``
-  speak of the call's stream, so that ``torch.utils.checkpoint`` repeats in backward what the call drew in forward.
+  speak of the call's stream, so that ``torch.utils.checkpoint`` draws again in backward what the call drew in forward.
 
 The surrounding stream moves on by one number per map, if any of its calls draws at all; so the whole is reproducible
 under ``torch.manual_seed``, and maps nest. Python's and numpy's generators are not looked after, nor operators of
 others that draw from ``torch.default_generator`` by themselves in C++.
+
+Effects on the process:
+
+- While calls run, the module ``torch.random`` has another class and another global ``default_generator`` (with CUDA,
+  ``torch.cuda`` another tuple ``default_generators``): its functions read that global, and offer no other way to give
+  them a generator. Threads that run no call find the process's generator behind it. :func:`restore` puts all back when
+  the last call has ended.
+- The first map registers kernels for the operators below on the dispatch key ``TESTING_ONLY_GenericMode``, and they
+  stay. A thread that does not include the key, which is every thread outside of a call, never comes to them. They are
+  not taken back between maps because the dispatcher's tables are read without a lock: a change while another thread
+  calls an operator is a race, and one in which numbers would come from the wrong stream. What else could give a thread
+  its own generator does not serve: torch's C++ asks for the process's default generator, which is one object; a
+  dispatch mode would cost microseconds for every operator of every call; and calls that take turns at the default
+  generator would no longer run at the same time.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any, TypeVar
 
 import torch
@@ -67,15 +83,17 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _defaults_in_use = threading.Lock()  # the state of a default generator is a call's for a moment
-_installing = threading.Lock()
+_changing = threading.Lock()  # held while kernels are registered, or torch.random changes
 _libraries: list[torch.library.Library] = []
+_calling: set[int] = set()  # the threads that run a call
+_is_changed = False  # torch.random shows each thread the generator of its call
 
 
 class Source:
-    """The streams of the calls of one map, told apart by their position."""
+    """The random streams of the calls of one map, by the position of the call."""
 
     def __init__(self, eager: bool = False) -> None:
-        """``eager``: take the number from the surrounding stream now, not when one of the calls draws."""
+        """Make the streams; ``eager``: take the number from the surrounding stream now, not when a call draws."""
         self._surrounding = _thread.stream
         self._lock = threading.Lock()
         self._base = draw(self._surrounding) if eager else None
@@ -91,7 +109,7 @@ class Source:
 
 
 class Stream:
-    """Where one call's random numbers come from, in its forward and, going on, in its backward pass."""
+    """The random numbers of one call: of its forward pass and, continued, of its backward pass."""
 
     __slots__ = ("_generators", "_position", "_source")
 
@@ -113,7 +131,7 @@ class Stream:
 
     @contextmanager
     def as_default(self, device: torch.device) -> Iterator[None]:
-        """The device's default generator in this stream's state."""
+        """Put the device's default generator into this stream's state for a block, and back after it."""
         mine = self.generator(device)
         default = default_generator(device)
         with _defaults_in_use:
@@ -127,21 +145,29 @@ class Stream:
 
 
 def with_stream(stream: Stream, function: Callable[..., Result], *args: Any) -> Result:
-    """``function(*args)`` drawing from ``stream``."""
+    """Run ``function(*args)`` drawing from ``stream``."""
     thread = _thread
     before, thread.stream = thread.stream, stream
-    if before is None:
-        include(_key, True)
+    if before is not None:
+        try:
+            return function(*args)
+        finally:
+            thread.stream = before
+    me = get_ident()
+    _calling.add(me)  # before it asks: see restore
     try:
+        if not _is_changed:
+            _change()
+        include(_key, True)
         return function(*args)
     finally:
-        thread.stream = before
-        if before is None:
-            include(_key, False)
+        thread.stream = None
+        include(_key, False)
+        _calling.discard(me)
 
 
 def draw(stream: Stream | None) -> int:
-    """One number of a stream; None: of the process's default generator for the CPU."""
+    """Return one number of a stream, or for None of the process's default generator for the CPU."""
     generator = torch.default_generator if stream is None else stream.generator(torch.device("cpu"))
     with _nothing_watches():
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator).item())
@@ -155,7 +181,7 @@ def _nothing_watches() -> Iterator[None]:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The process's own."""
+    """Return the process's own default generator of a device."""
     if device.type == "cpu":
         return torch.default_generator
     index = torch.accelerator.current_device_index() if device.index is None else device.index
@@ -166,11 +192,12 @@ def default_generator(device: torch.device) -> torch.Generator:
 def install() -> None:
     """Register the kernels; once in a process, by its first map."""
     if not _libraries:
-        with _installing:
+        with _changing:
             if not _libraries:
                 _install()
-    if torch.cuda.is_initialized() and not isinstance(torch.cuda.default_generators, _CudaDefaults):
-        torch.cuda.default_generators = _CudaDefaults(torch.cuda.default_generators)  # type: ignore[assignment]
+    if _is_changed and torch.cuda.is_initialized() and not isinstance(torch.cuda.default_generators, _CudaDefaults):
+        with _changing:
+            _change_cuda()  # which has come into use since
 
 
 def _install() -> None:
@@ -184,9 +211,48 @@ def _install() -> None:
             operator = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
             if operator is not None:
                 library.impl(name, make(operator))
-    vars(torch.random)["default_generator"] = _Default()
-    torch.random.__class__ = _Random
     _libraries.extend((fallback, library))
+
+
+def _change() -> None:
+    """Have ``torch.random``, and ``torch.cuda`` if it is in use, show each thread the generator of its call."""
+    global _is_changed
+    with _changing:
+        if _is_changed:
+            return
+        torch.random.__class__ = _Random
+        vars(torch.random)["default_generator"] = _Default()
+        _is_changed = True
+        _change_cuda()
+
+
+def _change_cuda() -> None:
+    generators = torch.cuda.default_generators
+    if _is_changed and torch.cuda.is_initialized() and not isinstance(generators, _CudaDefaults):
+        torch.cuda.default_generators = _CudaDefaults(generators)  # type: ignore[assignment]
+
+
+def restore() -> None:
+    """Put ``torch.random`` back as it was, unless a call still runs: at the end of what has made calls.
+
+    A call that begins meanwhile is never left without: its thread is in ``_calling`` before it asks ``_is_changed``,
+    which is False here before ``_calling`` is asked. So either this sees the call, or the call waits for the lock.
+    """
+    global _is_changed
+    if _calling or not _is_changed:
+        return
+    with _changing:
+        if not _is_changed:
+            return
+        _is_changed = False
+        if _calling:
+            _is_changed = True
+            return
+        if isinstance(vars(torch.random)["default_generator"], _Default):  # or somebody has set another
+            vars(torch.random)["default_generator"] = torch.default_generator
+        torch.random.__class__ = types.ModuleType
+        if isinstance(torch.cuda.default_generators, _CudaDefaults):
+            torch.cuda.default_generators = torch.cuda.default_generators.originals  # type: ignore[assignment]
 
 
 def _first_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
@@ -245,9 +311,9 @@ def _of_this_thread() -> torch.Generator:
 
 
 class _Default:
-    """What functions of ``torch.random`` find as its global: the generator of the call that this thread runs.
+    """What functions of ``torch.random`` find as their global: the generator of the call that this thread runs.
 
-    No generator itself, which could not be another's on every thread: nobody else gets to see it.
+    It is not a generator itself, as one could not be another on every thread; others never get to see it.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -255,11 +321,11 @@ class _Default:
 
 
 class _Random(types.ModuleType):
-    """The module ``torch.random``, of which everybody but its own functions asks for attributes."""
+    """The module ``torch.random`` for others than its own functions, which ask for its attributes."""
 
     @property
     def default_generator(self) -> torch.Generator:
-        """A generator as ever: the process's own, or in a call that of the call."""
+        """The process's generator, or in a call that of the call."""
         set_by_others = vars(self)["default_generator"]
         return _of_this_thread() if isinstance(set_by_others, _Default) else set_by_others
 
@@ -271,8 +337,25 @@ class _Random(types.ModuleType):
 class _CudaDefaults(tuple):
     """The same for ``torch.cuda.default_generators``."""
 
+    originals: tuple[torch.Generator, ...]
+
+    def __new__(cls, originals: tuple[torch.Generator, ...]) -> _CudaDefaults:
+        new = super().__new__(cls, originals)
+        new.originals = originals
+        return new
+
     def __getitem__(self, index: Any) -> Any:
         stream = _thread.stream
         if stream is None or isinstance(index, slice):
             return tuple.__getitem__(self, index)
         return stream.generator(tuple.__getitem__(self, index).device)
+
+
+def _forget() -> None:
+    """Replace locks in the child of a fork, whose other threads may have held them, and forget those threads' calls."""
+    global _changing, _defaults_in_use
+    _changing, _defaults_in_use = threading.Lock(), threading.Lock()
+    _calling.intersection_update({get_ident()})
+
+
+os.register_at_fork(after_in_child=_forget)

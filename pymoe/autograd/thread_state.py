@@ -1,19 +1,19 @@
-"""A call runs in the state of the thread that asked for it, whichever thread runs it.
+"""The state of a thread in torch, carried to the threads that run its calls.
 
-The opposite twin of ``pymoe.autograd.plain_state``, which hides from a batch what a client has switched on. torch keeps
-this state by thread and offers no public way to take it to another, so each part is carried by hand:
+The opposite of ``pymoe.autograd.plain_state``, which hides from a batch what a client has switched on. torch keeps this
+state per thread and has no public way to move it to another, so each part is carried by hand:
 
 - grad mode, inference mode, forward-mode gradients, multithreading and view replay of autograd;
 - autocast: for the CPU and the accelerator whether it is on and its dtype, and whether casts are cached; and the level
   of autocast blocks (:func:`autocast_level`), at whose end torch clears the cache of casts;
-- function modes (``torch.device`` and ``torch.set_default_device`` among them), whether functions of tensor subclasses
-  are looked at (``DisableTorchFunction``), dispatch modes;
-- hooks on saved tensors, and that they are forbidden;
+- function modes (``torch.device`` and ``torch.set_default_device`` among them), whether ``__torch_function__`` of
+  tensor subclasses is called (``DisableTorchFunction``), dispatch modes;
+- hooks on saved tensors, and whether they are forbidden;
 - the current CUDA device, and the current stream of every CUDA device: work of all calls is queued on the streams of
   the thread that asked, so it comes after what that has queued, and before what it will.
 
 Context variables are carried by ``contextvars``, the profiler by ``pymoe._runtime.ProfilerState``. The default dtype,
-anomaly mode, deterministic algorithms and the number of threads belong to the whole process; there is nothing to carry.
+anomaly mode, deterministic algorithms and the number of threads belong to the whole process.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _cuda_is_initialized = torch.cuda.is_initialized
 
 
 class ThreadState(NamedTuple):
-    """What :func:`current` found. Two are equal if a call could not tell them apart."""
+    """The state that :func:`current` has found. Two are equal if a call cannot tell them apart."""
 
     inference: bool
     grad: bool
@@ -79,18 +79,18 @@ class ThreadState(NamedTuple):
     autocast_cache: bool
     autocast: tuple[bool, ...]  # per device of autocast_devices(); empty: none has it
     autocast_dtypes: tuple[torch.dtype, ...]
-    all_functions: bool  # of tensor subclasses and modes are looked at
-    no_function: bool  # not even those of modes
+    all_functions: bool  # __torch_function__ of tensor subclasses and modes is called
+    no_function: bool  # not even that of modes
     function_modes: tuple[Any, ...]  # outermost first
     default_device: Any
     dispatch_modes: tuple[Any, ...]
-    saved_tensor_hooks: tuple[Any, Any] | None  # the innermost, the only one that torch looks at
+    saved_tensor_hooks: tuple[Any, Any] | None  # the innermost, the only ones that torch calls
     hooks_forbidden: str | None
     cuda: tuple[int, tuple[Any, ...]] | None  # the current device, and each device's stream
 
 
 def current() -> ThreadState:
-    """The state of this thread. Every call asks, so the questions are put to torch in the shortest way."""
+    """Return the state of this thread. Every call asks for it, so it is read in the fastest way."""
     devices = autocast_devices()
     found = (
         _is_inference_mode(),
@@ -125,26 +125,26 @@ _known = _Known()
 
 
 def known_state() -> ThreadState | None:
-    """The state of this thread if it was looked at and cannot have changed since."""
+    """Return the state of this thread if it is known and cannot have changed since, else None."""
     return _known.state
 
 
 def know_state(state: ThreadState | None) -> None:
-    """Spare :func:`in_state` a look at this thread, until None is known again: nothing else may change its state."""
+    """Have :func:`in_state` take ``state`` as this thread's until it is set to None: nothing else may change it."""
     _known.state = state
 
 
 @contextmanager
 def autocast_level(level: int, clears: bool = True) -> Iterator[None]:
-    """With this thread ``level`` autocast blocks deep, whatever it was before; its own depth is put back.
+    """Set the number of autocast blocks that this thread is in to ``level``, and restore it at the end.
 
-    The cache of casts is the whole process's and holds what parameters were when they were cast. torch clears it
-    where the outermost autocast block of a thread ends, so that nothing old is left when the parameters have changed.
-    Setting autocast's flags alone enters no block: what is cast then stays until some other block ends.
+    The cache of casts belongs to the process and holds parameters as they were when they were cast. torch clears it
+    where the outermost autocast block of a thread ends, so that no old value is left when the parameters have changed.
+    Setting autocast's flags alone does not enter a block: a cast made then stays until some other block ends.
 
     Args:
-        level: 0 for code that is in no block: those that it enters then are outermost ones.
-        clears: clear the cache at the end; False where another thread is in the block all the while, and will.
+        level: 0 for code that is not in a block, so that blocks that it enters are outermost ones.
+        clears: clear the cache at the end; False where another thread stays in the block and will clear it.
     """
     before = _set_autocast_level(level)
     try:
@@ -156,7 +156,7 @@ def autocast_level(level: int, clears: bool = True) -> Iterator[None]:
 
 
 def _set_autocast_level(level: int) -> int:
-    """Returns what it was."""
+    """Set the level and return the one before."""
     before = now = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     while now < level:
@@ -167,9 +167,9 @@ def _set_autocast_level(level: int) -> int:
 
 
 def in_state(state: ThreadState, function: Callable[..., Result], *args: Any, clears: bool = True) -> Result:
-    """``function(*args)`` in ``state``; this thread's own is put back, also where the function has left traces.
+    """Run ``function(*args)`` in ``state``, then restore this thread's own, also if the function has changed it.
 
-    Where ``state`` has autocast and this thread has not, the function runs in an autocast block of its own; for
+    Where ``state`` has autocast and this thread does not, the function runs in an autocast block of its own; for
     ``clears`` see :func:`autocast_level`.
     """
     known = _known.state
@@ -184,7 +184,7 @@ def in_state(state: ThreadState, function: Callable[..., Result], *args: Any, cl
                     return function(*args)
         return function(*args)
     finally:
-        # Last in, first out: the guard of inference mode brings its own ideas of grad mode back.
+        # Last in, first out: the guard of inference mode restores grad mode, too.
         while undo:
             undo.pop()()
         after = current()
@@ -194,7 +194,7 @@ def in_state(state: ThreadState, function: Callable[..., Result], *args: Any, cl
 
 
 def change(before: ThreadState, after: ThreadState, undo: list[Callable[[], object]]) -> None:
-    """From one state to the other; ``undo`` takes what must be called to leave it, and need not be for the rest."""
+    """Change this thread from one state to another; append to ``undo`` what a second change would not undo."""
     if before.inference != after.inference:
         guard = InferenceMode(after.inference)
         guard.__enter__()
@@ -259,7 +259,7 @@ def _change_modes(before: ThreadState, after: ThreadState) -> None:
 
 
 def _change_hooks(hooks: tuple[Any, Any] | None, undo: list[Callable[[], object]]) -> None:
-    """Push the hooks; to have none, take away those that are there."""
+    """Push ``hooks``; for None, pop those that are there."""
     if hooks is not None:
         push_saved_tensors_default_hooks(*hooks)
         undo.append(pop_saved_tensors_default_hooks)

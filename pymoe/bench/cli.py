@@ -133,7 +133,7 @@ def run_list(options: argparse.Namespace) -> int:
     chosen, left_out = selected(options)
     rows = [[line.name, f"{line.bytes / 1e6:.1f}", f"{line.flops / 1e9:.1f}", line.source] for line in chosen]
     show(Table(["line", "MB", "GFLOP", "source of the shape"], rows, frozenset({"line", "source of the shape"})))
-    tell_left_out(left_out)
+    print_left_out(left_out)
     return 0
 
 
@@ -142,14 +142,14 @@ def run_run(options: argparse.Namespace) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no CUDA device")
     if options.cpu_time and (options.device != "cpu" or options.threads not in (None, 1)):
-        raise ValueError("--cpu-time counts one thread on the CPU")
+        raise ValueError("--cpu-time measures one thread on the CPU")
     threads = 1 if options.cpu_time else options.threads
     if threads:
         torch.set_num_threads(threads)
     effort = effort_of(options)
     chosen, left_out = selected(options)
     if not chosen:
-        raise ValueError("no line is left: see `python -m pymoe.bench list`")
+        raise ValueError("no line matches: see `python -m pymoe.bench list`")
     device = torch.device(options.device)
     facts = environment()
     start = time.perf_counter()
@@ -178,7 +178,7 @@ def run_run(options: argparse.Namespace) -> int:
     }
 
     def keep() -> None:
-        """What was measured so far is there also if the next line ends the process."""
+        """Write what was measured so far, in case the next line ends the process."""
         settings["load_after"] = environment()["load"]
         settings["wall_seconds"] = round(time.perf_counter() - start, 1)
         if options.json:
@@ -201,14 +201,14 @@ def run_run(options: argparse.Namespace) -> int:
     keep()
     show(run_table(records))
     print(EXPLANATION + (CUDA_EXPLANATION if options.device == "cuda" else ""))
-    tell_left_out(left_out)
+    print_left_out(left_out)
     if settings["not_measured"]:
         print(f"--limit left out {len(settings['not_measured'])} lines: {'; '.join(settings['not_measured'])}")
     return summary(records)
 
 
 def run_compare(options: argparse.Namespace) -> int:
-    """``compare``: always 0, a change is for a person to judge."""
+    """``compare``: returns 0 whatever changed, which is for a person to judge."""
     old, new = (load(file) for file in (options.old, options.new))
     for name in ("cpu", "threads", "torch", "cpu_isa", "gpu"):
         if old["environment"].get(name) != new["environment"].get(name):
@@ -216,9 +216,9 @@ def run_compare(options: argparse.Namespace) -> int:
     changes, only = compare(old, new)
     show(change_table(changes))
     marked = sum(bool(one.marker) for one in changes)
-    print(f"{len(changes)} lines compared, {marked} outside the spread; machine: what the floors did meanwhile")
+    print(f"{len(changes)} lines compared, {marked} outside the spread; machine: the change of the floors")
     if only:
-        print(f"measured in one of the two alone: {', '.join(only)}")
+        print(f"measured in only one of the two: {', '.join(only)}")
     return 0
 
 
@@ -246,7 +246,7 @@ def all_lines() -> list[Line]:
 
 
 def selected(options: argparse.Namespace) -> tuple[list[Line], list[Line]]:
-    """The lines that the options ask for, and those among them that are too large for ``--quick``."""
+    """Return the lines that the options ask for, and those among them that are too large for ``--quick``."""
     pattern = re.compile(options.filter)
     wanted = [
         line
@@ -270,14 +270,14 @@ def effort_of(options: argparse.Namespace) -> Effort:
     return effort
 
 
-def tell_left_out(lines: Sequence[Line]) -> None:
-    """Say what ``--quick`` does not measure."""
+def print_left_out(lines: Sequence[Line]) -> None:
+    """Print what ``--quick`` does not measure."""
     if lines:
         print(f"--quick left out {len(lines)} large lines: {'; '.join(line.name for line in lines)}")
 
 
 def rates_text(facts: dict[str, Any], rates: Rates) -> str:
-    """What the machine gives, in one paragraph."""
+    """Return the machine and its rates in one paragraph."""
     products = ", ".join(f"{str(dtype).removeprefix('torch.')} {rate / 1e9:.3g}" for dtype, rate in rates.mm.items())
     return (
         f"{facts['cpu']}, {facts['threads']} threads, load {facts['load']}, torch {facts['torch']}, "

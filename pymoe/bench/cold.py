@@ -1,4 +1,4 @@
-"""What a measurement on a GPU needs beside events: inputs that no cache holds, and calls without their launches.
+"""What a measurement on a GPU needs besides events: inputs that are in no cache, and calls without their launches.
 
 A kernel of microseconds reads its inputs from the L2 cache if the call before it read the same ones. Candidates on CUDA
 therefore take their inputs in turn from copies that are several times the cache together (:class:`Rotating`).
@@ -66,7 +66,7 @@ class InGraph:
 
 @contextmanager
 def waiting_raises() -> Iterator[None]:
-    """Inside, what waits for the device raises RuntimeError."""
+    """Raise RuntimeError for calls that wait for the device."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -76,13 +76,13 @@ def waiting_raises() -> Iterator[None]:
 
 
 def in_graph(function: Callable[[], object]) -> InGraph:
-    """``function`` often enough in one graph."""
+    """Capture ``function``, as often as a measurement needs, in one graph."""
     turns = len(function.functions) if isinstance(function, Rotating) else 1
     return InGraph(function, turns * -(-CALLS_IN_GRAPH // turns))
 
 
 def copies_needed(bytes: int, device: torch.device) -> int:
-    """How many copies of ``bytes`` are several times the cache of ``device``; 1 on a CPU, whose lines are warm."""
+    """Return how many copies of ``bytes`` exceed the cache of ``device`` several times; 1 on a CPU, measured warm."""
     if device.type != "cuda":
         return 1
     cache = int(torch.cuda.get_device_properties(device).L2_cache_size)
@@ -90,7 +90,7 @@ def copies_needed(bytes: int, device: torch.device) -> int:
 
 
 def copies_of(sample: Sample, device: torch.device) -> list[Sample]:
-    """``sample`` and as many copies of it as :func:`copies_needed` says; leaves that require grad stay leaves."""
+    """Return ``sample`` and copies of it, :func:`copies_needed` in all; leaves that require grad stay leaves."""
     tensors = tensors_in((sample.args, sample.kwargs))
     count = copies_needed(sum(value.numel() * value.element_size() for value in tensors), device)
     copies = [

@@ -1,4 +1,4 @@
-"""Two runs against each other: which lines became faster or slower, beyond noise and beyond the machine's mood."""
+"""Comparison of two runs: which lines became faster or slower by more than noise and the machine's own drift."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from pymoe.bench.report import Table, seconds
 
 SMALLEST_CHANGE = 0.03
-"""Changes below this are never marked: quartiles of a quiet run can lie closer together than runs do."""
+"""Changes below this are never marked: runs can differ by more than the quartiles of a quiet run."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pymoe import build_info
 
 
 def environment() -> dict[str, Any]:
-    """What a reader needs to judge a measurement.
+    """Return what a reader needs to judge a measurement.
 
     Returns:
         A flat dictionary: the versions of :func:`pymoe.build_info`, and of the machine the CPU's model and
@@ -34,7 +34,7 @@ def environment() -> dict[str, Any]:
 
 
 def hint(facts: dict[str, Any]) -> str | None:
-    """Say how to get torch's CPU build, where its CUDA build is installed and there is nothing that it could serve.
+    """Return how to get torch's CPU build, if its CUDA build is installed without a GPU or a toolkit to use it.
 
     Args:
         facts: what :func:`environment` returned.
@@ -47,7 +47,7 @@ def hint(facts: dict[str, Any]) -> str | None:
     if shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists():
         return None
     return (
-        f"torch {torch.__version__} is a CUDA build, but there is neither a GPU nor nvcc; the CPU build does the same "
+        f"torch {torch.__version__} is a CUDA build, but neither a GPU nor nvcc was found; the CPU build does the same "
         f'here: pip install --force-reinstall --no-deps "torch=={torch.__version__.split("+")[0]}" --index-url '
         "https://download.pytorch.org/whl/cpu"
     )

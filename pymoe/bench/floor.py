@@ -1,7 +1,7 @@
-"""What no operator can beat: moving its bytes with ``copy_``, or doing its operations with ``torch.mm``.
+"""The floor of an operator's time: moving its bytes with ``copy_``, or doing its operations with ``torch.mm``.
 
 A floor is timed in the same rounds as the operator, with as many bytes (so that it finds them in the same cache) or
-with about as many operations. The rates measured before the first line say what the machine gives at best.
+with about as many operations. The rates measured before the first line are the machine's best.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ class Floor:
     """Bytes, or floating-point operations, that one call of the operator cannot do without."""
 
     def share(self, floor: Timing, operator: Timing) -> tuple[float, ...]:
-        """For every round, the operator's rate over the floor's rate: 1 means as fast as the floor."""
+        """Return, for every round, the operator's rate over the floor's rate: 1 means as fast as the floor."""
         factor = self.needed / self.work
         return tuple(factor * a / b for a, b in zip(floor.seconds, operator.seconds, strict=True))
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What the machine gives: bytes per second of ``copy_``, operations per second of ``torch.mm`` by dtype."""
+    """The machine's best rates: bytes per second of ``copy_``, operations per second of ``torch.mm`` by dtype."""
 
     copy: float
     mm: dict[torch.dtype, float]
 
     def fastest_mm(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which torch multiplies what is stored as ``dtype`` fastest: itself, or fp32 for 16 bits."""
+        """Return the dtype in which torch multiplies values of ``dtype`` fastest: itself, or fp32 for 16 bits."""
         if dtype in (torch.bfloat16, torch.float16) and self.mm[torch.float32] > self.mm[dtype]:
             return torch.float32
         return dtype
@@ -78,7 +78,7 @@ def measure_rates(
 
 
 def floor_for(bytes: int, flops: int, dtype: torch.dtype, device: torch.device, rates: Rates) -> Floor | None:
-    """The floor of a call that moves ``bytes`` or, where ``flops`` is given, computes; None where it does neither."""
+    """Return the floor of a call that moves ``bytes`` or, if ``flops`` is given, computes; None if it does neither."""
     if flops:
         size = min(max(round((flops / 2) ** (1 / 3) / 64) * 64, 64), MOST_SIZE[device.type])
         dtype = rates.fastest_mm(dtype)
@@ -91,7 +91,7 @@ def floor_for(bytes: int, flops: int, dtype: torch.dtype, device: torch.device, 
 
 
 def copy(bytes: int, device: torch.device) -> Callable[[], object]:
-    """A copy that reads ``bytes / 2`` and writes ``bytes / 2`` into memory that is there already; cold on CUDA."""
+    """Return a copy that reads ``bytes / 2`` and writes ``bytes / 2`` into allocated memory; cold on CUDA."""
 
     def one() -> Callable[[], object]:
         source = torch.ones(bytes // 8, device=device)
@@ -102,7 +102,7 @@ def copy(bytes: int, device: torch.device) -> Callable[[], object]:
 
 
 def product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    """A product of two square matrices into memory that is there already."""
+    """Return a product of two square matrices into allocated memory."""
     random = generator(device)
     left, right = (torch.randn(size, size, device=device, generator=random).to(dtype) for _ in range(2))
     out = torch.empty_like(left)

@@ -15,7 +15,7 @@ native     median time of one call, in brackets the quartiles over interleaved r
 /reference speed-up over the pure PyTorch reference;  /torch: over plain torch as one would write it
 of floor   rate as a share of copy_ (same bytes) or torch.mm (same operations), measured in the same rounds
 correct    native against reference on the timed inputs: exact (every bit), close (largest error), WRONG, ERROR
-target     the figure the line is held to, and whether this run reached it"""
+target     the figure that the line should reach, and whether this run did"""
 CUDA_EXPLANATION = """
 native     as a program calls it, one call after another: events around calls over inputs that no cache holds
 in graph   the same calls in one CUDA graph: what a call costs the device, without Python and launches
@@ -156,7 +156,7 @@ def target(record: Record) -> str:
 
 
 def write_json(result: dict[str, Any], file: Path) -> None:
-    """Write JSON so that a reader, or the end of the process, never meets half of it."""
+    """Write JSON atomically: a reader never sees half of it, even if the process ends."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(file.name + ".unfinished")
     unfinished.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,1 +1,1 @@
-"""Bridges to other packages, each in a module of its own that says what it needs; none is imported by itself."""
+"""Bridges to other packages, one module each; none is imported automatically."""

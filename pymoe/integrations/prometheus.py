@@ -1,4 +1,4 @@
-"""Runtimes for Prometheus, through the package prometheus-client (``pip install prometheus-client``).
+"""Metrics of runtimes for Prometheus, through the package prometheus-client (``pip install prometheus-client``).
 
 ::
 
@@ -9,8 +9,8 @@
     start_http_server(9100, addr="127.0.0.1")
 
 Every series has the labels ``runtime`` (its name in :func:`register`) and ``pool``; the documentation's page
-"Prometheus metrics" lists them all. The ends of the time buckets are 2^n nanoseconds, from a microsecond to about 70
-seconds: those of the runtime's own histograms, so that no count is a guess.
+"Prometheus metrics" lists them all. Time buckets end at 2^n nanoseconds, from a microsecond to about 70 seconds, as
+those of the runtime's own histograms do, so that counts are exact.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SECOND_ENDS = tuple((1 << n) * 1e-9 for n in range(10, 37))
 
 
 class RuntimeCollector:
-    """A collector for prometheus-client: reads the pools whenever it is scraped.
+    """A collector for prometheus-client that reads the pools whenever it is scraped.
 
     Args:
         runtimes: a :class:`pymoe.runtime.Runtime`, or several by name; the name is the label ``runtime``, and that of
@@ -54,7 +54,7 @@ class RuntimeCollector:
         self._readers = {name: StatsReader(pools_followed(one)) for name, one in by_name.items()}
 
     def collect(self) -> Iterator[Metric]:
-        """The families of series, as prometheus-client asks for them."""
+        """Yield the metric families, as prometheus-client asks for them."""
         pools = {(name, pool): stats for name, reader in self._readers.items() for pool, stats in reader.read().items()}
         counter, gauge = self._core.CounterMetricFamily, self._core.GaugeMetricFamily
         finished = counter("pymoe_requests_finished", "Requests that ended", labels=(*LABELS, "outcome"))
@@ -63,19 +63,19 @@ class RuntimeCollector:
                 finished.add_metric((*labels, outcome), getattr(stats, outcome))
         yield finished
         for kind, name, about, field in (
-            (counter, "pymoe_requests_submitted", "Requests taken in", "submitted"),
-            (counter, "pymoe_requests_rejected", "Requests that a full pool did not take in", "rejected"),
+            (counter, "pymoe_requests_submitted", "Requests accepted", "submitted"),
+            (counter, "pymoe_requests_rejected", "Requests that a full pool rejected", "rejected"),
             (gauge, "pymoe_requests_queued", "Requests that wait", "queued"),
             (gauge, "pymoe_requests_running", "Requests whose batch runs", "running"),
-            (counter, "pymoe_batches", "Batches that were run", "batches"),
-            (counter, "pymoe_rows", "Rows of the batches that were run", "rows"),
+            (counter, "pymoe_batches", "Batches that ran", "batches"),
+            (counter, "pymoe_rows", "Rows of the batches that ran", "rows"),
         ):
             family = kind(name, about, labels=LABELS)
             for labels, stats in pools.items():
                 family.add_metric(labels, getattr(stats, field))
             yield family
         yield self._sizes(pools)
-        yield self._times("pymoe_batch_seconds", "What a batch took", pools, lambda stats: stats.process)
+        yield self._times("pymoe_batch_seconds", "Duration of a batch", pools, lambda stats: stats.process)
         yield self._times("pymoe_request_wait_seconds", "From submission to batch", pools, lambda stats: stats.wait)
         yield self._times("pymoe_request_latency_seconds", "From submission to result", pools, lambda one: one.latency)
 
@@ -97,9 +97,9 @@ class RuntimeCollector:
 
 
 def register(runtimes: Any, *, registry: CollectorRegistry | None = None) -> RuntimeCollector:
-    """Make a :class:`RuntimeCollector` and register it (None: with the default registry); returns it.
+    """Make a :class:`RuntimeCollector`, register it (None: with the default registry) and return it.
 
-    All runtimes of a registry belong into one collector; ``registry.unregister`` takes it out again.
+    All runtimes of a registry belong in one collector; ``registry.unregister`` removes it again.
     """
     collector = RuntimeCollector(runtimes)
     if registry is None:
@@ -111,7 +111,7 @@ def register(runtimes: Any, *, registry: CollectorRegistry | None = None) -> Run
 
 
 def cumulative(buckets: Sequence[Bucket], ends: tuple[float, ...]) -> list[tuple[str, float]]:
-    """Prometheus' buckets: for each end, how many values lie in buckets that end there or before."""
+    """Return Prometheus' buckets: for each end, how many values lie in buckets that end there or before."""
     everything = sum(one.count for one in buckets)
     counts = [sum(one.count for one in buckets if one.high <= end * (1 + 1e-9)) for end in ends]
     return [*((str(float(end)), count) for end, count in zip(ends, counts, strict=True)), ("+Inf", everything)]

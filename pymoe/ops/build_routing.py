@@ -1,5 +1,6 @@
-"""build_routing: native stable counting sort. Contract: :func:`pymoe.reference.build_routing`; kernel:
-csrc/kernels/build_routing.h.
+"""build_routing: native stable counting sort.
+
+Contract: :func:`pymoe.reference.build_routing`; kernel: csrc/kernels/build_routing.h.
 """
 
 from __future__ import annotations

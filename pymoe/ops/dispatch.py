@@ -46,7 +46,7 @@ _LIBRARY = torch.library.Library("pymoe", "IMPL")  # registrations last as long 
 
 
 def _count_change(keys: Any, x: Tensor, slot: Tensor, offsets: Tensor, out: Tensor) -> None:
-    """Tell autograd that ``out`` changes, so that a backward that has saved it notices; the kernel tells nobody."""
+    """Bump the version of ``out``, as in-place operators do, so that a backward that saved it raises."""
     torch.autograd.graph.increment_version(out)
     below = keys & after_ADInplaceOrView_keyset
     torch.ops.pymoe.dispatch_out.default.redispatch(below, x, slot, offsets, out)

@@ -1,5 +1,6 @@
-"""expert_activation: native. Contract: :func:`pymoe.reference.expert_activation`; kernel:
-csrc/kernels/expert_activation.h.
+"""expert_activation: fused forward and backward.
+
+Contract: :func:`pymoe.reference.expert_activation`; kernel: csrc/kernels/expert_activation.h.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pymoe.reference.types import ActivationKind
 
 
 def _differentiable_gradient(grad: Tensor, h: Tensor, kind: int) -> Tensor:
-    """What the backward kernel computes, in torch operators that autograd can differentiate again."""
+    """Compute what the backward kernel does, with torch operators that autograd can differentiate again."""
     wide = h.to(torch.promote_types(h.dtype, torch.float32))
     wide_grad = grad.to(wide.dtype)
     name = KINDS[kind]

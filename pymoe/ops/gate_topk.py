@@ -1,7 +1,7 @@
 """gate_topk: native router gate. Contract: :func:`pymoe.reference.gate_topk`; kernels: csrc/kernels/gate_topk.h.
 
-The backward is one fused pass that recomputes the scores from the logits. Its own gradient is rare (second-order
-optimisers, gradient penalties), so that is made of torch formulas.
+The backward is one fused pass that recomputes the scores from the logits. Its own gradient is rarely needed
+(second-order optimisers, gradient penalties) and computed by torch operators.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _GateTopkBackward(torch.autograd.Function):
 def _second_gradients(
     cotangent: Tensor, grad: Tensor, logits: Tensor, experts: Tensor, score: Score, renormalize: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of ``<cotangent, J(logits)^T grad>`` for ``grad`` and ``logits``, J the Jacobian of the weights.
+    """Return the gradients of ``<cotangent, J(logits)^T grad>`` for ``grad`` and ``logits``, J the weights' Jacobian.
 
     For one token, with p = cotangent, and s, p_c the scores and cotangents of the chosen: ``J p`` is the gradient for
     ``grad``, and the gradient of ``<grad, J p>`` that for ``logits``. All of it is differentiable again.

@@ -1,5 +1,6 @@
-"""gather_batch, split_batch: many tensors to one batch in one parallel copy, and back by views. Contract:
-:func:`pymoe.reference.gather_batch`; kernel: csrc/kernels/gather_batch.h.
+"""gather_batch and split_batch: many tensors to one batch in one parallel copy, and back as views.
+
+Contract: :func:`pymoe.reference.gather_batch`; kernel: csrc/kernels/gather_batch.h.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["gather_batch", "split_batch"]
 
 def gather_batch(tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[int, ...]]:
     check_tensors(tensors)
-    # What is registered below has derivatives for plain backward passes alone; others would be lost without a word.
+    # The formula registered below covers backward passes only; other derivatives would be silently lost.
     if in_torch_func() or has_tangent(*tensors):
         return reference(tensors)
     batch = torch.ops.pymoe.gather_batch([tensor.contiguous() for tensor in tensors])
@@ -35,8 +36,8 @@ def _(tensors: Sequence[Tensor]) -> Tensor:
     return first.new_empty((sum(tensor.shape[0] for tensor in tensors), *first.shape[1:]))
 
 
-# Registered with the operator, unlike its siblings' torch.autograd.Function: torch.compile does not trace a Function
-# that is given one tensor twice, and a list may well hold one.
+# Registered with the operator, where the others have a torch.autograd.Function: torch.compile does not trace a Function
+# that is given one tensor twice, and a list may hold one twice.
 def _setup_context(ctx: Any, inputs: tuple[Sequence[Tensor]], output: Tensor) -> None:
     ctx.sizes = [tensor.shape[0] for tensor in inputs[0]]
 

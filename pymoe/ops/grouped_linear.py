@@ -1,4 +1,6 @@
-"""grouped_linear: native. Contract: :func:`pymoe.reference.grouped_linear`; kernel: csrc/kernels/grouped_linear.h.
+"""grouped_linear: native grouped matrix products.
+
+Contract: :func:`pymoe.reference.grouped_linear`; kernel: csrc/kernels/grouped_linear.h.
 
 The operator and its gradients are closed under differentiation: the gradient of each is made of the three functions
 below, so a backward of any order runs on the native kernels.
@@ -83,7 +85,7 @@ class _BiasGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (offsets,) = ctx.saved_tensors
-        # Every row gets its expert's cotangent: a grouped linear of no input features, which is its bias alone.
+        # Every row gets its expert's cotangent: a grouped linear without input features, which is its bias alone.
         nothing = cotangent.new_empty((ctx.rows, 0))
         no_weight = cotangent.new_empty((*cotangent.shape, 0))
         return _GroupedLinear.apply(nothing, no_weight, offsets, cotangent), None

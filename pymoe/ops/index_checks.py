@@ -1,7 +1,7 @@
-"""The values of index tensors on a GPU, checked where the caller asks for it.
+"""A debug mode that checks the values of index tensors on a GPU.
 
-On the CPU every kernel checks the indices that it reads. A CUDA kernel skips those that point outside: to report them
-the host would have to wait for the device in every call. While :class:`check_indices` is on, it does.
+On the CPU every kernel checks the indices that it reads. A CUDA kernel skips those that are out of range: to report
+them, the host would have to wait for the device in every call. While :class:`check_indices` is on, it does.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class check_indices:
     """Check the values of index tensors on CUDA devices before every call: a debug mode, off by default.
 
     While it is on, the operators that take indices (``build_routing``, ``dispatch``, ``combine``, ``grouped_linear``)
-    raise for values that point outside, with the exception and the words they raise on the CPU. Every such call then
-    waits for the device. While it is off, CUDA kernels skip such values: memory is safe, and what is computed from
-    them is unspecified. CPU tensors are always checked.
+    raise for values that are out of range, with the same exception and message as on the CPU. Every such call then
+    waits for the device. While it is off, CUDA kernels skip such values: memory is safe, and results that depend on
+    them are unspecified. CPU tensors are always checked.
 
-    Calling it sets the mode of the process; as a context manager it puts the former mode back at the end. The
+    Calling it sets the mode of the process; as a context manager it restores the former mode at the end. The
     environment variable ``PYMOE_CHECK_INDICES=1`` turns it on from the start. Code compiled by :func:`torch.compile`
-    is not checked, and while a CUDA graph is captured, when nothing can wait, a call in debug mode raises
+    is not checked. While a CUDA graph is captured, which must not synchronise, a call in debug mode raises
     ``RuntimeError``.
 
     Args:
@@ -70,7 +70,7 @@ class check_indices:
 
 
 def _kernel_checks(index: Tensor) -> bool:
-    """Whether the kernel that will read ``index`` reports bad values by itself."""
+    """Return whether the kernel that will read ``index`` reports bad values itself."""
     return not index.is_cuda
 
 
@@ -87,18 +87,18 @@ def _to_check(operator: str, index: Tensor) -> bool:
 
 
 def experts_in_range(operator: str, experts: Tensor, num_experts: int) -> None:
-    """In debug mode: every choice must name an expert."""
+    """In debug mode, raise if a choice does not name an expert."""
     if _to_check(operator, experts):
         check_experts(experts, num_experts)
 
 
 def slots_in_range(operator: str, slot: Tensor) -> None:
-    """In debug mode: every slot must be -1 or a row."""
+    """In debug mode, raise if a slot is neither -1 nor a row."""
     if _to_check(operator, slot):
         checks.slots_in_range(operator, slot)
 
 
 def offsets_in_range(operator: str, offsets: Tensor, rows: int) -> None:
-    """In debug mode: offsets must cut ``rows`` rows."""
+    """In debug mode, raise if offsets do not partition ``rows`` rows."""
     if _to_check(operator, offsets):
         check_offsets(offsets.tolist(), rows)

@@ -1,8 +1,7 @@
-"""router_losses: native auxiliary losses of a router. Contract: :func:`pymoe.reference.router_losses`; kernels:
-csrc/kernels/router_losses.h.
+"""router_losses: native auxiliary losses of a router.
 
-Forward and backward are one fused pass over the logits each. The backward's own gradient is rare and made of torch
-formulas.
+Contract: :func:`pymoe.reference.router_losses`; kernels: csrc/kernels/router_losses.h. Forward and backward are one
+fused pass over the logits each. The backward's own gradient is rarely needed and computed by torch operators.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def _second_gradients(
     score: Score,
     with_z: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``<cotangent, grad_balance * balance'(logits) + grad_z * z'(logits)>`` for its three arguments.
+    """Return the gradients of ``<cotangent, grad_balance * balance'(logits) + grad_z * z'(logits)>`` for its arguments.
 
     With c = cotangent, p the probabilities and v the change of a token's terms along c; differentiable again.
     """

@@ -1,5 +1,6 @@
-"""The two moves of rows that undo each other's work in the backward: spread (dispatch) and sum (combine without
-weights). Each is the gradient of the other, so both are differentiable any number of times.
+"""Spreading rows (dispatch) and summing them (combine without weights).
+
+Each is the gradient of the other, so both are differentiable any number of times.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ class _SumChoices(torch.autograd.Function):
 
 
 def spread_rows(x: Tensor, routing: Routing) -> Tensor:
-    """(T, H) to (S, H): :func:`dispatch` of checked arguments."""
+    """Return (S, H) from (T, H): :func:`dispatch` of checked arguments."""
     slot, token, offsets = routing
     return _SpreadRows.apply(x.contiguous(), slot.contiguous(), token.contiguous(), offsets.contiguous())
 
 
 def sum_choices(rows: Tensor, routing: Routing) -> Tensor:
-    """(S, H) to (T, H): :func:`combine` of checked arguments, without weights."""
+    """Return (T, H) from (S, H): :func:`combine` of checked arguments, without weights."""
     slot, token, offsets = routing
     return _SumChoices.apply(rows.contiguous(), slot.contiguous(), token.contiguous(), offsets.contiguous())

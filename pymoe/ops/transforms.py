@@ -1,4 +1,4 @@
-"""Whether something looks at calls from outside that a kernel cannot serve: torch.func, or forward-mode derivatives."""
+"""Whether a call is under a transform that the kernels do not support: torch.func, or forward-mode AD."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pymoe._torch_private import are_functorch_transforms_active
 
 
 def in_torch_func() -> bool:
-    """Is a transform of :mod:`torch.func` (``grad``, ``vmap``, ``jvp``, …) at work? Never asked while compiling."""
+    """Return whether a transform of :mod:`torch.func` (``grad``, ``vmap``, …) is active; False while compiling."""
     return not torch.compiler.is_compiling() and are_functorch_transforms_active()
 
 
 def has_tangent(*tensors: Tensor) -> bool:
-    """Does one of the tensors carry a tangent of forward-mode AD? Never asked while compiling."""
+    """Return whether one of the tensors carries a tangent of forward-mode AD; False while compiling."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return False
     return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)

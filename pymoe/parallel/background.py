@@ -1,4 +1,4 @@
-"""``run_in_background``: a function on the shared workers, and a future of what it comes to."""
+"""``run_in_background``: a function on the shared workers, and the future of its result."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Result = TypeVar("Result")
 
 
 class BackgroundFuture(concurrent.futures.Future, Generic[Result]):
-    """A ``concurrent.futures.Future`` whose function runs on the thread that waits, if it has not started by then.
+    """A ``concurrent.futures.Future`` whose function runs on the thread that waits if no worker has started it.
 
-    So functions may wait for functions, however few workers there are. Waiting with a timeout does not help, since the
-    function may take longer.
+    So functions may wait for functions, however few workers there are. A thread that waits with a timeout does not run
+    it, since the function may take longer.
     """
 
     def __init__(self, function: Callable[[], Result]) -> None:
@@ -32,11 +32,12 @@ class BackgroundFuture(concurrent.futures.Future, Generic[Result]):
         """Wait for the function and return its result, or raise what it raised.
 
         Args:
-            timeout: seconds to wait at most; None waits as long as it takes, and runs the function if nobody does.
+            timeout: seconds to wait at most; None waits as long as it takes, and runs the function if it has not
+                started.
 
         Raises:
-            TimeoutError: it has not ended in time.
-            concurrent.futures.CancelledError: it was cancelled before it had started.
+            TimeoutError: the function has not ended in time.
+            concurrent.futures.CancelledError: the future was cancelled before the function had started.
         """
         if timeout is None:
             self._run()
@@ -46,13 +47,13 @@ class BackgroundFuture(concurrent.futures.Future, Generic[Result]):
             del self  # or the error's frames would keep the future that keeps the error
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait as :meth:`result` does, and return what the function raised, or None."""
+        """Wait as :meth:`result` does, and return the exception that the function raised, or None."""
         if timeout is None:
             self._run()
         return super().exception(timeout)
 
     def _run(self) -> None:
-        """Run the function here, unless somebody has claimed it."""
+        """Run the function here, unless another thread has claimed it."""
         if not self._claim.acquire(blocking=False):
             return
         function, self._function = self._function, None
@@ -71,18 +72,18 @@ def run_in_background(func: Callable[..., Result], /, *args: Any, **kwargs: Any)
     """Run ``func(*args, **kwargs)`` on one of the workers of :func:`map_with_parallel_backward`.
 
     It runs in the state that this thread has now: grad mode, inference mode, autocast, default device, function and
-    dispatch modes, saved-tensor hooks, context variables, CUDA device and stream. (Hooks and modes are asked on the
-    thread that runs it, beside whatever else asks them.) It draws random numbers from a stream of its own, which is
-    made from the next number of this thread's generator: what it draws depends on the seed and on how many numbers were
-    drawn before, not on the threads.
+    dispatch modes, saved-tensor hooks, context variables, CUDA device and stream. (Hooks and modes are called on the
+    thread that runs it, possibly at the same time as by other threads.) It draws random numbers from a stream of its
+    own, seeded with the next number of this thread's generator: what it draws depends on the seed and on how many
+    numbers were drawn before, not on the threads.
 
     Returns:
         A ``concurrent.futures.Future``, for ``concurrent.futures.wait`` and ``as_completed``, too. ``result()`` without
         a timeout runs the function itself if no worker has started it, so that functions may wait for functions.
 
     Raises:
-        TypeError: ``func`` cannot be called.
-        RuntimeError: the interpreter is exiting, or ``torch.utils.checkpoint`` is around this call.
+        TypeError: ``func`` is not callable.
+        RuntimeError: the interpreter is exiting, or this is called inside ``torch.utils.checkpoint``.
     """
     if not callable(func):
         raise TypeError(f"run_in_background: func must be callable, got {type(func).__name__}")
@@ -90,14 +91,17 @@ def run_in_background(func: Callable[..., Result], /, *args: Any, **kwargs: Any)
     state, context = current(), contextvars.copy_context()
     if depend_on_order(state.saved_tensor_hooks):
         raise RuntimeError(
-            "run_in_background: torch.utils.checkpoint cannot be around a call in the background, since it tells saved "
-            "tensors apart by the order in which they are saved; checkpoint within the function, or use "
-            "map_with_parallel_backward, whose calls save in a fixed order"
+            "run_in_background: called inside torch.utils.checkpoint, which tells saved tensors apart by the order in "
+            "which they are saved; checkpoint within the function, or use map_with_parallel_backward, whose calls save "
+            "in a fixed order"
         )
     stream = random_streams.Source(eager=True).stream(0)
 
     def call() -> Result:
-        return context.run(in_state, state, random_streams.with_stream, stream, _call, func, args, kwargs)
+        try:
+            return context.run(in_state, state, random_streams.with_stream, stream, _call, func, args, kwargs)
+        finally:
+            random_streams.restore()
 
     future = BackgroundFuture(call)
     shared_pool().submit(future._run)

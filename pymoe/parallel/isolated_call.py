@@ -1,4 +1,4 @@
-"""One isolated call by itself: its forward pass now, its backward pass whenever and wherever it is asked for."""
+"""One isolated call: its forward pass now, its backward pass later and on any thread."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from pymoe.autograd.isolated_graph import (
 
 
 class IsolatedContext:
-    """What :func:`run_isolated_forward` remembers for :func:`run_isolated_backward`.
+    """What :func:`run_isolated_forward` keeps for :func:`run_isolated_backward`.
 
     Attributes:
-        leaves: the leaves that the call has reached without being given them (parameters, say).
-        leaf_gradients: after the backward pass their gradients, None where there is none.
+        leaves: the leaves that the call has reached without getting them as arguments (parameters, say).
+        leaf_gradients: their gradients after the backward pass, None where there is none.
     """
 
     __slots__ = ("_arguments", "_call", "_numbers", "_shapes", "leaf_gradients", "leaves")
 
     @property
     def saved_tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """What ``ctx.save_for_backward`` was given, if ``func`` is an ``autograd.Function`` and its graph is there."""
+        """The arguments of ``ctx.save_for_backward``, if ``func`` is an ``autograd.Function`` and its graph exists."""
         roots = () if self._call is None else self._call.roots
         nodes: list[Any] = [root.node for root in roots if isinstance(root.node, FunctionBase)]
         return nodes[0].saved_tensors if nodes else ()
@@ -54,20 +54,21 @@ EmulatedAutogradContext = IsolatedContext  # its name in older code
 def run_isolated_forward(func: Any, *args: Any) -> tuple[IsolatedContext, tuple[Any, ...]]:
     """Run ``func(*args)`` on this thread, in an autograd graph of its own.
 
-    The graph is nobody else's, so backward passes of several such calls may run at once, on any threads (PyTorch's
-    engine runs those of one graph one after the other). Edits of an argument between the passes are noticed as ever.
+    No other call shares the graph, so backward passes of several such calls may run at once, on any threads (PyTorch's
+    engine runs those of one graph one after the other). In-place changes of an argument between the passes are noticed
+    as usual.
 
     Args:
         func: an ``autograd.Function`` class or its ``apply``, an ``nn.Module`` or any other callable.
-        args: its arguments: tensors of any shape and dtype, and anything else. Those that require gradients now get
-            theirs from :func:`run_isolated_backward`.
+        args: its arguments: tensors of any shape and dtype, and anything else. Those that require gradients get them
+            from :func:`run_isolated_backward`.
 
     Returns:
         The context for :func:`run_isolated_backward`, and the tuple of outputs: a tuple or list that ``func`` returns,
         as a tuple; anything else as a tuple of one. Outputs have no history and require no gradients.
 
     Raises:
-        TypeError: ``func`` cannot be called. What ``func`` raises passes.
+        TypeError: ``func`` is not callable. Exceptions of ``func`` are passed on.
     """
     graphs = graphs_are_made()
     (call,) = isolate(as_function(func), [args], graphs, share=False)
@@ -86,37 +87,36 @@ def run_isolated_forward(func: Any, *args: Any) -> tuple[IsolatedContext, tuple[
 def run_isolated_backward(
     context: IsolatedContext, *grad_outputs: Any, retain_graph: bool = False
 ) -> tuple[torch.Tensor | None, ...]:
-    """The backward pass of a call of :func:`run_isolated_forward`, on this thread. Accumulates nothing.
+    """Run the backward pass of a call of :func:`run_isolated_forward` on this thread; accumulate nothing.
 
     Args:
-        context: the call's.
-        grad_outputs: one for every output, of its shape, or None; for an output that is a container a container of the
-            same structure. Gradients for outputs that have none are ignored.
+        context: the context of the call.
+        grad_outputs: for every output a tensor of its shape, or None; for a container a container of the same
+            structure. Gradients of outputs that require none are ignored.
         retain_graph: keep the graph for another backward pass.
 
     Returns:
-        A gradient for every argument; None for one that requires none, is no tensor, or has no influence. Those of
-        ``context.leaves`` are then in ``context.leaf_gradients``.
+        A gradient for every argument; None for one that is not a tensor, requires no gradient or has no influence. The
+        gradients of ``context.leaves`` are stored in ``context.leaf_gradients``.
 
     Raises:
-        TypeError: ``context`` is no such context.
-        ValueError: the gradients are not as many as the outputs, or not of their shapes.
-        RuntimeError: a second backward pass without ``retain_graph`` in the first; a saved tensor has been edited.
+        TypeError: ``context`` is not an :class:`IsolatedContext`.
+        ValueError: the number of gradients, or the shape of one, differs from that of the outputs.
+        RuntimeError: a second backward pass without ``retain_graph`` in the first; a saved tensor was modified.
     """
     if not isinstance(context, IsolatedContext):
         if grad_outputs and isinstance(grad_outputs[0], IsolatedContext):
             raise TypeError(
-                "run_isolated_backward: the function is not asked for: expected (context, *grad_outputs), got "
-                "(func, context, *grad_outputs)"
+                "run_isolated_backward: expected (context, *grad_outputs), got (func, context, *grad_outputs)"
             )
         raise TypeError(
-            "run_isolated_backward: context must be the IsolatedContext that run_isolated_forward has returned, got "
+            "run_isolated_backward: context must be the IsolatedContext that run_isolated_forward returned, got "
             f"{type(context).__name__}"
         )
     flat = pytree.tree_leaves(grad_outputs)
     if len(flat) != len(context._numbers):
         raise ValueError(
-            f"run_isolated_backward: the call has {len(context._numbers)} outputs, got {len(flat)} gradients"
+            f"run_isolated_backward: expected one gradient per output ({len(context._numbers)}), got {len(flat)}"
         )
     gradients: list[torch.Tensor | None] = [None] * context._arguments
     call = context._call
@@ -129,8 +129,8 @@ def run_isolated_backward(
         if number is not None and grad is not None:
             if tuple(grad.shape) != context._shapes[number]:
                 raise ValueError(
-                    f"run_isolated_backward: gradient {position} has shape {tuple(grad.shape)}, its output "
-                    f"{context._shapes[number]}"
+                    f"run_isolated_backward: gradient {position}: expected the shape of its output, "
+                    f"{context._shapes[number]}, got {tuple(grad.shape)}"
                 )
             before = roots[number]
             roots[number] = grad if before is None else add_gradients(before, grad)

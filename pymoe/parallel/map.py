@@ -1,8 +1,9 @@
-"""``map_with_parallel_backward``: the forward passes of many calls at once, and their backward passes, too.
+"""``map_with_parallel_backward``: the forward passes of many calls at once, and later their backward passes.
 
-Each call runs in a graph of its own (``isolated.py``). One node of the caller's graph stands for all of them: its
-inputs are the calls' tensors and every leaf that they have reached, its outputs are the calls' outputs. When autograd
-comes to it, it runs the backward passes of all calls together, and hands over their gradients summed in call order.
+Each call runs in a graph of its own (``pymoe.autograd.isolated_graph``). One node of the caller's graph stands for all
+of them: its inputs are the calls' tensors and every leaf that they have reached, its outputs are the calls' outputs.
+When autograd reaches it, it runs the backward passes of all calls together and returns their gradients, summed in call
+order.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import torch
 from pymoe._torch_private import get_current_graph_task_keep_graph, unsafe_set_version_counter
 from pymoe.autograd import random_streams
 from pymoe.autograd.gradient_sums import add_gradients
+from pymoe.autograd.graph_nodes import apply_directly, once_only
 from pymoe.autograd.isolated_graph import (
     SECOND_BACKWARD,
     IsolatedCall,
-    apply_directly,
     as_function,
     as_tuple,
     functorch_is_active,
@@ -26,7 +27,6 @@ from pymoe.autograd.isolated_graph import (
     has_tangent,
     isolate,
     map_outputs,
-    once_only,
     trace,
 )
 from pymoe.autograd.random_streams import Stream
@@ -41,58 +41,58 @@ def is_on_host(tensor: torch.Tensor) -> bool:
 
 
 def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
-    """Run ``func(*args)`` for every ``args`` in ``args_per_call`` at once, and later their backward passes, too.
+    """Run ``func(*args)`` for every ``args`` in ``args_per_call`` at once, and later their backward passes at once.
 
-    As ``tuple(func(*args) for args in args_per_call)``, but for the time: PyTorch's engine runs the backward passes of
-    one device one after the other. Worth it for calls that wait (for other machines, for I/O) or that keep one core
-    busy with work outside the interpreter's lock; see :func:`set_parallel_workers` for the number of threads.
+    Returns what ``tuple(func(*args) for args in args_per_call)`` does, in less time: PyTorch's engine runs the backward
+    passes of one device one after the other. Useful for calls that wait (for other machines, for I/O) or that keep one
+    core busy outside the interpreter's lock; see :func:`set_parallel_workers` for the number of threads.
 
     Args:
         func: an ``autograd.Function`` class or its ``apply``, an ``nn.Module`` or any other callable.
         args_per_call: for each call a tuple or list of its positional arguments: tensors of any shape and dtype,
-            requiring gradients or not, and anything else. Calls may differ in number and kind of arguments and share
-            tensors.
+            requiring gradients or not, and anything else. Calls may differ in the number and kind of their arguments,
+            and may share tensors.
 
     Returns:
         For each call the tuple of its outputs: a tuple or list that ``func`` returns, as a tuple; anything else (a
         tensor, None, a dict) as a tuple of one. ``()`` without calls.
 
-    What is promised:
+    Guarantees:
 
     - **Graphs.** Outputs that require gradients have the map as their history: gradients reach arguments, parameters
       of modules and tensors of closures. Whatever depends on one output waits for all calls' backward passes.
       Gradients are summed in call order, so results do not depend on the number of threads; nothing is accumulated
       before all calls have succeeded. A tensor with a history that a call gets by other ways than its arguments is
-      differentiated down to its leaves, once per such call: better hand it over. (After ``retain_grad()`` it must be:
-      torch writes what it retains without a lock.) Tensors that leave a call by other ways than its outputs (losses
-      that a module keeps) keep their history, too. ``autograd.Function`` works in full:
+      differentiated down to its leaves, once per such call: better pass it as an argument. (After ``retain_grad()`` it
+      must be: torch writes the retained gradient without a lock.) Tensors that leave a call by other ways than its
+      outputs (losses that a module keeps) keep their history, too. All of ``autograd.Function`` works:
       ``save_for_backward`` with version checks, ``needs_input_grad``, ``mark_non_differentiable``, ``mark_dirty``,
-      ``set_materialize_grads``, ``setup_context``, ``once_differentiable``. ``retain_graph=True`` works;
-      forward-mode derivatives pass through calls that need no graph; those that do, and differentiating twice, are
-      errors, and so is reentrant checkpointing, which needs ``backward`` where this needs
-      ``autograd.grad`` (``use_reentrant=False`` works, in calls and around the map). With gradients off there is no
-      graph.
+      ``set_materialize_grads``, ``setup_context``, ``once_differentiable``. ``retain_graph=True`` works. Forward-mode
+      derivatives pass through calls that need no graph. Errors are forward-mode derivatives in calls that need one,
+      differentiating twice, and reentrant checkpointing, which needs ``backward`` where this needs ``autograd.grad``
+      (``use_reentrant=False`` works, in calls and around the map). With gradients off there is no graph.
     - **State.** Calls run in the state of the thread that called: grad mode, inference mode, autocast, default device,
       function and dispatch modes, saved-tensor hooks, context variables, CUDA device and streams, profiler; backward
-      passes in the state of the backward pass around them. Saved-tensor hooks are asked on that thread, in call order:
+      passes in the state of the backward pass around them. Saved-tensor hooks are called on that thread, in call order:
       to pack when all calls have ended, to unpack before their backward passes. Inside ``torch.func`` transforms, and
       with dispatch modes beside saved-tensor hooks (selective checkpointing), calls run one after the other.
     - **Random numbers.** Every call has a stream of its own, which depends on the seed and the call's position alone:
-      results are the same for any number of threads. They are not those of a serial loop. The surrounding stream moves
-      on by one number if any call draws, else not. Python's and numpy's generators are left alone.
-    - **Side effects.** What calls change besides, as a batch norm its running statistics, they change at the same time
-      and in any order: that is theirs to guard. Calls get aliases of floating-point tensors, plain tensors that
-      share memory and edits with them; of leaves that require gradients only beside tensors with a history.
+      results are the same for any number of threads, and differ from those of a serial loop. The surrounding stream
+      advances by one number if any call draws. Python's and numpy's generators are not isolated.
+    - **Side effects.** Anything else that calls change, such as the running statistics of a batch norm, they change at
+      the same time and in any order: the calls must guard it. Calls get aliases of floating-point tensors, plain
+      tensors that share memory and in-place changes with them; of leaves that require gradients only if other arguments
+      have a history.
     - **CUDA.** Calls queue their work on the caller's streams. Backward passes of calls with CUDA tensors run one after
-      the other on the host, on the engine's thread for the device, which must not wait for others that need it.
-    - **Failures.** All calls end; then the exception of the first that failed, in the order of the calls, is raised
-      with its traceback, and notes tell of the others. On Ctrl-C calls that have not started are left out, those that
-      run are waited for (a second Ctrl-C does not wait).
+      the other on the host, on the engine's thread for the device, which must not wait for threads that need it.
+    - **Failures.** All calls end; then the exception of the first call that failed, in call order, is raised with its
+      traceback and with notes on the others. On Ctrl-C calls that have not started are left out, and those that run are
+      waited for (a second Ctrl-C does not wait).
 
     Raises:
-        TypeError: ``func`` cannot be called, or the arguments of a call are no tuple or list.
-        RuntimeError: a call writes to a tensor whose history others need: one that another call has written to, or
-            that shares its memory with another argument of the call.
+        TypeError: ``func`` is not callable, or the arguments of a call are not a tuple or list.
+        RuntimeError: a tensor is modified in place by more than one call, or by a call whose other arguments share its
+            memory.
     """
     function = as_function(func)
     for number, args in enumerate(args_per_call):
@@ -118,13 +118,13 @@ def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tupl
     recorders = run_concurrently(f"{NAME} forward", forward, streams, like)
     if not graphs:
         return tuple([call.outputs for call in calls])
-    # On this thread: calls that end at the same time would wait for each other's turns at the interpreter's lock.
+    # On this thread: calls that end at the same time would contend for the interpreter's lock.
     fresh = trace(calls, hand_through=True)
     return _join(calls, fresh, streams, like, recorders)
 
 
 class _Plan:
-    """What the node of a map knows: its calls, and where the gradients of each come from and go to."""
+    """The calls of a map, and which inputs and outputs of its node their gradients belong to."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class _Plan:
             written = numbered([alias.original for alias in call.written])
             if not set(written).isdisjoint(self.written) or len(set(written)) < len(written):
                 raise RuntimeError(
-                    f"{NAME}: one tensor is written to in place twice, where only one history can be kept"
+                    f"{NAME}: a tensor is modified in place by more than one call; only one history can be kept"
                 )
             self.sources[-1] += range(outputs + len(self.written), outputs + len(self.written) + len(written))
             self.written += written
@@ -189,7 +189,7 @@ class _ParallelMap(torch.autograd.Function):
         detached = [output.detach() for output in outputs]
         for number, output in enumerate(outputs) if tied else ():
             if id(output) in tied:
-                # torch refuses in-place changes of views made here: nothing could tell those who share their memory.
+                # torch refuses in-place changes of views made here: it could not tell which tensors share memory.
                 detached[number] = detached[number].view_as(output)
         return *detached, *written
 
@@ -235,7 +235,7 @@ def _join(
     like: int,
     recorders: list[Recorder],
 ) -> tuple[tuple[Any, ...], ...]:
-    """The calls' outputs, as outputs of one node."""
+    """Return the calls' outputs, as outputs of one node."""
     plan = _Plan(calls, fresh, streams, like, recorders)
     inner = [output for own in fresh for output in own]
     tied = set().union(*[call.tied for call in calls if call.tied])
@@ -250,8 +250,8 @@ def _join(
             )
         joined = apply_directly(_ParallelMap, plan, inner, tied, *plan.tensors)
         if written:
-            # Marking them as dirty has counted as one more edit, of which what the calls have saved since their own
-            # knows nothing.
+            # Marking them as dirty counts as one more in-place change: tensors that the calls have saved after their
+            # own changes would seem to be out of date.
             unsafe_set_version_counter(written, versions)
         outer = dict(zip(map(id, inner), joined, strict=False))
     plan.tensors = []

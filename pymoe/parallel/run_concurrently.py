@@ -1,4 +1,4 @@
-"""Many calls at once on the shared workers, and the thread that asked among them."""
+"""Many calls at once, on the shared workers and on the thread that asked for them."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ import torch
 from pymoe._errors import describe_error
 from pymoe._runtime import Profiled, parallel_for
 from pymoe._torch_private import profiler_enabled
-from pymoe.autograd.random_streams import Stream, with_stream
+from pymoe.autograd.random_streams import Stream, restore, with_stream
 from pymoe.autograd.thread_state import ThreadState, current, in_state, know_state, known_state
 from pymoe.parallel.saved_tensors import Recorder, hand_over_all
 from pymoe.parallel.workers import shared_pool
 
-# Seconds. Calls that are shorter stay on the thread that asked: a worker would spend as much on the interpreter's lock.
+# Calls that are shorter stay on the thread that asked: a worker would spend as much on the interpreter's lock.
 INLINE_LIMIT_S = 100e-6
-# The same for functions whose calls were all that short last time: to look after them wakes a worker, which costs more
-# than they do. Calls that turn out to be long keep others waiting for so long, twice: once may be chance.
+# The same for functions whose calls were all that short last time: to check on them wakes a worker, which costs more
+# than they do. Calls that turn out to be long delay others by this much, twice: the first time may be chance.
 TRUSTED_INLINE_LIMIT_S = 16 * INLINE_LIMIT_S
 _MOST_TRUSTED = 1000
 
-_trusted: dict[tuple[str, int], bool] = {}  # name and likeness of runs: whether the last one took long all the same
+_trusted: dict[tuple[str, int], bool] = {}  # by name and likeness of runs: whether the last one took long after all
 
 
 def run_concurrently(
     name: str, function: Callable[[int], None], streams: Sequence[Stream], like: int = 0, inline: bool = False
 ) -> list[Recorder]:
-    """``function(i)`` for every i, each in the state of this thread, drawing from ``streams[i]``.
+    """Call ``function(i)`` for every ``i``, each in the state of this thread, drawing from ``streams[i]``.
 
-    Returns when all have ended. This thread takes part, so calls may do the same again however few workers there are.
-    Under hooks on saved tensors and dispatch modes at once calls run one after the other: so does selective
-    checkpointing keep results of operators, which its modes tell apart by the order in which they see them.
+    Returns when all calls have ended. This thread makes calls, too, so a call may do the same again however few workers
+    there are. Under hooks on saved tensors together with dispatch modes, calls run one after the other: selective
+    checkpointing tells results of operators apart by the order in which its modes see them.
 
     Args:
         name: for error messages, notes and profiles.
         function: gets the number of the call.
-        streams: one for every call.
-        like: equal for runs of one name whose calls are likely to take as long: see :func:`likeness`; 0: nobody knows.
-        inline: this thread does everything, one call after the other.
+        streams: random numbers, one stream a call.
+        like: equal for runs of one name whose calls probably take equally long (:func:`likeness`); 0: unknown.
+        inline: make all calls on this thread, one after the other.
 
     Returns:
-        What each call has saved under this thread's hooks on saved tensors, which have packed it; empty without hooks.
+        What each call has saved and this thread's hooks on saved tensors have packed; empty without hooks.
 
     Raises:
-        BaseException: what the first of the calls that failed raised, the first by its position; notes tell of the
-            others. On Ctrl-C calls that have not started are left out, those that run are waited for.
+        BaseException: the exception of the first call, by its number, that failed, with notes on the others. On Ctrl-C
+            calls that have not started are left out, and those that run are waited for.
     """
     before, state = known_state(), current()
     if profiler_enabled():
@@ -69,7 +69,8 @@ def run_concurrently(
         return run.recorders
     finally:
         know_state(before)
-        run.forget()  # a worker may let go of the graph later
+        run.forget()  # a worker may drop its reference later
+        restore()
 
 
 def _on_workers(run: _Run, kind: tuple[str, int]) -> None:
@@ -93,7 +94,7 @@ def _remember(kind: tuple[str, int], short: bool) -> None:
 
 
 def likeness(func: Any) -> int:
-    """Equal for the same function; that other functions get the same number now and then does no harm."""
+    """Return a number that is equal for the same function; an equal one for another now and then does no harm."""
     if isinstance(func, types.MethodType):  # ``apply`` of an autograd.Function, say
         func = func.__self__
     return id(getattr(func, "__code__", func))
@@ -136,7 +137,7 @@ class _Run:
 
 
 def _profiled(profiled: Profiled, name: str, function: Callable[[int], None], number: int) -> None:
-    """With a range of its own, and all that happens in it, in the profile of the thread that asked."""
+    """Call ``function`` with a range of its own in the profile of the thread that asked."""
     joined = not profiler_enabled() and profiled.join()
     try:
         with torch.autograd.profiler.record_function(f"{name}: call {number}"):
@@ -151,6 +152,7 @@ def _nothing(number: int) -> None:
 
 
 def raise_first(name: str, errors: Sequence[BaseException | None]) -> None:
+    """Raise the first of ``errors``, if there is one, with notes on the others."""
     failed = [(number, error) for number, error in enumerate(errors) if error is not None]
     if not failed:
         return

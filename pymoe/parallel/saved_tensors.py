@@ -1,16 +1,16 @@
-"""The caller's hooks on saved tensors are asked in the order of the calls, by the thread that asked for them.
+"""Saved-tensor hooks of the caller, called in the order of the calls and on the caller's thread.
 
 Hooks may depend on that order: ``torch.utils.checkpoint`` tells tensors apart by the order in which they were saved,
 in forward and when it runs its block again. Calls that run at the same time save in any order. So each call records
 what it saves (:class:`Recorder`), and when all have ended the caller's hooks pack all of it, call by call, on the
 caller's thread. Before the calls' backward passes begin, that of the map's node has the caller's hooks unpack all of it
-again, in the same order: a checkpoint around a map runs its block once more, not once a call.
+again, in the same order: a checkpoint around a map runs its block once more, not once per call.
 
-Two things follow. What calls save is in memory until all have ended, and again while their backward passes run. And a
-tensor that is edited in place between its being saved and being packed is lost: who needs it for a gradient gets
-autograd's error, as without hooks.
+Two consequences: the saved tensors are in memory until all calls have ended, and again while their backward passes run.
+And a tensor that is modified in place after it was saved and before it is packed is lost: a gradient that needs it
+raises autograd's error, as without hooks.
 
-A call may save under hooks of its own (a checkpoint within the call, say): those are asked as ever.
+A call may save under hooks of its own (a checkpoint within the call, say): those are called as usual.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 _EDITED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: it was saved in a "
-    "parallel call under saved-tensor hooks, which are asked when all calls have ended, and changed before. Hint: "
-    "clone the tensor before the in-place operation"
+    "parallel call under saved-tensor hooks, which are called when all calls have ended, and was modified before that. "
+    "Hint: clone the tensor before the in-place operation"
 )
 
 
 class _Saved:
-    """One tensor that a call has saved: what its graph keeps in its place."""
+    """A tensor that a call has saved, as its graph keeps it."""
 
     __slots__ = ("__weakref__", "_packed", "_unpack", "_version", "edited", "tensor")
 
@@ -73,7 +73,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 class Recorder:
-    """What one call saves under hooks of its caller."""
+    """The tensors that one call saves under hooks of its caller."""
 
     __slots__ = ("_handed_over", "_saved", "around", "hooks")
 
@@ -87,19 +87,19 @@ class Recorder:
         saved = _Saved(tensor)
         if self._handed_over is None:
             self._saved.append(saved)
-        else:  # by what goes on behind the call's back
+        else:  # by a thread that the call has left running
             saved.pack(self.around)
         return saved
 
     def hand_over(self) -> None:
-        """Have the caller's hooks pack everything; what the graph has dropped by then, too, as they may count."""
+        """Have the caller's hooks pack all tensors, also those that the graph has dropped: hooks may count."""
         recorded, self._saved, self._handed_over = self._saved, [], []
         for saved in recorded:
             saved.pack(self.around)
         self._handed_over = [weakref.ref(saved) for saved in recorded]
 
     def fetch(self) -> None:
-        """Have the caller's hooks unpack what the graph still has, and keep it until :meth:`release`."""
+        """Have the caller's hooks unpack the tensors that the graph still has, and keep them until :meth:`release`."""
         for saved in self._alive():
             saved.fetch()
 
@@ -112,20 +112,20 @@ class Recorder:
 
 
 def hand_over_all(recorders: Sequence[Recorder]) -> None:
-    """After the calls have ended, on the thread that asked."""
+    """Have hooks pack what calls have saved: after their end, on the thread that asked for them."""
     with torch.no_grad():  # as autograd asks hooks
         for recorder in recorders:
             recorder.hand_over()
 
 
 def fetch_all(recorders: Sequence[Recorder]) -> None:
-    """Before the calls' backward passes, on the thread that asks for them."""
+    """Have hooks unpack it: before the backward passes, on the thread that asks for them."""
     for recorder in recorders:
         recorder.fetch()
 
 
 def depend_on_order(hooks: Hooks | None) -> bool:
-    """Whether these are the hooks of ``torch.utils.checkpoint``, or stand for them in a call."""
+    """Return whether these are the hooks of ``torch.utils.checkpoint``, or record for them in a call."""
     while hooks is not None and isinstance(recorder := getattr(hooks[0], "__self__", None), Recorder):
         hooks = recorder.around
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"

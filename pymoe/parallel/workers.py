@@ -1,8 +1,8 @@
-"""The workers of parallel calls: one pool in a process, made when it is first needed.
+"""The workers of parallel calls: one pool per process, made when it is first needed.
 
-Calls that wait for other machines, or for each other, must all be under way at once, however many they are; calls that
-compute want as many threads as there are processors. Nobody has to say which they are: the pool has a thread for every
-processor and, while calls are left lying because those under way wait, gets more (``csrc/runtime/growth.h``).
+Calls that wait for other machines, or for each other, must all run at once, however many they are; calls that compute
+need as many threads as there are processors. The caller does not say which kind they are: the pool has a thread for
+every processor and starts more while calls are queued because those that run wait (``csrc/runtime/growth.h``).
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from contextlib import contextmanager
 from pymoe._runtime import WorkerPool
 from pymoe.autograd.fork import renew_engine
 
-# Threads, with those that wait. Each costs some tens of KiB.
-MOST = 512
-# Seconds after which a thread that was added and has nothing to do ends.
-IDLE = 5.0
+MOST_THREADS = 512  # with those that wait; each costs some tens of KiB
+END_IDLE_THREAD_AFTER_S = 5.0  # one that was added for calls that wait
 
 _lock = threading.Lock()
 _count: int | None = None
@@ -27,24 +25,23 @@ _pool: WorkerPool | None = None
 
 
 def get_parallel_workers() -> int:
-    """How many threads run the calls of maps and in the background; see :func:`set_parallel_workers`.
+    """Return how many threads run calls of maps and background calls; see :func:`set_parallel_workers`.
 
-    By default as many as there are processors, not counting those that wait.
+    By default the number of processors, not counting threads that wait.
     """
     return _count or os.cpu_count() or 1
 
 
 def set_parallel_workers(count: int | None) -> None:
-    """Choose how many threads run the calls of maps and in the background, in the whole process.
+    """Set how many threads run calls of maps and background calls in this process.
 
-    Threads are started by the first call that needs them, and again after this has changed their number; what runs on
-    the old ones goes on to its end.
+    The first call that needs them starts the threads, and starts new ones after their number has changed; calls on the
+    old threads run to their end.
 
     Args:
-        count: so many, whatever calls do; at least 1. None, the default: as many as the machine has processors, and
-            further ones, up to some hundreds, in place of those whose calls wait (for other machines, for each other).
-            A thread waits if it uses no processor for some milliseconds; those that were added end after some seconds
-            without work.
+        count: exactly this many threads, at least 1. None, the default: one per processor, and up to some hundreds more
+            in place of those whose calls wait (for other machines, for each other). A thread counts as waiting if it
+            uses no processor time for some milliseconds; added threads end after some seconds without work.
 
     Raises:
         ValueError: ``count`` is less than 1.
@@ -70,7 +67,7 @@ def parallel_workers(count: int | None) -> Iterator[None]:
 
 
 def shared_pool() -> WorkerPool:
-    """The pool, with its threads.
+    """Return the pool, and start its threads if they do not run.
 
     Raises:
         RuntimeError: the interpreter is exiting.
@@ -79,17 +76,19 @@ def shared_pool() -> WorkerPool:
     with _lock:
         if _pool is None:
             renew_engine()
-            _pool = WorkerPool(get_parallel_workers(), most=0 if _count else MOST, still=_still(), idle=IDLE)
+            _pool = WorkerPool(
+                get_parallel_workers(), most=0 if _count else MOST_THREADS, still=_still(), idle=END_IDLE_THREAD_AFTER_S
+            )
         return _pool
 
 
 def _still() -> float:
-    """Seconds in which a thread that waits for the interpreter's lock looks after it at least once."""
+    """Return a span, in seconds, in which a thread that waits for the interpreter's lock polls it at least once."""
     return max(1.6 * sys.getswitchinterval(), 1e-3)
 
 
 def _forget() -> None:
-    """In the child of a fork, which has none of the threads, and where another thread may have held the lock."""
+    """Forget the pool in the child of a fork, which has none of the threads and maybe a lock that stays held."""
     global _lock, _pool
     _lock = threading.Lock()
     _pool = None

@@ -1,4 +1,4 @@
-"""Warnings, once a pipe, of steps that cannot gain anything from it."""
+"""Warnings of steps that cannot gain anything from a pipeline."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import warnings
 
 from torch import nn
 
+from pymoe.pipe.module_hooks import CALL_HOOKS
 from pymoe.pipe.schedules import Schedule
 
 __all__ = ["warn_of_no_gain"]
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
 
 def warn_of_no_gain(schedule: Schedule, rows_are_few: bool, model: nn.Module | None) -> None:
-    """Warn with UserWarning, at the line of the user's code that is the reason.
+    """Warn with UserWarning at the line of the user's code that calls the step.
 
     Args:
         schedule: what is about to run.
         rows_are_few: there are fewer rows than micro-batches were asked for.
-        model: whose own hooks a step does not call; None: there is none.
+        model: whose own hooks a step does not call; None: a step calls them.
     """
     for message in (_no_overlap(schedule, rows_are_few), _no_hooks(model)):
         if message:
@@ -28,7 +27,7 @@ def warn_of_no_gain(schedule: Schedule, rows_are_few: bool, model: nn.Module | N
 
 
 def _level_of_the_user() -> int:
-    """For ``warnings.warn`` in the calling function. torch's frames are there if its compiler is."""
+    """Return the ``stacklevel`` of the user's frame for the caller. torch's compiler adds frames of torch."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("pymoe", "torch"):
         frame, level = frame.f_back, level + 1
@@ -57,7 +56,7 @@ def _no_overlap(schedule: Schedule, rows_are_few: bool) -> str | None:
 
 
 def _no_hooks(model: nn.Module | None) -> str | None:
-    if model is None or not any(model.__dict__[kind] for kind in HOOKS):
+    if model is None or not any(model.__dict__[kind] for kind in CALL_HOOKS):
         return None
     return (
         "hooks of the model itself are not called, as they see whole mini-batches and a step has micro-batches alone: "

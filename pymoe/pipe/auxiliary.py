@@ -1,6 +1,6 @@
-"""Losses that layers inject (``pymoe.nn.inject_loss``) count a micro-batch by its share of the rows.
+"""Weights losses that layers inject (``pymoe.nn.inject_loss``) by the micro-batch's share of the rows.
 
-They do not pass through the loss of the pipeline, so whoever scales that must tell them.
+They do not pass through the loss of the pipeline, and so are not scaled with it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Function = Callable[..., Sequence[Any]]
 
 
 def is_weighted(layer: nn.Module) -> bool:
-    """Whether :func:`with_auxiliary_losses` writes to the layer while it runs."""
+    """Return whether :func:`with_auxiliary_losses` writes to the layer while it runs."""
     return isinstance(layer, AuxiliaryLosses)
 
 
 def keeps_counts(layer: nn.Module) -> bool:
-    """Whether a forward of the layer leaves more than its output: counts, statistics, an injected loss."""
+    """Return whether a forward of the layer leaves more than its output: counts, statistics, an injected loss."""
     return isinstance(layer, (MoE, Router, AuxiliaryLosses))
 
 
 def with_auxiliary_losses(function: Function, module: nn.Module) -> Function:
-    """``function``, a stage's; auxiliary losses in ``module`` are weighted as the micro-batch that is running."""
+    """Have auxiliary losses in ``module`` weighted by the running micro-batch while a stage's ``function`` runs."""
     losses = [part for part in module.modules() if isinstance(part, AuxiliaryLosses)]
     return _Weighted(function, losses) if losses else function
 

@@ -1,4 +1,4 @@
-"""Checkpoints of pipes: saved from stages on any number of processes, loaded into the model or into another split.
+"""Saves checkpoints of pipes from stages on any number of processes, and loads them into the model or another split.
 
 Keys are the model's own, so the checkpoint of a pipe is one of the model. With ``torch.distributed.checkpoint``::
 
@@ -29,14 +29,14 @@ INDEX = "model.safetensors.index.json"
 
 
 def stage_state_dict(pipe: Any, stages: Iterable[int] | None = None) -> dict[str, Any]:
-    """The part of the model's ``state_dict`` that stages have: their parameters and buffers, under the model's names.
+    """Return the stages' part of the model's ``state_dict``: their parameters and buffers under the model's names.
 
-    In a process that runs some stages the others are as they were when the pipe was made, so ``pipe.state_dict()``
-    has old values.
+    In a process that runs some of the stages the others keep their initial values, so ``pipe.state_dict()`` is out of
+    date for them.
 
     Args:
         pipe: a :class:`pymoe.Pipe`.
-        stages: which; None: all.
+        stages: their numbers; None: all.
     """
     parts = [pipe.staged.parts[index] for index in (range(len(pipe)) if stages is None else stages)]
     own = {id(module) for part in parts for module in part.modules()}
@@ -60,8 +60,8 @@ def save(
 ) -> None:
     """Save stages and their optimizer with ``torch.distributed.checkpoint``. Every process of the group calls it.
 
-    What several processes have, as copies of a shared parameter, is written by one of them. A parameter with several
-    names in the model's ``state_dict`` can be loaded under each.
+    Copies of a shared parameter in several processes are written by one of them. A parameter with several names in the
+    model's ``state_dict`` can be loaded under each.
 
     Args:
         pipe: a :class:`pymoe.Pipe`.
@@ -117,7 +117,7 @@ def _state(pipe: Any, stages: Iterable[int] | None, optimizer: torch.optim.Optim
 
 
 def _by_name() -> Any:
-    """Optimizer states by the names of parameters, not by their numbers, which a split changes."""
+    """Return options for optimizer states by parameter names: a split changes parameter numbers."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     return StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
@@ -137,7 +137,7 @@ def save_safetensors(
 
     Raises:
         ImportError: the package safetensors is not installed.
-        TypeError: something in the state is no tensor.
+        TypeError: something in the state is not a tensor.
     """
     safetensors = _safetensors()
     tensors: dict[str, torch.Tensor] = {}
@@ -148,7 +148,7 @@ def save_safetensors(
     for name, value in pipe.state_dict(keep_vars=True).items():
         if name in own:
             if not isinstance(value, torch.Tensor):
-                raise TypeError(f"safetensors holds tensors alone, and {name} is of type {type(value).__name__}")
+                raise TypeError(f"save_safetensors: {name!r} must be a tensor, got {type(value).__name__}")
             tensors[first_names[id(value)]] = value.detach().cpu().contiguous()
     alone = not dist.is_initialized()
     rank, ranks = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
@@ -176,7 +176,7 @@ def load_safetensors(module: nn.Module, source: str | Path) -> None:
     """Load a model, or a pipe of it with any split, from safetensors.
 
     Args:
-        module: takes the values; where they are, and of what dtype, stays as it is.
+        module: receives the values; it keeps its devices and dtypes.
         source: a folder that :func:`save_safetensors` has written, or one file.
 
     Raises:
@@ -205,5 +205,5 @@ def _safetensors() -> Any:
     try:
         import safetensors.torch
     except ImportError as error:
-        raise ImportError("safetensors is needed to read and write its files: pip install safetensors") from error
+        raise ImportError("safetensors files need the package safetensors: pip install safetensors") from error
     return safetensors.torch

@@ -1,11 +1,11 @@
-"""Batch norm whose running statistics see mini-batches, where a pipeline shows it micro-batches.
+"""Batch norms whose running statistics are those of mini-batches in a pipeline of micro-batches.
 
-A batch norm in a pipeline is called once a micro-batch. Each call normalises its rows by their own statistics; but an
-ordinary one would also move its running statistics each time, by a variance that lacks what the means of micro-batches
-differ by, and count as many batches as there are micro-batches. The deferred one collects over a mini-batch and moves
+A batch norm in a pipeline is called once per micro-batch. Each call normalises its rows by their own statistics; but an
+ordinary one would also update its running statistics each time, by a variance that lacks the differences between the
+means of micro-batches, and count every micro-batch as a batch. The deferred one collects over a mini-batch and updates
 them once, by mean and variance of all rows.
 
-The name and the idea are those of torchgpipe (Kim et al., 2020). Statistics of parts are put together as in Chan, Golub
+The name and the idea are those of torchgpipe (Kim et al., 2020). Statistics of parts are combined as in Chan, Golub
 and LeVeque (1979), "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", in fp64.
 """
 
@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
+from pymoe._torch_private import BatchNormBase, LazyNormBase
 from pymoe.autograd.compiler_disable import compiler_disable
 from pymoe.pipe import context
 
@@ -32,7 +32,7 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 @dataclass
 class _Collected:
-    """Statistics of the rows of some micro-batches, channel by channel, in fp64."""
+    """Statistics of the rows of some micro-batches for every channel, in fp64."""
 
     rows: int
     mean: Tensor
@@ -48,7 +48,7 @@ class _Collected:
 
 
 class _Stage:
-    """What one stage has collected of its mini-batch."""
+    """What a module has collected of the current mini-batch in one stage."""
 
     def __init__(self) -> None:
         self.forward: context.MicroBatch | None = None
@@ -56,7 +56,7 @@ class _Stage:
         self.collected: dict[int, _Collected] = {}  # by call: a module may be in a stage several times
 
     def next_call(self, forward: context.MicroBatch) -> int:
-        """The number of this call among those of one forward, from 0."""
+        """Return the number of this call among those of one forward, from 0."""
         if forward is not self.forward:
             if self.forward is None or forward.index <= self.forward.index:
                 self.collected.clear()  # of a mini-batch that was not finished
@@ -65,13 +65,13 @@ class _Stage:
         return self.calls - 1
 
 
-class DeferredBatchNorm(_BatchNorm):
-    """A batch norm that updates its running statistics once a mini-batch.
+class DeferredBatchNorm(BatchNormBase):
+    """A batch norm that updates its running statistics once per mini-batch.
 
     In a pipeline, in training, each micro-batch is normalised by its own mean and (biased) variance. Running statistics
     move with the last micro-batch, by mean and unbiased variance of all rows of the mini-batch, and
-    ``num_batches_tracked`` goes up by one: what ``nn.BatchNorm`` does with all rows at once. The forward that repeats
-    a checkpointed one counts nothing; a mini-batch that failed leaves nothing behind.
+    ``num_batches_tracked`` goes up by one: what ``nn.BatchNorm`` does with all rows at once. A recomputed forward
+    counts nothing; a mini-batch that failed leaves nothing behind.
 
     Everywhere else it is ``nn.BatchNorm``: outside of a pipeline, in evaluation, with one micro-batch, without running
     statistics. Parameters, buffers and the keys of ``state_dict`` are those of ``nn.BatchNorm2d``.
@@ -107,9 +107,9 @@ class DeferredBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
     def _normalise(self, input: Tensor, running_mean: Tensor) -> tuple[Tensor, _Collected]:
-        """The input by its own statistics, and these."""
+        """Return the input normalised by its own statistics, and these."""
         rows = input.numel() // input.size(1)
-        if running_mean.dtype in HALF_DTYPES:  # too coarse to tell the means of micro-batches apart
+        if running_mean.dtype in HALF_DTYPES:  # too coarse for the differences between micro-batches
             output = F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
             with torch.no_grad():
                 dims = [dim for dim in range(input.dim()) if dim != 1]
@@ -149,19 +149,19 @@ class DeferredBatchNorm(_BatchNorm):
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, state, *rest = reduced
         state = {name: value for name, value in state.items() if name != "_unfinished"}
-        if (converted := _converted_from(type(self))) is not None:  # its class has no name to be found by
+        if (converted := _converted_from(type(self))) is not None:  # pickle cannot find its class by name
             make, arguments = _make, (converted,)
         return make, arguments, state, *rest
 
 
 @functools.cache
 def _deferred(cls: Any) -> type[DeferredBatchNorm]:
-    """A class of batch norms, deferred: still a subclass of it."""
+    """Return the deferred subclass of a class of batch norms."""
     own = {"__module__": __name__, "__doc__": DeferredBatchNorm.__doc__}
     return type(f"Deferred{cls.__name__}", (cls, DeferredBatchNorm), own)
 
 
-def _converted_from(cls: type) -> type[_BatchNorm] | None:
+def _converted_from(cls: type) -> type[BatchNormBase] | None:
     base: Any = cls.__bases__[0]
     return base if cls is not DeferredBatchNorm and _deferred(base) is cls else None
 
@@ -172,23 +172,22 @@ def _make(cls: Any) -> DeferredBatchNorm:
 
 
 def convert_deferred_batch_norm(module: Module) -> Module:
-    """Have all batch norms in ``module`` update their running statistics once a mini-batch.
+    """Have all batch norms in ``module`` update their running statistics once per mini-batch.
 
     The layers change in place: they stay the same objects, with their parameters, buffers, hooks, flags and names, and
-    instances of the classes that they were of. Returns ``module``.
+    instances of their classes. Returns ``module``.
 
     Args:
         module: a model, or any part of one.
 
     Raises:
         TypeError: there is a ``SyncBatchNorm``, which takes its statistics from several processes; a lazy batch norm
-            that has not seen an input; or a class with a ``forward`` of its own, which may not be left out. Nothing has
-            been changed then.
+            that has not seen an input; or a class with a ``forward`` of its own. Nothing has been changed then.
     """
     found = {
         name: layer
         for name, layer in module.named_modules()
-        if isinstance(layer, _BatchNorm) and not isinstance(layer, DeferredBatchNorm)
+        if isinstance(layer, BatchNormBase) and not isinstance(layer, DeferredBatchNorm)
     }
     for name, layer in found.items():
         if why := _why_not(layer):
@@ -199,11 +198,11 @@ def convert_deferred_batch_norm(module: Module) -> Module:
     return module
 
 
-def _why_not(layer: _BatchNorm) -> str | None:
+def _why_not(layer: BatchNormBase) -> str | None:
     if isinstance(layer, nn.SyncBatchNorm):
         return ": its statistics come from several processes, and cannot be deferred in this one"
-    if isinstance(layer, _LazyNormBase):
+    if isinstance(layer, LazyNormBase):
         return ", which has not seen an input yet: run it once first"
-    if type(layer).forward is not _BatchNorm.forward:
+    if type(layer).forward is not BatchNormBase.forward:
         return ", which has a forward of its own: derive it from DeferredBatchNorm instead"
     return None

@@ -1,4 +1,4 @@
-"""Stages on devices: each is put on its own once, and stays there."""
+"""Places stages on devices, where they stay."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ __all__ = ["place", "refuse_moves", "shared_parameters", "usable_device"]
 
 
 def place(parts: Sequence[nn.Module], devices: Sequence[torch.device | str | int] | None) -> list[torch.device | None]:
-    """Move every part to its device; the devices. None: the parts stay where they are.
+    """Move every part to its device, and return the devices. None: the parts stay where they are.
 
     Raises:
-        ValueError: there are not as many devices as parts, one is not there, or parts on different devices share a
+        ValueError: there are not as many devices as parts, one cannot be used, or parts on different devices share a
             parameter.
     """
     if devices is None:
         return [None] * len(parts)
     found = [usable_device(device, f"Pipe: devices[{number}]") for number, device in enumerate(devices)]
     if len(found) != len(parts):
-        raise ValueError(f"Pipe: {len(found)} devices for {len(parts)} stages: there must be one for each")
+        raise ValueError(f"Pipe: devices: expected one device per stage ({len(parts)}), got {len(found)}")
     for names in shared_parameters(parts):
         if len({found[user] for user in names}) > 1:
             where = ", ".join(f"stage {user} on {found[user]}" for user in names)
@@ -33,7 +33,7 @@ def place(parts: Sequence[nn.Module], devices: Sequence[torch.device | str | int
 
 
 def usable_device(device: torch.device | str | int, what: str) -> torch.device:
-    """The device. Raises ValueError, which begins with ``what``, if this process cannot use it."""
+    """Return the device. Raise ValueError, beginning with ``what``, if this process cannot use it."""
     try:
         found = torch.device(device)
         torch.empty(0, device=found)
@@ -47,18 +47,18 @@ def usable_device(device: torch.device | str | int, what: str) -> torch.device:
 
 
 def refuse_moves(tensors: Iterable[torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Raises RuntimeError if ``change``, which a module is about to apply to its tensors, puts one elsewhere."""
+    """Raise RuntimeError if ``change``, which is about to be applied to tensors, moves one to another device."""
     for device in {tensor.device for tensor in tensors}:
         there = change(torch.empty(0, device=device)).device
         if there != device:
             raise RuntimeError(
-                f"Pipe: its stages stay on their devices and cannot be moved from {device} to {there}; "
-                "move the model before the pipe is made, or make it with devices=[...], one for each stage"
+                f"Pipe: stages cannot be moved from {device} to {there}; "
+                "move the model before the pipe is made, or give Pipe devices=[...], one per stage"
             )
 
 
 def shared_parameters(parts: Sequence[nn.Module]) -> Iterator[dict[int, str]]:
-    """For every parameter that several parts have its name in each of them."""
+    """Yield for every parameter that several parts share its name in each of them."""
     users: dict[int, dict[int, str]] = {}
     for number, part in enumerate(parts):
         for name, parameter in part.named_parameters():

@@ -1,16 +1,20 @@
-"""What a pipe is made of, as data and as a picture."""
+"""What a pipe is made of: the questions that a pipe answers, the answers as data, and as a picture."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import fx, nn
 
+from pymoe.pipe.other_names import also_called
 from pymoe.pipe.staged import StagedModel
 from pymoe.pipe.stages import INPUT, Source
 
-__all__ = ["PipeInfo", "StageInfo", "info_of"]
+__all__ = ["Inspection", "PipeInfo", "StageInfo", "info_of"]
 
 
 @dataclass(frozen=True)
@@ -20,11 +24,11 @@ class StageInfo:
     modules: tuple[str, ...]
     """The outermost of the model's modules that are in it, by qualified name."""
     parameters: int
-    """How many numbers its parameters are."""
+    """The number of elements of its parameters."""
     takes: tuple[Source, ...]
     """Its inputs: outputs of stages, or inputs of the pipeline (stage -1)."""
     gives: int
-    """How many values it makes for others."""
+    """The number of values that it makes for other stages."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class PipeInfo:
 
 
 def info_of(staged: StagedModel) -> PipeInfo:
-    """What a staged model is made of."""
+    """Return what a staged model is made of."""
     pipeline = staged.pipeline
     stages = []
     for part, stage in zip(staged.parts, pipeline.stages, strict=True):
@@ -87,7 +91,7 @@ def info_of(staged: StagedModel) -> PipeInfo:
 
 
 def _outermost(part: nn.Module, model: nn.Module) -> tuple[str, ...]:
-    """Names of modules that are the model's own, and of parameters beside them."""
+    """Return the names of the outermost modules of the model in ``part``, and of parameters beside them."""
     names = {id(module): name for name, module in model.named_modules()}
     found: list[str] = []
 
@@ -104,7 +108,7 @@ def _outermost(part: nn.Module, model: nn.Module) -> tuple[str, ...]:
 
 
 def _runs(names: tuple[str, ...]) -> list[str]:
-    """``a.0, a.1, a.2`` as ``a.0-2``."""
+    """Abbreviate ``a.0, a.1, a.2`` as ``a.0-2``."""
     runs: list[tuple[str, int, int] | str] = []
     for name in names:
         owner, _, last = name.rpartition(".")
@@ -129,3 +133,87 @@ def _words(source: Source, taker: int) -> str:
         return f"input {source.number}"
     skip = " (skip)" if source.stage < taker - 1 else ""
     return f"stage {source.stage}: {source.number}{skip}"
+
+
+class Inspection(nn.Module):
+    """A module that runs a staged model, and answers questions about it."""
+
+    staged: StagedModel
+    chunks: int
+    checkpoint: str
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return len(self.staged.parts)
+
+    @also_called(stage_idx="stage", stage_index="stage")
+    def get_stage_module(self, stage: int) -> nn.Module:
+        """Return the module of a stage: what it uses of the model, under the model's names.
+
+        It can be compiled in place, ``get_stage_module(0).compile()``.
+
+        Args:
+            stage: its number, from 0 up.
+
+        Raises:
+            ValueError: the stage is out of range.
+        """
+        if not isinstance(stage, int) or isinstance(stage, bool) or not 0 <= stage < self.num_stages:
+            raise ValueError(
+                f"get_stage_module: invalid stage index, expected 0 to {self.num_stages - 1}, got {stage!r}"
+            )
+        return self.staged.parts[stage]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "split_gm":
+            raise AttributeError(
+                "a Pipe has no split_gm: get_stage_module(0) is the module of a stage, info().graph has the stages as "
+                "a graph, and print_readable() prints what each does"
+            )
+        return super().__getattr__(name)
+
+    @property
+    def has_loss_and_backward(self) -> bool:
+        """Whether the model computes its own loss, which ``step()`` minimises if it gets no ``loss_fn``."""
+        return self.staged.has_loss
+
+    @property
+    def replicated_params(self) -> list[dict[int, str]]:
+        """For every parameter that several stages share, its name in each of them by the stage's number."""
+        return self.staged.replicated()
+
+    def info(self) -> PipeInfo:
+        """Return the stages and the edges between them; ``print(pipe.info())`` draws them."""
+        return info_of(self.staged)
+
+    def print_readable(self) -> None:
+        """Print what the stages do."""
+        for stage in range(self.num_stages):
+            print(self.staged.code(stage))
+
+    def __len__(self) -> int:
+        """Return the number of stages."""
+        return len(self.staged.parts)
+
+    def __getitem__(self, index: int) -> nn.Module:
+        """Return the module of a stage; of a sequential model its layers. As in any sequence -1 is the last."""
+        return self.staged.parts[index]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """Iterate over the modules of the stages."""
+        return iter(self.staged.parts)
+
+    @property
+    def devices(self) -> tuple[torch.device | None, ...]:
+        """Where the stages are; None: where the model was."""
+        return self.staged.devices
+
+    def __repr__(self) -> str:
+        parameters = sum(parameter.numel() for parameter in self.parameters())
+        where = "" if None in self.devices else f", devices={[str(device) for device in self.devices]}"
+        return f"{type(self).__name__}({self.extra_repr()}{where}, parameters={parameters:,})"
+
+    def extra_repr(self) -> str:
+        """Return chunks, checkpointing and stages."""
+        return f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, {self.staged.extra_repr()}"

@@ -1,4 +1,4 @@
-"""A pipeline that ends in a loss instead of outputs."""
+"""Makes a pipeline end in a loss instead of outputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def with_loss(
     has_target: bool,
     structure: Structure,
 ) -> Pipeline:
-    """The pipeline, its last stage going on to the loss, which is then the only output.
+    """Return the pipeline with the loss in its last stage as its only output.
 
     Args:
         pipeline: a pipeline with outputs.
@@ -65,7 +65,7 @@ def with_loss(
 
 
 def holds_no_tensors(loss_fn: LossFunction | None) -> bool:
-    """Whether who keeps the function after a step keeps nothing of that step: no closure that has the targets, say."""
+    """Return whether keeping the function keeps no tensors of a step, as a closure over the targets would."""
     if isinstance(loss_fn, FunctionType):
         defaults = (*(loss_fn.__defaults__ or ()), *(loss_fn.__kwdefaults__ or {}).values())
         return not (loss_fn.__closure__ or loss_fn.__dict__) and all([isinstance(value, PLAIN) for value in defaults])

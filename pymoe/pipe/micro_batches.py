@@ -1,4 +1,4 @@
-"""A mini-batch cut into micro-batches, and their outputs put together again."""
+"""Cuts mini-batches into micro-batches, and joins their outputs."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree
+
+from pymoe._torch_private import pytree
 
 __all__ = ["MicroBatches", "Whole", "join", "mean", "split"]
 
 
 class Whole:
-    """A tensor, or a structure of tensors, that every micro-batch gets as it is: a mask for all rows, say."""
+    """A tensor, or a structure of tensors, that every micro-batch gets uncut: a mask for all rows, say."""
 
     __slots__ = ("value",)
 
@@ -21,7 +22,7 @@ class Whole:
 
 
 class MicroBatches(NamedTuple):
-    """Micro-batches: their values, and their numbers of rows."""
+    """The values of micro-batches, and their numbers of rows."""
 
     values: list[list[Any]]
     """For each micro-batch its part of every value."""
@@ -29,13 +30,13 @@ class MicroBatches(NamedTuple):
 
     @property
     def weights(self) -> list[float]:
-        """What a mean over the rows of each counts in the mean over all."""
+        """The weight of each micro-batch's mean in the mean over all rows."""
         total = sum(self.rows)
         return [rows / total if total else 1.0 for rows in self.rows]
 
 
 def split(values: Sequence[Any], chunks: int) -> MicroBatches:
-    """Cut the tensors in ``values`` along dimension 0 into ``chunks`` parts, or as many as there are rows, if less.
+    """Cut the tensors in ``values`` along dimension 0 into ``chunks`` parts, or as many as there are rows, if fewer.
 
     Sizes differ by one at most, the greater ones first, as ``torch.tensor_split`` has them. Everything but tensors,
     tensors without dimensions, and what is :class:`Whole` goes to every micro-batch.
@@ -44,7 +45,7 @@ def split(values: Sequence[Any], chunks: int) -> MicroBatches:
         ValueError: tensors have different numbers of rows.
     """
     flat: list[tuple[list[Any], Any]] = [
-        ([value], None) if isinstance(value, torch.Tensor) else _pytree.tree_flatten(value) for value in values
+        ([value], None) if isinstance(value, torch.Tensor) else pytree.tree_flatten(value) for value in values
     ]
     rows: int | None = None
     for leaves, _ in flat:
@@ -52,7 +53,7 @@ def split(values: Sequence[Any], chunks: int) -> MicroBatches:
             if _has_rows(leaf):
                 if rows is not None and leaf.shape[0] != rows:
                     raise ValueError(
-                        "the tensors of a mini-batch must have the same number of rows (dimension 0), got "
+                        "Pipe: the tensors of a mini-batch must have the same number of rows (dimension 0), got "
                         f"{rows} and {leaf.shape[0]}; pymoe.pipe.Whole(tensor) is not cut"
                     )
                 rows = leaf.shape[0]
@@ -67,7 +68,7 @@ def split(values: Sequence[Any], chunks: int) -> MicroBatches:
         [
             leaves[0][number]
             if structure is None
-            else _pytree.tree_unflatten([leaf[number] for leaf in leaves], structure)
+            else pytree.tree_unflatten([leaf[number] for leaf in leaves], structure)
             for leaves, (_, structure) in zip(parts, flat, strict=True)
         ]
         for number in range(count)
@@ -86,28 +87,28 @@ def _cut(leaf: Any, sizes: list[int], count: int) -> Sequence[Any]:
 
 
 def join(values: Sequence[Any]) -> Any:
-    """The output of a mini-batch from those of its micro-batches: their tensors one after the other (dimension 0).
+    """Join the outputs of micro-batches: concatenate their tensors along dimension 0.
 
     Raises:
-        ValueError: outputs are not alike, or contain what cannot be put together: tensors without dimensions, and
-            other things that differ.
+        ValueError: outputs differ in structure, or contain what cannot be joined: scalar tensors, and differing values
+            that are not tensors.
     """
     if len(values) == 1:
         return values[0]
-    flat = [_pytree.tree_flatten(value) for value in values]
+    flat = [pytree.tree_flatten(value) for value in values]
     structure = flat[0][1]
     for number, (_, other) in enumerate(flat):
         if other != structure:
             raise ValueError(
-                f"the outputs of micro-batches differ in structure: {structure} and, of micro-batch {number}, {other}"
+                f"Pipe: outputs of micro-batches differ in structure: 0 has {structure}, {number} has {other}"
             )
-    return _pytree.tree_unflatten(
+    return pytree.tree_unflatten(
         [_joined(parts) for parts in zip(*[leaves for leaves, _ in flat], strict=True)], structure
     )
 
 
 def mean(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """The loss of a mini-batch, a mean over its rows, from those of its micro-batches."""
+    """Return the loss of a mini-batch, a mean over its rows, from those of its micro-batches."""
     if len(losses) == 1:
         return losses[0]
     return torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)]).sum(0)
@@ -118,11 +119,10 @@ def _joined(parts: tuple[Any, ...]) -> Any:
     if isinstance(first, torch.Tensor):
         if first.dim() == 0:
             raise ValueError(
-                "the model returns a tensor without dimensions, and those of several micro-batches have no one sum or "
-                "mean: return a row for each, compute the loss in step(), say which output is the loss "
-                "(output_loss_value_spec), or use one micro-batch"
+                "Pipe: scalar outputs of micro-batches cannot be combined: return a value per row, compute the loss in "
+                "step(), name the output that is the loss (output_loss_value_spec), or use one micro-batch"
             )
         return torch.cat(parts)
     if any(type(part) is not type(first) or part != first for part in parts[1:]):
-        raise ValueError(f"the model returns other things than tensors, which differ between micro-batches: {parts}")
+        raise ValueError(f"Pipe: outputs that are not tensors differ between micro-batches: {parts}")
     return first

@@ -1,4 +1,4 @@
-"""Keywords by the names that other packages have for them."""
+"""Keyword arguments under the names that other packages use."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _R = TypeVar("_R")
 
 
 def also_called(**names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """A decorator: the function takes keywords also by other names, ``also_called(other="its own")``.
+    """Make a decorator: the function takes keywords under other names, too, ``also_called(other="its own")``.
 
-    Calls raise TypeError if they give one argument by both names.
+    Calls raise TypeError if they give one argument under both names.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:

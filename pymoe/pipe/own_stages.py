@@ -1,4 +1,4 @@
-"""Stages that the user has made: modules, and what each takes of the others."""
+"""Stages that the user has made: modules, and what each takes from the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pymoe.pipe.stages import INPUT, Pipeline, Source, Stage
 __all__ = ["OwnStages", "Taken"]
 
 Taken = int | Source
-"""What a stage takes: a stage's number, for all that it returns, or one item of that."""
+"""What a stage takes: all that a stage returns, by its number, or one item of it."""
 
 
 class OwnStages(StagedModel):
@@ -27,14 +27,14 @@ class OwnStages(StagedModel):
         stages: the modules, in an order in which they can run.
         takes: for every stage its positional arguments: ``n`` for what stage n returns, ``Source(n, k)`` for item k of
             it, ``Source(-1, k)`` for argument k of the pipe. None: the first takes the one argument of the pipe, every
-            other what the one before returns.
-        outputs: what the pipe returns, in the same words: one, or a sequence of which it makes a tuple. None: what the
-            last stage returns.
+            other one what the stage before it returns.
+        outputs: what the pipe returns, written likewise: one value, or a sequence for a tuple. None: what the last
+            stage returns.
         devices: for every stage; None: they stay where they are.
 
     Raises:
-        TypeError: the stages are no modules.
-        ValueError: a stage takes what is not there by then.
+        TypeError: the stages are not modules.
+        ValueError: a stage takes what no earlier stage returns.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class OwnStages(StagedModel):
         devices: Sequence[torch.device | str | int] | None = None,
     ) -> None:
         if not stages or not all(isinstance(stage, nn.Module) for stage in stages):
-            raise TypeError(f"Pipe.from_stages: a sequence of modules is needed, got {stages!r:.200}")
+            raise TypeError(f"Pipe.from_stages: stages must be a sequence of modules, got {stages!r:.200}")
         if takes is None:
             takes = [[number - 1 if number else Source(INPUT, 0)] for number in range(len(stages))]
         if len(takes) != len(stages):
-            raise ValueError(f"Pipe.from_stages: takes has {len(takes)} entries for {len(stages)} stages")
+            raise ValueError(f"Pipe.from_stages: takes: expected one entry per stage ({len(stages)}), got {len(takes)}")
         self.module = nn.ModuleList(stages)
         self.parts = tuple(stages)
         self.devices = tuple(place(self.parts, devices))
@@ -62,7 +62,7 @@ class OwnStages(StagedModel):
         self._pipeline = self._pipeline_of(takes, found)
 
     def _pipeline_of(self, takes: Sequence[Sequence[Taken]], outputs: Sequence[Any]) -> Pipeline:
-        items: list[dict[int | None, int]] = [{} for _ in self.parts]  # of every stage: what others take of it
+        items: list[dict[int | None, int]] = [{} for _ in self.parts]  # of every stage: what others take from it
 
         def source(taken: Taken, taker: int) -> Source:
             stage, item = taken if isinstance(taken, Source) else (taken, None)
@@ -70,7 +70,7 @@ class OwnStages(StagedModel):
                 return Source(INPUT, item)
             if not 0 <= stage < taker:
                 who = f"stage {taker}" if taker < len(self.parts) else "the pipe's output"
-                raise ValueError(f"Pipe.from_stages: {who} cannot take {taken!r}: only earlier stages are there")
+                raise ValueError(f"Pipe.from_stages: takes: {who} cannot take {taken!r}, which is not an earlier stage")
             return Source(stage, items[stage].setdefault(item, len(items[stage])))
 
         inputs = [tuple(source(taken, number) for taken in row) for number, row in enumerate(takes)]
@@ -89,23 +89,23 @@ class OwnStages(StagedModel):
 
     @property
     def pipeline(self) -> Pipeline:
-        """The same in every mode."""
+        """The stages and edges; the same in training and evaluation."""
         return self._pipeline
 
     def enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The positional arguments."""
+        """Return the positional arguments."""
         if kwargs or len(args) != self._inputs:
             given = f"{len(args)}" + (f" and {', '.join(kwargs)} by name" if kwargs else "")
-            raise TypeError(f"Pipe: the stages take {self._inputs} inputs by position, got {given}")
+            raise TypeError(f"Pipe: expected {self._inputs} positional inputs, got {given}")
         return list(args)
 
     def leave(self, values: Sequence[Any]) -> Any:
-        """The one, or all of them."""
+        """Return the one value, or all of them as a tuple."""
         return values[0] if self._is_one else tuple(values)
 
 
 class _Items:
-    """The function of a stage: what others take of the module's result."""
+    """The function of a stage: returns what others take from the module's result."""
 
     def __init__(self, part: nn.Module, items: Sequence[int | None]) -> None:
         self._part = part

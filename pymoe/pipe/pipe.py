@@ -18,7 +18,8 @@ from pymoe.pipe.execution.engine import ALL, BACKWARD, FORWARD, Engine
 from pymoe.pipe.execution.forward import run_forward, run_in_one_graph
 from pymoe.pipe.execution.step import Losses, run_step
 from pymoe.pipe.execution.tangents import have_tangents
-from pymoe.pipe.inspection import Inspection
+from pymoe.pipe.info import Inspection
+from pymoe.pipe.module_hooks import ALL_HOOKS
 from pymoe.pipe.other_names import also_called
 from pymoe.pipe.own_stages import OwnStages, Taken
 from pymoe.pipe.schedules import Record, Schedule
@@ -37,20 +38,6 @@ __all__ = ["Pipe"]
 CheckpointMode = Literal["always", "except_last", "never"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zero-bubble-greedy"]
 CHECKPOINT = get_args(CheckpointMode)
-HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_state_dict_pre_hooks",
-    "_state_dict_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
-"""Of a module, as ``nn.Module`` keeps them."""
 
 
 class Pipe(Inspection):
@@ -201,7 +188,7 @@ class Pipe(Inspection):
             self.__dict__[kind] = module.__dict__[kind]
         self.training = module.training
         if staged.hooks_are_pipes:
-            for kind in HOOKS:
+            for kind in ALL_HOOKS:
                 self.__dict__[kind] = module.__dict__[kind]
 
     @compiler_disable
@@ -366,5 +353,5 @@ class Pipe(Inspection):
 
 def _count(name: str, number: int) -> int:
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ValueError(f"Pipe: {name} must be an integer from 1 up, got {number!r}")
+        raise ValueError(f"Pipe: {name} must be a positive integer, got {number!r}")
     return number

@@ -26,8 +26,8 @@ class SequentialModel(StagedModel):
     Hooks of a stage's module see micro-batches, those of the model itself whole mini-batches.
 
     Raises:
-        TypeError: the model is no ``nn.Sequential``; skips do not match; ``balance`` is no list of integers.
-        ValueError: ``balance`` or ``devices`` do not fit the model.
+        TypeError: the model is not an ``nn.Sequential``; skips do not match; ``balance`` is not a list of integers.
+        ValueError: ``balance`` or ``devices`` do not match the model.
     """
 
     def __init__(
@@ -44,39 +44,39 @@ class SequentialModel(StagedModel):
 
     @property
     def pipeline(self) -> Pipeline:
-        """The same in every mode."""
+        """The stages and edges; the same in training and evaluation."""
         return self._pipeline
 
     @property
     def hooks_are_pipes(self) -> bool:
-        """Stages call the layers, and nobody the model."""
+        """True: stages call the layers, and nothing calls the model."""
         return True
 
     def enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The one argument."""
+        """Return the one argument."""
         if kwargs:
             unknown = ", ".join(name for name in kwargs if name != "input")
             if unknown:
-                raise TypeError(f"Pipe: the model takes no argument {unknown}: an nn.Sequential has one, 'input'")
+                raise TypeError(f"Pipe: unexpected argument {unknown}: an nn.Sequential has one, 'input'")
             args = [*args, kwargs["input"]]
         if len(args) != 1:
-            raise TypeError(f"Pipe: the model takes 1 inputs, got {len(args)}")
+            raise TypeError(f"Pipe: expected 1 input, got {len(args)}")
         return list(args)
 
     def leave(self, values: Sequence[Any]) -> Any:
-        """The one value."""
+        """Return the one value."""
         return values[0]
 
     def extra_repr(self) -> str:
-        """The layers of the stages."""
+        """Return the numbers of layers of the stages."""
         return f"balance={[len(part._modules) for part in self.parts]}"
 
 
 def cut(module: nn.Sequential, balance: Sequence[int] | None) -> list[nn.Sequential]:
-    """The layers of a model in groups of the sizes in ``balance``; None: each by itself. Names are kept.
+    """Cut a model into groups of layers of the sizes in ``balance``; None: of one layer each. Names are kept.
 
     Raises:
-        TypeError: the model is no ``nn.Sequential``, or has a forward of its own; ``balance`` is no list of integers.
+        TypeError: the model is not an ``nn.Sequential``, or has its own forward; ``balance`` is not a list of integers.
         ValueError: the sizes do not add up to the number of layers, or one is less than 1.
     """
     if not isinstance(module, nn.Sequential):
@@ -106,14 +106,14 @@ def cut(module: nn.Sequential, balance: Sequence[int] | None) -> list[nn.Sequent
 def sequential_pipeline(
     module: nn.Sequential, parts: Sequence[nn.Sequential], devices: Sequence[torch.device | None]
 ) -> Pipeline:
-    """The pipeline of a model that was cut into ``parts``. Takes one value and returns one.
+    """Return the pipeline of a model that was cut into ``parts``. It takes one value and returns one.
 
     Raises:
         TypeError: stashes and pops of skips do not match.
     """
     verify_skippables(module)
     routes = skip_routes(parts)
-    sends: list[list[SkipRoute]] = [[] for _ in parts]  # skips that leave the stage, as outputs from 1 up
+    sends: list[list[SkipRoute]] = [[] for _ in parts]  # skips that leave the stage, as its outputs 1, 2, ...
     takes: list[list[tuple[Key, Source]]] = [[] for _ in parts]  # and where they come from
     for route in routes:
         elsewhere = sorted({pop for pop in route.pops if pop != route.stash})
@@ -134,7 +134,7 @@ def sequential_pipeline(
 
 
 class _Layers:
-    """The function of a stage: its layers, one after the other."""
+    """The function of a stage: runs its layers one after the other."""
 
     def __init__(
         self, part: nn.Sequential, takes: list[Key], sends: list[Key], routes: Sequence[SkipRoute], number: int
@@ -158,7 +158,7 @@ class _Layers:
 
 
 class _Skips:
-    """Takes what the layers of a stage stash, and gives them what they pop."""
+    """The skip tracker of a stage: keeps what its layers and other stages have stashed for the layers that pop it."""
 
     def __init__(self, taken: dict[Key, Any], sends: list[Key], pops: Counter[Key]) -> None:
         self.sent: dict[Key, Any] = {}

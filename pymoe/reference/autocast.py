@@ -1,26 +1,26 @@
-"""What ``torch.autocast`` asks of an operator that is a matrix product."""
+"""Support of ``torch.autocast`` for operators that are matrix products."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# Asked once: torch.compile cannot trace the question before torch 2.13.
+# Computed once: torch.compile cannot trace is_autocast_available before torch 2.13.
 _DEVICES = frozenset(
     device for device in ("cpu", "cuda", "xpu", "hpu", "mps", "mtia", "maia") if torch.amp.is_autocast_available(device)
 )
 
 
 def autocast_enabled(device_type: str) -> bool:
-    """Is ``torch.autocast`` on for devices of this type? False for types that know no autocast, such as ``"meta"``."""
+    """Return whether ``torch.autocast`` is on for this type of device; False for types without it, as ``"meta"``."""
     return device_type in _DEVICES and torch.is_autocast_enabled(device_type)
 
 
 def cast_operands(*operands: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The operands as ``F.linear`` would take them inside ``torch.autocast``.
+    """Return the operands as ``F.linear`` would take them inside ``torch.autocast``.
 
     While autocast is on for the device of the first operand, every floating tensor except float64 is cast to the
-    autocast dtype, differentiably. Otherwise, and for whatever is not a tensor, the operands come back as they are.
+    autocast dtype, differentiably. Otherwise the operands are returned unchanged, as is anything that is not a tensor.
     """
     device = operands[0].device.type if isinstance(operands[0], Tensor) else "cpu"
     if not autocast_enabled(device):

@@ -19,13 +19,13 @@ def check(experts: Tensor, num_experts: int, capacity: int | None) -> None:
     checks.integer("build_routing", "num_experts", num_experts, 1, ROW_LIMIT - 1, "in 1..2^31 - 1")
     if capacity is not None:
         checks.integer("build_routing", "capacity", capacity, 0, None, "None or at least 0")
-    # Not of a traced size, which it would bound for good; the native operator asks again when it runs.
+    # Not for a traced size, on which it would be a guard; the native operator checks again when it runs.
     if not torch.compiler.is_compiling() and experts.shape[0] * experts.shape[1] >= ROW_LIMIT:
         raise ValueError(f"build_routing: experts must hold fewer than 2^31 choices, got {tuple(experts.shape)}")
 
 
 def check_experts(experts: Tensor, num_experts: int) -> None:
-    """Raise if a choice names no expert (the native kernels check the same, on CUDA in debug mode)."""
+    """Raise if a choice does not name an expert (the native kernels check the same, on CUDA in debug mode)."""
     bad = (experts < 0) | (experts >= num_experts)
     if bool(bad.any()):
         token, choice = (int(i) for i in bad.nonzero()[0])
@@ -54,7 +54,7 @@ def build_routing(experts: Tensor, num_experts: int, *, capacity: int | None = N
         ``offsets`` (E + 1,).
 
     Raises:
-        TypeError: ``experts`` is no tensor of int32 or int64, or an int is not an int.
+        TypeError: ``experts`` is not a tensor of int32 or int64, or ``num_experts`` or ``capacity`` not an int.
         ValueError: ``experts`` is not (T, K) or too large, ``num_experts`` or ``capacity`` is out of range.
         IndexError: an expert index lies outside 0..E-1.
     """

@@ -16,13 +16,13 @@ FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def tensor(operator: str, argument: str, value: object) -> None:
-    """``value`` must be a tensor."""
+    """Raise unless ``value`` is a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{operator}: {argument} must be a tensor, got {type(value).__name__}")
 
 
 def floating(operator: str, argument: str, value: Tensor) -> None:
-    """``value`` must be a tensor of one of the four floating dtypes."""
+    """Raise unless ``value`` is a tensor of one of the four floating dtypes."""
     tensor(operator, argument, value)
     if value.dtype not in FLOATING:
         raise TypeError(
@@ -31,7 +31,7 @@ def floating(operator: str, argument: str, value: Tensor) -> None:
 
 
 def dtype(operator: str, argument: str, value: Tensor, *expected: torch.dtype) -> None:
-    """``value`` must be a tensor of one of the dtypes ``expected``."""
+    """Raise unless ``value`` is a tensor of one of the dtypes ``expected``."""
     tensor(operator, argument, value)
     if value.dtype not in expected:
         names = " or ".join(str(one).removeprefix("torch.") for one in expected)
@@ -39,14 +39,14 @@ def dtype(operator: str, argument: str, value: Tensor, *expected: torch.dtype) -
 
 
 def rank(operator: str, argument: str, value: Tensor, layout: str) -> None:
-    """``value`` must have as many dimensions as ``layout``, e.g. ``"(T, H)"``, names."""
+    """Raise unless ``value`` has as many dimensions as ``layout``, e.g. ``"(T, H)"``, names."""
     expected = layout.count(",") + (0 if layout.endswith(",)") else 1)
     if value.dim() != expected:
         raise ValueError(f"{operator}: {argument} must have shape {layout}, got {tuple(value.shape)}")
 
 
 def size(operator: str, argument: str, value: Tensor, dim: int, expected: int, meaning: str) -> None:
-    """Dimension ``dim`` of ``value`` must be ``expected``; ``meaning`` says where that number comes from."""
+    """Raise unless dimension ``dim`` of ``value`` is ``expected``; ``meaning`` says where that number comes from."""
     if value.shape[dim] != expected:
         raise ValueError(
             f"{operator}: {argument} must have size {expected} ({meaning}) in dimension {dim}, got {tuple(value.shape)}"
@@ -54,7 +54,7 @@ def size(operator: str, argument: str, value: Tensor, dim: int, expected: int, m
 
 
 def same_device(operator: str, argument: str, value: Tensor, other_argument: str, other: Tensor) -> None:
-    """``value`` and ``other`` must lie on the same device."""
+    """Raise unless ``value`` and ``other`` are on the same device."""
     if value.device != other.device:
         raise ValueError(
             f"{operator}: {argument} must be on the device of {other_argument} ({other.device}), got {value.device}"
@@ -62,7 +62,7 @@ def same_device(operator: str, argument: str, value: Tensor, other_argument: str
 
 
 def integer(operator: str, argument: str, value: object, low: int, high: int | None, meaning: str) -> None:
-    """``value`` must be an int with low <= value (<= high); ``meaning`` spells the range out."""
+    """Raise unless ``value`` is an int with low <= value (<= high); ``meaning`` spells the range out."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{operator}: {argument} must be an int, got {type(value).__name__}")
     if value < low or (high is not None and value > high):
@@ -70,7 +70,7 @@ def integer(operator: str, argument: str, value: object, low: int, high: int | N
 
 
 def choice(operator: str, argument: str, value: object, allowed: tuple[str, ...]) -> None:
-    """``value`` must be one of the strings ``allowed``."""
+    """Raise unless ``value`` is one of the strings ``allowed``."""
     if not isinstance(value, str):
         raise TypeError(f"{operator}: {argument} must be a string, got {type(value).__name__}")
     if value not in allowed:
@@ -78,7 +78,7 @@ def choice(operator: str, argument: str, value: object, allowed: tuple[str, ...]
 
 
 def routing(operator: str, value: Routing, rows_argument: str, rows: Tensor) -> None:
-    """``value`` must be a routing on the device of ``rows`` whose parts fit each other."""
+    """Raise unless ``value`` is a routing on the device of ``rows`` whose parts fit each other."""
     if not (isinstance(value, tuple) and len(value) == 3):
         raise TypeError(f"{operator}: routing must be a Routing, got {type(value).__name__}")
     slot, token_of_row, offsets = value
@@ -97,7 +97,7 @@ def routing(operator: str, value: Routing, rows_argument: str, rows: Tensor) -> 
 
 
 def slots_in_range(operator: str, slot: Tensor) -> None:
-    """Every slot must be -1 or a row (the native kernels check the same, on CUDA in debug mode)."""
+    """Raise unless every slot is -1 or a row (the native kernels check the same, on CUDA in debug mode)."""
     rows = slot.numel()
     bad = (slot < -1) | (slot >= rows)
     if rows and bool(bad.any()):

@@ -38,7 +38,7 @@ def check_out(x: Tensor, routing: Routing, out: Tensor) -> None:
 
 
 def _may_overlap(x: Tensor, out: Tensor) -> bool:
-    """Whether the stretches of memory from first to last element of the two tensors meet."""
+    """Return whether the memory ranges of the two tensors, from first to last element, overlap."""
     if x.numel() == 0 or out.numel() == 0:
         return False
     if x.is_meta or any(isinstance(one, FakeTensor) for one in (x, out)):  # they have no memory
@@ -58,9 +58,9 @@ def dispatch(x: Tensor, routing: Routing, *, out: Tensor | None = None) -> Tenso
     Args:
         x: (T, H), any floating dtype.
         routing: from :func:`build_routing` for the same T.
-        out: (S, H), contiguous, the dtype and device of ``x``, apart from it in memory: a buffer to fill instead of
-            fresh memory. Nothing is recorded for the backward, so neither tensor may require a gradient then
-            (except under :func:`torch.no_grad`).
+        out: (S, H), contiguous, the dtype and device of ``x``, not overlapping it: a buffer to fill instead of fresh
+            memory. Nothing is recorded for the backward, so neither tensor may require a gradient then (except under
+            :func:`torch.no_grad`).
 
     Returns:
         (S, H) with S = T * K, the dtype of ``x``; ``out`` where it was given. Differentiable in ``x``: the gradient
@@ -77,7 +77,7 @@ def dispatch(x: Tensor, routing: Routing, *, out: Tensor | None = None) -> Tenso
     checks.slots_in_range("dispatch", slot)
     if out is not None:
         check_out(x, routing, out)
-    # By way of one copy a choice, so that a token's gradients are added in the order of its choices.
+    # One copy for each choice, so that a token's gradients are added in the order of its choices.
     copies_SH = spread(x, 1, slot.shape[1], in_order=True).flatten(0, 1)
     slot_S = slot.reshape(-1)
     kept = slot_S >= 0

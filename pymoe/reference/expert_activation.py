@@ -23,7 +23,7 @@ def check(h: Tensor, kind: str) -> None:
 
 
 def expert_activation(h: Tensor, kind: ActivationKind) -> Tensor:
-    """The activation between the two linear layers of an expert.
+    """Apply the activation between the two linear layers of an expert.
 
     ``"swiglu"``: ``h`` is (S, 2F) = [gate | up] and the result silu(gate) * up (Shazeer, arXiv 2002.05202).
     ``"gelu"``: the exact form h * Phi(h), Phi the normal distribution function (Hendrycks and Gimpel,

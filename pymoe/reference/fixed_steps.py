@@ -1,7 +1,7 @@
-"""Functions that the references are made of, by steps that round alike on every processor.
+"""Functions that the references are made of, in steps that round the same on every processor.
 
-What torch calls ``softmax``, ``gelu`` or ``sum`` depends on the vectors of the processor: the last bits do, and for
-infinities and values near overflow whole results do. A specification must not. The functions here consist of IEEE
+The results of torch's ``softmax``, ``gelu`` or ``sum`` depend on the processor's vector units: in the last bits, and
+for infinities and values near overflow entirely. A specification must not. The functions here consist of IEEE
 additions, multiplications, divisions and comparisons of single elements, in a fixed order; values and gradients are
 therefore the same bits on every processor. They are differentiable any number of times, backward and forward.
 """
@@ -99,7 +99,7 @@ def log_in_fixed_steps(x: Tensor) -> Tensor:
 
 
 def sum_in_tree(values: Tensor, dim: int) -> Tensor:
-    """The sum over ``dim``: the upper half is added to the lower, then the upper quarter, and so on."""
+    """Return the sum over ``dim``: the upper half is added to the lower, then the upper quarter, and so on."""
     count = values.shape[dim]
     if count == 0:
         return values.sum(dim)
@@ -113,7 +113,7 @@ def sum_in_tree(values: Tensor, dim: int) -> Tensor:
 
 
 def sum_in_order(values: Tensor, dim: int) -> Tensor:
-    """The sum over ``dim``, from +0, one element after the other."""
+    """Return the sum over ``dim``, from +0, one element after the other."""
     total = torch.zeros_like(values.select(dim, 0)) if values.shape[dim] else values.sum(dim)
     for part in values.unbind(dim):
         total = total + part
@@ -150,7 +150,7 @@ def _inserted(value: Tensor, dim: int) -> tuple[int, ...]:
 
 
 def spread(value: Tensor, dim: int, size: int, *, in_order: bool = False) -> Tensor:
-    """``value`` repeated ``size`` times along a new dimension ``dim``; gradients are added in a fixed order.
+    """Repeat ``value`` ``size`` times along a new dimension ``dim``; gradients are added in a fixed order.
 
     The order is that of :func:`sum_in_order` if ``in_order``, else that of :func:`sum_in_tree`; in float32, or float64
     for float64.
@@ -257,7 +257,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def divided_rows(x: Tensor, divisors: Tensor) -> Tensor:
-    """(T, E) rows divided by (T, 1) numbers."""
+    """Return (T, E) rows divided by (T, 1) numbers."""
     return x / _along_rows(divisors, x)
 
 

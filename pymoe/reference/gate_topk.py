@@ -33,7 +33,7 @@ def check(
     checks.rank(name, "logits", logits, "(T, E)")
     num_experts = logits.shape[1]
     checks.integer(name, "k", k, 1, num_experts, f"in 1..E (E = {num_experts})")
-    # Not of a traced size, which it would bound for good; the native operator asks again when it runs.
+    # Not for a traced size, on which it would be a guard; the native operator checks again when it runs.
     if not torch.compiler.is_compiling() and logits.shape[0] * k >= 2**31:
         raise ValueError(f"{name}: T * k must be below 2**31, got {logits.shape[0]} * {k}")
     checks.choice(name, "score", score, ("softmax", "sigmoid"))
@@ -64,7 +64,7 @@ def check(
 
 
 def _within_best_groups(choice: Tensor, num_groups: int, topk_groups: int) -> Tensor:
-    """(T, E) bool: may the expert be chosen, that is, does its group remain?"""
+    """Return a (T, E) mask of the experts whose group remains."""
     tokens, num_experts = choice.shape
     grouped = choice.view(tokens, num_groups, num_experts // num_groups)
     best_two = order_key(grouped).sort(dim=2, descending=True, stable=True).indices[:, :, :2]
@@ -78,7 +78,7 @@ def _within_best_groups(choice: Tensor, num_groups: int, topk_groups: int) -> Te
 def _choose(
     logits: Tensor, k: int, score: Score, bias: Tensor | None, num_groups: int | None, topk_groups: int | None
 ) -> Tensor:
-    """(T, k) int64: the chosen experts, best first."""
+    """Return the chosen experts, (T, k) int64, best first."""
     if bias is None and num_groups is None:
         key = order_key(logits)
     else:
@@ -125,7 +125,7 @@ def gate_topk(
 
     Args:
         logits: (T, E), any floating dtype.
-        k: choices a token, in 1..E.
+        k: experts per token, in 1..E.
         score: ``"softmax"`` or ``"sigmoid"``.
         renormalize: divide the weights of a token by their sum.
         bias: (E,) floating, added to the scores for the choice only; no gradient flows into it.
@@ -155,7 +155,7 @@ def gate_topk(
 
 
 def weights_of(logits: Tensor, experts: Tensor, score: Score, renormalize: bool, scale: float) -> Tensor:
-    """(T, k) weights of the chosen ``experts`` (T, k) int64; differentiable in float32 or float64 ``logits``."""
+    """Return the (T, k) weights of the chosen ``experts``, (T, k) int64; differentiable in ``logits``."""
     scores = softmax(logits) if score == "softmax" else sigmoid(logits)
     weights = scores.gather(1, experts)
     if renormalize:

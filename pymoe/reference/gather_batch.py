@@ -18,7 +18,7 @@ def check_tensors(tensors: Sequence[Tensor]) -> None:
         raise ValueError("gather_batch: tensors must hold at least one tensor, got none")
     first = tensors[0]
     for position, tensor in enumerate(tensors):
-        # One cheap line for what fits; names and messages are made for what does not.
+        # One cheap test for tensors that fit; names and messages are made only for those that do not.
         if not (
             isinstance(tensor, Tensor)
             and tensor.dim() > 0
@@ -83,10 +83,10 @@ def split_batch(batch: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
         sizes: ints of at least 0 that sum to N; none for an empty batch.
 
     Returns:
-        One view (sizes[i], ...) of ``batch`` a size; nothing is copied. Differentiable.
+        A view (sizes[i], ...) of ``batch`` for each size, without copying. Differentiable.
 
     Raises:
-        TypeError: ``batch`` is no tensor, or ``sizes`` no sequence of ints.
+        TypeError: ``batch`` is not a tensor, or ``sizes`` not a sequence of ints.
         ValueError: a size is negative, or they do not sum to N.
     """
     check_split(batch, sizes)

@@ -50,7 +50,7 @@ def _z(values: Tensor) -> Tensor:
 
 
 def load_balancing_loss(logits: Tensor, load: Tensor, *, score: Score = "softmax") -> Tensor:
-    """The balancing loss of the Switch Transformer (arXiv 2101.03961, equations 4 to 6): E * sum_e f_e * P_e.
+    """Return the balancing loss of the Switch Transformer (arXiv 2101.03961, equations 4 to 6): E * sum_e f_e * P_e.
 
     f_e is the fraction of all slots that expert e got, ``load[e] / load.sum()``, and P_e the mean over tokens of its
     probability: the softmax of the logits, or for ``"sigmoid"`` the scores divided by the token's sum of scores,
@@ -73,7 +73,7 @@ def load_balancing_loss(logits: Tensor, load: Tensor, *, score: Score = "softmax
 
 
 def router_z_loss(logits: Tensor) -> Tensor:
-    """The z-loss of ST-MoE (arXiv 2202.08906, equation 5): the mean over tokens of logsumexp(logits) squared.
+    """Return the z-loss of ST-MoE (arXiv 2202.08906, equation 5): the mean over tokens of logsumexp(logits)^2.
 
     Args:
         logits: (T, E), any floating dtype.
@@ -90,7 +90,7 @@ def router_z_loss(logits: Tensor) -> Tensor:
 
 
 def router_losses(logits: Tensor, load: Tensor, *, score: Score = "softmax") -> RouterLosses:
-    """Both auxiliary losses of a router, from one pass over its logits.
+    """Return both auxiliary losses of a router, from one pass over its logits.
 
     Args:
         logits: (T, E), any floating dtype.

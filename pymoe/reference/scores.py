@@ -1,6 +1,6 @@
 """Scores of a router's logits, and the order in which experts are chosen.
 
-A choice must not hang on the last bit of some library's ``exp``. Where experts are chosen by their scores (with a bias
+A choice must not depend on the last bit of some library's ``exp``. If experts are chosen by their scores (with a bias
 or groups), the scores are therefore computed by a fixed sequence of IEEE additions, multiplications and divisions,
 the same here, in the CPU kernels for every instruction set, and in the CUDA kernels: the choice is then exact too.
 """
@@ -17,12 +17,12 @@ SUM_LANES = 16
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which scores of logits of ``dtype`` are computed: float64 for float64, else float32."""
+    """Return the dtype in which scores of logits of ``dtype`` are computed: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def exp_in_fixed_steps(x: Tensor) -> Tensor:
-    """e^x within 2 ulp, by steps that round alike everywhere (Cody-Waite reduction and a polynomial).
+    """Return e^x within 2 ulp, by steps that round alike everywhere (Cody-Waite reduction and a polynomial).
 
     x = n ln 2 + r with |r| <= ln 2 / 2; e^r by a polynomial (that of Cephes' expf for float32, the Taylor series to
     degree 13 for float64); times 2^n in two factors, so that subnormal results round once. Not differentiable.
@@ -62,7 +62,7 @@ def exp_in_fixed_steps(x: Tensor) -> Tensor:
 
 
 def sum_in_lanes(values: Tensor) -> Tensor:
-    """(T, E) to (T, 1): lane i adds values i, i + 16, i + 32, … in turn; then lanes i and i + 8, i + 4, … are added."""
+    """Return the sum (T, 1) of (T, E): lane i adds values i, i + 16, …; then lanes i and i + 8, i + 4, … are added."""
     lanes = values.new_zeros((values.shape[0], SUM_LANES))
     for chunk in values.split(SUM_LANES, dim=1):
         lanes = lanes + torch.nn.functional.pad(chunk, (0, SUM_LANES - chunk.shape[1]))
@@ -73,7 +73,10 @@ def sum_in_lanes(values: Tensor) -> Tensor:
 
 
 def scores_in_fixed_steps(logits: Tensor, score: Score) -> Tensor:
-    """(T, E) scores of float32 or float64 logits, by steps that round alike everywhere. Not differentiable."""
+    """Return the (T, E) scores of float32 or float64 logits, in steps that round the same everywhere.
+
+    Not differentiable.
+    """
     if score == "sigmoid":
         return 1.0 / (exp_in_fixed_steps(-logits) + 1.0)
     e = exp_in_fixed_steps(logits - logits.amax(dim=1, keepdim=True))
@@ -81,7 +84,7 @@ def scores_in_fixed_steps(logits: Tensor, score: Score) -> Tensor:
 
 
 def order_key(values: Tensor) -> Tensor:
-    """Integers in the order of choice: -0 ties with +0, and every NaN comes above all numbers and ties with the rest.
+    """Return integers in the order of choice: -0 ties with +0; NaNs tie with each other, above all numbers.
 
     The key of a float32 is an int32, of a float64 an int64. No value's key is the least integer.
     """

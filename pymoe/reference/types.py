@@ -1,4 +1,4 @@
-"""The named results that operators hand to each other."""
+"""The named results that operators pass to each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Score = Literal["softmax", "sigmoid"]
 """How a router's logits become scores."""
 
 ActivationKind = Literal["swiglu", "gelu", "relu"]
-"""What lies between the two linear layers of an expert."""
+"""The activation between the two linear layers of an expert."""
 
 
 class Gate(NamedTuple):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+import time
+import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from limits import LONG
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from pymoe._torch_private import dispatch_get_all_op_names, dispatch_has_kernel_for_dispatch_key
 from pymoe.autograd import random_streams
 from pymoe.runtime import map_with_parallel_backward, parallel_workers, run_in_background
 
@@ -76,9 +81,9 @@ def test_every_operator_that_draws_is_known() -> None:
     """Operators made of others are known by those; what torch adds is to be added, too."""
     known = {*random_streams.WITH_GENERATOR.split(), *random_streams.WITHOUT_GENERATOR.split()}
     composite = ("CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    has_kernel = dispatch_has_kernel_for_dispatch_key
     missing = set()
-    for name in torch._C._dispatch_get_all_op_names():
+    for name in dispatch_get_all_op_names():
         if not name.startswith("aten::") or not has_kernel(name, "CPU"):
             continue
         packet, _, overload = name[len("aten::") :].partition(".")
@@ -205,3 +210,143 @@ def test_random_operators_of_transforms_and_compiled_code() -> None:
 
     first = drawn(mapped, 1)
     assert all(torch.equal(one, other) for one, other in zip(drawn(mapped, 8), first, strict=True))
+
+
+# --- what is left behind
+
+
+def shown() -> tuple[type, object]:
+    return type(torch.random), vars(torch.random)["default_generator"]
+
+
+def test_torch_random_is_as_it_was_when_the_last_call_has_ended() -> None:
+    assert shown() == (types.ModuleType, torch.default_generator)
+    seen = []
+
+    def func(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(shown())
+        return F.dropout(tensor)
+
+    inputs = torch.ones(3, requires_grad=True)
+    outputs = map_with_parallel_backward(func, *[(inputs,)] * 3)
+    assert shown() == (types.ModuleType, torch.default_generator)
+    sum(output.sum() for (output,) in outputs).backward()
+    assert shown() == (types.ModuleType, torch.default_generator)
+    run_in_background(func, inputs).result()
+    assert len(seen) == 4
+    assert all(kind is random_streams._Random and type(found) is random_streams._Default for kind, found in seen)
+    deadline = time.monotonic() + LONG  # a worker may be about to put it back
+    while shown()[0] is not types.ModuleType and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert shown() == (types.ModuleType, torch.default_generator)
+
+
+def test_a_failing_call_leaves_nothing_behind() -> None:
+    with pytest.raises(ValueError, match="planted"):
+        map_with_parallel_backward(planted, (1,), (2,))
+    assert shown() == (types.ModuleType, torch.default_generator)
+
+
+def planted(number: int) -> None:
+    raise ValueError(f"planted {number}")
+
+
+def test_a_generator_that_others_set_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = torch.Generator()
+
+    def func() -> None:
+        torch.random.default_generator = own  # type: ignore[assignment]
+
+    try:
+        map_with_parallel_backward(func, ())
+        assert shown() == (types.ModuleType, own)
+    finally:
+        torch.random.default_generator = torch.default_generator
+
+
+def test_threads_outside_of_calls_see_the_generator_of_the_process_while_calls_begin_and_end() -> None:
+    """And calls see theirs: maps begin on three threads, whose ends put torch.random back under each other."""
+    torch.manual_seed(12345)
+    wrong: list[object] = []
+    ended = threading.Event()
+
+    def outside() -> None:
+        while not ended.is_set():
+            if torch.initial_seed() != 12345 or torch.random.default_generator is not torch.default_generator:
+                wrong.append("outside")
+
+    def call(number: int) -> None:
+        torch.manual_seed(number)
+        time.sleep(0)
+        if torch.initial_seed() != number:
+            wrong.append(number)
+
+    def maps(client: int) -> None:
+        for step in range(150):
+            map_with_parallel_backward(call, *[(1000 * client + 10 * step + number,) for number in range(1 + step % 3)])
+
+    watcher = threading.Thread(target=outside)
+    watcher.start()
+    clients = [threading.Thread(target=maps, args=(client,)) for client in range(3)]
+    for thread in clients:
+        thread.start()
+    for thread in clients:
+        thread.join()
+    ended.set()
+    watcher.join()
+    assert not wrong
+    assert torch.initial_seed() == 12345
+    assert shown() == (types.ModuleType, torch.default_generator)
+
+
+def test_a_call_that_begins_while_torch_random_is_put_back_keeps_its_generator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It begins between the question whether calls run and the change."""
+    random_streams.install()
+    begun, may_end = threading.Event(), threading.Event()
+    seen: list[object] = []
+
+    def call() -> None:
+        begun.set()
+        may_end.wait(LONG)
+        seen.append(shown())
+
+    thread = threading.Thread(target=random_streams.with_stream, args=(random_streams.Source().stream(0), call))
+
+    class Lock:
+        def __enter__(self) -> None:
+            thread.start()
+            begun.wait(LONG)
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    random_streams.with_stream(random_streams.Source().stream(0), int)
+    with monkeypatch.context() as patch:
+        patch.setattr(random_streams, "_changing", Lock())
+        random_streams.restore()
+    may_end.set()
+    thread.join()
+    assert [(kind, type(found)) for kind, found in seen] == [(random_streams._Random, random_streams._Default)]
+    random_streams.restore()
+    assert shown() == (types.ModuleType, torch.default_generator)
+
+
+def test_the_kernels_stay_and_answer_to_calls_alone() -> None:
+    """The one lasting effect: kernels of the operators that draw, on a key that only threads with a call include."""
+    map_with_parallel_backward(torch.sin, (x,))
+    with_kernels = {
+        name.removeprefix("aten::")
+        for name in dispatch_get_all_op_names()
+        if name.startswith("aten::") and dispatch_has_kernel_for_dispatch_key(name, random_streams.KEY)
+    }
+    listed = {*random_streams.WITH_GENERATOR.split(), *random_streams.WITHOUT_GENERATOR.split()}
+    assert with_kernels <= listed
+    assert {"bernoulli_.float", "native_dropout", "random_"} <= with_kernels
+    assert not torch._C._dispatch_tls_is_dispatch_key_included(random_streams._key)
+    ((inside,),) = map_with_parallel_backward(
+        lambda: torch._C._dispatch_tls_is_dispatch_key_included(random_streams._key), ()
+    )
+    assert inside
+    assert not torch._C._dispatch_tls_is_dispatch_key_included(random_streams._key)

@@ -80,7 +80,7 @@ def operator_of(native, *, exact=True, backward=False, **options):
 
 def only(patch, *operators):
     """Makes ``operators`` all that the command line knows."""
-    patch.setattr(cli, "OPERATORS", {one.name: one for one in operators})
+    patch.setattr(cli, "OPERATORS", dict(enumerate(operators)))
     patch.setattr(cli, "layer_lines", lambda: iter(()))
 
 
@@ -212,7 +212,10 @@ def result(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         only(patch, operator_of(scale))
         assert cli.main(["run", "--quick", "--budget", "0.01", "--json", str(file)]) == 0
-    return json.loads(file.read_text())
+    written = json.loads(file.read_text())
+    for record in written["lines"]:  # a spread that does not depend on how busy the machine is
+        record["native"] |= {"low": 0.95e-6, "median": 1e-6, "high": 1.1e-6}
+    return written
 
 
 def doctored(result, factor, names=("native",)):

@@ -85,3 +85,27 @@ def test_planted_faults_are_found() -> None:
     assert not broken_links(page, "# A heading, `x`\n[y](#a-heading-x) [z](docs/index.md)\n```\n[w](absent)\n```\n")
     assert absent_paths("see `pymoe/absent.py` and csrc/ops/dispatch.cpp, tests/docs/") == ["pymoe/absent.py"]
     assert INDEX_HOSTS.search("--index-url https://download.pytorch." + "org/whl/cpu")
+
+
+WHERE_TO_ADD = {
+    "pymoe/pipe/schedules/gpipe.py": ["register"],
+    "pymoe/bench/operators.py": ["OPERATORS"],
+    "pymoe/pipe/distributed/messages.py": ["Layout", "flat", "empty", "read_tensors", "read_values"],
+    "pymoe/reference/checks.py": ["FLOATING"],
+    "csrc/runtime/statistics.h": ["PoolStatistics"],
+    "pymoe/runtime/monitoring/statistics.py": ["PoolStats"],
+    "pymoe/nn/moe.py": ["Stats", "MoE"],
+    "pymoe/nn/router.py": ["Router"],
+    "pymoe/mixture/stats.py": ["BackendStats", "PassStats"],
+    "pymoe/pipe/schedules/record.py": ["Record"],
+}
+
+
+@pytest.mark.parametrize("file", WHERE_TO_ADD)
+def test_what_the_design_page_names_is_in_the_file_that_it_names(file: str) -> None:
+    page = (ROOT / "docs" / "design.md").read_text().split("## Where do I add")[1]
+    assert f"`{file}`" in page
+    source = (ROOT / file).read_text()
+    for one in WHERE_TO_ADD[file]:
+        assert f"`{one}`" in page or f'`@{one}("name")`' in page
+        assert re.search(rf"\b{one}\b", source)

@@ -8,12 +8,12 @@ import torch
 from moe_layers import make_input, make_layer
 from torch import nn
 
-from pymoe.nn import Router, advice, update_expert_biases
+from pymoe.nn import Router, options, update_expert_biases
 
 
 @pytest.fixture(autouse=True)
 def _nothing_told(monkeypatch):
-    monkeypatch.setattr(advice, "_told", set())
+    monkeypatch.setattr(options, "_warned", set())
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def with_bias():
     return layer
 
 
-def trained(layer, steps=advice.MANY_STEPS, after=lambda layer: None):
+def trained(layer, steps=options.MIN_STEPS_TO_WARN, after=lambda layer: None):
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
     x = make_input(5)
     for _ in range(steps):

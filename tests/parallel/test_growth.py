@@ -110,7 +110,7 @@ def test_calls_that_compute_do_not_make_the_pool_grow(compute: Callable[[], None
 
 
 def test_threads_that_were_added_end_when_they_have_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "IDLE", 0.05)
+    monkeypatch.setattr(pool, "END_IDLE_THREAD_AFTER_S", 0.05)
     workers = pool.shared_pool()
     for _ in range(2):
         both_passes()

@@ -68,7 +68,7 @@ def test_a_call_that_writes_what_needs_gradients_into_what_did_not() -> None:
 
 def test_two_calls_that_write_to_one_tensor_are_refused() -> None:
     h = leaf(1.0) * 1
-    with pytest.raises(RuntimeError, match="written to in place twice"):
+    with pytest.raises(RuntimeError, match="modified in place by more than one call"):
         map_with_parallel_backward(lambda t: t.mul_(2), (h,), (h,))
 
 

@@ -242,7 +242,7 @@ def test_a_background_call_within_a_checkpoint_is_refused() -> None:
         return run_in_background(torch.sin, x).result()
 
     for block in (background, lambda x: summed(map_with_parallel_backward, background, x, x)):
-        with pytest.raises(RuntimeError, match="checkpoint cannot be around a call in the background"):
+        with pytest.raises(RuntimeError, match=r"run_in_background: called inside torch\.utils\.checkpoint"):
             checkpoint(block, x, use_reentrant=False)
     with torch.autograd.graph.save_on_cpu():
         y = run_in_background(torch.sin, x).result()

@@ -9,18 +9,18 @@ import pytest
 import torch
 from limits import LONG
 
-from pymoe.parallel import run_concurrently as together
+from pymoe.parallel import run_concurrently as runs
 from pymoe.runtime import map_with_parallel_backward, parallel_workers
 
 
 @pytest.fixture(autouse=True)
 def trusted(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int], bool]:
     trusted: dict[tuple[str, int], bool] = {}
-    monkeypatch.setattr(together, "_trusted", trusted)
+    monkeypatch.setattr(runs, "_trusted", trusted)
     # Seconds: every call of these tests is short, however busy the machine is, unless it waits for another.
-    monkeypatch.setattr(together, "INLINE_LIMIT_S", float(LONG))
+    monkeypatch.setattr(runs, "INLINE_LIMIT_S", float(LONG))
     # And this thread is not kept from them for so long that workers take them.
-    monkeypatch.setattr(together, "TRUSTED_INLINE_LIMIT_S", 1.0)
+    monkeypatch.setattr(runs, "TRUSTED_INLINE_LIMIT_S", 1.0)
     return trusted
 
 
@@ -72,18 +72,18 @@ def test_calls_that_were_short_and_then_wait_for_each_other_get_workers(
 def test_calls_that_take_long_one_after_the_other_are_not_trusted(
     trusted: dict[Any, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(together, "INLINE_LIMIT_S", 1e-9)
-    trusted["map_with_parallel_backward forward", together.likeness(Meets)] = False
+    monkeypatch.setattr(runs, "INLINE_LIMIT_S", 1e-9)
+    trusted["map_with_parallel_backward forward", runs.likeness(Meets)] = False
     both_passes()
     both_passes()
     assert not trusted
 
 
 def test_what_is_remembered_of_functions_is_bounded(trusted: dict[Any, bool]) -> None:
-    functions: list[Any] = [eval("lambda x: x") for _ in range(together._MOST_TRUSTED + 10)]
+    functions: list[Any] = [eval("lambda x: x") for _ in range(runs._MOST_TRUSTED + 10)]
     for function in functions:
         map_with_parallel_backward(function, (1,), (2,))
-    assert 0 < len(trusted) <= together._MOST_TRUSTED
+    assert 0 < len(trusted) <= runs._MOST_TRUSTED
 
 
 def test_the_same_function_is_known_again() -> None:
@@ -95,7 +95,7 @@ def test_the_same_function_is_known_again() -> None:
         return lambda x: x
 
     module = Module()
-    likeness = together.likeness
+    likeness = runs.likeness
     assert likeness(made_anew()) == likeness(made_anew())
     assert likeness(module.method) == likeness(module.method)
     assert likeness(Meets) == likeness(Meets.apply)

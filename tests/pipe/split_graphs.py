@@ -5,7 +5,8 @@ from collections import Counter
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pymoe.autograd.isolated_graph import differentiate, edge_of, find_leaves
+from pymoe.autograd.graph_nodes import edge_of, find_leaves
+from pymoe.autograd.isolated_graph import differentiate
 from pymoe.pipe.split_backward import SplitBackward
 
 _NAMES = "mm addmm bmm convolution embedding_dense_backward _prelu_kernel_backward"

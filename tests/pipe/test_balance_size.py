@@ -158,12 +158,12 @@ def test_nothing_of_the_model_changes():
 
 def test_what_is_no_argument_is_refused():
     layers = nn.Sequential(nn.Linear(4, 4))
-    with pytest.raises(TypeError, match=r"nn\.Sequential is needed, got Linear"):
+    with pytest.raises(TypeError, match=r"must be an nn\.Sequential, got Linear"):
         balance_by_size(1, nn.Linear(4, 4), SAMPLE)
     with pytest.raises(ValueError, match="from 1 to the number of layers, 1, got 2"):
         balance_by_size(2, layers, SAMPLE)
     for chunks in (0, -1, 2.0, True):
-        with pytest.raises(ValueError, match="chunks must be an integer from 1 up"):
+        with pytest.raises(ValueError, match="chunks must be a positive integer"):
             balance_by_size(1, layers, SAMPLE, chunks=chunks)
     for scale in (-1.0, float("nan")):
         with pytest.raises(ValueError, match="param_scale must not be negative"):

@@ -229,9 +229,9 @@ def test_an_error_says_which_layer():
 
 
 def test_what_is_no_argument_is_refused():
-    with pytest.raises(TypeError, match=r"nn\.Sequential is needed, got Linear"):
+    with pytest.raises(TypeError, match=r"must be an nn\.Sequential, got Linear"):
         balance_by_time(2, nn.Linear(3, 3), SAMPLE)
-    with pytest.raises(TypeError, match=r"nn\.Sequential is needed, got Linear"):
+    with pytest.raises(TypeError, match=r"must be an nn\.Sequential, got Linear"):
         profile_times(nn.Linear(3, 3), SAMPLE)
     with pytest.raises(ValueError, match="from 1 to the number of layers, 2, got 3"):
         balance_by_time(3, model((1,), (1,)), SAMPLE)

@@ -98,12 +98,12 @@ def test_stages_that_cannot_be_are_refused():
     for arguments, error, words in [
         (([],), TypeError, "a sequence of modules"),
         (([F.relu],), TypeError, "a sequence of modules"),
-        ((stages(), TAKES[:2]), ValueError, "2 entries for 3 stages"),
+        ((stages(), TAKES[:2]), ValueError, "takes: expected one entry per stage \(3\), got 2"),
         ((stages(), [[Source(INPUT, 0)], [1], [1]]), ValueError, "stage 1 cannot take 1"),
         ((stages(), TAKES, 3), ValueError, "the pipe's output cannot take 3"),
     ]:
         with pytest.raises(error, match=words):
             Pipe.from_stages(*arguments)
     pipe = Pipe.from_stages(stages(), TAKES)
-    with pytest.raises(TypeError, match="take 2 inputs by position, got 1"):
+    with pytest.raises(TypeError, match="expected 2 positional inputs, got 1"):
         pipe(torch.randn(2, WIDTH))

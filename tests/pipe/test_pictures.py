@@ -116,7 +116,7 @@ def test_the_command_draws_all_schedules_with_the_options_that_each_has(capsys):
     ("arguments", "message"),
     [
         (["gpipe", "--live-limit", "2"], "schedule 'gpipe' has no live_limit"),
-        (["1f1b", "--stages", "0"], "stages must be an integer from 1 up"),
+        (["1f1b", "--stages", "0"], "stages must be a positive integer"),
         (["1f2b"], "no schedule '1f2b'"),
         (["1f1b", "--communication", "-1"], "must take 0 or longer"),
     ],

@@ -113,13 +113,13 @@ def test_wrong_models_are_refused():
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"chunks": 0}, ValueError, "chunks must be an integer from 1 up, got 0"),
-        ({"chunks": 2.0}, ValueError, "chunks must be an integer"),
+        ({"chunks": 0}, ValueError, "chunks must be a positive integer, got 0"),
+        ({"chunks": 2.0}, ValueError, "chunks must be a positive integer"),
         ({"checkpoint": "sometimes"}, ValueError, "always, except_last, never, got 'sometimes'"),
         ({"balance": [4, 5]}, ValueError, r"balance=\[4, 5\] is for 9 layers, the model has 8"),
         ({"balance": [8, 0]}, ValueError, "every stage must have a layer"),
         ({"balance": [4.0, 4.0]}, TypeError, "list of integers"),
-        ({"balance": [4, 4], "devices": ["cpu"]}, ValueError, "1 devices for 2 stages"),
+        ({"balance": [4, 4], "devices": ["cpu"]}, ValueError, r"one device per stage \(2\), got 1"),
     ],
 )
 def test_wrong_options_are_refused(options, error, words):
@@ -143,7 +143,7 @@ def test_wrong_steps_are_refused():
     ]:
         with pytest.raises(error, match=words):
             pipe.step(x, **{**good, **options})
-    with pytest.raises(TypeError, match="takes 1 inputs, got 2"):
+    with pytest.raises(TypeError, match="expected 1 input, got 2"):
         pipe.step(x, x, **good)
     pipe.step(x, **good)
 

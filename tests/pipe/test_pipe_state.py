@@ -130,7 +130,7 @@ def test_a_pipe_is_not_moved():
     for move in (lambda: pipe.to("meta"), lambda: pipe.to_empty(device="meta"), pipe.cuda):
         with pytest.raises((RuntimeError, AssertionError)) as failed:
             move()
-        assert "stay on their devices" in str(failed.value) or move == pipe.cuda
+        assert "stages cannot be moved" in str(failed.value) or move == pipe.cuda
     pipe.float()
     assert all(parameter.dtype == torch.float32 for parameter in pipe.parameters())
 
@@ -139,7 +139,7 @@ def test_devices_take_the_layers_and_what_they_are_given():
     pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, 2)), 2, devices=["cpu", "meta"])
     assert [next(stage.parameters()).device.type for stage in pipe] == ["cpu", "meta"]
     assert pipe(torch.randn(4, WIDTH)).device.type == "meta"
-    with pytest.raises(ValueError, match="1 devices for 2 stages"):
+    with pytest.raises(ValueError, match=r"one device per stage \(2\), got 1"):
         Pipe(nn.Sequential(nn.Identity(), nn.Identity()), devices=["cpu"])
     shared = nn.Linear(WIDTH, WIDTH)
     with pytest.raises(ValueError, match="weight' is used by stage 0 on cpu, stage 1 on meta"):

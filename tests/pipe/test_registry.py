@@ -55,12 +55,12 @@ def test_a_name_is_taken_once():
         (("gpip", 2, 2), {}, "no schedule 'gpip': there are gpipe, 1f1b, interleaved-1f1b, zero-bubble"),
         (("gpipe", 2, 2), {"live_limit": 1}, "schedule 'gpipe' has no live_limit: it has no options"),
         (("1f1b", 2, 2), {"virtual_stages": 1}, "schedule '1f1b' has no virtual_stages: it has live_limit"),
-        (("1f1b", 0, 2), {}, "stages must be an integer from 1 up, got 0"),
-        (("1f1b", 2, -1), {}, "micro_batches must be an integer from 1 up, got -1"),
-        (("1f1b", 2, 2.0), {}, r"micro_batches must be an integer from 1 up, got 2\.0"),
-        (("1f1b", True, 2), {}, "stages must be an integer from 1 up, got True"),
-        (("1f1b", 2, 2), {"live_limit": 0}, "live_limit must be an integer from 1 up, got 0"),
-        (("interleaved-1f1b", 2, 2), {"virtual_stages": 0}, "virtual_stages must be an integer from 1 up, got 0"),
+        (("1f1b", 0, 2), {}, "stages must be a positive integer, got 0"),
+        (("1f1b", 2, -1), {}, "micro_batches must be a positive integer, got -1"),
+        (("1f1b", 2, 2.0), {}, r"micro_batches must be a positive integer, got 2\.0"),
+        (("1f1b", True, 2), {}, "stages must be a positive integer, got True"),
+        (("1f1b", 2, 2), {"live_limit": 0}, "live_limit must be a positive integer, got 0"),
+        (("interleaved-1f1b", 2, 2), {"virtual_stages": 0}, "virtual_stages must be a positive integer, got 0"),
     ],
 )
 def test_a_wrong_call_is_refused(arguments, chosen, match):

@@ -176,7 +176,7 @@ def test_isolate_some_names_alone():
         layer.isolate(ns, only=["a", "d"])
     with pytest.raises(TypeError, match="only must be a list of names, got the string 'a'"):
         layer.isolate(ns, only="a")
-    with pytest.raises(TypeError, match="a Namespace is needed, got str"):
+    with pytest.raises(TypeError, match="ns must be a Namespace, got str"):
         layer.isolate("ns")  # type: ignore[arg-type]
 
 
@@ -304,7 +304,7 @@ def test_what_skippable_takes():
         skippable(pop=[3])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="'a' declared both as stashable and as poppable"):
         skippable(stash=["a"], pop=["a"])
-    with pytest.raises(TypeError, match="a class of modules is needed"):
+    with pytest.raises(TypeError, match="expected a class of modules"):
         skippable()(Inner())  # type: ignore[type-var]
 
 

@@ -6,7 +6,7 @@ from split_graphs import Case, Halves, InParts, Scaled, begin, calls
 from torch import nn
 from torch.nn import functional as F
 
-from pymoe.autograd.isolated_graph import edge_of
+from pymoe.autograd.graph_nodes import edge_of
 from pymoe.pipe.split_backward import SplitBackward
 
 pytestmark = pytest.mark.usefixtures("doubles")

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from pymoe.autograd.isolated_graph import edge_of
+from pymoe.autograd.graph_nodes import edge_of
 from pymoe.parallel import map_with_parallel_backward
 from pymoe.pipe.split_backward import SplitBackward, put_off
 

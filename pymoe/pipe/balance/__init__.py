@@ -1,4 +1,4 @@
-"""How many layers each stage of a pipeline should have: by measured time, or by memory.
+"""Chooses how many layers each stage of a pipeline has: by measured time, or by memory.
 
 ::
 
@@ -37,12 +37,12 @@ def balance_by_time(
     timeout: float = 1.0,
     device: torch.device | str | int | None = None,
 ) -> list[int]:
-    """Layers per stage, so that the slowest stage is as fast as can be, by the times of :func:`profile_times`.
+    """Return layers per stage that make the slowest stage as fast as can be, by the times of :func:`profile_times`.
 
     Args:
         partitions: the number of stages.
         module: the model. It is left as it was.
-        sample: an input; times need not grow with its size as one thinks, so best a micro-batch.
+        sample: an input, best of a micro-batch's size: times need not be proportional to the rows.
         timeout: seconds to measure.
         device: where to measure; None: where the model is.
 
@@ -50,7 +50,7 @@ def balance_by_time(
         What ``Pipe`` takes as ``balance``.
 
     Raises:
-        TypeError: the model is no ``nn.Sequential``, or ``partitions`` no integer.
+        TypeError: the model is not an ``nn.Sequential``, or ``partitions`` is not an integer.
         ValueError: there are more stages than layers, or less than one; ``timeout`` is negative.
     """
     _check(partitions, module)
@@ -67,7 +67,7 @@ def balance_by_size(
     param_scale: float = 2.0,
     device: torch.device | str | int | None = None,
 ) -> list[int]:
-    """Layers per stage, so that the largest stage is as small as can be, by the bytes of :func:`profile_sizes`.
+    """Return layers per stage that make the largest stage as small as can be, by the bytes of :func:`profile_sizes`.
 
     ``param_scale`` is how many copies of its parameters training holds: 2 for parameters and gradients (SGD), 3 with
     momentum, 4 for Adam.
@@ -84,7 +84,7 @@ def balance_by_size(
         What ``Pipe`` takes as ``balance``.
 
     Raises:
-        TypeError: the model is no ``nn.Sequential``, or ``partitions`` no integer.
+        TypeError: the model is not an ``nn.Sequential``, or ``partitions`` is not an integer.
         ValueError: there are more stages than layers, or less than one; ``chunks`` is less than 1; ``param_scale`` is
             negative.
     """
@@ -97,5 +97,5 @@ def balance_by_size(
 
 def _check(partitions: int, module: nn.Sequential) -> None:
     if not isinstance(module, nn.Sequential):
-        raise TypeError(f"an nn.Sequential is needed, got {type(module).__name__}")
+        raise TypeError(f"balance: module must be an nn.Sequential, got {type(module).__name__}")
     check_partitions(partitions, len(module))

@@ -58,9 +58,9 @@ def least_maximum(costs: Sequence[float], partitions: int) -> float:
 def check_partitions(partitions: int, layers: int) -> None:
     """Raise TypeError or ValueError unless ``partitions`` is from 1 to ``layers``."""
     if not isinstance(partitions, int) or isinstance(partitions, bool):
-        raise TypeError(f"partitions must be an integer, got {partitions!r}")
+        raise TypeError(f"balance: partitions must be an integer, got {partitions!r}")
     if not 1 <= partitions <= layers:
-        raise ValueError(f"partitions must be from 1 to the number of layers, {layers}, got {partitions}")
+        raise ValueError(f"balance: partitions must be from 1 to the number of layers, {layers}, got {partitions}")
 
 
 def _exact_sums(costs: Sequence[float]) -> tuple[list[int], int]:

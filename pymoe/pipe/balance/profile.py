@@ -1,63 +1,70 @@
-"""What every layer of a sequential model costs: time, and memory."""
+"""Measures what every layer of a sequential model costs: time, and memory.
+
+A copy of the model runs layer by layer, and leaves no trace in the model itself.
+"""
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from pymoe.pipe.balance.layers import Skips, copied, separate, tensors_of
+from pymoe._torch_private import pytree
 from pymoe.pipe.micro_batches import split
+from pymoe.pipe.skip import tracking
+from pymoe.pipe.skip.tracker import Key
 
 __all__ = ["LayerSize", "LayerTime", "profile_sizes", "profile_times"]
 
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds that a layer took, in the middle of several passes."""
+    """Seconds that a layer took: medians over several passes."""
 
     name: str
     forward: float
-    """Median."""
+    """Of one pass."""
     backward: float
-    """Median; 0 where nothing requires gradients."""
+    """Of one pass; 0 where nothing requires gradients."""
     forward_spread: float
-    """Between the quartiles."""
+    """The distance between the quartiles."""
     backward_spread: float
     passes: int
 
     @property
     def total(self) -> float:
-        """Forward and backward."""
+        """The seconds of forward and backward."""
         return self.forward + self.backward
 
 
 @dataclass(frozen=True)
 class LayerSize:
-    """Bytes that a layer holds. What several layers share counts for the first."""
+    """Bytes that a layer holds. What several layers share counts for the first of them."""
 
     name: str
     parameters: int
-    """That are trained."""
+    """Those that require gradients."""
     fixed: int
-    """Buffers, and parameters that are not trained."""
+    """Buffers, and parameters that do not require gradients."""
     activations: int
-    """Of one micro-batch: what autograd keeps between forward and backward."""
+    """What autograd keeps of one micro-batch between forward and backward."""
 
     def total(self, param_scale: float = 1.0) -> float:
-        """All of it, with ``param_scale`` times the trained parameters."""
+        """Return the sum, with ``param_scale`` times the trained parameters."""
         return self.parameters * param_scale + self.fixed + self.activations
 
 
 def profile_times(
     module: nn.Sequential, sample: Any, *, timeout: float = 1.0, device: torch.device | str | int | None = None
 ) -> list[LayerTime]:
-    """Run a copy of a model layer by layer, forward and backward, again and again, and time it.
+    """Time the layers of a model: run a copy layer by layer, forward and backward, again and again.
 
     The model, its gradients and torch's random generators are left as they were; hooks of modules run with the copy.
     Layers are timed in the mode they are in, training or not. After one pass that is not counted, passes are made until
@@ -70,7 +77,7 @@ def profile_times(
         device: where to run; None: where the model is.
 
     Raises:
-        TypeError: the model is no ``nn.Sequential``.
+        TypeError: the model is not an ``nn.Sequential``.
         ValueError: ``timeout`` is negative.
         BaseException: what a layer raised, with a note that names it.
     """
@@ -105,8 +112,8 @@ def profile_sizes(
     """Run a copy of a model forward once, for the first of ``chunks`` micro-batches, and count what each layer holds.
 
     Activations are what autograd saves for the backward pass, by storages: a view holds all of what it is a view of.
-    Layers that keep tensors by other means than autograd are not seen doing so. On every device; the model and
-    torch's random generators are left as they were.
+    Tensors that layers keep by other means are not counted. Works on every device; the model and torch's random
+    generators are left as they were.
 
     Args:
         module: the model; layers may be ``@skippable``, take and return nested structures.
@@ -115,12 +122,12 @@ def profile_sizes(
         device: where to run; None: where the model is.
 
     Raises:
-        TypeError: the model is no ``nn.Sequential``.
-        ValueError: ``chunks`` is no integer from 1 up.
+        TypeError: the model is not an ``nn.Sequential``.
+        ValueError: ``chunks`` is not a positive integer.
         BaseException: what a layer raised, with a note that names it.
     """
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
-        raise ValueError(f"profile_sizes: chunks must be an integer from 1 up, got {chunks!r}")
+        raise ValueError(f"profile_sizes: chunks must be a positive integer, got {chunks!r}")
     storages = _Storages()
     micro_batch = split([input], chunks).values[0][0]
     with copied(module, micro_batch, device, Skips(lambda value: value)) as (layers, value, _):
@@ -142,10 +149,10 @@ class _Storages:
 
     def __init__(self) -> None:
         self.bytes = 0
-        self._seen: dict[int, Any] = {}  # kept, so that none gets the place of another
+        self._seen: dict[int, Any] = {}  # kept, so that no other gets the address of one
 
     def add(self, tensors: Sequence[torch.Tensor]) -> int:
-        """How many bytes of them are new."""
+        """Count the tensors. Return how many of their bytes are new."""
         before = self.bytes
         for tensor in tensors:
             for part in _dense(tensor):
@@ -156,7 +163,7 @@ class _Storages:
         return self.bytes - before
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What autograd keeps; without its graph, which would go round in a circle."""
+        """Count what autograd keeps, and return it without its graph, which would make a reference cycle."""
         self.add([tensor])
         return tensor.detach()
 
@@ -164,7 +171,7 @@ class _Storages:
 def _pass(
     layers: list[tuple[str, nn.Module]], value: Any, device: torch.device, skips: Skips
 ) -> list[tuple[float, float]]:
-    """Seconds of forward and backward of every layer."""
+    """Run all layers once. Return the seconds of forward and backward of each."""
     times = []
     for name, layer in layers:
         skips.stashed.clear()
@@ -216,3 +223,70 @@ def _dense(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.layout == torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     return []
+
+
+class Skips:
+    """Keeps skips for any number of pops; ``hand_over`` makes of a skip what a layer gets."""
+
+    def __init__(self, hand_over: Callable[[Any], Any]) -> None:
+        self.kept: dict[Key, Any] = {}
+        self.stashed: list[Any] = []  # by the layer that runs
+        self._hand_over = hand_over
+
+    def save(self, key: Key, value: Any) -> None:
+        self.kept[key] = value
+        self.stashed.append(value)
+
+    def load(self, key: Key) -> Any:
+        return self._hand_over(self.kept[key])
+
+
+@contextmanager
+def copied(
+    module: nn.Sequential, value: Any, device: torch.device | str | int | None, skips: Skips
+) -> Iterator[tuple[list[tuple[str, nn.Module]], Any, torch.device]]:
+    """Copy the model's layers, with their names, and its input to a device. Yields both, and the device.
+
+    Within the block gradients are on, skips go through ``skips``, and the generators of random numbers are copies.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"balance: module must be an nn.Sequential, got {type(module).__name__}")
+    where = _device(module, value) if device is None else torch.device(device)
+    drawn = [] if where.type == "cpu" else [torch.empty(0, device=where).device.index]
+    kind = "cuda" if where.type == "cpu" else where.type
+    with (
+        torch.random.fork_rng(drawn, device_type=kind),
+        torch.inference_mode(False),  # and gradients are on
+        tracking(skips),
+    ):
+        layers = copy.deepcopy(module).to(where)
+        yield list(layers._modules.items()), map_tensors(lambda x: _copy(x, where), value), where  # type: ignore[arg-type]
+
+
+def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
+
+
+def separate(value: Any) -> Any:
+    """Return the same values with a graph that begins here; a layer may write into them."""
+
+    def begin(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().requires_grad_(tensor.requires_grad).clone()
+
+    return map_tensors(begin, value)
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return a nested structure with ``function(tensor)`` in place of every tensor."""
+    return pytree.tree_map_only(torch.Tensor, function, value)
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of a nested structure."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _device(module: nn.Module, value: Any) -> torch.device:
+    for tensor in (*module.parameters(), *module.buffers(), *tensors_of(value)):
+        return tensor.device
+    return torch.device("cpu")

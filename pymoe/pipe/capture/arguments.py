@@ -1,10 +1,11 @@
-"""The arguments of a call as a flat list of leaves, and every leaf by the name that its user would give it."""
+"""The arguments of a call as a flat list of leaves, their names, and which of their dimensions are free."""
 
 from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils import _pytree
 
 from pymoe.pipe.capture.errors import CaptureError
 
-__all__ = ["Arguments", "Like", "is_constant"]
+__all__ = ["PYTREE_HINT", "Arguments", "Like", "Trial", "is_constant", "trials"]
 
 
 class Like(NamedTuple):
@@ -30,31 +31,25 @@ class Like(NamedTuple):
         return Like(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
     def make(self) -> Tensor:
-        """Another example, of any values."""
+        """Return another example, of any values."""
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
         return made.requires_grad_(self.requires_grad)
 
 
 _CONSTANTS = (
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    enum.Enum,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    slice,
-    range,
-    type(None),
-    type(...),
+    *(int, float, complex, str, bytes, enum.Enum, slice, range, type(None), type(...)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
+
+PYTREE_HINT = (
+    "tensors, numbers, strings, None, and lists, tuples and dicts of them; register other classes with "
+    "torch.utils._pytree.register_pytree_node or register_dataclass"
+)
+"""What may be an argument or a result."""
 
 
 def is_constant(leaf: Any) -> bool:
-    """Whether something other than a tensor may be an argument or a result: what is always itself."""
+    """Return whether something other than a tensor may be an argument or a result: what is always itself."""
     return isinstance(leaf, _CONSTANTS)
 
 
@@ -80,54 +75,53 @@ class Arguments:
         for name, leaf in zip(self.names, self.examples, strict=True):
             if not isinstance(leaf, Like) and not is_constant(leaf):
                 raise CaptureError(
-                    f"the model cannot be captured: its argument {name} is a {type(leaf).__name__}. Arguments may be "
-                    "tensors, numbers, strings, None, and lists, tuples and dicts of them; register other classes with "
-                    "torch.utils._pytree.register_pytree_node, or register_dataclass"
+                    f"the model cannot be captured: its argument {name} is a {type(leaf).__name__}, expected "
+                    f"{PYTREE_HINT}"
                 )
 
     def example(
         self, dtypes: Sequence[torch.dtype | None] = (), call: Sequence[Any] = ()
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """An example call, ``(args, kwargs)``; its tensors have the ``dtypes``, and those of another ``call`` say
-        whether they require gradients, where that is known.
+        """Return an example call, ``(args, kwargs)``; its tensors have the ``dtypes``, and those of another ``call``
+        say whether they require gradients, where that is known.
         """
         none = [None] * len(self.examples)
-        leaves = [
-            leaf._replace(
-                dtype=dtype or leaf.dtype, requires_grad=getattr(now, "requires_grad", leaf.requires_grad)
-            ).make()
-            if isinstance(leaf, Like)
-            else leaf
-            for leaf, dtype, now in zip(self.examples, dtypes or none, call or none, strict=True)
-        ]
+        leaves = []
+        for leaf, dtype, now in zip(self.examples, dtypes or none, call or none, strict=True):
+            if isinstance(leaf, Like):
+                requires_grad = getattr(now, "requires_grad", leaf.requires_grad)
+                leaf = leaf._replace(dtype=dtype or leaf.dtype, requires_grad=requires_grad).make()
+            leaves.append(leaf)
         args, kwargs = _pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The leaves of a call, in the order of ``names``.
+        """Return the leaves of a call, in the order of ``names``.
 
         Raises:
-            TypeError: the call does not have the form of the one that was captured.
+            TypeError: the call's signature differs from the captured one.
         """
         leaves, spec = _pytree.tree_flatten((args, kwargs))
         if spec == self.spec:
             return leaves
         example_args, example_kwargs = _pytree.tree_unflatten([_Slot(n) for n in range(len(self.names))], self.spec)
         expected, expected_spec = _pytree.tree_flatten(self._bound(example_args, example_kwargs))
-        given, given_spec = _pytree.tree_flatten(self._bound(args, kwargs))
+        given, given_spec = _pytree.tree_flatten_with_path(self._bound(args, kwargs))
         if given_spec != expected_spec:
             raise TypeError(
-                "the call has another form than the one that was captured: captured were "
-                f"{self._describe(example_args, example_kwargs)}, given are {self._describe(args, kwargs)}"
+                f"signature differs from the captured one: expected {self._describe(example_args, example_kwargs)}, "
+                f"got {self._describe(args, kwargs)}"
             )
         leaves = [None] * len(self.names)
-        for slot, value in zip(expected, given, strict=True):
+        for slot, (path, value) in zip(expected, given, strict=True):
             if isinstance(slot, _Slot):
                 leaves[slot.number] = value
             elif not (slot is value or (type(slot) is type(value) and slot == value)):
+                first: Any = path[0]
+                name = str(first.key) + _pytree.keystr(path[1:])
                 raise TypeError(
-                    f"the call gives {value!r} where the one that was captured left the default, {slot!r}: "
-                    "capture with an example of it"
+                    f"{name}: expected the default of the capture, {slot!r}, got {value!r}: capture with an example of "
+                    "it"
                 )
         return leaves
 
@@ -142,12 +136,10 @@ class Arguments:
         return {**bound.arguments, **rest}
 
     def _describe(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-        names = self._positions(len(args))
-        parts = [f"{names[n]}" for n in range(len(args))] + list(kwargs)
-        return "(" + ", ".join(parts) + ")"
+        return f"({', '.join([*self._positions(len(args))[: len(args)], *kwargs])})"
 
     def _positions(self, count: int) -> list[str]:
-        """What the first ``count`` positional arguments are called."""
+        """Return the names of the first ``count`` positional arguments, and possibly of more."""
         names: list[str] = []
         for name, parameter in self._signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
@@ -161,3 +153,69 @@ def _name(path: tuple[Any, ...], positions: list[str]) -> str:
     which, key, *rest = path
     first = positions[key.idx] if which.idx == 0 else str(key.key)
     return first + _pytree.keystr(tuple(rest))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A way to capture a model."""
+
+    shapes: list[Any]
+    """For every tensor leaf which dimensions are free, in the form of ``torch.export.export``."""
+    any_size: bool
+    """Whether these may be 0 or 1 as well."""
+
+
+def trials(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+) -> Iterator[Trial]:
+    """Yield what to try, one after the other.
+
+    With ``dynamic_shapes``, in the form of ``torch.export.export``, that alone. Otherwise all dimensions free, the
+    first of each tensor, none; but not where the example has 0 or 1, for which torch takes another path.
+    """
+    from torch.export import Dim
+
+    if dynamic_shapes is not None:
+        given = list(_given(forward, args, kwargs, dynamic_shapes))
+        yield Trial(given, True)
+        yield Trial(given, False)
+        return
+    tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    free = [[dim for dim, size in enumerate(tensor.shape) if size > 1] for tensor in tensors]
+    first = [[dim for dim in dims if dim == 0] for dims in free]
+    none: list[list[int]] = [[] for _ in tensors]
+    for dims, any_size in ((free, True), (free, False), (first, True), (first, False), (none, False)):
+        yield Trial([dict.fromkeys(some, Dim.AUTO) for some in dims], any_size)
+
+
+def _given(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any) -> Iterator[Any]:
+    bound = inspect.signature(forward).bind(*args, **kwargs).arguments
+    if not isinstance(shapes, Mapping):
+        if len(shapes) != len(bound):
+            raise ValueError(f"dynamic_shapes: expected {len(bound)} entries, for {list(bound)}, got {len(shapes)}")
+        shapes = dict(zip(bound, shapes, strict=True))
+    by_id: dict[int, Any] = {}
+    for name, value in bound.items():
+        spec = shapes.get(name)
+        # Arguments collected by **kwargs may stand beside the named ones.
+        if name not in shapes and isinstance(value, dict) and all(key in shapes for key in value):
+            spec = {key: shapes[key] for key in value}
+        by_id.update((id(leaf), of_leaf) for leaf, of_leaf in _pairs(value, spec, name))
+    for leaf in _pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            yield by_id[id(leaf)]
+
+
+def _pairs(value: Any, spec: Any, name: str) -> Iterator[tuple[Tensor, Any]]:
+    if isinstance(value, Tensor):
+        yield value, {} if spec is None else spec
+    elif spec is None:
+        yield from ((leaf, {}) for leaf in _pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+    elif isinstance(value, Mapping) and isinstance(spec, Mapping):
+        for key, part in value.items():
+            yield from _pairs(part, spec.get(key), f"{name}[{key!r}]")
+    elif isinstance(value, (list, tuple)) and isinstance(spec, Sequence) and len(spec) == len(value):
+        for number, part in enumerate(value):
+            yield from _pairs(part, spec[number], f"{name}[{number}]")
+    else:
+        raise ValueError(f"dynamic_shapes: expected the structure of the argument {name}, got {spec!r}")

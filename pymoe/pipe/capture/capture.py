@@ -1,4 +1,4 @@
-"""``capture``: a model and example arguments to a graph."""
+"""``capture``: from a model and example arguments to a graph."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ import logging
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
 
-from pymoe.pipe.capture.arguments import Arguments, Like
-from pymoe.pipe.capture.by_running import RealModule
-from pymoe.pipe.capture.captured import Captured
-from pymoe.pipe.capture.choice import Choice, Opaque, must_be_opaque, opaque_by_path
-from pymoe.pipe.capture.dynamic import Trial, trials
+from pymoe.pipe.capture.arguments import Arguments, Like, Trial, trials
 from pymoe.pipe.capture.entry import Entry, Output, Stopped
-from pymoe.pipe.capture.errors import BoundaryInside, CaptureError, asks_for_values, capture_error, stack_level
-from pymoe.pipe.capture.graph import rebuilt
+from pymoe.pipe.capture.errors import BoundaryInside, CaptureError, branches_on_values, capture_error, stack_level
+from pymoe.pipe.capture.external_values import caches_of, external_values
+from pymoe.pipe.capture.graph import Captured, captured_graph
 from pymoe.pipe.capture.guards import Guards
-from pymoe.pipe.capture.outside import caches_of, outside_of
-from pymoe.pipe.capture.reads import Ambient, Recorder
-from pymoe.pipe.capture.untouched import untouched
+from pymoe.pipe.capture.opaque import Choice, Opaque, RealModule, choose_opaque, must_be_opaque
+from pymoe.pipe.capture.python_reads import Answers, Recorder, ambient_answers
+from pymoe.pipe.capture.snapshots import attributes_restored
 
 __all__ = ["capture"]
 
@@ -38,33 +35,33 @@ def capture(
     dynamic_shapes: Any = None,
     opaque: Opaque = (),
 ) -> Captured:
-    """Capture ``model``, in the mode in which it is, as one graph, by ``torch.export``.
+    """Capture ``model``, in its present mode, as one graph, by ``torch.export``.
 
     The graph computes what the model computes, with the same operators in the same order: outputs, gradients, changed
     buffers and random numbers are equal bit by bit. The model stays exactly as it is, also when this fails.
 
-    Values of Python are constants of the capture: ``Captured.guards`` tells whether they are still what they were. A
-    module below the model whose forward changes its attributes becomes opaque, with a warning; what else the model's
-    code does to Python's values, and random numbers that are not torch's, are refused. What leaves no trace in them
-    (prints) happens during the capture and is forgotten.
+    Python values are constants of the capture: ``Captured.guards`` tells whether they are still what they were. A
+    submodule whose forward changes its attributes becomes opaque, with a warning; other changes of Python values by the
+    model's code, and random numbers that are not torch's, are refused. What leaves no trace in them (prints) happens
+    during the capture alone.
 
     Args:
         model: any module that ``torch.export`` takes.
-        args: examples of the arguments; tensors of at least 2 in every dimension that shall be free.
+        args: examples of the arguments; at least 2 in every dimension that is to be free.
         kwargs: examples of the arguments by name.
         dynamic_shapes: which dimensions are free, as for ``torch.export.export``; by default all that the model's code
             does not fix.
-        opaque: types of modules, and qualified names, that are called as they are and not looked into, as layers of
+        opaque: types of modules, and qualified names, that are called as a whole instead of being traced, as layers of
             :mod:`pymoe.nn`, autograd Functions and modules with hooks always are. They keep their state, hooks and
             mode; their outputs' shapes must follow from the shapes of their inputs.
 
     Raises:
-        TypeError, ValueError: ``opaque`` or ``dynamic_shapes`` do not fit the model.
+        TypeError, ValueError: ``opaque`` or ``dynamic_shapes`` does not fit the model.
         CaptureError: the model cannot be captured; the message names the line of its code.
     """
-    ambient, choice = Ambient(), Choice()
+    ambient, choice = ambient_answers(), Choice()
     while True:
-        attempt = _Attempt(model, args, kwargs or {}, dynamic_shapes, opaque_by_path(model, opaque, choice), ambient)
+        attempt = _Attempt(model, args, kwargs or {}, dynamic_shapes, choose_opaque(model, opaque, choice), ambient)
         try:
             program, entry = attempt.export()
         except BoundaryInside as error:
@@ -75,19 +72,19 @@ def capture(
         changes = entry.output.users_changes(model)
         if not changes and not entry.output.side_effects:
             entry.output.recorder.reads.dtypes |= _asserts_dtypes(program)
-            return rebuilt(program, entry, model, attempt.arguments, attempt.guards(entry.output))
+            return captured_graph(program, entry, model, attempt.arguments, attempt.guards(entry.output))
         if entry.output.side_effects or not choice.close(changes):
             attempt.refuse(entry.output.side_effects, changes)
         warnings.warn(
             f"the forward of {', '.join(map(repr, changes))} changes attributes "
-            f"({', '.join(sorted(name for names in changes.values() for name in names))}), which a graph would not: "
-            "it is called as it is, in one piece",
+            f"({', '.join(sorted(name for names in changes.values() for name in names))}), which a graph cannot: the "
+            "module is opaque, called as a whole",
             stacklevel=stack_level(),
         )
 
 
 def _asserts_dtypes(program: Any) -> bool:
-    """Whether a graph holds for the dtypes of the example alone: ``x.float()`` of what is float32 was ``x`` itself."""
+    """Return whether a graph holds for the dtypes of the example alone: ``x.float()`` of a float32 ``x`` was ``x``."""
     graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
     asserts = torch.ops.aten._assert_tensor_metadata.default
     return any(node.target is asserts for graph in graphs for node in graph.nodes)
@@ -103,25 +100,25 @@ class _Attempt:
         kwargs: dict[str, Any],
         dynamic_shapes: Any,
         modules: dict[str, RealModule],
-        ambient: Ambient,
+        ambient: Answers,
     ) -> None:
         self.arguments = Arguments(model.forward, args, kwargs)
         self._model = model
         self._modules = modules
         self._ambient = ambient
-        self._outside = outside_of(model)  # also of opaque modules: what they do in a capture is undone
+        self._external = external_values(model)  # also of opaque modules: what they do in a capture is undone
         self._caches = caches_of(model)
         self._trials = list(trials(model.forward, args, kwargs, dynamic_shapes))
 
     def export(self) -> tuple[Any, Entry]:
-        """What ``torch.export`` makes, and what it was given.
+        """Return what ``torch.export`` makes, and what it was given.
 
         Raises:
             CaptureError: the model cannot be captured.
         """
         failure: BaseException | None = None
         for trial in self._trials:
-            if failure is not None and asks_for_values(failure) and any(trial.shapes):
+            if failure is not None and branches_on_values(failure) and any(trial.shapes):
                 continue  # other free dimensions will not help
             entry = self._entry()
             try:
@@ -138,75 +135,79 @@ class _Attempt:
         raise capture_error(failure) from failure
 
     def guards(self, output: Output) -> Guards:
-        """What a capture takes for granted. What torch's own layers set before they read it, it does not."""
+        """Return what a capture assumes; not what torch's own layers set before they read it."""
         opaque, reads = tuple(self._modules), output.recorder.reads
         for path, name in list(reads.attributes):
             if f"{path}.{name}".lstrip(".") in output.changed:
                 del reads.attributes[path, name]
-        return Guards(self._model, opaque, reads, outside_of(self._model, opaque), self.arguments)
+        return Guards(self._model, opaque, reads, external_values(self._model, opaque), self.arguments)
 
     def refuse(self, side_effects: Sequence[str], changes: Mapping[str, Sequence[str]]) -> NoReturn:
-        """Raises the CaptureError for what a graph cannot do, with the line that does it."""
-        entry = self._entry(is_looking=True)
+        """Raise the CaptureError for what a graph cannot do, with the line that does it."""
+        entry = self._entry(finds_line=True)
         with suppress(Exception, Stopped):
             self._export(entry, self._trials[-1])
         if side_effects:
-            why = f"it {side_effects[0]}: a graph would do it once, in the capture, and never again"
+            why = f"it {side_effects[0]}: a graph would do that once, in the capture, and never again"
         else:
             names = ", ".join(name for of_module in changes.values() for name in of_module)
             why = (
-                f"it changes attributes ({names}) of the model, or of a module that is cut, and a graph changes "
-                "tensors alone. Numbers can be kept in buffers; what is the same in every call can be made before the "
+                f"it changes attributes ({names}) of the model, or of a module with a stage boundary inside, and a "
+                "graph changes tensors alone. Keep numbers in buffers; make what is the same in every call before the "
                 "capture, in __init__ or by one call of the model"
             )
         raise capture_error(CaptureError(why), entry.output.place)
 
-    def _entry(self, is_looking: bool = False) -> Entry:
+    def _entry(self, finds_line: bool = False) -> Entry:
         recorder = Recorder(self._model, self._ambient)
-        arguments = self.arguments
-        return Entry(
-            self._model, arguments.examples, arguments.spec, self._modules, self._outside, recorder, is_looking
-        )
+        return Entry(self._model, self.arguments, self._modules, self._external, recorder, finds_line)
 
     def _export(self, entry: Entry, trial: Trial) -> Any:
-        with ExitStack() as stack:
-            stack.enter_context(_one_at_a_time)
-            stack.enter_context(untouched(self._model))
-            stack.callback(_clear, self._caches, [cache.cache_info().misses for cache in self._caches])
-            stack.enter_context(_plain_surroundings(trial.any_size))
+        with (
+            _one_at_a_time,
+            attributes_restored(self._model),
+            _cleared(self._caches),
+            _plain_surroundings(trial.any_size),
+        ):
             tensors = tuple(leaf.make() for leaf in self.arguments.examples if isinstance(leaf, Like))
             shapes = (tuple(trial.shapes),) if tensors else None
             return torch.export.export(entry, tensors, dynamic_shapes=shapes, strict=False)
 
 
-def _clear(caches: Sequence[Any], misses: Sequence[int]) -> None:
-    """Empty those that a capture has put something into: it may be a tensor without values."""
-    for cache, before in zip(caches, misses, strict=True):
-        if cache.cache_info().misses != before:
-            cache.cache_clear()
+@contextmanager
+def _cleared(caches: Sequence[Any]) -> Iterator[None]:
+    """Empty the caches that the block has put something into: it may be a tensor without values."""
+    misses = [cache.cache_info().misses for cache in caches]
+    try:
+        yield
+    finally:
+        for cache, before in zip(caches, misses, strict=True):
+            if cache.cache_info().misses != before:
+                cache.cache_clear()
 
 
 @contextmanager
 def _plain_surroundings(any_size: bool) -> Iterator[None]:
-    """The state in which graphs are made, whatever the caller's is; theirs holds when the graph runs."""
+    """Set the state in which graphs are made, whatever the caller's is; that holds when the graph runs."""
     from torch.fx.experimental import _config
 
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        for device in ("cpu", "cuda"):
-            stack.enter_context(torch.autocast(device, enabled=False))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        # Otherwise torch takes for granted that free dimensions are at least 2, and asks nothing about it.
-        stack.enter_context(_silent("torch.fx.experimental.symbolic_shapes"))
-        config: Any = _config
-        stack.enter_context(config.patch(backed_size_oblivious=any_size))
+    config: Any = _config
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+        torch.compiler.set_stance("force_eager"),
+        _silent("torch.fx.experimental.symbolic_shapes"),
+        # Otherwise torch assumes that free dimensions are at least 2, and adds no guard for it.
+        config.patch(backed_size_oblivious=any_size),
+    ):
         yield
 
 
 @contextmanager
 def _silent(name: str) -> Iterator[None]:
-    """Keeps a logger from warning of what an error will say."""
+    """Keep a logger from warning of what an error will say."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -9,74 +9,68 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from pymoe.pipe.capture.arguments import Like, is_constant
-from pymoe.pipe.capture.by_running import RealModule
+from pymoe.pipe.capture.arguments import PYTREE_HINT, Arguments, Like, is_constant
 from pymoe.pipe.capture.errors import CaptureError, is_library
-from pymoe.pipe.capture.intercept import intercepting
-from pymoe.pipe.capture.locate import LineFinder
-from pymoe.pipe.capture.opaque import COMPUTED, OpaqueCall
-from pymoe.pipe.capture.outside import Outside, file_of, forward_of
-from pymoe.pipe.capture.reads import Recorder
-from pymoe.pipe.capture.side_effects import SideEffects
-from pymoe.pipe.capture.untouched import Changes, untouched
-from pymoe.pipe.capture.watch import Held, watching
+from pymoe.pipe.capture.external_values import ExternalValue, file_of, forward_of
+from pymoe.pipe.capture.interception import Held, intercepting_opaque_calls, refusing_lost_calls
+from pymoe.pipe.capture.opaque import COMPUTED_TYPES, Computed, OpaqueCall, RealModule
+from pymoe.pipe.capture.python_reads import Recorder
+from pymoe.pipe.capture.side_effects import LineFinder, SideEffects
+from pymoe.pipe.capture.snapshots import Changes, attributes_restored
 
-__all__ = ["MODEL", "Computed", "Entry", "Output", "Stopped"]
+__all__ = ["MODEL", "Entry", "Output", "Stopped"]
 
 MODEL = "model"
 
 
 class Entry(nn.Module):
-    """Calls the model with its other leaves put in, and keeps what it returns beside tensors.
+    """Calls the model with the example's constants in their places, and keeps what it returns beside tensors.
 
     What the model assigns to its buffers is written into them instead, and what it assigns to other attributes, or
     does to Python's values elsewhere, is undone after the call. What the model raises comes out as :class:`Stopped`.
 
     Args:
         model: the model.
-        leaves: those of the example.
-        spec: their structure.
+        arguments: of the example.
         opaque: its opaque modules.
-        outside: what its code may read and change outside of it.
-        recorder: is told what it reads.
-        is_looking: whether to look for the line that does something a graph cannot do; it takes much longer.
+        external: what its code may read and change outside of it.
+        recorder: records what it reads.
+        finds_line: whether to look for the line that does something a graph cannot do; it takes much longer.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        leaves: list[Any],
-        spec: _pytree.TreeSpec,
+        arguments: Arguments,
         opaque: Mapping[str, RealModule],
-        outside: Sequence[Outside],
+        external: Sequence[ExternalValue],
         recorder: Recorder,
-        is_looking: bool = False,
+        finds_line: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
-        self._outside = outside
-        self._is_looking = is_looking
+        self._external = external
+        self._finds_line = finds_line
         self.output = Output()
         self.output.recorder = recorder
-        self._leaves = leaves
-        self._tensors = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Like)]
-        self._spec = spec
+        self._arguments = arguments
         self._opaque = opaque
 
     def forward(self, *tensors: Tensor) -> list[Any]:
-        leaves = list(self._leaves)
-        for number, tensor in zip(self._tensors, tensors, strict=True):
-            leaves[number] = tensor
-        args, kwargs = _pytree.tree_unflatten(leaves, self._spec)
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(leaf, Like) else leaf for leaf in self._arguments.examples]
+        args, kwargs = _pytree.tree_unflatten(leaves, self._arguments.spec)
         output = self.output
         output.calls.clear()
         try:
-            with untouched(self.model) as output.changed:
+            with attributes_restored(self.model) as output.changed:
                 buffers = _buffers(self.model)
                 with (
                     self._side_effects(output.changed) as side_effects,
-                    watching(tensors, output.held, output.recorder),
-                    intercepting(self._opaque, output.calls, output.held, lambda: _beside(output, side_effects)),
+                    refusing_lost_calls(tensors, output.held, output.recorder),
+                    intercepting_opaque_calls(
+                        self._opaque, output.calls, output.held, lambda: _ignored(output, side_effects)
+                    ),
                     output.recorder.on(),
                 ):
                     result = self.model(*args, **kwargs)
@@ -88,35 +82,35 @@ class Entry(nn.Module):
 
     @contextmanager
     def _side_effects(self, changed: Changes) -> Iterator[SideEffects]:
-        """Notes in the output what the block does to Python's values, and undoes it."""
-        side_effects = SideEffects(self._outside)
+        """Note in the output what the block does to Python's values, and undo it."""
+        side_effects = SideEffects(self._external)
         self.output.recorder.on_object = side_effects.add_object
         files = {file_of(forward_of(type(module))) for module in self.model.modules()}
-        finder = LineFinder(
-            lambda: bool(side_effects.words() or self._changes(changed.now())),
-            {file for file in files if not is_library(file)},
-        )
+
+        def has_happened() -> bool:
+            if side_effects.words():
+                return True
+            return any(_users_module(name, self.model) is not None for name in changed.now())
+
+        finder = LineFinder(has_happened, {file for file in files if not is_library(file)})
         try:
-            with finder if self._is_looking else nullcontext():
+            with finder if self._finds_line else nullcontext():
                 yield side_effects
         finally:
             self.output.side_effects = side_effects.words()
             self.output.place = finder.place
-            side_effects.put_back()
-
-    def _changes(self, names: list[str]) -> list[str]:
-        return [name for name in names if _is_the_users(name, self.model)]
+            side_effects.undo()
 
 
 @contextmanager
-def _beside(output: Output, side_effects: SideEffects) -> Iterator[None]:
-    """What opaque calls read and do is their own affair: they do it whenever the graph runs."""
-    with output.recorder.paused(), side_effects.forgotten():
+def _ignored(output: Output, side_effects: SideEffects) -> Iterator[None]:
+    """What opaque calls read and do does not matter: they do it whenever the graph runs."""
+    with output.recorder.paused(), side_effects.ignored():
         yield
 
 
 class Output:
-    """What the model has returned. An object of its own, since torch puts a module's attributes back."""
+    """What the model has returned. An object of its own, since torch restores a module's attributes."""
 
     def __init__(self) -> None:
         self.leaves: list[Any] = []
@@ -134,37 +128,29 @@ class Output:
         self.recorder: Recorder
 
     def take(self, result: Any) -> list[Any]:
-        """Remember the form of a result, and return its computed leaves."""
+        """Remember the structure of a result, and return its computed leaves."""
         paths, self.spec = _pytree.tree_flatten_with_path(result)
         for path, leaf in paths:
-            if not isinstance(leaf, COMPUTED) and not is_constant(leaf):
+            if not isinstance(leaf, COMPUTED_TYPES) and not is_constant(leaf):
                 raise Stopped(
-                    CaptureError(
-                        f"its output{_pytree.keystr(path)} is a {type(leaf).__name__}. A model may return tensors, "
-                        "numbers, strings, None, and lists, tuples and dicts of them; register other classes with "
-                        "torch.utils._pytree.register_pytree_node, or register_dataclass"
-                    )
+                    CaptureError(f"its output{_pytree.keystr(path)} is a {type(leaf).__name__}, expected {PYTREE_HINT}")
                 )
-        self.leaves = [Computed if isinstance(leaf, COMPUTED) else leaf for _, leaf in paths]
-        return [leaf for _, leaf in paths if isinstance(leaf, COMPUTED)]
+        self.leaves = [Computed if isinstance(leaf, COMPUTED_TYPES) else leaf for _, leaf in paths]
+        return [leaf for _, leaf in paths if isinstance(leaf, COMPUTED_TYPES)]
 
     def users_changes(self, model: nn.Module) -> dict[str, list[str]]:
-        """The attributes that it has changed, by the qualified name of the module that has them; no buffers, and
-        nothing of torch's own layers.
+        """Return the attributes that it has changed, by the qualified name of the module that has them; no buffers,
+        and nothing of torch's own layers.
         """
         found: dict[str, list[str]] = {}
         for name in dict.fromkeys(self.changed):
-            if _is_the_users(name, model):
-                found.setdefault(_owner(name, model), []).append(name)
+            if (path := _users_module(name, model)) is not None:
+                found.setdefault(path, []).append(name)
         return found
 
 
-class Computed:
-    """Stands for a leaf of the output that the graph computes; the others are constants."""
-
-
 class Stopped(BaseException):
-    """Carries an error of the model's code through ``torch.export``, which would print its own account of it."""
+    """Carries an error of the model's code through ``torch.export``, which would log it."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -178,28 +164,15 @@ def _buffers(model: nn.Module) -> dict[str, tuple[nn.Module, Tensor | None]]:
     }
 
 
-def _is_the_users(name: str, model: nn.Module) -> bool:
-    """Whether an attribute is other than a buffer, and not of one of torch's own layers."""
-    module = model
-    for step in name.split("."):
-        if step in ("_buffers", "_compiled_call_impl"):
-            return False
-        child = module._modules.get(step)
-        if child is None:
-            break
+def _users_module(name: str, model: nn.Module) -> str | None:
+    """Return the qualified name of the module that has an attribute; None for buffers, and for torch's own layers."""
+    path: list[str] = []
+    module, steps = model, name.split(".")
+    while steps and (child := module._modules.get(steps[0])) is not None:
         module = child
-    return not type(module).__module__.startswith("torch.")
-
-
-def _owner(name: str, model: nn.Module) -> str:
-    """The module that has an attribute of this name."""
-    path, module = "", model
-    for step in name.split("."):
-        child = module._modules.get(step)
-        if child is None:
-            break
-        path, module = f"{path}.{step}".lstrip("."), child
-    return path
+        path.append(steps.pop(0))
+    is_torchs = steps[:1] in (["_buffers"], ["_compiled_call_impl"]) or type(module).__module__.startswith("torch.")
+    return None if is_torchs else ".".join(path)
 
 
 def _write_back(name: str, before: Tensor | None, now: Tensor | None) -> None:
@@ -207,7 +180,7 @@ def _write_back(name: str, before: Tensor | None, now: Tensor | None) -> None:
         return
     if before is None or now is None or before.shape != now.shape or before.dtype != now.dtype:
         raise CaptureError(
-            f"its forward puts a tensor of another shape or dtype, or None, into the buffer {name!r}, and a graph can "
-            "only write into the one that is there"
+            f"its forward replaces the buffer {name!r} by None or by a tensor of another shape or dtype, and a graph "
+            "can only write into the one that is there"
         )
     before.copy_(now.detach())

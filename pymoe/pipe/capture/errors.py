@@ -1,4 +1,4 @@
-"""What a capture that fails says: which line of the user's code, why, and what to do instead."""
+"""Why a capture failed: the line of the user's code, the reason, and the alternatives."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ import torch
 __all__ = [
     "BoundaryInside",
     "CaptureError",
-    "asks_for_values",
+    "branches_on_values",
     "capture_error",
+    "describe_line",
     "is_library",
     "is_users_file",
     "stack_level",
@@ -25,34 +26,34 @@ __all__ = [
 
 
 class CaptureError(RuntimeError):
-    """A model that cannot be captured; the message names the line of its code, the reason, and the ways out."""
+    """A model that cannot be captured; the message names the line of its code, the reason and the alternatives."""
 
 
 class BoundaryInside(CaptureError):
-    """A boundary of stages stands inside of a call that is made in one piece."""
+    """A stage boundary lies inside a module that is called as a whole."""
 
     def __init__(self, path: str) -> None:
         super().__init__(
-            f"a boundary of stages stands inside of {path!r}, which is called as it is, in one piece: the model has it "
-            "named in `opaque=`, or it has hooks or a state of its own that need it"
+            f"a stage boundary lies inside {path!r}, which is opaque, called as a whole: it is listed in `opaque=`, or "
+            "it has hooks or a state of its own that require it"
         )
         self.path = path
 
 
-_WAYS_OUT = (
-    "Ways out: name the module around the line in `opaque=` (its type or qualified name), and it is called as it is, "
-    "in one piece; write the line otherwise; or do without a capture: `Pipe(nn.Sequential(...))`, or stages of your "
-    "own by `Pipe.from_stages`."
+_ALTERNATIVES = (
+    "Alternatives: list the module around the line in `opaque=` (its type or qualified name), so that it is called as "
+    "a whole; rewrite the line; or do without a capture: `Pipe(nn.Sequential(...))`, or `Pipe.from_stages` with stages "
+    "of your own."
 )
 
 _REASONS = (
     (
         ("GuardOnDataDependent", "DataDependentOutput", "data-dependent", "Could not guard on"),
-        "the line decides by the value of a tensor, and a graph has one path for all values",
+        "the line branches on the value of a tensor, and a graph has one path for all values",
     ),
     (
         ("UnsupportedOperatorException", "DynamicOutputShapeException", "no fake impl", "Dynamic shape operator"),
-        "the line calls an operator that does not tell the shapes of its outputs",
+        "the line calls an operator whose output shapes cannot be inferred",
     ),
     (
         (".numpy() is not supported", "Cannot access data pointer"),
@@ -62,14 +63,19 @@ _REASONS = (
 
 
 def capture_error(error: BaseException, place: str | None = None) -> CaptureError:
-    """The error for the user, from what ``torch.export`` or the model raised, and where that is, if it is known."""
+    """Return the error for the user.
+
+    Args:
+        error: what ``torch.export`` or the model raised.
+        place: the line of the model's code, by :func:`describe_line`; None: the innermost one in the traceback.
+    """
     place = place or _users_line(error.__traceback__)
     where = "" if place is None else f": {place}"
-    return CaptureError(f"the model cannot be captured{where}\nWhy: {_reason(error)}.\n{_WAYS_OUT}")
+    return CaptureError(f"the model cannot be captured{where}\nReason: {_reason(error)}.\n{_ALTERNATIVES}")
 
 
-def asks_for_values(error: BaseException) -> bool:
-    """Whether the model's code decides by the value of a tensor."""
+def branches_on_values(error: BaseException) -> bool:
+    """Return whether the model's code branches on the value of a tensor."""
     return any(word in type(error).__name__ for word in ("GuardOnDataDependent", "DataDependentOutput"))
 
 
@@ -82,7 +88,9 @@ def _reason(error: BaseException) -> str:
         causes = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
         fixes = [line for line in lines if " = " in line and line.split(" = ")[0].isidentifier()]
         hint = f"; torch suggests {', '.join(fixes)}" if fixes else ""
-        return f"dynamic_shapes leaves more free than the model's code does: {' '.join(causes).rstrip('.')}{hint}"
+        return (
+            f"dynamic_shapes leaves dimensions free that the model's code fixes: {' '.join(causes).rstrip('.')}{hint}"
+        )
     first = next((line.strip() for line in text.splitlines() if line.strip()), "")
     said = (f"{name}: {first}" if first else name).rstrip(".")
     for words, reason in _REASONS:
@@ -92,15 +100,15 @@ def _reason(error: BaseException) -> str:
 
 
 def _users_line(trace: TracebackType | None) -> str | None:
-    """``file:line, in function`` and the source line of the innermost frame that is no library's."""
-    frames = [
-        frame for frame in traceback.extract_tb(trace) if not is_library(frame.filename) and frame.lineno is not None
-    ]
-    if not frames:
-        return None
-    frame = frames[-1]
-    source = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
-    return f"{frame.filename}:{frame.lineno}, in {frame.name}" + (f"\n    {source}" if source else "")
+    """Describe the innermost line that does not belong to a library."""
+    frames = [frame for frame in traceback.extract_tb(trace) if not is_library(frame.filename) and frame.lineno]
+    return describe_line(frames[-1].filename, frames[-1].lineno or 0, frames[-1].name) if frames else None
+
+
+def describe_line(file: str, line: int, function: str) -> str:
+    """Return ``file:line, in function``, and below it the line itself."""
+    source = linecache.getline(file, line).strip()
+    return f"{file}:{line}, in {function}" + (f"\n    {source}" if source else "")
 
 
 _LIBRARIES = (
@@ -110,14 +118,13 @@ _LIBRARIES = (
     "<",
 )
 
-
-_TYPED = ("<stdin>", "<python-input-", "<ipython-input-")
-"""What code is called that somebody types: its functions and global variables are the user's."""
+_INTERACTIVE = ("<stdin>", "<python-input-", "<ipython-input-")
+"""File names of code that somebody types: its functions and global variables are the user's."""
 
 
 def is_library(file: str) -> bool:
-    """Whether a file belongs to torch, to pymoe, or is no file; code that was typed in is the user's."""
-    return file.startswith(_LIBRARIES) and not file.startswith(_TYPED)
+    """Return whether a file belongs to torch or to pymoe, or is generated code; interactive code is the user's."""
+    return file.startswith(_LIBRARIES) and not file.startswith(_INTERACTIVE)
 
 
 _PACKAGES = (
@@ -128,12 +135,12 @@ _PACKAGES = (
 
 
 def is_users_file(file: str) -> bool:
-    """Whether it is none of an installed package, or of Python itself."""
+    """Return whether a file belongs neither to an installed package nor to Python itself."""
     return not is_library(file) and not file.startswith(_PACKAGES)
 
 
 def stack_level() -> int:
-    """That of the caller's first frame outside of this package, for warnings."""
+    """Return the ``stacklevel`` of the caller's first frame outside of this package, for warnings."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and is_library(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1

@@ -1,41 +1,53 @@
-"""Calls that a graph makes as they are: autograd Functions, and modules that have to run themselves.
+"""Opaque calls: autograd Functions, and modules that a graph calls as they are, instead of tracing them.
 
 ``torch.export`` records the operators of a Function's forward and forgets its backward, and it runs a module's code
-once and for all. A call that is opaque is one node instead, whose target makes the call, with all that belongs to it:
-the Function's backward, the module's parameters, its state, its hooks.
+once and for all. An opaque call is one node instead, whose target makes the call, with all that belongs to it: the
+Function's backward, the module's parameters, its state, its hooks.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils import _pytree
 
-from pymoe.pipe.capture.errors import BoundaryInside
+from pymoe.pipe.auxiliary import keeps_counts
+from pymoe.pipe.capture.errors import BoundaryInside, CaptureError
+from pymoe.pipe.capture.external_values import users_hooks
+from pymoe.pipe.capture.snapshots import attributes_restored, patched
+from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm
+from pymoe.pipe.module_hooks import FORWARD_HOOKS
 
 __all__ = [
-    "COMPUTED",
+    "COMPUTED_TYPES",
+    "Choice",
+    "Computed",
+    "Opaque",
     "OpaqueCall",
-    "OpaqueFunction",
     "OpaqueModule",
-    "no_boundary_here",
-    "opaque_modules",
-    "running_in_one_piece",
+    "RealModule",
+    "calling_as_a_whole",
+    "choose_opaque",
+    "must_be_opaque",
+    "refuse_boundary",
+    "without_boundaries",
 ]
 
-COMPUTED = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+COMPUTED_TYPES = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class OpaqueCall:
-    """The target of a node: takes the leaves of the arguments that are computed, returns a list of those of the result.
-
-    Leaves that are neither tensors nor sizes are constants of the call.
+    """The target of a node, as it is for a call of an autograd Function: takes the computed leaves of the arguments,
+    returns a list of those of the result. Leaves that are neither tensors nor sizes are constants of the call.
     """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
@@ -46,45 +58,36 @@ class OpaqueCall:
         self._spec: _pytree.TreeSpec | None = None
         self._kept: list[int] = []
 
-    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Remember the form of a call, and return its computed leaves."""
+    def flatten_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Remember the structure of a call's arguments, and return their computed leaves."""
         leaves, self._spec = _pytree.tree_flatten((args, kwargs))
-        self._constants = [_Computed if isinstance(leaf, COMPUTED) else leaf for leaf in leaves]
-        return [leaf for leaf in leaves if isinstance(leaf, COMPUTED)]
+        self._constants = [Computed if isinstance(leaf, COMPUTED_TYPES) else leaf for leaf in leaves]
+        return [leaf for leaf in leaves if isinstance(leaf, COMPUTED_TYPES)]
 
-    def give(self, result: Any) -> list[Any]:
+    def flatten_result(self, result: Any) -> list[Any]:
         """Remember which leaves of a result are computed, and return them."""
         leaves = _pytree.tree_leaves(result)
-        self._kept = [number for number, leaf in enumerate(leaves) if isinstance(leaf, COMPUTED)]
+        self._kept = [number for number, leaf in enumerate(leaves) if isinstance(leaf, COMPUTED_TYPES)]
         return [leaves[number] for number in self._kept]
 
-    def arguments(self, computed: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the call from their computed leaves."""
+    def call(self, function: Callable[..., Any], computed: Sequence[Any]) -> list[Any]:
+        """Call ``function`` instead of the call's own."""
         assert self._spec is not None
         values = iter(computed)
-        leaves = [next(values) if leaf is _Computed else leaf for leaf in self._constants]
+        leaves = [next(values) if leaf is Computed else leaf for leaf in self._constants]
         args, kwargs = _pytree.tree_unflatten(leaves, self._spec)
-        return args, kwargs
+        results = _pytree.tree_leaves(function(*args, **kwargs))
+        return [results[number] for number in self._kept]
 
     def __call__(self, *computed: Any) -> list[Any]:
-        args, kwargs = self.arguments(computed)
-        leaves = _pytree.tree_leaves(self.function(*args, **kwargs))
-        return [leaves[number] for number in self._kept]
+        return self.call(self.function, computed)
 
     def __repr__(self) -> str:
         return self.__name__
 
 
-class _Computed:
+class Computed:
     """Stands for a leaf that the graph computes."""
-
-
-class OpaqueFunction(OpaqueCall):
-    """A call of an autograd Function."""
-
-    def __init__(self, kind: type[torch.autograd.Function]) -> None:
-        super().__init__(kind.__name__, kind.apply)
-        self.kind = kind
 
 
 class OpaqueModule(OpaqueCall):
@@ -97,36 +100,131 @@ class OpaqueModule(OpaqueCall):
         self.module = module
 
 
-def opaque_modules(graph: fx.Graph) -> Iterator[OpaqueModule]:
-    """The modules that a graph calls, also within its regions, call by call."""
-    for node in graph.nodes:
-        if isinstance(node.target, OpaqueModule):
-            yield node.target
-        elif isinstance(inner := getattr(node.target, "graph", None), fx.GraphModule):
-            yield from opaque_modules(inner.graph)
-
-
-_now = threading.local()
+_running = threading.local()
 
 
 @contextmanager
-def running_in_one_piece(path: str) -> Iterator[None]:
-    """While an opaque call runs beside a graph."""
-    before, _now.path = getattr(_now, "path", None), path
-    torchs = sys.modules.get("torch.distributed.pipelining._IR")
-    operators = vars(torch.ops.pippy) if torchs is not None else {}
-    split = operators.get("_pipe_split")
-    try:
-        if split is not None:  # what torch's own pipe_split() calls
-            operators["_pipe_split"] = no_boundary_here
-        yield
+def calling_as_a_whole(path: str) -> Iterator[None]:
+    """Refuse stage boundaries in the block, where an opaque call runs beside the graph."""
+    before, _running.path = getattr(_running, "path", None), path
+    has_torchs = "torch.distributed.pipelining._IR" in sys.modules and hasattr(torch.ops.pippy, "_pipe_split")
+    try:  # torch's own pipe_split() calls that operator
+        with patched((torch.ops.pippy, "_pipe_split", refuse_boundary)) if has_torchs else nullcontext():
+            yield
     finally:
-        _now.path = before
-        if split is not None:
-            operators["_pipe_split"] = split
+        _running.path = before
 
 
-def no_boundary_here() -> None:
-    """Raises BoundaryInside within such a call, where a boundary would be lost."""
-    if (path := getattr(_now, "path", None)) is not None:
+def refuse_boundary() -> None:
+    """Raise BoundaryInside within an opaque call, where a boundary would be lost."""
+    if (path := getattr(_running, "path", None)) is not None:
         raise BoundaryInside(path)
+
+
+class RealModule:
+    """A module with the parameters and buffers that it has now, even when they are replaced later."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.fixes_sizes = isinstance(module, nn.RNNBase)
+        """Whether fake tensors that go through it lose their free sizes."""
+        self._tensors = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
+
+    def copy(self) -> nn.Module:
+        """Return a copy, with copies of the tensors."""
+        with attributes_restored(self.module):
+            for part, parameters, buffers in self._tensors:
+                part.__dict__["_compiled_call_impl"] = None
+                part._parameters.update(parameters)
+                part._buffers.update(buffers)
+            without_boundaries(self.module)
+            return copy.deepcopy(self.module)
+
+
+def without_boundaries(module: nn.Module) -> None:
+    """Take the boundaries beside a module from its hooks: whoever calls it has noted them."""
+    for kind in FORWARD_HOOKS:
+        hooks = module.__dict__[kind]
+        kept = [(key, hook) for key, hook in hooks.items() if not getattr(hook, "is_boundary", False)]
+        module.__dict__[kind] = OrderedDict(kept)
+
+
+Opaque = Iterable[type[nn.Module] | str]
+"""Types of modules, and qualified names."""
+
+
+@dataclass
+class Choice:
+    """What failed captures have found out."""
+
+    opened: set[str] = field(default_factory=set)
+    """Modules with boundaries inside: forward hooks do not make them opaque."""
+    closed: set[str] = field(default_factory=set)
+    """Modules whose forward changes their attributes, which a graph would not."""
+
+    def close(self, paths: Iterable[str]) -> bool:
+        """Make such modules opaque. Return whether they all can be, and were not."""
+        paths = set(paths)
+        if "" in paths or paths & (self.opened | self.closed):
+            return False
+        self.closed |= paths
+        return True
+
+
+def must_be_opaque(model: nn.Module, opaque: Opaque, path: str) -> bool:
+    """Return whether a module is opaque for more than its forward hooks and changed attributes."""
+    everything_open = Choice(opened={name for name, _ in model.named_modules()})
+    return any(path == outer or path.startswith(f"{outer}.") for outer in choose_opaque(model, opaque, everything_open))
+
+
+def choose_opaque(model: nn.Module, opaque: Opaque, choice: Choice) -> dict[str, RealModule]:
+    """Return the opaque modules of a model, by qualified name; none within another.
+
+    They are those that ``opaque`` lists, and those that act on more than their output: layers of ``pymoe.nn`` that
+    count or inject losses, deferred batch norms, modules with hooks (but the model itself, and those with boundaries
+    inside), and those that change their attributes; and recurrent layers, whose graph would hold for one length.
+
+    Raises:
+        TypeError: ``opaque`` holds something else.
+        ValueError: it names a module that the model does not have.
+        CaptureError: the whole model would have to be opaque.
+    """
+    types: list[type] = []
+    paths: set[str] = set()
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for entry in [opaque] if isinstance(opaque, (str, type)) else opaque:
+        if isinstance(entry, str):
+            if entry not in modules:
+                raise ValueError(f"opaque: the model has no module {entry!r}")
+            paths.add(entry)
+        elif isinstance(entry, type) and issubclass(entry, nn.Module):
+            types.append(entry)
+        else:
+            raise TypeError(f"opaque: expected types of modules or qualified names, got {entry!r}")
+    if _has_backward_hooks(model) and "" not in paths:
+        raise CaptureError(
+            "the model cannot be captured: it has backward hooks of its own, which a graph would lose. Register them "
+            "on its layers, or on the parameters"
+        )
+    chosen: dict[str, RealModule] = {}
+    for path, module in model.named_modules():
+        if any(path == outer or path.startswith(f"{outer}.") or not outer for outer in chosen):
+            continue
+        named = any(modules[name] is module for name in paths)
+        if named or isinstance(module, tuple(types)) or _runs_itself(module) or _is_kept(path, module, choice):
+            chosen[path] = RealModule(module)
+    return chosen
+
+
+def _runs_itself(module: nn.Module) -> bool:
+    return isinstance(module, (DeferredBatchNorm, nn.RNNBase)) or keeps_counts(module) or _has_backward_hooks(module)
+
+
+def _is_kept(path: str, module: nn.Module, choice: Choice) -> bool:
+    if not path or path in choice.opened:
+        return False
+    return path in choice.closed or any(True for _ in users_hooks(module))
+
+
+def _has_backward_hooks(module: nn.Module) -> bool:
+    return bool(module._backward_hooks or module._backward_pre_hooks)

@@ -1,8 +1,9 @@
-"""The same pipe on several processes: its stages are run by the schedules of ``torch.distributed.pipelining``.
+"""A pipe on several processes: its stages are run by the schedules of ``torch.distributed.pipelining``.
 
-``build_stage`` (:mod:`.stage`) makes of a stage what torch's schedules ask for; ``rank.py`` runs it for one mini-batch,
-``plan.py`` says which values go where, ``transport.py`` sends them, ``tied.py`` adds up the gradients of parameters of
-which several ranks have a copy, and ``watchdog.py`` ends all ranks when one of them fails.
+``build_stage`` (:mod:`.stage`) adapts a stage to torch's schedules, ``rank.py`` runs the stages of a process,
+``plan.py`` plans which values are sent where, ``messages.py`` describes them, ``transport.py`` sends them,
+``tied.py`` knows the parameters of which several ranks have a copy, and ``watchdog.py`` ends all ranks when one of
+them fails.
 """
 
 from pymoe.pipe.distributed.liveness import RankError

@@ -16,7 +16,6 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 
 __all__ = ["Failure", "Heartbeat", "HeartbeatStore", "Peer", "Position", "PositionPage", "RankError", "StoreLostError"]
 
@@ -106,7 +105,7 @@ class HeartbeatStore:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._shared = group.get_group_store()  # the store's server ends with the last reference to it
         # A connection of its own: a wait of another thread may block the shared one.
-        self._store = PrefixStore("pymoe.pipe", self._shared.clone())  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore("pymoe.pipe", self._shared.clone())  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=30))
         self._lost: str | None = None
 

@@ -14,8 +14,8 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree
 
+from pymoe._torch_private import pytree
 from pymoe.pipe.execution.values import Crossing, Origin, Sent, arrive
 
 __all__ = [
@@ -191,7 +191,7 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-_LEAF = _pytree.tree_flatten(0)[1]
+_LEAF = pytree.tree_flatten(0)[1]
 
 
 def _leaf() -> Any:

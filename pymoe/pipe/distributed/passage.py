@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from pymoe.autograd.isolated_graph import differentiate, edge_of, find_leaves
+from pymoe.autograd.graph_nodes import edge_of, find_leaves
+from pymoe.autograd.isolated_graph import differentiate
 from pymoe.autograd.random_streams import Stream
 from pymoe.autograd.thread_state import current
 from pymoe.pipe.context import MicroBatch, in_pipeline

@@ -1,8 +1,8 @@
-"""Which values go from rank to rank, seen from one rank.
+"""Plans which values one rank exchanges with the others.
 
-A value goes once from the rank that makes it to every other rank with a stage that takes it, and the gradients of
-that rank's stages come back as one sum. Everything that a stage makes for a rank travels together: one message there
-and one back for every micro-batch. Inputs of the model are made by stage 0, its outputs are taken by the last stage.
+A value is sent once from the rank that makes it to every other rank with a stage that takes it, and the gradients of
+that rank's stages come back as one sum. Everything that a stage makes for a rank is sent together: one message there
+and one back for every micro-batch. Inputs of the model are made by stage 0; its outputs are taken by the last stage.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ __all__ = ["Plan"]
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The part of ``rank`` in running a pipeline."""
+    """The part of ``rank`` in a pipeline."""
 
     pipeline: Pipeline
     rank_of: Sequence[int]
-    """Of every stage."""
+    """The rank of every stage."""
     rank: int
 
     @cached_property
     def stages(self) -> list[int]:
-        """Those of this rank."""
+        """The stages of this rank."""
         return [stage for stage, rank in enumerate(self.rank_of) if rank == self.rank]
 
     @cached_property
     def takes(self) -> list[tuple[Source, ...]]:
-        """What every stage takes; the last one takes the model's outputs, too, but for its own."""
+        """What every stage takes. The last one also takes the model's outputs, except those that it makes."""
         taken = [stage.inputs for stage in self.pipeline.stages]
         last = len(taken) - 1
         taken[last] = (*taken[last], *[source for source in self.pipeline.outputs if source.stage != last])
@@ -41,14 +41,12 @@ class Plan:
 
     @cached_property
     def _makers(self) -> list[set[int]]:
-        """From which stages every stage gets something. Without any input it still hears from stage 0 of every
-        micro-batch.
-        """
+        """The stages that send to every stage. One without inputs still hears of every micro-batch from stage 0."""
         makers = [{maker_of(source) for source in taken} - {stage} for stage, taken in enumerate(self.takes)]
         return [found or ({0} if stage else set()) for stage, found in enumerate(makers)]
 
     def _received(self, rank: int) -> Mapping[int, tuple[Source, ...]]:
-        """For every stage of other ranks that sends to ``rank``, what it sends."""
+        """Return, for every stage of other ranks that sends to ``rank``, what it sends."""
         values: dict[int, dict[Source, None]] = {}
         for stage, taken in enumerate(self.takes):
             if self.rank_of[stage] == rank:
@@ -65,7 +63,7 @@ class Plan:
 
     @cached_property
     def sent(self) -> Mapping[int, Mapping[int, tuple[Source, ...]]]:
-        """For every stage of this rank, what it sends to which ranks; as many messages come back with gradients."""
+        """For every stage of this rank, what it sends to which ranks. As many messages come back with gradients."""
         received = {rank: self._received(rank) for rank in sorted(set(self.rank_of)) if rank != self.rank}
         return {
             stage: {rank: values[stage] for rank, values in received.items() if stage in values}
@@ -74,7 +72,7 @@ class Plan:
 
     @cached_property
     def waits_for(self) -> Mapping[int, tuple[int, ...]]:
-        """For every stage of this rank the stages of others whose values it needs."""
+        """For every stage of this rank, the stages of other ranks whose values it needs."""
         return {
             stage: tuple(maker for maker in sorted(self._makers[stage]) if self.rank_of[maker] != self.rank)
             for stage in self.stages
@@ -82,14 +80,15 @@ class Plan:
 
     @cached_property
     def returns(self) -> Mapping[int, tuple[int, ...]]:
-        """For every stage of this rank the stages of others that can have their gradients when its backward has run:
-        it is the last to run, so the first of those here that take their values.
+        """For every stage of this rank, the stages of other ranks whose gradients are complete after its backward.
+
+        Backwards run from the last stage to the first, so it is the first stage here that takes their values.
         """
         first = {maker: min(s for s in self.stages if maker in self.waits_for[s]) for maker in self.received}
         return {stage: tuple(maker for maker, s in first.items() if s == stage) for stage in self.stages}
 
     def messages(self, count: int, graphs: bool) -> Counter[int]:
-        """How many come from every other rank in a step of so many micro-batches, with backwards or without."""
+        """Count the messages from every other rank in a step of ``count`` micro-batches, with backwards or without."""
         messages = Counter({rank: 0 for rank in self.rank_of})
         for maker in self.received:
             messages[self.rank_of[maker]] += count
@@ -100,7 +99,7 @@ class Plan:
 
     @cached_property
     def uses(self) -> Counter[Source]:
-        """How often every value is taken on this rank. What is sent counts as taken once, by its sender."""
+        """How often every value is taken on this rank. Sending it to any number of ranks counts once."""
         uses = Counter(source for stage in self.stages for source in self.takes[stage])
         uses.update({source for to in self.sent.values() for sources in to.values() for source in sources})
         last = len(self.rank_of) - 1
@@ -110,5 +109,5 @@ class Plan:
 
 
 def maker_of(source: Source) -> int:
-    """The stage whose rank has the value first."""
+    """Return the stage whose rank has the value first."""
     return 0 if source.stage == INPUT else source.stage

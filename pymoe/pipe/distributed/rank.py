@@ -1,4 +1,4 @@
-"""The stages of one pipe in this process: what they share, and one mini-batch after the other."""
+"""Runs the stages of a pipe that are in this process, one mini-batch after the other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["Rank", "rank_of_pipe"]
 
 
 class Rank:
-    """Runs the stages that were built in this process."""
+    """The stages of a pipe that were built in this process, and what they share."""
 
     def __init__(self, staged: StagedModel, checkpoint: str, group: dist.ProcessGroup, device: torch.device) -> None:
         self.staged = staged
@@ -50,20 +50,20 @@ class Rank:
         self._training: dict[int, bool] = {}
         self._begun: set[int] = set()
         self._totals: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        self._replicated: list[DistributedDataParallel] = []  # modules of stages that are done
+        self._replicated: list[DistributedDataParallel] = []  # the modules of stages whose backwards have run
         self._step = 0
 
     def place(self, index: int, device: torch.device) -> None:
-        """A stage of this rank: its modules are moved to ``device``, and later what it takes."""
+        """Add a stage to this rank. Its modules are moved to ``device``, and later what it takes."""
         for module in self.staged.pipeline.stages[index].modules:
             module.to(device)
             if isinstance(module, StageModule):
-                module.give_back()
+                module.update_model()
         self._devices[index] = device
         self._plans.clear()
 
     def begin(self, stage: int) -> None:
-        """A schedule begins a step, and says so for each of its stages."""
+        """Begin a step. Schedules say so for each of their stages."""
         if self._begun and stage not in self._begun:
             self._begun.add(stage)
             return
@@ -73,13 +73,13 @@ class Rank:
         self.passage = None
 
     def open(self, rank_of: Sequence[int], count: int, graphs: bool, is_certain: bool) -> Passage:
-        """The step's mini-batch comes in.
+        """Begin the forwards of a step.
 
         Args:
-            rank_of: every stage.
-            count: of micro-batches.
+            rank_of: the rank of every stage.
+            count: the number of micro-batches.
             graphs: whether there will be backwards.
-            is_certain: whether there is no other possible count.
+            is_certain: whether ``count`` is known, rather than guessed from several schedules.
         """
         random_streams.install()
         self.failure_detector.begin()
@@ -103,17 +103,17 @@ class Rank:
         return passage
 
     def end_without_backward(self) -> None:
-        """All forwards have run, and there are no backwards."""
+        """End a step without backwards."""
         passage, self.passage = self.passage, None
         self._finish(passage)
 
     def reduce(self, stage: int, is_mean: bool, module: nn.Module) -> None:
-        """All backwards of a stage have run. After the last stage's of this rank gradients are added to ``.grad``.
+        """Sum the gradients of a stage whose backwards have run. After the rank's last one, add them to ``.grad``.
 
         Args:
-            stage: of this rank.
-            is_mean: the loss of a micro-batch is a mean over its rows, else a sum.
-            module: the stage's; a ``DistributedDataParallel`` around it reduces the gradients that are added.
+            stage: one of this rank.
+            is_mean: whether the loss of a micro-batch is a mean over its rows rather than a sum.
+            module: that of the stage; a ``DistributedDataParallel`` around it averages the gradients that are added.
         """
         assert self.passage is not None
         assert self._planned is not None
@@ -184,7 +184,7 @@ class Rank:
         return training
 
     def _make_copies_equal(self, tied: Tied) -> None:
-        """The rank of the first stage that has a parameter gives it to the others."""
+        """Copy shared parameters from the rank of their first stage to the others."""
         for rank, shared in tied.copied_to.items():
             key = Key(self._step, Subject.COPY, 0, 0)
             self.transport.send(rank, Message(key, *describe_tensors([tied.own(one).detach() for one in shared])))
@@ -198,7 +198,7 @@ class Rank:
 
 
 class _Planned(NamedTuple):
-    """How a pipeline runs on these ranks. A model may have one for training, and one for evaluation."""
+    """How a pipeline runs on these ranks. A model may have a pipeline for training and one for evaluation."""
 
     made_for: Pipeline
     plan: Plan
@@ -210,7 +210,7 @@ _ranks: WeakKeyDictionary[nn.Module, dict[dist.ProcessGroup, Rank]] = WeakKeyDic
 
 
 def rank_of_pipe(pipe: Any, group: dist.ProcessGroup, device: torch.device) -> Rank:
-    """All stages of a pipe that are built for a group share one."""
+    """Return the rank that all stages of a pipe which are built for a group share."""
     ranks = _ranks.setdefault(pipe, {})
     if group not in ranks:
         ranks[group] = Rank(pipe.staged, pipe.checkpoint, group, device)

@@ -1,9 +1,9 @@
-"""A stage of a pipe, for the schedules of ``torch.distributed.pipelining``.
+"""A stage of a pipe for the schedules of ``torch.distributed.pipelining``.
 
-torch's stages learn shapes from an additional forward, keep them, talk to their neighbours alone, and leave partial
-gradients. :class:`RankStage` has the same face for schedules, so that GPipe, 1F1B, the interleaved and the zero-bubble
-schedules run it as they are, and is pymoe's own behind: it sends and receives by itself when a schedule runs a forward
-or backward, and gives schedules nothing to send.
+torch's stages infer shapes by an additional forward, fix them, talk to their neighbours alone, and leave partial
+gradients. :class:`RankStage` has the same interface, so that GPipe, 1F1B, the interleaved and the zero-bubble schedules
+run it unchanged, with an implementation of its own: it sends and receives by itself when a schedule runs a forward or
+backward, and gives schedules nothing to send.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining.stage import _PipelineStageBase
-from torch.utils import _pytree
 
+from pymoe._torch_private import PipelineStageBase, pytree
 from pymoe.autograd.isolated_graph import graphs_are_made
 from pymoe.pipe.devices import usable_device
 from pymoe.pipe.distributed.passage import Passage
@@ -25,7 +24,7 @@ __all__ = ["RankStage", "build_stage"]
 
 
 def build_stage(pipe: Any, index: int, device: torch.device | str, group: dist.ProcessGroup | None = None) -> RankStage:
-    """A stage of ``pipe`` for a schedule of ``torch.distributed.pipelining``, to be run by this process.
+    """Return a stage of ``pipe`` for a schedule of ``torch.distributed.pipelining``, to be run by this process.
 
     ::
 
@@ -37,45 +36,45 @@ def build_stage(pipe: Any, index: int, device: torch.device | str, group: dist.P
 
     Every process makes the same pipe and builds the stages that it runs; a schedule decides which these are.
 
-    - The model's arguments are given to ``schedule.step`` in the process that has stage 0, which sends them on to
-      stages that take them. What other processes give is not looked at. Targets are given where the last stage is.
-    - Rows are dimension 0 of the first tensor among the arguments. A micro-batch counts by its rows, unless the
-      schedule has ``scale_grads=False``: then losses are sums. Numbers of rows may change from step to step.
+    - The model's arguments are given to ``schedule.step`` in the process that has stage 0, which sends them to the
+      stages that take them. Other processes' are ignored. Targets are given where the last stage is.
+    - Rows are dimension 0 of the first tensor among the arguments. A micro-batch is weighted by its rows, unless the
+      schedule has ``scale_grads=False``: then losses are sums. The number of rows may change from step to step.
     - Gradients are added to ``.grad`` once, at the end of a step, so hooks of parameters are called once, and
-      gradients of several steps add up. Of a parameter that stages of several processes share every process has a
-      copy with the same gradient, the sum; before the first step copies are made equal to that of the first stage.
-    - ``pymoe.pipe.micro_batch().weight`` is 1 here: what a micro-batch counts is known when all have come.
+      gradients of several steps add up. Every process has a copy of a parameter that stages of several processes
+      share, with the same gradient, the sum; before the first step copies are set to that of the first stage.
+    - ``pymoe.pipe.micro_batch().weight`` is 1 here: weights are known at the end of a step.
     - A pipe that returns its own loss takes ``loss_fn=lambda output, _: output["loss"]``, and any target.
-    - A stage's module may be put into ``DistributedDataParallel`` (``stage.submod = DistributedDataParallel(...)``, its
-      group being the processes that have the same stage of other pipes): it averages what is added to ``.grad``.
+    - A stage's module may be wrapped in ``DistributedDataParallel`` (``stage.submod = DistributedDataParallel(...)``,
+      its group being the processes that have the same stage of other pipes): it averages what is added to ``.grad``.
     - ``pipe.train()`` and ``pipe.eval()`` are called in every process.
-    - The pipe's ``checkpoint`` holds here, too; ``chunks`` is the schedule's own.
-    - What goes from process to process is anything that can be pickled, with plain dense tensors.
+    - The pipe's ``checkpoint`` applies here, too; ``chunks`` is the schedule's own.
+    - Anything that can be pickled, with dense strided tensors, can be sent between processes.
     - A process that dies or raises ends the others within seconds: their steps raise
-      :class:`pymoe.pipe.distributed.RankError`, which says who failed, where and why. The group is of no use then. What
-      a loss function raises is told the others when it ends the process; for programs that go on after an error put
-      ``with pymoe.pipe.distributed.watching(group):`` around ``schedule.step``.
+      :class:`pymoe.pipe.distributed.RankError`, which says who failed, where and why. The group is then of no further
+      use. Errors of a loss function are reported to the others when they end the process; programs that go on after
+      an error put ``with pymoe.pipe.distributed.watching(group):`` around ``schedule.step``.
 
     Args:
         pipe: a :class:`pymoe.Pipe`, the same in every process.
-        index: which stage.
+        index: the number of the stage.
         device: where it runs; its modules are moved there.
         group: whose processes share the stages; None: the default group.
 
     Raises:
-        ValueError: there is no such stage, or no such device.
+        ValueError: the stage is out of range, or the device cannot be used.
     """
     group = dist.distributed_c10d._get_default_group() if group is None else group
     if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(pipe):
-        raise ValueError(f"build_stage: the pipe has stages 0 to {len(pipe) - 1}, got {index!r}")
+        raise ValueError(f"build_stage: index: expected one of stages 0 to {len(pipe) - 1}, got {index!r}")
     device = usable_device(device, "build_stage: device")
     rank = rank_of_pipe(pipe, group, device)
     rank.place(index, device)
     return RankStage(rank, index, device, group)
 
 
-class RankStage(_PipelineStageBase):
-    """One stage in this process. Made by :func:`build_stage`; schedules call the rest."""
+class RankStage(PipelineStageBase):
+    """One stage in this process, made by :func:`build_stage`. Schedules call its methods."""
 
     def __init__(self, rank: Rank, index: int, device: torch.device, group: dist.ProcessGroup) -> None:
         parts = rank.staged.parts
@@ -93,40 +92,16 @@ class RankStage(_PipelineStageBase):
     def _prepare_backward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> Any:
         self._note_chunks(True, num_microbatches)
 
-    def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
-        return ()
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+    def _nothing_to_exchange(self, *_: Any, **__: Any) -> Any:
+        """Return no operations for a schedule to run: forwards and backwards send and receive by themselves."""
         return []
 
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """None: :meth:`forward_one_chunk` receives."""
-        return []
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """None: :meth:`forward_one_chunk` has sent."""
-        return []
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """None: :meth:`backward_one_chunk` receives."""
-        return []
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """None: :meth:`backward_one_chunk` has sent."""
-        return []
-
-    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Stages of one rank find each other's outputs by themselves."""
-
-    def get_local_bwd_output(self, mb_index: int) -> Any:
-        """Nothing, likewise."""
-        return ()
-
-    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """Likewise."""
+    _create_grad_recv_info = _get_init_p2p_neighbors_ops = _nothing_to_exchange
+    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = _nothing_to_exchange
+    set_local_fwd_input = get_local_bwd_output = set_local_bwd_input = _nothing_to_exchange
 
     def clear_runtime_states(self) -> None:
-        """A schedule begins a step."""
+        """Begin a step."""
         self.output_chunks.clear()
         self._rank.begin(self.stage_index)
 
@@ -137,29 +112,29 @@ class RankStage(_PipelineStageBase):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        """The stage's forward. Returns the model's output in the last stage."""
+        """Run the stage's forward. Return the model's output in the last stage."""
         return self._run("forward", fwd_chunk_id, self._forward, fwd_chunk_id, args, kwargs or {}, save_forward_output)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """The stage's backward, or its first part."""
+        """Run the stage's backward, or its first part."""
         if self.has_backward:
             self._run(
                 "backward", bwd_chunk_id, self._now().backward, self.stage_index, bwd_chunk_id, loss, full_backward
             )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """The second part."""
+        """Run the second part of the stage's backward."""
         if self.has_backward:
             self._run("backward of weights", bwd_chunk_id, self._now().backward_weight, self.stage_index, bwd_chunk_id)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """The backwards of a step have run. A factor other than 1 says that losses are means."""
+        """Add the gradients of a step up. A factor other than 1 says that losses are means."""
         self.perform_reduce_grad(grad_scale_factor)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """The same."""
+        """Do the same: which of the two is called depends on the schedule."""
         if self.has_backward:
             self._run("sum of gradients", -1, self._rank.reduce, self.stage_index, grad_scale_factor != 1, self.submod)
 
@@ -174,9 +149,9 @@ class RankStage(_PipelineStageBase):
         if values is not None:
             output = self._rank.staged.leave(values)
             if save:
-                self.output_chunks.append(_pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output))
+                self.output_chunks.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output))
             if self.has_backward:
-                self._rank.failure_detector.at("loss", self.stage_index, micro_batch)  # which the schedule goes on with
+                self._rank.failure_detector.at("loss", self.stage_index, micro_batch)  # the schedule goes on with it
         if not self.has_backward and passage.forwards == len(passage.plan.stages) * self._count():
             self._rank.end_without_backward()
         return output
@@ -193,7 +168,7 @@ class RankStage(_PipelineStageBase):
         return self._rank.open(rank_of, self._count(), graphs, len(known) == 1)
 
     def _note_chunks(self, has_backward: bool, count: int) -> None:
-        """Schedules say this before their first step alone, and then nothing tells which of them it is that runs."""
+        """Note a schedule's micro-batches: it tells them before its first step alone, and never which schedule runs."""
         self.chunks = count
         known = self._chunks.setdefault(has_backward, [])
         if count in known:
@@ -220,7 +195,7 @@ class RankStage(_PipelineStageBase):
 
 
 def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    for leaf in _pytree.tree_leaves((args, kwargs)):
+    for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             return leaf.shape[0]
     return 1

@@ -1,13 +1,12 @@
 """Parameters that stages on several ranks share: each rank has a copy, and all copies get the same gradient.
 
-The gradient is the sum over stages, made on every rank of the same parts in the same order, so copies that were equal
-stay equal to the last bit, and equal to the parameter of a pipe in one process.
+The gradient is the sum over stages. Every rank adds the same parts in the same order, so copies that were equal stay
+equal to the last bit, and equal to the parameter of a pipe in one process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 from torch import nn
@@ -18,19 +17,19 @@ __all__ = ["Shared", "Tied", "shared_parameters"]
 
 
 class Shared(NamedTuple):
-    """A parameter that several stages have, under a name in a module of each."""
+    """A parameter that several stages share."""
 
     places: dict[int, tuple[nn.Module, str]]
-    """By stage, in their order."""
+    """For each of these stages, in their order: a module, and the name of the parameter in it."""
 
     def of(self, stage: int) -> nn.Parameter:
-        """As the stage has it by now: parameters can be exchanged."""
+        """Return the stage's parameter, which may have been replaced since."""
         module, name = self.places[stage]
         return module.get_parameter(name)
 
 
 def shared_parameters(pipeline: Pipeline) -> list[Shared]:
-    """The parameters that several stages have; in an order that is the same in every process."""
+    """Return the parameters that several stages share, in the same order in every process."""
     found: dict[int, dict[int, tuple[nn.Module, str]]] = {}
     for number, stage in enumerate(pipeline.stages):
         for module in stage.modules:
@@ -40,60 +39,36 @@ def shared_parameters(pipeline: Pipeline) -> list[Shared]:
 
 
 class Tied:
-    """The shared parameters, seen from one rank."""
+    """The part of one rank in the shared parameters."""
 
     def __init__(self, pipeline: Pipeline, rank_of: Sequence[int], rank: int) -> None:
-        self._found: list[tuple[Shared, set[int]]] = []
-        for shared in shared_parameters(pipeline):
-            ranks = {rank_of[stage] for stage in shared.places}
-            if rank in ranks and len(ranks) > 1:
-                self._found.append((shared, ranks - {rank}))
+        self.sent: dict[tuple[int, int], list[Shared]] = {}
+        """For a stage of this rank and another rank: the parameters whose gradients are sent there."""
+        self.received: dict[int, list[Shared]] = {}
+        """For a stage of another rank: the parameters whose gradients are received from it."""
+        self.copied_to: dict[int, list[Shared]] = {}
+        """For another rank: the parameters that are copied to it, as this is the first stage's rank."""
+        self.copied_from: dict[int, list[Shared]] = {}
+        """For another rank: the parameters that are copied from it."""
         self._rank_of = rank_of
         self._rank = rank
+        for shared in shared_parameters(pipeline):
+            ranks = [rank_of[stage] for stage in shared.places]
+            others = sorted({*ranks} - {rank})
+            if rank not in ranks or not others:
+                continue
+            for stage in shared.places:
+                if rank_of[stage] != rank:
+                    self.received.setdefault(stage, []).append(shared)
+                    continue
+                for other in others:
+                    self.sent.setdefault((stage, other), []).append(shared)
+            if ranks[0] != rank:
+                self.copied_from.setdefault(ranks[0], []).append(shared)
+                continue
+            for other in others:
+                self.copied_to.setdefault(other, []).append(shared)
 
     def own(self, shared: Shared) -> nn.Parameter:
-        """The copy of this rank."""
+        """Return this rank's copy."""
         return shared.of(next(stage for stage in shared.places if self._rank_of[stage] == self._rank))
-
-    @cached_property
-    def sent(self) -> dict[tuple[int, int], list[Shared]]:
-        """For a stage of this rank and another rank: the parameters whose gradients go there."""
-        found: dict[tuple[int, int], list[Shared]] = {}
-        for shared, others in self._found:
-            for stage in shared.places:
-                if self._rank_of[stage] == self._rank:
-                    for rank in sorted(others):
-                        found.setdefault((stage, rank), []).append(shared)
-        return found
-
-    @cached_property
-    def received(self) -> dict[int, list[Shared]]:
-        """For a stage of another rank: the parameters whose gradients come from it."""
-        found: dict[int, list[Shared]] = {}
-        for shared, _ in self._found:
-            for stage in shared.places:
-                if self._rank_of[stage] != self._rank:
-                    found.setdefault(stage, []).append(shared)
-        return dict(sorted(found.items()))
-
-    @cached_property
-    def copied_to(self) -> dict[int, list[Shared]]:
-        """For another rank: the parameters of which it gets its copy from here, being the first stage's rank."""
-        found: dict[int, list[Shared]] = {}
-        for shared, others in self._found:
-            if self._first(shared) == self._rank:
-                for rank in sorted(others):
-                    found.setdefault(rank, []).append(shared)
-        return found
-
-    @cached_property
-    def copied_from(self) -> dict[int, list[Shared]]:
-        """For another rank: the parameters of which this one gets its copy from there."""
-        found: dict[int, list[Shared]] = {}
-        for shared, _ in self._found:
-            if (first := self._first(shared)) != self._rank:
-                found.setdefault(first, []).append(shared)
-        return found
-
-    def _first(self, shared: Shared) -> int:
-        return self._rank_of[next(iter(shared.places))]

@@ -243,7 +243,8 @@ class FailureDetector:
             if not self._in_step:
                 return
             # Somebody took it along. A rank that leaves in order waits until the others have ended their steps.
-            wait_for_end(self._peers.values(), 1.0)
+            if not any(peer.has_ended for peer in self._peers.values()):
+                wait_for_end(self._peers.values(), 1.0)
             ended = [peer.heartbeat.steps for peer in self._peers.values() if peer.has_ended]
             what = "the process that has it, rank 0 or the launcher, has ended, or its host has"
             failure = self._find_failed(max(ended, default=-1)) or Failure(

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node
 
 from pymoe.autograd.compiled_nodes import are_compiled
-from pymoe.autograd.isolated_graph import apply_directly, edge_of, find_leaves_and_nodes
+from pymoe.autograd.graph_nodes import apply_directly, edge_of, find_leaves_and_nodes
 from pymoe.autograd.random_streams import Stream
 from pymoe.pipe.execution.values import Crossing, Origin, Sent, arrive, is_fixed, pack, unpack
 

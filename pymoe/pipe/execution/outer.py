@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from pymoe.autograd.isolated_graph import SECOND_BACKWARD, apply_directly, once_only
+from pymoe.autograd.graph_nodes import apply_directly, once_only
+from pymoe.autograd.isolated_graph import SECOND_BACKWARD
 
 __all__ = ["accumulate", "attach", "end_history"]
 

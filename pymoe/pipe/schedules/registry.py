@@ -76,7 +76,7 @@ def build(name: str, stages: int, micro_batches: int, **chosen: int | None) -> S
             raise ValueError(f"schedule {name!r} has no {option}: it has {has}")
     for what, number in {"stages": stages, "micro_batches": micro_batches, **chosen}.items():
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ValueError(f"schedule {name!r}: {what} must be an integer from 1 up, got {number!r}")
+            raise ValueError(f"schedule {name!r}: {what} must be a positive integer, got {number!r}")
     schedule = builder(stages, micro_batches, **chosen)
     if (schedule.stages, schedule.micro_batches) != (stages, micro_batches):
         asked = f"{stages} stages and {micro_batches} micro-batches"

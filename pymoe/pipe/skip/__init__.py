@@ -16,16 +16,15 @@
 
     model = nn.Sequential(Down(), Middle(), Up())
 
-The modules in between know nothing of the skip. As it stands the model runs like any other; cut into stages, a skip
-goes from the stage of its stash straight to the stages of its pops.
+The modules in between do not know of the skip. The model runs like any other; when it is cut into stages, a skip goes
+from the stage of its stash straight to the stages of its pops.
 
 The interface is that of torchgpipe (Kim et al., 2020: "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant
 Models"), with any number of pops for a stash.
 """
 
-from pymoe.pipe.skip.namespace import Namespace
 from pymoe.pipe.skip.skippable import Skippable, pop, skippable, stash
-from pymoe.pipe.skip.tracker import SkipTracker, current_tracker, tracking
+from pymoe.pipe.skip.tracker import Namespace, SkipTracker, current_tracker, tracking
 from pymoe.pipe.skip.verify import SkipRoute, skip_routes, verify_skippables
 
 __all__ = [

@@ -9,8 +9,7 @@ from typing import Any, Generic, TypeVar, overload
 
 from torch import nn
 
-from pymoe.pipe.skip.namespace import Namespace
-from pymoe.pipe.skip.tracker import Key, SkipTracker, current_tracker, will_pop
+from pymoe.pipe.skip.tracker import Key, Namespace, SkipTracker, current_tracker, will_pop
 
 __all__ = ["Skippable", "pop", "skippable", "stash"]
 
@@ -21,8 +20,8 @@ Module = TypeVar("Module", bound=nn.Module)
 class stash(Generic[Value]):
     """``yield stash(name, value)`` in the ``forward`` of a skippable module: keep a value for those who pop the name.
 
-    ``value`` is a tensor, of any dtype, or None, or whatever the boundary of a stage may carry; ``tensor`` is another
-    name of it. Without the ``yield`` nothing is stashed, and the module says so.
+    ``value`` is a tensor of any dtype, None, or anything else that may cross the boundary of a stage; ``tensor`` is
+    another name of it. Without the ``yield`` nothing is stashed, and the module raises.
     """
 
     __slots__ = ("name", "value")
@@ -85,7 +84,7 @@ class Skippable(nn.Module):
         return f"@skippable({super().__repr__()})"
 
     def __getattr__(self, name: str) -> Any:
-        """What other packages call it. A property or a method would hide the decorated class's own."""
+        """Return what other packages call it. A property or a method would hide the decorated class's own."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -98,27 +97,27 @@ class Skippable(nn.Module):
             raise
 
     def stashable(self) -> list[Key]:
-        """Names that the module stashes, each with its namespace; sorted by name."""
+        """Return the names that the module stashes, each with its namespace; sorted by name."""
         return [self.key_of(name) for name in sorted(self.stashable_names)]
 
     def poppable(self) -> list[Key]:
-        """Names that the module pops, each with its namespace; sorted by name."""
+        """Return the names that the module pops, each with its namespace; sorted by name."""
         return [self.key_of(name) for name in sorted(self.poppable_names)]
 
     def key_of(self, name: str) -> Key:
-        """A name with its namespace here."""
+        """Return a name with its namespace in this module."""
         return self._namespaces.get(name), name
 
     def isolate(self: Module, ns: Namespace, *, only: Iterable[str] | None = None) -> Module:
         """Put the module's skips, or those named in ``only``, into a namespace. Returns the module.
 
         Raises:
-            TypeError: ``ns`` is no :class:`Namespace`, or ``only`` a string.
+            TypeError: ``ns`` is not a :class:`Namespace`, or ``only`` is a string.
             ValueError: ``only`` has a name that the module has not declared.
         """
         assert isinstance(self, Skippable)
         if not isinstance(ns, Namespace):
-            raise TypeError(f"isolate: a Namespace is needed, got {type(ns).__name__}")
+            raise TypeError(f"isolate: ns must be a Namespace, got {type(ns).__name__}")
         declared = self.stashable_names | self.poppable_names
         names = declared if only is None else _names("isolate", "only", only)
         if unknown := names - declared:
@@ -141,7 +140,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
         pop: names that the module pops.
 
     Raises:
-        TypeError: a string instead of a list of strings, or what is decorated is no class of modules.
+        TypeError: a string was given instead of a list of strings, or what is decorated is not a class of modules.
         ValueError: a name is in both.
         RuntimeError: in a forward pass, for a name that was not declared or not stashed before, and for a declared name
             that was not used or was used twice.
@@ -153,7 +152,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
 
     def decorate(cls: type[Module]) -> type[Module]:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            raise TypeError(f"skippable: a class of modules is needed, got {cls!r}")
+            raise TypeError(f"skippable: expected a class of modules, got {cls!r}")
 
         class Driven(Skippable):
             stashable_names = stashable
@@ -199,7 +198,7 @@ _running = _Running()
 def _dispatch(
     module: Any, input: Any, handle_stash: Callable[[str, Any], object], handle_pop: Callable[[str], Any]
 ) -> Any:
-    """Run the module's own forward. Its output.
+    """Run the module's own forward. Return its output.
 
     Args:
         module: a skippable one.
@@ -208,7 +207,7 @@ def _dispatch(
         handle_pop: called with the name of every ``pop``; returns what was stashed.
 
     Raises:
-        TypeError: something else than ``stash`` and ``pop`` was yielded.
+        TypeError: something other than ``stash`` and ``pop`` was yielded.
     """
 
     def carry_out(command: Any) -> Any:
@@ -228,7 +227,7 @@ def _dispatch(
 
 
 def _run(module: Skippable, output: Any) -> Any:
-    """Carry out the commands of ``output``, if it is a generator of them, for ``module``."""
+    """Carry out the commands of ``output``, if it is a generator of them, for ``module``. Return its result."""
     tracker = current_tracker()
     stashed: dict[str, Any] = {}
     popped: set[str] = set()
@@ -264,7 +263,7 @@ def _run(module: Skippable, output: Any) -> Any:
 
 
 def _drive(generator: Generator[Any, Any, Any], carry_out: Callable[[Any], Any]) -> Any:
-    """Run a generator of commands; its result. An error is raised where the command was yielded."""
+    """Run a generator of commands. Return its result. An error is raised where the command was yielded."""
     try:
         command = next(generator)
         while True:

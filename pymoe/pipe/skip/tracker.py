@@ -1,23 +1,50 @@
-"""Where skips are between their stash and their pops.
+"""Trackers keep skips between their stash and their pops; namespaces keep skips of one name apart.
 
-A skippable module knows names alone. It hands what it stashes to the tracker of its thread, and asks that for what it
-pops: outside a pipeline an :class:`InPlace`, which keeps skips for the modules that run next in the same thread; inside
-one the pipeline's own, which sends them to other stages.
+A skippable module knows names alone. It hands what it stashes to the tracker of its thread, and asks the tracker for
+what it pops. Outside a pipeline that is an :class:`InPlace`, which keeps skips for the modules that run next in the
+same thread; inside, the pipeline's own, which sends them to other stages.
 """
 
 from __future__ import annotations
 
 import threading
+import uuid
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from pymoe.pipe.skip.namespace import Namespace
+__all__ = ["Key", "Namespace", "SkipTracker", "current_tracker", "tracking", "will_pop"]
 
-__all__ = ["Key", "SkipTracker", "current_tracker", "tracking", "will_pop"]
 
-Key = tuple[Namespace | None, str]  # None: the namespace of skips that are in none
+class Namespace:
+    """Keeps skips apart: those of one name in different namespaces have nothing to do with each other.
+
+    ::
+
+        for _ in range(2):
+            ns = Namespace()
+            layers += [Down().isolate(ns), Up().isolate(ns)]
+
+    Copies, pickled ones included, are the same namespace.
+    """
+
+    __slots__ = ("_id",)
+
+    def __init__(self) -> None:
+        self._id = uuid.uuid4().hex
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Namespace) and other._id == self._id
+
+    def __hash__(self) -> int:
+        return hash(self._id)
+
+    def __repr__(self) -> str:
+        return f"<Namespace {self._id[:8]}>"
+
+
+Key = tuple[Namespace | None, str]  # None: skips that are not in a namespace
 
 
 class SkipTracker(Protocol):
@@ -27,7 +54,7 @@ class SkipTracker(Protocol):
         """Keep ``value``, which may be None, for all pops of ``key``."""
 
     def load(self, key: Key) -> Any:
-        """What was saved. Raises KeyError if nothing was, or nothing is left."""
+        """Return what was saved. Raise KeyError if nothing was, or nothing is left."""
 
 
 _lock = threading.Lock()
@@ -41,7 +68,7 @@ def will_pop(name: str, module: Any) -> None:
 
 
 def _count_pops(key: Key) -> int:
-    """How many times a skip is asked for in a forward pass."""
+    """Return how many times a skip is asked for in a forward pass."""
     with _lock:
         modules = list(_poppers.get(key[1], ()))
     return sum(module.key_of(key[1]) == key for module in modules)
@@ -50,8 +77,8 @@ def _count_pops(key: Key) -> int:
 class InPlace:
     """The tracker outside pipelines.
 
-    A skip is let go of when as many modules have popped it as there are that do. Where two models have one key, as a
-    model and its copy do, that is not before the next stash.
+    A skip is released when all modules that pop it have done so. Where two models have the same key, as a model and its
+    copy do, it is released at the next stash.
     """
 
     def __init__(self) -> None:
@@ -78,13 +105,13 @@ _current = _Current()
 
 
 def current_tracker() -> SkipTracker:
-    """The tracker of this thread."""
+    """Return the tracker of this thread."""
     return _current.tracker
 
 
 @contextmanager
 def tracking(tracker: SkipTracker) -> Iterator[None]:
-    """Modules that run in this thread, within the block, stash into ``tracker`` and pop from it."""
+    """Have modules that run in this thread within the block stash into ``tracker`` and pop from it."""
     before, _current.tracker = _current.tracker, tracker
     try:
         yield

@@ -1,4 +1,4 @@
-"""Where skips of a model begin and end, and whether that can work."""
+"""Finds where skips of a model begin and end, and checks that they match."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["SkipRoute", "skip_routes", "verify_skippables"]
 
 @dataclass(frozen=True)
 class SkipRoute:
-    """The way of one skip: from the part that stashes it to the parts that pop it.
+    """One skip: the part that stashes it, and the parts that pop it.
 
     ``pops`` has a part once for each module in it that pops; ascending, and possibly ``stash`` itself.
     """
@@ -28,7 +28,7 @@ class SkipRoute:
 def verify_skippables(module: nn.Sequential) -> None:
     """Check that every pop of a sequential model has a stash before it, and every stash a pop.
 
-    Children count in their order; of nested modules, too, where their own order is that in which they were assigned.
+    Modules count in the order of their assignment, nested ones too.
 
     Raises:
         TypeError: with a line for each fault: a name that is stashed twice in one namespace, popped before it is
@@ -54,7 +54,7 @@ def verify_skippables(module: nn.Sequential) -> None:
 
 
 def skip_routes(parts: Sequence[nn.Module]) -> list[SkipRoute]:
-    """The routes of all skips of a model that was cut into ``parts``, in the order of their stashes.
+    """Return the routes of all skips of a model that was cut into ``parts``, in the order of their stashes.
 
     The model is one that :func:`verify_skippables` accepts.
     """
@@ -71,7 +71,7 @@ def skip_routes(parts: Sequence[nn.Module]) -> list[SkipRoute]:
 
 
 def _skippables(module: nn.Module, name: str = "") -> Iterator[tuple[str, Skippable]]:
-    """With their names, in order; a module that is there twice comes twice."""
+    """Yield skippable modules with their names, in order; one that is there twice comes twice."""
     if isinstance(module, Skippable):
         yield name, module
     for child_name, child in module._modules.items():

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from pymoe._torch_private import run_backward
-from pymoe.autograd.isolated_graph import apply_directly
+from pymoe.autograd.graph_nodes import apply_directly
 from pymoe.pipe.split_backward.graph_cut import PutOff
 
 __all__ = ["Recorder", "can_not_put_off", "can_put_off", "free_saved_tensors"]

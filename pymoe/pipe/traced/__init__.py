@@ -1,8 +1,10 @@
-"""Captured models, cut into stages: where, how, and what comes out of it."""
+"""Captured models, split into the stages of a pipeline."""
 
+from pymoe.pipe.traced.losses import LossWrapper, TrivialLossWrapper
 from pymoe.pipe.traced.policies import split_by_flops, split_by_time, split_into_equal_parameters
 from pymoe.pipe.traced.shared_state import MultiUseParameterConfig
 from pymoe.pipe.traced.split_points import (
+    PipeSequential,
     PipeSplitWrapper,
     SplitPoint,
     annotate_split_points,
@@ -10,7 +12,6 @@ from pymoe.pipe.traced.split_points import (
     pipe_split,
 )
 from pymoe.pipe.traced.tracing import pipeline
-from pymoe.pipe.traced.wrappers import LossWrapper, PipeSequential, TrivialLossWrapper
 
 __all__ = [
     "LossWrapper",

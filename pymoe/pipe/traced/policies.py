@@ -1,97 +1,111 @@
-"""Policies that cut a captured graph into stages which cost the same."""
+"""Policies that split a captured graph into stages of equal cost: parameters, operations, or measured time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
-from torch import fx
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 from pymoe.pipe.balance.cost import balance_cost, least_maximum
-from pymoe.pipe.traced import costs
-from pymoe.pipe.traced.boundaries import is_number, works
-from pymoe.pipe.traced.effects import Effects
+from pymoe.pipe.capture.graph import opaque_modules
+from pymoe.pipe.capture.infer_shapes import example_tensor
+from pymoe.pipe.capture.opaque import OpaqueModule
+from pymoe.pipe.capture.snapshots import attributes_restored
+from pymoe.pipe.traced.partition import compute_nodes, is_number
+from pymoe.pipe.traced.shared_state import Aliases
 from pymoe.pipe.traced.split_points import mark
 
 __all__ = ["split_by_flops", "split_by_time", "split_into_equal_parameters"]
 
-ENOUGH = 1.1  # how much slower than it has to be the slowest stage may be, for fewer values that cross
+Costs = dict[fx.Node, float]
+TOLERANCE = 1.1
+"""How much slower than the optimum the slowest stage may be, for fewer boundary values."""
 
 
 def split_into_equal_parameters(stages: int) -> Policy:
     """Make stages with about the same number of parameters.
 
     Args:
-        stages: how many, from 1 up to the number of the graph's operators.
+        stages: how many, from 1 to the number of the graph's operators.
 
     Returns:
-        a ``split_policy`` for :func:`pymoe.pipeline`.
+        A ``split_policy`` for :func:`pymoe.pipeline`.
     """
-    return Policy(stages, costs.parameters)
+    return Policy(stages, _parameters)
 
 
 def split_by_time(stages: int) -> Policy:
     """Make stages whose forward and backward passes take about the same time, as measured with the example's sizes.
 
     Args:
-        stages: how many, from 1 up to the number of the graph's operators.
+        stages: how many, from 1 to the number of the graph's operators.
 
     Returns:
-        a ``split_policy`` for :func:`pymoe.pipeline`.
+        A ``split_policy`` for :func:`pymoe.pipeline`.
     """
-    return Policy(stages, costs.seconds)
+    return Policy(stages, _seconds)
 
 
 def split_by_flops(stages: int) -> Policy:
     """Make stages with about the same number of floating point operations, for the example's sizes; nothing is run.
 
     Args:
-        stages: how many, from 1 up to the number of the graph's operators.
+        stages: how many, from 1 to the number of the graph's operators.
 
     Returns:
-        a ``split_policy`` for :func:`pymoe.pipeline`.
+        A ``split_policy`` for :func:`pymoe.pipeline`.
     """
-    return Policy(stages, costs.flops)
+    return Policy(stages, _flops)
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Cuts so that the most expensive stage costs at most a tenth more than it has to, where the fewest values cross.
+    """Splits so that the most expensive stage costs at most a tenth more than necessary, where the fewest values cross.
 
     Raises:
-        ValueError: there are more stages than operators, or less than one.
+        ValueError: there are more stages than operators, or fewer than one.
     """
 
     stages: int
-    cost: Callable[[fx.GraphModule], dict[fx.Node, float]]
+    cost: Callable[[fx.GraphModule], Costs]
 
     def __call__(self, graph: fx.GraphModule) -> fx.GraphModule:
-        """The graph, with markers."""
-        nodes = works(graph.graph)
+        """Return the graph, with markers."""
+        nodes = compute_nodes(graph.graph)
         if not 1 <= self.stages <= len(nodes):
-            raise ValueError(f"cannot make {self.stages} stages of a model with {len(nodes)} operators")
-        found = self.cost(graph)
-        every = _row(graph.graph, nodes, found)
-        for position in _boundaries(every, _alive(graph.graph, nodes), self.stages):
+            raise ValueError(f"split_policy: cannot make {self.stages} stages of a model with {len(nodes)} operators")
+        costs = _costs_in_order(graph.graph, nodes, self.cost(graph))
+        for position in _boundaries(costs, _live_values(graph.graph, nodes), self.stages):
             mark(graph.graph, nodes[position])
         graph.recompile()
         return graph
 
 
-def _row(graph: fx.Graph, nodes: list[fx.Node], found: dict[fx.Node, float]) -> list[float]:
-    """The costs of ``nodes``; those of nodes in between count for the one before."""
+def _costs_in_order(graph: fx.Graph, nodes: list[fx.Node], costs: Costs) -> list[float]:
+    """Return the costs of ``nodes``; those of nodes in between count for the one before."""
     places = {node: place for place, node in enumerate(nodes)}
     row, place = [0.0] * len(nodes), 0
     for node in graph.nodes:
         place = places.get(node, place)
-        row[place] += found.get(node, 0.0)
+        row[place] += costs.get(node, 0.0)
     return row if sum(row) > 0 else [1.0] * len(nodes)
 
 
-def _alive(graph: fx.Graph, nodes: list[fx.Node]) -> list[int]:
-    """For every node how many tensors, made by those before, it or later ones take. Inputs go to any stage directly."""
-    effects, places = Effects(graph), {node: place for place, node in enumerate(nodes)}
+def _live_values(graph: fx.Graph, nodes: list[fx.Node]) -> list[int]:
+    """Return for every node how many tensors, computed before it, it or later nodes take. Inputs go to any stage
+    directly.
+    """
+    aliases, places = Aliases(graph), {node: place for place, node in enumerate(nodes)}
     position: dict[fx.Node, int] = {}
     place = -1
     last: dict[fx.Node, int] = {}
@@ -100,7 +114,7 @@ def _alive(graph: fx.Graph, nodes: list[fx.Node]) -> list[int]:
         position[node] = place if node.op != "output" else len(nodes)
         for source in node.all_input_nodes:
             if not is_number(source):
-                last[effects.base(source)] = position[node]
+                last[aliases.base(source)] = position[node]
     changes = [0] * (len(nodes) + 1)
     for node, end in last.items():
         begin = position[node]
@@ -111,29 +125,161 @@ def _alive(graph: fx.Graph, nodes: list[fx.Node]) -> list[int]:
     return list(accumulate(changes[: len(nodes)]))
 
 
-def _boundaries(row: list[float], alive: list[int], stages: int) -> list[int]:
-    """Where stages begin, but the first."""
+def _boundaries(costs: list[float], alive: list[int], stages: int) -> list[int]:
+    """Return where stages begin, but the first."""
     if stages == 1:
         return []
-    best = least_maximum(row, stages)
+    best = least_maximum(costs, stages)
     for limit in sorted(set(alive[1:])):
-        starts = [0, *_cheapest(row, alive, limit)]
-        segments = [sum(row[begin:end]) for begin, end in pairwise([*starts, len(row)])]
-        if len(segments) >= stages and least_maximum(segments, stages) <= ENOUGH * best:
+        starts = [0, *_candidates(costs, alive, limit)]
+        segments = [sum(costs[begin:end]) for begin, end in pairwise([*starts, len(costs)])]
+        if len(segments) >= stages and least_maximum(segments, stages) <= TOLERANCE * best:
             sizes = balance_cost(segments, stages)
             return [starts[end] for end in list(accumulate(sizes))[:-1]]
-    raise AssertionError("with all boundaries allowed the best way is there")
+    raise AssertionError("with all boundaries allowed there is the optimum")
 
 
-def _cheapest(row: list[float], alive: list[int], limit: int) -> list[int]:
-    """The boundaries with few values; of those with nothing but free nodes in between, the one with the fewest."""
+def _candidates(costs: list[float], alive: list[int], limit: int) -> list[int]:
+    """Return boundaries of at most ``limit`` values; of those with only free nodes in between, the one with fewest."""
     found: list[int] = []
-    for place in range(1, len(row)):
+    for place in range(1, len(costs)):
         if alive[place] > limit:
             continue
-        if found and not any(row[found[-1] : place]):
+        if found and not any(costs[found[-1] : place]):
             if alive[place] < alive[found[-1]]:
                 found[-1] = place
         else:
             found.append(place)
     return found
+
+
+def _parameters(graph: fx.GraphModule) -> Costs:
+    """Return the number of elements of the parameters that a node is the first to use."""
+    seen: set[int] = set()
+    costs: Costs = {}
+    for node in graph.graph.nodes:
+        found: list[torch.Tensor] = []
+        if isinstance(node.target, OpaqueModule):
+            found += node.target.module.parameters()
+        for source in node.all_input_nodes:
+            if source.op == "get_attr":
+                owner, _, name = str(source.target).rpartition(".")
+                value = getattr(graph.get_submodule(owner), name)
+                found += [value] if isinstance(value, nn.Parameter) else []
+        costs[node] = sum(value.numel() for value in found if id(value) not in seen)
+        seen.update(id(value) for value in found)
+    return costs
+
+
+def _flops(graph: fx.GraphModule) -> Costs:
+    """Count floating point operations of matrix products, convolutions and attention in the forward; nothing is run."""
+    with FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False) as counter:
+        counting = _Counting(graph, counter)
+        counting.run(*_example(graph))
+    return counting.costs
+
+
+def _seconds(graph: fx.GraphModule, passes: int = 5) -> Costs:
+    """Time forward and backward of every node, in seconds: the median of some passes after a warm-up.
+
+    The model and torch's random generators are left as they were.
+    """
+    taken = []
+    with _restored(graph):
+        example = _example(graph)
+        for _ in range(passes + 1):
+            timing = _Timing(graph)
+            timing.run(*example)
+            taken.append(timing.costs)
+    return {node: statistics.median(costs[node] for costs in taken[1:]) for node in taken[0]}
+
+
+@contextmanager
+def _restored(graph: fx.GraphModule) -> Iterator[None]:
+    """Restore opaque modules and random generators after the block; operators are only given copies."""
+    modules = [call.module for call in opaque_modules(graph.graph)]
+    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
+    inputs = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
+    tensors = [*graph.parameters(), *[value for value in inputs if isinstance(value, torch.Tensor)]]
+    devices = {tensor.device for tensor in tensors}
+    with ExitStack() as stack:
+        for device in devices:
+            if device.type != "cpu":
+                stack.enter_context(torch.random.fork_rng([device], device_type=device.type))
+        stack.enter_context(torch.random.fork_rng([]))
+        for module in modules:
+            stack.enter_context(attributes_restored(module))
+        yield
+    for buffer, before in buffers:
+        buffer.data.copy_(before)
+
+
+class _Counting(fx.Interpreter):
+    def __init__(self, graph: fx.GraphModule, counter: FlopCounterMode) -> None:
+        super().__init__(graph)
+        self.costs: Costs = {}
+        self._counter = counter
+
+    def run_node(self, n: fx.Node) -> Any:
+        before = self._counter.get_total_flops()
+        result = super().run_node(n)
+        self.costs[n] = float(self._counter.get_total_flops() - before)
+        return result
+
+
+class _Timing(fx.Interpreter):
+    def __init__(self, graph: fx.GraphModule) -> None:
+        super().__init__(graph)
+        self.costs: Costs = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op in ("placeholder", "get_attr", "output"):
+            return super().run_node(n)
+        sources: list[torch.Tensor] = []
+
+        def apart(leaf: Any) -> Any:
+            """Return a copy whose graph begins at ``sources``, and which can be changed in place."""
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if not leaf.requires_grad:
+                return leaf.clone()
+            sources.append(leaf.detach().requires_grad_())
+            return sources[-1].clone()
+
+        args, kwargs = _pytree.tree_map(apart, self.fetch_args_kwargs_from_env(n))
+        begin = _now(sources)
+        with torch.enable_grad():
+            result = getattr(self, n.op)(n.target, args, kwargs)
+            ends = [leaf for leaf in _pytree.tree_leaves(result) if _is_differentiable(leaf)]
+            middle = _now(ends)
+            gradients = [torch.ones_like(end) for end in ends]
+            restart = _now(gradients)
+            if ends and sources:
+                torch.autograd.grad(ends, sources, gradients, allow_unused=True)
+        self.costs[n] = middle - begin + _now(ends) - restart
+        return _pytree.tree_map(_without_history, result)
+
+
+def _without_history(leaf: Any) -> Any:
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _is_differentiable(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+def _now(tensors: list[torch.Tensor]) -> float:
+    for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
+        torch.get_device_module(device).synchronize(device)
+    return time.perf_counter()
+
+
+def _example(graph: fx.GraphModule) -> list[Any]:
+    """Return arguments like those of the capture."""
+    values = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
+    return [_like(value) if isinstance(value, torch.Tensor) else value for value in values]
+
+
+def _like(value: torch.Tensor) -> torch.Tensor:
+    shape = [int(size) if isinstance(size, int) else int(size.node.hint) for size in value.shape]
+    return example_tensor(shape, value)

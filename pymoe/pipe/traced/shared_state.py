@@ -1,29 +1,32 @@
-"""Parameters and buffers that several stages use."""
+"""Parameters and buffers that several stages use, and which nodes of a graph change them in place."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import fx, nn
 
-from pymoe.pipe.traced.effects import Effects
+from pymoe.pipe.capture.graph import Region
 
-__all__ = ["MultiUseParameterConfig", "Spec", "State", "by_first_name"]
+__all__ = ["Aliases", "MultiUseParameterConfig", "Spec", "State", "by_first_name"]
 
 
 class MultiUseParameterConfig(enum.Enum):
-    """How several stages come by one parameter.
+    """How several stages share one parameter.
 
     In one process a replicated parameter is one object, in the stages that use it; across processes it is a copy in
     each, and their gradients are summed.
     """
 
     TRANSMIT = 1
-    """The first stage that uses it has it, and its value travels to the others, gradients back."""
+    """The first stage that uses it holds it, and sends its value to the others, which send gradients back."""
     REPLICATE = 2
-    """Every stage that uses it has it."""
+    """Every stage that uses it holds it."""
 
 
 Spec = MultiUseParameterConfig | Mapping[str, MultiUseParameterConfig] | None
@@ -36,24 +39,23 @@ class State:
     parameters: frozenset[str]
     """Names of those that are parameters."""
     spec: Spec
-    """For all parameters, or by name; None, and for those without a name: they are replicated."""
+    """For all parameters, or by name."""
     apart: bool = False
-    """Whether stages are on devices of their own: then what nothing is said about travels."""
+    """Whether stages are on different devices: parameters absent from ``spec`` are transmitted, else replicated."""
 
-    def travels(self, graph: fx.Graph, numbers: Mapping[fx.Node, int], effects: Effects) -> dict[fx.Node, int]:
-        """For the parameters and buffers whose value travels, the stage that has them."""
+    def transmitted(self, graph: fx.Graph, stage_of: Mapping[fx.Node, int], aliases: Aliases) -> dict[fx.Node, int]:
+        """Return the parameters and buffers whose values are transmitted between stages, and the stage that holds each.
+
+        Raises:
+            ValueError: a buffer is changed in a later stage than it is read in.
+        """
         found = {}
-        for node in graph.nodes:
-            if node.op != "get_attr":
-                continue
-            users = _users_of(node, numbers)
+        for node in graph.find_nodes(op="get_attr"):
+            users = sorted({stage_of[user] for user in node.users if user in stage_of})
             if len(users) < 2:
                 continue
-            if node.target in self.parameters:
-                travels = self._is_sent(str(node.target))
-            else:
-                travels = _is_edited(node, users, numbers, effects)
-            if travels:
+            is_parameter = node.target in self.parameters
+            if self._is_sent(str(node.target)) if is_parameter else _is_changed(node, users, stage_of, aliases):
                 found[node] = users[0]
         return found
 
@@ -63,22 +65,19 @@ class State:
         return (spec or default) is MultiUseParameterConfig.TRANSMIT
 
 
-def _users_of(node: fx.Node, numbers: Mapping[fx.Node, int]) -> list[int]:
-    """The stages that use a parameter or buffer."""
-    return sorted({numbers[user] for user in node.users if user in numbers})
-
-
 def by_first_name(spec: Spec, model: nn.Module) -> Spec:
-    """The specification by the names that captured graphs use: of a shared parameter the first.
+    """Return the specification by the names that captured graphs use: of a shared parameter the first.
 
     Raises:
-        TypeError: it is no configuration, and no mapping to such.
+        TypeError: it is neither a configuration nor a mapping to such.
         ValueError: the model has no parameter of a name.
     """
     if spec is None or isinstance(spec, MultiUseParameterConfig):
         return spec
     if not isinstance(spec, Mapping) or not all(isinstance(use, MultiUseParameterConfig) for use in spec.values()):
-        raise TypeError(f"multi_use_param_spec: MultiUseParameterConfig, or a dict of them by name, got {spec!r}")
+        raise TypeError(
+            f"multi_use_param_spec: expected a MultiUseParameterConfig or a dict of them by name, got {spec!r}"
+        )
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = dict(model.named_parameters(remove_duplicate=False))
     if unknown := [name for name in spec if name not in every]:
@@ -86,18 +85,99 @@ def by_first_name(spec: Spec, model: nn.Module) -> Spec:
     return {first[id(every[name])]: use for name, use in spec.items()}
 
 
-def _is_edited(node: fx.Node, users: list[int], numbers: Mapping[fx.Node, int], effects: Effects) -> bool:
-    """Is the buffer changed by one stage and read by later ones? Then they get what it was at that time.
-
-    Raises:
-        ValueError: an earlier one reads it, too, or several change it and others read it.
-    """
-    editors = sorted({numbers[editor] for editor in effects.editors(node)})
-    if not editors or editors == users:
+def _is_changed(node: fx.Node, users: list[int], stage_of: Mapping[fx.Node, int], aliases: Aliases) -> bool:
+    """Return whether one stage changes the buffer and later ones read it: they then get its value of that time."""
+    writers = sorted({stage_of[writer] for writer in aliases.writers(node)})
+    if not writers or writers == users:
         return False  # stages that all change it take turns
-    if editors == users[:1]:
+    if writers == users[:1]:
         return True
     raise ValueError(
-        f"the buffer {node.target!r} is used by stages {users} and changed by {editors}: the next micro-batch would "
-        "read it before this one has changed it. Cut the model so that one stage has it all"
+        f"the buffer {node.target!r} is used by stages {users} and changed by {writers}: the next micro-batch would "
+        "read it before this one has changed it. Move the stage boundaries so that one stage has all of its uses"
     )
+
+
+class Aliases:
+    """Which tensors the nodes of a graph change in place, and which are views of others, by the operators' schemas.
+
+    The base of a view is the node whose tensor's memory it shares.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._bases: dict[fx.Node, fx.Node] = {}
+        self._writers: dict[fx.Node, list[fx.Node]] = {}  # by base
+        for node in graph.nodes:
+            if (viewed := _viewed(node)) is not None:
+                self._bases[node] = self.base(viewed)
+            for written in _written(node):
+                self._writers.setdefault(self.base(written), []).append(node)
+
+    def base(self, node: fx.Node) -> fx.Node:
+        """Return the node whose memory this one's tensor shares; itself for a tensor of its own."""
+        return self._bases.get(node, node)
+
+    def writers(self, node: fx.Node) -> list[fx.Node]:
+        """Return the nodes that change its tensor, in their order."""
+        return self._writers.get(self.base(node), [])
+
+
+def _written(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the arguments that the node changes in place."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        for argument, value in _arguments(node):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from _nodes(value)
+    elif isinstance(node.target, Region):
+        block = node.target.graph.graph
+        aliases = Aliases(block)
+        for placeholder, value in zip(block.find_nodes(op="placeholder"), node.args, strict=False):
+            if aliases.writers(placeholder):
+                yield from _nodes(value)
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """Return the argument whose memory the result of this node shares."""
+    if node.target is operator.getitem:
+        first = node.args[0]
+        return _out_of_block(first, node.args[1]) if isinstance(first, fx.Node) else None
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    returned = [info for result in node.target._schema.returns if (info := result.alias_info) is not None]
+    if not returned:
+        return None
+    names = set(returned[0].before_set)
+    for argument, value in _arguments(node):
+        if argument.alias_info is not None and names & set(argument.alias_info.before_set):
+            return next(_nodes(value), None)
+    return None
+
+
+def _out_of_block(node: fx.Node, number: Any) -> fx.Node | None:
+    """Return the argument of a region that is its output ``number``, if one is; else the region."""
+    if not isinstance(node.target, Region):
+        return node
+    block = node.target.graph.graph
+    outputs = block.output_node().args[0]
+    result = outputs[number] if isinstance(outputs, (tuple, list)) else outputs
+    inside = block.find_nodes(op="placeholder")
+    base = Aliases(block).base(result) if isinstance(result, fx.Node) else None
+    given = node.args[inside.index(base)] if base in inside else node
+    return given if isinstance(given, fx.Node) else None
+
+
+def _arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
+    target: Any = node.target
+    for number, argument in enumerate(target._schema.arguments):
+        if number < len(node.args):
+            yield argument, node.args[number]
+        elif argument.name in node.kwargs:
+            yield argument, node.kwargs[argument.name]
+
+
+def _nodes(value: Any) -> Iterator[fx.Node]:
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, Iterable) and not isinstance(value, str):
+        for item in value:
+            yield from _nodes(item)

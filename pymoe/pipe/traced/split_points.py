@@ -1,4 +1,4 @@
-"""Where a model shall be cut: ``pipe_split()`` in its code, or beginnings and ends of its modules."""
+"""Where a model is split into stages: ``pipe_split()`` in its code, or before and after calls of its modules."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pymoe.pipe.capture.opaque import no_boundary_here
+from pymoe.pipe.capture.opaque import refuse_boundary
 from pymoe.pipe.other_names import also_called
 
 __all__ = [
+    "PipeSequential",
     "PipeSplitWrapper",
     "SplitPoint",
     "annotate_split_points",
@@ -32,17 +33,17 @@ fx.node.has_side_effect(_MARKER)  # or captures would leave it out
 
 
 def pipe_split() -> None:
-    """The boundary of two stages, where it stands in a model's ``forward``: :func:`pymoe.pipeline` cuts there.
+    """Mark the boundary of two stages in a model's ``forward``: :func:`pymoe.pipeline` splits the model there.
 
     Does nothing when the model just runs. A boundary at the very beginning or end, or beside another, makes no stage.
     """
     if torch.compiler.is_exporting():
-        no_boundary_here()
+        refuse_boundary()
         torch.ops.pymoe_pipe.split()
 
 
 def is_marker(node: fx.Node) -> bool:
-    """Is this node a boundary of stages? Those that ``torch.distributed.pipelining`` knows are, too."""
+    """Return whether a node is a stage boundary. Those of ``torch.distributed.pipelining`` are, too."""
     if node.op != "call_function":
         return False
     target: Any = node.target
@@ -50,20 +51,18 @@ def is_marker(node: fx.Node) -> bool:
         return True
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return target in (torch.ops.pymoe_pipe.split,) or str(target).startswith("pippy._pipe_split")
-    return getattr(target, "__name__", "") == "pipe_split" and str(target.__module__).startswith(_TORCHS)
-
-
-_TORCHS = "torch.distributed.pipelining"
+    is_torchs = str(getattr(target, "__module__", "")).startswith("torch.distributed.pipelining")
+    return is_torchs and getattr(target, "__name__", "") == "pipe_split"
 
 
 def mark(graph: fx.Graph, before: fx.Node) -> None:
-    """Put a boundary into a captured graph."""
+    """Insert a stage boundary into a captured graph."""
     with graph.inserting_before(before):
         graph.call_function(_MARKER)
 
 
 def mark_boundary(before: fx.Node) -> None:
-    """Put a boundary of stages before a node of a captured graph, for split policies of one's own.
+    """Insert a stage boundary before a node of a captured graph, for split policies of your own.
 
     ::
 
@@ -77,12 +76,12 @@ def mark_boundary(before: fx.Node) -> None:
         before: the first node of the later stage.
     """
     if not isinstance(before, fx.Node):
-        raise TypeError(f"mark_boundary: before must be a torch.fx.Node of a captured graph, got {before!r:.80}")
+        raise TypeError(f"mark_boundary: before: expected a torch.fx.Node of a captured graph, got {before!r:.80}")
     mark(before.graph, before)
 
 
 class SplitPoint(enum.Enum):
-    """On which side of a module's call a stage ends and the next begins."""
+    """The side of a module's call on which a stage ends and the next begins."""
 
     BEGINNING = 1
     END = 2
@@ -95,18 +94,18 @@ class PipeSplitWrapper:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError(
-            "PipeSplitWrapper: modules are not wrapped, which would rename parameters: use "
-            "annotate_split_points(model, {'layers.4': SplitPoint.BEGINNING}), or split_spec of pymoe.pipeline"
+            "PipeSplitWrapper: wrapping modules would rename parameters: use annotate_split_points(model, {'layers.4': "
+            "SplitPoint.BEGINNING}), or split_spec of pymoe.pipeline"
         )
 
 
 class NoSuchModule(ValueError, AttributeError):
-    """A model has no submodule of a name: a wrong value here, a missing attribute to those who know PiPPy."""
+    """A model has no submodule of a name: a wrong value here, a missing attribute in PiPPy."""
 
 
 @also_called(mod="model")
 def annotate_split_points(model: nn.Module, spec: Mapping[str, SplitPoint]) -> nn.Module:
-    """The model with boundaries before or after calls of some of its modules.
+    """Return the model with stage boundaries before or after calls of some of its modules.
 
     The given model stays as it is, so use what is returned: it has the same parameters, buffers and submodules, but for
     shallow copies of the named modules and of those around them, and the same ``state_dict`` keys.
@@ -116,13 +115,13 @@ def annotate_split_points(model: nn.Module, spec: Mapping[str, SplitPoint]) -> n
         spec: for qualified names of submodules, where the boundary is.
 
     Raises:
-        TypeError: a value is no ``SplitPoint``.
+        TypeError: a value is not a ``SplitPoint``.
         ValueError: the model has no submodule of that name (an ``AttributeError`` as well).
     """
     copies: dict[str, nn.Module] = {"": _shallow(model)}
     for name, point in spec.items():
         if not isinstance(point, SplitPoint):
-            raise TypeError(f"split points are SplitPoint.BEGINNING or SplitPoint.END, got {point!r} for {name!r}")
+            raise TypeError(f"{name!r}: expected SplitPoint.BEGINNING or SplitPoint.END, got {point!r}")
         path = ""
         for step in name.split(".") if name else []:
             around, path = copies[path], f"{path}.{step}".removeprefix(".")
@@ -142,14 +141,14 @@ def _unknown(model: nn.Module, name: str) -> str:
 
 
 def _shallow(module: nn.Module) -> nn.Module:
-    """The same parameters and buffers, also those it gets later, and the same children, in a dictionary of its own."""
+    """Return a module with the same parameters and buffers, also later ones, and its own dictionary of the children."""
     made = copy.copy(module)
     made.__dict__["_modules"] = dict(module._modules)
     return made
 
 
 def _hook(module: nn.Module, point: SplitPoint) -> None:
-    """``module`` is a copy that nobody else has, but its dictionaries of hooks are the original's until now."""
+    """Add the hook to ``module``, a copy whose dictionaries of hooks are still the original's."""
     kind = "_forward_pre_hooks" if point is SplitPoint.BEGINNING else "_forward_hooks"
     module.__dict__[kind] = module.__dict__[kind].copy()
     if point is SplitPoint.BEGINNING:
@@ -159,9 +158,38 @@ def _hook(module: nn.Module, point: SplitPoint) -> None:
 
 
 class _Boundary:
-    """A hook. A capture calls it also beside modules that it does not look into."""
+    """A hook. A capture calls it beside opaque modules, too."""
 
     is_boundary = True
 
     def __call__(self, *of_the_call: Any) -> None:
         pipe_split()
+
+
+class PipeSequential(nn.Sequential):
+    """An ``nn.Sequential`` with a stage boundary between any two of its layers, wherever in a model it is."""
+
+    @classmethod
+    @also_called(sequential_instance="sequential")
+    def from_sequential(cls, sequential: nn.Sequential) -> PipeSequential:
+        """Return the same layers, under the same names, and in the same mode.
+
+        Args:
+            sequential: whose layers they are; it stays as it is.
+        """
+        made = cls()
+        made._modules.update(sequential._modules)
+        made.training = sequential.training
+        return made
+
+    def forward(self, input: Any) -> Any:
+        """Return the output of the last layer.
+
+        Args:
+            input: what the first layer takes.
+        """
+        for number, layer in enumerate(self):
+            if number:
+                pipe_split()
+            input = layer(input)
+        return input

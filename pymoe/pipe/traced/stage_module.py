@@ -1,26 +1,28 @@
-"""The module of a stage of a traced model: the model's own parameters and buffers, under their names, and graphs."""
+"""The module of a stage of a traced model: the model's own parameters and buffers, under their names, and graphs;
+and graphs as plain data, for copies and pickles.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 
-from pymoe.pipe.traced.written import read, write
+from pymoe.pipe.capture.graph import Region
 
-__all__ = ["StageModule", "has", "plant"]
+__all__ = ["StageModule", "deserialize", "has", "populate", "serialize"]
 
 _KINDS = ("_parameters", "_buffers")
 
 
 class StageModule(nn.Module):
-    """A stage of a traced model. Takes and returns the values that cross, by position.
+    """A stage of a traced model. Takes and returns boundary values, by position.
 
-    It has a graph for every mode that the model was captured in. Modules that it alone needs, or needs all of, are the
-    model's own; in place of others stand modules that hold what this stage uses of them. ``state_dict`` keys are the
-    model's. ``compile()`` compiles it in place.
+    It has a graph for every capture of the model. Modules that it alone needs, or needs all of, are the model's own; in
+    place of others stand modules that hold what this stage uses of them. ``state_dict`` keys are the model's.
+    ``compile()`` compiles it in place.
     """
 
     def __init__(self, number: int) -> None:
@@ -29,11 +31,11 @@ class StageModule(nn.Module):
         self._graphs: list[fx.GraphModule] = []
         self._compile: Callable[[nn.Module], None] | None = None
         self._modes: list[bool] = []
-        # (where, which of its dictionaries, name, whose it is): what the model has there now is taken at every call.
-        self._borrowed: list[tuple[nn.Module, str, str, nn.Module]] = []
+        # (where, which of its dictionaries, name, owner): what the model has there now is taken at every call.
+        self._shared: list[tuple[nn.Module, str, str, nn.Module]] = []
 
     def forward(self, *values: Any, variant: int | None = None) -> Sequence[Any]:
-        """The values of the stage's outputs. ``variant``: which graph; None: the last that fits ``training``."""
+        """Return the values of the stage's outputs. ``variant``: which graph; None: the last that fits ``training``."""
         if variant is None:
             modes = [number for number, training in enumerate(self._modes) if training == self.training]
             variant = modes[-1] if modes else -1
@@ -41,7 +43,7 @@ class StageModule(nn.Module):
         return outputs
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile its graphs, also those of modes to come; arguments as of ``torch.compile``.
+        """Compile its graphs, also those of later captures; arguments as of ``torch.compile``.
 
         Each by itself: torch.compile counts how often one and the same function is compiled, gives up after 8 times,
         and takes the ``forward`` of all stages for one.
@@ -51,35 +53,41 @@ class StageModule(nn.Module):
             self._compile(graph)
 
     def add(self, graph: fx.Graph, training: bool) -> None:
-        """One more graph, for one more mode."""
+        """Add the graph of one more capture."""
         self._graphs.append(self._graph_module(graph))
         if self._compile is not None:
             self._compile(self._graphs[-1])
         self._modes.append(training)
 
     def code(self, variant: int = -1) -> str:
-        """The graph of one mode as Python."""
+        """Return the graph of one capture as Python."""
         return str(self._graphs[variant].print_readable(print_output=False))
 
-    def borrow(self) -> None:
-        """See what the model has by now."""
-        for where, kind, name, owner in self._borrowed:
+    def run(self, variant: int, *values: Any) -> Sequence[Any]:
+        """Run a graph with the parameters and buffers that the model has by now."""
+        self.update_from_model()
+        outputs: Sequence[Any] = self(*values, variant=variant)
+        return outputs
+
+    def update_from_model(self) -> None:
+        """Take the parameters and buffers that the model has by now."""
+        for where, kind, name, owner in self._shared:
             where.__dict__[kind][name] = owner.__dict__[kind][name]
 
-    def give_back(self) -> None:
-        """Let the model see what was put in place of its own, after a move to another device."""
-        for where, kind, name, owner in self._borrowed:
+    def update_model(self) -> None:
+        """Give the model what was put in place of its own, after a move to another device."""
+        for where, kind, name, owner in self._shared:
             owner.__dict__[kind][name] = where.__dict__[kind][name]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_graphs": [write(graph.graph) for graph in self._graphs], "_compile": None}
+        return {**self.__dict__, "_graphs": [serialize(graph.graph) for graph in self._graphs], "_compile": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._graphs = [self._graph_module(read(graph)) for graph in state["_graphs"]]
+        self._graphs = [self._graph_module(deserialize(graph)) for graph in state["_graphs"]]
 
     def _graph_module(self, graph: fx.Graph) -> fx.GraphModule:
-        """Sees what this module has."""
+        """Return a graph module with this module's parameters, buffers and submodules."""
         module = fx.GraphModule(nn.Module(), fx.Graph(), f"Stage{self._number}")
         for kind in (*_KINDS, "_modules"):
             module.__dict__[kind] = self.__dict__[kind]
@@ -87,7 +95,7 @@ class StageModule(nn.Module):
         return module
 
 
-def plant(
+def populate(
     parts: Sequence[StageModule],
     model: nn.Module,
     names: Sequence[Iterable[str]],
@@ -96,10 +104,10 @@ def plant(
     """Give every stage its parameters, buffers and modules.
 
     Args:
-        parts: the modules of the stages; what they had is forgotten.
+        parts: the modules of the stages; what they held is forgotten.
         model: the model.
         names: for every stage, of parameters, buffers and whole modules that it uses.
-        constants: for every stage, tensors that are no part of the model's state.
+        constants: for every stage, tensors that are not part of the model's state.
     """
     used: dict[int, set[int]] = {}  # by parameter or buffer: the stages that use it
     for number, of_stage in enumerate(names):
@@ -112,14 +120,14 @@ def plant(
     for number, (part, of_stage) in enumerate(zip(parts, names, strict=True)):
         for kind in (*_KINDS, "_modules"):
             part.__dict__[kind].clear()
-        part._borrowed = []
+        part._shared = []
         for name, constant in constants[number].items():
             part.register_buffer(name, constant, persistent=False)
-        _Planter(part, number, used).plant(part, model, [name.split(".") for name in of_stage])
+        _Populator(part, number, used).populate(part, model, [name.split(".") for name in of_stage])
 
 
 def has(model: nn.Module, name: str) -> bool:
-    """Whether a model has a parameter, buffer or module of this qualified name."""
+    """Return whether a model has a parameter, buffer or module of this qualified name."""
     module: nn.Module | None = model
     *path, last = name.split(".")
     for step in path:
@@ -127,20 +135,20 @@ def has(model: nn.Module, name: str) -> bool:
     return module is not None and any(module.__dict__[kind].get(last) is not None for kind in (*_KINDS, "_modules"))
 
 
-class _Planter:
+class _Populator:
     def __init__(self, part: StageModule, number: int, used: Mapping[int, set[int]]) -> None:
         self._part = part
         self._number = number
         self._used = used
 
-    def plant(self, where: nn.Module, original: nn.Module, paths: Sequence[Sequence[str]]) -> None:
+    def populate(self, where: nn.Module, original: nn.Module, paths: Sequence[Sequence[str]]) -> None:
         """Put into ``where`` what ``paths`` name in ``original``."""
         below: dict[str, list[Sequence[str]]] = {}
         for first, *rest in paths:
             if first in original._modules:
                 below.setdefault(first, []).append(rest)
             else:
-                self._borrow(where, original, first)
+                self._share(where, original, first)
         for name, child in original._modules.items():  # in the model's order
             if name not in below or child is None:
                 continue
@@ -149,17 +157,17 @@ class _Planter:
             else:
                 where._modules[name] = holder = nn.Module()
                 holder.training = child.training
-                self.plant(holder, child, below[name])
+                self.populate(holder, child, below[name])
 
-    def _borrow(self, where: nn.Module, owner: nn.Module, name: str) -> None:
+    def _share(self, where: nn.Module, owner: nn.Module, name: str) -> None:
         kind = "_parameters" if name in owner._parameters else "_buffers"
         where.__dict__[kind][name] = owner.__dict__[kind][name]
         if name in owner._non_persistent_buffers_set:
             where._non_persistent_buffers_set.add(name)
-        self._part._borrowed.append((where, kind, name, owner))
+        self._part._shared.append((where, kind, name, owner))
 
     def _needs_all_of(self, module: nn.Module) -> bool:
-        """Whether this stage uses everything in the module that any stage uses."""
+        """Return whether this stage uses everything in the module that any stage uses."""
         users = [self._used.get(id(tensor), {self._number}) for tensor in _tensors(module)]
         return all(self._number in stages for stages in users)
 
@@ -170,3 +178,67 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
 
 def _own(module: nn.Module, name: str) -> torch.Tensor | None:
     return module._parameters[name] if name in module._parameters else module._buffers[name]
+
+
+class SerializedGraph(NamedTuple):
+    """A graph as plain data; what nodes know of their origin is lost."""
+
+    nodes: list[tuple[str, Any, Any, Any, str]]
+    """Kind, target, arguments, keywords and name, in their order."""
+
+
+class _NodeRef:
+    """A node among the arguments of another."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class _Operator(NamedTuple):
+    """An operator of torch, by its name."""
+
+    namespace: str
+    name: str
+    overload: str
+
+
+class _Region(NamedTuple):
+    name: str
+    graph: SerializedGraph
+    grad: bool | None
+    autocast: dict[str, Any] | None
+
+
+def serialize(graph: fx.Graph) -> SerializedGraph:
+    """Return a graph as data that can be pickled and copied."""
+    ref = {node: _NodeRef(number) for number, node in enumerate(graph.nodes)}.__getitem__
+    nodes = []
+    for node in graph.nodes:
+        target: Any = node.target
+        if isinstance(target, torch._ops.OpOverload):
+            namespace, _, name = target._schema.name.partition("::")
+            target = _Operator(namespace, name, target._overloadname)
+        elif isinstance(target, Region):
+            target = _Region(target.__name__, serialize(target.graph.graph), target.grad, target.autocast)
+        args, kwargs = (fx.map_arg(arguments, ref) for arguments in (node.args, node.kwargs))  # type: ignore[arg-type]
+        nodes.append((node.op, target, args, kwargs, node.name))
+    return SerializedGraph(nodes)
+
+
+def deserialize(data: SerializedGraph) -> fx.Graph:
+    """Return the graph of such data."""
+    graph = fx.Graph()
+    made: list[fx.Node] = []
+
+    def node_of(value: Any) -> Any:
+        return made[value.number] if isinstance(value, _NodeRef) else value
+
+    for op, target, args, kwargs, name in data.nodes:
+        if isinstance(target, _Operator):
+            target = getattr(getattr(getattr(torch.ops, target.namespace), target.name), target.overload)
+        elif isinstance(target, _Region):
+            inner = fx.GraphModule({}, deserialize(target.graph))
+            target = Region(target.name, inner, target.grad, target.autocast)
+        args, kwargs = fx.node.map_aggregate(args, node_of), fx.node.map_aggregate(kwargs, node_of)
+        made.append(graph.create_node(op, target, args, kwargs, name))
+    return graph

@@ -1,18 +1,18 @@
-"""How a model is captured and cut: again for every mode, at the same places."""
+"""How a model is captured and split: again for every mode, at the same places."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx, nn
 
 from pymoe.pipe.capture import Captured, capture
-from pymoe.pipe.capture.region import Region
-from pymoe.pipe.traced.boundaries import works
-from pymoe.pipe.traced.regions import open_regions
+from pymoe.pipe.capture.graph import all_nodes
+from pymoe.pipe.traced.graph_passes import split_regions
+from pymoe.pipe.traced.partition import compute_nodes
 from pymoe.pipe.traced.split_points import SplitPoint, annotate_split_points, is_marker, mark
 
 __all__ = ["SplitPolicy", "Trace", "why_one_stage"]
@@ -23,28 +23,28 @@ Key = tuple[str, str, int]
 
 @dataclass
 class Trace:
-    """Captures a model, with markers where it shall be cut."""
+    """Captures a model, with markers at its stage boundaries."""
 
     split_spec: Mapping[str, SplitPoint] | None = None
     split_policy: SplitPolicy | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     """For ``capture``."""
     _chosen: list[tuple[Key, ...]] | None = None
-    """For every boundary of a policy the nodes after it, as :func:`_keys` names them."""
+    """For every boundary of a policy, the keys of the nodes after it."""
     _wanted: int | None = None
-    """How many stages the policy shall make, if it says so."""
+    """How many stages the policy is to make, if it says so."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
-        """The model in the mode in which it is.
+        """Capture the model in its present mode.
 
         Raises:
             CaptureError: it cannot be captured.
-            TypeError: the policy returns no graph module.
+            TypeError: the policy does not return a graph module.
             ValueError: a module that the specification names does not exist, or is not called.
         """
         spec = self.split_spec or {}
         captured = capture(annotate_split_points(module, spec) if spec else module, args, kwargs, **self.options)
-        open_regions(captured.graph.graph)
+        split_regions(captured.graph.graph)
         if spec:
             _check_calls(captured.graph, spec)
         if self._chosen is not None:
@@ -53,46 +53,40 @@ class Trace:
             self._wanted = getattr(self.split_policy, "stages", None)
             changed = self.split_policy(captured.graph)
             if not isinstance(changed, fx.GraphModule):
-                raise TypeError(f"a split policy returns a torch.fx.GraphModule, got {type(changed).__name__}")
+                raise TypeError(
+                    f"split_policy: expected a torch.fx.GraphModule as its result, got {type(changed).__name__}"
+                )
             object.__setattr__(captured, "graph", changed)
             self._chosen = _boundaries(changed.graph)
-            self.split_policy = None  # whatever mode comes next is cut at the same places
+            self.split_policy = None  # other modes are split at the same places
         return captured
 
 
 def why_one_stage(trace: Trace) -> str | None:
-    """Why a model of which several stages were asked for is one; None if nobody asked."""
+    """Return why a model for which several stages were requested is one; None if none were."""
     ends = "at the beginning or the end of what the model computes, where they make no stages"
     if trace.split_spec:
-        return f"all places that split_spec names ({', '.join(trace.split_spec)}) are {ends}"
+        return f"all split points of split_spec ({', '.join(trace.split_spec)}) are {ends}"
     if trace._chosen is None or trace._wanted == 1:
         return None
     if trace._chosen:
-        return f"all boundaries that split_policy has put into the graph are {ends}"
+        return f"all boundaries that split_policy has inserted are {ends}"
     return (
-        "split_policy has put no boundary into the graph: pymoe.pipe.mark_boundary(node) puts one before a node, and "
-        "the policy returns the graph module in which it did so"
+        "split_policy has inserted no boundary: pymoe.pipe.mark_boundary(node) inserts one before a node, and the "
+        "policy returns the graph module in which it did so"
     )
 
 
 def _check_calls(graph: fx.GraphModule, spec: Mapping[str, SplitPoint]) -> None:
-    """A module that never runs makes no boundary, which nobody would notice."""
-    called = {path for node in _nodes(graph.graph) for path, _ in node.meta.get("nn_module_stack", {}).values()}
+    """Refuse split points at modules that are never called, which would make no boundary."""
+    called = {path for node in all_nodes(graph.graph) for path, _ in node.meta.get("nn_module_stack", {}).values()}
     for name in spec:
         if name and name not in called:
-            raise ValueError(f"split_spec names {name!r}, but the model's forward does not call that module")
-
-
-def _nodes(graph: fx.Graph) -> Iterator[fx.Node]:
-    """All nodes, also those within regions."""
-    for node in graph.nodes:
-        yield node
-        if isinstance(node.target, Region):
-            yield from _nodes(node.target.graph.graph)
+            raise ValueError(f"split_spec: the model's forward does not call {name!r}")
 
 
 def _keys(nodes: Sequence[fx.Node]) -> list[Key]:
-    """Names for nodes that captures in other modes share: module, operator, and how often both were there before."""
+    """Return names of nodes that captures in other modes share: module, operator, and the count of both so far."""
     seen: Counter[tuple[str, str]] = Counter()
     keys = []
     for node in nodes:
@@ -104,7 +98,7 @@ def _keys(nodes: Sequence[fx.Node]) -> list[Key]:
 
 
 def _boundaries(graph: fx.Graph) -> list[tuple[Key, ...]]:
-    nodes = works(graph)
+    nodes = compute_nodes(graph)
     key_of = dict(zip(nodes, _keys(nodes), strict=True))
     after: list[Key] = []
     found: list[tuple[Key, ...]] = []
@@ -117,7 +111,7 @@ def _boundaries(graph: fx.Graph) -> list[tuple[Key, ...]]:
 
 
 def _mark_again(graph: fx.Graph, boundaries: Sequence[tuple[Key, ...]]) -> None:
-    nodes = works(graph)
+    nodes = compute_nodes(graph)
     node_of = dict(zip(_keys(nodes), nodes, strict=True))
     for keys in boundaries:
         node = next((node_of[key] for key in keys if key in node_of), None)

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from pymoe.pipe.capture.errors import stack_level
+from pymoe.pipe.traced.losses import LossWrapper
 from pymoe.pipe.traced.model import TracedModel
 from pymoe.pipe.traced.shared_state import Spec
 from pymoe.pipe.traced.split_points import SplitPoint
 from pymoe.pipe.traced.trace import SplitPolicy, Trace, why_one_stage
-from pymoe.pipe.traced.wrappers import LossWrapper
 
 if TYPE_CHECKING:
     from pymoe.pipe.pipe import Pipe

@@ -42,12 +42,12 @@ def test_sizes_are_free_where_the_model_leaves_them():
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ((torch.ones(5, 3), torch.ones(5, 1)), "dimension 1 of x is 3; the capture fixed it to 4"),
-        ((torch.ones(5, 4, 1), torch.ones(5, 1)), "x must have 2 dimensions"),
-        ((torch.ones(5, 4, dtype=torch.int64), torch.ones(5, 1)), "x must be floating point"),
-        ((torch.ones(5, 4), torch.ones(6, 1)), "dimension 0 of mask is 6; it must equal dimension 0 of x, which is 5"),
-        ((torch.ones(5, 4), torch.ones(5, 2)), "dimension 1 of mask is 2; the capture fixed it to 1"),
-        ((torch.ones(5, 4), None), "mask must be a tensor"),
+        ((torch.ones(5, 3), torch.ones(5, 1)), "dimension 1 of x: expected 4, got 3 .fixed"),
+        ((torch.ones(5, 4, 1), torch.ones(5, 1)), "x: expected 2 dimensions"),
+        ((torch.ones(5, 4, dtype=torch.int64), torch.ones(5, 1)), "x: expected a floating point dtype"),
+        ((torch.ones(5, 4), torch.ones(6, 1)), "dimension 0 of mask: expected 5, as dimension 0 of x, got 6"),
+        ((torch.ones(5, 4), torch.ones(5, 2)), "dimension 1 of mask: expected 1, got 2"),
+        ((torch.ones(5, 4), None), "mask: expected a tensor"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(args, words):
@@ -62,7 +62,7 @@ def test_a_fixed_size_names_the_line_that_fixed_it():
             return x @ torch.ones(4, 2)
 
     captured = capture(Fixes(), (torch.ones(9, 4),))
-    with pytest.raises(ValueError, match=rf"dimension 1 of x is 5; the capture fixed it to 4 \({__file__}:\d+\)"):
+    with pytest.raises(ValueError, match=rf"dimension 1 of x: expected 4, got 5 \(fixed at {__file__}:\d+\)"):
         captured.check([torch.ones(6, 5)])
 
 
@@ -71,11 +71,11 @@ def test_other_constants_are_named():
     captured = capture(Pair(), (x,), {"mask": mask, "scale": 3})
     captured.check(captured.flatten((x, mask), {"scale": 3}))
     for scale in (4, 3.0):
-        with pytest.raises(ValueError, match=rf"scale must be 3, as in the capture; it is {scale}"):
+        with pytest.raises(ValueError, match=rf"scale: expected 3, as in the capture, got {scale}"):
             captured.check(captured.flatten((x, mask), {"scale": scale}))
     with pytest.raises(TypeError, match="the default"):
         captured.flatten((x, mask), {"scale": 3, "flags": (False, "mean")})
-    with pytest.raises(TypeError, match=r"captured were \(x, mask, scale\), given are \(x, mask, scale, flags\)"):
+    with pytest.raises(TypeError, match=r"expected \(x, mask, scale\), got \(x, mask, scale, flags\)"):
         captured.flatten((x, mask), {"scale": 3, "flags": [False]})
     with pytest.raises(TypeError, match="too many positional"):
         captured.flatten((x, mask, 1, 2), {})
@@ -134,10 +134,10 @@ def test_dynamic_shapes_as_torch_export_has_them():
     ):
         captured = capture(Pair(), (x, mask), dynamic_shapes=shapes)
         captured.check([torch.ones(8, 4), torch.ones(8, 1)])
-        with pytest.raises(ValueError, match="dimension 0 of x is 9; it must be at most 8"):
+        with pytest.raises(ValueError, match="dimension 0 of x: expected at most 8, got 9"):
             captured.check([torch.ones(9, 4), torch.ones(9, 1)])
     captured = capture(Pair(), (x, mask), dynamic_shapes={"x": None, "mask": None})
-    with pytest.raises(ValueError, match="dimension 0 of x is 4; the capture fixed it to 3"):
+    with pytest.raises(ValueError, match="dimension 0 of x: expected 3, got 4"):
         captured.check([torch.ones(4, 4), torch.ones(4, 1)])
     with pytest.raises(ValueError, match="dynamic_shapes"):
         capture(Pair(), (x, mask), dynamic_shapes=({0: batch},))
@@ -211,5 +211,5 @@ class Fixed(nn.Module):
 def test_a_call_without_a_tensor(args, kwargs):
     captured = assert_captured(Fixed(), args, kwargs)
     if args:
-        with pytest.raises(ValueError, match="x must be 3"):
+        with pytest.raises(ValueError, match="x: expected 3"):
             captured.check([7, *captured.flatten(args, kwargs or {})[1:]])

@@ -103,8 +103,8 @@ def the_line(kind):
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (Branch, "by the value of a tensor"),
-        (Empty, "by the value of a tensor"),
+        (Branch, "on the value of a tensor"),
+        (Empty, "on the value of a tensor"),
         (Numpy, "out of torch"),
         (Hooked, "hook"),
         (Differentiated, "gradient within the forward"),
@@ -129,7 +129,7 @@ def test_the_message_names_the_line_and_the_ways_out(kind, why, capfd):
 def test_what_cannot_be_captured_can_be_opaque(kind):
     model = Deep(kind())
     captured = assert_captured(model, (torch.randn(6, 4),), None, ((torch.randn(9, 4),), {}), opaque=[kind])
-    assert captured.fits.leaves[0].sizes[1:] == (4,)
+    assert captured.input_checks.leaves[0].sizes[1:] == (4,)
 
 
 class Bag:
@@ -218,5 +218,7 @@ def test_free_dimensions_that_the_code_fixes_are_named():
         def forward(self, x):
             return x.view(4, 2, 8)
 
-    with pytest.raises(CaptureError, match=r"dynamic_shapes leaves more free.*b as dynamic.*torch suggests b = 8"):
+    with pytest.raises(
+        CaptureError, match=r"dynamic_shapes leaves dimensions free that.*b as dynamic.*torch suggests b = 8"
+    ):
         capture(Viewed(), (torch.randn(8, 8),), dynamic_shapes=({0: torch.export.Dim("b")},))

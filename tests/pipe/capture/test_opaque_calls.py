@@ -263,7 +263,7 @@ def test_recurrent_layers_leave_batch_and_length_free():
     for hidden in (3, 5, 7):
         call = (torch.randn(3, 5, 4),)
         captured = assert_captured(Recurrent(hidden), call, None, ((torch.randn(6, 2, 4),), {}))
-        assert not captured.fits.conditions
+        assert not captured.input_checks.conditions
 
 
 class Merge(nn.Module):
@@ -293,7 +293,7 @@ def test_sizes_of_an_opaque_result_follow_from_those_of_its_arguments():
         return torch.randn(rows, 4), torch.randn(rows, 4)
 
     captured = assert_captured(Merged(), call(3), None, (call(5), {}), opaque=[Merge])
-    with pytest.raises(ValueError, match="dimension 1 of x is 5; the capture fixed it to 4"):
+    with pytest.raises(ValueError, match="dimension 1 of x: expected 4, got 5"):
         captured.check([torch.randn(3, 5), torch.randn(3, 5)])
 
 

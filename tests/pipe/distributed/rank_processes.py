@@ -1,4 +1,4 @@
-"""Processes that are ranks of a group on this machine."""
+"""Processes that are ranks of a group on this machine, and may fail. Each group serves one test."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from limits import LONG
+from start import function_at, place_of
 
-__all__ = ["Ranks", "ranks"]
+__all__ = ["Ranks", "are_told", "ranks"]
 
 LIMIT = LONG // 2  # seconds: half the timeout of a group
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pymoe.pipe.distributed"])  # seconds, for each process otherwise
+_context.set_forkserver_preload(["pytest", "pymoe.pipe.distributed"])  # seconds, for each process otherwise
 
 
 def free_address() -> str:
@@ -33,13 +34,13 @@ class Ranks:
     Each reports by a pipe of its own. (A queue that a rank is killed in would be locked for all.)
     """
 
-    def __init__(self, body: Callable[..., None], count: int, *arguments: Any) -> None:
+    def __init__(self, body: Callable[..., None], count: int, **options: Any) -> None:
         self.processes = []
         self._pipes: dict[Connection, int] = {}
         address = free_address()
         for rank in range(count):
             here, there = _context.Pipe(duplex=False)
-            process = _context.Process(target=body, args=(rank, address, there, *arguments), daemon=True)
+            process = _context.Process(target=_run, args=(place_of(body), rank, address, there, options), daemon=True)
             process.start()
             there.close()
             self.processes.append(process)
@@ -50,7 +51,7 @@ class Ranks:
         return self._collect(count, lambda what: what == word)
 
     def ends(self, count: int) -> dict[int, tuple[str, Any]]:
-        """How ``count`` ranks have ended: their first report that is no "step"."""
+        """How ``count`` ranks have ended: their first report that is not a "step"."""
         return self._collect(count, lambda what: what != "step")
 
     def signal(self, rank: int, number: int) -> None:
@@ -77,10 +78,14 @@ class Ranks:
         return found
 
 
+def _run(place: tuple[str, str], rank: int, address: str, connection: Connection, options: dict[str, Any]) -> None:
+    function_at(*place)(rank, address, connection, **options)
+
+
 @contextlib.contextmanager
-def ranks(body: Callable[..., None], count: int, *arguments: Any) -> Iterator[Ranks]:
-    """Processes that are gone afterwards. Each runs ``body(rank, address, connection, *arguments)``."""
-    started = Ranks(body, count, *arguments)
+def ranks(body: Callable[..., None], count: int, **options: Any) -> Iterator[Ranks]:
+    """Processes that are gone afterwards. Each runs ``body(rank, address, connection, **options)``."""
+    started = Ranks(body, count, **options)
     try:
         yield started
     finally:
@@ -88,3 +93,11 @@ def ranks(body: Callable[..., None], count: int, *arguments: Any) -> Iterator[Ra
             process.kill()
         for process in started.processes:
             process.join()
+
+
+def are_told(ends: dict[int, tuple[str, Any]], victim: int) -> list[Any]:
+    """Check that all ranks but one have ended since that one failed; return what they were told."""
+    assert {what for what, _ in ends.values()} == {"told"}, ends
+    assert set(ends) == set(range(len(ends) + 1)) - {victim}
+    assert {told[0] for _, told in ends.values()} == {victim}, ends
+    return [told for _, told in ends.values()]

@@ -1,7 +1,7 @@
-"""Processes that meet in a gloo group and run cases: functions of modules in this folder, by name.
+"""Processes that meet in a gloo group and run functions of the tests in this folder.
 
 Starting processes takes seconds, so those of one number serve all tests; after a failure they are started anew. A rank
-is asked by a line on its standard input, and answers with one: what the case returned, or its error.
+is asked by a line on its standard input, and answers with one: what the function returned, or its error.
 """
 
 from __future__ import annotations
@@ -23,6 +23,16 @@ ROOT = HERE.parents[2]
 PATIENCE = 300  # seconds until ranks that do not answer are ended, also where many processes share a core
 
 
+def place_of(function):
+    """The file in this folder that has a function, and its name there."""
+    return Path(function.__code__.co_filename).stem, function.__qualname__
+
+
+def function_at(module, name):
+    """The function, in another process."""
+    return getattr(importlib.import_module(module), name)
+
+
 class Ranks:
     """So many processes."""
 
@@ -42,19 +52,20 @@ class Ranks:
             process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, env=environment)
             self._processes.append(process)
 
-    def run(self, case, /, **options):
-        """What every rank's ``module.function(rank, world, **options)`` returns."""
-        answers = self.ask(case, **options)
+    def run(self, function, /, **options):
+        """What ``function(rank, world, **options)`` returns on every rank; options are JSON."""
+        answers = self.ask(function, **options)
         failures = [answer["failure"] for answer in answers if "failure" in answer]
         if failures:
             self.close()
             raise AssertionError("\n".join(failures))
         return [answer["result"] for answer in answers]
 
-    def ask(self, case, /, **options):
+    def ask(self, function, /, **options):
         """The same, with errors: every rank's ``{"result": ...}`` or ``{"failure": text}``."""
         self.start()
-        line = json.dumps({"name": case, "options": options}).encode() + b"\n"
+        case = place_of(function)
+        line = json.dumps({"case": case, "options": options}).encode() + b"\n"
         for process in self._processes:
             process.stdin.write(line)
             process.stdin.flush()
@@ -102,9 +113,9 @@ def main():
     dist.init_process_group("gloo", f"file://{folder}/meeting", timeout=patience, rank=rank, world_size=world)
     for line in sys.stdin:
         request = json.loads(line)
-        module, _, function = request["name"].partition(".")
+        torch.manual_seed(0)
         try:
-            result = getattr(importlib.import_module(module), function)(rank, world, **request["options"])
+            result = function_at(*request["case"])(rank, world, **request["options"])
             answer = {"result": result}
         except BaseException:
             answer = {"failure": f"rank {rank}: {traceback.format_exc()}"}

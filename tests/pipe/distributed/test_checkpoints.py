@@ -6,14 +6,67 @@ import json
 import sys
 from pathlib import Path
 
-import checkpoints
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from pipe_models import WIDTH, batches
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.nn import functional as F
+from training import BALANCES, make, run
 
 import pymoe
 from pymoe.pipe import checkpoint
+
+
+def build_model(seed=0):
+    """Eight layers; the first and the seventh are one, and the second has buffers."""
+    torch.manual_seed(seed)
+    tied = nn.Linear(WIDTH, WIDTH)
+    own = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    return nn.Sequential(tied, nn.BatchNorm1d(WIDTH), nn.Tanh(), own[0], nn.ReLU(), own[1], tied, own[2]).double()
+
+
+def adam(module):
+    return torch.optim.AdamW(module.parameters(), lr=0.01)
+
+
+def moments(module, optimizer):
+    """An optimizer's state by the names of parameters."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return {names[id(parameter)]: state for parameter, state in optimizer.state.items()}
+
+
+def everything(pipe, indices, optimizer):
+    """What a rank has of both."""
+    values = {name: value.clone() for name, value in checkpoint.stage_state_dict(pipe, indices).items()}
+    return {"model": values, "optimizer": moments(pipe, optimizer)}
+
+
+def train_and_save(rank, world, folder):
+    """Also writes every rank's part by plain means, to compare with."""
+    pipe = pymoe.Pipe(build_model(), balance=BALANCES[world], checkpoint="never")
+    schedule, stages = make("Schedule1F1B", pipe, rank, world, world, F.mse_loss)
+    optimizer = adam(pipe[rank])
+    for x, y in batches(3, (8,)):
+        optimizer.zero_grad()
+        run(schedule, stages, (x,), target=y)
+        optimizer.step()
+    folder = Path(folder)
+    checkpoint.save(pipe, folder / "dcp", stages=[rank], optimizer=optimizer)
+    checkpoint.save_safetensors(pipe, folder / "safetensors", stages=[rank])
+    torch.save(everything(pipe, [rank], optimizer), folder / f"{rank}.pt")
+    dist.barrier()
+
+
+def load_and_show(rank, world, folder, out):
+    """On other ranks, with another split."""
+    pipe = pymoe.Pipe(build_model(seed=1), balance=BALANCES[world], checkpoint="never")
+    optimizer = adam(pipe[rank])
+    checkpoint.load(pipe, Path(folder) / "dcp", stages=[rank], optimizer=optimizer)
+    torch.save(everything(pipe, [rank], optimizer), Path(out) / f"{rank}.pt")
+    dist.barrier()
 
 
 def parts(folder, world):
@@ -36,9 +89,9 @@ def are_equal(found, expected):
 def saved(ranks, tmp_path_factory):
     """A folder with checkpoints of three ranks, and what they had."""
     folder = tmp_path_factory.mktemp("saved")
-    ranks(3).run("checkpoints.train_and_save", folder=str(folder))
+    ranks(3).run(train_and_save, folder=str(folder))
     whole = parts(folder, 3)
-    model = checkpoints.model()
+    model = build_model()
     assert set(whole["model"]) == set(model.state_dict())
     assert set(whole["optimizer"]) == {name for name, _ in model.named_parameters()}
     assert whole["model"]["1.num_batches_tracked"] > 0
@@ -47,7 +100,7 @@ def saved(ranks, tmp_path_factory):
 
 def test_the_unsplit_model_loads_it_with_torchs_own_calls(saved):
     folder, whole = saved
-    model = checkpoints.model(seed=1)
+    model = build_model(seed=1)
     dcp.load({"model": model.state_dict()}, checkpoint_id=folder / "dcp", no_dist=True)
     are_equal(dict(model.state_dict()), whole["model"])
     assert model[0] is model[6]
@@ -55,8 +108,8 @@ def test_the_unsplit_model_loads_it_with_torchs_own_calls(saved):
 
 def test_the_unsplit_models_optimizer_loads_it_with_torchs_own_calls(saved):
     folder, whole = saved
-    model = checkpoints.model(seed=1)
-    optimizer = checkpoints.adam(model)
+    model = build_model(seed=1)
+    optimizer = adam(model)
     by_name = StateDictOptions(flatten_optimizer_state_dict=True)
     state = {"optimizer": get_optimizer_state_dict(model, optimizer, options=by_name)}
     dcp.load(state, checkpoint_id=folder / "dcp", no_dist=True)
@@ -68,35 +121,35 @@ def test_the_unsplit_models_optimizer_loads_it_with_torchs_own_calls(saved):
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_a_pipe_in_one_process_loads_it_with_any_split(saved, stages):
     folder, whole = saved
-    pipe = pymoe.Pipe(checkpoints.model(seed=1), balance=[8 // stages] * stages)
-    optimizer = checkpoints.adam(pipe)
+    pipe = pymoe.Pipe(build_model(seed=1), balance=[8 // stages] * stages)
+    optimizer = adam(pipe)
     checkpoint.load(pipe, folder / "dcp", optimizer=optimizer)
     are_equal(dict(pipe.state_dict()), whole["model"])
-    are_equal(checkpoints.moments(pipe, optimizer), whole["optimizer"])
+    are_equal(moments(pipe, optimizer), whole["optimizer"])
 
 
 def test_a_pipe_on_two_processes_loads_what_three_have_saved(saved, ranks, tmp_path):
     folder, whole = saved
-    ranks(2).run("checkpoints.load_and_show", folder=str(folder), out=str(tmp_path))
+    ranks(2).run(load_and_show, folder=str(folder), out=str(tmp_path))
     found = parts(tmp_path, 2)
     are_equal(found["model"], whole["model"])
     are_equal(found["optimizer"], whole["optimizer"])
 
 
 def test_what_one_process_has_saved_is_loaded_by_several(ranks, tmp_path):
-    pipe = pymoe.Pipe(checkpoints.model(seed=3), balance=[8])
-    optimizer = checkpoints.adam(pipe)
-    pipe.step(torch.randn(6, checkpoints.WIDTH).double(), loss_fn=torch.sum, reduction="sum")
+    pipe = pymoe.Pipe(build_model(seed=3), balance=[8])
+    optimizer = adam(pipe)
+    pipe.step(torch.randn(6, WIDTH).double(), loss_fn=torch.sum, reduction="sum")
     optimizer.step()
     checkpoint.save(pipe, tmp_path / "dcp", optimizer=optimizer)
-    ranks(2).run("checkpoints.load_and_show", folder=str(tmp_path), out=str(tmp_path))
+    ranks(2).run(load_and_show, folder=str(tmp_path), out=str(tmp_path))
     found = parts(tmp_path, 2)
     are_equal(found["model"], dict(pipe.state_dict()))
-    are_equal(found["optimizer"], checkpoints.moments(pipe, optimizer))
+    are_equal(found["optimizer"], moments(pipe, optimizer))
 
 
 def test_a_stages_state_has_the_models_names_and_nothing_of_other_stages():
-    pipe = pymoe.Pipe(checkpoints.model(), balance=[1, 2, 3, 2])
+    pipe = pymoe.Pipe(build_model(), balance=[1, 2, 3, 2])
     buffers = {f"1.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
     tied = {"0.weight", "0.bias", "6.weight", "6.bias"}
     assert set(checkpoint.stage_state_dict(pipe, [1])) == buffers
@@ -107,7 +160,7 @@ def test_a_stages_state_has_the_models_names_and_nothing_of_other_stages():
 
 def test_a_checkpoint_that_lacks_something_is_refused(saved):
     folder, _ = saved
-    larger = torch.nn.Sequential(*checkpoints.model(), torch.nn.Linear(checkpoints.WIDTH, 1).double())
+    larger = torch.nn.Sequential(*build_model(), torch.nn.Linear(WIDTH, 1).double())
     with pytest.raises(dcp.api.CheckpointException, match=r"8\.weight"):
         checkpoint.load(pymoe.Pipe(larger, balance=[9]), folder / "dcp")
 
@@ -115,7 +168,7 @@ def test_a_checkpoint_that_lacks_something_is_refused(saved):
 class TestSafetensors:
     def test_the_unsplit_model_and_pipes_load_what_several_processes_have_written(self, saved):
         folder, whole = saved
-        for module in (checkpoints.model(seed=1), pymoe.Pipe(checkpoints.model(seed=1), balance=[5, 3])):
+        for module in (build_model(seed=1), pymoe.Pipe(build_model(seed=1), balance=[5, 3])):
             checkpoint.load_safetensors(module, folder / "safetensors")
             are_equal(dict(module.state_dict()), whole["model"])
 
@@ -142,9 +195,9 @@ class TestSafetensors:
     def test_a_file_of_another_model_is_refused(self, saved):
         folder, _ = saved
         with pytest.raises(RuntimeError, match="Unexpected key"):
-            checkpoint.load_safetensors(torch.nn.Sequential(*checkpoints.model()[:7]), folder / "safetensors")
+            checkpoint.load_safetensors(torch.nn.Sequential(*build_model()[:7]), folder / "safetensors")
 
     def test_without_the_package_the_error_says_what_to_install(self, monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, "safetensors.torch", None)
         with pytest.raises(ImportError, match="pip install safetensors"):
-            checkpoint.save_safetensors(pymoe.Pipe(checkpoints.model(), balance=[8]), tmp_path)
+            checkpoint.save_safetensors(pymoe.Pipe(build_model(), balance=[8]), tmp_path)

@@ -1,25 +1,129 @@
-"""A rank that dies or raises ends the others with an error that says who, where and why, long before any timeout."""
+"""A rank that dies or raises ends the others with an error that says who, where and why, long before any timeout.
+
+The ranks are a pipeline without a model: messages, and a failure detector.
+"""
 
 from __future__ import annotations
 
 import random
 import signal
+import sys
 import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
-import failing_pipes
 import pytest
-from failing_ranks import RANKS, Plan, train
-from rank_processes import LIMIT, ranks
+import torch
+import torch.distributed as dist
+from rank_processes import LIMIT, are_told, ranks
+
+from pymoe.pipe.distributed import liveness, watchdog
+from pymoe.pipe.distributed.liveness import RankError
+from pymoe.pipe.distributed.watchdog import FailureDetector, watching
 
 PLACES = [("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0), ("loss", 2)]
+RANKS, MICRO_BATCHES = 3, 4
 
 
-def are_told(ends, victim):
-    """That all ranks but one have ended since that one failed; what they were told."""
-    assert {what for what, _ in ends.values()} == {"told"}, ends
-    assert set(ends) == set(range(RANKS)) - {victim}
-    assert {told[0] for _, told in ends.values()} == {victim}, ends
-    return [told for _, told in ends.values()]
+class Bug(Exception):
+    """What a rank raises."""
+
+
+@dataclass
+class Plan:
+    """What ranks do."""
+
+    bug: tuple[int, str, int, int] | None = None
+    """Rank, phase, micro-batch and step of an error."""
+    steps: int = 100_000
+    after_bug: str = "ends"
+    """What the rank does that has raised: "ends", "lingers", or "goes on" with the next step."""
+    is_in_block: bool = True
+    """Whether steps are in ``with`` blocks."""
+    hosts_differ: bool = False
+    """Whether every rank believes to be on a host of its own."""
+    patience: float = 30.0
+    slow: dict[int, float] | None = None
+    """Seconds that ranks sleep at the end of a step."""
+    hanging_rank: int | None = None
+    """Never gets further than the forward of micro-batch 2 in step 3."""
+    timeout_s: float = 300.0
+    """Of the group: waits would take minutes."""
+
+
+def train(rank: int, address: str, results: Any, **options: Any) -> None:
+    """Steps as planned, and reports of them: "step"; at last "done", "raised", "told" or "other"."""
+    plan = Plan(**options)
+    torch.set_num_threads(1)
+    watchdog.GRACE_S = 60.0  # a busy machine takes longer than a pipeline would wait
+    if plan.hosts_differ:
+        liveness.this_host = lambda: f"host {rank}"
+    timeout = timedelta(seconds=plan.timeout_s)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS, timeout=timeout)
+    watch = watching(patience=plan.patience)
+    for step in range(plan.steps):
+        try:
+            if plan.is_in_block:
+                with watch:
+                    one_step(watch, rank, step, plan)
+            else:
+                try:
+                    watch.begin()
+                    one_step(watch, rank, step, plan)
+                    watch.end()
+                except RuntimeError as error:  # of messages; bugs are none
+                    instead = watch.fail(error)
+                    assert instead is not None
+                    raise instead from error
+        except RankError as error:
+            results.send(("told", (error.rank, error.phase, error.stage, error.micro_batch, str(error))))
+            break
+        except Bug as error:
+            results.send(("raised", str(error)))
+            if not plan.is_in_block:
+                sys.excepthook(*sys.exc_info())  # as when it ends an interpreter
+                break
+            if plan.after_bug == "lingers":
+                time.sleep(1000)
+            if plan.after_bug == "ends":
+                break
+        except BaseException as error:
+            results.send(("other", repr(error)))
+            break
+        else:
+            if step < 3:
+                results.send(("step", step))
+    else:
+        results.send(("done", plan.steps))
+
+
+def one_step(watch: FailureDetector, rank: int, step: int, plan: Plan) -> None:
+    """Micro-batches forward and backward."""
+
+    def work(phase: str, micro_batch: int) -> None:
+        watch.at(phase, rank, micro_batch)
+        if plan.bug == (rank, phase, micro_batch, step):
+            raise Bug("the answer is not 42")
+        if (plan.hanging_rank, "forward", 2, 3) == (rank, phase, micro_batch, step):
+            time.sleep(1000)
+
+    for micro_batch in range(MICRO_BATCHES):
+        if rank > 0:
+            dist.recv(torch.zeros(3), rank - 1, tag=micro_batch)
+        work("forward", micro_batch)
+        if rank < RANKS - 1:
+            dist.send(torch.zeros(3), rank + 1, tag=micro_batch)
+        else:
+            work("loss", micro_batch)
+    for micro_batch in range(MICRO_BATCHES):
+        if rank < RANKS - 1:
+            dist.recv(torch.zeros(3), rank + 1, tag=micro_batch)
+        work("backward", micro_batch)
+        if rank > 0:
+            dist.send(torch.zeros(3), rank - 1, tag=micro_batch)
+    if plan.slow:
+        time.sleep(plan.slow.get(rank, 0.0))
 
 
 def is_told_of_the_bug(told, rank, phase):
@@ -35,7 +139,7 @@ def is_told_of_the_bug(told, rank, phase):
 def test_when_a_rank_is_killed_at_any_moment_the_others_end_and_name_it(attempt):
     random.seed(attempt)
     victim = attempt % RANKS
-    with ranks(train, RANKS, Plan()) as started:
+    with ranks(train, RANKS) as started:
         started.wait_for("step", RANKS)
         time.sleep(random.uniform(0, 0.3))
         started.signal(victim, signal.SIGKILL)
@@ -50,7 +154,7 @@ def test_when_a_rank_is_killed_at_any_moment_the_others_end_and_name_it(attempt)
 @pytest.mark.parametrize(("phase", "rank"), PLACES)
 @pytest.mark.parametrize("after", ["ends", "lingers"])
 def test_when_a_rank_raises_the_others_end_with_its_error(phase, rank, after):
-    with ranks(train, RANKS, Plan(bug=(rank, phase, 2, 3), after_bug=after)) as started:
+    with ranks(train, RANKS, bug=(rank, phase, 2, 3), after_bug=after) as started:
         ends = started.ends(RANKS)
     assert ends.pop(rank) == ("raised", "the answer is not 42")
     for told in are_told(ends, rank):
@@ -59,7 +163,7 @@ def test_when_a_rank_raises_the_others_end_with_its_error(phase, rank, after):
 
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_an_error_that_ends_a_process_is_told_the_others_without_a_block(rank):
-    with ranks(train, RANKS, Plan(bug=(rank, "backward", 2, 3), is_in_block=False)) as started:
+    with ranks(train, RANKS, bug=(rank, "backward", 2, 3), is_in_block=False) as started:
         ends = started.ends(RANKS)
     assert ends.pop(rank) == ("raised", "the answer is not 42")
     for told in are_told(ends, rank):
@@ -67,14 +171,14 @@ def test_an_error_that_ends_a_process_is_told_the_others_without_a_block(rank):
 
 
 def test_a_rank_that_has_raised_cannot_make_further_steps():
-    with ranks(train, RANKS, Plan(bug=(1, "forward", 2, 3), after_bug="goes on")) as started:
+    with ranks(train, RANKS, bug=(1, "forward", 2, 3), after_bug="goes on") as started:
         reports = started.wait_for("told", RANKS)
     assert {told[0] for _, told in reports.values()} == {1}
 
 
 @pytest.mark.parametrize("victim", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_ranks_on_other_hosts_see_that_a_connection_is_broken_and_find_out_whose(victim):
-    with ranks(train, RANKS, Plan(hosts_differ=True)) as started:
+    with ranks(train, RANKS, hosts_differ=True) as started:
         started.wait_for("step", RANKS)
         started.signal(victim, signal.SIGKILL)
         ends = started.ends(RANKS - 1)
@@ -83,7 +187,7 @@ def test_ranks_on_other_hosts_see_that_a_connection_is_broken_and_find_out_whose
 
 
 def test_when_the_host_of_the_store_is_lost_the_others_say_so():
-    with ranks(train, RANKS, Plan(hosts_differ=True)) as started:
+    with ranks(train, RANKS, hosts_differ=True) as started:
         started.wait_for("step", RANKS)
         started.signal(0, signal.SIGKILL)
         ends = started.ends(RANKS - 1)
@@ -94,7 +198,7 @@ def test_when_the_host_of_the_store_is_lost_the_others_say_so():
 
 
 def test_a_rank_on_another_host_that_is_silent_for_longer_than_the_patience_has_failed():
-    with ranks(train, RANKS, Plan(hosts_differ=True, patience=5.0)) as started:
+    with ranks(train, RANKS, hosts_differ=True, patience=5.0) as started:
         started.wait_for("step", RANKS)
         started.signal(1, signal.SIGSTOP)
         ends = started.ends(RANKS - 1)
@@ -102,47 +206,22 @@ def test_a_rank_on_another_host_that_is_silent_for_longer_than_the_patience_has_
         assert told[4].startswith("nothing has been heard for ")
 
 
+def test_when_a_rank_hangs_until_the_timeout_of_the_group_the_others_say_where():
+    with ranks(train, RANKS, hanging_rank=1, timeout_s=5.0) as started:
+        ends = started.ends(RANKS - 1)
+    assert sorted(what for what, _ in ends.values()) == ["other", "told"], ends  # the first raises its own error
+    (told,) = [value for what, value in ends.values() if what == "told"]
+    assert "Timed out" in told[4]
+    assert "; the others: " in told[4]
+    assert "rank 1, last seen in the forward of micro-batch 2 in stage 1" in told[4]
+
+
 @pytest.mark.parametrize("last", range(RANKS))
 def test_ranks_that_end_their_last_step_at_different_times_do_not_fail(last):
-    with ranks(train, RANKS, Plan(steps=2, slow={last: 0.7})) as started:
+    with ranks(train, RANKS, steps=2, slow={last: 0.7}) as started:
         ends = started.ends(RANKS)
         for process in started.processes:
             process.join(LIMIT)
         codes = [process.exitcode for process in started.processes]
     assert {what for what, _ in ends.values()} == {"done"}, ends
     assert codes == [0] * RANKS
-
-
-class TestPipes:
-    """The same of pipes under a schedule of torch's."""
-
-    @pytest.mark.parametrize(("phase", "rank"), [("forward", 1), ("backward", 2), ("backward", 0), ("loss", 2)])
-    @pytest.mark.parametrize("is_in_block", [True, False])
-    def test_an_error_of_a_layer_or_of_the_loss_ends_the_other_ranks(self, phase, rank, is_in_block):
-        with ranks(failing_pipes.train, RANKS, failing_pipes.Bad(phase, rank, is_in_block)) as started:
-            ends = started.ends(RANKS)
-        what, (message, notes) = ends.pop(rank)
-        assert (what, message) == ("raised", "the answer is not 42")
-        if phase != "loss":
-            assert f"rank {rank}, stage {rank}, {phase} of micro-batch 2" in notes
-        for told in are_told(ends, rank):
-            assert told[:4] == (rank, phase, rank, 2)
-            assert "Bug: the answer is not 42" in told[4]
-
-    @pytest.mark.parametrize("victim", range(RANKS))
-    def test_where_a_rank_was_killed_is_told(self, victim):
-        """What it had told through the store was up to a fifth of a second old: "between its steps"."""
-        with ranks(failing_pipes.train, RANKS, failing_pipes.Bad("killed", victim)) as started:
-            ends = started.ends(RANKS - 1)
-        for told in are_told(ends, victim):
-            assert told[:4] == (victim, "forward", victim, 2)
-            assert f"rank {victim}, last seen in the forward of micro-batch 2 in stage {victim}, has ended" in told[4]
-
-    @pytest.mark.parametrize("victim", range(RANKS))
-    def test_a_killed_rank_ends_the_others(self, victim):
-        with ranks(failing_pipes.train, RANKS, failing_pipes.Bad()) as started:
-            started.wait_for("step", RANKS)
-            started.signal(victim, signal.SIGKILL)
-            ends = started.ends(RANKS - 1)
-        for told in are_told(ends, victim):
-            assert told[4].startswith(f"the process of rank {victim}, last seen ")

@@ -1,6 +1,7 @@
 """Pipes on several processes train as the unsplit model does, under torch's schedules."""
 
 import pytest
+from training import steps
 
 SCHEDULES = (
     "ScheduleGPipe",
@@ -16,5 +17,5 @@ EXACT = 1e-12
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_twenty_steps_equal_the_unsplit_model(ranks, schedule, world):
-    for worst in ranks(world).run("train.steps", name=schedule):
+    for worst in ranks(world).run(steps, name=schedule):
         assert max(worst.values()) <= EXACT, worst

@@ -243,7 +243,7 @@ def test_values_that_change_all_the_time_are_warned_of():
         model.scale = float(number) + 10
         assert_is_model(pipe, model, rows(4))
     model.scale = 9.0
-    with pytest.warns(UserWarning, match="8th time, now because 'scale' has changed.*buffer") as warned:
+    with pytest.warns(UserWarning, match="8th time, because 'scale' has changed.*buffer") as warned:
         pipe(rows(4))
     assert [one.filename for one in warned] == [__file__]
 

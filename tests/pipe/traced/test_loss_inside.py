@@ -164,14 +164,14 @@ def test_without_a_specification_there_is_no_loss():
 @pytest.mark.parametrize(
     ("spec", "error", "words"),
     [
-        ({"halves": (False, False), "name": False}, ValueError, "names 0"),
+        ({"halves": (False, False), "name": False}, ValueError, "expected one loss.* names 0"),
         ({"halves": (True, True)}, ValueError, "names 2"),
         ({"halves": True}, ValueError, "not a structure"),
-        ({"halves": (True,)}, ValueError, "no sequence of 1"),
+        ({"halves": (True,)}, ValueError, "not a sequence of 1"),
         ({"loss": True}, ValueError, "has no 'loss'"),
-        ({"name": True}, ValueError, "'many', which is no tensor"),
+        ({"name": True}, ValueError, "expected a tensor as the loss, got 'many'"),
         ({"halves": ("loss", True)}, TypeError, "got 'loss'"),
-        ((False, True), ValueError, "no sequence of 2"),
+        ((False, True), ValueError, "not a sequence of 2"),
     ],
 )
 def test_specifications_that_name_no_loss_are_refused(spec, error, words):

@@ -184,11 +184,11 @@ def test_a_boundary_inside_of_what_is_called_in_one_piece_is_refused():
 
     model = nn.Sequential(nn.Tanh(), Inner())
     assert pipeline(model, (rows(2),)).num_stages == 2
-    with pytest.raises(CaptureError, match="boundary of stages stands inside of '1'") as caught:
+    with pytest.raises(CaptureError, match="stage boundary lies inside '1'") as caught:
         pipeline(model, (rows(2),), opaque=["1"])
     assert "pipe_split()" in str(caught.value)
     model[1].register_full_backward_hook(lambda *of_the_call: None)
-    with pytest.raises(CaptureError, match="stands inside of '1'"):
+    with pytest.raises(CaptureError, match="lies inside '1'"):
         pipeline(model, (rows(2),))
 
 

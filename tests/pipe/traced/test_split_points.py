@@ -165,13 +165,13 @@ def test_split_points_that_cannot_be_are_refused():
         ({"layers.9": END}, ValueError, "has no submodule 'layers.9'"),
         ({"layer.1": END}, ValueError, "did you mean 'layers.1'"),
         ({"layers.1": "end"}, TypeError, "SplitPoint.BEGINNING or SplitPoint.END, got 'end'"),
-        ({"unused": END}, ValueError, "does not call"),
+        ({"unused": END}, ValueError, "does not call 'unused'"),
     ]:
         with pytest.raises(error, match=words):
             pipeline(model, (rows(2),), split_spec=spec)
     with pytest.raises(ValueError, match="not both"):
         pipeline(model, (rows(2),), split_spec={"layers.1": END}, split_policy=split_by_flops(2))
-    with pytest.raises(TypeError, match="GraphModule, got NoneType"):
+    with pytest.raises(TypeError, match="GraphModule as its result, got NoneType"):
         pipeline(model, (rows(2),), split_policy=lambda graph: None)
     with pytest.raises(ValueError, match="cannot make 1000 stages"):
         pipeline(model, (rows(2),), split_policy=split_by_flops(1000))
@@ -359,7 +359,7 @@ class TestOtherMarks:
         assert pipe.num_stages == 3
         same(pipe, model, rows(5))
         around = nn.Sequential(nn.Tanh(), model)
-        with pytest.raises(CaptureError, match="inside of '1'"):
+        with pytest.raises(CaptureError, match="inside '1'"):
             pipeline(around, (rows(2),), opaque=["1"])
         assert pipeline(around, (rows(2),)).num_stages == 3
 
@@ -371,11 +371,11 @@ class TestOtherMarks:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"split_policy": lambda graph: graph}, "split_policy has put no boundary into the graph.*mark_boundary"),
+        ({"split_policy": lambda graph: graph}, "split_policy has inserted no boundary.*mark_boundary"),
         ({"split_policy": lambda graph: [mark_boundary(n) for n in list(graph.graph.nodes)[-1:]] and graph}, "at the"),
         (
             {"split_spec": {"layers.0": BEGINNING}},
-            r"all places that split_spec names \(layers\.0\) are at the beginning",
+            r"all split points of split_spec \(layers\.0\) are at the beginning",
         ),
     ],
 )

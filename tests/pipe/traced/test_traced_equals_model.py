@@ -162,7 +162,7 @@ def test_calls_that_do_not_fit_are_refused():
     args, kwargs = call_of(Skips, 4)
     with pytest.raises(TypeError, match="gate"):
         pipe(*args)
-    with pytest.raises(ValueError, match="offset must be a tensor"):
+    with pytest.raises(ValueError, match="offset: expected a tensor"):
         pipe(*args, gate=kwargs["gate"])
     with pytest.raises(ValueError, match="dimension 1 of x"):
         pipe(torch.randn(4, WIDTH + 3), **kwargs)

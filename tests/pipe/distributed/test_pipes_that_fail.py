@@ -1,4 +1,4 @@
-"""A pipe on three ranks whose layers and loss can fail. Its functions run in processes of their own."""
+"""Pipes on three ranks whose layers or loss fail: the other ranks end with an error that says who, where and why."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from failing_ranks import RANKS, Bug
+from rank_processes import are_told, ranks
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
 from torch.nn import functional as F
@@ -20,8 +21,12 @@ from torch.nn import functional as F
 from pymoe.pipe import Pipe
 from pymoe.pipe.distributed import RankError, watchdog, watching
 
-MICRO_BATCHES, ROWS = 4, 8
+RANKS, MICRO_BATCHES, ROWS = 3, 4, 8
 BAD = 100.0  # a value that a layer stumbles over
+
+
+class Bug(Exception):
+    """What a layer or the loss raises."""
 
 
 @dataclass
@@ -30,7 +35,7 @@ class Bad:
 
     phase: str = ""
     """ "forward", "backward", "loss"; "killed": the forward, in which the process ends."""
-    rank: int = 0
+    faulty_rank: int = 0
     is_in_block: bool = True
 
 
@@ -66,13 +71,14 @@ class Layer(nn.Module):
         return _Stumble.apply(y, is_bad and self.phase == "backward")
 
 
-def train(rank: int, address: str, results: Any, bad: Bad) -> None:
+def train(rank: int, address: str, results: Any, **options: Any) -> None:
     """Steps without end, and a report: "step" at first; at last "raised", "told" or "other"."""
+    bad = Bad(**options)
     torch.set_num_threads(1)
     watchdog.GRACE_S = 60.0  # a busy machine takes longer than a pipeline would wait
     # Waits would take minutes.
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS, timeout=timedelta(minutes=5))
-    layers = [Layer(bad.phase if stage == bad.rank else "") for stage in range(RANKS)]
+    layers = [Layer(bad.phase if stage == bad.faulty_rank else "") for stage in range(RANKS)]
     pipe = Pipe(nn.Sequential(*layers), balance=[1] * RANKS, checkpoint="never")
     step = 0
 
@@ -106,3 +112,37 @@ def train(rank: int, address: str, results: Any, bad: Bad) -> None:
             time.sleep(1000)  # a program that goes on
     except BaseException as error:
         results.send(("other", repr(error)))
+
+
+@pytest.mark.parametrize(("phase", "rank"), [("forward", 1), ("backward", 2), ("backward", 0), ("loss", 2)])
+@pytest.mark.parametrize("is_in_block", [True, False])
+def test_an_error_of_a_layer_or_of_the_loss_ends_the_other_ranks(phase, rank, is_in_block):
+    with ranks(train, RANKS, phase=phase, faulty_rank=rank, is_in_block=is_in_block) as started:
+        ends = started.ends(RANKS)
+    what, (message, notes) = ends.pop(rank)
+    assert (what, message) == ("raised", "the answer is not 42")
+    if phase != "loss":
+        assert f"rank {rank}, stage {rank}, {phase} of micro-batch 2" in notes
+    for told in are_told(ends, rank):
+        assert told[:4] == (rank, phase, rank, 2)
+        assert "Bug: the answer is not 42" in told[4]
+
+
+@pytest.mark.parametrize("victim", range(RANKS))
+def test_where_a_rank_was_killed_is_told(victim):
+    """What it had told through the store was up to a fifth of a second old: "between its steps"."""
+    with ranks(train, RANKS, phase="killed", faulty_rank=victim) as started:
+        ends = started.ends(RANKS - 1)
+    for told in are_told(ends, victim):
+        assert told[:4] == (victim, "forward", victim, 2)
+        assert f"rank {victim}, last seen in the forward of micro-batch 2 in stage {victim}, has ended" in told[4]
+
+
+@pytest.mark.parametrize("victim", range(RANKS))
+def test_a_killed_rank_ends_the_others(victim):
+    with ranks(train, RANKS) as started:
+        started.wait_for("step", RANKS)
+        started.signal(victim, signal.SIGKILL)
+        ends = started.ends(RANKS - 1)
+    for told in are_told(ends, victim):
+        assert told[4].startswith(f"the process of rank {victim}, last seen ")

@@ -1,6 +1,6 @@
-"""Values outside of the model that its code may read: global variables, those of enclosing functions, defaults.
+"""Values outside of a model that its code may read: global variables, those of enclosing functions, defaults.
 
-They are found in the code, not seen when it runs: the variables by name, of Python modules and other objects the
+They are found in the bytecode, not seen when it runs: variables by name, and of Python modules and classes the
 attributes that the code takes of them.
 """
 
@@ -17,23 +17,23 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from pymoe.pipe.capture.errors import is_library, is_users_file
-from pymoe.pipe.capture.plain import is_plain, is_users_object
+from pymoe.pipe.capture.snapshots import is_plain, is_users_object
+from pymoe.pipe.module_hooks import FORWARD_HOOKS
 
-__all__ = ["Outside", "caches_of", "file_of", "forward_of", "outside_of", "users_hooks"]
+__all__ = ["ExternalValue", "caches_of", "external_values", "file_of", "forward_of", "users_hooks"]
 
 _CACHE = type(functools.lru_cache(lambda: None))
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
-class Outside(NamedTuple):
-    """A place that holds such a value: a dictionary and a key, or a cell of a function."""
+class ExternalValue(NamedTuple):
+    """The place of such a value: a dictionary and a key, or a cell of a function."""
 
     label: str
     where: Any
     key: str | None
 
     def value(self, missing: Any = None) -> Any:
-        """What is there now."""
+        """Return what is there now."""
         if self.key is not None:
             return self.where.get(self.key, missing)
         try:
@@ -41,8 +41,15 @@ class Outside(NamedTuple):
         except ValueError:  # nothing yet
             return missing
 
+    def assign(self, value: Any) -> None:
+        """Put another value there."""
+        if self.key is None:
+            self.where.cell_contents = value
+        else:
+            self.where[self.key] = value
 
-class _OfClass:
+
+class _ClassAttributes:
     """The attributes of a class as a dictionary."""
 
     def __init__(self, kind: type) -> None:
@@ -56,16 +63,16 @@ class _OfClass:
 
 
 def caches_of(model: nn.Module) -> list[Any]:
-    """The functions with ``functools.lru_cache`` that the code of a model calls."""
-    return list(_searched(model, ()).caches.values())
+    """Return the functions with ``functools.lru_cache`` that the code of a model calls."""
+    return list(_search(model, ()).caches.values())
 
 
-def outside_of(model: nn.Module, opaque: tuple[str, ...] = ()) -> list[Outside]:
-    """The places that the code of a model reads, without that of its opaque modules."""
-    return _searched(model, opaque).found
+def external_values(model: nn.Module, opaque: tuple[str, ...] = ()) -> list[ExternalValue]:
+    """Return the places that the code of a model reads, without that of its opaque modules."""
+    return _search(model, opaque).found
 
 
-def _searched(model: nn.Module, opaque: tuple[str, ...]) -> _Search:
+def _search(model: nn.Module, opaque: tuple[str, ...]) -> _Search:
     search = _Search()
     for path, module in model.named_modules():
         if any(path == outer or path.startswith(f"{outer}.") for outer in opaque):
@@ -83,14 +90,14 @@ def _searched(model: nn.Module, opaque: tuple[str, ...]) -> _Search:
 
 
 def users_hooks(module: nn.Module) -> Iterator[Any]:
-    """The forward hooks of a module that neither torch nor a split point has put there."""
-    for kind in _HOOKS:
+    """Yield the forward hooks of a module that neither torch nor a split point has put there."""
+    for kind in FORWARD_HOOKS:
         for hook in module.__dict__[kind].values():
-            if not getattr(hook, "is_boundary", False) and not _home(hook).startswith("torch."):
+            if not getattr(hook, "is_boundary", False) and not _module_of(hook).startswith("torch."):
                 yield hook
 
 
-def _home(function: Any) -> str:
+def _module_of(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     named = function if isinstance(function, (types.FunctionType, types.MethodType)) else type(function)
@@ -99,7 +106,7 @@ def _home(function: Any) -> str:
 
 class _Search:
     def __init__(self) -> None:
-        self.found: list[Outside] = []
+        self.found: list[ExternalValue] = []
         self.files: set[str] = set()
         self.caches: dict[int, Any] = {}
         self._functions: set[int] = set()
@@ -107,7 +114,7 @@ class _Search:
         self._labels: Counter[str] = Counter()
 
     def function(self, function: Any, kind: type | None) -> None:
-        """Look through a function, and those that it names. ``kind``: the class of its ``self``."""
+        """Search a function, and those that it names. ``kind``: the class of its ``self``."""
         while isinstance(function, functools.partial):
             function = function.func
         if isinstance(function, types.MethodType):
@@ -130,10 +137,10 @@ class _Search:
         self._functions.add(id(function))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if name != "__class__":
-                self._place(Outside(name, cell, None))
+                self._place(ExternalValue(name, cell, None))
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             if isinstance(default, (list, dict, set)):
-                self._place(Outside(f"a default of {function.__name__}", {"default": default}, "default"))
+                self._place(ExternalValue(f"a default of {function.__name__}", {"default": default}, "default"))
         self._code(function.__code__, function.__globals__, kind)
 
     def _code(self, code: types.CodeType, variables: dict[str, Any], kind: type | None) -> None:
@@ -153,6 +160,7 @@ class _Search:
                 self._code(constant, variables, kind)
 
     def _name(self, name: str, variables: dict[str, Any], taken: str | None) -> None:
+        """Search a global variable, of which the code takes the attribute ``taken``."""
         if name not in variables:
             return
         value = variables[name]
@@ -162,11 +170,11 @@ class _Search:
         elif isinstance(value, type):
             home = getattr(sys.modules.get(value.__module__), "__file__", None) or "<"
             if taken is not None and (self._is_users(home) or value.__module__ == "__main__"):
-                self._place(Outside(f"{name}.{taken}", _OfClass(value), taken))
+                self._place(ExternalValue(f"{name}.{taken}", _ClassAttributes(value), taken))
         else:
-            self._place(Outside(name, variables, name))
+            self._place(ExternalValue(name, variables, name))
 
-    def _place(self, place: Outside) -> None:
+    def _place(self, place: ExternalValue) -> None:
         value = place.value()
         if (id(place.where), place.label) in self._places or isinstance(value, (types.ModuleType, nn.Module)):
             return
@@ -180,32 +188,32 @@ class _Search:
                 self._functions.add(id(value))
                 self.function(value, None)
         else:
-            is_read = not callable(value) and (is_plain(value) or self._is_watched(value))
+            is_read = not callable(value) and (is_plain(value) or _is_watched(value))
         if is_read:
             self._labels[place.label] += 1
             count = self._labels[place.label]
             self.found.append(place if count == 1 else place._replace(label=f"{place.label} ({count})"))
 
-    def _is_watched(self, value: Any) -> bool:
-        """Whether it is an object of a class of the user's, or a random generator, or an array."""
-        home = type(value).__module__
-        return home == "random" or home.startswith("numpy") or is_users_object(value)
-
     def _object(self, name: str, value: Any) -> None:
-        own = getattr(value, "__dict__", None)
-        if own and not isinstance(value, nn.Module):
-            self._place(Outside(name, {"self": value}, "self"))
+        if getattr(value, "__dict__", None) and not isinstance(value, nn.Module):
+            self._place(ExternalValue(name, {"self": value}, "self"))
 
     def _is_users(self, file: str) -> bool:
         return file in self.files or is_users_file(file)
 
 
+def _is_watched(value: Any) -> bool:
+    """Return whether a value is an object of a class of the user's, or a random generator, or an array."""
+    home = type(value).__module__
+    return home == "random" or home.startswith("numpy") or is_users_object(value)
+
+
 def forward_of(kind: type[nn.Module]) -> Any:
-    """The function; None for classes that make one for every module, as those of TorchScript."""
+    """Return the function; None for classes that make one for every module, as those of TorchScript."""
     return getattr(kind, "forward", None)
 
 
 def file_of(function: Any) -> str:
-    """Where its code is; nothing that is a user's file if it has none."""
+    """Return the file of a function's code; of one without code, something that is not a user's file."""
     code = getattr(function, "__code__", None)
     return "<" if code is None else str(code.co_filename)

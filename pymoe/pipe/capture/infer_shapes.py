@@ -1,10 +1,8 @@
-"""The shapes of an opaque call's results where fake tensors do not get through it: seen by running it."""
+"""The shapes of what an opaque call returns, where fake tensors do not pass through it: it runs on real ones."""
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -13,43 +11,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from pymoe.pipe.capture.errors import CaptureError
-from pymoe.pipe.capture.untouched import untouched
 
-__all__ = ["RealModule", "fakes_by_running", "without_boundaries"]
-
-
-class RealModule:
-    """A module with the parameters and buffers that it has now, whatever stands in their place later."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.fixes_sizes = isinstance(module, nn.RNNBase)
-        """Whether fake tensors that go through it lose their free sizes."""
-        self._tensors = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
-
-    def copy(self) -> nn.Module:
-        """A copy, with copies of the tensors."""
-        with untouched(self.module):
-            for part, parameters, buffers in self._tensors:
-                part.__dict__["_compiled_call_impl"] = None
-                part._parameters.update(parameters)
-                part._buffers.update(buffers)
-            without_boundaries(self.module)
-            return copy.deepcopy(self.module)
+__all__ = ["example_tensor", "infer_by_running"]
 
 
-def without_boundaries(module: nn.Module) -> None:
-    """Take the boundaries beside a module from its hooks: whoever calls it has noted them."""
-    for kind in ("_forward_pre_hooks", "_forward_hooks"):
-        hooks = module.__dict__[kind]
-        kept = [(key, hook) for key, hook in hooks.items() if not getattr(hook, "is_boundary", False)]
-        module.__dict__[kind] = OrderedDict(kept)
-
-
-def fakes_by_running(
+def infer_by_running(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], fake_mode: Any
 ) -> Any:
-    """What ``function`` returns for the fake arguments, from what it returns for real ones of two sizes.
+    """Return what ``function`` returns for fake arguments, inferred from what it returns for real ones of two sizes.
 
     Every dimension of its results must be a number, a free dimension of the arguments, a product of two, or a multiple
     or part of these.
@@ -85,14 +54,14 @@ def fakes_by_running(
 
 
 def _hint(size: Any, symbol: Any) -> int:
-    """What a symbol in a size is in the example."""
+    """Return the value of a symbol in the example."""
     environment = size.node.shape_env
     values = getattr(environment, "backed_var_to_val", None) or environment.var_to_val
     return int(values[symbol])
 
 
 def _other_sizes(hints: dict[Any, int]) -> Iterator[dict[Any, int]]:
-    """Sizes to try in place of ``hints``: all others, one other, and those that are equal together."""
+    """Yield sizes to try in place of ``hints``: all changed, one changed, and those that are equal changed together."""
     others = {symbol: hint * (number + 2) for number, (symbol, hint) in enumerate(hints.items())}
     yield others
     for symbol, other in others.items():
@@ -104,7 +73,7 @@ def _other_sizes(hints: dict[Any, int]) -> Iterator[dict[Any, int]]:
 
 
 def _settle(sizes: list[Any]) -> None:
-    """Make it a condition of the capture that these are equal."""
+    """Make the capture require that these are equal."""
     for size in sizes[1:]:
         assert bool(sizes[0] == size)
 
@@ -130,10 +99,13 @@ def _real(leaf: Any, numbers: dict[Any, int]) -> Any:
         return _value(leaf, numbers)
     if not isinstance(leaf, Tensor):
         return leaf
-    shape = [_value(size, numbers) for size in leaf.shape]
-    if leaf.is_floating_point() or leaf.is_complex():
-        return torch.rand(shape, dtype=leaf.dtype, device=leaf.device)
-    return torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
+    return example_tensor([_value(size, numbers) for size in leaf.shape], leaf)
+
+
+def example_tensor(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Return random floats, or zeros that are valid indices, of the dtype and device of ``like``."""
+    make = torch.rand if like.is_floating_point() or like.is_complex() else torch.zeros
+    return make(shape, dtype=like.dtype, device=like.device)
 
 
 def _value(size: Any, numbers: dict[Any, int]) -> int:
@@ -146,7 +118,9 @@ def _value(size: Any, numbers: dict[Any, int]) -> int:
 def _fake(one: Any, two: Any, known: list[tuple[Any, int, int]], grad: bool, fake_mode: Any) -> Any:
     if isinstance(one, Tensor):
         if one.dim() != two.dim():
-            raise CaptureError("an opaque call returns tensors of other dimensions for other sizes of its arguments")
+            raise CaptureError(
+                "the number of dimensions of what an opaque call returns depends on the sizes of its arguments"
+            )
         shape = [_size(a, b, known) for a, b in zip(one.shape, two.shape, strict=True)]
         with fake_mode:
             made = torch.empty(shape, dtype=one.dtype, device=one.device)
@@ -167,8 +141,8 @@ def _size(one: int, two: int, known: list[tuple[Any, int, int]]) -> Any:
             return size // (a // one)
     shown = ", ".join(f"{a} and {b}" for _, a, b in known)
     raise CaptureError(
-        f"an opaque call returns {one} or {two} rows where its arguments have {shown}: sizes of results must follow "
-        "from sizes of arguments"
+        f"an opaque call returns a dimension of {one} or {two} where free dimensions of its arguments are {shown}: "
+        "sizes of results must follow from sizes of arguments"
     )
 
 

@@ -1,10 +1,11 @@
-"""What the model's code reads while it is captured, beside tensors: attributes, environment, the caller's state."""
+"""What a model's code reads while it is captured, beside tensors: attributes, environment, the caller's state."""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,20 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from pymoe.pipe.capture.errors import CaptureError, is_library
+from pymoe.pipe.capture.snapshots import patched
 
-__all__ = ["MISSING", "Ambient", "Reads", "Recorder"]
-
-
-class _Missing:
-    def __repr__(self) -> str:
-        return "nothing"
-
-    def __reduce__(self) -> str:
-        return "MISSING"
-
-
-MISSING = _Missing()
-"""Stands for an attribute, or a variable of the environment, that is not there."""
+__all__ = ["Answers", "Reads", "Recorder", "ambient_answers", "ask"]
 
 
 @dataclass
@@ -38,8 +28,8 @@ class Reads:
     attributes: dict[tuple[str, str], None] = field(default_factory=dict)
     """Qualified names of modules, and of each the name of an attribute; in the order in which they were read."""
     environment: dict[str, str | None] = field(default_factory=dict)
-    ambient: dict[tuple[str, tuple[Any, ...]], Any] = field(default_factory=dict)
-    """Questions to torch about the caller's state (function and arguments), and the answers."""
+    ambient: Answers = field(default_factory=dict)
+    """What the model's code has asked torch about the caller's state."""
     dtypes: bool = False
     """Whether the model's code has asked a tensor for its dtype."""
     gradients: bool = False
@@ -63,48 +53,53 @@ _QUESTIONS: dict[str, tuple[tuple[Any, ...], ...]] = {
 _SEEDS = ("initial_seed", "get_rng_state", "set_rng_state", "manual_seed", "seed")
 
 
-class Ambient:
-    """What the caller of a capture would be told about its state. Graphs are made in a plain one."""
+Answers = dict[tuple[str, tuple[Any, ...]], Any]
+"""What torch says about its state on this thread, by function and arguments."""
 
-    def __init__(self) -> None:
-        self.answers = {(name, args): ask(name, args) for name, every in _QUESTIONS.items() for args in every}
+
+def ambient_answers() -> Answers:
+    """Return what the caller of a capture would be told about its state. Graphs are made in a plain one."""
+    return {(name, args): ask(name, args) for name, every in _QUESTIONS.items() for args in every}
 
 
 def ask(name: str, args: tuple[Any, ...]) -> Any:
-    """What torch answers now."""
-    import warnings
-
+    """Return what torch answers now."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return getattr(torch, name)(*args)
 
 
 class Recorder:
-    """Notes what is read between ``with recorder.on():`` on this thread, but for what happens in :meth:`paused`."""
+    """Records what this thread reads within ``with recorder.on():``, but for what happens in :meth:`paused`.
 
-    def __init__(self, model: nn.Module, ambient: Ambient) -> None:
+    Args:
+        model: whose attributes count.
+        ambient: the caller's state, which the model's code is told instead of that of the capture.
+    """
+
+    def __init__(self, model: nn.Module, ambient: Answers) -> None:
         self.reads = Reads()
         self.on_object: Callable[[str, Any], None] = lambda name, value: None
-        """Is told of the values of attributes when they are read first, and what they are called."""
+        """Called with the name and value of an attribute when it is read first."""
         # torch.export calls methods with a stand-in for the module that shares its ``__dict__``.
         self._paths = {id(module.__dict__): path for path, module in model.named_modules()}
-        self._ambient = ambient.answers
-        self._plain: dict[Any, Any] = {}
+        self._ambient = ambient
+        self._plain: Answers = {}
         self._thread = threading.get_ident()
         self._is_on = False
 
     def requires_grad(self, tensor: Tensor, frame: FrameType, real: bool) -> bool:
-        """What a tensor answers to the question in ``frame``: what the caller's grad mode makes of it."""
-        if not self._hears() or _is_librarys(frame):
+        """Return what ``frame`` is told about whether a tensor requires gradients: as in the caller's grad mode."""
+        if not self._hears() or _asked_by_library(frame):
             return real
         self.reads.gradients = True
-        key: tuple[str, tuple[Any, ...]] = "is_grad_enabled", ()
+        key: Any = "is_grad_enabled", ()
         self.reads.ambient[key] = self._ambient[key]
         return real and (self._ambient[key] or tensor.is_leaf)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens in the block is not noted."""
+        """Do not record what the block reads."""
         before, self._is_on = self._is_on, False
         try:
             yield
@@ -113,30 +108,20 @@ class Recorder:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Within the block modules, environment and torch's questions are listened to."""
-        self._plain = Ambient().answers
-        kind: Any = nn.Module
-        environment: Any = type(os.environ)
-        get_item = environment.__getitem__
-        kind.__getattribute__ = self._attribute()
-        environment.__getitem__ = self._variable(get_item)
-        questions = {name: getattr(torch, name) for name in _QUESTIONS}
-        seeds = [(home, name, getattr(home, name)) for home in (torch, torch.random) for name in _SEEDS]
-        for name, function in questions.items():
-            setattr(torch, name, self._question(name, function))
-        for home, name, function in seeds:
-            setattr(home, name, self._seed(name, function))
-        self._is_on = True
-        try:
-            yield
-        finally:
-            self._is_on = False
-            del kind.__getattribute__
-            environment.__getitem__ = get_item
-            for name, function in questions.items():
-                setattr(torch, name, function)
-            for home, name, function in seeds:
-                setattr(home, name, function)
+        """Record what the block reads of modules, of the environment, and of torch's state."""
+        self._plain = ambient_answers()
+        environment = type(os.environ)
+        with patched(
+            (nn.Module, "__getattribute__", self._attribute()),
+            (environment, "__getitem__", self._variable(environment.__getitem__)),
+            *[(torch, name, self._question(name, getattr(torch, name))) for name in _QUESTIONS],
+            *[(home, name, self._seed(name, getattr(home, name))) for home in (torch, torch.random) for name in _SEEDS],
+        ):
+            self._is_on = True
+            try:
+                yield
+            finally:
+                self._is_on = False
 
     def _hears(self) -> bool:
         return self._is_on and threading.get_ident() == self._thread
@@ -155,7 +140,7 @@ class Recorder:
                 raise
             if name not in _MODULES_OWN and self._hears():
                 self._note(module, name)
-            elif name == "__dict__" and self._hears() and not _is_librarys(sys._getframe(1)):
+            elif name == "__dict__" and self._hears() and not _asked_by_library(sys._getframe(1)):
                 for each in list(value):  # vars(self)
                     if each not in _MODULES_OWN:
                         self._note(module, each)
@@ -174,7 +159,7 @@ class Recorder:
 
     def _variable(self, get_item: Callable[[Any, str], str]) -> Callable[[Any, str], str]:
         def __getitem__(environment: Any, key: str) -> str:
-            if self._hears() and environment is os.environ and not _is_librarys(sys._getframe(1), _STANDARD):
+            if self._hears() and environment is os.environ and not _asked_by_library(sys._getframe(1), _ENVIRONMENT):
                 try:
                     self.reads.environment.setdefault(key, get_item(environment, key))
                 except KeyError:
@@ -186,7 +171,7 @@ class Recorder:
     def _question(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def answer(*args: Any, **kwargs: Any) -> Any:
             real = function(*args, **kwargs)
-            if not self._hears() or _is_librarys(sys._getframe(1)):
+            if not self._hears() or _asked_by_library(sys._getframe(1)):
                 return real
             key = name, (*args, *kwargs.values())
             if key not in self._ambient or real != self._plain[key]:  # a block of the model's own
@@ -198,24 +183,23 @@ class Recorder:
 
     def _seed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def refuse(*args: Any, **kwargs: Any) -> Any:
-            if self._hears() and not _is_librarys(sys._getframe(1)):
+            if self._hears() and not _asked_by_library(sys._getframe(1)):
                 raise CaptureError(
-                    f"it calls torch.{name}: micro-batches and stages have random streams of their own, and a graph "
-                    "has neither their seed nor their state"
+                    f"it calls torch.{name}, but micro-batches and stages have random streams of their own, whose seed "
+                    "and state a graph does not have"
                 )
             return function(*args, **kwargs)
 
         return refuse
 
 
-_STANDARD = (os.path.dirname(os.__file__) + os.sep + "os.py", "<frozen")
+_STDLIB = os.path.dirname(os.__file__) + os.sep
+_ENVIRONMENT = (_STDLIB + "os.py", _STDLIB + "_collections_abc.py", "<frozen")
+"""Files of ``os.environ``'s own code, which asks for its caller."""
 
 
-def _is_librarys(frame: Any, passed_over: tuple[str, ...] = ()) -> bool:
-    """Whether torch or pymoe asks, not the model's code; frames of ``passed_over`` ask for who has called them."""
-    while passed_over and frame is not None and frame.f_code.co_filename.startswith((*passed_over, _COLLECTIONS)):
+def _asked_by_library(frame: FrameType | None, passed_over: tuple[str, ...] = ()) -> bool:
+    """Return whether torch or pymoe asks, not the model's code; frames of ``passed_over`` ask for their caller."""
+    while passed_over and frame is not None and frame.f_code.co_filename.startswith(passed_over):
         frame = frame.f_back
     return frame is None or is_library(frame.f_code.co_filename)
-
-
-_COLLECTIONS = os.path.dirname(os.__file__) + os.sep + "_collections_abc.py"

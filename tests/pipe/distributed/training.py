@@ -3,7 +3,8 @@
 import copy
 
 import torch
-from pipe_models import batches, row_model, sgd
+from pipe_models import WIDTH, batches, row_model, sgd
+from torch import nn
 from torch.distributed.pipelining import schedules
 from torch.nn import functional as F
 
@@ -63,6 +64,23 @@ def own_gradients(pipe, stages):
     """By the model's names."""
     own = {id(p) for stage in stages for p in stage.submod.parameters()}
     return {name: p.grad for name, p in pipe.named_parameters() if id(p) in own}
+
+
+def linear_model(world, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2 * world)])
+
+
+def parallel(model, name, rank, world, micro_batches, loss_fn=F.mse_loss, checkpoint="never", **options):
+    """A copy of a model on the ranks."""
+    count = stages_of(name, world)
+    balance = [len(model) // count] * count
+    pipe = pymoe.Pipe(copy.deepcopy(model), balance=balance, checkpoint=checkpoint)
+    return pipe, *make(name, pipe, rank, world, micro_batches, loss_fn, **options)
+
+
+def compare(model, pipe, stages):
+    return largest_difference(own_gradients(pipe, stages), {n: p.grad for n, p in model.named_parameters()})
 
 
 def steps(rank, world, name, checkpoint="never", micro_batches=None, rows=(12, 7, 8), count=20, group=None):

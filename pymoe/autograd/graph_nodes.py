@@ -1,0 +1,111 @@
+"""Nodes and edges of autograd's graphs: found, kept alive and made, in less time than torch's own ways take."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from pymoe._torch_private import DelayedError, FunctionBase, get_sequence_nr
+
+
+def apply_directly(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Return ``function.apply(*args)`` without a check for ``torch.func`` transforms, in which nothing is isolated."""
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+make_edge: Any = tuple.__new__  # of GradientEdge and its three parts, without the function of Python that it has
+
+
+def keep_nodes(tensors: Sequence[torch.Tensor], nodes: Sequence[Node]) -> Node | None:
+    """Return a node that is never run and keeps the nodes of ``tensors`` alive, or None if they need no such node.
+
+    An edge to the node of an ``autograd.Function`` does not keep it alive. Grad mode must be on. A ``view_as`` of each
+    tensor would do, too, and take three times as long.
+    """
+    own = [tensor for tensor, node in zip(tensors, nodes, strict=True) if isinstance(node, FunctionBase)]
+    if not own:
+        return None
+    return with_failing_node("pymoe: this node is never run", own)[0].grad_fn
+
+
+def once_only(name: str, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """Return ``gradients`` with a history that raises: the graphs of calls cannot be differentiated twice."""
+    required = [gradient if gradient is None else gradient.detach().requires_grad_() for gradient in gradients]
+    message = f"{name}: its backward pass cannot be differentiated again (create_graph=True)"
+    return tuple(with_failing_node(message, required))
+
+
+def with_failing_node(message: str, tensors: Sequence[Any]) -> Sequence[Any]:
+    """Return aliases of ``tensors`` whose history is one node, the backward of which raises ``message``."""
+    made: Any = DelayedError(message, len(tensors))(*tensors)
+    return made if len(tensors) > 1 else (made,)
+
+
+def edge_of(tensor: torch.Tensor) -> GradientEdge:
+    """Return what ``get_gradient_edge`` does, in half the time. Grad mode must be on."""
+    node: Any = tensor.grad_fn
+    if node is None:
+        return get_gradient_edge(tensor)
+    token = None
+    if isinstance(node, FunctionBase):
+        nodes: list[Any] = [node]
+        token = keep_nodes([tensor], nodes)
+    return make_edge(GradientEdge, (node, tensor.output_nr, token))  # type: ignore[no-any-return]
+
+
+def find_leaves(nodes: Sequence[Node], entry: Node | None) -> list[torch.Tensor]:
+    """Return the tensors into which a backward pass from ``nodes`` would accumulate, in an order set by the graph."""
+    return find_leaves_and_nodes(nodes, entry)[0]
+
+
+def find_leaves_and_nodes(
+    nodes: Sequence[Node], entry: Node | None
+) -> tuple[list[torch.Tensor], Collection[Node | None]]:
+    """Return the same, and all nodes of the graph, with ``entry`` and None and without what lies behind ``entry``."""
+    leaves: list[torch.Tensor] = []
+    seen: set[Node | None] = {None, entry}
+    stack: list[Any] = [node for node in dict.fromkeys(nodes) if node not in seen]
+    seen.update(stack)
+    while stack:
+        node = stack.pop()
+        following = node.next_functions
+        if following:
+            for after, _ in following:
+                if after not in seen:
+                    seen.add(after)
+                    stack.append(after)
+        elif (variable := getattr(node, "variable", None)) is not None:
+            leaves.append(variable)
+    return leaves, seen
+
+
+_ACCUMULATION = 2**64 - 1  # what nodes of leaves have for a number
+
+
+def put_behind(limit: int, nodes: Sequence[Any]) -> None:
+    """Give the nodes of a call numbers below ``limit``, in the order that they have.
+
+    Of nodes that could run now, the engine takes the one with the greatest number, the latest. But each thread counts
+    for itself. Where a tensor has left a call by another way than its outputs, a backward pass comes to the call's
+    nodes by that way, too, and frees what they have saved: the node of the map, and all that comes to it first, must
+    run before, as they are made later, on the thread that asked.
+    """
+    by_number: dict[int, list[Any]] = {}
+    for node in nodes:
+        by_number.setdefault(node._sequence_nr(), []).append(node)
+    by_number.pop(_ACCUMULATION, None)
+    if limit < len(by_number):  # this thread has hardly made any: it counts on, so that there are enough numbers below
+        one = torch.empty(0, requires_grad=True, device="cpu")
+        while get_sequence_nr() < len(by_number):
+            one.view_as(one)
+        limit = len(by_number)
+    for number in sorted(by_number, reverse=True):  # the call's earlier nodes have to make room for the late ones
+        limit -= 1
+        if number <= limit:
+            limit = number
+            continue
+        for node in by_number[number]:
+            node._set_sequence_nr(limit)

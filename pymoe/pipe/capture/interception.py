@@ -1,0 +1,287 @@
+"""What is intercepted while ``torch.export`` runs a model: opaque calls, of which each leaves one node and runs beside
+the graph, and calls that a graph would lose, which are refused.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
+
+from pymoe.pipe.capture.errors import CaptureError
+from pymoe.pipe.capture.infer_shapes import infer_by_running
+from pymoe.pipe.capture.input_checks import where_sizes_are_asked
+from pymoe.pipe.capture.opaque import OpaqueCall, OpaqueModule, RealModule, calling_as_a_whole, without_boundaries
+from pymoe.pipe.capture.python_reads import Recorder
+from pymoe.pipe.capture.snapshots import attributes_restored, patched
+
+__all__ = ["OPAQUE_CALL", "Held", "intercepting_opaque_calls", "refusing_lost_calls"]
+
+Held = dict[int, Tensor]
+"""Tensors that take gradients and that no module has registered, by address. A graph would hold them detached."""
+
+
+def _hold(values: Any, held: Held) -> None:
+    """Note such tensors among the arguments of a call."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    for leaf in _pytree.tree_leaves(values):
+        if isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, FakeTensor):
+            held[leaf.data_ptr()] = leaf
+
+
+# Opaque calls.
+
+
+class _OpaqueMarker(HigherOrderOperator):
+    def __init__(self) -> None:
+        super().__init__("pymoe_opaque_call")
+
+    def __call__(self, number: int, *values: Any) -> Any:
+        return super().__call__(number, *values)
+
+
+OPAQUE_CALL = _OpaqueMarker()
+"""Stands for opaque calls in an exported graph: takes the number of the call and its computed leaves."""
+
+
+@contextmanager
+def intercepting_opaque_calls(
+    modules: Mapping[str, RealModule],
+    calls: list[OpaqueCall],
+    held: Held,
+    beside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Iterator[None]:
+    """Let calls of these modules and of autograd Functions, on this thread within the block, add themselves to
+    ``calls``, and leave a node of ``OPAQUE_CALL``.
+
+    Args:
+        modules: by qualified name; the block must be within :func:`attributes_restored` of them.
+        calls: gets the calls.
+        held: gets the tensors that ``Held`` describes.
+        beside: in which context the calls run.
+    """
+    tracing = _Tracing(calls, held, beside)
+    for path, module in modules.items():
+        module.module.__dict__["_compiled_call_impl"] = tracing.module_call(path, module)
+    # The base class of autograd Functions is asked by all, also by ``apply = MyFunction.apply``.
+    base: Any = torch.autograd.function._SingleLevelFunction
+    with patched((base, "apply", classmethod(tracing.function_call(base)))):
+        yield
+
+
+_OF_OPERATORS = "torch._library.autograd"
+"""Where torch makes Functions for custom operators, which graphs hold as they are."""
+
+
+class _Tracing:
+    def __init__(self, calls: list[OpaqueCall], held: Held, beside: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._beside = beside
+        self._held = held
+        self._calls = calls
+        self._thread = threading.get_ident()
+        self._inside = False
+
+    def is_on(self) -> bool:
+        return threading.get_ident() == self._thread and not self._inside
+
+    def module_call(self, path: str, real: RealModule) -> Callable[..., Any]:
+        """Return what is called in place of an opaque module."""
+        module = real.module
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with attributes_restored(module):
+                without_boundaries(module)
+                return module._call_impl(*args, **kwargs)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.is_on():
+                return run(*args, **kwargs)
+            _run_boundaries(module._forward_pre_hooks)
+            result = self.record(OpaqueModule(path, module), None if real.fixes_sizes else run, real.copy, args, kwargs)
+            _run_boundaries(module._forward_hooks)
+            return result
+
+        return call
+
+    def function_call(self, base: Any) -> Callable[..., Any]:
+        """Return what is called in place of ``apply`` of autograd Functions."""
+
+        def apply(cls: Any, *args: Any) -> Any:
+            def run(*args: Any) -> Any:
+                above: Any = super(base, cls)
+                return above.apply(*args)
+
+            if not self.is_on() or cls.__module__ == _OF_OPERATORS:
+                return run(*args)
+            if cls is torch.utils.checkpoint.CheckpointFunction:
+                function, _preserve, *values = args
+                return function(*values)
+            return self.record(OpaqueCall(cls.__name__, cls.apply), run, lambda: run, args, {})
+
+        return apply
+
+    def record(
+        self,
+        call: OpaqueCall,
+        run: Callable[..., Any] | None,
+        real: Callable[[], Callable[..., Any]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Leave a node for the call, and return its fake result, as the node's value.
+
+        That is what ``run`` returns for fake arguments; or what ``real()`` returns for real ones, without ``run``, or
+        where fake ones do not pass through it.
+        """
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
+
+        mode = get_proxy_mode()
+        assert mode is not None
+        leaves = call.flatten_arguments(args, kwargs)
+        _hold(leaves, self._held)
+        path = call.path if isinstance(call, OpaqueModule) else call.__name__
+        with self._beside(), calling_as_a_whole(path):
+            result = self._fake_result(run, real, args, kwargs)
+        values = call.flatten_result(result)
+        tracer: Any = mode.tracer
+        proxies = [tracer.unwrap_proxy(leaf) for leaf in leaves]
+        number = len(self._calls)
+        self._calls.append(call)
+        proxy = tracer.create_proxy("call_function", OPAQUE_CALL, (number, *proxies), {}, name=call.__name__)
+        track_tensor_tree(values, proxy, constant=None, tracer=tracer)
+        return result
+
+    def _fake_result(
+        self,
+        run: Callable[..., Any] | None,
+        real: Callable[[], Callable[..., Any]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        from torch._guards import detect_fake_mode
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        fake_mode = detect_fake_mode(_pytree.tree_leaves((args, kwargs)))
+        assert fake_mode is not None
+        assert fake_mode.shape_env is not None
+        failure: Exception | None = None
+        self._inside = True
+        try:
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                if run is not None:
+                    try:
+                        with fake_mode, fake_mode.shape_env.ignore_fresh_unbacked_symbols():
+                            result = run(*args, **kwargs)
+                        if not _has_unknown_sizes(result):
+                            return result
+                    except Exception as error:
+                        failure = error
+                try:
+                    return infer_by_running(real(), args, kwargs, fake_mode)
+                except Exception as error:
+                    if failure is None or isinstance(error, CaptureError):
+                        raise
+                    raise error from failure
+        finally:
+            self._inside = False
+
+
+def _has_unknown_sizes(result: Any) -> bool:
+    sizes = [
+        size
+        for leaf in _pytree.tree_leaves(result)
+        for size in (leaf.shape if isinstance(leaf, Tensor) else [leaf])
+        if isinstance(size, torch.SymInt)
+    ]
+    return any(size.node.hint is None for size in sizes)
+
+
+def _run_boundaries(hooks: Mapping[int, Any]) -> None:
+    """Stage boundaries are hooks, and those of an opaque module would be lost within its call."""
+    for hook in hooks.values():
+        if getattr(hook, "is_boundary", False):
+            hook()
+
+
+# Calls that a graph would lose.
+
+_LOST: dict[Any, str] = {
+    Tensor.register_hook: "it registers a hook on a tensor, which a graph would lose",
+    Tensor.register_post_accumulate_grad_hook: "it registers a hook on a tensor, which a graph would lose",
+    Tensor.backward: "it runs a backward pass within the forward",
+    torch.autograd.backward: "it runs a backward pass within the forward",
+    torch.autograd.grad: "it computes a gradient within the forward",
+}
+
+
+class _Refusing(TorchFunctionMode):
+    def __init__(self, held: Held, recorder: Recorder) -> None:
+        super().__init__()
+        self._held = held
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        asked = getattr(func, "__self__", None)
+        if asked is Tensor.data and len(args) == 1:  # a graph cannot look behind a tensor
+            return args[0].detach()
+        if asked is Tensor.dtype:
+            self._recorder.reads.dtypes = True
+        if asked is Tensor.requires_grad and len(args) == 1:
+            return self._recorder.requires_grad(args[0], sys._getframe(1), func(*args))
+        if any(isinstance(value, torch.Generator) for value in (*args, *(kwargs or {}).values())):
+            raise CaptureError(
+                "it draws random numbers from a torch.Generator of its own, whose state a graph does not have: omit "
+                "`generator`, and they come from the random stream of the stage and micro-batch"
+            )
+        if (reason := _LOST.get(func)) is not None:
+            raise CaptureError(reason)
+        if func is torch._C._set_grad_enabled and args[0] != torch.is_grad_enabled() and _is_in_autocast_block():
+            raise CaptureError(
+                "it switches gradients off or on within a block of autocast, which torch.export loses: the backward "
+                "pass would differ"
+            )
+        _hold((args, kwargs), self._held)
+        return func(*args, **kwargs or {})
+
+
+def _is_in_autocast_block() -> bool:
+    # The mode by which torch.export notes such blocks keeps a list of those that it is in.
+    modes = torch.overrides._get_current_function_mode_stack()
+    return any(getattr(mode, "enter_autocast_nodes", None) for mode in modes)
+
+
+@contextmanager
+def refusing_lost_calls(tensors: Sequence[Tensor], held: Held, recorder: Recorder) -> Iterator[None]:
+    """Within the block, calls that a graph would lose raise CaptureError, without a place; ``torch.inference_mode`` is
+    ``torch.no_grad``, which a graph can have; conditions on the sizes of ``tensors`` remember the line that asked;
+    ``held`` gets the tensors that ``Held`` describes, and ``recorder`` what tensors are asked.
+    """
+    from torch._guards import detect_fake_mode
+
+    fake_mode = detect_fake_mode(list(tensors))
+    blocks: list[Any] = []
+
+    def enter(self: Any) -> None:
+        blocks.append(torch.set_grad_enabled(torch.is_grad_enabled() and not self.mode))
+
+    def leave(self: Any, *error: Any) -> None:
+        blocks.pop().__exit__(*error)
+
+    kind = torch.inference_mode
+    with (
+        where_sizes_are_asked(None if fake_mode is None else fake_mode.shape_env),
+        patched((kind, "__enter__", enter), (kind, "__exit__", leave)),
+        _Refusing(held, recorder),
+    ):
+        yield

@@ -1,0 +1,149 @@
+"""Rewrites of a captured graph before it is partitioned: stage boundaries leave regions, and opaque modules become
+arguments of the nodes that call them.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx, nn
+
+from pymoe.pipe.capture.graph import Region
+from pymoe.pipe.capture.opaque import OpaqueModule
+from pymoe.pipe.traced.split_points import is_marker, mark
+
+__all__ = ["ModuleCall", "modules_as_arguments", "split_regions"]
+
+
+def split_regions(graph: fx.Graph) -> None:
+    """Split regions, blocks without gradients or in autocast, at the markers inside, which then stand between them."""
+    for node in list(graph.nodes):
+        if isinstance(node.target, Region):
+            split_regions(node.target.graph.graph)
+            if any(is_marker(inner) for inner in node.target.graph.graph.nodes):
+                _RegionSplit(graph, node, node.target).replace()
+
+
+class _RegionSplit:
+    """One region that becomes several."""
+
+    def __init__(self, graph: fx.Graph, node: fx.Node, region: Region) -> None:
+        self._graph = graph
+        self._node = node
+        self._region = region
+        block = region.graph.graph
+        self._segments = list(_segments(block))
+        self._output = block.output_node()
+        # What stands in the outer graph for nodes of the block.
+        self._outside: dict[fx.Node, fx.Node] = {}
+        for placeholder, value in zip(block.find_nodes(op="placeholder"), node.args, strict=True):
+            assert isinstance(value, fx.Node)
+            self._outside[placeholder] = value
+
+    def replace(self) -> None:
+        """Put the parts, with markers between them, where the region was."""
+        for number, segment in enumerate(self._segments):
+            if number:
+                mark(self._graph, self._node)
+            self._part(segment)
+        results: Any = self._output.args[0]
+        for user in list(self._node.users):  # each takes one of the results
+            result = results[user.args[1]]
+            user.replace_all_uses_with(self._outside[result])
+            self._graph.erase_node(user)
+        self._graph.erase_node(self._node)
+
+    def _part(self, segment: list[fx.Node]) -> None:
+        """Insert a region of some of the nodes."""
+        inside = set(segment)
+        taken = dict.fromkeys(source for node in segment for source in node.all_input_nodes if source not in inside)
+        given = [node for node in segment if any(user not in inside for user in node.users)]
+        if not segment:
+            return
+        part = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for source in taken:
+            copies[source] = part.placeholder(source.name)
+            copies[source].meta = dict(source.meta)
+        for node in segment:
+            copies[node] = part.node_copy(node, copies.__getitem__)
+        part.output([copies[node] for node in given])
+        region = self._region
+        target = Region(region.__name__, fx.GraphModule({}, part), region.grad, region.autocast)
+        with self._graph.inserting_before(self._node):
+            call = self._graph.call_function(target, tuple(self._outside[source] for source in taken))
+            call.meta = {key: value for key, value in segment[0].meta.items() if key != "val"}
+            for number, node in enumerate(given):
+                self._outside[node] = self._graph.call_function(operator.getitem, (call, number))
+                self._outside[node].meta = dict(node.meta)
+
+
+def _segments(block: fx.Graph) -> Iterator[list[fx.Node]]:
+    """Yield the nodes between markers."""
+    segment: list[fx.Node] = []
+    for node in block.nodes:
+        if is_marker(node):
+            yield segment
+            segment = []
+        elif node.op not in ("placeholder", "output"):
+            segment.append(node)
+    yield segment
+
+
+class ModuleCall:
+    """The target of a node: takes a module and the computed leaves of its arguments, returns those of its result."""
+
+    def __init__(self, call: OpaqueModule) -> None:
+        self.__name__ = call.__name__
+        self._call = copy.copy(call)  # how leaves become arguments, without the module
+        self._call.function = self._call.module = None  # type: ignore[assignment]
+
+    def __call__(self, module: nn.Module, *computed: Any) -> list[Any]:
+        return self._call.call(module, computed)
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+
+def modules_as_arguments(graph: fx.Graph) -> None:
+    """Let ``get_attr`` fetch the opaque modules that a graph calls, so that they are part of a stage's state.
+
+    Raises:
+        ValueError: the whole model is opaque.
+    """
+    for node in list(graph.nodes):
+        paths = _convert(node)
+        if "" in paths:
+            raise ValueError("opaque: the whole model is opaque and cannot be split: list modules inside it")
+        for path in paths:
+            with graph.inserting_before(node):
+                node.args = (graph.get_attr(path), *node.args) if _is_call(node) else (*node.args, graph.get_attr(path))
+
+
+def _is_call(node: fx.Node) -> bool:
+    return isinstance(node.target, ModuleCall)
+
+
+def _convert(node: fx.Node) -> list[str]:
+    """Make the node take modules as arguments, a call before and a region after the others; return their paths."""
+    target = node.target
+    if isinstance(target, OpaqueModule):
+        node.target = ModuleCall(target)
+        return [target.path]
+    if not isinstance(target, Region):
+        return []
+    block = target.graph.graph
+    found = []
+    for inner in list(block.nodes):
+        for path in _convert(inner):
+            last = block.find_nodes(op="placeholder")
+            with block.inserting_after(last[-1]) if last else block.inserting_before():
+                module = block.placeholder(f"module_{path.replace('.', '_')}")
+            inner.args = (module, *inner.args) if _is_call(inner) else (*inner.args, module)
+            found.append(path)
+    if found:
+        target.graph.recompile()
+    return found

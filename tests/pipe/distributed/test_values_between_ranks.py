@@ -1,0 +1,240 @@
+"""Values of any kind go to the stages that take them, wherever these run."""
+
+import copy
+
+import pytest
+import torch
+from pipe_models import WIDTH, batches, row_model
+from torch import nn
+from torch.nn import functional as F
+from training import (
+    compare,
+    make,
+    parallel,
+    run,
+    stages_of,
+)
+
+import pymoe
+from pymoe.pipe.staged import StagedModel
+from pymoe.pipe.stages import INPUT, Pipeline, Source, Stage
+
+SCHEDULES = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
+EXACT = 1e-12
+
+every_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
+
+
+def skips(rank, world, name):
+    """Values that go to several stages, past others."""
+    model = row_model()
+    count = stages_of(name, world)
+    pipe = pymoe.Pipe(
+        copy.deepcopy(model), balance=[8 // count + (n < 8 % count) for n in range(count)], checkpoint="never"
+    )
+    schedule, stages = make(name, pipe, rank, world, 2 * world, F.mse_loss)
+    (x, y), *_ = batches(1, [4 * world])
+    F.mse_loss(model(x), y).backward()
+    run(schedule, stages, (x,), target=y)
+    return compare(model, pipe, stages)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@every_schedule
+def test_a_value_may_go_to_several_stages_and_past_others(ranks, schedule, world):
+    assert max(ranks(world).run(skips, name=schedule)) <= EXACT
+
+
+class ByHand(StagedModel):
+    """A module with ``parts``, ``functions`` of them, ``edges``: the sources of each function's arguments, the number
+    of their ``outputs``, the ``names`` of its arguments and the ``sources`` of its result.
+    """
+
+    def __init__(self, module):
+        self.module = module
+        self.parts = tuple(module.parts)
+        self.devices = (None,) * len(self.parts)
+        stages = [
+            Stage(function, tuple(Source(*source) for source in inputs), outputs, (part,))
+            for function, inputs, outputs, part in zip(
+                module.functions(), module.edges, module.outputs, self.parts, strict=True
+            )
+        ]
+        self._pipeline = Pipeline(tuple(stages), len(module.names), tuple(Source(*s) for s in module.sources))
+
+    @property
+    def pipeline(self):
+        return self._pipeline
+
+    def enter(self, args, kwargs):
+        given = dict(zip(self.module.names, args, strict=False)) | dict(kwargs)
+        return [given[name] for name in self.module.names]
+
+    def leave(self, values):
+        return self.module.result(*values)
+
+
+class Middle(nn.Module):
+    """Arguments that later stages take, a value for two stages that are no neighbours, an output of the first stage."""
+
+    names = ("x", "mask", "power", "bias")
+    edges = (
+        ((INPUT, 0),),
+        ((0, 0), (INPUT, 1)),
+        ((1, 0), (0, 0), (INPUT, 2), (INPUT, 3)),
+    )
+    outputs = (2, 1, 1)
+    sources = ((2, 0), (0, 1))
+
+    def __init__(self, width=4, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.parts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def functions(self):
+        first, second, third = self.parts
+        return (
+            lambda x: [torch.tanh(first(x)), x.square().sum(1)],
+            lambda h, mask: [second(h) * mask],
+            lambda y, h, power, bias: [third(y) + h**power + bias],
+        )
+
+    def result(self, y, norms):
+        return {"y": y, "norms": norms}
+
+    def forward(self, x, mask, power, bias):
+        functions = self.functions()
+        h, norms = functions[0](x)
+        (y,) = functions[1](h, mask)
+        (y,) = functions[2](y, h, power, bias)
+        return self.result(y, norms)
+
+
+class Objects(nn.Module):
+    """All kinds of things between two stages, which change with the micro-batch."""
+
+    names = ("x",)
+    edges = (((INPUT, 0),), ((0, 0), (0, 1), (0, 2)))
+    outputs = (3, 1)
+    sources = ((1, 0),)
+
+    def __init__(self, width=4, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.parts = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def functions(self):
+        first, second = self.parts
+
+        def begin(x):
+            h = first(x)
+            kept = x[:, 0] > 0  # as many rows as the data have it
+            some = {"rows": len(x), "kept": kept, "parts": [h[kept], (h.t(), None, h.expand(2, *h.shape))]}
+            return [some, torch.Size(x.shape), x.to(torch.bfloat16)]
+
+        def end(some, shape, rounded):
+            part, (turned, nothing, twice) = some["parts"]
+            assert nothing is None
+            assert shape == rounded.shape
+            assert part.shape[0] == int(some["kept"].sum())
+            assert rounded.dtype == torch.bfloat16
+            y = second(turned.t()) + twice.sum(0) + part.sum() / some["rows"]
+            return [y + 0.0 * rounded.sum()]
+
+        return begin, end
+
+    def result(self, y):
+        return y
+
+    def forward(self, x):
+        functions = self.functions()
+        return functions[1](*functions[0](x))[0]
+
+
+def by_hand_steps(rank, world, name, model, arguments):
+    """Largest difference of gradients of parameters and arguments, and the output's, in some steps."""
+    model = {"Middle": Middle, "Objects": Objects}[model]()
+    pipe = pymoe.Pipe.of(ByHand(copy.deepcopy(model)), checkpoint="never")
+
+    def loss_fn(output, target):
+        y = output if isinstance(output, torch.Tensor) else output["y"] * (1 + output["norms"].mean())
+        return F.mse_loss(y, target)
+
+    schedule, stages = make(name, pipe, rank, world, world, loss_fn)
+    worst = 0.0
+    generator = torch.Generator().manual_seed(0)
+    for rows in (2 * world, 2 * world, 3 * world):  # means over micro-batches of this loss are not means over all
+
+        def tensor(rows=rows):
+            return torch.randn(rows, 4, generator=generator).requires_grad_()
+
+        named = {"mask": tensor(), "power": 3, "bias": tensor()} if arguments else {}
+        x, y = tensor(), torch.randn(rows, 4, generator=generator)
+        tensors = [x, *[value for value in named.values() if isinstance(value, torch.Tensor)]]
+        twins = {id(t): t.detach().clone().requires_grad_() for t in tensors}
+        cut = {key: twins.get(id(value), value) for key, value in named.items()}
+        model.zero_grad()
+        pipe.zero_grad()
+        outputs = []
+        for number in range(world):
+            part = slice(number * rows // world, (number + 1) * rows // world)
+            some = {key: v[part] if isinstance(v, torch.Tensor) else v for key, v in named.items()}
+            outputs.append(model(x[part], **some))
+            (loss_fn(outputs[-1], y[part]) / world).backward()
+        found, _ = run(schedule, stages, (twins[id(x)],), cut, target=y)
+        worst = max(worst, compare(model, pipe, stages))
+        if found is not None:
+            for key in ("y", "norms") if isinstance(found, dict) else (None,):
+                mine = found if key is None else found[key]
+                expected = torch.cat([output if key is None else output[key] for output in outputs])
+                worst = max(worst, (mine - expected).abs().max().item())
+        if rank == 0:
+            for one in tensors:
+                worst = max(worst, (one.grad - twins[id(one)].grad).abs().max().item())
+    return worst
+
+
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
+def test_stages_in_the_middle_take_arguments_that_the_first_rank_was_given(ranks, schedule):
+    worst = ranks(3).run(by_hand_steps, name=schedule, model="Middle", arguments=True)
+    assert max(worst) <= EXACT
+
+
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
+def test_anything_can_go_from_rank_to_rank(ranks, schedule):
+    worst = ranks(2).run(by_hand_steps, name=schedule, model="Objects", arguments=False)
+    assert max(worst) <= EXACT
+
+
+class Own(nn.Module):
+    """Returns a buffer, and changes it in the next forward; and a value that a stage beside it edits."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        self.seen += x.detach().sum(0)
+        return x, self.seen
+
+
+class TakeBoth(nn.Module):
+    def forward(self, both):
+        return both[0] + both[1]
+
+
+def buffers_on_their_way(rank, world, micro_batches):
+    """Outputs, where a stage sends a buffer that its next forward changes."""
+    model = nn.Sequential(Own(), *[nn.Identity() for _ in range(2 * world - 2)], TakeBoth())
+    _, schedule, stages = parallel(model, "ScheduleGPipe", rank, world, micro_batches, loss_fn=None)
+    worst = 0.0
+    for x, _ in batches(3, [2 * micro_batches]):
+        expected = torch.cat([model(part) for part in x.tensor_split(micro_batches)])
+        output, _ = run(schedule, stages, (x,))
+        if output is not None:
+            worst = max(worst, (output - expected).abs().max().item())
+    return worst
+
+
+def test_a_buffer_that_is_sent_may_be_changed_by_the_next_forward(ranks):
+    assert max(ranks(2).run(buffers_on_their_way, micro_batches=6)) <= EXACT
