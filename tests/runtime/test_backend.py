@@ -246,7 +246,7 @@ def test_a_given_outputs_schema_saves_the_dry_run() -> None:
         ({"opt": 0.1}, TypeError, "opt must be an optimizer or None, got float"),
         ({"gradient_reduction": "max"}, ValueError, "gradient_reduction must be one of 'sum', 'mean', got 'max'"),
         ({"accumulate_steps": 0}, ValueError, "ExpertBackend: accumulate_steps must be a positive integer, got 0"),
-        ({"accumulate_steps": 1.5}, ValueError, "accumulate_steps must be an integer"),
+        ({"accumulate_steps": 1.5}, ValueError, "accumulate_steps must be a positive integer"),
         ({"clip_grad_norm": 0.0}, ValueError, "clip_grad_norm must be a positive number or None, got 0.0"),
         ({"clip_grad_norm": float("nan")}, ValueError, "clip_grad_norm must be a positive number"),
         ({"nonfinite_gradients": "no"}, ValueError, "must be one of 'raise', 'skip', 'step', got 'no'"),
