@@ -140,6 +140,8 @@ def private_names(tree, own):
                     yield alias.name
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
             names = dotted(node)
+            if names[:2] == ["torch", "ops"]:
+                continue  # an operator, which graphs hold under this name
             if names[:1] == ["torch"]:
                 yield ".".join(names)
             elif names[:1] not in (["self"], ["cls"]) and node.attr not in own:
