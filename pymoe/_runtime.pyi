@@ -7,10 +7,10 @@ import typing
 
 __all__: list[str] = [
     "Future",
-    "LanePlan",
-    "LaneRun",
     "Mailbox",
     "ParameterLock",
+    "PipelinePlan",
+    "PipelineRun",
     "Profiled",
     "QueueFull",
     "RequestFuture",
@@ -260,101 +260,76 @@ class WorkerPool:
     def workers(self) -> int:
         """The number of threads now."""
 
-class LaneRun:
-    """One run of a :class:`LanePlan`. Made by :meth:`LanePlan.run`."""
+class PipelineRun:
+    """One run of a :class:`PipelinePlan`. Made by :meth:`PipelinePlan.run`."""
     def cancel(self) -> None:
-        """Start no further node; whoever waits in :meth:`next` gets None."""
+        """Start no further node; threads that wait in :meth:`next` get None."""
     def cancelled(self) -> bool:
-        """True once it was cancelled."""
+        """Return True once it was cancelled."""
     def done(self) -> bool:
-        """True once every node has ended."""
+        """Return True once every node has ended."""
     def next(
         self,
-        lane: typing.SupportsInt | typing.SupportsIndex,
+        worker: typing.SupportsInt | typing.SupportsIndex,
         finished: typing.SupportsInt | typing.SupportsIndex | None = None,
     ) -> int | None:
         """
-        Wait until a node of the lane may start, and return it: it has started then.
+        Wait until the worker's next node may start, and return it: it counts as started then.
 
-        Ctrl-C ends the wait of the main thread and nothing else: the run goes on, and the lane may be asked
-        again.
+        Ctrl-C ends the wait of the main thread and nothing else: the run goes on, and the worker may be asked
+        for again.
 
         Args:
-            lane: whose thread this is.
-            finished: the node that this lane got before, which has ended; None if it got none.
+            worker: whose thread this is.
+            finished: the node that this worker got before, which has ended; None if it got none.
 
         Returns:
-            None if the lane has nothing left to start, or the run is cancelled.
+            None if the worker has nothing left to start, or the run is cancelled.
 
         Raises:
-            IndexError: there is no such lane or node.
-            RuntimeError: ``finished`` is not what the lane runs; another thread waits in this lane; or the
+            IndexError: there is no such worker or node.
+            RuntimeError: ``finished`` is not what the worker runs; another thread waits for this worker; or the
                 process is a fork of the one that began the run.
         """
 
-class LanePlan:
+class PipelinePlan:
     """
-    Nodes that depend on each other, each to be run by the thread of its lane.
+    Nodes that depend on each other, each to be run by the thread of its worker.
 
-    The order in which nodes are added to a lane is its plan. Its front, the first that has not
-    started, starts as soon as all before it have ended. While it is not ready, another may overtake
-    it: the first of the plan that is ready, may overtake, and is the first of its queue; and if it
-    has ``live`` above 0, the lane's limit must have room for it and for those that it passes. A
-    lane never holds more than its limit, or than its plan does in order.
-
-    May be run any number of times; a run sees the plan as it was when it began.
+    A worker starts its nodes in the order in which they were added, each as soon as all nodes that
+    it depends on have ended. A plan may be run any number of times; a run sees the plan as it was
+    when it began.
     """
-    def __init__(self, lanes: typing.SupportsInt | typing.SupportsIndex) -> None:
+    def __init__(self, workers: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
         Make a plan without nodes.
 
         Raises:
-            ValueError: ``lanes`` is less than 1.
+            ValueError: ``workers`` is less than 1.
         """
-    def add(
-        self,
-        lane: typing.SupportsInt | typing.SupportsIndex,
-        queue: typing.SupportsInt | typing.SupportsIndex,
-        live: typing.SupportsInt | typing.SupportsIndex = 0,
-        overtakes: bool = False,
-    ) -> int:
+    def add(self, worker: typing.SupportsInt | typing.SupportsIndex) -> int:
         """
-        Add a node to the end of a lane's plan and return its number, counted from 0.
-
-        Args:
-            lane: runs it.
-            queue: any number; the nodes of one queue of a lane start in their order.
-            live: what the lane holds from the node's start on, or, below 0, no longer holds after its end.
-            overtakes: it may start while one in front of it is not ready.
+        Add a node to the end of a worker's order and return its number, counted from 0.
 
         Raises:
-            IndexError: there is no such lane.
+            IndexError: there is no such worker.
         """
     def add_edge(
         self, before: typing.SupportsInt | typing.SupportsIndex, after: typing.SupportsInt | typing.SupportsIndex
     ) -> None:
         """
-        Have node ``after`` wait until node ``before`` has ended; they may be in different lanes.
+        Have node ``after`` wait until node ``before`` has ended; they may belong to different workers.
 
         Raises:
             IndexError: there is no such node.
         """
-    def run(self) -> LaneRun:
+    def run(self) -> PipelineRun:
         """
-        Begin a run, for one thread a lane that calls :meth:`LaneRun.next`.
+        Begin a run, for one thread a worker that calls :meth:`PipelineRun.next`.
 
         Raises:
-            ValueError: the edges and the orders of the lanes make a cycle, so that a run could hang; the message
+            ValueError: the edges and the orders of the workers form a cycle, so that a run could hang; the message
                 names it.
-        """
-    def set_limit(
-        self, lane: typing.SupportsInt | typing.SupportsIndex, limit: typing.SupportsInt | typing.SupportsIndex | None
-    ) -> None:
-        """
-        Say how much a lane may hold when nodes overtake; None: as much as it likes.
-
-        Raises:
-            IndexError: there is no such lane.
         """
 
 class Profiled:

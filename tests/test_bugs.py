@@ -245,7 +245,7 @@ def test_a_mixture_in_several_stages_keeps_the_scale_of_its_auxiliary_losses(mon
     """Two stages that had the same mixture set its scale for their micro-batches at the same time: gradients were off
     by a tenth, and the scale stayed what one of them had put there, less from step to step until it was 0.
     """
-    monkeypatch.setattr(pymoe.pipe.execution.worth, "ALWAYS", True)
+    monkeypatch.setattr(pymoe.pipe.execution.plan, "ALWAYS_THREADS", True)
     torch.manual_seed(0)
     inside, most = [], []
 
@@ -303,7 +303,7 @@ def test_a_checkpointed_batch_norm_in_several_stages_loses_no_update(schedule, m
     """A stage that repeats a forward puts the buffers back for it that the first one saw, and then those that were
     there. What another stage with the same batch norm wrote meanwhile was lost: of 16 updates 5 to 8 were left.
     """
-    monkeypatch.setattr(pymoe.pipe.execution.worth, "ALWAYS", True)
+    monkeypatch.setattr(pymoe.pipe.execution.plan, "ALWAYS_THREADS", True)
     norm = torch.nn.BatchNorm1d(4)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), norm, torch.nn.Linear(4, 4), norm, torch.nn.Linear(4, 4))
     pipe = pymoe.Pipe(model, 4, "always", balance=[3, 2])
@@ -350,7 +350,7 @@ def test_threads_in_the_child_of_a_fork_do_not_meet_in_torchs_old_engine():
 
     def run_pipe():
         pipe = pymoe.Pipe(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), 2)
-        pymoe.pipe.execution.worth.ALWAYS = True
+        pymoe.pipe.execution.plan.ALWAYS_THREADS = True
         pipe.step(torch.ones(4, 2), loss_fn=torch.sum)
 
     def run_server():

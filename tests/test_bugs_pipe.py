@@ -54,7 +54,7 @@ def test_the_casts_of_a_repeated_forward_are_those_of_its_own_weights(checkpoint
 @pytest.mark.parametrize("threads", [False, True])
 def test_no_cast_of_a_weight_outlives_a_backward_pass(threads, monkeypatch):
     """A layer that was set to zero after a backward pass gave 0.7 in the next block of autocast."""
-    monkeypatch.setattr("pymoe.pipe.execution.worth.ALWAYS", threads)
+    monkeypatch.setattr("pymoe.pipe.execution.plan.ALWAYS_THREADS", threads)
     layer = nn.Linear(8, 8)
     pipe = Pipe(nn.Sequential(layer, nn.Tanh(), nn.Linear(8, 8)), 3, "always")
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -5,11 +5,11 @@
 #include "bindings/buffers.h"
 #include "bindings/future.h"
 #include "bindings/gil.h"
-#include "bindings/lanes.h"
 #include "bindings/mailbox.h"
 #include "bindings/outcome.h"
 #include "bindings/parallel_for.h"
 #include "bindings/parameter_lock.h"
+#include "bindings/pipeline_run.h"
 #include "bindings/process.h"
 #include "bindings/profiler.h"
 #include "bindings/runtime.h"
@@ -79,6 +79,6 @@ PYBIND11_MODULE(_runtime, module) {
   }
   bind_worker_pool(module);
   bind_parallel_for(module);
-  bind_lanes(module);
+  bind_pipeline_run(module);
   bind_profiler(module);
 }

@@ -82,6 +82,9 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+this_thread = _thread
+"""``this_thread.stream`` is what this thread draws from, for those who set it themselves: see
+:func:`begin_drawing`."""
 _defaults_in_use = threading.Lock()  # the state of a default generator is a call's for a moment
 _changing = threading.Lock()  # held while kernels are registered, or torch.random changes
 _libraries: list[torch.library.Library] = []
@@ -153,17 +156,26 @@ def with_stream(stream: Stream, function: Callable[..., Result], *args: Any) -> 
             return function(*args)
         finally:
             thread.stream = before
-    me = get_ident()
-    _calling.add(me)  # before it asks: see restore
     try:
-        if not _is_changed:
-            _change()
-        include(_key, True)
+        begin_drawing()
         return function(*args)
     finally:
         thread.stream = None
-        include(_key, False)
-        _calling.discard(me)
+        end_drawing()
+
+
+def begin_drawing() -> None:
+    """Have this thread draw from ``this_thread.stream``, which was None until now, and must not be None meanwhile."""
+    _calling.add(get_ident())  # before it asks: see restore
+    if not _is_changed:
+        _change()
+    include(_key, True)
+
+
+def end_drawing() -> None:
+    """Have this thread draw from the process's generators again."""
+    include(_key, False)
+    _calling.discard(get_ident())
 
 
 def draw(stream: Stream | None) -> int:

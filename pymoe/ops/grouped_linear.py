@@ -22,9 +22,8 @@ from pymoe.reference.grouped_linear import grouped_linear as reference
 class _GroupedLinear(torch.autograd.Function):
     """y[r] = weight[e] @ x[r] + bias[e] for the expert e of row r."""
 
-    backward_in_parts = (
-        True  # a pipeline may ask for dx first and for the others later (pymoe.pipe.split_backward.put_off)
-    )
+    # A pipeline may ask for dx first and for the others later: pymoe.pipe.split_backward.
+    backward_in_parts = True
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ from pymoe.pipe.capture import CaptureError
 from pymoe.pipe.context import MicroBatch, is_checkpointing, is_recomputing, micro_batch
 from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm, convert_deferred_batch_norm
 from pymoe.pipe.micro_batches import Whole
-from pymoe.pipe.pipe import Pipe
+from pymoe.pipe.pipe import Pipe, pipeline
 from pymoe.pipe.stages import INPUT, Source
 from pymoe.pipe.traced import (
     LossWrapper,
@@ -18,7 +18,6 @@ from pymoe.pipe.traced import (
     annotate_split_points,
     mark_boundary,
     pipe_split,
-    pipeline,
     split_by_flops,
     split_by_time,
     split_into_equal_parameters,

@@ -1,18 +1,26 @@
-"""What a module can ask while a pipeline runs it: which micro-batch this is, and whether it is a repetition."""
+"""What a module can ask while a pipeline runs it: which micro-batch this is, and whether it is being recomputed."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
+from pymoe.autograd import random_streams
 from pymoe.autograd.compiler_disable import compiler_disable
+from pymoe.autograd.random_streams import Stream
 
-__all__ = ["MicroBatch", "call_for", "in_pipeline", "is_checkpointing", "is_recomputing", "micro_batch", "running"]
-
-Result = TypeVar("Result")
+__all__ = [
+    "MicroBatch",
+    "count_threads",
+    "in_pipeline",
+    "is_checkpointing",
+    "is_recomputing",
+    "micro_batch",
+    "running",
+    "this_thread",
+]
 
 
 @dataclass(eq=False, slots=True)
@@ -26,18 +34,19 @@ class MicroBatch:
     weight: float
     """Its share of the rows of the mini-batch: what a mean over its rows counts in the mean over all."""
     checkpointing: bool = False
-    """The graph of this forward is not kept; it will be run again."""
+    """The graph of this forward is not kept; it will be recomputed."""
     recomputing: bool = False
-    """The forward is run again, to make the graph: whatever counts forwards must leave this one out."""
+    """The forward is run again for its graph: whatever counts forwards must leave this one out."""
     stage: int = 0
-    """The stage that runs: a module that is in several is called by each."""
+    """The stage that runs: a module that several stages contain is called by each."""
 
 
 class _Thread(threading.local):
     micro_batch: MicroBatch | None = None
 
 
-_thread = _Thread()
+this_thread = _Thread()
+"""``this_thread.micro_batch`` is what this thread runs, for those who set it themselves; see :func:`count_threads`."""
 _lock = threading.Lock()
 _threads = 0  # that run pipelines now
 
@@ -45,61 +54,62 @@ _threads = 0  # that run pipelines now
 # torch.compile would take what a thread's variable holds for a constant, but looks at a number of the module each time.
 @compiler_disable
 def _of_this_thread() -> MicroBatch | None:
-    return _thread.micro_batch
+    return this_thread.micro_batch
 
 
 def micro_batch() -> MicroBatch | None:
-    """The micro-batch that a stage of a pipeline runs on this thread; None outside of a stage's forward.
+    """Return the micro-batch that a stage of a pipeline runs on this thread; None outside of a stage's forward.
 
-    All calls within one forward get one object, and every mini-batch has others.
+    All calls within one forward get the same object; every mini-batch has new ones.
     """
     return _of_this_thread() if _threads > 0 else None
 
 
 def is_checkpointing() -> bool:
-    """Is this a forward whose graph is not kept, of which the pipeline will run a second one?"""
+    """Return whether this is a forward whose graph is not kept, because the pipeline will recompute it."""
     current = micro_batch()
     return current is not None and current.checkpointing
 
 
 def is_recomputing() -> bool:
-    """Is this the second forward of a checkpointed micro-batch?"""
+    """Return whether this is the recomputation of a checkpointed micro-batch."""
     current = micro_batch()
     return current is not None and current.recomputing
 
 
 @contextmanager
 def running(micro_batch: MicroBatch) -> Iterator[None]:
-    """Within the block this thread runs a stage's forward for ``micro_batch``."""
-    _count(1)
-    before, _thread.micro_batch = _thread.micro_batch, micro_batch
+    """A context in which this thread runs a stage's forward for ``micro_batch``."""
+    count_threads(1)
+    before, this_thread.micro_batch = this_thread.micro_batch, micro_batch
     try:
         yield
     finally:
-        _thread.micro_batch = before
-        _count(-1)
+        this_thread.micro_batch = before
+        count_threads(-1)
 
 
-def call_for(micro_batch: MicroBatch, function: Callable[..., Result], *args: Any) -> Result:
-    """``function(*args)``, as in :func:`running`, on a thread that is :func:`in_pipeline`."""
-    thread = _thread
-    before, thread.micro_batch = thread.micro_batch, micro_batch
+@contextmanager
+def in_pipeline(stream: Stream) -> Iterator[None]:
+    """A context in which this thread runs actions of a pipeline, and draws from ``stream`` between them."""
+    streams = random_streams.this_thread
+    outer, outer_stream = this_thread.micro_batch, streams.stream
+    count_threads(1)
     try:
-        return function(*args)
+        streams.stream = stream
+        if outer_stream is None:
+            random_streams.begin_drawing()
+        yield
     finally:
-        thread.micro_batch = before
+        this_thread.micro_batch, streams.stream = outer, outer_stream
+        if outer_stream is None:
+            random_streams.end_drawing()
+            random_streams.restore()
+        count_threads(-1)
 
 
-def in_pipeline(function: Callable[..., Result], *args: Any) -> Result:
-    """``function(*args)``, in which this thread runs forwards of stages."""
-    _count(1)
-    try:
-        return function(*args)
-    finally:
-        _count(-1)
-
-
-def _count(threads: int) -> None:
+def count_threads(difference: int) -> None:
+    """Add to the number of threads that run actions of pipelines."""
     global _threads
     with _lock:
-        _threads += threads
+        _threads += difference

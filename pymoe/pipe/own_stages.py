@@ -10,7 +10,7 @@ from torch import nn
 
 from pymoe.pipe.auxiliary import with_auxiliary_losses
 from pymoe.pipe.devices import place
-from pymoe.pipe.execution.turns import taking_turns
+from pymoe.pipe.execution.shared_layers import serialize_shared_layers
 from pymoe.pipe.staged import StagedModel
 from pymoe.pipe.stages import INPUT, Pipeline, Source, Stage
 
@@ -82,7 +82,7 @@ class OwnStages(StagedModel):
         stages = [
             Stage(function, sources, len(of_part), (part,), device)
             for function, sources, of_part, part, device in zip(
-                taking_turns(functions, self.parts), inputs, items, self.parts, self.devices, strict=True
+                serialize_shared_layers(functions, self.parts), inputs, items, self.parts, self.devices, strict=True
             )
         ]
         return Pipeline(tuple(stages), self._inputs, results)
@@ -92,14 +92,14 @@ class OwnStages(StagedModel):
         """The stages and edges; the same in training and evaluation."""
         return self._pipeline
 
-    def enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the positional arguments."""
         if kwargs or len(args) != self._inputs:
             given = f"{len(args)}" + (f" and {', '.join(kwargs)} by name" if kwargs else "")
             raise TypeError(f"Pipe: expected {self._inputs} positional inputs, got {given}")
         return list(args)
 
-    def leave(self, values: Sequence[Any]) -> Any:
+    def unflatten_outputs(self, values: Sequence[Any]) -> Any:
         """Return the one value, or all of them as a tuple."""
         return values[0] if self._is_one else tuple(values)
 

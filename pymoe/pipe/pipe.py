@@ -10,14 +10,13 @@ import torch
 from torch import nn
 
 from pymoe.autograd.compiler_disable import compiler_disable
-from pymoe.autograd.isolated_graph import functorch_is_active, graphs_are_made
+from pymoe.autograd.isolated_graph import functorch_is_active
 from pymoe.pipe.advice import warn_of_no_gain
 from pymoe.pipe.deferred_batch_norm import convert_deferred_batch_norm
 from pymoe.pipe.devices import refuse_moves
-from pymoe.pipe.execution.engine import ALL, BACKWARD, FORWARD, Engine
-from pymoe.pipe.execution.forward import run_forward, run_in_one_graph
-from pymoe.pipe.execution.step import Losses, run_step
-from pymoe.pipe.execution.tangents import have_tangents
+from pymoe.pipe.execution.engine import Engine, run_in_one_graph
+from pymoe.pipe.execution.graph import have_tangents
+from pymoe.pipe.execution.recompute import recomputed
 from pymoe.pipe.info import Inspection
 from pymoe.pipe.module_hooks import ALL_HOOKS
 from pymoe.pipe.other_names import also_called
@@ -25,18 +24,20 @@ from pymoe.pipe.own_stages import OwnStages, Taken
 from pymoe.pipe.schedules import Record, Schedule
 from pymoe.pipe.sequential import SequentialModel
 from pymoe.pipe.staged import StagedModel
+from pymoe.pipe.traced.shared_state import Spec
+from pymoe.pipe.traced.split_points import SplitPoint
 from pymoe.pipe.traced.trace import SplitPolicy
-from pymoe.pipe.traced.tracing import pipeline
+from pymoe.pipe.traced.tracing import trace_model
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from pymoe.pipe.distributed import RankStage
 
-__all__ = ["Pipe"]
+__all__ = ["Pipe", "pipeline"]
 
 CheckpointMode = Literal["always", "except_last", "never"]
-ScheduleName = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zero-bubble-greedy"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"]
 CHECKPOINT = get_args(CheckpointMode)
 
 
@@ -71,7 +72,7 @@ class Pipe(Inspection):
     Values between layers are tensors, nested structures of them, or anything.
 
     Raises:
-        TypeError: the model is no ``nn.Sequential``; skips do not match; an argument is of the wrong kind.
+        TypeError: the model is not an ``nn.Sequential``; skips do not match; an argument is of the wrong kind.
         ValueError: an argument does not fit the model.
     """
 
@@ -167,7 +168,7 @@ class Pipe(Inspection):
             devices: a device for every stage, to which it is moved. None: they stay where they are.
 
         Raises:
-            TypeError: the stages are no modules.
+            TypeError: the stages are not modules.
             ValueError: a stage takes what is not there by then, or an argument is out of range.
         """
         return cls.of(OwnStages(stages, takes, outputs, devices), chunks, checkpoint)
@@ -213,15 +214,9 @@ class Pipe(Inspection):
         micro_batches = self.staged.micro_batches(self.chunks, args, kwargs)
         pipeline = self.staged.pipeline
         if functorch_is_active() or have_tangents((args, kwargs), self):
-            return self.staged.output(run_in_one_graph(pipeline, micro_batches), micro_batches.weights)
-        engine, count = self._engine, len(micro_batches.rows)
-        run = engine.run(pipeline, micro_batches, graphs=graphs_are_made(), checkpointed=self._checkpointed(count))
-        schedule = engine.schedule("gpipe", len(self), count)
-        outputs = run_forward(
-            run,
-            lambda run: engine.perform(run, schedule, FORWARD),
-            lambda run: engine.perform(run, schedule, BACKWARD),
-        )
+            outputs = run_in_one_graph(pipeline, micro_batches)
+        else:
+            outputs = self._engine.forward(pipeline, micro_batches, self._recomputed(len(micro_batches.rows)))
         return self.staged.output(outputs, micro_batches.weights)
 
     @compiler_disable
@@ -247,8 +242,8 @@ class Pipe(Inspection):
             target: cut like the inputs; None: ``loss_fn`` takes the output alone.
             loss_fn: ``loss_fn(output, target)`` of a micro-batch, a tensor with one element. It runs in the last stage;
                 a module's parameters get gradients, too. None: the model's own loss, or its output, is minimised.
-            schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved-1f1b"``, ``"zero-bubble"``, ``"zero-bubble-greedy"``, any
-                other registered name, or a :class:`pymoe.pipe.schedules.Schedule` of as many stages and micro-batches.
+            schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved-1f1b"``, ``"zero-bubble"``, any other registered name,
+                or a :class:`pymoe.pipe.schedules.Schedule` of as many stages and micro-batches.
                 Torch's spellings ("GPipe", "1F1B", "Interleaved1F1B") will do.
             chunks: other than the pipe's own.
             reduction: what ``loss_fn`` does with rows: ``"mean"`` or ``"sum"``.
@@ -273,25 +268,23 @@ class Pipe(Inspection):
             )
         has_target = target is not None
         chunks = self.chunks if chunks is None else _count("chunks", chunks)
-        micro_batches = self.staged.micro_batches(chunks, inputs, kwargs, (target,) * has_target)
-        count, graphs = len(micro_batches.rows), graphs_are_made()
-        engine, staged = self._engine, self.staged
-        planned = engine.schedule(schedule, len(self), count)
+        staged = self.staged
+        micro_batches = staged.micro_batches(chunks, inputs, kwargs, (target,) * has_target)
+        count = len(micro_batches.rows)
+        planned = self._engine.schedule(schedule, len(self), count)
         if not self._has_stepped:
             self._has_stepped = True
             warn_of_no_gain(planned, count < chunks, staged.module if staged.hooks_are_pipes else None)
-        losses = Losses(micro_batches.weights if reduction == "mean" else [1.0] * count, graphs)
-        structure = staged.minimised if loss_fn is None else staged.leave
-        run = engine.run(
+        return self._engine.step(
             staged.pipeline,
             micro_batches,
-            graphs=graphs,
-            checkpointed=self._checkpointed(count),
-            ended=engine.with_loss(staged.pipeline, loss_fn, has_target, structure),
-            on_output=losses.arrive,
+            planned,
+            self._recomputed(count),
+            loss_fn,
+            has_target,
+            staged.minimised if loss_fn is None else staged.unflatten_outputs,
+            reduction == "mean",
         )
-        run_step(run, lambda run: engine.perform(run, planned, ALL if graphs else FORWARD))
-        return losses.all()
 
     @also_called(stage_index="index")
     def build_stage(self, index: int, device: torch.device | str, group: ProcessGroup | None = None) -> RankStage:
@@ -345,13 +338,102 @@ class Pipe(Inspection):
         refuse_moves(itertools.chain(self.parameters(), self.buffers()), fn)
         return super()._apply(fn, recurse)
 
-    def _checkpointed(self, micro_batches: int) -> int:
-        if not self.training:
-            return 0
-        return {"always": micro_batches, "except_last": micro_batches - 1, "never": 0}[self.checkpoint]
+    def _recomputed(self, micro_batches: int) -> range:
+        return recomputed(self.checkpoint, micro_batches) if self.training else range(0)
 
 
 def _count(name: str, number: int) -> int:
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise ValueError(f"Pipe: {name} must be a positive integer, got {number!r}")
     return number
+
+
+def pipeline(
+    module: nn.Module,
+    mb_args: tuple[Any, ...] = (),
+    mb_kwargs: Mapping[str, Any] | None = None,
+    split_spec: Mapping[str, SplitPoint] | None = None,
+    split_policy: SplitPolicy | None = None,
+    *,
+    chunks: int = 1,
+    checkpoint: str = "except_last",
+    devices: Sequence[torch.device | str | int] | None = None,
+    multi_use_param_spec: Spec = None,
+    output_loss_value_spec: Any = None,
+    dynamic_shapes: Any = None,
+    opaque: Sequence[type[nn.Module] | str] = (),
+) -> Pipe:
+    """Capture a model and cut it into stages: a :class:`pymoe.Pipe` that does what the model does.
+
+    ::
+
+        pipe = pipeline(model, (x[:2],), split_spec={"layers.4": SplitPoint.BEGINNING}, chunks=8)
+        losses = pipe.step(x, target=y, loss_fn=nn.functional.cross_entropy)
+
+    It is cut where the model's code calls :func:`pymoe.pipe_split` (or that of ``torch.distributed.pipelining``), and
+    where ``split_spec`` or ``split_policy`` say; with no boundary it is one stage. Boundaries at the very beginning or
+    end, or next to each other, make no stages. The model stays as it is, and goes on sharing parameters and buffers
+    with the pipe.
+
+    The model's Python code runs when it is captured, not when the pipe runs. Of what it does and reads there
+
+    - is watched, and a change leads to another capture at the next call: modes; hooks; submodules; attributes of
+      modules, what lists, dictionaries and objects of one's own among them hold, attributes of their classes; global
+      variables, those of enclosing functions; variables of the environment; torch's default dtype and device; and,
+      once the code asks for one, dtypes, grad mode, autocast and what requires gradients. Parameters and buffers may
+      be replaced at any time by others of their shape;
+    - is called as it is, in one piece, whenever the pipe runs: modules with hooks, and modules whose forward changes
+      attributes, where no boundary is inside; ``opaque`` ones; autograd Functions; layers of :mod:`pymoe.nn`, recurrent
+      layers, deferred batch norms;
+    - is refused: changes of attributes and of other values outside of such modules, random numbers that do not come
+      from torch's default generators, seeds, hooks on tensors, gradients within the forward, decisions by values of
+      tensors;
+    - is fixed, unseen: clocks, files, iterators and whatever else the world is asked; attributes of modules that are no
+      submodules (in a plain list); what C extensions keep; values in containers of more than 256 items, and beyond the
+      thousandth within one. Prints happen in captures alone. Hooks of the model
+      itself, and of modules with boundaries inside, are part of the graph: they get micro-batches, and leave what they
+      compute.
+
+    Args:
+        module: any model that can be captured by ``torch.export``.
+        mb_args: examples of its arguments, of a micro-batch; of at least 2 in every dimension that shall be free.
+        mb_kwargs: examples of its arguments by name. What is not a tensor, here and in ``mb_args``, is a constant.
+        split_spec: for qualified names of submodules, whether a stage begins or ends there.
+        split_policy: puts boundaries into the captured graph (``torch.fx.GraphModule``), and returns it:
+            :func:`pymoe.pipe.split_into_equal_parameters` and its like, or one of your own, which calls
+            :func:`pymoe.pipe.mark_boundary` or inserts calls of ``pipe_split``.
+        chunks: into how many micro-batches a mini-batch is cut, as of :class:`pymoe.Pipe`.
+        checkpoint: which micro-batches are run again for their backward, ``"always"``, ``"except_last"`` or
+            ``"never"``, as of :class:`pymoe.Pipe`.
+        devices: a device for every stage. None: they stay where they are.
+        multi_use_param_spec: how several stages come by one parameter: a :class:`MultiUseParameterConfig`, or some by
+            qualified name. None: it is replicated, or between devices transmitted.
+        output_loss_value_spec: where in the output the loss is, which ``step()`` then minimises: like the output, with
+            True there and False elsewhere; of dictionaries the one name is enough, ``{"loss": True}``. The loss is a
+            mean over rows, or ``step(reduction="sum")``.
+        dynamic_shapes: which dimensions are free, as for ``torch.export.export``; by default all that the model's code
+            does not fix.
+        opaque: modules, by type or qualified name, that are called as they are, uncut.
+
+    Raises:
+        CaptureError: the model cannot be captured; the message names the line of its code.
+        TypeError: an argument is of the wrong kind.
+        ValueError: an argument does not fit the model.
+
+    Warns:
+        UserWarning: ``split_spec`` or ``split_policy`` leave one stage; a module is called in one piece because it
+            changes its attributes; the model is captured again and again.
+    """
+    staged = trace_model(
+        module,
+        mb_args,
+        mb_kwargs,
+        split_spec,
+        split_policy,
+        devices=devices,
+        multi_use_param_spec=multi_use_param_spec,
+        output_loss_value_spec=output_loss_value_spec,
+        dynamic_shapes=dynamic_shapes,
+        opaque=opaque,
+    )
+    return Pipe.of(staged, chunks, checkpoint)

@@ -11,7 +11,7 @@ from torch import nn
 
 from pymoe.pipe.auxiliary import with_auxiliary_losses
 from pymoe.pipe.devices import place
-from pymoe.pipe.execution.turns import taking_turns
+from pymoe.pipe.execution.shared_layers import serialize_shared_layers
 from pymoe.pipe.skip import SkipRoute, skip_routes, tracking, verify_skippables
 from pymoe.pipe.skip.tracker import Key
 from pymoe.pipe.staged import StagedModel
@@ -52,7 +52,7 @@ class SequentialModel(StagedModel):
         """True: stages call the layers, and nothing calls the model."""
         return True
 
-    def enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the one argument."""
         if kwargs:
             unknown = ", ".join(name for name in kwargs if name != "input")
@@ -63,7 +63,7 @@ class SequentialModel(StagedModel):
             raise TypeError(f"Pipe: expected 1 input, got {len(args)}")
         return list(args)
 
-    def leave(self, values: Sequence[Any]) -> Any:
+    def unflatten_outputs(self, values: Sequence[Any]) -> Any:
         """Return the one value."""
         return values[0]
 
@@ -126,7 +126,7 @@ def sequential_pipeline(
         taken, sent = [key for key, _ in takes[number]], [route.key for route in sends[number]]
         functions.append(with_auxiliary_losses(_Layers(part, taken, sent, routes, number), part))
     stages = []
-    for number, function in enumerate(taking_turns(functions, parts)):
+    for number, function in enumerate(serialize_shared_layers(functions, parts)):
         before = Source(number - 1, 0) if number else Source(INPUT, 0)
         inputs = (before, *[source for _, source in takes[number]])
         stages.append(Stage(function, inputs, 1 + len(sends[number]), (parts[number],), devices[number]))

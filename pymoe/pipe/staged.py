@@ -45,7 +45,7 @@ class StagedModel(ABC):
         return False
 
     @abstractmethod
-    def enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The values of the pipeline's inputs, for a call of the model with one micro-batch.
 
         Raises:
@@ -54,7 +54,7 @@ class StagedModel(ABC):
         """
 
     @abstractmethod
-    def leave(self, values: Sequence[Any]) -> Any:
+    def unflatten_outputs(self, values: Sequence[Any]) -> Any:
         """What the model returns, from the values of the pipeline's outputs."""
 
     def micro_batches(
@@ -64,7 +64,7 @@ class StagedModel(ABC):
         parts = split((*args, *kwargs.values(), *others), chunks)
         first, last = len(args), len(args) + len(kwargs)
         values = [
-            [*self.enter(part[:first], dict(zip(kwargs, part[first:last], strict=True))), *part[last:]]
+            [*self.flatten_inputs(part[:first], dict(zip(kwargs, part[first:last], strict=True))), *part[last:]]
             for part in parts.values
         ]
         return MicroBatches(values, parts.rows)
@@ -73,12 +73,14 @@ class StagedModel(ABC):
         """The output of a mini-batch, from those of the pipeline for its micro-batches and what each counts."""
         loss = self.loss
         columns = enumerate(zip(*outputs, strict=True))
-        return self.leave([mean(column, weights) if number == loss else join(column) for number, column in columns])
+        return self.unflatten_outputs(
+            [mean(column, weights) if number == loss else join(column) for number, column in columns]
+        )
 
     def minimised(self, values: Sequence[Any]) -> Any:
         """What a training step without a loss function minimises: the model's own loss, or what it returns."""
         loss = self.loss
-        return self.leave(values) if loss is None else values[loss]
+        return self.unflatten_outputs(values) if loss is None else values[loss]
 
     @property
     def has_loss(self) -> bool:

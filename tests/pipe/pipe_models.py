@@ -10,7 +10,7 @@ from pymoe.autograd import random_streams
 from pymoe.pipe.schedules import build
 from pymoe.pipe.skip import pop, skippable, stash
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zero-bubble-greedy")
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
 CHECKPOINT = ("never", "except_last", "always")
 WIDTH = 5
 

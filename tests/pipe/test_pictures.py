@@ -109,7 +109,7 @@ def test_the_command_draws_all_schedules_with_the_options_that_each_has(capsys):
     out = capsys.readouterr().out
     for name in names():
         assert f"{name}: 4 stages on {1 if 'interleaved' in name else 4} workers, 8 micro-batches" in out
-    assert out.count("at most 2  2") == 3
+    assert out.count("at most 2  2") == 2
 
 
 @pytest.mark.parametrize(

@@ -70,18 +70,14 @@ def test_stages_hold_as_many_activations_as_the_simulator_says(schedule, micro_b
     model = nn.Sequential(*[Stage(counter, number, pause) for number in range(4)])
     x = torch.randn(2 * micro_batches, WIDTH, requires_grad=True)
     pipe = Pipe(model, micro_batches, "never")
-    plan = build(schedule, 4, micro_batches)
-    predicted = simulate(plan)
+    predicted = simulate(build(schedule, 4, micro_batches))
     for _ in range(3):
         counter.peak = [0] * 4
         pipe.step(x, target=x.detach(), loss_fn=F.mse_loss, schedule=schedule)
         assert counter.now == [0] * 4
         assert tuple(counter.peak) == pipe.last_run.peak_live_of_stages
-        if schedule == "zero-bubble-greedy":  # depends on the times of the run
-            assert all(peak <= limit for peak, limit in zip(counter.peak, plan.live_limits, strict=True))
-        else:
-            assert tuple(counter.peak) == predicted.peak_live_of_stages
-            assert pipe.last_run.peak_live == predicted.peak_live
+        assert tuple(counter.peak) == predicted.peak_live_of_stages
+        assert pipe.last_run.peak_live == predicted.peak_live
 
 
 def test_checkpointed_micro_batches_hold_graphs_in_their_backward_alone():

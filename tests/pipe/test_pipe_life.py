@@ -21,7 +21,7 @@ from processes import in_child, run_python
 from torch import nn
 
 from pymoe.pipe import Pipe
-from pymoe.pipe.execution import workers, worth
+from pymoe.pipe.execution import plan, step_state
 
 SLOW = 6e-4  # seconds that a call takes at most
 
@@ -29,7 +29,7 @@ SLOW = 6e-4  # seconds that a call takes at most
 @pytest.fixture(autouse=True)
 def own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """All stages but the first have threads of their own, however short their actions are."""
-    monkeypatch.setattr(worth, "ALWAYS", True)
+    monkeypatch.setattr(plan, "ALWAYS_THREADS", True)
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +115,7 @@ def test_ctrl_c_in_the_one_stage_that_waits_for_it() -> None:
     assert_works(pipe, faults)
 
 
-@pytest.mark.parametrize("where", ["lane", "fail"])
+@pytest.mark.parametrize("where", ["run_worker", "fail"])
 def test_ctrl_c_between_two_lines_of_the_pipe_keeps_no_thread_waiting(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -124,7 +124,7 @@ def test_ctrl_c_between_two_lines_of_the_pipe_keeps_no_thread_waiting(
     """
     faults = Faults(3, rate=1.0 if where == "fail" else 0.0)
     pipe = Pipe(model(faults), CHUNKS)
-    original = getattr(workers._Work, where)
+    original = getattr(step_state.PlanRun, where)
     times = 0
 
     def interrupted_here(*args: object) -> None:
@@ -136,8 +136,8 @@ def test_ctrl_c_between_two_lines_of_the_pipe_keeps_no_thread_waiting(
         original(*args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(workers._Work, where, interrupted_here)
-        patched.setattr(workers._Work, "alone", lambda *args, **options: False)
+        patched.setattr(step_state.PlanRun, where, interrupted_here)
+        patched.setattr(step_state.PlanRun, "run_inline", lambda *args, **options: False)
         with pytest.raises(KeyboardInterrupt):
             run_step(pipe, faults)
     faults.rate = 0.0
@@ -209,8 +209,8 @@ PIPE_AT_EXIT = """
     sys.path.insert(0, {folder!r})
     from flaky import CHUNKS, Faults, model, run_step
     from pymoe.pipe import Pipe
-    from pymoe.pipe.execution import worth
-    worth.ALWAYS = True
+    from pymoe.pipe.execution import plan
+    plan.ALWAYS_THREADS = True
     faults = Faults(3, longest=1e-3)
     pipe = Pipe(model(faults), CHUNKS)
     run_step(pipe, faults)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pymoe.pipe import Pipe, is_recomputing, micro_batch
-from pymoe.pipe.execution import worth
+from pymoe.pipe.execution import plan
 
 
 class Ask(nn.Module):
@@ -41,7 +41,7 @@ STATES = {
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_stages_run_in_the_callers_state(name, threads, monkeypatch):
-    monkeypatch.setattr(worth, "ALWAYS", threads)
+    monkeypatch.setattr(plan, "ALWAYS_THREADS", threads)
     manager, question, answer = STATES[name]
     x = torch.randn(4, WIDTH)
     layers = [Ask(question) for _ in range(3)]
@@ -53,7 +53,7 @@ def test_stages_run_in_the_callers_state(name, threads, monkeypatch):
 
 
 def test_context_variables_reach_the_stages(monkeypatch):
-    monkeypatch.setattr(worth, "ALWAYS", True)
+    monkeypatch.setattr(plan, "ALWAYS_THREADS", True)
     layers = [Ask(variable.get) for _ in range(3)]
     pipe = Pipe(nn.Sequential(*layers), 2)
     variable.set("inside")
@@ -188,3 +188,15 @@ def test_there_is_no_hidden_forward(checkpoint, forwards):
     pipe.eval()
     pipe(torch.randn(8, WIDTH)).sum().backward()
     assert [len(layer.answers) for layer in layers] == [2 * forwards + 4] * 2
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_torch_random_is_as_it_was_after_a_step(monkeypatch, threads):
+    """While stages run, its functions speak of their streams; other modules see a changed torch.random no longer."""
+    monkeypatch.setattr(plan, "ALWAYS_THREADS", threads)
+    before = type(torch.random), vars(torch.random)["default_generator"]
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), 2)
+    pipe.step(torch.randn(4, 2), loss_fn=torch.sum)
+    assert (type(torch.random), vars(torch.random)["default_generator"]) == before
+    pipe(torch.randn(4, 2)).sum().backward()
+    assert (type(torch.random), vars(torch.random)["default_generator"]) == before

@@ -16,7 +16,7 @@ from flaky import CHUNKS, STAGES, Faults, Planted, batch, expected_grads, grads_
 from limits import LONG, rounds
 
 from pymoe.pipe import Pipe
-from pymoe.pipe.execution import worth
+from pymoe.pipe.execution import plan
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
 CHECKPOINTED = {"always": range(CHUNKS), "except_last": range(CHUNKS - 1), "never": range(0)}
@@ -27,8 +27,8 @@ STEPS = rounds(1000, 5000)
 @pytest.fixture(autouse=True)
 def threads_for_short_actions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some actions are worth a thread, some are not."""
-    monkeypatch.setattr(worth, "PATIENCE", SLOW / 2)
-    monkeypatch.setattr(worth, "LOST", SLOW)
+    monkeypatch.setattr(plan, "INLINE_LIMIT_S", SLOW / 2)
+    monkeypatch.setattr(plan, "LONG_ACTIONS_S", SLOW)
 
 
 def threads_of_this_process() -> int:

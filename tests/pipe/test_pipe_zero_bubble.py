@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pymoe.nn import MoE
 from pymoe.pipe import Pipe
-from pymoe.pipe.execution import worth
+from pymoe.pipe.execution import plan
 from pymoe.pipe.skip import pop, skippable, stash
 
 ROWS, CHUNKS = 13, 4
@@ -20,7 +20,7 @@ ROWS, CHUNKS = 13, 4
 @pytest.fixture(autouse=True)
 def on_threads(monkeypatch):
     """However short the actions are."""
-    monkeypatch.setattr(worth, "ALWAYS", True)
+    monkeypatch.setattr(plan, "ALWAYS_THREADS", True)
 
 
 pytestmark = [pytest.mark.usefixtures("doubles"), pytest.mark.filterwarnings("ignore:Pipe.step:UserWarning")]

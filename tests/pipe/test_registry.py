@@ -10,10 +10,10 @@ def _names_as_they_were(monkeypatch):
     monkeypatch.setattr(registry, "_builders", dict(registry._builders))
 
 
-def test_there_are_five_schedules():
-    assert names() == ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zero-bubble-greedy")
+def test_there_are_four_schedules():
+    assert names() == ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
     limited = ("live_limit",)
-    assert [options(name) for name in names()] == [(), limited, ("virtual_stages",), limited, limited]
+    assert [options(name) for name in names()] == [(), limited, ("virtual_stages",), limited]
 
 
 def one_after_the_other(stages, micro_batches, *, repeats=1):

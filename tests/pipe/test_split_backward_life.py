@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pymoe.autograd.graph_nodes import edge_of
 from pymoe.parallel import map_with_parallel_backward
-from pymoe.pipe.split_backward import SplitBackward, put_off
+from pymoe.pipe.split_backward import SplitBackward, deferred_weight_grad
 
 pytestmark = pytest.mark.usefixtures("doubles")
 
@@ -222,4 +222,4 @@ def test_tensors_of_a_mode_are_not_kept_for_later():
         split = SplitBackward([edge_of(layer(alias))], edges, [layer.weight, layer.bias])
         split.input_gradients([torch.ones(4, 3, dtype=torch.float16)])
         split.weight_gradients()
-    assert all(type(zero) is torch.Tensor for zero in put_off._zeros.values())
+    assert all(type(zero) is torch.Tensor for zero in deferred_weight_grad._zeros.values())

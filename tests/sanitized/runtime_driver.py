@@ -39,7 +39,7 @@ from random_maps import outcome, serial  # noqa: E402
 
 import pymoe  # noqa: E402
 from pymoe.pipe import Pipe  # noqa: E402
-from pymoe.pipe.execution import worth  # noqa: E402
+from pymoe.pipe.execution import plan  # noqa: E402
 
 
 def on_clients(client):
@@ -150,7 +150,7 @@ def background():
 
 def pipes():
     """Steps of pipes, of which some fail; all stages on threads of their own."""
-    worth.ALWAYS = True
+    plan.ALWAYS_THREADS = True
     schedules = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
     expected = expected_grads()
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pymoe._torch_private import pytree
-from pymoe.pipe.execution.values import Crossing, Origin, Sent, arrive
+from pymoe.pipe.execution.graph import BoundaryTensor, GradAccumulator, StageValue, receive
 
 __all__ = [
     "Key",
@@ -93,7 +93,7 @@ class _Tensor(NamedTuple):
     requires_grad: bool
 
 
-def describe_values(values: Sequence[Sent]) -> tuple[bytes, list[torch.Tensor]]:
+def describe_values(values: Sequence[StageValue]) -> tuple[bytes, list[torch.Tensor]]:
     """Return the description of values, and their tensors.
 
     Raises:
@@ -105,10 +105,10 @@ def describe_values(values: Sequence[Sent]) -> tuple[bytes, list[torch.Tensor]]:
     for value in values:
         leaves: list[Any] = []
         for leaf in value.leaves:
-            if type(leaf) is Crossing:
-                tensor, layout = _lay_out(arrive(leaf, None))
+            if type(leaf) is BoundaryTensor:
+                tensor, layout = _lay_out(receive(leaf, None))
                 tensors.append(tensor)
-                leaves.append(_Tensor(layout, leaf.origin is not None))
+                leaves.append(_Tensor(layout, leaf.accumulator is not None))
             else:
                 leaves.append(leaf)
         described.append((leaves, value.structure))
@@ -129,19 +129,21 @@ def layouts_of(description: bytes) -> tuple[list[Layout], Any]:
     return pickle.loads(description)
 
 
-def read_values(described: Any, tensors: Sequence[torch.Tensor], origin: Origin | None) -> list[Sent]:
-    """Return the values; ``origin`` takes the gradients of those that need one, by their number among ``tensors``."""
+def read_values(
+    described: Any, tensors: Sequence[torch.Tensor], accumulator: GradAccumulator | None
+) -> list[StageValue]:
+    """Return the values; gradients of those that need one go to ``accumulator``, by their number in ``tensors``."""
     number = 0
     values = []
     for leaves, structure in described:
         read: list[Any] = []
         for leaf in leaves:
             if type(leaf) is _Tensor:
-                read.append(Crossing(tensors[number], origin if leaf.requires_grad else None, number))
+                read.append(BoundaryTensor(tensors[number], accumulator if leaf.requires_grad else None, number))
                 number += 1
             else:
                 read.append(leaf)
-        values.append(Sent(read, structure))
+        values.append(StageValue(read, structure))
     return values
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,22 +23,30 @@ from pymoe.pipe.distributed.messages import (
 )
 from pymoe.pipe.distributed.plan import Plan
 from pymoe.pipe.distributed.random_base import SharedSource, base_of_this_process
-from pymoe.pipe.distributed.sums import Sums
 from pymoe.pipe.distributed.transport import Transport
 from pymoe.pipe.execution.activation import Activation
-from pymoe.pipe.execution.checkpoint import Checkpoints
-from pymoe.pipe.execution.graph import Graph, memory_of
-from pymoe.pipe.execution.run import Inputs
-from pymoe.pipe.execution.tangents import have_tangents
-from pymoe.pipe.execution.values import Crossing, Origin, Sent, arrive, pack, unpack
+from pymoe.pipe.execution.gradients import WeightedSums
+from pymoe.pipe.execution.graph import (
+    BoundaryTensor,
+    GradAccumulator,
+    Graph,
+    StageValue,
+    have_tangents,
+    memory_of,
+    pack,
+    receive,
+    unpack,
+)
+from pymoe.pipe.execution.recompute import StageRecompute
+from pymoe.pipe.execution.step_state import StepInputs
 from pymoe.pipe.stages import INPUT, Source
 
 __all__ = ["Passage"]
 
-Ends = list[tuple[Origin, int, torch.device] | None]
+Ends = list[tuple[GradAccumulator, int, torch.device] | None]
 
 
-class Borrowed(Origin):
+class Borrowed(GradAccumulator):
     """Tensors that another rank has made: the gradients that its stages will get from the stages of this one."""
 
     def __init__(self, count: int) -> None:
@@ -56,8 +63,8 @@ class Passage:
         step: int,
         *,
         graphs: bool,
-        checkpoints: Sequence[Checkpoints],
-        checkpointed: range,
+        recompute: Sequence[StageRecompute],
+        recomputed: range,
         count: int,
     ) -> None:
         """
@@ -66,32 +73,32 @@ class Passage:
             transport: to the other ranks.
             step: its number, the same on all ranks.
             graphs: whether there will be backward passes.
-            checkpoints: for every stage of the pipeline.
-            checkpointed: the micro-batches whose forward is repeated.
+            recompute: for every stage of the pipeline.
+            recomputed: the micro-batches whose forward is recomputed.
             count: the number of micro-batches.
         """
         self.plan = plan
-        self.sums = {stage: Sums() for stage in plan.stages}
-        self.inputs: dict[int, Inputs] = {}
+        self.sums = {stage: WeightedSums() for stage in plan.stages}
+        self.inputs: dict[int, StepInputs] = {}
         self.rows: dict[int, int] = {}
         self.random: SharedSource | None = None
         self.graphs = graphs
         self.forwards = 0
         self._transport = transport
         self._step = step
-        self._checkpoints = checkpoints
-        self._checkpointed = checkpointed
+        self._recompute = recompute
+        self._recomputed = recomputed
         self._count = count
         self._state = current()
-        self._values: dict[tuple[int, Source], Sent] = {}
+        self._values: dict[tuple[int, Source], StageValue] = {}
         self._left: dict[tuple[int, Source], int] = {}
         self._activations: dict[tuple[int, int], Activation] = {}
         self._borrowed: dict[tuple[int, int], Borrowed] = {}
         self._lent: dict[tuple[int, int, int], Ends] = {}
         self._exits: dict[int, Graph] = {}
-        if checkpointed:
+        if recomputed:
             for stage in plan.stages:
-                checkpoints[stage].begin()
+                recompute[stage].begin_step()
 
     def forward(self, stage: int, micro_batch: int, inputs: Sequence[Any], rows: int) -> list[Any] | None:
         """Run the stage. Returns the model's output values in the last stage.
@@ -111,18 +118,15 @@ class Passage:
                 self._receive_values(maker, micro_batch)
         sent = [self._values[micro_batch, source] for source in about.inputs]
         assert self.random is not None
-        stream = functools.partial(Stream, self.random, micro_batch * len(pipeline.stages) + stage)
         description = MicroBatch(
             micro_batch, self._count, 1.0, stage=stage
         )  # its share is known when all have been seen
-        activation = Activation(about, description, stream, self._state)
-        if not self.graphs:
-            made = in_pipeline(activation.evaluate, sent)
-        else:
-            if micro_batch in self._checkpointed and self._checkpoints[stage].have_use(sent):
-                made = in_pipeline(activation.forward_checkpointed, sent, self._checkpoints[stage])
-            else:
-                made = in_pipeline(activation.forward, sent)
+        position = micro_batch * len(pipeline.stages) + stage
+        activation = Activation(about, description, self.random, position, self._state)
+        with in_pipeline(Stream(self.random, -1)):
+            recompute = self._recompute[stage] if micro_batch in self._recomputed else None
+            made = activation.forward(sent, self.graphs, recompute)
+        if self.graphs:
             self._activations[stage, micro_batch] = activation
         del sent
         for source in about.inputs:
@@ -154,18 +158,22 @@ class Passage:
         for rank in plan.sent[stage]:
             self._receive_gradients(stage, micro_batch, rank)
         activation = self._activations[stage, micro_batch]
-        if whole:
-            del self._activations[stage, micro_batch]
-            in_pipeline(activation.backward, self.sums[stage].of(self.rows[micro_batch]))
-        else:
-            in_pipeline(activation.backward_input)
+        assert self.random is not None
+        with in_pipeline(Stream(self.random, -1)):
+            if whole:
+                del self._activations[stage, micro_batch]
+                activation.backward(self.sums[stage].of(self.rows[micro_batch]))
+            else:
+                activation.backward_input()
         for maker in plan.returns[stage]:
             borrowed = self._borrowed.pop((maker, micro_batch))
             self._send(plan.rank_of[maker], Subject.GRADIENTS, maker, micro_batch, *describe_tensors(borrowed.grads))
 
     def backward_weight(self, stage: int, micro_batch: int) -> None:
         """The rest of the stage's backward."""
-        self._activations.pop((stage, micro_batch)).backward_weight(self.sums[stage].of(self.rows[micro_batch]))
+        assert self.random is not None
+        with in_pipeline(Stream(self.random, -1)):
+            self._activations.pop((stage, micro_batch)).backward_weight(self.sums[stage].of(self.rows[micro_batch]))
 
     def _begin(self, micro_batch: int, inputs: Sequence[Any], rows: int) -> None:
         """The micro-batch comes in."""
@@ -174,9 +182,9 @@ class Passage:
         self.rows[micro_batch] = rows
         if self.random is None:
             self.random = SharedSource(base_of_this_process())
-        given = self.inputs[micro_batch] = Inputs()
+        given = self.inputs[micro_batch] = StepInputs()
         for number, value in enumerate(inputs):
-            self._put(micro_batch, Source(INPUT, number), pack(value, given.cross if self.graphs else Crossing))
+            self._put(micro_batch, Source(INPUT, number), pack(value, given.cross if self.graphs else BoundaryTensor))
 
     def _leave(self, micro_batch: int) -> list[Any]:
         """The model's outputs. Their history begins here, for whoever computes a loss."""
@@ -188,7 +196,7 @@ class Passage:
             self._use(micro_batch, source)
         if not self.graphs:
             return [
-                unpack([arrive(x, None) if type(x) is Crossing else x for x in value.leaves], value.structure)
+                unpack([receive(x, None) if type(x) is BoundaryTensor else x for x in value.leaves], value.structure)
                 for value in sent
             ]
         graph = self._exits[micro_batch] = Graph()
@@ -205,12 +213,12 @@ class Passage:
         root = edge_of(loss)
         leaves = find_leaves([root.node], graph.entry)
         found = differentiate([root], [torch.ones_like(loss)], graph.edges, leaves, graph.entry)
-        graph.hand_on(found)
+        graph.deliver(found)
         self.sums[len(self.plan.rank_of) - 1].of(self.rows[micro_batch]).add(leaves, found[len(graph.edges) :])
         if not loss._is_view():
             loss.detach_()  # the schedule keeps it to the end of the step, and its graph with it
 
-    def _put(self, micro_batch: int, source: Source, value: Sent) -> None:
+    def _put(self, micro_batch: int, source: Source, value: StageValue) -> None:
         if uses := self.plan.uses[source]:
             self._values[micro_batch, source] = value
             self._left[micro_batch, source] = uses
@@ -245,10 +253,10 @@ class Passage:
         self._send(rank, Subject.VALUES, stage, micro_batch, description, tensors)
         if self.graphs:
             self._lent[stage, micro_batch, rank] = [
-                None if leaf.origin is None else (leaf.origin, leaf.number, leaf.tensor.device)
+                None if leaf.accumulator is None else (leaf.accumulator, leaf.number, leaf.tensor.device)
                 for value in values
                 for leaf in value.leaves
-                if type(leaf) is Crossing
+                if type(leaf) is BoundaryTensor
             ]
 
     def _changing(self, stage: int, micro_batch: int, sources: Sequence[Source]) -> set[int]:
@@ -256,7 +264,7 @@ class Passage:
         belongs to the stage.
         """
         taken = [self._values[micro_batch, source] for source in sources if self._left[micro_batch, source] > 1]
-        tensors = [leaf.tensor for value in taken for leaf in value.leaves if type(leaf) is Crossing]
+        tensors = [leaf.tensor for value in taken for leaf in value.leaves if type(leaf) is BoundaryTensor]
         for module in self.plan.pipeline.stages[stage].modules:
             tensors += [*module.buffers(), *module.parameters()]
         return {memory_of(tensor) for tensor in tensors}
@@ -274,8 +282,8 @@ class Passage:
         ends = self._lent.pop((stage, micro_batch, rank))
         for end, grad in zip(ends, read_tensors(message.read(), message.tensors), strict=True):
             if end is not None and grad is not None:
-                origin, number, device = end
-                origin.take(number, grad.to(device))
+                accumulator, number, device = end
+                accumulator.add_gradient(number, grad.to(device))
 
     def send_gradients(self, stage: int, rank: int, grads: list[torch.Tensor | None]) -> None:
         """Sums of a stage's gradients of shared parameters, to a rank that has them, too."""

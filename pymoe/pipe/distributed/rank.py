@@ -21,9 +21,9 @@ from pymoe.pipe.distributed.random_base import move_on
 from pymoe.pipe.distributed.tied import Tied
 from pymoe.pipe.distributed.transport import Transport
 from pymoe.pipe.distributed.watchdog import watching
-from pymoe.pipe.execution.checkpoint import Checkpoints
-from pymoe.pipe.execution.outer import accumulate
-from pymoe.pipe.execution.turns import turns_of
+from pymoe.pipe.execution.gradients import accumulate
+from pymoe.pipe.execution.recompute import StageRecompute, recomputed
+from pymoe.pipe.execution.shared_layers import lock_of
 from pymoe.pipe.staged import StagedModel
 from pymoe.pipe.stages import Pipeline
 from pymoe.pipe.traced.stage_module import StageModule
@@ -90,14 +90,13 @@ class Rank:
             for peer, messages in planned.plan.messages(count, graphs).items():
                 self.transport.expect(peer, messages)
         training = [self._is_training(stage, planned) for stage in planned.plan.stages]
-        checkpointed = {"always": count, "except_last": count - 1, "never": 0}[self._checkpoint]
         self.passage = passage = Passage(
             planned.plan,
             self.transport,
             self._step,
             graphs=graphs,
-            checkpoints=planned.checkpoints,
-            checkpointed=range(checkpointed if any(training) and graphs else 0),
+            recompute=planned.recompute,
+            recomputed=recomputed(self._checkpoint, count) if any(training) and graphs else range(0),
             count=count,
         )
         return passage
@@ -171,8 +170,8 @@ class Rank:
                 for number, stage in enumerate(pipeline.stages)
             ]
             plan = Plan(Pipeline(tuple(stages), pipeline.inputs, pipeline.outputs), rank_of, self.rank)
-            checkpoints = [Checkpoints(stage.modules, turns_of(stage.function)) for stage in stages]
-            found = self._plans[key] = _Planned(pipeline, plan, Tied(pipeline, rank_of, self.rank), checkpoints)
+            recompute = [StageRecompute(stage.modules, lock_of(stage.function)) for stage in stages]
+            found = self._plans[key] = _Planned(pipeline, plan, Tied(pipeline, rank_of, self.rank), recompute)
             self._copies_are_equal = False
         return found
 
@@ -180,7 +179,7 @@ class Rank:
         training = self.staged.parts[stage].training
         if self._training.get(stage) != training:
             self._training[stage] = training
-            planned.checkpoints[stage].forget()
+            planned.recompute[stage].forget()
         return training
 
     def _make_copies_equal(self, tied: Tied) -> None:
@@ -203,7 +202,7 @@ class _Planned(NamedTuple):
     made_for: Pipeline
     plan: Plan
     tied: Tied
-    checkpoints: list[Checkpoints]
+    recompute: list[StageRecompute]
 
 
 _ranks: WeakKeyDictionary[nn.Module, dict[dist.ProcessGroup, Rank]] = WeakKeyDictionary()

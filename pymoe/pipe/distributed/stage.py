@@ -143,11 +143,11 @@ class RankStage(PipelineStageBase):
         inputs: Sequence[Any] = ()
         rows = 0
         if self.is_first:
-            inputs, rows = self._rank.staged.enter(args, kwargs), _rows(args, kwargs)
+            inputs, rows = self._rank.staged.flatten_inputs(args, kwargs), _rows(args, kwargs)
         values = passage.forward(self.stage_index, micro_batch, inputs, rows)
         output = None
         if values is not None:
-            output = self._rank.staged.leave(values)
+            output = self._rank.staged.unflatten_outputs(values)
             if save:
                 self.output_chunks.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output))
             if self.has_backward:

@@ -4,92 +4,104 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
+from pymoe.autograd import random_streams
 from pymoe.autograd.isolated_graph import differentiate
-from pymoe.autograd.random_streams import Stream, with_stream
+from pymoe.autograd.random_streams import Source, Stream
 from pymoe.autograd.thread_state import ThreadState, in_state
-from pymoe.pipe.context import MicroBatch, call_for
-from pymoe.pipe.execution.checkpoint import Checkpoints, Recipe
-from pymoe.pipe.execution.graph import Graph
-from pymoe.pipe.execution.leaf_sums import LeafSums
-from pymoe.pipe.execution.values import Crossing, Origin, Sent, arrive, is_fixed, pack, unpack
+from pymoe.pipe import context
+from pymoe.pipe.context import MicroBatch
+from pymoe.pipe.execution.gradients import LeafSums
+from pymoe.pipe.execution.graph import (
+    BoundaryTensor,
+    GradAccumulator,
+    Graph,
+    StageValue,
+    is_fixed,
+    pack,
+    receive,
+    unpack,
+)
+from pymoe.pipe.execution.recompute import Recomputation, StageRecompute
 from pymoe.pipe.split_backward import SplitBackward
 from pymoe.pipe.stages import Stage
 
 __all__ = ["Activation"]
 
 
-class Activation(Origin):
-    """What the backward of one micro-batch through one stage needs: a graph, or, checkpointed, what to make it of.
+class Activation(GradAccumulator):
+    """What a micro-batch's forward through one stage leaves for its backward: a graph, or the means to recompute one.
 
-    It takes the gradients of the tensors that the stage sends.
+    :meth:`forward` runs the stage, for pipelines in one process and across ranks alike. Then :meth:`backward`, or
+    :meth:`backward_input` and :meth:`backward_weight`. All of them need a thread that is
+    :func:`pymoe.pipe.context.in_pipeline`. Gradients of the tensors that the stage sends are added to this object.
     """
 
-    __slots__ = ("_graph", "_micro_batch", "_recipe", "_split", "_stage", "_state", "_stream")
+    __slots__ = ("_graph", "_micro_batch", "_position", "_random", "_recomputation", "_split", "_stage", "_state")
 
-    def __init__(self, stage: Stage, micro_batch: MicroBatch, stream: partial[Stream], state: ThreadState) -> None:
+    def __init__(
+        self, stage: Stage, micro_batch: MicroBatch, random: Source, position: int, state: ThreadState
+    ) -> None:
+        """
+        Args:
+            stage: the stage.
+            micro_batch: what modules that ask for their micro-batch are told.
+            random: the streams of random numbers of this mini-batch.
+            position: which of them is this activation's.
+            state: of the thread that asked for the forward; a recomputation runs in it, too.
+        """
         self.grads = []
         self._stage = stage
         self._micro_batch = micro_batch
-        self._stream = stream  # makes one from its beginning: a repetition draws the same numbers
-        self._state = state  # in which a repetition runs
+        self._random = random
+        self._position = position
+        self._state = state
         self._graph: Graph | None = None
-        self._recipe: Recipe | None = None
+        self._recomputation: Recomputation | None = None
         self._split: SplitBackward | None = None
 
-    def evaluate(self, sent: Sequence[Sent]) -> list[Sent]:
-        """The stage's outputs, without a backward pass to come."""
+    def forward(
+        self, received: Sequence[StageValue], graphs: bool, recompute: StageRecompute | None = None
+    ) -> list[StageValue]:
+        """Run the stage's function and return what the stage sends.
+
+        Args:
+            received: the values of the stage's inputs.
+            graphs: whether there will be a backward; without one nothing is kept.
+            recompute: of the stage: keep the inputs instead of the graph, if there can be one. None: keep the graph.
+        """
         device = self._stage.device
-        values = [
-            unpack([arrive(x, device) if type(x) is Crossing else x for x in value.leaves], value.structure)
-            for value in sent
-        ]
-        outputs = with_stream(self._stream(), call_for, self._micro_batch, self._stage.function, *values)
-        return [pack(output, Crossing) for output in outputs]
-
-    def forward(self, sent: Sequence[Sent]) -> list[Sent]:
-        """The stage's outputs. Keeps the graph."""
-        self._graph, made = self._make_graph(self._micro_batch, sent)
-        self.grads = [None] * len(self._graph.roots)
-        return made
-
-    def forward_checkpointed(self, sent: Sequence[Sent], checkpoints: Checkpoints) -> list[Sent]:
-        """The stage's outputs. Keeps its inputs, and runs once more when the backward comes."""
-        stage, micro_batch = self._stage, replace(self._micro_batch, checkpointing=True)
-        self._recipe, outputs = checkpoints.forward(
-            sent,
-            stage.device,
-            lambda values: with_stream(self._stream(), call_for, micro_batch, stage.function, *values),
-        )
-
-        def cross(tensor: torch.Tensor) -> Crossing:
-            self.grads.append(None)
-            if not tensor.requires_grad:
-                return Crossing(tensor)
-            return Crossing(tensor.detach(), self, len(self.grads) - 1, is_fixed(tensor))
-
-        return [pack(output, cross) for output in outputs]
+        if not graphs:
+            arguments = [
+                unpack([receive(x, device) if type(x) is BoundaryTensor else x for x in value.leaves], value.structure)
+                for value in received
+            ]
+            return [pack(output, BoundaryTensor) for output in self._call(arguments, self._stream(), self._micro_batch)]
+        if recompute is not None and recompute.is_useful(received):
+            about = replace(self._micro_batch, checkpointing=True)
+            with recompute.first_run(received, device) as (self._recomputation, arguments):
+                outputs = self._call(arguments, self._stream(), about)
+            return [pack(output, self._cut_off) for output in outputs]
+        stream = self._stream()
+        graph = self._graph = Graph(stream, device)
+        sent = graph.end(self._call(graph.begin(received), stream, self._micro_batch), self)
+        self.grads = [None] * len(graph.roots)
+        return sent
 
     def backward(self, sums: LeafSums, keep: bool = False) -> None:
-        """Both parts of the backward; the gradients of leaves go to ``sums``. ``keep``: there will be another."""
-        graph = self._graph or self._repeat(keep)
+        """Run both parts of the backward; gradients of leaves are added to ``sums``. ``keep``: it will run again."""
+        graph = self._graph or self._recompute(keep)
         edges, leaves = graph.edges, graph.leaves
-        assert graph.stream is not None
-        found = with_stream(
-            graph.stream,
-            differentiate,
-            graph.roots,
-            self.grads,
-            edges,
-            leaves,
-            graph.entry,
-            keep or not graph.is_compiled,
-        )
-        graph.hand_on(found)
+        streams = random_streams.this_thread
+        outer, streams.stream = streams.stream, graph.stream
+        try:
+            found = differentiate(graph.roots, self.grads, edges, leaves, graph.entry, keep or not graph.is_compiled)
+        finally:
+            streams.stream = outer
+        graph.deliver(found)
         sums.add(leaves, found[len(edges) :])
         if keep:
             self.grads = [None] * len(self.grads)
@@ -97,53 +109,85 @@ class Activation(Origin):
             self.release()
 
     def backward_input(self) -> None:
-        """The first part: gradients for the stages before."""
-        graph = self._graph = self._graph or self._repeat(False)
+        """Run the first part: gradients for the stages before."""
+        graph = self._graph = self._graph or self._recompute(False)
         given = [(root, grad) for root, grad in zip(graph.roots, self.grads, strict=True) if root and grad is not None]
-        assert graph.stream is not None
         self._split = SplitBackward(
             [root for root, _ in given], graph.edges, graph.leaves, is_compiled=graph.is_compiled
         )
-        graph.hand_on(with_stream(graph.stream, self._split.input_gradients, [grad for _, grad in given]))
+        streams = random_streams.this_thread
+        outer, streams.stream = streams.stream, graph.stream
+        try:
+            found = self._split.input_gradients([grad for _, grad in given])
+        finally:
+            streams.stream = outer
+        graph.deliver(found)
 
     def backward_weight(self, sums: LeafSums) -> None:
-        """The second part: gradients of leaves."""
+        """Run the second part: gradients of leaves, which are added to ``sums``."""
         graph, split = self._graph, self._split
         assert graph is not None
-        assert graph.stream is not None
         assert split is not None
-        sums.add(graph.leaves, with_stream(graph.stream, split.weight_gradients))
+        streams = random_streams.this_thread
+        outer, streams.stream = streams.stream, graph.stream
+        try:
+            found = split.weight_gradients()
+        finally:
+            streams.stream = outer
+        sums.add(graph.leaves, found)
         self.release()
 
     def release(self) -> None:
         """Let go of everything."""
-        self._graph = self._recipe = self._split = None
+        self._graph = self._recomputation = self._split = None
         self.grads = []
 
     @property
     def is_checkpointed(self) -> bool:
-        """Whether there is no graph yet."""
-        return self._recipe is not None
+        """Whether the backward will recompute the graph."""
+        return self._recomputation is not None
 
     @property
     def leaves(self) -> Sequence[torch.Tensor]:
-        """The leaves whose gradients its backward adds to; unknown, so empty, while there is no graph."""
+        """The leaves to whose gradients its backward adds; unknown, so empty, while there is no graph."""
         return () if self._graph is None else self._graph.leaves
 
-    def _make_graph(self, micro_batch: MicroBatch, sent: Sequence[Sent]) -> tuple[Graph, list[Sent]]:
-        stage, stream = self._stage, self._stream()
-        graph = Graph(stream, stage.device)
-        outputs: Sequence[Any] = with_stream(stream, call_for, micro_batch, stage.function, *graph.begin(sent))
-        return graph, graph.end(outputs, self)
+    def _stream(self) -> Stream:
+        """Its random numbers from their beginning: a recomputation draws the same ones."""
+        return Stream(self._random, self._position)
 
-    def _repeat(self, again: bool) -> Graph:
-        recipe = self._recipe
-        assert recipe is not None
-        micro_batch = replace(self._micro_batch, recomputing=True)
-        graph, _ = in_state(self._state, recipe.repeat, partial(self._make_graph, micro_batch), again)
+    def _call(self, arguments: Sequence[Any], stream: Stream, micro_batch: MicroBatch) -> Sequence[Any]:
+        """Run the stage's function. No call in the way back: Ctrl-C could come there."""
+        streams, contexts = random_streams.this_thread, context.this_thread
+        outer_stream, streams.stream = streams.stream, stream
+        outer, contexts.micro_batch = contexts.micro_batch, micro_batch
+        try:
+            return self._stage.function(*arguments)
+        finally:
+            contexts.micro_batch, streams.stream = outer, outer_stream
+
+    def _cut_off(self, tensor: torch.Tensor) -> BoundaryTensor:
+        """A tensor that is sent, without its graph."""
+        self.grads.append(None)
+        if not tensor.requires_grad:
+            return BoundaryTensor(tensor)
+        return BoundaryTensor(tensor.detach(), self, len(self.grads) - 1, is_fixed(tensor))
+
+    def _recompute(self, again: bool) -> Graph:
+        """Make the graph by running the forward again. ``again``: not for the last time."""
+        graph = Graph(self._stream(), self._stage.device)
+        in_state(self._state, self._recompute_forward, graph, again)
         if len(graph.roots) != len(self.grads):
             raise RuntimeError(
-                f"the stage has returned {len(self.grads)} tensors, and {len(graph.roots)} when it was run again for "
-                "its backward pass: under checkpointing it must do the same both times"
+                f"a checkpointed stage has returned {len(self.grads)} tensors, and {len(graph.roots)} when it was "
+                "recomputed for its backward pass: it must do the same both times"
             )
         return graph
+
+    def _recompute_forward(self, graph: Graph, again: bool) -> None:
+        recomputation = self._recomputation
+        assert recomputation is not None
+        assert graph.stream is not None
+        about = replace(self._micro_batch, recomputing=True)
+        with recomputation.inputs(again) as received:
+            graph.end(self._call(graph.begin(received), graph.stream, about), self)

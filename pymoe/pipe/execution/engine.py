@@ -1,75 +1,193 @@
-"""What a pipe keeps from one mini-batch to the next: threads, schedules, plans, what is known of the stages."""
+"""What a pipe keeps from one mini-batch to the next, and the passes through its stages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from pymoe.autograd import random_streams
-from pymoe.pipe.execution.checkpoint import Checkpoints
-from pymoe.pipe.execution.plan import Plan, Timed
-from pymoe.pipe.execution.run import OnOutput, Run
-from pymoe.pipe.execution.turns import turns_of
-from pymoe.pipe.execution.workers import Workers
+from pymoe.autograd.isolated_graph import graphs_are_made
+from pymoe.pipe.context import MicroBatch, running
+from pymoe.pipe.execution.gradients import accumulate, attach, end_history
+from pymoe.pipe.execution.graph import BoundaryTensor, StageValue, memory_of, unpack
+from pymoe.pipe.execution.plan import Plan, TimedAction
+from pymoe.pipe.execution.recompute import StageRecompute
+from pymoe.pipe.execution.shared_layers import lock_of
+from pymoe.pipe.execution.step_state import PlanRun, StepState
+from pymoe.pipe.execution.workers import Workers, inside
 from pymoe.pipe.loss import LossFunction, Structure, holds_no_tensors, with_loss
 from pymoe.pipe.micro_batches import MicroBatches
 from pymoe.pipe.schedules import Kind, Record, Schedule, as_run, build
-from pymoe.pipe.stages import Pipeline
+from pymoe.pipe.stages import INPUT, Pipeline, Source
 
-__all__ = ["ALL", "BACKWARD", "FORWARD", "Engine"]
+__all__ = ["Engine", "run_in_one_graph"]
 
 ALL, FORWARD, BACKWARD = frozenset(Kind), frozenset({Kind.FORWARD}), frozenset({Kind.BACKWARD})
-REMEMBERED = 64  # schedules, and plans made of them
+REMEMBERED = 64
+"""Schedules, and plans made of them, that an engine keeps."""
+Grads = Sequence[torch.Tensor | None]
 
 
 class Engine:
-    """Runs schedules on the stages of one model. A copy has threads and plans of its own."""
+    """Runs mini-batches through the stages of one model. A copy has threads and plans of its own."""
 
     def __init__(self) -> None:
         self._workers = Workers()
         self._schedules: dict[tuple[str, int, int], Schedule] = {}
         self._plans: dict[tuple[int, frozenset[Kind]], Plan] = {}
-        self._checkpoints: tuple[Pipeline | None, Sequence[Checkpoints]] = None, ()
-        self._last: tuple[Schedule, list[Timed]] | None = None
-        self._ended: tuple[tuple[Any, ...], Pipeline | None] = (), None
+        self._recompute: tuple[Pipeline | None, Sequence[StageRecompute]] = None, ()
+        self._with_loss: tuple[tuple[Any, ...], Pipeline | None] = (), None
+        self._last: tuple[Schedule, list[TimedAction]] | None = None
 
-    def run(
+    def step(
         self,
         pipeline: Pipeline,
         micro_batches: MicroBatches,
-        *,
+        schedule: Schedule,
+        recomputed: range,
+        loss_fn: LossFunction | None,
+        has_target: bool,
+        structure: Structure,
+        is_mean: bool,
+    ) -> torch.Tensor:
+        """Forward, loss and backward of all micro-batches, interleaved; gradients are added if nothing fails.
+
+        Args:
+            pipeline: the stages.
+            micro_batches: the values of its inputs and, with ``has_target``, the target.
+            schedule: the order of actions.
+            recomputed: the micro-batches whose forward is recomputed.
+            loss_fn: called with the output and, with ``has_target``, the target. None: the output is the loss.
+            has_target: whether there is a target.
+            structure: makes the model's output of the pipeline's output values.
+            is_mean: the loss of a micro-batch is a mean over its rows.
+
+        Returns:
+            (micro-batches,): the losses.
+        """
+        arguments = pipeline, loss_fn, has_target, structure
+        known, ended = self._with_loss  # most steps have the arguments of the one before
+        if ended is None or known != arguments:
+            ended = with_loss(*arguments)
+            self._with_loss = (arguments, ended) if holds_no_tensors(loss_fn) else ((), None)
+        graphs = graphs_are_made()
+        weights = micro_batches.weights if is_mean else [1.0] * len(micro_batches.rows)
+        state = self._begin(ended, pipeline, micro_batches, graphs, recomputed, weights)
+        try:
+            self._perform(state, schedule, ALL if graphs else FORWARD)
+            inputs, input_grads = state.inputs.tensors, state.inputs.grads
+            leaves, grads = state.gradients()
+            edited = state.inputs.edited()
+        finally:
+            state.release()
+        accumulate([*inputs, *leaves], [*input_grads, *grads])
+        end_history(edited)
+        return state.losses()
+
+    def forward(self, pipeline: Pipeline, micro_batches: MicroBatches, recomputed: range) -> list[list[Any]]:
+        """Return for every micro-batch the pipeline's output values, which have the pipeline as their history."""
+        schedule = self.schedule("gpipe", len(pipeline.stages), len(micro_batches.rows))
+        state = self._begin(pipeline, pipeline, micro_batches, graphs_are_made(), recomputed, None)
+        try:
+            self._perform(state, schedule, FORWARD)
+        except BaseException:
+            state.release()
+            raise
+        outputs = state.outputs()
+        crossed = [
+            leaf
+            for values in outputs
+            for value in values
+            for leaf in value.leaves
+            if type(leaf) is BoundaryTensor and leaf.accumulator is not None
+        ]
+        made: dict[int, torch.Tensor] = {}
+        if crossed:
+            inputs = state.inputs.tensors
+            leaves = state.leaves()
+            # Outputs of several micro-batches are copied into one tensor.
+            tied = _tied(crossed, inputs) if len(outputs) == 1 else ()
+            backward = self._backward(state, schedule, crossed, leaves)
+            attached = attach(backward, [boundary.tensor for boundary in crossed], [*inputs, *leaves], tied)
+            end_history(state.inputs.edited())
+            made = {id(boundary): tensor for boundary, tensor in zip(crossed, attached, strict=True)}
+        else:
+            state.release()
+        return [[_value(value, made) for value in values] for values in outputs]
+
+    def _backward(
+        self, state: StepState, schedule: Schedule, crossed: Sequence[BoundaryTensor], leaves: Sequence[torch.Tensor]
+    ) -> Callable[[Grads, bool], Grads]:
+        """What autograd calls when it has the gradients of the outputs: returns those of inputs and ``leaves``."""
+        ends = [(boundary.accumulator, boundary.number) for boundary in crossed]
+
+        def backward(grads: Grads, keep: bool) -> Grads:
+            try:
+                state.begin_backward(keep)
+                for (accumulator, number), grad in zip(ends, grads, strict=True):
+                    if grad is not None:
+                        assert accumulator is not None
+                        accumulator.add_gradient(number, grad)
+                self._perform(state, schedule, BACKWARD)
+                return _in_order(state, leaves)
+            finally:
+                if not keep:
+                    state.release()
+                    ends.clear()
+
+        return backward
+
+    def _begin(
+        self,
+        pipeline: Pipeline,
+        stages_of: Pipeline,
+        micro_batches: MicroBatches,
         graphs: bool,
-        checkpointed: int,
-        ended: Pipeline | None = None,
-        on_output: OnOutput | None = None,
-    ) -> Run:
-        """A mini-batch, about to go through a pipeline; or through ``ended``, which is that and goes on to a loss."""
+        recomputed: range,
+        loss_weights: Sequence[float] | None,
+    ) -> StepState:
+        """A mini-batch is about to go through ``pipeline``, which is ``stages_of``, or goes on to a loss."""
         random_streams.install()
-        if self._checkpoints[0] is not pipeline:
-            made = [Checkpoints(stage.modules, turns_of(stage.function)) for stage in pipeline.stages]
-            self._checkpoints = pipeline, made
-        return Run(
-            ended or pipeline,
+        if self._recompute[0] is not stages_of:
+            made = [StageRecompute(stage.modules, lock_of(stage.function)) for stage in stages_of.stages]
+            self._recompute = stages_of, made
+        return StepState(
+            pipeline,
             micro_batches,
             graphs=graphs,
-            checkpoints=self._checkpoints[1],
-            checkpointed=range(checkpointed),
-            on_output=on_output,
+            recompute=self._recompute[1],
+            recomputed=recomputed,
+            loss_weights=loss_weights,
         )
 
-    def with_loss(
-        self, pipeline: Pipeline, loss_fn: LossFunction | None, has_target: bool, structure: Structure
-    ) -> Pipeline:
-        """The pipeline, going on to the loss; most training steps have the arguments of the one before."""
-        arguments = pipeline, loss_fn, has_target, structure
-        known, made = self._ended
-        if made is None or known != arguments:
-            made = with_loss(*arguments)
-            self._ended = (arguments, made) if holds_no_tensors(loss_fn) else ((), None)
-        return made
+    def _perform(self, state: StepState, schedule: Schedule, kinds: frozenset[Kind]) -> None:
+        """Do the actions of these kinds."""
+        key = id(schedule), kinds
+        plan = self._plans.get(key)
+        if plan is None or plan.schedule is not schedule:
+            plan = Plan(schedule, kinds)
+            _remember(self._plans, key, plan)
+        # On a thread of autograd's own for a device the workers could not reach that device's nodes.
+        inline = plan.workers == 1 or (kinds is BACKWARD and not state.is_on_host)
+        workers = self._workers
+        workers.prepare()
+        with workers.lock:
+            around = inside.workers
+            try:
+                inside.workers = (*around, workers)
+                run = PlanRun(plan, state)
+                if not run.run_inline(to_the_end=inline):
+                    workers.run(run, plan.workers)
+            finally:
+                inside.workers = around
+                random_streams.restore()
+        self._last = schedule, run.outcome()
 
     def schedule(self, schedule: str | Schedule, stages: int, micro_batches: int) -> Schedule:
-        """The schedule of that name; or the given one, if it fits.
+        """Return the schedule of that name; or the given one, if it fits.
 
         Raises:
             ValueError: it does not fit, or there is none of that name.
@@ -82,42 +200,69 @@ class Engine:
             return built
         if (schedule.stages, schedule.micro_batches) != (stages, micro_batches):
             raise ValueError(
-                f"Pipe.step: the schedule is for {schedule.stages} stages and {schedule.micro_batches} micro-batches, "
-                f"there are {stages} and {micro_batches}"
+                f"Pipe.step: expected a schedule for {stages} stages and {micro_batches} micro-batches, got one for "
+                f"{schedule.stages} stages and {schedule.micro_batches} micro-batches"
             )
         return schedule
 
-    def plan(self, schedule: Schedule, kinds: frozenset[Kind]) -> Plan:
-        """The actions of these kinds, for the threads."""
-        key = id(schedule), kinds
-        plan = self._plans.get(key)
-        if plan is None or plan.schedule is not schedule:
-            plan = Plan(schedule, kinds)
-            _remember(self._plans, key, plan)
-        return plan
-
-    def perform(self, run: Run, schedule: Schedule, kinds: frozenset[Kind]) -> None:
-        """Do the actions of these kinds."""
-        # On a thread of autograd's own for a device the stages could not get at that device's nodes.
-        here = kinds is BACKWARD and not run.is_on_host
-        self._last = schedule, self._workers.run(self.plan(schedule, kinds), run.perform, run.around, here=here)
-
     def forget(self) -> None:
-        """The modules may behave otherwise from now on."""
-        for checkpoints in self._checkpoints[1]:
-            checkpoints.forget()
+        """The modules may behave differently from now on."""
+        for stage in self._recompute[1]:
+            stage.forget()
 
     @property
     def last_run(self) -> Record | None:
-        """When every action of the last :meth:`perform` started and ended; None before."""
+        """When every action of the last pass started and ended; None before."""
         return None if self._last is None else as_run(*self._last)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plans": {}, "_last": None, "_ended": ((), None)}
+        return {**self.__dict__, "_plans": {}, "_last": None, "_with_loss": ((), None)}
+
+
+def run_in_one_graph(pipeline: Pipeline, micro_batches: MicroBatches) -> list[list[Any]]:
+    """Return the same as :meth:`Engine.forward`, run on this thread, with nothing cut off from its history."""
+    outputs = []
+    for index, inputs in enumerate(micro_batches.values):
+        made = {Source(INPUT, number): value for number, value in enumerate(inputs)}
+        for number, stage in enumerate(pipeline.stages):
+            about = MicroBatch(index, len(micro_batches.rows), micro_batches.weights[index], stage=number)
+            with running(about):
+                found = stage.function(*[made[source] for source in stage.inputs])
+            made.update((Source(number, output), value) for output, value in enumerate(found))
+        outputs.append([made[source] for source in pipeline.outputs])
+    return outputs
 
 
 def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
-    """Adds to ``known``, and forgets what is oldest."""
+    """Add to ``known``, and forget what is oldest."""
     while len(known) >= REMEMBERED:
         known.pop(next(iter(list(known))), None)
     known[key] = value
+
+
+def _tied(crossed: Sequence[BoundaryTensor], inputs: Sequence[torch.Tensor]) -> list[int]:
+    """Return which of the outputs share memory with another output, an input or a leaf."""
+    places = [memory_of(boundary.tensor) for boundary in crossed]
+    shared = Counter([*places, *dict.fromkeys(map(memory_of, inputs))])
+    return [
+        number
+        for number, (boundary, place) in enumerate(zip(crossed, places, strict=True))
+        if boundary.is_fixed or shared[place] > 1
+    ]
+
+
+def _value(value: StageValue, made: dict[int, torch.Tensor]) -> Any:
+    leaves = [made.get(id(leaf), leaf.tensor) if type(leaf) is BoundaryTensor else leaf for leaf in value.leaves]
+    return unpack(leaves, value.structure)
+
+
+def _in_order(state: StepState, leaves: Sequence[torch.Tensor]) -> Grads:
+    """Return gradients for the inputs and for ``leaves``; those of others are added where they belong."""
+    found, grads = state.gradients()
+    by_leaf = {id(leaf): grad for leaf, grad in zip(found, grads, strict=True)}
+    inputs = list(state.inputs.grads)
+    ordered = [by_leaf.pop(id(leaf), None) for leaf in leaves]
+    # Recomputed forwards have found them: tensors of closures, say, of which nothing tells before.
+    late = [leaf for leaf in found if id(leaf) in by_leaf]
+    accumulate(late, [by_leaf[id(leaf)] for leaf in late])
+    return [*inputs, *ordered]

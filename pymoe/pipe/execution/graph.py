@@ -1,28 +1,136 @@
-"""The graph of one pass of a micro-batch through a stage.
+"""The autograd graph of one micro-batch in one stage, and the values that cross the boundaries of stages.
 
-It begins at the stage's inputs and ends at its outputs. The stage works on aliases of the tensors that it takes: the
-same memory, with a history that begins there. They count changes in place together with the tensors, so whoever has
-saved the memory for a backward pass, in any stage, is told of all. What a stage sends is cut off from its history.
+The graph begins at the stage's inputs and ends at its outputs. The stage works on aliases of the tensors that it takes:
+the same memory, with a history that begins there. Aliases count changes in place together with the tensors, so whoever
+has saved the memory for a backward pass, in any stage, notices all of them. A tensor that leaves a stage is cut off
+from its history; its :class:`BoundaryTensor` remembers where its gradient has to go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node
 
+from pymoe._torch_private import pytree
 from pymoe.autograd.compiled_nodes import are_compiled
+from pymoe.autograd.gradient_sums import add_gradients
 from pymoe.autograd.graph_nodes import apply_directly, edge_of, find_leaves_and_nodes
+from pymoe.autograd.isolated_graph import has_tangent
 from pymoe.autograd.random_streams import Stream
-from pymoe.pipe.execution.values import Crossing, Origin, Sent, arrive, is_fixed, pack, unpack
+from pymoe.pipe.micro_batches import Whole
 
-__all__ = ["Graph"]
+__all__ = [
+    "BoundaryTensor",
+    "GradAccumulator",
+    "Graph",
+    "StageValue",
+    "have_tangents",
+    "is_fixed",
+    "memory_of",
+    "pack",
+    "receive",
+    "unpack",
+    "version_of",
+]
 
 _anchor = torch.empty(0, device="cpu", requires_grad=True)
 _PAST = "pymoe.pipe: a backward pass went past the beginning of a stage's graph"
 _edge: Any = tuple.__new__  # skips the Python function that makes a GradientEdge
+
+
+class GradAccumulator:
+    """Sums the gradients of the boundary tensors of one maker, which are numbered in their order."""
+
+    __slots__ = ("grads",)
+
+    def __init__(self) -> None:
+        self.grads: list[torch.Tensor | None] = []  # for each tensor the sum so far
+
+    def add_gradient(self, number: int, grad: torch.Tensor) -> None:
+        """Add a gradient of tensor ``number``."""
+        before = self.grads[number]
+        self.grads[number] = grad if before is None else add_gradients(before, grad)
+
+
+class BoundaryTensor:
+    """A tensor that crosses a boundary of stages.
+
+    ``accumulator`` sums its gradients under ``number``; None: it needs none. ``is_fixed``: it shares the memory of a
+    leaf, so nobody may change it in place.
+    """
+
+    __slots__ = ("accumulator", "is_fixed", "number", "tensor", "version")
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        accumulator: GradAccumulator | None = None,
+        number: int = 0,
+        is_fixed: bool = False,
+    ) -> None:
+        self.tensor = tensor
+        self.accumulator = accumulator
+        self.number = number
+        self.is_fixed = is_fixed
+        self.version = -1 if tensor.is_inference() else tensor._version  # version_of(tensor), without a call
+
+
+class StageValue:
+    """A value that crosses: its leaves, with a boundary tensor for every tensor, and its structure.
+
+    The structure is None for a value that is its own only leaf.
+    """
+
+    __slots__ = ("leaves", "structure")
+
+    def __init__(self, leaves: list[Any], structure: Any) -> None:
+        self.leaves = leaves
+        self.structure = structure
+
+
+def pack(value: Any, cross: Callable[[torch.Tensor], BoundaryTensor]) -> StageValue:
+    """Return the value with ``cross(tensor)`` for every tensor in it."""
+    if isinstance(value, torch.Tensor):
+        return StageValue([cross(value)], None)
+    leaves, structure = pytree.tree_flatten(value)
+    return StageValue([cross(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure)
+
+
+def unpack(leaves: list[Any], structure: Any) -> Any:
+    """Return the value that has these leaves."""
+    return leaves[0] if structure is None else pytree.tree_unflatten(leaves, structure)
+
+
+def is_fixed(tensor: torch.Tensor) -> bool:
+    """Return whether torch refuses changes in place of this tensor, which requires gradients: a leaf or its view."""
+    return tensor.is_leaf or (tensor._is_view() and tensor._base.is_leaf)  # type: ignore[union-attr]
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often the tensor was changed in place; -1 for tensors of inference mode, which do not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def receive(boundary: BoundaryTensor, device: torch.device | None) -> torch.Tensor:
+    """Return the tensor, on ``device`` if that is given.
+
+    Raises:
+        RuntimeError: another stage that has received it has changed it in place.
+    """
+    tensor = boundary.tensor
+    if boundary.version != (-1 if tensor.is_inference() else tensor._version):
+        raise RuntimeError(
+            "a tensor that goes to several stages was changed in place by one of them, which autograd could not tell "
+            "the others (micro-batches, too, share the memory of the pipe's input); change a copy there "
+            "(inplace=False, for example)"
+        )
+    return tensor if device is None or tensor.device == device else tensor.to(device, non_blocking=True)
 
 
 class _StageInputs(torch.autograd.Function):
@@ -42,58 +150,59 @@ class _StageInputs(torch.autograd.Function):
 
 
 class Graph:
-    """Where the graph begins and ends, and the leaves that it has reached. :meth:`begin`, the stage, :meth:`end`."""
+    """Where the graph begins and ends, and the leaves that it has reached: :meth:`begin`, the stage, :meth:`end`."""
 
     __slots__ = (
         "_aliases",
         "_device",
         "_guard",
         "_sources",
+        "accumulators",
         "edges",
         "entry",
         "is_compiled",
         "leaves",
-        "origins",
         "roots",
         "stream",
     )
 
     def __init__(self, stream: Stream | None = None, device: torch.device | None = None) -> None:
-        """``stream``: of its random numbers. ``device``: of the stage; None: that of whatever comes."""
+        """``stream``: of its random numbers. ``device``: the stage's; None: that of whatever it receives."""
         self.stream = stream  # going on in the backward where the forward has left it
-        self.entry: Node | None = None  # where it begins, if it has inputs
+        self.entry: Node | None = None  # where the graph begins, if it has inputs
         self.edges: list[GradientEdge] = []  # of the entry, one for each of these inputs
-        self.origins: list[tuple[Origin, int, torch.device | None]] = []  # who gets its gradient, and where
+        # Who gets the gradient of each edge, under which number, and on which device.
+        self.accumulators: list[tuple[GradAccumulator, int, torch.device | None]] = []
         self.roots: list[GradientEdge | None] = []  # one for each tensor that was sent
         self.leaves: Sequence[torch.Tensor] = ()
-        self.is_compiled = False  # it must not be kept then
+        self.is_compiled = False  # has nodes of torch.compile: it must not be kept then
         self._device = device
         self._sources: list[torch.Tensor] = []
         self._aliases: Sequence[torch.Tensor] = ()
         self._guard: torch.Tensor | None = None  # keeps the entry alive
 
-    def begin(self, sent: Sequence[Sent]) -> list[Any]:
-        """The values for the stage's function: tensors that need gradients as aliases."""
+    def begin(self, received: Sequence[StageValue]) -> list[Any]:
+        """Return the arguments for the stage's function: tensors that need gradients are aliases."""
         device, sources = self._device, self._sources
-        values: list[Any] = []
-        nested: list[tuple[int, list[Any], Any]] = []  # a place among the values, and what will be there
+        arguments: list[Any] = []
+        nested: list[tuple[int, list[Any], Any]] = []  # a place among the arguments, and what will be there
         places: list[tuple[list[Any], int]] = []
         fixed: list[bool] = []
-        for value in sent:
-            row = values
+        for value in received:
+            row = arguments
             if value.structure is not None:
                 row = []
-                nested.append((len(values), row, value.structure))
-                values.append(None)
+                nested.append((len(arguments), row, value.structure))
+                arguments.append(None)
             for leaf in value.leaves:
-                if type(leaf) is Crossing:
-                    tensor = arrive(leaf, device)
-                    if leaf.origin is not None:
+                if type(leaf) is BoundaryTensor:
+                    tensor = receive(leaf, device)
+                    if leaf.accumulator is not None:
                         places.append((row, len(row)))
                         sources.append(tensor)
                         fixed.append(leaf.is_fixed)
                         home = None if device is None else leaf.tensor.device
-                        self.origins.append((leaf.origin, leaf.number, home))
+                        self.accumulators.append((leaf.accumulator, leaf.number, home))
                     row.append(tensor)
                 else:
                     row.append(leaf)
@@ -106,27 +215,27 @@ class Graph:
                 row[position] = aliases[number]
                 self.edges.append(_edge(GradientEdge, (entry, number, None)))
         for position, row, structure in nested:
-            values[position] = unpack(row, structure)
-        return values
+            arguments[position] = unpack(row, structure)
+        return arguments
 
-    def end(self, outputs: Sequence[Any], origin: Origin) -> list[Sent]:
-        """What the stage sends: ``outputs``, their gradients going to ``origin``. :meth:`close` is a part of it."""
+    def end(self, outputs: Sequence[Any], accumulator: GradAccumulator) -> list[StageValue]:
+        """Return what the stage sends: ``outputs``, whose gradients go to ``accumulator``. Calls :meth:`close`."""
         self.close()
         roots = self.roots
         nodes: list[Node] = []
 
-        def cross(tensor: torch.Tensor) -> Crossing:
+        def cross(tensor: torch.Tensor) -> BoundaryTensor:
             if not tensor.requires_grad:
                 roots.append(None)
-                return Crossing(tensor)
+                return BoundaryTensor(tensor)
             root = edge_of(tensor)
             roots.append(root)
             nodes.append(root.node)
-            return Crossing(tensor.detach(), origin, len(roots) - 1, is_fixed(tensor))
+            return BoundaryTensor(tensor.detach(), accumulator, len(roots) - 1, is_fixed(tensor))
 
         sent = []
-        for output in outputs:  # no comprehension, and no pack for lone tensors: this is on every micro-batch's way
-            sent.append(Sent([cross(output)], None) if isinstance(output, torch.Tensor) else pack(output, cross))
+        for output in outputs:  # no comprehension, and no pack for lone tensors: every micro-batch comes here
+            sent.append(StageValue([cross(output)], None) if isinstance(output, torch.Tensor) else pack(output, cross))
         self.leaves, reached = find_leaves_and_nodes(nodes, self.entry)
         self.is_compiled = are_compiled(reached)
         return sent
@@ -140,25 +249,33 @@ class Graph:
         sources, aliases, entry = self._sources, self._aliases[1:], self.entry
         self._sources, self._aliases = [], ()
         for source, alias in zip(sources, aliases, strict=True):
-            if alias.grad_fn is not entry:
-                refuse_shared_memory(source, sources)
+            if alias.grad_fn is not entry and [memory_of(other) for other in sources].count(memory_of(source)) > 1:
+                raise RuntimeError(
+                    "a stage has changed an input in place that shares its memory with another of its inputs: across "
+                    "stages their common history cannot be kept; make one of them a copy"
+                )
 
-    def hand_on(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Give each gradient of an edge, the first of ``grads``, to whom it is due."""
-        for (origin, number, home), grad in zip(self.origins, grads, strict=False):
+    def deliver(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Add the gradients of the edges, the first of ``grads``, to the accumulators that they are for."""
+        for (accumulator, number, home), grad in zip(self.accumulators, grads, strict=False):
             if grad is not None:
-                origin.take(number, grad if home is None else grad.to(home, non_blocking=True))
-
-
-def refuse_shared_memory(changed: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Raises RuntimeError if another of the tensors shares the memory of the one that was changed."""
-    if [memory_of(tensor) for tensor in tensors].count(memory_of(changed)) > 1:
-        raise RuntimeError(
-            "a stage has changed an input in place that shares its memory with another of its inputs: across stages "
-            "their common history cannot be kept; make one of them a copy"
-        )
+                accumulator.add_gradient(number, grad if home is None else grad.to(home, non_blocking=True))
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Equal for tensors that share memory."""
+    """Return a number that is equal for tensors that share memory."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+
+
+def have_tangents(values: Any, *modules: nn.Module) -> bool:
+    """Return whether a tensor in ``values``, or a parameter or buffer of the modules, has a tangent.
+
+    Tangents of forward-mode differentiation (``torch.autograd.forward_ad``) would get lost at boundaries, where tensors
+    are cut off from their history.
+    """
+    if forward_ad._current_level < 0:
+        return False
+    leaves = [leaf.value if isinstance(leaf, Whole) else leaf for leaf in pytree.tree_leaves(values)]
+    state = [itertools.chain(module.parameters(), module.buffers()) for module in modules]
+    tensors = itertools.chain(pytree.tree_leaves(leaves), *state)
+    return any(isinstance(x, torch.Tensor) and has_tangent(x) for x in tensors)

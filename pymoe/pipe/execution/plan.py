@@ -1,21 +1,31 @@
-"""A schedule, made ready to be run."""
+"""A schedule prepared to be run, and whether its runs should use threads."""
 
 from __future__ import annotations
 
-from pymoe._runtime import LanePlan, LaneRun
-from pymoe.pipe.execution.worth import Worth
+import math
+
+from pymoe._runtime import PipelinePlan, PipelineRun
 from pymoe.pipe.schedules.action import Action, Kind
 from pymoe.pipe.schedules.schedule import Schedule
 from pymoe.pipe.schedules.validate import run as in_order
 
-__all__ = ["Plan", "Timed"]
+__all__ = ["InlinePolicy", "LongActions", "Plan", "TimedAction"]
 
-Timed = tuple[Action, float, float]
+INLINE_LIMIT_S = 500e-6
+"""Actions that take less are best run inline, on the caller's thread."""
+LONG_ACTIONS = 3
+LONG_ACTIONS_S = 5 * INLINE_LIMIT_S
+"""A run that begins inline starts the workers after so many longer actions that took so many seconds in total: a single
+one may have been held up by other processes."""
+ALWAYS_THREADS = False
+"""Use all workers however short actions are: for tests of threads."""
+
+TimedAction = tuple[Action, float, float]
 """An action, and when it started and ended: in seconds, by ``time.perf_counter``."""
 
 
 class Plan:
-    """The actions of a schedule as nodes of a native plan. A worker of the schedule is a lane there."""
+    """The actions of a schedule as nodes of a native plan."""
 
     def __init__(self, schedule: Schedule, kinds: frozenset[Kind] = frozenset(Kind)) -> None:
         """``kinds``: the actions to run; what others would have made is there already.
@@ -25,30 +35,68 @@ class Plan:
         """
         self.schedule = schedule
         self.workers = schedule.workers
-        self.worth = Worth()
+        self.policy = InlinePolicy()
         self.actions: list[Action] = []  # by node
-        self._lanes = LanePlan(schedule.workers)
+        self._nodes = PipelinePlan(schedule.workers)
         numbers: dict[Action, int] = {}
         for worker, order in enumerate(schedule.orders):
             for action in order:
                 if action.kind in kinds:
-                    numbers[action] = self._lanes.add(
-                        worker,
-                        queue=action.stage * len(Kind) + list(Kind).index(action.kind),
-                        live=(action.kind is Kind.FORWARD) - action.kind.frees,
-                        overtakes=action.kind in schedule.overtakes,
-                    )
+                    numbers[action] = self._nodes.add(worker)
                     self.actions.append(action)
-            if schedule.live_limits is not None and Kind.FORWARD in kinds and len(kinds) > 1:
-                self._lanes.set_limit(worker, schedule.live_limits[worker])
         self.in_order: list[Action] = []  # an order for one thread
         for _, action, dependencies in in_order(schedule):
             if action in numbers:
                 self.in_order.append(action)
                 for needed in dependencies:
                     if needed in numbers:
-                        self._lanes.add_edge(numbers[needed], numbers[action])
+                        self._nodes.add_edge(numbers[needed], numbers[action])
 
-    def run(self) -> LaneRun:
-        """A run of it, for the threads of its workers to ask."""
-        return self._lanes.run()
+    def run(self) -> PipelineRun:
+        """Begin a run, for the threads of all workers to ask."""
+        return self._nodes.run()
+
+
+class InlinePolicy:
+    """Whether runs of one plan call all threads at once, by what earlier runs have taught.
+
+    Where a good part of actions is Python, threads wait for the interpreter's lock more than they gain: a stage of two
+    linear layers of width 64 takes longer on two threads than on one. So a run of which nothing is known begins inline.
+    """
+
+    def __init__(self) -> None:
+        self._needs_threads = False
+        self._inline_s = math.inf  # what a run takes inline, as far as is known
+
+    @property
+    def uses_threads(self) -> bool:
+        """Whether a run calls all threads at once."""
+        return self._needs_threads or ALWAYS_THREADS
+
+    def saw_inline(self, seconds: float) -> None:
+        """A run has ended inline after so many seconds: its actions were short."""
+        self._inline_s = seconds
+
+    def saw_threads(self, seconds: float, durations: list[float]) -> None:
+        """A run has ended on threads after so many seconds, with actions that took so long.
+
+        Short actions look long there if they wait for each other: then the time of a run inline tells. It may be that
+        of smaller batches, so it counts less with every run that contradicts it.
+        """
+        long = sum([duration > INLINE_LIMIT_S for duration in durations])
+        self._needs_threads = 4 * long > len(durations) and seconds < self._inline_s
+        self._inline_s *= 2
+
+
+class LongActions:
+    """The long actions of one run that has begun inline."""
+
+    def __init__(self) -> None:
+        self._durations: list[float] = []
+
+    def are_enough(self, duration: float) -> bool:
+        """Return whether to call the other threads, after one more action that has taken so many seconds."""
+        if duration <= INLINE_LIMIT_S:
+            return False
+        self._durations.append(duration)
+        return len(self._durations) >= LONG_ACTIONS and sum(self._durations) > LONG_ACTIONS_S

@@ -17,7 +17,7 @@ of inputs (I) and that of weights (W). :func:`build` makes a :class:`Schedule` b
 from pymoe.pipe.schedules.gpipe import gpipe  # isort: skip
 from pymoe.pipe.schedules.one_forward_one_backward import one_forward_one_backward  # isort: skip
 from pymoe.pipe.schedules.interleaved import interleaved_one_forward_one_backward  # isort: skip
-from pymoe.pipe.schedules.zero_bubble import zero_bubble, zero_bubble_greedy  # isort: skip
+from pymoe.pipe.schedules.zero_bubble import zero_bubble  # isort: skip
 
 from pymoe.pipe.schedules.action import Action, Kind, ScheduleError
 from pymoe.pipe.schedules.png import png
@@ -53,5 +53,4 @@ __all__ = [
     "text",
     "validate",
     "zero_bubble",
-    "zero_bubble_greedy",
 ]

@@ -27,9 +27,6 @@ class Schedule:
     """The actions of every worker, in the order in which it runs them."""
     live_limits: tuple[int, ...] | None = None
     """For every worker, how many activations it may hold at once; None: no promise."""
-    overtakes: frozenset[Kind] = frozenset()
-    """Actions that may run before their turn, when that of the turn cannot start yet; forwards only below the live
-    limit. Micro-batches never overtake each other."""
 
     @property
     def stages(self) -> int:

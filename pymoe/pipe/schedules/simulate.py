@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from pymoe.pipe.schedules.action import Action, Kind
-from pymoe.pipe.schedules.overtaking import simulate_overtaking
 from pymoe.pipe.schedules.record import Record, Span
 from pymoe.pipe.schedules.schedule import Schedule
-from pymoe.pipe.schedules.validate import run, validate
+from pymoe.pipe.schedules.validate import run
 
 Duration = float | Sequence[float]
 
@@ -47,8 +46,7 @@ class Times:
 
 
 def simulate(schedule: Schedule, times: Callable[[Action], float] | None = None, communication: float = 0.0) -> Record:
-    """Start and end of every action when every worker keeps its order and starts each action as soon as it can; or,
-    where the schedule has actions that overtake, when it runs these instead of waiting.
+    """Return when every action starts and ends if every worker keeps its order and starts actions as soon as it can.
 
     ``times`` gives an action's duration: :class:`Times` (the default: 1 for forward, backward of inputs and backward of
     weights), or any function of the action. What another worker has to send arrives ``communication`` after its end and
@@ -60,9 +58,6 @@ def simulate(schedule: Schedule, times: Callable[[Action], float] | None = None,
     if not communication >= 0:
         raise ValueError(f"communication must take 0 or longer, got {communication}")
     time_of = _checked(times)
-    if schedule.overtakes:
-        validate(schedule)
-        return replace(simulate_overtaking(schedule, time_of, communication), unit=unit)
     ends: dict[Action, float] = {}
     free = [0.0] * schedule.workers
     spans: list[list[Span]] = [[] for _ in free]

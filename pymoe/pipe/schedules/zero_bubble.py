@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pymoe.pipe.schedules.action import Action, Kind
 from pymoe.pipe.schedules.registry import register
 from pymoe.pipe.schedules.schedule import Schedule
-
-ALL = frozenset(Kind)
 
 
 @register("zero-bubble")
@@ -47,15 +43,3 @@ def zero_bubble(stages: int, micro_batches: int, *, live_limit: int | None = Non
             order += [Action(stage, i, Kind.BACKWARD_WEIGHT) for i in left]
         orders.append(tuple(order))
     return Schedule("zero-bubble", micro_batches, tuple(range(stages)), tuple(orders), (limit,) * stages)
-
-
-@register("zero-bubble-greedy")
-def zero_bubble_greedy(stages: int, micro_batches: int, *, live_limit: int | None = None) -> Schedule:
-    """:func:`zero_bubble` whose workers do not wait: a backward of weights, or whatever else is ready, fills the gap.
-
-    For stages whose times vary from micro-batch to micro-batch, as with experts. With 4 to 8 stages and times that
-    vary by 60 % (log-normal) it takes 3 to 5 % less than the planned order; with even times up to 8 % more, since what
-    fills a gap holds up what comes a moment later. 1F1B and interleaved 1F1B gain nothing from it
-    (``python -m benchmarks.overtaking``).
-    """
-    return replace(zero_bubble(stages, micro_batches, live_limit=live_limit), name="zero-bubble-greedy", overtakes=ALL)

@@ -1,21 +1,29 @@
 """The backward pass of one micro-batch in one stage, in two parts: gradients of inputs first, those of weights later.
 
 The stage before waits for the first part alone, so a zero-bubble schedule (Qi et al., arXiv 2401.10241) fills the gaps
-of a pipeline with the second. Both together are one backward pass, cut in two: they do the same work and no node's work
-twice. ``graph_cut.py`` says where it is cut, ``put_off.py`` which nodes can wait with what.
+of a pipeline with the second. Both together are one backward pass, cut in two: they do the same work, and no node runs
+twice.
+
+The **input side** of the graph are the nodes from which an input can be reached. Where one of them has an edge to a
+node that does not lead to an input, a **weight side** begins: everything behind that edge serves gradients of weights.
+Weight sides that share a node (a weight that is used twice, say) are connected.
+
+An edge from the input side to a weight side can be **deferred** if its node can compute the gradients of its edges one
+by one (``deferred_weight_grad.py``). Then the weight side waits for part two. If any edge to it cannot be deferred, all
+weight sides that are connected to it belong to part one, so that no node of them runs twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 from pymoe.autograd.compiled_nodes import has_compiled_nodes
 from pymoe.autograd.isolated_graph import differentiate
-from pymoe.pipe.split_backward.graph_cut import cut_graph
-from pymoe.pipe.split_backward.put_off import Recorder, can_not_put_off, can_put_off, free_saved_tensors
+from pymoe.pipe.split_backward.deferred_weight_grad import Deferred, Recorder, can_defer, free_saved_tensors
 
 __all__ = ["SplitBackward"]
 
@@ -24,7 +32,7 @@ class SplitBackward:
     """A backward pass in two parts, on any threads: :meth:`input_gradients`, then :meth:`weight_gradients`. Each once.
 
     Accumulates nothing. Hooks of tensors within the graph run in one of the parts, as in a whole backward pass; those
-    of leaves do not run, being for sums over all micro-batches. Hooks of nodes that are put off
+    of leaves do not run, being for sums over all micro-batches. Hooks of deferred nodes
     (``Node.register_hook``) see what the first part computes. The sums are those of a whole backward pass, bit for bit;
     only where the graph uses a weight three times or more, and in different ways (as it is and transposed, say), their
     order may be another.
@@ -33,7 +41,7 @@ class SplitBackward:
         roots: where the backward pass begins.
         inputs: where the graph begins. What is behind them is never run.
         leaves: all tensors within the graph whose gradients are wanted, each once.
-        is_compiled: whether there are nodes of ``torch.compile``; None: it looks.
+        is_compiled: whether there are nodes of ``torch.compile``; None: not known.
     """
 
     def __init__(
@@ -55,7 +63,7 @@ class SplitBackward:
         self._late_roots: list[tuple[GradientEdge, Tensor]] = []
 
     def input_gradients(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """The first part.
+        """Run the first part.
 
         Args:
             grads: for every root a gradient of its shape, or None.
@@ -64,7 +72,7 @@ class SplitBackward:
             A gradient for every one of ``inputs``; None for one that the roots with gradients do not depend on.
 
         Raises:
-            RuntimeError: it has run before. What the graph raises passes; then the second part can not be had.
+            RuntimeError: it has run before. What the graph raises passes; then there is no second part.
         """
         if self._graph is None:
             raise RuntimeError("SplitBackward: the gradients of the inputs are computed once")
@@ -77,11 +85,11 @@ class SplitBackward:
             nodes,
             [edge.node for edge in inputs],
             {id(leaf): number for number, leaf in enumerate(leaves)},
-            can_not_put_off if self._is_compiled else can_put_off,
+            self._is_compiled,
         )
         early = [number for number, late in enumerate(cut.late_leaves) if not late]
         now = [(root, grad) for (root, grad), late in zip(given, cut.late_roots, strict=True) if not late]
-        with Recorder(cut.put_off) as recorder:
+        with Recorder(cut.deferred) as recorder:
             found = differentiate(
                 [root for root, _ in now],
                 [grad for _, grad in now],
@@ -93,7 +101,7 @@ class SplitBackward:
         for number, gradient in zip(early, found[len(inputs) :], strict=True):
             self._gradients[number] = gradient
         if not self._is_compiled:  # these are free
-            kept = {put_off.node for put_off in cut.put_off}
+            kept = {deferred.node for deferred in cut.deferred}
             free_saved_tensors([node for node in cut.input_side if node not in kept])
         self._recorder = recorder
         self._late = [number for number, late in enumerate(cut.late_leaves) if late]
@@ -101,7 +109,7 @@ class SplitBackward:
         return found[: len(inputs)]
 
     def weight_gradients(self) -> tuple[Tensor | None, ...]:
-        """The second part. Lets go of the graph, also if it fails.
+        """Run the second part. Lets go of the graph, also if it fails.
 
         Returns:
             A gradient for every one of ``leaves``; None for one that the roots with gradients do not depend on.
@@ -127,3 +135,105 @@ class SplitBackward:
         for number, gradient in zip(late, found, strict=True):
             gradients[number] = gradient
         return tuple(gradients)
+
+
+class GraphCut(NamedTuple):
+    """A graph in two parts."""
+
+    input_side: list[Node]
+    """Without the inputs."""
+    deferred: list[Deferred]
+    late_roots: list[bool]
+    """For every root, whether all of it waits for part two."""
+    late_leaves: list[bool]
+    """For every leaf, whether its gradient waits for part two."""
+
+
+def cut_graph(
+    roots: Sequence[Node],
+    inputs: Sequence[Node],
+    leaves: Mapping[int, int],
+    is_compiled: bool,
+) -> GraphCut:
+    """Cut the graph that ends in ``roots``.
+
+    Args:
+        roots: where backward passes begin.
+        inputs: the nodes at which the graph begins; what is behind them belongs to others.
+        leaves: for the id of every tensor whose gradient is wanted, its number.
+        is_compiled: whether there are nodes of ``torch.compile``; then nothing can be deferred.
+    """
+    behind = set(inputs)
+    parents: dict[Node, list[tuple[Node, int]]] = {}  # of every node but the roots: whose edges lead to it, and which
+    leaf_nodes: dict[Node, int] = {}
+    seen = set(roots) - behind
+    stack = list(seen)
+    while stack:
+        node = stack.pop()
+        following = node.next_functions
+        for place, (after, _) in enumerate(following):
+            if after is None:
+                continue
+            if after in parents:
+                parents[after].append((node, place))
+                continue
+            parents[after] = [(node, place)]
+            if after not in behind and after not in seen:
+                seen.add(after)
+                stack.append(after)
+        if not following and (leaf := leaves.get(id(getattr(node, "variable", None)))) is not None:
+            leaf_nodes[node] = leaf
+
+    input_side = set(behind)
+    stack = list(inputs)
+    while stack:
+        for node, _ in parents.get(stack.pop(), ()):
+            if node not in input_side:
+                input_side.add(node)
+                stack.append(node)
+
+    weight_side = {node for node in leaf_nodes if node not in input_side}
+    cuts: dict[Node, list[tuple[int, Node]]] = {}  # of nodes of the input side: edges to weight sides
+    stack = list(weight_side)
+    while stack:
+        after = stack.pop()
+        for node, place in parents.get(after, ()):
+            if node in input_side:
+                cuts.setdefault(node, []).append((place, after))
+            elif node not in weight_side:
+                weight_side.add(node)
+                stack.append(node)
+
+    early: set[Node] = set()
+    deferred = []
+    for node, edges in cuts.items():
+        places = tuple(sorted([place for place, _ in edges]))
+        if not is_compiled and can_defer(node, places):
+            deferred.append(Deferred(node, places))
+        else:
+            early.update([after for _, after in edges])
+    if early:
+        _spread(early, weight_side, parents)
+        rest = {node: sorted([place for place, after in cuts[node] if after not in early]) for node, _ in deferred}
+        deferred = [Deferred(node, tuple(places)) for node, places in rest.items() if places]
+    late = weight_side - early
+    late_leaves = {leaf for node, leaf in leaf_nodes.items() if node in late}
+    return GraphCut(
+        list(input_side - behind),
+        deferred,
+        [root in late for root in roots],
+        [number in late_leaves for number in range(len(leaves))],
+    )
+
+
+def _spread(early: set[Node], weight_side: set[Node], parents: Mapping[Node, Sequence[tuple[Node, int]]]) -> None:
+    """Add to ``early`` all of the weight side that hangs together with it."""
+    stack = list(early)
+    while stack:
+        node = stack.pop()
+        around = [after for after, _ in node.next_functions if after is not None]
+        around += [parent for parent, _ in parents.get(node, ())]
+        for other in around:
+            if other in weight_side and other not in early:
+                early.add(other)
+                stack.append(other)

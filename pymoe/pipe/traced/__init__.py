@@ -11,7 +11,6 @@ from pymoe.pipe.traced.split_points import (
     mark_boundary,
     pipe_split,
 )
-from pymoe.pipe.traced.tracing import pipeline
 
 __all__ = [
     "LossWrapper",
@@ -23,7 +22,6 @@ __all__ = [
     "annotate_split_points",
     "mark_boundary",
     "pipe_split",
-    "pipeline",
     "split_by_flops",
     "split_by_time",
     "split_into_equal_parameters",

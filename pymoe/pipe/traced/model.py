@@ -21,7 +21,7 @@ from pymoe.pipe.capture.guards import Guards
 from pymoe.pipe.capture.input_checks import InputChecks
 from pymoe.pipe.capture.opaque import Computed
 from pymoe.pipe.devices import place
-from pymoe.pipe.execution.turns import Turns, taking_turns
+from pymoe.pipe.execution.shared_layers import StageLock, serialize_shared_layers
 from pymoe.pipe.micro_batches import MicroBatches, Whole
 from pymoe.pipe.staged import StagedModel
 from pymoe.pipe.stages import Pipeline, Stage
@@ -77,7 +77,7 @@ class TracedModel(StagedModel):
         self._constants: list[dict[str, torch.Tensor]] = []
         self._lacks_some = False
         self._is_chosen = False  # for the call whose micro-batches were made last
-        self._one_at_a_time = Turns()  # threads that find that it must be captured again
+        self._one_at_a_time = StageLock()  # threads that find that it must be captured again
         first = trace(module, args, kwargs)
         self._example = first.arguments
         self._now = self._add(first)
@@ -110,13 +110,13 @@ class TracedModel(StagedModel):
         self._is_chosen = True
         return made
 
-    def enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the leaves of the arguments."""
         leaves = self._now.arguments.flatten(tuple(args), dict(kwargs))
         self._now.input_checks.check(leaves)
         return leaves
 
-    def leave(self, values: Sequence[Any]) -> Any:
+    def unflatten_outputs(self, values: Sequence[Any]) -> Any:
         """Return the model's output."""
         variant = self._now
         computed = iter(values)
@@ -225,7 +225,7 @@ class TracedModel(StagedModel):
         stages = [
             Stage(function, stage.inputs, stage.outputs, (part,), device)
             for function, stage, part, device in zip(
-                taking_turns(functions, self.parts), made.stages, self.parts, devices, strict=True
+                serialize_shared_layers(functions, self.parts), made.stages, self.parts, devices, strict=True
             )
         ]
         return Pipeline(tuple(stages), inputs, made.outputs)

@@ -16,7 +16,7 @@ from pymoe.pipe.distributed.messages import (
     read_tensors,
     read_values,
 )
-from pymoe.pipe.execution.values import Crossing, Origin, pack, unpack
+from pymoe.pipe.execution.graph import BoundaryTensor, GradAccumulator, pack, unpack
 
 Pair = collections.namedtuple("Pair", "left right")
 
@@ -32,9 +32,9 @@ def travel(description, tensors):
 
 
 def through(value):
-    described, tensors = travel(*describe_values([pack(value, Crossing)]))
+    described, tensors = travel(*describe_values([pack(value, BoundaryTensor)]))
     (sent,) = read_values(described, tensors, None)
-    return unpack([leaf.tensor if type(leaf) is Crossing else leaf for leaf in sent.leaves], sent.structure)
+    return unpack([leaf.tensor if type(leaf) is BoundaryTensor else leaf for leaf in sent.leaves], sent.structure)
 
 
 @pytest.mark.parametrize(
@@ -73,12 +73,14 @@ def test_structures_and_other_things_arrive_and_nothing_warns():
 
 
 def test_gradients_go_to_the_tensors_that_need_one():
-    origin, far = Origin(), Origin()
+    accumulator, far = GradAccumulator(), GradAccumulator()
     needs = iter([True, False, True])
-    sent = pack([torch.ones(1), torch.ones(2), torch.ones(3)], lambda t: Crossing(t, far if next(needs) else None))
+    sent = pack(
+        [torch.ones(1), torch.ones(2), torch.ones(3)], lambda t: BoundaryTensor(t, far if next(needs) else None)
+    )
     described, tensors = travel(*describe_values([sent]))
-    (found,) = read_values(described, tensors, origin)
-    assert [leaf.origin for leaf in found.leaves] == [origin, None, origin]
+    (found,) = read_values(described, tensors, accumulator)
+    assert [leaf.accumulator for leaf in found.leaves] == [accumulator, None, accumulator]
     assert [leaf.number for leaf in found.leaves] == [0, 1, 2]
 
 
@@ -91,7 +93,7 @@ def test_missing_gradients_stay_missing():
 
 def test_equal_shapes_have_equal_descriptions():
     def describe(fill, rows):
-        return describe_values([pack({"x": torch.full((rows, 3), fill), "n": 1}, Crossing)])[0]
+        return describe_values([pack({"x": torch.full((rows, 3), fill), "n": 1}, BoundaryTensor)])[0]
 
     assert describe(1.0, 2) == describe(7.0, 2) != describe(1.0, 3)
 

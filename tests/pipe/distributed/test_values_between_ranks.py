@@ -66,11 +66,11 @@ class ByHand(StagedModel):
     def pipeline(self):
         return self._pipeline
 
-    def enter(self, args, kwargs):
+    def flatten_inputs(self, args, kwargs):
         given = dict(zip(self.module.names, args, strict=False)) | dict(kwargs)
         return [given[name] for name in self.module.names]
 
-    def leave(self, values):
+    def unflatten_outputs(self, values):
         return self.module.result(*values)
 
 

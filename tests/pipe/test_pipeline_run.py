@@ -1,4 +1,4 @@
-"""The bound lanes: a plan of nodes, each run by the thread of its lane."""
+"""The bound run of a pipeline: a plan of nodes, each run by the thread of its worker."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import pytest
 from limits import LONG
 from processes import in_child, run_python
 
-from pymoe._runtime import LanePlan, LaneRun
+from pymoe._runtime import PipelinePlan, PipelineRun
 
 
-def in_lanes(run: LaneRun, lanes: int, work: Callable[[int, int], object]) -> None:
-    """Run every lane of a run to its end on a thread of its own."""
+def in_workers(run: PipelineRun, workers: int, work: Callable[[int, int], object]) -> None:
+    """Run every worker of a run to its end on a thread of its own."""
 
-    def lane_thread(lane: int) -> None:
-        node = run.next(lane)
+    def worker_thread(worker: int) -> None:
+        node = run.next(worker)
         while node is not None:
-            work(lane, node)
-            node = run.next(lane, node)
+            work(worker, node)
+            node = run.next(worker, node)
 
-    threads = [threading.Thread(target=lane_thread, args=(lane,), daemon=True) for lane in range(lanes)]
+    threads = [threading.Thread(target=worker_thread, args=(worker,), daemon=True) for worker in range(workers)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -34,46 +34,46 @@ def in_lanes(run: LaneRun, lanes: int, work: Callable[[int, int], object]) -> No
         assert not thread.is_alive()
 
 
-def chain(lanes: int, steps: int) -> LanePlan:
-    """Nodes of which each waits for the one before, in the lanes by turns."""
-    plan = LanePlan(lanes)
-    for number in range(lanes * steps):
-        node = plan.add(number % lanes, 0)
+def chain(workers: int, steps: int) -> PipelinePlan:
+    """Nodes of which each waits for the one before, in the workers by turns."""
+    plan = PipelinePlan(workers)
+    for number in range(workers * steps):
+        node = plan.add(number % workers)
         if node > 0:
             plan.add_edge(node - 1, node)
     return plan
 
 
-def blocked() -> LaneRun:
-    """A run whose lane 1 waits for lane 0."""
+def blocked() -> PipelineRun:
+    """A run whose worker 1 waits for worker 0."""
     return chain(2, 1).run()
 
 
-def wait_inside(run: LaneRun, lane: int, found: list[object]) -> threading.Thread:
-    """A thread that is inside of ``run.next(lane)`` and puts its answer into ``found``."""
+def wait_inside(run: PipelineRun, worker: int, found: list[object]) -> threading.Thread:
+    """A thread that is inside of ``run.next(worker)`` and puts its answer into ``found``."""
 
     def ask() -> None:
-        found.append(run.next(lane))
+        found.append(run.next(worker))
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     end = time.monotonic() + LONG
     while time.monotonic() < end:
         with pytest.raises(RuntimeError) as caught:
-            run.next(lane, finished=0)
-        if "another thread waits in lane" in str(caught.value):
+            run.next(worker, finished=0)
+        if "another thread waits for worker" in str(caught.value):
             return thread
-    raise AssertionError("nobody waits in the lane")
+    raise AssertionError("nobody waits in the worker")
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 3])
-def test_every_run_of_a_plan_keeps_to_its_edges(lanes: int) -> None:
-    plan = chain(lanes, 20)
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_every_run_of_a_plan_keeps_to_its_edges(workers: int) -> None:
+    plan = chain(workers, 20)
     for _ in range(5):
         run = plan.run()
         ran: list[int] = []
-        in_lanes(run, lanes, lambda lane, node, ran=ran: ran.append(node))
-        assert ran == list(range(lanes * 20))
+        in_workers(run, workers, lambda worker, node, ran=ran: ran.append(node))
+        assert ran == list(range(workers * 20))
         assert run.done()
         assert not run.cancelled()
 
@@ -82,7 +82,7 @@ def test_runs_of_one_plan_at_once() -> None:
     plan = chain(2, 50)
     ran: list[list[int]] = [[], [], []]
     threads = [
-        threading.Thread(target=lambda seen=seen: in_lanes(plan.run(), 2, lambda lane, node: seen.append(node)))
+        threading.Thread(target=lambda seen=seen: in_workers(plan.run(), 2, lambda worker, node: seen.append(node)))
         for seen in ran
     ]
     for thread in threads:
@@ -90,29 +90,6 @@ def test_runs_of_one_plan_at_once() -> None:
     for thread in threads:
         thread.join(LONG)
     assert ran == [list(range(100))] * 3
-
-
-def test_what_overtakes_does_so_below_the_limit() -> None:
-    plan = LanePlan(lanes=2)
-    gate = plan.add(1, queue=0)
-    first = plan.add(0, queue=0, live=1, overtakes=True)
-    backward = plan.add(0, queue=1, live=-1, overtakes=True)
-    second, third = (plan.add(0, queue=0, live=1, overtakes=True) for _ in range(2))
-    plan.add_edge(before=gate, after=backward)
-    plan.set_limit(lane=0, limit=2)
-    run = plan.run()
-    assert run.next(0) == first
-    assert run.next(lane=0, finished=first) == second
-    assert run.next(1) == gate
-    assert run.next(1, gate) is None
-    assert run.next(0, second) == backward
-    assert run.next(0, backward) == third
-    assert not run.done()
-    assert run.next(0, third) is None
-    assert run.done()
-    plan.set_limit(0, None)
-    run = plan.run()
-    assert [run.next(0), run.next(0, first), run.next(0, second)] == [first, second, third]
 
 
 def test_waiting_lets_others_run_python_and_an_answer_wakes() -> None:
@@ -127,9 +104,9 @@ def test_waiting_lets_others_run_python_and_an_answer_wakes() -> None:
 
 
 def test_an_answer_that_is_there_keeps_the_gil() -> None:
-    plan = LanePlan(1)
+    plan = PipelinePlan(1)
     for _ in range(100_000):
-        plan.add(0, 0)
+        plan.add(0)
     turns = 0
     stop = threading.Event()
 
@@ -183,7 +160,7 @@ def test_ctrl_c_ends_a_wait_of_the_main_thread_and_not_the_run() -> None:
     assert not run.cancelled()
     assert run.next(0) == 0
     assert run.next(0, 0) is None
-    assert run.next(1) == 1  # the lane may be asked again
+    assert run.next(1) == 1  # the worker may be asked again
     assert run.next(1, 1) is None
     assert run.done()
 
@@ -231,12 +208,12 @@ def test_a_run_is_of_use_in_its_own_process_alone() -> None:
     thread.join(LONG)
 
 
-def test_the_interpreter_ends_while_threads_wait_in_lanes() -> None:
+def test_the_interpreter_ends_while_threads_wait_in_workers() -> None:
     result = run_python("""
         import threading, time
-        from pymoe._runtime import LanePlan
-        plan = LanePlan(2)
-        plan.add_edge(plan.add(0, 0), plan.add(1, 0))
+        from pymoe._runtime import PipelinePlan
+        plan = PipelinePlan(2)
+        plan.add_edge(plan.add(0), plan.add(1))
         runs = [plan.run() for _ in range(4)]
         for run in runs:
             threading.Thread(target=run.next, args=(1,), daemon=True).start()
@@ -248,11 +225,11 @@ def test_the_interpreter_ends_while_threads_wait_in_lanes() -> None:
 
 
 def test_plans_and_runs_hold_nothing_alive_and_a_run_outlives_its_plan() -> None:
-    class Kept(LanePlan):  # one that can be in a cycle
-        run_of: LaneRun
+    class Kept(PipelinePlan):  # one that can be in a cycle
+        run_of: PipelineRun
 
     plan = Kept(1)
-    plan.add(0, 0)
+    plan.add(0)
     run = plan.run_of = plan.run()
     gone = weakref.ref(plan)
     plan.itself = plan  # type: ignore[attr-defined]
@@ -264,37 +241,37 @@ def test_plans_and_runs_hold_nothing_alive_and_a_run_outlives_its_plan() -> None
 
 
 def test_a_cycle_is_refused_by_its_nodes() -> None:
-    plan = LanePlan(2)
-    first, second = plan.add(0, 0), plan.add(0, 0)
-    other = plan.add(1, 0)
+    plan = PipelinePlan(2)
+    first, second = plan.add(0), plan.add(0)
+    other = plan.add(1)
     plan.add_edge(second, other)
     plan.run()
-    plan.add_edge(other, first)  # against the order of lane 0
-    with pytest.raises(ValueError, match=r"cycle: node 0 \(lane 0\) -> node 1 \(.*\) -> node 2 \(lane 1\) -> node 0"):
+    plan.add_edge(other, first)  # against the order of worker 0
+    with pytest.raises(ValueError, match=r"cycle: node 0 \(worker 0\) -> node 1 .* -> node 2 \(worker 1\) -> node 0"):
         plan.run()
 
 
 def test_wrong_use() -> None:
-    with pytest.raises(ValueError, match="there must be a lane"):
-        LanePlan(0)
-    plan = LanePlan(2)
-    plan.add(0, 0)
-    with pytest.raises(IndexError, match="there is no lane 2, the lanes are 0 to 1"):
-        plan.add(2, 0)
-    with pytest.raises(IndexError, match="there is no lane -1"):
-        plan.set_limit(-1, None)
-    with pytest.raises(IndexError, match="there is no node 1, there are 1"):
+    with pytest.raises(ValueError, match="workers must be a positive integer, got 0"):
+        PipelinePlan(0)
+    plan = PipelinePlan(2)
+    plan.add(0)
+    with pytest.raises(IndexError, match="expected a worker from 0 to 1, got 2"):
+        plan.add(2)
+    with pytest.raises(IndexError, match="expected a worker from 0 to 1, got -1"):
+        plan.add(-1)
+    with pytest.raises(IndexError, match="expected one of 1 nodes, got node 1"):
         plan.add_edge(0, 1)
     run = plan.run()
-    with pytest.raises(IndexError, match="there is no lane 2"):
+    with pytest.raises(IndexError, match="expected a worker from 0 to 1, got 2"):
         run.next(2)
     for number in (-1, 1):
-        with pytest.raises(IndexError, match=f"there is no node {number}"):
+        with pytest.raises(IndexError, match=f"got node {number}"):
             run.next(0, number)
-    with pytest.raises(RuntimeError, match="lane 0 runs nothing, but is said to have finished node 0"):
+    with pytest.raises(RuntimeError, match="worker 0 runs nothing, but is reported to have finished node 0"):
         run.next(0, 0)
     assert run.next(0) == 0
-    with pytest.raises(RuntimeError, match="lane 0 runs node 0, but is said to have finished nothing"):
+    with pytest.raises(RuntimeError, match="worker 0 runs node 0, but is reported to have finished nothing"):
         run.next(0)
     with pytest.raises(TypeError):
-        LaneRun()
+        PipelineRun()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pymoe.nn import MoE
-from pymoe.pipe.execution.turns import taking_turns
+from pymoe.pipe.execution.shared_layers import serialize_shared_layers
 
 
 class Table(nn.Module):
@@ -31,7 +31,7 @@ class Counted(Table):
 def two_stages(layer, run):
     """Functions of two stages that have the layer, each of which calls ``run``."""
     parts = [nn.Sequential(layer), nn.Sequential(nn.Linear(3, 3), layer)]
-    return taking_turns([run, run], parts)
+    return serialize_shared_layers([run, run], parts)
 
 
 def at_the_same_time(functions):
@@ -75,10 +75,10 @@ def test_stages_that_share_a_layer_that_is_written_to_take_turns(layer):
 def test_layers_of_one_stage_take_no_turns():
     functions = [lambda value: [value], lambda value: [value]]
     parts = [nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)), nn.Sequential(nn.BatchNorm1d(3))]
-    assert taking_turns(functions, parts) == functions
+    assert serialize_shared_layers(functions, parts) == functions
 
 
 def test_a_parameter_that_stages_share_needs_no_turns():
     layer = nn.Linear(3, 3)
     functions = [lambda value: [value], lambda value: [value]]
-    assert taking_turns(functions, [nn.Sequential(layer), nn.Sequential(layer)]) == functions
+    assert serialize_shared_layers(functions, [nn.Sequential(layer), nn.Sequential(layer)]) == functions

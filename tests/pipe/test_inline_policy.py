@@ -9,47 +9,47 @@ import torch
 from torch import nn
 
 from pymoe.pipe import Pipe
-from pymoe.pipe.execution import workers, worth
-from pymoe.pipe.execution.worth import Alone, Worth
+from pymoe.pipe.execution import plan, step_state
+from pymoe.pipe.execution.plan import InlinePolicy, LongActions
 
-LONG, SHORT = 2 * worth.PATIENCE, worth.PATIENCE / 10
+LONG, SHORT = 2 * plan.INLINE_LIMIT_S, plan.INLINE_LIMIT_S / 10
 
 
 def test_one_long_action_calls_nobody_and_several_do() -> None:
-    looking = Alone()
-    assert not looking.is_too_long(100 * worth.LOST)  # held up by another process
-    assert not looking.is_too_long(SHORT)
-    assert not looking.is_too_long(LONG)
-    assert looking.is_too_long(LONG)
+    long = LongActions()
+    assert not long.are_enough(100 * plan.LONG_ACTIONS_S)  # held up by another process
+    assert not long.are_enough(SHORT)
+    assert not long.are_enough(LONG)
+    assert long.are_enough(LONG)
 
 
 def test_several_that_are_hardly_longer_call_nobody() -> None:
-    looking = Alone()
-    assert not any([looking.is_too_long(1.01 * worth.PATIENCE) for _ in range(worth.SEVERAL + 1)])
+    long = LongActions()
+    assert not any([long.are_enough(1.01 * plan.INLINE_LIMIT_S) for _ in range(plan.LONG_ACTIONS + 1)])
 
 
 def test_threads_are_called_at_once_when_a_quarter_of_the_actions_was_long() -> None:
-    known = Worth()
-    assert not known.is_known
-    known.saw_together(1.0, [LONG, SHORT, SHORT, SHORT])
-    assert not known.is_known
-    known.saw_together(1.0, [LONG, LONG, SHORT, SHORT])
-    assert known.is_known
+    policy = InlinePolicy()
+    assert not policy.uses_threads
+    policy.saw_threads(1.0, [LONG, SHORT, SHORT, SHORT])
+    assert not policy.uses_threads
+    policy.saw_threads(1.0, [LONG, LONG, SHORT, SHORT])
+    assert policy.uses_threads
 
 
 def test_actions_that_are_long_because_of_the_threads_do_not_keep_them() -> None:
-    known = Worth()
-    known.saw_alone(0.5)
-    known.saw_together(0.6, [LONG] * 8)
-    assert not known.is_known
+    policy = InlinePolicy()
+    policy.saw_inline(0.5)
+    policy.saw_threads(0.6, [LONG] * 8)
+    assert not policy.uses_threads
 
 
 def test_an_old_time_of_smaller_batches_is_forgotten() -> None:
-    known = Worth()
-    known.saw_alone(0.5)
+    policy = InlinePolicy()
+    policy.saw_inline(0.5)
     runs = 0
-    while not known.is_known:
-        known.saw_together(5.0, [LONG] * 8)
+    while not policy.uses_threads:
+        policy.saw_threads(5.0, [LONG] * 8)
         runs += 1
     assert runs == 5
 
@@ -88,7 +88,7 @@ class Recorded(nn.Module):
 
 def test_a_pipe_that_was_held_up_once_comes_back_to_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(workers, "time", clock)
+    monkeypatch.setattr(step_state, "time", clock)
     layers = [Recorded(clock), Recorded(clock)]
     pipe = Pipe(nn.Sequential(*layers), 6)
     x = torch.randn(6, 2)

@@ -1,33 +1,32 @@
-"""Nodes whose gradients for weights are computed later than those for inputs.
+"""Nodes whose gradients of weights are computed later than those of inputs.
 
-Which can:
+These nodes can defer them:
 
-- Nodes of torch's whose derivatives are computed one by one, each only if it is asked for (:data:`ONE_BY_ONE`). One
-  whose saved tensors are packed by somebody's hooks (a checkpoint would run its forward again) is left whole.
-- An ``autograd.Function`` that says so, with a class attribute ``backward_in_parts = True``. Its ``backward`` is then
-  called up to twice, each time with a ``ctx.needs_input_grad`` that asks for some of the gradients only, and must
-  compute those alone, from the same saved tensors. What both calls need, the first may leave on ``ctx``. Gradients of
-  outputs that have none are zeros in the second call, also where the function has turned off their materialization.
-  Functions that do not say so are called once.
+- Nodes of torch whose derivatives are computed one by one, each only if it is asked for (:data:`ONE_BY_ONE`). A node
+  whose saved tensors are packed by hooks (a checkpoint would run its forward again) is left whole.
+- An ``autograd.Function`` with a class attribute ``backward_in_parts = True``. Its ``backward`` is then called up to
+  twice, each time with a ``ctx.needs_input_grad`` that asks for some of the gradients only, and must compute those
+  alone, from the same saved tensors. What both calls need, the first may leave on ``ctx``. Gradients of outputs that
+  have none are zeros in the second call, even if the function has turned off their materialization. Functions without
+  the attribute are called once.
 
-In a graph with nodes of ``torch.compile`` none can: these run where nothing is kept.
+In a graph with nodes of ``torch.compile`` no node can: they run in graphs of which nothing is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from pymoe._torch_private import run_backward
+from pymoe._torch_private import FunctionBase, len_torch_dispatch_stack, run_backward
 from pymoe.autograd.graph_nodes import apply_directly
-from pymoe.pipe.split_backward.graph_cut import PutOff
 
-__all__ = ["Recorder", "can_not_put_off", "can_put_off", "free_saved_tensors"]
+__all__ = ["Deferred", "Recorder", "can_defer", "free_saved_tensors"]
 
 _MATRICES = "Addmm Mm Addbmm Baddbmm Bmm Addmv Mv Addr Dot Linear MkldnnLinear GroupedMm Trilinear"
 _LAYERS = "Convolution ConvolutionOverrideable NativeLayerNorm NativeGroupNorm NativeBatchNorm FusedRmsNorm"
@@ -35,27 +34,30 @@ _ELEMENTS = "Add Sub Mul Div"
 ONE_BY_ONE = frozenset([f"{name}Backward0" for name in f"{_MATRICES} {_LAYERS} {_ELEMENTS}".split()])
 
 
+class Deferred(NamedTuple):
+    """A node of the input side, whose gradients for some of its edges wait for part two."""
+
+    node: Node
+    edges: tuple[int, ...]
+    """Which of ``node.next_functions``."""
+
+
 def _can_run_in_parts(node: Node) -> bool:
-    if isinstance(node, torch._C._FunctionBase):
+    if isinstance(node, FunctionBase):
         return getattr(getattr(node, "_forward_cls", None), "backward_in_parts", False) is True
     return node.name() in ONE_BY_ONE and not any([saved.unpack_hook is not None for saved in _saved_tensors(node)])
 
 
-def can_put_off(node: Node, edges: tuple[int, ...]) -> bool:
-    """Can the node compute the gradients of these edges by themselves? Not while anomalies are looked for."""
+def can_defer(node: Node, edges: tuple[int, ...]) -> bool:
+    """Return whether the node can compute the gradients of these edges by themselves. Not in anomaly mode."""
     return _can_run_in_parts(node) and not torch.is_anomaly_enabled()
-
-
-def can_not_put_off(node: Node, edges: tuple[int, ...]) -> bool:
-    """Where the nodes that run in the first part lose what they have saved: it has nodes of ``torch.compile``."""
-    return False
 
 
 _saved_names: dict[type, tuple[str, ...]] = {}
 
 
 def _saved_tensors(node: Any) -> list[Any]:
-    """What holds the tensors that a node of torch's has saved."""
+    """Return what holds the tensors that a node of torch has saved."""
     kind = type(node)
     names = _saved_names.get(kind)
     if names is None:
@@ -72,9 +74,9 @@ def _drop(saved: Any) -> None:
 
 
 def free_saved_tensors(nodes: Iterable[Node]) -> None:
-    """Let nodes that never run again go of the tensors that they have saved."""
+    """Free the tensors that nodes have saved which never run again."""
     for node in nodes:
-        if isinstance(node, torch._C._FunctionBase):
+        if isinstance(node, FunctionBase):
             node.maybe_clear_saved_tensors()  # type: ignore[attr-defined]
             continue
         for saved in _saved_tensors(node):
@@ -89,7 +91,7 @@ class _Enough(Exception):
     """Ends a backward pass."""
 
 
-class _Alone(torch.autograd.Function):
+class _WithinBackward(torch.autograd.Function):
     """Does some work within a backward pass, which then ends."""
 
     @staticmethod
@@ -106,8 +108,8 @@ class _Alone(torch.autograd.Function):
 class Recorder:
     """Keeps the gradients that arrive at nodes in part one, after all hooks, for their weights in part two."""
 
-    def __init__(self, put_off: list[PutOff]) -> None:
-        self._edges = {node: edges for node, edges in put_off}
+    def __init__(self, deferred: Sequence[Deferred]) -> None:
+        self._edges = {node: edges for node, edges in deferred}
         self._arrived: dict[Node, tuple[Tensor | None, ...]] = {}  # in the order in which the nodes have run
         self._places: dict[Any, list[int]] = {}  # of Python functions: which argument each edge belongs to, -1 for none
         self._hooks: list[Any] = []
@@ -115,7 +117,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         for node, edges in self._edges.items():
             self._hooks.append(node.register_prehook(self._hook_for(node)))
-            if isinstance(node, torch._C._FunctionBase):
+            if isinstance(node, FunctionBase):
                 function: Any = node
                 needs = function.needs_input_grad
                 asked = iter([place for place, need in enumerate(needs) if need])
@@ -139,7 +141,7 @@ class Recorder:
         return arrive
 
     def gradients(self) -> tuple[list[GradientEdge], list[Tensor]]:
-        """The gradients that were put off, and the edges that they go along. Runs the recorded nodes, for these alone.
+        """Return the deferred gradients, and the edges that they go along. Runs the recorded nodes, for these alone.
 
         torch's nodes look up in the running backward pass which of their edges lead to something that is asked for.
         So this starts one that asks for the weights' sides, runs the nodes by hand in it, and ends it there.
@@ -170,7 +172,7 @@ class Recorder:
                 anchor = torch.empty(0, device=device, requires_grad=True)
                 # Leaves come after it in the pass, and others have been made before it: so it is the first to run. The
                 # gradients given to these only mark them as part of the pass, which ends before it comes to them.
-                start = apply_directly(_Alone, work, anchor, *leaves)
+                start = apply_directly(_WithinBackward, work, anchor, *leaves)
             grads = (torch.empty_like(start), *[_blank(end) for end in others])
             roots, inputs = (GradientEdge(start.grad_fn, 0), *others), (anchor, *ends)
             with suppress(_Enough):
@@ -201,7 +203,7 @@ def _is_leaf(edge: GradientEdge) -> bool:
 
 
 def _about(edge: GradientEdge) -> Any:
-    """Shape, dtype and device of the gradients that go along an edge."""
+    """Return shape, dtype and device of the gradients that go along an edge."""
     return edge.node._input_metadata[edge.output_nr]  # type: ignore[attr-defined]
 
 
@@ -209,7 +211,7 @@ def _blank(edge: GradientEdge) -> Tensor:
     about = _about(edge)
     kind = about.dtype, about.device
     zero = _zeros.get(kind)
-    if zero is None or torch._C._len_torch_dispatch_stack():
+    if zero is None or len_torch_dispatch_stack():
         zero = torch.zeros((), dtype=kind[0], device=kind[1])
         if type(zero) is Tensor:  # a mode may have made another
             _zeros[kind] = zero

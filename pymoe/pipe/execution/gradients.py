@@ -1,0 +1,192 @@
+"""Sums of gradients of leaves, and the one autograd node by which a pipeline takes part in the caller's graph.
+
+That node's inputs are the tensors that the pipeline was given and all leaves that its stages have reached. So autograd
+adds to each parameter once, and calls its hooks once, however many micro-batches there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from pymoe._torch_private import get_current_graph_task_keep_graph, run_backward, unsafe_set_version_counter
+from pymoe.autograd.gradient_sums import add_gradients
+from pymoe.autograd.graph_nodes import apply_directly, once_only
+from pymoe.autograd.isolated_graph import SECOND_BACKWARD
+
+__all__ = ["LeafSums", "WeightedSums", "accumulate", "attach", "end_history", "total"]
+
+_NUMBER = torch.zeros((), device="cpu")  # any
+FOREACH_FROM = 4
+"""Leaves from which on one call for all takes less time than a call for each."""
+Grads = Sequence[torch.Tensor | None]
+Backward = Callable[[Grads, bool], Grads]
+
+
+class LeafSums:
+    """For every leaf the sum of the gradients that were added, in the order in which they were."""
+
+    __slots__ = ("_numbers", "_own", "leaves", "sums")
+
+    def __init__(self) -> None:
+        self.leaves: list[torch.Tensor] = []
+        self.sums: list[torch.Tensor] = []
+        self._numbers: dict[int, int] = {}
+        # The dtype of a sum that nobody else has, so that it may be changed in place; autograd may have given a
+        # gradient to somebody else, too.
+        self._own: list[torch.dtype | None] = []
+
+    def add(self, leaves: Sequence[torch.Tensor], grads: Grads) -> None:
+        """Add the gradients of one micro-batch."""
+        numbers, sums, own = self._numbers, self.sums, self._own
+        many = len(leaves) >= FOREACH_FROM
+        changed: list[torch.Tensor] = []
+        added: list[torch.Tensor] = []
+        for leaf, grad in zip(leaves, grads, strict=True):
+            if grad is None:
+                continue
+            number = numbers.get(id(leaf))
+            if number is None:
+                numbers[id(leaf)] = len(sums)
+                self.leaves.append(leaf)
+                sums.append(grad)
+                own.append(None)
+            elif own[number] is grad.dtype and _is_plain(grad):
+                if many:
+                    changed.append(sums[number])
+                    added.append(grad)
+                else:
+                    sums[number].add_(grad)
+            else:
+                result = sums[number] = add_gradients(sums[number], grad)
+                own[number] = result.dtype if _is_plain(result) else None
+        if changed:
+            torch._foreach_add_(changed, added)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided
+
+
+def total(parts: Iterable[tuple[LeafSums, float]]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return all leaves that have a gradient, each once, and their weighted sums over ``parts``, in that order."""
+    totals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for part, weight in parts:
+        for leaf, grad in zip(part.leaves, part.sums, strict=True):
+            weighted = grad if weight == 1.0 else grad * weight
+            before = totals.get(id(leaf))
+            if before is not None:
+                weighted = add_gradients(before[1], weighted.to(before[1].device))
+            totals[id(leaf)] = leaf, weighted
+    return [leaf for leaf, _ in totals.values()], [grad for _, grad in totals.values()]
+
+
+class WeightedSums:
+    """The sums of one stage when weights are not known until the end of a step.
+
+    A micro-batch counts by its share of the rows of the mini-batch if losses are means; how many rows there are, and
+    whether losses are means, is known at the end. So there is a sum for every size of micro-batch: one, or two where
+    the sizes are uneven.
+    """
+
+    def __init__(self) -> None:
+        self._of_rows: dict[int, LeafSums] = {}
+
+    def of(self, rows: int) -> LeafSums:
+        """Return the sums to which a micro-batch of so many rows adds."""
+        return self._of_rows.setdefault(rows, LeafSums())
+
+    def total(self, weight_of: dict[int, float]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the leaves and their sums, each size of micro-batch weighted. Lets go of the parts."""
+        parts, self._of_rows = self._of_rows, {}
+        return total((parts.pop(rows), weight_of[rows]) for rows in sorted(parts, reverse=True))
+
+
+class _PipeOutputs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, backward: Backward, outputs: Sequence[torch.Tensor], tied: Collection[int], *tensors: torch.Tensor
+    ) -> Any:
+        ctx.run_backward = backward
+        ctx.set_materialize_grads(False)
+        made = [output.detach() for output in outputs]
+        for number in tied:
+            # torch refuses changes in place of views that are made here: nothing could tell those who share the memory.
+            made[number] = made[number].view_as(made[number])
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        if ctx.run_backward is None:
+            raise RuntimeError(SECOND_BACKWARD)
+        keep = get_current_graph_task_keep_graph()
+        backward = ctx.run_backward
+        if not keep:
+            ctx.run_backward = None
+        found = backward(grads, keep)
+        return None, None, None, *(once_only("Pipe", found) if torch.is_grad_enabled() else found)
+
+
+class _Edited(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> Any:
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        raise RuntimeError(
+            "Pipe: a stage has changed an input of the pipe in place, and the history of the result is not kept: use "
+            "the input only before the pipe, or give the pipe a copy"
+        )
+
+
+def attach(
+    backward: Backward,
+    outputs: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    tied: Collection[int] = (),
+) -> tuple[torch.Tensor, ...]:
+    """Return ``outputs`` as functions of ``tensors``.
+
+    Args:
+        backward: ``backward(grads, keep)`` takes the gradients of the outputs and returns those of the tensors;
+            ``keep``: it will be called again.
+        outputs: tensors without history.
+        tensors: what they depend on.
+        tied: the numbers of outputs that nobody may change in place.
+    """
+    made: tuple[torch.Tensor, ...] = apply_directly(_PipeOutputs, backward, outputs, tied, *tensors)
+    return made
+
+
+def end_history(edited: Sequence[torch.Tensor]) -> None:
+    """Have backward passes raise RuntimeError that come to what stages have made of these inputs in place."""
+    with torch.enable_grad():
+        for tensor in edited:
+            version = tensor._version
+            apply_directly(_Edited, tensor)
+            # Marking it as dirty has counted as one more change, which it was not.
+            unsafe_set_version_counter((tensor,), (version,))
+
+
+def accumulate(tensors: Sequence[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
+    """Pass gradients on to the tensors' histories or add them to ``.grad``, as ``backward()`` does in the end.
+
+    ``grads`` is emptied, so that autograd need not copy what nobody else has.
+    """
+    kept = [tensor for tensor, grad in zip(tensors, grads, strict=True) if grad is not None]
+    grads[:] = [grad for grad in grads if grad is not None]
+    if not kept:
+        return
+
+    def hand_over(_: Grads, keep: bool) -> Grads:
+        handed = tuple(grads)
+        grads.clear()
+        return handed
+
+    with torch.enable_grad():
+        (start,) = attach(hand_over, (_NUMBER,), kept)
+    run_backward((start,), (_NUMBER,), False, False, (), allow_unreachable=True, accumulate_grad=True)

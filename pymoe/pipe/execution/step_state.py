@@ -1,0 +1,354 @@
+"""One mini-batch on its way through a pipeline, and the loops that perform the actions of a plan for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from pymoe._errors import describe_error
+from pymoe._runtime import PipelineRun
+from pymoe._torch_private import profiler_enabled
+from pymoe.autograd import random_streams
+from pymoe.autograd.random_streams import Source as RandomSource
+from pymoe.autograd.random_streams import Stream
+from pymoe.autograd.thread_state import current
+from pymoe.pipe import context
+from pymoe.pipe.context import MicroBatch
+from pymoe.pipe.execution.activation import Activation
+from pymoe.pipe.execution.gradients import LeafSums, total
+from pymoe.pipe.execution.graph import BoundaryTensor, GradAccumulator, StageValue, is_fixed, pack
+from pymoe.pipe.execution.plan import LongActions, Plan, TimedAction
+from pymoe.pipe.execution.recompute import StageRecompute
+from pymoe.pipe.micro_batches import MicroBatches
+from pymoe.pipe.schedules.action import Action, Kind
+from pymoe.pipe.stages import INPUT, Pipeline, Source
+
+__all__ = ["PlanRun", "StepInputs", "StepState"]
+
+FORWARD, BACKWARD, BACKWARD_INPUT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT  # found faster
+_PASSES = {
+    Kind.FORWARD: "the forward pass",
+    Kind.BACKWARD: "the backward pass",
+    Kind.BACKWARD_INPUT: "the backward pass of inputs",
+    Kind.BACKWARD_WEIGHT: "the backward pass of weights",
+}
+
+
+class StepInputs(GradAccumulator):
+    """The tensors that a step was given and that need gradients."""
+
+    __slots__ = ("_versions", "tensors")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[torch.Tensor] = []
+        self._versions: list[int] = []
+
+    def cross(self, tensor: torch.Tensor) -> BoundaryTensor:
+        """Return the tensor for the stages."""
+        if not tensor.requires_grad:
+            return BoundaryTensor(tensor)
+        self.tensors.append(tensor)
+        self._versions.append(tensor._version)
+        self.grads.append(None)
+        return BoundaryTensor(tensor.detach(), self, len(self.tensors) - 1, is_fixed(tensor))
+
+    def edited(self) -> list[torch.Tensor]:
+        """Return those of the tensors that have been changed in place since."""
+        return [
+            tensor for tensor, version in zip(self.tensors, self._versions, strict=True) if tensor._version != version
+        ]
+
+
+class StepState:
+    """Everything that belongs to one mini-batch: :meth:`perform` does one action of a schedule, on any thread.
+
+    For one micro-batch and stage actions come in the order of the pipeline, for one stage and kind in the order of the
+    micro-batches. So all sums are made in an order that threads do not change.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        micro_batches: MicroBatches,
+        *,
+        graphs: bool,
+        recompute: Sequence[StageRecompute],
+        recomputed: range,
+        loss_weights: Sequence[float] | None = None,
+    ) -> None:
+        """
+        Args:
+            pipeline: the stages.
+            micro_batches: the values of its inputs.
+            graphs: whether there will be backward passes.
+            recompute: for every stage.
+            recomputed: the micro-batches whose forward is recomputed.
+            loss_weights: the pipeline's output is a loss, whose gradient for each micro-batch is this. None: it is not.
+        """
+        self.inputs = StepInputs()
+        self._sums = [LeafSums() for _ in pipeline.stages]
+        self._pipeline = pipeline
+        self._recompute = recompute
+        self._recomputed = recomputed
+        self._graphs = graphs
+        self._thread_state = current()
+        self._random = RandomSource()
+        self.stream_between_actions = Stream(self._random, -1)
+        self._weights = micro_batches.weights
+        self._uses = pipeline.uses
+        cross = self.inputs.cross if graphs else BoundaryTensor
+        given = [(number, Source(INPUT, number)) for number in range(pipeline.inputs)]
+        given = [(number, source) for number, source in given if self._uses[source]]
+        self._values: list[dict[Source, StageValue]] = [
+            {source: pack(values[number], cross) for number, source in given} for values in micro_batches.values
+        ]
+        count = len(self._values)
+        self._uses_left: list[dict[Source, int]] = [{} for _ in range(count)]  # of values with several
+        self._activations: list[list[Activation | None]] = [[None] * count for _ in pipeline.stages]
+        self._keep = False
+        self._loss_weights = loss_weights
+        self._losses: list[torch.Tensor | None] = [None] * count
+        self._loss_grads: dict[tuple[float, torch.dtype, torch.device, torch.Size], torch.Tensor] = {}
+        if recomputed:
+            for stage in recompute:
+                stage.begin_step()
+
+    def perform(self, action: Action) -> None:
+        """Do one action, on a thread that is in the pipeline: see :meth:`PlanRun.perform_actions`."""
+        stage, micro_batch, kind = action
+        if kind is FORWARD:
+            self._forward(stage, micro_batch)
+            return
+        activation = self._activations[stage][micro_batch]
+        assert activation is not None
+        if kind is BACKWARD:
+            activation.backward(self._sums[stage], self._keep)
+        elif kind is BACKWARD_INPUT:
+            activation.backward_input()
+            return
+        else:
+            activation.backward_weight(self._sums[stage])
+        if not self._keep:
+            self._activations[stage][micro_batch] = None
+
+    def _forward(self, number: int, index: int) -> None:
+        stages, here, uses = self._pipeline.stages, self._values[index], self._uses
+        stage = stages[number]
+        received = [*map(here.__getitem__, stage.inputs)]
+        about = MicroBatch(index, len(self._weights), self._weights[index], False, False, number)
+        activation = Activation(stage, about, self._random, index * len(stages) + number, self._thread_state)
+        sent = activation.forward(
+            received, self._graphs, self._recompute[number] if index in self._recomputed else None
+        )
+        if self._graphs:
+            self._activations[number][index] = activation
+        del received
+        for source in stage.inputs:
+            if uses[source] > 1:
+                left = self._uses_left[index]
+                left[source] = left.get(source, uses[source]) - 1
+                if left[source]:
+                    continue
+            del here[source]
+        if self._loss_weights is not None and number == len(stages) - 1:
+            self._take_loss(index, sent[0].leaves[0])
+        for source, value in zip(self._pipeline.made[number], sent, strict=False):
+            if uses[source]:
+                here[source] = value
+
+    def _take_loss(self, index: int, loss: BoundaryTensor) -> None:
+        """The loss of a micro-batch, whose backward begins with its weight."""
+        tensor = self._losses[index] = loss.tensor
+        if not self._graphs:
+            return
+        if loss.accumulator is None:
+            raise RuntimeError("Pipe.step: the loss does not require gradients: nothing that it depends on does")
+        assert self._loss_weights is not None
+        weight = self._loss_weights[index]
+        kind = weight, tensor.dtype, tensor.device, tensor.shape
+        grad = self._loss_grads.get(kind)
+        if grad is None:
+            grad = self._loss_grads[kind] = torch.full_like(tensor, weight)
+        loss.accumulator.add_gradient(loss.number, grad)
+
+    def losses(self) -> torch.Tensor:
+        """Return (micro-batches,): the losses."""
+        return torch.stack([loss.reshape(()) if loss.dim() else loss for loss in self._losses if loss is not None])
+
+    def outputs(self) -> list[list[StageValue]]:
+        """Return for every micro-batch the pipeline's outputs, after all forwards. Lets go of them."""
+        values, self._values = self._values, []
+        return [[here[source] for source in self._pipeline.outputs] for here in values]
+
+    def leaves(self) -> list[torch.Tensor]:
+        """Return the leaves to which backwards will add, each once, after all forwards.
+
+        Those of a checkpointed forward are not known yet: the stage's parameters are taken for them.
+        """
+        found: dict[int, torch.Tensor] = {}
+        for stage, activations in zip(self._pipeline.stages, self._activations, strict=True):
+            for activation in activations:
+                if activation is None:
+                    continue
+                if activation.is_checkpointed:
+                    parameters = [p for module in stage.modules for p in module.parameters() if p.requires_grad]
+                    found.update((id(parameter), parameter) for parameter in parameters)
+                found.update((id(leaf), leaf) for leaf in activation.leaves)
+        return list(found.values())
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether its graphs need none of autograd's own threads, which serve devices."""
+        tensors = [*self.inputs.tensors, *(p for s in self._pipeline.stages for m in s.modules for p in m.parameters())]
+        return all(tensor.is_cpu or tensor.is_meta for tensor in tensors)
+
+    def begin_backward(self, keep: bool) -> None:
+        """The backwards of one of possibly several backward passes begin. ``keep``: there will be another."""
+        self._keep = keep
+        self._sums = [LeafSums() for _ in self._pipeline.stages]
+        self.inputs.grads = [None] * len(self.inputs.tensors)
+
+    def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the leaves that have gradients, and these, after all backwards."""
+        return total((sums, 1.0) for sums in self._sums)
+
+    def release(self) -> None:
+        """Let go of all values, graphs and gradients, whatever has happened."""
+        self._values, self._activations, self._sums = [], [], []
+        self.inputs = StepInputs()
+
+
+class PlanRun:
+    """One run of a plan: actions are performed inline as long as they are short, then by the threads of all workers."""
+
+    def __init__(self, plan: Plan, state: StepState) -> None:
+        self._plan = plan
+        self._state = state
+        self._perform: Callable[[Action], None] | None = (
+            _in_ranges(state.perform) if profiler_enabled() else state.perform
+        )
+        self._native: PipelineRun | None = None  # made when there are several threads
+        self._began = time.perf_counter()
+        self._timed: list[TimedAction] = []
+        self._done: frozenset[Action] = frozenset()  # inline, before there were several threads
+        self._error: BaseException | None = None
+        self._failing = threading.Lock()
+
+    def run_inline(self, to_the_end: bool) -> bool:
+        """Perform actions on this thread as long as they are short; True if nothing is left to do.
+
+        Args:
+            to_the_end: however long they are.
+        """
+        plan = self._plan
+        if plan.policy.uses_threads and not to_the_end:
+            return False
+        self.perform_actions(plan.in_order, None if to_the_end else LongActions())
+        self._done = frozenset([action for action, _, _ in self._timed])
+        return self._error is not None or len(self._timed) == len(plan.in_order)
+
+    def begin_threads(self) -> PipelineRun:
+        """Go on with the threads of all workers."""
+        self._native = native = self._plan.run()
+        return native
+
+    def run_worker(self, worker: int) -> None:
+        """Perform the actions of one worker, on this thread. Raises nothing."""
+        self.perform_actions(self._actions_of(worker), None)
+
+    def _actions_of(self, worker: int) -> Iterator[Action]:
+        """The actions of a worker that are left, each when it can start."""
+        native, actions, done = self._native, self._plan.actions, self._done
+        assert native is not None
+        node = native.next(worker)
+        while node is not None:
+            if actions[node] not in done:
+                yield actions[node]
+            node = native.next(worker, node)
+
+    def perform_actions(self, actions: Iterable[Action], long: LongActions | None) -> None:
+        """Perform actions on this thread. Raises nothing; an error ends the run.
+
+        Args:
+            actions: what to perform, in this order.
+            long: stop when there are enough of these. None: do not stop.
+        """
+        perform, timed = self._perform, self._timed
+        assert perform is not None
+        clock = time.perf_counter
+        action = None
+        streams, contexts = random_streams.this_thread, context.this_thread
+        outer_stream, outer = streams.stream, contexts.micro_batch
+        context.count_threads(1)
+        try:
+            streams.stream = self._state.stream_between_actions
+            if outer_stream is None:
+                random_streams.begin_drawing()
+            for action in actions:
+                start = clock()
+                perform(action)
+                end = clock()
+                timed.append((action, start, end))
+                if long is not None and long.are_enough(end - start):
+                    break
+                action = None
+        except BaseException as error:
+            self.fail(error, action)
+        finally:  # first what no Ctrl-C can come before: no call
+            contexts.micro_batch, streams.stream = outer, outer_stream
+            if outer_stream is None:
+                random_streams.end_drawing()
+            context.count_threads(-1)
+
+    def fail(self, error: BaseException, action: Action | None) -> None:
+        """Stop the run; the first error is the one that is raised."""
+        with self._failing:
+            if self._error is None:
+                self._error = error
+                note = _place(action)
+            else:
+                note = f"{_place(action)} failed, too: {describe_error(error)}"
+            if action is not None and hasattr(self._error, "add_note"):  # Python 3.11
+                self._error.add_note(note)
+        if self._native is not None:
+            self._native.cancel()
+
+    def outcome(self) -> list[TimedAction]:
+        """Return when each action started and ended, in any order, after the end of the run.
+
+        Raises:
+            BaseException: what an action has raised first, with a note of stage and micro-batch.
+        """
+        error, self._error, self._perform = self._error, None, None
+        if error is None:
+            seconds = time.perf_counter() - self._began
+            if self._native is None:
+                self._plan.policy.saw_inline(seconds)
+            else:
+                self._plan.policy.saw_threads(seconds, [end - start for _, start, end in self._timed])
+            return self._timed
+        try:
+            raise error
+        finally:
+            del error
+
+
+def _place(action: Action | None) -> str:
+    if action is None:
+        return "between two micro-batches"
+    return f"in {_PASSES[action.kind]} of stage {action.stage}, micro-batch {action.micro_batch}"
+
+
+def _in_ranges(perform: Callable[[Action], Any]) -> Callable[[Action], None]:
+    """Return ``perform``, with a range of the profile for every action."""
+
+    def perform_in_range(action: Action) -> None:
+        with torch.autograd.profiler.record_function(f"pymoe.pipe: {action}"):
+            perform(action)
+
+    return perform_in_range
