@@ -8,19 +8,18 @@ is printed as well.
 
 from __future__ import annotations
 
-from lm import extras
+from common import require
 
-extras.require_pymoe()
-extras.require(["matplotlib"])
+require(["matplotlib"])
 
-import argparse  # noqa: E402 (what follows imports the extras)
-import sys  # noqa: E402
-from itertools import combinations  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
+import argparse
+import sys
+from itertools import combinations
+from pathlib import Path
+from typing import Any
 
-from lm.plots import describe, plot_comparison  # noqa: E402
-from lm.record import read_record  # noqa: E402
+from common import read_record
+from lm.plots import describe, plot_comparison
 
 SPANS = (10, 30, 100)  # steps over which two curves are compared, besides all of them
 

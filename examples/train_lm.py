@@ -15,12 +15,11 @@ average and 0.22 at most on a batch, and by at most 0.04 bits per byte on the he
 
 import sys
 
-from lm import extras
+from common import require
 
-extras.require_pymoe()
-extras.require()
+require()
 
-from lm.command import main  # noqa: E402 (it imports the extras)
+from lm.command import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:], __doc__))

@@ -112,6 +112,8 @@ dispatch_has_kernel_for_dispatch_key: Any = _C._dispatch_has_kernel_for_dispatch
 dispatch_get_all_op_names: Any = _C._dispatch_get_all_op_names
 after_ADInplaceOrView_keyset: Any = _C._after_ADInplaceOrView_keyset  # the keys behind autograd's
 foreach_add_: Any = torch._foreach_add_  # sums of many tensors in one kernel; ``torch.optim`` uses it, too
+# What torch.export puts into a graph that holds for the dtypes of its example alone.
+assert_tensor_metadata: Any = torch.ops.aten._assert_tensor_metadata.default
 
 # Attributes that other modules of pymoe use where they stand, by the class or module that has them.
 ATTRIBUTES: dict[str, dict[str, str]] = {

@@ -114,12 +114,12 @@ def all_steps(level: str) -> list[Step]:
         Step(
             "cuda-mutants",
             "faults planted in the CUDA kernels, one by one: the emulated tests must notice",
-            [[PYTHON, "tests/cuda_on_cpu/run_mutants.py"]],
+            [[PYTHON, "tests/mutants/run.py", "cuda"]],
         ),
         Step(
             "schedule-mutants",
             "faults planted in the runtime, one by one: the seeded schedules must notice",
-            [[PYTHON, "tests/cpp/mutants/run.py"]],
+            [[PYTHON, "tests/mutants/run.py", "schedules"]],
         ),
         Step(
             "cuda-on-cpu",

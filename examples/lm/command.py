@@ -6,16 +6,15 @@ import argparse
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+from common import INTERRUPTED, at_least, parser_of
 
 from . import checkpoint, config, run
 from .data import Text, TextError, load_text
 from .trainer import Trainer
 
-INTERRUPTED = 130  # the shell's exit status after Ctrl-C
 PROBE_STEPS = 6
 
 
@@ -40,32 +39,6 @@ def main(argv: list[str], description: str) -> int:
         print(f"\nstopped at once; if the run was saved before, this goes on from there: {again}")
         return INTERRUPTED
     return 0
-
-
-def parser_of(description: str) -> argparse.ArgumentParser:
-    """A parser whose help has the first paragraph of ``description`` above the options, and the rest below."""
-    head, _, tail = description.partition("\n\n")
-    return argparse.ArgumentParser(
-        description=head, epilog=tail, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-
-
-def tell(found: Mapping[str, bool]) -> int:
-    """Print what a run must show, in words, and whether it did; 0 if all holds, the exit status."""
-    for words, holds in found.items():
-        print(f"{'yes' if holds else 'NO '}  {words}")
-    return 0 if all(found.values()) else 1
-
-
-def at_least(smallest: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        value = int(text)
-        if value < smallest:
-            raise argparse.ArgumentTypeError(f"must be at least {smallest}, got {value}")
-        return value
-
-    parse.__name__ = "int"  # argparse names it when the text is no number
-    return parse
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:

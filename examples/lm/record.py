@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import platform
-import re
 import statistics
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -14,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import machine_facts
 from torch import Tensor
 
 import pymoe
@@ -22,7 +19,6 @@ from .compare import Comparison
 from .model import parameter_counts
 from .trainer import Trainer
 
-FILE_NAME = "record.json"
 LOAD_BINS = 100  # the load of neighbouring steps is averaged down to this many columns
 FINAL_STEPS = 20  # steps over which the final training loss is averaged
 
@@ -77,40 +73,3 @@ def binned_load(load: list[Tensor]) -> dict[str, Any] | None:
         "steps": len(load),
         "relative_load": [[[round(value, 3) for value in layer] for layer in part.tolist()] for part in bins],
     }
-
-
-def write_record(record: dict[str, Any], folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / FILE_NAME
-    text = json.dumps(record, indent=1)
-    # A list of numbers on one line. Text cannot be hit: JSON writes a line break inside a string as two characters.
-    text = re.sub(r"\[\n[^\[\]{}\"]*\]", lambda match: " ".join(match.group().split()), text)
-    path.write_text(text + "\n")
-    return path
-
-
-def read_record(folder: Path) -> dict[str, Any]:
-    """Of a run's folder, or of a record's file itself."""
-    path = folder if folder.is_file() else folder / FILE_NAME
-    return json.loads(path.read_text())
-
-
-def machine_facts() -> dict[str, Any]:
-    return {
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "instruction_set": torch.backends.cpu.get_cpu_capability(),
-        "system": platform.system(),
-        "load_average_at_end": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-    }
-
-
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from common import write_record
+
 from . import checkpoint, plots, record
 from .compare import Comparison, compare_backends
 from .model import parameter_counts
@@ -70,7 +72,7 @@ def finish(trainer: Trainer, folder: Path, arguments: argparse.Namespace, starte
         comparison = compare_backends(trainer, arguments.compare_steps)
     wall = time.perf_counter() - started
     facts = record.make_record(trainer, wall_seconds=wall, comparison=comparison, sample=sample)
-    written = [folder / checkpoint.FILE_NAME, record.write_record(facts, folder)]
+    written = [folder / checkpoint.FILE_NAME, write_record(facts, folder)]
     written.append(plots.plot_loss(facts, folder / "loss.png"))
     if facts["expert_load"]:
         written.append(plots.plot_expert_load(facts, folder / "experts.png"))

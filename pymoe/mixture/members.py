@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from pymoe.mixture.options import NAME
 from pymoe.mixture.stats import BackendLog, BackendStats, PassCounts
 from pymoe.runtime.backend import ExpertBackend
 from pymoe.runtime.task_pool import TaskPool
@@ -107,7 +108,7 @@ class Slots:
             if which is member.backend or which == member.name:
                 return member
         name = getattr(which, "name", which)
-        raise KeyError(f"the mixture has no backend {name!r}, only {sorted(self.names())}")
+        raise KeyError(f"{NAME}: there is no backend {name!r}, only {sorted(self.names())}")
 
     def names(self) -> dict[str, int]:
         """Return the slot of every member, by name."""
@@ -122,19 +123,19 @@ class Slots:
         """
         names = self.names()
         if name in names:
-            raise ValueError(f"the mixture already has a backend {name!r}, in slot {names[name]}")
+            raise ValueError(f"{NAME}: there already is a backend {name!r}, in slot {names[name]}")
         free = sorted(set(range(self.count)) - set(names.values()))
         if slot is not None and (isinstance(slot, bool) or not isinstance(slot, int)):
-            raise TypeError(f"slot must be an int, got {type(slot).__name__}")
+            raise TypeError(f"{NAME}: slot must be an int, got {type(slot).__name__}")
         if slot is None:
             if not free:
                 raise ValueError(
-                    f"all {self.count} slots of the mixture are taken: remove a backend, or build the mixture with "
-                    f"more slots (max_experts=)"
+                    f"{NAME}: all {self.count} slots are taken: remove a backend, or build the mixture with more slots "
+                    f"(max_experts=)"
                 )
             return free[0]
         if slot not in free:
-            raise ValueError(f"slot {slot} is not one of the free slots {free}")
+            raise ValueError(f"{NAME}: slot must be one of the free slots {free}, got {slot}")
         return slot
 
     def add(self, backend: ExpertBackend, slot: int | None, prepare: Callable[[int], None] | None = None) -> Member:
@@ -159,7 +160,7 @@ class Slots:
             others = [member for member in self.members if member is not found]
             made = Member(found.slot, backend)
             if made.name in {member.name for member in others}:
-                raise ValueError(f"the mixture already has another backend {made.name!r}")
+                raise ValueError(f"{NAME}: there already is another backend {made.name!r}")
             self._set([*others, made])
         return made
 
@@ -170,7 +171,7 @@ class Slots:
             placed = [member.moved_to(wanted[member.name]) for member in self.members if member.name in wanted]
             taken = {member.slot for member in placed}
             if len(taken) < len(placed):
-                raise ValueError(f"every backend must have a slot of its own, got {dict(names)}")
+                raise ValueError(f"{NAME}: every backend must have a slot of its own, got {dict(names)}")
             for member in self.members:
                 if member.name in wanted:
                     continue
@@ -192,6 +193,6 @@ class Slots:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "a MixtureOfExpertBackends cannot be pickled, because it asks backends of this process: save its "
+            f"{NAME}: a mixture cannot be pickled, because it asks backends of this process: save its "
             "state_dict, and those of the backends"
         )

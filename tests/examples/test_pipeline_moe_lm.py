@@ -3,13 +3,12 @@
 import json
 import re
 
+import pipeline_moe_lm
 import pytest
 import torch
 from lm.config import Config
 from lm.data import Batches
-from pipelined import command, run
-from pipelined.layers import balance, layers
-from pipelined.run import Pipelined, Plain, difference
+from pipeline_moe_lm import Pipelined, Plain, balance, difference, layers
 
 from pymoe.nn import set_aux_loss_scale
 from pymoe.pipe.schedules import names
@@ -37,11 +36,11 @@ def test_the_pipeline_trains_as_the_plain_loop_does(batches, schedule, stages):
     assert found.loss <= 1e-12
     assert found.parameter <= 1e-10  # AdamW divides by the roots of small numbers
     assert found.expert_bias == 0
-    assert any(bias.abs().max() > 0 for bias in run.expert_biases(plain.model))
+    assert any(bias.abs().max() > 0 for bias in pipeline_moe_lm.expert_biases(plain.model))
 
 
 def test_auxiliary_losses_of_another_weight_would_be_noticed(batches, monkeypatch):
-    monkeypatch.setattr(run, "set_aux_loss_scale", lambda model, scale: set_aux_loss_scale(model, 1.0))
+    monkeypatch.setattr(pipeline_moe_lm, "set_aux_loss_scale", lambda model, scale: set_aux_loss_scale(model, 1.0))
     plain, pipelined = Plain(CONFIG, 4, torch.float64), Pipelined(CONFIG, 4, torch.float64, 2, "1f1b")
     for _ in range(2):
         plain.step(batches)
@@ -58,7 +57,7 @@ def test_head_and_embedding_share_their_weight_across_the_stages():
 
 def test_the_example_shows_equal_losses_and_writes_a_record_and_a_picture(tmp_path, capsys):
     arguments = "--width 16 --context 16 --steps 4 --exact-steps 2 --micro-batches 3 --schedule zero-bubble"
-    assert command.main([*arguments.split(), "--out", str(tmp_path)], "An example.\n\nMore.") == 0
+    assert pipeline_moe_lm.main([*arguments.split(), "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert not re.search(r"^NO", out, re.MULTILINE)
     assert len(re.findall(r"^yes  float(?:32|64): losses differ", out, re.MULTILINE)) == 2
@@ -72,5 +71,5 @@ def test_the_example_shows_equal_losses_and_writes_a_record_and_a_picture(tmp_pa
 def test_options_that_cannot_be_are_refused(capsys):
     for wrong in ("--stages 7", "--width 12", "--micro-batches 0", "--schedule none"):
         with pytest.raises(SystemExit):
-            command.main(wrong.split(), "An example.\n\nMore.")
+            pipeline_moe_lm.main(wrong.split())
     assert "--stages must be at most 6" in capsys.readouterr().err

@@ -6,14 +6,12 @@ import json
 import re
 from argparse import Namespace
 
+import pipeline_traced
 import pytest
 import torch
+from common import difference
 from lm.data import Batches
-from pipelined.compare import difference
-from traced import command, model, record
-from traced.model import ARCHITECTURES
-from traced.record import same_outputs, same_weights
-from traced.run import CUTS, Pipelined, Run
+from pipeline_traced import ARCHITECTURES, CUTS, Pipelined, Run, new_model, same_outputs, same_weights
 
 from pymoe.pipe.schedules import names
 
@@ -72,17 +70,17 @@ def test_every_architecture_and_cut_is_tried():
     assert set(ARCHITECTURES) == {"llama", "gpt2", "qwen3"}
     assert set(CUTS) == {"parameters", "flops", "time"}
     for architecture in ARCHITECTURES:
-        made = model.build(architecture, 32, 2, 12)
+        made = new_model(architecture, 32, 2, 12)
         assert made.get_output_embeddings().weight is made.get_input_embeddings().weight
 
 
 def test_the_example_writes_a_record_and_pictures(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(record, "FALL", 2.0)  # three steps teach nothing
+    monkeypatch.setattr(pipeline_traced, "FALL", 2.0)  # three steps teach nothing
     arguments = (
         "--width 32 --layers 3 --context 12 --rows 7 --micro-batches 3 --steps 3 --exact-steps 2 --stages 2 3 "
         "--schedule zero-bubble"
     )
-    status = command.main([*arguments.split(), "--out", str(tmp_path)], "An example.\n\nMore.")
+    status = pipeline_traced.main([*arguments.split(), "--out", str(tmp_path)])
     out = capsys.readouterr().out
     assert status == 0, out
     assert len(re.findall(r"^yes  float(?:32|64): losses differ", out, re.MULTILINE)) == 2
@@ -106,6 +104,6 @@ def test_options_that_cannot_be_are_refused(capsys):
         ("--architecture none", "invalid choice"),
     ]:
         with pytest.raises(SystemExit):
-            command.main(wrong.split(), "An example.\n\nMore.")
+            pipeline_traced.main(wrong.split())
         assert why in capsys.readouterr().err
-    assert command.main(["--text", "/nowhere"], "An example.\n\nMore.") == 2
+    assert pipeline_traced.main(["--text", "/nowhere"]) == 2

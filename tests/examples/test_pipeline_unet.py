@@ -6,13 +6,11 @@ import json
 import re
 from argparse import Namespace
 
+import pipeline_unet
 import pytest
 import torch
-from pipelined.compare import difference
-from unet import command, record
-from unet.data import Pictures
-from unet.model import Down, Up, unet
-from unet.run import Pipelined, Run
+from common import difference
+from pipeline_unet import Down, Pictures, Pipelined, Run, Up, unet
 
 from pymoe.pipe import Pipe
 from pymoe.pipe.schedules import names
@@ -81,8 +79,8 @@ def test_digits_are_held_back():
 
 
 def test_the_example_writes_a_record_and_pictures(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(record, "FALL", 2.0)  # three steps teach nothing
-    status = command.main([*SMALL.split(), "--out", str(tmp_path), "--schedule", "zero-bubble"], "An example.\n\nMore.")
+    monkeypatch.setattr(pipeline_unet, "FALL", 2.0)  # three steps teach nothing
+    status = pipeline_unet.main([*SMALL.split(), "--out", str(tmp_path), "--schedule", "zero-bubble"])
     out = capsys.readouterr().out
     assert status == 0, out
     assert len(re.findall(r"^yes  float(?:32|64): losses differ", out, re.MULTILINE)) == 2
@@ -102,7 +100,7 @@ def test_the_example_writes_a_record_and_pictures(tmp_path, capsys, monkeypatch)
 
 def test_a_run_that_learns_nothing_says_so(tmp_path, capsys):
     arguments = [*SMALL.split(), "--learning-rate", "0", "--out", str(tmp_path)]
-    assert command.main(arguments, "An example.\n\nMore.") == 1
+    assert pipeline_unet.main(arguments) == 1
     assert "NO   plain loop: the loss fell" in capsys.readouterr().out
 
 
@@ -114,7 +112,7 @@ def test_options_that_cannot_be_are_refused(capsys):
         ("--schedule none", "invalid choice"),
     ]:
         with pytest.raises(SystemExit):
-            command.main(wrong.split(), "An example.\n\nMore.")
+            pipeline_unet.main(wrong.split())
         assert why in capsys.readouterr().err
 
 

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from serving import record
-from serving.command import main
+import serve_experts
+from serve_experts import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = (
@@ -31,7 +31,7 @@ SMALL = (
 
 
 def run(folder: Path, *flags: str) -> tuple[int, dict]:
-    status = main([*SMALL, "--plain", "--out", str(folder), *flags], "A run of the tests.")
+    status = main([*SMALL, "--plain", "--out", str(folder), *flags])
     return status, json.loads((folder / "record.json").read_text())
 
 
@@ -63,12 +63,10 @@ def test_a_run_that_learns_nothing_says_so(tmp_path, capsys):
 
 
 def test_an_error_of_a_client_ends_in_an_error_of_the_run(tmp_path, monkeypatch):
-    from serving import clients
-
     def fails(self, seed):
         raise LookupError("broken client")
 
-    monkeypatch.setattr(clients.Load, "ask", fails)
+    monkeypatch.setattr(serve_experts.Load, "ask", fails)
     with pytest.raises(LookupError, match="broken client"):
         run(tmp_path, "--steps", "2")
 
@@ -84,13 +82,13 @@ def test_from_the_command_line_with_the_live_view(tmp_path):
 
 
 def test_a_text_that_is_not_there_is_named(tmp_path, capsys):
-    assert main(["--text", str(tmp_path / "no.txt"), "--out", str(tmp_path)], "A run of the tests.") == 2
+    assert main(["--text", str(tmp_path / "no.txt"), "--out", str(tmp_path)]) == 2
     assert "no.txt" in capsys.readouterr().err
 
 
 def test_curves_are_thinned_by_time():
-    curve = record.thinned([(0.001 * i, float(i)) for i in range(10_000)])
-    assert len(curve["loss"]) == len(curve["seconds"]) <= record.POINTS + 1
+    curve = serve_experts.thinned([(0.001 * i, float(i)) for i in range(10_000)])
+    assert len(curve["loss"]) == len(curve["seconds"]) <= serve_experts.POINTS + 1
     assert curve["seconds"] == sorted(curve["seconds"])
     assert sum(curve["loss"]) / len(curve["loss"]) == pytest.approx(4999.5, rel=0.02)
-    assert record.thinned([]) == {"seconds": [], "loss": []}
+    assert serve_experts.thinned([]) == {"seconds": [], "loss": []}

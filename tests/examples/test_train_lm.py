@@ -9,10 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import common
 import plot_runs
 import pytest
 import torch
-from lm import extras
 from lm.checkpoint import FILE_NAME
 from lm.command import main
 from lm.config import Config
@@ -206,7 +206,7 @@ def test_no_checkpoint_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_missing_package_is_named_with_its_command() -> None:
     with pytest.raises(SystemExit, match=r"python -m pip install nobody_wrote_this$"):
-        extras.require(["json", "nobody_wrote_this"])
+        common.require(["json", "nobody_wrote_this"])
 
 
 @pytest.mark.parametrize("shared_experts", [0, 2])

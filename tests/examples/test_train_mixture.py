@@ -16,9 +16,9 @@ LEARNS = ("--learning-rate", "1e-2", "--expert-learning-rate", "1e-2")
 
 
 def run(folder: Path, *flags: str) -> tuple[int, dict]:
-    from digits.command import main
+    from train_mixture import main
 
-    status = main([*SMALL, "--out", str(folder), *flags], "A run of the tests.")
+    status = main([*SMALL, "--out", str(folder), *flags])
     return status, json.loads((folder / "record.json").read_text())
 
 
@@ -52,7 +52,7 @@ def test_from_the_command_line(tmp_path):
 
 
 def test_without_scikit_learn_the_package_is_named(monkeypatch):
-    from lm import extras
+    import common
 
     with pytest.raises(SystemExit, match=r"needs no_such_module: python -m pip install scikit-learn"):
-        extras.require(("no_such_module",), install=("scikit-learn",))
+        common.require(("no_such_module",), install=("scikit-learn",))

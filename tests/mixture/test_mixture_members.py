@@ -37,7 +37,7 @@ def test_slots_are_counted() -> None:
     with pytest.raises(ValueError, match="all 2 slots"):
         moe.add_backend(third)
     moe.remove_backend(first)
-    with pytest.raises(ValueError, match="slot 1 is not one of the free slots"):
+    with pytest.raises(ValueError, match="slot must be one of the free slots"):
         moe.add_backend(third, slot=1)
     with pytest.raises(ValueError, match="already"):
         moe.add_backend(second)

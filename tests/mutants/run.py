@@ -1,91 +1,31 @@
-"""Breaks the operators on purpose, one fault at a time, and names the test that notices.
+"""Plants faults in the sources, one at a time, and looks whether tests notice.
 
-    python tests/mutants/run.py [WORD ...]     # all faults, or those whose name contains a word
+    python tests/mutants/run.py cuda                  # in the CUDA kernels: the emulated tests must notice
+    python tests/mutants/run.py schedules [WORD ...]  # in the runtime: the seeded schedules must; WORDs choose by name
+    python tests/mutants/run.py python                # in the CPU kernels and operators: pytest must (minutes a fault)
 
-Works on a copy of the tree in build/mutants. A fault that no test notices ends the run with status 1, and so does one
-that no longer fits the sources: faults.py then needs a new one. Not a part of the test suite: every fault compiles a
-kernel and takes half a minute or more.
+Without a kind all three run. Nothing in the source tree is changed. planting.py says what a fault is; faults_KIND.py
+holds them. The exit status is 1 if too few were noticed, or if one no longer fits the sources.
 """
 
-import os
-import re
-import shutil
-import subprocess
+from __future__ import annotations
+
 import sys
-import time
-from pathlib import Path
 
-from faults import FAULTS
+import cuda
+import python
+import schedules
+from planting import plant
 
-ROOT = Path(__file__).parents[2]
-TREE = ROOT / "build" / "mutants" / "tree"
-
-
-def refresh():
-    """Bring the copy up to date; only files that differ are written, so that ninja rebuilds little."""
-    for folder in ("csrc", "pymoe", "tests"):
-        wanted = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file()}
-        wanted = {path for path in wanted if "__pycache__" not in path.parts and path.suffix != ".so"}
-        for path in wanted | {Path("setup.py"), Path("pyproject.toml")}:
-            copy = TREE / path
-            if not copy.exists() or copy.read_bytes() != (ROOT / path).read_bytes():
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(ROOT / path, copy)
-        for path in (TREE / folder).rglob("*"):
-            relative = path.relative_to(TREE)
-            if path.is_file() and relative not in wanted and path.suffix != ".so" and "__pycache__" not in path.parts:
-                path.unlink()
+KINDS = {kind.name: kind for kind in (cuda.KIND, schedules.KIND, python.KIND)}
 
 
-def build():
-    environment = {**os.environ, "PYMOE_CUDA": "0", "MAX_JOBS": os.environ.get("MAX_JOBS", "2")}
-    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    result = subprocess.run(command, cwd=TREE, env=environment, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        raise RuntimeError(result.stdout[-3000:] + result.stderr[-3000:])
-
-
-def first_failure(tests):
-    """The first test that fails, or None."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    result = subprocess.run(command, cwd=TREE, capture_output=True, text=True, check=False)
-    if result.returncode == 0:
-        return None
-    if result.returncode == 5:
-        raise RuntimeError("no test was chosen")
-    failed = re.search(r"^(?:FAILED|ERROR) (\S.*?)(?: - |$)", result.stdout, re.MULTILINE)
-    return failed.group(1) if failed else f"pytest ended with {result.returncode}: {result.stdout[-300:]}"
-
-
-def main(words):
-    refresh()
-    build()
-    survivors = 0
-    for fault in FAULTS:
-        if words and not any(word in fault.name for word in words):
-            continue
-        start = time.monotonic()
-        path = TREE / fault.file
-        text = path.read_text() if path.exists() else ""
-        try:
-            changed = fault.planted(text)
-        except ValueError as error:
-            verdict = f"DOES NOT FIT the sources: {error}"
-        else:
-            path.write_text(changed)
-            try:
-                build()
-                found = first_failure(fault.tests)
-            except RuntimeError as error:
-                found, verdict = None, f"NOT TRIED: {error}"
-            else:
-                verdict = f"found by {found}" if found else "SURVIVES"
-            finally:
-                path.write_text(text)
-        survivors += not verdict.startswith("found")
-        print(f"{fault.name}: {verdict} ({time.monotonic() - start:.0f} s)", flush=True)
-    build()
-    return 1 if survivors else 0
+def main(arguments: list[str]) -> int:
+    names = [arguments.pop(0)] if arguments and arguments[0] in KINDS else list(KINDS)
+    if "-h" in arguments or "--help" in arguments:
+        print(__doc__)
+        return 0
+    return 0 if all([plant(KINDS[name], arguments) for name in names]) else 1
 
 
 if __name__ == "__main__":

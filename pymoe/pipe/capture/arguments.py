@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
+from pymoe._torch_private import pytree
 from pymoe.pipe.capture.errors import CaptureError
 
 __all__ = ["PYTREE_HINT", "Arguments", "Like", "Trial", "is_constant", "trials"]
@@ -67,7 +67,7 @@ class Arguments:
 
     def __init__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._signature = inspect.signature(forward)
-        paths, self.spec = _pytree.tree_flatten_with_path((args, kwargs))
+        paths, self.spec = pytree.tree_flatten_with_path((args, kwargs))
         positions = self._positions(len(args))
         self.names = [_name(path, positions) for path, _ in paths]
         self.examples: list[Any] = [Like.of(leaf) if isinstance(leaf, Tensor) else leaf for _, leaf in paths]
@@ -92,7 +92,7 @@ class Arguments:
                 requires_grad = getattr(now, "requires_grad", leaf.requires_grad)
                 leaf = leaf._replace(dtype=dtype or leaf.dtype, requires_grad=requires_grad).make()
             leaves.append(leaf)
-        args, kwargs = _pytree.tree_unflatten(leaves, self.spec)
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -101,12 +101,12 @@ class Arguments:
         Raises:
             TypeError: the call's signature differs from the captured one.
         """
-        leaves, spec = _pytree.tree_flatten((args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs))
         if spec == self.spec:
             return leaves
-        example_args, example_kwargs = _pytree.tree_unflatten([_Slot(n) for n in range(len(self.names))], self.spec)
-        expected, expected_spec = _pytree.tree_flatten(self._bound(example_args, example_kwargs))
-        given, given_spec = _pytree.tree_flatten_with_path(self._bound(args, kwargs))
+        example_args, example_kwargs = pytree.tree_unflatten([_Slot(n) for n in range(len(self.names))], self.spec)
+        expected, expected_spec = pytree.tree_flatten(self._bound(example_args, example_kwargs))
+        given, given_spec = pytree.tree_flatten_with_path(self._bound(args, kwargs))
         if given_spec != expected_spec:
             raise TypeError(
                 f"signature differs from the captured one: expected {self._describe(example_args, example_kwargs)}, "
@@ -118,7 +118,7 @@ class Arguments:
                 leaves[slot.number] = value
             elif not (slot is value or (type(slot) is type(value) and slot == value)):
                 first: Any = path[0]
-                name = str(first.key) + _pytree.keystr(path[1:])
+                name = str(first.key) + pytree.keystr(path[1:])
                 raise TypeError(
                     f"{name}: expected the default of the capture, {slot!r}, got {value!r}: capture with an example of "
                     "it"
@@ -152,7 +152,7 @@ class Arguments:
 def _name(path: tuple[Any, ...], positions: list[str]) -> str:
     which, key, *rest = path
     first = positions[key.idx] if which.idx == 0 else str(key.key)
-    return first + _pytree.keystr(tuple(rest))
+    return first + pytree.keystr(tuple(rest))
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def trials(
         yield Trial(given, True)
         yield Trial(given, False)
         return
-    tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     free = [[dim for dim, size in enumerate(tensor.shape) if size > 1] for tensor in tensors]
     first = [[dim for dim in dims if dim == 0] for dims in free]
     none: list[list[int]] = [[] for _ in tensors]
@@ -201,7 +201,7 @@ def _given(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         if name not in shapes and isinstance(value, dict) and all(key in shapes for key in value):
             spec = {key: shapes[key] for key in value}
         by_id.update((id(leaf), of_leaf) for leaf, of_leaf in _pairs(value, spec, name))
-    for leaf in _pytree.tree_leaves((args, kwargs)):
+    for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor):
             yield by_id[id(leaf)]
 
@@ -210,7 +210,7 @@ def _pairs(value: Any, spec: Any, name: str) -> Iterator[tuple[Tensor, Any]]:
     if isinstance(value, Tensor):
         yield value, {} if spec is None else spec
     elif spec is None:
-        yield from ((leaf, {}) for leaf in _pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+        yield from ((leaf, {}) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
     elif isinstance(value, Mapping) and isinstance(spec, Mapping):
         for key, part in value.items():
             yield from _pairs(part, spec.get(key), f"{name}[{key!r}]")

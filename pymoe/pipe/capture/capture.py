@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx, nn
 
+from pymoe import _torch_private
 from pymoe.pipe.capture.arguments import Arguments, Like, Trial, trials
 from pymoe.pipe.capture.entry import Entry, Output, Stopped
 from pymoe.pipe.capture.errors import BoundaryInside, CaptureError, branches_on_values, capture_error, stack_level
@@ -86,8 +87,7 @@ def capture(
 def _asserts_dtypes(program: Any) -> bool:
     """Return whether a graph holds for the dtypes of the example alone: ``x.float()`` of a float32 ``x`` was ``x``."""
     graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
-    asserts = torch.ops.aten._assert_tensor_metadata.default
-    return any(node.target is asserts for graph in graphs for node in graph.nodes)
+    return any(node.target is _torch_private.assert_tensor_metadata for graph in graphs for node in graph.nodes)
 
 
 class _Attempt:
@@ -189,9 +189,7 @@ def _cleared(caches: Sequence[Any]) -> Iterator[None]:
 @contextmanager
 def _plain_surroundings(any_size: bool) -> Iterator[None]:
     """Set the state in which graphs are made, whatever the caller's is; that holds when the graph runs."""
-    from torch.fx.experimental import _config
-
-    config: Any = _config
+    config: Any = _torch_private.fx_config  # imported when it is first used
     with (
         torch.inference_mode(False),
         torch.enable_grad(),

@@ -7,8 +7,8 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree
 
+from pymoe._torch_private import pytree
 from pymoe.pipe.capture.arguments import PYTREE_HINT, Arguments, Like, is_constant
 from pymoe.pipe.capture.errors import CaptureError, is_library
 from pymoe.pipe.capture.external_values import ExternalValue, file_of, forward_of
@@ -59,7 +59,7 @@ class Entry(nn.Module):
     def forward(self, *tensors: Tensor) -> list[Any]:
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, Like) else leaf for leaf in self._arguments.examples]
-        args, kwargs = _pytree.tree_unflatten(leaves, self._arguments.spec)
+        args, kwargs = pytree.tree_unflatten(leaves, self._arguments.spec)
         output = self.output
         output.calls.clear()
         try:
@@ -115,7 +115,7 @@ class Output:
     def __init__(self) -> None:
         self.leaves: list[Any] = []
         """Those of the output; ``Computed`` stands for one that the graph computes."""
-        self.spec: _pytree.TreeSpec | None = None
+        self.spec: pytree.TreeSpec | None = None
         self.calls: list[OpaqueCall] = []
         """The opaque calls that it has made."""
         self.held: Held = {}
@@ -129,11 +129,11 @@ class Output:
 
     def take(self, result: Any) -> list[Any]:
         """Remember the structure of a result, and return its computed leaves."""
-        paths, self.spec = _pytree.tree_flatten_with_path(result)
+        paths, self.spec = pytree.tree_flatten_with_path(result)
         for path, leaf in paths:
             if not isinstance(leaf, COMPUTED_TYPES) and not is_constant(leaf):
                 raise Stopped(
-                    CaptureError(f"its output{_pytree.keystr(path)} is a {type(leaf).__name__}, expected {PYTREE_HINT}")
+                    CaptureError(f"its output{pytree.keystr(path)} is a {type(leaf).__name__}, expected {PYTREE_HINT}")
                 )
         self.leaves = [Computed if isinstance(leaf, COMPUTED_TYPES) else leaf for _, leaf in paths]
         return [leaf for _, leaf in paths if isinstance(leaf, COMPUTED_TYPES)]

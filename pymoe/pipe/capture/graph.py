@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree
 
+from pymoe._torch_private import pytree
 from pymoe.pipe.capture.arguments import Arguments, Like
 from pymoe.pipe.capture.entry import MODEL, Entry
 from pymoe.pipe.capture.guards import Guards
@@ -46,7 +46,7 @@ class Captured:
 
     graph: fx.GraphModule
     arguments: Arguments
-    out_spec: _pytree.TreeSpec
+    out_spec: pytree.TreeSpec
     training: bool
     modes: tuple[bool, ...]
     """``training`` of every module of the model, in the order of ``modules()``: the graph holds for these."""

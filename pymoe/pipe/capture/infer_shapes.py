@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 
+from pymoe._torch_private import pytree
 from pymoe.pipe.capture.errors import CaptureError
 
 __all__ = ["example_tensor", "infer_by_running"]
@@ -26,7 +26,7 @@ def infer_by_running(
     Raises:
         CaptureError: one is not.
     """
-    leaves, spec = _pytree.tree_flatten((args, kwargs))
+    leaves, spec = pytree.tree_flatten((args, kwargs))
     sizes = list(_free_sizes(leaves))
     hints = {symbol: _hint(size, symbol) for size in sizes for symbol in sorted(size.node.expr.free_symbols, key=str)}
     first, form = _run(function, leaves, spec, hints)
@@ -48,7 +48,7 @@ def infer_by_running(
     known = [(size, one, two) for size, one, two in known if one != two]
     known += [(one[0] * two[0], one[1] * two[1], one[2] * two[2]) for one, two in combinations(known, 2)]
     grad = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves) or _trains(function)
-    return _pytree.tree_unflatten(
+    return pytree.tree_unflatten(
         [_fake(one, two, known, grad, fake_mode) for one, two in zip(first, second, strict=True)], form
     )
 
@@ -90,8 +90,8 @@ def _free_sizes(leaves: list[Any]) -> Iterator[Any]:
 def _run(function: Callable[..., Any], leaves: list[Any], spec: Any, numbers: dict[Any, int]) -> tuple[list[Any], Any]:
     devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)), torch.no_grad():
-        args, kwargs = _pytree.tree_unflatten([_real(leaf, numbers) for leaf in leaves], spec)
-        return _pytree.tree_flatten(function(*args, **kwargs))
+        args, kwargs = pytree.tree_unflatten([_real(leaf, numbers) for leaf in leaves], spec)
+        return pytree.tree_flatten(function(*args, **kwargs))
 
 
 def _real(leaf: Any, numbers: dict[Any, int]) -> Any:

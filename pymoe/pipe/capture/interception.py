@@ -12,10 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree
 
+from pymoe._torch_private import (
+    DisableTorchFunction,
+    FakeTensor,
+    HigherOrderOperator,
+    SingleLevelFunction,
+    detect_fake_mode,
+    disable_current_modes,
+    get_current_function_mode_stack,
+    pytree,
+    set_grad_enabled,
+)
 from pymoe.pipe.capture.errors import CaptureError
 from pymoe.pipe.capture.infer_shapes import infer_by_running
 from pymoe.pipe.capture.input_checks import where_sizes_are_asked
@@ -31,9 +40,7 @@ Held = dict[int, Tensor]
 
 def _hold(values: Any, held: Held) -> None:
     """Note such tensors among the arguments of a call."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    for leaf in _pytree.tree_leaves(values):
+    for leaf in pytree.tree_leaves(values):
         if isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, FakeTensor):
             held[leaf.data_ptr()] = leaf
 
@@ -73,7 +80,7 @@ def intercepting_opaque_calls(
     for path, module in modules.items():
         module.module.__dict__["_compiled_call_impl"] = tracing.module_call(path, module)
     # The base class of autograd Functions is asked by all, also by ``apply = MyFunction.apply``.
-    base: Any = torch.autograd.function._SingleLevelFunction
+    base: Any = SingleLevelFunction
     with patched((base, "apply", classmethod(tracing.function_call(base)))):
         yield
 
@@ -167,16 +174,13 @@ class _Tracing:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        from torch._guards import detect_fake_mode
-        from torch.utils._python_dispatch import _disable_current_modes
-
-        fake_mode = detect_fake_mode(_pytree.tree_leaves((args, kwargs)))
+        fake_mode = detect_fake_mode(pytree.tree_leaves((args, kwargs)))
         assert fake_mode is not None
         assert fake_mode.shape_env is not None
         failure: Exception | None = None
         self._inside = True
         try:
-            with torch._C.DisableTorchFunction(), _disable_current_modes():
+            with DisableTorchFunction(), disable_current_modes():
                 if run is not None:
                     try:
                         with fake_mode, fake_mode.shape_env.ignore_fresh_unbacked_symbols():
@@ -198,7 +202,7 @@ class _Tracing:
 def _has_unknown_sizes(result: Any) -> bool:
     sizes = [
         size
-        for leaf in _pytree.tree_leaves(result)
+        for leaf in pytree.tree_leaves(result)
         for size in (leaf.shape if isinstance(leaf, Tensor) else [leaf])
         if isinstance(size, torch.SymInt)
     ]
@@ -246,7 +250,7 @@ class _Refusing(TorchFunctionMode):
             )
         if (reason := _LOST.get(func)) is not None:
             raise CaptureError(reason)
-        if func is torch._C._set_grad_enabled and args[0] != torch.is_grad_enabled() and _is_in_autocast_block():
+        if func is set_grad_enabled and args[0] != torch.is_grad_enabled() and _is_in_autocast_block():
             raise CaptureError(
                 "it switches gradients off or on within a block of autocast, which torch.export loses: the backward "
                 "pass would differ"
@@ -257,7 +261,7 @@ class _Refusing(TorchFunctionMode):
 
 def _is_in_autocast_block() -> bool:
     # The mode by which torch.export notes such blocks keeps a list of those that it is in.
-    modes = torch.overrides._get_current_function_mode_stack()
+    modes = get_current_function_mode_stack()
     return any(getattr(mode, "enter_autocast_nodes", None) for mode in modes)
 
 
@@ -267,8 +271,6 @@ def refusing_lost_calls(tensors: Sequence[Tensor], held: Held, recorder: Recorde
     ``torch.no_grad``, which a graph can have; conditions on the sizes of ``tensors`` remember the line that asked;
     ``held`` gets the tensors that ``Held`` describes, and ``recorder`` what tensors are asked.
     """
-    from torch._guards import detect_fake_mode
-
     fake_mode = detect_fake_mode(list(tensors))
     blocks: list[Any] = []
 

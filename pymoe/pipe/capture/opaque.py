@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 
+from pymoe._torch_private import pytree
 from pymoe.pipe.auxiliary import keeps_counts
 from pymoe.pipe.capture.errors import BoundaryInside, CaptureError
 from pymoe.pipe.capture.external_values import users_hooks
@@ -55,18 +55,18 @@ class OpaqueCall:
         self.function = function
         """What is called with arguments and keywords."""
         self._constants: list[Any] = []
-        self._spec: _pytree.TreeSpec | None = None
+        self._spec: pytree.TreeSpec | None = None
         self._kept: list[int] = []
 
     def flatten_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Remember the structure of a call's arguments, and return their computed leaves."""
-        leaves, self._spec = _pytree.tree_flatten((args, kwargs))
+        leaves, self._spec = pytree.tree_flatten((args, kwargs))
         self._constants = [Computed if isinstance(leaf, COMPUTED_TYPES) else leaf for leaf in leaves]
         return [leaf for leaf in leaves if isinstance(leaf, COMPUTED_TYPES)]
 
     def flatten_result(self, result: Any) -> list[Any]:
         """Remember which leaves of a result are computed, and return them."""
-        leaves = _pytree.tree_leaves(result)
+        leaves = pytree.tree_leaves(result)
         self._kept = [number for number, leaf in enumerate(leaves) if isinstance(leaf, COMPUTED_TYPES)]
         return [leaves[number] for number in self._kept]
 
@@ -75,8 +75,8 @@ class OpaqueCall:
         assert self._spec is not None
         values = iter(computed)
         leaves = [next(values) if leaf is Computed else leaf for leaf in self._constants]
-        args, kwargs = _pytree.tree_unflatten(leaves, self._spec)
-        results = _pytree.tree_leaves(function(*args, **kwargs))
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        results = pytree.tree_leaves(function(*args, **kwargs))
         return [results[number] for number in self._kept]
 
     def __call__(self, *computed: Any) -> list[Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pymoe._torch_private import DisableTorchFunction, disable_current_modes
 from pymoe.pipe.capture.errors import describe_line, is_users_file
 from pymoe.pipe.capture.external_values import ExternalValue
 from pymoe.pipe.capture.snapshots import freeze, restorer
@@ -108,16 +109,12 @@ def _restore(before: Sequence[tuple[_Generator | _External, Any, Any]]) -> None:
 
 
 def _torch_state() -> bytes:
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    with DisableTorchFunction(), disable_current_modes():
         return bytes(torch.get_rng_state().numpy())
 
 
 def _set_torch_state(state: bytes) -> None:
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    with DisableTorchFunction(), disable_current_modes():
         torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree
+
+from pymoe._torch_private import pytree
 
 __all__ = ["LossWrapper", "TrivialLossWrapper", "find_loss"]
 
@@ -60,7 +61,7 @@ class TrivialLossWrapper(LossWrapper):
         return loss
 
 
-def find_loss(spec: Any, structure: _pytree.TreeSpec) -> int:
+def find_loss(spec: Any, structure: pytree.TreeSpec) -> int:
     """Return the number of the leaf of a model's output that is the loss according to ``spec``.
 
     Args:
@@ -74,7 +75,7 @@ def find_loss(spec: Any, structure: _pytree.TreeSpec) -> int:
         ValueError: there is no such part, or not exactly one is the loss.
     """
     leaves = list(range(structure.num_leaves))
-    output = _pytree.tree_unflatten(leaves, structure)
+    output = pytree.tree_unflatten(leaves, structure)
     found = list(_losses(spec, output, "the output"))
     if len(found) != 1:
         raise ValueError(f"output_loss_value_spec: expected one loss, {spec!r} names {len(found)}")

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree
 
+from pymoe._torch_private import pytree
 from pymoe.pipe.auxiliary import with_auxiliary_losses
 from pymoe.pipe.capture import Captured
 from pymoe.pipe.capture.arguments import Arguments
@@ -121,7 +121,7 @@ class TracedModel(StagedModel):
         variant = self._now
         computed = iter(values)
         leaves = [next(computed) if leaf is Computed else leaf for leaf in variant.leaves]
-        return _pytree.tree_unflatten(leaves, variant.out_spec)
+        return pytree.tree_unflatten(leaves, variant.out_spec)
 
     def code(self, stage: int) -> str:
         """Return the graph of a stage as Python, for the model as it is now."""
@@ -252,7 +252,7 @@ class _Variant:
     arguments: Arguments
     input_checks: InputChecks
     guards: Guards
-    out_spec: _pytree.TreeSpec
+    out_spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
     pipeline: Pipeline
     loss: int | None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from pymoe._torch_private import OpOverload
 from pymoe.pipe.capture.graph import CONSTANT
 from pymoe.pipe.capture.opaque import Computed
 from pymoe.pipe.stages import INPUT, Source
@@ -184,7 +185,7 @@ class _StageBuilder:
         if (size := self._same_size(node)) is not None:
             return self._graph.call_function(torch.ops.aten.sym_size.int, size)
         sources = node.all_input_nodes
-        if isinstance(node.target, torch._ops.OpOverload) or not all(map(_is_arithmetic, sources)):
+        if isinstance(node.target, OpOverload) or not all(map(_is_arithmetic, sources)):
             return None
         for source in sources:
             if source not in self._copies:
@@ -252,10 +253,10 @@ def _computes(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_module") or is_number(node) or node.target is operator.getitem:
         return False
     target = node.target
-    return not (isinstance(target, torch._ops.OpOverload) and (target.is_view or _only_asserts(target)))
+    return not (isinstance(target, OpOverload) and (target.is_view or _only_asserts(target)))
 
 
-def _only_asserts(target: torch._ops.OpOverload) -> bool:
+def _only_asserts(target: OpOverload) -> bool:
     arguments = target._schema.arguments
     return not target._schema.returns and not any(x.alias_info and x.alias_info.is_write for x in arguments)
 
@@ -269,7 +270,7 @@ def _is_arithmetic(node: fx.Node) -> bool:
     """Return whether a node's value is a size, or what Python computes of sizes."""
     if node.op != "call_function" or not is_number(node):
         return False
-    return node.target is torch.ops.aten.sym_size.int or not isinstance(node.target, torch._ops.OpOverload)
+    return node.target is torch.ops.aten.sym_size.int or not isinstance(node.target, OpOverload)
 
 
 def _dependent(graph: fx.Graph) -> set[fx.Node]:

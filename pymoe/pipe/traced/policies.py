@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+from pymoe._torch_private import FakeTensorMode, pytree
 from pymoe.pipe.balance.cost import balance_cost, least_maximum
 from pymoe.pipe.capture.graph import opaque_modules
 from pymoe.pipe.capture.infer_shapes import example_tensor
@@ -246,18 +245,18 @@ class _Timing(fx.Interpreter):
             sources.append(leaf.detach().requires_grad_())
             return sources[-1].clone()
 
-        args, kwargs = _pytree.tree_map(apart, self.fetch_args_kwargs_from_env(n))
+        args, kwargs = pytree.tree_map(apart, self.fetch_args_kwargs_from_env(n))
         begin = _now(sources)
         with torch.enable_grad():
             result = getattr(self, n.op)(n.target, args, kwargs)
-            ends = [leaf for leaf in _pytree.tree_leaves(result) if _is_differentiable(leaf)]
+            ends = [leaf for leaf in pytree.tree_leaves(result) if _is_differentiable(leaf)]
             middle = _now(ends)
             gradients = [torch.ones_like(end) for end in ends]
             restart = _now(gradients)
             if ends and sources:
                 torch.autograd.grad(ends, sources, gradients, allow_unused=True)
         self.costs[n] = middle - begin + _now(ends) - restart
-        return _pytree.tree_map(_without_history, result)
+        return pytree.tree_map(_without_history, result)
 
 
 def _without_history(leaf: Any) -> Any:

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx, nn
 
+from pymoe._torch_private import OpOverload
 from pymoe.pipe.capture.graph import Region
 
 __all__ = ["Aliases", "MultiUseParameterConfig", "Spec", "State", "by_first_name"]
@@ -124,7 +124,7 @@ class Aliases:
 
 def _written(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the arguments that the node changes in place."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         for argument, value in _arguments(node):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 yield from _nodes(value)
@@ -141,7 +141,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     if node.target is operator.getitem:
         first = node.args[0]
         return _out_of_block(first, node.args[1]) if isinstance(first, fx.Node) else None
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return None
     returned = [info for result in node.target._schema.returns if (info := result.alias_info) is not None]
     if not returned:

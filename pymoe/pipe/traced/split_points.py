@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from pymoe._torch_private import OpOverload, OpOverloadPacket
 from pymoe.pipe.capture.opaque import refuse_boundary
 from pymoe.pipe.other_names import also_called
 
@@ -49,7 +50,7 @@ def is_marker(node: fx.Node) -> bool:
     target: Any = node.target
     if target is _MARKER or target is pipe_split:
         return True
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(target, (OpOverload, OpOverloadPacket)):
         return target in (torch.ops.pymoe_pipe.split,) or str(target).startswith("pippy._pipe_split")
     is_torchs = str(getattr(target, "__module__", "")).startswith("torch.distributed.pipelining")
     return is_torchs and getattr(target, "__name__", "") == "pipe_split"

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
+from pymoe._torch_private import OpOverload
 from pymoe.pipe.capture.graph import Region
 
 __all__ = ["StageModule", "deserialize", "has", "populate", "serialize"]
@@ -215,7 +216,7 @@ def serialize(graph: fx.Graph) -> SerializedGraph:
     nodes = []
     for node in graph.nodes:
         target: Any = node.target
-        if isinstance(target, torch._ops.OpOverload):
+        if isinstance(target, OpOverload):
             namespace, _, name = target._schema.name.partition("::")
             target = _Operator(namespace, name, target._overloadname)
         elif isinstance(target, Region):

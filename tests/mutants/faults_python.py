@@ -1,24 +1,11 @@
 """Faults that the test suite must notice: a text of the sources, and what replaces it."""
 
-import sys
-from dataclasses import dataclass
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from planted_fault import PlantedFault
+from planting import PythonFault as Fault
 
 BODY = "csrc/kernels/combine_cpu_body.h"
 ROUTING = "csrc/kernels/build_routing_cpu.cpp"
 EQUAL = "tests/ops/test_native_equals_reference.py"
 RANDOM = "tests/ops/test_properties.py"
-
-
-@dataclass(frozen=True)
-class Fault(PlantedFault):
-    """What pytest runs to notice it, narrowed for speed."""
-
-    tests: tuple[str, ...]
-
 
 FAULTS = [
     Fault(

@@ -1,9 +1,9 @@
-"""Faults planted in the CUDA kernels, which the emulated tests must notice. Run by run_mutants.py."""
+"""Faults planted in the CUDA kernels, which the emulated tests must notice."""
 
 from __future__ import annotations
 
-from fault import Fault
-from routing_mutants import FAULTS as ROUTING_FAULTS
+from faults_cuda_routing import FAULTS as ROUTING_FAULTS
+from planting import CudaFault as Fault
 
 CHOOSE = "csrc/kernels/cuda/choose.h"
 GATE = "csrc/kernels/gate_topk_cuda.cu"

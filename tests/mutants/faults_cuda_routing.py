@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fault import Fault
+from planting import CudaFault as Fault
 
 DISPATCH = "csrc/kernels/dispatch_cuda.cu"
 GATHER = "csrc/kernels/gather_batch_cuda.cu"

@@ -1,4 +1,4 @@
-"""A backend that does not answer in time, time and again, is left alone for a while. The clock is the tests'."""
+"""A backend that times out again and again is not asked for a while. The clock is under the control of the tests."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ def test_it_is_asked_now_and_then_ever_less_often_until_it_answers(clock: Simple
         stuck.open.set()
 
 
-def test_a_rest_has_a_longest_span(clock: SimpleNamespace) -> None:
-    one = members.Backoff()
+def test_a_backoff_has_a_longest_span(clock: SimpleNamespace) -> None:
+    backoff = members.Backoff()
     for _ in range(2000):
-        one.timed_out()
-    assert one.seconds_left(3, 10.0) == 640.0
-    assert one.seconds_left(5000, 10.0) == 0.0
-    one.answered()
-    assert one.seconds_left(3, 10.0) == 0.0
+        backoff.timed_out()
+    assert backoff.seconds_left(3, 10.0) == 640.0
+    assert backoff.seconds_left(5000, 10.0) == 0.0
+    backoff.answered()
+    assert backoff.seconds_left(3, 10.0) == 0.0
 
 
-def test_nobody_rests_where_the_others_are_too_few(clock: SimpleNamespace) -> None:
+def test_all_are_asked_where_the_others_are_too_few(clock: SimpleNamespace) -> None:
     stuck = Stuck()
     backends = scaled(None, stuck, stuck)
     moe = mixture(backends, top_k=3, k_min=2, forward_timeout=SOON, rest_after=1, rest=LONG, on_too_few="fallback")
@@ -80,7 +80,7 @@ def test_with_none_it_is_asked_every_time(clock: SimpleNamespace) -> None:
         stuck.open.set()
 
 
-def test_errors_come_at_once_and_are_no_reason_to_rest(clock: SimpleNamespace) -> None:
+def test_errors_come_at_once_and_start_no_backoff(clock: SimpleNamespace) -> None:
     backends = scaled(None, dead)
     moe = mixture(backends, rest_after=1, rest=LONG)
     with Runtime(backends):

@@ -1,13 +1,8 @@
-"""Faults planted in the runtime's headers, which the seeded schedules must notice. Run by run.py."""
+"""Faults planted in the runtime's headers, which the seeded schedules must notice."""
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from planted_fault import PlantedFault
+from planting import ScheduleFault as Fault
 
 COMPLETION = "csrc/runtime/completion.h"
 WORKER_POOL = "csrc/runtime/worker_pool.h"
@@ -18,17 +13,6 @@ REQUEST_QUEUE = "csrc/runtime/request_queue.h"
 STRAND = "csrc/runtime/strand.h"
 TASK_POOL = "csrc/runtime/task_pool.h"
 EXECUTOR = "csrc/runtime/executor.h"
-
-
-@dataclass(frozen=True)
-class Fault(PlantedFault):
-    """What notices it."""
-
-    schedules: str
-    """The test file: ``workers`` for test_schedules_workers.cpp."""
-    case: str = ""
-    """A part of the test case's name; without it, the file's first that notices."""
-
 
 FAULTS = [
     Fault(

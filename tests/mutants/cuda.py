@@ -1,10 +1,7 @@
-"""Plants faults in the CUDA kernels, one at a time, and looks whether the emulated tests notice.
+"""Faults in the CUDA kernels: the emulated tests must notice, of every 20 faults at least 19.
 
-    python tests/cuda_on_cpu/run_mutants.py [WORD ...]     # those whose name contains one of the words
-
-A fault (mutants.py) is compiled into the tests of its kernel, in the build that is to notice it: plain (values, and the
-emulator's own checks), address or thread (sanitizers). The unharmed tests must pass first. Of every 20 faults, 19 must
-be noticed. The result is printed and written to build/cuda/mutants.md. Nothing in the source tree is changed.
+A fault (faults_cuda.py) is compiled into the tests of its kernel, in the build that is to notice it: plain (values, and
+the emulator's own checks), address or thread (sanitizers).
 """
 
 from __future__ import annotations
@@ -14,20 +11,16 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
-import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-from mutants import FAULTS, Fault
+from faults_cuda import FAULTS
+from planting import ROOT, CudaFault, Kind
 
-ROOT = Path(__file__).parents[2]
-RESULT = ROOT / "build" / "cuda" / "mutants.md"
 VARIANTS = {"values": ("plain", ""), "address": ("address", "address"), "thread": ("thread", "thread")}
-LEAST_FAULTS, LEAST_SHARE = 20, 0.95
 SECONDS = 180
 ENVIRONMENT = {
     **os.environ,
@@ -43,14 +36,6 @@ SIGNS = {
     "emulator: ": "broken synchronisation",
     "Status: FAILURE": "wrong values",
 }
-
-
-@dataclass(frozen=True)
-class Outcome:
-    fault: Fault
-    noticed: bool
-    by: str
-    seconds: float
 
 
 def build(how: str) -> Path:
@@ -75,7 +60,7 @@ def compile_command(folder: Path, source: Path) -> list[str]:
     raise RuntimeError(f"{source} is not in {folder}/compile_commands.json")
 
 
-def run_tests(program: Path, fault: Fault) -> tuple[int, str]:
+def run_tests(program: Path, fault: CudaFault) -> tuple[int, str]:
     """Exit status and output of the fault's tests; a hang counts as status 124."""
     command = [str(program), f"--source-file=*test_{fault.tests}.cpp", "--abort-after=1"]
     try:
@@ -87,9 +72,9 @@ def run_tests(program: Path, fault: Fault) -> tuple[int, str]:
     return result.returncode, result.stdout + result.stderr
 
 
-def plant(fault: Fault, folder: Path, place: Path) -> Path:
+def plant(fault: CudaFault, folder: Path, place: Path) -> Path:
     """The test program with the fault in it, made in ``place``."""
-    text = fault.planted((ROOT / fault.file).read_text())
+    text = fault.planted()
     changed = place / fault.file
     changed.parent.mkdir(parents=True)
     changed.write_text(text)
@@ -124,51 +109,31 @@ def plant(fault: Fault, folder: Path, place: Path) -> Path:
     return program
 
 
-def finish(command: list[str], fault: Fault) -> None:
+def finish(command: list[str], fault: CudaFault) -> None:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise RuntimeError(f"{fault.name}: does not compile:\n{result.stderr[-3000:]}")
 
 
-def judge(fault: Fault, folder: Path) -> Outcome:
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory() as place:
-        status, output = run_tests(plant(fault, folder, Path(place)), fault)
-    by = next((meaning for sign, meaning in SIGNS.items() if sign in output), "crash or hang")
-    return Outcome(fault, status != 0, by if status != 0 else "-", time.monotonic() - start)
-
-
-def main() -> int:
-    words = sys.argv[1:]
-    faults = [fault for fault in FAULTS if not words or any(word in fault.name for word in words)]
+def prepare(faults: Sequence[Any]) -> dict[str, Path]:
+    """Build the variants, and run the unharmed tests of each kernel in each."""
     folders = {how: build(how) for how in sorted({fault.how for fault in faults})}
-    unharmed = {(fault.how, fault.tests): fault for fault in faults}
+    unharmed = list({(fault.how, fault.tests): fault for fault in faults}.values())
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        healthy = list(
-            pool.map(lambda one: run_tests(folders[one.how] / "pymoe_emulated_tests", one), unharmed.values())
-        )
-        for fault, (status, output) in zip(unharmed.values(), healthy, strict=True):
+        results = pool.map(lambda one: run_tests(folders[one.how] / "pymoe_emulated_tests", one), unharmed)
+        for fault, (status, output) in zip(unharmed, results, strict=True):
             if status != 0:
-                print(f"error: the unharmed tests of {fault.tests} fail ({fault.how}):\n{output[-3000:]}")
-                return 1
-        outcomes = list(pool.map(lambda fault: judge(fault, folders[fault.how]), faults))
-    rows = ["| fault | file | build | noticed | as |", "|---|---|---|---|---|"]
-    for one in outcomes:
-        fault = one.fault
-        print(
-            f"{'noticed ' if one.noticed else 'SURVIVED'} {fault.name} ({fault.how}: {one.by}, {one.seconds:.0f} s)",
-            flush=True,
-        )
-        rows.append(
-            f"| {fault.name} | {Path(fault.file).name} | {fault.how} | {'yes' if one.noticed else 'NO'} | {one.by} |"
-        )
-    RESULT.parent.mkdir(parents=True, exist_ok=True)
-    RESULT.write_text("\n".join(rows) + "\n")
-    noticed = sum(one.noticed for one in outcomes)
-    enough = noticed >= LEAST_SHARE * len(outcomes) and (bool(words) or len(outcomes) >= LEAST_FAULTS)
-    print(f"{'checks passed' if enough else 'error'}: {noticed} of {len(outcomes)} planted faults noticed")
-    return 0 if enough else 1
+                raise RuntimeError(f"the unharmed tests of {fault.tests} fail ({fault.how}):\n{output[-3000:]}")
+    return folders
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def judge(fault: CudaFault, folders: dict[str, Path]) -> tuple[bool, str]:
+    """Build and run the kernel's tests with the fault; it is noticed where they fail."""
+    with tempfile.TemporaryDirectory() as place:
+        status, output = run_tests(plant(fault, folders[fault.how], Path(place)), fault)
+    if status == 0:
+        return False, "-"
+    return True, f"{fault.how}: {next((meaning for sign, meaning in SIGNS.items() if sign in output), 'crash or hang')}"
+
+
+KIND = Kind("cuda", FAULTS, prepare, judge, least_share=0.95)

@@ -1,1 +1,0 @@
-"""What train_mixture.py is made of."""

@@ -1,1 +1,0 @@
-"""What pipeline_moe_lm.py and pipeline_torchrun.py are made of."""

@@ -1,1 +1,0 @@
-"""The parts of serve_experts.py."""

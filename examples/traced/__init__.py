@@ -1,1 +1,0 @@
-"""What pipeline_traced.py is made of."""

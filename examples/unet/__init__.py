@@ -1,1 +1,0 @@
-"""What pipeline_unet.py is made of."""

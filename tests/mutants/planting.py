@@ -1,0 +1,123 @@
+"""Faults that are planted in the sources one at a time, so that it is known that tests notice them.
+
+A kind of faults (python.py, schedules.py, cuda.py) says which faults there are, how one is built and run, and what
+its tests said. What is common stands here: what a fault is, that its text is found exactly once, running several at
+the same time, and the report in ``build/mutants/KIND.md``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "build" / "mutants"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``old`` becomes ``new`` at its only place in ``file``."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+
+    def planted(self) -> str:
+        """Return the text of the file with the fault in it.
+
+        Raises:
+            ValueError: ``old`` is not there exactly once: the file has changed, and the fault needs a new text.
+        """
+        path = ROOT / self.file
+        text = path.read_text() if path.exists() else ""
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.name}: {self.old!r} is {text.count(self.old)} times in {self.file}")
+        return text.replace(self.old, self.new)
+
+
+@dataclass(frozen=True)
+class PythonFault(Fault):
+    """A fault in a CPU kernel or an operator, for pytest."""
+
+    tests: tuple[str, ...]
+    """What pytest runs to notice it, narrowed for speed."""
+
+
+@dataclass(frozen=True)
+class ScheduleFault(Fault):
+    """A fault in a header of the runtime, for the seeded schedules."""
+
+    schedules: str
+    """The test file: ``workers`` for test_schedules_workers.cpp."""
+    case: str = ""
+    """A part of the test case's name; without it, the file's first that notices."""
+
+
+@dataclass(frozen=True)
+class CudaFault(Fault):
+    """A fault in a CUDA kernel, for the emulated tests."""
+
+    how: str
+    """``values`` (also the emulator's own checks), ``address`` or ``thread`` (a sanitizer)."""
+    tests: str
+    """The test file whose cases are run: ``dispatch`` for test_dispatch.cpp."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Faults of one kind, and how it is found out whether they are noticed."""
+
+    name: str
+    faults: Sequence[Any]
+    prepare: Callable[[Sequence[Any]], Any]
+    """Builds what the chosen faults share and runs the unharmed tests; raises ``RuntimeError`` where these fail."""
+    judge: Callable[[Any, Any], tuple[bool, str]]
+    """Takes a fault and what ``prepare`` returned: whether it was noticed, and as what."""
+    at_once: int = os.cpu_count() or 1
+    """How many faults are tried at the same time."""
+    least_share: float = 1.0
+    """Of the faults that must be noticed."""
+
+
+def chosen(kind: Kind, words: Sequence[str]) -> list[Any]:
+    """Return the faults whose name contains one of ``words``; all without words."""
+    return [fault for fault in kind.faults if not words or any(word in fault.name for word in words)]
+
+
+def plant(kind: Kind, words: Sequence[str]) -> bool:
+    """Try the chosen faults, print and write what became of them; return whether enough were noticed."""
+    faults = chosen(kind, words)
+    rows = ["| fault | file | noticed | as |", "|---|---|---|---|"]
+
+    def judge(fault: Any) -> tuple[Any, bool, str, float]:
+        start = time.monotonic()
+        try:
+            noticed, by = kind.judge(fault, shared)
+        except (RuntimeError, ValueError) as error:  # it does not fit or does not compile
+            noticed, by = False, f"not tried: {error}"
+        return fault, noticed, by, time.monotonic() - start
+
+    count = 0
+    try:
+        for fault in faults:
+            fault.planted()
+        shared = kind.prepare(faults)
+    except (RuntimeError, ValueError) as error:
+        print(f"error: {error}")
+        return False
+    with ThreadPoolExecutor(kind.at_once) as pool:
+        for fault, noticed, by, seconds in pool.map(judge, faults):
+            print(f"{'noticed ' if noticed else 'SURVIVED'} {fault.name}: {by}, {seconds:.0f} s", flush=True)
+            rows.append(f"| {fault.name} | {Path(fault.file).name} | {'yes' if noticed else 'NO'} | {by} |")
+            count += noticed
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{kind.name}.md").write_text("\n".join(rows) + "\n")
+    enough = bool(faults) and count >= kind.least_share * len(faults)
+    print(f"{'checks passed' if enough else 'error'}: {count} of {len(faults)} planted faults noticed")
+    return enough

@@ -1,0 +1,49 @@
+"""Every fault that tests/mutants plants still fits the sources: its text is there exactly once."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "mutants"))
+from faults_cuda import FAULTS as CUDA
+from faults_python import FAULTS as PYTHON
+from faults_schedules import FAULTS as SCHEDULES
+from planting import Fault, Kind, plant
+
+FAULTS = [*CUDA, *PYTHON, *SCHEDULES]
+
+
+def test_every_fault_fits_the_sources():
+    misfits = []
+    for fault in FAULTS:
+        try:
+            assert fault.planted() != fault.old
+        except ValueError as error:
+            misfits.append(str(error))
+    assert not misfits, "\n".join(misfits)
+
+
+def test_there_are_many_and_their_names_differ():
+    assert min(len(CUDA), len(SCHEDULES)) >= 20
+    for faults in (CUDA, PYTHON, SCHEDULES):
+        assert len({fault.name for fault in faults}) == len(faults)
+
+
+def test_a_fault_that_does_not_fit_is_an_error():
+    with pytest.raises(ValueError, match="'no such text' is 0 times in Makefile"):
+        Fault("a fault", "Makefile", "no such text", "").planted()
+    with pytest.raises(ValueError, match="times in Makefile"):
+        Fault("a fault", "Makefile", "\n", "").planted()
+
+
+@pytest.mark.parametrize(
+    ("share", "noticed", "enough"), [(1.0, "ab", True), (1.0, "a", False), (0.5, "a", True), (0.6, "a", False)]
+)
+def test_too_few_that_are_noticed_fail_the_run(monkeypatch, tmp_path, capsys, share, noticed, enough):
+    monkeypatch.setattr("planting.RESULTS", tmp_path)
+    faults = [Fault(name, "Makefile", ".DEFAULT_GOAL", "") for name in "ab"]
+    kind = Kind("some", faults, lambda faults: None, lambda fault, _: (fault.name in noticed, "?"), 1, share)
+    assert plant(kind, []) is enough
+    assert f"{len(noticed)} of 2 planted faults noticed" in capsys.readouterr().out
+    assert "| a | Makefile | yes | ? |" in (tmp_path / "some.md").read_text()
