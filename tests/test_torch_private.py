@@ -16,7 +16,7 @@ SEEN_IN = "2.11.0 and 2.13.0"
 
 # Files that still use private names of torch by themselves, and folders of such.
 EXCEPTIONS = ("pymoe/_torch_private.py", "pymoe/reference/")
-STILL_TO_MIGRATE = ("pymoe/pipe/execution/", "pymoe/pipe/split_backward/")
+STILL_TO_MIGRATE = ()
 
 
 def owner_of(name):

@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 
-from pymoe._torch_private import get_current_graph_task_keep_graph, run_backward, unsafe_set_version_counter
+from pymoe._torch_private import (
+    foreach_add_,
+    get_current_graph_task_keep_graph,
+    run_backward,
+    unsafe_set_version_counter,
+)
 from pymoe.autograd.gradient_sums import add_gradients
 from pymoe.autograd.graph_nodes import apply_directly, once_only
 from pymoe.autograd.isolated_graph import SECOND_BACKWARD
@@ -63,7 +68,7 @@ class LeafSums:
                 result = sums[number] = add_gradients(sums[number], grad)
                 own[number] = result.dtype if _is_plain(result) else None
         if changed:
-            torch._foreach_add_(changed, added)
+            foreach_add_(changed, added)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
