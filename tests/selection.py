@@ -5,6 +5,9 @@ from collections import Counter
 
 import limits
 
+BUILDING = {"sanitized", "watched"}
+"""Fixtures that compile a library first."""
+
 
 def chosen(items, *, quick):
     """Return the tests that are not left to longer runs."""
@@ -12,7 +15,7 @@ def chosen(items, *, quick):
         return items
     usual = [item for item in items if not item.get_closest_marker("exhaustive")]
     if quick:
-        usual = [item for item in usual if not (item.get_closest_marker("slow") or "sanitized" in item.fixturenames)]
+        usual = [i for i in usual if not (i.get_closest_marker("slow") or BUILDING.intersection(i.fixturenames))]
     cases = {}
     for item in usual:
         cases.setdefault(item.nodeid.split("[")[0], []).append(item)

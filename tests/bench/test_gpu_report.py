@@ -123,6 +123,7 @@ def run_script(*arguments, **environment):
     return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_without_a_gpu_the_script_says_so_and_ends(tmp_path):
     done = run_script("--output", str(tmp_path), CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 3, done.stdout + done.stderr
@@ -138,6 +139,7 @@ def test_a_folder_with_files_of_others_is_left_alone(tmp_path, capsys):
     assert [file.name for file in tmp_path.iterdir()] == ["theirs.json"]
 
 
+@pytest.mark.slow
 def test_a_rehearsal_on_the_cpu_runs_real_stages(tmp_path):
     """Tests and a measurement, with the very commands that a GPU gets; the sanitizer says why it does not run."""
     done = run_script("--device", "cpu", "--stages", "^(tests_layers|sanitizer|operators)$", "--output", str(tmp_path))

@@ -85,6 +85,7 @@ def test_who_fails_or_is_wrong_is_named_and_pymoe_must_not(tmp_path):
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_processes_are_measured_and_a_tied_weight_tells_who_adds_up():
     ranks: dict[int, Ranks] = {}
     try:

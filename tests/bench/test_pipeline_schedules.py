@@ -128,6 +128,7 @@ def test_torchgpipe_is_right_or_named_as_missing():
         assert found["live"] == found["planned_live"] == [4, 4]
 
 
+@pytest.mark.slow
 def test_torchs_schedules_on_one_rank_are_right():
     ranks = {}
     chosen = ("torch GPipe", "torch Interleaved1F1B", "torch ZBVZeroBubble")

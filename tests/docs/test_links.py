@@ -90,7 +90,7 @@ def test_planted_faults_are_found() -> None:
 WHERE_TO_ADD = {
     "pymoe/pipe/schedules/gpipe.py": ["register"],
     "pymoe/bench/operators.py": ["OPERATORS"],
-    "pymoe/pipe/distributed/messages.py": ["Layout", "flat", "empty", "read_tensors", "read_values"],
+    "pymoe/pipe/distributed/messages.py": ["_lay_out", "Layout", "flat", "empty", "read_tensors", "read_values"],
     "pymoe/reference/checks.py": ["FLOATING"],
     "csrc/runtime/statistics.h": ["PoolStatistics"],
     "pymoe/runtime/monitoring/statistics.py": ["PoolStats"],

@@ -74,6 +74,7 @@ def test_a_checkpoint_around_a_compiled_layer_counts_once():
         assert torch.equal(twin.router.counted["load"], layer.router.counted["load"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_compiles_with_generated_code(monkeypatch):
     # For a narrower capability than the processor's, torch 2.13 generates code that no compiler takes (at::vec without

@@ -81,6 +81,7 @@ def test_specification_has_enough_cases(spec):
         assert len(cases(spec.name, dtype)) == counts[dtype], "two samples share a name"
 
 
+@pytest.mark.slow
 @pytest.mark.only_on("cpu")
 def test_same_on_every_narrower_instruction_set():
     asked, in_use = os.environ.get("PYMOE_CPU_ISA"), pymoe.build_info()["cpu_isa"]

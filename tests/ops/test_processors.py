@@ -102,6 +102,7 @@ def everywhere(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPECS)
 def test_a_reference_is_the_same_on_every_processor(everywhere, name):
     first, *others = everywhere
@@ -126,6 +127,7 @@ def assert_within_rounding(got, wanted, tolerance, what):
     assert_close(got, wanted, (0.0, tolerance * scale), what)
 
 
+@pytest.mark.slow
 def test_torch_itself_does_depend_on_the_processor(everywhere):
     """Else the tests above would compare nothing with nothing."""
     torchs = [found["torch"] for found in everywhere.values()]

@@ -30,6 +30,7 @@ def collected(*arguments):
     return [line for line in lines if "::" in line]
 
 
+@pytest.mark.slow
 def test_names_of_tests_by_device():
     files = [f"tests/{name}.py" for name in ("ops/test_routing_semantics", "ops/test_parallel", "nn/test_cuda_graph")]
     cpu, cuda = collected(*files, "--device", "cpu"), collected(*files, "--device", "cuda")
@@ -45,6 +46,7 @@ def test_names_of_tests_by_device():
     assert 0.8 * semantics[0] < semantics[1] < semantics[0], "all but what says that it concerns the CPU"
 
 
+@pytest.mark.slow
 def test_tests_pass_on_another_device():
     """Tensors made anywhere but on the device would not meet those of the test there."""
     result = run_tests(

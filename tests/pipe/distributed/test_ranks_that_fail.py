@@ -176,6 +176,7 @@ def test_a_rank_that_has_raised_cannot_make_further_steps():
     assert {told[0] for _, told in reports.values()} == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_ranks_on_other_hosts_see_that_a_connection_is_broken_and_find_out_whose(victim):
     with ranks(train, RANKS, hosts_differ=True) as started:
@@ -186,6 +187,7 @@ def test_ranks_on_other_hosts_see_that_a_connection_is_broken_and_find_out_whose
         assert f"s of rank {victim}, last seen " in told[4]
 
 
+@pytest.mark.slow
 def test_when_the_host_of_the_store_is_lost_the_others_say_so():
     with ranks(train, RANKS, hosts_differ=True) as started:
         started.wait_for("step", RANKS)
@@ -197,6 +199,7 @@ def test_when_the_host_of_the_store_is_lost_the_others_say_so():
         assert "the store of the process group cannot be reached any more" in told[4]
 
 
+@pytest.mark.slow
 def test_a_rank_on_another_host_that_is_silent_for_longer_than_the_patience_has_failed():
     with ranks(train, RANKS, hosts_differ=True, patience=5.0) as started:
         started.wait_for("step", RANKS)

@@ -13,6 +13,7 @@ SCHEDULES = (
 EXACT = 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(8)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -66,6 +66,7 @@ def train(rank, world, name):
     return worst
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(10)
 @pytest.mark.parametrize("name", CASES)
 def test_training_on_ranks_equals_that_of_the_model(ranks, name):
