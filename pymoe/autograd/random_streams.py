@@ -81,10 +81,8 @@ class _Thread(threading.local):
     stream: Stream | None = None
 
 
-_thread = _Thread()
-this_thread = _thread
-"""``this_thread.stream`` is what this thread draws from, for those who set it themselves: see
-:func:`begin_drawing`."""
+this_thread = _Thread()
+"""``this_thread.stream`` is what this thread draws from; who sets it also calls :func:`begin_drawing`."""
 _defaults_in_use = threading.Lock()  # the state of a default generator is a call's for a moment
 _changing = threading.Lock()  # held while kernels are registered, or torch.random changes
 _libraries: list[torch.library.Library] = []
@@ -97,7 +95,7 @@ class Source:
 
     def __init__(self, eager: bool = False) -> None:
         """Make the streams; ``eager``: take the number from the surrounding stream now, not when a call draws."""
-        self._surrounding = _thread.stream
+        self._surrounding = this_thread.stream
         self._lock = threading.Lock()
         self._base = draw(self._surrounding) if eager else None
 
@@ -149,19 +147,16 @@ class Stream:
 
 def with_stream(stream: Stream, function: Callable[..., Result], *args: Any) -> Result:
     """Run ``function(*args)`` drawing from ``stream``."""
-    thread = _thread
+    thread = this_thread
     before, thread.stream = thread.stream, stream
-    if before is not None:
-        try:
-            return function(*args)
-        finally:
-            thread.stream = before
     try:
-        begin_drawing()
+        if before is None:
+            begin_drawing()
         return function(*args)
     finally:
-        thread.stream = None
-        end_drawing()
+        thread.stream = before
+        if before is None:
+            end_drawing()
 
 
 def begin_drawing() -> None:
@@ -187,7 +182,6 @@ def draw(stream: Stream | None) -> int:
 
 @contextmanager
 def _nothing_watches() -> Iterator[None]:
-
     with temporarily_clear_interpreter_stack(), disable_current_modes(), DisableTorchFunction():
         yield
 
@@ -276,7 +270,7 @@ def _first_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device
 
 
 def _of_this_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Stream, torch.device] | None:
-    stream, device = _thread.stream, _first_device(args, kwargs)
+    stream, device = this_thread.stream, _first_device(args, kwargs)
     # torch's own threads for backward passes on other devices include the key, but belong to no call.
     return None if stream is None or device is None or device.type == "meta" else (stream, device)
 
@@ -318,7 +312,7 @@ def _give_state(operator: Any) -> Callable[..., Any]:
 
 
 def _of_this_thread() -> torch.Generator:
-    stream = _thread.stream
+    stream = this_thread.stream
     return torch.default_generator if stream is None else stream.generator(torch.device("cpu"))
 
 
@@ -357,7 +351,7 @@ class _CudaDefaults(tuple):
         return new
 
     def __getitem__(self, index: Any) -> Any:
-        stream = _thread.stream
+        stream = this_thread.stream
         if stream is None or isinstance(index, slice):
             return tuple.__getitem__(self, index)
         return stream.generator(tuple.__getitem__(self, index).device)
