@@ -230,14 +230,13 @@ def operator_extension(cuda_home):
 
 
 def runtime_extension():
-    with_pybind11, others = split(sources("csrc/bindings/*.cpp"), "py::")
-    types, functions = split(others, "dealloc(PyObject* object)")  # every type's file has a `dealloc` of its own
+    bindings = sources("csrc/bindings/*.cpp")
     return Extension(
         "pymoe._runtime",
         [
-            merged("with_pybind11.cpp", with_pybind11),
-            merged("without_types.cpp", functions),
-            *types,
+            # Two halves, for two compilers at a time.
+            merged("bindings_1.cpp", bindings[::2]),
+            merged("bindings_2.cpp", bindings[1::2]),
             *sources("csrc/runtime/*.cpp", "csrc/kernels/gather_batch_cpu.cpp", "csrc/kernels/cpu/parallel.cpp"),
         ],
         extra_link_args=[*LINK_FLAGS, "-pthread"],

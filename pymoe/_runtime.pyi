@@ -6,6 +6,8 @@ import collections.abc
 import typing
 
 __all__: list[str] = [
+    "Awaiting",
+    "Executor",
     "Future",
     "Mailbox",
     "ParameterLock",
@@ -14,21 +16,37 @@ __all__: list[str] = [
     "Profiled",
     "QueueFull",
     "RequestFuture",
-    "Runtime",
     "TaskPool",
+    "ThreadIdentity",
     "WorkerPool",
     "adopt_identity",
     "buffer_statistics",
     "compiler",
     "identity_of_this_thread",
-    "make_mailbox",
     "must_help",
     "parallel_for",
-    "set_await",
     "set_plain_runner",
-    "set_standard",
     "thread_is_plain",
 ]
+
+class ThreadIdentity:
+    """What the runtime knows a thread by."""
+
+class Mailbox:
+    """Tells an event loop that requests are done."""
+
+class Awaiting:
+    """What ``await`` of a :class:`RequestFuture` iterates over."""
+    def __iter__(self) -> typing.Any:
+        """Implement iter(self)."""
+    def __next__(self) -> typing.Any:
+        """Implement next(self)."""
+    def close(self) -> None:
+        """Wait no longer."""
+    def send(self, value: typing.Any) -> typing.Any:
+        """Go on until the request is done."""
+    def throw(self, *args: typing.Any) -> typing.Any:
+        """Raise an exception where the coroutine waits; asyncio's CancelledError cancels."""
 
 class RequestFuture:
     """
@@ -36,7 +54,7 @@ class RequestFuture:
 
     Serves wherever a ``concurrent.futures.Future`` does: ``isinstance``, ``asyncio.wrap_future``, and
     ``wait`` and ``as_completed`` of ``concurrent.futures``. It can be awaited in any event loop: cancelling
-    the task that awaits cancels the request. To await one that was cancelled otherwise (``cancel()``, a
+    the task that awaits cancels the request. Awaiting one that was cancelled otherwise (``cancel()``, a
     shutdown) raises ``concurrent.futures.CancelledError``, as ``result()`` does, and not that of
     ``asyncio``, which would tell the task that it was itself cancelled.
     """
@@ -44,8 +62,8 @@ class RequestFuture:
         """Return an iterator to be used in await expression."""
     def __repr__(self) -> str:
         """Return repr(self)."""
-    def _notify(self, mailbox: Mailbox, waiter: typing.Any) -> None:
-        """Put ``waiter``, an asyncio future, into the mailbox once the request is done."""
+    def _await_within(self, seconds: float | None) -> Awaiting:
+        """What ``await`` iterates over, but that it cancels the request and raises TimeoutError after so many seconds."""
     def add_done_callback(self, function: collections.abc.Callable[[RequestFuture], typing.Any]) -> None:
         """
         Call ``function(future)`` once the request is done, on the thread that completes it; at once if it is done.
@@ -85,36 +103,33 @@ class RequestFuture:
     def running(self) -> bool:
         """True while its batch runs: it cannot be cancelled."""
 
-class Mailbox:
-    """Tells an event loop that requests are done."""
-
 class QueueFull(RuntimeError):
     """A pool's queue has no room."""
 
 class TaskPool:
     """The native half of pymoe.runtime.TaskPool."""
-    def _idle_is_known(self) -> None:
-        """Who waits has been told that no runtime serves the pool."""
-    def _is_exclusive_with(self, other: TaskPool) -> bool:
-        """True if batches of the two never overlap; so with itself."""
-    def _setup(
+    def __init__(
         self,
-        process_func: collections.abc.Callable[..., typing.Any],
+        process_func: typing.Any,
         *,
         name: str,
-        min_batch_size: int,
-        max_batch_size: int,
-        timeout: float | None,
-        capacity: int,
-        linger: float,
-        priority: float,
+        min_batch_size: typing.SupportsInt | typing.SupportsIndex,
+        max_batch_size: typing.SupportsInt | typing.SupportsIndex,
+        timeout: typing.SupportsFloat | typing.SupportsIndex | None,
+        capacity: typing.SupportsInt | typing.SupportsIndex,
+        linger: typing.SupportsFloat | typing.SupportsIndex,
+        priority: typing.SupportsFloat | typing.SupportsIndex,
         isolate: bool,
         raise_when_full: bool,
-        exclusive_with: TaskPool | None,
-        schema: collections.abc.Sequence[typing.Any] | None,
+        exclusive_with: typing.Any,
+        schema: collections.abc.Sequence | None,
         pin_memory: bool,
     ) -> None:
-        """Once, from the constructor. ``schema``: tensors like those of a request."""
+        """``schema``: tensors like those of a request."""
+    def _idle_is_known(self) -> None:
+        """Who waits has been told that no runtime serves the pool."""
+    def _is_exclusive_with(self, other: typing.Any) -> bool:
+        """True if batches of the two never overlap; so with itself."""
     def _statistics(self) -> dict[str, typing.Any]:
         """The pool's counters, for pymoe.runtime.monitoring.statistics."""
     def _try_submit(
@@ -142,45 +157,31 @@ class TaskPool:
             RuntimeError: the runtime was shut down, or the pool belongs to the parent of this process.
         """
 
-class Runtime:
-    """The native half of pymoe.runtime.Runtime."""
-    def _release(self, pools: tuple[TaskPool, ...], drain: bool, timeout: float | None) -> bool:
+class Executor:
+    """The threads that serve the pools of a Runtime, which documents the rest."""
+    def __init__(self, workers: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def add(self, pools: collections.abc.Iterable) -> None:
+        """Serve these as well; nothing where it does not run."""
+    def release(
+        self, pools: collections.abc.Iterable, drain: bool, timeout: typing.SupportsFloat | typing.SupportsIndex | None
+    ) -> bool:
         """Close these, wait until their requests are done, and serve them no longer; False if that takes longer."""
-    def _replace_pools(self, pools: tuple[TaskPool, ...]) -> None:
-        """What start serves from now on."""
-    def _running(self) -> bool:
+    def running(self) -> bool:
         """True from start to the end of shutdown."""
-    def _serve_too(self, pools: tuple[TaskPool, ...]) -> None:
-        """Serve these as well; nothing where the runtime does not run."""
-    def _setup(self, pools: collections.abc.Sequence[TaskPool], workers: int) -> None:
-        """Once, from the constructor."""
-    def _take_back(self, pools: tuple[TaskPool, ...]) -> None:
-        """Open these again, of which _release has not seen the end; nothing where the runtime does not run."""
-    def shutdown(self, drain: bool = True) -> None:
-        """
-        Refuse further requests, and wait until every one is done and the workers have ended. May be called again.
-
-        Args:
-            drain: run what is queued; otherwise requests that have not started are cancelled, and of those that take
-                several batches no further one is run.
-
-        Raises:
-            RuntimeError: called from a batch of this runtime, or in a fork.
-        """
-    def start(self) -> None:
-        """
-        Start the workers; nothing if they run already.
-
-        Raises:
-            RuntimeError: a pool is served by another Runtime, or the process is a fork.
-        """
+    def shutdown(self, drain: bool) -> None:
+        """Wait until all requests are done and workers ended."""
+    def start(self, pools: collections.abc.Iterable) -> None:
+        """Start the workers; nothing if they run already."""
+    def take_back(self, pools: collections.abc.Iterable) -> None:
+        """Open these again, of which release has not seen the end; nothing where it does not run."""
 
 class ParameterLock:
     """A re-entrant lock that a thread which waits for a request lends to whoever it waits for."""
-    def __enter__(self) -> ParameterLock:
+    def __enter__(self) -> None:
         """Wait until nobody else holds it, but for threads that wait for this one."""
-    def __exit__(self, *exception: typing.Any) -> None:
+    def __exit__(self, type: typing.Any, value: typing.Any, traceback: typing.Any) -> None:
         """Let go of it."""
+    def __init__(self) -> None: ...
 
 class Future:
     """The outcome of a task, to come. Made by :meth:`WorkerPool.submit`."""
@@ -344,17 +345,14 @@ class Profiled:
         wait until :meth:`leave`, and this one must not be watched yet.
         """
 
-def adopt_identity(identity: typing.Any) -> None:
+def adopt_identity(identity: ThreadIdentity) -> None:
     """Be the thread of that identity for the runtime from now on; that one must wait until this one has ended."""
 
 def buffer_statistics() -> tuple[int, int]:
     """Blocks of memory that batches live in now, and bytes kept for batches to come."""
 
-def identity_of_this_thread() -> typing.Any:
+def identity_of_this_thread() -> ThreadIdentity:
     """What the runtime knows the calling thread by, for a thread that works in its place."""
-
-def make_mailbox(loop: typing.Any) -> Mailbox:
-    """Make the mailbox of an event loop."""
 
 def must_help(limited: bool) -> bool:
     """
@@ -390,16 +388,16 @@ def parallel_for(
         RuntimeError: the pool was shut down, or belongs to the parent of this process.
     """
 
-def set_await(function: collections.abc.Callable[[RequestFuture], typing.Any]) -> None:
-    """Choose what makes an iterator of a future that is awaited."""
-
 def set_plain_runner(function: collections.abc.Callable[..., typing.Any]) -> None:
-    """Choose what calls a function (its first argument) in such a state, from a thread in another one."""
-
-def set_standard(function: collections.abc.Callable[[RequestFuture], typing.Any]) -> None:
-    """Choose what makes the object that functions of concurrent.futures look at."""
+    """
+    Choose what calls a function (its first argument) on a thread in the state in which threads begin, from a
+    thread in another state.
+    """
 
 def thread_is_plain() -> bool:
-    """True on a thread in the state in which threads begin, as far as torch is concerned; gradients may be on or off."""
+    """
+    True on a thread in the state in which threads begin, as far as torch is concerned; gradients may be on
+    or off.
+    """
 
 compiler: str

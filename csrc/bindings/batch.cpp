@@ -1,12 +1,13 @@
 #include "bindings/batch.h"
 
+#include <pybind11/typing.h>
+
 #include <functional>
 #include <memory>
 #include <optional>
 
-#include "bindings/buffers.h"
-#include "bindings/deferred.h"
-#include "bindings/own_state.h"
+#include "bindings/bind.h"
+#include "bindings/errors.h"
 #include "bindings/process.h"
 #include "bindings/structure.h"
 #include "bindings/torch_calls.h"
@@ -52,46 +53,39 @@ class Column {
   }
 
   // Under the GIL; after gather.
-  Ref tensor() {
+  py::object tensor() {
     void* block = std::exchange(block_, nullptr);
     return dlpack::make(block, BufferPool::give_back, position_.dtype, shape_.data(),
                         static_cast<int32_t>(shape_.size()));
   }
 
   // Under the GIL, which is let go of for the copy.
-  Ref pinned_tensor() const {
-    const Ref sizes = Ref::checked(PyTuple_New(static_cast<Py_ssize_t>(shape_.size())));
-    for (size_t i = 0; i < shape_.size(); ++i) {
-      PyTuple_SET_ITEM(sizes.get(), static_cast<Py_ssize_t>(i), PyLong_FromLongLong(shape_[i]));
-    }
-    const Ref dtype = Ref::checked(PyObject_GetAttrString(request_of(batch_[0]).inputs()[index_].tensor, "dtype"));
-    const Ref arguments = Ref::checked(PyTuple_Pack(1, sizes.get()));
-    const Ref keywords = Ref::checked(Py_BuildValue("{s:O,s:O}", "dtype", dtype.get(), "pin_memory", Py_True));
-    Ref made = Ref::checked(PyObject_Call(torch_calls().empty, arguments.get(), keywords.get()));
+  py::object pinned_tensor() const {
+    py::tuple sizes(shape_.size());
+    for (size_t i = 0; i < shape_.size(); ++i) sizes[i] = shape_[i];
+    const py::handle like = request_of(batch_[0]).inputs()[index_].tensor;
+    py::object made =
+        py::handle(torch_calls().empty)(sizes, py::arg("dtype") = like.attr("dtype"), py::arg("pin_memory") = true);
     dlpack::Tensor view;
-    dlpack::read_plain(made.get(), view);
+    dlpack::read_plain(made.ptr(), view);
     const WithoutGil released;
     gather_into(view.data);
     return made;
   }
 
   // Under the GIL: on the tensors' own device, by the operator.
-  Ref device_tensor() const {
+  py::object device_tensor() const {
     const TorchCalls& torch = torch_calls();
-    if (torch.gather_batch == nullptr)
+    if (torch.gather_batch == nullptr) {
       raise(PyExc_RuntimeError, "torch.ops.pymoe.gather_batch is missing: import pymoe");
-    const Ref list = Ref::checked(PyList_New(static_cast<Py_ssize_t>(batch_.size())));
-    for (size_t i = 0; i < batch_.size(); ++i) {
-      Ref tensor = Ref::borrow(request_of(batch_[i]).inputs()[index_].tensor);
-      if (!batch_[i].whole()) {
-        tensor =
-            Ref::checked(PyObject_CallMethod(tensor.get(), "narrow", "iLL", 0, static_cast<long long>(batch_[i].begin),
-                                             static_cast<long long>(rows_of(batch_[i]))));
-      }
-      PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), tensor.release());
+    }
+    py::list tensors;
+    for (const Slice& slice : batch_) {
+      const py::handle tensor = request_of(slice).inputs()[index_].tensor;
+      tensors.append(slice.whole() ? borrow(tensor.ptr()) : tensor.attr("narrow")(0, slice.begin, rows_of(slice)));
     }
     const GradMode none(false);
-    return Ref::checked(PyObject_CallOneArg(torch.gather_batch, list.get()));
+    return own(PyObject_CallOneArg(torch.gather_batch, tensors.ptr()));
   }
 
  private:
@@ -117,24 +111,76 @@ class Column {
 // A range that torch.profiler shows, while it lives. A range that fails is not worth a batch.
 class Range {
  public:
-  explicit Range(PyObject* name) : range_(Ref::steal(PyObject_CallOneArg(torch_calls().record, name))) {
-    if (range_) Ref::steal(PyObject_CallMethod(range_.get(), "__enter__", nullptr));
+  explicit Range(PyObject* name)
+      : range_(py::reinterpret_steal<py::object>(PyObject_CallOneArg(torch_calls().record, name))) {
+    if (range_) call("__enter__");
     PyErr_Clear();
   }
   ~Range() {
-    const Ref error = PyErr_Occurred() ? take_error() : Ref();
-    if (range_) Ref::steal(PyObject_CallMethod(range_.get(), "__exit__", "OOO", Py_None, Py_None, Py_None));
-    PyErr_Clear();
-    if (error) set_error(error.get());
+    if (range_) call("__exit__", py::none(), py::none(), py::none());
   }
+  Range(const Range&) = delete;
+  Range& operator=(const Range&) = delete;
 
  private:
-  const Ref range_;
+  template <typename... Arguments>
+  void call(const char* method, const Arguments&... arguments) {
+    try {
+      range_.attr(method)(arguments...);
+    } catch (const py::error_already_set&) {
+    }
+  }
+
+  const py::object range_;
+};
+
+// What of a thread's Python state a batch has for itself, whosever thread it runs on: context variables (decimal's
+// precision, numpy's error state, what a web framework keeps there) are those of a thread that has just begun, while
+// this lives. A client's are not seen, and what is set is forgotten.
+class EmptyContext {
+ public:
+  EmptyContext() : context_(own(PyContext_New())) {
+    if (PyContext_Enter(context_.ptr()) != 0) throw py::error_already_set();
+  }
+  ~EmptyContext() {
+    if (PyContext_Exit(context_.ptr()) != 0) PyErr_Clear();
+  }
+  EmptyContext(const EmptyContext&) = delete;
+  EmptyContext& operator=(const EmptyContext&) = delete;
+
+ private:
+  const py::object context_;
+};
+
+// And a stack of its own depth: the calls that the thread is inside of do not count towards the recursion limit while
+// this lives, so that a client that waits near its limit runs other clients' requests as a worker would. The limit may
+// change meanwhile.
+class WholeStack {
+ public:
+  WholeStack() : state_(PyThreadState_Get()), used_(depth()) { add(-used_); }
+  ~WholeStack() { add(used_); }
+  WholeStack(const WholeStack&) = delete;
+  WholeStack& operator=(const WholeStack&) = delete;
+
+ private:
+#if PY_VERSION_HEX >= 0x030C0000
+  int depth() const { return state_->py_recursion_limit - state_->py_recursion_remaining; }
+  void add(int calls) { state_->py_recursion_remaining -= calls; }
+#elif PY_VERSION_HEX >= 0x030B0000
+  int depth() const { return state_->recursion_limit - state_->recursion_remaining; }
+  void add(int calls) { state_->recursion_remaining -= calls; }
+#else
+  int depth() const { return state_->recursion_depth; }
+  void add(int calls) { state_->recursion_depth += calls; }
+#endif
+
+  PyThreadState* const state_;
+  const int used_;
 };
 
 // Gives every request of the batch what is its own; those that are complete need their inputs no more. All or nothing:
 // what may raise comes first, since requests whose batch raised may run again.
-void hand_out(Batch batch, std::vector<Ref> results) {
+void hand_out(Batch batch, std::vector<py::object> results) {
   for (size_t i = 0; i < batch.size(); ++i) {
     if (batch[i].whole()) continue;
     std::vector<PyObject*>& parts = request_of(batch[i]).parts;
@@ -143,17 +189,15 @@ void hand_out(Batch batch, std::vector<Ref> results) {
       if (before == parts.capacity()) parts.reserve(2 * before + 8);
       continue;
     }
-    const Ref all = Ref::checked(PyList_New(static_cast<Py_ssize_t>(before) + 1));
-    for (size_t part = 0; part < before; ++part) {
-      PyList_SET_ITEM(all.get(), static_cast<Py_ssize_t>(part), Py_NewRef(parts[part]));
-    }
-    PyList_SET_ITEM(all.get(), static_cast<Py_ssize_t>(before), results[i].release());
-    results[i] = cat_structures(all.get());
+    py::list all;
+    for (size_t part = 0; part < before; ++part) all.append(py::handle(parts[part]));
+    all.append(results[i]);
+    results[i] = cat_structures(all);
   }
   for (size_t i = 0; i < batch.size(); ++i) {
     TensorRequest& request = request_of(batch[i]);
     if (!batch[i].last()) {
-      request.parts.push_back(results[i].release());
+      request.parts.push_back(results[i].release().ptr());
       continue;
     }
     request.set_outcome(std::move(results[i]), false);
@@ -186,71 +230,57 @@ void gather(std::vector<Column>& columns) {
   }
 }
 
-// Whether requests may run once more after this exception: unless it says itself, in an attribute, that they may not.
-bool forgives(PyObject* error) {
-  const Ref says = Ref::steal(PyObject_GetAttrString(error, "pymoe_may_retry"));
-  PyErr_Clear();
-  return says.get() != Py_False;
-}
-
-// Ends a batch with the Python exception that is set.
-[[noreturn]] void fail(Batch batch) {
-  const Ref error = take_error();
+// Ends a batch with a Python exception.
+[[noreturn]] void fail(Batch batch, const py::error_already_set& raised) {
+  const py::object error = exception_of(raised);
   // On the main thread it means whoever waits there, and has nothing to do with the batch.
-  if (on_main_thread() && PyErr_GivenExceptionMatches(error.get(), PyExc_KeyboardInterrupt)) {
-    Py_XSETREF(interrupt, error.share());
+  if (is_interrupt(error)) {
+    Py_XSETREF(interrupt, error.inc_ref().ptr());
     throw runtime::Interrupted();
   }
-  for (const Slice& slice : batch) request_of(slice).set_outcome(Ref::borrow(error.get()), true);
-  throw BatchRaised(forgives(error.get()));
+  for (const Slice& slice : batch) request_of(slice).set_outcome(error, true);
+  // Requests may run once more unless the exception itself says, in an attribute, that they may not.
+  const auto says = py::reinterpret_steal<py::object>(PyObject_GetAttrString(error.ptr(), "pymoe_may_retry"));
+  PyErr_Clear();
+  throw BatchRaised(says.ptr() != Py_False);
 }
-
-// Work for another thread, and how it ended.
-struct Errand {
-  const std::function<void()>& work;
-  bool ended = false;
-  std::exception_ptr error;
-};
-
-PyObject* run_errand(PyObject* capsule, PyObject*) {
-  auto* errand = static_cast<Errand*>(PyCapsule_GetPointer(capsule, nullptr));
-  try {
-    errand->work();
-  } catch (...) {
-    errand->error = std::current_exception();
-  }
-  errand->ended = true;
-  Py_RETURN_NONE;
-}
-
-PyMethodDef run_errand_method = {"run_batch", run_errand, METH_NOARGS, nullptr};
 
 // Does the work where nothing is switched on. An interrupt that came meanwhile comes again.
 void run_elsewhere(const std::function<void()>& work) {
-  Errand errand{work, false, nullptr};
-  const Ref capsule = Ref::checked(PyCapsule_New(&errand, nullptr, nullptr));
-  const Ref function = Ref::checked(PyCFunction_New(&run_errand_method, capsule.get()));
-  if (!Ref::steal(PyObject_CallOneArg(plain_runner, function.get()))) {
-    if (!errand.ended) throw ErrorSet();
-    PyErr_Clear();
+  bool ended = false;
+  std::exception_ptr error;
+  const py::cpp_function errand([&] {
+    try {
+      work();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    ended = true;
+  });
+  try {
+    py::handle runner(plain_runner);
+    runner(errand);
+  } catch (const py::error_already_set&) {
+    if (!ended) throw;
     PyErr_SetInterrupt();
   }
-  if (errand.error) std::rethrow_exception(errand.error);
+  if (error) std::rethrow_exception(error);
 }
 
 }  // namespace
 
-PyObject* set_plain_runner(PyObject*, PyObject* function) {
-  Py_XSETREF(plain_runner, Py_NewRef(function));
-  Py_RETURN_NONE;
+runtime::BufferPool& buffers() {
+  // Never destroyed: a tensor may let go of its memory when everything else has gone.
+  static auto& pool = *new runtime::BufferPool(size_t{256} << 20);
+  return pool;
 }
 
-Ref take_interrupt() { return Ref::steal(std::exchange(interrupt, nullptr)); }
+void raise_interrupt() { raise(py::reinterpret_steal<py::object>(std::exchange(interrupt, nullptr))); }
 
-PyBatchFunction::PyBatchFunction(std::string name, Ref function, bool pin_memory)
+PyBatchFunction::PyBatchFunction(std::string name, py::object function, bool pin_memory)
     : where_("TaskPool '" + name + "'"),
-      function_(function.release()),
-      range_(Ref::checked(PyUnicode_FromFormat("pymoe::%s batch", name.c_str())).release()),
+      function_(function.release().ptr()),
+      range_(py::str("pymoe::" + name + " batch").release().ptr()),
       pin_memory_(pin_memory) {}
 
 PyBatchFunction::~PyBatchFunction() {
@@ -281,17 +311,17 @@ void PyBatchFunction::run(Batch batch) {
       require_unchanged(batch, where_.c_str());
       if (!pin_memory_) gather(columns);
       const Range range(range_);
-      std::vector<Ref> tensors;
+      std::vector<py::object> tensors;
       for (Column& column : columns) {
         tensors.push_back(!column.on_host() ? column.device_tensor()
                           : pin_memory_     ? column.pinned_tensor()
                                             : column.tensor());
       }
-      const Ref output = call(tensors);
+      const py::object output = call(tensors);
       tensors.clear();
-      hand_out(batch, split_structure(output.get(), rows, where_.c_str()));
-    } catch (const ErrorSet&) {
-      fail(batch);
+      hand_out(batch, split_structure(output, rows, where_.c_str()));
+    } catch (const py::error_already_set& error) {
+      fail(batch, error);
     }
   };
   // Inside another batch, and on a worker of parallel calls, a thread must help, whatever is switched on there.
@@ -302,8 +332,8 @@ void PyBatchFunction::run(Batch batch) {
   }
   try {
     run_elsewhere(run_here);
-  } catch (const ErrorSet&) {
-    fail(batch);
+  } catch (const py::error_already_set& error) {
+    fail(batch, error);
   }
 }
 
@@ -317,16 +347,34 @@ bool PyBatchFunction::may_retry(const std::exception_ptr& error) {
   }
 }
 
-Ref PyBatchFunction::call(const std::vector<Ref>& tensors) const {
+py::object PyBatchFunction::call(const std::vector<py::object>& tensors) const {
   if (function_ == nullptr) raise(PyExc_RuntimeError, "%s: the pool was collected", where_.c_str());
-  const Ref function = Ref::borrow(function_);
+  const py::object function = borrow(function_);
   std::vector<PyObject*> arguments(tensors.size() + 1);
-  for (size_t i = 0; i < tensors.size(); ++i) arguments[i + 1] = tensors[i].get();
+  for (size_t i = 0; i < tensors.size(); ++i) arguments[i + 1] = tensors[i].ptr();
   const EmptyContext context;
   const WholeStack stack;
   const GradMode enabled(true);
-  return Ref::checked(PyObject_Vectorcall(function.get(), arguments.data() + 1,
-                                          tensors.size() | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
+  return own(PyObject_Vectorcall(function.ptr(), arguments.data() + 1, tensors.size() | PY_VECTORCALL_ARGUMENTS_OFFSET,
+                                 nullptr));
+}
+
+void bind_batches(py::module_& module) {
+  module.def(
+      "set_plain_runner",
+      [](const py::typing::Callable<py::object(py::ellipsis)>& function) {
+        Py_XSETREF(plain_runner, Py_NewRef(function.ptr()));
+      },
+      py::arg("function"),
+      "Choose what calls a function (its first argument) on a thread in the state in which threads begin, from a\n"
+      "thread in another state.");
+  module.def(
+      "buffer_statistics",
+      [] {
+        const auto now = buffers().statistics();
+        return std::pair<int64_t, int64_t>(now.live_blocks, now.cached_bytes);
+      },
+      "Blocks of memory that batches live in now, and bytes kept for batches to come.");
 }
 
 }  // namespace pymoe::bindings

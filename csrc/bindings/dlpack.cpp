@@ -1,8 +1,8 @@
 #include "bindings/dlpack.h"
 
 #include <algorithm>
-#include <cstring>
 #include <memory>
+#include <string>
 #include <vector>
 
 namespace pymoe::bindings::dlpack {
@@ -51,33 +51,28 @@ void delete_owned(Managed* managed) {
   owned->release(managed->tensor.data);
 }
 
-PyTypeObject* type_of(PyObject* module, const char* name) {
-  PyObject* type = Ref::checked(PyObject_GetAttrString(module, name)).release();  // kept for the process
-  if (!PyType_Check(type)) raise(PyExc_ImportError, "pymoe: torch's %s is not a type", name);
-  return reinterpret_cast<PyTypeObject*>(type);
+PyTypeObject* type_of(const py::module_& module, const char* name) {
+  py::object type = module.attr(name);
+  if (!PyType_Check(type.ptr())) raise(PyExc_ImportError, "pymoe: torch's %s is not a type", name);
+  return reinterpret_cast<PyTypeObject*>(type.release().ptr());  // kept for the process
 }
 
-Ref call(PyObject* object, const char* method) { return Ref::checked(PyObject_CallMethod(object, method, nullptr)); }
-
-// What the error that is set says, as text for one of ours.
-[[noreturn]] void refuse(PyObject* object, const char* where, Py_ssize_t position) {
-  if (!PyErr_ExceptionMatches(PyExc_Exception)) throw ErrorSet();  // an interrupt
-  const Ref error = take_error();
-  const Ref text = Ref::checked(PyObject_Str(error.get()));
-  const char* said = PyUnicode_AsUTF8(text.get());
-  const bool no_memory = PyErr_GivenExceptionMatches(error.get(), PyExc_MemoryError) ||
-                         (said != nullptr && (std::strstr(said, "allocate memory") != nullptr ||
-                                              std::strstr(said, "not enough memory") != nullptr ||
-                                              std::strstr(said, "out of memory") != nullptr));
-  PyErr_Clear();
+// Throws what an error means for a request whose tensor could not be read.
+[[noreturn]] void refuse(const py::error_already_set& error, const char* where, Py_ssize_t position) {
+  if (!error.matches(PyExc_Exception)) raise(error.value());  // an interrupt
+  const std::string said = py::str(error.value());
+  const bool no_memory = error.matches(PyExc_MemoryError) || said.find("allocate memory") != std::string::npos ||
+                         said.find("not enough memory") != std::string::npos ||
+                         said.find("out of memory") != std::string::npos;
   if (no_memory) {
-    PyErr_Format(PyExc_MemoryError, "%s: no memory for a contiguous copy of tensor %zd (%S)", where, position,
-                 error.get());
-    throw ErrorSet();
+    raise(PyExc_MemoryError, "%s: no memory for a contiguous copy of tensor %zd (%s)", where, position, said.c_str());
   }
-  PyErr_Format(PyExc_TypeError, "%s: tensor %zd cannot be part of a batch: a %s tensor with strides is needed (%S)",
-               where, position, "dense", error.get());
-  throw ErrorSet();
+  raise(PyExc_TypeError, "%s: tensor %zd cannot be part of a batch: expected a dense tensor with strides (%s)", where,
+        position, said.c_str());
+}
+
+void read_table(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t position) {
+  if (table->tensor_from_object(object, &tensor) != 0) refuse(py::error_already_set(), where, position);
 }
 
 // Rows are gathered where these are; the memory of other devices is not ours to read.
@@ -91,32 +86,26 @@ void require_known_memory(const Tensor& tensor, const char* where, Py_ssize_t po
 // Whether memory holds the values with the other sign (torch's "neg bit"). Only views have it, and asking those alone
 // keeps the question, for which torch lets go of the GIL, away from most requests.
 bool is_negated(PyObject* object) {
-  const Ref base = Ref::checked(PyObject_GetAttr(object, base_name));
-  return base.get() != Py_None && call(object, "is_neg").get() == Py_True;
+  return !own(PyObject_GetAttr(object, base_name)).is_none() && py::handle(object).attr("is_neg")().ptr() == Py_True;
 }
 
 // A dense plain tensor of the same values; for everything that is out of the ordinary.
-Ref plain(PyObject* object, const char* where, Py_ssize_t position) {
+py::object plain(PyObject* object, const char* where, Py_ssize_t position) {
   if (!is_tensor(object)) {
     raise(PyExc_TypeError, "%s: argument %zd must be a tensor, got %s", where, position, Py_TYPE(object)->tp_name);
   }
   try {
-    Ref tensor = Ref::borrow(object);
+    py::object tensor = borrow(object);
     if (Py_TYPE(object) != tensor_type && Py_TYPE(object) != parameter_type) {
-      const Ref dispatch = Ref::checked(PyObject_GetAttrString(object, "__torch_dispatch__"));
-      const Ref inherited =
-          Ref::checked(PyObject_GetAttrString(reinterpret_cast<PyObject*>(tensor_type), "__torch_dispatch__"));
-      if (dispatch.get() != inherited.get()) {
+      const py::handle base(reinterpret_cast<PyObject*>(tensor_type));
+      if (!tensor.attr("__torch_dispatch__").is(base.attr("__torch_dispatch__"))) {
         raise(PyExc_TypeError, "a %s holds its values in its own way", Py_TYPE(object)->tp_name);
       }
-      tensor = Ref::checked(PyObject_CallMethod(object, "as_subclass", "O", tensor_type));
+      tensor = tensor.attr("as_subclass")(base);
     }
-    tensor = call(tensor.get(), "detach");
-    tensor = call(tensor.get(), "resolve_conj");
-    tensor = call(tensor.get(), "resolve_neg");
-    return call(tensor.get(), "contiguous");
-  } catch (const ErrorSet&) {
-    refuse(object, where, position);
+    return tensor.attr("detach")().attr("resolve_conj")().attr("resolve_neg")().attr("contiguous")();
+  } catch (const py::error_already_set& error) {
+    refuse(error, where, position);
   }
 }
 
@@ -147,44 +136,41 @@ bool Tensor::contiguous() const {
 
 void load() {
   if (table != nullptr) return;
-  const Ref torch = Ref::checked(PyImport_ImportModule("torch"));
-  const Ref nn = Ref::checked(PyImport_ImportModule("torch.nn"));
-  tensor_type = type_of(torch.get(), "Tensor");
-  parameter_type = type_of(nn.get(), "Parameter");
-  base_name = Ref::checked(PyUnicode_InternFromString("_base")).release();  // kept for the process
-  const Ref capsule =
-      Ref::steal(PyObject_GetAttrString(reinterpret_cast<PyObject*>(tensor_type), "__dlpack_c_exchange_api__"));
-  const auto* found = capsule ? static_cast<Table*>(PyCapsule_GetPointer(capsule.get(), kCapsule)) : nullptr;
+  const auto torch = py::module_::import("torch");
+  tensor_type = type_of(torch, "Tensor");
+  parameter_type = type_of(py::module_::import("torch.nn"), "Parameter");
+  base_name = forever(own(PyUnicode_InternFromString("_base")));
+  const py::object capsule = py::getattr(torch.attr("Tensor"), "__dlpack_c_exchange_api__", py::none());
+  const auto* found = static_cast<const Table*>(PyCapsule_GetPointer(capsule.ptr(), kCapsule));
   PyErr_Clear();
   while (found != nullptr && found->version.major != kMajor) found = found->previous;
   if (found == nullptr || found->tensor_from_object == nullptr || found->object_from_managed == nullptr) {
-    const Ref version = Ref::checked(PyObject_GetAttrString(torch.get(), "__version__"));
     raise(
         PyExc_ImportError,
         "pymoe.runtime reads tensors through torch.Tensor.__dlpack_c_exchange_api__ of DLPack %u, which torch %S does "
         "not offer: torch >= 2.11 is needed",
-        kMajor, version.get());
+        kMajor, torch.attr("__version__").ptr());
   }
   table = found;
 }
 
 bool is_tensor(PyObject* object) { return PyObject_TypeCheck(object, tensor_type); }
 
-Ref read(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t position) {
+py::object read(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t position) {
   const bool known = Py_TYPE(object) == tensor_type || Py_TYPE(object) == parameter_type;
   if (known) {
-    if (table->tensor_from_object(object, &tensor) != 0) refuse(object, where, position);
+    read_table(object, tensor, where, position);
     require_known_memory(tensor, where, position);
-    if (tensor.dtype.code != kComplex && tensor.contiguous() && !is_negated(object)) return Ref::borrow(object);
+    if (tensor.dtype.code != kComplex && tensor.contiguous() && !is_negated(object)) return borrow(object);
   }
-  Ref dense = plain(object, where, position);
-  if (table->tensor_from_object(dense.get(), &tensor) != 0) refuse(object, where, position);
+  py::object dense = plain(object, where, position);
+  read_table(dense.ptr(), tensor, where, position);
   require_known_memory(tensor, where, position);
   return dense;
 }
 
 void read_plain(PyObject* object, Tensor& tensor) {
-  if (table->tensor_from_object(object, &tensor) != 0) throw ErrorSet();
+  if (table->tensor_from_object(object, &tensor) != 0) throw py::error_already_set();
 }
 
 bool reread(PyObject* object, Tensor& tensor) noexcept {
@@ -193,7 +179,7 @@ bool reread(PyObject* object, Tensor& tensor) noexcept {
   return false;
 }
 
-Ref make(void* data, void (*release)(void*) noexcept, DataType dtype, const int64_t* shape, int32_t ndim) {
+py::object make(void* data, void (*release)(void*) noexcept, DataType dtype, const int64_t* shape, int32_t ndim) {
   auto* owned = new Owned{{{kMajor, 0}, nullptr, delete_owned, 0, {}}, release, {}};
   owned->managed.context = owned;
   owned->shape_and_strides.assign(shape, shape + ndim);
@@ -208,9 +194,9 @@ Ref make(void* data, void (*release)(void*) noexcept, DataType dtype, const int6
   void* object = nullptr;
   if (table->object_from_managed(&owned->managed, &object) != 0) {
     delete_owned(&owned->managed);
-    throw ErrorSet();
+    throw py::error_already_set();
   }
-  return Ref::steal(static_cast<PyObject*>(object));
+  return py::reinterpret_steal<py::object>(static_cast<PyObject*>(object));
 }
 
 }  // namespace pymoe::bindings::dlpack

@@ -44,13 +44,12 @@ struct Tensor {
   bool contiguous() const;
 };
 
-// Finds the table. Throws ErrorSet with an ImportError if this torch has none that we understand.
+// Finds the table. Throws an ImportError if this torch has none that we understand.
 void load();
 
-// Reads a tensor that can be batched as it is: strided, contiguous, in memory. Returns an owned reference to it, or to
-// a contiguous copy where it was not. Throws ErrorSet with a TypeError that begins with `where` and names argument
-// `position` for anything else.
-Ref read(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t position);
+// Reads a tensor that can be batched as it is: strided, contiguous, in memory. Returns the tensor, or a contiguous copy
+// where it was not. Throws a TypeError that begins with `where` and names argument `position` for anything else.
+py::object read(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t position);
 
 // The same for a tensor of our own making, of which nothing needs to be checked.
 void read_plain(PyObject* object, Tensor& tensor);
@@ -60,7 +59,7 @@ bool reread(PyObject* object, Tensor& tensor) noexcept;
 
 // A tensor of torch over `data`, contiguous, in the CPU's memory. `release(data)` runs when torch lets go of it, on
 // whatever thread, with or without the GIL, or at once if this fails.
-Ref make(void* data, void (*release)(void*) noexcept, DataType dtype, const int64_t* shape, int32_t ndim);
+py::object make(void* data, void (*release)(void*) noexcept, DataType dtype, const int64_t* shape, int32_t ndim);
 
 bool is_tensor(PyObject* object);
 

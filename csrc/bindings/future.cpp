@@ -1,18 +1,19 @@
 #include "bindings/future.h"
 
+#include <structmember.h>
+
 #include <array>
+#include <cstddef>
 #include <new>
 
+#include "bindings/awaiting.h"
 #include "bindings/batch.h"
-#include "bindings/deferred.h"
-#include "bindings/helping.h"
-#include "bindings/mailbox.h"
-#include "bindings/outcome.h"
+#include "bindings/bind.h"
+#include "bindings/errors.h"
 #include "bindings/parameter_lock.h"
 #include "bindings/process.h"
 #include "bindings/torch_calls.h"
 #include "bindings/turnstile.h"
-#include "bindings/types.h"
 
 namespace pymoe::bindings {
 namespace {
@@ -21,19 +22,17 @@ struct FutureObject {
   PyObject_HEAD PyObject* weak_references;
   std::shared_ptr<TensorRequest> request;
   std::shared_ptr<Pool> pool;
-  PyObject* standard;  // what functions of concurrent.futures see, once one has asked (make_standard), or null
+  PyObject* standard;  // what functions of concurrent.futures see, once one has asked, or null
   int created;
   bool may_help;
 };
 
 PyTypeObject* future_type = nullptr;
-PyObject* await_function = nullptr;
 PyObject* standard_type = nullptr;  // concurrent.futures.Future
-PyObject* make_standard = nullptr;
 
 FutureObject* self_of(PyObject* object) { return reinterpret_cast<FutureObject*>(object); }
 
-// The collector needs to know a future only once it can be part of a cycle: few ever are, and all cost.
+// The collector gets to know a future only once it can be part of a cycle: tracking every future is costly.
 void track(PyObject* object) {
   if (!PyObject_GC_IsTracked(object)) PyObject_GC_Track(object);
 }
@@ -43,14 +42,14 @@ bool may_refer(PyObject* outcome) {
   return PyObject_IS_GC(outcome) && Py_TYPE(outcome) != reinterpret_cast<PyTypeObject*>(torch_calls().tensor);
 }
 
-// Seconds for which a program may wait for a pool before it starts the runtime.
-constexpr std::chrono::seconds kPatience{2};
+// How long a thread may wait for a pool that nobody serves until it is warned.
+constexpr std::chrono::seconds kUnservedWarningDelay{2};
 
 // Waits a while where nobody serves the pool, and then says so. True if the request has ended.
 template <typename Ended>
 bool ended_soon_or_served(Pool& pool, const Ended& ended, std::optional<Clock::time_point> deadline) {
   if (pool.strand()->attached()) return false;
-  const auto soon = Clock::now() + kPatience;
+  const auto soon = Clock::now() + kUnservedWarningDelay;
   if (deadline && *deadline <= soon) return false;
   if (wait_interruptibly(ended, soon)) return true;
   if (pool.strand()->attached() || !pool.tell_idle()) return false;
@@ -58,14 +57,14 @@ bool ended_soon_or_served(Pool& pool, const Ended& ended, std::optional<Clock::t
                        "a result of TaskPool '%s' is waited for, but no Runtime serves the pool: start one with "
                        "Runtime([pool]), or with the backend that the pool is of",
                        pool.name().c_str()) != 0) {
-    throw ErrorSet();
+    throw py::error_already_set();
   }
   return false;
 }
 
 void wait_until_done(FutureObject* self, const char* where, std::optional<Clock::time_point> deadline) {
   require_this_process(self->created, where, "TaskPool");
-  const Ref keep = Ref::borrow(reinterpret_cast<PyObject*>(self));
+  const py::object keep = borrow(reinterpret_cast<PyObject*>(self));
   drop_deferred();
   const auto help = help_of_this_thread(self->may_help, deadline.has_value());
   try {
@@ -90,8 +89,7 @@ void wait_until_done(FutureObject* self, const char* where, std::optional<Clock:
       raise(PyExc_TimeoutError, "%s: the request of pool '%s' is not done in time", where, name);
     }
   } catch (const runtime::Interrupted&) {
-    set_error(take_interrupt().get());
-    throw ErrorSet();
+    raise_interrupt();
   }
 }
 
@@ -101,12 +99,25 @@ std::optional<double> timeout_of(const char* where, PyObject* const* args, Py_ss
   if (count + keywords == 0) return std::nullopt;
   if (count + keywords > 1 ||
       (keywords == 1 && PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(names, 0), "timeout"))) {
-    raise(PyExc_TypeError, "%s takes timeout alone", where);
+    raise(PyExc_TypeError, "%s: expected timeout alone", where);
   }
   if (args[0] == Py_None) return std::nullopt;
   const double seconds = PyFloat_AsDouble(args[0]);
-  if (seconds == -1.0 && PyErr_Occurred()) throw ErrorSet();
+  if (seconds == -1.0 && PyErr_Occurred()) throw py::error_already_set();
   return seconds;
+}
+
+// What a request that is done came to, as CPython's functions return it.
+PyObject* outcome_of(PyObject* object) {
+  const TensorRequest& request = *self_of(object)->request;
+  if (!request.error()) {
+    if (may_refer(request.outcome)) track(object);
+    return Py_NewRef(request.outcome);
+  }
+  track(object);
+  const py::object error = request.exception();
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  return nullptr;
 }
 
 PyObject* result(PyObject* object, PyObject* const* args, Py_ssize_t count, PyObject* names) {
@@ -114,15 +125,7 @@ PyObject* result(PyObject* object, PyObject* const* args, Py_ssize_t count, PyOb
     FutureObject* self = self_of(object);
     const auto timeout = timeout_of("RequestFuture.result", args, count, names);
     if (!self->request->done()) wait_until_done(self, "RequestFuture.result", deadline_after(timeout));
-    if (!self->request->error()) {
-      PyObject* outcome = self->request->outcome;
-      if (may_refer(outcome)) track(object);
-      return Py_NewRef(outcome);
-    }
-    track(object);
-    const Ref error = exception_of(*self->request);
-    set_error(error.get());
-    throw ErrorSet();
+    return outcome_of(object);
   });
 }
 
@@ -132,11 +135,9 @@ PyObject* exception(PyObject* object, PyObject* const* args, Py_ssize_t count, P
     const auto timeout = timeout_of("RequestFuture.exception", args, count, names);
     if (!self->request->done()) wait_until_done(self, "RequestFuture.exception", deadline_after(timeout));
     if (!self->request->error()) return Py_NewRef(Py_None);
+    if (self->request->was_cancelled()) return outcome_of(object);
     track(object);
-    Ref error = exception_of(*self->request);
-    if (!was_cancelled(*self->request)) return error.release();
-    set_error(error.get());
-    throw ErrorSet();
+    return self->request->exception().release().ptr();
   });
 }
 
@@ -147,22 +148,10 @@ PyObject* running(PyObject* object, PyObject*) {
   return PyBool_FromLong(!request.pending() && !request.done());
 }
 
-PyObject* cancelled(PyObject* object, PyObject*) { return PyBool_FromLong(was_cancelled(*self_of(object)->request)); }
+PyObject* cancelled(PyObject* object, PyObject*) { return PyBool_FromLong(self_of(object)->request->was_cancelled()); }
 
 PyObject* cancel(PyObject* object, PyObject*) {
-  return guarded([&] {
-    const FutureObject* self = self_of(object);
-    if (self->request->done()) return PyBool_FromLong(was_cancelled(*self->request));
-    require_this_process(self->created, "RequestFuture.cancel", "TaskPool");
-    const auto request = self->request;
-    const auto pool = self->pool;
-    bool taken;
-    {
-      const WithoutGil released;
-      taken = pool->cancel(request);
-    }
-    return PyBool_FromLong(taken || was_cancelled(*request));
-  });
+  return guarded([&] { return PyBool_FromLong(cancel_future(object)); });
 }
 
 // Something for the thread that completes, which may be called with the GIL or without.
@@ -171,9 +160,11 @@ struct Callback {
 
   void operator()() {
     const WithGil gil;
-    const Ref called = function.take(), argument = future.take();
-    if (!Ref::steal(PyObject_CallOneArg(called.get(), argument.get()))) {
-      log_error("a callback of a request's future raised");
+    const py::object called = function.take(), argument = future.take();
+    try {
+      called(argument);
+    } catch (const py::error_already_set& error) {
+      log_error("a callback of a request's future raised", exception_of(error));
     }
   }
 };
@@ -181,47 +172,37 @@ struct Callback {
 PyObject* add_done_callback(PyObject* object, PyObject* function) {
   return guarded([&] {
     if (!PyCallable_Check(function)) {
-      raise(PyExc_TypeError, "RequestFuture.add_done_callback: a function is needed, got %s",
+      raise(PyExc_TypeError, "RequestFuture.add_done_callback: expected a function, got %s",
             Py_TYPE(function)->tp_name);
     }
     track(object);
     const auto request = self_of(object)->request;
-    auto callback =
-        std::make_shared<Callback>(Callback{GilObject(Ref::borrow(function)), GilObject(Ref::borrow(object))});
+    auto callback = std::make_shared<Callback>(Callback{GilObject(borrow(function)), GilObject(borrow(object))});
     const WithoutGil released;
     request->on_done([callback = std::move(callback)] { (*callback)(); });
     return Py_NewRef(Py_None);
   });
 }
 
-// _notify(mailbox, waiter): the mailbox gets the waiter once the request is done.
-PyObject* notify(PyObject* object, PyObject* const* args, Py_ssize_t count) {
+PyObject* await(PyObject* object) {
   return guarded([&] {
-    if (count != 2) raise(PyExc_TypeError, "RequestFuture._notify takes a mailbox and a waiter");
-    FutureObject* self = self_of(object);
-    require_this_process(self->created, "await", "TaskPool");
-    auto mailbox = mailbox_of(args[0]);
-    const auto request = self->request;
-    auto waiter = std::make_shared<GilObject>(Ref::borrow(args[1]));
-    const WithoutGil released;
-    request->on_done([mailbox = std::move(mailbox), waiter = std::move(waiter)] { mailbox->put(waiter->release()); });
-    return Py_NewRef(Py_None);
+    require_this_process(self_of(object)->created, "await", "TaskPool");
+    return make_awaiting(borrow(object)).release().ptr();
   });
 }
 
-PyObject* await(PyObject* object) {
-  if (await_function == nullptr) {
-    PyErr_SetString(PyExc_RuntimeError, "import pymoe.runtime to await a future");
-    return nullptr;
-  }
-  return PyObject_CallOneArg(await_function, object);
+PyObject* await_within(PyObject* object, PyObject* seconds) {
+  return guarded([&] {
+    require_this_process(self_of(object)->created, "await", "TaskPool");
+    return make_awaiting(borrow(object), py::cast<std::optional<double>>(py::handle(seconds))).release().ptr();
+  });
 }
 
 const char* state_of(FutureObject* self) {
   if (self->request->pending()) return "pending";
   if (!self->request->done()) return "running";
   if (!self->request->error()) return "finished";
-  return was_cancelled(*self->request) ? "cancelled" : "failed";
+  return self->request->was_cancelled() ? "cancelled" : "failed";
 }
 
 PyObject* repr(PyObject* object) {
@@ -237,12 +218,11 @@ PyObject* get_standard(PyObject* object, void* name) {
   return guarded([&] {
     FutureObject* self = self_of(object);
     if (self->standard == nullptr) {
-      if (make_standard == nullptr) raise(PyExc_RuntimeError, "import pymoe.runtime first");
-      Ref made = Ref::checked(PyObject_CallOneArg(make_standard, object));
-      if (self->standard == nullptr) self->standard = made.release();
+      py::object made = py::module_::import("pymoe.runtime.future").attr("Standard")(py::handle(object));
+      if (self->standard == nullptr) self->standard = made.release().ptr();
       track(object);
     }
-    return Ref::checked(PyObject_GetAttrString(self->standard, static_cast<const char*>(name))).release();
+    return py::handle(self->standard).attr(static_cast<const char*>(name)).cast<py::object>().release().ptr();
   });
 }
 
@@ -346,21 +326,21 @@ PyMethodDef methods[] = {
      "collections.abc.Callable[[pymoe._runtime.RequestFuture], object]) -> None\n\n"
      "Call ``function(future)`` once the request is done, on the thread that completes it; at once if it is done.\n\n"
      "What the function raises is logged by the logger ``pymoe.runtime``."},
-    {"_notify", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(notify)), METH_FASTCALL,
-     "_notify(self: pymoe._runtime.RequestFuture, mailbox: pymoe._runtime.Mailbox, waiter: typing.Any) -> None\n\n"
-     "Put ``waiter``, an asyncio future, into the mailbox once the request is done."},
+    {"_await_within", await_within, METH_O,
+     "_await_within(self: pymoe._runtime.RequestFuture, seconds: float | None) -> pymoe._runtime.Awaiting\n\n"
+     "What ``await`` iterates over, but that it cancels the request and raises TimeoutError after so many seconds."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
-Ref make_future(std::shared_ptr<TensorRequest> request, std::shared_ptr<Pool> pool, bool may_help) {
+py::object make_future(std::shared_ptr<TensorRequest> request, std::shared_ptr<Pool> pool, bool may_help) {
   FutureObject* self;
   if (free_count > 0) {
     self = free_objects[--free_count];
     PyObject_Init(reinterpret_cast<PyObject*>(self), future_type);
   } else {
     self = PyObject_GC_New(FutureObject, future_type);
-    if (self == nullptr) throw ErrorSet();
+    if (self == nullptr) throw py::error_already_set();
   }
   self->weak_references = nullptr;
   self->standard = nullptr;
@@ -368,43 +348,67 @@ Ref make_future(std::shared_ptr<TensorRequest> request, std::shared_ptr<Pool> po
   new (&self->pool) std::shared_ptr<Pool>(std::move(pool));
   self->created = generation();
   self->may_help = may_help;
-  return Ref::steal(reinterpret_cast<PyObject*>(self));
+  return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
 }
 
-PyObject* must_help(PyObject*, PyObject* limited) {
-  return PyBool_FromLong(help_of_this_thread(false, limited == Py_True) == runtime::Help::kInBatch);
+const std::shared_ptr<TensorRequest>& request_of(PyObject* future) { return self_of(future)->request; }
+
+py::object result_of(PyObject* future) { return own(outcome_of(future)); }
+
+bool cancel_future(PyObject* future) {
+  const FutureObject* self = self_of(future);
+  if (self->request->done()) return self->request->was_cancelled();
+  require_this_process(self->created, "RequestFuture.cancel", "TaskPool");
+  const auto request = self->request;
+  const auto pool = self->pool;
+  bool taken;
+  {
+    const WithoutGil released;
+    taken = pool->cancel(request);
+  }
+  return taken || request->was_cancelled();
 }
 
-PyObject* set_await(PyObject*, PyObject* function) {
-  Py_XSETREF(await_function, Py_NewRef(function));
-  Py_RETURN_NONE;
+runtime::Help help_of_this_thread(bool may, bool limited) {
+  const bool in_batch = runtime::SystemSync::batches_on_this_thread() > 0 || on_server_thread();
+  if (in_batch || (on_worker_thread() && !limited)) return runtime::Help::kInBatch;
+  return may && !limited && thread_is_plain() ? runtime::Help::kYes : runtime::Help::kNo;
 }
 
-PyObject* set_standard(PyObject*, PyObject* function) {
-  Py_XSETREF(make_standard, Py_NewRef(function));
-  Py_RETURN_NONE;
-}
-
-void add_future_type(PyObject* module) {
-  const Ref futures = Ref::checked(PyImport_ImportModule("concurrent.futures"));
-  standard_type = Ref::checked(PyObject_GetAttrString(futures.get(), "Future")).release();
+void bind_request_future(py::module_& module) {
+  standard_type = forever(py::module_::import("concurrent.futures").attr("Future"));
   constexpr const char* kDoc =
       "The outcome of a request, to come. Made by :meth:`TaskPool.submit_task`.\n\n"
       "Serves wherever a ``concurrent.futures.Future`` does: ``isinstance``, ``asyncio.wrap_future``, and\n"
       "``wait`` and ``as_completed`` of ``concurrent.futures``. It can be awaited in any event loop: cancelling\n"
-      "the task that awaits cancels the request. To await one that was cancelled otherwise (``cancel()``, a\n"
+      "the task that awaits cancels the request. Awaiting one that was cancelled otherwise (``cancel()``, a\n"
       "shutdown) raises ``concurrent.futures.CancelledError``, as ``result()`` does, and not that of\n"
       "``asyncio``, which would tell the task that it was itself cancelled.";
-  future_type = add_type<FutureObject>(module, {.name = "pymoe._runtime.RequestFuture",
-                                                .doc = kDoc,
-                                                .flags = Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-                                                .dealloc = dealloc,
-                                                .traverse = traverse,
-                                                .clear = clear,
-                                                .methods = methods,
-                                                .await = await,
-                                                .repr = repr,
-                                                .attributes = attributes});
+  static PyMemberDef members[] = {
+      {"__weaklistoffset__", T_PYSSIZET, offsetof(FutureObject, weak_references), READONLY, nullptr},
+      {nullptr, 0, 0, 0, nullptr}};
+  const auto slot = [](int name, auto* function) { return PyType_Slot{name, reinterpret_cast<void*>(function)}; };
+  PyType_Slot slots[] = {slot(Py_tp_doc, const_cast<char*>(kDoc)),
+                         slot(Py_tp_dealloc, dealloc),
+                         slot(Py_tp_traverse, traverse),
+                         slot(Py_tp_clear, clear),
+                         slot(Py_tp_methods, methods),
+                         slot(Py_tp_repr, repr),
+                         slot(Py_tp_getset, attributes),
+                         slot(Py_tp_members, members),
+                         slot(Py_am_await, await),
+                         {0, nullptr}};
+  PyType_Spec spec = {"pymoe._runtime.RequestFuture", sizeof(FutureObject), 0,
+                      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+  py::object type = own(PyType_FromSpec(&spec));
+  module.attr("RequestFuture") = type;
+  future_type = reinterpret_cast<PyTypeObject*>(type.release().ptr());  // kept for the process
+
+  module.def(
+      "must_help", [](bool limited) { return help_of_this_thread(false, limited) == runtime::Help::kInBatch; },
+      py::arg("limited"),
+      "True inside a batch and on a worker, but for workers of parallel calls where the wait is limited: such a\n"
+      "thread may be the only one that can run what it waits for, and does so in a future's result().");
 }
 
 }  // namespace pymoe::bindings

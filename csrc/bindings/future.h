@@ -4,28 +4,27 @@
 
 #include "bindings/gil.h"
 #include "bindings/request.h"
+#include "runtime/strand.h"
 
 #include <memory>
 
 namespace pymoe::bindings {
 
-// Adds the type to the module; throws ErrorSet.
-void add_future_type(PyObject* module);
-
 // A future of a request that was submitted to the pool.
-Ref make_future(std::shared_ptr<TensorRequest> request, std::shared_ptr<Pool> pool, bool may_help);
+py::object make_future(std::shared_ptr<TensorRequest> request, std::shared_ptr<Pool> pool, bool may_help);
 
-// Waits for the request and returns its result, or throws ErrorSet with what it raised.
-Ref wait_for_result(const std::shared_ptr<TensorRequest>& request, Pool& pool, bool may_help, const char* where,
-                    std::optional<Clock::time_point> deadline);
+// Of an object of the type.
+const std::shared_ptr<TensorRequest>& request_of(PyObject* future);
+// The result of a request that is done; throws what it raised.
+py::object result_of(PyObject* future);
+// False if its only or last batch has started, or it is done.
+bool cancel_future(PyObject* future);
 
-// The function that makes `await future` work: called with the future, it returns an iterator.
-PyObject* set_await(PyObject* module, PyObject* function);
-// set_standard(function): what makes, for a future, the object whose condition, waiters and state are those that
-// functions of concurrent.futures look at.
-PyObject* set_standard(PyObject* module, PyObject* function);
-
-// must_help(limited): whether a wait of this thread for a request, one with a limit or without, runs batches.
-PyObject* must_help(PyObject* module, PyObject* limited);
+// Whether a thread that would wait for a request, or for room in a queue, runs batches meanwhile. Under the GIL.
+//
+// Inside a batch, and on a worker of a runtime, a thread must: it may be the only one that can go on. So may any other
+// worker, if a batch waits for it; but nobody else whose wait is `limited` helps, since a batch may take longer. A
+// client does if it `may` and a batch would run on its thread as on a worker.
+runtime::Help help_of_this_thread(bool may, bool limited);
 
 }  // namespace pymoe::bindings

@@ -3,12 +3,23 @@
 #include <atomic>
 #include <cmath>
 #include <cstdarg>
+#include <mutex>
 #include <thread>
+#include <vector>
 
 namespace pymoe::bindings {
 namespace {
 
 std::atomic<unsigned long> main_thread{0};
+
+// References that are to be dropped. Never destroyed, as the process's registry.
+struct Deferred {
+  std::mutex mutex;
+  std::vector<PyObject*> objects;
+};
+
+Deferred& deferred = *new Deferred;
+std::atomic<bool> any_deferred{false};
 
 }  // namespace
 
@@ -21,7 +32,12 @@ void raise(PyObject* type, const char* format, ...) {
   va_start(arguments, format);
   PyErr_FormatV(type, format, arguments);
   va_end(arguments);
-  throw ErrorSet();
+  throw py::error_already_set();
+}
+
+void raise(py::handle exception) {
+  PyErr_SetObject(py::type::handle_of(exception).ptr(), exception.ptr());
+  throw py::error_already_set();
 }
 
 // What is caught in these two is the unwinding of a thread whose interpreter has gone, and nothing else: both are C.
@@ -41,25 +57,41 @@ WithGil::WithGil() {
   }
 }
 
-Ref take_error() {
-  PyObject *type, *value, *trace;
-  PyErr_Fetch(&type, &value, &trace);
-  PyErr_NormalizeException(&type, &value, &trace);
-  if (trace != nullptr) PyException_SetTraceback(value, trace);
-  Py_XDECREF(type);
-  Py_XDECREF(trace);
-  return Ref::steal(value);
+void drop_later(PyObject* object) noexcept {
+  if (object == nullptr) return;
+  bool first;
+  {
+    const std::lock_guard lock(deferred.mutex);
+    deferred.objects.push_back(object);
+    first = !any_deferred.exchange(true, std::memory_order_relaxed);
+  }
+  if (!first) return;
+  // In case nothing of the runtime is called for long. A full table of pending calls is no loss: the next one serves.
+  const auto pending_call = [](void*) {
+    drop_deferred();
+    return 0;
+  };
+  Py_AddPendingCall(pending_call, nullptr);
 }
 
-void set_error(PyObject* exception) { PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception)), exception); }
+void drop_deferred() {
+  if (!any_deferred.load(std::memory_order_relaxed)) return;
+  std::vector<PyObject*> objects;
+  {
+    const std::lock_guard lock(deferred.mutex);
+    objects.swap(deferred.objects);
+    any_deferred.store(false, std::memory_order_relaxed);
+  }
+  for (PyObject* object : objects) Py_DECREF(object);
+}
+
+void hold_deferred() { deferred.mutex.lock(); }
+void release_deferred() { deferred.mutex.unlock(); }
 
 bool on_main_thread() { return PyThread_get_thread_ident() == main_thread.load(std::memory_order_relaxed); }
 
 void find_main_thread() {
-  const Ref threading = Ref::checked(PyImport_ImportModule("threading"));
-  const Ref thread = Ref::checked(PyObject_CallMethod(threading.get(), "main_thread", nullptr));
-  const Ref ident = Ref::checked(PyObject_GetAttrString(thread.get(), "ident"));
-  main_thread = PyLong_AsUnsignedLong(ident.get());
+  main_thread = py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
 }
 
 void become_main_thread() { main_thread = PyThread_get_thread_ident(); }

@@ -1,36 +1,46 @@
-// The GIL: letting go of it, taking it, waiting without it, and Python objects that outlive it.
+// The GIL and what crosses it: letting go of it, taking it, waiting without it, Python objects that outlive it.
 //
 // Rules of this folder:
 //   - The GIL is not held around anything that may wait, join or queue, and no lock of the runtime is held while the
-//     GIL is taken. Python objects that live inside tasks and requests are destroyed under the GIL (GilObject).
+//     GIL is taken. Python objects that live inside tasks and requests are dropped under the GIL (GilObject,
+//     drop_later).
 //   - Waits run in slices of at most kSlice on the main thread, between which signals are served: Ctrl-C ends any of
 //     them. Other threads never serve signals, so they wait in one piece.
 //   - A thread that asks for the GIL of an interpreter that has gone stays where it is until the process ends. CPython
-//     does so itself from 3.14 on; before, it unwinds the thread through whatever C++ frames there are.
+//     does so itself from 3.14 on; before, it unwinds the thread through whatever C++ frames there are. This is why
+//     WithGil and WithoutGil stand here in place of pybind11's classes.
+//   - Python's errors travel as py::error_already_set, so that none is set while C++ unwinds.
 #pragma once
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <structmember.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #if defined(__GNUC__)
 #include <cxxabi.h>
 #endif
 
 #include <chrono>
-#include <exception>
 #include <optional>
 #include <utility>
 
 namespace pymoe::bindings {
 
+namespace py = pybind11;
 using Clock = std::chrono::steady_clock;
 
-// A Python exception is set in this thread, and is on its way to Python.
-class ErrorSet : public std::exception {};
+// Takes over what a call of Python's API returned, or throws the error that it set.
+inline py::object own(PyObject* returned) {
+  if (returned == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(returned);
+}
+// Gives up an object that is kept for the process: an interpreter that ends may need it to the last.
+inline PyObject* forever(py::object object) { return object.release().ptr(); }
+inline py::object borrow(PyObject* object) { return py::reinterpret_borrow<py::object>(object); }
 
-// Sets a Python exception of the type and throws ErrorSet; the format is PyErr_Format's.
+// Throws a Python exception of the type; the format is PyErr_Format's.
 [[noreturn]] void raise(PyObject* type, const char* format, ...);
+// Throws this exception object, with the traceback that it has.
+[[noreturn]] void raise(py::handle exception);
 
 // Never returns: where a thread stays whose interpreter has gone.
 [[noreturn]] void stay();
@@ -62,41 +72,12 @@ class WithGil {
   PyGILState_STATE state_;
 };
 
-// An owned reference, made, moved and dropped under the GIL.
-class Ref {
- public:
-  Ref() = default;
-  static Ref steal(PyObject* object) { return Ref(object); }
-  static Ref borrow(PyObject* object) { return Ref(Py_XNewRef(object)); }
-  // Steals what a call of Python's API returned, or throws ErrorSet if it failed.
-  static Ref checked(PyObject* object) {
-    if (object == nullptr) throw ErrorSet();
-    return Ref(object);
-  }
-  Ref(Ref&& other) noexcept : pointer_(std::exchange(other.pointer_, nullptr)) {}
-  Ref& operator=(Ref&& other) noexcept {
-    PyObject* old = std::exchange(pointer_, std::exchange(other.pointer_, nullptr));
-    Py_XDECREF(old);
-    return *this;
-  }
-  ~Ref() { Py_XDECREF(pointer_); }
-
-  PyObject* get() const { return pointer_; }
-  PyObject* release() { return std::exchange(pointer_, nullptr); }
-  PyObject* share() const { return Py_XNewRef(pointer_); }
-  explicit operator bool() const { return pointer_ != nullptr; }
-
- private:
-  explicit Ref(PyObject* object) : pointer_(object) {}
-  PyObject* pointer_ = nullptr;
-};
-
-// A Python object that may be moved and destroyed without the GIL.
+// A Python object that may be moved and destroyed without the GIL; all else is done under it.
 class GilObject {
  public:
   GilObject() = default;
-  explicit GilObject(Ref object) : pointer_(object.release()) {}
-  GilObject(GilObject&& other) noexcept : pointer_(std::exchange(other.pointer_, nullptr)) {}
+  explicit GilObject(py::object object) : pointer_(object.release().ptr()) {}
+  GilObject(GilObject&& other) noexcept : pointer_(other.release()) {}
   GilObject& operator=(GilObject&& other) noexcept {
     std::swap(pointer_, other.pointer_);
     return *this;
@@ -107,21 +88,24 @@ class GilObject {
     Py_DECREF(pointer_);
   }
 
-  // Under the GIL.
   PyObject* get() const { return pointer_; }
-  Ref share() const { return Ref::borrow(pointer_); }
+  py::object share() const { return borrow(pointer_); }
   // Gives the reference away; needs no GIL.
   PyObject* release() { return std::exchange(pointer_, nullptr); }
-  Ref take() { return Ref::steal(std::exchange(pointer_, nullptr)); }
+  py::object take() { return py::reinterpret_steal<py::object>(release()); }
 
  private:
   PyObject* pointer_ = nullptr;
 };
 
-// Takes the exception that is set out of the thread, its traceback attached.
-Ref take_error();
-// Sets the exception, keeping the traceback that it has.
-void set_error(PyObject* exception);
+// Gives up a reference from any thread, with or without the GIL, under any lock, where the GIL must not be taken: it is
+// dropped soon, under the GIL.
+void drop_later(PyObject* object) noexcept;
+// Drops what was given up so far. Under the GIL, under no lock; cheap when there is nothing.
+void drop_deferred();
+// Around a fork: the child, too, drops references.
+void hold_deferred();
+void release_deferred();
 
 // True where signals are served.
 bool on_main_thread();
@@ -132,16 +116,16 @@ void become_main_thread();
 constexpr std::chrono::milliseconds kSlice{50};
 
 // The time `seconds` from now; none without a timeout, or with one so long that no clock counts to it. Throws
-// ValueError for a timeout that is no number.
+// ValueError for a timeout that is not a number.
 std::optional<Clock::time_point> deadline_after(std::optional<double> seconds);
 
 // Calls ended(until), which waits to `until` at most and tells whether its end was reached, until it was or the
-// deadline has passed. Call it with the GIL; `ended` runs without. Throws ErrorSet if a signal handler raised.
+// deadline has passed. Call it with the GIL; `ended` runs without. Throws what a signal handler raised.
 template <typename Ended>
 bool wait_interruptibly(const Ended& ended, std::optional<Clock::time_point> deadline = std::nullopt) {
   const bool serves_signals = on_main_thread();
   for (;;) {
-    // Slices elsewhere are a day long: condition variables do not all bear the end of time.
+    // A day for other threads: with some condition variables, a wait until time_point::max() overflows.
     auto until = Clock::now() + (serves_signals ? Clock::duration(kSlice) : Clock::duration(std::chrono::hours(24)));
     if (deadline && *deadline < until) until = *deadline;
     bool reached;
@@ -150,9 +134,27 @@ bool wait_interruptibly(const Ended& ended, std::optional<Clock::time_point> dea
       reached = ended(until);
     }
     if (reached) return true;
-    if (serves_signals && PyErr_CheckSignals() != 0) throw ErrorSet();
+    if (serves_signals && PyErr_CheckSignals() != 0) throw py::error_already_set();
     if (deadline && Clock::now() >= *deadline) return false;
   }
+}
+
+// Lets the garbage collector into objects of a bound class: T::visit(visit, argument) shows what they refer to, and
+// T::clear() drops it. An argument of py::class_.
+template <typename T>
+py::custom_type_setup collected() {
+  return py::custom_type_setup([](PyHeapTypeObject* heap_type) {
+    PyTypeObject& type = heap_type->ht_type;
+    type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+    type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+      Py_VISIT(Py_TYPE(self));
+      return py::detail::is_holder_constructed(self) ? py::cast<T&>(py::handle(self)).visit(visit, arg) : 0;
+    };
+    type.tp_clear = [](PyObject* self) {
+      if (py::detail::is_holder_constructed(self)) py::cast<T&>(py::handle(self)).clear();
+      return 0;
+    };
+  });
 }
 
 }  // namespace pymoe::bindings

@@ -7,11 +7,9 @@
 #include <memory>
 #include <utility>
 
+#include "bindings/errors.h"
 #include "bindings/gil.h"
-#include "bindings/outcome.h"
 #include "bindings/worker_pool.h"
-
-namespace py = pybind11;
 
 namespace pymoe::bindings {
 namespace {
@@ -20,7 +18,7 @@ using Calls = runtime::ParallelFor<runtime::SystemSync>;
 
 // What a call raised. Copies share the exception object; they are made and destroyed without the GIL.
 struct CallRaised : std::exception {
-  explicit CallRaised(Ref error) : object(std::make_shared<GilObject>(std::move(error))) {}
+  explicit CallRaised(py::object error) : object(std::make_shared<GilObject>(std::move(error))) {}
   const char* what() const noexcept override { return "a call raised"; }
   std::shared_ptr<GilObject> object;
 };
@@ -28,7 +26,7 @@ struct CallRaised : std::exception {
 // What the innermost parallel_for of a thread shares with the calls that the thread makes for it.
 struct Helped {
   Calls* run = nullptr;
-  Ref interrupt;  // that came in one of these calls
+  py::object interrupt;  // that came in one of these calls
 };
 thread_local Helped* helped = nullptr;
 
@@ -48,27 +46,25 @@ void wait_for(Calls& run) {
   const Helping helping(&shared);
   try {
     wait_interruptibly([&](Clock::time_point until) { return run.help_until(until); });
-  } catch (const ErrorSet&) {
-    shared.interrupt = take_error();
+  } catch (const py::error_already_set& error) {
+    shared.interrupt = exception_of(error);
     {
       const WithoutGil released;
       run.cancel();
     }
     wait_interruptibly([&](Clock::time_point until) { return run.wait_until(until); });
   }
-  if (!shared.interrupt) return;
-  set_error(shared.interrupt.get());
-  throw ErrorSet();
+  if (shared.interrupt) raise(shared.interrupt);
 }
 
 void raise_error(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const CallRaised& raised) {
-    set_error(raised.object->get());
-    throw ErrorSet();
+    raise(raised.object->get());
   } catch (...) {
-    raise_as_python(error);
+    set_python_error(error);
+    throw py::error_already_set();
   }
 }
 
@@ -81,18 +77,20 @@ void parallel_for(const PyWorkerPool& pool, int count, const py::typing::Callabl
   }
   const auto limit = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(inline_limit));
   auto workers = pool.kept("parallel_for");
-  const auto kept = std::make_shared<GilObject>(Ref::borrow(function.ptr()));
+  const auto kept = std::make_shared<GilObject>(borrow(function.ptr()));
   const auto call = [kept](int number) {
     const WithGil gil;
-    const Ref argument = Ref::steal(PyLong_FromLong(number));
-    if (argument && Ref::steal(PyObject_CallOneArg(kept->get(), argument.get()))) return;
-    Ref error = take_error();
-    if (helped != nullptr && is_interrupt(error.get())) {
-      helped->interrupt = Ref::borrow(error.get());
-      const WithoutGil released;
-      helped->run->cancel();
+    try {
+      own(PyObject_CallOneArg(kept->get(), py::int_(number).ptr()));
+    } catch (const py::error_already_set& raised) {
+      py::object error = exception_of(raised);
+      if (helped != nullptr && is_interrupt(error)) {
+        helped->interrupt = error;
+        const WithoutGil released;
+        helped->run->cancel();
+      }
+      throw CallRaised(std::move(error));
     }
-    throw CallRaised(std::move(error));
   };
   std::shared_ptr<Calls> run;
   {

@@ -1,4 +1,4 @@
-// pymoe._runtime.ParameterLock: what passes hold while they read or change parameters, and the waits of threads that
+// ParameterLock of pymoe._runtime: what passes hold while they read or change parameters, and the waits of threads that
 // do.
 #pragma once
 
@@ -6,8 +6,6 @@
 #include "bindings/request.h"
 
 namespace pymoe::bindings {
-
-void add_parameter_lock_type(PyObject* module);
 
 // In the child of a fork: nobody waits, and nobody holds anything.
 void forget_waits();

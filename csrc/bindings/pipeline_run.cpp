@@ -2,8 +2,6 @@
 
 #include "runtime/pipeline_run.h"
 
-#include <pybind11/stl.h>
-
 #include <memory>
 #include <optional>
 #include <utility>
@@ -11,8 +9,6 @@
 #include "bindings/gil.h"
 #include "bindings/process.h"
 #include "runtime/sync.h"
-
-namespace py = pybind11;
 
 namespace pymoe::bindings {
 namespace {
@@ -63,7 +59,7 @@ class PyPipelineRun {
         node = run_->wait_until(worker, until);
         return node != Run::kLater;
       });
-    } catch (const ErrorSet&) {
+    } catch (const py::error_already_set&) {
       run_->leave(worker);
       throw;
     }

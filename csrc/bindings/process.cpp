@@ -11,9 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/buffers.h"
-#include "bindings/deferred.h"
-#include "bindings/gil.h"
+#include "bindings/batch.h"
+#include "bindings/bind.h"
 #include "bindings/parameter_lock.h"
 #include "runtime/sync.h"
 
@@ -52,7 +51,8 @@ void start_generation() {
   become_main_thread();
 }
 
-PyObject* stop_all(PyObject*, PyObject*) {
+// Cancels what is queued and waits for all workers.
+void stop_all() {
   std::vector<std::shared_ptr<Stoppable>> kept;
   {
     const WithoutGil released;
@@ -63,17 +63,24 @@ PyObject* stop_all(PyObject*, PyObject*) {
     }
     for (const auto& stoppable : kept) stoppable->cancel();
   }
-  try {
-    for (const auto& stoppable : kept) {
-      wait_interruptibly([&](Clock::time_point until) { return stoppable->stopped_by(until); });
-    }
-  } catch (const ErrorSet&) {
-    return nullptr;
+  for (const auto& stoppable : kept) {
+    wait_interruptibly([&](Clock::time_point until) { return stoppable->stopped_by(until); });
   }
-  Py_RETURN_NONE;
 }
 
-PyMethodDef stop_all_method = {"stop_all", stop_all, METH_NOARGS, "Cancel what is queued and wait for all workers."};
+// What the runtime knows a thread by.
+struct ThreadIdentity {
+  runtime::SystemSync::ThreadId thread = runtime::SystemSync::this_thread();
+  int batches = runtime::SystemSync::batches_on_this_thread();
+  bool worker = is_worker, server = is_server;
+};
+
+void adopt_identity(const ThreadIdentity& identity) {
+  runtime::SystemSync::adopt(identity.thread);
+  runtime::SystemSync::batches_on_this_thread() = identity.batches;
+  is_worker = identity.worker;
+  is_server = identity.server;
+}
 
 // False also on a thread that runs one of its batches for it, which cannot ask.
 bool has_stopped(Stoppable& stoppable) {
@@ -122,41 +129,19 @@ void serve_with_thread_state(const std::function<void()>& work) {
 bool on_worker_thread() { return is_worker; }
 bool on_server_thread() { return is_server; }
 
-struct Identity {
-  runtime::SystemSync::ThreadId thread;
-  int batches;
-  bool is_worker, is_server;
-};
-constexpr const char* kIdentity = "pymoe thread identity";
-
-PyObject* identity_of_this_thread(PyObject*, PyObject*) {
-  using runtime::SystemSync;
-  auto* identity = new Identity{SystemSync::this_thread(), SystemSync::batches_on_this_thread(), is_worker, is_server};
-  PyObject* capsule = PyCapsule_New(identity, kIdentity, [](PyObject* object) {
-    delete static_cast<Identity*>(PyCapsule_GetPointer(object, kIdentity));
-  });
-  if (capsule == nullptr) delete identity;
-  return capsule;
-}
-
-PyObject* adopt_identity(PyObject*, PyObject* capsule) {
-  const auto* identity = static_cast<Identity*>(PyCapsule_GetPointer(capsule, kIdentity));
-  if (identity == nullptr) return nullptr;
-  runtime::SystemSync::adopt(identity->thread);
-  runtime::SystemSync::batches_on_this_thread() = identity->batches;
-  is_worker = identity->is_worker;
-  is_server = identity->is_server;
-  Py_RETURN_NONE;
-}
-
-void install_process_hooks() {
-  find_main_thread();
+void bind_process(py::module_& module) {
 #if !defined(_WIN32)
   pthread_atfork(before_fork, after_fork, start_generation);
 #endif
-  const Ref atexit = Ref::checked(PyImport_ImportModule("atexit"));
-  const Ref hook = Ref::checked(PyCFunction_New(&stop_all_method, nullptr));
-  Ref::checked(PyObject_CallMethod(atexit.get(), "register", "O", hook.get()));
+  py::module_::import("atexit").attr("register")(py::cpp_function(stop_all));
+
+  py::class_<ThreadIdentity>(module, "ThreadIdentity", "What the runtime knows a thread by.");
+  module.def(
+      "identity_of_this_thread", [] { return ThreadIdentity(); },
+      "What the runtime knows the calling thread by, for a thread that works in its place.");
+  module.def(
+      "adopt_identity", adopt_identity, py::arg("identity"),
+      "Be the thread of that identity for the runtime from now on; that one must wait until this one has ended.");
 }
 
 }  // namespace pymoe::bindings

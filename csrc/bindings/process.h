@@ -44,12 +44,4 @@ void serve_with_thread_state(const std::function<void()>& work);
 bool on_worker_thread();
 bool on_server_thread();
 
-// identity_of_this_thread(), adopt_identity(identity): for a thread that works in the place of another, which waits for
-// it: as if the other did the work.
-PyObject* identity_of_this_thread(PyObject* module, PyObject* none);
-PyObject* adopt_identity(PyObject* module, PyObject* identity);
-
-// Registers the hooks. Called once, when the module is made; throws ErrorSet.
-void install_process_hooks();
-
 }  // namespace pymoe::bindings

@@ -1,4 +1,5 @@
-#include "bindings/profiler.h"
+// torch's profiler, carried to the threads that work for the one that is profiled.
+#include "bindings/bind.h"
 
 #if !defined(_WIN32)
 #include <dlfcn.h>

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "bindings/deferred.h"
+#include "bindings/errors.h"
 
 namespace pymoe::bindings {
 
@@ -32,10 +32,10 @@ void TensorRequest::drop_inputs() {
   for (int64_t i = 0; i < positions(); ++i) Py_CLEAR(own[i].tensor);
 }
 
-void TensorRequest::set_outcome(Ref value, bool has_raised) {
+void TensorRequest::set_outcome(py::object value, bool has_raised) {
   if (dropped) return;
-  Py_XSETREF(traceback, has_raised ? PyException_GetTraceback(value.get()) : nullptr);
-  Py_XSETREF(outcome, value.release());
+  Py_XSETREF(traceback, has_raised ? PyException_GetTraceback(value.ptr()) : nullptr);
+  Py_XSETREF(outcome, value.release().ptr());
 }
 
 bool TensorRequest::unchanged() const {
@@ -47,6 +47,34 @@ bool TensorRequest::unchanged() const {
     if (!now.dense()) return false;
   }
   return true;
+}
+
+py::object TensorRequest::exception() const {
+  try {
+    std::rethrow_exception(error());
+  } catch (const BatchRaised&) {
+    if (outcome != nullptr && PyExceptionInstance_Check(outcome)) {
+      // Every request of a batch raises the one exception, in threads of their own. Without this its traceback would
+      // grow by the frames of each.
+      PyException_SetTraceback(outcome, traceback != nullptr ? traceback : Py_None);
+      return borrow(outcome);
+    }
+  } catch (...) {
+    // said below
+  }
+  set_python_error(error());
+  return take_error();
+}
+
+bool TensorRequest::was_cancelled() const {
+  if (!done() || !error()) return false;
+  try {
+    std::rethrow_exception(error());
+  } catch (const runtime::Cancelled&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
 }
 
 static size_t hash_of(const dlpack::Tensor* tensors, size_t count) {
@@ -97,15 +125,14 @@ void Signatures::forget_unused() {
 void Signatures::check(const dlpack::Tensor* tensors, size_t count) const {
   const char* pool = pool_.c_str();
   if (count != schema_->size()) {
-    raise(PyExc_ValueError, "TaskPool '%s': a request has %zu tensors by the schema, got %zu", pool, schema_->size(),
-          count);
+    raise(PyExc_ValueError, "TaskPool '%s': schema expects %zu tensors, got %zu", pool, schema_->size(), count);
   }
   for (size_t i = 0; i < count; ++i) {
     const Position& expected = (*schema_)[i];
     const dlpack::Tensor& tensor = tensors[i];
     const std::vector<int64_t> row_shape(tensor.shape + 1, tensor.shape + tensor.ndim);
     if (row_shape != expected.row_shape) {
-      raise(PyExc_ValueError, "TaskPool '%s': tensor %zu must have shape %s by the schema, got %s", pool, i,
+      raise(PyExc_ValueError, "TaskPool '%s': tensor %zu: expected shape %s by the schema, got %s", pool, i,
             shown_shape(expected.row_shape.data(), expected.row_shape.size(), true).c_str(),
             shown_shape(tensor.shape, static_cast<size_t>(tensor.ndim)).c_str());
     }
@@ -114,7 +141,7 @@ void Signatures::check(const dlpack::Tensor* tensors, size_t count) const {
         constexpr std::array<const char*, 7> kinds{"int", "uint", "float", "handle", "bfloat", "complex", "bool"};
         return (dtype.code < kinds.size() ? kinds[dtype.code] : "float8 kind ") + std::to_string(dtype.bits);
       };
-      raise(PyExc_TypeError, "TaskPool '%s': tensor %zu must have dtype %s by the schema, got %s", pool, i,
+      raise(PyExc_TypeError, "TaskPool '%s': tensor %zu: expected dtype %s by the schema, got %s", pool, i,
             name(expected.dtype).c_str(), name(tensor.dtype).c_str());
     }
   }

@@ -61,9 +61,13 @@ class TensorRequest final : public runtime::Request<SystemSync> {
   const Input* inputs() const { return many_ ? many_.get() : few_.data(); }
   int64_t positions() const { return static_cast<int64_t>(signature->positions.size()); }
   void drop_inputs();
-  void set_outcome(Ref value, bool raised);
+  void set_outcome(py::object value, bool raised);
   // Whether every tensor is still what it was at submit: its memory, shape, strides and dtype. Under the GIL.
   bool unchanged() const;
+  // Of a request that has ended with an error: the exception object to raise.
+  py::object exception() const;
+  // True if it was cancelled before it had started.
+  bool was_cancelled() const;
 
   const std::shared_ptr<const Signature> signature;
   // Rows of its tensors. A request without rows counts as one in its queue, or nothing would ever make it ready.
@@ -86,7 +90,7 @@ class Signatures {
   Signatures(std::string pool, std::optional<std::vector<Position>> schema)
       : pool_(std::move(pool)), schema_(std::move(schema)) {}
 
-  // The signature of these tensors. Throws ErrorSet: ValueError or TypeError, when they do not fit the schema.
+  // The signature of these tensors. Throws ValueError or TypeError when they do not fit the schema.
   std::shared_ptr<const Signature> find(const dlpack::Tensor* tensors, size_t count);
 
  private:

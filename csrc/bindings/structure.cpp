@@ -12,26 +12,23 @@ namespace {
 class Deeper {
  public:
   Deeper() {
-    if (Py_EnterRecursiveCall(" in a structure of tensors") != 0) throw ErrorSet();
+    if (Py_EnterRecursiveCall(" in a structure of tensors") != 0) throw py::error_already_set();
   }
   ~Deeper() { Py_LeaveRecursiveCall(); }
 };
 
-// `values`, a tuple that is taken over, as a tuple of the type of `like`.
-Ref as_tuple_like(PyObject* like, Ref values) {
-  if (PyTuple_CheckExact(like)) return values;
-  auto* type = reinterpret_cast<PyObject*>(Py_TYPE(like));
-  if (PyObject_HasAttrString(type, "_fields")) return Ref::checked(PyObject_CallObject(type, values.get()));
-  return Ref::checked(PyObject_CallOneArg(type, values.get()));
+// `items` as the tuple or list that `like` is.
+py::object sequence_like(py::handle like, py::list items) {
+  const py::type type = py::type::of(like);
+  if (PyList_CheckExact(like.ptr())) return items;
+  if (PyList_Check(like.ptr())) return type(items);
+  py::tuple values(items);
+  if (PyTuple_CheckExact(like.ptr())) return values;
+  return py::hasattr(type, "_fields") ? type(*values) : type(values);
 }
 
-Ref as_list_like(PyObject* like, Ref values) {
-  if (PyList_CheckExact(like)) return values;
-  return Ref::checked(PyObject_CallOneArg(reinterpret_cast<PyObject*>(Py_TYPE(like)), values.get()));
-}
-
-Ref dict_like(PyObject* like) {
-  return Ref::checked(PyDict_CheckExact(like) ? PyDict_New() : PyObject_CallMethod(like, "copy", nullptr));
+py::object dict_like(const py::object& like) {
+  return PyDict_CheckExact(like.ptr()) ? py::dict() : like.attr("copy")();
 }
 
 class Split {
@@ -39,101 +36,72 @@ class Split {
   Split(const std::vector<int64_t>& rows, const char* where)
       : rows_(rows), total_(std::accumulate(rows.begin(), rows.end(), int64_t{0})), where_(where) {}
 
-  std::vector<Ref> operator()(PyObject* output) {
-    if (dlpack::is_tensor(output)) return tensor(output);
-    if (PyTuple_Check(output)) return sequence(output, output, true);
-    if (PyList_Check(output)) {
-      const Ref items = Ref::checked(PyList_AsTuple(output));  // what is done with them may change the list
-      return sequence(output, items.get(), false);
-    }
-    if (PyDict_Check(output)) return dict(output);
-    std::vector<Ref> parts(rows_.size());
-    for (Ref& part : parts) part = Ref::borrow(output);
-    return parts;
+  std::vector<py::object> operator()(const py::object& output) {
+    if (dlpack::is_tensor(output.ptr())) return tensor(output);
+    if (PyTuple_Check(output.ptr()) || PyList_Check(output.ptr())) return sequence(output);
+    if (PyDict_Check(output.ptr())) return dict(output);
+    return {rows_.size(), output};
   }
 
  private:
-  std::vector<Ref> tensor(PyObject* output) {
+  std::vector<py::object> tensor(const py::object& output) {
     const TorchCalls& torch = torch_calls();
-    const Ref shape = Ref::checked(PyObject_GetAttr(output, torch.shape));
-    if (!PyTuple_Check(shape.get())) {
-      raise(PyExc_TypeError, "%s: the shape of an output is a %s, not a tuple", where_, Py_TYPE(shape.get())->tp_name);
+    const py::object shape = own(PyObject_GetAttr(output.ptr(), torch.shape));
+    if (!PyTuple_Check(shape.ptr())) {
+      raise(PyExc_TypeError, "%s: the shape of an output is a %s, not a tuple", where_, Py_TYPE(shape.ptr())->tp_name);
     }
     const bool right =
-        PyTuple_GET_SIZE(shape.get()) > 0 && PyLong_AsLongLong(PyTuple_GET_ITEM(shape.get(), 0)) == total_;
+        PyTuple_GET_SIZE(shape.ptr()) > 0 && PyLong_AsLongLong(PyTuple_GET_ITEM(shape.ptr(), 0)) == total_;
     PyErr_Clear();
     if (!right) {
       raise(PyExc_ValueError,
             "%s: the output for a batch of %lld rows has shape %R: its first dimension must be the rows", where_,
-            static_cast<long long>(total_), shape.get());
+            static_cast<long long>(total_), shape.ptr());
     }
-    std::vector<Ref> parts(rows_.size());
-    if (rows_.size() == 1) {
-      parts[0] = Ref::borrow(output);
-      return parts;
-    }
-    if (!sizes_) {
-      sizes_ = Ref::checked(PyList_New(static_cast<Py_ssize_t>(rows_.size())));
-      for (size_t i = 0; i < rows_.size(); ++i) {
-        PyList_SET_ITEM(sizes_.get(), static_cast<Py_ssize_t>(i), PyLong_FromLongLong(rows_[i]));
-      }
-    }
+    if (rows_.size() == 1) return {output};
+    if (!sizes_) sizes_ = py::cast(rows_);
     // "Unsafe" leaves out what forbids to change one of several views in place: each goes to a client of its own.
-    const Ref requires_grad = Ref::checked(PyObject_GetAttr(output, torch.requires_grad));
-    const GradMode mode(requires_grad.get() == Py_True);
+    const GradMode mode(own(PyObject_GetAttr(output.ptr(), torch.requires_grad)).ptr() == Py_True);
     // Rows that are one row in memory (an expanded one) are made to be several: each client may change its own.
-    const Ref stride = Ref::checked(PyObject_CallMethod(output, "stride", "i", 0));
-    Ref own = Ref::borrow(output);
-    if (PyLong_AsLongLong(stride.get()) == 0) own = Ref::checked(PyObject_CallMethod(output, "contiguous", nullptr));
-    PyErr_Clear();
-    PyObject* arguments[] = {own.get(), sizes_.get()};
-    const Ref views = Ref::checked(PyObject_Vectorcall(torch.unsafe_split_with_sizes, arguments, 2, nullptr));
-    const Ref items = Ref::checked(PySequence_Fast(views.get(), "torch.unsafe_split_with_sizes gives a sequence"));
-    if (PySequence_Fast_GET_SIZE(items.get()) != static_cast<Py_ssize_t>(rows_.size())) {
+    const bool one_row = output.attr("stride")(0).equal(py::int_(0));
+    const py::object apart = one_row ? output.attr("contiguous")() : output;
+    PyObject* arguments[] = {apart.ptr(), sizes_.ptr()};
+    const py::object views = own(PyObject_Vectorcall(torch.unsafe_split_with_sizes, arguments, 2, nullptr));
+    std::vector<py::object> parts;
+    parts.reserve(rows_.size());
+    for (py::handle view : views) parts.push_back(py::reinterpret_borrow<py::object>(view));
+    if (parts.size() != rows_.size()) {
       raise(PyExc_RuntimeError, "%s: torch gave another number of views than asked for", where_);
-    }
-    for (size_t i = 0; i < rows_.size(); ++i) {
-      parts[i] = Ref::borrow(PySequence_Fast_GET_ITEM(items.get(), static_cast<Py_ssize_t>(i)));
     }
     return parts;
   }
 
-  // `items`: the tuple or list `output` as a tuple.
-  std::vector<Ref> sequence(PyObject* output, PyObject* items, bool is_tuple) {
+  std::vector<py::object> sequence(const py::object& output) {
     const Deeper deeper;
-    const Py_ssize_t size = PyTuple_GET_SIZE(items);
-    std::vector<Ref> results(rows_.size());
-    for (Ref& result : results) result = Ref::checked(is_tuple ? PyTuple_New(size) : PyList_New(size));
-    for (Py_ssize_t item = 0; item < size; ++item) {
-      std::vector<Ref> parts = (*this)(PyTuple_GET_ITEM(items, item));
-      for (size_t i = 0; i < parts.size(); ++i) {
-        PyObject* part = parts[i].release();
-        if (is_tuple) {
-          PyTuple_SET_ITEM(results[i].get(), item, part);
-        } else {
-          PyList_SET_ITEM(results[i].get(), item, part);
-        }
-      }
+    std::vector<py::list> items(rows_.size());
+    for (py::handle item : py::tuple(output)) {  // what is done with them may change a list
+      const std::vector<py::object> parts = (*this)(py::reinterpret_borrow<py::object>(item));
+      for (size_t i = 0; i < parts.size(); ++i) items[i].append(parts[i]);
     }
-    for (Ref& result : results) {
-      result = is_tuple ? as_tuple_like(output, std::move(result)) : as_list_like(output, std::move(result));
-    }
+    std::vector<py::object> results;
+    for (py::list& one : items) results.push_back(sequence_like(output, std::move(one)));
     return results;
   }
 
-  std::vector<Ref> dict(PyObject* output) {
+  std::vector<py::object> dict(const py::object& output) {
     const Deeper deeper;
-    std::vector<Ref> results(rows_.size());
-    for (Ref& result : results) result = dict_like(output);
-    const Ref items = Ref::checked(PyMapping_Items(output));
-    for (Py_ssize_t item = 0; item < PyList_GET_SIZE(items.get()); ++item) {
-      PyObject* pair = PyList_GET_ITEM(items.get(), item);
-      if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
-        raise(PyExc_TypeError, "%s: the items() of a %s in an output are not pairs", where_, Py_TYPE(output)->tp_name);
+    std::vector<py::object> results(rows_.size());
+    for (py::object& result : results) result = dict_like(output);
+    for (py::handle pair : own(PyMapping_Items(output.ptr()))) {
+      if (!PyTuple_Check(pair.ptr()) || PyTuple_GET_SIZE(pair.ptr()) != 2) {
+        raise(PyExc_TypeError, "%s: the items() of a %s in an output are not pairs", where_,
+              Py_TYPE(output.ptr())->tp_name);
       }
-      std::vector<Ref> parts = (*this)(PyTuple_GET_ITEM(pair, 1));
+      const std::vector<py::object> parts = (*this)(borrow(PyTuple_GET_ITEM(pair.ptr(), 1)));
       for (size_t i = 0; i < parts.size(); ++i) {
-        if (PyObject_SetItem(results[i].get(), PyTuple_GET_ITEM(pair, 0), parts[i].get()) != 0) throw ErrorSet();
+        if (PyObject_SetItem(results[i].ptr(), PyTuple_GET_ITEM(pair.ptr(), 0), parts[i].ptr()) != 0) {
+          throw py::error_already_set();
+        }
       }
     }
     return results;
@@ -142,53 +110,37 @@ class Split {
   const std::vector<int64_t>& rows_;
   const int64_t total_;
   const char* where_;
-  Ref sizes_;  // rows_ as a list
+  py::object sizes_;  // rows_ as a list
 };
 
 }  // namespace
 
-std::vector<Ref> split_structure(PyObject* output, const std::vector<int64_t>& rows, const char* where) {
+std::vector<py::object> split_structure(const py::object& output, const std::vector<int64_t>& rows, const char* where) {
   return Split(rows, where)(output);
 }
 
-Ref cat_structures(PyObject* parts) {
+py::object cat_structures(const py::list& parts) {
   const Deeper deeper;
-  const Py_ssize_t count = PyList_GET_SIZE(parts);
-  PyObject* first = PyList_GET_ITEM(parts, 0);
-  if (dlpack::is_tensor(first)) return Ref::checked(PyObject_CallOneArg(torch_calls().cat, parts));
-  const bool is_tuple = PyTuple_Check(first), is_dict = PyDict_Check(first);
-  if (!is_tuple && !is_dict && !PyList_Check(first)) return Ref::borrow(first);
+  const py::object first = parts[0];
+  if (dlpack::is_tensor(first.ptr())) return own(PyObject_CallOneArg(torch_calls().cat, parts.ptr()));
 
   // What every part has at `key`, put together.
-  const auto cat_at = [&](PyObject* key) {
-    const Ref column = Ref::checked(PyList_New(count));
-    for (Py_ssize_t i = 0; i < count; ++i) {
-      PyList_SET_ITEM(column.get(), i, Ref::checked(PyObject_GetItem(PyList_GET_ITEM(parts, i), key)).release());
-    }
-    return cat_structures(column.get());
+  const auto cat_at = [&](const py::object& key) {
+    py::list column;
+    for (py::handle part : parts) column.append(own(PyObject_GetItem(part.ptr(), key.ptr())));
+    return cat_structures(column);
   };
-  if (is_dict) {
-    Ref result = dict_like(first);
-    const Ref keys = Ref::checked(PyMapping_Keys(first));
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(keys.get()); ++i) {
-      PyObject* key = PyList_GET_ITEM(keys.get(), i);
-      if (PyObject_SetItem(result.get(), key, cat_at(key).get()) != 0) throw ErrorSet();
+  if (PyDict_Check(first.ptr())) {
+    py::object result = dict_like(first);
+    for (py::handle key : own(PyMapping_Keys(first.ptr()))) {
+      result[key] = cat_at(py::reinterpret_borrow<py::object>(key));
     }
     return result;
   }
-  const Py_ssize_t size = PySequence_Size(first);
-  if (size < 0) throw ErrorSet();
-  Ref result = Ref::checked(is_tuple ? PyTuple_New(size) : PyList_New(size));
-  for (Py_ssize_t i = 0; i < size; ++i) {
-    const Ref key = Ref::checked(PyLong_FromSsize_t(i));
-    PyObject* joined = cat_at(key.get()).release();
-    if (is_tuple) {
-      PyTuple_SET_ITEM(result.get(), i, joined);
-    } else {
-      PyList_SET_ITEM(result.get(), i, joined);
-    }
-  }
-  return is_tuple ? as_tuple_like(first, std::move(result)) : as_list_like(first, std::move(result));
+  if (!PyTuple_Check(first.ptr()) && !PyList_Check(first.ptr())) return first;
+  py::list items;
+  for (size_t i = 0; i < py::len(first); ++i) items.append(cat_at(py::int_(i)));
+  return sequence_like(first, std::move(items));
 }
 
 }  // namespace pymoe::bindings

@@ -1,55 +1,25 @@
 #include "bindings/task_pool.h"
 
+#include <pybind11/typing.h>
+
 #include <array>
 #include <cmath>
-#include <new>
 
 #include "bindings/batch.h"
-#include "bindings/deferred.h"
+#include "bindings/bind.h"
+#include "bindings/errors.h"
 #include "bindings/future.h"
-#include "bindings/helping.h"
-#include "bindings/outcome.h"
 #include "bindings/parameter_lock.h"
-#include "bindings/pool_statistics.h"
 #include "bindings/process.h"
 #include "bindings/torch_calls.h"
-#include "bindings/types.h"
 
 namespace pymoe::bindings {
 namespace {
 
 using runtime::Help;
 
-// What is behind a TaskPool object.
-struct State {
-  std::string where;  // "TaskPool 'name'"
-  std::shared_ptr<PyBatchFunction> function;
-  std::shared_ptr<Pool> pool;
-  Signatures signatures;
-  double head_start;  // seconds
-  bool raise_when_full;
-  bool pin_memory;
-  int created;
-
-  // A thread that helps runs the batch on its own current device and stream.
-  bool may_help(const Signature& signature) const {
-    return !pin_memory && signature.positions[0].device.type == dlpack::kCpu;
-  }
-};
-
-struct PoolObject {
-  PyObject_HEAD PyObject* weak_references;
-  State* state;  // null until _setup
-};
-
 PyTypeObject* pool_type = nullptr;
 PyObject* queue_full = nullptr;
-
-State& state_of(PyObject* object) {
-  State* state = reinterpret_cast<PoolObject*>(object)->state;
-  if (state == nullptr) raise(PyExc_RuntimeError, "TaskPool: __init__ was not called");
-  return *state;
-}
 
 SystemSync::Duration to_duration(double seconds, const char* name) {
   if (!(std::abs(seconds) <= 1e8)) {
@@ -58,64 +28,98 @@ SystemSync::Duration to_duration(double seconds, const char* name) {
   return std::chrono::duration_cast<SystemSync::Duration>(std::chrono::duration<double>(seconds));
 }
 
-std::vector<Position> read_schema(PyObject* schema) {
+std::vector<Position> read_schema(const py::sequence& schema) {
   std::vector<Position> positions;
-  const Ref tensors = Ref::checked(PySequence_Fast(schema, "TaskPool: schema must be a sequence of tensors"));
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(tensors.get()); ++i) {
+  for (py::handle like : schema) {
     dlpack::Tensor tensor;
-    const Ref kept = dlpack::read(PySequence_Fast_GET_ITEM(tensors.get(), i), tensor, "TaskPool: schema", i);
+    const auto place = static_cast<Py_ssize_t>(positions.size());
+    const py::object kept = dlpack::read(like.ptr(), tensor, "TaskPool: schema", place);
     positions.push_back(
         {tensor.dtype, tensor.device, {tensor.shape + 1, tensor.shape + tensor.ndim}, tensor.row_bytes()});
   }
   return positions;
 }
 
-PyObject* setup(PyObject* object, PyObject* args, PyObject* keywords) {
-  return guarded([&]() -> PyObject* {
-    static const char* names[] = {"process_func",   "name",   "min_batch_size", "max_batch_size", "timeout",
-                                  "capacity",       "linger", "priority",       "isolate",        "raise_when_full",
-                                  "exclusive_with", "schema", "pin_memory",     nullptr};
-    PyObject *function, *timeout = Py_None, *exclusive_with = Py_None, *schema = Py_None;
-    const char* name;
-    long long min_batch_size = 1, max_batch_size = 4096, capacity = 65536;
-    double linger = 0.005, priority = 0;
-    int isolate = 0, raise_when_full = 0, pin_memory = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O$sLLOLddppOOp:_setup", const_cast<char**>(names), &function,
-                                     &name, &min_batch_size, &max_batch_size, &timeout, &capacity, &linger, &priority,
-                                     &isolate, &raise_when_full, &exclusive_with, &schema, &pin_memory)) {
-      return nullptr;
+// What is behind a TaskPool object.
+class PyTaskPool {
+ public:
+  PyTaskPool(const py::object& process_func, const std::string& name,
+             const runtime::BatchingOptions<SystemSync>& options, double priority, bool raise_when_full,
+             py::handle exclusive_with, std::optional<std::vector<Position>> schema, bool pin_memory)
+      : where("TaskPool '" + name + "'"),
+        function(std::make_shared<PyBatchFunction>(name, process_func, pin_memory)),
+        pool(Pool::create(name, options, function,
+                          exclusive_with.is_none()
+                              ? std::make_shared<runtime::Strand<SystemSync>>()
+                              : pool_of(exclusive_with.ptr(), "TaskPool: exclusive_with")->strand())),
+        signatures(name, std::move(schema)),
+        priority(priority),
+        raise_when_full(raise_when_full),
+        pin_memory(pin_memory) {}
+
+  // In the child of a fork nothing of the parent's is destroyed: its locks may be held for ever.
+  ~PyTaskPool() {
+    if (created != generation()) {
+      new std::pair(std::move(function), std::move(pool));
+      return;
     }
-    auto* self = reinterpret_cast<PoolObject*>(object);
-    if (self->state != nullptr) raise(PyExc_RuntimeError, "TaskPool: __init__ was called twice");
-    if (!PyCallable_Check(function)) {
-      raise(PyExc_TypeError, "TaskPool: process_func must be callable, got %s", Py_TYPE(function)->tp_name);
-    }
-    dlpack::load();
-    torch_calls();
-    runtime::BatchingOptions<SystemSync> options;
-    options.min_batch_size = min_batch_size;
-    options.max_batch_size = max_batch_size;
-    options.capacity = capacity;
-    options.linger = to_duration(linger, "linger");
-    options.isolate = isolate;
-    if (timeout != Py_None) {
-      const double seconds = PyFloat_AsDouble(timeout);
-      if (seconds == -1.0 && PyErr_Occurred()) return nullptr;
-      options.timeout = to_duration(seconds, "timeout");
-    }
-    to_duration(priority, "priority");
-    std::optional<std::vector<Position>> expected;
-    if (schema != Py_None) expected = read_schema(schema);
-    auto strand = exclusive_with == Py_None ? std::make_shared<runtime::Strand<SystemSync>>()
-                                            : pool_of(exclusive_with, "TaskPool: exclusive_with")->strand();
-    auto batches = std::make_shared<PyBatchFunction>(name, Ref::borrow(function), pin_memory);
-    auto pool = Pool::create(name, options, batches, std::move(strand));
-    self->state =
-        new State{"TaskPool '" + std::string(name) + "'", std::move(batches), std::move(pool),
-                  Signatures(name, std::move(expected)),  priority,           static_cast<bool>(raise_when_full),
-                  static_cast<bool>(pin_memory),          generation()};
-    Py_RETURN_NONE;
-  });
+    pool->close();
+    pool->cancel_all("the request was cancelled: its pool has gone before it had started");
+    clear();
+  }
+  PyTaskPool(const PyTaskPool&) = delete;
+  PyTaskPool& operator=(const PyTaskPool&) = delete;
+
+  int visit(visitproc visit, void* arg) {
+    Py_VISIT(function->function());
+    return 0;
+  }
+  void clear() { function->clear(); }
+
+  // A thread that helps runs the batch on its own current device and stream.
+  bool may_help(const Signature& signature) const {
+    return !pin_memory && signature.positions[0].device.type == dlpack::kCpu;
+  }
+
+  const std::string where;  // for errors
+  std::shared_ptr<PyBatchFunction> function;
+  std::shared_ptr<Pool> pool;
+  Signatures signatures;
+  const double priority;  // seconds
+  const bool raise_when_full;
+  const bool pin_memory;
+  const int created = generation();
+};
+
+std::unique_ptr<PyTaskPool> make_pool(const py::object& process_func, const std::string& name, int64_t min_batch_size,
+                                      int64_t max_batch_size, std::optional<double> timeout, int64_t capacity,
+                                      double linger, double priority, bool isolate, bool raise_when_full,
+                                      const py::object& exclusive_with, const std::optional<py::sequence>& schema,
+                                      bool pin_memory) {
+  if (!PyCallable_Check(process_func.ptr())) {
+    raise(PyExc_TypeError, "TaskPool: process_func must be callable, got %s", Py_TYPE(process_func.ptr())->tp_name);
+  }
+  dlpack::load();
+  torch_calls();
+  runtime::BatchingOptions<SystemSync> options;
+  options.min_batch_size = min_batch_size;
+  options.max_batch_size = max_batch_size;
+  options.capacity = capacity;
+  options.linger = to_duration(linger, "linger");
+  options.isolate = isolate;
+  if (timeout) options.timeout = to_duration(*timeout, "timeout");
+  to_duration(priority, "priority");
+  std::optional<std::vector<Position>> expected;
+  if (schema) expected = read_schema(*schema);
+  return std::make_unique<PyTaskPool>(process_func, name, options, priority, raise_when_full, exclusive_with,
+                                      std::move(expected), pin_memory);
+}
+
+// The pool of an object of the type. pybind11's own way takes longer, and does not look whether there is one.
+PyTaskPool& native(PyObject* object) {
+  const py::detail::value_and_holder held = reinterpret_cast<py::detail::instance*>(object)->get_value_and_holder();
+  if (!held.holder_constructed()) raise(PyExc_RuntimeError, "TaskPool: __init__ was not called");
+  return *held.value_ptr<PyTaskPool>();
 }
 
 // --- submitting ---
@@ -131,11 +135,11 @@ Options read_options(PyObject* const* values, PyObject* names) {
     PyObject* name = PyTuple_GET_ITEM(names, i);
     const bool is_timeout = PyUnicode_CompareWithASCIIString(name, "timeout") == 0;
     if (!is_timeout && PyUnicode_CompareWithASCIIString(name, "priority") != 0) {
-      raise(PyExc_TypeError, "TaskPool.submit_task: tensors, timeout and priority are taken, got %R", name);
+      raise(PyExc_TypeError, "TaskPool.submit_task: expected tensors, timeout and priority, got %R", name);
     }
     if (is_timeout && values[i] == Py_None) continue;
     const double value = PyFloat_AsDouble(values[i]);
-    if (value == -1.0 && PyErr_Occurred()) throw ErrorSet();
+    if (value == -1.0 && PyErr_Occurred()) throw py::error_already_set();
     if (is_timeout) {
       options.timeout = value;
     } else {
@@ -148,7 +152,7 @@ Options read_options(PyObject* const* values, PyObject* names) {
 // The tensors of one call, read and kept.
 class Arguments {
  public:
-  Arguments(const State& state, PyObject* const* args, Py_ssize_t count) : count_(static_cast<size_t>(count)) {
+  Arguments(const PyTaskPool& state, PyObject* const* args, Py_ssize_t count) : count_(static_cast<size_t>(count)) {
     if (count == 0) raise(PyExc_ValueError, "%s: a request has at least one tensor", state.where.c_str());
     if (count_ > few_.size()) {
       many_ = std::make_unique<dlpack::Tensor[]>(count_);
@@ -157,8 +161,8 @@ class Arguments {
     const char* where = state.where.c_str();
     for (; kept_ < count_; ++kept_) {
       dlpack::Tensor& tensor = tensors()[kept_];
-      Ref owned = dlpack::read(args[kept_], tensor, where, static_cast<Py_ssize_t>(kept_));
-      inputs()[kept_] = {owned.release(), tensor.begin()};
+      py::object owned = dlpack::read(args[kept_], tensor, where, static_cast<Py_ssize_t>(kept_));
+      inputs()[kept_] = {owned.release().ptr(), tensor.begin()};
       if (tensor.ndim == 0 || tensor.shape[0] != tensors()[0].shape[0]) {
         ++kept_;
         refuse(where, kept_ - 1);
@@ -178,9 +182,10 @@ class Arguments {
     if (tensors()[position].ndim == 0) {
       raise(PyExc_ValueError, "%s: tensor %zu has no dimension of rows", where, position);
     }
-    raise(PyExc_ValueError, "%s: the tensors of a request have equally many rows, got %lld and, in tensor %zu, %lld",
-          where, static_cast<long long>(tensors()[0].shape[0]), position,
-          static_cast<long long>(tensors()[position].shape[0]));
+    raise(PyExc_ValueError,
+          "%s: all tensors of a request must have as many rows as the first, %lld, got %lld in tensor %zu", where,
+          static_cast<long long>(tensors()[0].shape[0]), static_cast<long long>(tensors()[position].shape[0]),
+          position);
   }
 
   const size_t count_;
@@ -192,7 +197,7 @@ class Arguments {
 };
 
 // The queue is full: waits for room, or refuses.
-void submit_slowly(const State& state, const std::shared_ptr<TensorRequest>& request) {
+void submit_slowly(const PyTaskPool& state, const std::shared_ptr<TensorRequest>& request) {
   if (state.raise_when_full) {
     state.pool->reject();
     raise(queue_full, "%s: the queue is full (capacity %lld)", state.where.c_str(),
@@ -205,8 +210,7 @@ void submit_slowly(const State& state, const std::shared_ptr<TensorRequest>& req
     const auto submitted = [&](Clock::time_point until) { return pool->try_submit(request, until, help); };
     if (wait_interruptibly(submitted, request->deadline)) return;
   } catch (const runtime::Interrupted&) {
-    set_error(take_interrupt().get());
-    throw ErrorSet();
+    raise_interrupt();
   }
   pool->reject();
   request->claim();
@@ -215,7 +219,7 @@ void submit_slowly(const State& state, const std::shared_ptr<TensorRequest>& req
 }
 
 // Memory bounds the number of batches that a request takes, but not where its rows take none.
-void require_elements(const State& state, const Signature& signature, int64_t rows) {
+void require_elements(const PyTaskPool& state, const Signature& signature, int64_t rows) {
   for (const Position& position : signature.positions) {
     if (position.row_bytes > 0) return;
   }
@@ -225,20 +229,20 @@ void require_elements(const State& state, const Signature& signature, int64_t ro
 }
 
 // Null if the queue is full and the pool waits for room, but not `may_wait`.
-std::shared_ptr<TensorRequest> submit(State& state, PyObject* const* args, Py_ssize_t count, PyObject* names,
+std::shared_ptr<TensorRequest> submit(PyTaskPool& state, PyObject* const* args, Py_ssize_t count, PyObject* names,
                                       bool may_wait) {
   require_this_process(state.created, state.where.c_str(), "TaskPool");
   drop_deferred();
   const Options options = names != nullptr ? read_options(args + count, names) : Options();
   const auto deadline = deadline_after(options.timeout);
-  const double head_start = state.head_start + options.priority;
+  const double priority = state.priority + options.priority;
   Arguments arguments(state, args, count);
   auto signature = state.signatures.find(arguments.tensors(), arguments.count());
   const int64_t rows = arguments.tensors()[0].shape[0];
   if (rows > state.pool->options().max_batch_size) require_elements(state, *signature, rows);
-  auto request = std::make_shared<TensorRequest>(
-      std::move(signature), arguments.inputs(), rows, deadline,
-      head_start == 0 ? SystemSync::Duration::zero() : to_duration(head_start, "priority"));
+  auto request =
+      std::make_shared<TensorRequest>(std::move(signature), arguments.inputs(), rows, deadline,
+                                      priority == 0 ? SystemSync::Duration::zero() : to_duration(priority, "priority"));
   // With the GIL: this takes no longer than to let go of it and to come back. It waits for nothing but the strand's
   // lock, under which nobody asks for the GIL.
   if (state.pool->try_submit(request, SystemSync::Time::min())) return request;
@@ -250,78 +254,15 @@ std::shared_ptr<TensorRequest> submit(State& state, PyObject* const* args, Py_ss
 template <bool kMayWait>
 PyObject* submit_task(PyObject* object, PyObject* const* args, Py_ssize_t count, PyObject* names) {
   return guarded([&] {
-    State& state = state_of(object);
+    PyTaskPool& state = native(object);
     auto request = submit(state, args, count, names, kMayWait);
     if (!request) return Py_NewRef(Py_None);
     const bool may_help = state.may_help(*request->signature);
-    return make_future(std::move(request), state.pool, may_help).release();
+    return make_future(std::move(request), state.pool, may_help).release().ptr();
   });
 }
 
-// --- the rest ---
-
-PyObject* statistics(PyObject* object, PyObject*) {
-  return guarded([&] { return snapshot(state_of(object).pool->statistics()).release(); });
-}
-
-PyObject* idle_is_known(PyObject* object, PyObject*) {
-  return guarded([&] {
-    state_of(object).pool->tell_idle();
-    return Py_NewRef(Py_None);
-  });
-}
-
-PyObject* is_exclusive_with(PyObject* object, PyObject* other) {
-  return guarded([&] {
-    return PyBool_FromLong(state_of(object).pool->strand() == pool_of(other, "_is_exclusive_with")->strand());
-  });
-}
-
-int traverse(PyObject* object, visitproc visit, void* arg) {
-  const auto* self = reinterpret_cast<PoolObject*>(object);
-  Py_VISIT(Py_TYPE(object));
-  if (self->state != nullptr) Py_VISIT(self->state->function->function());
-  return 0;
-}
-
-int clear(PyObject* object) {
-  const auto* self = reinterpret_cast<PoolObject*>(object);
-  if (self->state != nullptr) self->state->function->clear();
-  return 0;
-}
-
-void dealloc(PyObject* object) {
-  auto* self = reinterpret_cast<PoolObject*>(object);
-  PyTypeObject* type = Py_TYPE(object);
-  PyObject_GC_UnTrack(object);
-  if (self->weak_references != nullptr) PyObject_ClearWeakRefs(object);
-  // In the child of a fork nothing of the parent's is destroyed: its locks may be held for ever.
-  if (self->state != nullptr && self->state->created == generation()) {
-    PyObject *error_type, *error, *trace;
-    PyErr_Fetch(&error_type, &error, &trace);
-    self->state->pool->close();
-    self->state->pool->cancel_all("the request was cancelled: its pool has gone before it had started");
-    clear(object);
-    delete self->state;
-    PyErr_Restore(error_type, error, trace);
-  }
-  type->tp_free(object);
-  Py_DECREF(type);
-}
-
-PyMethodDef methods[] = {
-    {"_setup", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(setup)), METH_VARARGS | METH_KEYWORDS,
-     "_setup(self: pymoe._runtime.TaskPool, process_func: collections.abc.Callable[..., typing.Any], *, name: str, "
-     "min_batch_size: int, max_batch_size: int, timeout: float | None, capacity: int, linger: float, priority: float, "
-     "isolate: bool, raise_when_full: bool, exclusive_with: pymoe._runtime.TaskPool | None, "
-     "schema: collections.abc.Sequence[typing.Any] | None, pin_memory: bool) -> None\n\n"
-     "Once, from the constructor. ``schema``: tensors like those of a request."},
-    {"_is_exclusive_with", is_exclusive_with, METH_O,
-     "_is_exclusive_with(self: pymoe._runtime.TaskPool, other: pymoe._runtime.TaskPool) -> bool\n\n"
-     "True if batches of the two never overlap; so with itself."},
-    {"_idle_is_known", idle_is_known, METH_NOARGS,
-     "_idle_is_known(self: pymoe._runtime.TaskPool) -> None\n\n"
-     "Who waits has been told that no runtime serves the pool."},
+PyMethodDef submit_methods[] = {
     {"_try_submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(submit_task<false>)),
      METH_FASTCALL | METH_KEYWORDS,
      "_try_submit(self: pymoe._runtime.TaskPool, *tensors: typing.Any, timeout: float | None = None, "
@@ -346,10 +287,29 @@ PyMethodDef methods[] = {
      "    TypeError: something that cannot be part of a batch, or a dtype that the schema forbids.\n"
      "    QueueFull: the queue is full, in a pool that raises then instead of waiting.\n"
      "    RuntimeError: the runtime was shut down, or the pool belongs to the parent of this process."},
-    {"_statistics", statistics, METH_NOARGS,
-     "_statistics(self: pymoe._runtime.TaskPool) -> dict[str, typing.Any]\n\n"
-     "The pool's counters, for pymoe.runtime.monitoring.statistics."},
-    {nullptr, nullptr, 0, nullptr}};
+};
+
+// --- statistics ---
+
+py::tuple histogram(const runtime::Histogram& histogram) {
+  const auto values = histogram.snapshot();
+  return py::make_tuple(py::tuple(py::cast(values.counts)), values.sum, values.max);
+}
+
+// Integers by name; histograms as (counts of the buckets, sum, largest value).
+py::typing::Dict<py::str, py::object> snapshot(const runtime::PoolStatistics& s) {
+  const std::pair<const char*, const runtime::Counter*> counters[] = {
+      {"submitted", &s.submitted}, {"completed", &s.completed}, {"failed", &s.failed}, {"cancelled", &s.cancelled},
+      {"expired", &s.expired},     {"rejected", &s.rejected},   {"queued", &s.queued}, {"queued_rows", &s.queued_rows},
+      {"running", &s.running},     {"batches", &s.batches},     {"rows", &s.rows}};
+  py::dict found;
+  for (const auto& [name, counter] : counters) found[name] = counter->value();
+  found["batch_rows"] = histogram(s.batch_rows);
+  found["wait_ns"] = histogram(s.wait_ns);
+  found["latency_ns"] = histogram(s.latency_ns);
+  found["process_ns"] = histogram(s.process_ns);
+  return found;
+}
 
 }  // namespace
 
@@ -357,24 +317,39 @@ std::shared_ptr<Pool> pool_of(PyObject* object, const char* where) {
   if (!PyObject_TypeCheck(object, pool_type)) {
     raise(PyExc_TypeError, "%s must be a TaskPool, got %s", where, Py_TYPE(object)->tp_name);
   }
-  const State& state = state_of(object);
-  require_this_process(state.created, where, "TaskPool");
-  return state.pool;
+  const PyTaskPool& found = native(object);
+  require_this_process(found.created, where, "TaskPool");
+  return found.pool;
 }
 
-void add_task_pool_type(PyObject* module) {
-  queue_full = Ref::checked(PyErr_NewExceptionWithDoc("pymoe._runtime.QueueFull", "A pool's queue has no room.",
-                                                      PyExc_RuntimeError, nullptr))
-                   .release();
-  if (PyModule_AddObjectRef(module, "QueueFull", queue_full) != 0) throw ErrorSet();
+void bind_task_pool(py::module_& module) {
+  queue_full = own(PyErr_NewExceptionWithDoc("pymoe._runtime.QueueFull", "A pool's queue has no room.",
+                                             PyExc_RuntimeError, nullptr))
+                   .release()
+                   .ptr();
+  module.attr("QueueFull") = py::handle(queue_full);
 
-  pool_type = add_type<PoolObject>(module, {.name = "pymoe._runtime.TaskPool",
-                                            .doc = "The native half of pymoe.runtime.TaskPool.",
-                                            .flags = Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
-                                            .dealloc = dealloc,
-                                            .traverse = traverse,
-                                            .clear = clear,
-                                            .methods = methods});
+  py::class_<PyTaskPool> type(module, "TaskPool", "The native half of pymoe.runtime.TaskPool.",
+                              collected<PyTaskPool>());
+  pool_type = reinterpret_cast<PyTypeObject*>(type.ptr());
+  type.def(py::init(&make_pool), py::arg("process_func"), py::kw_only(), py::arg("name"), py::arg("min_batch_size"),
+           py::arg("max_batch_size"), py::arg("timeout"), py::arg("capacity"), py::arg("linger"), py::arg("priority"),
+           py::arg("isolate"), py::arg("raise_when_full"), py::arg("exclusive_with"), py::arg("schema"),
+           py::arg("pin_memory"), "``schema``: tensors like those of a request.");
+  for (PyMethodDef& method : submit_methods) type.attr(method.ml_name) = own(PyDescr_NewMethod(pool_type, &method));
+  type.def(
+          "_is_exclusive_with",
+          [](const py::object& self, const py::object& other) {
+            return pool_of(self.ptr(), "_is_exclusive_with")->strand() ==
+                   pool_of(other.ptr(), "_is_exclusive_with")->strand();
+          },
+          py::arg("other"), "True if batches of the two never overlap; so with itself.")
+      .def(
+          "_idle_is_known", [](const py::object& self) { native(self.ptr()).pool->tell_idle(); },
+          "Who waits has been told that no runtime serves the pool.")
+      .def(
+          "_statistics", [](const py::object& self) { return snapshot(native(self.ptr()).pool->statistics()); },
+          "The pool's counters, for pymoe.runtime.monitoring.statistics.");
 }
 
 }  // namespace pymoe::bindings

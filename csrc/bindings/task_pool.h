@@ -1,5 +1,5 @@
-// TaskPool of pymoe._runtime: where Python's clients submit tensors. A type of CPython's own making, as RequestFuture
-// is.
+// TaskPool of pymoe._runtime: where Python's clients submit tensors. submit_task is a function of CPython's own calling
+// convention: pybind11 would take longer to read its arguments than the queue takes.
 #pragma once
 
 #include "bindings/gil.h"
@@ -9,10 +9,7 @@
 
 namespace pymoe::bindings {
 
-// Adds TaskPool and QueueFull to the module; throws ErrorSet.
-void add_task_pool_type(PyObject* module);
-
-// The pool of a TaskPool of this process. Throws ErrorSet with a TypeError for anything else.
+// The pool of a TaskPool of this process. Throws a TypeError for anything else.
 std::shared_ptr<Pool> pool_of(PyObject* object, const char* where);
 
 }  // namespace pymoe::bindings

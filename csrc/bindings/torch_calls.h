@@ -34,14 +34,13 @@ struct TorchCalls {
   PyObject* initialized;
 };
 
-// Throws ErrorSet with an ImportError where torch is not as we know it.
+// Throws an ImportError where torch is not as we know it.
 const TorchCalls& torch_calls();
 
 // True where a batch may run on this thread as it would on a worker: nothing is switched on that an operation, a graph
 // or a module would notice (modes, autocast, hooks on saved tensors, transforms, another GPU). The grad mode may be
 // any: GradMode sets it. Context variables and the depth of the stack a batch has for itself anyway (batch.cpp).
 bool thread_is_plain();
-PyObject* thread_is_plain(PyObject* module, PyObject* none);
 
 // Has this thread heed torch.set_num_threads: torch tells OpenMP so for each thread by itself, but not before its first
 // parallel loop, and a matrix product may come first.

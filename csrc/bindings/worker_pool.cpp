@@ -2,7 +2,6 @@
 
 #include "runtime/worker_pool.h"
 
-#include <pybind11/stl.h>
 #include <pybind11/typing.h>
 
 #include <memory>
@@ -10,10 +9,9 @@
 #include <string>
 #include <utility>
 
-#include "bindings/gil.h"
+#include "bindings/bind.h"
+#include "bindings/errors.h"
 #include "bindings/process.h"
-
-namespace py = pybind11;
 
 namespace pymoe::bindings {
 
@@ -30,15 +28,17 @@ namespace {
 
 class Call {
  public:
-  Call(Ref function, Ref args, Ref kwargs)
+  Call(py::object function, py::object args, py::object kwargs)
       : function_(std::move(function)), args_(std::move(args)), kwargs_(std::move(kwargs)) {}
 
   CallOutcome operator()() {
     const WithGil gil;
-    const Ref function = function_.take(), args = args_.take(), kwargs = kwargs_.take();
-    Ref value = Ref::steal(PyObject_Call(function.get(), args.get(), kwargs.get()));
-    if (value) return {GilObject(std::move(value)), false};
-    return {GilObject(take_error()), true};
+    const py::object function = function_.take(), args = args_.take(), kwargs = kwargs_.take();
+    try {
+      return {GilObject(own(PyObject_Call(function.ptr(), args.ptr(), kwargs.ptr()))), false};
+    } catch (const py::error_already_set& error) {
+      return {GilObject(exception_of(error)), true};
+    }
   }
 
  private:
@@ -56,14 +56,13 @@ class PyFuture {
 
   py::object result(std::optional<double> timeout) const {
     const CallOutcome& outcome = wait("Future.result", timeout);
-    if (!outcome.raised) return py::reinterpret_borrow<py::object>(outcome.object.get());
-    set_error(outcome.object.get());
-    throw ErrorSet();
+    if (outcome.raised) raise(outcome.object.get());
+    return outcome.object.share();
   }
 
   py::object exception(std::optional<double> timeout) const {
     const CallOutcome& outcome = wait("Future.exception", timeout);
-    return outcome.raised ? py::reinterpret_borrow<py::object>(outcome.object.get()) : py::none();
+    return outcome.raised ? outcome.object.share() : py::none();
   }
 
  private:
@@ -123,7 +122,7 @@ PyFuture PyWorkerPool::submit(py::object function, py::Args<py::object> args, py
     raise(PyExc_TypeError, "WorkerPool.submit: the first argument must be callable, got %s",
           Py_TYPE(function.ptr())->tp_name);
   }
-  Call call(Ref::steal(function.release().ptr()), Ref::steal(args.release().ptr()), Ref::steal(kwargs.release().ptr()));
+  Call call(std::move(function), std::move(args), std::move(kwargs));
   const WithoutGil released;
   return {kept_->pool.submit(std::move(call)), kept_, created_};
 }

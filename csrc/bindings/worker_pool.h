@@ -1,7 +1,6 @@
 // The bound WorkerPool, for what else runs on it.
 #pragma once
 
-#include <pybind11/pybind11.h>
 #include <pybind11/typing.h>
 
 #include <memory>
@@ -35,8 +34,7 @@ class PyWorkerPool {
   PyWorkerPool(const PyWorkerPool&) = delete;
   PyWorkerPool& operator=(const PyWorkerPool&) = delete;
 
-  PyFuture submit(pybind11::object function, pybind11::Args<pybind11::object> args,
-                  pybind11::KWArgs<pybind11::object> kwargs);
+  PyFuture submit(py::object function, py::Args<py::object> args, py::KWArgs<py::object> kwargs);
   void shutdown(bool drain);
   int workers() const { return kept_->pool.workers(); }
   // Throws std::runtime_error, with `where`, if the pool belongs to the parent of this process.
@@ -46,7 +44,5 @@ class PyWorkerPool {
   std::shared_ptr<StoppablePool> kept_;
   int created_;
 };
-
-void bind_worker_pool(pybind11::module_& module);
 
 }  // namespace pymoe::bindings

@@ -19,12 +19,11 @@ from pymoe.mixture.stats import BackendStats
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.reference.checks import FLOATING
 from pymoe.reference.types import Gate, RouterLosses
-from pymoe.runtime.arguments import Arguments
 from pymoe.runtime.backend import ExpertBackend
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 from pymoe.runtime.gradients import all_finite
 from pymoe.runtime.nested import nested_pack
-from pymoe.runtime.schema import tensor_protos
+from pymoe.runtime.schema import RequestSchema, tensor_protos
 
 
 class MixtureOfExpertBackends(nn.Module):
@@ -137,7 +136,7 @@ class MixtureOfExpertBackends(nn.Module):
         )  # fmt: skip
         self.rest_after, self.rest = rest_after, rest
         self._schemas = check_schemas(backends[0])
-        self._arguments = Arguments(self._name, self._schemas[0])
+        self._arguments = RequestSchema(self._name, self._schemas[0])
         self._output_protos = tensor_protos(self._schemas[1])
         first = tensor_protos(self._schemas[0])[0]
         self.gate = self._default_gate(first) if gate is None else gate
@@ -228,8 +227,8 @@ class MixtureOfExpertBackends(nn.Module):
     @compiler_disable  # it would trace the waiting in pieces
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the experts' outputs for these arguments, mixed row by row."""
-        inputs = self._arguments.flatten(args, kwargs)
-        rows = self._arguments.check_tensors(inputs)
+        inputs = self._arguments.flatten_arguments(args, kwargs)
+        rows = self._arguments.check_inputs(inputs)
         if self.rules.detect_anomalies and not all_finite([x for x in inputs if x.is_floating_point()]):
             raise ValueError(f"{self._name}: an input holds NaN or infinity")
         members = members_to_ask(self._slots.members, self.rest_after, self.rest, self.rules.k_min)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from pymoe.reference import checks
 from pymoe.reference.checks import FLOATING
-from pymoe.runtime.arguments import under_autocast
 from pymoe.runtime.backend import ExpertBackend
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 from pymoe.runtime.nested import nested_compare, nested_flatten, nested_map, nested_pack
+from pymoe.runtime.schema import under_autocast
 
 NAME = "MixtureOfExpertBackends"
 Fallback = Literal["zeros", "input"] | Callable[..., Any]

@@ -9,13 +9,12 @@ import pymoe.autograd  # loads the native runtime  # noqa: F401
 from pymoe.runtime.backend import ExpertBackend
 from pymoe.runtime.batch_tensor_proto import DUMMY_BATCH_SIZE, BatchTensorProto
 from pymoe.runtime.client import ExpertClient
-from pymoe.runtime.future import Future
+from pymoe.runtime.future import Future, as_completed, wait
 from pymoe.runtime.gradients import NonFiniteGradientError
 from pymoe.runtime.monitoring.statistics import PoolStats, StatsReader
 from pymoe.runtime.nested import nested_compare, nested_flatten, nested_map, nested_pack
 from pymoe.runtime.runtime import Runtime, TesseractRuntime
 from pymoe.runtime.task_pool import QueueFull, TaskPool
-from pymoe.runtime.waiting import as_completed, wait
 
 if TYPE_CHECKING:
     from pymoe.mixture import BackendStats, MixtureOfExpertBackends, PassStats, TooFewAnswersError

@@ -13,14 +13,13 @@ from torch.optim import Optimizer
 from pymoe.autograd.plain_state import in_plain_state
 from pymoe.runtime.backend_state import BackendState, look_again
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
-from pymoe.runtime.differentiate import as_leaf, clear_gradients, differentiate, warm_up_autograd
+from pymoe.runtime.differentiate import InputGuard, as_leaf, clear_gradients, differentiate, warm_up_autograd
+from pymoe.runtime.dry_run import infer_outputs_schema, keep_buffers
 from pymoe.runtime.gradients import GradientRule
-from pymoe.runtime.inputs import InputGuard
 from pymoe.runtime.interrupts import uninterrupted
 from pymoe.runtime.parameters import check_steps, check_steps_alone, check_updates, lock_of, optimized
 from pymoe.runtime.placement import Placement
-from pymoe.runtime.schema import infer_outputs_schema, keep_buffers, tensor_protos, to_schema
-from pymoe.runtime.signature import Signature
+from pymoe.runtime.schema import RequestSchema, tensor_protos, to_schema
 from pymoe.runtime.task_pool import TaskPool
 
 _MAY_RETRY = "pymoe_may_retry"  # set on exceptions of the backward pass; pools that isolate look at it too
@@ -44,7 +43,7 @@ class ExpertBackend(BackendState):
             its prototype, and any other leaf is handed to the expert as it is.
         kwargs_schema: the same for keyword arguments. One of the two must name a tensor.
         outputs_schema: the same for what the expert returns; None finds out with one call that leaves no trace (see
-            :func:`pymoe.runtime.schema.infer_outputs_schema`).
+            :func:`pymoe.runtime.dry_run.infer_outputs_schema`).
         gradient_reduction: ``"sum"``: an update follows the sum over all rows of all requests in the batch, as in one
             backward pass over all of them. ``"mean"``: that divided by the number of rows, so that the length of a
             step does not depend on how many requests happened to meet. Gradients of inputs are never scaled.
@@ -77,9 +76,9 @@ class ExpertBackend(BackendState):
     keyword arguments by name.
 
     Raises:
-        ValueError: no tensor in the schemas, an option that is none, or an optimizer of other parameters alone.
-        TypeError: ``expert`` is no module, ``opt`` no optimizer, or a pool option that does not exist; or ``step()`` of
-            optimizer or scheduler needs arguments and :meth:`apply_gradients` is not overridden.
+        ValueError: no tensor in the schemas, an invalid option value, or an optimizer of other parameters alone.
+        TypeError: ``expert`` is not a module, ``opt`` is not an optimizer, or a pool option does not exist; or
+            ``step()`` of optimizer or scheduler needs arguments and :meth:`apply_gradients` is not overridden.
     """
 
     _clears_itself = False  # while a backward pass of this class updates: it clears gradients when all is done
@@ -107,7 +106,7 @@ class ExpertBackend(BackendState):
             raise TypeError(f"ExpertBackend: expert must be an nn.Module, got {type(expert).__name__}")
         check_steps(opt, scheduler)
         if buffers not in ("backward", "both"):
-            raise ValueError(f"buffers must be one of 'backward', 'both', got {buffers!r}")
+            raise ValueError(f"ExpertBackend: buffers must be one of 'backward', 'both', got {buffers!r}")
         self.name = name
         self.expert = expert if device is None else expert.to(device)
         self.training = expert.training
@@ -135,7 +134,7 @@ class ExpertBackend(BackendState):
         if outputs_schema is None:
             outputs_schema = self._find_outputs_schema()
         self.outputs_schema = to_schema(outputs_schema)
-        self._signature = Signature(name, self.args_schema, self.kwargs_schema, self.outputs_schema)
+        self._schema = RequestSchema(name, self.forward_schema, self.outputs_schema)
 
         self._pool_options = pool_options
         self._make_pools()
@@ -161,8 +160,7 @@ class ExpertBackend(BackendState):
         return schema
 
     def _make_pools(self) -> None:
-        inputs = _anywhere(tensor_protos(self.forward_schema))
-        outputs = _anywhere(tensor_protos(self.outputs_schema))
+        inputs, outputs = self._schema.inputs, self._schema.outputs
         device = self._placement.device
         options = {"pin_memory": device is not None and device.type == "cuda", **self._pool_options}
         self.forward_pool = TaskPool(self.forward, name=f"{self.name}_forward", schema=inputs, **options)
@@ -177,7 +175,7 @@ class ExpertBackend(BackendState):
     # --- what clients need to know ---
 
     def get_info(self) -> dict[str, Any]:
-        """The name, the schemas and the names of keyword arguments: what a client must know; it can be pickled."""
+        """Return what a client must know, in a picklable dictionary: name, schemas, names of keyword arguments."""
         return {
             "name": self.name,
             "forward_schema": self.forward_schema,
@@ -186,7 +184,7 @@ class ExpertBackend(BackendState):
         }
 
     def get_pools(self) -> tuple[TaskPool, TaskPool]:
-        """The pool of the forward pass and that of the backward pass."""
+        """Return the pool of the forward pass and that of the backward pass."""
         return self.forward_pool, self.backward_pool
 
     @property
@@ -207,21 +205,21 @@ class ExpertBackend(BackendState):
     # --- the passes ---
 
     def forward(self, *inputs: Tensor) -> tuple[Any, ...]:
-        """The flat outputs of the expert for the flat ``inputs``, computed without gradients.
+        """Return the flat outputs of the expert for the flat ``inputs``, computed without gradients.
 
-        No rows are no work: the outputs have none either, and the expert is not called.
+        For no rows the outputs have none either, and the expert is not called.
 
         Raises:
             ValueError: a wrong number of inputs, or outputs that are not what the schema says.
             Exception: whatever the expert raises.
         """
-        self._signature.check_count("forward", inputs, self._signature.num_inputs)
+        self._schema.check_count("forward", inputs, len(self._schema.inputs))
         if not inputs[0].shape[0]:
-            return self._signature.empty_outputs(inputs[0].device)
+            return self._schema.empty_outputs(inputs[0].device)
         return in_plain_state(False, self._forward, inputs)
 
     def backward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Gradients for the flat inputs; updates the expert.
+        """Return gradients for the flat inputs, and update the expert.
 
         The expert is called again on the inputs, and what it returns is differentiated. Parameters' gradients of this
         batch, and of no other unless they are to accumulate, make the update; whatever happens, none is left behind.
@@ -240,10 +238,10 @@ class ExpertBackend(BackendState):
             NonFiniteGradientError: see ``nonfinite_gradients``.
             Exception: whatever the expert, the optimizer or the scheduler raises.
         """
-        signature = self._signature
-        self._signature.check_count("backward", inputs, signature.num_inputs + signature.num_output_tensors)
+        num_inputs = len(self._schema.inputs)
+        self._schema.check_count("backward", inputs, num_inputs + len(self._schema.outputs))
         if not inputs[0].shape[0]:
-            return tuple(torch.zeros_like(tensor) for tensor in inputs[: signature.num_inputs])
+            return tuple(torch.zeros_like(tensor) for tensor in inputs[:num_inputs])
         with uninterrupted():
             return in_plain_state(True, self._backward, inputs)
 
@@ -263,7 +261,7 @@ class ExpertBackend(BackendState):
             self.scheduler.step()
 
     def may_retry(self, exception: BaseException) -> bool:
-        """Whether a backward pass that raised ``exception`` changed nothing, so that its requests may run once more."""
+        """Return whether a backward pass that raised ``exception`` changed nothing, so that it may run again."""
         return isinstance(exception, Exception) and getattr(exception, _MAY_RETRY, False) is True
 
     def _forward(self, inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
@@ -277,14 +275,14 @@ class ExpertBackend(BackendState):
         guard = self._guard
         if guard.copies:
             inputs = guard.lend(inputs)
-        args, kwargs = self._signature.pack_inputs(inputs)
+        args, kwargs = self._schema.pack_arguments(inputs)
         expert = self._modules["expert"]  # an attribute of a module that is a module takes 1 us to find
         assert expert is not None
         if self._buffers_change_in_forward or not self._placement.has_buffers or not expert.training:
-            outputs = self._signature.flatten_outputs(expert(*args, **kwargs))
+            outputs = self._schema.flatten_outputs(expert(*args, **kwargs))
         else:
             with keep_buffers(expert):
-                outputs = self._signature.flatten_outputs(expert(*args, **kwargs))
+                outputs = self._schema.flatten_outputs(expert(*args, **kwargs))
         if guard.learns:
             guard.learn(inputs)
         return self._placement.copy_own(outputs)
@@ -299,18 +297,18 @@ class ExpertBackend(BackendState):
     def _run_backward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         trains = self.trains
         parameters = self._parameters_with_gradients() if trains else ()
-        num_inputs = self._signature.num_inputs
+        num_inputs = len(self._schema.inputs)
         changing = False
         try:
             clear_gradients(parameters)  # of whatever else the module is used for
             with self._undo_buffers_after_errors():
                 leaves = [as_leaf(tensor) for tensor in tensors[:num_inputs]]
                 lent = self._guard.lend(leaves)
-                args, kwargs = self._signature.pack_inputs(lent)
-                outputs = self._signature.flatten_outputs(self.expert(*args, **kwargs))
+                args, kwargs = self._schema.pack_arguments(lent)
+                outputs = self._schema.flatten_outputs(self.expert(*args, **kwargs))
                 if self._guard.learns:
                     self._guard.learn(lent)
-                gradients = differentiate(self._signature.tensors(outputs), tensors[num_inputs:], leaves, trains)
+                gradients = differentiate(self._schema.output_tensors(outputs), tensors[num_inputs:], leaves, trains)
                 if trains and self._rule.prepare(parameters, len(leaves[0])):
                     changing = True
                     before = self._rule.updates
@@ -350,11 +348,6 @@ class ExpertBackend(BackendState):
 def _as_tuple(args_schema: Sequence[Any] | None) -> tuple[Any, ...]:
     """A lone prototype stands for one argument."""
     return (args_schema,) if isinstance(args_schema, (BatchTensorProto, Tensor)) else tuple(args_schema or ())
-
-
-def _anywhere(protos: tuple[BatchTensorProto, ...]) -> tuple[BatchTensorProto, ...]:
-    """What requests must look like: where their tensors are is up to the client."""
-    return tuple(proto.replace(device=None) for proto in protos)
 
 
 def _mark(error: BaseException, *, may_retry: bool) -> None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from pymoe.runtime.gradients import GradientRule
 from pymoe.runtime.parameters import check_updates, lock_of, optimized
 from pymoe.runtime.placement import Placement
-from pymoe.runtime.signature import Signature
+from pymoe.runtime.schema import RequestSchema
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -31,7 +31,7 @@ class BackendState(nn.Module):
     _lock: AbstractContextManager[Any]
     _rule: GradientRule
     _placement: Placement
-    _signature: Signature
+    _schema: RequestSchema
     _make_pools: Callable[[], None]
     _updates_itself: Callable[[], bool]
 
@@ -103,7 +103,7 @@ class BackendState(nn.Module):
             before_dtype = self._placement.dtype  # of the parameter itself, which stays the same object
             super()._apply(fn, recurse)
             self._placement = Placement(self.expert)
-            self._signature.any_dtype |= self._placement.dtype != before_dtype
+            self._schema.any_dtype |= self._placement.dtype != before_dtype
             if isinstance(self.opt, Optimizer) and self.opt.state:
                 self.opt.load_state_dict(self.opt.state_dict())  # which moves its tensors to where parameters are now
         return self

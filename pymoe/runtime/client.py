@@ -11,20 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from pymoe.runtime.arguments import Arguments
 from pymoe.runtime.backend import ExpertBackend
-from pymoe.runtime.future import Future, deadline_after, seconds_left, wait_in_loop
-from pymoe.runtime.schema import tensor_protos
-from pymoe.runtime.signature import Signature
+from pymoe.runtime.future import Future, deadline_after, seconds_left, wait
+from pymoe.runtime.schema import RequestSchema
 from pymoe.runtime.task_pool import TaskPool
-from pymoe.runtime.waiting import wait
 
 logger = logging.getLogger("pymoe.runtime")
 
-PATIENCE = 2.0  # seconds without a runtime after which a client without a timeout says so
+UNSERVED_WARNING_DELAY_S = 2.0
+"""How long a client without a timeout waits for a pool that no runtime serves until it logs a warning."""
 
 # What copies of a client have in common: the server, and what it said of itself.
-SHARED = {"_backend", "_forward_pool", "_backward_pool", "_arguments", "_output_protos", "_signature"}
+SHARED = {"_backend", "_forward_pool", "_backward_pool", "_schema"}
 
 
 class ExpertClient(nn.Module):
@@ -63,10 +61,7 @@ class ExpertClient(nn.Module):
         info = backend.get_info()
         self.name: str = info["name"]
         self.timeout = timeout
-        args_schema, kwargs_schema = info["forward_schema"]
-        self._arguments = Arguments(self.name, info["forward_schema"])
-        self._output_protos = tensor_protos(info["outputs_schema"])
-        self._signature = Signature(self.name, args_schema, kwargs_schema, info["outputs_schema"])
+        self._schema = RequestSchema(self.name, info["forward_schema"], info["outputs_schema"])
         self._forward_pool, self._backward_pool = backend.get_pools()
         self._dummy = torch.empty(0, requires_grad=True, device="cpu")
         # No submodule: its parameters are the server's. A tuple is not looked into.
@@ -80,7 +75,7 @@ class ExpertClient(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The expert's outputs for these arguments."""
-        inputs = self._arguments.flatten(args, kwargs)
+        inputs = self._schema.flatten_arguments(args, kwargs)
         return self._attach(inputs, self._ask(self._forward_pool, _values(inputs)))
 
     def submit(self, *args: Any, **kwargs: Any) -> PendingCall:
@@ -88,7 +83,7 @@ class ExpertClient(nn.Module):
 
         Until then the tensors must not be changed.
         """
-        inputs = self._arguments.flatten(args, kwargs)
+        inputs = self._schema.flatten_arguments(args, kwargs)
         deadline = deadline_after(self.timeout)
         future = self._forward_pool.submit_task(*_values(inputs), timeout=self.timeout)
         return PendingCall(self, inputs, future, deadline)
@@ -98,7 +93,7 @@ class ExpertClient(nn.Module):
 
         Cancelling the task that awaits this cancels the request. The backward pass waits in its own thread as always.
         """
-        inputs = self._arguments.flatten(args, kwargs)
+        inputs = self._schema.flatten_arguments(args, kwargs)
         versions = _versions(inputs)
         deadline = deadline_after(self.timeout)
         future = await self._forward_pool._queue(_values(inputs), self.timeout)
@@ -112,9 +107,9 @@ class ExpertClient(nn.Module):
         outputs = tuple(outputs)
         if torch.is_grad_enabled() and self._is_differentiated(inputs):
             if versions is not None and versions != _versions(inputs):
-                raise RuntimeError(f"{self.name}: an input was changed in place while its request was on its way")
+                raise RuntimeError(f"{self.name}: an input was changed in place while its request was pending")
             outputs = _ServedCall.apply(self._dummy, self, outputs, *inputs)
-        return self._signature.pack_outputs(outputs)
+        return self._schema.pack_outputs(outputs)
 
     def _is_differentiated(self, inputs: list[Tensor]) -> bool:
         return self.backend.trains or any([tensor.requires_grad for tensor in inputs])
@@ -124,7 +119,7 @@ class ExpertClient(nn.Module):
         rows, device = len(inputs[0]), inputs[0].device
         grads = [
             proto.make_empty(rows, device=device, requires_grad=False) if grad is None else grad.detach()
-            for grad, proto in zip(grad_outputs, self._output_protos, strict=True)
+            for grad, proto in zip(grad_outputs, self._schema.outputs, strict=True)
         ]
         outputs: Sequence[Tensor] = self._ask(self._backward_pool, [*_values(inputs), *grads])
         return outputs
@@ -146,7 +141,7 @@ class ExpertClient(nn.Module):
 
     def _wait_for_a_runtime(self, pool: TaskPool, future: Future) -> None:
         """A while; then say what may be wrong. A thread that waits with a limit runs no batch itself."""
-        wait([future], timeout=PATIENCE)
+        wait([future], timeout=UNSERVED_WARNING_DELAY_S)
         if not (future.done() or pool.served):
             self._warned = True
             pool._idle_is_known()
@@ -214,7 +209,7 @@ class PendingCall:
 
     def __await__(self) -> Generator[Any, None, Any]:
         try:
-            outputs = yield from wait_in_loop(self._future, self._deadline)
+            outputs = yield from self._future._await_within(seconds_left(self._deadline))
         except TimeoutError as error:
             self._client._explain(error, self._client._forward_pool, self._future)
             raise

@@ -1,4 +1,4 @@
-"""One backward pass over the outputs of an expert, for gradients of its inputs and its parameters."""
+"""Running an expert on clients' tensors and differentiating it: inputs that are lent, gradients that go back."""
 
 from __future__ import annotations
 
@@ -10,8 +10,29 @@ from torch import Tensor, nn
 from pymoe.runtime.batch_tensor_proto import has_gradient
 
 
+class InputGuard:
+    """Protects clients' tensors from an expert that works in place (``nn.ReLU(inplace=True)`` as its first layer).
+
+    Such an expert gets copies, which are not leaves of autograd, so that it can be differentiated. Modules with an
+    attribute ``inplace`` tell that it is one; otherwise its first pass, which runs on copies, shows it.
+    """
+
+    def __init__(self, expert: nn.Module) -> None:
+        self.copies = True
+        self.learns = not any(getattr(module, "inplace", False) is True for module in expert.modules())
+
+    def lend(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return what to call the expert with instead of ``tensors``."""
+        return [tensor.clone() for tensor in tensors] if self.copies else tensors
+
+    def learn(self, lent: Sequence[Tensor]) -> None:
+        """Look at what was lent after the first pass: an operation in place increments a tensor's version."""
+        self.copies = any(tensor._version for tensor in lent)
+        self.learns = False
+
+
 def as_leaf(tensor: Tensor) -> Tensor:
-    """The same values outside of any graph, collecting a gradient if their dtype has any."""
+    """Return the same values outside of any graph, collecting a gradient if their dtype has any."""
     if tensor.is_inference():  # made by a client in inference mode: autograd cannot keep it
         tensor = tensor.clone()
     leaf = tensor.detach()
@@ -21,7 +42,7 @@ def as_leaf(tensor: Tensor) -> Tensor:
 def differentiate(
     outputs: Sequence[Tensor], grad_outputs: Sequence[Tensor], leaves: Sequence[Tensor], trains: bool
 ) -> tuple[Tensor, ...]:
-    """Gradients for the leaves; with ``trains`` those of parameters go to their ``.grad``."""
+    """Run a backward pass and return gradients for the leaves; with ``trains``, parameters get theirs in ``.grad``."""
     roots, grads = [], []
     for output, grad in zip(outputs, grad_outputs, strict=True):
         if output.requires_grad:

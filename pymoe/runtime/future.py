@@ -1,72 +1,42 @@
-"""Futures of requests, and how coroutines await them.
+"""Futures of requests, and waiting for many of them: the first, all, or each as it ends.
 
 A request has one future: when one of several tasks that await it is cancelled, it is cancelled for all of them (await
-``asyncio.shield(asyncio.ensure_future(...))`` of it where that must not be).
+``asyncio.shield(asyncio.ensure_future(...))`` of it where that must not be). csrc/bindings/awaiting.h says how.
+
+``concurrent.futures.wait`` and ``as_completed`` take these futures as well, under a lock for each; :func:`wait` and
+:func:`as_completed` take the futures of any executor, for less.
 """
 
 from __future__ import annotations
 
-import asyncio
+import queue
 import threading
 import time
 import weakref
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION
+from typing import Any, NamedTuple
 
-from pymoe import _runtime
 from pymoe._runtime import RequestFuture as Future
 
-__all__ = ["Future"]
-
-# What tells a loop that requests are done: one call for all that a batch completes.
-mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _runtime.Mailbox] = weakref.WeakKeyDictionary()
+__all__ = ["Future", "as_completed", "wait"]
 
 
 def deadline_after(timeout: float | None) -> float | None:
-    """When ``timeout`` seconds from now are over, on the monotonic clock; None: never."""
+    """Return the time ``timeout`` seconds from now, on the monotonic clock; None: never."""
     return None if timeout is None else time.monotonic() + timeout
 
 
 def seconds_left(deadline: float | None) -> float | None:
-    """From now to ``deadline``, at least 0; None: for ever."""
+    """Return the seconds from now to ``deadline``, at least 0; None: for ever."""
     return None if deadline is None else max(0.0, deadline - time.monotonic())
-
-
-def wait_in_loop(future: Future, deadline: float | None = None) -> Generator[Any, None, Any]:
-    """What ``await future`` runs. TimeoutError if it is not done by the ``deadline``; then it is cancelled."""
-    if not future.done():
-        loop = asyncio.get_running_loop()
-        mailbox = mailboxes.get(loop)
-        if mailbox is None:
-            mailbox = mailboxes[loop] = _runtime.make_mailbox(loop)
-        waiter = loop.create_future()
-        future._notify(mailbox, waiter)
-        left = seconds_left(deadline)
-        timer = None if left is None else loop.call_later(left, give_up, waiter)
-        try:
-            yield from waiter
-        except asyncio.CancelledError:
-            future.cancel()
-            raise
-        finally:
-            if timer is not None:
-                timer.cancel()
-        if deadline is not None and not future.done():
-            future.cancel()
-            raise TimeoutError("the request is not done in time")
-    return future.result()
-
-
-def give_up(waiter: asyncio.Future[Any]) -> None:
-    """Wake whoever waits, though nothing has come."""
-    if not waiter.done():
-        waiter.set_result(None)
 
 
 class Standard:
     """What ``wait`` and ``as_completed`` of ``concurrent.futures`` look at in a future, made when they first do.
 
     They ask for the state and leave their waiters under the condition, so the state is that which waiters were told.
+    The native future makes one when it is first asked for ``_condition``, ``_waiters`` or ``_state``.
     """
 
     def __init__(self, future: Future) -> None:
@@ -95,5 +65,82 @@ class Standard:
             self.condition.notify_all()
 
 
-_runtime.set_await(wait_in_loop)
-_runtime.set_standard(Standard)
+class DoneAndNotDone(NamedTuple):
+    """What :func:`wait` returns."""
+
+    done: set[Any]
+    not_done: set[Any]
+
+
+def wait(futures: Iterable[Any], timeout: float | None = None, return_when: str = ALL_COMPLETED) -> DoneAndNotDone:
+    """Wait as ``concurrent.futures.wait`` does.
+
+    A thread that waits here runs no batch itself, as one in ``result()`` may: a function of a pool that waits for
+    requests should call ``result()``.
+
+    Args:
+        futures: of requests; duplicates count once.
+        timeout: seconds to wait at most; None: as long as it takes. Running out of it is not an error.
+        return_when: ``FIRST_COMPLETED``, ``FIRST_EXCEPTION`` or ``ALL_COMPLETED`` of ``concurrent.futures``.
+
+    Returns:
+        Two sets, ``done`` (cancelled ones too) and ``not_done``.
+
+    Raises:
+        ValueError: ``return_when`` is not one of these.
+    """
+    if return_when not in (FIRST_COMPLETED, FIRST_EXCEPTION, ALL_COMPLETED):
+        raise ValueError(f"wait: return_when must be a constant of concurrent.futures, got {return_when!r}")
+    everyone = set(futures)
+    try:
+        for future in arrivals(everyone, deadline_after(timeout)):
+            failed = not future.cancelled() and future.exception() is not None
+            if return_when == FIRST_COMPLETED or (return_when == FIRST_EXCEPTION and failed):
+                break
+    except queue.Empty:
+        pass
+    done = {future for future in everyone if future.done()}
+    return DoneAndNotDone(done, everyone - done)
+
+
+def as_completed(futures: Iterable[Any], timeout: float | None = None) -> Iterator[Any]:
+    """Yield the futures in the order in which they end, each once, as ``concurrent.futures.as_completed`` does.
+
+    What has been handed out is not kept: results that nobody else needs are gone before the next one comes.
+
+    Args:
+        futures: of requests.
+        timeout: seconds from this call within which all must have ended; None: as long as it takes.
+
+    Raises:
+        TimeoutError: from the iterator, when the time is over.
+    """
+    everyone = set(futures)
+    count = len(everyone)
+    return named(arrivals(everyone, deadline_after(timeout)), count)
+
+
+def named(ended: Iterator[Any], count: int) -> Iterator[Any]:
+    """Yield from ``ended``, with an error that says how many are missing."""
+    seen = 0
+    while True:
+        try:
+            one = [next(ended)]
+        except StopIteration:
+            return
+        except queue.Empty:
+            raise TimeoutError(f"{count - seen} of {count} requests are not done in time") from None
+        seen += 1
+        yield one.pop()  # which leaves nothing of it here
+
+
+def arrivals(futures: set[Any], deadline: float | None) -> Iterator[Any]:
+    """Yield each future once it is done; raise ``queue.Empty`` when the deadline has passed and none is."""
+    ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    count = len(futures)
+    for future in futures:
+        future.add_done_callback(ended.put)
+    del futures
+    future = None
+    for _ in range(count):
+        yield ended.get(timeout=seconds_left(deadline))

@@ -23,7 +23,7 @@ class NonFiniteGradientError(FloatingPointError):
 
 
 class GradientRule:
-    """What is made of the gradients in ``.grad`` after the backward pass of a batch, before an optimizer sees them.
+    """Turns the gradients that a batch left in ``.grad`` into those of an update, before an optimizer sees them.
 
     Args:
         reduction: ``"sum"`` over all rows of all requests, as clients' gradients say; or ``"mean"``, divided by rows.
@@ -41,9 +41,9 @@ class GradientRule:
         _check_choice("gradient_reduction", reduction, REDUCTIONS)
         _check_choice("nonfinite_gradients", nonfinite, NONFINITE)
         if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
-            raise ValueError(f"accumulate_steps must be an integer of at least 1, got {accumulate_steps!r}")
+            raise ValueError(f"ExpertBackend: accumulate_steps must be a positive integer, got {accumulate_steps!r}")
         if clip_grad_norm is not None and not (0 < clip_grad_norm < math.inf):
-            raise ValueError(f"clip_grad_norm must be a positive number or None, got {clip_grad_norm!r}")
+            raise ValueError(f"ExpertBackend: clip_grad_norm must be a positive number or None, got {clip_grad_norm!r}")
         self.reduction = reduction
         self.accumulate_steps = accumulate_steps
         self.clip_grad_norm = clip_grad_norm
@@ -59,7 +59,7 @@ class GradientRule:
         self._batches = 0
 
     def prepare(self, parameters: Sequence[nn.Parameter], rows: int) -> bool:
-        """Whether an update is due; then ``.grad`` of the parameters is what it is to be made with.
+        """Return whether an update is due; then ``.grad`` of the parameters is what to make it with.
 
         Gradients are replaced and never changed in place, since autograd may have made them views of what clients
         sent. Raises without having accumulated anything.
@@ -102,9 +102,9 @@ class GradientRule:
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether no element of any of the tensors is NaN or infinite.
+    """Return whether no element of any of the tensors is NaN or infinite.
 
-    Sums tell, for a tenth of the time: a sum with NaN or infinity in it is never finite. One without may overflow too,
+    Sums tell in a tenth of the time: a sum with NaN or infinity in it is never finite. One without may overflow too,
     so only then every element is looked at.
     """
     sums = [tensor.detach().sum() for tensor in tensors]
@@ -128,4 +128,4 @@ def _scaled(grad: Tensor, scale: float | Tensor) -> Tensor:
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+        raise ValueError(f"ExpertBackend: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Runtime", "TesseractRuntime"]
 
 
-class Runtime(_runtime.Runtime):
+class Runtime:
     """Threads that run the batches of pools, oldest request first over all of them.
 
     ::
@@ -84,7 +84,7 @@ class Runtime(_runtime.Runtime):
             num_workers = max(1, min(len(members), os.cpu_count() or 1))
         self._served: ServedPools[TaskPool] = ServedPools(pools)
         observers = Observers(self._served, stats_interval=stats_interval, monitor=monitor)
-        self._setup(pools, num_workers)
+        self._executor = _runtime.Executor(num_workers)
         self.expert_backends = backends_or_pools
         self.ready = threading.Event()
         self._idle = threading.Event()
@@ -103,7 +103,7 @@ class Runtime(_runtime.Runtime):
     @property
     def running(self) -> bool:
         """True from start to the end of shutdown."""
-        return self._running()
+        return self._executor.running()
 
     def start(self) -> None:
         """Start the workers; nothing if they run already.
@@ -115,9 +115,9 @@ class Runtime(_runtime.Runtime):
         renew_engine()
         with self._changes:
             self._idle.clear()
-            super().start()
+            self._executor.start(self.pools)
             for pool in self.pools:
-                pool._server = weakref.ref(self)
+                pool._server = weakref.ref(self._executor)
         try:
             self._observers.start()
         except OSError:
@@ -150,7 +150,7 @@ class Runtime(_runtime.Runtime):
         Raises:
             RuntimeError: called from a batch of this runtime, or in a fork.
         """
-        super().shutdown(drain)
+        self._executor.shutdown(drain)
         self._observers.stop()
         self.ready.clear()
         self._idle.set()
@@ -172,15 +172,14 @@ class Runtime(_runtime.Runtime):
             for pool in coming:
                 if pool in self._leaving:
                     raise RuntimeError(f"Runtime.add: the pool {pool.name!r} is still being removed")
-            self._take_back(tuple(pool for pool in coming if pool in self.pools))
+            self._executor.take_back([pool for pool in coming if pool in self.pools])
             new = [pool for pool in coming if pool not in self.pools]
-            # What shares its turns with a pool that is served here is served with it.
+            # A pool that is mutually exclusive with one that is served here is served with it.
             here = self.pools
-            self._serve_too(tuple(one for one in new if not any(one._is_exclusive_with(pool) for pool in here)))
+            self._executor.add([one for one in new if not any(one._is_exclusive_with(pool) for pool in here)])
             self._served.add(new)
-            self._replace_pools(self.pools)
             for pool in new:
-                pool._server = weakref.ref(self) if self.running else None
+                pool._server = weakref.ref(self._executor) if self.running else None
 
     def remove(self, backend_or_pool: Any, drain: bool = True, timeout: float | None = None) -> None:
         """Refuse further requests of a backend or pool, wait until every one is done, and serve it no longer.
@@ -197,7 +196,7 @@ class Runtime(_runtime.Runtime):
 
         Raises:
             TimeoutError: there are still requests that are not done.
-            ValueError: it is not served here, or it shares its turns (``exclusive_with``) with a pool that would stay.
+            ValueError: it is not served here, or is mutually exclusive with a pool that would stay.
             RuntimeError: called from a batch of this runtime, or in a fork.
             TypeError: neither a pool nor anything that has any.
         """
@@ -209,13 +208,13 @@ class Runtime(_runtime.Runtime):
             for pool in self.pools:
                 if pool not in leaving and any(pool._is_exclusive_with(one) for one in leaving):
                     raise ValueError(
-                        f"Runtime.remove: the pool {pool.name!r} shares its turns with one of "
+                        f"Runtime.remove: the pool {pool.name!r} is mutually exclusive with one of "
                         f"{[one.name for one in leaving]}: remove them together"
                     )
             self._leaving += leaving
         released = False
         try:
-            released = self._release(tuple(leaving), drain, timeout)  # not under the lock: it may take long
+            released = self._executor.release(leaving, drain, timeout)  # not under the lock: it may take long
         finally:
             with self._changes:
                 for pool in leaving:
@@ -229,9 +228,8 @@ class Runtime(_runtime.Runtime):
 
     def _forget(self, pools: list[TaskPool]) -> None:
         self._served.remove(pools)
-        self._replace_pools(self.pools)
         for pool in pools:
-            if pool._server is not None and pool._server() is self:  # another runtime may have it by now
+            if pool._server is not None and pool._server() is self._executor:  # another runtime may have it by now
                 pool._server = None
 
     def stats(self) -> dict[str, PoolStats]:

@@ -1,21 +1,25 @@
-"""What an expert takes and returns, told as nested structures of prototypes and found out by one dry run."""
+"""What a served expert takes and returns: the one place that knows a request's arguments, outputs and their names.
+
+Pools carry flat tuples of tensors. *Flat* is the order of :func:`~pymoe.runtime.nested_flatten`: positional arguments,
+then keyword arguments by name. A request is checked in two steps: :meth:`RequestSchema.flatten_arguments` checks the
+structure of the arguments, and the pool checks their tensors when the request is submitted.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import Tensor
 
-from pymoe.runtime.batch_tensor_proto import DUMMY_BATCH_SIZE, BatchTensorProto
-from pymoe.runtime.nested import nested_flatten, nested_map
+from pymoe._torch_private import is_any_autocast_enabled
+from pymoe.runtime.batch_tensor_proto import BatchTensorProto
+from pymoe.runtime.nested import nested_compare, nested_flatten, nested_map, nested_pack, sorted_keys
 
 
 def to_schema(structure: Any) -> Any:
-    """``structure`` with every tensor replaced by its prototype.
+    """Return ``structure`` with every tensor replaced by its prototype.
 
     Leaves that are neither tensors nor prototypes stay: they are the same in every request.
     """
@@ -23,110 +27,204 @@ def to_schema(structure: Any) -> Any:
 
 
 def tensor_protos(schema: Any) -> tuple[BatchTensorProto, ...]:
-    """The prototypes among the leaves of ``schema``, in order."""
+    """Return the prototypes among the leaves of ``schema``, in order."""
     return tuple(leaf for leaf in nested_flatten(schema) if isinstance(leaf, BatchTensorProto))
 
 
-def infer_outputs_schema(
-    expert: nn.Module,
-    args_schema: Sequence[Any],
-    kwargs_schema: Mapping[str, Any] | None = None,
-    *,
-    device: torch.device | None = None,
-) -> Any:
-    """The schema of what ``expert`` returns, from one call with :data:`DUMMY_BATCH_SIZE` rows of zeros.
+class RequestSchema:
+    """The arguments and outputs of the expert called ``name``, between their structures and flat tensors.
 
-    The call leaves no trace: it runs in evaluation mode without gradients, and afterwards training flags, buffers and
-    the states of random generators (torch's, and those that a module of the expert holds as an attribute) are what
-    they were. Other threads that draw numbers from torch's own generators meanwhile may draw some of them again.
+    What is usual (tensors as arguments, one tensor as the output) takes a shortcut everywhere: the rest costs more than
+    many an expert of one row.
 
     Args:
-        expert: the module.
-        args_schema: nested structures of prototypes, one a positional argument.
-        kwargs_schema: the same by keyword.
-        device: where the zeros are made, unless a prototype names a device.
+        name: begins every error.
+        forward_schema: ``(args_schema, kwargs_schema)``, whose leaves are prototypes or constants.
+        outputs_schema: the same for what the expert returns.
 
-    Raises:
-        ValueError: the expert returned no tensor, or one whose first dimension is not the batch's.
-        Exception: whatever the expert raises.
+    Attributes:
+        inputs: the prototypes of the flat inputs, without a device: where a tensor is, is up to the client.
+        outputs: those of the tensors among the flat outputs.
+        any_dtype: whether outputs may have another dtype than the schema's, since the expert was converted.
     """
 
-    def zeros(leaf: Any) -> Any:
-        if not isinstance(leaf, BatchTensorProto):
-            return leaf
-        return leaf.make_empty(DUMMY_BATCH_SIZE, device=leaf.device or device, requires_grad=False)
+    def __init__(
+        self, name: str, forward_schema: tuple[Sequence[Any], Mapping[str, Any]], outputs_schema: Any = None
+    ) -> None:
+        self.name = name
+        args_schema, kwargs_schema = tuple(forward_schema[0]), dict(forward_schema[1])
+        self._arguments = (args_schema, kwargs_schema)
+        self._argument_leaves = nested_flatten(self._arguments)
+        self.inputs = _anywhere(self._arguments)
+        self._has_constants = len(self.inputs) < len(self._argument_leaves)
+        self._keywords = sorted_keys(kwargs_schema)
+        each = [*args_schema, *kwargs_schema.values()]
+        self._flat_arguments = all(isinstance(argument, BatchTensorProto) for argument in each)
+        self._one_argument = self._flat_arguments and len(args_schema) == 1 and not kwargs_schema
+        self._outputs = outputs_schema
+        self._output_leaves = nested_flatten(outputs_schema)
+        self.outputs = _anywhere(outputs_schema)
+        self._is_tensor = [isinstance(leaf, BatchTensorProto) for leaf in self._output_leaves]
+        self._expected = [
+            (index, leaf.size, leaf.dtype)
+            for index, leaf in enumerate(self._output_leaves)
+            if isinstance(leaf, BatchTensorProto)
+        ]
+        self._one_output = isinstance(outputs_schema, BatchTensorProto)
+        self.any_dtype = False
 
-    args, kwargs = nested_map(zeros, (tuple(args_schema), dict(kwargs_schema or {})))
-    with untouched(expert), torch.inference_mode(False), torch.no_grad():
-        outputs = expert(*args, **kwargs)
-    schema = nested_map(_proto_of_output, outputs)
-    if not tensor_protos(schema):
-        raise ValueError(f"{type(expert).__name__} must return tensors, got {outputs!r}")
-    return schema
+    # --- arguments ---
 
+    def flatten_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """Return the flat inputs, under autocast in the dtypes of the schema. What is wrong with a tensor, a pool says.
 
-def _proto_of_output(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    if leaf.dim() == 0 or leaf.shape[0] != DUMMY_BATCH_SIZE:
+        Raises:
+            TypeError: arguments that the schema does not have, or a tensor for a constant.
+            ValueError: another value than the schema's constant.
+        """
+        if self._one_argument and len(args) == 1 and not kwargs:
+            flat = [args[0]]
+        else:
+            self._check_structure(args, kwargs)
+            flat = nested_flatten((args, kwargs))
+            if self._has_constants:
+                self._check_constants(flat)
+                leaves = zip(flat, self._argument_leaves, strict=True)
+                flat = [leaf for leaf, proto in leaves if isinstance(proto, BatchTensorProto)]
+        if is_any_autocast_enabled():  # in all of torch's public ways one names a device
+            return [under_autocast(tensor, proto) for tensor, proto in zip(flat, self.inputs, strict=True)]
+        return flat
+
+    def pack_arguments(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Return the positional and keyword arguments that the flat inputs stand for."""
+        if self._flat_arguments:
+            if not self._keywords:
+                return tensors, {}
+            count = len(self._arguments[0])
+            return tensors[:count], dict(zip(self._keywords, tensors[count:], strict=True))
+        rest = iter(tensors)
+        leaves = [next(rest) if isinstance(leaf, BatchTensorProto) else leaf for leaf in self._argument_leaves]
+        args, kwargs = nested_pack(leaves, self._arguments)
+        return args, kwargs
+
+    def check_inputs(self, tensors: Sequence[Any]) -> int:
+        """Return the number of rows of the flat inputs, for callers that read the tensors before a pool does.
+
+        Raises:
+            TypeError: something that is not a tensor, or of another dtype than the schema's.
+            ValueError: another shape, or different numbers of rows.
+        """
+        for place, (tensor, proto) in enumerate(zip(tensors, self.inputs, strict=True)):
+            if not proto.matches(tensor):
+                names = [name for name, leaf in self._named_leaves() if isinstance(leaf, BatchTensorProto)]
+                proto.check(tensor, f"{self.name}: {names[place]}")
+        rows = [len(tensor) for tensor in tensors]
+        if len(set(rows)) > 1:
+            raise ValueError(f"{self.name}: all tensors must have as many rows as the first, got {rows}")
+        return rows[0]
+
+    def check_count(self, what: str, tensors: Sequence[Any], expected: int) -> None:
+        """Raise ValueError unless there are as many tensors as ``what`` takes, the first with rows."""
+        if len(tensors) != expected:
+            raise ValueError(f"{self.name}: {what} takes {expected} tensors, got {len(tensors)}")
+        if tensors[0].dim() == 0:
+            raise ValueError(f"{self.name}: the first dimension of an input counts rows, got one of shape ()")
+
+    def _check_structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        args_schema, kwargs_schema = self._arguments
+        if len(args) != len(args_schema):
+            raise TypeError(f"{self.name}: expected {len(args_schema)} positional arguments, got {len(args)}")
+        if kwargs.keys() != kwargs_schema.keys():
+            raise TypeError(f"{self.name}: expected the keyword arguments {self._keywords}, got {sorted(kwargs)}")
+        if not nested_compare((args, kwargs), self._arguments):
+            raise TypeError(f"{self.name}: the arguments must have the structure {self._arguments!r}")
+
+    def _check_constants(self, leaves: Sequence[Any]) -> None:
+        for leaf, (name, constant) in zip(leaves, self._named_leaves(), strict=True):
+            if leaf is constant or isinstance(constant, BatchTensorProto):
+                continue
+            if isinstance(leaf, Tensor):
+                raise TypeError(f"{self.name}: {name} is the constant {constant!r} in the schema, got a tensor")
+            if not _equal(leaf, constant):
+                raise ValueError(f"{self.name}: {name} is the constant {constant!r} in the schema, got {leaf!r}")
+
+    def _named_leaves(self) -> Iterator[tuple[str, Any]]:
+        """The leaves of the arguments in order, each with its name: ``args[0]``, ``mask``, ``mask['a'][1]``."""
+
+        def inside(name: str, item: Any) -> Iterator[tuple[str, Any]]:
+            if isinstance(item, dict):
+                for key in sorted_keys(item):
+                    yield from inside(f"{name}[{key!r}]", item[key])
+            elif isinstance(item, (list, tuple)):
+                for i, part in enumerate(item):
+                    yield from inside(f"{name}[{i}]", part)
+            else:
+                yield name, item
+
+        args, kwargs = self._arguments
+        yield from inside("args", args)
+        for key in self._keywords:
+            yield from inside(key, kwargs[key])
+
+    # --- outputs ---
+
+    def flatten_outputs(self, outputs: Any) -> tuple[Any, ...]:
+        """Return the leaves of what the expert returned. Raises ValueError if the schema says something else."""
+        if self._one_output and isinstance(outputs, Tensor):
+            leaves: tuple[Any, ...] = (outputs,)
+        else:
+            leaves = tuple(nested_flatten(outputs))
+            same_kinds = [isinstance(leaf, Tensor) for leaf in leaves] == self._is_tensor
+            if not (same_kinds and nested_compare(outputs, self._outputs)):
+                shown = nested_map(_shown, outputs)
+                raise ValueError(f"{self.name}: outputs_schema expects {self._outputs!r}, got {shown!r}")
+        for index, size, dtype in self._expected:
+            if leaves[index].shape[1:] != size or leaves[index].dtype is not dtype:
+                self._check_converted(index, leaves[index], size, dtype)
+        return leaves
+
+    def _check_converted(self, index: int, output: Tensor, size: torch.Size, dtype: torch.dtype) -> None:
+        if self.any_dtype and output.shape[1:] == size:
+            return
+        shape = ", ".join(["rows", *map(str, size)])
         raise ValueError(
-            f"every tensor that an expert returns must have one row for each row of its inputs: for "
-            f"{DUMMY_BATCH_SIZE} rows it returned one of shape {tuple(leaf.shape)}"
+            f"{self.name}: outputs_schema expects shape ({shape}) and dtype {dtype} for output {index}, got "
+            f"shape {tuple(output.shape)} and dtype {output.dtype}"
         )
-    return BatchTensorProto.from_tensor(leaf)
+
+    def pack_outputs(self, leaves: Sequence[Any]) -> Any:
+        """Undo :meth:`flatten_outputs`."""
+        return leaves[0] if self._one_output else nested_pack(leaves, self._outputs)
+
+    def output_tensors(self, leaves: Sequence[Any]) -> list[Tensor]:
+        """Return the tensors among the flat outputs."""
+        return [leaf for leaf, is_tensor in zip(leaves, self._is_tensor, strict=True) if is_tensor]
+
+    def empty_outputs(self, device: torch.device) -> tuple[Any, ...]:
+        """Return the flat outputs for no rows."""
+        return tuple(
+            leaf.make_empty(0, device=device, requires_grad=False) if isinstance(leaf, BatchTensorProto) else leaf
+            for leaf in self._output_leaves
+        )
 
 
-@contextmanager
-def untouched(module: nn.Module) -> Iterator[None]:
-    """Run the block with ``module`` in evaluation mode, then undo what running it did to everything but parameters.
-
-    Training flags are set one by one and not by ``eval()``, which some modules override to do more.
-    """
-    modules = list(module.modules())
-    flags = [one.training for one in modules]
-    generators = [value for one in modules for value in vars(one).values() if isinstance(value, torch.Generator)]
-    states = [generator.get_state() for generator in generators]
-    with keep_buffers(module), torch.random.fork_rng(_gpus_of(module)):
-        try:
-            for one in modules:
-                one.training = False
-            yield
-        finally:
-            for one, flag in zip(modules, flags, strict=True):
-                one.training = flag
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+def under_autocast(tensor: Any, proto: BatchTensorProto) -> Any:
+    """Return ``tensor`` in the dtype of ``proto`` where autocast is on, as for an operation with a dtype of its own."""
+    if not (isinstance(tensor, Tensor) and tensor.is_floating_point() and proto.dtype.is_floating_point):
+        return tensor
+    return tensor.to(proto.dtype) if torch.is_autocast_enabled(tensor.device.type) else tensor
 
 
-@contextmanager
-def keep_buffers(module: nn.Module, *, only_after_errors: bool = False) -> Iterator[None]:
-    """Give every buffer of ``module`` back its tensor and its values after the block.
+def _anywhere(schema: Any) -> tuple[BatchTensorProto, ...]:
+    return tuple(proto.replace(device=None) for proto in tensor_protos(schema))
 
-    Args:
-        module: the module whose buffers, and those of its submodules, are kept.
-        only_after_errors: keep what the block did if it ends without an exception.
-    """
-    # Versions say nothing here: batch normalisation changes its buffers without counting them up.
-    kept = [
-        (owner, name, buffer, None if buffer is None else buffer.clone())
-        for owner in module.modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is None or not is_lazy(buffer)
-    ]
-    succeeded = False
+
+def _equal(first: Any, second: Any) -> bool:
     try:
-        yield
-        succeeded = True
-    finally:
-        if not (succeeded and only_after_errors):
-            with torch.no_grad():
-                for owner, name, buffer, copy in kept:
-                    owner._buffers[name] = buffer
-                    if buffer is not None and copy is not None:
-                        buffer.copy_(copy)
+        return bool(first == second)
+    except Exception:  # arrays, and whatever else does not say yes or no
+        return False
 
 
-def _gpus_of(module: nn.Module) -> list[int]:
-    """The indices of the CUDA devices that hold a part of ``module``: only their generators are worth saving."""
-    tensors = [*module.parameters(), *module.buffers()]
-    return sorted({tensor.device.index for tensor in tensors if tensor.device.type == "cuda"})
+def _shown(leaf: Any) -> Any:
+    return f"tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else leaf

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from pymoe import _runtime
 from pymoe._runtime import QueueFull
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 from pymoe.runtime.future import Future, deadline_after, seconds_left
-
-if TYPE_CHECKING:
-    from pymoe.runtime.runtime import Runtime
 
 __all__ = ["QueueFull", "TaskPool"]
 
@@ -91,7 +88,9 @@ class TaskPool(_runtime.TaskPool):
             raise TypeError(f"TaskPool: there is no option {option!r}: {instead}")
         if on_full not in ("wait", "raise"):
             raise ValueError(f"TaskPool: on_full must be 'wait' or 'raise', got {on_full!r}")
-        self._setup(
+        if "name" in vars(self):
+            raise RuntimeError("TaskPool: __init__ was called twice")
+        super().__init__(
             process_func,
             name=name,
             min_batch_size=min_batch_size,
@@ -110,13 +109,13 @@ class TaskPool(_runtime.TaskPool):
         self.process_func = process_func
         self.min_batch_size = min_batch_size
         self.max_batch_size = max_batch_size
-        self._server: weakref.ref[Runtime] | None = None
+        self._server: weakref.ref[_runtime.Executor] | None = None
 
     @property
     def served(self) -> bool:
         """True while a runtime takes what is queued."""
-        runtime = None if self._server is None else self._server()
-        return runtime is not None and runtime.running
+        executor = None if self._server is None else self._server()
+        return executor is not None and executor.running()
 
     @property
     def empty(self) -> bool:

@@ -325,7 +325,7 @@ def test_wrong_arguments_raise_and_nobody_is_asked() -> None:
         for wrong, error in ((ones.float(), TypeError), (ones[:, :2], ValueError), ("x", TypeError)):
             with pytest.raises(error, match="MixtureOfExpertBackends"):
                 moe(wrong)
-        with pytest.raises(TypeError, match="takes 1 positional"):
+        with pytest.raises(TypeError, match="expected 1 positional"):
             moe(ones, ones)
     assert all(one.forward.requests == 0 for one in moe.stats().values())
 

@@ -245,8 +245,8 @@ def test_a_given_outputs_schema_saves_the_dry_run() -> None:
         ({"expert": lambda x: x}, TypeError, "expert must be an nn.Module, got function"),
         ({"opt": 0.1}, TypeError, "opt must be an optimizer or None, got float"),
         ({"gradient_reduction": "max"}, ValueError, "gradient_reduction must be one of 'sum', 'mean', got 'max'"),
-        ({"accumulate_steps": 0}, ValueError, "accumulate_steps must be an integer of at least 1, got 0"),
-        ({"accumulate_steps": 1.5}, ValueError, "accumulate_steps must be an integer"),
+        ({"accumulate_steps": 0}, ValueError, "ExpertBackend: accumulate_steps must be a positive integer, got 0"),
+        ({"accumulate_steps": 1.5}, ValueError, "accumulate_steps must be a positive integer"),
         ({"clip_grad_norm": 0.0}, ValueError, "clip_grad_norm must be a positive number or None, got 0.0"),
         ({"clip_grad_norm": float("nan")}, ValueError, "clip_grad_norm must be a positive number"),
         ({"nonfinite_gradients": "no"}, ValueError, "must be one of 'raise', 'skip', 'step', got 'no'"),
@@ -265,7 +265,7 @@ def test_direct_calls_with_wrong_tensors_or_outputs() -> None:
     backend = make(lambda weight, x: answers[-1], X)
     answers += [[torch.ones(3, 4)], {"b": torch.ones(3, 4)}, {"a": None}, torch.ones(3, 4)]
     while len(answers) > 1:
-        with pytest.raises(ValueError, match=r"by its schema the expert returns .*BatchTensorProto\(4.*, got"):
+        with pytest.raises(ValueError, match=r"outputs_schema expects .*BatchTensorProto\(4.*, got"):
             backend.forward(torch.ones(3, 4))
         answers.pop()
     with pytest.raises(ValueError, match=r"^expert: forward takes 1 tensors, got 2"):

@@ -172,9 +172,9 @@ def test_sparse_gradients_are_clipped() -> None:
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        (BatchTensorProto(8), r"output 0 of the expert has shape \(rows, 8\) .* one of shape \(2, 4\)"),
-        (BatchTensorProto(4, dtype=torch.float64), "dtype torch.float64; .* dtype torch.float32"),
-        ([X, BatchTensorProto(3)], r"output 1 of the expert has shape \(rows, 3\)"),
+        (BatchTensorProto(8), r"expects shape \(rows, 8\) .* for output 0, got shape \(2, 4\)"),
+        (BatchTensorProto(4, dtype=torch.float64), "dtype torch.float64 for output 0, .* dtype torch.float32"),
+        ([X, BatchTensorProto(3)], r"expects shape \(rows, 3\) .* for output 1"),
     ],
 )
 def test_outputs_that_are_not_what_the_schema_says(schema: Any, message: str) -> None:

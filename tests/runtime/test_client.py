@@ -225,9 +225,9 @@ def test_autocast_is_for_the_clients_own_layers() -> None:
 @pytest.mark.parametrize(
     ("args", "kwargs", "error", "message"),
     [
-        ((), {}, TypeError, "expert takes 1 positional arguments, got 0"),
-        ((torch.ones(2, 4), 1), {}, TypeError, "expert takes 1 positional arguments, got 2"),
-        ((torch.ones(2, 4),), {"y": 1}, TypeError, r"expert takes the keyword arguments \[\], got \['y'\]"),
+        ((), {}, TypeError, "expert: expected 1 positional arguments, got 0"),
+        ((torch.ones(2, 4), 1), {}, TypeError, "expert: expected 1 positional arguments, got 2"),
+        ((torch.ones(2, 4),), {"y": 1}, TypeError, r"expert: expected the keyword arguments \[\], got \['y'\]"),
         ((torch.ones(2, 4),), {}, TypeError, "float32"),
         (([1.0],), {}, TypeError, "list"),
         ((None,), {}, TypeError, "NoneType"),
@@ -252,7 +252,7 @@ def test_arguments_must_be_built_as_the_schema_says() -> None:
     with served(Call(lambda weight, pair: weight * pair["x"]), args_schema=[{"x": X}]) as client:
         x = torch.ones(2, 4, dtype=torch.float64)
         for wrong in (x, [x], {"y": x}, {"x": (x,)}):
-            with pytest.raises(TypeError, match="must be built like"):
+            with pytest.raises(TypeError, match="must have the structure"):
                 client(wrong)
         assert torch.equal(client({"x": x}), 2 * x)
 
@@ -292,7 +292,7 @@ def test_inputs_changed_in_place_are_noticed() -> None:
             output.sum().backward()
         pending = client.submit(x)
         x.add_(1)
-        with pytest.raises(RuntimeError, match="changed in place while its request was on its way"):
+        with pytest.raises(RuntimeError, match="changed in place while its request was pending"):
             pending.result()
 
 

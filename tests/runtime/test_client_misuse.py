@@ -133,7 +133,7 @@ def test_a_timeout_that_the_expert_raises_is_its_own() -> None:
 def test_a_client_without_a_timeout_says_that_nobody_serves_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pymoe.runtime.client, "PATIENCE", 0.01)
+    monkeypatch.setattr(pymoe.runtime.client, "UNSERVED_WARNING_DELAY_S", 0.01)
     backend = plain()
     runtime = Runtime([backend])
 

@@ -192,7 +192,7 @@ def test_a_backend_comes_and_goes_with_both_its_pools() -> None:
         runtime.add(two)
         assert torch.equal(two.forward_pool(x)[0], 2 * x)
         assert torch.equal(two.backward_pool(x, x)[0], 2 * x)
-        with pytest.raises(ValueError, match="shares its turns"):
+        with pytest.raises(ValueError, match="is mutually exclusive with one of"):
             runtime.remove(two.forward_pool)
         runtime.remove(two)
         with pytest.raises(ValueError, match="not served here"):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pymoe.runtime import DUMMY_BATCH_SIZE, BatchTensorProto
-from pymoe.runtime.schema import infer_outputs_schema, keep_buffers, tensor_protos, to_schema, untouched
+from pymoe.runtime.dry_run import infer_outputs_schema, keep_buffers, untouched
+from pymoe.runtime.schema import tensor_protos, to_schema
 
 X = BatchTensorProto(4)
 

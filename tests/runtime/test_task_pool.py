@@ -276,7 +276,7 @@ def test_what_cannot_be_part_of_a_batch_is_refused() -> None:
         pool.submit_task()
     with pytest.raises(ValueError, match="no dimension of rows"):
         pool.submit_task(torch.ones(()))
-    with pytest.raises(ValueError, match="equally many rows, got 2 and, in tensor 1, 3"):
+    with pytest.raises(ValueError, match="as many rows as the first, 2, got 3 in tensor 1"):
         pool.submit_task(x, torch.ones(3))
     with pytest.raises(TypeError, match="timeout and priority"):
         pool.submit_task(x, colour=3)
@@ -292,13 +292,13 @@ def test_a_schema_is_checked_when_a_request_is_submitted() -> None:
     pool = TaskPool(lambda x, y: x, name="pool", schema=(BatchTensorProto(3), BatchTensorProto(dtype=torch.int64)))
     x, y = torch.ones(2, 3), torch.ones(2, dtype=torch.int64)
     pool.submit_task(x, y)
-    with pytest.raises(ValueError, match="has 2 tensors by the schema, got 1"):
+    with pytest.raises(ValueError, match="schema expects 2 tensors, got 1"):
         pool.submit_task(x)
-    with pytest.raises(ValueError, match=r"tensor 0 must have shape \(rows, 3\) by the schema, got \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"tensor 0: expected shape \(rows, 3\) by the schema, got \(2, 4\)"):
         pool.submit_task(torch.ones(2, 4), y)
-    with pytest.raises(ValueError, match=r"tensor 1 must have shape \(rows,\) by the schema, got \(2, 1\)"):
+    with pytest.raises(ValueError, match=r"tensor 1: expected shape \(rows,\) by the schema, got \(2, 1\)"):
         pool.submit_task(x, y[:, None])
-    with pytest.raises(TypeError, match="tensor 1 must have dtype int64 by the schema, got float32"):
+    with pytest.raises(TypeError, match="tensor 1: expected dtype int64 by the schema, got float32"):
         pool.submit_task(x, y.float())
     assert pool._statistics()["submitted"] == 1
 

@@ -57,6 +57,9 @@ class _Slot:
     def __init__(self, number: int) -> None:
         self.number = number
 
+    def __repr__(self) -> str:
+        return "*"
+
 
 class Arguments:
     """How the arguments of a model's ``forward`` were given when it was captured.
@@ -105,13 +108,20 @@ class Arguments:
         if spec == self.spec:
             return leaves
         example_args, example_kwargs = pytree.tree_unflatten([_Slot(n) for n in range(len(self.names))], self.spec)
-        expected, expected_spec = pytree.tree_flatten(self._bound(example_args, example_kwargs))
-        given, given_spec = pytree.tree_flatten_with_path(self._bound(args, kwargs))
+        bound, given_bound = self._bound(example_args, example_kwargs), self._bound(args, kwargs)
+        expected, expected_spec = pytree.tree_flatten(bound)
+        given, given_spec = pytree.tree_flatten_with_path(given_bound)
         if given_spec != expected_spec:
-            raise TypeError(
-                f"signature differs from the captured one: expected {self._describe(example_args, example_kwargs)}, "
-                f"got {self._describe(args, kwargs)}"
-            )
+            names, given_names = self._describe(example_args, example_kwargs), self._describe(args, kwargs)
+            if names != given_names:
+                raise TypeError(f"signature differs from the captured one: expected {names}, got {given_names}")
+            for name, value in bound.items():
+                shapes = [str(pytree.tree_map(lambda leaf: _Slot(0), one)) for one in (value, given_bound[name])]
+                if shapes[0] != shapes[1]:
+                    raise TypeError(
+                        f"{name}: structure differs from the captured one: expected {shapes[0]}, got {shapes[1]}"
+                    )
+            raise TypeError("the structure of an argument differs from the captured one")
         leaves = [None] * len(self.names)
         for slot, (path, value) in zip(expected, given, strict=True):
             if isinstance(slot, _Slot):

@@ -77,6 +77,8 @@ def test_other_constants_are_named():
         captured.flatten((x, mask), {"scale": 3, "flags": (False, "mean")})
     with pytest.raises(TypeError, match=r"expected \(x, mask, scale\), got \(x, mask, scale, flags\)"):
         captured.flatten((x, mask), {"scale": 3, "flags": [False]})
+    with pytest.raises(TypeError, match=r"x: structure differs from the captured one: expected \*, got \[\*, \*\]"):
+        captured.flatten(([x, x], mask), {"scale": 3})
     with pytest.raises(TypeError, match="too many positional"):
         captured.flatten((x, mask, 1, 2), {})
 

@@ -1,0 +1,42 @@
+// Errors of the runtime as Python's, and errors that nobody is there to be raised at.
+#pragma once
+
+#include "bindings/gil.h"
+
+#include <exception>
+
+namespace pymoe::bindings {
+
+// Looks up concurrent.futures.CancelledError, once, when the module is made: an import at interpreter exit, when
+// requests are cancelled, would run Python in threads that are not to run any.
+void find_cancelled_error();
+
+// Sets the Python exception for one that C++ threw.
+void set_python_error(const std::exception_ptr& error) noexcept;
+// The exception object, with its traceback: of an error that was thrown, of one that is set (which is cleared).
+py::object exception_of(const py::error_already_set& error);
+py::object take_error();
+
+// Calls the body of a function that CPython calls without pybind11 in between.
+template <typename Body>
+PyObject* guarded(const Body& body) noexcept {
+  try {
+    return body();
+#ifdef PYMOE_FORCED_UNWIND
+  } catch (const PYMOE_FORCED_UNWIND&) {
+    stay();
+#endif
+  } catch (...) {
+    set_python_error(std::current_exception());
+  }
+  return nullptr;
+}
+
+// True for a KeyboardInterrupt on the main thread: it is nobody else's, and must not be lost.
+bool is_interrupt(py::handle exception);
+
+// Logs the exception on the logger pymoe.runtime. An interrupt is raised again as soon as the main thread is back in
+// code of its own.
+void log_error(const char* message, const py::object& error);
+
+}  // namespace pymoe::bindings
