@@ -13,15 +13,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pymoe.autograd import random_streams
-from pymoe.autograd.gradient_sums import add_gradients
 from pymoe.pipe.distributed.messages import Key, Message, Subject, describe_tensors
-from pymoe.pipe.distributed.passage import Passage
 from pymoe.pipe.distributed.plan import Plan
-from pymoe.pipe.distributed.random_base import move_on
+from pymoe.pipe.distributed.rank_step import RankStep
 from pymoe.pipe.distributed.tied import Tied
 from pymoe.pipe.distributed.transport import Transport
 from pymoe.pipe.distributed.watchdog import watching
-from pymoe.pipe.execution.gradients import accumulate
+from pymoe.pipe.execution.gradients import accumulate, total
 from pymoe.pipe.execution.recompute import StageRecompute, recomputed
 from pymoe.pipe.execution.shared_layers import lock_of
 from pymoe.pipe.staged import StagedModel
@@ -43,7 +41,7 @@ class Rank:
         self.transport = Transport(group, device)
         for own in self.transport.groups:
             self.failure_detector.add(own)
-        self.passage: Passage | None = None
+        self.step: RankStep | None = None
         self._plans: dict[tuple[int, tuple[int, ...]], _Planned] = {}
         self._planned: _Planned | None = None
         self._copies_are_equal = False
@@ -51,7 +49,7 @@ class Rank:
         self._begun: set[int] = set()
         self._totals: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._replicated: list[DistributedDataParallel] = []  # the modules of stages whose backwards have run
-        self._step = 0
+        self._steps = 0
 
     def place(self, index: int, device: torch.device) -> None:
         """Add a stage to this rank. Its modules are moved to ``device``, and later what it takes."""
@@ -68,11 +66,11 @@ class Rank:
             self._begun.add(stage)
             return
         self._begun = {stage}
-        self._step += 1
+        self._steps += 1
         self._totals, self._replicated = {}, []
-        self.passage = None
+        self.step = None
 
-    def open(self, rank_of: Sequence[int], count: int, graphs: bool, is_certain: bool) -> Passage:
+    def open(self, rank_of: Sequence[int], count: int, graphs: bool, is_certain: bool) -> RankStep:
         """Begin the forwards of a step.
 
         Args:
@@ -90,21 +88,21 @@ class Rank:
             for peer, messages in planned.plan.messages(count, graphs).items():
                 self.transport.expect(peer, messages)
         training = [self._is_training(stage, planned) for stage in planned.plan.stages]
-        self.passage = passage = Passage(
+        self.step = RankStep(
             planned.plan,
             self.transport,
-            self._step,
+            self._steps,
             graphs=graphs,
             recompute=planned.recompute,
             recomputed=recomputed(self._checkpoint, count) if any(training) and graphs else range(0),
             count=count,
         )
-        return passage
+        return self.step
 
     def end_without_backward(self) -> None:
         """End a step without backwards."""
-        passage, self.passage = self.passage, None
-        self._finish(passage)
+        assert self.step is not None
+        self._finish(self.step)
 
     def reduce(self, stage: int, is_mean: bool, module: nn.Module) -> None:
         """Sum the gradients of a stage whose backwards have run. After the rank's last one, add them to ``.grad``.
@@ -114,49 +112,42 @@ class Rank:
             is_mean: whether the loss of a micro-batch is a mean over its rows rather than a sum.
             module: that of the stage; a ``DistributedDataParallel`` around it averages the gradients that are added.
         """
-        assert self.passage is not None
+        assert self.step is not None
         assert self._planned is not None
-        passage, tied = self.passage, self._planned.tied
-        rows = set(passage.rows.values())
-        total = sum(passage.rows.values())
-        weight_of = {size: size / total if is_mean and total else 1.0 for size in rows}
-        leaves, grads = self._totals[stage] = passage.sums[stage].total(weight_of)
+        step, tied = self.step, self._planned.tied
+        rows = sum(step.rows.values())
+        weight_of = {size: size / rows if is_mean and rows else 1.0 for size in step.rows.values()}
+        leaves, grads = self._totals[stage] = step.sums[stage].total(weight_of)
         by_leaf = {id(leaf): grad for leaf, grad in zip(leaves, grads, strict=True)}
         for (own, rank), shared in tied.sent.items():
             if own == stage:
-                passage.send_gradients(stage, rank, [by_leaf.get(id(parameter.of(stage))) for parameter in shared])
+                step.send_tied_gradients(stage, rank, [by_leaf.get(id(parameter.of(stage))) for parameter in shared])
         if isinstance(module, DistributedDataParallel):
             self._replicated.append(module)
-        if len(self._totals) == len(passage.plan.stages):
-            self.passage = None
-            self._add_up(passage, tied, weight_of)
-            self._finish(passage)
+        if len(self._totals) == len(step.plan.stages):
+            self._add_up(step, tied, weight_of)
+            self._finish(step)
 
-    def _add_up(self, passage: Passage, tied: Tied, weight_of: dict[int, float]) -> None:
+    def _add_up(self, step: RankStep, tied: Tied, weight_of: dict[int, float]) -> None:
         found, self._totals = self._totals, {}
         for stage, shared in tied.received.items():
-            grads = passage.gradients_of(stage)
+            grads = step.receive_tied_gradients(stage)
             pairs = [(tied.own(one), grad) for one, grad in zip(shared, grads, strict=True) if grad is not None]
             found[stage] = [parameter for parameter, _ in pairs], [grad for _, grad in pairs]
-        totals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for stage in sorted(found):
-            for leaf, grad in zip(*found.pop(stage), strict=True):
-                before = totals.get(id(leaf))
-                totals[id(leaf)] = leaf, grad if before is None else add_gradients(before[1], grad.to(before[1].device))
-        tensors = [leaf for leaf, _ in totals.values()]
-        sums: list[torch.Tensor | None] = [grad.to(leaf.device) for leaf, grad in totals.values()]
+        tensors, totals = total((*found.pop(stage), 1.0) for stage in sorted(found))
+        sums: list[torch.Tensor | None] = [grad.to(leaf.device) for leaf, grad in zip(tensors, totals, strict=True)]
         totals.clear()
-        for micro_batch, inputs in passage.inputs.items():
-            weight = weight_of[passage.rows[micro_batch]]
+        for micro_batch, inputs in step.inputs.items():
+            weight = weight_of[step.rows[micro_batch]]
             tensors += inputs.tensors
             sums += [None if grad is None else grad * weight for grad in inputs.grads]
         for module in self._replicated:
             module.reducer.prepare_for_backward([])
         accumulate(tensors, sums)
 
-    def _finish(self, passage: Passage | None) -> None:
-        if passage is not None and passage.random is not None and passage.random.was_asked:
-            move_on()
+    def _finish(self, step: RankStep) -> None:
+        self.step = None
+        step.advance_generator()
         self.transport.flush()
         self.failure_detector.end()
 
@@ -185,11 +176,11 @@ class Rank:
     def _make_copies_equal(self, tied: Tied) -> None:
         """Copy shared parameters from the rank of their first stage to the others."""
         for rank, shared in tied.copied_to.items():
-            key = Key(self._step, Subject.COPY, 0, 0)
+            key = Key(self._steps, Subject.COPY, 0, 0)
             self.transport.send(rank, Message(key, *describe_tensors([tied.own(one).detach() for one in shared])))
         with torch.no_grad():
             for rank, shared in tied.copied_from.items():
-                message = self.transport.receive(rank, Key(self._step, Subject.COPY, 0, 0))
+                message = self.transport.receive(rank, Key(self._steps, Subject.COPY, 0, 0))
                 for one, tensor in zip(shared, message.tensors, strict=True):
                     tied.own(one).copy_(tensor)
         self.transport.flush()

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from pymoe._torch_private import PipelineStageBase, pytree
 from pymoe.autograd.isolated_graph import graphs_are_made
 from pymoe.pipe.devices import usable_device
-from pymoe.pipe.distributed.passage import Passage
 from pymoe.pipe.distributed.rank import Rank, rank_of_pipe
+from pymoe.pipe.distributed.rank_step import RankStep
 
 __all__ = ["RankStage", "build_stage"]
 
@@ -139,12 +139,12 @@ class RankStage(PipelineStageBase):
             self._run("sum of gradients", -1, self._rank.reduce, self.stage_index, grad_scale_factor != 1, self.submod)
 
     def _forward(self, micro_batch: int, args: tuple[Any, ...], kwargs: dict[str, Any], save: bool) -> Any:
-        passage = self._rank.passage or self._open()
+        step = self._rank.step or self._open()
         inputs: Sequence[Any] = ()
         rows = 0
         if self.is_first:
             inputs, rows = self._rank.staged.flatten_inputs(args, kwargs), _rows(args, kwargs)
-        values = passage.forward(self.stage_index, micro_batch, inputs, rows)
+        values = step.forward(self.stage_index, micro_batch, inputs, rows)
         output = None
         if values is not None:
             output = self._rank.staged.unflatten_outputs(values)
@@ -152,16 +152,16 @@ class RankStage(PipelineStageBase):
                 self.output_chunks.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output))
             if self.has_backward:
                 self._rank.failure_detector.at("loss", self.stage_index, micro_batch)  # the schedule goes on with it
-        if not self.has_backward and passage.forwards == len(passage.plan.stages) * self._count():
+        if not self.has_backward and step.forwards == len(step.plan.stages) * self._count():
             self._rank.end_without_backward()
         return output
 
-    def _now(self) -> Passage:
-        passage = self._rank.passage
-        assert passage is not None
-        return passage
+    def _now(self) -> RankStep:
+        step = self._rank.step
+        assert step is not None
+        return step
 
-    def _open(self) -> Passage:
+    def _open(self) -> RankStep:
         rank_of = [self.stage_index_to_group_rank[stage] for stage in range(self.num_stages)]
         known = self._chunks.get(bool(self.has_backward), [])
         graphs = bool(self.has_backward) and graphs_are_made()

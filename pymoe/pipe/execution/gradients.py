@@ -75,11 +75,16 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided
 
 
-def total(parts: Iterable[tuple[LeafSums, float]]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return all leaves that have a gradient, each once, and their weighted sums over ``parts``, in that order."""
+def total(
+    parts: Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], float]],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return all leaves in ``parts``, each once, and the sums of their gradients over the parts, in that order.
+
+    A part is leaves, their gradients and the weight of these.
+    """
     totals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for part, weight in parts:
-        for leaf, grad in zip(part.leaves, part.sums, strict=True):
+    for leaves, grads, weight in parts:
+        for leaf, grad in zip(leaves, grads, strict=True):
             weighted = grad if weight == 1.0 else grad * weight
             before = totals.get(id(leaf))
             if before is not None:
@@ -106,7 +111,10 @@ class WeightedSums:
     def total(self, weight_of: dict[int, float]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the leaves and their sums, each size of micro-batch weighted. Lets go of the parts."""
         parts, self._of_rows = self._of_rows, {}
-        return total((parts.pop(rows), weight_of[rows]) for rows in sorted(parts, reverse=True))
+        return total(
+            (part.leaves, part.sums, weight_of[rows])
+            for rows, part in ((rows, parts.pop(rows)) for rows in sorted(parts, reverse=True))
+        )
 
 
 class _PipeOutputs(torch.autograd.Function):

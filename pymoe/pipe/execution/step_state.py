@@ -215,7 +215,7 @@ class StepState:
 
     def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the leaves that have gradients, and these, after all backwards."""
-        return total((sums, 1.0) for sums in self._sums)
+        return total((sums.leaves, sums.sums, 1.0) for sums in self._sums)
 
     def release(self) -> None:
         """Let go of all values, graphs and gradients, whatever has happened."""

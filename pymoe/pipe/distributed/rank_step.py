@@ -1,0 +1,318 @@
+"""One mini-batch on its way through the stages of one rank.
+
+All ranks draw from one source of random numbers, as a pipe in one process does: every stage has its own stream for
+every micro-batch. The base of all streams comes from the default generator of the first stage's rank and is sent with
+the values. In a step in which any stage has drawn, the default generator of every rank advances by one number, so ranks
+that were seeded alike stay alike, and like a pipe in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pymoe.autograd import random_streams
+from pymoe.autograd.graph_nodes import edge_of, find_leaves
+from pymoe.autograd.isolated_graph import differentiate
+from pymoe.autograd.random_streams import Stream
+from pymoe.autograd.thread_state import current
+from pymoe.pipe.context import MicroBatch, in_pipeline
+from pymoe.pipe.distributed.messages import (
+    Key,
+    Message,
+    Subject,
+    describe_tensors,
+    describe_values,
+    read_tensors,
+    read_values,
+)
+from pymoe.pipe.distributed.plan import Plan
+from pymoe.pipe.distributed.transport import Transport
+from pymoe.pipe.execution.activation import Activation
+from pymoe.pipe.execution.gradients import WeightedSums
+from pymoe.pipe.execution.graph import (
+    BoundaryTensor,
+    GradAccumulator,
+    Graph,
+    StageValue,
+    have_tangents,
+    memory_of,
+    pack,
+    receive,
+    unpack,
+)
+from pymoe.pipe.execution.recompute import StageRecompute
+from pymoe.pipe.execution.step_state import StepInputs
+from pymoe.pipe.stages import INPUT, Source
+
+__all__ = ["RankStep"]
+
+
+class SharedSource(random_streams.Source):
+    """Streams of random numbers made from a base that all ranks know."""
+
+    def __init__(self, base: int) -> None:
+        super().__init__()
+        self._base = self.base = base
+        self.has_drawn = False
+        """Whether any stage has drawn, as far as this rank knows."""
+
+    def seed(self, position: int) -> int:
+        """Return the seed of the stream at ``position``."""
+        self.has_drawn = True
+        return super().seed(position)
+
+
+class RankStep:
+    """The forwards and backwards of one rank's stages for one mini-batch, in an order in which they can run."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        transport: Transport,
+        number: int,
+        *,
+        graphs: bool,
+        recompute: Sequence[StageRecompute],
+        recomputed: range,
+        count: int,
+    ) -> None:
+        """
+        Args:
+            plan: which values are sent where.
+            transport: to the other ranks.
+            number: of the step, the same on all ranks.
+            graphs: whether there will be backwards.
+            recompute: for every stage of the pipeline.
+            recomputed: the micro-batches whose forward is recomputed.
+            count: the number of micro-batches.
+        """
+        self.plan = plan
+        self.sums = {stage: WeightedSums() for stage in plan.stages}
+        self.inputs: dict[int, StepInputs] = {}
+        self.rows: dict[int, int] = {}
+        self.forwards = 0
+        self._transport = transport
+        self._number = number
+        self._graphs = graphs
+        self._recompute = recompute
+        self._recomputed = recomputed
+        self._count = count
+        self._random: SharedSource | None = None
+        self._state = current()
+        self._values: dict[tuple[int, Source], StageValue] = {}
+        self._uses_left: dict[tuple[int, Source], int] = {}
+        self._activations: dict[tuple[int, int], Activation] = {}
+        self._received: dict[tuple[int, int], GradAccumulator] = {}  # gradients of values that other ranks have made
+        self._sent: dict[tuple[int, int, int], list[tuple[GradAccumulator, int, torch.device] | None]] = {}
+        self._output_graphs: dict[int, Graph] = {}
+        if recomputed:
+            for stage in plan.stages:
+                recompute[stage].begin_step()
+
+    def forward(self, stage: int, micro_batch: int, inputs: Sequence[Any], rows: int) -> list[Any] | None:
+        """Run a stage's forward. Return the model's output values in the last stage.
+
+        Args:
+            stage: one of this rank.
+            micro_batch: its number.
+            inputs: of the model; used by stage 0 alone.
+            rows: of the micro-batch; used by stage 0 alone.
+        """
+        plan, pipeline = self.plan, self.plan.pipeline
+        about = pipeline.stages[stage]
+        if stage == 0:
+            self._take_inputs(micro_batch, inputs, rows)
+        for maker in plan.waits_for[stage]:
+            if (maker, micro_batch) not in self._received:
+                self._receive_values(maker, micro_batch)
+        received = [self._values[micro_batch, source] for source in about.inputs]
+        assert self._random is not None
+        position = micro_batch * len(pipeline.stages) + stage
+        description = MicroBatch(micro_batch, self._count, 1.0, stage=stage)  # weights are known at the end of the step
+        activation = Activation(about, description, self._random, position, self._state)
+        recompute = self._recompute[stage] if micro_batch in self._recomputed else None
+        with in_pipeline(Stream(self._random, -1)):
+            made = activation.forward(received, self._graphs, recompute)
+        if self._graphs:
+            self._activations[stage, micro_batch] = activation
+        del received
+        for source in about.inputs:
+            self._release(micro_batch, source)
+        for source, value in zip(pipeline.made[stage], made, strict=False):
+            self._keep(micro_batch, source, value)
+        del made
+        for rank, sources in plan.sent[stage].items():
+            self._send_values(stage, micro_batch, rank, sources)
+        for source in {source for sources in plan.sent[stage].values() for source in sources}:
+            self._release(micro_batch, source)
+        self.forwards += 1
+        return self._outputs(micro_batch) if stage == len(pipeline.stages) - 1 else None
+
+    def backward(self, stage: int, micro_batch: int, loss: torch.Tensor | None, whole: bool) -> None:
+        """Run a stage's backward.
+
+        Args:
+            stage: one of this rank.
+            micro_batch: its number.
+            loss: that of the micro-batch, in the last stage.
+            whole: with the gradients of weights, which :meth:`backward_weight` computes otherwise.
+        """
+        plan = self.plan
+        if stage == len(plan.rank_of) - 1:
+            assert loss is not None
+            self._begin_backward(micro_batch, loss)
+        for rank in plan.sent[stage]:
+            self._receive_gradients(stage, micro_batch, rank)
+        activation = self._activations[stage, micro_batch]
+        assert self._random is not None
+        with in_pipeline(Stream(self._random, -1)):
+            if whole:
+                del self._activations[stage, micro_batch]
+                activation.backward(self.sums[stage].of(self.rows[micro_batch]))
+            else:
+                activation.backward_input()
+        for maker in plan.returns[stage]:
+            grads = self._received.pop((maker, micro_batch)).grads
+            self._send(plan.rank_of[maker], Subject.GRADIENTS, maker, micro_batch, *describe_tensors(grads))
+
+    def backward_weight(self, stage: int, micro_batch: int) -> None:
+        """Run the rest of a stage's backward."""
+        assert self._random is not None
+        with in_pipeline(Stream(self._random, -1)):
+            self._activations.pop((stage, micro_batch)).backward_weight(self.sums[stage].of(self.rows[micro_batch]))
+
+    def send_tied_gradients(self, stage: int, rank: int, grads: list[torch.Tensor | None]) -> None:
+        """Send the sums of a stage's gradients of shared parameters to a rank that has them, too."""
+        self._send(rank, Subject.TIED_GRADIENTS, stage, 0, *describe_tensors(grads))
+
+    def receive_tied_gradients(self, stage: int) -> list[torch.Tensor | None]:
+        """Receive those of a stage on another rank."""
+        message = self._receive(self.plan.rank_of[stage], Subject.TIED_GRADIENTS, stage, 0)
+        return read_tensors(message.read(), message.tensors)
+
+    def advance_generator(self) -> None:
+        """Advance the default generator at the end of a step in which any stage has drawn."""
+        if self._random is not None and self._random.has_drawn:
+            random_streams.draw(None)
+
+    def _take_inputs(self, micro_batch: int, inputs: Sequence[Any], rows: int) -> None:
+        if have_tangents(inputs):
+            raise NotImplementedError("pymoe.pipe: forward-mode tangents cannot be sent to other ranks")
+        self.rows[micro_batch] = rows
+        if self._random is None:
+            before = torch.default_generator.get_state()
+            try:
+                self._random = SharedSource(random_streams.draw(None))
+            finally:
+                torch.default_generator.set_state(before)
+        given = self.inputs[micro_batch] = StepInputs()
+        for number, value in enumerate(inputs):
+            self._keep(micro_batch, Source(INPUT, number), pack(value, given.cross if self._graphs else BoundaryTensor))
+
+    def _outputs(self, micro_batch: int) -> list[Any]:
+        """Return the model's outputs. Their history begins here, for whoever computes a loss."""
+        pipeline = self.plan.pipeline
+        last = len(pipeline.stages) - 1
+        values = [self._values[micro_batch, source] for source in pipeline.outputs]
+        for source in self.plan.takes[-1][len(pipeline.stages[-1].inputs) :]:
+            self._release(micro_batch, source)
+        for source in {source for source in pipeline.outputs if source.stage == last}:
+            self._release(micro_batch, source)
+        if not self._graphs:
+            return [
+                unpack([receive(x, None) if type(x) is BoundaryTensor else x for x in value.leaves], value.structure)
+                for value in values
+            ]
+        graph = self._output_graphs[micro_batch] = Graph()
+        return graph.begin(values)
+
+    def _begin_backward(self, micro_batch: int, loss: torch.Tensor) -> None:
+        """Run the backward from the loss to the model's outputs."""
+        graph = self._output_graphs.pop(micro_batch)
+        graph.close()
+        if not self.rows[micro_batch]:
+            return  # a mean over no rows is not a number, and has no weight
+        if loss.grad_fn is None:
+            raise RuntimeError("pymoe.pipe: the loss does not require gradients: nothing that it depends on does")
+        root = edge_of(loss)
+        leaves = find_leaves([root.node], graph.entry)
+        found = differentiate([root], [torch.ones_like(loss)], graph.edges, leaves, graph.entry)
+        graph.deliver(found)
+        self.sums[len(self.plan.rank_of) - 1].of(self.rows[micro_batch]).add(leaves, found[len(graph.edges) :])
+        if not loss._is_view():
+            loss.detach_()  # the schedule keeps it to the end of the step, and its graph with it
+
+    def _keep(self, micro_batch: int, source: Source, value: StageValue) -> None:
+        if uses := self.plan.uses[source]:
+            self._values[micro_batch, source] = value
+            self._uses_left[micro_batch, source] = uses
+
+    def _release(self, micro_batch: int, source: Source) -> None:
+        """Count one use of a value, and let go of it after the last."""
+        key = micro_batch, source
+        self._uses_left[key] -= 1
+        if not self._uses_left[key]:
+            del self._uses_left[key], self._values[key]
+
+    def _send(
+        self, rank: int, subject: Subject, stage: int, micro_batch: int, description: bytes, tensors: list[torch.Tensor]
+    ) -> None:
+        random = self._random
+        assert random is not None
+        notes = self.rows.get(micro_batch, 0), random.base, int(random.has_drawn)
+        self._transport.send(rank, Message(Key(self._number, subject, stage, micro_batch), description, tensors, notes))
+
+    def _receive(self, rank: int, subject: Subject, stage: int, micro_batch: int) -> Message:
+        message = self._transport.receive(rank, Key(self._number, subject, stage, micro_batch))
+        _, base, has_drawn = message.notes
+        if self._random is None:
+            self._random = SharedSource(base)
+        self._random.has_drawn |= bool(has_drawn)
+        return message
+
+    def _send_values(self, stage: int, micro_batch: int, rank: int, sources: Sequence[Source]) -> None:
+        values = [self._values[micro_batch, source] for source in sources]
+        changing = self._may_change(stage, micro_batch, sources)
+        description, tensors = describe_values(values)
+        tensors = [tensor.clone() if memory_of(tensor) in changing else tensor for tensor in tensors]
+        self._send(rank, Subject.VALUES, stage, micro_batch, description, tensors)
+        if self._graphs:
+            self._sent[stage, micro_batch, rank] = [  # without the tensors, which are not needed any more
+                None if one.accumulator is None else (one.accumulator, one.number, one.tensor.device)
+                for one in boundaries_of(values)
+            ]
+
+    def _may_change(self, stage: int, micro_batch: int, sources: Sequence[Source]) -> set[int]:
+        """Return the memory that may be written to while it is being sent: values that stages here take, too, and the
+        stage's own parameters and buffers.
+        """
+        taken = [self._values[micro_batch, source] for source in sources if self._uses_left[micro_batch, source] > 1]
+        tensors = [boundary.tensor for boundary in boundaries_of(taken)]
+        for module in self.plan.pipeline.stages[stage].modules:
+            tensors += [*module.buffers(), *module.parameters()]
+        return {memory_of(tensor) for tensor in tensors}
+
+    def _receive_values(self, maker: int, micro_batch: int) -> None:
+        message = self._receive(self.plan.rank_of[maker], Subject.VALUES, maker, micro_batch)
+        self.rows[micro_batch] = message.notes[0]
+        accumulator = self._received[maker, micro_batch] = GradAccumulator()
+        accumulator.grads = [None] * len(message.tensors)
+        values = read_values(message.read(), message.tensors, accumulator if self._graphs else None)
+        for source, value in zip(self.plan.received[maker], values, strict=True):
+            self._keep(micro_batch, source, value)
+
+    def _receive_gradients(self, stage: int, micro_batch: int, rank: int) -> None:
+        message = self._receive(rank, Subject.GRADIENTS, stage, micro_batch)
+        places = self._sent.pop((stage, micro_batch, rank))
+        for place, grad in zip(places, read_tensors(message.read(), message.tensors), strict=True):
+            if place is not None and grad is not None:
+                accumulator, number, device = place
+                accumulator.add_gradient(number, grad.to(device))
+
+
+def boundaries_of(values: Sequence[StageValue]) -> list[BoundaryTensor]:
+    """Return the boundary tensors in values."""
+    return [leaf for value in values for leaf in value.leaves if type(leaf) is BoundaryTensor]
