@@ -58,8 +58,6 @@ DelayedError: Any = _C._functions.DelayedError
 get_sequence_nr: Any = _C._autograd._get_sequence_nr
 # Whether the backward pass that runs on this thread was asked for with ``retain_graph``; nodes are not told.
 get_current_graph_task_keep_graph: Any = _C._autograd._get_current_graph_task_keep_graph
-# Adds to many tensors in one call, as torch's optimizers do; there is no public name.
-foreach_add_: Any = torch._foreach_add_
 # Sets a tensor's version counter; ``autograd._unsafe_preserve_version_counter`` is as private, and a block.
 unsafe_set_version_counter: Any = _C._autograd._unsafe_set_version_counter
 # The base of ``autograd.Function`` to whose ``apply`` the public one leads.
