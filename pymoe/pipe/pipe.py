@@ -94,7 +94,7 @@ class Pipe(Inspection):
 
     @classmethod
     def of(cls, staged: StagedModel, chunks: int = 1, checkpoint: str = "except_last") -> Pipe:
-        """A pipe that runs a model which is cut into stages already.
+        """Return a pipe that runs a model which is cut into stages already.
 
         Args:
             staged: the model.
@@ -120,7 +120,7 @@ class Pipe(Inspection):
         split_policy: SplitPolicy | None = None,
         **options: Any,
     ) -> Pipe:
-        """A pipe of any model that can be captured: :func:`pymoe.pipeline`, which says what a capture fixes.
+        """Return a pipe of any model that can be captured: :func:`pymoe.pipeline` documents what a capture fixes.
 
         Args:
             module: the model.
@@ -149,7 +149,7 @@ class Pipe(Inspection):
         checkpoint: CheckpointMode = "except_last",
         devices: Sequence[torch.device | str | int] | None = None,
     ) -> Pipe:
-        """A pipe of modules that are stages already; :class:`pymoe.pipe.own_stages.OwnStages` says what they take.
+        """Return a pipe of modules that are stages already.
 
         ::
 
@@ -194,7 +194,7 @@ class Pipe(Inspection):
 
     @compiler_disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output, from which ``loss.backward()`` can start.
+        """Return the model's output, from which ``loss.backward()`` can start.
 
         All micro-batches go forward now, and backward when autograd asks for it. Their outputs are put together along
         dimension 0. Inside ``torch.func`` transforms, and for tensors with tangents of forward-mode differentiation,
@@ -230,7 +230,7 @@ class Pipe(Inspection):
         reduction: Literal["mean", "sum"] = "mean",
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Forward, loss and backward in the pipeline; gradients are added to ``.grad`` as ``loss.backward()`` would.
+        """Run forward, loss and backward in the pipeline; adds gradients to ``.grad`` as ``loss.backward()`` would.
 
         Micro-batches count by their rows, so uneven ones leave the gradients of the whole mini-batch. Gradients
         accumulate over steps until they are zeroed. Hooks of parameters are called once a step, with the sum. If
@@ -288,7 +288,7 @@ class Pipe(Inspection):
 
     @also_called(stage_index="index")
     def build_stage(self, index: int, device: torch.device | str, group: ProcessGroup | None = None) -> RankStage:
-        """A stage for the schedules of ``torch.distributed.pipelining``, which this process runs.
+        """Return a stage for the schedules of ``torch.distributed.pipelining``, which this process runs.
 
         See :func:`pymoe.pipe.distributed.build_stage`.
 
@@ -298,7 +298,7 @@ class Pipe(Inspection):
             group: whose processes share the stages; None: the default group.
 
         Raises:
-            ValueError: there is no such stage.
+            ValueError: ``index`` is not the number of a stage.
         """
         from pymoe.pipe.distributed import build_stage
 
@@ -311,7 +311,7 @@ class Pipe(Inspection):
 
     @property
     def _is_full_backward_hook(self) -> bool | None:
-        """Of which kind the hooks in ``_backward_hooks`` are, as ``nn.Module`` keeps it: the model's, who has them."""
+        """The kind of the hooks in ``_backward_hooks``, as ``nn.Module`` keeps it; the model's own, which has them."""
         return self._owner_of_hooks().__dict__.get("_is_full_backward_hook")
 
     @_is_full_backward_hook.setter

@@ -46,7 +46,7 @@ class StagedModel(ABC):
 
     @abstractmethod
     def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The values of the pipeline's inputs, for a call of the model with one micro-batch.
+        """Return the values of the pipeline's inputs for a call of the model with one micro-batch.
 
         Raises:
             TypeError: the model has no such arguments.
@@ -55,12 +55,12 @@ class StagedModel(ABC):
 
     @abstractmethod
     def unflatten_outputs(self, values: Sequence[Any]) -> Any:
-        """What the model returns, from the values of the pipeline's outputs."""
+        """Return what the model returns, made of the values of the pipeline's outputs."""
 
     def micro_batches(
         self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any], others: Sequence[Any] = ()
     ) -> MicroBatches:
-        """What the pipeline takes for every micro-batch of a call; after that ``others``, which are cut likewise."""
+        """Return the values of the pipeline's inputs for every micro-batch, then ``others``, split the same way."""
         parts = split((*args, *kwargs.values(), *others), chunks)
         first, last = len(args), len(args) + len(kwargs)
         values = [
@@ -70,7 +70,7 @@ class StagedModel(ABC):
         return MicroBatches(values, parts.rows)
 
     def output(self, outputs: Sequence[Sequence[Any]], weights: Sequence[float]) -> Any:
-        """The output of a mini-batch, from those of the pipeline for its micro-batches and what each counts."""
+        """Return the output of a mini-batch, from those of its micro-batches and the weight of each."""
         loss = self.loss
         columns = enumerate(zip(*outputs, strict=True))
         return self.unflatten_outputs(
@@ -78,7 +78,7 @@ class StagedModel(ABC):
         )
 
     def minimised(self, values: Sequence[Any]) -> Any:
-        """What a training step without a loss function minimises: the model's own loss, or what it returns."""
+        """Return what a step without a loss function minimises: the model's own loss, or what the model returns."""
         loss = self.loss
         return self.unflatten_outputs(values) if loss is None else values[loss]
 
@@ -88,13 +88,13 @@ class StagedModel(ABC):
         return False
 
     def replicated(self) -> list[dict[int, str]]:
-        """For every parameter that several stages have its name in each of them."""
+        """Return, for every parameter that several stages share, its name in each of them."""
         return list(shared_parameters(self.parts))
 
     def code(self, stage: int) -> str:
-        """What a stage does, to be read."""
+        """Return what a stage does, as text for people."""
         return f"# stage {stage}\n{self.parts[stage]!r}"
 
     def extra_repr(self) -> str:
-        """About the cut, for ``repr`` of the pipe."""
+        """Return how the model is cut, for ``repr`` of the pipe."""
         return f"stages={len(self.parts)}"

@@ -59,7 +59,7 @@ class Pipeline:
 
     @cached_property
     def uses(self) -> Mapping[Source, int]:
-        """How often every value is taken: by stages, and once if it is among the outputs. 0 where nobody has use."""
+        """How often every value is taken: by stages, and once if it is among the outputs. 0 if it is not used."""
         uses = Counter(source for stage in self.stages for source in stage.inputs)
         uses.update(set(self.outputs))
         return uses

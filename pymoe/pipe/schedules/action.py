@@ -10,7 +10,7 @@ class Kind(enum.Enum):
     """What is done; the value is the letter in pictures and messages.
 
     A backward is done at once (``BACKWARD``) or in two actions (``BACKWARD_INPUT``, then ``BACKWARD_WEIGHT``, which
-    nobody waits for). The three letters F, B and W of the zero-bubble paper are F, I and W here: B is the whole.
+    no other action waits for). The letters F, B and W of the zero-bubble paper are F, I and W here: B is the whole.
     """
 
     FORWARD = "F"
@@ -23,7 +23,7 @@ class Kind(enum.Enum):
 
     @property
     def frees(self) -> bool:
-        """Does the end of it free the activations of its forward?"""
+        """Whether its end frees the activations of its forward."""
         return self is Kind.BACKWARD or self is Kind.BACKWARD_WEIGHT
 
 

@@ -68,7 +68,7 @@ class Record:
 
     @property
     def ideal(self) -> float:
-        """The makespan if nobody ever waited: the work of the busiest worker. No order of these actions takes less."""
+        """The makespan if no worker ever waited: the work of the busiest. No order of these actions takes less."""
         return max(self.busy)
 
     @property
@@ -103,7 +103,7 @@ class Record:
         return tuple(peaks)
 
     def summary(self) -> str:
-        """The numbers, in a few lines of text."""
+        """Return the numbers, in a few lines of text."""
         bubbles = "  ".join(f"{share:.1%}" for share in self.bubble)
         return "\n".join(
             [
@@ -116,7 +116,7 @@ class Record:
 
 
 def as_run(schedule: Schedule, triples: Iterable[tuple[Action, float, float]], title: str | None = None) -> Record:
-    """The record of a run of ``schedule`` from (action, start, end) in any order, on any clock that all workers share.
+    """Return the record of a run of ``schedule`` from (action, start, end) in any order, on one clock for all workers.
 
     Args:
         schedule: what was run. The run may keep another order, and may lack actions (it failed, or still goes on).
@@ -149,8 +149,10 @@ def as_run(schedule: Schedule, triples: Iterable[tuple[Action, float, float]], t
 
 
 def mean_times(record: Record) -> Callable[[Action], float]:
-    """The mean duration of every stage and kind in ``record``, for :func:`simulate`: with the times of a run it gives
-    the makespan that the run would have had without any overhead. Raises KeyError for what was never run.
+    """Return the mean duration of every stage and kind in ``record``, for :func:`simulate`.
+
+    With the times of a run that gives the makespan that the run would have had without any overhead. Raises KeyError
+    for what was never run.
     """
     durations = defaultdict(list)
     for order in record.spans:

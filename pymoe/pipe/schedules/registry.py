@@ -30,7 +30,7 @@ OTHER_NAMES = {
 }
 """What other packages, ``torch.distributed.pipelining`` among them, call the same schedules; in small letters."""
 NOT_HERE = {"loopedbfs", "interleavedzerobubble", "zbvzerobubble", "dualpipev"}
-"""Schedules of torch's that none of these is equal to, likewise."""
+"""Schedules of torch that have no equal here, in small letters."""
 
 
 def register(name: str) -> Callable[[Builder], Builder]:
@@ -46,17 +46,17 @@ def register(name: str) -> Callable[[Builder], Builder]:
 
 
 def names() -> tuple[str, ...]:
-    """The names of all schedules, in the order of registration."""
+    """Return the names of all schedules, in the order of registration."""
     return tuple(_builders)
 
 
 def options(name: str) -> tuple[str, ...]:
-    """The keywords that the schedule ``name`` takes beside stages and micro-batches."""
+    """Return the keywords that the schedule ``name`` takes besides stages and micro-batches."""
     return tuple(inspect.signature(_builder(name)).parameters)[2:]
 
 
 def build(name: str, stages: int, micro_batches: int, **chosen: int | None) -> Schedule:
-    """The schedule ``name`` of so many stages and micro-batches, validated.
+    """Build the schedule ``name`` for so many stages and micro-batches, and validate it.
 
     Args:
         name: one of :func:`names`, or as torch spells it ("GPipe", "1F1B", "Interleaved1F1B").

@@ -44,7 +44,7 @@ class Schedule:
         return {action: (w, i) for w, order in enumerate(self.orders) for i, action in enumerate(order)}
 
     def dependencies(self, action: Action) -> tuple[Action, ...]:
-        """What must have ended before ``action`` may start, apart from its predecessors on its worker."""
+        """Return what must have ended before ``action`` may start, apart from its predecessors on its worker."""
         stage, micro_batch, kind = action
         if kind is Kind.FORWARD:
             return (Action(stage - 1, micro_batch, Kind.FORWARD),) if stage else ()
@@ -64,7 +64,7 @@ class Schedule:
 
 
 def live_counts(actions: Iterable[Action]) -> Iterator[int]:
-    """How many activations a worker holds after each of its actions.
+    """Yield how many activations a worker holds after each of its actions.
 
     An activation is what the backward of one micro-batch through one stage needs. It is live from the end of its
     forward to the end of the backward that frees it: the whole one, or, where the backward is split, the weights'
@@ -77,5 +77,5 @@ def live_counts(actions: Iterable[Action]) -> Iterator[int]:
 
 
 def peak_live(actions: Iterable[Action]) -> int:
-    """The most activations held at once by the worker that runs ``actions`` in this order."""
+    """Return the most activations held at once by the worker that runs ``actions`` in this order."""
     return max(live_counts(actions), default=0)

@@ -1,4 +1,4 @@
-"""What a schedule would take, from the times of its actions."""
+"""The time that a schedule would take, from the times of its actions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Times:
                     raise ValueError(f"{field.name} must take 0 or longer, got {duration}")
 
     def __call__(self, action: Action) -> float:
-        """The duration of ``action``."""
+        """Return the duration of ``action``."""
         stage, _, kind = action
         if kind is Kind.FORWARD:
             return _of(self.forward, stage)

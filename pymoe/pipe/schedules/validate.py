@@ -1,4 +1,4 @@
-"""Can this schedule run, and does it do all that has to be done? The judge of every schedule."""
+"""Validation: a schedule can run, and does everything that has to be done."""
 
 from __future__ import annotations
 

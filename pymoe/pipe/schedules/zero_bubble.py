@@ -23,7 +23,7 @@ def zero_bubble(stages: int, micro_batches: int, *, live_limit: int | None = Non
     is H1: ZB-H2 and the paper's automatic schedules gain where every stage updates by itself, and H2 holds 2p - 1
     activations.
 
-    The first stage runs its backward whole: nobody waits for the gradients of its inputs. ``live_limit`` lowers the
+    The first stage runs its backward whole: nothing waits for the gradients of its inputs. ``live_limit`` lowers the
     number of activations that any worker holds, at the price of time.
     """
     limit = min(micro_batches, stages, live_limit or stages)
