@@ -51,12 +51,12 @@ class MoE(nn.Module):
 
     Every token goes to the ``top_k`` experts that the router chooses for it. The weights of the choice multiply the
     experts' outputs, when these are summed (:func:`pymoe.ops.combine`), not their inputs. Shared experts see every
-    token; their output is added unweighted. Nothing is added for the residual connection.
+    token; their output is added unweighted. The layer adds no residual connection.
 
     **Auxiliary losses** need not be added to the model's loss: in training mode ``loss.backward()`` of any loss that
     depends on the output also adds the gradients of ``aux_loss_coef * balancing loss + z_loss_coef * z loss``, whatever
     factor scales ``loss``; see :func:`pymoe.nn.set_aux_loss_scale` for gradient accumulation and loss scaling. Each
-    rank of data parallelism has its own losses, of its own tokens; the gradients' mean is that of their mean.
+    rank of data parallelism computes them over its own tokens, and averaging the gradients averages the losses.
 
     **Expert bias**: with ``bias_update_rate > 0`` call :func:`pymoe.nn.update_expert_biases` after every
     ``optimizer.step()``; see :class:`Router`.
@@ -251,7 +251,7 @@ class MoE(nn.Module):
         update_expert_biases(self)
 
     def __repr__(self) -> str:
-        """Return one line of the options that are not the default, or the module tree if a part was replaced."""
+        """Return the main options in one line, or the module tree if a part was replaced."""
         parts = (self.router, self.losses, self.experts, *(() if self.shared is None else (self.shared,)))
         if any(type(part) not in (Router, AuxiliaryLosses, Experts, SharedExperts) for part in parts):
             return super().__repr__()

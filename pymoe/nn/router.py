@@ -218,7 +218,7 @@ class Router(nn.Module):
         return f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, {self.options_repr()}"
 
     def options_repr(self) -> str:
-        """Return the options of the choice, those that have a default only where they differ from it."""
+        """Return the options of the choice; bias rate, groups and scale only where they are not the default."""
         text = f"top_k={self.top_k}, score={self.score!r}, renormalize={self.renormalize}"
         if self.bias_update_rate > 0:
             text += f", bias_update_rate={self.bias_update_rate}"

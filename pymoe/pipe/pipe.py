@@ -51,25 +51,25 @@ class Pipe(Inspection):
         losses = pipe.step(x, target=y, loss_fn=nn.functional.cross_entropy)    # forward and backward in the pipeline
         optimizer.step()
 
-    Parameters stay those of the model (optimizers, ``state_dict`` keys and hooks know no pipe), and so do gradients:
-    those of ``loss_fn(model(x), y).backward()`` for a loss that is a mean over rows, but for layers that look at a
-    batch as a whole (a batch norm sees micro-batches) and random numbers (every micro-batch draws from its own stream
-    in every stage: results depend on the seed, never on threads).
+    Parameters stay those of the model, so optimizers, ``state_dict`` keys and hooks need no change. Gradients are those
+    of ``loss_fn(model(x), y).backward()`` for a loss that is a mean over rows, with two exceptions: layers that look at
+    a batch as a whole (a batch norm sees micro-batches), and random numbers (every micro-batch draws from its own
+    stream in every stage: results depend on the seed, never on threads).
 
     Args:
         module: the model. Its layers may be ``@skippable`` (:mod:`pymoe.pipe.skip`) and share parameters.
-        chunks: into how many micro-batches a mini-batch is cut, along dimension 0. Sizes differ by one at most; of
-            fewer rows there are fewer micro-batches.
-        checkpoint: which micro-batches of a training pass keep their inputs alone and are run again for their
+        chunks: into how many micro-batches a mini-batch is cut, along dimension 0. Sizes differ by one at most;
+            with fewer rows than that there is one micro-batch per row.
+        checkpoint: which micro-batches of a training pass keep only their inputs, and are run again for their
             backward: ``"always"`` all, ``"except_last"`` all but the last, ``"never"`` none. In evaluation none is. The
             first run makes a graph, too, so that modules may ask for gradients in it; it goes when the run ends.
-        deferred_batch_norm: replace the model's batch norms by such as keep the statistics of mini-batches.
+        deferred_batch_norm: replace the model's batch norms by ones whose running statistics follow mini-batches.
         balance: the number of layers of every stage; see :mod:`pymoe.pipe.balance`. None: every layer is a stage.
         devices: a device for every stage, to which its layers are moved. None: they stay where they are.
 
-    Every stage has a persistent thread (the first that of the caller), which runs in the caller's state: grad mode,
-    autocast, inference mode, context variables, profiler. A stage's layers run for one micro-batch after the other.
-    Values between layers are tensors, nested structures of them, or anything.
+    Every worker has a persistent thread (the first uses the caller's own), which runs in the caller's state: grad
+    mode, autocast, inference mode, context variables, profiler. A stage's layers run for one micro-batch after the
+    other. Values between layers are tensors, nested structures of them, or anything.
 
     Raises:
         TypeError: the model is not an ``nn.Sequential``; skips do not match; an argument is of the wrong kind.
@@ -162,7 +162,7 @@ class Pipe(Inspection):
             takes: for every stage its positional arguments: ``n`` for what stage n returns, ``Source(n, k)`` for item k
                 of it, ``Source(INPUT, k)`` for argument k of the pipe. None: every stage takes what the one before
                 returns, the first the pipe's one argument.
-            outputs: what the pipe returns, in the same words, one or several. None: what the last stage returns.
+            outputs: what the pipe returns, in the same notation, one or several. None: what the last stage returns.
             chunks: into how many micro-batches a mini-batch is cut.
             checkpoint: ``"always"``, ``"except_last"`` or ``"never"``.
             devices: a device for every stage, to which it is moved. None: they stay where they are.
@@ -244,7 +244,7 @@ class Pipe(Inspection):
                 a module's parameters get gradients, too. None: the model's own loss, or its output, is minimised.
             schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved-1f1b"``, ``"zero-bubble"``, any other registered name,
                 or a :class:`pymoe.pipe.schedules.Schedule` of as many stages and micro-batches.
-                Torch's spellings ("GPipe", "1F1B", "Interleaved1F1B") will do.
+                Torch's spellings ("GPipe", "1F1B", "Interleaved1F1B") are accepted.
             chunks: other than the pipe's own.
             reduction: what ``loss_fn`` does with rows: ``"mean"`` or ``"sum"``.
             kwargs: what the model takes by name.
@@ -375,28 +375,28 @@ def pipeline(
     end, or next to each other, make no stages. The model stays as it is, and goes on sharing parameters and buffers
     with the pipe.
 
-    The model's Python code runs when it is captured, not when the pipe runs. Of what it does and reads there
+    The model's Python code runs when it is captured, not when the pipe runs. What it does and reads there falls into
+    four groups:
 
-    - is watched, and a change leads to another capture at the next call: modes; hooks; submodules; attributes of
+    - watched, so that a change leads to another capture at the next call: modes; hooks; submodules; attributes of
       modules, what lists, dictionaries and objects of one's own among them hold, attributes of their classes; global
       variables, those of enclosing functions; variables of the environment; torch's default dtype and device; and,
       once the code asks for one, dtypes, grad mode, autocast and what requires gradients. Parameters and buffers may
       be replaced at any time by others of their shape;
-    - is called as it is, in one piece, whenever the pipe runs: modules with hooks, and modules whose forward changes
+    - called as they are, uncut, whenever the pipe runs: modules with hooks, and modules whose forward changes
       attributes, where no boundary is inside; ``opaque`` ones; autograd Functions; layers of :mod:`pymoe.nn`, recurrent
       layers, deferred batch norms;
-    - is refused: changes of attributes and of other values outside of such modules, random numbers that do not come
+    - refused: changes of attributes and of other values outside of such modules, random numbers that do not come
       from torch's default generators, seeds, hooks on tensors, gradients within the forward, decisions by values of
       tensors;
-    - is fixed, unseen: clocks, files, iterators and whatever else the world is asked; attributes of modules that are no
-      submodules (in a plain list); what C extensions keep; values in containers of more than 256 items, and beyond the
-      thousandth within one. Prints happen in captures alone. Hooks of the model
-      itself, and of modules with boundaries inside, are part of the graph: they get micro-batches, and leave what they
-      compute.
+    - fixed at capture, later changes unnoticed: clocks, files, iterators and other outside input; attributes of modules
+      that are no submodules (in a plain list); what C extensions keep; values in containers of more than 256 items,
+      and beyond the thousandth within one. Prints happen in captures alone. Hooks of the model itself, and of
+      modules with boundaries inside, are part of the graph: they get micro-batches, and leave what they compute.
 
     Args:
         module: any model that can be captured by ``torch.export``.
-        mb_args: examples of its arguments, of a micro-batch; of at least 2 in every dimension that shall be free.
+        mb_args: examples of its arguments, of a micro-batch; at least 2 in every dimension that is to stay dynamic.
         mb_kwargs: examples of its arguments by name. What is not a tensor, here and in ``mb_args``, is a constant.
         split_spec: for qualified names of submodules, whether a stage begins or ends there.
         split_policy: puts boundaries into the captured graph (``torch.fx.GraphModule``), and returns it:

@@ -48,22 +48,23 @@ class ExpertBackend(BackendState):
             backward pass over all of them. ``"mean"``: that divided by the number of rows, so that the length of a
             step does not depend on how many requests happened to meet. Gradients of inputs are never scaled.
         accumulate_steps: how many batches' gradients make one update.
-        clip_grad_norm: the longest 2-norm of all parameters' gradients together, after the reduction.
+        clip_grad_norm: the largest 2-norm of all parameters' gradients together, after the reduction; longer ones are
+            scaled down to it.
         nonfinite_gradients: NaN or infinity in a parameter's gradient would reach every row of every later request
             through the update. ``"raise"`` fails the batch with :class:`NonFiniteGradientError` (with ``isolate=True``
-            the bad request alone); ``"skip"`` leaves out the update, every request gets its gradients and the log a
-            warning, as loss scaling needs it; ``"step"`` does not look.
+            the bad request alone); ``"skip"`` leaves out the update and logs a warning, and every request still gets
+            its gradients, as loss scaling needs; ``"step"`` does not check.
         scheduler: its ``step()`` is called after every update (a learning rate scheduler of torch).
         device: where the expert is to be; None leaves it where it is. Inputs that are elsewhere are moved there
             (without waiting, from page-locked memory), and what is returned goes to where the first input was.
         buffers: which passes may change buffers of an expert in training mode. ``"backward"``: an input that is
             trained on counts once in the statistics of batch normalisation, one that is only asked for not at all.
-            ``"both"``: whatever runs counts, what is trained on twice.
+            ``"both"``: every pass counts, so an input that is trained on counts twice.
         pool_options: for both pools, see :class:`~pymoe.runtime.TaskPool`: ``max_batch_size=1024, isolate=True``...
             With ``isolate=True`` a failed backward batch is run again in halves and so may make several updates. A
             backward request of more than ``max_batch_size`` rows makes several too, and may fail after some of them.
 
-    Batches that are served wipe gradients that were left at the module's parameters.
+    Serving a batch clears any gradients that were left in ``.grad`` of the module's parameters.
 
     An expert that draws random numbers (dropout) draws others in the backward pass than in the forward pass.
 

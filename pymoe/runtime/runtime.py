@@ -42,7 +42,7 @@ class Runtime:
         monitor: whether ``python -m pymoe.runtime.top`` in another terminal may look at the pools: True, or a folder
             for the socket (see :mod:`pymoe.runtime.monitoring.socket_server`); None does what the environment variable
             ``PYMOE_MONITOR`` says, and without it nothing.
-        expert_backends: hivemind's name of ``backends_or_pools``.
+        expert_backends: hivemind's name for ``backends_or_pools``.
         prefetch_batches: hivemind's, of no effect: there is no queue of batches between pools and workers.
         sender_threads: hivemind's, of no effect: a result is handed out by the thread that made it.
         device: hivemind's, must be None: an expert is where ``ExpertBackend(device=...)`` puts it.
@@ -52,8 +52,8 @@ class Runtime:
         ready: an event that is set while it runs.
 
     Raises:
-        ValueError: no pool, fewer than one worker, or a stats_interval that is no positive number.
-        TypeError: something that is neither a pool nor has any, or a ``device``.
+        ValueError: no pool, fewer than one worker, or a stats_interval that is not a positive number.
+        TypeError: something is neither a pool nor has pools, or ``device`` is given.
     """
 
     def __init__(

@@ -33,8 +33,8 @@ class TaskPool(_runtime.TaskPool):
     Any number of threads and coroutines call :meth:`submit_task`; a :class:`Runtime` takes what is queued, oldest
     first, puts the rows of as many requests together as fit, calls ``process_func`` once, and gives every request its
     own rows of the result. A future can be awaited by several tasks; cancelling one of them cancels the request for
-    all. It serves wherever a ``concurrent.futures.Future`` does. Requests of different
-    dtypes, devices or row shapes never share a batch. Tensors on a GPU must be ready in its default stream: batches are
+    all. It can stand in for a ``concurrent.futures.Future``. Requests of different dtypes, devices or row shapes never
+    share a batch. Tensors on a GPU must be ready in its default stream: batches are
     put together there, and results become ready there.
 
     Args:
@@ -47,7 +47,7 @@ class TaskPool(_runtime.TaskPool):
         name: shown in statistics, errors and profiles (``pymoe::NAME batch``).
         min_batch_size: rows to wait for, as long as ``timeout`` allows.
         max_batch_size: most rows of a batch. A larger request is run in several, and its result put together.
-        timeout: seconds that a request waits for ``min_batch_size`` rows at most; None waits as long as it takes.
+        timeout: the most seconds that a request waits for ``min_batch_size`` rows; None waits as long as it takes.
         capacity: most requests in the queue; None means 65536.
         linger: upper bound in seconds on the wait for a fuller batch, which adapts to the clients: a lonely one never
             waits. 0 turns it off.
@@ -61,7 +61,7 @@ class TaskPool(_runtime.TaskPool):
         exclusive_with: a pool whose batches must never overlap with this one's.
 
     Raises:
-        ValueError: sizes, times or ``on_full`` that make no sense.
+        ValueError: sizes, times or ``on_full`` are invalid.
         TypeError: ``process_func`` cannot be called.
     """
 

@@ -42,7 +42,7 @@ def balance_by_time(
     Args:
         partitions: the number of stages.
         module: the model. It is left as it was.
-        sample: an input, best of a micro-batch's size: times need not be proportional to the rows.
+        sample: an input, preferably of a micro-batch's size: times need not be proportional to the rows.
         timeout: seconds to measure.
         device: where to measure; None: where the model is.
 

@@ -42,7 +42,7 @@ class Action(NamedTuple):
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot run or breaks its promise. What is not to be blamed on one place is None."""
+    """An invalid schedule. ``worker``, ``position`` and ``action`` are None where no single one is at fault."""
 
     def __init__(
         self, message: str, *, worker: int | None = None, position: int | None = None, action: Action | None = None

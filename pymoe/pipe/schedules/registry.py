@@ -65,7 +65,7 @@ def build(name: str, stages: int, micro_batches: int, **chosen: int | None) -> S
         chosen: options of the schedule, positive numbers; None stands for the default, whatever the schedule.
 
     Raises:
-        ValueError: the name is not registered, a number is below 1, or the schedule lacks an option.
+        ValueError: the name is not registered, a number is below 1, or the schedule has no such option.
         ScheduleError: (a ValueError) what was built cannot run.
     """
     builder = _builder(name)

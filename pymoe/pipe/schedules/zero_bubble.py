@@ -16,8 +16,8 @@ def zero_bubble(stages: int, micro_batches: int, *, live_limit: int | None = Non
     the first of 1F1B.
 
     With forward, backward of inputs and backward of weights of the times F, I and W in every stage, and m >= p, the
-    step takes m (F + I + W) + (p - 1) max(F, I, F + I - W). The paper's (p - 1)(F + I - W) is what that is where the
-    wait before the first action (F) and after the last gradient (I) of a worker do not count. With equal times all
+    step takes m (F + I + W) + (p - 1) max(F, I, F + I - W). The paper's bubble, (p - 1)(F + I - W), leaves out a
+    worker's waits before its first action (F) and after its last gradient (I). With equal times all
     workers end together, after a third of 1F1B's bubble. Then nothing is shorter, where the update waits for all
     stages: the last worker gets its first micro-batch after (p - 1) F and has all its work before it. That is why this
     is H1: ZB-H2 and the paper's automatic schedules gain where every stage updates by itself, and H2 holds 2p - 1

@@ -21,7 +21,7 @@ class stash(Generic[Value]):
     """``yield stash(name, value)`` in the ``forward`` of a skippable module: keep a value for those who pop the name.
 
     ``value`` is a tensor of any dtype, None, or anything else that may cross the boundary of a stage; ``tensor`` is
-    another name of it. Without the ``yield`` nothing is stashed, and the module raises.
+    another name for it. Without the ``yield`` nothing is stashed, and the module raises.
     """
 
     __slots__ = ("name", "value")

@@ -92,7 +92,7 @@ class PoolStats:
     latency: Distribution
     """Seconds from a request's submission to its result."""
     requests_per_second: float
-    """Done since the reader's previous call, or since its start."""
+    """Requests completed or failed, per second since the reader's previous call, or since its start."""
     rows_per_second: float
 
     def __repr__(self) -> str:
