@@ -159,7 +159,7 @@ class TaskPool:
 
 class Executor:
     """The threads that serve the pools of a Runtime, which documents the rest."""
-    def __init__(self, workers: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __init__(self, workers: typing.SupportsInt | typing.SupportsIndex, pools: collections.abc.Iterable) -> None: ...
     def add(self, pools: collections.abc.Iterable) -> None:
         """Serve these as well; nothing where it does not run."""
     def release(

@@ -1,6 +1,7 @@
 """Bugs of pipelines that were met and mended, each with its story."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
-from pymoe.pipe import Pipe
+from pymoe._runtime import WorkerPool
+from pymoe.pipe import INPUT, Pipe, Source
 
 CHECKPOINT = ["never", "except_last", "always"]
 
@@ -122,3 +124,34 @@ def test_a_stage_may_ask_for_gradients_and_hooks(layer, checkpoint):
     Pipe(mine, 4, checkpoint).step(x, loss_fn=lambda y: y.square().mean())
     for one, other in zip(mine.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_ctrl_c_as_a_worker_starts_waits_for_it_and_leaves_torchs_generators(monkeypatch):
+    """An interrupt between a worker's start and the note of it: the step returned while that worker still ran, and
+    ``torch.random`` kept the stand-ins of its generators.
+    """
+
+    class Slow(nn.Linear):
+        def forward(self, x):
+            time.sleep(0.3)
+            return super().forward(x)
+
+    class Interrupted:
+        def __init__(self, threads):
+            self.pool = WorkerPool(threads)
+
+        def submit(self, function, *args):
+            future = self.pool.submit(function, *args)
+            if args:  # a worker: Ctrl-C comes after it has begun, and before anybody has noted it
+                time.sleep(0.1)
+                raise KeyboardInterrupt
+            return future
+
+    monkeypatch.setattr("pymoe.pipe.execution.plan.ALWAYS_THREADS", True)
+    monkeypatch.setattr("pymoe.pipe.execution.workers.WorkerPool", Interrupted)
+    edges = [[Source(INPUT, 0)], [Source(INPUT, 1)]]
+    pipe = Pipe.from_stages([nn.Linear(4, 4), Slow(4, 4)], takes=edges, outputs=[0, 1], chunks=2)
+    generator = torch.random.default_generator
+    with pytest.raises(KeyboardInterrupt):
+        pipe(torch.randn(4, 4), torch.randn(4, 4))
+    assert torch.random.default_generator is generator

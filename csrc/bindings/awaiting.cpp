@@ -29,6 +29,15 @@ void wake(const py::object& waiter) {
   }
 }
 
+// The same as a function that Python can call: the collector sees what it is bound to, but not what a lambda holds.
+PyObject* wake_bound(PyObject* waiter, PyObject*) {
+  return guarded([&] {
+    wake(borrow(waiter));
+    return Py_NewRef(Py_None);
+  });
+}
+PyMethodDef wake_method = {"wake", wake_bound, METH_NOARGS, nullptr};
+
 class Mailbox : public std::enable_shared_from_this<Mailbox> {
  public:
   explicit Mailbox(const py::object& loop) : loop_(py::weakref(loop).release().ptr()) {}
@@ -83,6 +92,10 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
     try {
       loop.attr("call_soon_threadsafe")(py::cpp_function([self = shared_from_this()] { self->deliver(); }));
       return Told::kReached;
+#ifdef PYMOE_FORCED_UNWIND
+    } catch (const PYMOE_FORCED_UNWIND&) {
+      stay();
+#endif
     } catch (...) {
       set_python_error(std::current_exception());
       error = take_error();
@@ -140,7 +153,7 @@ class Awaiting {
     waiter_ = own(PyObject_CallMethodNoArgs(loop.ptr(), create_future_name));
     steps_ = own(PyObject_GetIter(waiter_.ptr()));
     auto mailbox = mailbox_of(loop);
-    if (seconds) timer_ = loop.attr("call_later")(*seconds, py::cpp_function([waiter = waiter_] { wake(waiter); }));
+    if (seconds) timer_ = loop.attr("call_later")(*seconds, own(PyCFunction_New(&wake_method, waiter_.ptr())));
     auto told = std::make_shared<GilObject>(waiter_);
     const WithoutGil released;
     request->on_done([mailbox = std::move(mailbox), told = std::move(told)] { mailbox->put(told->release()); });
@@ -158,11 +171,22 @@ class Awaiting {
       cancel_future(future_.ptr());
       raise(PyExc_TimeoutError, "the request is not done in time");
     }
-    return result_of(future_.ptr());
+    try {
+      return result_of(future_.ptr());
+    } catch (py::error_already_set& error) {
+      // Whoever drives an iterator would take it for a return (PEP 479).
+      if (!error.matches(PyExc_StopIteration)) throw;
+      py::raise_from(error, PyExc_RuntimeError, "the batch raised StopIteration");
+      throw py::error_already_set();
+    }
   }
 
   py::object throw_in(const py::Args<py::object>& error) {
-    if (!steps_) raise(error[error.size() > 1 && !error[1].is_none() ? 1 : 0]);
+    if (error.empty()) raise(PyExc_TypeError, "throw: expected an exception");
+    if (!steps_) {
+      const py::object thrown = error[error.size() > 1 && !error[1].is_none() ? 1 : 0];
+      raise(PyExceptionClass_Check(thrown.ptr()) ? thrown() : thrown);
+    }
     try {
       return steps_.attr("throw")(*error);
     } catch (const py::error_already_set& raised) {
@@ -210,7 +234,10 @@ PySendResult send(PyObject* self, PyObject*, PyObject** result) {
   bool ended = false;
   // Without pybind11's look for the type, which is known here.
   const auto held = reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder();
-  *result = guarded([&] { return held.value_ptr<Awaiting>()->step(ended).release().ptr(); });
+  *result = guarded([&] {
+    if (!held.holder_constructed()) raise(PyExc_RuntimeError, "Awaiting: only await makes one");
+    return held.value_ptr<Awaiting>()->step(ended).release().ptr();
+  });
   return *result == nullptr ? PYGEN_ERROR : ended ? PYGEN_RETURN : PYGEN_NEXT;
 }
 

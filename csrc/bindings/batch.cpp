@@ -326,12 +326,12 @@ void PyBatchFunction::run(Batch batch) {
   };
   // Inside another batch, and on a worker of parallel calls, a thread must help, whatever is switched on there.
   const bool known_plain = SystemSync::batches_on_this_thread() == 1 && (on_server_thread() || !on_worker_thread());
-  if (known_plain || plain_runner == nullptr || thread_is_plain()) {
-    run_here();
-    return;
-  }
   try {
-    run_elsewhere(run_here);
+    if (known_plain || plain_runner == nullptr || thread_is_plain()) {
+      run_here();
+    } else {
+      run_elsewhere(run_here);
+    }
   } catch (const py::error_already_set& error) {
     fail(batch, error);
   }

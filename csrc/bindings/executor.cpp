@@ -67,7 +67,9 @@ bool serve(runtime::Executor<SystemSync>& executor, const PoolPointers& pools) {
 
 class PyExecutor {
  public:
-  explicit PyExecutor(int workers) : workers_(workers) {
+  // Checks the pools, too, which are not served before start.
+  PyExecutor(int workers, const py::iterable& pools) : workers_(workers) {
+    pools_in(pools);
     if (workers < 1) raise(PyExc_ValueError, "Runtime: num_workers must be at least 1, got %d", workers);
   }
 
@@ -189,7 +191,7 @@ class PyExecutor {
 
 void bind_executor(py::module_& module) {
   py::class_<PyExecutor>(module, "Executor", "The threads that serve the pools of a Runtime, which documents the rest.")
-      .def(py::init<int>(), py::arg("workers"))
+      .def(py::init<int, const py::iterable&>(), py::arg("workers"), py::arg("pools"))
       .def("running", &PyExecutor::running, "True from start to the end of shutdown.")
       .def("start", &PyExecutor::start, py::arg("pools"), "Start the workers; nothing if they run already.")
       .def("shutdown", &PyExecutor::shutdown, py::arg("drain"), "Wait until all requests are done and workers ended.")

@@ -165,6 +165,11 @@ struct Callback {
       called(argument);
     } catch (const py::error_already_set& error) {
       log_error("a callback of a request's future raised", exception_of(error));
+#ifdef PYMOE_FORCED_UNWIND
+    } catch (
+        const PYMOE_FORCED_UNWIND&) {  // the interpreter is gone, and with it the lock that ~WithGil would give back
+      stay();
+#endif
     }
   }
 };
@@ -184,16 +189,22 @@ PyObject* add_done_callback(PyObject* object, PyObject* function) {
   });
 }
 
+// What is done can be awaited in the child of a fork, as result() can be called there.
+void require_waitable(PyObject* object) {
+  const FutureObject* self = self_of(object);
+  if (!self->request->done()) require_this_process(self->created, "await", "TaskPool");
+}
+
 PyObject* await(PyObject* object) {
   return guarded([&] {
-    require_this_process(self_of(object)->created, "await", "TaskPool");
+    require_waitable(object);
     return make_awaiting(borrow(object)).release().ptr();
   });
 }
 
 PyObject* await_within(PyObject* object, PyObject* seconds) {
   return guarded([&] {
-    require_this_process(self_of(object)->created, "await", "TaskPool");
+    require_waitable(object);
     return make_awaiting(borrow(object), py::cast<std::optional<double>>(py::handle(seconds))).release().ptr();
   });
 }

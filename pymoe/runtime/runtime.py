@@ -14,7 +14,7 @@ from pymoe import _runtime
 from pymoe.autograd.fork import renew_engine
 from pymoe.runtime.monitoring.observers import Observers
 from pymoe.runtime.monitoring.statistics import PoolStats, ServedPools, StatsReader
-from pymoe.runtime.task_pool import TaskPool
+from pymoe.runtime.task_pool import TaskPool, check_count
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -84,7 +84,7 @@ class Runtime:
             num_workers = max(1, min(len(members), os.cpu_count() or 1))
         self._served: ServedPools[TaskPool] = ServedPools(pools)
         observers = Observers(self._served, stats_interval=stats_interval, monitor=monitor)
-        self._executor = _runtime.Executor(num_workers)
+        self._executor = _runtime.Executor(check_count("Runtime", "num_workers", num_workers), pools)
         self.expert_backends = backends_or_pools
         self.ready = threading.Event()
         self._idle = threading.Event()

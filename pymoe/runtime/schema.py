@@ -140,13 +140,15 @@ class RequestSchema:
             raise TypeError(f"{self.name}: the arguments must have the structure {self._arguments!r}")
 
     def _check_constants(self, leaves: Sequence[Any]) -> None:
-        for leaf, (name, constant) in zip(leaves, self._named_leaves(), strict=True):
+        for place, (leaf, constant) in enumerate(zip(leaves, self._argument_leaves, strict=True)):
             if leaf is constant or isinstance(constant, BatchTensorProto):
                 continue
-            if isinstance(leaf, Tensor):
-                raise TypeError(f"{self.name}: {name} is the constant {constant!r} in the schema, got a tensor")
-            if not _equal(leaf, constant):
-                raise ValueError(f"{self.name}: {name} is the constant {constant!r} in the schema, got {leaf!r}")
+            is_tensor = isinstance(leaf, Tensor)
+            if not is_tensor and _equal(leaf, constant):
+                continue
+            name = [name for name, _ in self._named_leaves()][place]
+            error, shown = (TypeError, "a tensor") if is_tensor else (ValueError, repr(leaf))
+            raise error(f"{self.name}: {name} is the constant {constant!r} in the schema, got {shown}")
 
     def _named_leaves(self) -> Iterator[tuple[str, Any]]:
         """The leaves of the arguments in order, each with its name: ``args[0]``, ``mask``, ``mask['a'][1]``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -25,6 +26,29 @@ REPLACED = {
     "uid": "name= is what a pool is called",
 }
 """Options of hivemind's pools, and what is here in their place."""
+LARGEST_COUNT = 2**31 - 1
+
+
+def check_count(owner: str, option: str, value: Any) -> int:
+    """Return an option that counts as an int, whatever integer type it has.
+
+    Raises:
+        TypeError: it is not an integer (a fraction would be cut off unnoticed).
+        OverflowError: it is above :data:`LARGEST_COUNT`.
+    """
+    try:
+        count = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{owner}: {option} must be an integer, got {value!r}") from None
+    if count > LARGEST_COUNT:
+        raise OverflowError(f"{owner}: {option} must be at most {LARGEST_COUNT}, got {count}")
+    return count
+
+
+def _check_number(option: str, value: Any) -> float:
+    if not hasattr(type(value), "__float__"):
+        raise TypeError(f"TaskPool: {option} must be a number, got {value!r}")
+    return float(value)
 
 
 class TaskPool(_runtime.TaskPool):
@@ -90,15 +114,17 @@ class TaskPool(_runtime.TaskPool):
             raise ValueError(f"TaskPool: on_full must be 'wait' or 'raise', got {on_full!r}")
         if "name" in vars(self):
             raise RuntimeError("TaskPool: __init__ was called twice")
+        if not isinstance(name, str):
+            raise TypeError(f"TaskPool: name must be a string, got {type(name).__name__}")
         super().__init__(
             process_func,
             name=name,
-            min_batch_size=min_batch_size,
-            max_batch_size=max_batch_size,
-            timeout=timeout,
-            capacity=DEFAULT_CAPACITY if capacity is None else capacity,
-            linger=linger,
-            priority=priority,
+            min_batch_size=check_count("TaskPool", "min_batch_size", min_batch_size),
+            max_batch_size=check_count("TaskPool", "max_batch_size", max_batch_size),
+            timeout=None if timeout is None else _check_number("timeout", timeout),
+            capacity=DEFAULT_CAPACITY if capacity is None else check_count("TaskPool", "capacity", capacity),
+            linger=_check_number("linger", linger),
+            priority=_check_number("priority", priority),
             isolate=isolate,
             raise_when_full=on_full == "raise",
             schema=None if schema is None else [torch.empty((0, *one.size), dtype=one.dtype) for one in schema],

@@ -161,7 +161,7 @@ def test_the_readmes_installation_works_in_the_checkout_and_elsewhere(checkout: 
     done = checkout.run("pip", "install", "--no-deps", "--no-build-isolation", "-e", ".")
     assert done.returncode == 0, done.stdout + done.stderr
     assert compiled() == before  # the wheel's objects serve
-    assert len(before) > 20
+    assert len(before) > 10
     for told in (
         checkout.run("python", "-m", "pymoe.bench", "env"),
         checkout.environment.run("-m", "pymoe.bench", "env"),

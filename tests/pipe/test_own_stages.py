@@ -98,7 +98,7 @@ def test_stages_that_cannot_be_are_refused():
     for arguments, error, words in [
         (([],), TypeError, "a sequence of modules"),
         (([F.relu],), TypeError, "a sequence of modules"),
-        ((stages(), TAKES[:2]), ValueError, "takes: expected one entry per stage \(3\), got 2"),
+        ((stages(), TAKES[:2]), ValueError, r"takes: expected one entry per stage \(3\), got 2"),
         ((stages(), [[Source(INPUT, 0)], [1], [1]]), ValueError, "stage 1 cannot take 1"),
         ((stages(), TAKES, 3), ValueError, "the pipe's output cannot take 3"),
     ]:

@@ -77,7 +77,9 @@ class Workers:
             # Workers raise nothing: this is Ctrl-C between two of their lines, or no thread could start. First the
             # other workers must not wait for this one, and no second Ctrl-C can come before that: it is a native call.
             native.cancel()
-            _wait_for(ended)
+            # It may have come before a worker that had been started was noted. Every pool has one thread, so what is
+            # submitted now ends after that worker.
+            _wait_for([pool.submit(int) for pool in self._pools[: workers - 1]])
             raise
 
 
