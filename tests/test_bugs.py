@@ -1,8 +1,8 @@
 """Bugs that were met and mended, each with its story.
 
 A bug has its test in the file of what it was in: operators (test_bugs_ops.py), parallel calls (_parallel), clients that
-help (_helping), requests, pools and runtimes (_serving, _awaiting), pipelines (_pipe), captured models (_captured); here, if in
-more than one of these or in none.
+help (_helping), requests, pools and runtimes (_serving, _awaiting), pipelines (_pipe), captured models (_captured);
+here, if in more than one of these or in none.
 """
 
 import concurrent.futures
