@@ -38,13 +38,20 @@ train: $(INSTALLED)
 
 # The targets that install system packages: cmake and doctest, where they are missing.
 # INSTALL_SYSTEM_PACKAGES=0 has it name them instead.
-check: LEVEL := --quick
-test-all: LEVEL := --exhaustive
-
-check test test-all:
+define run_tests
 	@PYTHON=$(PYTHON) INSTALL_SYSTEM_PACKAGES=$${INSTALL_SYSTEM_PACKAGES:-1} bash tests/system_packages.sh test
 	@$(MAKE) --no-print-directory $(INSTALLED)
-	$(RUN) tests/run_all.py $(LEVEL) $(ARGS)
+	$(RUN) tests/run_all.py $(1) $(ARGS)
+endef
+
+check:
+	$(call run_tests,--quick)
+
+test:
+	$(call run_tests)
+
+test-all:
+	$(call run_tests,--exhaustive)
 
 # Warnings are errors: a reference that leads nowhere, a docstring that cannot be read.
 docs: $(INSTALLED)
