@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # devices.py, which says how tests run on a GPU
+# The modules that tests share (limits.py, specs/ and others), also for the processes that tests start.
+TESTS = str(Path(__file__).parent)
+sys.path.insert(0, TESTS)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [TESTS, os.environ.get("PYTHONPATH")]))
 
 import devices
 import limits

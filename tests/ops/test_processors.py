@@ -13,7 +13,7 @@ import sys
 
 import pytest
 import torch
-from limits import rounds
+from limits import LONG, rounds
 from specs import all_specs, samples_of
 from specs.samples import special_values
 
@@ -85,8 +85,6 @@ def results(calls):
 @pytest.fixture(scope="module")
 def everywhere(tmp_path_factory):
     """The results by capability, of those that the machine has."""
-    from limits import LONG  # not at the top: the children find no modules of the tests
-
     folder = tmp_path_factory.mktemp("processors")
     torch.save(inputs(), folder / "inputs")
     found = {}
