@@ -6,7 +6,6 @@ import collections.abc
 import typing
 
 __all__: list[str] = [
-    "Awaiting",
     "Executor",
     "Future",
     "Mailbox",
@@ -33,20 +32,17 @@ class ThreadIdentity:
     """What the runtime knows a thread by."""
 
 class Mailbox:
-    """Tells an event loop that requests are done."""
-
-class Awaiting:
-    """What ``await`` of a :class:`RequestFuture` iterates over."""
-    def __iter__(self) -> typing.Any:
-        """Implement iter(self)."""
-    def __next__(self) -> typing.Any:
-        """Implement next(self)."""
-    def close(self) -> None:
-        """Wait no longer."""
-    def send(self, value: typing.Any) -> typing.Any:
-        """Go on until the request is done."""
-    def throw(self, *args: typing.Any) -> typing.Any:
-        """Raise an exception where the coroutine waits; asyncio's CancelledError cancels."""
+    """Tells an event loop that requests are done, by ``call_loop(self)``."""
+    @staticmethod
+    def wake(waiter: typing.Any) -> None:
+        """Set a future of the loop, unless it is done; in the loop."""
+    def __init__(self, call_loop: typing.Any) -> None: ...
+    def deliver(self) -> None:
+        """Wake who waits for what is done; in the loop."""
+    def discard(self) -> None:
+        """Forget them: the loop has gone."""
+    def expect(self, future: typing.Any, waiter: typing.Any) -> None:
+        """Have the loop wake ``waiter``, a future of its own, once the request is done."""
 
 class RequestFuture:
     """
@@ -62,9 +58,7 @@ class RequestFuture:
         """Return an iterator to be used in await expression."""
     def __repr__(self) -> str:
         """Return repr(self)."""
-    def _await_within(self, seconds: float | None) -> Awaiting:
-        """What ``await`` iterates over, but that it cancels the request and raises TimeoutError after so many seconds."""
-    def add_done_callback(self, function: collections.abc.Callable[[RequestFuture], typing.Any]) -> None:
+    def add_done_callback(self, function: typing.Any) -> None:
         """
         Call ``function(future)`` once the request is done, on the thread that completes it; at once if it is done.
 
@@ -80,7 +74,7 @@ class RequestFuture:
         """True if it was cancelled before it had started, or before all of its batches had run."""
     def done(self) -> bool:
         """True once there is a result, an exception or a cancellation."""
-    def exception(self, timeout: float | None = None) -> BaseException | None:
+    def exception(self, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
         """
         Wait for the request and return what its batch raised, or None.
 
@@ -188,20 +182,13 @@ class Future:
     def done(self) -> bool:
         """True once the task has ended."""
     def exception(self, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
-        """
-        Wait for the task and return the exception that it raised, or None.
-
-        Takes and raises what :meth:`result` does, the task's own exception excepted.
-        """
+        """Wait as :meth:`result` does, and return the exception that the task raised, or None."""
     def result(self, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
         """
-        Wait for the task and return its value, or raise what it raised.
+        Wait for the task, ``timeout`` seconds at most, and return its value, or raise what it raised.
 
         A worker that waits without a timeout for a task of its own pool runs it itself if nobody has
         started it, so tasks may wait for tasks.
-
-        Args:
-            timeout: seconds to wait at most; None waits as long as it takes.
 
         Raises:
             TimeoutError: the task has not ended in time.
@@ -227,36 +214,13 @@ class WorkerPool:
         idle: typing.SupportsFloat | typing.SupportsIndex = 5.0,
     ) -> None:
         """
-        Start ``workers`` threads, and more while functions are queued and threads wait.
-
-        Args:
-            workers: how many threads are to do something at a time.
-            most: how many there may be with those that wait; there is always ``workers`` if it is no more.
-            still: seconds; a thread that uses no processor for so long waits. Longer than the interpreter's
-                switch interval, so that those that wait for its lock do not count.
-            idle: seconds; threads beyond ``workers`` that have had nothing to run for so long end.
-
-        Raises:
-            ValueError: ``workers`` is less than 1, or a number of seconds is not above 0.
+        Start ``workers`` threads, and up to ``most`` while functions are queued and threads wait: use no processor
+        for ``still`` seconds. Threads beyond ``workers`` end after ``idle`` seconds without work.
         """
     def shutdown(self, drain: bool = True) -> None:
-        """
-        Refuse further tasks and wait for the workers to end. May be called again.
-
-        Args:
-            drain: run what is queued; otherwise tasks that have not started are cancelled.
-
-        Raises:
-            RuntimeError: called from a worker of this pool, or in a fork.
-        """
+        """Refuse further tasks and wait for the workers to end; without ``drain``, cancel what has not started."""
     def submit(self, arg0: typing.Any, *args: typing.Any, **kwargs: typing.Any) -> Future:
-        """
-        Queue ``arg0(*args, **kwargs)`` and return its :class:`Future`.
-
-        Raises:
-            TypeError: ``arg0`` is not callable.
-            RuntimeError: the pool was shut down, or belongs to the parent of this process.
-        """
+        """Queue ``arg0(*args, **kwargs)`` and return its :class:`Future`; RuntimeError after a shutdown."""
     @property
     def workers(self) -> int:
         """The number of threads now."""
@@ -275,17 +239,11 @@ class PipelineRun:
         finished: typing.SupportsInt | typing.SupportsIndex | None = None,
     ) -> int | None:
         """
-        Wait until the worker's next node may start, and return it: it counts as started then.
+        Wait until the worker's next node may start, and return it: it counts as started then. None if nothing is
+        left to start, or the run is cancelled.
 
-        Ctrl-C ends the wait of the main thread and nothing else: the run goes on, and the worker may be asked
-        for again.
-
-        Args:
-            worker: whose thread this is.
-            finished: the node that this worker got before, which has ended; None if it got none.
-
-        Returns:
-            None if the worker has nothing left to start, or the run is cancelled.
+        ``finished`` is the node that this worker got before, which has ended. Ctrl-C ends the wait of the main
+        thread and nothing else: the worker may be asked for again.
 
         Raises:
             IndexError: there is no such worker or node.
@@ -298,39 +256,20 @@ class PipelinePlan:
     Nodes that depend on each other, each to be run by the thread of its worker.
 
     A worker starts its nodes in the order in which they were added, each as soon as all nodes that
-    it depends on have ended. A plan may be run any number of times; a run sees the plan as it was
-    when it began.
+    it depends on have ended. A run sees the plan as it was when it began.
     """
     def __init__(self, workers: typing.SupportsInt | typing.SupportsIndex) -> None:
-        """
-        Make a plan without nodes.
-
-        Raises:
-            ValueError: ``workers`` is less than 1.
-        """
+        """Make a plan without nodes, for at least one worker."""
     def add(self, worker: typing.SupportsInt | typing.SupportsIndex) -> int:
-        """
-        Add a node to the end of a worker's order and return its number, counted from 0.
-
-        Raises:
-            IndexError: there is no such worker.
-        """
+        """Add a node to the end of a worker's order and return its number, counted from 0."""
     def add_edge(
         self, before: typing.SupportsInt | typing.SupportsIndex, after: typing.SupportsInt | typing.SupportsIndex
     ) -> None:
-        """
-        Have node ``after`` wait until node ``before`` has ended; they may belong to different workers.
-
-        Raises:
-            IndexError: there is no such node.
-        """
+        """Have node ``after`` wait until node ``before`` has ended; they may belong to different workers."""
     def run(self) -> PipelineRun:
         """
-        Begin a run, for one thread a worker that calls :meth:`PipelineRun.next`.
-
-        Raises:
-            ValueError: the edges and the orders of the workers form a cycle, so that a run could hang; the message
-                names it.
+        Begin a run, for one thread a worker that calls :meth:`PipelineRun.next`; ValueError, which names it, for a
+        cycle of edges and orders, so that a run could hang.
         """
 
 class Profiled:
@@ -369,22 +308,13 @@ def parallel_for(
     """
     Call ``function(i)`` for every ``i`` in ``range(count)``, on the workers of ``pool`` and on this thread.
 
-    Returns when all calls have ended. This thread makes calls, too, so a call may do the same again, however
-    few workers there are.
-
-    Args:
-        pool: has the workers.
-        count: the number of calls.
-        function: what it returns is dropped.
-        inline_limit: in seconds; no worker is called as long as this thread ends a call within every such
-            span, since handing over shorter ones costs more than it gains.
+    No worker is called as long as this thread ends a call within every ``inline_limit`` seconds. A call may do the
+    same again, however few workers there are.
 
     Raises:
-        BaseException: what the first call, by its number, raised. On Ctrl-C calls that have not started are
-            left out, those that run are waited for, and the interrupt is raised; a second one does not wait.
+        BaseException: what the first call, by its number, raised, once all have ended. On Ctrl-C calls that have
+            not started are left out and the others waited for; a second one does not wait.
         concurrent.futures.CancelledError: the pool was stopped before all calls had started, and none raised.
-        TypeError: ``function`` is not callable.
-        ValueError: ``count`` is negative, or ``inline_limit`` is not a number of seconds up to a year.
         RuntimeError: the pool was shut down, or belongs to the parent of this process.
     """
 

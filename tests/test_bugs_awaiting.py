@@ -16,7 +16,6 @@ from limits import LONG
 from processes import in_child
 from torch import nn
 
-from pymoe import _runtime
 from pymoe.runtime import BatchTensorProto, ExpertBackend, ExpertClient, Runtime, TaskPool
 
 
@@ -113,7 +112,5 @@ def test_whatever_is_thrown_into_an_await_that_has_ended_comes_out() -> None:
         future.result(LONG)
     with pytest.raises(ValueError, match=r"^$"):
         future.__await__().throw(ValueError)
-    with pytest.raises(TypeError, match="expected an exception"):
+    with pytest.raises(TypeError, match="expected at least 1"):
         future.__await__().throw()
-    with pytest.raises(RuntimeError, match="only await makes one"):
-        next(_runtime.Awaiting.__new__(_runtime.Awaiting))

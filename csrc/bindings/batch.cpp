@@ -16,7 +16,6 @@
 namespace pymoe::bindings {
 namespace {
 
-using runtime::BufferPool;
 using Slice = runtime::Slice<SystemSync>;
 
 thread_local PyObject* interrupt = nullptr;
@@ -26,6 +25,8 @@ TensorRequest& request_of(const Slice& slice) { return static_cast<TensorRequest
 
 int64_t rows_of(const Slice& slice) { return slice.whole() ? request_of(slice).tensor_rows : slice.end - slice.begin; }
 
+void give_back(void* block) noexcept { buffers().give_back(block); }
+
 // The batch of one position.
 class Column {
  public:
@@ -34,7 +35,7 @@ class Column {
     shape_.insert(shape_.end(), position_.row_shape.begin(), position_.row_shape.end());
   }
   ~Column() {
-    if (block_ != nullptr) BufferPool::give_back(block_);
+    if (block_ != nullptr) buffers().give_back(block_);
   }
   Column(Column&& other) noexcept
       : batch_(other.batch_),
@@ -55,8 +56,7 @@ class Column {
   // Under the GIL; after gather.
   py::object tensor() {
     void* block = std::exchange(block_, nullptr);
-    return dlpack::make(block, BufferPool::give_back, position_.dtype, shape_.data(),
-                        static_cast<int32_t>(shape_.size()));
+    return dlpack::make(block, give_back, position_.dtype, shape_.data(), static_cast<int32_t>(shape_.size()));
   }
 
   // Under the GIL, which is let go of for the copy.
@@ -134,25 +134,7 @@ class Range {
   const py::object range_;
 };
 
-// What of a thread's Python state a batch has for itself, whosever thread it runs on: context variables (decimal's
-// precision, numpy's error state, what a web framework keeps there) are those of a thread that has just begun, while
-// this lives. A client's are not seen, and what is set is forgotten.
-class EmptyContext {
- public:
-  EmptyContext() : context_(own(PyContext_New())) {
-    if (PyContext_Enter(context_.ptr()) != 0) throw py::error_already_set();
-  }
-  ~EmptyContext() {
-    if (PyContext_Exit(context_.ptr()) != 0) PyErr_Clear();
-  }
-  EmptyContext(const EmptyContext&) = delete;
-  EmptyContext& operator=(const EmptyContext&) = delete;
-
- private:
-  const py::object context_;
-};
-
-// And a stack of its own depth: the calls that the thread is inside of do not count towards the recursion limit while
+// A stack of its own depth: the calls that the thread is inside of do not count towards the recursion limit while
 // this lives, so that a client that waits near its limit runs other clients' requests as a worker would. The limit may
 // change meanwhile.
 class WholeStack {
@@ -350,13 +332,15 @@ bool PyBatchFunction::may_retry(const std::exception_ptr& error) {
 py::object PyBatchFunction::call(const std::vector<py::object>& tensors) const {
   if (function_ == nullptr) raise(PyExc_RuntimeError, "%s: the pool was collected", where_.c_str());
   const py::object function = borrow(function_);
-  std::vector<PyObject*> arguments(tensors.size() + 1);
-  for (size_t i = 0; i < tensors.size(); ++i) arguments[i + 1] = tensors[i].ptr();
-  const EmptyContext context;
+  // Context variables (decimal's precision, numpy's error state, what a web framework keeps there) are those of a
+  // thread that has just begun, whosever thread it is: a client's are not seen, and what is set is forgotten.
+  static PyObject* const run = PyUnicode_InternFromString("run");
+  const py::object context = own(PyContext_New());
+  std::vector<PyObject*> arguments{context.ptr(), function.ptr()};
+  for (const py::object& tensor : tensors) arguments.push_back(tensor.ptr());
   const WholeStack stack;
   const GradMode enabled(true);
-  return own(PyObject_Vectorcall(function.ptr(), arguments.data() + 1, tensors.size() | PY_VECTORCALL_ARGUMENTS_OFFSET,
-                                 nullptr));
+  return own(PyObject_VectorcallMethod(run, arguments.data(), arguments.size(), nullptr));
 }
 
 void bind_batches(py::module_& module) {

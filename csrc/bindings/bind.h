@@ -9,11 +9,12 @@ void bind_awaiting(pybind11::module_& module);        // how coroutines wait for
 void bind_batches(pybind11::module_& module);         // settings and counters of what runs batches
 void bind_executor(pybind11::module_& module);        // Executor, the threads of a Runtime
 void bind_parameter_lock(pybind11::module_& module);  // ParameterLock
+void bind_pipeline_run(pybind11::module_& module);    // PipelinePlan, PipelineRun
 void bind_process(pybind11::module_& module);         // ThreadIdentity; fork and exit
 void bind_profiler(pybind11::module_& module);        // Profiled
 void bind_request_future(pybind11::module_& module);  // RequestFuture
 void bind_task_pool(pybind11::module_& module);       // TaskPool, QueueFull
 void bind_thread_state(pybind11::module_& module);    // whether a thread is in the state in which threads begin
-void bind_worker_pool(pybind11::module_& module);     // WorkerPool, Future
+void bind_worker_pool(pybind11::module_& module);     // WorkerPool, Future, parallel_for
 
 }  // namespace pymoe::bindings

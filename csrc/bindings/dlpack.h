@@ -6,7 +6,7 @@
 
 #include "bindings/gil.h"
 
-#include <cstddef>
+#include <compare>
 #include <cstdint>
 
 namespace pymoe::bindings::dlpack {
@@ -14,7 +14,7 @@ namespace pymoe::bindings::dlpack {
 struct Device {
   int32_t type;
   int32_t index;
-  bool operator==(const Device&) const = default;
+  auto operator<=>(const Device&) const = default;
 };
 constexpr int32_t kCpu = 1, kCuda = 2, kCudaHost = 3;
 
@@ -22,7 +22,7 @@ struct DataType {
   uint8_t code;
   uint8_t bits;
   uint16_t lanes;
-  bool operator==(const DataType&) const = default;
+  auto operator<=>(const DataType&) const = default;
 };
 constexpr uint8_t kComplex = 5;
 

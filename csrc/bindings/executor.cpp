@@ -13,63 +13,31 @@ namespace pymoe::bindings {
 namespace {
 
 using runtime::Stop;
-using StrandPointer = std::shared_ptr<runtime::Strand<SystemSync>>;
-using PoolPointers = std::vector<std::shared_ptr<Pool>>;
+using Threads = Stopping<runtime::Executor<SystemSync>>;
+using Strands = std::vector<std::shared_ptr<runtime::Strand<SystemSync>>>;
 
-class StoppableExecutor final : public Stoppable {
- public:
-  explicit StoppableExecutor(int workers) : executor(workers, serve_with_thread_state) {}
-  void cancel() override { executor.request_stop(Stop::kCancel); }
-  bool stopped_by(Clock::time_point until) override { return executor.wait_stopped_until(until); }
-  bool on_worker() const override { return executor.on_worker(); }
-
-  runtime::Executor<SystemSync> executor;
-};
-
-PoolPointers pools_in(const py::iterable& objects) {
-  PoolPointers pools;
-  for (py::handle object : objects) pools.push_back(pool_of(object.ptr(), "Runtime: a pool"));
-  return pools;
-}
-
-// Each once.
-std::vector<StrandPointer> strands_of(const PoolPointers& pools) {
-  std::vector<StrandPointer> strands;
-  for (const auto& pool : pools) {
-    if (std::find(strands.begin(), strands.end(), pool->strand()) == strands.end()) strands.push_back(pool->strand());
+// Those of the pools, each once.
+Strands strands_of(const py::iterable& pools) {
+  Strands strands;
+  for (py::handle pool : pools) {
+    const auto strand = pool_of(pool.ptr(), "Runtime: a pool")->strand();
+    if (std::find(strands.begin(), strands.end(), strand) == strands.end()) strands.push_back(strand);
   }
   return strands;
 }
 
-// Attaches the strands of the pools. False if one is served elsewhere: then all are as they were.
-bool serve(runtime::Executor<SystemSync>& executor, const PoolPointers& pools) {
-  const std::vector<StrandPointer> strands = strands_of(pools);
-  PoolPointers closed;
-  for (const auto& pool : pools) {
-    if (pool->closed()) closed.push_back(pool);
-  }
-  size_t attached = 0;
-  try {
-    for (; attached < strands.size(); ++attached) executor.attach(strands[attached]);
-    return true;
-  } catch (const runtime::StoppedError&) {
-  } catch (const std::logic_error&) {
-  }
-  const auto end = strands.begin() + static_cast<std::ptrdiff_t>(attached);
-  for (auto strand = strands.begin(); strand != end; ++strand) executor.detach(*strand);
-  for (const auto& pool : closed) {  // attaching had opened them
-    if (std::find(strands.begin(), end, pool->strand()) == end) continue;
-    pool->close();
-    pool->cancel_all("the request was cancelled: the start of its runtime was refused");
-  }
-  return false;
+// All of them, or none: false if one is served elsewhere. The GIL keeps away others who attach.
+bool attach(Threads& threads, const Strands& strands) {
+  if (std::any_of(strands.begin(), strands.end(), [](const auto& strand) { return strand->attached(); })) return false;
+  threads.threads.attach(strands);
+  return true;
 }
 
 class PyExecutor {
  public:
   // Checks the pools, too, which are not served before start.
   PyExecutor(int workers, const py::iterable& pools) : workers_(workers) {
-    pools_in(pools);
+    strands_of(pools);
     if (workers < 1) raise(PyExc_ValueError, "Runtime: num_workers must be at least 1, got %d", workers);
   }
 
@@ -90,74 +58,61 @@ class PyExecutor {
 
   bool running() const { return running_ != nullptr; }
 
-  void start(const py::iterable& objects) {
+  void start(const py::iterable& pools) {
     require_this_process(created_, "Runtime.start", "Runtime");
     if (running_) return;
-    const PoolPointers pools = pools_in(objects);
-    std::shared_ptr<StoppableExecutor> threads;
-    bool all = true;
+    const Strands strands = strands_of(pools);
+    std::shared_ptr<Threads> threads;
     {
       const WithoutGil released;
-      threads = std::make_shared<StoppableExecutor>(workers_);
+      threads = std::make_shared<Threads>(workers_, serve_with_thread_state);
       keep_until_stopped(threads);
-      all = serve(threads->executor, pools);
-      if (!all) threads->cancel();
     }
-    if (!all) {
-      wait_interruptibly([&](Clock::time_point until) { return threads->stopped_by(until); });
-      raise(PyExc_RuntimeError,
-            "Runtime.start: one of its pools is served by another Runtime, which was not shut down");
+    if (attach(*threads, strands)) {
+      running_ = std::move(threads);
+      return;
     }
-    running_ = std::move(threads);
+    stop(*threads, Stop::kCancel);
+    raise(PyExc_RuntimeError, "Runtime.start: one of its pools is served by another Runtime, which was not shut down");
   }
 
   void shutdown(bool drain) {
     const auto threads = others_threads("Runtime.shutdown", "its own runtime");
     if (!threads) return;
-    {
-      const WithoutGil released;
-      threads->executor.request_stop(drain ? Stop::kDrain : Stop::kCancel);
-    }
-    wait_interruptibly([&](Clock::time_point until) { return threads->stopped_by(until); });
+    stop(*threads, drain ? Stop::kDrain : Stop::kCancel);
     if (running_ == threads) running_.reset();
   }
 
-  void add(const py::iterable& objects) {
-    attach(objects, [](auto& executor, const PoolPointers& pools) { return serve(executor, pools); });
-  }
-
-  void take_back(const py::iterable& objects) {
-    attach(objects, [](auto& executor, const PoolPointers& pools) {
-      try {
-        for (const auto& strand : strands_of(pools)) executor.reopen(strand);
-        return true;
-      } catch (const runtime::StoppedError&) {
-      } catch (const std::logic_error&) {
-      }
-      return false;
+  void add(const py::iterable& pools) {
+    change("Runtime.add", pools, [](Threads& threads, const Strands& strands) {
+      if (!attach(threads, strands)) throw std::logic_error("served elsewhere");
     });
   }
 
-  bool release(const py::iterable& objects, bool drain, std::optional<double> timeout) {
+  void take_back(const py::iterable& pools) {
+    change("Runtime.add", pools, [](Threads& threads, const Strands& strands) {
+      for (const auto& strand : strands) threads.threads.reopen(strand);
+    });
+  }
+
+  bool release(const py::iterable& pools, bool drain, std::optional<double> timeout) {
     const auto deadline = deadline_after(timeout);
-    const std::vector<StrandPointer> strands = strands_of(pools_in(objects));
+    const Strands strands = strands_of(pools);
     const auto threads = others_threads("Runtime.remove", "what its own runtime serves");
     if (!threads) return true;
     {
       const WithoutGil released;
-      for (const auto& strand : strands)
-        threads->executor.request_release(strand, drain ? Stop::kDrain : Stop::kCancel);
+      for (const auto& strand : strands) strand->request_stop(drain ? Stop::kDrain : Stop::kCancel);
     }
-    for (const auto& strand : strands) {
-      const auto ended = [&](Clock::time_point until) { return threads->executor.wait_released_until(strand, until); };
-      if (!wait_interruptibly(ended, deadline)) return false;
-    }
-    return true;
+    return std::all_of(strands.begin(), strands.end(), [&](const auto& strand) {
+      const auto ended = [&](Clock::time_point until) { return threads->threads.wait_released_until(strand, until); };
+      return wait_interruptibly(ended, deadline);
+    });
   }
 
  private:
   // Null if it does not run. Throws where this is one of its threads, which cannot wait for the end of `whose`.
-  std::shared_ptr<StoppableExecutor> others_threads(const char* where, const char* whose) const {
+  std::shared_ptr<Threads> others_threads(const char* where, const char* whose) const {
     require_this_process(created_, where, "Runtime");
     if (running_ && running_->on_worker()) {
       raise(PyExc_RuntimeError, "%s: a worker cannot wait for the end of %s", where, whose);
@@ -165,24 +120,29 @@ class PyExecutor {
     return running_;
   }
 
-  template <typename How>
-  void attach(const py::iterable& objects, const How& how) {
-    require_this_process(created_, "Runtime.add", "Runtime");
-    const PoolPointers pools = pools_in(objects);
-    const auto threads = running_;
-    if (!threads) return;
-    bool all;
+  static void stop(Threads& threads, Stop how) {
     {
       const WithoutGil released;
-      all = how(threads->executor, pools);
+      threads.threads.request_stop(how);
     }
-    if (!all) {
-      raise(PyExc_RuntimeError,
-            "Runtime.add: one of the pools is served by another Runtime, or this one is being shut down");
+    wait_interruptibly([&](Clock::time_point until) { return threads.stopped_by(until); });
+  }
+
+  // With the GIL: this waits for nothing but locks under which nobody asks for it.
+  template <typename How>
+  void change(const char* where, const py::iterable& pools, const How& how) {
+    require_this_process(created_, where, "Runtime");
+    const Strands strands = strands_of(pools);
+    if (!running_) return;
+    try {
+      how(*running_, strands);
+    } catch (const std::exception&) {
+      raise(PyExc_RuntimeError, "%s: one of the pools is served by another Runtime, or this one is being shut down",
+            where);
     }
   }
 
-  std::shared_ptr<StoppableExecutor> running_;  // null while it does not run
+  std::shared_ptr<Threads> running_;  // null while it does not run
   const int workers_;
   const int created_ = generation();
 };

@@ -2,11 +2,9 @@
 
 #include <structmember.h>
 
-#include <array>
 #include <cstddef>
 #include <new>
 
-#include "bindings/awaiting.h"
 #include "bindings/batch.h"
 #include "bindings/bind.h"
 #include "bindings/errors.h"
@@ -29,6 +27,28 @@ struct FutureObject {
 
 PyTypeObject* future_type = nullptr;
 PyObject* standard_type = nullptr;  // concurrent.futures.Future
+
+}  // namespace
+}  // namespace pymoe::bindings
+
+// Hands futures to bound functions that take a FutureObject&.
+template <>
+struct pybind11::detail::type_caster<pymoe::bindings::FutureObject> {
+  static constexpr auto name = const_name("pymoe._runtime.RequestFuture");
+  template <typename>
+  using cast_op_type = pymoe::bindings::FutureObject&;
+
+  bool load(handle source, bool) {
+    value = reinterpret_cast<pymoe::bindings::FutureObject*>(source.ptr());
+    return PyObject_TypeCheck(source.ptr(), pymoe::bindings::future_type);
+  }
+  operator pymoe::bindings::FutureObject&() { return *value; }
+
+  pymoe::bindings::FutureObject* value;
+};
+
+namespace pymoe::bindings {
+namespace {
 
 FutureObject* self_of(PyObject* object) { return reinterpret_cast<FutureObject*>(object); }
 
@@ -108,8 +128,9 @@ std::optional<double> timeout_of(const char* where, PyObject* const* args, Py_ss
 }
 
 // What a request that is done came to, as CPython's functions return it.
-PyObject* outcome_of(PyObject* object) {
-  const TensorRequest& request = *self_of(object)->request;
+PyObject* outcome_of(FutureObject* self) {
+  const TensorRequest& request = *self->request;
+  PyObject* object = reinterpret_cast<PyObject*>(self);
   if (!request.error()) {
     if (may_refer(request.outcome)) track(object);
     return Py_NewRef(request.outcome);
@@ -125,33 +146,26 @@ PyObject* result(PyObject* object, PyObject* const* args, Py_ssize_t count, PyOb
     FutureObject* self = self_of(object);
     const auto timeout = timeout_of("RequestFuture.result", args, count, names);
     if (!self->request->done()) wait_until_done(self, "RequestFuture.result", deadline_after(timeout));
-    return outcome_of(object);
+    return outcome_of(self);
   });
 }
 
-PyObject* exception(PyObject* object, PyObject* const* args, Py_ssize_t count, PyObject* names) {
-  return guarded([&] {
-    FutureObject* self = self_of(object);
-    const auto timeout = timeout_of("RequestFuture.exception", args, count, names);
-    if (!self->request->done()) wait_until_done(self, "RequestFuture.exception", deadline_after(timeout));
-    if (!self->request->error()) return Py_NewRef(Py_None);
-    if (self->request->was_cancelled()) return outcome_of(object);
-    track(object);
-    return self->request->exception().release().ptr();
-  });
+py::object exception(FutureObject& self, std::optional<double> timeout) {
+  if (!self.request->done()) wait_until_done(&self, "RequestFuture.exception", deadline_after(timeout));
+  if (!self.request->error()) return py::none();
+  if (self.request->was_cancelled()) return own(outcome_of(&self));
+  track(reinterpret_cast<PyObject*>(&self));
+  return self.request->exception();
 }
 
-PyObject* done(PyObject* object, PyObject*) { return PyBool_FromLong(self_of(object)->request->done()); }
-
-PyObject* running(PyObject* object, PyObject*) {
-  const TensorRequest& request = *self_of(object)->request;
-  return PyBool_FromLong(!request.pending() && !request.done());
-}
-
-PyObject* cancelled(PyObject* object, PyObject*) { return PyBool_FromLong(self_of(object)->request->was_cancelled()); }
-
-PyObject* cancel(PyObject* object, PyObject*) {
-  return guarded([&] { return PyBool_FromLong(cancel_future(object)); });
+// False if its only or last batch has started, or it is done.
+bool cancel(FutureObject& self) {
+  const auto request = self.request;
+  if (request->done()) return request->was_cancelled();
+  require_this_process(self.created, "RequestFuture.cancel", "TaskPool");
+  const auto pool = self.pool;
+  const WithoutGil released;
+  return pool->cancel(request) || request->was_cancelled();
 }
 
 // Something for the thread that completes, which may be called with the GIL or without.
@@ -174,38 +188,24 @@ struct Callback {
   }
 };
 
-PyObject* add_done_callback(PyObject* object, PyObject* function) {
-  return guarded([&] {
-    if (!PyCallable_Check(function)) {
-      raise(PyExc_TypeError, "RequestFuture.add_done_callback: expected a function, got %s",
-            Py_TYPE(function)->tp_name);
-    }
-    track(object);
-    const auto request = self_of(object)->request;
-    auto callback = std::make_shared<Callback>(Callback{GilObject(borrow(function)), GilObject(borrow(object))});
-    const WithoutGil released;
-    request->on_done([callback = std::move(callback)] { (*callback)(); });
-    return Py_NewRef(Py_None);
-  });
-}
-
-// What is done can be awaited in the child of a fork, as result() can be called there.
-void require_waitable(PyObject* object) {
-  const FutureObject* self = self_of(object);
-  if (!self->request->done()) require_this_process(self->created, "await", "TaskPool");
+void add_done_callback(FutureObject& self, const py::object& function) {
+  if (!PyCallable_Check(function.ptr())) {
+    raise(PyExc_TypeError, "RequestFuture.add_done_callback: expected a function, got %s",
+          Py_TYPE(function.ptr())->tp_name);
+  }
+  PyObject* object = reinterpret_cast<PyObject*>(&self);
+  track(object);
+  const auto request = self.request;
+  auto callback = std::make_shared<Callback>(Callback{GilObject(function), GilObject(borrow(object))});
+  const WithoutGil released;
+  request->on_done([callback = std::move(callback)] { (*callback)(); });
 }
 
 PyObject* await(PyObject* object) {
   return guarded([&] {
-    require_waitable(object);
-    return make_awaiting(borrow(object)).release().ptr();
-  });
-}
-
-PyObject* await_within(PyObject* object, PyObject* seconds) {
-  return guarded([&] {
-    require_waitable(object);
-    return make_awaiting(borrow(object), py::cast<std::optional<double>>(py::handle(seconds))).release().ptr();
+    static PyObject* outcome = nullptr;
+    if (outcome == nullptr) outcome = forever(py::module_::import("pymoe.runtime.awaiting").attr("outcome"));
+    return PyObject_CallOneArg(outcome, object);
   });
 }
 
@@ -268,15 +268,6 @@ int clear(PyObject* object) {
   return 0;
 }
 
-// Objects of the type that were freed, for the next ones.
-#ifdef Py_GIL_DISABLED
-constexpr size_t kMostFree = 0;
-#else
-constexpr size_t kMostFree = 256;
-#endif
-std::array<FutureObject*, kMostFree + 1> free_objects;
-size_t free_count = 0;
-
 void dealloc(PyObject* object) {
   FutureObject* self = self_of(object);
   if (PyObject_GC_IsTracked(object)) PyObject_GC_UnTrack(object);
@@ -297,11 +288,7 @@ void dealloc(PyObject* object) {
     if (self->created != generation()) new std::pair(request, pool);
   }
   PyTypeObject* type = Py_TYPE(object);
-  if (free_count < kMostFree) {
-    free_objects[free_count++] = self;
-  } else {
-    PyObject_GC_Del(object);
-  }
+  PyObject_GC_Del(object);
   Py_DECREF(type);
 }
 
@@ -316,43 +303,13 @@ PyMethodDef methods[] = {
      "    TimeoutError: the request is not done in time, or had not started within its own timeout.\n"
      "    concurrent.futures.CancelledError: it was cancelled, or its runtime or pool went before it had started.\n"
      "    RuntimeError: the process is a fork, or a batch waits for its own expert."},
-    {"exception", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(exception)), METH_FASTCALL | METH_KEYWORDS,
-     "exception(self: pymoe._runtime.RequestFuture, timeout: float | None = None) -> BaseException | None\n\n"
-     "Wait for the request and return what its batch raised, or None.\n\n"
-     "Requests of one batch share the exception. Takes and raises what :meth:`result` does otherwise."},
-    {"done", done, METH_NOARGS,
-     "done(self: pymoe._runtime.RequestFuture) -> bool\n\nTrue once there is a result, an exception or a "
-     "cancellation."},
-    {"running", running, METH_NOARGS,
-     "running(self: pymoe._runtime.RequestFuture) -> bool\n\nTrue while its batch runs: it cannot be cancelled."},
-    {"cancelled", cancelled, METH_NOARGS,
-     "cancelled(self: pymoe._runtime.RequestFuture) -> bool\n\n"
-     "True if it was cancelled before it had started, or before all of its batches had run."},
-    {"cancel", cancel, METH_NOARGS,
-     "cancel(self: pymoe._runtime.RequestFuture) -> bool\n\n"
-     "Take the request out of its queue; False if its only or last batch has started, or it is done.\n\n"
-     "One that has more rows than a batch runs no further batch, and is done when the one that runs has ended."},
-    {"add_done_callback", add_done_callback, METH_O,
-     "add_done_callback(self: pymoe._runtime.RequestFuture, function: "
-     "collections.abc.Callable[[pymoe._runtime.RequestFuture], object]) -> None\n\n"
-     "Call ``function(future)`` once the request is done, on the thread that completes it; at once if it is done.\n\n"
-     "What the function raises is logged by the logger ``pymoe.runtime``."},
-    {"_await_within", await_within, METH_O,
-     "_await_within(self: pymoe._runtime.RequestFuture, seconds: float | None) -> pymoe._runtime.Awaiting\n\n"
-     "What ``await`` iterates over, but that it cancels the request and raises TimeoutError after so many seconds."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
 py::object make_future(std::shared_ptr<TensorRequest> request, std::shared_ptr<Pool> pool, bool may_help) {
-  FutureObject* self;
-  if (free_count > 0) {
-    self = free_objects[--free_count];
-    PyObject_Init(reinterpret_cast<PyObject*>(self), future_type);
-  } else {
-    self = PyObject_GC_New(FutureObject, future_type);
-    if (self == nullptr) throw py::error_already_set();
-  }
+  FutureObject* self = PyObject_GC_New(FutureObject, future_type);
+  if (self == nullptr) throw py::error_already_set();
   self->weak_references = nullptr;
   self->standard = nullptr;
   new (&self->request) std::shared_ptr<TensorRequest>(std::move(request));
@@ -362,22 +319,11 @@ py::object make_future(std::shared_ptr<TensorRequest> request, std::shared_ptr<P
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
 }
 
-const std::shared_ptr<TensorRequest>& request_of(PyObject* future) { return self_of(future)->request; }
-
-py::object result_of(PyObject* future) { return own(outcome_of(future)); }
-
-bool cancel_future(PyObject* future) {
-  const FutureObject* self = self_of(future);
-  if (self->request->done()) return self->request->was_cancelled();
-  require_this_process(self->created, "RequestFuture.cancel", "TaskPool");
-  const auto request = self->request;
-  const auto pool = self->pool;
-  bool taken;
-  {
-    const WithoutGil released;
-    taken = pool->cancel(request);
-  }
-  return taken || request->was_cancelled();
+std::shared_ptr<TensorRequest> waitable_request_of(const py::object& future, const char* where) {
+  if (!PyObject_TypeCheck(future.ptr(), future_type)) raise(PyExc_TypeError, "%s: expected a RequestFuture", where);
+  const FutureObject* self = self_of(future.ptr());
+  if (!self->request->done()) require_this_process(self->created, where, "TaskPool");
+  return self->request;
 }
 
 runtime::Help help_of_this_thread(bool may, bool limited) {
@@ -413,7 +359,29 @@ void bind_request_future(py::module_& module) {
                       Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
   py::object type = own(PyType_FromSpec(&spec));
   module.attr("RequestFuture") = type;
-  future_type = reinterpret_cast<PyTypeObject*>(type.release().ptr());  // kept for the process
+  future_type = reinterpret_cast<PyTypeObject*>(type.inc_ref().ptr());  // kept for the process
+
+  const auto def = [&](const char* name, auto function, const auto&... extra) {
+    type.attr(name) = py::cpp_function(function, py::name(name), py::is_method(type), extra...);
+  };
+  def("exception", exception, py::arg("timeout") = py::none(),
+      "Wait for the request and return what its batch raised, or None.\n\n"
+      "Requests of one batch share the exception. Takes and raises what :meth:`result` does otherwise.");
+  def(
+      "done", [](const FutureObject& self) { return self.request->done(); },
+      "True once there is a result, an exception or a cancellation.");
+  def(
+      "running", [](const FutureObject& self) { return !self.request->pending() && !self.request->done(); },
+      "True while its batch runs: it cannot be cancelled.");
+  def(
+      "cancelled", [](const FutureObject& self) { return self.request->was_cancelled(); },
+      "True if it was cancelled before it had started, or before all of its batches had run.");
+  def("cancel", cancel,
+      "Take the request out of its queue; False if its only or last batch has started, or it is done.\n\n"
+      "One that has more rows than a batch runs no further batch, and is done when the one that runs has ended.");
+  def("add_done_callback", add_done_callback, py::arg("function"),
+      "Call ``function(future)`` once the request is done, on the thread that completes it; at once if it is done.\n\n"
+      "What the function raises is logged by the logger ``pymoe.runtime``.");
 
   module.def(
       "must_help", [](bool limited) { return help_of_this_thread(false, limited) == runtime::Help::kInBatch; },

@@ -13,12 +13,8 @@ namespace pymoe::bindings {
 // A future of a request that was submitted to the pool.
 py::object make_future(std::shared_ptr<TensorRequest> request, std::shared_ptr<Pool> pool, bool may_help);
 
-// Of an object of the type.
-const std::shared_ptr<TensorRequest>& request_of(PyObject* future);
-// The result of a request that is done; throws what it raised.
-py::object result_of(PyObject* future);
-// False if its only or last batch has started, or it is done.
-bool cancel_future(PyObject* future);
+// The request of a future. Throws std::runtime_error if it is not done, and belongs to the parent of this process.
+std::shared_ptr<TensorRequest> waitable_request_of(const py::object& future, const char* where);
 
 // Whether a thread that would wait for a request, or for room in a queue, runs batches meanwhile. Under the GIL.
 //

@@ -1,8 +1,6 @@
 // The Python module pymoe._runtime.
 #include "bindings/bind.h"
 #include "bindings/errors.h"
-#include "bindings/parallel_for.h"
-#include "bindings/pipeline_run.h"
 
 // Without mod_gil_not_used: an interpreter that has no GIL takes it up again, which guards much of this folder.
 PYBIND11_MODULE(_runtime, module) {
@@ -20,7 +18,6 @@ PYBIND11_MODULE(_runtime, module) {
   bind_executor(module);
   bind_parameter_lock(module);
   bind_worker_pool(module);
-  bind_parallel_for(module);
   bind_pipeline_run(module);
   bind_profiler(module);
 }

@@ -1,11 +1,11 @@
-#include "bindings/pipeline_run.h"
-
+// PipelinePlan and PipelineRun of pymoe._runtime: runtime/pipeline_run.h for Python.
 #include "runtime/pipeline_run.h"
 
 #include <memory>
 #include <optional>
 #include <utility>
 
+#include "bindings/bind.h"
 #include "bindings/gil.h"
 #include "bindings/process.h"
 #include "runtime/sync.h"
@@ -30,28 +30,21 @@ class PyPipelineRun {
   PyPipelineRun& operator=(const PyPipelineRun&) = delete;
 
   std::optional<int> next(int worker, std::optional<int> finished) {
-    require_this_process(created_, "PipelineRun.next", "PipelineRun");
-    Plan::Node node = run_->ask(worker, finished);
+    Plan::Node node = of_this_process("PipelineRun.next").ask(worker, finished);
     if (node == Run::kLater) node = wait(worker);
     return node == Run::kNone ? std::nullopt : std::optional(node);
   }
 
-  void cancel() {
-    require_this_process(created_, "PipelineRun.cancel", "PipelineRun");
-    run_->cancel();
-  }
-
-  bool cancelled() const {
-    require_this_process(created_, "PipelineRun.cancelled", "PipelineRun");
-    return run_->cancelled();
-  }
-
-  bool done() const {
-    require_this_process(created_, "PipelineRun.done", "PipelineRun");
-    return run_->done();
-  }
+  void cancel() { of_this_process("PipelineRun.cancel").cancel(); }
+  bool cancelled() const { return of_this_process("PipelineRun.cancelled").cancelled(); }
+  bool done() const { return of_this_process("PipelineRun.done").done(); }
 
  private:
+  Run& of_this_process(const char* where) const {
+    require_this_process(created_, where, "PipelineRun");
+    return *run_;
+  }
+
   Plan::Node wait(int worker) {
     Plan::Node node = Run::kLater;
     try {
@@ -76,14 +69,10 @@ void bind_pipeline_run(py::module_& module) {
   py::class_<PyPipelineRun>(module, "PipelineRun",
                             "One run of a :class:`PipelinePlan`. Made by :meth:`PipelinePlan.run`.")
       .def("next", &PyPipelineRun::next, py::arg("worker"), py::arg("finished") = py::none(),
-           "Wait until the worker's next node may start, and return it: it counts as started then.\n\n"
-           "Ctrl-C ends the wait of the main thread and nothing else: the run goes on, and the worker may be asked\n"
-           "for again.\n\n"
-           "Args:\n"
-           "    worker: whose thread this is.\n"
-           "    finished: the node that this worker got before, which has ended; None if it got none.\n\n"
-           "Returns:\n"
-           "    None if the worker has nothing left to start, or the run is cancelled.\n\n"
+           "Wait until the worker's next node may start, and return it: it counts as started then. None if nothing is\n"
+           "left to start, or the run is cancelled.\n\n"
+           "``finished`` is the node that this worker got before, which has ended. Ctrl-C ends the wait of the main\n"
+           "thread and nothing else: the worker may be asked for again.\n\n"
            "Raises:\n"
            "    IndexError: there is no such worker or node.\n"
            "    RuntimeError: ``finished`` is not what the worker runs; another thread waits for this worker; or the\n"
@@ -95,27 +84,17 @@ void bind_pipeline_run(py::module_& module) {
   py::class_<Plan>(module, "PipelinePlan",
                    "Nodes that depend on each other, each to be run by the thread of its worker.\n\n"
                    "A worker starts its nodes in the order in which they were added, each as soon as all nodes that\n"
-                   "it depends on have ended. A plan may be run any number of times; a run sees the plan as it was\n"
-                   "when it began.")
-      .def(py::init<int>(), py::arg("workers"),
-           "Make a plan without nodes.\n\n"
-           "Raises:\n"
-           "    ValueError: ``workers`` is less than 1.")
+                   "it depends on have ended. A run sees the plan as it was when it began.")
+      .def(py::init<int>(), py::arg("workers"), "Make a plan without nodes, for at least one worker.")
       .def("add", &Plan::add, py::arg("worker"),
-           "Add a node to the end of a worker's order and return its number, counted from 0.\n\n"
-           "Raises:\n"
-           "    IndexError: there is no such worker.")
+           "Add a node to the end of a worker's order and return its number, counted from 0.")
       .def("add_edge", &Plan::add_edge, py::arg("before"), py::arg("after"),
-           "Have node ``after`` wait until node ``before`` has ended; they may belong to different workers.\n\n"
-           "Raises:\n"
-           "    IndexError: there is no such node.")
+           "Have node ``after`` wait until node ``before`` has ended; they may belong to different workers.")
       .def(
           "run", [](Plan& plan) { return std::make_unique<PyPipelineRun>(plan); },
-          "Begin a run, for one thread a worker that calls :meth:`PipelineRun.next`.\n\n"
-          "Raises:\n"
-          "    ValueError: the edges and the orders of the workers form a cycle, so that a run could hang; the "
-          "message\n"
-          "        names it.");
+          "Begin a run, for one thread a worker that calls :meth:`PipelineRun.next`; ValueError, which names it, for "
+          "a\n"
+          "cycle of edges and orders, so that a run could hang.");
 }
 
 }  // namespace pymoe::bindings

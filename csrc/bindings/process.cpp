@@ -1,8 +1,6 @@
 #include "bindings/process.h"
 
-#if !defined(_WIN32)
 #include <pthread.h>
-#endif
 
 #include <atomic>
 #include <mutex>
@@ -130,9 +128,7 @@ bool on_worker_thread() { return is_worker; }
 bool on_server_thread() { return is_server; }
 
 void bind_process(py::module_& module) {
-#if !defined(_WIN32)
   pthread_atfork(before_fork, after_fork, start_generation);
-#endif
   py::module_::import("atexit").attr("register")(py::cpp_function(stop_all));
 
   py::class_<ThreadIdentity>(module, "ThreadIdentity", "What the runtime knows a thread by.");

@@ -9,9 +9,11 @@
 
 #include "bindings/gil.h"
 
-#include <chrono>
 #include <functional>
 #include <memory>
+#include <utility>
+
+#include "runtime/worker_pool.h"
 
 namespace pymoe::bindings {
 
@@ -22,9 +24,22 @@ class Stoppable {
   // Drops what has not started, and returns at once.
   virtual void cancel() = 0;
   // True once every thread has ended, and then they are joined.
-  virtual bool stopped_by(std::chrono::steady_clock::time_point until) = 0;
+  virtual bool stopped_by(Clock::time_point until) = 0;
   // True on one of its threads, which cannot wait for its own end.
   virtual bool on_worker() const = 0;
+};
+
+// A WorkerPool or an Executor of the runtime.
+template <typename Threads>
+class Stopping final : public Stoppable {
+ public:
+  template <typename... Arguments>
+  explicit Stopping(Arguments&&... arguments) : threads(std::forward<Arguments>(arguments)...) {}
+  void cancel() override { threads.request_stop(runtime::Stop::kCancel); }
+  bool stopped_by(Clock::time_point until) override { return threads.wait_stopped_until(until); }
+  bool on_worker() const override { return threads.on_worker(); }
+
+  Threads threads;
 };
 
 // Keeps `stoppable` until it has stopped and nobody else refers to it. Throws std::runtime_error at exit. No GIL.

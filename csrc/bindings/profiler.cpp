@@ -1,9 +1,7 @@
 // torch's profiler, carried to the threads that work for the one that is profiled.
 #include "bindings/bind.h"
 
-#if !defined(_WIN32)
 #include <dlfcn.h>
-#endif
 
 #include <memory>
 #include <utility>
@@ -32,13 +30,11 @@ struct TorchProfiler {
 
 template <typename Function>
 void find(Function& function, const char* library, const char* name) {
-#if !defined(_WIN32)
   // Libraries that are loaded already, or none.
   if (void* handle = dlopen(library, RTLD_NOLOAD | RTLD_LAZY)) {
     function = reinterpret_cast<Function>(dlsym(handle, name));
     dlclose(handle);
   }
-#endif
 }
 
 const TorchProfiler& torch_profiler() {

@@ -77,42 +77,18 @@ bool TensorRequest::was_cancelled() const {
   }
 }
 
-static size_t hash_of(const dlpack::Tensor* tensors, size_t count) {
-  uint64_t hash = count;
-  const auto add = [&](uint64_t value) { hash = (hash ^ value) * 0x9e3779b97f4a7c15u, hash ^= hash >> 29; };
-  for (size_t i = 0; i < count; ++i) {
-    add(static_cast<uint64_t>(tensors[i].ndim));
-    add(tensors[i].dtype.code + 256u * tensors[i].dtype.bits);
-    for (int32_t dimension = 1; dimension < tensors[i].ndim; ++dimension) {
-      add(static_cast<uint64_t>(tensors[i].shape[dimension]));
-    }
-  }
-  return static_cast<size_t>(hash);
-}
-
 std::shared_ptr<const Signature> Signatures::find(const dlpack::Tensor* tensors, size_t count) {
-  const auto same = [&](const std::shared_ptr<const Signature>& signature) {
-    if (signature->positions.size() != count) return false;
-    for (size_t i = 0; i < count; ++i) {
-      if (!signature->positions[i].matches(tensors[i])) return false;
-    }
-    return true;
-  };
-  if (last_ && same(last_)) return last_;
-  const size_t hash = hash_of(tensors, count);
-  for (auto [entry, end] = known_.equal_range(hash); entry != end; ++entry) {
-    if (same(entry->second)) return last_ = entry->second;
+  const auto matches = [](const Position& position, const dlpack::Tensor& tensor) { return position.matches(tensor); };
+  if (last_ && std::equal(last_->positions.begin(), last_->positions.end(), tensors, tensors + count, matches)) {
+    return last_;
   }
+  std::vector<Position> positions(tensors, tensors + count);
+  if (const auto found = known_.find(positions); found != known_.end()) return last_ = found->second;
   if (schema_) check(tensors, count);  // runs Python only where it throws
-  auto made = std::make_shared<Signature>(Signature{next_kind_++, {}});
-  for (size_t i = 0; i < count; ++i) {
-    const dlpack::Tensor& tensor = tensors[i];
-    made->positions.push_back(
-        {tensor.dtype, tensor.device, {tensor.shape + 1, tensor.shape + tensor.ndim}, tensor.row_bytes()});
-  }
   if (known_.size() >= most_known_) forget_unused();
-  known_.emplace(hash, made);
-  return last_ = made;
+  last_ = std::make_shared<Signature>(Signature{next_kind_++, positions});
+  known_.emplace(std::move(positions), last_);
+  return last_;
 }
 
 // Ragged requests come in any number of shapes. One that is forgotten is a new kind when it comes back, so those that

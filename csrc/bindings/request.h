@@ -9,9 +9,9 @@
 #include "runtime/task_pool.h"
 
 #include <array>
+#include <map>
 #include <memory>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 namespace pymoe::bindings {
@@ -31,17 +31,24 @@ class BatchRaised : public std::exception {
 };
 
 struct Position {
+  explicit Position(const dlpack::Tensor& tensor)
+      : dtype(tensor.dtype),
+        device(tensor.device),
+        row_shape(tensor.shape + 1, tensor.shape + tensor.ndim),
+        row_bytes(tensor.row_bytes()) {}
+
   dlpack::DataType dtype;
   dlpack::Device device;
   std::vector<int64_t> row_shape;
   int64_t row_bytes;
 
   bool matches(const dlpack::Tensor& tensor) const;
+  auto operator<=>(const Position&) const = default;
 };
 
 struct Signature {
-  uint64_t kind;
-  std::vector<Position> positions;
+  const uint64_t kind;
+  const std::vector<Position> positions;
 };
 
 // One client's tensors. Everything Python is read and written under the GIL alone.
@@ -103,7 +110,7 @@ class Signatures {
   const std::string pool_;
   const std::optional<std::vector<Position>> schema_;
   std::shared_ptr<const Signature> last_;
-  std::unordered_multimap<size_t, std::shared_ptr<const Signature>> known_;  // by hash
+  std::map<std::vector<Position>, std::shared_ptr<const Signature>> known_;
   size_t most_known_ = kKept;
   uint64_t next_kind_ = 0;
 };

@@ -34,8 +34,7 @@ std::vector<Position> read_schema(const py::sequence& schema) {
     dlpack::Tensor tensor;
     const auto place = static_cast<Py_ssize_t>(positions.size());
     const py::object kept = dlpack::read(like.ptr(), tensor, "TaskPool: schema", place);
-    positions.push_back(
-        {tensor.dtype, tensor.device, {tensor.shape + 1, tensor.shape + tensor.ndim}, tensor.row_bytes()});
+    positions.emplace_back(tensor);
   }
   return positions;
 }

@@ -1,165 +1,271 @@
-#include "bindings/worker_pool.h"
-
+// WorkerPool and Future of pymoe._runtime, and parallel_for on such a pool.
 #include "runtime/worker_pool.h"
 
 #include <pybind11/typing.h>
 
 #include <memory>
 #include <optional>
-#include <string>
 #include <utility>
 
 #include "bindings/bind.h"
 #include "bindings/errors.h"
 #include "bindings/process.h"
+#include "runtime/parallel_for.h"
+#include "runtime/sync.h"
 
 namespace pymoe::bindings {
-
-using runtime::Future;
-using runtime::Stop;
-
-// What a call ended with: its value, or the exception that it raised.
-struct CallOutcome {
-  GilObject object;
-  bool raised;
-};
-
 namespace {
 
-class Call {
- public:
-  Call(py::object function, py::object args, py::object kwargs)
-      : function_(std::move(function)), args_(std::move(args)), kwargs_(std::move(kwargs)) {}
+using runtime::Stop;
+using runtime::SystemSync;
+using Threads = Stopping<runtime::WorkerPool<SystemSync>>;
 
-  CallOutcome operator()() {
-    const WithGil gil;
-    const py::object function = function_.take(), args = args_.take(), kwargs = kwargs_.take();
-    try {
-      return {GilObject(own(PyObject_Call(function.ptr(), args.ptr(), kwargs.ptr()))), false};
-    } catch (const py::error_already_set& error) {
-      return {GilObject(exception_of(error)), true};
+Clock::duration seconds_up_to_a_year(double seconds, bool valid, const char* what) {
+  if (!valid || !(seconds <= 366.0 * 86400)) {
+    raise(PyExc_ValueError, "%s, a year at most, got %R", what, py::float_(seconds).ptr());
+  }
+  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+}
+
+// A call on a pool, and what came of it: the job and its future. Its Python objects are used under the GIL.
+class Task final : public runtime::Job, public runtime::Completion<SystemSync> {
+ public:
+  Task(py::object function, py::object args, py::object kwargs, std::weak_ptr<Threads> pool)
+      : function_(std::move(function)), args_(std::move(args)), kwargs_(std::move(kwargs)), pool_(std::move(pool)) {}
+
+  void run() noexcept override {
+    if (!claim()) return;
+    {
+      const WithGil gil;
+      const py::object function = function_.take(), args = args_.take(), kwargs = kwargs_.take();
+      try {
+        outcome_ = GilObject(own(PyObject_Call(function.ptr(), args.ptr(), kwargs.ptr())));
+      } catch (const py::error_already_set& error) {
+        raised_ = true;
+        outcome_ = GilObject(exception_of(error));
+      }
     }
+    complete();
+  }
+
+  void cancel() noexcept override {
+    if (!claim()) return;
+    {
+      const WithGil gil;
+      function_.take(), args_.take(), kwargs_.take();
+    }
+    complete(
+        std::make_exception_ptr(runtime::Cancelled("the task was cancelled: its pool stopped before it had started")));
+  }
+
+  py::object result(std::optional<double> timeout) {
+    wait_for_end("Future.result", timeout);
+    if (raised_) raise(outcome_.get());
+    return outcome_.share();
+  }
+
+  py::object exception(std::optional<double> timeout) {
+    wait_for_end("Future.exception", timeout);
+    return raised_ ? outcome_.share() : py::none();
   }
 
  private:
-  GilObject function_, args_, kwargs_;
-};
-
-}  // namespace
-
-class PyFuture {
- public:
-  PyFuture(Future<CallOutcome> future, std::weak_ptr<StoppablePool> pool, int created)
-      : future_(std::move(future)), pool_(std::move(pool)), created_(created) {}
-
-  bool done() const { return future_.done(); }
-
-  py::object result(std::optional<double> timeout) const {
-    const CallOutcome& outcome = wait("Future.result", timeout);
-    if (outcome.raised) raise(outcome.object.get());
-    return outcome.object.share();
-  }
-
-  py::object exception(std::optional<double> timeout) const {
-    const CallOutcome& outcome = wait("Future.exception", timeout);
-    return outcome.raised ? outcome.object.share() : py::none();
-  }
-
- private:
-  const CallOutcome& wait(const char* where, std::optional<double> timeout) const {
-    if (!future_.done()) {
+  void wait_for_end(const char* where, std::optional<double> timeout) {
+    if (!done()) {
       require_this_process(created_, where, "WorkerPool");
       if (!timeout) help_as_worker();
-      const auto ended = [&](Clock::time_point until) { return future_.wait_until(until); };
-      if (!wait_interruptibly(ended, deadline_after(timeout))) {
+      if (!wait_interruptibly([&](Clock::time_point until) { return wait_until(until); }, deadline_after(timeout))) {
         raise(PyExc_TimeoutError, "%s: the task has not ended in time", where);
       }
     }
-    try {
-      return future_.get();
-    } catch (const runtime::Cancelled& error) {
-      const py::object type = py::module_::import("concurrent.futures").attr("CancelledError");
-      raise(type.ptr(), "%s", error.what());
-    }
+    if (!error()) return;
+    set_python_error(error());
+    throw py::error_already_set();
   }
 
   // Runs the task if it has not started and this is a worker of its pool, maybe the only one who could. Other threads
   // leave it to the workers, so that no more tasks run at a time than there are workers.
-  void help_as_worker() const {
+  void help_as_worker() {
     const WithoutGil released;
     const auto pool = pool_.lock();
-    if (pool && pool->on_worker()) future_.help();
+    if (pool && pool->on_worker()) run();
   }
 
-  Future<CallOutcome> future_;
-  std::weak_ptr<StoppablePool> pool_;
-  int created_;
+  GilObject function_, args_, kwargs_, outcome_;
+  bool raised_ = false;  // what the outcome is
+  const std::weak_ptr<Threads> pool_;
+  const int created_ = generation();
 };
 
-PyWorkerPool::PyWorkerPool(int workers, int most, double still, double idle) : created_(generation()) {
-  const auto in_seconds = [](double seconds, const char* name) {
-    constexpr double kYear = 366.0 * 86400;
-    if (!(seconds > 0 && seconds <= kYear)) {
-      raise(PyExc_ValueError, "WorkerPool: %s must be a number of seconds above 0, a year at most", name);
+// All under the GIL.
+class PyWorkerPool {
+ public:
+  PyWorkerPool(int workers, int most, double still, double idle) {
+    const runtime::Growth<SystemSync> growth{
+        most, seconds_up_to_a_year(still, still > 0, "WorkerPool: still must be a number of seconds above 0"),
+        seconds_up_to_a_year(idle, idle > 0, "WorkerPool: idle must be a number of seconds above 0")};
+    const WithoutGil released;  // also while a pool that came too late joins its workers
+    threads_ = std::make_shared<Threads>(workers, with_thread_state, growth);
+    keep_until_stopped(threads_);
+  }
+
+  // May run on any thread, a worker of this very pool included, so it does not wait: the process keeps the threads.
+  ~PyWorkerPool() {
+    if (created_ == generation()) threads_->threads.request_stop(Stop::kDrain);
+  }
+  PyWorkerPool(const PyWorkerPool&) = delete;
+  PyWorkerPool& operator=(const PyWorkerPool&) = delete;
+
+  std::shared_ptr<Task> submit(py::object function, py::Args<py::object> args, py::KWArgs<py::object> kwargs) {
+    const std::shared_ptr<Threads>& threads = of_this_process("WorkerPool.submit");
+    if (!PyCallable_Check(function.ptr())) {
+      raise(PyExc_TypeError, "WorkerPool.submit: the first argument must be callable, got %s",
+            Py_TYPE(function.ptr())->tp_name);
     }
-    return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+    auto task = std::make_shared<Task>(std::move(function), std::move(args), std::move(kwargs), threads);
+    const WithoutGil released;
+    if (threads->threads.post(task, SystemSync::now())) return task;
+    throw runtime::StoppedError("WorkerPool: submit after the pool was stopped");
+  }
+
+  void shutdown(bool drain) {
+    const std::shared_ptr<Threads>& threads = of_this_process("WorkerPool.shutdown");
+    if (threads->on_worker()) {
+      raise(PyExc_RuntimeError, "WorkerPool.shutdown: a worker cannot wait for the end of its own pool");
+    }
+    {
+      const WithoutGil released;
+      threads->threads.request_stop(drain ? Stop::kDrain : Stop::kCancel);
+    }
+    wait_interruptibly([&](Clock::time_point until) { return threads->stopped_by(until); });
+  }
+
+  int workers() const { return threads_->threads.workers(); }
+
+  // Throws std::runtime_error, with `where`, if the pool belongs to the parent of this process.
+  const std::shared_ptr<Threads>& of_this_process(const char* where) const {
+    require_this_process(created_, where, "WorkerPool");
+    return threads_;
+  }
+
+ private:
+  std::shared_ptr<Threads> threads_;  // they outlive this object until they have stopped
+  const int created_ = generation();
+};
+
+// --- parallel_for ---
+
+using Calls = runtime::ParallelFor<runtime::SystemSync>;
+
+// What a call raised. Copies share the exception object; they are made and destroyed without the GIL.
+struct CallRaised : std::exception {
+  explicit CallRaised(py::object error) : object(std::make_shared<GilObject>(std::move(error))) {}
+  const char* what() const noexcept override { return "a call raised"; }
+  std::shared_ptr<GilObject> object;
+};
+
+// What the innermost parallel_for of a thread shares with the calls that the thread makes for it.
+struct Helped {
+  Calls* run = nullptr;
+  py::object interrupt;  // that came in one of these calls
+};
+thread_local Helped* helped = nullptr;
+
+// While it lives, the thread makes calls of the run.
+struct Helping {
+  explicit Helping(Helped* now) : before(std::exchange(helped, now)) {}
+  ~Helping() { helped = before; }
+  Helping(const Helping&) = delete;
+  Helping& operator=(const Helping&) = delete;
+  Helped* before;
+};
+
+// Makes the calls that are left, and waits for those that run. An interrupt leaves out what has not started; a second
+// one does not wait for the rest.
+void wait_for(Calls& run) {
+  Helped shared{&run, {}};
+  const Helping helping(&shared);
+  try {
+    wait_interruptibly([&](Clock::time_point until) { return run.help_until(until); });
+  } catch (const py::error_already_set& error) {
+    shared.interrupt = exception_of(error);
+    {
+      const WithoutGil released;
+      run.cancel();
+    }
+    wait_interruptibly([&](Clock::time_point until) { return run.wait_until(until); });
+  }
+  if (shared.interrupt) raise(shared.interrupt);
+}
+
+void raise_error(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const CallRaised& raised) {
+    raise(raised.object->get());
+  } catch (...) {
+    set_python_error(error);
+    throw py::error_already_set();
+  }
+}
+
+void parallel_for(const PyWorkerPool& pool, int count, const py::typing::Callable<py::object(int)>& function,
+                  double inline_limit) {
+  if (count < 0) raise(PyExc_ValueError, "parallel_for: count must be at least 0, got %d", count);
+  const auto limit = seconds_up_to_a_year(inline_limit, inline_limit >= 0,
+                                          "parallel_for: inline_limit must be a number of seconds of at least 0");
+  auto workers = pool.of_this_process("parallel_for");
+  const auto kept = std::make_shared<GilObject>(borrow(function.ptr()));
+  const auto call = [kept](int number) {
+    const WithGil gil;
+    try {
+      own(PyObject_CallOneArg(kept->get(), py::int_(number).ptr()));
+    } catch (const py::error_already_set& raised) {
+      py::object error = exception_of(raised);
+      if (helped != nullptr && is_interrupt(error)) {
+        helped->interrupt = error;
+        const WithoutGil released;
+        helped->run->cancel();
+      }
+      throw CallRaised(std::move(error));
+    }
   };
-  const StoppablePool::Growth growth{most, in_seconds(still, "still"), in_seconds(idle, "idle")};
-  const WithoutGil released;  // also while a pool that came too late joins its workers
-  auto pool = std::make_shared<StoppablePool>(workers, growth);
-  keep_until_stopped(pool);
-  kept_ = std::move(pool);
-}
-
-// May run on any thread, a worker of this very pool included, so it does not wait: the process keeps the pool.
-PyWorkerPool::~PyWorkerPool() {
-  if (created_ == generation()) kept_->pool.request_stop(Stop::kDrain);
-}
-
-PyFuture PyWorkerPool::submit(py::object function, py::Args<py::object> args, py::KWArgs<py::object> kwargs) {
-  require_this_process(created_, "WorkerPool.submit", "WorkerPool");
-  if (!PyCallable_Check(function.ptr())) {
-    raise(PyExc_TypeError, "WorkerPool.submit: the first argument must be callable, got %s",
-          Py_TYPE(function.ptr())->tp_name);
-  }
-  Call call(std::move(function), std::move(args), std::move(kwargs));
-  const WithoutGil released;
-  return {kept_->pool.submit(std::move(call)), kept_, created_};
-}
-
-void PyWorkerPool::shutdown(bool drain) {
-  require_this_process(created_, "WorkerPool.shutdown", "WorkerPool");
-  if (kept_->on_worker()) {
-    raise(PyExc_RuntimeError, "WorkerPool.shutdown: a worker cannot wait for the end of its own pool");
-  }
+  std::shared_ptr<Calls> run;
   {
     const WithoutGil released;
-    kept_->pool.request_stop(drain ? Stop::kDrain : Stop::kCancel);
+    run = Calls::start(workers->threads, count, call, limit);
   }
-  wait_interruptibly([&](Clock::time_point until) { return kept_->stopped_by(until); });
+  // Destroys what the calls have raised, or leaves it to a worker that is about to end: without the GIL, as the pool.
+  struct Released {
+    ~Released() {
+      const WithoutGil released;
+      run.reset();
+      workers.reset();
+    }
+    std::shared_ptr<Calls>& run;
+    std::shared_ptr<Threads>& workers;
+  };
+  const Released at_end{run, workers};
+  wait_for(*run);
+  if (run->error()) raise_error(run->error());
 }
 
-std::shared_ptr<StoppablePool> PyWorkerPool::kept(const char* where) const {
-  require_this_process(created_, where, "WorkerPool");
-  return kept_;
-}
+}  // namespace
 
 void bind_worker_pool(py::module_& module) {
-  py::class_<PyFuture>(module, "Future", "The outcome of a task, to come. Made by :meth:`WorkerPool.submit`.")
-      .def("done", &PyFuture::done, "True once the task has ended.")
-      .def("result", &PyFuture::result, py::arg("timeout") = py::none(),
-           "Wait for the task and return its value, or raise what it raised.\n\n"
+  py::class_<Task, std::shared_ptr<Task>>(module, "Future",
+                                          "The outcome of a task, to come. Made by :meth:`WorkerPool.submit`.")
+      .def("done", &Task::done, "True once the task has ended.")
+      .def("result", &Task::result, py::arg("timeout") = py::none(),
+           "Wait for the task, ``timeout`` seconds at most, and return its value, or raise what it raised.\n\n"
            "A worker that waits without a timeout for a task of its own pool runs it itself if nobody has\n"
            "started it, so tasks may wait for tasks.\n\n"
-           "Args:\n"
-           "    timeout: seconds to wait at most; None waits as long as it takes.\n\n"
            "Raises:\n"
            "    TimeoutError: the task has not ended in time.\n"
            "    concurrent.futures.CancelledError: the pool was shut down before the task had started.\n"
            "    RuntimeError: the process is a fork that has not got the pool's workers.")
-      .def("exception", &PyFuture::exception, py::arg("timeout") = py::none(),
-           "Wait for the task and return the exception that it raised, or None.\n\n"
-           "Takes and raises what :meth:`result` does, the task's own exception excepted.");
+      .def("exception", &Task::exception, py::arg("timeout") = py::none(),
+           "Wait as :meth:`result` does, and return the exception that the task raised, or None.");
 
   py::class_<PyWorkerPool>(module, "WorkerPool",
                            "Threads that run submitted functions, first come, first served.\n\n"
@@ -167,27 +273,14 @@ void bind_worker_pool(py::module_& module) {
                            "interpreter exit queued tasks are cancelled and running ones waited for.")
       .def(py::init<int, int, double, double>(), py::arg("workers"), py::arg("most") = 0, py::arg("still") = 0.008,
            py::arg("idle") = 5.0,
-           "Start ``workers`` threads, and more while functions are queued and threads wait.\n\n"
-           "Args:\n"
-           "    workers: how many threads are to do something at a time.\n"
-           "    most: how many there may be with those that wait; there is always ``workers`` if it is no more.\n"
-           "    still: seconds; a thread that uses no processor for so long waits. Longer than the interpreter's\n"
-           "        switch interval, so that those that wait for its lock do not count.\n"
-           "    idle: seconds; threads beyond ``workers`` that have had nothing to run for so long end.\n\n"
-           "Raises:\n"
-           "    ValueError: ``workers`` is less than 1, or a number of seconds is not above 0.")
+           "Start ``workers`` threads, and up to ``most`` while functions are queued and threads wait: use no "
+           "processor\n"
+           "for ``still`` seconds. Threads beyond ``workers`` end after ``idle`` seconds without work.")
       // The function's parameter has no name, so that every keyword is the function's own.
       .def("submit", &PyWorkerPool::submit,
-           "Queue ``arg0(*args, **kwargs)`` and return its :class:`Future`.\n\n"
-           "Raises:\n"
-           "    TypeError: ``arg0`` is not callable.\n"
-           "    RuntimeError: the pool was shut down, or belongs to the parent of this process.")
+           "Queue ``arg0(*args, **kwargs)`` and return its :class:`Future`; RuntimeError after a shutdown.")
       .def("shutdown", &PyWorkerPool::shutdown, py::arg("drain") = true,
-           "Refuse further tasks and wait for the workers to end. May be called again.\n\n"
-           "Args:\n"
-           "    drain: run what is queued; otherwise tasks that have not started are cancelled.\n\n"
-           "Raises:\n"
-           "    RuntimeError: called from a worker of this pool, or in a fork.")
+           "Refuse further tasks and wait for the workers to end; without ``drain``, cancel what has not started.")
       .def_property_readonly("workers", &PyWorkerPool::workers, "The number of threads now.")
       .def(
           "__enter__", [](PyWorkerPool& self) -> PyWorkerPool& { return self; }, py::return_value_policy::reference)
@@ -198,6 +291,19 @@ void bind_worker_pool(py::module_& module) {
           },
           py::arg("type"), py::arg("value"), py::arg("traceback"),
           "Shut down: draining, or cancelling what is queued if the block raised.");
+
+  module.def(
+      "parallel_for", &parallel_for, py::arg("pool"), py::arg("count"), py::arg("function"),
+      py::arg("inline_limit") = 0.0,
+      "Call ``function(i)`` for every ``i`` in ``range(count)``, on the workers of ``pool`` and on this thread.\n\n"
+      "No worker is called as long as this thread ends a call within every ``inline_limit`` seconds. A call may do "
+      "the\n"
+      "same again, however few workers there are.\n\n"
+      "Raises:\n"
+      "    BaseException: what the first call, by its number, raised, once all have ended. On Ctrl-C calls that have\n"
+      "        not started are left out and the others waited for; a second one does not wait.\n"
+      "    concurrent.futures.CancelledError: the pool was stopped before all calls had started, and none raised.\n"
+      "    RuntimeError: the pool was shut down, or belongs to the parent of this process.");
 }
 
 }  // namespace pymoe::bindings

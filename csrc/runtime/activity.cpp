@@ -1,6 +1,5 @@
 #include "runtime/activity.h"
 
-#if defined(__linux__)
 #include <fcntl.h>
 #include <pthread.h>
 #include <sys/syscall.h>
@@ -10,11 +9,8 @@
 #include <cstdio>
 #include <cstring>
 #include <utility>
-#endif
 
 namespace pymoe::runtime {
-
-#if defined(__linux__)
 
 ThreadActivity ThreadActivity::of_this_thread() {
   ThreadActivity activity;
@@ -47,13 +43,5 @@ bool ThreadActivity::ready() const {
   const char* const name_end = std::strrchr(text, ')');
   return name_end != nullptr && name_end[1] == ' ' && name_end[2] == 'R';
 }
-
-#else
-
-ThreadActivity ThreadActivity::of_this_thread() { return {}; }
-bool ThreadActivity::advanced() { return true; }
-bool ThreadActivity::ready() const { return true; }
-
-#endif
 
 }  // namespace pymoe::runtime

@@ -2,7 +2,6 @@
 //
 // A thread that waits (for a lock, a socket, a time) uses no processor: its processor time stands still, to the
 // nanosecond, and it is not ready to run. One that is ready and gets no processor on a busy machine does not wait.
-// Where the system cannot be asked (other than Linux) every thread counts as one that does something.
 #pragma once
 
 #include <cstdint>

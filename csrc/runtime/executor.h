@@ -10,8 +10,8 @@
 //            with kCancel what has not begun is cancelled. wait_stopped_until is true once every request is done and
 //            every thread has ended. Every request that was ever submitted is done by then. Both may be called
 //            repeatedly. The destructor stops with kCancel.
-// Release    takes one strand out again, in the same two steps: an expert may leave while others work on. Between the
-//            steps, while nobody waits, reopen takes it back.
+// Release    A strand whose own request_stop was called is taken out by wait_released_until, once that is true: an
+//            expert may leave while others work on. Before, while nobody waits, reopen takes it back.
 // Errors     attach throws StoppedError after a stop; std::logic_error for a strand that belongs to an executor. To
 //            wait for the end from a worker, or from a batch, throws std::logic_error.
 // Threads    All functions may be called from any thread.
@@ -47,15 +47,15 @@ class Executor {
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
 
-  void attach(const StrandPointer& strand) {
+  void attach(const StrandPointer& strand) { attach(std::vector{strand}); }
+  void attach(const std::vector<StrandPointer>& strands) {
     const std::lock_guard lock(mutex_);
     if (stopping_) throw StoppedError("Executor: attach after it was stopped");
-    strand->attach(workers_, timer_);
-    strands_.push_back(strand);
+    for (const StrandPointer& strand : strands) {
+      strand->attach(workers_, timer_);
+      strands_.push_back(strand);
+    }
   }
-
-  // The first step of taking a strand out; then wait_released_until, until it is true.
-  void request_release(const StrandPointer& strand, Stop how) { strand->request_stop(how); }
 
   bool wait_released_until(const StrandPointer& strand, Time until) {
     if (!strand->wait_finished_until(until)) return false;
@@ -64,7 +64,8 @@ class Executor {
     return true;
   }
 
-  // Takes request_release back, for a strand whose end nobody waits for; attaches one that has been taken out already.
+  // Takes the strand's request_stop back, for a strand whose end nobody waits for; attaches one that has been taken out
+  // already.
   void reopen(const StrandPointer& strand) {
     {
       const std::lock_guard lock(mutex_);
@@ -75,12 +76,6 @@ class Executor {
       }
     }
     attach(strand);
-  }
-
-  // Takes a strand out as it is: its pools stay open, and what they hold waits for another executor.
-  void detach(const StrandPointer& strand) {
-    const std::lock_guard lock(mutex_);
-    if (std::erase(strands_, strand) > 0) strand->detach();
   }
 
   void request_stop(Stop how) {

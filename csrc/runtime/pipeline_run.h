@@ -27,12 +27,11 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
-
-#include "runtime/cycle.h"
 
 namespace pymoe::runtime {
 
@@ -41,6 +40,7 @@ class PipelinePlan {
   using Node = int32_t;  // counted from 0 in the order in which nodes were added
 
   static constexpr Node kNone = -1;  // in place of a node
+  static size_t index(int32_t number) { return static_cast<size_t>(number); }
 
   explicit PipelinePlan(int workers) {
     if (workers < 1) {
@@ -71,6 +71,10 @@ class PipelinePlan {
     std::vector<int32_t> before;            // of each node: how many nodes it waits for
     std::vector<int32_t> first;             // after[first[n] .. first[n + 1] - 1] are the nodes that wait for node n
     std::vector<Node> after;
+
+    std::span<const Node> after_of(Node node) const {
+      return std::span(after).subspan(index(first[index(node)]), index(first[index(node) + 1] - first[index(node)]));
+    }
   };
 
   // As it is now.
@@ -93,39 +97,61 @@ class PipelinePlan {
   }
 
  private:
-  static size_t index(int32_t number) { return static_cast<size_t>(number); }
-
+  // A worker's order is made of edges, too.
   std::shared_ptr<const Compiled> compile() const {
-    refuse_cycle(orders_);
+    auto edges = edges_;
+    for (const auto& order : orders_) {
+      for (size_t i = 1; i < order.size(); ++i) edges.emplace_back(order[i - 1], order[i]);
+    }
     const size_t nodes = worker_of_.size();
     auto plan = std::make_shared<Compiled>();
     plan->orders = orders_;
     plan->worker_of = worker_of_;
     plan->before.resize(nodes);
     plan->first.resize(nodes + 1);
-    plan->after.resize(edges_.size());
-    for (const auto& [before, after] : edges_) {
+    plan->after.resize(edges.size());
+    for (const auto& [before, after] : edges) {
       ++plan->first[index(before) + 1];
       ++plan->before[index(after)];
     }
     for (size_t node = 0; node < nodes; ++node) plan->first[node + 1] += plan->first[node];
     auto next = plan->first;
-    for (const auto& [before, after] : edges_) plan->after[index(next[index(before)]++)] = after;
+    for (const auto& [before, after] : edges) plan->after[index(next[index(before)]++)] = after;
+    refuse_cycle(*plan);
     return plan;
   }
 
-  void refuse_cycle(const std::vector<std::vector<Node>>& orders) const {
-    auto edges = edges_;
-    for (const auto& order : orders) {
-      for (size_t i = 1; i < order.size(); ++i) edges.emplace_back(order[i - 1], order[i]);
+  static void refuse_cycle(const Compiled& plan) {
+    // Take away nodes that wait for nothing, again and again.
+    auto before = plan.before;
+    const auto nodes = static_cast<Node>(before.size());
+    std::vector<Node> free;
+    for (Node node = 0; node < nodes; ++node) {
+      if (before[index(node)] == 0) free.push_back(node);
     }
-    const auto cycle = find_cycle(static_cast<int32_t>(worker_of_.size()), edges);
-    if (cycle.empty()) return;
-    const auto label = [this](Node node) {
-      return "node " + std::to_string(node) + " (worker " + std::to_string(worker_of_[index(node)]) + ")";
+    for (size_t i = 0; i < free.size(); ++i) {
+      for (const Node after : plan.after_of(free[i])) {
+        if (--before[index(after)] == 0) free.push_back(after);
+      }
+    }
+    if (free.size() == before.size()) return;
+    // Each node that is left waits for another of them, so a walk backwards runs into a cycle.
+    std::vector<Node> from(before.size(), kNone);
+    Node node = kNone;
+    for (Node left = 0; left < nodes; ++left) {
+      if (before[index(left)] == 0) continue;
+      if (node == kNone) node = left;
+      for (const Node after : plan.after_of(left)) from[index(after)] = left;
+    }
+    std::vector<bool> seen(before.size());
+    for (; !seen[index(node)]; node = from[index(node)]) seen[index(node)] = true;
+    const auto label = [&](Node one) {
+      return "node " + std::to_string(one) + " (worker " + std::to_string(plan.worker_of[index(one)]) + ")";
     };
-    throw std::invalid_argument("PipelinePlan: the edges and the orders of the workers form a cycle: " +
-                                describe_cycle(cycle, label));
+    std::string cycle = label(node);
+    for (Node step = from[index(node)]; step != node; step = from[index(step)]) cycle = label(step) + " -> " + cycle;
+    throw std::invalid_argument("PipelinePlan: the edges and the orders of the workers form a cycle: " + label(node) +
+                                " -> " + cycle);
   }
 
   std::vector<std::vector<Node>> orders_;  // of each worker
@@ -232,7 +258,7 @@ class PipelineRun {
     std::vector<int32_t> to_wake;  // the worker's thread's own: workers whose next node its node made ready
   };
 
-  static size_t index(int32_t number) { return static_cast<size_t>(number); }
+  static size_t index(int32_t number) { return PipelinePlan::index(number); }
 
   // --- all with the lock held ---
 
@@ -257,10 +283,8 @@ class PipelineRun {
 
   // What the worker runs has ended.
   void end(Worker& worker) {
-    const size_t node = index(std::exchange(worker.running, kNone));
     --unended_;
-    for (int32_t k = plan_->first[node]; k < plan_->first[node + 1]; ++k) {
-      const Node after = plan_->after[index(k)];
+    for (const Node after : plan_->after_of(std::exchange(worker.running, kNone))) {
       if (--before_[index(after)] > 0) continue;
       const int32_t number = plan_->worker_of[index(after)];
       Worker& other = workers_[index(number)];

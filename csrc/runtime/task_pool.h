@@ -12,7 +12,7 @@
 //            runs it itself, which saves two changes of thread for a lonely request, and lets an expert that asks
 //            another expert run it on the only worker there is. To wait from inside a batch for a request of the strand
 //            that runs it can never end: std::logic_error.
-// Closing    close refuses further requests: submit throws StoppedError. reopen takes them in again.
+// Closing    close refuses further requests: submit throws StoppedError. Its strand opens it again.
 // Gone       The destructor completes what is still queued with Cancelled.
 // Threads    All functions may be called from any thread. The pool must be owned by a shared_ptr.
 #pragma once
@@ -154,14 +154,6 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     closed_ = true;
     room_.notify_all();
     strand_->changed_.notify_all();
-  }
-  void reopen() {
-    const std::lock_guard lock(strand_->mutex_);
-    closed_ = false;
-  }
-  bool closed() const {
-    const std::lock_guard lock(strand_->mutex_);
-    return closed_;
   }
 
   // Completes every request that has not begun, or takes further batches, with Cancelled(reason).

@@ -2,30 +2,22 @@
 // or grows with jobs that wait.
 //
 //     WorkerPool<SystemSync> pool(4);
-//     Future<int> answer = pool.submit([] { return 6 * 7; });
-//     answer.get();
+//     pool.post(job, SystemSync::now());
 //     pool.stop();
 //
 // Jobs      post hands over a job with its rank: a point in time, so that what has waited longest goes first and a
 //           priority is a head start. post_at runs a job at a time, or as soon after it as a worker is free; its rank
 //           is that time. Exactly one of run() and cancel() is called on a job that was taken, once and under no lock.
-// Tasks     submit makes a job of a function; its rank is the present. What the function returns or throws appears in
-//           the future; an exception in a task touches nothing else. The function object is destroyed before the future
-//           is done, by the thread that ran it. A thread that waits for a task that has not started runs it itself
-//           (future.h): the number of workers bounds what runs at a time only as far as nobody waits.
-// Growing   A pool that may grow (growth.h) has `workers` threads at first and gets more while jobs are left lying
-//           because those that run wait: as many as it takes to have `workers` threads that do something. So jobs may
-//           wait for each other, up to the limit, and jobs that compute do not get in each other's way. One more
-//           thread, the watcher, looks after this; it sleeps unless a job is left lying, or more than `workers` have
-//           one. Threads beyond the first `workers` that had nothing to run for a while end.
+// Growing   A pool that may grow has `workers` threads at first and gets more while jobs stay queued because those
+//           that run wait; worker_pool_growth.h says when, and has the thread that looks after it, the watcher.
 // Stopping  request_stop refuses further jobs from then on and returns at once. With Stop::kDrain everything posted
 //           still runs; with Stop::kCancel what has not started is cancelled. Either way jobs whose time has not come
 //           are cancelled, and what runs is never interrupted. stop waits, too, until every worker has ended. Both may
 //           be called any number of times and from several threads. The destructor stops with kDrain.
-// Errors    submit after a stop throws StoppedError; post and post_at return false. Waiting for the workers from one of
-//           them can never end, so it throws std::logic_error. The constructor throws std::invalid_argument for fewer
-//           than one worker, and if the system refuses a thread it ends those already running and throws on. (Where it
-//           refuses a thread to a pool that would grow, the pool asks again later.)
+// Errors    post and post_at return false after a stop. Waiting for the workers from one of them can never end, so it
+//           throws std::logic_error. The constructor throws std::invalid_argument for fewer than one worker, and if the
+//           system refuses a thread it ends those already running and throws on. (Where it refuses a thread to a pool
+//           that would grow, the pool asks again later.)
 // Threads   All functions may be called from any thread, including from jobs (stop and the destructor excepted). No
 //           thread exists before the constructor or after stop.
 #pragma once
@@ -34,19 +26,14 @@
 #include <atomic>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <stdexcept>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
-#include "runtime/function_task.h"
-#include "runtime/future.h"
-#include "runtime/growth.h"
-#include "runtime/job_queue.h"
 #include "runtime/sync.h"
 
 namespace pymoe::runtime {
@@ -57,6 +44,20 @@ class StoppedError : public std::runtime_error {
 };
 
 enum class Stop { kDrain, kCancel };
+
+struct Job {
+  virtual ~Job() = default;
+  virtual void run() noexcept = 0;
+  // Instead of run(): the pool was stopped first.
+  virtual void cancel() noexcept {}
+};
+
+template <typename Sync>
+struct Growth {
+  int most = 0;                     // threads; a pool with no fewer workers does not grow
+  typename Sync::Duration still{};  // a thread that does nothing for so long waits
+  typename Sync::Duration idle{};   // threads that were added end after so long without a job
+};
 
 template <typename Sync>
 class WorkerPool {
@@ -73,14 +74,6 @@ class WorkerPool {
 
   bool post(std::shared_ptr<Job> job, Rank rank);
   bool post_at(Time when, std::shared_ptr<Job> job);
-
-  template <typename Function>
-  auto submit(Function&& function) {
-    using Stored = std::decay_t<Function>;
-    auto task = std::make_shared<FunctionTask<Stored, Sync>>(std::forward<Function>(function));
-    if (!post(task, Sync::now())) throw StoppedError("WorkerPool: submit after the pool was stopped");
-    return Future<std::invoke_result_t<Stored&>, Sync>(std::move(task));
-  }
 
   void request_stop(Stop how);
   void stop(Stop how = Stop::kDrain);
@@ -100,7 +93,12 @@ class WorkerPool {
  private:
   using Lock = std::unique_lock<typename Sync::Mutex>;
 
-  struct Worker : Watched<Sync> {
+  // By rank. Ranks mostly grow from one push to the next: the end is where to look first.
+  using Jobs = std::multimap<Rank, std::shared_ptr<Job>>;
+
+  struct Worker {
+    typename Sync::Activity activity;  // whether it does something, and when it was last seen to
+    Time since{};
     typename Sync::Thread thread;   // for who starts it and who joins it, one after the other
     typename Sync::ThreadId id{};   // guarded by mutex_, as is the rest; nobody's while the thread does not run
     typename Sync::Condition wake;  // called has become true
@@ -111,15 +109,18 @@ class WorkerPool {
   void work(Worker& self);
   std::shared_ptr<Job> next(Worker& self);
   bool sleep(Worker& self, Lock& lock);
-  void retire(Worker& self);
+  void retire(Worker& self) {
+    retired_.push_back(take_out(self));
+    call_watcher();
+  }
   std::unique_ptr<Worker> take_out(Worker& worker);
   void watch();                     // the watcher's thread
   Time look(Lock& lock, Time now);  // returns when to look again
   void join_retired(Lock& lock);
-  // How many jobs are left lying: they could run, and no worker is about to look.
-  size_t left_lying(Time now) const {
+  // How many jobs could run, and no worker is about to look.
+  size_t unserved(Time now) const {
     if (!idle_.empty() || timekeeper_ != nullptr) return 0;
-    return ready_.size() + (!timed_.empty() && !(now < timed_.first_rank()));
+    return ready_.size() + (!timed_.empty() && !(now < timed_.begin()->first));
   }
   void call_watcher() {
     if (!grows() || watched_) return;
@@ -131,11 +132,28 @@ class WorkerPool {
     if (--running_ == 0) ended_.notify_all();
   }
   void release_due();
-  void make_ready(Rank rank, std::shared_ptr<Job> job);
-  std::shared_ptr<Job> take_ready();
+  static std::shared_ptr<Job> pop(Jobs& jobs) { return std::move(jobs.extract(jobs.begin()).mapped()); }
+  void make_ready(Rank rank, std::shared_ptr<Job> job) {
+    ready_.emplace_hint(ready_.end(), rank, std::move(job));
+    first_rank_.store(ready_.begin()->first, std::memory_order_relaxed);
+  }
+  std::shared_ptr<Job> take_ready() {
+    std::shared_ptr<Job> job = pop(ready_);
+    first_rank_.store(ready_.empty() ? Rank::max() : ready_.begin()->first, std::memory_order_relaxed);
+    return job;
+  }
   // A sleeping worker that is to look again: the caller then notifies it, best without the lock. Null if none sleeps.
-  Worker* call_idle();
-  Worker* call_timekeeper();
+  Worker* call_idle() {
+    if (idle_.empty()) return nullptr;
+    Worker* worker = idle_.back();
+    idle_.pop_back();
+    worker->called = true;
+    return worker;
+  }
+  Worker* call_timekeeper() {
+    if (timekeeper_ != nullptr) timekeeper_->called = true;
+    return std::exchange(timekeeper_, nullptr);
+  }
   void refuse_on_worker() const {
     if (on_worker()) throw std::logic_error("WorkerPool: a worker cannot wait for the end of its own pool");
   }
@@ -152,7 +170,7 @@ class WorkerPool {
   // about to notify it.
   std::vector<std::unique_ptr<Worker>> workers_, retired_, spare_;
   std::atomic<int> count_{0};  // of workers_; written under the lock
-  JobQueue<Rank> ready_, timed_;
+  Jobs ready_, timed_;
   std::atomic<Rank> first_rank_{Rank::max()};  // of ready_; written under the lock
   std::vector<Worker*> idle_;
   Worker* timekeeper_ = nullptr;
@@ -242,8 +260,8 @@ bool WorkerPool<Sync>::post_at(Time when, std::shared_ptr<Job> job) {
   {
     const std::lock_guard lock(mutex_);
     if (stopping_) return false;
-    const bool first = timed_.empty() || when < timed_.first_rank();
-    timed_.push(when, std::move(job));
+    const bool first = timed_.empty() || when < timed_.begin()->first;
+    timed_.emplace_hint(timed_.end(), when, std::move(job));
     if (first) called = timekeeper_ != nullptr ? call_timekeeper() : call_idle();
     if (first && called == nullptr) call_watcher();
   }
@@ -323,17 +341,11 @@ bool WorkerPool<Sync>::sleep(Worker& self, Lock& lock) {
     return workers() <= base_;
   }
   timekeeper_ = &self;
-  const Time until = timed_.first_rank();
+  const Time until = timed_.begin()->first;
   while (!self.called && self.wake.wait_until(lock, until)) {
   }
   if (!self.called) timekeeper_ = nullptr;
   return true;
-}
-
-template <typename Sync>
-void WorkerPool<Sync>::retire(Worker& self) {
-  retired_.push_back(take_out(self));
-  call_watcher();
 }
 
 // Of workers_, with the lock held.
@@ -352,41 +364,13 @@ template <typename Sync>
 void WorkerPool<Sync>::release_due() {
   if (timed_.empty()) return;
   const Time now = Sync::now();
-  for (bool first = true; !timed_.empty() && !(now < timed_.first_rank()); first = false) {
-    const Rank rank = timed_.first_rank();
-    make_ready(rank, timed_.pop());
+  for (bool first = true; !timed_.empty() && !(now < timed_.begin()->first); first = false) {
+    const Rank rank = timed_.begin()->first;
+    make_ready(rank, pop(timed_));
     Worker* called = first ? nullptr : call_idle();
     if (called != nullptr) called->wake.notify_one();
     if (!first && called == nullptr) call_watcher();
   }
-}
-
-template <typename Sync>
-void WorkerPool<Sync>::make_ready(Rank rank, std::shared_ptr<Job> job) {
-  ready_.push(rank, std::move(job));
-  first_rank_.store(ready_.first_rank(), std::memory_order_relaxed);
-}
-
-template <typename Sync>
-std::shared_ptr<Job> WorkerPool<Sync>::take_ready() {
-  std::shared_ptr<Job> job = ready_.pop();
-  first_rank_.store(ready_.empty() ? Rank::max() : ready_.first_rank(), std::memory_order_relaxed);
-  return job;
-}
-
-template <typename Sync>
-auto WorkerPool<Sync>::call_idle() -> Worker* {
-  if (idle_.empty()) return nullptr;
-  Worker* worker = idle_.back();
-  idle_.pop_back();
-  worker->called = true;
-  return worker;
-}
-
-template <typename Sync>
-auto WorkerPool<Sync>::call_timekeeper() -> Worker* {
-  if (timekeeper_ != nullptr) timekeeper_->called = true;
-  return std::exchange(timekeeper_, nullptr);
 }
 
 template <typename Sync>
@@ -396,7 +380,7 @@ void WorkerPool<Sync>::request_stop(Stop how) {
     const std::lock_guard lock(mutex_);
     if (how == Stop::kDrain) release_due();  // no worker may have looked since a job's time came
     stopping_ = true;
-    while (!timed_.empty()) dropped.push_back(timed_.pop());
+    while (!timed_.empty()) dropped.push_back(pop(timed_));
     while (how == Stop::kCancel && !ready_.empty()) dropped.push_back(take_ready());
     while (Worker* called = call_idle()) called->wake.notify_one();
     if (Worker* called = call_timekeeper()) called->wake.notify_one();
@@ -451,7 +435,7 @@ bool WorkerPool<Sync>::on_worker() const {
 
 }  // namespace pymoe::runtime
 
-#include "runtime/worker_pool_watcher.h"
+#include "runtime/worker_pool_growth.h"
 
 namespace pymoe::runtime {
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from pymoe.runtime.awaiting import outcome
 from pymoe.runtime.backend import ExpertBackend
 from pymoe.runtime.future import Future, deadline_after, seconds_left, wait
 from pymoe.runtime.schema import RequestSchema
@@ -209,7 +210,7 @@ class PendingCall:
 
     def __await__(self) -> Generator[Any, None, Any]:
         try:
-            outputs = yield from self._future._await_within(seconds_left(self._deadline))
+            outputs = yield from outcome(self._future, seconds_left(self._deadline))
         except TimeoutError as error:
             self._client._explain(error, self._client._forward_pool, self._future)
             raise

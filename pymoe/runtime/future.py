@@ -1,7 +1,7 @@
 """Futures of requests, and waiting for many of them: the first, all, or each as it ends.
 
 A request has one future: when one of several tasks that await it is cancelled, it is cancelled for all of them (await
-``asyncio.shield(asyncio.ensure_future(...))`` of it where that must not be). csrc/bindings/awaiting.h says how.
+``asyncio.shield(asyncio.ensure_future(...))`` of it where that must not be). awaiting.py says how.
 
 ``concurrent.futures.wait`` and ``as_completed`` take these futures as well, under a lock for each; :func:`wait` and
 :func:`as_completed` take the futures of any executor, for less.

@@ -7,6 +7,7 @@
 #include <latch>
 #include <thread>
 
+#include "futures.h"
 #include "runtime/parallel_for.h"
 #include "runtime/worker_pool.h"
 #include "simulated.h"
@@ -38,8 +39,8 @@ void race() {
 void pool_race() {
   pymoe::runtime::WorkerPool<pymoe::runtime::SystemSync> pool(2);
   std::latch start(2);
-  const auto first = pool.submit([&] { count_together(start); });
-  const auto second = pool.submit([&] { count_together(start); });
+  const auto first = submit(pool, [&] { count_together(start); });
+  const auto second = submit(pool, [&] { count_together(start); });
   first.get();
   second.get();
 }

@@ -4,6 +4,7 @@
 #include <thread>
 #include <vector>
 
+#include "futures.h"
 #include "runtime/parallel_for.h"
 #include "runtime/worker_pool.h"
 #include "schedules.h"
@@ -52,7 +53,7 @@ TEST_CASE("schedules of a growing pool: jobs that wait for each other all end") 
     Pool pool(workers, {}, kGrowth);
     std::vector<Future<void, Sync>> futures;
     for (int i = 0; i < jobs; ++i) {
-      futures.push_back(pool.submit([&] {
+      futures.push_back(submit(pool, [&] {
         meeting.wait();
         const std::lock_guard lock(counting);
         ++ran;
@@ -86,7 +87,7 @@ TEST_CASE("schedules of a growing pool: jobs that meet inside of jobs that wait 
     std::vector<Future<void, Sync>> futures;
     for (int i = 0; i < outer; ++i) {
       futures.push_back(
-          pool.submit([&] { ParallelFor<Sync>::start(pool, inner, [&](int) { meeting.wait(); })->get(); }));
+          submit(pool, [&] { ParallelFor<Sync>::start(pool, inner, [&](int) { meeting.wait(); })->get(); }));
     }
     for (const auto& future : futures) future.wait_until(Sync::Time::max());
   });
@@ -96,7 +97,7 @@ TEST_CASE("schedules of a growing pool: jobs that compute get no more threads") 
   run_schedules(3'000, [](bool stalls) {
     const int workers = one_to(3);
     Pool pool(workers, {}, kGrowth);
-    for (int i = 0; i < 12; ++i) pool.submit([] { compute(20ms); });
+    for (int i = 0; i < 12; ++i) submit(pool, [] { compute(20ms); });
     for (int i = 0; i < 40; ++i) {
       Sync::sleep_for(1ms);
       expect(stalls || pool.workers() == workers, "a pool has grown with jobs that compute");
@@ -109,14 +110,14 @@ TEST_CASE("schedules of a growing pool: jobs that wait are replaced, and threads
     const int workers = 2 + static_cast<int>(random_below(2));
     Meeting meeting(2), again(3 * workers);
     Pool pool(workers, {}, kGrowth);
-    pool.submit([&] { meeting.wait(); });
-    for (int i = 0; i < 12; ++i) pool.submit([] { compute(10ms); });
+    submit(pool, [&] { meeting.wait(); });
+    for (int i = 0; i < 12; ++i) submit(pool, [] { compute(10ms); });
     Sync::sleep_for(40ms);
     expect(stalls || pool.workers() == workers + 1, "a job that waits takes the place of one that computes");
     meeting.wait();
     Sync::sleep_for(10s);
     expect(pool.workers() == workers, "a thread that was added has not ended");
-    for (int i = 1; i < 3 * workers; ++i) pool.submit([&] { again.wait(); });
+    for (int i = 1; i < 3 * workers; ++i) submit(pool, [&] { again.wait(); });
     again.wait();
   });
 }
@@ -126,10 +127,10 @@ TEST_CASE("schedules of a growing pool: where jobs waited and others compute, th
     const int workers = 1 + static_cast<int>(random_below(2));
     Meeting meeting(12);
     Pool pool(workers, {}, {kMost, 8ms, 1h});
-    for (int i = 0; i < 12; ++i) pool.submit([&] { meeting.wait(); });
+    for (int i = 0; i < 12; ++i) submit(pool, [&] { meeting.wait(); });
     Sync::sleep_for(500ms);
     expect(pool.workers() >= 12, "a pool has not grown");
-    for (int i = 0; i < 60; ++i) pool.submit([] { compute(50ms); });
+    for (int i = 0; i < 60; ++i) submit(pool, [] { compute(50ms); });
     Sync::sleep_for(250ms);
     expect(stalls || pool.workers() <= workers + 1, "threads that were added go on to compute");
   });
@@ -141,7 +142,7 @@ TEST_CASE("schedules of a growing pool: a job that comes when threads are to end
     Meeting meeting(crowd), again(crowd / 2 + 1);
     Pool pool(workers, {}, {kMost, 8ms, 1h});
     for (int i = 0; i < crowd; ++i) {
-      pool.submit([&, i] {
+      submit(pool, [&, i] {
         meeting.wait();
         compute((100 + i % 4) * 1ms);  // more than `workers` threads at once, for more than ten spans
         if (i % 2 == 1) again.wait();
@@ -149,7 +150,7 @@ TEST_CASE("schedules of a growing pool: a job that comes when threads are to end
     }
     Sync::sleep_for(std::chrono::microseconds(random_below(400'000)));
     const auto began = Sync::now();
-    const auto job = pool.submit([] {});
+    const auto job = submit(pool, [] {});
     expect(job.wait_until(began + 1s), "a job is left lying while threads have nothing to do");
     again.wait();
   });
@@ -160,7 +161,7 @@ TEST_CASE("schedules of a growing pool: a stop while threads that were added end
     Meeting meeting(6);
     Pool pool(1, {}, {kMost, 8ms, 1ms});
     std::vector<Future<void, Sync>> futures;
-    for (int i = 0; i < 6; ++i) futures.push_back(pool.submit([&] { meeting.wait(); }));
+    for (int i = 0; i < 6; ++i) futures.push_back(submit(pool, [&] { meeting.wait(); }));
     for (const auto& future : futures) future.wait_until(Sync::Time::max());
     Sync::sleep_for(std::chrono::microseconds(random_below(2'000)));
     if (random_below(2) == 0) pool.stop(random_below(2) == 0 ? Stop::kDrain : Stop::kCancel);
@@ -172,7 +173,7 @@ TEST_CASE("schedules of a growing pool: a pool that is refused threads goes on w
     for (const int refused : {3, 4}) {  // the worker is the first, the watcher the second
       const Outcome outcome = simulate({.seed = seed, .refused_thread = refused}, [] {
         Pool pool(1, {}, kGrowth);
-        for (int i = 0; i < 4; ++i) pool.submit([] { Sync::sleep_for(20ms); });
+        for (int i = 0; i < 4; ++i) submit(pool, [] { Sync::sleep_for(20ms); });
       });
       REQUIRE_MESSAGE(outcome.ok(), outcome.failure);
     }
@@ -186,7 +187,7 @@ TEST_CASE("a growing pool: sixty-four jobs at one latch, and threads that go aga
     std::atomic<int> most{0};
     std::vector<Future<void>> futures;
     for (int i = 0; i < 64; ++i) {
-      futures.push_back(pool.submit([&] {
+      futures.push_back(submit(pool, [&] {
         for (int seen = most, now = pool.workers(); now > seen && !most.compare_exchange_weak(seen, now);) {
         }
         latch.arrive_and_wait();
@@ -211,7 +212,7 @@ TEST_CASE("a growing pool: threads that use the processor get no company, also w
   }
   std::vector<Future<void>> futures;
   for (int i = 0; i < 8; ++i) {
-    futures.push_back(pool.submit([&] {
+    futures.push_back(submit(pool, [&] {
       volatile unsigned sum = 0;
       for (unsigned k = 0; k < 20'000'000; ++k) sum = sum + k;
       if (pool.workers() > 4) grown = true;

@@ -1,3 +1,4 @@
+#include "futures.h"
 #include "runtime/parallel_for.h"
 
 #include <doctest/doctest.h>
@@ -75,7 +76,7 @@ TEST_CASE("whoever waits makes calls, so calls may wait for calls on one worker"
 TEST_CASE("the thread that waits makes all calls while every worker is busy") {
   Pool pool(1);
   std::latch released(1);
-  const auto blocker = pool.submit([&] { released.wait(); });
+  const auto blocker = submit(pool, [&] { released.wait(); });
   while (blocker.wait_for(0s) || pool.older_waits(SystemSync::now())) std::this_thread::yield();
   std::vector<int> order;
   Calls::start(pool, 9, [&](int i) { order.push_back(i); })->get();
@@ -137,7 +138,7 @@ TEST_CASE("a stop of the pool: a drain makes all calls, a cancel leaves out the 
     Pool pool(1);
     std::latch started(1), released(1);
     int made = 0;
-    const auto blocker = pool.submit([&] {
+    const auto blocker = submit(pool, [&] {
       started.count_down();
       released.wait();
     });

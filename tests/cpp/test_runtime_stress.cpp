@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "futures.h"
 #include "runtime/executor.h"
 #include "runtime/parallel_for.h"
 #include "runtime/task_pool.h"
@@ -95,7 +96,7 @@ TEST_CASE("a million tasks from eight producers on four workers, some failing, s
         window.clear();
       };
       for (int i = 0; i < kEach; ++i) {
-        auto future = pool.submit([&counts, number = producer * kEach + i] {
+        auto future = submit(pool, [&counts, number = producer * kEach + i] {
           counts.add(number);
           if (number % 1000 == 999) throw std::runtime_error("planted");
           return 1;
@@ -202,7 +203,7 @@ TEST_CASE("four clients make ten thousand calls at a time on one pool, beside ta
       std::vector<int> made(kCalls);  // plain memory: the run alone orders the accesses
       for (int step = 1; step <= kSteps; ++step) {
         const auto run = ParallelFor<Sync>::start(pool, kCalls, [&](int i) { ++made[static_cast<size_t>(i)]; });
-        for (int i = 0; i < 100; ++i) pool.submit([] {});
+        for (int i = 0; i < 100; ++i) submit(pool, [] {});
         run->get();
         for (const int count : made) wrong += count != step;
       }

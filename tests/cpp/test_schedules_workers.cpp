@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "futures.h"
 #include "runtime/worker_pool.h"
 #include "schedules.h"
 
@@ -93,7 +94,7 @@ void submit(Pool& pool, Ledger& ledger, bool wait, int nested) {
   const size_t number = ledger.open();
   try {
     auto run = std::unique_ptr<Run>(new Run{ledger, number});
-    const auto future = pool.submit([&pool, &ledger, number, nested, run = std::move(run)] {
+    const auto future = submit(pool, [&pool, &ledger, number, nested, run = std::move(run)] {
       run->ran = true;
       ledger.ran(number);
       if (nested > 0) submit(pool, ledger, true, nested - 1);
@@ -193,7 +194,7 @@ TEST_CASE("schedules of a pool: jobs run at their very time while a worker is fr
         };
         for (int i = 0; i < 3; ++i) {
           if (random_below(2) == 0) {
-            pool.submit([] { Sync::sleep_for(1ms); }).wait_until(Sync::Time::max());
+            submit(pool, [] { Sync::sleep_for(1ms); }).wait_until(Sync::Time::max());
           } else {
             pool.post_at(Sync::now() + 1ms, std::make_shared<Long>());
             Sync::sleep_for(6ms);
@@ -215,7 +216,7 @@ TEST_CASE("schedules of a pool: the smallest rank goes first") {
       Sync::Mutex mutex;
       Sync::Condition changed;
       bool started = false, released = false;
-      const auto gate = pool.submit([&] {
+      const auto gate = submit(pool, [&] {
         std::unique_lock lock(mutex);
         started = true;
         changed.notify_all();
@@ -253,7 +254,7 @@ TEST_CASE("schedules of a pool: a task that is claimed by many runs once") {
   run_schedules(10'000, [](bool) {
     Pool pool(1 + static_cast<int>(random_below(2)));
     int ran = 0;
-    const auto future = pool.submit([&ran] {
+    const auto future = submit(pool, [&ran] {
       Sync::preempt();
       return ++ran;
     });

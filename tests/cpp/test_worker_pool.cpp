@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "futures.h"
 #include "runtime/worker_pool.h"
 
 using namespace pymoe::runtime;
@@ -24,7 +25,7 @@ class Blocker {
  public:
   explicit Blocker(Pool& pool) : started_(pool.workers()), released_(1) {
     for (int i = 0; i < pool.workers(); ++i) {
-      futures_.push_back(pool.submit([this] {
+      futures_.push_back(submit(pool, [this] {
         started_.count_down();
         released_.wait();
       }));
@@ -72,11 +73,11 @@ std::atomic<int> Counted::alive{0};
 
 TEST_CASE("values come through the future") {
   Pool pool(2);
-  CHECK(pool.submit([] { return 6 * 7; }).get() == 42);
-  CHECK(pool.submit([] { return std::string("text"); }).get() == "text");
-  auto owned = pool.submit([] { return std::make_unique<int>(5); });
+  CHECK(submit(pool, [] { return 6 * 7; }).get() == 42);
+  CHECK(submit(pool, [] { return std::string("text"); }).get() == "text");
+  auto owned = submit(pool, [] { return std::make_unique<int>(5); });
   CHECK(*owned.get() == 5);
-  auto nothing = pool.submit([] {});
+  auto nothing = submit(pool, [] {});
   nothing.get();
   CHECK(nothing.done());
 }
@@ -84,13 +85,13 @@ TEST_CASE("values come through the future") {
 TEST_CASE("functions that can only be moved are taken") {
   Pool pool(1);
   auto value = std::make_unique<int>(3);
-  CHECK(pool.submit([value = std::move(value)] { return *value; }).get() == 3);
+  CHECK(submit(pool, [value = std::move(value)] { return *value; }).get() == 3);
 }
 
 TEST_CASE("exceptions come through with type and text, and touch nothing else") {
   Pool pool(1);
-  auto failed = pool.submit([]() -> int { throw std::out_of_range("planted"); });
-  auto next = pool.submit([] { return 1; });
+  auto failed = submit(pool, []() -> int { throw std::out_of_range("planted"); });
+  auto next = submit(pool, [] { return 1; });
   CHECK_THROWS_WITH_AS(failed.get(), "planted", std::out_of_range);
   CHECK_THROWS_AS(failed.get(), std::out_of_range);
   CHECK(next.get() == 1);
@@ -99,7 +100,7 @@ TEST_CASE("exceptions come through with type and text, and touch nothing else") 
 TEST_CASE("one worker runs tasks in the order of submission") {
   Pool pool(1);
   std::vector<int> order;
-  for (int i = 0; i < 1000; ++i) pool.submit([&order, i] { order.push_back(i); });
+  for (int i = 0; i < 1000; ++i) submit(pool, [&order, i] { order.push_back(i); });
   pool.stop();
   REQUIRE(order.size() == 1000);
   for (int i = 0; i < 1000; ++i) CHECK(order[static_cast<size_t>(i)] == i);
@@ -109,24 +110,24 @@ TEST_CASE("all workers work at the same time") {
   Pool pool(4);
   std::latch together(4);
   std::vector<Future<void>> futures;
-  for (int i = 0; i < 4; ++i) futures.push_back(pool.submit([&] { together.arrive_and_wait(); }));
+  for (int i = 0; i < 4; ++i) futures.push_back(submit(pool, [&] { together.arrive_and_wait(); }));
   for (const auto& future : futures) future.get();
 }
 
 TEST_CASE("the function is destroyed before the future is done") {
   Pool pool(2);
   for (int i = 0; i < 200; ++i) {
-    pool.submit([counted = Counted()] {}).get();
+    submit(pool, [counted = Counted()] {}).get();
     CHECK(Counted::alive == 0);
   }
-  CHECK_THROWS(pool.submit([counted = Counted()] { throw 1; }).get());
+  CHECK_THROWS(submit(pool, [counted = Counted()] { throw 1; }).get());
   CHECK(Counted::alive == 0);
 }
 
 TEST_CASE("wait_for reports whether the task has ended") {
   Pool pool(1);
   Blocker blocker(pool);
-  auto future = pool.submit([] { return 1; });
+  auto future = submit(pool, [] { return 1; });
   CHECK_FALSE(future.wait_for(1ms));
   CHECK_FALSE(future.done());
   blocker.release();
@@ -139,7 +140,7 @@ TEST_CASE("stop drains by default") {
   Pool pool(2);
   Blocker blocker(pool);
   std::atomic<int> ran{0};
-  for (int i = 0; i < 100; ++i) pool.submit([&] { ++ran; });
+  for (int i = 0; i < 100; ++i) submit(pool, [&] { ++ran; });
   pool.request_stop(Stop::kDrain);
   blocker.release();
   pool.stop();
@@ -152,7 +153,7 @@ TEST_CASE("stop cancels what has not started, on demand") {
   std::atomic<int> ran{0};
   std::vector<Future<void>> futures;
   for (int i = 0; i < 100; ++i) {
-    futures.push_back(pool.submit([&ran, counted = Counted()] { ++ran; }));
+    futures.push_back(submit(pool, [&ran, counted = Counted()] { ++ran; }));
   }
   pool.request_stop(Stop::kCancel);
   CHECK(Counted::alive == 0);
@@ -166,7 +167,7 @@ TEST_CASE("stop cancels what has not started, on demand") {
 TEST_CASE("a drain may be cut short") {
   Pool pool(1);
   Blocker blocker(pool);
-  auto future = pool.submit([] {});
+  auto future = submit(pool, [] {});
   pool.request_stop(Stop::kDrain);
   pool.request_stop(Stop::kCancel);
   CHECK_THROWS_AS(future.get(), Cancelled);
@@ -177,7 +178,7 @@ TEST_CASE("a drain may be cut short") {
 TEST_CASE("submit after a stop throws, and leaves the function destroyed") {
   Pool pool(1);
   pool.stop();
-  CHECK_THROWS_AS(pool.submit([counted = Counted()] {}), StoppedError);
+  CHECK_THROWS_AS(submit(pool, [counted = Counted()] {}), StoppedError);
   CHECK(Counted::alive == 0);
 }
 
@@ -209,20 +210,19 @@ TEST_CASE("wait_stopped_until waits in slices") {
 
 TEST_CASE("a worker that waits for its own pool is told so") {
   Pool pool(2);
-  CHECK(ended_on_worker(pool.submit([&] { return pool.on_worker(); })).get());
+  CHECK(ended_on_worker(submit(pool, [&] { return pool.on_worker(); })).get());
   CHECK_FALSE(pool.on_worker());
-  CHECK_THROWS_AS(ended_on_worker(pool.submit([&] { pool.stop(); })).get(), std::logic_error);
-  CHECK_THROWS_AS(ended_on_worker(pool.submit([&] { pool.wait_stopped_until({}); })).get(), std::logic_error);
-  CHECK(pool.submit([] { return 2; }).get() == 2);
+  CHECK_THROWS_AS(ended_on_worker(submit(pool, [&] { pool.stop(); })).get(), std::logic_error);
+  CHECK_THROWS_AS(ended_on_worker(submit(pool, [&] { pool.wait_stopped_until({}); })).get(), std::logic_error);
+  CHECK(submit(pool, [] { return 2; }).get() == 2);
 }
 
 TEST_CASE("tasks may submit tasks") {
   Pool pool(2);
   std::atomic<int> ran{0};
-  pool.submit([&] {
-        for (int i = 0; i < 10; ++i) pool.submit([&] { ++ran; });
-      })
-      .get();
+  submit(pool, [&] {
+    for (int i = 0; i < 10; ++i) submit(pool, [&] { ++ran; });
+  }).get();
   pool.stop();
   CHECK(ran == 10);
 }
@@ -230,22 +230,22 @@ TEST_CASE("tasks may submit tasks") {
 TEST_CASE("tasks that wait for tasks do not block a pool of one worker") {
   Pool pool(1);
   std::function<int(int)> sum = [&](int n) {
-    return n == 0 ? 0 : n + pool.submit([&, n] { return sum(n - 1); }).get();
+    return n == 0 ? 0 : n + submit(pool, [&, n] { return sum(n - 1); }).get();
   };
-  CHECK(ended_on_worker(pool.submit([&] { return sum(100); })).get() == 5050);
+  CHECK(ended_on_worker(submit(pool, [&] { return sum(100); })).get() == 5050);
 }
 
 TEST_CASE("a thread that waits runs the task that it waits for, and nobody else does") {
   Pool pool(1);
   Blocker blocker(pool);
   int ran = 0;
-  const auto future = pool.submit([&] {
+  const auto future = submit(pool, [&] {
     ++ran;
     return std::this_thread::get_id();
   });
   CHECK(future.get() == std::this_thread::get_id());
   CHECK_FALSE(future.help());
-  const auto failed = pool.submit([]() -> int { throw std::out_of_range("planted"); });
+  const auto failed = submit(pool, []() -> int { throw std::out_of_range("planted"); });
   CHECK(failed.help());
   CHECK_THROWS_AS(failed.get(), std::out_of_range);
   blocker.release();
@@ -256,7 +256,7 @@ TEST_CASE("a thread that waits runs the task that it waits for, and nobody else 
 TEST_CASE("a wait with a limit does not run the task") {
   Pool pool(1);
   Blocker blocker(pool);
-  const auto future = pool.submit([] { return std::this_thread::get_id(); });
+  const auto future = submit(pool, [] { return std::this_thread::get_id(); });
   CHECK_FALSE(future.wait_until(SystemSync::now()));
   blocker.release();
   CHECK(ended_on_worker(future).get() != std::this_thread::get_id());
@@ -325,7 +325,7 @@ TEST_CASE("a job never runs before its time, and idle workers wake for it") {
         ran.count_down();
       };
       CHECK(pool.post_at(when, job));
-      if (i % 4 == 0) pool.submit([] {});
+      if (i % 4 == 0) submit(pool, [] {});
     }
     ran.wait();
     CHECK(early == 0);
@@ -350,10 +350,9 @@ TEST_CASE("a stop cancels jobs whose time has not come, a drain too, and refuses
 
 TEST_CASE("an outcome outlives its pool") {
   Future<int> future;
-  CHECK_FALSE(future.valid());
   {
     Pool pool(1);
-    future = pool.submit([] { return 9; });
+    future = submit(pool, [] { return 9; });
   }
   CHECK(future.get() == 9);
 }
@@ -366,7 +365,7 @@ TEST_CASE("the hook runs around every worker") {
       work();
       ++after;
     });
-    pool.submit([] {}).get();
+    submit(pool, [] {}).get();
   }
   CHECK(before == 3);
   CHECK(after == 3);
@@ -380,6 +379,6 @@ TEST_CASE("fewer than one worker is refused") {
 TEST_CASE("pools come and go") {
   for (int i = 0; i < 200; ++i) {
     Pool pool(2);
-    if (i % 2) pool.submit([] {});
+    if (i % 2) submit(pool, [] {});
   }
 }

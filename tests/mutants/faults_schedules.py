@@ -7,7 +7,6 @@ from planting import ScheduleFault as Fault
 COMPLETION = "csrc/runtime/completion.h"
 WORKER_POOL = "csrc/runtime/worker_pool.h"
 PARALLEL_FOR = "csrc/runtime/parallel_for.h"
-CYCLE = "csrc/runtime/cycle.h"
 PIPELINE_RUN = "csrc/runtime/pipeline_run.h"
 REQUEST_QUEUE = "csrc/runtime/request_queue.h"
 STRAND = "csrc/runtime/strand.h"
@@ -84,8 +83,8 @@ FAULTS = [
     Fault(
         "jobs whose time has not come are forgotten by a stop",
         WORKER_POOL,
-        "while (!timed_.empty()) dropped.push_back(timed_.pop());",
-        "while (!timed_.empty()) timed_.pop();",
+        "while (!timed_.empty()) dropped.push_back(pop(timed_));",
+        "while (!timed_.empty()) pop(timed_);",
         "workers",
     ),
     Fault(
@@ -344,16 +343,16 @@ FAULTS = [
     Fault(
         "the orders of the workers are not part of a cycle",
         PIPELINE_RUN,
-        "    refuse_cycle(orders_);\n",
-        "    refuse_cycle({});\n",
+        "      for (size_t i = 1; i < order.size(); ++i) edges.emplace_back(order[i - 1], order[i]);\n",
+        "",
         "pipeline",
         "whatever edges",
     ),
     Fault(
         "a cycle is not found if a node is free",
-        CYCLE,
-        "if (free.size() == index(size)) return {};",
-        "if (!free.empty()) return {};",
+        PIPELINE_RUN,
+        "if (free.size() == before.size()) return;",
+        "if (!free.empty()) return;",
         "pipeline",
         "whatever edges",
     ),

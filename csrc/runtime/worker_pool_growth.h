@@ -1,0 +1,105 @@
+// Growth: when a pool of workers gets more threads, and its watcher, the thread that starts and joins them. Part of
+// worker_pool.h, which includes this.
+//
+// Jobs stay queued when every worker has one. If those compute, another thread would only take the processor, and the
+// interpreter's lock, from them. If they wait (for a machine, a timer, each other) it costs nothing, and without it
+// those that wait for each other wait for ever. Which of the two it is decides what a thread does, not what a job says:
+//
+//   - A worker waits when it has done nothing for a span (`still`): no processor time at all, and not ready to run
+//     (activity.h). A span longer than the interpreter's switch interval tells threads that wait for its lock apart:
+//     they look after it once in such an interval. Threads that look for something again and again (polling) compute.
+//   - The pool is to have `workers` threads that do something, as many as it was made with. If some do, those that are
+//     missing are added. If none does, their number is doubled: n jobs that wait for each other take log(n) spans.
+//
+// So jobs that compute get no more threads than that. Those that waited and now compute do so on the threads that they
+// had; if more than `workers` do something for a while (ten spans), those beyond end as soon as they have no job. So do
+// threads beyond the first `workers` that have had no job for long (`idle`). The watcher sleeps unless a job stays
+// queued, or more than `workers` have one.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include "runtime/worker_pool.h"
+
+namespace pymoe::runtime {
+
+template <typename Sync>
+void WorkerPool<Sync>::watch() {
+  Lock lock(mutex_);
+  Time due{};  // when to look again if no job stays queued
+  while (!stopping_ || !ready_.empty()) {
+    if (!retired_.empty()) {
+      join_retired(lock);
+      continue;  // the pool may have been stopped meanwhile
+    }
+    const Time now = Sync::now();
+    Time until = Time::max();
+    if (unserved(now) > 0) {
+      until = look(lock, now);
+    } else if (workers() > base_ + static_cast<int>(idle_.size())) {
+      if (!(now < due)) due = look(lock, now);
+      until = std::min(due, now + growth_.still / 4);
+    } else {
+      surplus_ = 0;
+      crowded_since_ = Time::max();
+      if (!timed_.empty() && idle_.empty() && timekeeper_ == nullptr) until = timed_.begin()->first;
+      watched_ = false;
+    }
+    if (until == Time::max()) {
+      while (!watched_) watch_.wait(lock);
+    } else {
+      watch_.wait_until(lock, until);
+    }
+    watched_ = true;
+  }
+  lock.unlock();
+  count_ended();
+}
+
+template <typename Sync>
+auto WorkerPool<Sync>::look(Lock& lock, Time now) -> Time {
+  const auto room = static_cast<size_t>(std::max(growth_.most - workers(), 0));
+  const size_t wanted = std::min(unserved(now), room);
+  int active = 0;
+  for (const auto& worker : workers_) {
+    // Closely: one that only lacks a processor does something, too.
+    const bool closely = wanted > 0 && now - worker->since >= growth_.still;
+    if (worker->activity.advanced() || (closely && worker->activity.ready())) worker->since = now;
+    active += now - worker->since < growth_.still;
+  }
+  active = std::min(active, workers() - static_cast<int>(idle_.size()));
+  const typename Sync::Duration took = Sync::now() - now;  // a while where many wait
+  if (active <= base_) crowded_since_ = Time::max();
+  crowded_since_ = std::min(crowded_since_, now);
+  surplus_ = now - crowded_since_ < growth_.still * 10 ? 0 : active - base_;
+  const int missing = active > 0 ? std::max(base_ - active, 0) : std::max(base_, workers());
+  int count = std::min(missing, static_cast<int>(wanted));
+  lock.unlock();
+  bool refused = false;
+  for (; count > 0 && !refused; --count) {
+    try {
+      start_worker();
+    } catch (...) {
+      refused = true;  // by the system
+    }
+  }
+  lock.lock();
+  if (wanted == 0) return now + growth_.still * 2;
+  return now + (refused ? growth_.still * 16 : std::max(growth_.still / 4, took * 4));
+}
+
+template <typename Sync>
+void WorkerPool<Sync>::join_retired(Lock& lock) {
+  while (!retired_.empty()) {
+    std::unique_ptr<Worker> worker = std::move(retired_.back());
+    retired_.pop_back();
+    lock.unlock();
+    worker->thread.join();
+    lock.lock();
+    spare_.push_back(std::move(worker));
+  }
+}
+
+}  // namespace pymoe::runtime

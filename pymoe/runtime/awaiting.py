@@ -1,0 +1,61 @@
+"""How a coroutine waits for a request, from ``await future`` to the loop's next turn.
+
+``await`` has the task sleep on a waiter, a future of the loop. When the batch ends, whoever completes it puts the
+waiters of its requests into the loop's mailbox without the GIL, and calls the loop once, not once a request:
+``call_soon_threadsafe`` costs more than all the rest. The loop takes the waiters out and sets them; each task goes on
+with its request's result.
+
+A loop that is there but raises when it is called is called once more, and otherwise with the next waiter that comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import weakref
+from collections.abc import Generator
+from typing import Any
+
+from pymoe._runtime import Mailbox, RequestFuture
+
+_mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = weakref.WeakKeyDictionary()
+
+
+def outcome(future: RequestFuture, seconds: float | None = None) -> Generator[Any, None, Any]:
+    """What ``await future`` iterates over. Cancelling the task cancels the request, as do ``seconds`` when over.
+
+    Raises:
+        TimeoutError: the request is not done within ``seconds``.
+    """
+    if not future.done():
+        loop = asyncio.get_running_loop()
+        if (mailbox := _mailboxes.get(loop)) is None:
+            mailbox = _mailboxes[loop] = Mailbox(functools.partial(_call_loop, weakref.ref(loop)))
+        waiter = loop.create_future()
+        timer = None if seconds is None else loop.call_later(seconds, Mailbox.wake, waiter)
+        try:
+            mailbox.expect(future, waiter)
+            yield from waiter
+        except asyncio.CancelledError:
+            future.cancel()
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if timer is not None and not future.done():
+            future.cancel()
+            raise TimeoutError("the request is not done in time")
+    return future.result()
+
+
+def _call_loop(loop_of: weakref.ref[asyncio.AbstractEventLoop], mailbox: Mailbox) -> None:
+    """Have the loop empty its mailbox; where there is no loop any more, nobody waits."""
+    loop = loop_of()
+    try:
+        if loop is not None:
+            loop.call_soon_threadsafe(mailbox.deliver)
+            return
+    except Exception:
+        if not loop.is_closed():
+            raise
+    mailbox.discard()
