@@ -26,6 +26,7 @@ TensorRequest& request_of(const Slice& slice) { return static_cast<TensorRequest
 int64_t rows_of(const Slice& slice) { return slice.whole() ? request_of(slice).tensor_rows : slice.end - slice.begin; }
 
 void give_back(void* block) noexcept { buffers().give_back(block); }
+using Block = std::unique_ptr<void, decltype(&give_back)>;
 
 // The batch of one position.
 class Column {
@@ -34,29 +35,19 @@ class Column {
       : batch_(batch), index_(position), position_(request_of(batch[0]).signature->positions[position]), shape_{rows} {
     shape_.insert(shape_.end(), position_.row_shape.begin(), position_.row_shape.end());
   }
-  ~Column() {
-    if (block_ != nullptr) buffers().give_back(block_);
-  }
-  Column(Column&& other) noexcept
-      : batch_(other.batch_),
-        index_(other.index_),
-        position_(other.position_),
-        shape_(std::move(other.shape_)),
-        block_(std::exchange(other.block_, nullptr)) {}
-
   bool on_host() const { return position_.device.type != dlpack::kCuda; }  // nothing else is let in
   int64_t bytes() const { return shape_[0] * position_.row_bytes; }
 
   // With the GIL or without.
   void gather() {
-    block_ = buffers().take(static_cast<size_t>(bytes()));
-    gather_into(block_);
+    block_.reset(buffers().take(static_cast<size_t>(bytes())));
+    gather_into(block_.get());
   }
 
   // Under the GIL; after gather.
   py::object tensor() {
-    void* block = std::exchange(block_, nullptr);
-    return dlpack::make(block, give_back, position_.dtype, shape_.data(), static_cast<int32_t>(shape_.size()));
+    return dlpack::make(block_.release(), give_back, position_.dtype, shape_.data(),
+                        static_cast<int32_t>(shape_.size()));
   }
 
   // Under the GIL, which is let go of for the copy.
@@ -105,7 +96,7 @@ class Column {
   size_t index_;
   const Position& position_;
   std::vector<int64_t> shape_;
-  void* block_ = nullptr;
+  Block block_{nullptr, give_back};
 };
 
 // A range that torch.profiler shows, while it lives. A range that fails is not worth a batch.

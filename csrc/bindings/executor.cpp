@@ -7,7 +7,7 @@
 
 #include "bindings/bind.h"
 #include "bindings/process.h"
-#include "bindings/task_pool.h"
+#include "bindings/request.h"
 
 namespace pymoe::bindings {
 namespace {

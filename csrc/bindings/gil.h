@@ -139,22 +139,4 @@ bool wait_interruptibly(const Ended& ended, std::optional<Clock::time_point> dea
   }
 }
 
-// Lets the garbage collector into objects of a bound class: T::visit(visit, argument) shows what they refer to, and
-// T::clear() drops it. An argument of py::class_.
-template <typename T>
-py::custom_type_setup collected() {
-  return py::custom_type_setup([](PyHeapTypeObject* heap_type) {
-    PyTypeObject& type = heap_type->ht_type;
-    type.tp_flags |= Py_TPFLAGS_HAVE_GC;
-    type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
-      Py_VISIT(Py_TYPE(self));
-      return py::detail::is_holder_constructed(self) ? py::cast<T&>(py::handle(self)).visit(visit, arg) : 0;
-    };
-    type.tp_clear = [](PyObject* self) {
-      if (py::detail::is_holder_constructed(self)) py::cast<T&>(py::handle(self)).clear();
-      return 0;
-    };
-  });
-}
-
 }  // namespace pymoe::bindings

@@ -1,5 +1,5 @@
-#include "bindings/task_pool.h"
-
+// TaskPool of pymoe._runtime: where Python's clients submit tensors. submit_task is a function of CPython's own calling
+// convention: pybind11 would take longer to read its arguments than the queue takes.
 #include <pybind11/typing.h>
 
 #include <array>
@@ -11,6 +11,7 @@
 #include "bindings/future.h"
 #include "bindings/parameter_lock.h"
 #include "bindings/process.h"
+#include "bindings/request.h"
 #include "bindings/torch_calls.h"
 
 namespace pymoe::bindings {
@@ -28,9 +29,16 @@ SystemSync::Duration to_duration(double seconds, const char* name) {
   return std::chrono::duration_cast<SystemSync::Duration>(std::chrono::duration<double>(seconds));
 }
 
-std::vector<Position> read_schema(const py::sequence& schema) {
+py::object require_callable(const py::object& function) {
+  if (PyCallable_Check(function.ptr())) return function;
+  raise(PyExc_TypeError, "TaskPool: process_func must be callable, got %s", Py_TYPE(function.ptr())->tp_name);
+}
+
+std::optional<std::vector<Position>> read_schema(const std::optional<py::sequence>& schema) {
+  dlpack::load();
+  if (!schema) return std::nullopt;
   std::vector<Position> positions;
-  for (py::handle like : schema) {
+  for (py::handle like : *schema) {
     dlpack::Tensor tensor;
     const auto place = static_cast<Py_ssize_t>(positions.size());
     const py::object kept = dlpack::read(like.ptr(), tensor, "TaskPool: schema", place);
@@ -42,19 +50,29 @@ std::vector<Position> read_schema(const py::sequence& schema) {
 // What is behind a TaskPool object.
 class PyTaskPool {
  public:
-  PyTaskPool(const py::object& process_func, const std::string& name,
-             const runtime::BatchingOptions<SystemSync>& options, double priority, bool raise_when_full,
-             py::handle exclusive_with, std::optional<std::vector<Position>> schema, bool pin_memory)
+  PyTaskPool(const py::object& process_func, const std::string& name, int64_t min_batch_size, int64_t max_batch_size,
+             std::optional<double> timeout, int64_t capacity, double linger, double priority, bool isolate,
+             bool raise_when_full, const py::object& exclusive_with, const std::optional<py::sequence>& schema,
+             bool pin_memory)
       : where("TaskPool '" + name + "'"),
-        function(std::make_shared<PyBatchFunction>(name, process_func, pin_memory)),
-        pool(Pool::create(name, options, function,
-                          exclusive_with.is_none()
-                              ? std::make_shared<runtime::Strand<SystemSync>>()
-                              : pool_of(exclusive_with.ptr(), "TaskPool: exclusive_with")->strand())),
-        signatures(name, std::move(schema)),
+        function(std::make_shared<PyBatchFunction>(name, require_callable(process_func), pin_memory)),
+        signatures(name, read_schema(schema)),
         priority(priority),
         raise_when_full(raise_when_full),
-        pin_memory(pin_memory) {}
+        pin_memory(pin_memory) {
+    torch_calls();
+    runtime::BatchingOptions<SystemSync> options;
+    options.min_batch_size = min_batch_size;
+    options.max_batch_size = max_batch_size;
+    options.capacity = capacity;
+    options.linger = to_duration(linger, "linger");
+    options.isolate = isolate;
+    if (timeout) options.timeout = to_duration(*timeout, "timeout");
+    to_duration(priority, "priority");
+    auto strand = exclusive_with.is_none() ? std::make_shared<runtime::Strand<SystemSync>>()
+                                           : pool_of(exclusive_with.ptr(), "TaskPool: exclusive_with")->strand();
+    pool = Pool::create(name, options, function, std::move(strand));
+  }
 
   // In the child of a fork nothing of the parent's is destroyed: its locks may be held for ever.
   ~PyTaskPool() {
@@ -64,16 +82,10 @@ class PyTaskPool {
     }
     pool->close();
     pool->cancel_all("the request was cancelled: its pool has gone before it had started");
-    clear();
+    function->clear();
   }
   PyTaskPool(const PyTaskPool&) = delete;
   PyTaskPool& operator=(const PyTaskPool&) = delete;
-
-  int visit(visitproc visit, void* arg) {
-    Py_VISIT(function->function());
-    return 0;
-  }
-  void clear() { function->clear(); }
 
   // A thread that helps runs the batch on its own current device and stream.
   bool may_help(const Signature& signature) const {
@@ -90,28 +102,19 @@ class PyTaskPool {
   const int created = generation();
 };
 
-std::unique_ptr<PyTaskPool> make_pool(const py::object& process_func, const std::string& name, int64_t min_batch_size,
-                                      int64_t max_batch_size, std::optional<double> timeout, int64_t capacity,
-                                      double linger, double priority, bool isolate, bool raise_when_full,
-                                      const py::object& exclusive_with, const std::optional<py::sequence>& schema,
-                                      bool pin_memory) {
-  if (!PyCallable_Check(process_func.ptr())) {
-    raise(PyExc_TypeError, "TaskPool: process_func must be callable, got %s", Py_TYPE(process_func.ptr())->tp_name);
-  }
-  dlpack::load();
-  torch_calls();
-  runtime::BatchingOptions<SystemSync> options;
-  options.min_batch_size = min_batch_size;
-  options.max_batch_size = max_batch_size;
-  options.capacity = capacity;
-  options.linger = to_duration(linger, "linger");
-  options.isolate = isolate;
-  if (timeout) options.timeout = to_duration(*timeout, "timeout");
-  to_duration(priority, "priority");
-  std::optional<std::vector<Position>> expected;
-  if (schema) expected = read_schema(*schema);
-  return std::make_unique<PyTaskPool>(process_func, name, options, priority, raise_when_full, exclusive_with,
-                                      std::move(expected), pin_memory);
+// Shows the garbage collector the pool's function, whose closure may refer to the pool.
+void let_collector_in(PyHeapTypeObject* heap_type) {
+  PyTypeObject& type = heap_type->ht_type;
+  type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+  type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    if (py::detail::is_holder_constructed(self)) Py_VISIT(py::cast<PyTaskPool&>(py::handle(self)).function->function());
+    return 0;
+  };
+  type.tp_clear = [](PyObject* self) {
+    if (py::detail::is_holder_constructed(self)) py::cast<PyTaskPool&>(py::handle(self)).function->clear();
+    return 0;
+  };
 }
 
 // The pool of an object of the type. pybind11's own way takes longer, and does not look whether there is one.
@@ -329,9 +332,12 @@ void bind_task_pool(py::module_& module) {
   module.attr("QueueFull") = py::handle(queue_full);
 
   py::class_<PyTaskPool> type(module, "TaskPool", "The native half of pymoe.runtime.TaskPool.",
-                              collected<PyTaskPool>());
+                              py::custom_type_setup(let_collector_in));
   pool_type = reinterpret_cast<PyTypeObject*>(type.ptr());
-  type.def(py::init(&make_pool), py::arg("process_func"), py::kw_only(), py::arg("name"), py::arg("min_batch_size"),
+  using Seconds = std::optional<double>;
+  type.def(py::init<const py::object&, const std::string&, int64_t, int64_t, Seconds, int64_t, double, double, bool,
+                    bool, const py::object&, const std::optional<py::sequence>&, bool>(),
+           py::arg("process_func"), py::kw_only(), py::arg("name"), py::arg("min_batch_size"),
            py::arg("max_batch_size"), py::arg("timeout"), py::arg("capacity"), py::arg("linger"), py::arg("priority"),
            py::arg("isolate"), py::arg("raise_when_full"), py::arg("exclusive_with"), py::arg("schema"),
            py::arg("pin_memory"), "``schema``: tensors like those of a request.");

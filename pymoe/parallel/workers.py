@@ -2,7 +2,8 @@
 
 Calls that wait for other machines, or for each other, must all run at once, however many they are; calls that compute
 need as many threads as there are processors. The caller does not say which kind they are: the pool has a thread for
-every processor and starts more while calls are queued because those that run wait (``csrc/runtime/worker_pool_growth.h``).
+every processor and starts more while calls are queued because those that run wait
+(``csrc/runtime/worker_pool_growth.h``).
 """
 
 from __future__ import annotations
