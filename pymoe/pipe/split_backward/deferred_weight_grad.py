@@ -26,8 +26,6 @@ from torch.autograd.graph import GradientEdge, Node
 from pymoe._torch_private import FunctionBase, len_torch_dispatch_stack, run_backward
 from pymoe.autograd.graph_nodes import apply_directly
 
-__all__ = ["Deferred", "Recorder", "can_defer", "free_saved_tensors"]
-
 _MATRICES = "Addmm Mm Addbmm Baddbmm Bmm Addmv Mv Addr Dot Linear MkldnnLinear GroupedMm Trilinear"
 _LAYERS = "Convolution ConvolutionOverrideable NativeLayerNorm NativeGroupNorm NativeBatchNorm FusedRmsNorm"
 _ELEMENTS = "Add Sub Mul Div"
