@@ -49,7 +49,7 @@ class OwnStages(StagedModel):
             raise ValueError(f"Pipe.from_stages: takes: expected one entry per stage ({len(stages)}), got {len(takes)}")
         self.module = nn.ModuleList(stages)
         self.parts = tuple(stages)
-        self.devices = tuple(place(self.parts, devices))
+        self.devices = place(self.parts, devices)
         last: Taken = len(stages) - 1
         self._is_one = outputs is None or isinstance(outputs, (int, Source))
         found = [last if outputs is None else outputs] if self._is_one else list(outputs)  # type: ignore[arg-type]

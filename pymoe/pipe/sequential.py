@@ -35,7 +35,7 @@ class SequentialModel(StagedModel):
     ) -> None:
         self.module = module
         self.parts = tuple(cut(module, balance))
-        self.devices = tuple(place(self.parts, devices))
+        self.devices = place(self.parts, devices)
         verify_skippables(module)
         self._pipeline = self._make_pipeline()
 

@@ -115,7 +115,6 @@ class Activation(GradAccumulator):
 
     @property
     def is_checkpointed(self) -> bool:
-        """Whether the backward will recompute the graph."""
         return self._recomputation is not None
 
     @property
@@ -158,7 +157,6 @@ class Activation(GradAccumulator):
     def _recompute_forward(self, graph: Graph, again: bool) -> None:
         recomputation = self._recomputation
         assert recomputation is not None
-        assert graph.stream is not None
         about = replace(self._micro_batch, recomputing=True)
         with recomputation.inputs(again) as received:
             graph.end(self._call(graph.begin(received), graph.stream, about), self)

@@ -53,18 +53,9 @@ class Engine:
     ) -> torch.Tensor:
         """Run forward, loss and backward of all micro-batches, interleaved; add gradients if nothing fails.
 
-        Args:
-            pipeline: the stages.
-            micro_batches: the values of its inputs and, with ``has_target``, the target.
-            schedule: the order of actions.
-            recomputed: the micro-batches whose forward is recomputed.
-            loss_fn: see :func:`pymoe.pipe.loss.with_loss`, as for ``has_target`` and ``structure``.
-            has_target: likewise.
-            structure: likewise.
-            is_mean: the loss of a micro-batch is a mean over its rows.
-
-        Returns:
-            (micro-batches,): the losses.
+        The last of the values of ``micro_batches`` is the target if there is one; :func:`pymoe.pipe.loss.with_loss`
+        tells what the loss is made of. ``recomputed``: the micro-batches whose forward is recomputed. ``is_mean``: the
+        loss of a micro-batch is a mean over its rows. Returns (micro-batches,): the losses.
         """
         arguments = pipeline, loss_fn, has_target, structure
         known, ended = self._with_loss  # most steps have the arguments of the one before
@@ -152,14 +143,7 @@ class Engine:
         if self._recompute[0] is not stages_of:
             made = [StageRecompute(stage.modules, lock_of(stage.function)) for stage in stages_of.stages]
             self._recompute = stages_of, made
-        return StepState(
-            pipeline,
-            micro_batches,
-            graphs=graphs,
-            recompute=self._recompute[1],
-            recomputed=recomputed,
-            loss_weights=loss_weights,
-        )
+        return StepState(pipeline, micro_batches, graphs, self._recompute[1], recomputed, loss_weights)
 
     def _perform(self, state: StepState, schedule: Schedule, kinds: frozenset[Kind]) -> None:
         """Do the actions of these kinds."""
@@ -186,11 +170,7 @@ class Engine:
         self._last = schedule, run.outcome()
 
     def schedule(self, schedule: str | Schedule, stages: int, micro_batches: int) -> Schedule:
-        """Return the schedule of that name; or the given one, if it fits.
-
-        Raises:
-            ValueError: it does not fit, or there is none of that name.
-        """
+        """Return the schedule of that name; or the given one. Raise ValueError if it does not fit."""
         if isinstance(schedule, str):
             return _built(schedule, stages, micro_batches)
         if (schedule.stages, schedule.micro_batches) != (stages, micro_batches):

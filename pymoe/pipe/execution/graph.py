@@ -157,7 +157,7 @@ class Graph:
 
     def __init__(self, stream: Stream | None = None, device: torch.device | None = None) -> None:
         """``stream``: of its random numbers. ``device``: the stage's; None: that of whatever it receives."""
-        self.stream = stream  # going on in the backward where the forward has left it
+        self.stream: Any = stream  # going on in the backward where the forward has left it
         self.entry: Node | None = None  # where the graph begins, if it has inputs
         self.edges: list[GradientEdge] = []  # of the entry, one for each of these inputs
         # Who gets the gradient of each edge, under which number, and on which device.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from pymoe._runtime import PipelinePlan, PipelineRun
-from pymoe.pipe.schedules.action import Action, Kind
-from pymoe.pipe.schedules.schedule import Schedule
+from pymoe.pipe.schedules.schedule import Action, Kind, Schedule
 from pymoe.pipe.schedules.validate import run as in_order
 
 INLINE_LIMIT_S = 500e-6

@@ -162,11 +162,7 @@ class Recomputation:
 
     @contextmanager
     def inputs(self, again: bool) -> Iterator[Sequence[StageValue]]:
-        """A context in which inputs, which it yields, and buffers are what the first run saw.
-
-        Args:
-            again: this is not the last recomputation.
-        """
+        """A context with the inputs, which it yields, and buffers that the first run saw. ``again``: not the last."""
         received = self._received
         if again and self._edited:
             copies = {id(x): BoundaryTensor(x.tensor.clone(), x.accumulator, x.number) for x in self._edited}
@@ -189,6 +185,5 @@ class _Contents(NamedTuple):
     copy: torch.Tensor
 
     def restore(self) -> None:
-        """Make the buffer what it was."""
         self.owner._buffers[self.name] = self.tensor
         self.tensor.data.copy_(self.copy)  # not an edit as autograd counts them: graphs have saved what they need

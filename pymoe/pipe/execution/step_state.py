@@ -23,7 +23,7 @@ from pymoe.pipe.execution.graph import BoundaryTensor, GradAccumulator, StageVal
 from pymoe.pipe.execution.plan import Plan, TimedAction, calls_threads
 from pymoe.pipe.execution.recompute import StageRecompute
 from pymoe.pipe.micro_batches import MicroBatches
-from pymoe.pipe.schedules.action import Action, Kind
+from pymoe.pipe.schedules.schedule import Action, Kind
 from pymoe.pipe.stages import INPUT, Pipeline, Source
 
 FORWARD, BACKWARD, BACKWARD_INPUT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT  # found faster
@@ -71,20 +71,15 @@ class StepState:
         self,
         pipeline: Pipeline,
         micro_batches: MicroBatches,
-        *,
         graphs: bool,
         recompute: Sequence[StageRecompute],
         recomputed: range,
-        loss_weights: Sequence[float] | None = None,
+        loss_weights: Sequence[float] | None,
     ) -> None:
-        """
-        Args:
-            pipeline: the stages.
-            micro_batches: the values of its inputs.
-            graphs: whether there will be backward passes.
-            recompute: for every stage.
-            recomputed: the micro-batches whose forward is recomputed.
-            loss_weights: the pipeline's output is a loss, whose gradient for each micro-batch is this. None: it is not.
+        """Take the values of the pipeline's inputs, whose forwards are recomputed for the micro-batches ``recomputed``.
+
+        ``graphs``: there will be backward passes. ``loss_weights``: the pipeline's output is a loss, whose gradient for
+        each micro-batch is this; None: it is not.
         """
         self.inputs = StepInputs()
         self._sums = [LeafSums() for _ in pipeline.stages]
@@ -214,7 +209,7 @@ class StepState:
         return total((sums.leaves, sums.sums, 1.0) for sums in self._sums)
 
     def release(self) -> None:
-        """Let go of all values, graphs and gradients, whatever has happened."""
+        """Let go of all values, graphs and gradients."""
         self._values, self._activations, self._sums = [], [], []
         self.inputs = StepInputs()
 

@@ -15,14 +15,14 @@ weight sides that are connected to it belong to part one, so that no node of the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from pymoe.autograd.isolated_graph import differentiate
-from pymoe.pipe.split_backward.deferred_weight_grad import Deferred, Recorder, can_defer, free_saved_tensors
+from pymoe.pipe.split_backward.deferred_weight_grad import Recorder, can_defer, free_saved_tensors
 
 
 class SplitBackward:
@@ -56,14 +56,10 @@ class SplitBackward:
         is_compiled: bool,
     ) -> None:
         given = [(root, grad) for root, grad in zip(roots, grads, strict=True) if root and grad is not None]
-        cut = cut_graph(
-            [root.node for root, _ in given],
-            [edge.node for edge in inputs],
-            {id(leaf): number for number, leaf in enumerate(leaves)},
-            is_compiled,
-        )
-        early = [number for number, late in enumerate(cut.late_leaves) if not late]
-        now = [(root, grad) for (root, grad), late in zip(given, cut.late_roots, strict=True) if not late]
+        numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
+        cut = cut_graph([root.node for root, _ in given], [edge.node for edge in inputs], numbers, is_compiled)
+        early = [number for number in range(len(leaves)) if number not in cut.late_leaves]
+        now = [(root, grad) for root, grad in given if root.node not in cut.late]
         with Recorder(cut.deferred) as recorder:
             found = differentiate(
                 [root for root, _ in now],
@@ -78,12 +74,11 @@ class SplitBackward:
         for number, gradient in zip(early, found[len(inputs) :], strict=True):
             self._gradients[number] = gradient
         if not is_compiled:  # these are free
-            kept = {deferred.node for deferred in cut.deferred}
-            free_saved_tensors([node for node in cut.input_side if node not in kept])
+            free_saved_tensors([node for node in cut.input_side if node not in cut.deferred])
         self._is_compiled = is_compiled
         self._recorder: Recorder | None = recorder
-        self._late_roots = [pair for pair, late in zip(given, cut.late_roots, strict=True) if late]
-        self._late_leaves = {number: leaf for number, leaf in enumerate(leaves) if cut.late_leaves[number]}
+        self._late_roots = [(root, grad) for root, grad in given if root.node in cut.late]
+        self._late_leaves = {number: leaves[number] for number in cut.late_leaves}
 
     def weight_gradients(self) -> tuple[Tensor | None, ...]:
         """Run the second part, once. Lets go of the graph, also if it fails.
@@ -112,13 +107,14 @@ class SplitBackward:
 class GraphCut(NamedTuple):
     """A graph in two parts."""
 
-    input_side: list[Node]
+    input_side: set[Node]
     """Without the inputs."""
-    deferred: list[Deferred]
-    late_roots: list[bool]
-    """For every root, whether all of it waits for part two."""
-    late_leaves: list[bool]
-    """For every leaf, whether its gradient waits for part two."""
+    deferred: dict[Node, tuple[int, ...]]
+    """The nodes of the input side whose gradients for some of ``node.next_functions`` wait for part two: for which."""
+    late: set[Node]
+    """The weight sides that wait for part two."""
+    late_leaves: list[int]
+    """The numbers of the leaves among them."""
 
 
 def cut_graph(
@@ -153,46 +149,39 @@ def cut_graph(
         if not following and (leaf := leaves.get(id(getattr(node, "variable", None)))) is not None:
             leaf_nodes[node] = leaf
 
-    input_side = set(behind)
-    stack = list(inputs)
-    while stack:
-        for node, _ in parents.get(stack.pop(), ()):
-            if node not in input_side:
-                input_side.add(node)
-                stack.append(node)
-
-    weight_side = {node for node in leaf_nodes if node not in input_side}
+    input_side = _with_users(behind, parents)
+    weight_side = _with_users([node for node in leaf_nodes if node not in input_side], parents, input_side)
     cuts: dict[Node, list[tuple[int, Node]]] = {}  # of nodes of the input side: edges to weight sides
-    stack = list(weight_side)
-    while stack:
-        after = stack.pop()
+    for after in weight_side:
         for node, place in parents.get(after, ()):
             if node in input_side:
                 cuts.setdefault(node, []).append((place, after))
-            elif node not in weight_side:
-                weight_side.add(node)
-                stack.append(node)
 
-    early: set[Node] = set()
-    deferred = []
-    for node, edges in cuts.items():
-        places = tuple(sorted([place for place, _ in edges]))
-        if not is_compiled and can_defer(node, places):
-            deferred.append(Deferred(node, places))
-        else:
-            early.update([after for _, after in edges])
-    if early:
-        _spread(early, weight_side, parents)
-        rest = {node: sorted([place for place, after in cuts[node] if after not in early]) for node, _ in deferred}
-        deferred = [Deferred(node, tuple(places)) for node, places in rest.items() if places]
+    whole = [node for node in cuts if is_compiled or not can_defer(node)]
+    early = {after for node in whole for _, after in cuts[node]}
+    _spread(early, weight_side, parents)
+    deferred = {
+        node: places
+        for node, edges in cuts.items()
+        if (places := tuple(sorted([place for place, after in edges if after not in early])))
+    }
     late = weight_side - early
-    late_leaves = {leaf for node, leaf in leaf_nodes.items() if node in late}
-    return GraphCut(
-        list(input_side - behind),
-        deferred,
-        [root in late for root in roots],
-        [number in late_leaves for number in range(len(leaves))],
-    )
+    late_leaves = sorted([leaf for node, leaf in leaf_nodes.items() if node in late])
+    return GraphCut(input_side - behind, deferred, late, late_leaves)
+
+
+def _with_users(
+    nodes: Iterable[Node], parents: Mapping[Node, Sequence[tuple[Node, int]]], without: Container[Node] = ()
+) -> set[Node]:
+    """Return the nodes and all from which they can be reached, up to those in ``without``."""
+    found = set(nodes)
+    stack = list(found)
+    while stack:
+        for node, _ in parents.get(stack.pop(), ()):
+            if node not in found and node not in without:
+                found.add(node)
+                stack.append(node)
+    return found
 
 
 def _spread(early: set[Node], weight_side: set[Node], parents: Mapping[Node, Sequence[tuple[Node, int]]]) -> None:
