@@ -2,17 +2,27 @@
 
 namespace pymoe::cpu::PYMOE_ISA {
 
+// total += weight * value, product and addition rounded separately; just value where there are no weights.
+template <bool kWeighted, typename Vector, typename Scalar>
+PYMOE_INLINE Vector accumulate(Vector total, Scalar weight, Vector value) {
+  if constexpr (kWeighted) {
+    return total + broadcast(weight) * value;
+  } else {
+    return total + value;
+  }
+}
+
 // The choices of one token that were not dropped.
 template <typename T>
 struct Choices {
   const T** rows;            // room for K
-  accumulate_t<T>* weights;  // room for K; one where there are none, which is exact
+  accumulate_t<T>* weights;  // room for K
   int64_t count;
 };
 
 // `next` are the rows that the following token will want: 16-bit rows gain from being asked for early, because a
 // block of them is converted for longer than it is loaded; wider ones do not.
-template <typename T>
+template <typename T, bool kWeighted>
 PYMOE_INLINE void combine_row(const Choices<T>& now, const Choices<T>& next, T* out, int64_t hidden) {
   constexpr int kVectors = 4, kBlock = kVectors * kStep<T>;
   int64_t column = 0;
@@ -21,7 +31,7 @@ PYMOE_INLINE void combine_row(const Choices<T>& now, const Choices<T>& next, T* 
     for (int64_t k = 0; k < now.count; ++k) {
       const T* row = now.rows[k] + column;
       for (int v = 0; v < kVectors; ++v) {
-        totals[v] = totals[v] + broadcast(now.weights[k]) * load(row + v * kStep<T>);
+        totals[v] = accumulate<kWeighted>(totals[v], now.weights[k], load(row + v * kStep<T>));
       }
     }
     if constexpr (sizeof(T) == 2) {
@@ -36,42 +46,48 @@ PYMOE_INLINE void combine_row(const Choices<T>& now, const Choices<T>& next, T* 
     const int count = hidden - column < kStep<T> ? static_cast<int>(hidden - column) : kStep<T>;
     vector_t<T> total = {};
     for (int64_t k = 0; k < now.count; ++k) {
-      total = total + broadcast(now.weights[k]) * load_partial(now.rows[k] + column, count);
+      total = accumulate<kWeighted>(total, now.weights[k], load_partial(now.rows[k] + column, count));
     }
     store_partial(out + column, total, count);
   }
 }
 
-template <typename T>
+template <typename T, bool kWeighted>
 PYMOE_INLINE void find_choices(const CombineArguments& a, int64_t token, Choices<T>& choices) {
-  const auto* weights = static_cast<const accumulate_t<T>*>(a.weights);
   choices.count = 0;
   for (int64_t choice = token * a.choices; choice < (token + 1) * a.choices; ++choice) {
     const int64_t slot = checked_slot("combine", a.slot, choice, a.choices, a.tokens);
     if (slot < 0) continue;
     choices.rows[choices.count] = static_cast<const T*>(a.y) + slot * a.hidden;
-    choices.weights[choices.count++] = weights != nullptr ? weights[choice] : accumulate_t<T>{1};
+    if constexpr (kWeighted) choices.weights[choices.count] = static_cast<const accumulate_t<T>*>(a.weights)[choice];
+    ++choices.count;
   }
 }
 
-template <typename T>
+template <typename T, bool kWeighted>
 PYMOE_INLINE void combine_tokens(const CombineArguments& a, int64_t begin, int64_t end, void* scratch) {
   const auto rows = static_cast<const T**>(scratch);
   const auto weights = reinterpret_cast<accumulate_t<T>*>(rows + 2 * a.choices);
   Choices<T> now{rows, weights, 0};
   Choices<T> next{rows + a.choices, weights + a.choices, 0};
-  find_choices<T>(a, begin, next);
+  find_choices<T, kWeighted>(a, begin, next);
   for (int64_t token = begin; token < end; ++token) {
     std::swap(now, next);
     next.count = 0;
-    if (token + 1 < end) find_choices<T>(a, token + 1, next);
-    combine_row<T>(now, next, static_cast<T*>(a.out) + token * a.hidden, a.hidden);
+    if (token + 1 < end) find_choices<T, kWeighted>(a, token + 1, next);
+    combine_row<T, kWeighted>(now, next, static_cast<T*>(a.out) + token * a.hidden, a.hidden);
   }
 }
 
 // Tokens [begin, end), at least one. `scratch` has room for 2 K pointers and as many doubles.
 inline void combine_range(const CombineArguments& a, int64_t begin, int64_t end, void* scratch) {
-  visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) { combine_tokens<T>(a, begin, end, scratch); });
+  visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) {
+    if (a.weights != nullptr) {
+      combine_tokens<T, true>(a, begin, end, scratch);
+    } else {
+      combine_tokens<T, false>(a, begin, end, scratch);
+    }
+  });
 }
 
 // One choice: dy = weight * grad where kRows, and the inner product of grad and y where kWeights.

@@ -74,8 +74,8 @@ FAULTS = [
     Fault(
         "combine sums the rest of a row in the other order",
         BODY,
-        "for (int64_t k = 0; k < now.count; ++k) {\n      total = total",
-        "for (int64_t k = now.count - 1; k >= 0; --k) {\n      total = total",
+        "for (int64_t k = 0; k < now.count; ++k) {\n      total = accumulate",
+        "for (int64_t k = now.count - 1; k >= 0; --k) {\n      total = accumulate",
         (EQUAL, RANDOM, "-k", "combine"),
     ),
     Fault(
@@ -88,8 +88,8 @@ FAULTS = [
     Fault(
         "combine weighs a dropped choice's neighbour",
         BODY,
-        "weights != nullptr ? weights[choice]",
-        "weights != nullptr ? weights[token * a.choices]",
+        "static_cast<const accumulate_t<T>*>(a.weights)[choice];",
+        "static_cast<const accumulate_t<T>*>(a.weights)[token * a.choices];",
         (EQUAL, RANDOM, "-k", "combine"),
     ),
     Fault(
