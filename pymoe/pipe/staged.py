@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from pymoe.pipe.devices import shared_parameters
+from pymoe.pipe.auxiliary import with_auxiliary_losses
+from pymoe.pipe.execution.shared_layers import serialize_shared_layers
 from pymoe.pipe.micro_batches import MicroBatches, join, mean, split
-from pymoe.pipe.stages import Pipeline
+from pymoe.pipe.stages import Pipeline, Source, Stage
 
-__all__ = ["StagedModel"]
+Function = Callable[..., Sequence[Any]]
 
 
 class StagedModel(ABC):
@@ -29,20 +30,20 @@ class StagedModel(ABC):
     devices: tuple[torch.device | None, ...]
     """Where the stages are; None: where the model was."""
 
+    hooks_are_pipes = False
+    """Whether hooks of ``module`` are those of a call of the pipe, as nothing else calls them."""
+    _fixed_pipeline: Pipeline
+    """Of a model that is the same in training and evaluation."""
+
     @property
-    @abstractmethod
     def pipeline(self) -> Pipeline:
         """The stages and edges, for the mode that the modules are in by now: training or evaluation."""
+        return self._fixed_pipeline
 
     @property
     def loss(self) -> int | None:
         """Which of the pipeline's outputs is the loss; None: the model returns none, as far as is known."""
         return None
-
-    @property
-    def hooks_are_pipes(self) -> bool:
-        """Whether hooks of ``module`` are those of a call of the pipe, as nothing else calls them."""
-        return False
 
     @abstractmethod
     def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -56,6 +57,18 @@ class StagedModel(ABC):
     @abstractmethod
     def unflatten_outputs(self, values: Sequence[Any]) -> Any:
         """Return what the model returns, made of the values of the pipeline's outputs."""
+
+    def stages_of(
+        self, functions: Iterable[Function], inputs: Iterable[tuple[Source, ...]], outputs: Iterable[int]
+    ) -> tuple[Stage, ...]:
+        """Return the stages that run ``functions`` of the parts, which may share layers and inject losses."""
+        weighted = [with_auxiliary_losses(function, part) for function, part in zip(functions, self.parts, strict=True)]
+        safe = serialize_shared_layers(weighted, self.parts)
+        devices = self.devices or (None,) * len(self.parts)
+        return tuple(
+            Stage(function, sources, count, (part,), device)
+            for function, sources, count, part, device in zip(safe, inputs, outputs, self.parts, devices, strict=True)
+        )
 
     def micro_batches(
         self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any], others: Sequence[Any] = ()
@@ -86,10 +99,6 @@ class StagedModel(ABC):
     def has_loss(self) -> bool:
         """Whether the model computes a loss that a training step minimises."""
         return False
-
-    def replicated(self) -> list[dict[int, str]]:
-        """Return, for every parameter that several stages share, its name in each of them."""
-        return list(shared_parameters(self.parts))
 
     def code(self, stage: int) -> str:
         """Return what a stage does, as text for people."""

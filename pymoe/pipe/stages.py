@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["INPUT", "Pipeline", "Source", "Stage"]
-
 INPUT = -1
 
 
@@ -46,16 +44,6 @@ class Pipeline:
     """How many values the pipeline takes."""
     outputs: tuple[Source, ...]
     """The values it returns."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for an edge from what does not come before."""
-        ends = [*enumerate(stage.inputs for stage in self.stages), (len(self.stages), self.outputs)]
-        for number, sources in ends:
-            for source in sources:
-                made = self.inputs if source.stage == INPUT else self.stages[source.stage].outputs
-                if not (INPUT <= source.stage < number and 0 <= source.number < made):
-                    what = f"stage {number}" if number < len(self.stages) else "the pipeline's output"
-                    raise ValueError(f"{what} cannot take {source}: only {made} values are there, or it comes later")
 
     @cached_property
     def uses(self) -> Mapping[Source, int]:
