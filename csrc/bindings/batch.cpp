@@ -125,7 +125,25 @@ class Range {
   const py::object range_;
 };
 
-// A stack of its own depth: the calls that the thread is inside of do not count towards the recursion limit while
+// What of a thread's Python state a batch has for itself, whosever thread it runs on: context variables (decimal's
+// precision, numpy's error state, what a web framework keeps there) are those of a thread that has just begun, while
+// this lives. A client's are not seen, and what is set is forgotten.
+class EmptyContext {
+ public:
+  EmptyContext() : context_(own(PyContext_New())) {
+    if (PyContext_Enter(context_.ptr()) != 0) throw py::error_already_set();
+  }
+  ~EmptyContext() {
+    if (PyContext_Exit(context_.ptr()) != 0) PyErr_Clear();
+  }
+  EmptyContext(const EmptyContext&) = delete;
+  EmptyContext& operator=(const EmptyContext&) = delete;
+
+ private:
+  const py::object context_;
+};
+
+// And a stack of its own depth: the calls that the thread is inside of do not count towards the recursion limit while
 // this lives, so that a client that waits near its limit runs other clients' requests as a worker would. The limit may
 // change meanwhile.
 class WholeStack {
@@ -323,15 +341,13 @@ bool PyBatchFunction::may_retry(const std::exception_ptr& error) {
 py::object PyBatchFunction::call(const std::vector<py::object>& tensors) const {
   if (function_ == nullptr) raise(PyExc_RuntimeError, "%s: the pool was collected", where_.c_str());
   const py::object function = borrow(function_);
-  // Context variables (decimal's precision, numpy's error state, what a web framework keeps there) are those of a
-  // thread that has just begun, whosever thread it is: a client's are not seen, and what is set is forgotten.
-  static PyObject* const run = PyUnicode_InternFromString("run");
-  const py::object context = own(PyContext_New());
-  std::vector<PyObject*> arguments{context.ptr(), function.ptr()};
-  for (const py::object& tensor : tensors) arguments.push_back(tensor.ptr());
+  std::vector<PyObject*> arguments(tensors.size() + 1);
+  for (size_t i = 0; i < tensors.size(); ++i) arguments[i + 1] = tensors[i].ptr();
+  const EmptyContext context;
   const WholeStack stack;
   const GradMode enabled(true);
-  return own(PyObject_VectorcallMethod(run, arguments.data(), arguments.size(), nullptr));
+  return own(PyObject_Vectorcall(function.ptr(), arguments.data() + 1, tensors.size() | PY_VECTORCALL_ARGUMENTS_OFFSET,
+                                 nullptr));
 }
 
 void bind_batches(py::module_& module) {

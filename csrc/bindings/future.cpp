@@ -2,6 +2,7 @@
 
 #include <structmember.h>
 
+#include <array>
 #include <cstddef>
 #include <new>
 
@@ -268,6 +269,15 @@ int clear(PyObject* object) {
   return 0;
 }
 
+// Objects of the type that were freed, for the next ones.
+#ifdef Py_GIL_DISABLED
+constexpr size_t kMostFree = 0;
+#else
+constexpr size_t kMostFree = 256;
+#endif
+std::array<FutureObject*, kMostFree + 1> free_objects;
+size_t free_count = 0;
+
 void dealloc(PyObject* object) {
   FutureObject* self = self_of(object);
   if (PyObject_GC_IsTracked(object)) PyObject_GC_UnTrack(object);
@@ -288,7 +298,11 @@ void dealloc(PyObject* object) {
     if (self->created != generation()) new std::pair(request, pool);
   }
   PyTypeObject* type = Py_TYPE(object);
-  PyObject_GC_Del(object);
+  if (free_count < kMostFree) {
+    free_objects[free_count++] = self;
+  } else {
+    PyObject_GC_Del(object);
+  }
   Py_DECREF(type);
 }
 
@@ -308,8 +322,14 @@ PyMethodDef methods[] = {
 }  // namespace
 
 py::object make_future(std::shared_ptr<TensorRequest> request, std::shared_ptr<Pool> pool, bool may_help) {
-  FutureObject* self = PyObject_GC_New(FutureObject, future_type);
-  if (self == nullptr) throw py::error_already_set();
+  FutureObject* self;
+  if (free_count > 0) {
+    self = free_objects[--free_count];
+    PyObject_Init(reinterpret_cast<PyObject*>(self), future_type);
+  } else {
+    self = PyObject_GC_New(FutureObject, future_type);
+    if (self == nullptr) throw py::error_already_set();
+  }
   self->weak_references = nullptr;
   self->standard = nullptr;
   new (&self->request) std::shared_ptr<TensorRequest>(std::move(request));
