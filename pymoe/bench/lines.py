@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class Line:
 
 def lines_of(operator: Operator) -> Iterator[Line]:
     """Yield the lines of an operator."""
-    for case in operator.bench_cases():
+    for case in operator.bench_cases:
         yield Line(
             operator.name,
             case.name,
@@ -79,7 +80,7 @@ def lines_of(operator: Operator) -> Iterator[Line]:
             case.flops,
             case.source,
             {"cpu": case.target, "cuda": case.cuda_target},
-            lambda device, rates, case=case: candidates_of(operator, case, device, rates),  # type: ignore[misc]
+            partial(candidates_of, operator, case),
         )
 
 

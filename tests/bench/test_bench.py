@@ -75,7 +75,7 @@ def operator_of(native, *, exact=True, backward=False, **options):
         **options,
     )
     tolerances = {torch.float32: (1e-6, 1e-6)}
-    return Operator("scale", native, scale, exact=(exact,), tolerances=tolerances, bench_cases=lambda: iter([case]))
+    return Operator("scale", native, scale, exact=(exact,), tolerances=tolerances, bench_cases=(case,))
 
 
 def only(patch, *operators):
