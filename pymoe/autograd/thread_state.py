@@ -31,7 +31,7 @@ from pymoe._torch_private import (
     InferenceMode,
     TorchFunctionState,
     get_current_dispatch_mode_stack,
-    get_function_stack_at,
+    get_current_function_mode_stack,
     is_any_autocast_enabled,
     is_fwd_grad_enabled,
     is_multithreading_enabled,
@@ -103,7 +103,7 @@ def current() -> ThreadState:
         tuple([_get_autocast_dtype(device) for device in devices]),
         is_torch_function_enabled(),
         is_torch_function_all_disabled(),
-        _function_modes() if len_torch_function_stack() else (),
+        tuple(get_current_function_mode_stack()) if len_torch_function_stack() else (),
         GLOBAL_DEVICE_CONTEXT.__dict__.get("device_context"),
         tuple(get_current_dispatch_mode_stack()) if len_torch_dispatch_stack() else (),
         top_saved_tensors_default_hooks(True),
@@ -193,6 +193,15 @@ def in_state(state: ThreadState, function: Callable[..., Result], *args: Any, cl
         _known.state = known
 
 
+_SWITCHES: dict[str, Callable[[bool], object]] = {
+    "grad": set_grad_enabled,
+    "forward_grad": set_fwd_grad_enabled,
+    "multithreading": set_multithreading_enabled,
+    "view_replay": set_view_replay_enabled,
+    "autocast_cache": torch.set_autocast_cache_enabled,
+}
+
+
 def change(before: ThreadState, after: ThreadState, undo: list[Callable[[], object]]) -> None:
     """Change this thread from one state to another; append to ``undo`` what a second change would not undo."""
     if before.inference != after.inference:
@@ -200,16 +209,9 @@ def change(before: ThreadState, after: ThreadState, undo: list[Callable[[], obje
         guard.__enter__()
         undo.append(functools.partial(guard.__exit__, None, None, None))
         before = current()
-    if before.grad != after.grad:
-        set_grad_enabled(after.grad)
-    if before.forward_grad != after.forward_grad:
-        set_fwd_grad_enabled(after.forward_grad)
-    if before.multithreading != after.multithreading:
-        set_multithreading_enabled(after.multithreading)
-    if before.view_replay != after.view_replay:
-        set_view_replay_enabled(after.view_replay)
-    if before.autocast_cache != after.autocast_cache:
-        torch.set_autocast_cache_enabled(after.autocast_cache)
+    for name, switch in _SWITCHES.items():
+        if getattr(before, name) != getattr(after, name):
+            switch(getattr(after, name))
     if before.autocast != after.autocast or before.autocast_dtypes != after.autocast_dtypes:
         devices = autocast_devices()
         for type_, enabled, dtype in zip(
@@ -230,10 +232,6 @@ def change(before: ThreadState, after: ThreadState, undo: list[Callable[[], obje
         torch.cuda.set_device(after.cuda[0])
 
 
-def _function_modes() -> tuple[Any, ...]:
-    return tuple(get_function_stack_at(i) for i in range(len_torch_function_stack()))
-
-
 def _change_modes(before: ThreadState, after: ThreadState) -> None:
     if before.function_modes != after.function_modes:
         while len_torch_function_stack():
@@ -242,13 +240,8 @@ def _change_modes(before: ThreadState, after: ThreadState) -> None:
             push_on_torch_function_stack(mode)
     if (before.all_functions, before.no_function) != (after.all_functions, after.no_function):
         states = TorchFunctionState
-        set_torch_function_state(
-            states.ENABLED
-            if after.all_functions
-            else states.ALL_DISABLED
-            if after.no_function
-            else states.SUBCLASSES_DISABLED
-        )
+        disabled = states.ALL_DISABLED if after.no_function else states.SUBCLASSES_DISABLED
+        set_torch_function_state(states.ENABLED if after.all_functions else disabled)
     if before.default_device is not after.default_device:
         GLOBAL_DEVICE_CONTEXT.device_context = after.default_device
     if before.dispatch_modes != after.dispatch_modes:

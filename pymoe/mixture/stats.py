@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from typing import NamedTuple
 
 from pymoe._errors import describe_error
@@ -63,25 +63,21 @@ class PassCounts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(("requests", "rows", "answered", "failed", "anomalous", "given_up", "late"), 0)
+        self._counts: Counter[str] = Counter()
         self._latencies: deque[float] = deque(maxlen=KEPT_LATENCIES)
 
-    def add(self, *names: str, rows: int = 0, latency: float | None = None) -> None:
-        """Add one to each of ``names``, and ``rows`` to the rows."""
+    def add(self, name: str, *, rows: int = 0, latency: float | None = None) -> None:
         with self._lock:
-            for name in names:
-                self._counts[name] += 1
+            self._counts[name] += 1
             self._counts["rows"] += rows
             if latency is not None:
                 self._latencies.append(latency)
 
     def read(self) -> PassStats:
         with self._lock:
-            counts, latencies = dict(self._counts), sorted(self._latencies)
-        if not latencies:
-            latencies = [0.0]
+            counts, latencies = self._counts.copy(), sorted(self._latencies) or [0.0]
         return PassStats(
-            **counts,
+            *(counts[name] for name in PassStats._fields if not name.startswith("latency")),
             latency_mean=sum(latencies) / len(latencies),
             latency_p50=latencies[len(latencies) // 2],
             latency_p99=latencies[int(0.99 * len(latencies))],

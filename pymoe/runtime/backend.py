@@ -267,10 +267,7 @@ class ExpertBackend(BackendState):
 
     def _forward(self, inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
         with self._lock:
-            if self._placement.is_home_of(inputs):
-                return self._run_forward(inputs)
-            with self._placement.visit(inputs) as visit:
-                return visit.take_back(self._run_forward(visit.tensors))
+            return self._placement.run(self._run_forward, inputs)
 
     def _run_forward(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
         guard = self._guard
@@ -290,10 +287,7 @@ class ExpertBackend(BackendState):
 
     def _backward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         with self._lock:
-            if self._placement.is_home_of(inputs):
-                return self._run_backward(inputs)
-            with self._placement.visit(inputs) as visit:
-                return visit.take_back(self._run_backward(visit.tensors))
+            return self._placement.run(self._run_backward, inputs)
 
     def _run_backward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         trains = self.trains

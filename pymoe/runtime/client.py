@@ -270,19 +270,15 @@ def overlap(first: Tensor, second: Tensor) -> bool:
         return False
     if not (first.numel() and second.numel()):
         return False
-    if first.dtype != second.dtype or first.stride() != second.stride() or first.dim() < 2:
-        one, other = (_extent(tensor, tensor.stride()) for tensor in (first, second))
-        if first.dtype != second.dtype:
-            one, other = (
-                (begin * tensor.itemsize, end * tensor.itemsize)
-                for (begin, end), tensor in zip((one, other), (first, second), strict=True)
-            )
-        return one[0] < other[1] and other[0] < one[1]
-    # Columns of one matrix, as chunk() gives them: apart if what each takes of a row is.
-    row = first.stride(0)
-    one, other = (_extent(tensor[:1], tensor.stride()) for tensor in (first, second))
-    one, other = ((begin % max(row, 1), begin % max(row, 1) + end - begin) for begin, end in (one, other))
-    return not (max(one[1], other[1]) <= row) or (one[0] < other[1] and other[0] < one[1])
+    one, other = _extent(first), _extent(second)
+    if first.dtype == second.dtype and first.stride() == second.stride() and first.dim() >= 2:
+        # Columns of one matrix, as chunk() gives them: apart if what each takes of a row is.
+        row = max(first.stride(0) * first.itemsize, 1)
+        rows = _extent(first[:1]), _extent(second[:1])
+        one, other = (range(part.start % row, part.start % row + len(part)) for part in rows)
+        if max(one.stop, other.stop) > row:
+            return True
+    return one.start < other.stop and other.start < one.stop
 
 
 def _reading(tensor: Tensor) -> tuple[torch.dtype, bool, bool]:
@@ -290,11 +286,11 @@ def _reading(tensor: Tensor) -> tuple[torch.dtype, bool, bool]:
     return tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
-def _extent(tensor: Tensor, strides: Sequence[int]) -> tuple[int, int]:
-    """From where to where in its storage it is, in elements of its own."""
-    begin = int(tensor.storage_offset())
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
-    return begin, begin + last + 1
+def _extent(tensor: Tensor) -> range:
+    """Return the bytes of its storage between its first and its last element."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.storage_offset() * tensor.itemsize
+    return range(begin, begin + (last + 1) * tensor.itemsize)
 
 
 def _values(tensors: Sequence[Any]) -> list[Any]:
