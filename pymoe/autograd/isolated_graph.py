@@ -104,18 +104,13 @@ class IsolatedCall:
             for argument in alias.arguments:
                 args[argument] = alias.tensor
         outputs = function(*args)
-        self.outputs = (outputs,) if type(outputs) is torch.Tensor else as_tuple(outputs)
+        self.outputs = as_tuple(outputs)
 
     def find_fresh(self, hand_through: bool) -> list[torch.Tensor]:
-        """Return the outputs that have a history here, each once; after :meth:`run`, with graphs.
+        """Return the outputs that have a history here, each once, and find the arguments that :meth:`run` has modified.
 
-        Also find the arguments that the call has modified in place.
-
-        Args:
-            hand_through: replace aliases that the function has returned by the caller's tensors, in ``outputs``.
-
-        Raises:
-            RuntimeError: the call has modified an argument in place and was given another that shares its memory.
+        With ``hand_through``, aliases that the function has returned are replaced by the caller's tensors in
+        ``outputs``. Raises RuntimeError if the call has modified an argument whose memory another one shares.
         """
         aliases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for alias in self.aliases:
@@ -193,7 +188,7 @@ def differentiate(
     roots; one with nodes of ``torch.compile`` is not kept, because these refuse to run then.
 
     Args:
-        roots: where the backward pass begins; None is skipped, and so is its gradient.
+        roots: where the backward pass begins; None is skipped, and so is a root without a gradient.
         grads: for each root, or None.
         inputs: where the call's graph begins.
         leaves: tensors that gradients would be accumulated into.

@@ -121,17 +121,8 @@ class _Known(threading.local):
     state: ThreadState | None = None
 
 
-_known = _Known()
-
-
-def known_state() -> ThreadState | None:
-    """Return the state of this thread if it is known and cannot have changed since, else None."""
-    return _known.state
-
-
-def know_state(state: ThreadState | None) -> None:
-    """Have :func:`in_state` take ``state`` as this thread's until it is set to None: nothing else may change it."""
-    _known.state = state
+known = _Known()
+"""``known.state`` is this thread's state where nothing else can change it until it is None again, which is unknown."""
 
 
 @contextmanager
@@ -172,9 +163,9 @@ def in_state(state: ThreadState, function: Callable[..., Result], *args: Any, cl
     Where ``state`` has autocast and this thread does not, the function runs in an autocast block of its own; for
     ``clears`` see :func:`autocast_level`.
     """
-    known = _known.state
-    before = known or current()
-    _known.state = None
+    was_known = known.state
+    before = was_known or current()
+    known.state = None
     undo: list[Callable[[], object]] = []
     try:
         if before != state:
@@ -190,7 +181,7 @@ def in_state(state: ThreadState, function: Callable[..., Result], *args: Any, cl
         after = current()
         if after != before:
             change(after, before, [])
-        _known.state = known
+        known.state = was_known
 
 
 _SWITCHES: dict[str, Callable[[bool], object]] = {

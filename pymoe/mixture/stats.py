@@ -12,6 +12,7 @@ from pymoe._errors import describe_error
 
 LOG_PERIOD_S = 60.0  # between two lines about one backend
 KEPT_LATENCIES = 1000
+COUNTS = ("requests", "rows", "answered", "failed", "anomalous", "given_up", "late")
 
 logger = logging.getLogger("pymoe.runtime")
 
@@ -77,7 +78,7 @@ class PassCounts:
         with self._lock:
             counts, latencies = self._counts.copy(), sorted(self._latencies) or [0.0]
         return PassStats(
-            *(counts[name] for name in PassStats._fields if not name.startswith("latency")),
+            **{name: counts[name] for name in COUNTS},
             latency_mean=sum(latencies) / len(latencies),
             latency_p50=latencies[len(latencies) // 2],
             latency_p99=latencies[int(0.99 * len(latencies))],

@@ -38,12 +38,12 @@ class Placement:
 
         Memory that parameters or buffers got after this was made is not known.
         """
-        if not any([isinstance(leaf, Tensor) and self._owns(leaf) for leaf in leaves]):
-            return leaves
-        return tuple(leaf.clone() if isinstance(leaf, Tensor) and self._owns(leaf) else leaf for leaf in leaves)
+        return tuple([leaf.clone() if self._owns(leaf) else leaf for leaf in leaves])
 
-    def _owns(self, tensor: Tensor) -> bool:
-        place = tensor.data_ptr()
+    def _owns(self, leaf: Any) -> bool:
+        if not isinstance(leaf, Tensor):
+            return False
+        place = leaf.data_ptr()
         found = bisect.bisect_right(self._begins, place)
         return found > 0 and place < self._memory[found - 1][1]
 

@@ -11,7 +11,7 @@ BARS = " ▁▂▃▄▅▆▇█"
 
 
 def duration(seconds: float) -> str:
-    """A time with three digits and its unit."""
+    """Return a time with three digits and its unit."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -19,23 +19,23 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float) -> str:
-    """A number with about three digits."""
+    """Return a number with about three digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def lost(stats: PoolStats) -> dict[str, int]:
-    """Requests that had no result, by reason; reasons without any are left out."""
+    """Return how many requests got no result, by reason; reasons without any are left out."""
     reasons = ("failed", "cancelled", "expired", "rejected")
     return {reason: getattr(stats, reason) for reason in reasons if getattr(stats, reason)}
 
 
 def is_busy(stats: PoolStats) -> bool:
-    """Whether recent numbers show that anything happened, or waits to."""
+    """Return whether anything happened recently, or is waiting."""
     return bool(stats.submitted or stats.batches or stats.queued or stats.running or lost(stats))
 
 
 def line(stats: PoolStats) -> str:
-    """One pool in one line."""
+    """Return one pool in one line."""
     parts = [
         f"{number(stats.requests_per_second)} requests/s",
         f"{number(stats.rows_per_second)} rows/s",
@@ -50,7 +50,7 @@ def line(stats: PoolStats) -> str:
 
 
 def histogram(buckets: Sequence[Bucket]) -> str:
-    """Batches of 1 row, of 2 to 3, of 4 to 7, … as bars; a bar that is not empty can be seen."""
+    """Return batches of 1 row, of 2 to 3, of 4 to 7, … as bars; a count above zero is always visible."""
     counts: list[int] = []
     for one in buckets:
         power = max(0, int(one.low).bit_length() - 1)
@@ -80,11 +80,7 @@ COLUMNS = (
     Column("wait p50 / p99", lambda stats: f"{duration(stats.wait.p50)} / {duration(stats.wait.p99)}"),
     Column("batch p50", lambda stats: duration(stats.process.p50)),
     Column("latency p50 / p99", lambda stats: f"{duration(stats.latency.p50)} / {duration(stats.latency.p99)}"),
-    Column(
-        "lost",
-        lambda stats: ", ".join(f"{count} {reason}" for reason, count in lost(stats).items()),
-        is_text=True,
-    ),
+    Column("lost", lambda stats: ", ".join(f"{count} {why}" for why, count in lost(stats).items()), is_text=True),
 )
 
 

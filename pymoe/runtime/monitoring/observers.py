@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from pymoe.runtime.monitoring.formatting import is_busy, line
 from pymoe.runtime.monitoring.socket_server import Monitor, monitor_from_environment
@@ -28,7 +27,7 @@ class Observers:
 
     def __init__(
         self,
-        pools: Iterable[Pool] | ServedPools[Any],
+        pools: Iterable[Pool] | ServedPools,
         *,
         stats_interval: float | None = None,
         monitor: bool | str | Path | None = None,

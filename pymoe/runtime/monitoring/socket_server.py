@@ -41,13 +41,13 @@ _numbers = itertools.count(1)
 
 
 def monitor_from_environment() -> bool | str:
-    """What ``PYMOE_MONITOR`` asks for: a folder, True for the default one, or False."""
+    """Return what ``PYMOE_MONITOR`` asks for: a folder, True for the default one, or False."""
     value = os.environ.get("PYMOE_MONITOR", "")
     return {"": False, "0": False, "1": True}.get(value, value)
 
 
 def private_folder() -> Path:
-    """The default folder, which may not be there yet."""
+    """Return the default folder, which may not exist yet."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     return Path(runtime) / "pymoe" if runtime else Path(tempfile.gettempdir()) / f"pymoe-{os.getuid()}"
 
@@ -63,7 +63,7 @@ def make_private(folder: Path) -> None:
 class Monitor:
     """Serves the numbers of ``pools`` on a socket in ``folder`` (None: the default one), from a thread of its own."""
 
-    def __init__(self, pools: Iterable[Pool] | ServedPools[Any], folder: Path | None) -> None:
+    def __init__(self, pools: Iterable[Pool] | ServedPools, folder: Path | None) -> None:
         if not hasattr(socket, "AF_UNIX"):
             raise OSError("monitor: this system's Python has no Unix sockets; use runtime.stats() or top.live(runtime)")
         self._pools, self._folder = pools, folder
@@ -116,7 +116,7 @@ class Monitor:
                 self._thread = self.path = None
 
 
-def serve(listener: socket.socket, waker: socket.socket, pools: Iterable[Pool] | ServedPools[Any]) -> None:
+def serve(listener: socket.socket, waker: socket.socket, pools: Iterable[Pool] | ServedPools) -> None:
     """Answer viewers until the other end of ``waker`` is closed."""
     began = time.monotonic()
     viewers: dict[socket.socket, StatsReader] = {}
@@ -166,7 +166,7 @@ def answer(viewer: socket.socket, reader: StatsReader, began: float) -> bool:
 
 
 def report(reader: StatsReader, began: float) -> dict[str, Any]:
-    """What a viewer gets."""
+    """Return what a viewer gets."""
     return {
         "format": FORMAT,
         "pid": os.getpid(),
@@ -177,7 +177,7 @@ def report(reader: StatsReader, began: float) -> dict[str, Any]:
 
 
 def may_see(viewer: socket.socket) -> bool:
-    """Whether this user or root has connected; True where the system does not say, as the socket's mode decides."""
+    """Return whether this user or root has connected; True where the system does not say: the socket's mode decides."""
     if not hasattr(socket, "SO_PEERCRED"):
         return True
     packed = viewer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

@@ -46,14 +46,14 @@ class Report:
 
 
 class NotARuntime(Exception):
-    """Whoever listens there does not answer as a monitor does."""
+    """Raised where something else than a monitor answers."""
 
 
 class Viewer:
     """A connection to a monitor."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError if nobody listens."""
+        """Connect; raises OSError if nobody listens."""
         self.path = path
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         # Without Python's timeout, connect() waits where many connect at once; the system's own ends that.
@@ -67,7 +67,7 @@ class Viewer:
         self.lines = self.socket.makefile("rb")
 
     def read(self) -> Report:
-        """The numbers since the call before; raises OSError if the process has ended, or :class:`NotARuntime`."""
+        """Return the numbers since the last call; raises OSError if the process has ended, or :class:`NotARuntime`."""
         self.socket.sendall(b"\n")
         line = self.lines.readline(MOST_BYTES + 1)
         if len(line) > MOST_BYTES:
@@ -83,7 +83,7 @@ class Viewer:
 
 
 def parse(line: bytes, path: Path) -> Report:
-    """A monitor's line; raises :class:`NotARuntime`."""
+    """Parse a monitor's line; raises :class:`NotARuntime`."""
     try:
         found = json.loads(line)
         if found["format"] != FORMAT:
@@ -95,7 +95,7 @@ def parse(line: bytes, path: Path) -> Report:
 
 
 def pool_from(found: dict[str, Any]) -> PoolStats:
-    """The opposite of ``dataclasses.asdict``."""
+    """Undo ``dataclasses.asdict``."""
 
     def buckets(several: list[dict[str, Any]]) -> tuple[Bucket, ...]:
         return tuple(Bucket(float(one["low"]), float(one["high"]), int(one["count"])) for one in several)
@@ -115,7 +115,7 @@ def pool_from(found: dict[str, Any]) -> PoolStats:
 
 
 def printable(text: str) -> str:
-    """Without characters that a terminal would obey."""
+    """Return ``text`` with ``?`` for characters that a terminal would obey."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
@@ -127,14 +127,14 @@ class Watched:
         self.viewers: dict[Path, Viewer] = {}
 
     def read(self) -> list[Report]:
-        """A report of every process that answers."""
+        """Return a report of every process that answers."""
         paths = sorted(self.where.glob(f"*{SUFFIX}")) if self.where.is_dir() else [self.where]
         for path in paths:
             if path not in self.viewers:
                 try:
                     self.viewers[path] = Viewer(path)
                 except OSError:
-                    continue  # left behind by a process that did not end well
+                    continue  # the socket of a process that was killed
         reports = []
         for path, viewer in list(self.viewers.items()):
             try:
@@ -151,7 +151,7 @@ class Watched:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 1 if there is nothing to show."""
+    """Run the command; return 1 if there is nothing to show."""
     description, _, _ = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(prog="python -m pymoe.runtime.top", description=description)
     parser.add_argument("where", nargs="?", type=Path, metavar="SOCKET|FOLDER", help="default: this user's runtimes")
@@ -205,7 +205,7 @@ def live(runtime: Any, *, interval: float = 0.5, file: IO[str] | None = None) ->
 
 
 def text(reports: Sequence[Report]) -> str:
-    """All reports as plain tables."""
+    """Return all reports as plain tables."""
     if not reports:
         return "no runtime with a monitor; see Runtime(..., monitor=True)"
     return "\n\n".join((f"{one.title}\n" if one.title else "") + table(one.pools) for one in reports)
@@ -213,7 +213,7 @@ def text(reports: Sequence[Report]) -> str:
 
 @contextmanager
 def drawing(file: IO[str]) -> Iterator[Draw]:
-    """What draws reports over those before: rich's live display, or plain tables one under the other."""
+    """Give a function that draws reports: into rich's live display, or as plain tables one under the other."""
     try:
         from rich.console import Console
         from rich.live import Live
@@ -229,7 +229,7 @@ def drawing(file: IO[str]) -> Iterator[Draw]:
 
 
 def plain_drawing(file: IO[str]) -> Draw:
-    """What prints reports one under the other; that there is none it says once."""
+    """Return a function that prints reports one under the other, and says once that there is none."""
     said = False
 
     def draw(reports: Sequence[Report]) -> None:
@@ -242,7 +242,7 @@ def plain_drawing(file: IO[str]) -> Draw:
 
 
 def coloured(reports: Sequence[Report], width: int) -> Any:
-    """All reports for rich, as many columns as fit into the width."""
+    """Return all reports for rich, with as many columns as fit into the width."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
