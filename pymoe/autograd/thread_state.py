@@ -184,15 +184,6 @@ def in_state(state: ThreadState, function: Callable[..., Result], *args: Any, cl
         known.state = was_known
 
 
-_SWITCHES: dict[str, Callable[[bool], object]] = {
-    "grad": set_grad_enabled,
-    "forward_grad": set_fwd_grad_enabled,
-    "multithreading": set_multithreading_enabled,
-    "view_replay": set_view_replay_enabled,
-    "autocast_cache": torch.set_autocast_cache_enabled,
-}
-
-
 def change(before: ThreadState, after: ThreadState, undo: list[Callable[[], object]]) -> None:
     """Change this thread from one state to another; append to ``undo`` what a second change would not undo."""
     if before.inference != after.inference:
@@ -200,9 +191,16 @@ def change(before: ThreadState, after: ThreadState, undo: list[Callable[[], obje
         guard.__enter__()
         undo.append(functools.partial(guard.__exit__, None, None, None))
         before = current()
-    for name, switch in _SWITCHES.items():
-        if getattr(before, name) != getattr(after, name):
-            switch(getattr(after, name))
+    if before.grad != after.grad:
+        set_grad_enabled(after.grad)
+    if before.forward_grad != after.forward_grad:
+        set_fwd_grad_enabled(after.forward_grad)
+    if before.multithreading != after.multithreading:
+        set_multithreading_enabled(after.multithreading)
+    if before.view_replay != after.view_replay:
+        set_view_replay_enabled(after.view_replay)
+    if before.autocast_cache != after.autocast_cache:
+        torch.set_autocast_cache_enabled(after.autocast_cache)
     if before.autocast != after.autocast or before.autocast_dtypes != after.autocast_dtypes:
         devices = autocast_devices()
         for type_, enabled, dtype in zip(

@@ -15,7 +15,7 @@ logger = logging.getLogger("pymoe.runtime")
 
 
 class Observers:
-    """The log and the monitor of one runtime, to which they hold no reference.
+    """The log and the monitor of one runtime. They hold no reference to it, and to its pools only if asked for.
 
     Args:
         pools: the runtime's pools, which may come and go.
@@ -35,7 +35,7 @@ class Observers:
         if stats_interval is not None and not stats_interval > 0:
             raise ValueError(f"stats_interval must be a positive number of seconds, got {stats_interval}")
         wanted = monitor_from_environment() if monitor is None else monitor
-        self._pools, self._interval = pools, stats_interval
+        self._logged = None if stats_interval is None else (pools, stats_interval)
         self._must_listen = monitor is not None
         self._monitor = Monitor(pools, None if wanted is True else Path(wanted)) if wanted else None
         self._log_end = threading.Event()
@@ -59,11 +59,11 @@ class Observers:
                 if self._must_listen:
                     raise
                 logger.warning("PYMOE_MONITOR: %s", error)
-        if self._interval is not None and self._log_thread is None:
-            self._log_end = threading.Event()
-            reader = StatsReader(self._pools, recent=True)
+        if self._logged and self._log_thread is None:
+            pools, interval_s = self._logged
+            reader, self._log_end = StatsReader(pools, recent=True), threading.Event()
             self._log_thread = threading.Thread(
-                target=write_lines, args=(reader, self._interval, self._log_end), name="pymoe-stats", daemon=True
+                target=write_lines, args=(reader, interval_s, self._log_end), name="pymoe-stats", daemon=True
             )
             self._log_thread.start()
 
