@@ -21,8 +21,6 @@ from pymoe.autograd.gradient_sums import add_gradients
 from pymoe.autograd.graph_nodes import apply_directly, once_only
 from pymoe.autograd.isolated_graph import SECOND_BACKWARD
 
-__all__ = ["LeafSums", "WeightedSums", "accumulate", "attach", "end_history", "total"]
-
 _NUMBER = torch.zeros((), device="cpu")  # any
 FOREACH_FROM = 4
 """Leaves from which on one call for all takes less time than a call for each."""
