@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from pymoe.ops.transforms import gradients_again
-from pymoe.reference.gate_topk import RENORMALIZE_FLOOR, check
+from pymoe.reference.gate_topk import check
 from pymoe.reference.gate_topk import gate_topk as reference
-from pymoe.reference.scores import accumulate_dtype
+from pymoe.reference.scores import SUM_FLOOR, accumulate_dtype
 from pymoe.reference.types import Gate, Score
 
 
@@ -84,7 +84,7 @@ def _weights(logits: Tensor, experts: Tensor, score: Score, renormalize: bool, s
     scores = torch.softmax(values, dim=1) if score == "softmax" else torch.sigmoid(values)
     weights = scores.gather(1, experts.long())
     if renormalize:
-        weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=RENORMALIZE_FLOOR)
+        weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=SUM_FLOOR)
     return weights * scale
 
 
@@ -99,10 +99,7 @@ def gate_topk(
     topk_groups: int | None = None,
     scale: float = 1.0,
 ) -> Gate:
-    check(
-        logits, k, score=score, renormalize=renormalize, bias=bias, num_groups=num_groups, topk_groups=topk_groups,
-        scale=scale,
-    )  # fmt: skip
+    check(logits, k, score, renormalize, bias, num_groups, topk_groups, scale)
     if bias is not None:
         bias = bias.detach().to(accumulate_dtype(logits.dtype)).contiguous()
     groups = (num_groups or 0, topk_groups or 0)
