@@ -139,9 +139,15 @@ def is_users_file(file: str) -> bool:
     return not is_library(file) and not file.startswith(_PACKAGES)
 
 
+_LIBRARY_NAMES = ("pymoe", "torch", "contextlib")
+
+
 def stack_level() -> int:
-    """Return the ``stacklevel`` of the caller's first frame outside of this package, for warnings."""
+    """Return the ``stacklevel`` of the user's frame for a warning of the caller.
+
+    torch's compiler adds frames of torch; code that torch.fx has made has no name.
+    """
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and is_library(frame.f_code.co_filename):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "torch").split(".")[0] in _LIBRARY_NAMES:
         frame, level = frame.f_back, level + 1
     return level

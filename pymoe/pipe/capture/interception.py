@@ -7,11 +7,11 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pymoe._torch_private import (
@@ -32,7 +32,7 @@ from pymoe.pipe.capture.opaque import OpaqueCall, OpaqueModule, RealModule, call
 from pymoe.pipe.capture.python_reads import Recorder
 from pymoe.pipe.capture.snapshots import attributes_restored, patched
 
-__all__ = ["OPAQUE_CALL", "Held", "intercepting_opaque_calls", "refusing_lost_calls"]
+__all__ = ["OPAQUE_CALL", "OpaqueCalls", "refusing_lost_calls"]
 
 Held = dict[int, Tensor]
 """Tensors that take gradients and that no module has registered, by address. A graph would hold them detached."""
@@ -49,53 +49,40 @@ def _hold(values: Any, held: Held) -> None:
 
 
 class _OpaqueMarker(HigherOrderOperator):
-    def __init__(self) -> None:
-        super().__init__("pymoe_opaque_call")
-
     def __call__(self, number: int, *values: Any) -> Any:
         return super().__call__(number, *values)
 
 
-OPAQUE_CALL = _OpaqueMarker()
+OPAQUE_CALL = _OpaqueMarker("pymoe_opaque_call")
 """Stands for opaque calls in an exported graph: takes the number of the call and its computed leaves."""
-
-
-@contextmanager
-def intercepting_opaque_calls(
-    modules: Mapping[str, RealModule],
-    calls: list[OpaqueCall],
-    held: Held,
-    beside: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> Iterator[None]:
-    """Let calls of these modules and of autograd Functions, on this thread within the block, add themselves to
-    ``calls``, and leave a node of ``OPAQUE_CALL``.
-
-    Args:
-        modules: by qualified name; the block must be within :func:`attributes_restored` of them.
-        calls: gets the calls.
-        held: gets the tensors that ``Held`` describes.
-        beside: in which context the calls run.
-    """
-    tracing = _Tracing(calls, held, beside)
-    for path, module in modules.items():
-        module.module.__dict__["_compiled_call_impl"] = tracing.module_call(path, module)
-    # The base class of autograd Functions is asked by all, also by ``apply = MyFunction.apply``.
-    base: Any = SingleLevelFunction
-    with patched((base, "apply", classmethod(tracing.function_call(base)))):
-        yield
 
 
 _OF_OPERATORS = "torch._library.autograd"
 """Where torch makes Functions for custom operators, which graphs hold as they are."""
 
 
-class _Tracing:
-    def __init__(self, calls: list[OpaqueCall], held: Held, beside: Callable[[], AbstractContextManager[Any]]) -> None:
+class OpaqueCalls:
+    """Calls of opaque modules and of autograd Functions on this thread leave a node of ``OPAQUE_CALL``.
+
+    Args:
+        beside: in which context the calls run.
+    """
+
+    def __init__(self, beside: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.calls: list[OpaqueCall] = []
+        """By the numbers that the nodes have."""
+        self.held: Held = {}
         self._beside = beside
-        self._held = held
-        self._calls = calls
         self._thread = threading.get_ident()
         self._inside = False
+
+    def intercepted(self, modules: Mapping[str, RealModule]) -> AbstractContextManager[None]:
+        """Intercept calls within the block, which must be within :func:`attributes_restored` of these modules."""
+        for path, module in modules.items():
+            module.module.__dict__["_compiled_call_impl"] = self.module_call(path, module)
+        # The base class of autograd Functions is asked by all, also by ``apply = MyFunction.apply``.
+        base: Any = SingleLevelFunction
+        return patched((base, "apply", classmethod(self.function_call(base))))
 
     def is_on(self) -> bool:
         return threading.get_ident() == self._thread and not self._inside
@@ -113,7 +100,9 @@ class _Tracing:
             if not self.is_on():
                 return run(*args, **kwargs)
             _run_boundaries(module._forward_pre_hooks)
-            result = self.record(OpaqueModule(path, module), None if real.fixes_sizes else run, real.copy, args, kwargs)
+            # Fake tensors that go through recurrent layers lose their free sizes.
+            through = None if isinstance(module, nn.RNNBase) else run
+            result = self.record(OpaqueModule(path, module), through, real.copy, args, kwargs)
             _run_boundaries(module._forward_hooks)
             return result
 
@@ -154,15 +143,15 @@ class _Tracing:
         mode = get_proxy_mode()
         assert mode is not None
         leaves = call.flatten_arguments(args, kwargs)
-        _hold(leaves, self._held)
+        _hold(leaves, self.held)
         path = call.path if isinstance(call, OpaqueModule) else call.__name__
         with self._beside(), calling_as_a_whole(path):
             result = self._fake_result(run, real, args, kwargs)
         values = call.flatten_result(result)
         tracer: Any = mode.tracer
         proxies = [tracer.unwrap_proxy(leaf) for leaf in leaves]
-        number = len(self._calls)
-        self._calls.append(call)
+        number = len(self.calls)
+        self.calls.append(call)
         proxy = tracer.create_proxy("call_function", OPAQUE_CALL, (number, *proxies), {}, name=call.__name__)
         track_tensor_tree(values, proxy, constant=None, tracer=tracer)
         return result
@@ -178,25 +167,21 @@ class _Tracing:
         assert fake_mode is not None
         assert fake_mode.shape_env is not None
         failure: Exception | None = None
-        self._inside = True
-        try:
-            with DisableTorchFunction(), disable_current_modes():
-                if run is not None:
-                    try:
-                        with fake_mode, fake_mode.shape_env.ignore_fresh_unbacked_symbols():
-                            result = run(*args, **kwargs)
-                        if not _has_unknown_sizes(result):
-                            return result
-                    except Exception as error:
-                        failure = error
+        with patched((self, "_inside", True)), DisableTorchFunction(), disable_current_modes():
+            if run is not None:
                 try:
-                    return infer_by_running(real(), args, kwargs, fake_mode)
+                    with fake_mode, fake_mode.shape_env.ignore_fresh_unbacked_symbols():
+                        result = run(*args, **kwargs)
+                    if not _has_unknown_sizes(result):
+                        return result
                 except Exception as error:
-                    if failure is None or isinstance(error, CaptureError):
-                        raise
-                    raise error from failure
-        finally:
-            self._inside = False
+                    failure = error
+            try:
+                return infer_by_running(real(), args, kwargs, fake_mode)
+            except Exception as error:
+                if failure is None or isinstance(error, CaptureError):
+                    raise
+                raise error from failure
 
 
 def _has_unknown_sizes(result: Any) -> bool:

@@ -16,38 +16,37 @@ from torch import nn
 from pymoe.pipe.capture.errors import is_users_file
 
 __all__ = [
-    "MAX_ITEMS",
+    "CONSTANTS",
+    "CONTAINERS",
     "MISSING",
     "Changes",
     "attributes_restored",
     "freeze",
     "is_by_value",
     "is_immutable",
-    "is_plain",
     "is_users_object",
     "patched",
     "restorer",
 ]
 
-_SCALARS = (int, complex, str, bytes, bool, type(None), type(...), enum.Enum, range, slice)
-_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-_CONTAINERS = (list, tuple, dict, set, frozenset)
+CONSTANTS = (
+    *(int, float, complex, str, bytes, enum.Enum, slice, range, type(None), type(...)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+"""Types of values that are always the same: numbers, strings, None and the like."""
+CONTAINERS = (list, tuple, dict, set, frozenset)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, torch.Tensor, nn.Module)
-MAX_ITEMS = 256
+_MAX_ITEMS = 256
 """Of a longer container only the identity and the length are compared."""
 _MAX_DEPTH = 4
 _MAX_VALUES = 1000
 
 
-class _Missing:
-    def __repr__(self) -> str:
-        return "nothing"
-
-    def __reduce__(self) -> str:
-        return "MISSING"
+class _Missing(enum.Enum):
+    MISSING = enum.auto()
 
 
-MISSING = _Missing()
+MISSING = _Missing.MISSING
 """Stands for an attribute, or a variable of the environment, that does not exist."""
 
 
@@ -64,11 +63,6 @@ class Same:
 
     def __hash__(self) -> int:
         return id(self.value)
-
-
-def is_plain(value: Any) -> bool:
-    """Return whether a value is a number, a string, None and the like, or a list, tuple, dictionary or set."""
-    return isinstance(value, (*_SCALARS, float, *_OF_TORCH, *_CONTAINERS))
 
 
 def is_users_object(value: Any) -> bool:
@@ -88,7 +82,7 @@ def is_immutable(value: Any) -> bool:
     """Return whether the same object always has the same value."""
     if isinstance(value, (tuple, frozenset)):
         return all(map(is_immutable, value))
-    return isinstance(value, (*_SCALARS, float, *_OF_TORCH, type, *_CODE))
+    return isinstance(value, (*CONSTANTS, type, *_CODE))
 
 
 def freeze(value: Any) -> Any:
@@ -106,11 +100,11 @@ def _freeze(value: Any, depth: int, left: list[int]) -> Any:
         return type(value), float(value).hex()  # all NaN are one, the zeros are two
     if isinstance(value, slice):
         return slice, _freeze((value.start, value.stop, value.step), depth, left)
-    if isinstance(value, (*_SCALARS, *_OF_TORCH)):
+    if isinstance(value, CONSTANTS):
         return type(value), value
     is_too_much = depth == 0 or left[0] < 0
-    if isinstance(value, _CONTAINERS):
-        if len(value) > MAX_ITEMS or is_too_much:
+    if isinstance(value, CONTAINERS):
+        if len(value) > _MAX_ITEMS or is_too_much:
             return Same(value), len(value)
         if isinstance(value, dict):
             items = [(_freeze(key, 1, left), _freeze(item, depth - 1, left)) for key, item in value.items()]
@@ -119,7 +113,7 @@ def _freeze(value: Any, depth: int, left: list[int]) -> Any:
             return type(value), frozenset(_freeze(item, depth - 1, left) for item in value)
         return type(value), tuple([_freeze(item, depth - 1, left) for item in value])
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, (numpy.generic, numpy.ndarray)) and value.nbytes <= 8 * MAX_ITEMS:
+    if numpy is not None and isinstance(value, (numpy.generic, numpy.ndarray)) and value.nbytes <= 8 * _MAX_ITEMS:
         return type(value), str(value.dtype), value.shape, value.tobytes()
     own = None if isinstance(value, (*_CODE, type)) else getattr(value, "__dict__", None) or _in_slots(value)
     if not own or not isinstance(own, dict) or is_too_much or type(value).__module__.startswith("torch."):
@@ -208,10 +202,10 @@ def attributes_restored(model: nn.Module) -> Iterator[Changes]:
 
 def restorer(value: Any) -> Callable[[], None]:
     """Return a function that restores what a container, or an object of the user's, holds now, at any depth but within
-    containers of more than ``MAX_ITEMS``.
+    containers of more than 256 items.
     """
     memory: dict[int, _Contents] = {}
-    _remember(value, "", memory, MAX_ITEMS)
+    _remember(value, "", memory, _MAX_ITEMS)
     return Changes(list(memory.values())).restore
 
 

@@ -197,7 +197,7 @@ class TracedModel(StagedModel):
                 part.update_model()
         pipeline = self._pipeline(number, made, len(captured.arguments.names))
         loss = self._find_loss(captured, made)
-        guards = captured.guards.on(self.module)
+        guards = captured.guards(self.module)
         variant = _Variant(
             number, captured.arguments, captured.input_checks, guards, captured.out_spec, made.leaves, pipeline, loss
         )
