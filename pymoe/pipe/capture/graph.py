@@ -140,7 +140,9 @@ class _Builder:
                 self._copies[node] = self._state_node(node, spec)
         for node in self._source.graph.nodes:
             if node.op == "output":
-                self._output(node)
+                values: Any = fx.map_arg(node.args[0], self._copies.__getitem__)
+                computed = iter(values)
+                self._graph.output([next(computed) if leaf is Computed else leaf for leaf in self._run.leaves])
             elif node.op == "call_function":
                 self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
         return self._graph
@@ -180,7 +182,8 @@ class _Builder:
             for dim in range(node.meta["val"].dim()):
                 source = f"[{tensor}].size()[{dim}]"
                 for symbol, sources in environment.var_to_sources.items():
-                    if str(symbol) in by_symbol and any(_name(each).endswith(source) for each in sources):
+                    names = [each.name() if callable(each.name) else each.name for each in sources]
+                    if str(symbol) in by_symbol and any(name.endswith(source) for name in names):
                         found[number, dim] = by_symbol[str(symbol)]
         return found
 
@@ -209,15 +212,6 @@ class _Builder:
         target = f"{CONSTANT}{len(self.constants)}"
         self.constants[target] = value
         return target
-
-    def _output(self, node: fx.Node) -> None:
-        values: Any = fx.map_arg(node.args[0], self._copies.__getitem__)
-        computed = iter(values)
-        self._graph.output([next(computed) if leaf is Computed else leaf for leaf in self._run.leaves])
-
-
-def _name(source: Any) -> str:
-    return source.name() if callable(source.name) else source.name
 
 
 def _resolve(module: fx.GraphModule, calls: Sequence[OpaqueCall]) -> None:

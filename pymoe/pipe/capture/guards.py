@@ -27,11 +27,7 @@ class Guards:
     """What a capture of a model holds for: modes, hooks, submodules and shapes of parameters, and the values that its
     code has read.
 
-    Args:
-        model: the model, or another one with the same submodules.
-        opaque: the qualified names of its opaque modules, into which no capture looks.
-        reads: what the capture has read.
-        arguments: the example.
+    ``model`` may be another one with the same submodules. No capture looks into ``opaque``, by qualified names.
     """
 
     def __init__(self, model: nn.Module, opaque: Collection[str], reads: Reads, arguments: Arguments) -> None:
@@ -58,11 +54,7 @@ class Guards:
         self._expected: _Expected | None = None
 
     def broken(self, leaves: Sequence[Any] | None = None) -> str | None:
-        """Return what has changed since, in words; None if nothing has.
-
-        Args:
-            leaves: of a call, whose dtypes count if the model's code has asked for them.
-        """
+        """Return what has changed since, in words; None if nothing has. ``leaves``: of a call."""
         if self._expected is None:
             self._expected = self._expect()
         expected = self._expected

@@ -44,10 +44,23 @@ class InputChecks:
         bound: dict[Any, tuple[int, str]] = {}
         later: list[tuple[Any, int, str]] = []
         for number, (name, example, value) in enumerate(zip(arguments.names, arguments.examples, values, strict=True)):
-            if isinstance(example, Like):
-                self._check_tensor(number, name, example.dtype, value, bound, later)
-            else:
+            if not isinstance(example, Like):
                 _check_constant(name, example, value)
+                continue
+            _check_kind(name, example, value)
+            for dim, (size, expected) in enumerate(zip(value.shape, self.sizes[number], strict=True)):
+                words = f"dimension {dim} of {name}"
+                if isinstance(expected, int):
+                    if size != expected:
+                        why = self._why_fixed(number, dim, expected)
+                        raise ValueError(f"{words}: expected {expected}, got {size} ({why})")
+                elif not expected.is_Symbol:
+                    later.append((expected, size, words))
+                elif expected not in bound:
+                    bound[expected] = (size, words)
+                elif bound[expected][0] != size:
+                    other_size, other = bound[expected]
+                    raise ValueError(f"{words}: expected {other_size}, as {other}, got {size}")
         if not later and not self.conditions and not self.limits:
             return
         numbers = {symbol: size for symbol, (size, _) in bound.items()}
@@ -69,38 +82,6 @@ class InputChecks:
             if high is not None and size > high:
                 raise ValueError(f"{words}: expected at most {high}, got {size}")
 
-    def _check_tensor(
-        self,
-        number: int,
-        name: str,
-        dtype: torch.dtype,
-        value: Any,
-        bound: dict[Any, tuple[int, str]],
-        later: list[tuple[Any, int, str]],
-    ) -> None:
-        sizes = self.sizes[number]
-        if not isinstance(value, Tensor):
-            raise ValueError(f"{name}: expected a tensor, as in the capture, got {value!r:.80}")
-        if value.dim() != len(sizes):
-            raise ValueError(
-                f"{name}: expected {len(sizes)} dimensions, as in the capture, got the shape {tuple(value.shape)}"
-            )
-        if _kind(value.dtype) != _kind(dtype):
-            raise ValueError(f"{name}: expected a {_kind(dtype)} dtype, as in the capture, got {value.dtype}")
-        for dim, (size, expected) in enumerate(zip(value.shape, sizes, strict=True)):
-            words = f"dimension {dim} of {name}"
-            if isinstance(expected, int):
-                if size != expected:
-                    why = self._why_fixed(number, dim, expected)
-                    raise ValueError(f"{words}: expected {expected}, got {size} ({why})")
-            elif not expected.is_Symbol:
-                later.append((expected, size, words))
-            elif expected not in bound:
-                bound[expected] = (size, words)
-            elif bound[expected][0] != size:
-                other_size, other = bound[expected]
-                raise ValueError(f"{words}: expected {other_size}, as {other}, got {size}")
-
     def _why_fixed(self, number: int, dim: int, expected: int) -> str:
         if where := self.fixed.get((number, dim)):
             return f"fixed at {where}"
@@ -114,6 +95,17 @@ class InputChecks:
         for symbol, (_, words) in sorted(bound.items(), key=lambda item: -len(str(item[0]))):
             text = text.replace(str(symbol), f"({words})")
         return text
+
+
+def _check_kind(name: str, example: Like, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name}: expected a tensor, as in the capture, got {value!r:.80}")
+    if value.dim() != len(example.shape):
+        raise ValueError(
+            f"{name}: expected {len(example.shape)} dimensions, as in the capture, got the shape {tuple(value.shape)}"
+        )
+    if (kind := _kind(example.dtype)) != _kind(value.dtype):
+        raise ValueError(f"{name}: expected a {kind} dtype, as in the capture, got {value.dtype}")
 
 
 def _kind(dtype: torch.dtype) -> str:
@@ -156,11 +148,7 @@ _TRIED = (2, 3, 4, 5, 7, 8, 16, 64, 1021, 2**20)
 
 @contextmanager
 def where_sizes_are_asked(environment: Any) -> Iterator[None]:
-    """Note, within the block, the lines that ask a shape environment of ``torch.export``, for :func:`conditions_asked`.
-
-    Args:
-        environment: a ``ShapeEnv``, or None.
-    """
+    """Note, within the block, the lines that ask a ``ShapeEnv``, if there is one, for :func:`conditions_asked`."""
     if environment is None:
         yield
         return

@@ -26,7 +26,7 @@ from pymoe._torch_private import (
     set_grad_enabled,
 )
 from pymoe.pipe.capture.errors import CaptureError
-from pymoe.pipe.capture.infer_shapes import infer_by_running
+from pymoe.pipe.capture.infer_shapes import infer_by_running, symbolic_sizes
 from pymoe.pipe.capture.input_checks import where_sizes_are_asked
 from pymoe.pipe.capture.opaque import OpaqueCall, OpaqueModule, RealModule, calling_as_a_whole, without_boundaries
 from pymoe.pipe.capture.python_reads import Recorder
@@ -57,15 +57,15 @@ OPAQUE_CALL = _OpaqueMarker("pymoe_opaque_call")
 """Stands for opaque calls in an exported graph: takes the number of the call and its computed leaves."""
 
 
+_Call = Callable[..., Any]
+
 _OF_OPERATORS = "torch._library.autograd"
 """Where torch makes Functions for custom operators, which graphs hold as they are."""
 
 
 class OpaqueCalls:
-    """Calls of opaque modules and of autograd Functions on this thread leave a node of ``OPAQUE_CALL``.
-
-    Args:
-        beside: in which context the calls run.
+    """Calls of opaque modules and of autograd Functions on this thread, which leave a node of ``OPAQUE_CALL`` and run
+    within ``beside()``.
     """
 
     def __init__(self, beside: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -79,15 +79,15 @@ class OpaqueCalls:
     def intercepted(self, modules: Mapping[str, RealModule]) -> AbstractContextManager[None]:
         """Intercept calls within the block, which must be within :func:`attributes_restored` of these modules."""
         for path, module in modules.items():
-            module.module.__dict__["_compiled_call_impl"] = self.module_call(path, module)
+            module.module.__dict__["_compiled_call_impl"] = self._module_call(path, module)
         # The base class of autograd Functions is asked by all, also by ``apply = MyFunction.apply``.
         base: Any = SingleLevelFunction
-        return patched((base, "apply", classmethod(self.function_call(base))))
+        return patched((base, "apply", classmethod(self._function_call(base))))
 
-    def is_on(self) -> bool:
+    def _is_on(self) -> bool:
         return threading.get_ident() == self._thread and not self._inside
 
-    def module_call(self, path: str, real: RealModule) -> Callable[..., Any]:
+    def _module_call(self, path: str, real: RealModule) -> Callable[..., Any]:
         """Return what is called in place of an opaque module."""
         module = real.module
 
@@ -97,18 +97,18 @@ class OpaqueCalls:
                 return module._call_impl(*args, **kwargs)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not self.is_on():
+            if not self._is_on():
                 return run(*args, **kwargs)
             _run_boundaries(module._forward_pre_hooks)
             # Fake tensors that go through recurrent layers lose their free sizes.
             through = None if isinstance(module, nn.RNNBase) else run
-            result = self.record(OpaqueModule(path, module), through, real.copy, args, kwargs)
+            result = self._record(OpaqueModule(path, module), through, real.copy, args, kwargs)
             _run_boundaries(module._forward_hooks)
             return result
 
         return call
 
-    def function_call(self, base: Any) -> Callable[..., Any]:
+    def _function_call(self, base: Any) -> Callable[..., Any]:
         """Return what is called in place of ``apply`` of autograd Functions."""
 
         def apply(cls: Any, *args: Any) -> Any:
@@ -116,23 +116,16 @@ class OpaqueCalls:
                 above: Any = super(base, cls)
                 return above.apply(*args)
 
-            if not self.is_on() or cls.__module__ == _OF_OPERATORS:
+            if not self._is_on() or cls.__module__ == _OF_OPERATORS:
                 return run(*args)
             if cls is torch.utils.checkpoint.CheckpointFunction:
                 function, _preserve, *values = args
                 return function(*values)
-            return self.record(OpaqueCall(cls.__name__, cls.apply), run, lambda: run, args, {})
+            return self._record(OpaqueCall(cls.__name__, cls.apply), run, lambda: run, args, {})
 
         return apply
 
-    def record(
-        self,
-        call: OpaqueCall,
-        run: Callable[..., Any] | None,
-        real: Callable[[], Callable[..., Any]],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _record(self, call: OpaqueCall, run: _Call | None, real: Callable[[], _Call], args: Any, kwargs: Any) -> Any:
         """Leave a node for the call, and return its fake result, as the node's value.
 
         That is what ``run`` returns for fake arguments; or what ``real()`` returns for real ones, without ``run``, or
@@ -156,13 +149,7 @@ class OpaqueCalls:
         track_tensor_tree(values, proxy, constant=None, tracer=tracer)
         return result
 
-    def _fake_result(
-        self,
-        run: Callable[..., Any] | None,
-        real: Callable[[], Callable[..., Any]],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _fake_result(self, run: _Call | None, real: Callable[[], _Call], args: Any, kwargs: Any) -> Any:
         fake_mode = detect_fake_mode(pytree.tree_leaves((args, kwargs)))
         assert fake_mode is not None
         assert fake_mode.shape_env is not None
@@ -172,7 +159,7 @@ class OpaqueCalls:
                 try:
                     with fake_mode, fake_mode.shape_env.ignore_fresh_unbacked_symbols():
                         result = run(*args, **kwargs)
-                    if not _has_unknown_sizes(result):
+                    if all(size.node.hint is not None for size in symbolic_sizes(pytree.tree_leaves(result))):
                         return result
                 except Exception as error:
                     failure = error
@@ -182,16 +169,6 @@ class OpaqueCalls:
                 if failure is None or isinstance(error, CaptureError):
                     raise
                 raise error from failure
-
-
-def _has_unknown_sizes(result: Any) -> bool:
-    sizes = [
-        size
-        for leaf in pytree.tree_leaves(result)
-        for size in (leaf.shape if isinstance(leaf, Tensor) else [leaf])
-        if isinstance(size, torch.SymInt)
-    ]
-    return any(size.node.hint is None for size in sizes)
 
 
 def _run_boundaries(hooks: Mapping[int, Any]) -> None:

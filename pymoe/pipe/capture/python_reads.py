@@ -72,9 +72,7 @@ def ask(name: str, args: tuple[Any, ...]) -> Any:
 class Recorder:
     """Records what this thread reads within ``with recorder.on():``, but for what happens in :meth:`paused`.
 
-    Args:
-        model: whose attributes count.
-        ambient: the caller's state, which the model's code is told instead of that of the capture.
+    The model's code is told of the caller's state, ``ambient``, instead of that of the capture.
     """
 
     def __init__(self, model: nn.Module, ambient: Answers) -> None:

@@ -27,7 +27,7 @@ class _Watched:
     Args:
         words: what happens when it changes, as the end of "it ...".
         freeze: returns a snapshot of what is there now.
-        restorer: returns a function that restores what is there now.
+        restorer: returns a function that restores that.
     """
 
     def __init__(self, words: str, freeze: Callable[[], Any], restorer: Callable[[], Callable[[], None]]) -> None:
@@ -111,11 +111,7 @@ def _set_torch_state(state: bytes) -> None:
 
 class LineFinder:
     """Finds the line of the user's code after which something has happened: within ``with finder:``, every line is
-    followed by the question whether it has.
-
-    Args:
-        has_happened: the question.
-        files: of packages that count as the user's, those of the model.
+    followed by the question whether it has. ``files`` count as the user's, too.
     """
 
     def __init__(self, has_happened: Callable[[], bool], files: Container[str] = ()) -> None:

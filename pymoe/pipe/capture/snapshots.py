@@ -166,17 +166,36 @@ class _Contents(NamedTuple):
 class Changes(list[str]):
     """The names of the attributes that a block has changed, once it is over."""
 
-    def __init__(self, remembered: list[_Contents]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._remembered = remembered
+        self._memory: dict[int, _Contents] = {}
+
+    def remember(self, container: Any, name: str, max_items: float = math.inf) -> None:
+        """Remember what a container holds now, and those in it, at any depth but within longer ones."""
+        if id(container) in self._memory:
+            return
+        inner: list[tuple[str, Any]] = []
+        if isinstance(container, dict):
+            self._memory[id(container)] = _Contents(name, container, dict(container))
+            inner = [(f"{name}.{key}".lstrip("."), value) for key, value in container.items()]
+        elif isinstance(container, (list, tuple)):
+            if isinstance(container, list):
+                self._memory[id(container)] = _Contents(name, container, list(container))
+            inner = [(name, value) for value in container]
+        elif isinstance(container, set):
+            self._memory[id(container)] = _Contents(name, container, set(container))
+        elif is_users_object(container):
+            inner = [(name, container.__dict__)]
+        for label, value in inner if len(inner) <= max_items else ():
+            self.remember(value, label, max_items)
 
     def now(self) -> list[str]:
         """Return the names of those that it has changed so far."""
-        return [name for contents in self._remembered for name in contents.changes()]
+        return [name for contents in self._memory.values() for name in contents.changes()]
 
     def restore(self) -> None:
         """Undo the changes, and note their names."""
-        for contents in self._remembered:
+        for contents in self._memory.values():
             if names := contents.changes():
                 contents.restore()
                 self += names
@@ -187,13 +206,10 @@ def attributes_restored(model: nn.Module) -> Iterator[Changes]:
     """Restore, after the block, the attributes of all modules of ``model``: they are the objects that they were, and
     lists, dicts, sets and objects of the user's classes among them, at any depth, hold what they held. Changes inside
     tensors and other objects stay.
-
-    Yields a list that holds, after the block, the names of the attributes that it changed.
     """
-    memory: dict[int, _Contents] = {}
+    changes = Changes()
     for path, module in model.named_modules():
-        _remember(module.__dict__, path, memory)
-    changes = Changes(list(memory.values()))
+        changes.remember(module.__dict__, path)
     try:
         yield changes
     finally:
@@ -204,29 +220,9 @@ def restorer(value: Any) -> Callable[[], None]:
     """Return a function that restores what a container, or an object of the user's, holds now, at any depth but within
     containers of more than 256 items.
     """
-    memory: dict[int, _Contents] = {}
-    _remember(value, "", memory, _MAX_ITEMS)
-    return Changes(list(memory.values())).restore
-
-
-def _remember(container: Any, name: str, memory: dict[int, _Contents], max_items: float = math.inf) -> None:
-    """Put the contents of a container, and of those in it, into ``memory``."""
-    if id(container) in memory:
-        return
-    inner: list[tuple[str, Any]] = []
-    if isinstance(container, dict):
-        memory[id(container)] = _Contents(name, container, dict(container))
-        inner = [(f"{name}.{key}".lstrip("."), value) for key, value in container.items()]
-    elif isinstance(container, (list, tuple)):
-        if isinstance(container, list):
-            memory[id(container)] = _Contents(name, container, list(container))
-        inner = [(name, value) for value in container]
-    elif isinstance(container, set):
-        memory[id(container)] = _Contents(name, container, set(container))
-    elif is_users_object(container):
-        inner = [(name, container.__dict__)]
-    for label, value in inner if len(inner) <= max_items else ():
-        _remember(value, label, memory, max_items)
+    changes = Changes()
+    changes.remember(value, "", _MAX_ITEMS)
+    return changes.restore
 
 
 @contextmanager

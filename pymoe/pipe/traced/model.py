@@ -158,7 +158,7 @@ class TracedModel(StagedModel):
 
     def _warn_of(self, change: str) -> None:
         """Warn of what changes again and again, which costs a capture every time."""
-        if "mode" not in change:
+        if change != "the mode of a module":
             self._changes = count = self._changes + 1
             if count >= 8 and count & (count - 1) == 0:
                 warnings.warn(
