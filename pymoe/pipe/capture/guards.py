@@ -49,14 +49,15 @@ class Guards:
         }
         frozen = {id(value): freeze(value) for value in values.values()}
         self._values = {key: (value, frozen[id(value)]) for key, value in values.items()}
-        self._answers = {about: question() for about, question in self._questions().items()}
+        questions = self._questions()
+        self._answers = {about: question() for about, question in questions.items()}
         self._dtypes = self._dtypes_now()
-        self._expected: _Expected | None = None
+        self._expected: _Expected | None = self._expect(questions)
 
     def broken(self, leaves: Sequence[Any] | None = None) -> str | None:
         """Return what has changed since, in words; None if nothing has. ``leaves``: of a call."""
         if self._expected is None:
-            self._expected = self._expect()
+            self._expected = self._expect(self._questions())
         expected = self._expected
         for about, question, answer in expected.answers:
             if question() != answer:
@@ -111,13 +112,12 @@ class Guards:
         kept = {about: answer for about, answer in self._answers.items() if is_by_value(answer)}
         return {**self.__dict__, "_expected": None, "_answers": kept}
 
-    def _expect(self) -> _Expected:
+    def _expect(self, questions: dict[_About, Callable[[], Any]]) -> _Expected:
         """Prepare a check, which then does as little as can be."""
         members = [
             (dictionary, kept) for (_, dictionary), kept in zip(self._dictionaries(), self._structure, strict=True)
         ]
         state = list(zip(self._state_dictionaries(), self._shapes, strict=True))
-        questions = self._questions()
         return _Expected(
             [(about, questions[about], answer) for about, answer in self._answers.items() if about in questions],
             [dictionary for dictionary, kept in members if not kept],
