@@ -10,8 +10,6 @@ from pymoe.pipe.capture.errors import stack_level
 from pymoe.pipe.module_hooks import CALL_HOOKS
 from pymoe.pipe.schedules import Schedule
 
-__all__ = ["warn_of_no_gain"]
-
 
 def warn_of_no_gain(schedule: Schedule, rows_are_few: bool, model: nn.Module | None) -> None:
     """Warn with UserWarning at the line of the user's code that calls the step.
