@@ -49,12 +49,13 @@ class InputChecks:
                 continue
             _check_kind(name, example, value)
             for dim, (size, expected) in enumerate(zip(value.shape, self.sizes[number], strict=True)):
+                if isinstance(expected, int) and size == expected:
+                    continue
                 words = f"dimension {dim} of {name}"
                 if isinstance(expected, int):
-                    if size != expected:
-                        why = self._why_fixed(number, dim, expected)
-                        raise ValueError(f"{words}: expected {expected}, got {size} ({why})")
-                elif not expected.is_Symbol:
+                    why = self._why_fixed(number, dim, expected)
+                    raise ValueError(f"{words}: expected {expected}, got {size} ({why})")
+                if not expected.is_Symbol:
                     later.append((expected, size, words))
                 elif expected not in bound:
                     bound[expected] = (size, words)
@@ -104,7 +105,7 @@ def _check_kind(name: str, example: Like, value: Any) -> None:
         raise ValueError(
             f"{name}: expected {len(example.shape)} dimensions, as in the capture, got the shape {tuple(value.shape)}"
         )
-    if (kind := _kind(example.dtype)) != _kind(value.dtype):
+    if value.dtype != example.dtype and (kind := _kind(example.dtype)) != _kind(value.dtype):
         raise ValueError(f"{name}: expected a {kind} dtype, as in the capture, got {value.dtype}")
 
 
