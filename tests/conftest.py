@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-# The modules that tests share (limits.py, specs/ and others), also for the processes that tests start.
-TESTS = str(Path(__file__).parent)
-sys.path.insert(0, TESTS)
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [TESTS, os.environ.get("PYTHONPATH")]))
+sys.path.insert(0, str(Path(__file__).parent))  # the modules that tests share: limits.py, specs/ and others
 
 import devices
 import limits
 import selection
+
+# The processes that tests start find them, too.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))
 
 MARKERS = (
     "only_on(*devices): concerns these alone, of 'cpu', 'cuda' and 'pretended'",

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 
 from torch import nn
 
+from pymoe.pipe.capture.errors import stack_level
 from pymoe.pipe.module_hooks import CALL_HOOKS
 from pymoe.pipe.schedules import Schedule
-
-__all__ = ["warn_of_no_gain"]
 
 
 def warn_of_no_gain(schedule: Schedule, rows_are_few: bool, model: nn.Module | None) -> None:
@@ -23,15 +21,7 @@ def warn_of_no_gain(schedule: Schedule, rows_are_few: bool, model: nn.Module | N
     """
     for message in (_no_overlap(schedule, rows_are_few), _no_hooks(model)):
         if message:
-            warnings.warn(f"Pipe.step: {message}", UserWarning, stacklevel=_level_of_the_user())
-
-
-def _level_of_the_user() -> int:
-    """Return the ``stacklevel`` of the user's frame for the caller. torch's compiler adds frames of torch."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("pymoe", "torch"):
-        frame, level = frame.f_back, level + 1
-    return level
+            warnings.warn(f"Pipe.step: {message}", UserWarning, stacklevel=stack_level())
 
 
 def _no_overlap(schedule: Schedule, rows_are_few: bool) -> str | None:

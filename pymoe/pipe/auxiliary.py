@@ -6,6 +6,7 @@ They do not pass through the loss of the pipeline, and so are not scaled with it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -14,8 +15,6 @@ from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.nn.moe import MoE
 from pymoe.nn.router import Router
 from pymoe.pipe.context import micro_batch
-
-__all__ = ["is_weighted", "keeps_counts", "with_auxiliary_losses"]
 
 Function = Callable[..., Sequence[Any]]
 
@@ -33,23 +32,18 @@ def keeps_counts(layer: nn.Module) -> bool:
 def with_auxiliary_losses(function: Function, module: nn.Module) -> Function:
     """Have auxiliary losses in ``module`` weighted by the running micro-batch while a stage's ``function`` runs."""
     losses = [part for part in module.modules() if isinstance(part, AuxiliaryLosses)]
-    return _Weighted(function, losses) if losses else function
+    return partial(_weighted, function, losses) if losses else function
 
 
-class _Weighted:
-    def __init__(self, function: Function, losses: list[AuxiliaryLosses]) -> None:
-        self._function = function
-        self._losses = losses
-
-    def __call__(self, *values: Any) -> Sequence[Any]:
-        about = micro_batch()
-        if about is None or about.count == 1:
-            return self._function(*values)
-        before = [loss.scale for loss in self._losses]
-        for loss, scale in zip(self._losses, before, strict=True):
-            loss.scale = scale * about.weight
-        try:
-            return self._function(*values)
-        finally:
-            for loss, scale in zip(self._losses, before, strict=True):
-                loss.scale = scale
+def _weighted(function: Function, losses: list[AuxiliaryLosses], *values: Any) -> Sequence[Any]:
+    about = micro_batch()
+    if about is None or about.count == 1:
+        return function(*values)
+    before = [loss.scale for loss in losses]
+    for loss, scale in zip(losses, before, strict=True):
+        loss.scale = scale * about.weight
+    try:
+        return function(*values)
+    finally:
+        for loss, scale in zip(losses, before, strict=True):
+            loss.scale = scale

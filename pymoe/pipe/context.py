@@ -11,17 +11,6 @@ from pymoe.autograd import random_streams
 from pymoe.autograd.compiler_disable import compiler_disable
 from pymoe.autograd.random_streams import Stream
 
-__all__ = [
-    "MicroBatch",
-    "count_threads",
-    "in_pipeline",
-    "is_checkpointing",
-    "is_recomputing",
-    "micro_batch",
-    "running",
-    "this_thread",
-]
-
 
 @dataclass(eq=False, slots=True)
 class MicroBatch:

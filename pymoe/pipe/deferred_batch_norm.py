@@ -12,8 +12,7 @@ and LeVeque (1979), "Updating Formulae and a Pairwise Algorithm for Computing Sa
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +22,12 @@ from pymoe._torch_private import BatchNormBase, LazyNormBase
 from pymoe.autograd.compiler_disable import compiler_disable
 from pymoe.pipe import context
 
-__all__ = ["DeferredBatchNorm", "convert_deferred_batch_norm"]
-
 Module = TypeVar("Module", bound=nn.Module)
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
-@dataclass
-class _Collected:
+class _Collected(NamedTuple):
     """Statistics of the rows of some micro-batches for every channel, in fp64."""
 
     rows: int
@@ -39,12 +35,13 @@ class _Collected:
     squares: Tensor
     """The sum of squared distances from the mean."""
 
-    def add(self, other: _Collected) -> None:
+    def plus(self, other: _Collected | None) -> _Collected:
+        if other is None:
+            return self
         rows = self.rows + other.rows
-        apart = other.mean - self.mean
-        self.mean = self.mean + apart * (other.rows / rows)
-        self.squares = self.squares + other.squares + apart.square() * (self.rows * other.rows / rows)
-        self.rows = rows
+        apart = self.mean - other.mean
+        squares = other.squares + self.squares + apart.square() * (other.rows * self.rows / rows)
+        return _Collected(rows, other.mean + apart * (self.rows / rows), squares)
 
 
 class _Stage:
@@ -125,10 +122,7 @@ class DeferredBatchNorm(BatchNormBase):
     def _collect(self, forward: context.MicroBatch, statistics: _Collected) -> None:
         stage = self.__dict__.setdefault("_unfinished", {}).setdefault(forward.stage, _Stage())
         call = stage.next_call(forward)
-        if call in stage.collected:
-            stage.collected[call].add(statistics)
-        else:
-            stage.collected[call] = statistics
+        stage.collected[call] = statistics.plus(stage.collected.get(call))
         if forward.index == forward.count - 1:
             self._commit(stage.collected.pop(call))
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
-__all__ = ["place", "refuse_moves", "shared_parameters", "usable_device"]
 
-
-def place(parts: Sequence[nn.Module], devices: Sequence[torch.device | str | int] | None) -> list[torch.device | None]:
+def place(
+    parts: Sequence[nn.Module], devices: Sequence[torch.device | str | int] | None
+) -> tuple[torch.device | None, ...]:
     """Move every part to its device, and return the devices. None: the parts stay where they are.
 
     Raises:
@@ -18,7 +18,7 @@ def place(parts: Sequence[nn.Module], devices: Sequence[torch.device | str | int
             parameter.
     """
     if devices is None:
-        return [None] * len(parts)
+        return (None,) * len(parts)
     found = [usable_device(device, f"Pipe: devices[{number}]") for number, device in enumerate(devices)]
     if len(found) != len(parts):
         raise ValueError(f"Pipe: devices: expected one device per stage ({len(parts)}), got {len(found)}")
@@ -29,7 +29,7 @@ def place(parts: Sequence[nn.Module], devices: Sequence[torch.device | str | int
             raise ValueError(f"Pipe: the parameter {name!r} is used by {where}: it can be on one device only")
     for part, device in zip(parts, found, strict=True):
         part.to(device)
-    return list(found)
+    return tuple(found)
 
 
 def usable_device(device: torch.device | str | int, what: str) -> torch.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -13,8 +14,6 @@ from torch import fx, nn
 from pymoe.pipe.other_names import also_called
 from pymoe.pipe.staged import StagedModel
 from pymoe.pipe.stages import INPUT, Source
-
-__all__ = ["Inspection", "PipeInfo", "StageInfo", "info_of"]
 
 
 @dataclass(frozen=True)
@@ -63,21 +62,16 @@ class PipeInfo:
         return graph
 
     def __str__(self) -> str:
-        rows = [("", f"{self.inputs} inputs" if self.inputs != 1 else "1 input", "", "")]
+        rows = [("", f"{self.inputs} input{'s' * (self.inputs != 1)}", "", "")]
         for number, stage in enumerate(self.stages):
             modules = ", ".join(_runs(stage.modules)) or "no parameters"
             takes = ", ".join(_words(source, number) for source in stage.takes) or "nothing"
             rows.append((f"stage {number}", modules, f"{stage.parameters:,} parameters", f"takes {takes}"))
         outputs = ", ".join(dict.fromkeys(_words(source, len(self.stages)) for source in self.outputs))
-        rows.append(
-            ("", "output: the loss" if self.has_loss_and_backward else "output", "", f"takes {outputs or 'nothing'}")
-        )
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        lines = []
-        for row in rows:
-            cells = [text.ljust(width) for text, width in zip(row, widths, strict=False)]
-            lines.append("  ".join([*cells, row[3]]).rstrip())
-        return "\n".join(lines)
+        what = "output: the loss" if self.has_loss_and_backward else "output"
+        rows.append(("", what, "", f"takes {outputs or 'nothing'}"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def info_of(staged: StagedModel) -> PipeInfo:
@@ -107,25 +101,17 @@ def _outermost(part: nn.Module, model: nn.Module) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _runs(names: tuple[str, ...]) -> list[str]:
+def _runs(names: tuple[str, ...]) -> Iterator[str]:
     """Abbreviate ``a.0, a.1, a.2`` as ``a.0-2``."""
-    runs: list[tuple[str, int, int] | str] = []
-    for name in names:
+
+    def run_of(numbered: tuple[int, str]) -> tuple[str, int]:
+        position, name = numbered
         owner, _, last = name.rpartition(".")
-        if not last.isdecimal():
-            runs.append(name)
-            continue
-        before = runs[-1] if runs else ""
-        if isinstance(before, tuple) and before[0] == owner and before[2] + 1 == int(last):
-            runs[-1] = (owner, before[1], int(last))
-        else:
-            runs.append((owner, int(last), int(last)))
-    return [run if isinstance(run, str) else _span(*run) for run in runs]
+        return (owner, int(last) - position) if last.isdecimal() else (name, position)
 
-
-def _span(owner: str, first: int, last: int) -> str:
-    numbers = f"{first}" if first == last else f"{first}-{last}"
-    return f"{owner}.{numbers}" if owner else numbers
+    for _, run in groupby(enumerate(names), run_of):
+        (_, first), *others = run
+        yield f"{first}-{others[-1][1].rpartition('.')[2]}" if others else first
 
 
 def _words(source: Source, taker: int) -> str:

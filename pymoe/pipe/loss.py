@@ -12,8 +12,6 @@ from torch import nn
 
 from pymoe.pipe.stages import INPUT, Pipeline, Source
 
-__all__ = ["LossFunction", "Structure", "holds_no_tensors", "with_loss"]
-
 LossFunction = Callable[..., torch.Tensor]
 Structure = Callable[[Sequence[Any]], Any]
 PLAIN = (type(None), bool, int, float, str)
@@ -31,7 +29,7 @@ def with_loss(
         pipeline: a pipeline with outputs.
         loss_fn: called with the model's output and, if there is one, the target. None: the output is the loss.
         has_target: the new pipeline takes one more input, the target.
-        structure: the model's output from the pipeline's output values.
+        structure: makes the model's output of the pipeline's output values.
     """
     last = len(pipeline.stages) - 1
     stage = pipeline.stages[last]
@@ -59,8 +57,7 @@ def with_loss(
             raise ValueError(f"Pipe.step: loss_fn must return a tensor with one element, got {what}")
         return [loss]
 
-    modules = (*stage.modules, loss_fn) if isinstance(loss_fn, nn.Module) else stage.modules
-    ending = replace(stage, function=function, inputs=(*stage.inputs, *elsewhere, *target), outputs=1, modules=modules)
+    ending = replace(stage, function=function, inputs=(*stage.inputs, *elsewhere, *target), outputs=1)
     return Pipeline((*pipeline.stages[:last], ending), pipeline.inputs + has_target, (Source(last, 0),))
 
 

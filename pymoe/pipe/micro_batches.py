@@ -9,8 +9,6 @@ import torch
 
 from pymoe._torch_private import pytree
 
-__all__ = ["MicroBatches", "Whole", "join", "mean", "split"]
-
 
 class Whole:
     """A tensor, or a structure of tensors, that every micro-batch gets uncut: a mask for all rows, say."""

@@ -1,7 +1,5 @@
 """The names of the dictionaries in which ``nn.Module`` keeps its hooks."""
 
-__all__ = ["ALL_HOOKS", "CALL_HOOKS", "FORWARD_HOOKS"]
-
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 CALL_HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")

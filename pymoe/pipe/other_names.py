@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-__all__ = ["also_called"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

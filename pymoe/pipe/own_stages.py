@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from pymoe.pipe.auxiliary import with_auxiliary_losses
 from pymoe.pipe.devices import place
-from pymoe.pipe.execution.shared_layers import serialize_shared_layers
 from pymoe.pipe.staged import StagedModel
-from pymoe.pipe.stages import INPUT, Pipeline, Source, Stage
-
-__all__ = ["OwnStages", "Taken"]
+from pymoe.pipe.stages import INPUT, Pipeline, Source
 
 Taken = int | Source
 """What a stage takes: all that a stage returns, by its number, or one item of it."""
@@ -52,7 +49,7 @@ class OwnStages(StagedModel):
             raise ValueError(f"Pipe.from_stages: takes: expected one entry per stage ({len(stages)}), got {len(takes)}")
         self.module = nn.ModuleList(stages)
         self.parts = tuple(stages)
-        self.devices = tuple(place(self.parts, devices))
+        self.devices = place(self.parts, devices)
         last: Taken = len(stages) - 1
         self._is_one = outputs is None or isinstance(outputs, (int, Source))
         found = [last if outputs is None else outputs] if self._is_one else list(outputs)  # type: ignore[arg-type]
@@ -75,17 +72,8 @@ class OwnStages(StagedModel):
 
         inputs = [tuple(source(taken, number) for taken in row) for number, row in enumerate(takes)]
         results = tuple(source(taken, len(self.parts)) for taken in outputs)
-        functions = [
-            with_auxiliary_losses(_Items(part, list(of_part)), part)
-            for part, of_part in zip(self.parts, items, strict=True)
-        ]
-        stages = [
-            Stage(function, sources, len(of_part), (part,), device)
-            for function, sources, of_part, part, device in zip(
-                serialize_shared_layers(functions, self.parts), inputs, items, self.parts, self.devices, strict=True
-            )
-        ]
-        return Pipeline(tuple(stages), self._inputs, results)
+        functions = [partial(_run, part, list(of_part)) for part, of_part in zip(self.parts, items, strict=True)]
+        return Pipeline(self.stages_of(functions, inputs, map(len, items)), self._inputs, results)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -104,13 +92,7 @@ class OwnStages(StagedModel):
         return values[0] if self._is_one else tuple(values)
 
 
-class _Items:
-    """The function of a stage: returns what others take from the module's result."""
-
-    def __init__(self, part: nn.Module, items: Sequence[int | None]) -> None:
-        self._part = part
-        self._items = items
-
-    def __call__(self, *values: Any) -> Sequence[Any]:
-        result = self._part(*values)
-        return [result if item is None else result[item] for item in self._items]
+def _run(part: nn.Module, items: Sequence[int | None], *values: Any) -> Sequence[Any]:
+    """The function of a stage: returns what others take from the module's result, None for all of it."""
+    result = part(*values)
+    return [result if item is None else result[item] for item in items]

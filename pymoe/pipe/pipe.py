@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from pymoe.pipe.distributed import RankStage
 
-__all__ = ["Pipe", "pipeline"]
-
 CheckpointMode = Literal["always", "except_last", "never"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"]
 CHECKPOINT = get_args(CheckpointMode)

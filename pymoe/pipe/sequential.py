@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from pymoe.pipe.auxiliary import with_auxiliary_losses
 from pymoe.pipe.devices import place
-from pymoe.pipe.execution.shared_layers import serialize_shared_layers
-from pymoe.pipe.skip import SkipRoute, skip_routes, tracking, verify_skippables
+from pymoe.pipe.skip import skip_routes, tracking, verify_skippables
 from pymoe.pipe.skip.tracker import Key
 from pymoe.pipe.staged import StagedModel
-from pymoe.pipe.stages import INPUT, Pipeline, Source, Stage
-
-__all__ = ["SequentialModel", "cut", "sequential_pipeline"]
+from pymoe.pipe.stages import INPUT, Pipeline, Source
 
 
 class SequentialModel(StagedModel):
@@ -37,10 +34,10 @@ class SequentialModel(StagedModel):
         devices: Sequence[torch.device | str | int] | None,
     ) -> None:
         self.module = module
-        parts = cut(module, balance)
-        self.parts = tuple(parts)
-        self.devices = tuple(place(parts, devices))
-        self._pipeline = sequential_pipeline(module, parts, self.devices)
+        self.parts = tuple(cut(module, balance))
+        self.devices = place(self.parts, devices)
+        verify_skippables(module)
+        self._pipeline = self._make_pipeline()
 
     @property
     def pipeline(self) -> Pipeline:
@@ -70,6 +67,27 @@ class SequentialModel(StagedModel):
     def extra_repr(self) -> str:
         """Return the numbers of layers of the stages."""
         return f"balance={[len(part._modules) for part in self.parts]}"
+
+    def _make_pipeline(self) -> Pipeline:
+        parts = self.parts
+        routes = skip_routes(parts)
+        sends: list[list[Key]] = [[] for _ in parts]  # skips that leave the stage, as its outputs 1, 2, ...
+        takes: list[dict[Key, Source]] = [{} for _ in parts]  # and where they come from
+        for route in routes:
+            elsewhere = sorted({pop for pop in route.pops if pop != route.stash})
+            if elsewhere:
+                sends[route.stash].append(route.key)
+                for pop in elsewhere:
+                    takes[pop][route.key] = Source(route.stash, len(sends[route.stash]))
+        functions = []
+        for number, part in enumerate(parts):
+            pops = Counter({route.key: route.pops.count(number) for route in routes})
+            has_skips = sends[number] or any(pops.values())
+            skips = (list(takes[number]), sends[number], pops)
+            functions.append(partial(_run_with_skips, part, *skips) if has_skips else partial(_run, part))
+        before = [Source(INPUT, 0), *[Source(number, 0) for number in range(len(parts))]]
+        inputs = [(source, *taken.values()) for source, taken in zip(before, takes, strict=False)]
+        return Pipeline(self.stages_of(functions, inputs, [1 + len(keys) for keys in sends]), 1, (before[-1],))
 
 
 def cut(module: nn.Sequential, balance: Sequence[int] | None) -> list[nn.Sequential]:
@@ -103,58 +121,19 @@ def cut(module: nn.Sequential, balance: Sequence[int] | None) -> list[nn.Sequent
     return parts
 
 
-def sequential_pipeline(
-    module: nn.Sequential, parts: Sequence[nn.Sequential], devices: Sequence[torch.device | None]
-) -> Pipeline:
-    """Return the pipeline of a model that was cut into ``parts``. It takes one value and returns one.
-
-    Raises:
-        TypeError: stashes and pops of skips do not match.
-    """
-    verify_skippables(module)
-    routes = skip_routes(parts)
-    sends: list[list[SkipRoute]] = [[] for _ in parts]  # skips that leave the stage, as its outputs 1, 2, ...
-    takes: list[list[tuple[Key, Source]]] = [[] for _ in parts]  # and where they come from
-    for route in routes:
-        elsewhere = sorted({pop for pop in route.pops if pop != route.stash})
-        if elsewhere:
-            sends[route.stash].append(route)
-            for pop in elsewhere:
-                takes[pop].append((route.key, Source(route.stash, len(sends[route.stash]))))
-    functions = []
-    for number, part in enumerate(parts):
-        taken, sent = [key for key, _ in takes[number]], [route.key for route in sends[number]]
-        functions.append(with_auxiliary_losses(_Layers(part, taken, sent, routes, number), part))
-    stages = []
-    for number, function in enumerate(serialize_shared_layers(functions, parts)):
-        before = Source(number - 1, 0) if number else Source(INPUT, 0)
-        inputs = (before, *[source for _, source in takes[number]])
-        stages.append(Stage(function, inputs, 1 + len(sends[number]), (parts[number],), devices[number]))
-    return Pipeline(tuple(stages), 1, (Source(len(parts) - 1, 0),))
-
-
-class _Layers:
+def _run(part: nn.Module, value: Any) -> Sequence[Any]:
     """The function of a stage: runs its layers one after the other."""
+    return [part(value)]
 
-    def __init__(
-        self, part: nn.Sequential, takes: list[Key], sends: list[Key], routes: Sequence[SkipRoute], number: int
-    ) -> None:
-        self._part = part
-        self._takes = takes
-        self._sends = sends
-        self._pops = Counter({route.key: route.pops.count(number) for route in routes})
-        self._has_skips = bool(sum(self._pops.values()) or sends)
 
-    def __call__(self, value: Any, *taken: Any) -> Sequence[Any]:
-        if self._has_skips:
-            return self._with_skips(value, taken)
-        return [self._part(value)]
-
-    def _with_skips(self, value: Any, taken: Sequence[Any]) -> Sequence[Any]:
-        skips = _Skips(dict(zip(self._takes, taken, strict=True)), self._sends, self._pops)
-        with tracking(skips):
-            value = self._part(value)
-        return [value, *[skips.sent[key] for key in self._sends]]
+def _run_with_skips(
+    part: nn.Module, takes: list[Key], sends: list[Key], pops: Counter[Key], value: Any, *taken: Any
+) -> Sequence[Any]:
+    """The same where layers stash and pop: it is given the skips that others have stashed, and returns its own."""
+    skips = _Skips(dict(zip(takes, taken, strict=True)), sends, pops)
+    with tracking(skips):
+        value = part(value)
+    return [value, *[skips.sent[key] for key in sends]]
 
 
 class _Skips:

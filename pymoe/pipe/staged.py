@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from pymoe.pipe.auxiliary import with_auxiliary_losses
 from pymoe.pipe.devices import shared_parameters
+from pymoe.pipe.execution.shared_layers import serialize_shared_layers
 from pymoe.pipe.micro_batches import MicroBatches, join, mean, split
-from pymoe.pipe.stages import Pipeline
+from pymoe.pipe.stages import Pipeline, Source, Stage
 
-__all__ = ["StagedModel"]
+Function = Callable[..., Sequence[Any]]
 
 
 class StagedModel(ABC):
@@ -56,6 +58,18 @@ class StagedModel(ABC):
     @abstractmethod
     def unflatten_outputs(self, values: Sequence[Any]) -> Any:
         """Return what the model returns, made of the values of the pipeline's outputs."""
+
+    def stages_of(
+        self, functions: Iterable[Function], inputs: Iterable[tuple[Source, ...]], outputs: Iterable[int]
+    ) -> tuple[Stage, ...]:
+        """Return the stages that run ``functions`` of the parts, which may share layers and inject losses."""
+        weighted = [with_auxiliary_losses(function, part) for function, part in zip(functions, self.parts, strict=True)]
+        safe = serialize_shared_layers(weighted, self.parts)
+        devices = self.devices or (None,) * len(self.parts)
+        return tuple(
+            Stage(function, sources, count, (part,), device)
+            for function, sources, count, part, device in zip(safe, inputs, outputs, self.parts, devices, strict=True)
+        )
 
     def micro_batches(
         self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any], others: Sequence[Any] = ()

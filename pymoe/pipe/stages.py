@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["INPUT", "Pipeline", "Source", "Stage"]
-
 INPUT = -1
 
 

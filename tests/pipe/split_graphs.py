@@ -5,6 +5,7 @@ from collections import Counter
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pymoe.autograd.compiled_nodes import has_compiled_nodes
 from pymoe.autograd.graph_nodes import edge_of, find_leaves
 from pymoe.autograd.isolated_graph import differentiate
 from pymoe.pipe.split_backward import SplitBackward
@@ -121,14 +122,14 @@ class Case:
         return found, leaves, dict(calls), counted.work
 
     def parts(self):
-        roots, edges, leaves, grads, _ = self.graph()
-        split = SplitBackward(roots, edges, leaves)
+        roots, edges, leaves, grads, entry = self.graph()
+        is_compiled = has_compiled_nodes([root.node for root in roots], entry)
         calls.clear()
         with CountedWork() as first:
-            of_inputs = split.input_gradients(grads)
+            split = SplitBackward(roots, grads, edges, leaves, is_compiled)
         with CountedWork() as second:
             of_leaves = split.weight_gradients()
-        return (*of_inputs, *of_leaves), leaves, dict(calls), first.work, second.work
+        return (*split.input_gradients, *of_leaves), leaves, dict(calls), first.work, second.work
 
     def check(self, exact=True):
         """Both ways give the same and do the same; returns the work of both parts."""

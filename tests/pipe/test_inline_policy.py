@@ -10,22 +10,22 @@ from torch import nn
 
 from pymoe.pipe import Pipe
 from pymoe.pipe.execution import plan, step_state
-from pymoe.pipe.execution.plan import InlinePolicy, LongActions
+from pymoe.pipe.execution.plan import InlinePolicy, calls_threads
 
 LONG, SHORT = 2 * plan.INLINE_LIMIT_S, plan.INLINE_LIMIT_S / 10
 
 
 def test_one_long_action_calls_nobody_and_several_do() -> None:
-    long = LongActions()
-    assert not long.are_enough(100 * plan.LONG_ACTIONS_S)  # held up by another process
-    assert not long.are_enough(SHORT)
-    assert not long.are_enough(LONG)
-    assert long.are_enough(LONG)
+    long: list[float] = []
+    assert not calls_threads(long, 100 * plan.LONG_ACTIONS_S)  # held up by another process
+    assert not calls_threads(long, SHORT)
+    assert not calls_threads(long, LONG)
+    assert calls_threads(long, LONG)
 
 
 def test_several_that_are_hardly_longer_call_nobody() -> None:
-    long = LongActions()
-    assert not any([long.are_enough(1.01 * plan.INLINE_LIMIT_S) for _ in range(plan.LONG_ACTIONS + 1)])
+    long: list[float] = []
+    assert not any([calls_threads(long, 1.01 * plan.INLINE_LIMIT_S) for _ in range(plan.LONG_ACTIONS + 1)])
 
 
 def test_threads_are_called_at_once_when_a_quarter_of_the_actions_was_long() -> None:

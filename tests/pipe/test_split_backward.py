@@ -146,13 +146,13 @@ def test_outputs_without_gradients():
     layer = nn.Linear(3, 3)
     aliases, edges = begin(torch.randn(4, 3), torch.randn(4, 3))
     roots = [edge_of(layer(aliases[0])), edge_of(layer(aliases[1]))]
-    split = SplitBackward(roots, edges, [layer.weight, layer.bias])
-    first, second = split.input_gradients([torch.ones(4, 3), None])
+    split = SplitBackward(roots, [torch.ones(4, 3), None], edges, [layer.weight, layer.bias], False)
+    first, second = split.input_gradients
     assert first is not None
     assert second is None
     assert torch.equal(split.weight_gradients()[1], torch.full((3,), 4.0))
-    nothing = SplitBackward(roots, edges, [layer.weight, layer.bias])
-    assert nothing.input_gradients([None, None]) == (None, None)
+    nothing = SplitBackward(roots, [None, None], edges, [layer.weight, layer.bias], False)
+    assert nothing.input_gradients == (None, None)
     assert nothing.weight_gradients() == (None, None)
 
 

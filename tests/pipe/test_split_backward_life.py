@@ -130,9 +130,8 @@ def test_what_only_the_first_part_needs_is_let_go_after_it():
     memory = [StorageWeakRef(tensor.untyped_storage()) for tensor in (dead, needed)]
     del dead, needed, h
     assert [weak.expired() for weak in memory] == [False, False]
-    split = SplitBackward([root], edges, [layer.weight, layer.bias])
+    split = SplitBackward([root], [torch.ones(100, 100)], edges, [layer.weight, layer.bias], False)
     del root
-    split.input_gradients([torch.ones(100, 100)])
     assert [weak.expired() for weak in memory] == [True, False]
     split.weight_gradients()
     assert [weak.expired() for weak in memory] == [True, True]
@@ -158,21 +157,25 @@ def test_a_failure_passes_and_leaves_nothing_behind(part):
     weight = Fails.apply(layer.weight) if part == 2 else layer.weight
     y = F.linear(h if part == 2 else Fails.apply(h), weight)
     memory = StorageWeakRef(h.untyped_storage())
-    split = SplitBackward([edge_of(y)], edges, [layer.weight, layer.bias])
-    del h, y, weight, alias, edges
+    roots = [edge_of(y)]
+    del h, y, weight, alias
+    made = []
 
     def both_parts():
-        split.input_gradients([torch.ones(4, 30)])
-        split.weight_gradients()
+        made.append(SplitBackward(roots, [torch.ones(4, 30)], edges, [layer.weight, layer.bias], False))
+        roots.clear()
+        made[0].weight_gradients()
 
     with pytest.raises(KeyError, match="here"):
         both_parts()
+    roots.clear()
+    edges.clear()
     gc.collect()
     assert memory.expired()
-    with pytest.raises(RuntimeError, match="once"):
-        split.input_gradients([torch.ones(4, 30)])
-    with pytest.raises(RuntimeError, match="once"):
-        split.weight_gradients()
+    assert len(made) == part - 1
+    for split in made:
+        with pytest.raises(RuntimeError, match="once"):
+            split.weight_gradients()
     layer(torch.ones(1, 30)).sum().backward()
     assert seen == [1]
 
@@ -181,8 +184,7 @@ def test_an_edit_between_the_parts_is_noticed():
     layer = nn.Linear(3, 3)
     (alias,), edges = begin(torch.randn(4, 3))
     h = alias.sin()
-    split = SplitBackward([edge_of(layer(h))], edges, [layer.weight, layer.bias])
-    split.input_gradients([torch.ones(4, 3)])
+    split = SplitBackward([edge_of(layer(h))], [torch.ones(4, 3)], edges, [layer.weight, layer.bias], False)
     with torch.no_grad():
         h.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -202,12 +204,11 @@ def test_no_cycles_keep_the_graph():
     layer = nn.Linear(3, 3)
     (alias,), edges = begin(torch.randn(4, 3))
     root = edge_of(Scaled.apply(layer(alias), layer.bias))
-    split = SplitBackward([root], edges, [layer.weight, layer.bias])
     weak = weakref.ref(root.node)
     gc.collect()
     gc.disable()
     try:
-        split.input_gradients([torch.ones(4, 3)])
+        split = SplitBackward([root], [torch.ones(4, 3)], edges, [layer.weight, layer.bias], False)
         del root
         split.weight_gradients()
         assert weak() is None
@@ -219,7 +220,7 @@ def test_tensors_of_a_mode_are_not_kept_for_later():
     layer = nn.Linear(3, 3, dtype=torch.float16)
     with FakeTensorMode(allow_non_fake_inputs=True):
         (alias,), edges = begin(torch.randn(4, 3, dtype=torch.float16))
-        split = SplitBackward([edge_of(layer(alias))], edges, [layer.weight, layer.bias])
-        split.input_gradients([torch.ones(4, 3, dtype=torch.float16)])
+        grads = [torch.ones(4, 3, dtype=torch.float16)]
+        split = SplitBackward([edge_of(layer(alias))], grads, edges, [layer.weight, layer.bias], False)
         split.weight_gradients()
     assert all(type(zero) is torch.Tensor for zero in deferred_weight_grad._zeros.values())

@@ -7,8 +7,6 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-__all__ = ["balance_cost", "check_partitions", "least_maximum"]
-
 
 def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
     """Cut a row of costs into consecutive blocks, so that the greatest sum of a block is as small as can be.

@@ -21,8 +21,6 @@ from pymoe.pipe.micro_batches import split
 from pymoe.pipe.skip import tracking
 from pymoe.pipe.skip.tracker import Key
 
-__all__ = ["LayerSize", "LayerTime", "profile_sizes", "profile_times"]
-
 
 @dataclass(frozen=True)
 class LayerTime:
@@ -90,19 +88,12 @@ def profile_times(
         passes = [_pass(layers, value, where, skips)]
         while _now(where) < end:
             passes.append(_pass(layers, value, where, skips))
+    median = statistics.median
     times = []
-    for number, (name, _) in enumerate(layers):
-        forward, backward = zip(*[taken[number] for taken in passes], strict=True)
-        times.append(
-            LayerTime(
-                name,
-                statistics.median(forward),
-                statistics.median(backward),
-                _spread(forward),
-                _spread(backward),
-                len(passes),
-            )
-        )
+    for (name, _), taken in zip(layers, zip(*passes, strict=True), strict=True):
+        forward, backward = zip(*taken, strict=True)
+        spreads = _spread(forward), _spread(backward)
+        times.append(LayerTime(name, median(forward), median(backward), *spreads, len(passes)))
     return times
 
 
@@ -138,8 +129,9 @@ def profile_sizes(
         sizes = []
         for (name, layer), (trained, fixed) in zip(layers, held, strict=True):
             before = storages.bytes
-            with torch.autograd.graph.saved_tensors_hooks(storages.pack, lambda tensor: tensor):
-                value = _call(name, layer, value)
+            keeping = torch.autograd.graph.saved_tensors_hooks(storages.pack, lambda tensor: tensor)
+            with keeping, _naming(f"in layer '{name}'"):
+                value = layer(value)
             sizes.append(LayerSize(name, trained, fixed, storages.bytes - before))
     return sizes
 
@@ -177,13 +169,15 @@ def _pass(
         skips.stashed.clear()
         value = separate(value)
         begin = _now(device)
-        value = _call(name, layer, value)
+        with _naming(f"in layer '{name}'"):
+            value = layer(value)
         middle = _now(device)
         ends = [tensor for tensor in tensors_of((value, skips.stashed)) if tensor.requires_grad]
         gradients = [torch.ones_like(tensor) for tensor in ends]
         restart = _now(device)
         if ends:
-            _named(f"in the backward pass of layer '{name}'", torch.autograd.backward, ends, gradients)
+            with _naming(f"in the backward pass of layer '{name}'"):
+                torch.autograd.backward(ends, gradients)
         times.append((middle - begin, _now(device) - restart if ends else 0.0))
         for parameter in layer.parameters():
             parameter.grad = None
@@ -191,13 +185,10 @@ def _pass(
     return times
 
 
-def _call(name: str, layer: nn.Module, value: Any) -> Any:
-    return _named(f"in layer '{name}'", layer, value)
-
-
-def _named(where: str, function: Callable[..., Any], *args: Any) -> Any:
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
     try:
-        return function(*args)
+        yield
     except BaseException as error:
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(where)
@@ -251,7 +242,11 @@ def copied(
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"balance: module must be an nn.Sequential, got {type(module).__name__}")
-    where = _device(module, value) if device is None else torch.device(device)
+    if device is None:
+        tensors = (*module.parameters(), *module.buffers(), *tensors_of(value))
+        where = tensors[0].device if tensors else torch.device("cpu")
+    else:
+        where = torch.device(device)
     drawn = [] if where.type == "cpu" else [torch.empty(0, device=where).device.index]
     kind = "cuda" if where.type == "cpu" else where.type
     with (
@@ -260,33 +255,18 @@ def copied(
         tracking(skips),
     ):
         layers = copy.deepcopy(module).to(where)
-        yield list(layers._modules.items()), map_tensors(lambda x: _copy(x, where), value), where  # type: ignore[arg-type]
-
-
-def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
+        given = map_tensors(lambda x: x.detach().to(where, copy=True).requires_grad_(x.requires_grad), value)
+        yield list(layers._modules.items()), given, where  # type: ignore[arg-type]
 
 
 def separate(value: Any) -> Any:
     """Return the same values with a graph that begins here; a layer may write into them."""
-
-    def begin(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().requires_grad_(tensor.requires_grad).clone()
-
-    return map_tensors(begin, value)
+    return map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad).clone(), value)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return a nested structure with ``function(tensor)`` in place of every tensor."""
     return pytree.tree_map_only(torch.Tensor, function, value)
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Return the tensors of a nested structure."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def _device(module: nn.Module, value: Any) -> torch.device:
-    for tensor in (*module.parameters(), *module.buffers(), *tensors_of(value)):
-        return tensor.device
-    return torch.device("cpu")

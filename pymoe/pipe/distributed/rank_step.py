@@ -40,8 +40,7 @@ from pymoe.pipe.execution.graph import (
     have_tangents,
     memory_of,
     pack,
-    receive,
-    unpack,
+    receive_value,
 )
 from pymoe.pipe.execution.recompute import StageRecompute
 from pymoe.pipe.execution.step_state import StepInputs
@@ -203,10 +202,7 @@ class RankStep:
         for source in {source for source in pipeline.outputs if source.stage == last}:
             self._release(micro_batch, source)
         if not self.graphs:
-            return [
-                unpack([receive(x, None) if type(x) is BoundaryTensor else x for x in value.leaves], value.structure)
-                for value in values
-            ]
+            return [receive_value(value, None) for value in values]
         graph = self._output_graphs[micro_batch] = Graph()
         return graph.begin(values)
 

@@ -10,7 +10,7 @@ import torch
 
 from pymoe.autograd import random_streams
 from pymoe.autograd.isolated_graph import differentiate
-from pymoe.autograd.random_streams import Source, Stream
+from pymoe.autograd.random_streams import Source, Stream, with_stream
 from pymoe.autograd.thread_state import ThreadState, in_state
 from pymoe.pipe import context
 from pymoe.pipe.context import MicroBatch
@@ -22,14 +22,11 @@ from pymoe.pipe.execution.graph import (
     StageValue,
     is_fixed,
     pack,
-    receive,
-    unpack,
+    receive_value,
 )
 from pymoe.pipe.execution.recompute import Recomputation, StageRecompute
 from pymoe.pipe.split_backward import SplitBackward
 from pymoe.pipe.stages import Stage
-
-__all__ = ["Activation"]
 
 
 class Activation(GradAccumulator):
@@ -45,13 +42,9 @@ class Activation(GradAccumulator):
     def __init__(
         self, stage: Stage, micro_batch: MicroBatch, random: Source, position: int, state: ThreadState
     ) -> None:
-        """
-        Args:
-            stage: the stage.
-            micro_batch: what modules that ask for their micro-batch are told.
-            random: the streams of random numbers of this mini-batch.
-            position: which of them is this activation's.
-            state: of the thread that asked for the forward; a recomputation runs in it, too.
+        """Begin with the streams of random numbers of the mini-batch, of which the one at ``position`` is taken.
+
+        ``state`` is that of the thread that asked for the forward; a recomputation runs in it, too.
         """
         self.grads = []
         self._stage = stage
@@ -75,10 +68,7 @@ class Activation(GradAccumulator):
         """
         device = self._stage.device
         if not graphs:
-            arguments = [
-                unpack([receive(x, device) if type(x) is BoundaryTensor else x for x in value.leaves], value.structure)
-                for value in received
-            ]
+            arguments = [receive_value(value, device) for value in received]
             return [pack(output, BoundaryTensor) for output in self._call(arguments, self._stream(), self._micro_batch)]
         if recompute is not None and recompute.is_useful(received):
             about = replace(self._micro_batch, checkpointing=True)
@@ -94,13 +84,8 @@ class Activation(GradAccumulator):
     def backward(self, sums: LeafSums, keep: bool = False) -> None:
         """Run both parts of the backward; gradients of leaves are added to ``sums``. ``keep``: it will run again."""
         graph = self._graph or self._recompute(keep)
-        edges, leaves = graph.edges, graph.leaves
-        streams = random_streams.this_thread
-        outer, streams.stream = streams.stream, graph.stream
-        try:
-            found = differentiate(graph.roots, self.grads, edges, leaves, graph.entry, keep or not graph.is_compiled)
-        finally:
-            streams.stream = outer
+        edges, leaves, keeps = graph.edges, graph.leaves, keep or not graph.is_compiled
+        found = with_stream(graph.stream, differentiate, graph.roots, self.grads, edges, leaves, graph.entry, keeps)
         graph.deliver(found)
         sums.add(leaves, found[len(edges) :])
         if keep:
@@ -111,40 +96,25 @@ class Activation(GradAccumulator):
     def backward_input(self) -> None:
         """Run the first part: gradients for the stages before."""
         graph = self._graph = self._graph or self._recompute(False)
-        given = [(root, grad) for root, grad in zip(graph.roots, self.grads, strict=True) if root and grad is not None]
-        self._split = SplitBackward(
-            [root for root, _ in given], graph.edges, graph.leaves, is_compiled=graph.is_compiled
+        self._split = with_stream(
+            graph.stream, SplitBackward, graph.roots, self.grads, graph.edges, graph.leaves, graph.is_compiled
         )
-        streams = random_streams.this_thread
-        outer, streams.stream = streams.stream, graph.stream
-        try:
-            found = self._split.input_gradients([grad for _, grad in given])
-        finally:
-            streams.stream = outer
-        graph.deliver(found)
+        graph.deliver(self._split.input_gradients)
 
     def backward_weight(self, sums: LeafSums) -> None:
         """Run the second part: gradients of leaves, which are added to ``sums``."""
         graph, split = self._graph, self._split
         assert graph is not None
         assert split is not None
-        streams = random_streams.this_thread
-        outer, streams.stream = streams.stream, graph.stream
-        try:
-            found = split.weight_gradients()
-        finally:
-            streams.stream = outer
-        sums.add(graph.leaves, found)
+        sums.add(graph.leaves, with_stream(graph.stream, split.weight_gradients))
         self.release()
 
     def release(self) -> None:
-        """Let go of everything."""
         self._graph = self._recomputation = self._split = None
         self.grads = []
 
     @property
     def is_checkpointed(self) -> bool:
-        """Whether the backward will recompute the graph."""
         return self._recomputation is not None
 
     @property
@@ -187,7 +157,6 @@ class Activation(GradAccumulator):
     def _recompute_forward(self, graph: Graph, again: bool) -> None:
         recomputation = self._recomputation
         assert recomputation is not None
-        assert graph.stream is not None
         about = replace(self._micro_batch, recomputing=True)
         with recomputation.inputs(again) as received:
             graph.end(self._call(graph.begin(received), graph.stream, about), self)

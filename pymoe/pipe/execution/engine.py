@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,11 +24,9 @@ from pymoe.pipe.micro_batches import MicroBatches
 from pymoe.pipe.schedules import Kind, Record, Schedule, as_run, build
 from pymoe.pipe.stages import INPUT, Pipeline, Source
 
-__all__ = ["Engine", "run_in_one_graph"]
-
 ALL, FORWARD, BACKWARD = frozenset(Kind), frozenset({Kind.FORWARD}), frozenset({Kind.BACKWARD})
 REMEMBERED = 64
-"""Schedules, and plans made of them, that an engine keeps."""
+"""Schedules, and plans made of them, that are kept."""
 Grads = Sequence[torch.Tensor | None]
 
 
@@ -36,7 +35,6 @@ class Engine:
 
     def __init__(self) -> None:
         self._workers = Workers()
-        self._schedules: dict[tuple[str, int, int], Schedule] = {}
         self._plans: dict[tuple[int, frozenset[Kind]], Plan] = {}
         self._recompute: tuple[Pipeline | None, Sequence[StageRecompute]] = None, ()
         self._with_loss: tuple[tuple[Any, ...], Pipeline | None] = (), None
@@ -53,20 +51,11 @@ class Engine:
         structure: Structure,
         is_mean: bool,
     ) -> torch.Tensor:
-        """Forward, loss and backward of all micro-batches, interleaved; gradients are added if nothing fails.
+        """Run forward, loss and backward of all micro-batches, interleaved; add gradients if nothing fails.
 
-        Args:
-            pipeline: the stages.
-            micro_batches: the values of its inputs and, with ``has_target``, the target.
-            schedule: the order of actions.
-            recomputed: the micro-batches whose forward is recomputed.
-            loss_fn: called with the output and, with ``has_target``, the target. None: the output is the loss.
-            has_target: whether there is a target.
-            structure: makes the model's output of the pipeline's output values.
-            is_mean: the loss of a micro-batch is a mean over its rows.
-
-        Returns:
-            (micro-batches,): the losses.
+        The last of the values of ``micro_batches`` is the target if there is one; :func:`pymoe.pipe.loss.with_loss`
+        tells what the loss is made of. ``recomputed``: the micro-batches whose forward is recomputed. ``is_mean``: the
+        loss of a micro-batch is a mean over its rows. Returns (micro-batches,): the losses.
         """
         arguments = pipeline, loss_fn, has_target, structure
         known, ended = self._with_loss  # most steps have the arguments of the one before
@@ -149,27 +138,21 @@ class Engine:
         recomputed: range,
         loss_weights: Sequence[float] | None,
     ) -> StepState:
-        """A mini-batch is about to go through ``pipeline``, which is ``stages_of``, or goes on to a loss."""
+        """Prepare for a mini-batch that goes through ``pipeline``, which is ``stages_of``, or goes on to a loss."""
         random_streams.install()
         if self._recompute[0] is not stages_of:
             made = [StageRecompute(stage.modules, lock_of(stage.function)) for stage in stages_of.stages]
             self._recompute = stages_of, made
-        return StepState(
-            pipeline,
-            micro_batches,
-            graphs=graphs,
-            recompute=self._recompute[1],
-            recomputed=recomputed,
-            loss_weights=loss_weights,
-        )
+        return StepState(pipeline, micro_batches, graphs, self._recompute[1], recomputed, loss_weights)
 
     def _perform(self, state: StepState, schedule: Schedule, kinds: frozenset[Kind]) -> None:
         """Do the actions of these kinds."""
         key = id(schedule), kinds
         plan = self._plans.get(key)
-        if plan is None or plan.schedule is not schedule:
-            plan = Plan(schedule, kinds)
-            _remember(self._plans, key, plan)
+        if plan is None:  # one that is there keeps its schedule alive, and so the id is of no other
+            if len(self._plans) >= REMEMBERED:
+                self._plans.clear()
+            plan = self._plans[key] = Plan(schedule, kinds)
         # On a thread of autograd's own for a device the workers could not reach that device's nodes.
         inline = plan.workers == 1 or (kinds is BACKWARD and not state.is_on_host)
         workers = self._workers
@@ -187,17 +170,9 @@ class Engine:
         self._last = schedule, run.outcome()
 
     def schedule(self, schedule: str | Schedule, stages: int, micro_batches: int) -> Schedule:
-        """Return the schedule of that name; or the given one, if it fits.
-
-        Raises:
-            ValueError: it does not fit, or there is none of that name.
-        """
+        """Return the schedule of that name; or the given one. Raise ValueError if it does not fit."""
         if isinstance(schedule, str):
-            key = schedule, stages, micro_batches
-            if (built := self._schedules.get(key)) is None:
-                built = build(schedule, stages, micro_batches)
-                _remember(self._schedules, key, built)
-            return built
+            return _built(schedule, stages, micro_batches)
         if (schedule.stages, schedule.micro_batches) != (stages, micro_batches):
             raise ValueError(
                 f"Pipe.step: expected a schedule for {stages} stages and {micro_batches} micro-batches, got one for "
@@ -206,7 +181,7 @@ class Engine:
         return schedule
 
     def forget(self) -> None:
-        """The modules may behave differently from now on."""
+        """Forget what is known of the modules, which may behave differently from now on."""
         for stage in self._recompute[1]:
             stage.forget()
 
@@ -233,11 +208,7 @@ def run_in_one_graph(pipeline: Pipeline, micro_batches: MicroBatches) -> list[li
     return outputs
 
 
-def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
-    """Add to ``known``, and forget what is oldest."""
-    while len(known) >= REMEMBERED:
-        known.pop(next(iter(list(known))), None)
-    known[key] = value
+_built = lru_cache(REMEMBERED)(build)
 
 
 def _tied(crossed: Sequence[BoundaryTensor], inputs: Sequence[torch.Tensor]) -> list[int]:

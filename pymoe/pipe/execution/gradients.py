@@ -21,8 +21,6 @@ from pymoe.autograd.gradient_sums import add_gradients
 from pymoe.autograd.graph_nodes import apply_directly, once_only
 from pymoe.autograd.isolated_graph import SECOND_BACKWARD
 
-__all__ = ["LeafSums", "WeightedSums", "accumulate", "attach", "end_history", "total"]
-
 _NUMBER = torch.zeros((), device="cpu")  # any
 FOREACH_FROM = 4
 """Leaves from which on one call for all takes less time than a call for each."""
@@ -80,25 +78,20 @@ def total(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return all leaves in ``parts``, each once, and the sums of their gradients over the parts, in that order.
 
-    A part is leaves, their gradients and the weight of these.
+    A part is leaves, their gradients (other ranks may have sent them to another device) and the weight of these.
     """
-    totals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    sums = LeafSums()
     for leaves, grads, weight in parts:
-        for leaf, grad in zip(leaves, grads, strict=True):
-            weighted = grad if weight == 1.0 else grad * weight
-            before = totals.get(id(leaf))
-            if before is not None:
-                weighted = add_gradients(before[1], weighted.to(before[1].device))
-            totals[id(leaf)] = leaf, weighted
-    return [leaf for leaf, _ in totals.values()], [grad for _, grad in totals.values()]
+        here = [grad.to(leaf.device) for leaf, grad in zip(leaves, grads, strict=True)]
+        sums.add(leaves, here if weight == 1.0 else [grad * weight for grad in here])
+    return sums.leaves, sums.sums
 
 
 class WeightedSums:
-    """The sums of one stage when weights are not known until the end of a step.
+    """The sums of one stage when weights are not known until the end of a step: one for every size of micro-batch.
 
     A micro-batch counts by its share of the rows of the mini-batch if losses are means; how many rows there are, and
-    whether losses are means, is known at the end. So there is a sum for every size of micro-batch: one, or two where
-    the sizes are uneven.
+    whether losses are means, is known at the end.
     """
 
     def __init__(self) -> None:
@@ -162,14 +155,10 @@ def attach(
     tensors: Sequence[torch.Tensor],
     tied: Collection[int] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """Return ``outputs`` as functions of ``tensors``.
+    """Return ``outputs``, which have no history, as functions of ``tensors``.
 
-    Args:
-        backward: ``backward(grads, keep)`` takes the gradients of the outputs and returns those of the tensors;
-            ``keep``: it will be called again.
-        outputs: tensors without history.
-        tensors: what they depend on.
-        tied: the numbers of outputs that nobody may change in place.
+    ``backward(grads, keep)`` takes the gradients of the outputs and returns those of the tensors; ``keep``: it will be
+    called again. ``tied`` are the numbers of outputs that nobody may change in place.
     """
     made: tuple[torch.Tensor, ...] = apply_directly(_PipeOutputs, backward, outputs, tied, *tensors)
     return made

@@ -8,7 +8,6 @@ from its history; its :class:`BoundaryTensor` remembers where its gradient has t
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,28 +19,13 @@ from torch.autograd.graph import GradientEdge, Node
 from pymoe._torch_private import pytree
 from pymoe.autograd.compiled_nodes import are_compiled
 from pymoe.autograd.gradient_sums import add_gradients
-from pymoe.autograd.graph_nodes import apply_directly, edge_of, find_leaves_and_nodes
+from pymoe.autograd.graph_nodes import apply_directly, edge_of, find_leaves_and_nodes, make_edge
 from pymoe.autograd.isolated_graph import has_tangent
 from pymoe.autograd.random_streams import Stream
 from pymoe.pipe.micro_batches import Whole
 
-__all__ = [
-    "BoundaryTensor",
-    "GradAccumulator",
-    "Graph",
-    "StageValue",
-    "have_tangents",
-    "is_fixed",
-    "memory_of",
-    "pack",
-    "receive",
-    "unpack",
-    "version_of",
-]
-
 _anchor = torch.empty(0, device="cpu", requires_grad=True)
 _PAST = "pymoe.pipe: a backward pass went past the beginning of a stage's graph"
-_edge: Any = tuple.__new__  # skips the Python function that makes a GradientEdge
 
 
 class GradAccumulator:
@@ -53,7 +37,6 @@ class GradAccumulator:
         self.grads: list[torch.Tensor | None] = []  # for each tensor the sum so far
 
     def add_gradient(self, number: int, grad: torch.Tensor) -> None:
-        """Add a gradient of tensor ``number``."""
         before = self.grads[number]
         self.grads[number] = grad if before is None else add_gradients(before, grad)
 
@@ -133,6 +116,12 @@ def receive(boundary: BoundaryTensor, device: torch.device | None) -> torch.Tens
     return tensor if device is None or tensor.device == device else tensor.to(device, non_blocking=True)
 
 
+def receive_value(value: StageValue, device: torch.device | None) -> Any:
+    """Return the value with its tensors as :func:`receive` returns them."""
+    leaves = [receive(leaf, device) if type(leaf) is BoundaryTensor else leaf for leaf in value.leaves]
+    return unpack(leaves, value.structure)
+
+
 class _StageInputs(torch.autograd.Function):
     """Makes the aliases, after one that keeps this node alive. Gradients are taken before they come here."""
 
@@ -168,7 +157,7 @@ class Graph:
 
     def __init__(self, stream: Stream | None = None, device: torch.device | None = None) -> None:
         """``stream``: of its random numbers. ``device``: the stage's; None: that of whatever it receives."""
-        self.stream = stream  # going on in the backward where the forward has left it
+        self.stream: Any = stream  # going on in the backward where the forward has left it
         self.entry: Node | None = None  # where the graph begins, if it has inputs
         self.edges: list[GradientEdge] = []  # of the entry, one for each of these inputs
         # Who gets the gradient of each edge, under which number, and on which device.
@@ -213,7 +202,7 @@ class Graph:
             self.entry = entry = aliases[0].grad_fn
             for number, (row, position) in enumerate(places, 1):
                 row[position] = aliases[number]
-                self.edges.append(_edge(GradientEdge, (entry, number, None)))
+                self.edges.append(make_edge(GradientEdge, (entry, number, None)))
         for position, row, structure in nested:
             arguments[position] = unpack(row, structure)
         return arguments
@@ -276,6 +265,8 @@ def have_tangents(values: Any, *modules: nn.Module) -> bool:
     if forward_ad._current_level < 0:
         return False
     leaves = [leaf.value if isinstance(leaf, Whole) else leaf for leaf in pytree.tree_leaves(values)]
-    state = [itertools.chain(module.parameters(), module.buffers()) for module in modules]
-    tensors = itertools.chain(pytree.tree_leaves(leaves), *state)
-    return any(isinstance(x, torch.Tensor) and has_tangent(x) for x in tensors)
+    leaves = [
+        *pytree.tree_leaves(leaves),
+        *[x for module in modules for x in (*module.parameters(), *module.buffers())],
+    ]
+    return any(isinstance(x, torch.Tensor) and has_tangent(x) for x in leaves)

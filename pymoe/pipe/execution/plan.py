@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 
 from pymoe._runtime import PipelinePlan, PipelineRun
-from pymoe.pipe.schedules.action import Action, Kind
-from pymoe.pipe.schedules.schedule import Schedule
+from pymoe.pipe.schedules.schedule import Action, Kind, Schedule
 from pymoe.pipe.schedules.validate import run as in_order
-
-__all__ = ["InlinePolicy", "LongActions", "Plan", "TimedAction"]
 
 INLINE_LIMIT_S = 500e-6
 """Actions that take less are best run inline, on the caller's thread."""
@@ -28,11 +25,7 @@ class Plan:
     """The actions of a schedule as nodes of a native plan."""
 
     def __init__(self, schedule: Schedule, kinds: frozenset[Kind] = frozenset(Kind)) -> None:
-        """``kinds``: the actions to run; what others would have made is there already.
-
-        Raises:
-            ScheduleError: the schedule is not valid.
-        """
+        """``kinds``: the actions to run; what others would have made is there already. Raises ScheduleError."""
         self.schedule = schedule
         self.workers = schedule.workers
         self.policy = InlinePolicy()
@@ -53,7 +46,6 @@ class Plan:
                         self._nodes.add_edge(numbers[needed], numbers[action])
 
     def run(self) -> PipelineRun:
-        """Begin a run, for the threads of all workers to ask."""
         return self._nodes.run()
 
 
@@ -74,29 +66,23 @@ class InlinePolicy:
         return self._needs_threads or ALWAYS_THREADS
 
     def saw_inline(self, seconds: float) -> None:
-        """A run has ended inline after so many seconds: its actions were short."""
         self._inline_s = seconds
 
     def saw_threads(self, seconds: float, durations: list[float]) -> None:
-        """A run has ended on threads after so many seconds, with actions that took so long.
-
-        Short actions look long there if they wait for each other: then the time of a run inline tells. It may be that
-        of smaller batches, so it counts less with every run that contradicts it.
-        """
+        """A run has ended on threads after so many seconds, with actions that took so long."""
+        # Short actions look long there if they wait for each other: then the time of a run inline tells. It may be that
+        # of smaller batches, so it counts less with every run that contradicts it.
         long = sum([duration > INLINE_LIMIT_S for duration in durations])
         self._needs_threads = 4 * long > len(durations) and seconds < self._inline_s
         self._inline_s *= 2
 
 
-class LongActions:
-    """The long actions of one run that has begun inline."""
+def calls_threads(long: list[float], duration: float) -> bool:
+    """Return whether a run that has begun inline calls the other threads, after one more action of so many seconds.
 
-    def __init__(self) -> None:
-        self._durations: list[float] = []
-
-    def are_enough(self, duration: float) -> bool:
-        """Return whether to call the other threads, after one more action that has taken so many seconds."""
-        if duration <= INLINE_LIMIT_S:
-            return False
-        self._durations.append(duration)
-        return len(self._durations) >= LONG_ACTIONS and sum(self._durations) > LONG_ACTIONS_S
+    ``long``: the times of its longer actions so far, to which this one is added if it is one.
+    """
+    if duration <= INLINE_LIMIT_S:
+        return False
+    long.append(duration)
+    return len(long) >= LONG_ACTIONS and sum(long) > LONG_ACTIONS_S

@@ -23,8 +23,6 @@ from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm
 from pymoe.pipe.execution.graph import BoundaryTensor, Graph, StageValue, version_of
 from pymoe.pipe.execution.shared_layers import StageLock
 
-__all__ = ["Recomputation", "StageRecompute", "recomputed"]
-
 
 def recomputed(checkpoint: str, micro_batches: int) -> range:
     """Return the micro-batches that are recomputed under ``checkpoint="always"``, ``"except_last"`` or ``"never"``."""
@@ -37,13 +35,18 @@ class StageRecompute:
     def __init__(self, modules: Sequence[nn.Module], lock: StageLock) -> None:
         self._modules = modules
         self._trains = False
-        self._buffers = _Buffers(modules, lock)
         self._edited: set[int] | None = None  # the inputs that it changes in place; None: not known yet
+        self._lock = lock  # no other stage may see what is put into a shared buffer for a recomputation
+        owners = {id(owner): owner for module in modules for owner in module.modules()}
+        # Deferred batch norms know recomputations, and may be in other stages that run meanwhile.
+        self._owners = [
+            owner for owner in owners.values() if owner._buffers and not isinstance(owner, DeferredBatchNorm)
+        ]
+        self._changing: set[tuple[int, str]] | None = None  # the buffers that it changes; None: any may change
 
     def forget(self) -> None:
-        """The modules may behave differently from now on: they have been switched to evaluation, say."""
-        self._buffers.changing = None
-        self._edited = None
+        """Forget what is known: the modules may have been switched to evaluation, say."""
+        self._changing = self._edited = None
 
     def begin_step(self) -> None:
         """A step begins; parameters may have been frozen or exchanged since the last."""
@@ -73,8 +76,8 @@ class StageRecompute:
             number: leaf.tensor.clone() for number, leaf in enumerate(taken) if edited is None or number in edited
         }
         graph = Graph(device=device)
-        forward = Recomputation(received, self._buffers)
-        with self._buffers.watched(forward.seen):
+        forward = Recomputation(received, self)
+        with self._watched(forward.seen):
             yield forward, graph.begin(received)
         graph.close()
         changed = {number for number, leaf in enumerate(taken) if version_of(leaf.tensor) != leaf.version}
@@ -92,80 +95,14 @@ class StageRecompute:
                 }
             )
 
-
-class Recomputation:
-    """What a forward needs to be recomputed."""
-
-    __slots__ = ("_buffers", "_edited", "_received", "seen")
-
-    def __init__(self, received: Sequence[StageValue], buffers: _Buffers) -> None:
-        self.seen: list[_Contents] = []  # the buffers that the first run saw
-        self._received = received
-        self._buffers = buffers
-        self._edited: list[BoundaryTensor] = []  # inputs that the forward changes in place: copies of their own
-
-    def replace(self, edited: dict[int, BoundaryTensor]) -> None:
-        """Replace inputs, by the id of their boundary tensor, with copies from before the first run."""
-        self._edited = list(edited.values())
-        self._received = [
-            StageValue([edited.get(id(leaf), leaf) for leaf in value.leaves], value.structure)
-            for value in self._received
-        ]
-
     @contextmanager
-    def inputs(self, again: bool) -> Iterator[Sequence[StageValue]]:
-        """A context in which inputs, which it yields, and buffers are what the first run saw.
-
-        Args:
-            again: this is not the last recomputation.
-        """
-        kept = [boundary.tensor for boundary in self._edited] if again else []
-        for boundary, tensor in zip(self._edited, kept, strict=False):
-            boundary.tensor = tensor.clone()
-            boundary.version = version_of(boundary.tensor)
-        try:
-            with self._buffers.put_back(self.seen):
-                yield self._received
-        finally:
-            for boundary, tensor in zip(self._edited, kept, strict=False):
-                boundary.tensor = tensor
-                boundary.version = version_of(tensor)
-
-
-class _Contents(NamedTuple):
-    """A buffer at one time: whose it is, which tensor it is, and a copy of its contents."""
-
-    owner: nn.Module
-    name: str
-    tensor: torch.Tensor
-    copy: torch.Tensor
-
-    def restore(self) -> None:
-        """Make the buffer what it was."""
-        self.owner._buffers[self.name] = self.tensor
-        self.tensor.data.copy_(self.copy)  # not an edit as autograd counts them: graphs have saved what they need
-
-
-class _Buffers:
-    """The buffers of a stage, and which of them its forwards change: that is found out as they run."""
-
-    def __init__(self, modules: Sequence[nn.Module], lock: StageLock) -> None:
-        self._lock = lock  # no other stage may see what is put into a shared buffer for a recomputation
-        owners = {id(owner): owner for module in modules for owner in module.modules()}
-        # Deferred batch norms know recomputations, and may be in other stages that run meanwhile.
-        self._owners = [
-            owner for owner in owners.values() if owner._buffers and not isinstance(owner, DeferredBatchNorm)
-        ]
-        self.changing: set[tuple[int, str]] | None = None  # None: any may change
-
-    @contextmanager
-    def watched(self, seen: list[_Contents]) -> Iterator[None]:
+    def _watched(self, seen: list[_Contents]) -> Iterator[None]:
         """A context in which a forward runs; at its end ``seen`` gets the buffers that the forward has changed."""
         if not self._owners:
             yield
             return
         with self._lock:
-            changing = self.changing
+            changing = self._changing
             before = [
                 (owner, name, tensor, tensor._version)
                 for owner in self._owners
@@ -177,7 +114,7 @@ class _Buffers:
                 for owner, name, tensor, _ in before
             ]
             yield
-            self.changing = changing = changing or set()
+            self._changing = changing = changing or set()
             for (owner, name, tensor, version), copy in zip(before, copies, strict=True):
                 # The kernels of batch norms change statistics behind the version counter's back.
                 unseen = isinstance(owner, NormBase) and owner.training
@@ -205,3 +142,48 @@ class _Buffers:
             finally:
                 for contents in now:
                     contents.restore()
+
+
+class Recomputation:
+    """What a forward needs to be recomputed."""
+
+    __slots__ = ("_edited", "_received", "_stage", "seen")
+
+    def __init__(self, received: Sequence[StageValue], stage: StageRecompute) -> None:
+        self.seen: list[_Contents] = []  # the buffers that the first run saw
+        self._received = received
+        self._stage = stage
+        self._edited: list[BoundaryTensor] = []  # inputs that the forward changes in place: copies of their own
+
+    def replace(self, edited: dict[int, BoundaryTensor]) -> None:
+        """Replace inputs, by the id of their boundary tensor, with copies from before the first run."""
+        self._edited = list(edited.values())
+        self._received = _replaced(self._received, edited)
+
+    @contextmanager
+    def inputs(self, again: bool) -> Iterator[Sequence[StageValue]]:
+        """A context with the inputs, which it yields, and buffers that the first run saw. ``again``: not the last."""
+        received = self._received
+        if again and self._edited:
+            copies = {id(x): BoundaryTensor(x.tensor.clone(), x.accumulator, x.number) for x in self._edited}
+            received = _replaced(received, copies)
+        with self._stage.put_back(self.seen):
+            yield received
+
+
+def _replaced(values: Sequence[StageValue], others: dict[int, BoundaryTensor]) -> list[StageValue]:
+    """Return ``values`` with others of their boundary tensors, by the ids of these."""
+    return [StageValue([others.get(id(leaf), leaf) for leaf in value.leaves], value.structure) for value in values]
+
+
+class _Contents(NamedTuple):
+    """A buffer at one time: whose it is, which tensor it is, and a copy of its contents."""
+
+    owner: nn.Module
+    name: str
+    tensor: torch.Tensor
+    copy: torch.Tensor
+
+    def restore(self) -> None:
+        self.owner._buffers[self.name] = self.tensor
+        self.tensor.data.copy_(self.copy)  # not an edit as autograd counts them: graphs have saved what they need

@@ -17,8 +17,6 @@ from pymoe._torch_private import NormBase
 from pymoe.pipe.auxiliary import is_weighted
 from pymoe.pipe.execution.graph import version_of
 
-__all__ = ["StageLock", "lock_of", "serialize_shared_layers"]
-
 Function = Callable[..., Sequence[Any]]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -21,13 +20,11 @@ from pymoe.pipe.context import MicroBatch
 from pymoe.pipe.execution.activation import Activation
 from pymoe.pipe.execution.gradients import LeafSums, total
 from pymoe.pipe.execution.graph import BoundaryTensor, GradAccumulator, StageValue, is_fixed, pack
-from pymoe.pipe.execution.plan import LongActions, Plan, TimedAction
+from pymoe.pipe.execution.plan import Plan, TimedAction, calls_threads
 from pymoe.pipe.execution.recompute import StageRecompute
 from pymoe.pipe.micro_batches import MicroBatches
-from pymoe.pipe.schedules.action import Action, Kind
+from pymoe.pipe.schedules.schedule import Action, Kind
 from pymoe.pipe.stages import INPUT, Pipeline, Source
-
-__all__ = ["PlanRun", "StepInputs", "StepState"]
 
 FORWARD, BACKWARD, BACKWARD_INPUT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT  # found faster
 _PASSES = {
@@ -49,7 +46,6 @@ class StepInputs(GradAccumulator):
         self._versions: list[int] = []
 
     def cross(self, tensor: torch.Tensor) -> BoundaryTensor:
-        """Return the tensor for the stages."""
         if not tensor.requires_grad:
             return BoundaryTensor(tensor)
         self.tensors.append(tensor)
@@ -75,20 +71,15 @@ class StepState:
         self,
         pipeline: Pipeline,
         micro_batches: MicroBatches,
-        *,
         graphs: bool,
         recompute: Sequence[StageRecompute],
         recomputed: range,
-        loss_weights: Sequence[float] | None = None,
+        loss_weights: Sequence[float] | None,
     ) -> None:
-        """
-        Args:
-            pipeline: the stages.
-            micro_batches: the values of its inputs.
-            graphs: whether there will be backward passes.
-            recompute: for every stage.
-            recomputed: the micro-batches whose forward is recomputed.
-            loss_weights: the pipeline's output is a loss, whose gradient for each micro-batch is this. None: it is not.
+        """Take the values of the pipeline's inputs, whose forwards are recomputed for the micro-batches ``recomputed``.
+
+        ``graphs``: there will be backward passes. ``loss_weights``: the pipeline's output is a loss, whose gradient for
+        each micro-batch is this; None: it is not.
         """
         self.inputs = StepInputs()
         self._sums = [LeafSums() for _ in pipeline.stages]
@@ -218,7 +209,7 @@ class StepState:
         return total((sums.leaves, sums.sums, 1.0) for sums in self._sums)
 
     def release(self) -> None:
-        """Let go of all values, graphs and gradients, whatever has happened."""
+        """Let go of all values, graphs and gradients."""
         self._values, self._activations, self._sums = [], [], []
         self.inputs = StepInputs()
 
@@ -229,9 +220,7 @@ class PlanRun:
     def __init__(self, plan: Plan, state: StepState) -> None:
         self._plan = plan
         self._state = state
-        self._perform: Callable[[Action], None] | None = (
-            _in_ranges(state.perform) if profiler_enabled() else state.perform
-        )
+        self._perform: Callable[[Action], None] | None = self._in_range if profiler_enabled() else state.perform
         self._native: PipelineRun | None = None  # made when there are several threads
         self._began = time.perf_counter()
         self._timed: list[TimedAction] = []
@@ -240,28 +229,20 @@ class PlanRun:
         self._failing = threading.Lock()
 
     def run_inline(self, to_the_end: bool) -> bool:
-        """Perform actions on this thread as long as they are short; True if nothing is left to do.
-
-        Args:
-            to_the_end: however long they are.
-        """
+        """Perform actions on this thread as long as they are short, or all of them; True if nothing is left to do."""
         plan = self._plan
         if plan.policy.uses_threads and not to_the_end:
             return False
-        self.perform_actions(plan.in_order, None if to_the_end else LongActions())
+        self.perform_actions(plan.in_order, None if to_the_end else [])
         self._done = frozenset([action for action, _, _ in self._timed])
         return self._error is not None or len(self._timed) == len(plan.in_order)
 
     def begin_threads(self) -> PipelineRun:
-        """Go on with the threads of all workers."""
+        """Go on with the threads of all workers, each of which performs its :meth:`actions_of`."""
         self._native = native = self._plan.run()
         return native
 
-    def run_worker(self, worker: int) -> None:
-        """Perform the actions of one worker, on this thread. Raises nothing."""
-        self.perform_actions(self._actions_of(worker), None)
-
-    def _actions_of(self, worker: int) -> Iterator[Action]:
+    def actions_of(self, worker: int) -> Iterator[Action]:
         """The actions of a worker that are left, each when it can start."""
         native, actions, done = self._native, self._plan.actions, self._done
         assert native is not None
@@ -271,12 +252,10 @@ class PlanRun:
                 yield actions[node]
             node = native.next(worker, node)
 
-    def perform_actions(self, actions: Iterable[Action], long: LongActions | None) -> None:
-        """Perform actions on this thread. Raises nothing; an error ends the run.
+    def perform_actions(self, actions: Iterable[Action], long: list[float] | None = None) -> None:
+        """Perform actions on this thread, in this order. Raises nothing; an error ends the run.
 
-        Args:
-            actions: what to perform, in this order.
-            long: stop when there are enough of these. None: do not stop.
+        ``long``: note the times of long actions there, and stop when they call for threads. None: do not stop.
         """
         perform, timed = self._perform, self._timed
         assert perform is not None
@@ -294,7 +273,7 @@ class PlanRun:
                 perform(action)
                 end = clock()
                 timed.append((action, start, end))
-                if long is not None and long.are_enough(end - start):
+                if long is not None and calls_threads(long, end - start):
                     break
                 action = None
         except BaseException as error:
@@ -337,18 +316,13 @@ class PlanRun:
         finally:
             del error
 
+    def _in_range(self, action: Action) -> None:
+        """Perform an action in a range of the profile."""
+        with torch.autograd.profiler.record_function(f"pymoe.pipe: {action}"):
+            self._state.perform(action)
+
 
 def _place(action: Action | None) -> str:
     if action is None:
         return "between two micro-batches"
     return f"in {_PASSES[action.kind]} of stage {action.stage}, micro-batch {action.micro_batch}"
-
-
-def _in_ranges(perform: Callable[[Action], Any]) -> Callable[[Action], None]:
-    """Return ``perform``, with a range of the profile for every action."""
-
-    def perform_in_range(action: Action) -> None:
-        with torch.autograd.profiler.record_function(f"pymoe.pipe: {action}"):
-            perform(action)
-
-    return perform_in_range

@@ -14,8 +14,6 @@ from pymoe.autograd.fork import renew_engine
 from pymoe.autograd.thread_state import ThreadState, current, in_state
 from pymoe.pipe.execution.step_state import PlanRun
 
-__all__ = ["Workers", "inside"]
-
 
 class _Inside(threading.local):
     workers: tuple[Workers, ...] = ()  # those whose runs this thread is in
@@ -71,7 +69,7 @@ class Workers:
             for worker, pool in zip(range(1, workers), self._pools, strict=False):
                 context = contextvars.copy_context()
                 ended.append(pool.submit(context.run, _run_worker, run, worker, state, around, profiled))
-            run.run_worker(0)
+            run.perform_actions(run.actions_of(0))
             _wait_for(ended)
         except BaseException:
             # Workers raise nothing: this is Ctrl-C between two of their lines, or no thread could start. First the
@@ -90,7 +88,7 @@ def _run_worker(
     joined = profiled is not None and not profiler_enabled() and profiled.join()
     inside.workers = around
     try:
-        in_state(state, run.run_worker, worker)
+        in_state(state, run.perform_actions, run.actions_of(worker))
     except BaseException as error:
         run.fail(error, None)
     finally:

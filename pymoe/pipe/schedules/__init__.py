@@ -19,13 +19,11 @@ from pymoe.pipe.schedules.one_forward_one_backward import one_forward_one_backwa
 from pymoe.pipe.schedules.interleaved import interleaved_one_forward_one_backward  # isort: skip
 from pymoe.pipe.schedules.zero_bubble import zero_bubble  # isort: skip
 
-from pymoe.pipe.schedules.action import Action, Kind, ScheduleError
-from pymoe.pipe.schedules.png import png
+from pymoe.pipe.schedules.pictures import png, text
 from pymoe.pipe.schedules.record import Record, Span, as_run, mean_times
 from pymoe.pipe.schedules.registry import build, names, options, register
-from pymoe.pipe.schedules.schedule import Schedule, live_counts, peak_live
+from pymoe.pipe.schedules.schedule import Action, Kind, Schedule, ScheduleError, live_counts, peak_live
 from pymoe.pipe.schedules.simulate import Times, simulate
-from pymoe.pipe.schedules.text import text
 from pymoe.pipe.schedules.validate import run, validate
 
 __all__ = [

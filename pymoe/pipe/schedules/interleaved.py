@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from pymoe.pipe.schedules.action import Action, Kind
 from pymoe.pipe.schedules.registry import register
-from pymoe.pipe.schedules.schedule import Schedule, peak_live
+from pymoe.pipe.schedules.schedule import Action, Kind, Schedule, peak_live
 
 
 @register("interleaved-1f1b")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pymoe.pipe.schedules.action import Action, Kind
 from pymoe.pipe.schedules.registry import register
-from pymoe.pipe.schedules.schedule import Schedule
+from pymoe.pipe.schedules.schedule import Action, Kind, Schedule
 
 
 @register("1f1b")

@@ -9,8 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from pymoe.pipe.schedules.action import Action, Kind
-from pymoe.pipe.schedules.schedule import Schedule, peak_live
+from pymoe.pipe.schedules.schedule import Action, Kind, Schedule, peak_live
 
 
 class Span(NamedTuple):

@@ -13,8 +13,7 @@ import inspect
 from collections.abc import Callable
 from typing import TypeVar
 
-from pymoe.pipe.schedules.action import ScheduleError
-from pymoe.pipe.schedules.schedule import Schedule
+from pymoe.pipe.schedules.schedule import Schedule, ScheduleError
 from pymoe.pipe.schedules.validate import validate
 
 Builder = TypeVar("Builder", bound=Callable[..., Schedule])

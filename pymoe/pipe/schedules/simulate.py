@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
-from pymoe.pipe.schedules.action import Action, Kind
 from pymoe.pipe.schedules.record import Record, Span
-from pymoe.pipe.schedules.schedule import Schedule
+from pymoe.pipe.schedules.schedule import Action, Kind, Schedule
 from pymoe.pipe.schedules.validate import run
 
 Duration = float | Sequence[float]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from pymoe.pipe.schedules.action import Action, Kind, ScheduleError
-from pymoe.pipe.schedules.schedule import Schedule, live_counts
+from pymoe.pipe.schedules.schedule import Action, Kind, Schedule, ScheduleError, live_counts
 
 
 def validate(schedule: Schedule) -> None:
@@ -79,24 +78,21 @@ def _check_places(schedule: Schedule) -> None:
 
 
 def _check_complete(schedule: Schedule) -> None:
-    kinds = tuple(Kind)
+    places = schedule.places
     for stage, worker in enumerate(schedule.placement):
         for micro_batch in range(schedule.micro_batches):
-            forward, whole, first, second = [Action(stage, micro_batch, kind) for kind in kinds]
-            if forward not in schedule.places:
+            forward, whole, *parts = [Action(stage, micro_batch, kind) for kind in Kind]
+            there = [part for part in parts if part in places]
+            missing = [part for part in parts if part not in places]
+            if forward not in places:
                 raise ScheduleError("missing", worker=worker, action=forward)
-            if whole in schedule.places:
-                for part in (first, second):
-                    if part in schedule.places:
-                        position = schedule.places[part][1]
-                        message = f"the whole backward {whole} is there too"
-                        raise ScheduleError(message, worker=worker, position=position, action=part)
-            elif first not in schedule.places and second not in schedule.places:
+            if whole in places and there:
+                message = f"the whole backward {whole} is there too"
+                raise ScheduleError(message, worker=worker, position=places[there[0]][1], action=there[0])
+            if whole not in places and not there:
                 raise ScheduleError("missing, and so are its two parts", worker=worker, action=whole)
-            else:
-                for part, other in ((first, second), (second, first)):
-                    if part not in schedule.places:
-                        raise ScheduleError(f"missing, while {other} is there", worker=worker, action=part)
+            if there and missing:
+                raise ScheduleError(f"missing, while {there[0]} is there", worker=worker, action=missing[0])
 
 
 def _check_live_limits(schedule: Schedule) -> None:
@@ -113,18 +109,13 @@ def _check_live_limits(schedule: Schedule) -> None:
 
 def _deadlock(schedule: Schedule, position: list[int], worker: int, ended: set[Action]) -> ScheduleError:
     """Follows from ``worker`` who waits for whom until the chain closes, and blames a link of the ring."""
-    chain: list[int] = []
+    chain: dict[int, str] = {}
     while worker not in chain:
-        chain.append(worker)
         head = schedule.orders[worker][position[worker]]
         missing = next(needed for needed in schedule.dependencies(head) if needed not in ended)
-        worker = schedule.places[missing][0]
-    ring = chain[chain.index(worker) :]
-    links = []
-    for blocked in ring:
-        head = schedule.orders[blocked][position[blocked]]
-        missing = next(needed for needed in schedule.dependencies(head) if needed not in ended)
         home, place = schedule.places[missing]
-        links.append(f"{head} waits for {missing}, at position {place} of worker {home}")
-    head = schedule.orders[ring[0]][position[ring[0]]]
-    return ScheduleError(f"deadlock: {'; '.join(links)}", worker=ring[0], position=position[ring[0]], action=head)
+        chain[worker] = f"{head} waits for {missing}, at position {place} of worker {home}"
+        worker = home
+    links = "; ".join([*chain.values()][[*chain].index(worker) :])
+    head = schedule.orders[worker][position[worker]]
+    return ScheduleError(f"deadlock: {links}", worker=worker, position=position[worker], action=head)

@@ -9,9 +9,7 @@ from typing import Any, Generic, TypeVar, overload
 
 from torch import nn
 
-from pymoe.pipe.skip.tracker import Key, Namespace, SkipTracker, current_tracker, will_pop
-
-__all__ = ["Skippable", "pop", "skippable", "stash"]
+from pymoe.pipe.skip.tracker import Key, Namespace, current_tracker, will_pop
 
 Value = TypeVar("Value")
 Module = TypeVar("Module", bound=nn.Module)
@@ -198,30 +196,10 @@ _running = _Running()
 def _dispatch(
     module: Any, input: Any, handle_stash: Callable[[str, Any], object], handle_pop: Callable[[str], Any]
 ) -> Any:
-    """Run the module's own forward. Return its output.
-
-    Args:
-        module: a skippable one.
-        input: of the forward.
-        handle_stash: called with the name and the value of every ``stash``.
-        handle_pop: called with the name of every ``pop``; returns what was stashed.
-
-    Raises:
-        TypeError: something other than ``stash`` and ``pop`` was yielded.
-    """
-
-    def carry_out(command: Any) -> Any:
-        if isinstance(command, stash):
-            handle_stash(command.name, command.value)
-            return None
-        if isinstance(command, pop):
-            return handle_pop(command.name)
-        raise TypeError(f"{command!r} is not a command from @skippable")
-
+    """Run the module's own forward, and call a handler for each of its commands. Return its output."""
     outer, _running.innermost = _running.innermost, module
     try:
-        output = type(module).module_cls.forward(module, input)
-        return _drive(output, carry_out) if isinstance(output, Generator) else output
+        return _drive(module, type(module).module_cls.forward(module, input), handle_stash, handle_pop)
     finally:
         _running.innermost = outer
 
@@ -232,27 +210,25 @@ def _run(module: Skippable, output: Any) -> Any:
     stashed: dict[str, Any] = {}
     popped: set[str] = set()
 
-    def carry_out(command: Any) -> Any:
-        if isinstance(command, stash):
-            _require(command.name, module.stashable_names, "stashable")
-            if command.name in stashed:
-                raise RuntimeError(f"'{command.name}' has been stashed twice")
-            stashed[command.name] = command.value
-            return None
-        if isinstance(command, pop):
-            _require(command.name, module.poppable_names, "poppable")
-            if command.name in popped:
-                raise RuntimeError(f"'{command.name}' has been popped twice")
-            popped.add(command.name)
-            return _load(tracker, module.key_of(command.name))
-        raise TypeError(f"{command!r} is not a command from @skippable")
+    def keep(name: str, value: Any) -> None:
+        if name not in module.stashable_names:
+            raise RuntimeError(f"'{name}' has not been declared as stashable")
+        if name in stashed:
+            raise RuntimeError(f"'{name}' has been stashed twice")
+        stashed[name] = value
 
-    if isinstance(output, Generator):
-        outer, _running.innermost = _running.innermost, module
+    def give(name: str) -> Any:
+        if name not in module.poppable_names:
+            raise RuntimeError(f"'{name}' has not been declared as poppable")
+        if name in popped:
+            raise RuntimeError(f"'{name}' has been popped twice")
+        popped.add(name)
         try:
-            output = _drive(output, carry_out)
-        finally:
-            _running.innermost = outer
+            return tracker.load(module.key_of(name))
+        except KeyError:
+            raise RuntimeError(f"'{name}' has not been stashed") from None
+
+    output = _drive(module, output, keep, give)
     if not_stashed := module.stashable_names - stashed.keys():
         raise RuntimeError(f"{_listed(not_stashed)} must be stashed but have not")
     if not_popped := module.poppable_names - popped:
@@ -262,31 +238,32 @@ def _run(module: Skippable, output: Any) -> Any:
     return output
 
 
-def _drive(generator: Generator[Any, Any, Any], carry_out: Callable[[Any], Any]) -> Any:
-    """Run a generator of commands. Return its result. An error is raised where the command was yielded."""
+def _drive(
+    module: Skippable, output: Any, handle_stash: Callable[[str, Any], object], handle_pop: Callable[[str], Any]
+) -> Any:
+    """Return ``output``, or, of a generator of commands, its result. Errors are raised where a command was yielded."""
+    if not isinstance(output, Generator):
+        return output
+    outer, _running.innermost = _running.innermost, module
     try:
-        command = next(generator)
+        command = next(output)
         while True:
+            answer = None
             try:
-                answer = carry_out(command)
+                if isinstance(command, stash):
+                    handle_stash(command.name, command.value)
+                elif isinstance(command, pop):
+                    answer = handle_pop(command.name)
+                else:
+                    raise TypeError(f"{command!r} is not a command from @skippable")
             except Exception as error:
-                command = generator.throw(error)
+                command = output.throw(error)
             else:
-                command = generator.send(answer)
+                command = output.send(answer)
     except StopIteration as end:
         return end.value
-
-
-def _load(tracker: SkipTracker, key: Key) -> Any:
-    try:
-        return tracker.load(key)
-    except KeyError:
-        raise RuntimeError(f"'{key[1]}' has not been stashed") from None
-
-
-def _require(name: str, declared: frozenset[str], kind: str) -> None:
-    if name not in declared:
-        raise RuntimeError(f"'{name}' has not been declared as {kind}")
+    finally:
+        _running.innermost = outer
 
 
 def _names(where: str, argument: str, names: Iterable[str]) -> frozenset[str]:

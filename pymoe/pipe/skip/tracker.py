@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-__all__ = ["Key", "Namespace", "SkipTracker", "current_tracker", "tracking", "will_pop"]
-
 
 class Namespace:
     """Keeps skips apart: those of one name in different namespaces have nothing to do with each other.

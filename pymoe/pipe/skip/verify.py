@@ -10,8 +10,6 @@ from torch import nn
 from pymoe.pipe.skip.skippable import Skippable
 from pymoe.pipe.skip.tracker import Key
 
-__all__ = ["SkipRoute", "skip_routes", "verify_skippables"]
-
 
 @dataclass(frozen=True)
 class SkipRoute:
@@ -58,16 +56,14 @@ def skip_routes(parts: Sequence[nn.Module]) -> list[SkipRoute]:
 
     The model is one that :func:`verify_skippables` accepts.
     """
-    stashes: dict[Key, int] = {}
-    pops: dict[Key, list[int]] = {}
+    routes: dict[Key, list[int]] = {}  # the part that stashes, and those that pop
     for number, part in enumerate(parts):
         for _, layer in _skippables(part):
             for key in layer.poppable():
-                pops[key].append(number)
+                routes[key].append(number)
             for key in layer.stashable():
-                stashes[key] = number
-                pops[key] = []
-    return [SkipRoute(key, number, tuple(pops[key])) for key, number in stashes.items()]
+                routes[key] = [number]
+    return [SkipRoute(key, stash, tuple(pops)) for key, (stash, *pops) in routes.items()]
 
 
 def _skippables(module: nn.Module, name: str = "") -> Iterator[tuple[str, Skippable]]:

@@ -15,9 +15,10 @@ In a graph with nodes of ``torch.compile`` no node can: they run in graphs of wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,31 +27,19 @@ from torch.autograd.graph import GradientEdge, Node
 from pymoe._torch_private import FunctionBase, len_torch_dispatch_stack, run_backward
 from pymoe.autograd.graph_nodes import apply_directly
 
-__all__ = ["Deferred", "Recorder", "can_defer", "free_saved_tensors"]
-
 _MATRICES = "Addmm Mm Addbmm Baddbmm Bmm Addmv Mv Addr Dot Linear MkldnnLinear GroupedMm Trilinear"
 _LAYERS = "Convolution ConvolutionOverrideable NativeLayerNorm NativeGroupNorm NativeBatchNorm FusedRmsNorm"
 _ELEMENTS = "Add Sub Mul Div"
 ONE_BY_ONE = frozenset([f"{name}Backward0" for name in f"{_MATRICES} {_LAYERS} {_ELEMENTS}".split()])
 
 
-class Deferred(NamedTuple):
-    """A node of the input side, whose gradients for some of its edges wait for part two."""
-
-    node: Node
-    edges: tuple[int, ...]
-    """Which of ``node.next_functions``."""
-
-
-def _can_run_in_parts(node: Node) -> bool:
+def can_defer(node: Node) -> bool:
+    """Return whether the node can compute the gradients of its edges one by one. Not in anomaly mode."""
+    if torch.is_anomaly_enabled():
+        return False
     if isinstance(node, FunctionBase):
         return getattr(getattr(node, "_forward_cls", None), "backward_in_parts", False) is True
     return node.name() in ONE_BY_ONE and not any([saved.unpack_hook is not None for saved in _saved_tensors(node)])
-
-
-def can_defer(node: Node, edges: tuple[int, ...]) -> bool:
-    """Return whether the node can compute the gradients of these edges by themselves. Not in anomaly mode."""
-    return _can_run_in_parts(node) and not torch.is_anomaly_enabled()
 
 
 _saved_names: dict[type, tuple[str, ...]] = {}
@@ -108,15 +97,15 @@ class _WithinBackward(torch.autograd.Function):
 class Recorder:
     """Keeps the gradients that arrive at nodes in part one, after all hooks, for their weights in part two."""
 
-    def __init__(self, deferred: Sequence[Deferred]) -> None:
-        self._edges = {node: edges for node, edges in deferred}
+    def __init__(self, deferred: Mapping[Node, tuple[int, ...]]) -> None:
+        self._edges = deferred
         self._arrived: dict[Node, tuple[Tensor | None, ...]] = {}  # in the order in which the nodes have run
         self._places: dict[Any, list[int]] = {}  # of Python functions: which argument each edge belongs to, -1 for none
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Recorder:
         for node, edges in self._edges.items():
-            self._hooks.append(node.register_prehook(self._hook_for(node)))
+            self._hooks.append(node.register_prehook(partial(self._arrived.__setitem__, node)))
             if isinstance(node, FunctionBase):
                 function: Any = node
                 needs = function.needs_input_grad
@@ -131,14 +120,6 @@ class Recorder:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-    def _hook_for(self, node: Node) -> Callable[[tuple[Tensor | None, ...]], None]:
-        arrived = self._arrived
-
-        def arrive(grads: tuple[Tensor | None, ...]) -> None:
-            arrived[node] = grads
-
-        return arrive
 
     def gradients(self) -> tuple[list[GradientEdge], list[Tensor]]:
         """Return the deferred gradients, and the edges that they go along. Runs the recorded nodes, for these alone.

@@ -15,21 +15,18 @@ weight sides that are connected to it belong to part one, so that no node of the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from pymoe.autograd.compiled_nodes import has_compiled_nodes
 from pymoe.autograd.isolated_graph import differentiate
-from pymoe.pipe.split_backward.deferred_weight_grad import Deferred, Recorder, can_defer, free_saved_tensors
-
-__all__ = ["SplitBackward"]
+from pymoe.pipe.split_backward.deferred_weight_grad import Recorder, can_defer, free_saved_tensors
 
 
 class SplitBackward:
-    """A backward pass in two parts, on any threads: :meth:`input_gradients`, then :meth:`weight_gradients`. Each once.
+    """A backward pass in two parts, on any threads: the first runs when this is made, the second is called for.
 
     Accumulates nothing. Hooks of tensors within the graph run in one of the parts, as in a whole backward pass; those
     of leaves do not run, being for sums over all micro-batches. Hooks of deferred nodes
@@ -38,115 +35,86 @@ class SplitBackward:
     order may be another.
 
     Args:
-        roots: where the backward pass begins.
+        roots: where the backward pass begins. None is skipped, and so is its gradient.
+        grads: for every root a gradient of its shape, or None.
         inputs: where the graph begins. What is behind them is never run.
         leaves: all tensors within the graph whose gradients are wanted, each once.
-        is_compiled: whether there are nodes of ``torch.compile``; None: not known.
+        is_compiled: whether there are nodes of ``torch.compile``.
+
+    Raises what the graph raises.
     """
+
+    input_gradients: tuple[Tensor | None, ...]
+    """A gradient for every one of ``inputs``; None for one that the roots with gradients do not depend on."""
 
     def __init__(
         self,
-        roots: Sequence[GradientEdge],
+        roots: Sequence[GradientEdge | None],
+        grads: Sequence[Tensor | None],
         inputs: Sequence[GradientEdge],
         leaves: Sequence[Tensor],
-        *,
-        is_compiled: bool | None = None,
+        is_compiled: bool,
     ) -> None:
-        if is_compiled is None:
-            is_compiled = has_compiled_nodes([root.node for root in roots], inputs[0].node if inputs else None)
-        self._is_compiled = is_compiled
-        self._graph: tuple[Sequence[GradientEdge], Sequence[GradientEdge]] | None = (roots, inputs)
-        self._leaves: Sequence[Tensor] = leaves
-        self._gradients: list[Tensor | None] = [None] * len(leaves)
-        self._late: list[int] | None = None  # after part one: the leaves whose gradients wait
-        self._recorder: Recorder | None = None
-        self._late_roots: list[tuple[GradientEdge, Tensor]] = []
-
-    def input_gradients(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Run the first part.
-
-        Args:
-            grads: for every root a gradient of its shape, or None.
-
-        Returns:
-            A gradient for every one of ``inputs``; None for one that the roots with gradients do not depend on.
-
-        Raises:
-            RuntimeError: it has run before. What the graph raises passes; then there is no second part.
-        """
-        if self._graph is None:
-            raise RuntimeError("SplitBackward: the gradients of the inputs are computed once")
-        (roots, inputs), self._graph = self._graph, None
-        leaves = self._leaves
-        given = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None]
-        nodes = [root.node for root, _ in given]
-        entry = inputs[0].node if inputs else None
-        cut = cut_graph(
-            nodes,
-            [edge.node for edge in inputs],
-            {id(leaf): number for number, leaf in enumerate(leaves)},
-            self._is_compiled,
-        )
-        early = [number for number, late in enumerate(cut.late_leaves) if not late]
-        now = [(root, grad) for (root, grad), late in zip(given, cut.late_roots, strict=True) if not late]
+        given = [(root, grad) for root, grad in zip(roots, grads, strict=True) if root and grad is not None]
+        numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
+        cut = cut_graph([root.node for root, _ in given], [edge.node for edge in inputs], numbers, is_compiled)
+        early = [number for number in range(len(leaves)) if number not in cut.late_leaves]
+        now = [(root, grad) for root, grad in given if root.node not in cut.late]
         with Recorder(cut.deferred) as recorder:
             found = differentiate(
                 [root for root, _ in now],
                 [grad for _, grad in now],
                 inputs,
                 [leaves[number] for number in early],
-                entry,
-                keep=not self._is_compiled,
+                inputs[0].node if inputs else None,
+                keep=not is_compiled,
             )
+        self.input_gradients = found[: len(inputs)]
+        self._gradients: list[Tensor | None] = [None] * len(leaves)
         for number, gradient in zip(early, found[len(inputs) :], strict=True):
             self._gradients[number] = gradient
-        if not self._is_compiled:  # these are free
-            kept = {deferred.node for deferred in cut.deferred}
-            free_saved_tensors([node for node in cut.input_side if node not in kept])
-        self._recorder = recorder
-        self._late = [number for number, late in enumerate(cut.late_leaves) if late]
-        self._late_roots = [pair for pair, late in zip(given, cut.late_roots, strict=True) if late]
-        return found[: len(inputs)]
+        if not is_compiled:  # these are free
+            free_saved_tensors([node for node in cut.input_side if node not in cut.deferred])
+        self._is_compiled = is_compiled
+        self._recorder: Recorder | None = recorder
+        self._late_roots = [(root, grad) for root, grad in given if root.node in cut.late]
+        self._late_leaves = {number: leaves[number] for number in cut.late_leaves}
 
     def weight_gradients(self) -> tuple[Tensor | None, ...]:
-        """Run the second part. Lets go of the graph, also if it fails.
+        """Run the second part, once. Lets go of the graph, also if it fails.
 
         Returns:
             A gradient for every one of ``leaves``; None for one that the roots with gradients do not depend on.
-
-        Raises:
-            RuntimeError: it has run before, or the first part has not ended well. What the graph raises passes.
         """
-        late, recorder, roots, gradients = self._late, self._recorder, self._late_roots, self._gradients
-        if late is None or recorder is None:
-            raise RuntimeError("SplitBackward: the gradients of the weights are computed once, after the inputs'")
-        leaves = [self._leaves[number] for number in late]
-        self._late = self._recorder = None
-        self._late_roots, self._gradients, self._leaves = [], [], ()
+        recorder, roots, leaves = self._recorder, self._late_roots, self._late_leaves
+        if recorder is None:
+            raise RuntimeError("SplitBackward: the gradients of the weights are computed once")
+        self._recorder, self._late_roots, self._late_leaves = None, [], {}
         edges, values = recorder.gradients()
         found = differentiate(
             [*edges, *[root for root, _ in roots]],
             [*values, *[grad for _, grad in roots]],
             [],
-            leaves,
+            [*leaves.values()],
             None,
             keep=not self._is_compiled,
         )
-        for number, gradient in zip(late, found, strict=True):
-            gradients[number] = gradient
-        return tuple(gradients)
+        for number, gradient in zip(leaves, found, strict=True):
+            self._gradients[number] = gradient
+        return tuple(self._gradients)
 
 
 class GraphCut(NamedTuple):
     """A graph in two parts."""
 
-    input_side: list[Node]
+    input_side: set[Node]
     """Without the inputs."""
-    deferred: list[Deferred]
-    late_roots: list[bool]
-    """For every root, whether all of it waits for part two."""
-    late_leaves: list[bool]
-    """For every leaf, whether its gradient waits for part two."""
+    deferred: dict[Node, tuple[int, ...]]
+    """The nodes of the input side whose gradients for some of ``node.next_functions`` wait for part two: for which."""
+    late: set[Node]
+    """The weight sides that wait for part two."""
+    late_leaves: list[int]
+    """The numbers of the leaves among them."""
 
 
 def cut_graph(
@@ -155,13 +123,10 @@ def cut_graph(
     leaves: Mapping[int, int],
     is_compiled: bool,
 ) -> GraphCut:
-    """Cut the graph that ends in ``roots``.
+    """Cut the graph from ``roots``, where backward passes begin, to ``inputs``, behind which it belongs to others.
 
-    Args:
-        roots: where backward passes begin.
-        inputs: the nodes at which the graph begins; what is behind them belongs to others.
-        leaves: for the id of every tensor whose gradient is wanted, its number.
-        is_compiled: whether there are nodes of ``torch.compile``; then nothing can be deferred.
+    ``leaves`` has the number of every tensor whose gradient is wanted, by its id. Nothing is deferred if there are
+    nodes of ``torch.compile``.
     """
     behind = set(inputs)
     parents: dict[Node, list[tuple[Node, int]]] = {}  # of every node but the roots: whose edges lead to it, and which
@@ -184,46 +149,39 @@ def cut_graph(
         if not following and (leaf := leaves.get(id(getattr(node, "variable", None)))) is not None:
             leaf_nodes[node] = leaf
 
-    input_side = set(behind)
-    stack = list(inputs)
-    while stack:
-        for node, _ in parents.get(stack.pop(), ()):
-            if node not in input_side:
-                input_side.add(node)
-                stack.append(node)
-
-    weight_side = {node for node in leaf_nodes if node not in input_side}
+    input_side = _with_users(behind, parents)
+    weight_side = _with_users([node for node in leaf_nodes if node not in input_side], parents, input_side)
     cuts: dict[Node, list[tuple[int, Node]]] = {}  # of nodes of the input side: edges to weight sides
-    stack = list(weight_side)
-    while stack:
-        after = stack.pop()
+    for after in weight_side:
         for node, place in parents.get(after, ()):
             if node in input_side:
                 cuts.setdefault(node, []).append((place, after))
-            elif node not in weight_side:
-                weight_side.add(node)
-                stack.append(node)
 
-    early: set[Node] = set()
-    deferred = []
-    for node, edges in cuts.items():
-        places = tuple(sorted([place for place, _ in edges]))
-        if not is_compiled and can_defer(node, places):
-            deferred.append(Deferred(node, places))
-        else:
-            early.update([after for _, after in edges])
-    if early:
-        _spread(early, weight_side, parents)
-        rest = {node: sorted([place for place, after in cuts[node] if after not in early]) for node, _ in deferred}
-        deferred = [Deferred(node, tuple(places)) for node, places in rest.items() if places]
+    whole = [node for node in cuts if is_compiled or not can_defer(node)]
+    early = {after for node in whole for _, after in cuts[node]}
+    _spread(early, weight_side, parents)
+    deferred = {
+        node: places
+        for node, edges in cuts.items()
+        if (places := tuple(sorted([place for place, after in edges if after not in early])))
+    }
     late = weight_side - early
-    late_leaves = {leaf for node, leaf in leaf_nodes.items() if node in late}
-    return GraphCut(
-        list(input_side - behind),
-        deferred,
-        [root in late for root in roots],
-        [number in late_leaves for number in range(len(leaves))],
-    )
+    late_leaves = sorted([leaf for node, leaf in leaf_nodes.items() if node in late])
+    return GraphCut(input_side - behind, deferred, late, late_leaves)
+
+
+def _with_users(
+    nodes: Iterable[Node], parents: Mapping[Node, Sequence[tuple[Node, int]]], without: Container[Node] = ()
+) -> set[Node]:
+    """Return the nodes and all from which they can be reached, up to those in ``without``."""
+    found = set(nodes)
+    stack = list(found)
+    while stack:
+        for node, _ in parents.get(stack.pop(), ()):
+            if node not in found and node not in without:
+                found.add(node)
+                stack.append(node)
+    return found
 
 
 def _spread(early: set[Node], weight_side: set[Node], parents: Mapping[Node, Sequence[tuple[Node, int]]]) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from pymoe._torch_private import pytree
-from pymoe.pipe.auxiliary import with_auxiliary_losses
 from pymoe.pipe.capture import Captured
 from pymoe.pipe.capture.arguments import Arguments
 from pymoe.pipe.capture.errors import stack_level
@@ -21,10 +20,10 @@ from pymoe.pipe.capture.guards import Guards
 from pymoe.pipe.capture.input_checks import InputChecks
 from pymoe.pipe.capture.opaque import Computed
 from pymoe.pipe.devices import place
-from pymoe.pipe.execution.shared_layers import StageLock, serialize_shared_layers
+from pymoe.pipe.execution.shared_layers import StageLock
 from pymoe.pipe.micro_batches import MicroBatches, Whole
 from pymoe.pipe.staged import StagedModel
-from pymoe.pipe.stages import Pipeline, Stage
+from pymoe.pipe.stages import Pipeline
 from pymoe.pipe.traced.graph_passes import modules_as_arguments
 from pymoe.pipe.traced.losses import find_loss
 from pymoe.pipe.traced.partition import Partition, partition
@@ -208,15 +207,12 @@ class TracedModel(StagedModel):
             raise ValueError(f"Pipe: devices: expected one device per stage ({stages}), got {len(self.devices)}")
 
     def _pipeline(self, number: int, made: Partition, inputs: int) -> Pipeline:
-        functions = [with_auxiliary_losses(partial(part.run, number), part) for part in self.parts]
-        devices = self.devices or (None,) * len(self.parts)
-        stages = [
-            Stage(function, stage.inputs, stage.outputs, (part,), device)
-            for function, stage, part, device in zip(
-                serialize_shared_layers(functions, self.parts), made.stages, self.parts, devices, strict=True
-            )
-        ]
-        return Pipeline(tuple(stages), inputs, made.outputs)
+        stages = self.stages_of(
+            [partial(part.run, number) for part in self.parts],
+            [stage.inputs for stage in made.stages],
+            [stage.outputs for stage in made.stages],
+        )
+        return Pipeline(stages, inputs, made.outputs)
 
     def _find_loss(self, captured: Captured, made: Partition) -> int | None:
         if self.loss_spec is None:
