@@ -55,12 +55,13 @@ class Transport:
         self._device = device
         self._tag = FIRST_TAG + _pipes[group]
         _pipes[group] += 1
-        self._up, self._down = groups_of_directions(group, self._wire)
+        self.groups = groups_of_directions(group, self._wire)
+        """In which this rank waits for messages: those to higher, and those to lower ranks."""
         peers = range(dist.get_world_size(group))
         self._slots: list[dict[bytes, int]] = [{} for _ in peers]  # of the descriptions that each has
         self._descriptions: list[dict[int, bytes]] = [{} for _ in peers]  # that each has sent, by slot
         self._inboxes = [Inbox(peer, partial(self._next, peer)) for peer in peers]
-        self._posted: list[Posted] = []  # being sent, without a thread
+        self._posted: list[tuple[Any, Callable[[], None]]] = []  # works without a thread, and waits for them
         self._sender: Background | None = None
         self._readers: list[Background] = []
         if self._wire.type == "cpu":
@@ -68,16 +69,12 @@ class Transport:
             self._sender = Background("pymoe-pipe-sends")
             self._readers = [Background(f"pymoe-pipe-from-{peer}") for peer in peers]
 
-    @property
-    def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The groups in which this rank waits for messages."""
-        return self._up, self._down
-
     def send(
         self, peer: int, key: Key, description: bytes, tensors: Sequence[torch.Tensor], notes: Notes = (0, 0, 0)
     ) -> None:
         """Begin to send a message. Its tensors must not change until it has arrived."""
-        slots, group = self._slots[peer], self._up if self._rank < peer else self._down
+        up, down = self.groups
+        group, slots = up if self._rank < peer else down, self._slots[peer]
         new = b"" if description in slots else description
         if new and len(slots) == REMEMBERED:
             slots.clear()
@@ -89,11 +86,11 @@ class Transport:
         for part in parts:
             there = part.to(self._wire)
             work = dist.isend(there, group=group, group_dst=peer, tag=self._tag)
-            posted = Posted(work, there, peer, str(key))
+            arrival = partial(wait, work, peer, key, there)
             if self._sender is not None:
-                self._sender.put(posted.wait)
+                self._sender.put(arrival)
             else:
-                self._posted = [*(one for one in self._posted if not one.work.is_completed()), posted]
+                self._posted = [*(one for one in self._posted if not one[0].is_completed()), (work, arrival)]
 
     def expect(self, peer: int, count: int) -> None:
         """Announce that ``count`` messages of this step come from ``peer``."""
@@ -108,8 +105,8 @@ class Transport:
     def flush(self) -> None:
         """Wait until all that was sent has arrived."""
         posted, self._posted = self._posted, []
-        for one in posted:
-            one.wait()
+        for _, arrival in posted:
+            arrival()
         while self._sender is not None and self._sender.pending:
             self._sender.get()
 
@@ -138,10 +135,11 @@ class Transport:
         return Message(Key(step, Subject(subject), stage, micro_batch), described, here, (notes[0], notes[1], notes[2]))
 
     def _fill(self, buffers: Sequence[torch.Tensor], peer: int) -> None:
-        group = self._up if peer < self._rank else self._down
+        up, down = self.groups
+        group = up if peer < self._rank else down
         works = [dist.irecv(buffer, group=group, group_src=peer, tag=self._tag) for buffer in buffers]
         for work in works:
-            wait(work, peer, "a message")
+            wait(work, peer)
 
 
 def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
@@ -168,15 +166,17 @@ def groups_of_directions(group: dist.ProcessGroup, wire: torch.device) -> tuple[
     return _directions[group]
 
 
-def wait(work: Any, peer: int, what: str) -> None:
+def wait(work: Any, peer: int, sent: Key | None = None, kept: torch.Tensor | None = None) -> None:
     """Wait until a ``dist.Work`` between this rank and ``peer`` is done. Raise RuntimeError if it fails.
 
-    The failure of another rank ends the wait, too (:mod:`.watchdog`).
+    The failure of another rank ends the wait, too (:mod:`.watchdog`). ``sent``: which message; None: one is received.
+    ``kept``: what must be there until then.
     """
     try:
         work.wait()
     except RuntimeError as error:
         if hasattr(error, "add_note"):  # Python 3.11
+            what = "a message" if sent is None else f"the arrival of {sent}"
             error.add_note(f"pymoe.pipe: while waiting for {what}; the other rank was {peer}")
         raise
 
@@ -246,17 +246,3 @@ class Background:
                 error = raised
             del function  # and what it sends
         self._results.put((None, error))
-
-
-class Posted(NamedTuple):
-    """Something that is being sent."""
-
-    work: Any
-    tensor: torch.Tensor
-    """Kept until it has arrived."""
-    peer: int
-    what: str
-
-    def wait(self) -> None:
-        """Wait until it has arrived."""
-        wait(self.work, self.peer, f"the arrival of {self.what}")

@@ -113,8 +113,7 @@ class FailureDetector:
     def fail(self, error: BaseException) -> RankError | None:
         """Report that a step is about to end here by ``error``.
 
-        Returns:
-            What to raise in place of ``error``: that another rank had failed before. None: ``error`` is the first.
+        Return what to raise in its place: that another rank had failed before. None: ``error`` is the first.
         """
         failure = self._failure
         if isinstance(error, RankError) or (failure is not None and failure.rank == self._rank):

@@ -67,7 +67,8 @@ class StageModule(nn.Module):
 
     def run(self, variant: int, *values: Any) -> Sequence[Any]:
         """Run a graph with the parameters and buffers that the model has by now."""
-        self.update_from_model()
+        for where, kind, name, owner in self._shared:
+            where.__dict__[kind][name] = owner.__dict__[kind][name]
         outputs: Sequence[Any] = self(*values, variant=variant)
         return outputs
 
@@ -113,11 +114,6 @@ class StageModule(nn.Module):
                 where._modules[name] = holder = nn.Module()
                 holder.training = child.training
                 self._take(holder, child, below[name], users)
-
-    def update_from_model(self) -> None:
-        """Take the parameters and buffers that the model has by now."""
-        for where, kind, name, owner in self._shared:
-            where.__dict__[kind][name] = owner.__dict__[kind][name]
 
     def update_model(self) -> None:
         """Give the model what was put in place of its own, after a move to another device."""

@@ -75,7 +75,7 @@ class Trace:
     split_policy: SplitPolicy | None
     options: Mapping[str, Any]
     """For ``capture``."""
-    _chosen: list[tuple[Key, ...]] | None = None
+    _chosen: list[list[Key]] | None = None
     """For every boundary of a policy, the keys of the nodes after it."""
     _wanted: int | None = None
     """How many stages the policy is to make, if it says so."""
@@ -143,20 +143,20 @@ def _keys(nodes: Sequence[fx.Node]) -> list[Key]:
     return keys
 
 
-def _boundaries(graph: fx.Graph) -> list[tuple[Key, ...]]:
+def _boundaries(graph: fx.Graph) -> list[list[Key]]:
     nodes = compute_nodes(graph)
     key_of = dict(zip(nodes, _keys(nodes), strict=True))
-    after: list[Key] = []
-    found: list[tuple[Key, ...]] = []
-    for node in reversed(graph.nodes):
+    found: list[list[Key]] = []
+    for node in graph.nodes:
         if is_marker(node):
-            found.append(tuple(reversed(after)))
+            found.append([])
         elif node in key_of:
-            after.append(key_of[node])
-    return found[::-1]
+            for after in found:
+                after.append(key_of[node])
+    return found
 
 
-def _mark_again(graph: fx.Graph, boundaries: Sequence[tuple[Key, ...]]) -> None:
+def _mark_again(graph: fx.Graph, boundaries: Sequence[Sequence[Key]]) -> None:
     nodes = compute_nodes(graph)
     node_of = dict(zip(_keys(nodes), nodes, strict=True))
     for keys in boundaries:
