@@ -11,7 +11,7 @@ import mmap
 import os
 import pickle
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ import torch.distributed as dist
 __all__ = ["GroupStore", "Heartbeat", "Peer", "Position", "RankError", "StoreLostError", "new_page", "wait_for_end"]
 
 HEARTBEAT_S = 0.2  # between two heartbeats
-PAGE_BYTES = 512
+PAGE_BYTES = 128
 
 
 class Position(NamedTuple):
@@ -167,7 +167,8 @@ class Peer:
         """On the same host that of the moment, or of its end; else the last that was heard."""
         if self._page is not None:
             with contextlib.suppress(Exception):  # whatever half a record raises
-                self._heartbeat = pickle.loads(self._page[:])
+                steps, *at = pickle.loads(self._page[:])
+                self._heartbeat = replace(self._heartbeat, steps=steps, at=Position(*at) if at else None)
         return self._heartbeat
 
     def hear(self, store: GroupStore) -> None:

@@ -99,14 +99,15 @@ class FailureDetector:
 
     def at(self, phase: str, stage: int, micro_batch: int) -> None:
         """Note what this rank begins to do. Raise RankError if another has failed."""
-        self._show(at=Position(phase, stage, micro_batch))
+        self._show(Position(phase, stage, micro_batch))
         self._check()
 
     def end(self) -> None:
         """End a step that went well here. Raise RankError if another rank has failed meanwhile."""
         self._in_step = False
         self._check()
-        self._show(at=None, steps=self._heartbeat.steps + 1)
+        self._heartbeat.steps += 1
+        self._show(None)
         with contextlib.suppress(StoreLostError):  # the next step finds out why
             self._write()
 
@@ -164,10 +165,10 @@ class FailureDetector:
         if self._failure is not None:
             raise copy.copy(self._failure)
 
-    def _show(self, **news: Any) -> None:
-        """Change this rank's heartbeat, and show it to the others on this host at once."""
-        vars(self._heartbeat).update(news)
-        self._page[:] = pickle.dumps(self._heartbeat)[:PAGE_BYTES].ljust(PAGE_BYTES)
+    def _show(self, at: Position | None) -> None:
+        """Note where this rank is, and show it to the others on this host at once."""
+        self._heartbeat.at = at
+        self._page[:] = pickle.dumps((self._heartbeat.steps, *(at or ())))[:PAGE_BYTES].ljust(PAGE_BYTES)
 
     def _know_all(self) -> bool:
         """Return whether all others have been heard of. A process that ends before that ends unseen."""
@@ -233,7 +234,8 @@ class FailureDetector:
         with contextlib.suppress(StoreLostError):
             failure = self._store.write_first("failure", failure)
         self._failure = failure = self._failure or failure
-        self._show(steps=math.inf)
+        self._heartbeat.steps = math.inf
+        self._show(self._heartbeat.at)
         with contextlib.suppress(StoreLostError):
             self._write()
         return failure
