@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 3
     stages = [one for one in all_stages(options.device, machine, folder) if chosen(one.name, options.stages)]
     limit = options.limit or LIMIT[options.device]
+    if options.device == "cpu":  # a rehearsal shares its machine with others: one stage may take all of its time
+        stages = [replace(one, most=limit) for one in stages]
     outcomes = run_stages(stages, folder, limit - (time.monotonic() - start), reserve=5.0)
     machine["seconds"] = round(time.monotonic() - start, 1)
     machine["nvidia_smi_after"] = facts()["nvidia_smi"] if options.device == "cuda" else None

@@ -27,7 +27,7 @@ from benchmarks.pipeline import torch_orders
 from benchmarks.pipeline.live import watched
 from benchmarks.pipeline.work import LOSS, WORKS, Case, gradients, largest_error, reference, sequential, time_of
 
-PATIENCE = timedelta(seconds=60)
+RENDEZVOUS_LIMIT = timedelta(seconds=300)
 """A rank that waits longer for another gives up."""
 
 
@@ -112,7 +112,7 @@ def serve(opened_by: Callable[[dict[str, Any], int, int], Any]) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    dist.init_process_group("gloo", f"file://{file}", timeout=PATIENCE, rank=rank, world_size=world)
+    dist.init_process_group("gloo", f"file://{file}", timeout=RENDEZVOUS_LIMIT, rank=rank, world_size=world)
     opened: dict[str, Any] = {}
     gc.freeze()  # what has been imported is not looked at again
     gc.disable()

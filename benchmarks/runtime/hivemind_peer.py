@@ -16,8 +16,8 @@ from benchmarks.runtime.scenario import Cell
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / "build" / "hivemind" / "bin" / "python"
 WORKER = "benchmarks.runtime.hivemind_worker"
-PATIENCE = 120.0
-"""Seconds after which a worker that does not answer is given up."""
+ANSWER_LIMIT_S = 120.0
+"""A worker that does not answer for so long is given up."""
 
 
 class PeerError(RuntimeError):
@@ -28,7 +28,7 @@ def version(python: Path) -> str:
     """The version of hivemind in that environment; raises :class:`PeerError` where it is not installed."""
     try:
         found = subprocess.run(
-            [python, "-m", WORKER], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False
+            [python, "-m", WORKER], cwd=ROOT, capture_output=True, text=True, timeout=ANSWER_LIMIT_S, check=False
         )
     except OSError as error:
         raise PeerError(f"no environment of its own ({error.strerror}): make bench-runtime sets it up") from None
@@ -63,8 +63,8 @@ class HivemindProcess:
         with selectors.DefaultSelector() as selector:
             selector.register(self.process.stdout, selectors.EVENT_READ)
             while b"\n" not in self.received:
-                if not selector.select(PATIENCE):
-                    raise PeerError(f"no answer within {PATIENCE:.0f} s")
+                if not selector.select(ANSWER_LIMIT_S):
+                    raise PeerError(f"no answer within {ANSWER_LIMIT_S:.0f} s")
                 part = os.read(self.process.stdout.fileno(), 1 << 16)
                 if not part:
                     raise PeerError("its process ended")

@@ -1,6 +1,6 @@
 // The arithmetic of expert_activation on one element, by one fixed sequence of IEEE operations, so that results do not
-// depend on a library's functions or on the device: but for fp64's gelu, which takes the library's erfc. The loops of
-// the CPU twin compute the same steps on vectors. Build without contraction.
+// depend on a library's functions or on the device: but for fp64's gelu, which takes the library's erfc. Build without
+// contraction.
 #pragma once
 
 #include <cmath>
@@ -49,52 +49,15 @@ struct NormalTail {
 
 inline constexpr double kInverseSqrt2Pi = 0.39894228040143268, kMinusInverseSqrt2 = -0.70710678118654752;
 
-// The normal distribution's Phi(x), and e^(-x^2 / 2) into `gauss`. The polynomial by Estrin's scheme: short chains of
-// dependent operations.
-PYMOE_HOST_DEVICE PYMOE_INLINE float normal_cdf(float x, float& gauss) {
-  using P = NormalTail;
-  gauss = exp_in_fixed_steps(x * x * -0.5f);
-  const float magnitude = x < 0.0f ? -x : x;
-  const float t = 1.0f / (1.0f + magnitude * P::kSlope);
-  const float t2 = t * t, t4 = t2 * t2;
-  const float low = (P::kP0 + t * P::kP1) + (P::kP2 + t * P::kP3) * t2;
-  const float high = (P::kP4 + t * P::kP5) + (P::kP6 + t * P::kP7) * t2;
-  const float tail = gauss * t * (low + (high + t4 * P::kP8) * t4);
-  return x > 0.0f ? 1.0f - tail : tail;
-}
+template <typename S>
+using element_t = S;
 
+// In fp64, with the library's erfc.
 PYMOE_HOST_DEVICE PYMOE_INLINE double normal_cdf(double x, double& gauss) {
   gauss = exp_in_fixed_steps(x * x * -0.5);
   return 0.5 * erfc(x * kMinusInverseSqrt2);
 }
 
-// One result. `up` is read by swiglu alone.
-template <Activation kind, typename S>
-PYMOE_HOST_DEVICE PYMOE_INLINE S activate(S x, S up) {
-  if constexpr (kind == Activation::kSwiglu) {
-    return x / one_plus_exp(-x) * up;
-  } else if constexpr (kind == Activation::kGelu) {
-    S gauss;
-    return x * normal_cdf(x, gauss);
-  } else {
-    return x <= S(0) ? S(0) : x;
-  }
-}
-
-// One gradient: of x (the gate, for swiglu), and of up into `grad_up`.
-template <Activation kind, typename S>
-PYMOE_HOST_DEVICE PYMOE_INLINE S differentiate(S grad, S x, S up, S& grad_up) {
-  if constexpr (kind == Activation::kSwiglu) {
-    const S gate = S(1) / one_plus_exp(-x);
-    grad_up = grad * (x * gate);
-    return grad * up * (gate * (S(1) + x * (S(1) - gate)));
-  } else if constexpr (kind == Activation::kGelu) {
-    S gauss;
-    const S distribution = normal_cdf(x, gauss);
-    return grad * (distribution + x * (gauss * S(kInverseSqrt2Pi)));
-  } else {
-    return x <= S(0) ? S(0) : grad;
-  }
-}
+#include "core/activation_steps.h"
 
 }  // namespace pymoe

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "core/macros.h"
 
@@ -28,15 +29,7 @@ PYMOE_HOST_DEVICE constexpr int64_t size_of(DType dtype) {
 
 // The type in which sums over elements of T are kept: fp64 for fp64, else fp32.
 template <typename T>
-struct AccumulateType {
-  using type = float;
-};
-template <>
-struct AccumulateType<double> {
-  using type = double;
-};
-template <typename T>
-using accumulate_t = typename AccumulateType<T>::type;
+using accumulate_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 template <typename To, typename From>
 PYMOE_HOST_DEVICE PYMOE_INLINE To bit_cast(From from) {

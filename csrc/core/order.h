@@ -7,25 +7,16 @@
 
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 #include "core/dtype.h"
 #include "core/macros.h"
 
 namespace pymoe {
 
-template <typename S>
-struct OrderKey;
-template <>
-struct OrderKey<float> {
-  using type = int32_t;
-};
-template <>
-struct OrderKey<double> {
-  using type = int64_t;
-};
 // The key of elements whose sums are kept in S = float or double.
 template <typename S>
-using order_key_t = typename OrderKey<S>::type;
+using order_key_t = std::conditional_t<sizeof(S) == 8, int64_t, int32_t>;
 
 template <typename S>
 inline constexpr order_key_t<S> kNoKey = std::numeric_limits<order_key_t<S>>::min();

@@ -3,21 +3,14 @@
 // and an expert's rows of an earlier block come first: stable, whatever thread runs which block.
 #include <algorithm>
 #include <cstring>
-#include <stdexcept>
-#include <string>
 
 #include "core/macros.h"
 #include "kernels/build_routing.h"
+#include "kernels/cpu/checked_index.h"
 #include "kernels/cpu/parallel.h"
 
 namespace pymoe::cpu {
 namespace {
-
-[[noreturn]] void throw_bad_expert(int64_t index, int64_t choices, int64_t expert, int64_t num_experts) {
-  throw std::out_of_range("build_routing: experts must lie in [0, E) (E = " + std::to_string(num_experts) + "), got " +
-                          std::to_string(expert) + " at [" + std::to_string(index / choices) + ", " +
-                          std::to_string(index % choices) + "]");
-}
 
 // A block costs E counters in the scan; 8 choices a counter keep the scan a small part.
 int64_t block_size(int64_t rows, int64_t num_experts) {
@@ -35,7 +28,9 @@ void count(const BuildRoutingArguments& a, int64_t begin, int64_t end, int32_t* 
   std::fill_n(counts, a.num_experts, 0);
   for (int64_t i = begin; i < end; ++i) {
     const auto expert = static_cast<uint64_t>(static_cast<int64_t>(experts[i]));
-    if (expert >= static_cast<uint64_t>(a.num_experts)) throw_bad_expert(i, a.choices, experts[i], a.num_experts);
+    if (expert >= static_cast<uint64_t>(a.num_experts)) {
+      throw_bad_expert("build_routing", a.num_experts, experts[i], i, a.choices);
+    }
     ++counts[expert];
   }
 }

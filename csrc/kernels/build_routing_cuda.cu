@@ -21,7 +21,7 @@
 #include <type_traits>
 
 #include "kernels/build_routing.h"
-#include "kernels/cuda/launch.h"
+#include "kernels/cuda/lane_group.h"
 #include "kernels/cuda/pack.h"
 
 namespace pymoe::cuda {
@@ -180,18 +180,10 @@ PYMOE_DEVICE void scan_experts(int experts, int64_t capacity, int32_t* sums, int
     const int64_t expert = chunk + thread;
     const int32_t total = expert < experts ? total_to_limit[expert] : 0;
     const int32_t kept = total < capacity ? total : static_cast<int32_t>(capacity);
-    int32_t within = kept;  // up to and with this expert, in the warp
-    for (int step = 1; step < kWarp; step *= 2) {
-      const int32_t other = __shfl_up_sync(kFullWarp, within, step);
-      if (lane >= step) within += other;
-    }
+    const int32_t within = scan_lanes<kWarp>(kept, lane, Sum{});  // up to and with this expert, in the warp
     if (lane == kWarp - 1) sums[warp] = within;
     __syncthreads();
-    int32_t of_warps = lane < warps ? sums[lane] : 0;
-    for (int step = 1; step < kWarp; step *= 2) {
-      const int32_t other = __shfl_up_sync(kFullWarp, of_warps, step);
-      if (lane >= step) of_warps += other;
-    }
+    const int32_t of_warps = scan_lanes<kWarp>(lane < warps ? sums[lane] : 0, lane, Sum{});
     const int32_t earlier_warps = __shfl_sync(kFullWarp, of_warps, warp == 0 ? 0 : warp - 1);
     const int32_t end = carry + (warp == 0 ? 0 : earlier_warps) + within;
     if (expert < experts) {
@@ -320,18 +312,17 @@ template <typename Index, bool kInShared>
 void run(const BuildRoutingArguments& a, const Plan& plan, void* stream) {
   const int64_t rows = a.tokens * a.choices;
   const int threads = plan.warps * kWarp;
-  const auto* named = static_cast<const Index*>(a.experts);
   constexpr int64_t kWord = sizeof(int32_t);
   const int64_t shared_bytes = kWord * (kScanWords + (kInShared ? plan.counters(a.num_experts) : 0));
   const auto place = [&](auto* kernel) {
-    launch(kName, kernel, {plan.tiles, threads, shared_bytes}, stream, named, a.slot, a.token, a.offsets, a.workspace,
-           rows, a.choices, plan.rounds, plan.tiles, a.num_experts, a.capacity);
+    launch(kName, kernel, {plan.tiles, threads, shared_bytes}, stream, a.experts, a.slot, a.token, a.offsets,
+           a.workspace, rows, a.choices, plan.rounds, plan.tiles, a.num_experts, a.capacity);
   };
   if constexpr (kInShared) {
     if (plan.one_launch) return place(&place_kernel<Index, true, true>);
   }
   launch(kName, count_kernel<Index, kInShared>, {plan.tiles, threads, kWord * (kInShared ? a.num_experts : 1)}, stream,
-         named, a.workspace, rows, plan.rounds, a.num_experts);
+         a.experts, a.workspace, rows, plan.rounds, a.num_experts);
   place(&place_kernel<Index, kInShared, false>);
 }
 

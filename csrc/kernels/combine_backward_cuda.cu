@@ -11,16 +11,12 @@
 // Bytes: (T + 2 S) rows, each once (998 MB for T 4096, K 8, H 7168 in bf16). Two blocks of 256 threads with 128 bytes
 // on their way each are 64 KB an SM, and as much again to be stored; some 25 KB are needed (combine_cuda.cu).
 #include "kernels/combine.h"
-#include "kernels/cuda/convert.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/pack.h"
 #include "kernels/cuda/row_group.h"
 
 namespace pymoe::cuda {
 namespace {
-
-template <typename T>
-constexpr int kChunk = 16 / static_cast<int>(sizeof(T));
 
 // The choices that fit into the registers at once.
 template <typename T>
@@ -29,11 +25,11 @@ constexpr int kMostAtOnce = sizeof(T) == 8 ? 4 : 8;
 // A chunk of a row, by accesses of kBytes; where those are narrower the row may end within the chunk, and `count`
 // elements are touched.
 template <int kBytes, typename T>
-PYMOE_DEVICE Pack<T, kChunk<T>> load_chunk(const T* from, int count) {
+PYMOE_DEVICE Chunk<T> load_chunk(const T* from, int count) {
   if constexpr (kBytes == 16) {
-    return load_pack_streaming<Pack<T, kChunk<T>>>(from);
+    return load_pack_streaming<Chunk<T>>(from);
   } else {
-    Pack<T, kChunk<T>> chunk{};
+    Chunk<T> chunk{};
     for (int i = 0; i < kChunk<T>; ++i) {
       if (i < count) chunk[i] = from[i];
     }
@@ -42,7 +38,7 @@ PYMOE_DEVICE Pack<T, kChunk<T>> load_chunk(const T* from, int count) {
 }
 
 template <int kBytes, typename T>
-PYMOE_DEVICE void store_chunk(T* to, const Pack<T, kChunk<T>>& chunk, int count) {
+PYMOE_DEVICE void store_chunk(T* to, const Chunk<T>& chunk, int count) {
   if constexpr (kBytes == 16) {
     store_pack(to, chunk);
   } else {
@@ -112,7 +108,7 @@ PYMOE_DEVICE void clear_rows(const Rows<T>& a, int64_t token, int64_t used, int 
     if (row < used) continue;
     for (int64_t chunk = lane; chunk < a.row_chunks; chunk += a.group) {
       const int64_t column = chunk * kChunk<T>;
-      store_chunk<kBytes>(a.dy + row * a.hidden + column, Pack<T, kChunk<T>>{},
+      store_chunk<kBytes>(a.dy + row * a.hidden + column, Chunk<T>{},
                           static_cast<int>(min(a.hidden - column, int64_t{kChunk<T>})));
     }
   }
@@ -121,7 +117,6 @@ PYMOE_DEVICE void clear_rows(const Rows<T>& a, int64_t token, int64_t used, int 
 template <typename T, int kBytes, int kAtOnce>
 __global__ void __launch_bounds__(kRowThreads, kAtOnce <= 2 ? 4 : 2) combine_backward_kernel(const Rows<T> a) {
   using S = accumulate_t<T>;
-  using Chunk = Pack<T, kChunk<T>>;
   constexpr int kWarps = kRowThreads / kWarp;
   PYMOE_SHARED(S, shared_sums, 2 * kWarps * kAtOnce);
 
@@ -146,8 +141,8 @@ __global__ void __launch_bounds__(kRowThreads, kAtOnce <= 2 ? 4 : 2) combine_bac
     for (int64_t chunk = there ? lane : a.row_chunks; chunk < a.row_chunks; chunk += a.group) {
       const int64_t column = chunk * kChunk<T>;
       const int count = static_cast<int>(min(a.hidden - column, int64_t{kChunk<T>}));
-      const Chunk of_grad = load_chunk<kBytes>(grad + column, count);
-      Chunk of_y[kAtOnce];
+      const Chunk<T> of_grad = load_chunk<kBytes>(grad + column, count);
+      Chunk<T> of_y[kAtOnce];
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
         // Where there is nothing to read, grad once more: a load behind a branch would not be issued with the others.
@@ -224,8 +219,7 @@ void launch_combine_backward(const CombineBackwardArguments& a, void* stream) {
 
 void combine_backward(const CombineBackwardArguments& a, void* stream) {
   if ((a.dy == nullptr && a.dweights == nullptr) || a.tokens == 0 || a.choices == 0) return;
-  visit_dtype(a.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
+  visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) {
     constexpr int kNarrow = static_cast<int>(sizeof(T));
     if (widest_access({a.grad, a.y, a.dy}, a.hidden * kNarrow) < 16) {
       launch_combine_backward<T, kNarrow, 4>(a, stream);

@@ -4,36 +4,19 @@
 #include <cmath>
 #include <cstddef>
 #include <cstring>
-#include <stdexcept>
-#include <string>
 #include <utility>
 #include <vector>
 
+#include "kernels/cpu/checked_index.h"
 #include "kernels/cpu/parallel.h"
 
 namespace pymoe::cpu {
 namespace {
 
-[[noreturn]] void throw_bad_slot(const char* name, int64_t index, int64_t choices, int64_t slot, int64_t rows) {
-  throw std::out_of_range(std::string(name) + ": routing.slot must lie in [-1, S) (S = " + std::to_string(rows) +
-                          "), got " + std::to_string(slot) + " at [" + std::to_string(index / choices) + ", " +
-                          std::to_string(index % choices) + "]");
-}
-
-PYMOE_INLINE int64_t checked_slot(const char* name, const int32_t* slots, int64_t index, int64_t choices,
-                                  int64_t tokens) {
-  const int64_t slot = slots[index];
-  if (slot < -1 || slot >= tokens * choices) throw_bad_slot(name, index, choices, slot, tokens * choices);
-  return slot;
-}
-
 // Tokens a thread takes at least: some 64 KiB of traffic.
 int64_t grain(int64_t choices, int64_t row_bytes) {
   return std::max<int64_t>(1, (int64_t{64} << 10) / ((1 + choices) * std::max<int64_t>(row_bytes, 1)));
 }
-
-// Asks for the cache line at `source`.
-PYMOE_INLINE void prefetch(const void* source) { __builtin_prefetch(source); }
 
 }  // namespace
 }  // namespace pymoe::cpu
@@ -44,7 +27,7 @@ PYMOE_INLINE void prefetch(const void* source) { __builtin_prefetch(source); }
 namespace pymoe::cpu {
 
 // Stores go through the caches: an output fresh from the system was cleared there a moment ago, and stores past the
-// caches (row_copy.h) gained nothing.
+// caches (as in dispatch) gained nothing.
 void combine(const CombineArguments& a) {
   if (a.tokens == 0) return;
   const int64_t row_bytes = a.hidden * size_of(a.dtype);

@@ -37,7 +37,7 @@ PYMOE_INLINE void combine_row(const Choices<T>& now, const Choices<T>& next, T* 
     if constexpr (sizeof(T) == 2) {
       constexpr int kLine = 64 / static_cast<int>(sizeof(T));  // a block of wide vectors is more than one
       for (int64_t k = 0; k < next.count; ++k) {
-        for (int ahead = 0; ahead < kBlock; ahead += kLine) prefetch(next.rows[k] + column + ahead);
+        for (int ahead = 0; ahead < kBlock; ahead += kLine) __builtin_prefetch(next.rows[k] + column + ahead);
       }
     }
     for (int v = 0; v < kVectors; ++v) store(out + column + v * kStep<T>, totals[v]);
@@ -81,8 +81,7 @@ PYMOE_INLINE void combine_tokens(const CombineArguments& a, int64_t begin, int64
 
 // Tokens [begin, end), at least one. `scratch` has room for 2 K pointers and as many doubles.
 inline void combine_range(const CombineArguments& a, int64_t begin, int64_t end, void* scratch) {
-  visit_dtype(a.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
+  visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) {
     if (a.weights != nullptr) {
       combine_tokens<T, true>(a, begin, end, scratch);
     } else {
@@ -144,8 +143,7 @@ PYMOE_INLINE void combine_backward_tokens(const CombineBackwardArguments& a, int
 }
 
 inline void combine_backward_range(const CombineBackwardArguments& a, int64_t begin, int64_t end) {
-  visit_dtype(a.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
+  visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) {
     if (a.dy == nullptr) {
       combine_backward_tokens<T, false, true>(a, begin, end);
     } else if (a.dweights == nullptr) {

@@ -10,7 +10,6 @@
 // An element costs three instructions a choice (widen, multiply, add), a third of what the SMs issue in the time that
 // the memory takes.
 #include "kernels/combine.h"
-#include "kernels/cuda/convert.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/pack.h"
 #include "kernels/cuda/row_group.h"
@@ -83,17 +82,15 @@ template <typename T, int kBytes, int kAtOnce>
 void launch_combine(const CombineArguments& a, void* stream) {
   const int64_t row_packs = a.hidden * static_cast<int64_t>(sizeof(T)) / kBytes;
   const RowGroup group = group_for(row_packs);
-  launch("combine", combine_kernel<T, kBytes, kAtOnce>, {ceil_div(a.tokens, group.rows), group.block()}, stream,
-         static_cast<const T*>(a.y), a.slot, static_cast<const accumulate_t<T>*>(a.weights), static_cast<T*>(a.out),
-         a.tokens, a.choices, row_packs, group.threads);
+  launch("combine", combine_kernel<T, kBytes, kAtOnce>, {ceil_div(a.tokens, group.rows), group.block()}, stream, a.y,
+         a.slot, a.weights, a.out, a.tokens, a.choices, row_packs, group.threads);
 }
 
 }  // namespace
 
 void combine(const CombineArguments& a, void* stream) {
   if (a.tokens == 0 || a.hidden == 0) return;
-  visit_dtype(a.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
+  visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) {
     constexpr int kNarrow = static_cast<int>(sizeof(T));
     const int64_t width = widest_access({a.y, a.out}, a.hidden * kNarrow);
     if (width < 16) {

@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kThreads, 5)
 
 template <int kBytes, bool kStreaming>
 void dispatch_words(const DispatchArguments& a, void* stream) {
-  using Word = typename WordOf<kBytes>::type;
+  using Word = word_of_bytes<kBytes>;
   Shape shape{a.tokens, a.choices, a.row_bytes / kBytes, 0, 0, 0};
   // Few stretches, and groups that fit them: whole warps, or as many threads as a short row has words.
   shape.stretches = static_cast<int>(ceil_div(shape.row_words, kUnroll * kThreads));
@@ -108,8 +108,8 @@ void dispatch_words(const DispatchArguments& a, void* stream) {
   shape.group = static_cast<int>(std::min(shape.row_words, ceil_div(threads, kWarp) * kWarp));
   shape.groups = static_cast<int>(std::min<int64_t>(kThreads / shape.group, shape.tokens));
   launch("dispatch", dispatch_kernel<Word, kStreaming>,
-         {ceil_div(shape.tokens, shape.groups) * shape.stretches, shape.groups * shape.group}, stream,
-         static_cast<const Word*>(a.x), a.slot, a.used, static_cast<Word*>(a.out), shape);
+         {ceil_div(shape.tokens, shape.groups) * shape.stretches, shape.groups * shape.group}, stream, a.x, a.slot,
+         a.used, a.out, shape);
 }
 
 }  // namespace

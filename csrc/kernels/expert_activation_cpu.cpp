@@ -56,13 +56,13 @@ void backward(const ExpertActivationBackwardArguments& a) {
 
 void expert_activation(const ExpertActivationArguments& arguments) {
   visit_kind(arguments.kind, [&](auto kind) {
-    visit_dtype(arguments.dtype, [&](auto tag) { forward<kind(), typename decltype(tag)::type>(arguments); });
+    visit_dtype(arguments.dtype, [&]<typename T>(TypeTag<T>) { forward<kind(), T>(arguments); });
   });
 }
 
 void expert_activation_backward(const ExpertActivationBackwardArguments& arguments) {
   visit_kind(arguments.kind, [&](auto kind) {
-    visit_dtype(arguments.dtype, [&](auto tag) { backward<kind(), typename decltype(tag)::type>(arguments); });
+    visit_dtype(arguments.dtype, [&]<typename T>(TypeTag<T>) { backward<kind(), T>(arguments); });
   });
 }
 

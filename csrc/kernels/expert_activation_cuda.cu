@@ -12,7 +12,6 @@
 #include <cstdint>
 #include <initializer_list>
 
-#include "kernels/cuda/convert.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/pack.h"
 #include "kernels/cuda/row_group.h"
@@ -22,11 +21,6 @@ namespace pymoe::cuda {
 namespace {
 
 constexpr int kShare = 2;  // chunks a thread
-
-template <typename T>
-constexpr int kChunk = 16 / static_cast<int>(sizeof(T));
-template <typename T>
-using Chunk = Pack<T, kChunk<T>>;
 
 // Which thread takes which chunks of which row.
 struct Strips {
@@ -177,11 +171,10 @@ Strips strips_for(std::initializer_list<const void*> addresses, int64_t rows, in
 void expert_activation(const ExpertActivationArguments& a, void* stream) {
   if (a.rows == 0 || a.features == 0) return;
   visit_kind(a.kind, [&](auto kind) {
-    visit_dtype(a.dtype, [&](auto tag) {
-      using T = typename decltype(tag)::type;
+    visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) {
       const Strips strips = strips_for<T>({a.h, a.out}, a.rows, a.features, a.kind == Activation::kSwiglu);
       launch("expert_activation", expert_activation_kernel<kind(), T>, {strips.blocks, strips.group.block()}, stream,
-             static_cast<const T*>(a.h), static_cast<T*>(a.out), strips);
+             a.h, a.out, strips);
     });
   });
 }
@@ -189,12 +182,10 @@ void expert_activation(const ExpertActivationArguments& a, void* stream) {
 void expert_activation_backward(const ExpertActivationBackwardArguments& a, void* stream) {
   if (a.rows == 0 || a.features == 0) return;
   visit_kind(a.kind, [&](auto kind) {
-    visit_dtype(a.dtype, [&](auto tag) {
-      using T = typename decltype(tag)::type;
+    visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) {
       const Strips strips = strips_for<T>({a.grad, a.h, a.grad_h}, a.rows, a.features, a.kind == Activation::kSwiglu);
       launch("expert_activation_backward", expert_activation_backward_kernel<kind(), T>,
-             {strips.blocks, strips.group.block()}, stream, static_cast<const T*>(a.grad), static_cast<const T*>(a.h),
-             static_cast<T*>(a.grad_h), strips);
+             {strips.blocks, strips.group.block()}, stream, a.grad, a.h, a.grad_h, strips);
     });
   });
 }

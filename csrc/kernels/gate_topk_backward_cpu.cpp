@@ -1,24 +1,11 @@
 #include <algorithm>
 #include <limits>
 #include <memory>
-#include <stdexcept>
-#include <string>
 #include <type_traits>
 
+#include "kernels/cpu/checked_index.h"
 #include "kernels/cpu/parallel.h"
 #include "kernels/gate_topk.h"
-
-namespace pymoe::cpu {
-namespace {
-
-[[noreturn]] void throw_bad_expert(int64_t token, int64_t choice, int64_t expert, int64_t num_experts) {
-  throw std::out_of_range("gate_topk_backward: experts must lie in [0, E) (E = " + std::to_string(num_experts) +
-                          "), got " + std::to_string(expert) + " at [" + std::to_string(token) + ", " +
-                          std::to_string(choice) + "]");
-}
-
-}  // namespace
-}  // namespace pymoe::cpu
 
 #define PYMOE_ISA_BODY "kernels/gate_topk_backward_cpu_body.h"
 #include "kernels/cpu/for_each_isa.h"

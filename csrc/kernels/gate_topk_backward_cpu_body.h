@@ -88,8 +88,7 @@ void sigmoid_backward(const GateTopkBackwardArguments& a, const T* row, const in
 }
 
 void gate_backward_tokens(const GateTopkBackwardArguments& a, int64_t begin, int64_t end, double* memory) {
-  visit_dtype(a.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
+  visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) {
     using S = accumulate_t<T>;
     S* scores = reinterpret_cast<S*>(memory);
     S* grad = scores + a.num_experts;
@@ -100,7 +99,9 @@ void gate_backward_tokens(const GateTopkBackwardArguments& a, int64_t begin, int
       const int32_t* experts = a.experts + token * a.choices;
       const S* grad_weights = static_cast<const S*>(a.grad_weights) + token * a.choices;
       for (int64_t j = 0; j < a.choices; ++j) {
-        if (experts[j] < 0 || experts[j] >= a.num_experts) throw_bad_expert(token, j, experts[j], a.num_experts);
+        if (experts[j] < 0 || experts[j] >= a.num_experts) {
+          throw_bad_expert("gate_topk_backward", a.num_experts, experts[j], token * a.choices + j, a.choices);
+        }
         scratch.delta[j] = grad_weights[j] * scale;
       }
       T* out = static_cast<T*>(a.grad_logits) + token * a.num_experts;

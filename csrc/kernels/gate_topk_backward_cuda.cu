@@ -17,9 +17,8 @@ namespace {
 
 constexpr const char* kName = "gate_topk_backward";
 constexpr int kThreads = 256;
-constexpr int kLanes = kSumLanes;           // a token
-constexpr int64_t kUsualShared = 48 << 10;  // above this a block gets fewer threads
-constexpr int kValuesOfChoice = 3;          // buffered: score, gradient, a term of a sum
+constexpr int kLanes = kSumLanes;   // a token
+constexpr int kValuesOfChoice = 3;  // buffered: score, gradient, a term of a sum
 
 // How a launch lays out its memory.
 struct Layout {
@@ -177,7 +176,7 @@ class Token {
 // Writes `count` values to consecutive elements, by all threads of the block.
 template <typename T>
 PYMOE_DEVICE void write_rows(const accumulate_t<T>* rows, int64_t count, T* target, bool packed) {
-  using P = Pack<T, 16 / sizeof(T)>;
+  using P = Chunk<T>;
   const int64_t packs = packed ? count / P::kSize : 0;
   for (int64_t i = threadIdx.x; i < packs; i += blockDim.x) {
     P pack;
@@ -216,7 +215,7 @@ template <typename S>
 Plan plan_of(const GateTopkBackwardArguments& a) {
   const int64_t token_bytes = (a.num_experts + kValuesOfChoice * a.choices) * int64_t{sizeof(S)};
   int threads = kThreads;
-  while (threads > kWarp && threads / kLanes * token_bytes > kUsualShared) threads /= 2;
+  while (threads > kWarp && threads / kLanes * token_bytes > kUsualSharedBytes) threads /= 2;
   const int64_t tokens = threads / kLanes, blocks = ceil_div(a.tokens, tokens);
   if (tokens * token_bytes <= kMostSharedBytes) return {{blocks, threads, tokens * token_bytes}};
   return {{blocks, threads, 1}, blocks * tokens * token_bytes};
@@ -238,7 +237,7 @@ int64_t gate_topk_backward_workspace(const GateTopkBackwardArguments& a) {
 }
 
 void gate_topk_backward(const GateTopkBackwardArguments& a, void* stream) {
-  visit_dtype(a.dtype, [&](auto tag) { backward<typename decltype(tag)::type>(a, stream); });
+  visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) { backward<T>(a, stream); });
 }
 
 }  // namespace pymoe::cuda

@@ -352,8 +352,7 @@ void gate_tile(const GateTopkArguments& a, const S* const* rows, int64_t first, 
 }
 
 void gate_tokens(const GateTopkArguments& a, int64_t begin, int64_t end, unsigned char* memory, int32_t* histogram) {
-  visit_dtype(a.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
+  visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) {
     using S = accumulate_t<T>;
     const Scratch<S> scratch(memory, a);
     for (int64_t first = begin; first < end; first += kLanes<S>) {

@@ -24,7 +24,6 @@ constexpr const char* kName = "gate_topk";
 constexpr int kThreads = 256;
 constexpr int64_t kBlocks = 528;             // at most: what four blocks on each of an H200's 132 multiprocessors make
 constexpr int64_t kMostCounted = 8192;       // experts whose slots are counted in shared memory
-constexpr int64_t kUsualShared = 48 << 10;   // above this a block gets fewer threads
 constexpr int64_t kMostBuffered = 64 << 20;  // bytes of the workspace for rows; fewer blocks above it
 constexpr int kHeldExperts = 512;
 constexpr int kHeldScores = 256;  // where the choice or the weights need the scores of the whole row
@@ -393,7 +392,7 @@ Plan plan_of(const GateTopkArguments& a) {
   const bool rows_in_shared = kWarp / kLanes * (lists + rows) + counts <= kMostSharedBytes;
   const int64_t token_bytes = lists + (rows_in_shared ? rows : 0);
   int threads = kThreads;
-  while (threads > kWarp && threads / kLanes * token_bytes + counts > kUsualShared) threads /= 2;
+  while (threads > kWarp && threads / kLanes * token_bytes + counts > kUsualSharedBytes) threads /= 2;
   const int64_t tokens = threads / kLanes;
   layout.tiles = ceil_div(a.tokens, tokens);
   int64_t blocks = std::min(layout.tiles, a.most_blocks > 0 ? a.most_blocks : kBlocks);

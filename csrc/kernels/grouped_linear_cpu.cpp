@@ -168,17 +168,17 @@ void bias_grad(const GroupedBiasGradArguments& a) {
 
 void grouped_linear(const GroupedLinearArguments& arguments) {
   check_offsets(arguments.offsets, arguments.experts, arguments.rows);
-  visit_dtype(arguments.dtype, [&](auto tag) { forward<typename decltype(tag)::type>(arguments); });
+  visit_dtype(arguments.dtype, [&]<typename T>(TypeTag<T>) { forward<T>(arguments); });
 }
 
 void grouped_linear_weight_grad(const GroupedWeightGradArguments& arguments) {
   check_offsets(arguments.offsets, arguments.experts, arguments.rows);
-  visit_dtype(arguments.dtype, [&](auto tag) { weight_grad<typename decltype(tag)::type>(arguments); });
+  visit_dtype(arguments.dtype, [&]<typename T>(TypeTag<T>) { weight_grad<T>(arguments); });
 }
 
 void grouped_linear_bias_grad(const GroupedBiasGradArguments& arguments) {
   check_offsets(arguments.offsets, arguments.experts, arguments.rows);
-  visit_dtype(arguments.dtype, [&](auto tag) { bias_grad<typename decltype(tag)::type>(arguments); });
+  visit_dtype(arguments.dtype, [&]<typename T>(TypeTag<T>) { bias_grad<T>(arguments); });
 }
 
 }  // namespace pymoe::cpu

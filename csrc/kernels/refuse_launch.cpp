@@ -1,11 +1,10 @@
 #include <stdexcept>
 #include <string>
 
-#include "kernels/cuda/refuse.h"
-
 namespace pymoe::cuda {
 
-void refuse_launch(const char* operator_name, const char* why) {
+// As kernels/cuda/launch.h declares it, which needs CUDA's headers.
+[[noreturn]] void refuse_launch(const char* operator_name, const char* why) {
   throw std::runtime_error(std::string(operator_name) + ": " + why);
 }
 

@@ -55,8 +55,7 @@ RowStatistics<S> row_statistics(const S* row, int64_t size, Score score, bool wi
 // `scratch` has room for a row.
 void router_losses_block(const RouterLossesArguments& a, const void* fraction, int64_t begin, int64_t end,
                          double* scratch, double* balance, double* z) {
-  visit_dtype(a.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
+  visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) {
     using S = accumulate_t<T>;
     S balance_sum = 0, z_sum = 0;
     for (int64_t token = begin; token < end; ++token) {
@@ -79,8 +78,7 @@ void router_losses_block(const RouterLossesArguments& a, const void* fraction, i
 
 void router_losses_backward_range(const RouterLossesBackwardArguments& a, const void* fraction_values, int64_t begin,
                                   int64_t end, double* scratch) {
-  visit_dtype(a.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
+  visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) {
     using S = accumulate_t<T>;
     const auto* fraction = static_cast<const S*>(fraction_values);
     const bool sigmoid_scores = fraction != nullptr && a.score == Score::kSigmoid;

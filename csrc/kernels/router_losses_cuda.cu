@@ -11,7 +11,7 @@
 #include <cmath>
 #include <limits>
 
-#include "kernels/cuda/launch.h"
+#include "kernels/cuda/lane_group.h"
 #include "kernels/router_losses.h"
 
 namespace pymoe::cuda {
@@ -47,7 +47,7 @@ PYMOE_DEVICE Fraction<S> find_fraction(const void* load, bool wide, int64_t num_
   for (int64_t e = threadIdx.x; e < num_experts; e += blockDim.x) {
     mine += static_cast<unsigned long long>(fraction.load_of(e));
   }
-  for (int bit = kWarp / 2; bit > 0; bit /= 2) mine += __shfl_xor_sync(kFullWarp, mine, bit);
+  mine = reduce_lanes<kWarp>(mine, Sum{});
   if (threadIdx.x % kWarp == 0 && mine != 0) atomicAdd(sum, mine);
   __syncthreads();
   fraction.total = static_cast<S>(max(static_cast<int64_t>(*sum), int64_t{1}));
@@ -58,14 +58,6 @@ PYMOE_DEVICE Fraction<S> find_fraction(const void* load, bool wide, int64_t num_
     __syncthreads();
   }
   return fraction;
-}
-
-// The sum over a token's threads, the same in all of them: lanes i and i + 8, then i + 4, i + 2, i + 1.
-template <typename S>
-PYMOE_DEVICE S sum_of_lanes(S value) {
-#pragma unroll
-  for (int half = kSumLanes / 2; half > 0; half /= 2) value = value + __shfl_xor_sync(kFullWarp, value, half);
-  return value;
 }
 
 // What one token's row comes to; scores are e^(l - max) or sigmoid(l).
@@ -107,8 +99,8 @@ PYMOE_DEVICE RowStatistics<S> row_statistics(const T* row, int64_t size, bool wi
       sum = sum + exp;
       if (balanced) dot = dot + exp * fraction.of(e);
     }
-    r.sum = r.score_sum = sum_of_lanes(sum);
-    r.score_dot = sum_of_lanes(dot);
+    r.sum = r.score_sum = reduce_lanes<kSumLanes>(sum, Sum{});
+    r.score_dot = reduce_lanes<kSumLanes>(dot, Sum{});
   }
   if (with_sigmoids) {
     S sum = 0, dot = 0;
@@ -118,8 +110,8 @@ PYMOE_DEVICE RowStatistics<S> row_statistics(const T* row, int64_t size, bool wi
       sum = sum + score;
       dot = dot + score * fraction.of(e);
     }
-    r.score_sum = sum_of_lanes(sum);
-    r.score_dot = sum_of_lanes(dot);
+    r.score_sum = reduce_lanes<kSumLanes>(sum, Sum{});
+    r.score_dot = reduce_lanes<kSumLanes>(dot, Sum{});
   }
   return r;
 }
@@ -168,7 +160,7 @@ __global__ void __launch_bounds__(kWarp)
   double sum = 0;
 #pragma unroll 8
   for (int64_t block = lane; block < blocks; block += kSumLanes) sum = sum + of_blocks[which * blocks + block];
-  sum = sum_of_lanes(sum);
+  sum = reduce_lanes<kSumLanes>(sum, Sum{});
   if (lane != 0) return;
   double mean = tokens == 0 ? 0 : sum / static_cast<double>(tokens);
   if (which == 0) mean = mean * static_cast<double>(num_experts);
@@ -230,12 +222,10 @@ int64_t table_bytes(const void* load, int64_t num_experts) {
 
 void router_losses(const RouterLossesArguments& a, void* stream) {
   const int64_t blocks = ceil_div(a.tokens, kLossBlock);
-  visit_dtype(a.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
+  visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) {
     const int64_t bytes = table_bytes<accumulate_t<T>>(a.load, a.num_experts);
     launch("router_losses", router_losses_kernel<T>, {blocks, kForwardThreads, max(bytes, kLeastBytes)}, stream,
-           static_cast<const T*>(a.logits), a.load, a.load_is_int64, a.with_z, a.score, a.workspace, a.tokens,
-           a.num_experts, bytes > 0);
+           a.logits, a.load, a.load_is_int64, a.with_z, a.score, a.workspace, a.tokens, a.num_experts, bytes > 0);
   });
   launch("router_losses_total", router_losses_total_kernel, {1, kWarp}, stream, a.workspace, blocks, a.tokens,
          a.num_experts, a.dtype == DType::kFloat64, a.balance, a.z);
@@ -243,14 +233,11 @@ void router_losses(const RouterLossesArguments& a, void* stream) {
 
 void router_losses_backward(const RouterLossesBackwardArguments& a, void* stream) {
   const int64_t blocks = ceil_div(a.tokens, kBackwardThreads / kSumLanes);
-  visit_dtype(a.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    using S = accumulate_t<T>;
-    const int64_t bytes = table_bytes<S>(a.load, a.num_experts);
+  visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) {
+    const int64_t bytes = table_bytes<accumulate_t<T>>(a.load, a.num_experts);
     launch("router_losses_backward", router_losses_backward_kernel<T>,
-           {blocks, kBackwardThreads, max(bytes, kLeastBytes)}, stream, static_cast<const T*>(a.logits), a.load,
-           a.load_is_int64, a.with_z, a.score, static_cast<const S*>(a.grad_balance), static_cast<const S*>(a.grad_z),
-           static_cast<T*>(a.grad_logits), a.tokens, a.num_experts, bytes > 0);
+           {blocks, kBackwardThreads, max(bytes, kLeastBytes)}, stream, a.logits, a.load, a.load_is_int64, a.with_z,
+           a.score, a.grad_balance, a.grad_z, a.grad_logits, a.tokens, a.num_experts, bytes > 0);
   });
 }
 

@@ -27,7 +27,7 @@ int64_t workspace_size(const Tensor& experts, int64_t rows, int64_t num_experts)
 std::tuple<Tensor, Tensor, Tensor> build_routing(const Tensor& experts, int64_t num_experts,
                                                  std::optional<int64_t> capacity) {
   const bool wide = experts.scalar_type() == ScalarType::Long;
-  if (!wide) require_dtype(kName, "experts", experts, ScalarType::Int);
+  require_dtype(kName, "experts", experts, wide ? ScalarType::Long : ScalarType::Int);
   require_shape(kName, "experts", experts, {-1, -1});
   const int64_t rows = experts.numel();
   require(rows < kRowLimit, kName, "experts must hold fewer than 2^31 choices, got ", experts);
@@ -54,15 +54,8 @@ std::tuple<Tensor, Tensor, Tensor> build_routing(const Tensor& experts, int64_t 
   return {slot, token, offsets};
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(pymoe, library) {
-  library.def("build_routing(Tensor experts, SymInt num_experts, SymInt? capacity) -> (Tensor, Tensor, Tensor)");
-}
-
-template <typename Library>
-void implement(Library& library) {
-  library.impl("build_routing", TORCH_BOX(&build_routing));
-}
-PYMOE_IMPLEMENT_ON_EVERY_DEVICE(implement)
+PYMOE_OPERATOR("build_routing", build_routing,
+               "(Tensor experts, SymInt num_experts, SymInt? capacity) -> (Tensor, Tensor, Tensor)")
 
 }  // namespace
 }  // namespace pymoe::ops::build_routing_op

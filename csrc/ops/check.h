@@ -13,6 +13,7 @@
 #include <string>
 
 #include "core/dtype.h"
+#include "core/score.h"
 
 namespace pymoe::ops {
 
@@ -76,6 +77,21 @@ inline void require_same_device(const char* operator_name, const char* argument,
   require(tensor.device() == other.device(), operator_name, argument, " is on another device");
 }
 
+// The three of them at once; `like` is on the device.
+inline void require_tensor(const char* operator_name, const char* argument, const Tensor& tensor, ScalarType dtype,
+                           std::initializer_list<int64_t> sizes, const Tensor& like) {
+  require_dtype(operator_name, argument, tensor, dtype);
+  require_shape(operator_name, argument, tensor, sizes);
+  require_same_device(operator_name, argument, tensor, like);
+}
+
+// The E + 1 offsets of experts' rows.
+inline const int32_t* checked_offsets(const char* operator_name, const Tensor& offsets, const Tensor& like) {
+  require_tensor(operator_name, "offsets", offsets, ScalarType::Int, {-1}, like);
+  require(offsets.size(0) >= 1, operator_name, "offsets must have E + 1 entries, got none");
+  return static_cast<const int32_t*>(offsets.const_data_ptr());
+}
+
 inline DType floating_dtype(const char* operator_name, const char* argument, const Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case ScalarType::Float: return DType::kFloat32;
@@ -86,6 +102,12 @@ inline DType floating_dtype(const char* operator_name, const char* argument, con
   }
   fail(operator_name, argument, " must have dtype float32, float64, bfloat16 or float16, got ",
        torch::headeronly::toString(tensor.scalar_type()));
+}
+
+inline Score score_named(const char* operator_name, const std::string& name) {
+  require(name == "softmax" || name == "sigmoid", operator_name, "score must be one of 'softmax', 'sigmoid', got '",
+          name, "'");
+  return name == "softmax" ? Score::kSoftmax : Score::kSigmoid;
 }
 
 // The dtype in which sums over `dtype` are kept and handed out: float64 for float64, else float32.

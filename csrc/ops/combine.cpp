@@ -16,14 +16,10 @@ namespace {
 // Guards common to both; returns the dtype of y.
 DType check_rows(const char* name, const Tensor& y, const Tensor& slot, const std::optional<Tensor>& weights) {
   const DType dtype = floating_dtype(name, "y", y);
-  require_dtype(name, "slot", slot, ScalarType::Int);
-  require_shape(name, "slot", slot, {-1, -1});
-  require_same_device(name, "slot", slot, y);
+  require_tensor(name, "slot", slot, ScalarType::Int, {-1, -1}, y);
   require_shape(name, "y", y, {slot.numel(), -1});
   if (weights) {
-    require_dtype(name, "weights", *weights, accumulate_scalar_type(dtype));
-    require_shape(name, "weights", *weights, {slot.size(0), slot.size(1)});
-    require_same_device(name, "weights", *weights, y);
+    require_tensor(name, "weights", *weights, accumulate_scalar_type(dtype), {slot.size(0), slot.size(1)}, y);
   }
   return dtype;
 }
@@ -50,20 +46,15 @@ std::tuple<Tensor, Tensor> combine_backward(const Tensor& grad, const Tensor& y,
                                             bool need_dweights) {
   constexpr const char* name = "combine_backward";
   const DType dtype = check_rows(name, y, slot, weights);
-  require_dtype(name, "grad", grad, y.scalar_type());
-  require_shape(name, "grad", grad, {slot.size(0), y.size(1)});
-  require_same_device(name, "grad", grad, y);
-  require_dtype(name, "offsets", offsets, ScalarType::Int);
-  require_shape(name, "offsets", offsets, {-1});
-  require(offsets.size(0) >= 1, name, "offsets must have E + 1 entries, got none");
-  require_same_device(name, "offsets", offsets, y);
+  require_tensor(name, "grad", grad, y.scalar_type(), {slot.size(0), y.size(1)}, y);
+  const int32_t* bounds = checked_offsets(name, offsets, y);
   Tensor dy = empty({need_dy ? y.size(0) : 0, y.size(1)}, y.scalar_type(), y);
   Tensor dweights = empty({need_dweights ? slot.size(0) : 0, slot.size(1)}, weights.scalar_type(), y);
   const CombineBackwardArguments arguments{
       grad.const_data_ptr(),
       y.const_data_ptr(),
       static_cast<const int32_t*>(slot.const_data_ptr()),
-      static_cast<const int32_t*>(offsets.const_data_ptr()) + offsets.size(0) - 1,
+      bounds + offsets.size(0) - 1,
       weights.const_data_ptr(),
       need_dy ? dy.mutable_data_ptr() : nullptr,
       need_dweights ? dweights.mutable_data_ptr() : nullptr,
@@ -76,19 +67,10 @@ std::tuple<Tensor, Tensor> combine_backward(const Tensor& grad, const Tensor& y,
   return {dy, dweights};
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(pymoe, library) {
-  library.def("combine(Tensor y, Tensor slot, Tensor? weights) -> Tensor");
-  library.def(
-      "combine_backward(Tensor grad, Tensor y, Tensor weights, Tensor slot, Tensor offsets, bool need_dy, "
-      "bool need_dweights) -> (Tensor, Tensor)");
-}
-
-template <typename Library>
-void implement(Library& library) {
-  library.impl("combine", TORCH_BOX(&combine));
-  library.impl("combine_backward", TORCH_BOX(&combine_backward));
-}
-PYMOE_IMPLEMENT_ON_EVERY_DEVICE(implement)
+PYMOE_OPERATOR("combine", combine, "(Tensor y, Tensor slot, Tensor? weights) -> Tensor")
+PYMOE_OPERATOR("combine_backward", combine_backward,
+               "(Tensor grad, Tensor y, Tensor weights, Tensor slot, Tensor offsets, bool need_dy, bool need_dweights) "
+               "-> (Tensor, Tensor)")
 
 }  // namespace
 }  // namespace pymoe::ops::combine_op

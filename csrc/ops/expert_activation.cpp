@@ -40,9 +40,7 @@ Tensor expert_activation_backward(const Tensor& grad, const Tensor& h, int64_t k
   const DType dtype = floating_dtype(kName, "h", h);
   const Activation activation = checked_kind(kind);
   const int64_t features = checked_features(h, activation);
-  require_dtype(kName, "grad", grad, h.scalar_type());
-  require_shape(kName, "grad", grad, {h.size(0), features});
-  require_same_device(kName, "grad", grad, h);
+  require_tensor(kName, "grad", grad, h.scalar_type(), {h.size(0), features}, h);
   Tensor grad_h = empty({h.size(0), h.size(1)}, h.scalar_type(), h);
   const ExpertActivationBackwardArguments arguments{
       grad.const_data_ptr(), h.const_data_ptr(), grad_h.mutable_data_ptr(), h.size(0), features, activation, dtype};
@@ -50,17 +48,8 @@ Tensor expert_activation_backward(const Tensor& grad, const Tensor& h, int64_t k
   return grad_h;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(pymoe, library) {
-  library.def("expert_activation(Tensor h, int kind) -> Tensor");
-  library.def("expert_activation_backward(Tensor grad, Tensor h, int kind) -> Tensor");
-}
-
-template <typename Library>
-void implement(Library& library) {
-  library.impl("expert_activation", TORCH_BOX(&expert_activation));
-  library.impl("expert_activation_backward", TORCH_BOX(&expert_activation_backward));
-}
-PYMOE_IMPLEMENT_ON_EVERY_DEVICE(implement)
+PYMOE_OPERATOR("expert_activation", expert_activation, "(Tensor h, int kind) -> Tensor")
+PYMOE_OPERATOR("expert_activation_backward", expert_activation_backward, "(Tensor grad, Tensor h, int kind) -> Tensor")
 
 }  // namespace
 }  // namespace pymoe::ops::expert_activation_op

@@ -9,7 +9,6 @@
 #include "kernels/gate_topk.h"
 #include "ops/allocate.h"
 #include "ops/check.h"
-#include "ops/score.h"
 #include "ops/twins.h"
 
 namespace pymoe::ops::gate_topk_op {
@@ -51,9 +50,7 @@ std::tuple<Tensor, Tensor, Tensor> gate_topk(const Tensor& logits, std::optional
   require(a.tokens <= (kLimit - 1) / k, kName, "T * k must be below 2**31, got ", a.tokens, " * ", k);
   const ScalarType accumulated = accumulate_scalar_type(a.dtype);
   if (bias.has_value()) {
-    require_dtype(kName, "bias", *bias, accumulated);
-    require_shape(kName, "bias", *bias, {a.num_experts});
-    require_same_device(kName, "bias", *bias, logits);
+    require_tensor(kName, "bias", *bias, accumulated, {a.num_experts}, logits);
     a.bias = bias->const_data_ptr();
   }
   a.num_groups = num_groups;
@@ -87,13 +84,10 @@ Tensor gate_topk_backward(const Tensor& grad_weights, const Tensor& logits, cons
   a.dtype = floating_dtype(kName, "logits", logits);
   require_shape(kName, "logits", logits, {-1, -1});
   require(logits.size(1) >= 1, kName, "logits must have shape (T, E) with E >= 1, got ", logits);
-  require_dtype(kName, "experts", experts, ScalarType::Int);
-  require_shape(kName, "experts", experts, {logits.size(0), -1});
+  require_tensor(kName, "experts", experts, ScalarType::Int, {logits.size(0), -1}, logits);
   require(experts.size(1) >= 1, kName, "experts must have shape (T, K) with K >= 1, got ", experts);
-  require_same_device(kName, "experts", experts, logits);
-  require_dtype(kName, "grad_weights", grad_weights, accumulate_scalar_type(a.dtype));
-  require_shape(kName, "grad_weights", grad_weights, {logits.size(0), experts.size(1)});
-  require_same_device(kName, "grad_weights", grad_weights, logits);
+  require_tensor(kName, "grad_weights", grad_weights, accumulate_scalar_type(a.dtype),
+                 {logits.size(0), experts.size(1)}, logits);
 
   Tensor grad_logits = empty({logits.size(0), logits.size(1)}, logits.scalar_type(), logits);
   a.logits = logits.const_data_ptr();
@@ -110,21 +104,12 @@ Tensor gate_topk_backward(const Tensor& grad_weights, const Tensor& logits, cons
   return grad_logits;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(pymoe, library) {
-  library.def(
-      "gate_topk(Tensor logits, Tensor? bias, int k, str score, bool renormalize, int num_groups, int topk_groups, "
-      "float scale) -> (Tensor, Tensor, Tensor)");
-  library.def(
-      "gate_topk_backward(Tensor grad_weights, Tensor logits, Tensor experts, str score, bool renormalize, "
-      "bool chosen_on_logits, float scale) -> Tensor");
-}
-
-template <typename Library>
-void implement(Library& library) {
-  library.impl("gate_topk", TORCH_BOX(&gate_topk));
-  library.impl("gate_topk_backward", TORCH_BOX(&gate_topk_backward));
-}
-PYMOE_IMPLEMENT_ON_EVERY_DEVICE(implement)
+PYMOE_OPERATOR("gate_topk", gate_topk,
+               "(Tensor logits, Tensor? bias, int k, str score, bool renormalize, int num_groups, int topk_groups, "
+               "float scale) -> (Tensor, Tensor, Tensor)")
+PYMOE_OPERATOR("gate_topk_backward", gate_topk_backward,
+               "(Tensor grad_weights, Tensor logits, Tensor experts, str score, bool renormalize, bool "
+               "chosen_on_logits, float scale) -> Tensor")
 
 }  // namespace
 }  // namespace pymoe::ops::gate_topk_op

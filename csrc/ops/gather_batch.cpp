@@ -44,13 +44,7 @@ Tensor gather_batch(const std::vector<Tensor>& tensors) {
   return batch;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(pymoe, library) { library.def("gather_batch(Tensor[] tensors) -> Tensor"); }
-
-template <typename Library>
-void implement(Library& library) {
-  library.impl("gather_batch", TORCH_BOX(&gather_batch));
-}
-PYMOE_IMPLEMENT_ON_EVERY_DEVICE(implement)
+PYMOE_OPERATOR("gather_batch", gather_batch, "(Tensor[] tensors) -> Tensor")
 
 }  // namespace
 }  // namespace pymoe::ops::gather_batch_op

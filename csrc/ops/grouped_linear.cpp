@@ -29,14 +29,11 @@ MatrixView checked_matrix(const char* argument, const Tensor& tensor, int64_t ro
   return {tensor.const_data_ptr(), tensor.strides()[0], tensor.strides()[1]};
 }
 
-const int32_t* checked_offsets(const Tensor& offsets, const Tensor& like) {
-  require_dtype(kName, "offsets", offsets, ScalarType::Int);
-  require_shape(kName, "offsets", offsets, {-1});
-  require(offsets.size(0) >= 1, kName, "offsets must have E + 1 entries, got none");
+const int32_t* checked_bounds(const Tensor& offsets, const Tensor& like) {
+  const int32_t* bounds = checked_offsets(kName, offsets, like);
   require(offsets.size(0) <= kMostOffsets, kName, "offsets must have at most ", kMostOffsets, " entries, got ",
           offsets.size(0));
-  require_same_device(kName, "offsets", offsets, like);
-  return static_cast<const int32_t*>(offsets.const_data_ptr());
+  return bounds;
 }
 
 // Scratch of the CUDA twins, alive as long as this; the CPU twins need none.
@@ -88,7 +85,7 @@ Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offse
   require(weight.size(2) == input_features, kName, "weight must have shape (E, N, ", input_features, "), got ", weight);
   require_dtype(kName, "weight", weight, x.scalar_type());
   require_same_device(kName, "weight", weight, x);
-  const int32_t* bounds = checked_offsets(offsets, x);
+  const int32_t* bounds = checked_bounds(offsets, x);
   require(offsets.size(0) == experts + 1, kName, "offsets must have E + 1 = ", experts + 1, " entries, got ",
           offsets.size(0));
   const Workspace workspace(experts, x);
@@ -122,7 +119,7 @@ Tensor weight_grad(const Tensor& grad, const Tensor& x, const Tensor& offsets) {
   const DType dtype = floating_dtype(kName, "grad", grad);
   require(grad.dim() == 2, kName, "grad must have shape (S, N), got ", grad);
   require(x.dim() == 2, kName, "x must have shape (S, H), got ", x);
-  const int32_t* bounds = checked_offsets(offsets, grad);
+  const int32_t* bounds = checked_bounds(offsets, grad);
   const int64_t rows = grad.size(0), output_features = grad.size(1), input_features = x.size(1);
   const int64_t experts = offsets.size(0) - 1;
   const Workspace workspace(experts, grad);
@@ -153,7 +150,7 @@ Tensor weight_grad(const Tensor& grad, const Tensor& x, const Tensor& offsets) {
 Tensor bias_grad(const Tensor& grad, const Tensor& offsets) {
   const DType dtype = floating_dtype(kName, "grad", grad);
   require(grad.dim() == 2, kName, "grad must have shape (S, N), got ", grad);
-  const int32_t* bounds = checked_offsets(offsets, grad);
+  const int32_t* bounds = checked_bounds(offsets, grad);
   const int64_t experts = offsets.size(0) - 1, output_features = grad.size(1);
   Tensor bias_grad = empty({experts, output_features}, grad.scalar_type(), grad);
   const Workspace workspace(experts, grad);
@@ -172,19 +169,9 @@ Tensor bias_grad(const Tensor& grad, const Tensor& offsets) {
   return bias_grad;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(pymoe, library) {
-  library.def("grouped_linear(Tensor x, Tensor weight, Tensor offsets, Tensor? bias) -> Tensor");
-  library.def("grouped_linear_weight_grad(Tensor grad, Tensor x, Tensor offsets) -> Tensor");
-  library.def("grouped_linear_bias_grad(Tensor grad, Tensor offsets) -> Tensor");
-}
-
-template <typename Library>
-void implement(Library& library) {
-  library.impl("grouped_linear", TORCH_BOX(&grouped_linear));
-  library.impl("grouped_linear_weight_grad", TORCH_BOX(&weight_grad));
-  library.impl("grouped_linear_bias_grad", TORCH_BOX(&bias_grad));
-}
-PYMOE_IMPLEMENT_ON_EVERY_DEVICE(implement)
+PYMOE_OPERATOR("grouped_linear", grouped_linear, "(Tensor x, Tensor weight, Tensor offsets, Tensor? bias) -> Tensor")
+PYMOE_OPERATOR("grouped_linear_weight_grad", weight_grad, "(Tensor grad, Tensor x, Tensor offsets) -> Tensor")
+PYMOE_OPERATOR("grouped_linear_bias_grad", bias_grad, "(Tensor grad, Tensor offsets) -> Tensor")
 
 }  // namespace
 }  // namespace pymoe::ops::grouped_linear_op

@@ -9,7 +9,6 @@
 #include "kernels/router_losses.h"
 #include "ops/allocate.h"
 #include "ops/check.h"
-#include "ops/score.h"
 #include "ops/twins.h"
 
 namespace pymoe::ops::router_losses_op {
@@ -27,9 +26,8 @@ Arguments checked(const char* name, const Tensor& logits, const std::optional<Te
   require(a.num_experts >= 1, name, "logits must have shape (T, E) with E >= 1, got ", logits);
   if (load.has_value()) {
     a.load_is_int64 = load->scalar_type() == ScalarType::Long;
-    if (!a.load_is_int64) require_dtype(name, "load", *load, ScalarType::Int);
-    require_shape(name, "load", *load, {a.num_experts});
-    require_same_device(name, "load", *load, logits);
+    const ScalarType dtype = a.load_is_int64 ? ScalarType::Long : ScalarType::Int;
+    require_tensor(name, "load", *load, dtype, {a.num_experts}, logits);
     a.load = load->const_data_ptr();
   }
   a.with_z = with_z;
@@ -55,12 +53,8 @@ Tensor router_losses_backward(const Tensor& grad_balance, const Tensor& grad_z, 
                               std::optional<Tensor> load, std::string score, bool with_z) {
   constexpr const char* kName = "router_losses_backward";
   auto a = checked<RouterLossesBackwardArguments>(kName, logits, load, score, with_z);
-  require_dtype(kName, "grad_balance", grad_balance, accumulate_scalar_type(a.dtype));
-  require_shape(kName, "grad_balance", grad_balance, {});
-  require_same_device(kName, "grad_balance", grad_balance, logits);
-  require_dtype(kName, "grad_z", grad_z, accumulate_scalar_type(a.dtype));
-  require_shape(kName, "grad_z", grad_z, {});
-  require_same_device(kName, "grad_z", grad_z, logits);
+  require_tensor(kName, "grad_balance", grad_balance, accumulate_scalar_type(a.dtype), {}, logits);
+  require_tensor(kName, "grad_z", grad_z, accumulate_scalar_type(a.dtype), {}, logits);
   Tensor grad_logits = empty({a.tokens, a.num_experts}, logits.scalar_type(), logits);
   a.grad_balance = grad_balance.const_data_ptr();
   a.grad_z = grad_z.const_data_ptr();
@@ -69,19 +63,10 @@ Tensor router_losses_backward(const Tensor& grad_balance, const Tensor& grad_z, 
   return grad_logits;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(pymoe, library) {
-  library.def("router_losses(Tensor logits, Tensor? load, str score, bool with_z) -> (Tensor, Tensor)");
-  library.def(
-      "router_losses_backward(Tensor grad_balance, Tensor grad_z, Tensor logits, Tensor? load, str score, "
-      "bool with_z) -> Tensor");
-}
-
-template <typename Library>
-void implement(Library& library) {
-  library.impl("router_losses", TORCH_BOX(&router_losses));
-  library.impl("router_losses_backward", TORCH_BOX(&router_losses_backward));
-}
-PYMOE_IMPLEMENT_ON_EVERY_DEVICE(implement)
+PYMOE_OPERATOR("router_losses", router_losses,
+               "(Tensor logits, Tensor? load, str score, bool with_z) -> (Tensor, Tensor)")
+PYMOE_OPERATOR("router_losses_backward", router_losses_backward,
+               "(Tensor grad_balance, Tensor grad_z, Tensor logits, Tensor? load, str score, bool with_z) -> Tensor")
 
 }  // namespace
 }  // namespace pymoe::ops::router_losses_op

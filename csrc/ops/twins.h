@@ -2,8 +2,15 @@
 // the kernel's twins runs.
 #pragma once
 
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+
+#include <stdexcept>
+
 #include "ops/check.h"
-#include "ops/stream.h"
+
+// Weak: absent from a CPU build of torch, where no CUDA tensor can exist to ask for it.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
 namespace pymoe::ops {
 
@@ -34,6 +41,17 @@ inline bool on_cuda(const Tensor& tensor) {
 #endif
 }
 
+// The calling thread's, on the tensor's device. Asked for at every call, never kept: it changes under CUDA graphs and
+// stream contexts.
+inline void* current_stream(const Tensor& tensor) {
+  void* stream = nullptr;
+  if (aoti_torch_get_current_cuda_stream == nullptr ||
+      aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream) != AOTI_TORCH_SUCCESS) {
+    throw std::runtime_error("pymoe: this build of torch has no CUDA stream to launch on");
+  }
+  return stream;
+}
+
 // Runs the twin that serves `tensor`, on its device's current stream.
 template <typename Arguments>
 void run(Twins<Arguments> twins, const Arguments& arguments, const Tensor& tensor) {
@@ -46,14 +64,16 @@ void run(Twins<Arguments> twins, const Arguments& arguments, const Tensor& tenso
 #endif
 }
 
-// Registers implement(library), a function template, for every device that the build has kernels for.
+// Declares torch.ops.pymoe.NAME(signature), which `function` serves on every device that the build has kernels for.
+#define PYMOE_OPERATOR(name, function, signature)                                              \
+  STABLE_TORCH_LIBRARY_FRAGMENT(pymoe, library) { library.def(name signature); }               \
+  STABLE_TORCH_LIBRARY_IMPL(pymoe, CPU, library) { library.impl(name, TORCH_BOX(&function)); } \
+  PYMOE_IMPLEMENT_ON_CUDA(name, function)
 #if PYMOE_WITH_CUDA && !PYMOE_CUDA_ON_CPU
-#define PYMOE_IMPLEMENT_ON_EVERY_DEVICE(implement)                       \
-  STABLE_TORCH_LIBRARY_IMPL(pymoe, CPU, library) { implement(library); } \
-  STABLE_TORCH_LIBRARY_IMPL(pymoe, CUDA, library) { implement(library); }
+#define PYMOE_IMPLEMENT_ON_CUDA(name, function) \
+  STABLE_TORCH_LIBRARY_IMPL(pymoe, CUDA, library) { library.impl(name, TORCH_BOX(&function)); }
 #else
-#define PYMOE_IMPLEMENT_ON_EVERY_DEVICE(implement) \
-  STABLE_TORCH_LIBRARY_IMPL(pymoe, CPU, library) { implement(library); }
+#define PYMOE_IMPLEMENT_ON_CUDA(name, function)
 #endif
 
 }  // namespace pymoe::ops

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pymoe.reference.gate_topk import RENORMALIZE_FLOOR, check
+from pymoe.reference.gate_topk import check
 from pymoe.reference.gate_topk import gate_topk as reference
-from pymoe.reference.scores import accumulate_dtype
+from pymoe.reference.scores import SUM_FLOOR, accumulate_dtype
 from pymoe.reference.types import Gate, Score
 
 
@@ -96,8 +96,8 @@ def _second_gradients(
     # Through w = s / S: dw = (ds - w sum ds) / S, and the second argument's gradient h of <g, dw> for s and ds.
     if renormalize:
         total = s_TK.sum(dim=1, keepdim=True)
-        counts = (total >= RENORMALIZE_FLOOR).to(dtype)  # where the sum is floored it is a constant
-        divisor = total.clamp(min=RENORMALIZE_FLOOR)
+        counts = (total >= SUM_FLOOR).to(dtype)  # where the sum is floored it is a constant
+        divisor = total.clamp(min=SUM_FLOOR)
         w_TK = s_TK / divisor
         dsum = ds_TK.sum(dim=1, keepdim=True) * counts
         dw_TK = (ds_TK - w_TK * dsum) / divisor
@@ -131,10 +131,7 @@ def gate_topk(
     topk_groups: int | None = None,
     scale: float = 1.0,
 ) -> Gate:
-    check(
-        logits, k, score=score, renormalize=renormalize, bias=bias, num_groups=num_groups, topk_groups=topk_groups,
-        scale=scale,
-    )  # fmt: skip
+    check(logits, k, score, renormalize, bias, num_groups, topk_groups, scale)
     if bias is not None:
         bias = bias.detach().to(accumulate_dtype(logits.dtype)).contiguous()
     groups = (num_groups or 0, topk_groups or 0)

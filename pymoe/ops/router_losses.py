@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pymoe.reference.router_losses import SUM_FLOOR, check, check_logits
+from pymoe.reference.router_losses import check, check_logits
 from pymoe.reference.router_losses import load_balancing_loss as reference_load_balancing_loss
 from pymoe.reference.router_losses import router_losses as reference_router_losses
 from pymoe.reference.router_losses import router_z_loss as reference_router_z_loss
-from pymoe.reference.scores import accumulate_dtype
+from pymoe.reference.scores import SUM_FLOOR, accumulate_dtype
 from pymoe.reference.types import RouterLosses, Score
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from pymoe.pipe.devices import shared_parameters
 from pymoe.pipe.other_names import also_called
 from pymoe.pipe.staged import StagedModel
 from pymoe.pipe.stages import INPUT, Source
@@ -72,16 +73,6 @@ class PipeInfo:
         rows.append(("", what, "", f"takes {outputs or 'nothing'}"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
-def info_of(staged: StagedModel) -> PipeInfo:
-    """Return what a staged model is made of."""
-    pipeline = staged.pipeline
-    stages = []
-    for part, stage in zip(staged.parts, pipeline.stages, strict=True):
-        parameters = sum(parameter.numel() for parameter in part.parameters())
-        stages.append(StageInfo(_outermost(part, staged.module), parameters, stage.inputs, stage.outputs))
-    return PipeInfo(tuple(stages), pipeline.outputs, pipeline.inputs, staged.has_loss)
 
 
 def _outermost(part: nn.Module, model: nn.Module) -> tuple[str, ...]:
@@ -167,11 +158,16 @@ class Inspection(nn.Module):
     @property
     def replicated_params(self) -> list[dict[int, str]]:
         """For every parameter that several stages share, its name in each of them by the stage's number."""
-        return self.staged.replicated()
+        return list(shared_parameters(self.staged.parts))
 
     def info(self) -> PipeInfo:
         """Return the stages and the edges between them; ``print(pipe.info())`` draws them."""
-        return info_of(self.staged)
+        staged, pipeline = self.staged, self.staged.pipeline
+        stages = []
+        for part, stage in zip(staged.parts, pipeline.stages, strict=True):
+            parameters = sum(parameter.numel() for parameter in part.parameters())
+            stages.append(StageInfo(_outermost(part, staged.module), parameters, stage.inputs, stage.outputs))
+        return PipeInfo(tuple(stages), pipeline.outputs, pipeline.inputs, staged.has_loss)
 
     def print_readable(self) -> None:
         """Print what the stages do."""

@@ -45,18 +45,15 @@ def split(values: Sequence[Any], chunks: int) -> MicroBatches:
     flat: list[tuple[list[Any], Any]] = [
         ([value], None) if isinstance(value, torch.Tensor) else pytree.tree_flatten(value) for value in values
     ]
-    rows: int | None = None
-    for leaves, _ in flat:
-        for leaf in leaves:
-            if _has_rows(leaf):
-                if rows is not None and leaf.shape[0] != rows:
-                    raise ValueError(
-                        "Pipe: the tensors of a mini-batch must have the same number of rows (dimension 0), got "
-                        f"{rows} and {leaf.shape[0]}; pymoe.pipe.Whole(tensor) is not cut"
-                    )
-                rows = leaf.shape[0]
-    count = max(1, min(chunks, 1 if rows is None else rows))
-    every, larger = divmod(rows or 0, count)
+    found = dict.fromkeys([leaf.shape[0] for leaves, _ in flat for leaf in leaves if _has_rows(leaf)])
+    if len(found) > 1:
+        raise ValueError(
+            "Pipe: the tensors of a mini-batch must have the same number of rows (dimension 0), got "
+            f"{' and '.join(map(str, found))}; pymoe.pipe.Whole(tensor) is not cut"
+        )
+    rows = next(iter(found), 0)
+    count = max(1, min(chunks, rows))
+    every, larger = divmod(rows, count)
     sizes = [every + (number < larger) for number in range(count)]
     parts = [
         [_cut(leaf, sizes, count) for leaf in leaves]  # by leaf, then by micro-batch

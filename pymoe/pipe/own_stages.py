@@ -56,14 +56,14 @@ class OwnStages(StagedModel):
         self._inputs = 1 + max(
             (t[1] for row in takes for t in row if isinstance(t, Source) and t[0] == INPUT), default=-1
         )
-        self._pipeline = self._pipeline_of(takes, found)
+        self._fixed_pipeline = self._pipeline_of(takes, found)
 
     def _pipeline_of(self, takes: Sequence[Sequence[Taken]], outputs: Sequence[Any]) -> Pipeline:
         items: list[dict[int | None, int]] = [{} for _ in self.parts]  # of every stage: what others take from it
 
         def source(taken: Taken, taker: int) -> Source:
             stage, item = taken if isinstance(taken, Source) else (taken, None)
-            if stage == INPUT and item is not None:
+            if stage == INPUT and item is not None and item >= 0:
                 return Source(INPUT, item)
             if not 0 <= stage < taker:
                 who = f"stage {taker}" if taker < len(self.parts) else "the pipe's output"
@@ -75,20 +75,13 @@ class OwnStages(StagedModel):
         functions = [partial(_run, part, list(of_part)) for part, of_part in zip(self.parts, items, strict=True)]
         return Pipeline(self.stages_of(functions, inputs, map(len, items)), self._inputs, results)
 
-    @property
-    def pipeline(self) -> Pipeline:
-        """The stages and edges; the same in training and evaluation."""
-        return self._pipeline
-
     def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Return the positional arguments."""
         if kwargs or len(args) != self._inputs:
             given = f"{len(args)}" + (f" and {', '.join(kwargs)} by name" if kwargs else "")
             raise TypeError(f"Pipe: expected {self._inputs} positional inputs, got {given}")
         return list(args)
 
     def unflatten_outputs(self, values: Sequence[Any]) -> Any:
-        """Return the one value, or all of them as a tuple."""
         return values[0] if self._is_one else tuple(values)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from pymoe.pipe.devices import place
 from pymoe.pipe.skip import skip_routes, tracking, verify_skippables
-from pymoe.pipe.skip.tracker import Key
+from pymoe.pipe.skip.tracker import InPlace, Key
 from pymoe.pipe.staged import StagedModel
 from pymoe.pipe.stages import INPUT, Pipeline, Source
 
@@ -37,20 +37,11 @@ class SequentialModel(StagedModel):
         self.parts = tuple(cut(module, balance))
         self.devices = place(self.parts, devices)
         verify_skippables(module)
-        self._pipeline = self._make_pipeline()
+        self._fixed_pipeline = self._make_pipeline()
 
-    @property
-    def pipeline(self) -> Pipeline:
-        """The stages and edges; the same in training and evaluation."""
-        return self._pipeline
-
-    @property
-    def hooks_are_pipes(self) -> bool:
-        """True: stages call the layers, and nothing calls the model."""
-        return True
+    hooks_are_pipes = True  # stages call the layers, and nothing calls the model
 
     def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Return the one argument."""
         if kwargs:
             unknown = ", ".join(name for name in kwargs if name != "input")
             if unknown:
@@ -61,11 +52,9 @@ class SequentialModel(StagedModel):
         return list(args)
 
     def unflatten_outputs(self, values: Sequence[Any]) -> Any:
-        """Return the one value."""
         return values[0]
 
     def extra_repr(self) -> str:
-        """Return the numbers of layers of the stages."""
         return f"balance={[len(part._modules) for part in self.parts]}"
 
     def _make_pipeline(self) -> Pipeline:
@@ -130,30 +119,23 @@ def _run_with_skips(
     part: nn.Module, takes: list[Key], sends: list[Key], pops: Counter[Key], value: Any, *taken: Any
 ) -> Sequence[Any]:
     """The same where layers stash and pop: it is given the skips that others have stashed, and returns its own."""
-    skips = _Skips(dict(zip(takes, taken, strict=True)), sends, pops)
+    skips = _Skips(zip(takes, taken, strict=True), sends, pops)
     with tracking(skips):
         value = part(value)
     return [value, *[skips.sent[key] for key in sends]]
 
 
-class _Skips:
+class _Skips(InPlace):
     """The skip tracker of a stage: keeps what its layers and other stages have stashed for the layers that pop it."""
 
-    def __init__(self, taken: dict[Key, Any], sends: list[Key], pops: Counter[Key]) -> None:
+    def __init__(self, taken: Iterable[tuple[Key, Any]], sends: list[Key], pops: Counter[Key]) -> None:
+        super().__init__(pops.__getitem__)
         self.sent: dict[Key, Any] = {}
         self._sends = sends
-        self._kept = taken
-        self._pops = pops.copy()
+        for key, value in taken:
+            super().save(key, value)
 
     def save(self, key: Key, value: Any) -> None:
         if key in self._sends:
             self.sent[key] = value
-        if self._pops[key]:
-            self._kept[key] = value
-
-    def load(self, key: Key) -> Any:
-        value = self._kept[key]
-        self._pops[key] -= 1
-        if not self._pops[key]:
-            del self._kept[key]
-        return value
+        super().save(key, value)

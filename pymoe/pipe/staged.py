@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from pymoe.pipe.auxiliary import with_auxiliary_losses
-from pymoe.pipe.devices import shared_parameters
 from pymoe.pipe.execution.shared_layers import serialize_shared_layers
 from pymoe.pipe.micro_batches import MicroBatches, join, mean, split
 from pymoe.pipe.stages import Pipeline, Source, Stage
@@ -31,20 +30,20 @@ class StagedModel(ABC):
     devices: tuple[torch.device | None, ...]
     """Where the stages are; None: where the model was."""
 
+    hooks_are_pipes = False
+    """Whether hooks of ``module`` are those of a call of the pipe, as nothing else calls them."""
+    _fixed_pipeline: Pipeline
+    """Of a model that is the same in training and evaluation."""
+
     @property
-    @abstractmethod
     def pipeline(self) -> Pipeline:
         """The stages and edges, for the mode that the modules are in by now: training or evaluation."""
+        return self._fixed_pipeline
 
     @property
     def loss(self) -> int | None:
         """Which of the pipeline's outputs is the loss; None: the model returns none, as far as is known."""
         return None
-
-    @property
-    def hooks_are_pipes(self) -> bool:
-        """Whether hooks of ``module`` are those of a call of the pipe, as nothing else calls them."""
-        return False
 
     @abstractmethod
     def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -100,10 +99,6 @@ class StagedModel(ABC):
     def has_loss(self) -> bool:
         """Whether the model computes a loss that a training step minimises."""
         return False
-
-    def replicated(self) -> list[dict[int, str]]:
-        """Return, for every parameter that several stages share, its name in each of them."""
-        return list(shared_parameters(self.parts))
 
     def code(self, stage: int) -> str:
         """Return what a stage does, as text for people."""

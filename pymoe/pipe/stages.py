@@ -45,16 +45,6 @@ class Pipeline:
     outputs: tuple[Source, ...]
     """The values it returns."""
 
-    def __post_init__(self) -> None:
-        """Raises ValueError for an edge from what does not come before."""
-        ends = [*enumerate(stage.inputs for stage in self.stages), (len(self.stages), self.outputs)]
-        for number, sources in ends:
-            for source in sources:
-                made = self.inputs if source.stage == INPUT else self.stages[source.stage].outputs
-                if not (INPUT <= source.stage < number and 0 <= source.number < made):
-                    what = f"stage {number}" if number < len(self.stages) else "the pipeline's output"
-                    raise ValueError(f"{what} cannot take {source}: only {made} values are there, or it comes later")
-
     @cached_property
     def uses(self) -> Mapping[Source, int]:
         """How often every value is taken: by stages, and once if it is among the outputs. 0 if it is not used."""

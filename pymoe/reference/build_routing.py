@@ -25,14 +25,8 @@ def check(experts: Tensor, num_experts: int, capacity: int | None) -> None:
 
 
 def check_experts(experts: Tensor, num_experts: int) -> None:
-    """Raise if a choice does not name an expert (the native kernels check the same, on CUDA in debug mode)."""
-    bad = (experts < 0) | (experts >= num_experts)
-    if bool(bad.any()):
-        token, choice = (int(i) for i in bad.nonzero()[0])
-        raise IndexError(
-            f"build_routing: experts must lie in [0, E) (E = {num_experts}), got {int(experts[token, choice])} "
-            f"at [{token}, {choice}]"
-        )
+    """Raise if a choice does not name an expert."""
+    checks.in_range("build_routing", "experts", experts, 0, num_experts, "E")
 
 
 def build_routing(experts: Tensor, num_experts: int, *, capacity: int | None = None) -> Routing:

@@ -96,13 +96,20 @@ def routing(operator: str, value: Routing, rows_argument: str, rows: Tensor) -> 
         raise ValueError(f"{operator}: routing.offsets must have shape (E + 1,) with E >= 1, got {seen}")
 
 
-def slots_in_range(operator: str, slot: Tensor) -> None:
-    """Raise unless every slot is -1 or a row (the native kernels check the same, on CUDA in debug mode)."""
-    rows = slot.numel()
-    bad = (slot < -1) | (slot >= rows)
-    if rows and bool(bad.any()):
+def in_range(operator: str, argument: str, indices: Tensor, low: int, end: int, name: str) -> None:
+    """Raise unless low <= index < end for all (T, K) ``indices``; ``name`` is what the contract calls ``end``.
+
+    The native kernels check the same, on CUDA in debug mode.
+    """
+    bad = (indices < low) | (indices >= end)
+    if bool(bad.any()):
         token, choice = (int(i) for i in bad.nonzero()[0])
         raise IndexError(
-            f"{operator}: routing.slot must lie in [-1, S) (S = {rows}), got {int(slot[token, choice])} "
+            f"{operator}: {argument} must lie in [{low}, {name}) ({name} = {end}), got {int(indices[token, choice])} "
             f"at [{token}, {choice}]"
         )
+
+
+def slots_in_range(operator: str, slot: Tensor) -> None:
+    """Raise unless every slot is -1 or a row."""
+    in_range(operator, "routing.slot", slot, -1, slot.numel(), "S")

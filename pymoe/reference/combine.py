@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pymoe.reference import checks
 from pymoe.reference.fixed_steps import spread
+from pymoe.reference.scores import accumulate_dtype
 from pymoe.reference.types import Routing
 
 
@@ -54,7 +55,7 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
     check(y, routing, weights)
     slot = routing[0]
     checks.slots_in_range("combine", slot)
-    dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
+    dtype = accumulate_dtype(y.dtype)
     weights_TK = None if weights is None else weights.to(dtype)
     total = torch.zeros(slot.shape[0], y.shape[1], dtype=dtype, device=y.device)
     for choice in range(slot.shape[1]):

@@ -127,7 +127,7 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(value: Tensor, dim: int, size: int, in_order: bool) -> Tensor:
-        return torch.stack([value] * size, dim) if size else value.new_empty(_inserted(value, dim))
+        return torch.stack([value] * size, dim) if size else value.unsqueeze(dim).narrow(dim, 0, 0).clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -143,10 +143,6 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]
         return _Spread.apply(tangent, *ctx.options)
-
-
-def _inserted(value: Tensor, dim: int) -> tuple[int, ...]:
-    return (*value.shape[:dim], 0, *value.shape[dim:])
 
 
 def spread(value: Tensor, dim: int, size: int, *, in_order: bool = False) -> Tensor:

@@ -9,23 +9,19 @@ from torch import Tensor
 
 from pymoe.reference import checks
 from pymoe.reference.fixed_steps import divided_rows, sigmoid, softmax
-from pymoe.reference.scores import accumulate_dtype, order_key, scores_in_fixed_steps, sum_in_lanes
+from pymoe.reference.scores import SUM_FLOOR, accumulate_dtype, order_key, scores_in_fixed_steps, sum_in_lanes
 from pymoe.reference.types import Gate, Score
-
-RENORMALIZE_FLOOR = 1e-20
-"""Sums of chosen scores are floored at this before they divide (as TransformerEngine and DeepSeek-V3 do)."""
 
 
 def check(
     logits: Tensor,
     k: int,
-    *,
-    score: Score = "softmax",
-    renormalize: bool = True,
-    bias: Tensor | None = None,
-    num_groups: int | None = None,
-    topk_groups: int | None = None,
-    scale: float = 1.0,
+    score: Score,
+    renormalize: bool,
+    bias: Tensor | None,
+    num_groups: int | None,
+    topk_groups: int | None,
+    scale: float,
 ) -> None:
     """Raise if the arguments of :func:`gate_topk` break its contract."""
     name = "gate_topk"
@@ -142,10 +138,7 @@ def gate_topk(
         TypeError: an argument is of the wrong kind or dtype.
         ValueError: a rank, size, device or range does not fit, or only one of the two group arguments is given.
     """
-    check(
-        logits, k, score=score, renormalize=renormalize, bias=bias, num_groups=num_groups, topk_groups=topk_groups,
-        scale=scale,
-    )  # fmt: skip
+    check(logits, k, score, renormalize, bias, num_groups, topk_groups, scale)
     values = logits.to(accumulate_dtype(logits.dtype))
     experts = _choose(values.detach(), k, score, bias, num_groups, topk_groups)
     weights = weights_of(values, experts, score, renormalize, scale)
@@ -159,5 +152,5 @@ def weights_of(logits: Tensor, experts: Tensor, score: Score, renormalize: bool,
     scores = softmax(logits) if score == "softmax" else sigmoid(logits)
     weights = scores.gather(1, experts)
     if renormalize:
-        weights = divided_rows(weights, sum_in_lanes(weights).clamp(min=RENORMALIZE_FLOOR))
+        weights = divided_rows(weights, sum_in_lanes(weights).clamp(min=SUM_FLOOR))
     return weights * scale

@@ -7,11 +7,8 @@ from torch import Tensor
 
 from pymoe.reference import checks
 from pymoe.reference.fixed_steps import divided_rows, logsumexp, sigmoid, softmax, sum_in_tree
-from pymoe.reference.scores import accumulate_dtype, sum_in_lanes
+from pymoe.reference.scores import SUM_FLOOR, accumulate_dtype, sum_in_lanes
 from pymoe.reference.types import RouterLosses, Score
-
-SUM_FLOOR = 1e-20
-"""The sum of a token's sigmoid scores is floored at this before it divides."""
 
 
 def check_logits(name: str, logits: Tensor) -> None:

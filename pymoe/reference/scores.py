@@ -16,8 +16,12 @@ SUM_LANES = 16
 """Sums over experts run in this many interleaved lanes, which a balanced tree then adds up."""
 
 
+SUM_FLOOR = 1e-20
+"""Sums of scores are floored at this before they divide (as TransformerEngine and DeepSeek-V3 do)."""
+
+
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which scores of logits of ``dtype`` are computed: float64 for float64, else float32."""
+    """Return the dtype in which scores and sums of ``dtype`` are computed: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from limits import LONG
 
 from pymoe.bench import cli
 
@@ -142,7 +143,8 @@ def test_a_folder_with_files_of_others_is_left_alone(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_rehearsal_on_the_cpu_runs_real_stages(tmp_path):
     """Tests and a measurement, with the very commands that a GPU gets; the sanitizer says why it does not run."""
-    done = run_script("--device", "cpu", "--stages", "^(tests_layers|sanitizer|operators)$", "--output", str(tmp_path))
+    stages = "^(tests_layers|sanitizer|operators)$"
+    done = run_script("--device", "cpu", "--stages", stages, "--limit", str(4 * LONG), "--output", str(tmp_path))
     assert done.returncode == 1, done.stdout + done.stderr
     outcomes = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("stage_*.json"))]
     assert {one["stage"]: one["status"] for one in outcomes} == {

@@ -60,8 +60,8 @@ FAULTS = [
     Fault(
         "dispatch takes slot S",
         "csrc/kernels/dispatch_cpu.cpp",
-        "slot >= rows) throw_bad_slot",
-        "slot > rows) throw_bad_slot",
+        "a.slot, token * a.choices + choice, a.choices, a.tokens)",
+        "a.slot, token * a.choices + choice, a.choices, a.tokens + 1)",
         ("tests/ops/test_memory_safety.py", "-k", "slot_outside or hostile"),
     ),
     Fault(

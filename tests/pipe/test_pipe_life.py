@@ -115,7 +115,7 @@ def test_ctrl_c_in_the_one_stage_that_waits_for_it() -> None:
     assert_works(pipe, faults)
 
 
-@pytest.mark.parametrize("where", ["run_worker", "fail"])
+@pytest.mark.parametrize("where", ["perform_actions", "fail"])
 def test_ctrl_c_between_two_lines_of_the_pipe_keeps_no_thread_waiting(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:

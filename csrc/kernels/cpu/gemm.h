@@ -14,9 +14,12 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
+#include <new>
 #include <utility>
-
-#include "kernels/cpu/thread_buffer.h"
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 namespace pymoe::cpu {
 
@@ -40,6 +43,38 @@ struct Gemm {
 // Blocks of C of this size repay the packing of their operands, which a caller who cuts C smaller does more often.
 inline constexpr int64_t kGemmBlockRows = 768;
 inline constexpr int64_t kGemmBlockColumns = 1024;
+
+// Scratch memory of a thread, kept between calls: fresh memory costs a page fault every 4 KiB, and huge pages spare
+// the packed panels most of their TLB misses.
+class ThreadBuffer {
+ public:
+  ThreadBuffer() = default;
+  ThreadBuffer(const ThreadBuffer&) = delete;
+  ThreadBuffer& operator=(const ThreadBuffer&) = delete;
+  ~ThreadBuffer() { std::free(data_); }
+
+  // At least `bytes` bytes, aligned to a cache line; what they held before is lost when the buffer grows.
+  void* reserve(int64_t bytes) {
+    if (bytes > capacity_) {
+      std::free(data_);
+      data_ = nullptr;
+      const int64_t rounded = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+      capacity_ = 0;
+      data_ = std::aligned_alloc(static_cast<size_t>(kHugePage), static_cast<size_t>(rounded));
+      if (data_ == nullptr) throw std::bad_alloc();
+      capacity_ = rounded;
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+      madvise(data_, static_cast<size_t>(rounded), MADV_HUGEPAGE);
+#endif
+    }
+    return data_;
+  }
+
+ private:
+  static constexpr int64_t kHugePage = int64_t{2} << 20;
+  void* data_ = nullptr;
+  int64_t capacity_ = 0;
+};
 
 // The calling thread's panels.
 inline ThreadBuffer& gemm_buffer() {

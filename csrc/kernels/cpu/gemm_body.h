@@ -83,13 +83,7 @@ void gemm(const Gemm<T>& g) {
   } while (p < g.k);
 
   if constexpr (!kInPlace) {
-    for (int64_t i = 0; i < g.m; ++i) {
-      const S* from = c + i * c_stride;
-      T* to = g.c + i * g.c_row_stride;
-      int64_t j = 0;
-      for (; j + kStep<T> <= g.n; j += kStep<T>) store(to + j, load(from + j));
-      for (; j < g.n; ++j) to[j] = round_to<T>(from[j]);
-    }
+    for (int64_t i = 0; i < g.m; ++i) store_row(g.c + i * g.c_row_stride, c + i * c_stride, g.n);
   }
 }
 

@@ -39,7 +39,7 @@ using MicroKernel = void (*)(int64_t k, const S* a, const S* b, const S* start, 
 template <typename S, int kRows>
 void micro_kernel(int64_t k, const S* PYMOE_RESTRICT a, const S* PYMOE_RESTRICT b, const S* start, int64_t start_stride,
                   S* c, int64_t c_stride, int columns) {
-  using Vector = typename VectorOf<S>::type;
+  using Vector = vector_t<S>;
   constexpr int kWidth = kLanes<S>;
   Vector sum[kRows][kTileVectors] = {};
 #pragma GCC unroll 16

@@ -18,33 +18,15 @@ inline constexpr int64_t kPackMaxK = 512;  // the longest k of a call
 template <typename S>
 inline constexpr int kPart = 16 / static_cast<int>(sizeof(S));
 
-typedef float PartFloat __attribute__((vector_size(16)));
-typedef double PartDouble __attribute__((vector_size(16)));
-typedef uint32_t PartBits __attribute__((vector_size(16)));
-typedef uint16_t PartHalf __attribute__((vector_size(8)));
-
-PYMOE_INLINE PartFloat load_part(const float* source) {
-  PartFloat part;
-  memcpy(&part, source, sizeof(part));
-  return part;
-}
-PYMOE_INLINE PartDouble load_part(const double* source) {
-  PartDouble part;
-  memcpy(&part, source, sizeof(part));
-  return part;
-}
-PYMOE_INLINE PartFloat load_part(const BFloat16* source) {
-  PartHalf bits;
-  memcpy(&bits, source, sizeof(bits));
-  return (PartFloat)(__builtin_convertvector(bits, PartBits) << 16);
-}
-PYMOE_INLINE PartFloat load_part(const Float16* source) {
+// Such a part is a vector of the baseline.
+template <typename T>
+PYMOE_INLINE baseline::vector_t<T> load_part(const T* source) {
 #if PYMOE_ISA_LEVEL >= 3
-  return (PartFloat)_mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(source)));
-#else
-  return PartFloat{to_accumulate(source[0]), to_accumulate(source[1]), to_accumulate(source[2]),
-                   to_accumulate(source[3])};
+  if constexpr (std::is_same_v<T, Float16>) {
+    return (baseline::vfloat)_mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(source)));
+  }
 #endif
+  return baseline::load(source);
 }
 
 // [part of rows[0], part of rows[step], part of rows[2 * step], ...] at element p.

@@ -30,36 +30,17 @@ PYMOE_INLINE void for_row(const T* row, int64_t size, accumulate_t<T> fill, cons
   }
 }
 
-template <typename S, typename Vector>
-PYMOE_INLINE void store_count(S* target, Vector value, int count) {
-  if (count == kLanes<S>) {
-    store(target, value);
-  } else {
-    store_partial(target, value, count);
-  }
-}
-
-// A row in the accumulated dtype: the row itself, or widened into `scratch`, which has room for it. What follows is
-// then compiled once an accumulated dtype, not once a dtype.
+// A row in the accumulated dtype (store_row is the way back): the row itself, or widened into `scratch`, which has room
+// for it. What follows is then compiled once an accumulated dtype, not once a dtype.
 template <typename T>
 PYMOE_INLINE const accumulate_t<T>* widened_row(const T* row, int64_t size, accumulate_t<T>* scratch) {
   using S = accumulate_t<T>;
   if constexpr (std::is_same_v<T, S>) {
     return row;
   } else {
-    for_row(row, size, S{0},
-            [&](vector_t<S> value, int64_t first, int count, int) { store_count(scratch + first, value, count); });
+    for_vectors<T>(size, [&](int64_t i, int count) { store_count(scratch + i, load_count(row + i, count), count); });
     return scratch;
   }
-}
-
-// A row of the accumulated dtype, rounded to T: the way back from widened_row.
-template <typename T>
-PYMOE_INLINE void store_row(T* target, const accumulate_t<T>* row, int64_t size) {
-  using S = accumulate_t<T>;
-  int64_t i = 0;
-  for (; i + kLanes<S> <= size; i += kLanes<S>) store(target + i, load(row + i));
-  for (; i < size; ++i) target[i] = round_to<T>(row[i]);
 }
 
 // A sum in kSumLanes lanes: add the vectors of a row in order, each to its part, with zeros past its end.

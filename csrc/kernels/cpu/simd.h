@@ -25,19 +25,9 @@ typedef uint32_t vuint32 __attribute__((vector_size(kVectorBytes)));
 typedef int64_t vint64 __attribute__((vector_size(kVectorBytes)));
 typedef uint16_t vhalf16 __attribute__((vector_size(kVectorBytes / 2)));  // as many 16-bit lanes as vfloat has
 
-template <typename S>
-struct VectorOf;
-template <>
-struct VectorOf<float> {
-  using type = vfloat;
-};
-template <>
-struct VectorOf<double> {
-  using type = vdouble;
-};
 // The vector that accumulates elements stored as T.
 template <typename T>
-using vector_t = typename VectorOf<accumulate_t<T>>::type;
+using vector_t = std::conditional_t<std::is_same_v<T, double>, vdouble, vfloat>;
 // How many elements stored as T one such vector takes.
 template <typename T>
 inline constexpr int kStep = kLanes<accumulate_t<T>>;
@@ -162,6 +152,36 @@ PYMOE_INLINE void store_partial(T* target, vector_t<T> value, int count) {
   T padded[kStep<T>];
   store(padded, value);
   memcpy(target, padded, static_cast<size_t>(count) * sizeof(T));
+}
+
+// f(first, count) over [0, size), a vector after the other: in the last one count may be less than kStep<T>. What f
+// does with load_count and store_count is compiled twice, and only the last is partial.
+template <typename T, typename F>
+PYMOE_INLINE void for_vectors(int64_t size, const F& f) {
+  int64_t first = 0;
+  for (; first + kStep<T> <= size; first += kStep<T>) f(first, kStep<T>);
+  if (first < size) f(first, static_cast<int>(size - first));
+}
+
+template <typename T>
+PYMOE_INLINE vector_t<T> load_count(const T* source, int count) {
+  return count == kStep<T> ? load(source) : load_partial(source, count);
+}
+
+template <typename T>
+PYMOE_INLINE void store_count(T* target, vector_t<T> value, int count) {
+  if (count == kStep<T>) {
+    store(target, value);
+  } else {
+    store_partial(target, value, count);
+  }
+}
+
+// Rounds elements of the accumulated dtype to T.
+template <typename T>
+PYMOE_INLINE void store_row(T* target, const accumulate_t<T>* row, int64_t size) {
+  for_vectors<T>(size,
+                 [&](int64_t first, int count) { store_count(target + first, load_count(row + first, count), count); });
 }
 
 // --- lane-wise arithmetic ---

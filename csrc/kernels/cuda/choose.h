@@ -91,12 +91,7 @@ PYMOE_DEVICE order_key_t<S> choose_by_rank(const Row& row, int choices, Candidat
 
   int mine = 0;
   row.each([&](Key key, int32_t, int) { mine += key >= bound; });
-  int until = mine;  // candidates of this lane and those before it
-#pragma unroll
-  for (int distance = 1; distance < kLanes; distance *= 2) {
-    const int before = __shfl_up_sync(kFullWarp, until, distance, kLanes);
-    if (lane >= distance) until += before;
-  }
+  const int until = scan_lanes<kLanes>(mine, lane, Sum{});  // candidates of this lane and those before it
   const int count = __shfl_sync(kFullWarp, until, kLanes - 1, kLanes);
   if (__any_sync(kFullWarp, count > capacity)) return kNoKey<S>;
   Candidate<S>* next = list + (until - mine);

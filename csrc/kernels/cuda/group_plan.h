@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "kernels/cuda/launch.h"
+#include "kernels/cuda/lane_group.h"
 
 namespace pymoe::cuda {
 
@@ -29,13 +29,9 @@ inline constexpr int kPlanThreads = 256;
 // combine(every value up to the thread's own), over the threads of a block of kPlanThreads. `scratch`: one value a
 // warp.
 template <typename F>
-PYMOE_DEVICE int scan_block(int value, int* scratch, F&& combine) {
+PYMOE_DEVICE int scan_block(int value, int* scratch, const F& combine) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
-#pragma unroll
-  for (int reach = 1; reach < kWarp; reach *= 2) {
-    const int before = __shfl_up_sync(kFullWarp, value, static_cast<unsigned>(reach));
-    if (lane >= reach) value = combine(before, value);
-  }
+  value = scan_lanes<kWarp>(value, lane, combine);
   if (lane == kWarp - 1) scratch[warp] = value;
   __syncthreads();
   for (int i = 0; i < warp; ++i) value = combine(scratch[i], value);
@@ -59,12 +55,12 @@ static __global__ void __launch_bounds__(kPlanThreads)
     const int expert = first + thread, begin = carried[0], tiles_before = carried[1];
     int end = expert < experts ? offsets[expert + 1] : 0;
     end = end < begin ? begin : end > rows ? rows : end;
-    end = scan_block(end, scratch, [](int a, int b) { return a > b ? a : b; });
+    end = scan_block(end, scratch, Greatest{});
     ends[thread] = end;
     __syncthreads();
     const int length = end - (thread == 0 ? begin : ends[thread - 1]);
     const int own_tiles = length == 0 ? 0 : (length - 1) / tile_rows + 1;
-    const int tiles = tiles_before + scan_block(own_tiles, scratch, [](int a, int b) { return a + b; });
+    const int tiles = tiles_before + scan_block(own_tiles, scratch, Sum{});
     if (expert < experts) {
       plan.bounds[expert + 1] = end;
       plan.tiles[expert + 1] = tiles;

@@ -10,16 +10,46 @@
 
 namespace pymoe::cuda {
 
+struct Sum {
+  template <typename V>
+  PYMOE_DEVICE V operator()(V a, V b) const {
+    return a + b;
+  }
+};
+struct Greatest {
+  template <typename V>
+  PYMOE_DEVICE V operator()(V a, V b) const {
+    return b > a ? b : a;
+  }
+};
+
+// What `combine` makes of the values of all lanes, the same in each: lanes i and i + kLanes / 2, and so on.
+template <int kLanes, typename V, typename F>
+PYMOE_DEVICE V reduce_lanes(V value, const F& combine) {
+#pragma unroll
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+    value = combine(value, __shfl_xor_sync(kFullWarp, value, distance));
+  }
+  return value;
+}
+
+// What `combine` makes of the values of the group's lanes up to `lane`, the thread's own.
+template <int kLanes, typename V, typename F>
+PYMOE_DEVICE V scan_lanes(V value, int lane, const F& combine) {
+#pragma unroll
+  for (int distance = 1; distance < kLanes; distance *= 2) {
+    const V before = __shfl_up_sync(kFullWarp, value, distance, kLanes);
+    if (lane >= distance) value = combine(before, value);
+  }
+  return value;
+}
+
 template <int kLanes, typename V>
 PYMOE_DEVICE V group_max(V value) {
   if constexpr (kLanes == kWarp && std::is_same_v<V, int32_t>) {
     return __reduce_max_sync(kFullWarp, value);
   } else {
-    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-      const V other = __shfl_xor_sync(kFullWarp, value, distance);
-      value = other > value ? other : value;
-    }
-    return value;
+    return reduce_lanes<kLanes>(value, Greatest{});
   }
 }
 
@@ -47,12 +77,7 @@ class LaneSum {
 #pragma unroll
       for (int i = 0; i < half; ++i) parts_[i] += parts_[i + half];
     }
-    S sum = parts_[0];
-#pragma unroll
-    for (int distance = (kLanes < kSumLanes ? kLanes : kSumLanes) / 2; distance > 0; distance /= 2) {
-      sum += __shfl_xor_sync(kFullWarp, sum, distance);
-    }
-    return sum;
+    return reduce_lanes<(kLanes < kSumLanes ? kLanes : kSumLanes)>(parts_[0], Sum{});
   }
 
  private:

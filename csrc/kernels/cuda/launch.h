@@ -5,9 +5,12 @@
 #include <cstring>
 
 #include "kernels/cuda/platform.h"
-#include "kernels/cuda/refuse.h"
 
 namespace pymoe::cuda {
+
+// Throws std::runtime_error("OPERATOR: WHY"). Not inline: <string> and <stdexcept> alone take half of the time in which
+// nvcc, which reads a file four times, compiles a small kernel file.
+[[noreturn]] void refuse_launch(const char* operator_name, const char* why);
 
 struct LaunchShape {
   int64_t blocks;            // in one dimension, at most kMostBlocks; with none there is nothing to launch

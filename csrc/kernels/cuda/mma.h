@@ -1,10 +1,9 @@
 // The tensor cores' instructions for 16-bit floats, as every GPU from sm_80 on has them. All 32 lanes of a warp must
 // call them together. Layouts are those of the PTX ISA, "mma.m16n8k16" and "ldmatrix".
 //
-//   load_matrices             four 8 x 8 matrices from shared memory: tile + offset of lane 8 i + r is row r of matrix
-//   i,
-//                             16 bytes at a 16-byte boundary. Lane 4 g + t gets to[i] = elements (g, 2 t), (g, 2 t +
-//                             1).
+//   load_matrices             four 8 x 8 matrices from shared memory: tile + offset of lane 8 i + r is row r of
+//                             matrix i, 16 bytes at a 16-byte boundary. Lane 4 g + t gets to[i] = elements
+//                             (g, 2 t), (g, 2 t + 1).
 //   load_matrices_transposed  the same of the matrices' transposes: elements (2 t, g), (2 t + 1, g).
 //   multiply_add              c (16 x 8) += a (16 x 16) * b (16 x 8), products exact, sums in fp32. Lane 4 g + t holds
 //                             a: rows g, g + 8, g, g + 8 at columns 2 t, 2 t, 2 t + 8, 2 t + 8 and the one after;

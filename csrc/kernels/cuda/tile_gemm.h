@@ -9,6 +9,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "core/dtype.h"
 #include "kernels/cuda/launch.h"
@@ -203,18 +204,6 @@ struct CudaCoreTile {
 
 // The one that multiplies elements of T.
 template <typename T>
-struct TileFor {
-  using type = TensorCoreTile<T>;
-};
-template <>
-struct TileFor<float> {
-  using type = CudaCoreTile<float>;
-};
-template <>
-struct TileFor<double> {
-  using type = CudaCoreTile<double>;
-};
-template <typename T>
-using tile_for = typename TileFor<T>::type;
+using tile_for = std::conditional_t<sizeof(T) == 2, TensorCoreTile<T>, CudaCoreTile<T>>;
 
 }  // namespace pymoe::cuda

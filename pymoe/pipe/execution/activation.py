@@ -113,14 +113,12 @@ class Activation(GradAccumulator):
         self._graph = self._recomputation = self._split = None
         self.grads = []
 
-    @property
-    def is_checkpointed(self) -> bool:
-        return self._recomputation is not None
-
-    @property
     def leaves(self) -> Sequence[torch.Tensor]:
-        """The leaves to whose gradients its backward adds; unknown, so empty, while there is no graph."""
-        return () if self._graph is None else self._graph.leaves
+        """Return the leaves to which its backward adds; of a graph that is not there yet, the stage's parameters."""
+        if self._graph is not None:
+            return self._graph.leaves
+        modules = () if self._recomputation is None else self._stage.modules
+        return [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
 
     def _stream(self) -> Stream:
         """Its random numbers from their beginning: a recomputation draws the same ones."""

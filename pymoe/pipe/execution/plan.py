@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pymoe._runtime import PipelinePlan, PipelineRun
+from pymoe._runtime import PipelinePlan
 from pymoe.pipe.schedules.schedule import Action, Kind, Schedule
 from pymoe.pipe.schedules.validate import run as in_order
 
@@ -30,12 +30,12 @@ class Plan:
         self.workers = schedule.workers
         self.policy = InlinePolicy()
         self.actions: list[Action] = []  # by node
-        self._nodes = PipelinePlan(schedule.workers)
+        self.nodes = PipelinePlan(schedule.workers)
         numbers: dict[Action, int] = {}
         for worker, order in enumerate(schedule.orders):
             for action in order:
                 if action.kind in kinds:
-                    numbers[action] = self._nodes.add(worker)
+                    numbers[action] = self.nodes.add(worker)
                     self.actions.append(action)
         self.in_order: list[Action] = []  # an order for one thread
         for _, action, dependencies in in_order(schedule):
@@ -43,10 +43,7 @@ class Plan:
                 self.in_order.append(action)
                 for needed in dependencies:
                     if needed in numbers:
-                        self._nodes.add_edge(numbers[needed], numbers[action])
-
-    def run(self) -> PipelineRun:
-        return self._nodes.run()
+                        self.nodes.add_edge(numbers[needed], numbers[action])
 
 
 class InlinePolicy:

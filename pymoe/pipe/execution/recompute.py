@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from pymoe._torch_private import NormBase
 from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm
 from pymoe.pipe.execution.graph import BoundaryTensor, Graph, StageValue, version_of
-from pymoe.pipe.execution.shared_layers import StageLock
+from pymoe.pipe.execution.shared_layers import StageLock, buffers_of, has_changed
 
 
 def recomputed(checkpoint: str, micro_batches: int) -> range:
@@ -88,12 +87,7 @@ class StageRecompute:
             )
         self._edited = changed if edited is None else edited
         if changed:  # the stages that have sent these keep what they have become
-            forward.replace(
-                {
-                    id(taken[number]): BoundaryTensor(copies[number], taken[number].accumulator, taken[number].number)
-                    for number in changed
-                }
-            )
+            forward.replace({id(taken[number]): _like(taken[number], copies[number]) for number in changed})
 
     @contextmanager
     def _watched(self, seen: list[_Contents]) -> Iterator[None]:
@@ -103,12 +97,7 @@ class StageRecompute:
             return
         with self._lock:
             changing = self._changing
-            before = [
-                (owner, name, tensor, tensor._version)
-                for owner in self._owners
-                for name, tensor in owner._buffers.items()
-                if tensor is not None
-            ]
+            before = buffers_of(self._owners)
             copies = [
                 tensor.detach().clone() if changing is None or (id(owner), name) in changing else None
                 for owner, name, tensor, _ in before
@@ -116,9 +105,7 @@ class StageRecompute:
             yield
             self._changing = changing = changing or set()
             for (owner, name, tensor, version), copy in zip(before, copies, strict=True):
-                # The kernels of batch norms change statistics behind the version counter's back.
-                unseen = isinstance(owner, NormBase) and owner.training
-                if unseen or owner._buffers.get(name) is not tensor or tensor._version != version:
+                if has_changed(owner, name, tensor, version):
                     changing.add((id(owner), name))
                     if copy is not None:
                         seen.append(_Contents(owner, name, tensor, copy))
@@ -130,10 +117,10 @@ class StageRecompute:
             yield
             return
         with self._lock:
-            now: list[Any] = [
+            now = [
                 _Contents(owner, name, tensor, tensor.detach().clone())
-                for owner, name, tensor in [(owner, name, owner._buffers.get(name)) for owner, name, _, _ in seen]
-                if tensor is not None
+                for owner, name, _, _ in seen
+                if (tensor := owner._buffers.get(name)) is not None
             ]
             for contents in seen:
                 contents.restore()
@@ -165,10 +152,13 @@ class Recomputation:
         """A context with the inputs, which it yields, and buffers that the first run saw. ``again``: not the last."""
         received = self._received
         if again and self._edited:
-            copies = {id(x): BoundaryTensor(x.tensor.clone(), x.accumulator, x.number) for x in self._edited}
-            received = _replaced(received, copies)
+            received = _replaced(received, {id(x): _like(x, x.tensor.clone()) for x in self._edited})
         with self._stage.put_back(self.seen):
             yield received
+
+
+def _like(boundary: BoundaryTensor, tensor: torch.Tensor) -> BoundaryTensor:
+    return BoundaryTensor(tensor, boundary.accumulator, boundary.number)
 
 
 def _replaced(values: Sequence[StageValue], others: dict[int, BoundaryTensor]) -> list[StageValue]:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from pymoe._torch_private import NormBase
@@ -39,6 +40,19 @@ def serialize_shared_layers(functions: Sequence[Function], parts: Sequence[nn.Mo
 def lock_of(function: Function) -> StageLock:
     """Return the lock that the function of a stage takes; a new one if it takes none."""
     return function.lock if isinstance(function, _Serialized) else StageLock()
+
+
+def buffers_of(layers: Sequence[nn.Module]) -> list[tuple[nn.Module, str, torch.Tensor, int]]:
+    """Return the buffers that the layers themselves have: whose, its name, the tensor, and its version."""
+    buffers = [(layer, *named) for layer in layers for named in layer._buffers.items()]
+    return [(layer, name, tensor, version_of(tensor)) for layer, name, tensor in buffers if tensor is not None]
+
+
+def has_changed(layer: nn.Module, name: str, tensor: torch.Tensor, version: int) -> bool:
+    """Return whether a buffer may have been changed or replaced since :func:`buffers_of`."""
+    # The kernels of batch norms change statistics behind the version counter's back.
+    unseen = isinstance(layer, NormBase) and layer.training
+    return unseen or layer._buffers.get(name) is not tensor or version_of(tensor) != version
 
 
 class StageLock:
@@ -70,16 +84,10 @@ class _Serialized:
         if training in self._read_only:
             return self._function(*values)
         with self.lock:
-            before = self._contents()
+            before = buffers_of(self._shared)
             result = self._function(*values)
-            if not self._writes_unseen() and self._contents() == before:
+            # Auxiliary losses that are weighted have no buffer.
+            writes = any(map(is_weighted, self._shared)) or any([has_changed(*buffer) for buffer in before])
+            if not writes and len(buffers_of(self._shared)) == len(before):
                 self._read_only.add(training)
             return result
-
-    def _contents(self) -> list[tuple[int, int]]:
-        buffers = [buffer for layer in self._shared for buffer in layer._buffers.values() if buffer is not None]
-        return [(id(buffer), version_of(buffer)) for buffer in buffers]
-
-    def _writes_unseen(self) -> bool:
-        """Batch norms bypass the version counter; auxiliary losses that are weighted have no buffer."""
-        return any([is_weighted(layer) or (isinstance(layer, NormBase) and layer.training) for layer in self._shared])

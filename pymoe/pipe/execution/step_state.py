@@ -177,20 +177,9 @@ class StepState:
         return [[here[source] for source in self._pipeline.outputs] for here in values]
 
     def leaves(self) -> list[torch.Tensor]:
-        """Return the leaves to which backwards will add, each once, after all forwards.
-
-        Those of a checkpointed forward are not known yet: the stage's parameters are taken for them.
-        """
-        found: dict[int, torch.Tensor] = {}
-        for stage, activations in zip(self._pipeline.stages, self._activations, strict=True):
-            for activation in activations:
-                if activation is None:
-                    continue
-                if activation.is_checkpointed:
-                    parameters = [p for module in stage.modules for p in module.parameters() if p.requires_grad]
-                    found.update((id(parameter), parameter) for parameter in parameters)
-                found.update((id(leaf), leaf) for leaf in activation.leaves)
-        return list(found.values())
+        """Return the leaves to which backwards will add, as far as they are known, each once, after all forwards."""
+        activations = [activation for row in self._activations for activation in row if activation is not None]
+        return list({id(leaf): leaf for activation in activations for leaf in activation.leaves()}.values())
 
     @property
     def is_on_host(self) -> bool:
@@ -239,7 +228,7 @@ class PlanRun:
 
     def begin_threads(self) -> PipelineRun:
         """Go on with the threads of all workers, each of which performs its :meth:`actions_of`."""
-        self._native = native = self._plan.run()
+        self._native = native = self._plan.nodes.run()
         return native
 
     def actions_of(self, worker: int) -> Iterator[Action]:

@@ -6,6 +6,7 @@ import argparse
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pymoe.pipe.schedules import Times, build, names, options, png, simulate, text
@@ -58,7 +59,7 @@ def plan(name: str, chosen: argparse.Namespace) -> Record:
     schedule = build(name, chosen.stages, chosen.micro_batches, **given)
     record = simulate(schedule, chosen.times, chosen.communication)
     shape = f"{schedule.stages} stages on {schedule.workers} workers, {schedule.micro_batches} micro-batches"
-    return Record(f"{name}: {shape}", record.placement, record.spans, record.unit)
+    return replace(record, title=f"{name}: {shape}")
 
 
 def times(argument: str) -> Times:

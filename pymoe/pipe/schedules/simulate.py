@@ -33,15 +33,9 @@ class Times:
     def __call__(self, action: Action) -> float:
         """Return the duration of ``action``."""
         stage, _, kind = action
-        if kind is Kind.FORWARD:
-            return _of(self.forward, stage)
-        if kind is Kind.BACKWARD_INPUT:
-            return _of(self.backward_input, stage)
-        if kind is Kind.BACKWARD_WEIGHT:
-            return _of(self.backward_weight, stage)
-        if self.backward is not None:
-            return _of(self.backward, stage)
-        return _of(self.backward_input, stage) + _of(self.backward_weight, stage)
+        if kind is Kind.BACKWARD and self.backward is None:
+            return _of(self.backward_input, stage) + _of(self.backward_weight, stage)
+        return _of(getattr(self, kind.name.lower()), stage)
 
 
 def simulate(schedule: Schedule, times: Callable[[Action], float] | None = None, communication: float = 0.0) -> Record:
@@ -56,7 +50,6 @@ def simulate(schedule: Schedule, times: Callable[[Action], float] | None = None,
     unit = "forwards of a stage" if times == Times() else ""
     if not communication >= 0:
         raise ValueError(f"communication must take 0 or longer, got {communication}")
-    time_of = _checked(times)
     ends: dict[Action, float] = {}
     free = [0.0] * schedule.workers
     spans: list[list[Span]] = [[] for _ in free]
@@ -67,19 +60,12 @@ def simulate(schedule: Schedule, times: Callable[[Action], float] | None = None,
             if schedule.placement[needed.stage] != worker:
                 arrives += communication
             start = max(start, arrives)
-        free[worker] = ends[action] = start + time_of(action)
-        spans[worker].append(Span(action, start, ends[action]))
-    return Record(schedule.name, schedule.placement, tuple(map(tuple, spans)), unit)
-
-
-def _checked(times: Callable[[Action], float]) -> Callable[[Action], float]:
-    def checked(action: Action) -> float:
         duration = times(action)
         if not duration >= 0:
             raise ValueError(f"action {action} must take 0 or longer, got {duration}")
-        return duration
-
-    return checked
+        free[worker] = ends[action] = start + duration
+        spans[worker].append(Span(action, start, ends[action]))
+    return Record(schedule.name, schedule.placement, tuple(map(tuple, spans)), unit)
 
 
 def _of(duration: Duration, stage: int) -> float:

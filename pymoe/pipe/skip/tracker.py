@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -79,12 +79,13 @@ class InPlace:
     copy do, it is released at the next stash.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, count_pops: Callable[[Key], int] = _count_pops) -> None:
         self._kept: dict[Key, tuple[Any, int]] = {}
+        self._count_pops = count_pops
 
     def save(self, key: Key, value: Any) -> None:
         self._kept.pop(key, None)
-        if pops := _count_pops(key):
+        if pops := self._count_pops(key):
             self._kept[key] = value, pops
 
     def load(self, key: Key) -> Any:

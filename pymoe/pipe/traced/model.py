@@ -145,7 +145,7 @@ class TracedModel(StagedModel):
 
     def _warn_of(self, change: str) -> None:
         """Warn of what changes again and again, which costs a capture every time."""
-        if "mode" not in change:
+        if change != "the mode of a module":
             self._changes = count = self._changes + 1
             if count >= 8 and count & (count - 1) == 0:
                 warnings.warn(
@@ -184,7 +184,7 @@ class TracedModel(StagedModel):
                 part.update_model()
         pipeline = self._pipeline(number, made, len(captured.arguments.names))
         loss = self._find_loss(captured, made)
-        guards = captured.guards.on(self.module)
+        guards = captured.guards(self.module)
         variant = _Variant(
             number, captured.arguments, captured.input_checks, guards, captured.out_spec, made.leaves, pipeline, loss
         )
