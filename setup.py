@@ -286,7 +286,7 @@ NVCC_FLAGS = [
 ]
 LINK_FLAGS = ["-s"]
 # libtorch.so is empty, so linkers that keep only what is used leave it out. But in a CUDA build of torch it is what
-# brings libtorch_cuda.so into the operators' reach: without it the weak symbol of ops/stream.h is never found.
+# brings libtorch_cuda.so into the operators' reach: without it the weak symbol of ops/twins.h is never found.
 TORCH_LINK_FLAGS = ["-Wl,--push-state,--no-as-needed", "-ltorch", "-Wl,--pop-state"]
 # What takes longest is begun first, so that all processors end together.
 LONGEST = ("with_pybind11.cpp", "gate_topk_cuda.cu", "grouped_linear_cpu.cpp", "grouped_linear_cuda.cu")

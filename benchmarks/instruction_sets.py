@@ -33,7 +33,7 @@ def lines(most_bytes: float) -> list[Any]:
     """The benchmark cases, as pairs of operator and case."""
     from pymoe.bench.operators import OPERATORS
 
-    return [(one, case) for one in OPERATORS.values() for case in one.bench_cases() if case.bytes <= most_bytes]
+    return [(one, case) for one in OPERATORS.values() for case in one.bench_cases if case.bytes <= most_bytes]
 
 
 def name_of(spec: Any, case: Any) -> str:

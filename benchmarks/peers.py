@@ -7,6 +7,7 @@ run is an :class:`Absent` with the reason, and is printed as such.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from importlib import metadata
 import torch
 from torch import Tensor, nn
 
-from pymoe.bench.environment import available_gib
+from pymoe.bench.environment import memory_gib
 from pymoe.bench.floor import Floor
 from pymoe.bench.layer import Shape, torch_step, training_step
 from pymoe.nn import MoE
@@ -114,7 +115,9 @@ def torch_alone(task: Task) -> Contender:
 
 def free_gib(device: torch.device) -> float:
     """Memory that can be taken, in GiB."""
-    return torch.cuda.mem_get_info(device)[0] / 2**30 if device.type == "cuda" else available_gib()
+    return (
+        torch.cuda.mem_get_info(device)[0] / 2**30 if device.type == "cuda" else memory_gib("MemAvailable") or math.inf
+    )
 
 
 def dense_ffn(task: Task) -> Contender:

@@ -1,8 +1,9 @@
-"""What the examples share: packages that may be missing, command lines, records, and runs side by side."""
+"""What the examples share: packages that may be missing, command lines, records, text, and runs side by side."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import json
 import os
@@ -10,10 +11,11 @@ import platform
 import re
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 EXTRAS = ("rich", "matplotlib", "safetensors")
 INTERRUPTED = 130  # the shell's exit status after Ctrl-C
@@ -38,7 +40,10 @@ def require(names: Iterable[str] = EXTRAS, install: Iterable[str] | None = None)
 require(("pymoe",))
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from pymoe.pipe import Pipe
+from pymoe.pipe.schedules import Record, build, mean_times, simulate, text
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
@@ -104,6 +109,97 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+HELD_BACK = 0.1
+REPEATED_PARAGRAPH_MIN = 80
+
+
+class TextError(Exception):
+    """The text cannot be trained on; the message says why in one line."""
+
+
+@dataclass(frozen=True)
+class Text:
+    name: str  # a file's name without its folder
+    sha256: str
+    train: Tensor  # uint8, the first nine tenths
+    validation: Tensor  # uint8, the last tenth
+
+
+def load_text(path: str, context: int) -> Text:
+    """Reads the file ``path``, or Python's own manual when ``path`` is empty."""
+    if path:
+        try:
+            data, name = Path(path).read_bytes(), Path(path).name
+        except OSError as error:
+            raise TextError(f"--text {path}: {error.strerror}") from error
+    else:
+        data, name = python_manual(), "pydoc_data.topics"
+    cut = len(data) - int(len(data) * HELD_BACK)
+    if len(data) - cut <= context:
+        needed = int((context + 1) / HELD_BACK) + 1
+        raise TextError(
+            f"{name} has {len(data):,} bytes, too few: with --context {context} the held-back last tenth must hold "
+            f"one window, which takes {needed:,} bytes"
+        )
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return Text(name, hashlib.sha256(data).hexdigest(), tensor[:cut], tensor[cut:])
+
+
+def python_manual() -> bytes:
+    """The topics of the Python manual that ``help()`` shows, joined.
+
+    Topics include one another: about a fifth of the text stands in it twice. Only the first copy of a paragraph stays,
+    or the held-back part would be full of sentences seen in training.
+    """
+    from pydoc_data.topics import topics
+
+    seen: set[str] = set()
+    kept = []
+    for paragraph in "\n".join(topics.values()).split("\n\n"):
+        if len(paragraph) >= REPEATED_PARAGRAPH_MIN:
+            if paragraph in seen:
+                continue
+            seen.add(paragraph)
+        kept.append(paragraph)
+    return "\n\n".join(kept).encode()
+
+
+class Batches:
+    """Shuffled windows of the training text: epoch after epoch, each from another offset and in another order."""
+
+    def __init__(self, data: Tensor, context: int, batch_size: int, seed: int) -> None:
+        self._data, self._context, self._batch_size, self._seed = data, context, batch_size, seed
+        # One less than fit: then as many fit behind any offset below one window, target of the last byte included.
+        self.windows_per_epoch = data.numel() // context - 1
+        self._epoch, self._starts = -1, torch.empty(0, dtype=torch.int64)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of step ``step`` (0-based), both (batch, context) int64."""
+        first = step * self._batch_size
+        starts = torch.stack([self._start(index) for index in range(first, first + self._batch_size)])
+        windows = self._data[starts[:, None] + torch.arange(self._context + 1)].long()
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+    def _start(self, index: int) -> Tensor:
+        epoch, position = divmod(index, self.windows_per_epoch)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            offset = torch.randint(self._context, (1,), generator=generator)
+            order = torch.randperm(self.windows_per_epoch, generator=generator)
+            self._epoch, self._starts = epoch, offset + order * self._context
+        return self._starts[position]
+
+
+def validation_windows(data: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    """Consecutive windows over the held-back text, (windows, context): each byte is predicted once.
+
+    What a byte can look back on ends at its window's start; the remainder that fills no window is left out.
+    """
+    count = (data.numel() - 1) // context
+    flat = data[: count * context + 1].long()
+    return flat[:-1].view(count, context), flat[1:].view(count, context)
+
+
 @dataclass
 class History:
     """What a run measured, one entry a step."""
@@ -117,21 +213,81 @@ class History:
         return statistics.median(self.seconds[1:] or self.seconds)
 
 
-Data = TypeVar("Data", contravariant=True)
+class Training:
+    """A model and its optimizer; subclasses say what a step reads and what its loss is."""
 
+    name = "model alone"
 
-class Run(Protocol[Data]):
-    """A model in training."""
+    def __init__(self, options: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.options, self.model, self.optimizer = options, model, optimizer
+        self.history = History()
 
-    name: str
-    model: nn.Module
-    history: History
+    def batch(self, data: Any, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of a step."""
+        raise NotImplementedError
 
-    def step(self, data: Data) -> None:
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Of one micro-batch: the mean over its rows."""
+        raise NotImplementedError
+
+    def gradients(self, inputs: Tensor, targets: Tensor) -> float:
+        """Leaves the gradients in the parameters and returns the mean loss."""
+        total = 0.0
+        chunks = self.options.micro_batches
+        for x, y in zip(inputs.tensor_split(chunks), targets.tensor_split(chunks), strict=True):
+            share = len(x) / len(inputs)
+            loss = self.loss(x, y)
+            (loss * share).backward()
+            total += loss.item() * share
+        return total
+
+    def step(self, data: Any) -> None:
         """One optimizer step."""
+        inputs, targets = self.batch(data, len(self.history.loss))
+        start = time.perf_counter()
+        loss = self.gradients(inputs, targets)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.history.seconds.append(time.perf_counter() - start)
+        self.history.loss.append(loss)
 
 
-def take_turns(runs: Sequence[Run[Data]], data: Data, dtype: torch.dtype, steps: int) -> None:
+class InPipeline(Training):
+    """The same training where a pipe makes the gradients; subclasses say how it is called."""
+
+    pipe: Pipe
+    _last: Record | None = None
+
+    def losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """One step of the pipe: the mean losses of its micro-batches."""
+        raise NotImplementedError
+
+    def gradients(self, inputs: Tensor, targets: Tensor) -> float:
+        losses = self.losses(inputs, targets)
+        self._last = self.pipe.last_run
+        shares = [len(part) / len(inputs) for part in inputs.tensor_split(len(losses))]
+        return sum(loss * share for loss, share in zip(losses.tolist(), shares, strict=True))
+
+    @property
+    def as_run(self) -> Record:
+        """The last step as it went."""
+        assert self._last is not None, "no step has been made"
+        return self._last
+
+    @property
+    def as_planned(self) -> Record:
+        """The schedule, with the times that actions took in the last step, and nothing else."""
+        chunks = min(self.options.micro_batches, self.options.rows)
+        plan = simulate(build(self.options.schedule, self.pipe.num_stages, chunks), mean_times(self.as_run))
+        return Record(f"{plan.title}, planned", plan.placement, plan.spans)
+
+    def show_schedule(self) -> None:
+        """As planned and as run."""
+        for record in (self.as_planned, self.as_run):
+            print(f"{record.summary()}\n{text(record, 150)}")
+
+
+def take_turns(runs: Sequence[Training], data: Any, dtype: torch.dtype, steps: int) -> None:
     """So many steps of every run, with losses printed on the way."""
     width = max(len(run.name) for run in runs)
     print(f"\n{str(dtype).removeprefix('torch.')}    loss: {'  '.join(f'{run.name:>{width}}' for run in runs)}")
@@ -142,7 +298,7 @@ def take_turns(runs: Sequence[Run[Data]], data: Data, dtype: torch.dtype, steps:
             print(f"step {step + 1:3d}        {'  '.join(f'{run.history.loss[-1]:{width}.7f}' for run in runs)}")
 
 
-def difference(alone: Run[Any], pipelines: Sequence[Run[Any]]) -> dict[str, float]:
+def difference(alone: Training, pipelines: Sequence[Training]) -> dict[str, float]:
     """The largest absolute differences of pipelines from the model: losses of all steps, parameters in the end."""
     return {
         "loss": max(abs(a - b) for run in pipelines for a, b in zip(alone.history.loss, run.history.loss, strict=True)),
@@ -165,3 +321,11 @@ def are_equal(
     parameter = differences["float64"]["parameter"]
     found[f"float64: parameters differ by at most {parameter:.1e} afterwards (allowed: 1e-10)"] = parameter <= 1e-10
     return found
+
+
+def print_step_times(record: Mapping[str, Any]) -> None:
+    """Of every run, and the seconds of all of it."""
+    width = max(map(len, record["runs"]))
+    for name, run in record["runs"].items():
+        print(f"{name:{width}}  a step takes {1e3 * run['median_step_seconds']:.0f} ms")
+    print(f"{'in all':{width}}  {record['seconds']:.0f} s\n")

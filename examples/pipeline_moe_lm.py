@@ -28,11 +28,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import INTERRUPTED, History, at_least, machine_facts, parser_of, tell, write_record
-from lm.config import Config
-from lm.data import Batches, load_text
-from lm.model import Block, LanguageModel
-from lm.trainer import make_optimizer
+from byte_lm import Block, Config, LanguageModel, make_optimizer
+from common import INTERRUPTED, Batches, History, at_least, load_text, machine_facts, parser_of, tell, write_record
 from torch import Tensor, nn
 
 import pymoe

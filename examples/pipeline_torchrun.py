@@ -18,10 +18,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from common import at_least, parser_of, tell
-from lm.config import Config
-from lm.data import Batches, load_text
-from lm.trainer import make_optimizer
+from byte_lm import Config, make_optimizer
+from common import Batches, at_least, load_text, parser_of, tell
 from pipeline_moe_lm import Plain, balance, cross_entropy, layers
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules

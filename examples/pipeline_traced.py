@@ -34,23 +34,27 @@ import torch.nn.functional as F
 import transformers
 from common import (
     INTERRUPTED,
-    History,
+    Batches,
+    InPipeline,
+    TextError,
+    Training,
     are_equal,
     at_least,
     difference,
+    load_text,
     machine_facts,
     parser_of,
+    print_step_times,
     take_turns,
     tell,
     write_record,
 )
-from lm.data import Batches, TextError, load_text
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import pymoe
 from pymoe.pipe import split_by_flops, split_by_time, split_into_equal_parameters
-from pymoe.pipe.schedules import Record, build, mean_times, names, png, simulate, text
+from pymoe.pipe.schedules import names, png
 
 matplotlib.use("Agg")
 
@@ -94,41 +98,22 @@ def cross_entropy(output: Any, targets: Tensor) -> Tensor:
 CUTS = {"parameters": split_into_equal_parameters, "flops": split_by_flops, "time": split_by_time}
 
 
-class Run:
-    """A model and its optimizer; how gradients are made is what subclasses differ in."""
-
-    name = "model alone"
+class Run(Training):
+    """The library's model by itself."""
 
     def __init__(self, options: Namespace, dtype: torch.dtype) -> None:
         torch.manual_seed(options.seed)
-        self.options = options
-        self.model = new_model(options.architecture, options.width, options.layers, options.context).to(dtype)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=options.learning_rate)
-        self.history = History()
+        model = new_model(options.architecture, options.width, options.layers, options.context).to(dtype)
+        super().__init__(options, model, torch.optim.AdamW(model.parameters(), lr=options.learning_rate))
 
-    def gradients(self, inputs: Tensor, targets: Tensor) -> float:
-        """Leaves the gradients in the parameters and returns the mean loss."""
-        total = 0.0
-        chunks = self.options.micro_batches
-        for x, y in zip(inputs.tensor_split(chunks), targets.tensor_split(chunks), strict=True):
-            share = len(x) / len(inputs)
-            loss = cross_entropy(self.model(input_ids=x), y)
-            (loss * share).backward()
-            total += loss.item() * share
-        return total
+    def batch(self, data: Batches, step: int) -> tuple[Tensor, Tensor]:
+        return data.batch(step)
 
-    def step(self, batches: Batches) -> None:
-        """One optimizer step."""
-        inputs, targets = batches.batch(len(self.history.loss))
-        start = time.perf_counter()
-        loss = self.gradients(inputs, targets)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.history.seconds.append(time.perf_counter() - start)
-        self.history.loss.append(loss)
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(self.model(input_ids=inputs), targets)
 
 
-class Pipelined(Run):
+class Pipelined(InPipeline, Run):
     """The same in a pipeline of ``stages``."""
 
     def __init__(self, options: Namespace, dtype: torch.dtype, stages: int) -> None:
@@ -145,27 +130,10 @@ class Pipelined(Run):
             chunks=options.micro_batches,
             checkpoint=options.checkpoint,
         )
-        self._last: Record | None = None
         self.capture_seconds = time.perf_counter() - start
 
-    def gradients(self, inputs: Tensor, targets: Tensor) -> float:
-        losses = self.pipe.step(input_ids=inputs, target=targets, loss_fn=cross_entropy, schedule=self.options.schedule)
-        self._last = self.pipe.last_run
-        shares = [len(part) / len(inputs) for part in inputs.tensor_split(len(losses))]
-        return sum(loss * share for loss, share in zip(losses.tolist(), shares, strict=True))
-
-    @property
-    def as_run(self) -> Record:
-        """The last step as it went."""
-        assert self._last is not None, "no step has been made"
-        return self._last
-
-    @property
-    def as_planned(self) -> Record:
-        """The schedule, with the times that actions took in the last step, and nothing else."""
-        chunks = min(self.options.micro_batches, self.options.rows)
-        plan = simulate(build(self.options.schedule, self.pipe.num_stages, chunks), mean_times(self.as_run))
-        return Record(f"{plan.title}, planned", plan.placement, plan.spans)
+    def losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return self.pipe.step(input_ids=inputs, target=targets, loss_fn=cross_entropy, schedule=self.options.schedule)
 
     @property
     def parameters_of_stages(self) -> list[int]:
@@ -331,9 +299,7 @@ def main(argv: list[str]) -> int:
     files = [write_record(record, options.out), plot(record, options.out / "losses.png")]
     files += [png(options.out / f"{run.pipe.num_stages}_stages.png", run.as_planned, run.as_run) for run in pipelines]
     print("\n" + "\n".join(map(str, files)) + "\n")
-    for name, one in record["runs"].items():
-        print(f"{name:11}  a step takes {1e3 * one['median_step_seconds']:.0f} ms")
-    print(f"{'in all':11}  {record['seconds']:.0f} s\n")
+    print_step_times(record)
     return tell(found)
 
 
@@ -379,8 +345,7 @@ def show(run: Pipelined) -> None:
     """Where it was cut, and the schedule as planned and as run."""
     print(f"\n{run.name}, cut by {run.options.cut}; captured in {run.capture_seconds:.1f} s")
     print(run.pipe.info())
-    for record in (run.as_planned, run.as_run):
-        print(f"{record.summary()}\n{text(record, 150)}")
+    run.show_schedule()
 
 
 if __name__ == "__main__":

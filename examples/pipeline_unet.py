@@ -35,12 +35,14 @@ import torch
 import torch.nn.functional as F
 from common import (
     INTERRUPTED,
-    History,
+    InPipeline,
+    Training,
     are_equal,
     at_least,
     difference,
     machine_facts,
     parser_of,
+    print_step_times,
     take_turns,
     tell,
     write_record,
@@ -51,7 +53,7 @@ from torch import Tensor, nn
 import pymoe
 from pymoe.pipe import Pipe
 from pymoe.pipe.balance import balance_by_time, profile_sizes
-from pymoe.pipe.schedules import Record, build, mean_times, names, png, simulate, text
+from pymoe.pipe.schedules import names, png
 from pymoe.pipe.skip import Namespace, pop, skippable, stash
 
 matplotlib.use("Agg")
@@ -148,38 +150,23 @@ def _layers(width: int, levels: int) -> Iterator[tuple[str, nn.Module]]:
     yield "logits", nn.Conv2d(channels, 1, 1)
 
 
-class Run:
-    """A network and its optimizer; how gradients are made is what subclasses differ in."""
+class Run(Training):
+    """The network in a plain loop."""
 
     name = "plain loop"
 
     def __init__(self, options: argparse.Namespace, dtype: torch.dtype) -> None:
         torch.manual_seed(options.seed)
-        self.options, self.dtype = options, dtype
-        self.model = unet(options.width, options.levels).to(dtype)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=options.learning_rate)
-        self.history = History()
+        self.dtype = dtype
+        model = unet(options.width, options.levels).to(dtype)
+        super().__init__(options, model, torch.optim.Adam(model.parameters(), lr=options.learning_rate))
 
-    def gradients(self, pictures: Tensor, strokes: Tensor) -> float:
-        """Leaves the gradients in the parameters and returns the mean loss."""
-        total = 0.0
-        chunks = self.options.micro_batches
-        for x, y in zip(pictures.tensor_split(chunks), strokes.tensor_split(chunks), strict=True):
-            share = len(x) / len(pictures)
-            loss = F.binary_cross_entropy_with_logits(self.model(x), y)
-            (loss * share).backward()
-            total += loss.item() * share
-        return total
+    def batch(self, data: Pictures, step: int) -> tuple[Tensor, Tensor]:
+        pictures, strokes = data.draw(step, self.options.rows)
+        return pictures.to(self.dtype), strokes.to(self.dtype)
 
-    def step(self, data: Pictures) -> None:
-        """One optimizer step."""
-        pictures, strokes = data.draw(len(self.history.loss), self.options.rows)
-        start = time.perf_counter()
-        loss = self.gradients(pictures.to(self.dtype), strokes.to(self.dtype))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.history.seconds.append(time.perf_counter() - start)
-        self.history.loss.append(loss)
+    def loss(self, pictures: Tensor, strokes: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(self.model(pictures), strokes)
 
     @torch.no_grad()
     def predict(self, pictures: Tensor) -> Tensor:
@@ -195,7 +182,7 @@ class Run:
         return {int(layer.num_batches_tracked) for layer in self.model.modules() if isinstance(layer, nn.BatchNorm2d)}
 
 
-class Pipelined(Run):
+class Pipelined(InPipeline, Run):
     """The same in a pipeline of ``stages``, whose batch norms keep the statistics of whole mini-batches."""
 
     def __init__(self, options: argparse.Namespace, dtype: torch.dtype, stages: int) -> None:
@@ -210,29 +197,9 @@ class Pipelined(Run):
         held = iter(profile_sizes(self.model, sample))
         self.stage_bytes = [sum(next(held).activations for _ in range(layers)) for layers in self.balance]
 
-    def gradients(self, pictures: Tensor, strokes: Tensor) -> float:
-        losses = self.pipe.step(
-            pictures,
-            target=strokes,
-            loss_fn=F.binary_cross_entropy_with_logits,
-            schedule=self.options.schedule,
-        )
-        shares = [len(part) / len(pictures) for part in pictures.tensor_split(len(losses))]
-        return sum(loss * share for loss, share in zip(losses.tolist(), shares, strict=True))
-
-    @property
-    def as_run(self) -> Record:
-        """The last step as it went."""
-        record = self.pipe.last_run
-        assert record is not None, "no step has been made"
-        return record
-
-    @property
-    def as_planned(self) -> Record:
-        """The schedule, with the times that actions took in the last step, and nothing else."""
-        schedule = build(self.options.schedule, len(self.pipe), min(self.options.micro_batches, self.options.rows))
-        plan = simulate(schedule, mean_times(self.as_run))
-        return Record(f"{plan.title}, planned", plan.placement, plan.spans)
+    def losses(self, pictures: Tensor, strokes: Tensor) -> Tensor:
+        loss = F.binary_cross_entropy_with_logits
+        return self.pipe.step(pictures, target=strokes, loss_fn=loss, schedule=self.options.schedule)
 
 
 Runs = tuple[Run, Sequence[Pipelined]]  # the plain loop, and pipelines
@@ -369,9 +336,7 @@ def main(argv: list[str]) -> int:
     files = [write_record(record, options.out), plot(record, data, pipelines[-1], options.out / "strokes.png")]
     files += [png(options.out / f"{len(run.pipe)}_stages.png", run.as_planned, run.as_run) for run in pipelines]
     print("\n" + "\n".join(map(str, files)) + "\n")
-    for name, run in record["runs"].items():
-        print(f"{name:10}  a step takes {1e3 * run['median_step_seconds']:.0f} ms")
-    print(f"{'in all':10}  {record['seconds']:.0f} s\n")
+    print_step_times(record)
     return tell(found)
 
 
@@ -418,8 +383,7 @@ def show(run: Pipelined) -> None:
     named = list(run.model._modules)
     parts = [named[sum(run.balance[:i]) : sum(run.balance[: i + 1])] for i in range(len(run.balance))]
     print(f"\n{run.name}, cut by time: {' | '.join(f'{part[0]} .. {part[-1]}' for part in parts)}")
-    for record in (run.as_planned, run.as_run):
-        print(f"{record.summary()}\n{text(record, 150)}")
+    run.show_schedule()
 
 
 if __name__ == "__main__":

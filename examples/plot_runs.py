@@ -13,14 +13,24 @@ from common import require
 require(["matplotlib"])
 
 import argparse
+import math
 import sys
-from itertools import combinations
+from itertools import accumulate, combinations
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+import matplotlib.pyplot as plt
 from common import read_record
-from lm.plots import describe, plot_comparison
+from matplotlib.axes import Axes
+from matplotlib.colors import TwoSlopeNorm
 
+matplotlib.use("Agg")
+
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # told apart by colour-blind eyes
+STYLES = ("-", "--", "-.", ":")
+SMOOTHING = 50
+DPI = 130
 SPANS = (10, 30, 100)  # steps over which two curves are compared, besides all of them
 
 
@@ -83,6 +93,117 @@ def print_distance(first: dict[str, Any], second: dict[str, Any], names: str) ->
     spans = [span for span in SPANS if span < len(distance)] + [len(distance)]
     parts = ", ".join(f"{max(distance[:span]):.1e} over the first {span}" for span in spans)
     print(f"{names}: largest difference of the losses (nats per byte), steps: {parts}")
+
+
+def plot_loss(record: dict[str, Any], path: Path) -> Path:
+    """Training and validation bits per byte over the steps."""
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    bits = [loss / math.log(2) for loss in record["loss"]]
+    steps = range(1, len(bits) + 1)
+    axes.plot(steps, bits, color=COLORS[0], alpha=0.25, linewidth=0.8)
+    axes.plot(steps, smooth(bits), color=COLORS[0], label="training batches (smoothed)")
+    validation = record["validation"]
+    axes.plot(
+        validation["step"],
+        validation["bits_per_byte"],
+        color=COLORS[1],
+        marker="o",
+        markersize=4,
+        label=f"held-back text, {validation['bits_per_byte'][-1]:.3f} at the end",
+    )
+    axes.set_title(f"{describe(record)}, trained on {record['text']['name']}", fontsize=10)
+    _loss_axes(axes, bits)
+    axes.set_xlabel(f"optimizer step ({record['bytes_per_step']:,} bytes each)")
+    axes.legend(frameon=False)
+    return _save(figure, path)
+
+
+def plot_expert_load(record: dict[str, Any], path: Path) -> Path:
+    """One heat map a layer: how much of the layer's work each expert got over the run."""
+    load = record["expert_load"]
+    frames = load["relative_load"]
+    layers, experts = len(frames[0]), len(frames[0][0])
+    figure, rows = plt.subplots(
+        layers, 1, figsize=(7, 1.0 + layers * (0.5 + 0.1 * experts)), sharex=True, squeeze=False, layout="constrained"
+    )
+    image = None
+    for layer, axes in enumerate(rows[:, 0]):
+        table = [[frame[layer][expert] for frame in frames] for expert in range(experts)]
+        image = axes.imshow(
+            table,
+            aspect="auto",
+            cmap="PuOr_r",
+            norm=TwoSlopeNorm(1.0, 0.0, 2.0),
+            interpolation="nearest",
+            extent=(0.5, load["steps"] + 0.5, experts + 0.5, 0.5),
+        )
+        axes.set_ylabel(f"layer {layer + 1}\nexpert")
+        axes.set_yticks(range(1, experts + 1) if experts <= 8 else [1, experts])
+        axes.tick_params(axis="y", labelsize=7)
+    rows[-1, 0].set_xlabel("optimizer step")
+    figure.suptitle(f"Load of every expert: {describe(record)}", fontsize=10)
+    bar = figure.colorbar(image, ax=list(rows[:, 0]), extend="max", aspect=30)
+    bar.set_label("share of the layer's slots, as a multiple of an even share")
+    return _save(figure, path)
+
+
+def plot_comparison(records: list[dict[str, Any]], path: Path, *, labels: list[str], over: str = "steps") -> Path:
+    """Several runs' curves in one picture; ``over`` is "steps" or "seconds" (time spent in training steps)."""
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for index, (record, label) in enumerate(zip(records, labels, strict=True)):
+        color, style = COLORS[index % len(COLORS)], STYLES[index % len(STYLES)]
+        bits = [loss / math.log(2) for loss in record["loss"]]
+        x = list(accumulate(record["step_seconds"])) if over == "seconds" else range(1, len(bits) + 1)
+        axes.plot(x, smooth(bits), color=color, alpha=0.35, linewidth=1, linestyle=style)
+        validation = record["validation"]
+        axes.plot(
+            [x[step - 1] for step in validation["step"]],
+            validation["bits_per_byte"],
+            color=color,
+            linestyle=style,
+            marker="o",
+            markersize=4,
+            label=f"{label}: {validation['bits_per_byte'][-1]:.3f} bits/byte at the end",
+        )
+    axes.set_title("Held-back text (dots) and training batches, smoothed (faint)", fontsize=10)
+    _loss_axes(axes, [loss / math.log(2) for record in records for loss in record["loss"]])
+    unit = f"optimizer step ({records[0]['bytes_per_step']:,} bytes each)"
+    axes.set_xlabel("seconds of training" if over == "seconds" else unit)
+    axes.legend(frameon=False)
+    return _save(figure, path)
+
+
+def describe(record: dict[str, Any]) -> str:
+    config = record["config"]
+    if config["ffn"] == "dense":
+        return f"dense, FFN {(config['top_k'] + config['shared_experts']) * config['ffn_size']}"
+    return f"MoE, {config['num_experts']} experts, top {config['top_k']} ({config['backend']})"
+
+
+def smooth(values: list[float]) -> list[float]:
+    """Exponential moving average over a fiftieth of the curve, corrected for its start."""
+    keep = 1 - 1 / max(1.0, len(values) / SMOOTHING)
+    result, average, weight = [], 0.0, 0.0
+    for value in values:
+        average = keep * average + (1 - keep) * value
+        weight = keep * weight + (1 - keep)
+        result.append(average / weight)
+    return result
+
+
+def _loss_axes(axes: Axes, bits: list[float]) -> None:
+    axes.set_ylabel("bits per byte")
+    # The first steps fall from 8 bits; cut there, or the rest of the curve would be flat.
+    axes.set_ylim(min(bits) * 0.9, min(max(bits), 2.5 * min(bits)))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _save(figure: plt.Figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=DPI)
+    plt.close(figure)
+    return path
 
 
 if __name__ == "__main__":

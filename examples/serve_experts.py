@@ -35,8 +35,7 @@ from typing import Any
 import matplotlib
 import matplotlib.pyplot as plt
 import torch
-from common import INTERRUPTED, at_least, machine_facts, parser_of, tell, write_record
-from lm.data import Text, TextError, load_text
+from common import INTERRUPTED, Text, TextError, at_least, load_text, machine_facts, parser_of, tell, write_record
 from matplotlib.axes import Axes
 from torch import Tensor, nn
 

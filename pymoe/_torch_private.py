@@ -80,7 +80,6 @@ set_torch_function_state: Any = _C._set_torch_function_state
 TorchFunctionState: Any = _C._TorchFunctionState
 DisableTorchFunction: Any = _C.DisableTorchFunction  # a block in which tensor subclasses and modes are not asked
 len_torch_function_stack: Any = _C._len_torch_function_stack
-get_function_stack_at: Any = _C._get_function_stack_at
 push_on_torch_function_stack: Any = _C._push_on_torch_function_stack
 pop_torch_function_stack: Any = _C._pop_torch_function_stack
 get_current_function_mode_stack = torch.overrides._get_current_function_mode_stack  # outermost first

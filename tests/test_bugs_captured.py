@@ -37,6 +37,27 @@ def test_an_attribute_was_a_constant_in_training_and_followed_in_evaluation():
         torch.testing.assert_close(pipe(x), model(x))
 
 
+SHIFT = 0.0
+
+
+def test_a_global_variable_that_changes_all_the_time_was_not_warned_of(monkeypatch):
+    """What is outside "of the model" was taken for a change of "mode", and such changes count for nothing: every step
+    captured the model again, and no warning ever said why.
+    """
+
+    class Shifted(Scaled):
+        def forward(self, x):
+            return super().forward(x) + SHIFT
+
+    pipe = pipeline(Shifted(), (torch.randn(2, 4),))
+    for number in range(7):
+        monkeypatch.setattr(f"{__name__}.SHIFT", number + 1.0)
+        pipe(torch.randn(6, 4))
+    monkeypatch.setattr(f"{__name__}.SHIFT", 8.0)
+    with pytest.warns(UserWarning, match="8th time, because 'SHIFT' outside of the model has changed"):
+        pipe(torch.randn(6, 4))
+
+
 def test_stochastic_depth_by_pythons_random_numbers_froze():
     """A layer that is left out when ``random.random() < 0.5`` was in the graph for good, or not at all, and the user's
     random numbers moved on by one. Nobody had looked at generators other than torch's.

@@ -39,6 +39,10 @@ void select_sorted(const S* row, int64_t size, int64_t choices, int64_t stride, 
 
 constexpr int64_t kTile = 16;  // the most tokens that any instruction set takes at once
 
+struct alignas(64) Line {
+  unsigned char bytes[64];
+};
+
 int64_t scratch_bytes(const GateTopkArguments& a) {
   constexpr int64_t kWidest = 8;  // bytes of an element or key
   const int64_t rows = 5 * a.num_experts + 3 * a.choices + 2 * a.num_groups;
@@ -63,13 +67,9 @@ void gate_topk(const GateTopkArguments& a) {
   const int64_t tile_work = kTile * (a.num_experts + 8 * a.choices);
   const auto gate_tokens = PYMOE_SELECT_ISA_UP_TO_V3(gate_tokens);
   parallel_for(0, tiles, std::max<int64_t>(1, (int64_t{16} << 10) / tile_work), [&](int64_t begin, int64_t end) {
-    const std::unique_ptr<unsigned char[]> memory(new unsigned char[static_cast<size_t>(scratch_bytes(a))]);
-    void* aligned = memory.get();
-    size_t space = 64 + 64;
-    aligned = std::align(64, 64, aligned, space);
+    const std::unique_ptr<Line[]> scratch(new Line[static_cast<size_t>(scratch_bytes(a)) / sizeof(Line) + 1]);
     std::vector<int32_t> histogram(static_cast<size_t>(a.num_experts));
-    gate_tokens(a, begin * kTile, std::min(end * kTile, a.tokens), static_cast<unsigned char*>(aligned),
-                histogram.data());
+    gate_tokens(a, begin * kTile, std::min(end * kTile, a.tokens), scratch[0].bytes, histogram.data());
     for (int64_t e = 0; e < a.num_experts; ++e) {
       if (histogram[e] != 0) std::atomic_ref<int32_t>(a.load[e]).fetch_add(histogram[e], std::memory_order_relaxed);
     }

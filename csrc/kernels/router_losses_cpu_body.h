@@ -17,37 +17,26 @@ template <typename S>
 RowStatistics<S> row_statistics(const S* row, int64_t size, Score score, bool with_z, const S* fraction, S* exps,
                                 S* scores) {
   RowStatistics<S> result{};
-  const bool sigmoid_scores = fraction != nullptr && score == Score::kSigmoid;
-  if (with_z || !sigmoid_scores) {
-    result.max = max_of_row(row, size);
+  const auto add_up = [&](S past_end, S* target, const auto& score_of) {
     LaneSum<S> sum, dot;
-    for_row(row, size, -std::numeric_limits<S>::infinity(), [&](vector_t<S> value, int64_t first, int count, int part) {
-      vector_t<S> e = exp(value - result.max);
-      if (count < kLanes<S>) {
-        for (int lane = count; lane < kLanes<S>; ++lane) e[lane] = 0;
-      }
-      if (exps != nullptr) store_count(exps + first, e, count);
-      sum.add(e, part);
-      if (fraction != nullptr) dot.add(e * load(fraction + first), part);
-    });
-    result.sum = sum.total();
-    result.score_sum = result.sum;
-    result.score_dot = dot.total();
-  }
-  if (sigmoid_scores) {
-    LaneSum<S> sum, dot;
-    for_row(row, size, S{0}, [&](vector_t<S> value, int64_t first, int count, int part) {
-      vector_t<S> s = sigmoid(value);
-      if (count < kLanes<S>) {
-        for (int lane = count; lane < kLanes<S>; ++lane) s[lane] = 0;
-      }
-      if (scores != nullptr) store_count(scores + first, s, count);
+    for_row(row, size, past_end, [&](vector_t<S> value, int64_t first, int count, int part) {
+      vector_t<S> s = score_of(value);
+      for (int lane = count; lane < kLanes<S>; ++lane) s[lane] = 0;
+      if (target != nullptr) store_count(target + first, s, count);
       sum.add(s, part);
-      dot.add(s * load(fraction + first), part);
+      if (fraction != nullptr) dot.add(s * load(fraction + first), part);
     });
     result.score_sum = sum.total();
     result.score_dot = dot.total();
+  };
+  const bool sigmoid_scores = fraction != nullptr && score == Score::kSigmoid;
+  if (with_z || !sigmoid_scores) {
+    const S max = max_of_row(row, size);
+    add_up(-std::numeric_limits<S>::infinity(), exps, [&](vector_t<S> value) { return exp(value - max); });
+    result.max = max;
+    result.sum = result.score_sum;
   }
+  if (sigmoid_scores) add_up(S{0}, scores, [&](vector_t<S> value) { return sigmoid(value); });
   return result;
 }
 

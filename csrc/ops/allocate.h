@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 #endif
 
+#include <optional>
 #include <vector>
 
 namespace pymoe::ops {
@@ -29,5 +30,14 @@ inline torch::stable::Tensor empty(const std::vector<int64_t>& shape, torch::hea
 #endif
   return tensor;
 }
+
+// Scratch memory of a call, alive as long as this; none where `count` is 0.
+struct Workspace {
+  std::optional<torch::stable::Tensor> values;
+  Workspace(int64_t count, torch::headeronly::ScalarType dtype, const torch::stable::Tensor& like) {
+    if (count > 0) values = empty({count}, dtype, like);
+  }
+  void* data() const { return values ? values->mutable_data_ptr() : nullptr; }
+};
 
 }  // namespace pymoe::ops

@@ -17,13 +17,6 @@ namespace {
 constexpr const char* kName = "build_routing";
 constexpr int64_t kRowLimit = int64_t{1} << 31;  // rows are numbered in int32
 
-int64_t workspace_size(const Tensor& experts, int64_t rows, int64_t num_experts) {
-#if PYMOE_WITH_CUDA
-  if (on_cuda(experts)) return cuda::build_routing_workspace(rows, num_experts);
-#endif
-  return cpu::build_routing_workspace(rows, num_experts);
-}
-
 std::tuple<Tensor, Tensor, Tensor> build_routing(const Tensor& experts, int64_t num_experts,
                                                  std::optional<int64_t> capacity) {
   const bool wide = experts.scalar_type() == ScalarType::Long;
@@ -37,14 +30,16 @@ std::tuple<Tensor, Tensor, Tensor> build_routing(const Tensor& experts, int64_t 
   Tensor slot = empty({experts.size(0), experts.size(1)}, ScalarType::Int, experts);
   Tensor token = empty({rows}, ScalarType::Int, experts);
   Tensor offsets = empty({num_experts + 1}, ScalarType::Int, experts);
-  Tensor workspace = empty({workspace_size(experts, rows, num_experts)}, ScalarType::Int, experts);
+  const int64_t words = PYMOE_BY_TWIN(experts, cuda::build_routing_workspace(rows, num_experts),
+                                      cpu::build_routing_workspace(rows, num_experts));
+  const Workspace workspace(words, ScalarType::Int, experts);
   const BuildRoutingArguments arguments{
       experts.const_data_ptr(),
       wide,
       static_cast<int32_t*>(slot.mutable_data_ptr()),
       static_cast<int32_t*>(token.mutable_data_ptr()),
       static_cast<int32_t*>(offsets.mutable_data_ptr()),
-      static_cast<int32_t*>(workspace.mutable_data_ptr()),
+      static_cast<int32_t*>(workspace.data()),
       experts.size(0),
       experts.size(1),
       num_experts,

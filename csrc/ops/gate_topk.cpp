@@ -14,26 +14,6 @@
 namespace pymoe::ops::gate_topk_op {
 namespace {
 
-// Scratch of the CUDA twins, alive as long as this; the CPU twins allocate their own.
-#if PYMOE_WITH_CUDA
-int64_t workspace_bytes(const GateTopkArguments& a) { return cuda::gate_topk_workspace(a); }
-int64_t workspace_bytes(const GateTopkBackwardArguments& a) { return cuda::gate_topk_backward_workspace(a); }
-#else
-template <typename Arguments>
-int64_t workspace_bytes(const Arguments&) {
-  return 0;
-}
-#endif
-
-template <typename Arguments>
-std::optional<Tensor> give_workspace(Arguments& a, const Tensor& like) {
-  const int64_t bytes = on_cuda(like) ? workspace_bytes(a) : 0;
-  if (bytes == 0) return std::nullopt;
-  Tensor workspace = empty({bytes}, ScalarType::Byte, like);
-  a.workspace = workspace.mutable_data_ptr();
-  return workspace;
-}
-
 std::tuple<Tensor, Tensor, Tensor> gate_topk(const Tensor& logits, std::optional<Tensor> bias, int64_t k,
                                              std::string score, bool renormalize, int64_t num_groups,
                                              int64_t topk_groups, double scale) {
@@ -72,7 +52,8 @@ std::tuple<Tensor, Tensor, Tensor> gate_topk(const Tensor& logits, std::optional
   a.weights = weights.mutable_data_ptr();
   a.experts = static_cast<int32_t*>(experts.mutable_data_ptr());
   a.load = static_cast<int32_t*>(load.mutable_data_ptr());
-  const auto workspace = give_workspace(a, logits);
+  const Workspace workspace(PYMOE_BY_TWIN(logits, cuda::gate_topk_workspace(a), 0), ScalarType::Byte, logits);
+  a.workspace = workspace.data();
   run(PYMOE_TWINS(gate_topk), a, logits);
   return {weights, experts, load};
 }
@@ -99,7 +80,8 @@ Tensor gate_topk_backward(const Tensor& grad_weights, const Tensor& logits, cons
   a.choices = experts.size(1);
   a.chosen_on_logits = chosen_on_logits;
   a.options = {score_named(kName, score), renormalize, scale};
-  const auto workspace = give_workspace(a, logits);
+  const Workspace workspace(PYMOE_BY_TWIN(logits, cuda::gate_topk_backward_workspace(a), 0), ScalarType::Byte, logits);
+  a.workspace = workspace.data();
   run(PYMOE_TWINS(gate_topk_backward), a, logits);
   return grad_logits;
 }

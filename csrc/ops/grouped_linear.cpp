@@ -36,14 +36,10 @@ const int32_t* checked_bounds(const Tensor& offsets, const Tensor& like) {
   return bounds;
 }
 
-// Scratch of the CUDA twins, alive as long as this; the CPU twins need none.
-struct Workspace {
-  std::optional<Tensor> values;
-  Workspace(int64_t experts, const Tensor& like) {
-    if (on_cuda(like)) values = empty({cuda::grouped_linear_workspace(experts)}, ScalarType::Int, like);
-  }
-  int32_t* data() const { return values ? static_cast<int32_t*>(values->mutable_data_ptr()) : nullptr; }
-};
+// The plan of the CUDA twins; the CPU twins need none.
+Workspace plan_for(int64_t experts, const Tensor& like) {
+  return {on_cuda(like) ? cuda::grouped_linear_workspace(experts) : 0, ScalarType::Int, like};
+}
 
 #if PYMOE_WITH_CUDA
 
@@ -88,7 +84,7 @@ Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offse
   const int32_t* bounds = checked_bounds(offsets, x);
   require(offsets.size(0) == experts + 1, kName, "offsets must have E + 1 = ", experts + 1, " entries, got ",
           offsets.size(0));
-  const Workspace workspace(experts, x);
+  const Workspace workspace = plan_for(experts, x);
   GroupedLinearArguments arguments{
       .x = checked_matrix("x", x, rows, input_features, x),
       .weight = {weight.const_data_ptr(), weight.strides()[1], weight.strides()[2]},
@@ -101,7 +97,7 @@ Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offse
       .output_features = output_features,
       .experts = experts,
       .dtype = dtype,
-      .workspace = workspace.data(),
+      .workspace = static_cast<int32_t*>(workspace.data()),
   };
 #if PYMOE_WITH_CUDA
   if (on_cuda(x) && torch_takes(arguments, compute_capability(x))) {
@@ -122,7 +118,7 @@ Tensor weight_grad(const Tensor& grad, const Tensor& x, const Tensor& offsets) {
   const int32_t* bounds = checked_bounds(offsets, grad);
   const int64_t rows = grad.size(0), output_features = grad.size(1), input_features = x.size(1);
   const int64_t experts = offsets.size(0) - 1;
-  const Workspace workspace(experts, grad);
+  const Workspace workspace = plan_for(experts, grad);
   GroupedWeightGradArguments arguments{
       .grad = checked_matrix("grad", grad, rows, output_features, grad),
       .x = checked_matrix("x", x, rows, input_features, grad),
@@ -133,7 +129,7 @@ Tensor weight_grad(const Tensor& grad, const Tensor& x, const Tensor& offsets) {
       .output_features = output_features,
       .experts = experts,
       .dtype = dtype,
-      .workspace = workspace.data(),
+      .workspace = static_cast<int32_t*>(workspace.data()),
   };
 #if PYMOE_WITH_CUDA
   if (on_cuda(grad) && torch_takes(arguments, compute_capability(grad))) {
@@ -153,7 +149,7 @@ Tensor bias_grad(const Tensor& grad, const Tensor& offsets) {
   const int32_t* bounds = checked_bounds(offsets, grad);
   const int64_t experts = offsets.size(0) - 1, output_features = grad.size(1);
   Tensor bias_grad = empty({experts, output_features}, grad.scalar_type(), grad);
-  const Workspace workspace(experts, grad);
+  const Workspace workspace = plan_for(experts, grad);
   run(PYMOE_TWINS(grouped_linear_bias_grad),
       GroupedBiasGradArguments{
           .grad = checked_matrix("grad", grad, grad.size(0), output_features, grad),
@@ -163,7 +159,7 @@ Tensor bias_grad(const Tensor& grad, const Tensor& offsets) {
           .output_features = output_features,
           .experts = experts,
           .dtype = dtype,
-          .workspace = workspace.data(),
+          .workspace = static_cast<int32_t*>(workspace.data()),
       },
       grad);
   return bias_grad;

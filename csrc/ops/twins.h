@@ -41,6 +41,13 @@ inline bool on_cuda(const Tensor& tensor) {
 #endif
 }
 
+// What the twins need that differs: `of_cuda`, which a build without CUDA kernels never looks at, or `of_cpu`.
+#if PYMOE_WITH_CUDA
+#define PYMOE_BY_TWIN(tensor, of_cuda, of_cpu) (::pymoe::ops::on_cuda(tensor) ? (of_cuda) : (of_cpu))
+#else
+#define PYMOE_BY_TWIN(tensor, of_cuda, of_cpu) (of_cpu)
+#endif
+
 // The calling thread's, on the tensor's device. Asked for at every call, never kept: it changes under CUDA graphs and
 // stream contexts.
 inline void* current_stream(const Tensor& tensor) {

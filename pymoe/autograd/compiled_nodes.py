@@ -8,12 +8,13 @@ that are still needed (a weight that was computed before the call, say). Those w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.autograd.graph import Node
 
 from pymoe._torch_private import FunctionBase
+from pymoe.autograd.graph_nodes import find_leaves_and_nodes
 
 __all__ = ["are_compiled", "has_compiled_nodes"]
 
@@ -43,18 +44,6 @@ def are_compiled(nodes: Iterable[Node | None]) -> bool:
     return any([kind.__name__ == _NODE for kind in of_python])
 
 
-def has_compiled_nodes(nodes: Iterable[Node], entry: Node | None) -> bool:
+def has_compiled_nodes(nodes: Sequence[Node], entry: Node | None) -> bool:
     """Return whether a backward pass from ``nodes`` that stops at ``entry`` can reach a node of ``torch.compile``."""
-    if not _anything_is_compiled():
-        return False
-    seen = {entry}
-    stack: list[Node] = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if type(node).__name__ == _NODE:
-            return True
-        stack.extend([after for after, _ in node.next_functions if after is not None and after not in seen])
-    return False
+    return _anything_is_compiled() and are_compiled(find_leaves_and_nodes(nodes, entry)[1])

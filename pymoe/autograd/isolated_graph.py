@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,40 +68,18 @@ class _Entry(torch.autograd.Function):
         return None, *grads[1:]
 
 
+@dataclass(slots=True, eq=False)
 class Alias:
     """A tensor among the arguments of a call, and what takes its place within."""
 
-    __slots__ = ("arguments", "edge", "grad_fn", "original", "tensor")
-
-    def __init__(self, argument: int, original: torch.Tensor) -> None:
-        self.arguments = [argument]  # its positions
-        self.original = original
-        self.tensor: torch.Tensor | None = None
-        self.edge: GradientEdge | None = None  # where its gradient comes out; None: it needs none
-        self.grad_fn: Node | None = None
-
-    def enter(self, tensor: torch.Tensor, edge: GradientEdge | None) -> None:
-        self.tensor = tensor
-        self.edge = edge
-        self.grad_fn = None if edge is None else edge.node
+    arguments: list[int]  # its positions
+    original: torch.Tensor
+    tensor: torch.Tensor | None = None
+    edge: GradientEdge | None = None  # where its gradient comes out; None: it needs none
 
 
 class IsolatedCall:
     """A call with its outputs and its graph, made by :func:`isolate` and run once."""
-
-    __slots__ = (
-        "_args",
-        "_entry",
-        "_function",
-        "_guard",
-        "_leaf_arguments",
-        "aliases",
-        "leaves",
-        "outputs",
-        "roots",
-        "tied",
-        "written",
-    )
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
         self._function: Callable[..., Any] | None = function
@@ -125,18 +104,13 @@ class IsolatedCall:
             for argument in alias.arguments:
                 args[argument] = alias.tensor
         outputs = function(*args)
-        self.outputs = (outputs,) if type(outputs) is torch.Tensor else as_tuple(outputs)
+        self.outputs = as_tuple(outputs)
 
     def find_fresh(self, hand_through: bool) -> list[torch.Tensor]:
-        """Return the outputs that have a history here, each once; after :meth:`run`, with graphs.
+        """Return the outputs that have a history here, each once, and find the arguments that :meth:`run` has modified.
 
-        Also find the arguments that the call has modified in place.
-
-        Args:
-            hand_through: replace aliases that the function has returned by the caller's tensors, in ``outputs``.
-
-        Raises:
-            RuntimeError: the call has modified an argument in place and was given another that shares its memory.
+        With ``hand_through``, aliases that the function has returned are replaced by the caller's tensors in
+        ``outputs``. Raises RuntimeError if the call has modified an argument whose memory another one shares.
         """
         aliases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for alias in self.aliases:
@@ -144,7 +118,7 @@ class IsolatedCall:
             assert tensor is not None
             alias.tensor = None
             aliases[id(tensor)] = tensor, alias.original
-            if tensor.requires_grad and tensor.grad_fn is not alias.grad_fn:
+            if tensor.requires_grad and tensor.grad_fn is not (alias.edge and alias.edge.node):
                 self.written.append(alias)
                 self.roots.append(edge_of(tensor))
         if self.written:
@@ -195,12 +169,7 @@ class IsolatedCall:
             del alias.original
 
     def gradients(self, grads: Sequence[torch.Tensor | None], keep: bool) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of every alias with an edge and of every leaf; None where there is none.
-
-        Args:
-            grads: for each root, or None.
-            keep: the graph will be differentiated again.
-        """
+        """Return the gradients of every alias with an edge and of every leaf; see :func:`differentiate`."""
         inputs = [alias.edge for alias in self.aliases if alias.edge is not None]
         return differentiate(self.roots, grads, inputs, self.leaves, self._entry, keep=keep)
 
@@ -219,7 +188,7 @@ def differentiate(
     roots; one with nodes of ``torch.compile`` is not kept, because these refuse to run then.
 
     Args:
-        roots: where the backward pass begins; None is skipped, and so is its gradient.
+        roots: where the backward pass begins; None is skipped, and so is a root without a gradient.
         grads: for each root, or None.
         inputs: where the call's graph begins.
         leaves: tensors that gradients would be accumulated into.
@@ -275,18 +244,18 @@ def isolate(
                 continue
             if not required and has_tangent(value):
                 continue  # which an alias would lack
-            alias = known[id(value)] = Alias(place, value)
+            alias = known[id(value)] = Alias([place], value)
             call.aliases.append(alias)
             if required:
                 entering.append(alias)
             else:
-                alias.enter(value.detach(), None)
+                alias.tensor = value.detach()
     if entering:
         anchor = torch.empty(0, device="cpu", requires_grad=True)
         guard, *tensors = apply_directly(_Entry, anchor, *[alias.original for alias in entering])
         entry = guard.grad_fn
         for number, (alias, tensor) in enumerate(zip(entering, tensors, strict=True), 1):
-            alias.enter(tensor, GradientEdge(entry, number))
+            alias.tensor, alias.edge = tensor, GradientEdge(entry, number)
         for call in calls:
             call._entry, call._guard = entry, guard
     return calls
@@ -295,8 +264,7 @@ def isolate(
 def trace(calls: Sequence[IsolatedCall], hand_through: bool) -> list[list[torch.Tensor]]:
     """Find what the backward passes of calls need, after they have run with graphs.
 
-    Returns:
-        For each call what :meth:`IsolatedCall.find_fresh` returns.
+    Returns for each call what :meth:`IsolatedCall.find_fresh` does.
     """
     fresh = [call.find_fresh(hand_through) for call in calls]
     outputs = [output for own in fresh for output in own]

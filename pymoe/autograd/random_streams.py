@@ -55,15 +55,13 @@ from pymoe._torch_private import dispatch_tls_set_dispatch_key_included as inclu
 Result = TypeVar("Result")
 
 # Operators that draw numbers themselves; all others that are random are made of these. One that is missing in the torch
-# at hand is left out.
-WITH_GENERATOR = """
+# at hand is left out. Those of the last three lines take no generator: they get the call's state by way of the device's
+# default generator, one at a time.
+OPERATORS = """
     _fused_dropout _sample_dirichlet _standard_gamma bernoulli.out bernoulli_.Tensor bernoulli_.float binomial cauchy_
     exponential_ geometric_ log_normal_ multinomial multinomial.out normal.Tensor_Tensor normal.Tensor_Tensor_out
     normal.Tensor_float normal.Tensor_float_out normal.float_Tensor normal.float_Tensor_out normal_ poisson random_
     random_.from random_.to randperm.generator_out rrelu_with_noise rrelu_with_noise.out rrelu_with_noise_ uniform_
-"""
-# These take none: they get the call's state by way of the device's default generator, one at a time.
-WITHOUT_GENERATOR = """
     _cudnn_attention_forward _cudnn_init_dropout_state _efficient_attention_forward _fill_mem_eff_dropout_mask_
     _flash_attention_forward _scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention
     _scaled_dot_product_flash_attention _triton_scaled_dot_attention native_dropout
@@ -211,12 +209,11 @@ def _install() -> None:
     if not dispatch_has_backend_fallback(KEY):
         fallback.fallback(torch.library.fallthrough_kernel)
     library = torch.library.Library("aten", "IMPL", KEY)
-    for names, make in ((WITH_GENERATOR, _give_generator), (WITHOUT_GENERATOR, _give_state)):
-        for name in names.split():
-            packet, _, overload = name.partition(".")
-            operator = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-            if operator is not None:
-                library.impl(name, make(operator))
+    for name in OPERATORS.split():
+        packet, _, overload = name.partition(".")
+        operator = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+        if operator is not None:
+            library.impl(name, _drawing_from_streams(operator))
     _libraries.extend((fallback, library))
 
 
@@ -269,40 +266,22 @@ def _first_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device
     return None if device is None else torch.device(device)
 
 
-def _of_this_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Stream, torch.device] | None:
-    stream, device = this_thread.stream, _first_device(args, kwargs)
-    # torch's own threads for backward passes on other devices include the key, but belong to no call.
-    return None if stream is None or device is None or device.type == "meta" else (stream, device)
-
-
-def _give_generator(operator: Any) -> Callable[..., Any]:
+def _drawing_from_streams(operator: Any) -> Callable[..., Any]:
+    """Return a kernel that runs ``operator`` with the generator, or the state, of the call of its thread."""
     names = [argument.name for argument in operator._schema.arguments]
-    position = names.index("generator")
+    position = names.index("generator") if "generator" in names else len(names)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         exclude(_key, True)
         try:
             given = args[position] if len(args) > position else kwargs.get("generator")
-            found = None if given is not None else _of_this_call(args, kwargs)
-            if found is not None:
-                stream, device = found
-                args = args[:position]
-                kwargs["generator"] = stream.generator(device)
-            return operator(*args, **kwargs)
-        finally:
-            exclude(_key, False)
-
-    return kernel
-
-
-def _give_state(operator: Any) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        exclude(_key, True)
-        try:
-            found = _of_this_call(args, kwargs)
-            if found is None:
+            stream, device = this_thread.stream, _first_device(args, kwargs)
+            # torch's own threads for backward passes on other devices include the key, but belong to no call.
+            if given is not None or stream is None or device is None or device.type == "meta":
                 return operator(*args, **kwargs)
-            stream, device = found
+            if position < len(names):
+                kwargs["generator"] = stream.generator(device)
+                return operator(*args[:position], **kwargs)
             with stream.as_default(device):
                 return operator(*args, **kwargs)
         finally:

@@ -31,7 +31,7 @@ from pymoe._torch_private import (
     InferenceMode,
     TorchFunctionState,
     get_current_dispatch_mode_stack,
-    get_function_stack_at,
+    get_current_function_mode_stack,
     is_any_autocast_enabled,
     is_fwd_grad_enabled,
     is_multithreading_enabled,
@@ -103,7 +103,7 @@ def current() -> ThreadState:
         tuple([_get_autocast_dtype(device) for device in devices]),
         is_torch_function_enabled(),
         is_torch_function_all_disabled(),
-        _function_modes() if len_torch_function_stack() else (),
+        tuple(get_current_function_mode_stack()) if len_torch_function_stack() else (),
         GLOBAL_DEVICE_CONTEXT.__dict__.get("device_context"),
         tuple(get_current_dispatch_mode_stack()) if len_torch_dispatch_stack() else (),
         top_saved_tensors_default_hooks(True),
@@ -121,17 +121,8 @@ class _Known(threading.local):
     state: ThreadState | None = None
 
 
-_known = _Known()
-
-
-def known_state() -> ThreadState | None:
-    """Return the state of this thread if it is known and cannot have changed since, else None."""
-    return _known.state
-
-
-def know_state(state: ThreadState | None) -> None:
-    """Have :func:`in_state` take ``state`` as this thread's until it is set to None: nothing else may change it."""
-    _known.state = state
+known = _Known()
+"""``known.state`` is this thread's state where nothing else can change it until it is None again, which is unknown."""
 
 
 @contextmanager
@@ -172,9 +163,9 @@ def in_state(state: ThreadState, function: Callable[..., Result], *args: Any, cl
     Where ``state`` has autocast and this thread does not, the function runs in an autocast block of its own; for
     ``clears`` see :func:`autocast_level`.
     """
-    known = _known.state
-    before = known or current()
-    _known.state = None
+    was_known = known.state
+    before = was_known or current()
+    known.state = None
     undo: list[Callable[[], object]] = []
     try:
         if before != state:
@@ -190,7 +181,7 @@ def in_state(state: ThreadState, function: Callable[..., Result], *args: Any, cl
         after = current()
         if after != before:
             change(after, before, [])
-        _known.state = known
+        known.state = was_known
 
 
 def change(before: ThreadState, after: ThreadState, undo: list[Callable[[], object]]) -> None:
@@ -230,10 +221,6 @@ def change(before: ThreadState, after: ThreadState, undo: list[Callable[[], obje
         torch.cuda.set_device(after.cuda[0])
 
 
-def _function_modes() -> tuple[Any, ...]:
-    return tuple(get_function_stack_at(i) for i in range(len_torch_function_stack()))
-
-
 def _change_modes(before: ThreadState, after: ThreadState) -> None:
     if before.function_modes != after.function_modes:
         while len_torch_function_stack():
@@ -242,13 +229,8 @@ def _change_modes(before: ThreadState, after: ThreadState) -> None:
             push_on_torch_function_stack(mode)
     if (before.all_functions, before.no_function) != (after.all_functions, after.no_function):
         states = TorchFunctionState
-        set_torch_function_state(
-            states.ENABLED
-            if after.all_functions
-            else states.ALL_DISABLED
-            if after.no_function
-            else states.SUBCLASSES_DISABLED
-        )
+        disabled = states.ALL_DISABLED if after.no_function else states.SUBCLASSES_DISABLED
+        set_torch_function_state(states.ENABLED if after.all_functions else disabled)
     if before.default_device is not after.default_device:
         GLOBAL_DEVICE_CONTEXT.device_context = after.default_device
     if before.dispatch_modes != after.dispatch_modes:

@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -256,18 +257,15 @@ def selected(options: argparse.Namespace) -> tuple[list[Line], list[Line]]:
         and (not options.dtype or str(line.dtype).removeprefix("torch.") in options.dtype)
     ]
     effort = effort_of(options)
-    fits = [line.bytes <= effort.most_bytes and line.flops <= effort.most_flops for line in wanted]
-    return [one for one, fit in zip(wanted, fits, strict=True) if fit], [
-        one for one, fit in zip(wanted, fits, strict=True) if not fit
-    ]
+    fitting = [line for line in wanted if line.bytes <= effort.most_bytes and line.flops <= effort.most_flops]
+    return fitting, [line for line in wanted if line not in fitting]
 
 
 def effort_of(options: argparse.Namespace) -> Effort:
     """How long the lines are measured."""
     effort = QUICK if options.quick else FULL
-    if getattr(options, "budget", None):
-        return Effort(options.budget, effort.rounds, effort.most_bytes, effort.most_flops)
-    return effort
+    budget = getattr(options, "budget", None)
+    return replace(effort, budget=budget) if budget else effort
 
 
 def print_left_out(lines: Sequence[Line]) -> None:

@@ -137,14 +137,6 @@ class Verdict:
     detail: str = ""
     """What is wrong: the first violation, with values."""
 
-    @property
-    def good(self) -> bool:
-        """Whether the result is what it should be."""
-        return self.verdict in ("exact", "close")
-
-    def __str__(self) -> str:
-        return f"close {self.max_error:.0e}" if self.verdict == "close" else self.verdict
-
 
 def verify(operator: Operator, case: BenchCase, sample: Sample) -> Verdict:
     """Compare native and reference on ``sample``: outputs, and gradients if the case times them.

@@ -58,16 +58,10 @@ def cpu_model() -> str:
     return _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
 
 
-def memory_gib() -> float | None:
-    """Physical memory, in GiB; None where the system does not say."""
-    kibibytes = _field("/proc/meminfo", "MemTotal")
+def memory_gib(field: str = "MemTotal") -> float | None:
+    """Physical memory, in GiB, or another field of /proc/meminfo; None where the system does not say."""
+    kibibytes = _field("/proc/meminfo", field)
     return round(int(kibibytes.split()[0]) / 2**20, 1) if kibibytes else None
-
-
-def available_gib() -> float:
-    """Memory that can be taken without swapping, in GiB; infinite where the system does not say."""
-    kibibytes = _field("/proc/meminfo", "MemAvailable")
-    return int(kibibytes.split()[0]) / 2**20 if kibibytes else float("inf")
 
 
 def _field(file: str, name: str) -> str | None:

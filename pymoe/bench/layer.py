@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ from pymoe.bench.lines import Candidates, Line
 from pymoe.nn import MoE
 from pymoe.nn.options import Backend
 
-FORWARD_BACKWARD = "forward+backward"
 SLOWDOWN_ALLOWED = 1.15
 """The target: time over that of the dense products."""
 RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -53,9 +53,9 @@ class Shape:
         return 6 * (self.slots * 3 * self.ffn * self.hidden + self.tokens * self.hidden * self.experts)
 
     @property
-    def bytes(self) -> int:
-        """fp32 bytes of weights and their gradients and of input, output and their gradients."""
-        return 4 * (2 * (3 * self.experts * self.ffn * self.hidden) + 4 * self.tokens * self.hidden)
+    def elements(self) -> int:
+        """Numbers in weights and their gradients, and in input, output and their gradients."""
+        return 2 * (3 * self.experts * self.ffn * self.hidden) + 4 * self.tokens * self.hidden
 
 
 SHAPES = (
@@ -71,32 +71,24 @@ CUDA_SHAPES = (
 
 def layer_lines() -> Iterator[Line]:
     """The lines of the layer."""
-    for shape in SHAPES:
-        yield Line(
-            "MoE",
-            str(shape),
-            torch.float32,
-            FORWARD_BACKWARD,
-            shape.bytes,
-            shape.flops,
-            shape.name,
-            {"cpu": Target("floor", 1 / SLOWDOWN_ALLOWED)},
-            lambda device, rates, shape=shape: candidates_of(shape, torch.float32, device, rates),  # type: ignore[misc]
-            devices=("cpu",),
-        )
-    for shape in CUDA_SHAPES:
-        yield Line(
-            "MoE",
-            str(shape),
-            torch.bfloat16,
-            FORWARD_BACKWARD,
-            shape.bytes // 2,
-            shape.flops,
-            shape.name,
-            {},
-            lambda device, rates, shape=shape: candidates_of(shape, torch.bfloat16, device, rates),  # type: ignore[misc]
-            devices=("cuda",),
-        )
+    target = Target("floor", 1 / SLOWDOWN_ALLOWED)
+    for device, shapes, dtype, targets in (
+        ("cpu", SHAPES, torch.float32, {"cpu": target}),
+        ("cuda", CUDA_SHAPES, torch.bfloat16, {}),
+    ):
+        for shape in shapes:
+            yield Line(
+                "MoE",
+                str(shape),
+                dtype,
+                "forward+backward",
+                shape.elements * dtype.itemsize,
+                shape.flops,
+                shape.name,
+                targets,
+                partial(candidates_of, shape, dtype),
+                devices=(device,),
+            )
 
 
 def candidates_of(shape: Shape, dtype: torch.dtype, device: torch.device, rates: Rates) -> Candidates:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,11 @@ from pymoe.bench.cold import Rotating, copies_of, in_graph
 from pymoe.bench.correctness import Verdict, verify
 from pymoe.bench.floor import Floor, Rates, floor_for
 from pymoe.bench.timing import Spread, Timer, Timing, measure
+
+CALLS = ("native", "reference", "baseline", "floor")
+CAPTURED = ("native", "baseline", "floor")
+"""The calls that are measured in CUDA graphs too."""
+RATIOS = ("over_reference", "over_baseline", "over_baseline_in_graph", "share_of_floor", "share_of_copy")
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class Line:
 
 def lines_of(operator: Operator) -> Iterator[Line]:
     """Yield the lines of an operator."""
-    for case in operator.bench_cases():
+    for case in operator.bench_cases:
         yield Line(
             operator.name,
             case.name,
@@ -79,7 +85,7 @@ def lines_of(operator: Operator) -> Iterator[Line]:
             case.flops,
             case.source,
             {"cpu": case.target, "cuda": case.cuda_target},
-            lambda device, rates, case=case: candidates_of(operator, case, device, rates),  # type: ignore[misc]
+            partial(candidates_of, operator, case),
         )
 
 
@@ -156,7 +162,7 @@ def captured_calls(calls: Mapping[str, Callable[[], object]]) -> tuple[dict[str,
     """Native, baseline and floor in CUDA graphs, by name, and why those that cannot be captured cannot."""
     captured: dict[str, Callable[[], object]] = {}
     refused = {}
-    for name in ("native", "floor", "baseline"):
+    for name in CAPTURED:
         if name in calls:
             try:
                 captured[f"{name}_in_graph"] = in_graph(calls[name])
@@ -176,19 +182,9 @@ def described(line: Line, target: Target | None) -> dict[str, Any]:
         "bytes": line.bytes,
         "flops": line.flops,
         "source": line.source,
-        "native": None,
-        "reference": None,
-        "baseline": None,
-        "floor": None,
-        "native_in_graph": None,
-        "baseline_in_graph": None,
-        "floor_in_graph": None,
+        **dict.fromkeys((*CALLS, *(f"{name}_in_graph" for name in CAPTURED))),
         "not_in_graph": {},
-        "over_reference": None,
-        "over_baseline": None,
-        "over_baseline_in_graph": None,
-        "share_of_floor": None,
-        "share_of_copy": None,
+        **dict.fromkeys(RATIOS),
         "target": asdict(target) | {"reached": None} if target else None,
         "correctness": None,
     }

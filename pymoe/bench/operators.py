@@ -5,8 +5,7 @@ The tests' specifications (``tests/specs``) build on these records, so that an o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +17,8 @@ from pymoe.bench.calls import FLOATING, BenchCase, Operator, Sample, Target
 from pymoe.reference import Routing
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+SOFTMAX = {"score": "softmax"}
+GROUPS = {"score": "sigmoid", "num_groups": 8, "topk_groups": 4, "scale": 2.5}
 
 
 def tolerances(float32: Any, float64: Any, bfloat16: Any, float16: Any) -> dict[torch.dtype, tuple[float, float]]:
@@ -125,256 +126,174 @@ def torch_expert_activation(h: Tensor, kind: str) -> Tensor:
 # --- cases ---
 
 
-def build_routing_cases() -> Iterator[BenchCase]:
-    for tokens, choices, experts, source in (
-        (16384, 2, 64, ""),
-        (4096, 8, 128, "TileOPs"),
-        (4096, 8, 256, "Transformer Engine, test_permutation"),
-        (8192, 8, 128, "Qwen3-30B: Liger-Kernel"),
-        (32768, 8, 128, "SonicMoE"),
-    ):
-
-        def make(generator: torch.Generator, shape: tuple[int, int, int] = (tokens, choices, experts)) -> Sample:
-            return Sample("", (distinct(*shape, generator), shape[2]))
-
-        yield BenchCase(
-            f"T{tokens} K{choices} E{experts}",
-            torch.int32,
-            make,
-            bytes=4 * (3 * tokens * choices + experts + 1),
-            source=source,
-            baseline=torch_build_routing,
-            target=Target("baseline", 5.0),
-            cuda_target=Target("seconds", 5e-6) if tokens == 4096 else None,
-        )
+def build_routing_case(tokens: int, choices: int, experts: int, source: str = "") -> BenchCase:
+    return BenchCase(
+        f"T{tokens} K{choices} E{experts}",
+        torch.int32,
+        lambda random: Sample("", (distinct(tokens, choices, experts, random), experts)),
+        bytes=4 * (3 * tokens * choices + experts + 1),
+        source=source,
+        baseline=torch_build_routing,
+        target=Target("baseline", 5.0),
+        cuda_target=Target("seconds", 5e-6) if tokens == 4096 else None,
+    )
 
 
-def dispatch_cases() -> Iterator[BenchCase]:
-    for (tokens, hidden, choices, experts, dtype, source), given in product(
-        (
-            (16384, 1024, 2, 64, FLOAT32, ""),
-            (16384, 1024, 2, 64, BFLOAT16, ""),
-            (4096, 7168, 8, 256, BFLOAT16, "TileOPs; Transformer Engine, test_permutation"),
-            (8192, 2048, 8, 128, BFLOAT16, "Qwen3-30B: Liger-Kernel"),
-        ),
-        (True, False),
-    ):
+def dispatch_case(
+    tokens: int, hidden: int, choices: int, experts: int, dtype: torch.dtype, source: str, given: bool
+) -> BenchCase:
+    def make(random: torch.Generator) -> Sample:
+        routing = reference.build_routing(distinct(tokens, choices, experts, random), experts)
+        x = torch.randn(tokens, hidden, generator=random).to(dtype)
+        out = {"out": torch.zeros(tokens * choices, hidden, dtype=dtype)} if given else {}
+        return Sample("", (x, routing), out)
 
-        def make(
-            generator: torch.Generator,
-            shape: tuple[int, int, int] = (tokens, choices, experts),
-            hidden: int = hidden,
-            dtype: torch.dtype = dtype,
-            given: bool = given,
-        ) -> Sample:
-            tokens, choices, experts = shape
-            chosen = distinct(*shape, generator)
-            x = torch.randn(tokens, hidden, generator=generator).to(dtype)
-            out = {"out": torch.zeros(tokens * choices, hidden, dtype=dtype)} if given else {}
-            return Sample("", (x, reference.build_routing(chosen, experts)), out)
-
-        yield BenchCase(
-            f"T{tokens} H{hidden} K{choices} {'into a buffer' if given else 'fresh'}",
-            dtype,
-            make,
-            bytes=tokens * (1 + choices) * hidden * dtype.itemsize,
-            source=source,
-            baseline=torch_dispatch,
-            target=Target("floor", 0.8) if given else None,
-            cuda_target=Target("seconds", 0.135e-3) if hidden == 7168 else None,
-        )
+    return BenchCase(
+        f"T{tokens} H{hidden} K{choices} {'into a buffer' if given else 'fresh'}",
+        dtype,
+        make,
+        bytes=tokens * (1 + choices) * hidden * dtype.itemsize,
+        source=source,
+        baseline=torch_dispatch,
+        target=Target("floor", 0.8) if given else None,
+        cuda_target=Target("seconds", 0.135e-3) if hidden == 7168 else None,
+    )
 
 
-def combine_cases() -> Iterator[BenchCase]:
-    for tokens, hidden, choices, experts, dtype, source, target in (
-        (16384, 1024, 2, 64, FLOAT32, "", Target("baseline", 4.0)),
-        (16384, 1024, 8, 64, FLOAT32, "", Target("baseline", 6.0)),
-        (16384, 1024, 2, 64, BFLOAT16, "", None),
-        (4096, 7168, 8, 256, BFLOAT16, "TileOPs; Transformer Engine, test_permutation", None),
-        (8192, 2048, 8, 128, BFLOAT16, "Qwen3-30B: Liger-Kernel", None),
-    ):
+def combine_case(
+    tokens: int,
+    hidden: int,
+    choices: int,
+    experts: int,
+    dtype: torch.dtype,
+    source: str = "",
+    target: Target | None = None,
+    backward: bool = False,
+) -> BenchCase:
+    def make(random: torch.Generator) -> Sample:
+        routing = reference.build_routing(distinct(tokens, choices, experts, random), experts)
+        y = torch.randn(tokens * choices, hidden, generator=random).to(dtype)
+        return Sample("", (y, routing, torch.rand(tokens, choices, generator=random)))
 
-        def make(
-            generator: torch.Generator,
-            shape: tuple[int, int, int] = (tokens, choices, experts),
-            hidden: int = hidden,
-            dtype: torch.dtype = dtype,
-        ) -> Sample:
-            tokens, choices, experts = shape
-            chosen = distinct(*shape, generator)
-            y = torch.randn(tokens * choices, hidden, generator=generator).to(dtype)
-            weights = torch.rand(tokens, choices, generator=generator)
-            return Sample("", (y, reference.build_routing(chosen, experts), weights))
-
-        name, row = f"T{tokens} H{hidden} K{choices}", hidden * dtype.itemsize
-        yield BenchCase(
-            name,
-            dtype,
-            make,
-            bytes=tokens * (1 + choices) * row,
-            source=source,
-            baseline=torch_combine,
-            target=target,
-            cuda_target=Target("seconds", 0.128e-3) if hidden == 7168 else None,
-        )
-        if choices == 2:
-            forward, backward = tokens * (1 + choices) * row, tokens * (1 + 2 * choices) * row
-            yield BenchCase(name, dtype, make, bytes=forward + backward, backward=True, baseline=torch_combine)
+    rows = 1 + choices + (1 + 2 * choices if backward else 0)
+    return BenchCase(
+        f"T{tokens} H{hidden} K{choices}",
+        dtype,
+        make,
+        bytes=tokens * rows * hidden * dtype.itemsize,
+        backward=backward,
+        source=source,
+        baseline=torch_combine,
+        target=target,
+        cuda_target=Target("seconds", 0.128e-3) if hidden == 7168 else None,
+    )
 
 
-def gather_batch_cases() -> Iterator[BenchCase]:
-    for count, rows, columns in ((64, 1, 1024), (64, 64, 1024), (8, 2048, 1024)):
-
-        def make(generator: torch.Generator, count: int = count, rows: int = rows, columns: int = columns) -> Sample:
-            return Sample("", ([torch.randn(rows, columns, generator=generator) for _ in range(count)],))
-
-        moved = 2 * 4 * count * rows * columns
-        yield BenchCase(f"{count} of {rows}x{columns}", FLOAT32, make, bytes=moved, baseline=torch_gather_batch)
-
-
-def gate_topk_cases() -> Iterator[BenchCase]:
-    plain = {"score": "softmax"}
-    groups = {"score": "sigmoid", "num_groups": 8, "topk_groups": 4, "scale": 2.5}
-    deepseek = {**groups, "bias": torch.linspace(-0.1, 0.1, 256)}
-    for tokens, num_experts, k, dtype, options, backward, source, target, cuda_target in (
-        (16384, 64, 2, FLOAT32, plain, False, "", Target("reference", 15), None),
-        (16384, 64, 2, BFLOAT16, plain, False, "", None, None),
-        (4096, 128, 8, FLOAT32, plain, False, "TileOPs", Target("baseline", 8), Target("seconds", 4e-6)),
-        (4096, 128, 8, BFLOAT16, plain, False, "TileOPs", None, Target("seconds", 4e-6)),
-        (16384, 128, 8, FLOAT32, plain, False, "FreeToken", Target("baseline", 8), Target("seconds", 8e-6)),
-        (8192, 128, 4, FLOAT32, plain, True, "TransformerEngine", None, None),
-        (16384, 256, 8, FLOAT32, plain, False, "SonicMoE", None, None),
-        (4096, 192, 8, FLOAT32, groups, False, "TransformerEngine", None, None),
-        (4096, 256, 8, FLOAT32, deepseek, False, "DeepSeek-V3", None, None),
-        (8192, 2304, 36, FLOAT32, plain, False, "TransformerEngine", None, None),
-    ):
-
-        def make(
-            generator: torch.Generator,
-            shape: tuple[int, int] = (tokens, num_experts),
-            k: int = k,
-            dtype: torch.dtype = dtype,
-            options: dict[str, Any] = options,
-            backward: bool = backward,
-        ) -> Sample:
-            logits = torch.randn(shape, generator=generator).to(dtype).requires_grad_(backward)
-            return Sample("", (logits, k), options)
-
-        extra = " ".join(name for name in ("bias", "num_groups") if name in options).replace("num_groups", "groups")
-        yield BenchCase(
-            f"T{tokens} E{num_experts} K{k} {options['score']} {extra}".strip(),
-            dtype,
-            make,
-            bytes=tokens * (num_experts * dtype.itemsize * (2 if backward else 1) + k * 8),
-            backward=backward,
-            source=source,
-            baseline=torch_gate_topk,
-            target=target,
-            cuda_target=cuda_target,
-        )
+def gather_batch_case(count: int, rows: int, columns: int) -> BenchCase:
+    return BenchCase(
+        f"{count} of {rows}x{columns}",
+        FLOAT32,
+        lambda random: Sample("", ([torch.randn(rows, columns, generator=random) for _ in range(count)],)),
+        bytes=2 * 4 * count * rows * columns,
+        baseline=torch_gather_batch,
+    )
 
 
-def router_losses_cases() -> Iterator[BenchCase]:
-    for tokens, num_experts, score, dtype, backward, source in (
-        (16384, 64, "softmax", FLOAT32, False, ""),
-        (8192, 128, "softmax", FLOAT32, True, "TransformerEngine"),
-        (8192, 128, "softmax", BFLOAT16, True, "TransformerEngine"),
-        (8192, 256, "sigmoid", FLOAT32, True, "DeepSeek-V3"),
-    ):
+def gate_topk_case(
+    tokens: int,
+    num_experts: int,
+    k: int,
+    dtype: torch.dtype,
+    source: str = "",
+    options: dict[str, Any] = SOFTMAX,
+    backward: bool = False,
+    target: Target | None = None,
+    cuda_seconds: float | None = None,
+) -> BenchCase:
+    def make(random: torch.Generator) -> Sample:
+        logits = torch.randn(tokens, num_experts, generator=random).to(dtype).requires_grad_(backward)
+        return Sample("", (logits, k), options)
 
-        def make(
-            generator: torch.Generator,
-            shape: tuple[int, int] = (tokens, num_experts),
-            score: str = score,
-            dtype: torch.dtype = dtype,
-            backward: bool = backward,
-        ) -> Sample:
-            logits = torch.randn(shape, generator=generator).to(dtype).requires_grad_(backward)
-            return Sample("", (logits, random_load(shape[1], generator)), {"score": score})
-
-        yield BenchCase(
-            f"T{tokens} E{num_experts} {score}",
-            dtype,
-            make,
-            bytes=tokens * num_experts * dtype.itemsize * (3 if backward else 1),
-            backward=backward,
-            source=source,
-            baseline=torch_router_losses,
-        )
-
-
-def grouped_linear_cases() -> Iterator[BenchCase]:
-    for source, rows, experts, sizes, dtype, skew, backward in (
-        ("SonicMoE Fig. 13, scaled", 4096, 8, (1024, 1024), FLOAT32, 0.0, False),
-        ("SonicMoE Fig. 13, scaled", 4096, 8, (1024, 1024), FLOAT32, 0.0, True),
-        ("Qwen3-30B (Liger), scaled", 4096, 32, (768, 1024), FLOAT32, 0.0, False),
-        ("Qwen3-30B (Liger), scaled", 4096, 32, (768, 1024), BFLOAT16, 0.0, False),
-        ("TileOPs 80/20 skew, scaled", 4096, 32, (768, 1024), FLOAT32, 1.0, False),
-        ("DeepSeek-V3, few rows an expert, scaled", 2048, 64, (512, 1024), FLOAT32, 0.0, False),
-        ("a small model", 2048, 8, (512, 128), FLOAT32, 0.0, False),
-        ("a small model", 2048, 8, (512, 128), FLOAT32, 0.0, True),
-    ):
-        outputs, inputs = sizes
-
-        def make(
-            generator: torch.Generator,
-            shape: tuple[int, int, int, int] = (rows, experts, outputs, inputs),
-            dtype: torch.dtype = dtype,
-            skew: float = skew,
-            grad: bool = backward,
-        ) -> Sample:
-            rows, experts, outputs, inputs = shape
-            counts = random_counts(rows, experts, generator, skew)
-            x = uniform(rows, inputs, dtype=dtype, generator=generator)
-            weight = uniform(experts, outputs, inputs, dtype=dtype, generator=generator, scale=inputs**-0.5)
-            return Sample("", (x.requires_grad_(grad), weight.requires_grad_(grad), offsets_of(counts)))
-
-        passes = 3 if backward else 1
-        elements = rows * (inputs + outputs) + experts * inputs * outputs
-        name = f"S{rows} E{experts} H{inputs} N{outputs}" + (" skewed" if skew else "")
-        yield BenchCase(
-            name + (" fwd+bwd" if backward else ""),
-            dtype,
-            make,
-            bytes=elements * dtype.itemsize * passes,
-            flops=2 * rows * inputs * outputs * passes,
-            backward=backward,
-            source=source,
-            baseline=torch_grouped_linear,
-        )
+    extra = " ".join(name for name in ("bias", "num_groups") if name in options).replace("num_groups", "groups")
+    return BenchCase(
+        f"T{tokens} E{num_experts} K{k} {options['score']} {extra}".strip(),
+        dtype,
+        make,
+        bytes=tokens * (num_experts * dtype.itemsize * (2 if backward else 1) + k * 8),
+        backward=backward,
+        source=source,
+        baseline=torch_gate_topk,
+        target=target,
+        cuda_target=Target("seconds", cuda_seconds) if cuda_seconds else None,
+    )
 
 
-def expert_activation_cases() -> Iterator[BenchCase]:
-    for kind, features, dtype, backward, source in (
-        ("swiglu", 768, FLOAT32, False, "Qwen3-30B (Liger)"),
-        ("swiglu", 768, FLOAT32, True, "Qwen3-30B (Liger)"),
-        ("swiglu", 768, BFLOAT16, False, "Qwen3-30B (Liger)"),
-        ("swiglu", 768, BFLOAT16, True, "Qwen3-30B (Liger)"),
-        ("gelu", 1024, FLOAT32, False, "SonicMoE README, scaled"),
-        ("relu", 1024, FLOAT32, False, "SonicMoE README, scaled"),
-    ):
-        rows = 4096
-        inputs = 2 * features if kind == "swiglu" else features
+def router_losses_case(
+    tokens: int, num_experts: int, score: str, dtype: torch.dtype, backward: bool, source: str
+) -> BenchCase:
+    def make(random: torch.Generator) -> Sample:
+        logits = torch.randn(tokens, num_experts, generator=random).to(dtype).requires_grad_(backward)
+        return Sample("", (logits, random_load(num_experts, random)), {"score": score})
 
-        def make(
-            generator: torch.Generator,
-            shape: tuple[int, int] = (rows, inputs),
-            dtype: torch.dtype = dtype,
-            kind: str = kind,
-            grad: bool = backward,
-        ) -> Sample:
-            return Sample("", (uniform(*shape, dtype=dtype, generator=generator).requires_grad_(grad), kind))
+    return BenchCase(
+        f"T{tokens} E{num_experts} {score}",
+        dtype,
+        make,
+        bytes=tokens * num_experts * dtype.itemsize * (3 if backward else 1),
+        backward=backward,
+        source=source,
+        baseline=torch_router_losses,
+    )
 
-        moved = inputs + features + (2 * inputs + features if backward else 0)
-        yield BenchCase(
-            f"S{rows} F{features} {kind}" + (" fwd+bwd" if backward else ""),
-            dtype,
-            make,
-            bytes=rows * moved * dtype.itemsize,
-            backward=backward,
-            source=source,
-            baseline=torch_expert_activation,
-        )
+
+def grouped_linear_case(
+    source: str,
+    rows: int,
+    experts: int,
+    outputs: int,
+    inputs: int,
+    dtype: torch.dtype = FLOAT32,
+    skew: float = 0.0,
+    backward: bool = False,
+) -> BenchCase:
+    def make(random: torch.Generator) -> Sample:
+        counts = random_counts(rows, experts, random, skew)
+        x = uniform(rows, inputs, dtype=dtype, generator=random)
+        weight = uniform(experts, outputs, inputs, dtype=dtype, generator=random, scale=inputs**-0.5)
+        return Sample("", (x.requires_grad_(backward), weight.requires_grad_(backward), offsets_of(counts)))
+
+    passes = 3 if backward else 1
+    elements = rows * (inputs + outputs) + experts * inputs * outputs
+    name = f"S{rows} E{experts} H{inputs} N{outputs}" + (" skewed" if skew else "")
+    return BenchCase(
+        name + (" fwd+bwd" if backward else ""),
+        dtype,
+        make,
+        bytes=elements * dtype.itemsize * passes,
+        flops=2 * rows * inputs * outputs * passes,
+        backward=backward,
+        source=source,
+        baseline=torch_grouped_linear,
+    )
+
+
+def expert_activation_case(kind: str, features: int, dtype: torch.dtype, backward: bool, source: str) -> BenchCase:
+    rows = 4096
+    inputs = 2 * features if kind == "swiglu" else features
+
+    def make(random: torch.Generator) -> Sample:
+        return Sample("", (uniform(rows, inputs, dtype=dtype, generator=random).requires_grad_(backward), kind))
+
+    moved = inputs + features + (2 * inputs + features if backward else 0)
+    return BenchCase(
+        f"S{rows} F{features} {kind}" + (" fwd+bwd" if backward else ""),
+        dtype,
+        make,
+        bytes=rows * moved * dtype.itemsize,
+        backward=backward,
+        source=source,
+        baseline=torch_expert_activation,
+    )
 
 
 # --- operators ---
@@ -388,52 +307,110 @@ def _operator(
     name: str,
     exact: tuple[bool, ...],
     tolerances: dict[torch.dtype, tuple[float, float]],
-    cases: Callable[[], Iterator[BenchCase]] = lambda: iter(()),
+    *cases: BenchCase,
 ) -> Operator:
     return Operator(name, getattr(ops, name), getattr(reference, name), exact, tolerances, cases)
 
 
-OPERATORS = {
-    operator.name: operator
-    for operator in (
-        _operator("build_routing", (True, True, True), {}, build_routing_cases),
-        _operator(
-            "combine",
-            (True,),
-            tolerances((1e-5, 5e-5), (1e-13, 1e-13), (0.008, 1e-4), (0.001, 1e-4)),
-            combine_cases,
+_ALL = (
+    _operator(
+        "build_routing",
+        (True, True, True),
+        {},
+        build_routing_case(16384, 2, 64),
+        build_routing_case(4096, 8, 128, "TileOPs"),
+        build_routing_case(4096, 8, 256, "Transformer Engine, test_permutation"),
+        build_routing_case(8192, 8, 128, "Qwen3-30B: Liger-Kernel"),
+        build_routing_case(32768, 8, 128, "SonicMoE"),
+    ),
+    _operator(
+        "combine",
+        (True,),
+        tolerances((1e-5, 5e-5), (1e-13, 1e-13), (0.008, 1e-4), (0.001, 1e-4)),
+        combine_case(16384, 1024, 2, 64, FLOAT32, target=Target("baseline", 4.0)),
+        combine_case(16384, 1024, 2, 64, FLOAT32, backward=True),
+        combine_case(16384, 1024, 8, 64, FLOAT32, target=Target("baseline", 6.0)),
+        combine_case(16384, 1024, 2, 64, BFLOAT16),
+        combine_case(16384, 1024, 2, 64, BFLOAT16, backward=True),
+        combine_case(4096, 7168, 8, 256, BFLOAT16, "TileOPs; Transformer Engine, test_permutation"),
+        combine_case(8192, 2048, 8, 128, BFLOAT16, "Qwen3-30B: Liger-Kernel"),
+    ),
+    _operator(
+        "dispatch",
+        (True,),
+        # Of gradients: the reference adds up a token's choices in torch's order.
+        tolerances((2e-6, 1e-6), (1e-14, 1e-14), (0.008, 1e-5), (0.001, 1e-5)),
+        *(
+            dispatch_case(*sizes, given)
+            for sizes in (
+                (16384, 1024, 2, 64, FLOAT32, ""),
+                (16384, 1024, 2, 64, BFLOAT16, ""),
+                (4096, 7168, 8, 256, BFLOAT16, "TileOPs; Transformer Engine, test_permutation"),
+                (8192, 2048, 8, 128, BFLOAT16, "Qwen3-30B: Liger-Kernel"),
+            )
+            for given in (True, False)
         ),
-        _operator(
-            "dispatch",
-            (True,),
-            # Of gradients: the reference adds up a token's choices in torch's order.
-            tolerances((2e-6, 1e-6), (1e-14, 1e-14), (0.008, 1e-5), (0.001, 1e-5)),
-            dispatch_cases,
-        ),
-        _operator(
-            "expert_activation",
-            (False,),
-            tolerances((2e-6, 2e-6), (1e-14, 1e-14), (8e-3, 1e-6), (1e-3, 1e-6)),
-            expert_activation_cases,
-        ),
-        _operator(
-            "gate_topk",
-            (False, True, True),
-            # Of weights, and of gradients, which are rounded to the dtype of the logits.
-            tolerances((2e-6, 1e-6), (1e-13, 1e-14), (1e-2, 1e-5), (2e-3, 1e-5)),
-            gate_topk_cases,
-        ),
-        _operator("gather_batch", (True,), NO_TOLERANCE, gather_batch_cases),
-        _operator("split_batch", (True,), NO_TOLERANCE),
-        _operator(
-            "grouped_linear",
-            (False,),
-            # Sums of up to 1100 terms in another order; the 16-bit types may round to the neighbour.
-            tolerances((1e-5, 1e-4), (1e-13, 1e-12), (8e-3, 1e-4), (1e-3, 1e-4)),
-            grouped_linear_cases,
-        ),
-        _operator("router_losses", (False,), LOSS_TOLERANCES, router_losses_cases),
-        _operator("load_balancing_loss", (False,), LOSS_TOLERANCES),
-        _operator("router_z_loss", (False,), LOSS_TOLERANCES),
-    )
-}
+    ),
+    _operator(
+        "expert_activation",
+        (False,),
+        tolerances((2e-6, 2e-6), (1e-14, 1e-14), (8e-3, 1e-6), (1e-3, 1e-6)),
+        expert_activation_case("swiglu", 768, FLOAT32, False, "Qwen3-30B (Liger)"),
+        expert_activation_case("swiglu", 768, FLOAT32, True, "Qwen3-30B (Liger)"),
+        expert_activation_case("swiglu", 768, BFLOAT16, False, "Qwen3-30B (Liger)"),
+        expert_activation_case("swiglu", 768, BFLOAT16, True, "Qwen3-30B (Liger)"),
+        expert_activation_case("gelu", 1024, FLOAT32, False, "SonicMoE README, scaled"),
+        expert_activation_case("relu", 1024, FLOAT32, False, "SonicMoE README, scaled"),
+    ),
+    _operator(
+        "gate_topk",
+        (False, True, True),
+        # Of weights, and of gradients, which are rounded to the dtype of the logits.
+        tolerances((2e-6, 1e-6), (1e-13, 1e-14), (1e-2, 1e-5), (2e-3, 1e-5)),
+        gate_topk_case(16384, 64, 2, FLOAT32, target=Target("reference", 15)),
+        gate_topk_case(16384, 64, 2, BFLOAT16),
+        gate_topk_case(4096, 128, 8, FLOAT32, "TileOPs", target=Target("baseline", 8), cuda_seconds=4e-6),
+        gate_topk_case(4096, 128, 8, BFLOAT16, "TileOPs", cuda_seconds=4e-6),
+        gate_topk_case(16384, 128, 8, FLOAT32, "FreeToken", target=Target("baseline", 8), cuda_seconds=8e-6),
+        gate_topk_case(8192, 128, 4, FLOAT32, "TransformerEngine", backward=True),
+        gate_topk_case(16384, 256, 8, FLOAT32, "SonicMoE"),
+        gate_topk_case(4096, 192, 8, FLOAT32, "TransformerEngine", GROUPS),
+        gate_topk_case(4096, 256, 8, FLOAT32, "DeepSeek-V3", {**GROUPS, "bias": torch.linspace(-0.1, 0.1, 256)}),
+        gate_topk_case(8192, 2304, 36, FLOAT32, "TransformerEngine"),
+    ),
+    _operator(
+        "gather_batch",
+        (True,),
+        NO_TOLERANCE,
+        gather_batch_case(64, 1, 1024),
+        gather_batch_case(64, 64, 1024),
+        gather_batch_case(8, 2048, 1024),
+    ),
+    _operator("split_batch", (True,), NO_TOLERANCE),
+    _operator(
+        "grouped_linear",
+        (False,),
+        # Sums of up to 1100 terms in another order; the 16-bit types may round to the neighbour.
+        tolerances((1e-5, 1e-4), (1e-13, 1e-12), (8e-3, 1e-4), (1e-3, 1e-4)),
+        grouped_linear_case("SonicMoE Fig. 13, scaled", 4096, 8, 1024, 1024),
+        grouped_linear_case("SonicMoE Fig. 13, scaled", 4096, 8, 1024, 1024, backward=True),
+        grouped_linear_case("Qwen3-30B (Liger), scaled", 4096, 32, 768, 1024),
+        grouped_linear_case("Qwen3-30B (Liger), scaled", 4096, 32, 768, 1024, BFLOAT16),
+        grouped_linear_case("TileOPs 80/20 skew, scaled", 4096, 32, 768, 1024, skew=1.0),
+        grouped_linear_case("DeepSeek-V3, few rows an expert, scaled", 2048, 64, 512, 1024),
+        grouped_linear_case("a small model", 2048, 8, 512, 128),
+        grouped_linear_case("a small model", 2048, 8, 512, 128, backward=True),
+    ),
+    _operator(
+        "router_losses",
+        (False,),
+        LOSS_TOLERANCES,
+        router_losses_case(16384, 64, "softmax", FLOAT32, False, ""),
+        router_losses_case(8192, 128, "softmax", FLOAT32, True, "TransformerEngine"),
+        router_losses_case(8192, 128, "softmax", BFLOAT16, True, "TransformerEngine"),
+        router_losses_case(8192, 256, "sigmoid", FLOAT32, True, "DeepSeek-V3"),
+    ),
+    _operator("load_balancing_loss", (False,), LOSS_TOLERANCES),
+    _operator("router_z_loss", (False,), LOSS_TOLERANCES),
+)
+OPERATORS = {operator.name: operator for operator in _ALL}

@@ -197,17 +197,10 @@ class Pending:
 def ask(
     mixture: str, rules: Rules, requests: Sequence[ExpertRequest], needed_T: Tensor, *, backward: bool = False
 ) -> tuple[Answers, Tensor]:
-    """Send all ``requests`` and wait for the answers.
-
-    Args:
-        mixture: its name, for errors.
-        rules: of the mixture.
-        requests: each to another backend; a row may be in several.
-        needed_T: (T,) on the CPU, how many answers each row needs.
-        backward: whether the answers are gradients.
+    """Send all ``requests``, each to another backend, and wait until rows have the answers that they need.
 
     Returns:
-        The answers, and a (T,) mask of the rows that got fewer than they need.
+        The answers, and a (T,) mask on the CPU of the rows that got fewer than ``needed_T`` says.
 
     Raises:
         TooFewAnswersError: there are such rows, and ``rules.raises``.
@@ -259,7 +252,7 @@ def _collect(
                 deadline = grace if deadline is None else min(deadline, grace)
         left = seconds_left(deadline)
         try:
-            index, outcome, when = pending.get(IDLE_CHECK_PERIOD_S if left is None else min(IDLE_CHECK_PERIOD_S, left))
+            index, ended, when = pending.get(IDLE_CHECK_PERIOD_S if left is None else min(IDLE_CHECK_PERIOD_S, left))
         except queue.Empty:
             if seconds_left(deadline) == 0:
                 return
@@ -268,10 +261,8 @@ def _collect(
                     request.member.log.idle(request.to.pool.name)
             continue
         request = answers.requests[index]
-        why = error_of(outcome)
+        why, result = outcome_of(ended)
         if why is None:
-            assert not isinstance(outcome, BaseException)
-            result = tuple(outcome.result())
             if rules.detect_anomalies and not all_finite([one for one in result if isinstance(one, Tensor)]):
                 request.to.counts.add("anomalous")
                 answers.fail(index, AnomalyError("the answer holds NaN or infinity"))
@@ -287,11 +278,12 @@ def _collect(
         del sent[index]
 
 
-def error_of(outcome: Future | BaseException) -> BaseException | None:
-    """Return why a request has no result, or None if it has one."""
-    if isinstance(outcome, BaseException):
-        return outcome
+def outcome_of(ended: Future | BaseException) -> tuple[BaseException | None, tuple[Any, ...]]:
+    """Return why a request has no result, or None and its result."""
+    if isinstance(ended, BaseException):
+        return ended, ()
     try:
-        return outcome.exception()
+        why = ended.exception()
     except CancelledError as error:  # by its runtime
-        return error
+        why = error
+    return why, () if why else tuple(ended.result())

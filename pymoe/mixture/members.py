@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -70,20 +71,16 @@ class Member:
 
     def moved_to(self, slot: int) -> Member:
         """Return the same member, counts included, in another slot."""
-        made = type(self).__new__(type(self))
-        made.__dict__.update(self.__dict__)
+        made = copy.copy(self)
         made.slot = slot
         return made
 
 
 def members_to_ask(members: Sequence[Member], after: int | None, first_span: float, at_least: int) -> Sequence[Member]:
-    """Return those of ``members`` that do not back off.
+    """Return those of ``members`` that do not back off, or all if fewer than ``at_least`` would be left.
 
-    Args:
-        members: all members.
-        after: a member backs off after this many timeouts in a row; None disables backoff.
-        first_span: seconds of the first backoff; every further timeout doubles it, up to 64 times.
-        at_least: if fewer than this would be left, all members are returned.
+    A member backs off after so many timeouts in a row (None: never), for ``first_span`` seconds at first; every further
+    timeout doubles that, up to 64 times.
     """
     if after is None:
         return members

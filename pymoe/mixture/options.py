@@ -55,15 +55,11 @@ def check_options(
 
 
 def check_schemas(backend: Any, expected: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
-    """Return the forward and outputs schemas of ``backend``.
-
-    Args:
-        backend: the new member of a mixture.
-        expected: the schemas of the other members.
+    """Return the forward and outputs schemas of ``backend``, a new member of a mixture.
 
     Raises:
         TypeError: ``backend`` is not an ExpertBackend.
-        ValueError: its schemas are not the ``expected`` ones, or its outputs cannot be weighted.
+        ValueError: its schemas are not ``expected``, those of the others, or its outputs cannot be weighted.
     """
     if not isinstance(backend, ExpertBackend):
         raise TypeError(f"{NAME}: a backend must be an ExpertBackend, got {type(backend).__name__}")
@@ -108,16 +104,9 @@ def fall_back(
     output_protos: Sequence[BatchTensorProto],
     few_T: Tensor,
 ) -> list[Tensor]:
-    """Return ``outputs`` with the fallback in the rows ``few_T``, where ``outputs`` hold zeros.
+    """Return the flat ``outputs`` with the fallback (not ``"zeros"``) in the rows ``few_T``, where they hold zeros.
 
-    Args:
-        fallback: the mixture's, not ``"zeros"``.
-        outputs: flat, each (T, ...).
-        inputs: flat, each (T, ...).
-        arguments: the call's (args, kwargs), whose tensors ``inputs`` are.
-        outputs_schema: what the experts return.
-        output_protos: the same, flat.
-        few_T: mask of rows, on the CPU.
+    ``inputs`` are the tensors of ``arguments``, the call's (args, kwargs). The mask ``few_T`` is on the CPU.
     """
     rows = few_T.nonzero().flatten().to(inputs[0].device)
     if fallback == "input":

@@ -69,12 +69,9 @@ class Choice(NamedTuple):
 
 
 def choose(logits: Tensor, members: Sequence[Member], k: int) -> Choice:
-    """Choose the ``k`` best members for every row (all of them if there are fewer).
+    """Choose the ``k`` best of ``members``, at least one in the order of slots, for every row (or all if fewer).
 
-    Args:
-        logits: (T, slots), float32 or float64.
-        members: at least one, in the order of their slots.
-        k: choices a row.
+    ``logits`` are (T, slots), float32 or float64.
     """
     if len(members) == logits.shape[1]:
         logits_TL = logits

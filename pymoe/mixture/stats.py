@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from typing import NamedTuple
 
 from pymoe._errors import describe_error
 
 LOG_PERIOD_S = 60.0  # between two lines about one backend
 KEPT_LATENCIES = 1000
+COUNTS = ("requests", "rows", "answered", "failed", "anomalous", "given_up", "late")
 
 logger = logging.getLogger("pymoe.runtime")
 
@@ -63,25 +64,21 @@ class PassCounts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(("requests", "rows", "answered", "failed", "anomalous", "given_up", "late"), 0)
+        self._counts: Counter[str] = Counter()
         self._latencies: deque[float] = deque(maxlen=KEPT_LATENCIES)
 
-    def add(self, *names: str, rows: int = 0, latency: float | None = None) -> None:
-        """Add one to each of ``names``, and ``rows`` to the rows."""
+    def add(self, name: str, *, rows: int = 0, latency: float | None = None) -> None:
         with self._lock:
-            for name in names:
-                self._counts[name] += 1
+            self._counts[name] += 1
             self._counts["rows"] += rows
             if latency is not None:
                 self._latencies.append(latency)
 
     def read(self) -> PassStats:
         with self._lock:
-            counts, latencies = dict(self._counts), sorted(self._latencies)
-        if not latencies:
-            latencies = [0.0]
+            counts, latencies = self._counts.copy(), sorted(self._latencies) or [0.0]
         return PassStats(
-            **counts,
+            **{name: counts[name] for name in COUNTS},
             latency_mean=sum(latencies) / len(latencies),
             latency_p50=latencies[len(latencies) // 2],
             latency_p99=latencies[int(0.99 * len(latencies))],

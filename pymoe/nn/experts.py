@@ -39,6 +39,7 @@ class _FeedForward(nn.Module):
         check_dtype(layer, dtype)
         self.hidden_size = hidden_size
         self.ffn_size = ffn_size
+        self.stack = stack
         self.activation = activation
         self.backend = backend
         inner = 2 * ffn_size if activation == "swiglu" else ffn_size
@@ -59,6 +60,13 @@ class _FeedForward(nn.Module):
             nn.init.uniform_(weight, -bound, bound)
             if bias is not None:
                 nn.init.uniform_(bias, -bound, bound)
+
+    def extra_repr(self) -> str:
+        experts = "".join(f", num_experts={count}" for count in self.stack)
+        return (
+            f"hidden_size={self.hidden_size}, ffn_size={self.ffn_size}{experts}, activation={self.activation!r}, "
+            f"bias={self.b_in is not None}"
+        )
 
 
 class Experts(_FeedForward):
@@ -122,12 +130,6 @@ class Experts(_FeedForward):
         rows: Tensor = ops.grouped_linear(inner, self.w_out, offsets, self.b_out)
         return rows
 
-    def extra_repr(self) -> str:
-        return (
-            f"hidden_size={self.hidden_size}, ffn_size={self.ffn_size}, num_experts={self.num_experts}, "
-            f"activation={self.activation!r}, bias={self.b_in is not None}"
-        )
-
 
 class SharedExperts(_FeedForward):
     """The experts that every token passes through (DeepSeekMoE, arXiv 2401.06066).
@@ -179,9 +181,3 @@ class SharedExperts(_FeedForward):
         """
         inner = F.linear(x_TH, self.w_in, self.b_in)
         return F.linear(operators(self.backend).expert_activation(inner, self.activation), self.w_out, self.b_out)
-
-    def extra_repr(self) -> str:
-        return (
-            f"hidden_size={self.hidden_size}, ffn_size={self.ffn_size}, activation={self.activation!r}, "
-            f"bias={self.b_in is not None}"
-        )

@@ -141,6 +141,7 @@ class MoE(nn.Module):
         self.top_k = top_k
         self.capacity_factor = capacity_factor
         self.backend = backend
+        place: dict[str, Any] = {"backend": backend, "device": device, "dtype": dtype}
         self.router = Router(
             hidden_size,
             num_experts,
@@ -151,32 +152,14 @@ class MoE(nn.Module):
             num_groups=num_groups,
             topk_groups=topk_groups,
             scale=scale,
-            backend=backend,
-            device=device,
-            dtype=dtype,
+            **place,
         )
         self.losses = AuxiliaryLosses(aux_loss_coef, z_loss_coef, score=score, backend=backend)
-        self.experts = Experts(
-            hidden_size,
-            ffn_size,
-            num_experts,
-            activation=activation,
-            bias=bias,
-            backend=backend,
-            device=device,
-            dtype=dtype,
-        )
+        self.experts = Experts(hidden_size, ffn_size, num_experts, activation=activation, bias=bias, **place)
         self.shared = None
         if num_shared_experts > 0:
-            self.shared = SharedExperts(
-                hidden_size,
-                num_shared_experts * ffn_size,
-                activation=activation,
-                bias=bias,
-                backend=backend,
-                device=device,
-                dtype=dtype,
-            )
+            shared_size = num_shared_experts * ffn_size
+            self.shared = SharedExperts(hidden_size, shared_size, activation=activation, bias=bias, **place)
         self.last = Record(
             load=torch.zeros(num_experts, device=device, dtype=torch.int32),
             dropped=torch.zeros((), device=device, dtype=torch.int32),

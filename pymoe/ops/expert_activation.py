@@ -5,32 +5,25 @@ Contract: :func:`pymoe.reference.expert_activation`; kernel: csrc/kernels/expert
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from pymoe.ops.transforms import gradients_again
 from pymoe.reference.expert_activation import KINDS, check
 from pymoe.reference.expert_activation import expert_activation as reference
 from pymoe.reference.types import ActivationKind
 
 
-def _differentiable_gradient(grad: Tensor, h: Tensor, kind: int) -> Tensor:
-    """Compute what the backward kernel does, with torch operators that autograd can differentiate again."""
+def _activated(h: Tensor, kind: str) -> Tensor:
+    """Compute what the kernel does, with torch operators."""
     wide = h.to(torch.promote_types(h.dtype, torch.float32))
-    wide_grad = grad.to(wide.dtype)
-    name = KINDS[kind]
-    if name == "swiglu":
+    if kind == "swiglu":
         gate, up = wide.chunk(2, dim=1)
-        sigmoid = gate.sigmoid()
-        slope = sigmoid * (1 + gate * (1 - sigmoid))
-        return torch.cat((wide_grad * up * slope, wide_grad * (gate * sigmoid)), dim=1).to(h.dtype)
-    if name == "gelu":
-        distribution = 0.5 * torch.erfc(wide * -math.sqrt(0.5))
-        density = torch.exp(wide * wide * -0.5) * (1 / math.sqrt(2 * math.pi))
-        return (wide_grad * (distribution + wide * density)).to(h.dtype)
-    return torch.where(wide <= 0, 0.0, wide_grad).to(h.dtype)
+        return (F.silu(gate) * up).to(h.dtype)
+    return (F.gelu(wide) if kind == "gelu" else F.relu(wide)).to(h.dtype)
 
 
 class _ExpertActivation(torch.autograd.Function):
@@ -47,7 +40,7 @@ class _ExpertActivation(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (h,) = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return _differentiable_gradient(grad, h, ctx.kind), None
+            return gradients_again(lambda values: _activated(values, KINDS[ctx.kind]), (h,), grad)[0], None
         return torch.ops.pymoe.expert_activation_backward(grad.contiguous(), h, ctx.kind), None
 
 

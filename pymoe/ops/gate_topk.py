@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pymoe.ops.transforms import gradients_again
 from pymoe.reference.gate_topk import check
 from pymoe.reference.gate_topk import gate_topk as reference
 from pymoe.reference.scores import SUM_FLOOR, accumulate_dtype
@@ -70,54 +71,21 @@ class _GateTopkBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         grad, logits, experts = ctx.saved_tensors
-        return *_second_gradients(cotangent, grad, logits, experts, *ctx.options), *(None,) * 5
+
+        def first(grad: Tensor, logits: Tensor) -> Tensor:
+            return gradients_again(lambda values: _weights(values, experts, *ctx.options), (logits,), grad)[0]
+
+        return *gradients_again(first, (grad, logits), cotangent), *(None,) * 5
 
 
-def _second_gradients(
-    cotangent: Tensor, grad: Tensor, logits: Tensor, experts: Tensor, score: Score, renormalize: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``<cotangent, J(logits)^T grad>`` for ``grad`` and ``logits``, J the weights' Jacobian.
-
-    For one token, with p = cotangent, and s, p_c the scores and cotangents of the chosen: ``J p`` is the gradient for
-    ``grad``, and the gradient of ``<grad, J p>`` that for ``logits``. All of it is differentiable again.
-    """
-    dtype = accumulate_dtype(logits.dtype)
-    l_TE, p_TE, index = logits.to(dtype), cotangent.to(dtype), experts.long()
-    g_TK = grad * scale
-    if score == "softmax":
-        s_TE = torch.softmax(l_TE, dim=1)
-        mean = (s_TE * p_TE).sum(dim=1, keepdim=True)
-        v_TE = p_TE - mean  # ds = s v
-    else:
-        s_TE = torch.sigmoid(l_TE)
-        v_TE = p_TE * (1 - s_TE)
-    s_TK, v_TK = s_TE.gather(1, index), v_TE.gather(1, index)
-    ds_TK = s_TK * v_TK
-    # Through w = s / S: dw = (ds - w sum ds) / S, and the second argument's gradient h of <g, dw> for s and ds.
+def _weights(logits: Tensor, experts: Tensor, score: Score, renormalize: bool, scale: float) -> Tensor:
+    """Compute what the kernel does for chosen ``experts``, with torch operators."""
+    values = logits.to(accumulate_dtype(logits.dtype))
+    scores = torch.softmax(values, dim=1) if score == "softmax" else torch.sigmoid(values)
+    weights = scores.gather(1, experts.long())
     if renormalize:
-        total = s_TK.sum(dim=1, keepdim=True)
-        counts = (total >= SUM_FLOOR).to(dtype)  # where the sum is floored it is a constant
-        divisor = total.clamp(min=SUM_FLOOR)
-        w_TK = s_TK / divisor
-        dsum = ds_TK.sum(dim=1, keepdim=True) * counts
-        dw_TK = (ds_TK - w_TK * dsum) / divisor
-        inner = (g_TK * w_TK).sum(dim=1, keepdim=True) * counts
-        h_ds = (g_TK - inner) / divisor
-        through_divisor = -((g_TK * dw_TK).sum(dim=1, keepdim=True) - inner * dsum / divisor) / divisor * counts
-        h_s = through_divisor - g_TK * dsum / divisor / divisor
-    else:
-        dw_TK, h_ds, h_s = ds_TK, g_TK, torch.zeros_like(g_TK)
-    d_grad = dw_TK * scale
-    # <g, dw> depends on the logits through s and through ds = s v.
-    h_s = torch.zeros_like(s_TE).scatter(1, index, h_s + h_ds * v_TK)
-    h_v = torch.zeros_like(s_TE).scatter(1, index, h_ds * s_TK)
-    if score == "softmax":
-        h_mean = -h_v.sum(dim=1, keepdim=True)
-        h_s = h_s + h_mean * p_TE
-        d_logits = s_TE * (h_s - (s_TE * h_s).sum(dim=1, keepdim=True))
-    else:
-        d_logits = (h_s - h_v * p_TE) * s_TE * (1 - s_TE)
-    return d_grad.to(grad.dtype), d_logits.to(logits.dtype)
+        weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=SUM_FLOOR)
+    return weights * scale
 
 
 def gate_topk(
@@ -142,16 +110,7 @@ gate_topk.__doc__ = reference.__doc__
 
 
 @torch.library.register_fake("pymoe::gate_topk")
-def _(
-    logits: Tensor,
-    bias: Tensor | None,
-    k: int,
-    score: Score,
-    renormalize: bool,
-    num_groups: int,
-    topk_groups: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(logits: Tensor, bias: Tensor | None, k: int, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     tokens, num_experts = logits.shape
     return (
         logits.new_empty((tokens, k), dtype=accumulate_dtype(logits.dtype)),
@@ -161,13 +120,5 @@ def _(
 
 
 @torch.library.register_fake("pymoe::gate_topk_backward")
-def _(
-    grad: Tensor,
-    logits: Tensor,
-    experts: Tensor,
-    score: Score,
-    renormalize: bool,
-    chosen_on_logits: bool,
-    scale: float,
-) -> Tensor:
+def _(grad: Tensor, logits: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)

@@ -1,6 +1,8 @@
-"""Whether a call is under a transform that the kernels do not support: torch.func, or forward-mode AD."""
+"""Derivatives past the first: what transforms a call is under, and gradients that autograd can differentiate again."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,3 +21,14 @@ def has_tangent(*tensors: Tensor) -> bool:
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return False
     return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+def gradients_again(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients of ``inputs`` where ``grad`` is that of ``function(*inputs)``; differentiable in both."""
+    if in_torch_func():
+        return torch.func.vjp(function, *inputs)[1](grad)  # type: ignore[no-any-return]
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Aliases, because one of the inputs may have been computed from another.
+        aliases = [value.view_as(value) if value.requires_grad else value.detach().requires_grad_() for value in inputs]
+        return torch.autograd.grad(function(*aliases), aliases, grad, create_graph=create_graph, materialize_grads=True)

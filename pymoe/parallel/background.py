@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextvars
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -96,17 +97,14 @@ def run_in_background(func: Callable[..., Result], /, *args: Any, **kwargs: Any)
             "in a fixed order"
         )
     stream = random_streams.Source(eager=True).stream(0)
+    bound = functools.partial(func, *args, **kwargs)
 
     def call() -> Result:
         try:
-            return context.run(in_state, state, random_streams.with_stream, stream, _call, func, args, kwargs)
+            return context.run(in_state, state, random_streams.with_stream, stream, bound)
         finally:
             random_streams.restore()
 
     future = BackgroundFuture(call)
     shared_pool().submit(future._run)
     return future
-
-
-def _call(func: Callable[..., Result], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
-    return func(*args, **kwargs)

@@ -31,7 +31,7 @@ from pymoe.autograd.isolated_graph import (
 )
 from pymoe.autograd.random_streams import Stream
 from pymoe.parallel.run_concurrently import likeness, run_concurrently
-from pymoe.parallel.saved_tensors import Recorder, fetch_all
+from pymoe.parallel.saved_tensors import Recorder
 
 NAME = "map_with_parallel_backward"
 
@@ -109,13 +109,10 @@ def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tupl
     graphs = graphs_are_made()
     calls = isolate(function, args_per_call, graphs, share=True)
 
-    def forward(number: int) -> None:
-        calls[number].run()
-
     source = random_streams.Source()
     streams = [source.stream(number) for number in range(len(calls))]
     like = likeness(func)
-    recorders = run_concurrently(f"{NAME} forward", forward, streams, like)
+    recorders = run_concurrently(f"{NAME} forward", lambda number: calls[number].run(), streams, like)
     if not graphs:
         return tuple([call.outputs for call in calls])
     # On this thread: calls that end at the same time would contend for the interpreter's lock.
@@ -211,7 +208,8 @@ class _ParallelMap(torch.autograd.Function):
             if any([grads[output] is not None for output in sources])
         ]
         try:
-            fetch_all(recorders)
+            for recorder in recorders:
+                recorder.fetch()
             run_concurrently(f"{NAME} backward", backward, plan.streams, plan.like, plan.inline)
         finally:
             for recorder in recorders:

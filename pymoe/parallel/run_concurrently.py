@@ -16,7 +16,7 @@ from pymoe._errors import describe_error
 from pymoe._runtime import Profiled, parallel_for
 from pymoe._torch_private import profiler_enabled
 from pymoe.autograd.random_streams import Stream, restore, with_stream
-from pymoe.autograd.thread_state import ThreadState, current, in_state, know_state, known_state
+from pymoe.autograd.thread_state import ThreadState, current, in_state, known
 from pymoe.parallel.saved_tensors import Recorder, hand_over_all
 from pymoe.parallel.workers import shared_pool
 
@@ -39,25 +39,18 @@ def run_concurrently(
     there are. Under hooks on saved tensors together with dispatch modes, calls run one after the other: selective
     checkpointing tells results of operators apart by the order in which its modes see them.
 
-    Args:
-        name: for error messages, notes and profiles.
-        function: gets the number of the call.
-        streams: random numbers, one stream a call.
-        like: equal for runs of one name whose calls probably take equally long (:func:`likeness`); 0: unknown.
-        inline: make all calls on this thread, one after the other.
+    The ``name`` is for errors and profiles; ``like`` is equal for runs of one name whose calls probably take equally
+    long (:func:`likeness`), or 0; ``inline`` makes all calls on this thread, one after the other. What each call has
+    saved and this thread's hooks on saved tensors have packed is returned; an empty list without hooks.
 
-    Returns:
-        What each call has saved and this thread's hooks on saved tensors have packed; empty without hooks.
-
-    Raises:
-        BaseException: the exception of the first call, by its number, that failed, with notes on the others. On Ctrl-C
-            calls that have not started are left out, and those that run are waited for.
+    The exception of the first call that failed, by its number, is raised, with notes on the others. On Ctrl-C calls
+    that have not started are left out, and those that run are waited for.
     """
-    before, state = known_state(), current()
+    before, state = known.state, current()
     if profiler_enabled():
         function = functools.partial(_profiled, Profiled(), name, function)
     run = _Run(state, function, streams)
-    know_state(state)
+    known.state = state
     try:
         if inline or len(streams) == 1 or (run.recorders and state.dispatch_modes):
             for number in range(len(streams)):
@@ -68,8 +61,9 @@ def run_concurrently(
         hand_over_all(run.recorders)
         return run.recorders
     finally:
-        know_state(before)
-        run.forget()  # a worker may drop its reference later
+        known.state = before
+        run.function = _nothing  # a worker may drop its reference to the run later
+        run.errors.clear()  # they hold frames that hold them
         restore()
 
 
@@ -117,10 +111,10 @@ class _Run:
         self.states = [state._replace(saved_tensor_hooks=recorder.hooks) for recorder in self.recorders]
 
     def call(self, number: int) -> None:
-        if known_state() is not self.state:
+        if known.state is not self.state:
             self.helped = True
-            if known_state() is None:  # the first call of this worker: nobody else changes its state
-                know_state(current())
+            if known.state is None:  # the first call of this worker: nobody else changes its state
+                known.state = current()
         state = self.states[number] if self.states else self.state
         try:
             self.contexts[number].run(
@@ -130,10 +124,6 @@ class _Run:
             if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
                 raise
             self.errors[number] = error
-
-    def forget(self) -> None:
-        self.function = _nothing
-        self.errors.clear()  # they hold frames that hold them
 
 
 def _profiled(profiled: Profiled, name: str, function: Callable[[int], None], number: int) -> None:

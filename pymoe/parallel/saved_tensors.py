@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Recorder", "depend_on_order", "fetch_all", "hand_over_all"]
+__all__ = ["Recorder", "depend_on_order", "hand_over_all"]
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
@@ -116,12 +116,6 @@ def hand_over_all(recorders: Sequence[Recorder]) -> None:
     with torch.no_grad():  # as autograd asks hooks
         for recorder in recorders:
             recorder.hand_over()
-
-
-def fetch_all(recorders: Sequence[Recorder]) -> None:
-    """Have hooks unpack it: before the backward passes, on the thread that asks for them."""
-    for recorder in recorders:
-        recorder.fetch()
 
 
 def depend_on_order(hooks: Hooks | None) -> bool:

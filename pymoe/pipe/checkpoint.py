@@ -142,19 +142,19 @@ def save_safetensors(
     safetensors = _safetensors()
     tensors: dict[str, torch.Tensor] = {}
     first_names: dict[int, str] = {}
-    for name, value in pipe.state_dict(keep_vars=True).items():
+    state = pipe.state_dict(keep_vars=True)
+    for name, value in state.items():
         first_names.setdefault(id(value), name)
-    own = set(stage_state_dict(pipe, stages))
-    for name, value in pipe.state_dict(keep_vars=True).items():
+    own = stage_state_dict(pipe, stages)
+    for name, value in state.items():
         if name in own:
             if not isinstance(value, torch.Tensor):
                 raise TypeError(f"save_safetensors: {name!r} must be a tensor, got {type(value).__name__}")
             tensors[first_names[id(value)]] = value.detach().cpu().contiguous()
     alone = not dist.is_initialized()
     rank, ranks = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
-    names: list[list[str]] = [list(tensors)]
+    names = [list(tensors)] * ranks
     if not alone:
-        names = [[] for _ in range(ranks)]
         dist.all_gather_object(names, list(tensors), group=group)
     files = [f"model-{number + 1:05d}-of-{ranks:05d}.safetensors" for number in range(ranks)]
     where = {name: file for file, there in reversed(list(zip(files, names, strict=True))) for name in there}
@@ -184,20 +184,17 @@ def load_safetensors(module: nn.Module, source: str | Path) -> None:
         RuntimeError: names or sizes differ from the module's.
     """
     safetensors = _safetensors()
-    source = Path(source)
-    files = [source]
-    if source.is_dir():
-        files = [source / name for name in sorted(set(json.loads((source / INDEX).read_text())["weight_map"].values()))]
+    files = [Path(source)]
+    if files[0].is_dir():
+        index = json.loads((files[0] / INDEX).read_text())
+        files = [files[0] / name for name in sorted(set(index["weight_map"].values()))]
     found: dict[str, Any] = {}
     for file in files:
         found.update(safetensors.load_file(file))
-    first: dict[int, torch.Tensor] = {}
-    state = module.state_dict(keep_vars=True)
-    for name, value in state.items():
-        if name in found:
-            first.setdefault(id(value), found[name])
     # A tensor with several names was written under one.
-    found.update({name: first[id(value)] for name, value in state.items() if id(value) in first})
+    state = module.state_dict(keep_vars=True)
+    written = {id(value): found[name] for name, value in reversed(state.items()) if name in found}
+    found.update({name: written[id(value)] for name, value in state.items() if id(value) in written})
     module.load_state_dict(found)
 
 

@@ -26,8 +26,7 @@ from pymoe.pipe.sequential import SequentialModel
 from pymoe.pipe.staged import StagedModel
 from pymoe.pipe.traced.shared_state import Spec
 from pymoe.pipe.traced.split_points import SplitPoint
-from pymoe.pipe.traced.trace import SplitPolicy
-from pymoe.pipe.traced.tracing import trace_model
+from pymoe.pipe.traced.trace import SplitPolicy, trace_model
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

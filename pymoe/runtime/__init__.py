@@ -66,29 +66,13 @@ __all__ = [
     "wait",
 ]
 
-# Names of packages that stand beside or above this one, which programs also import from here; found when asked for.
-_ELSEWHERE = {
-    "pymoe.mixture": ("BackendStats", "MixtureOfExpertBackends", "PassStats", "TooFewAnswersError"),
-    "pymoe.parallel": (
-        "BackgroundFuture",
-        "EmulatedAutogradContext",
-        "IsolatedContext",
-        "get_parallel_workers",
-        "map_with_parallel_backward",
-        "parallel_workers",
-        "run_in_background",
-        "run_isolated_backward",
-        "run_isolated_forward",
-        "set_parallel_workers",
-    ),
-}
-
 
 def __getattr__(name: str) -> Any:
-    for package, names in _ELSEWHERE.items():
-        if name in names:
-            value = globals()[name] = getattr(importlib.import_module(package), name)
-            return value
+    """Import names of the packages beside and above this one, which programs also import from here, on demand."""
+    if name in __all__:
+        homes = (importlib.import_module(package) for package in ("pymoe.parallel", "pymoe.mixture"))
+        value = globals()[name] = next(getattr(home, name) for home in homes if hasattr(home, name))
+        return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -15,7 +15,7 @@ from pymoe.runtime.backend_state import BackendState, look_again
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 from pymoe.runtime.differentiate import InputGuard, as_leaf, clear_gradients, differentiate, warm_up_autograd
 from pymoe.runtime.dry_run import infer_outputs_schema, keep_buffers
-from pymoe.runtime.gradients import GradientRule
+from pymoe.runtime.gradients import GradientRule, check_choice
 from pymoe.runtime.interrupts import uninterrupted
 from pymoe.runtime.parameters import check_steps, check_steps_alone, check_updates, lock_of, optimized
 from pymoe.runtime.placement import Placement
@@ -106,8 +106,7 @@ class ExpertBackend(BackendState):
         if not isinstance(expert, nn.Module):
             raise TypeError(f"ExpertBackend: expert must be an nn.Module, got {type(expert).__name__}")
         check_steps(opt, scheduler)
-        if buffers not in ("backward", "both"):
-            raise ValueError(f"ExpertBackend: buffers must be one of 'backward', 'both', got {buffers!r}")
+        check_choice("buffers", buffers, ("backward", "both"))
         self.name = name
         self.expert = expert if device is None else expert.to(device)
         self.training = expert.training
@@ -267,10 +266,7 @@ class ExpertBackend(BackendState):
 
     def _forward(self, inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
         with self._lock:
-            if self._placement.is_home_of(inputs):
-                return self._run_forward(inputs)
-            with self._placement.visit(inputs) as visit:
-                return visit.take_back(self._run_forward(visit.tensors))
+            return self._placement.run(self._run_forward, inputs)
 
     def _run_forward(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
         guard = self._guard
@@ -290,10 +286,7 @@ class ExpertBackend(BackendState):
 
     def _backward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         with self._lock:
-            if self._placement.is_home_of(inputs):
-                return self._run_backward(inputs)
-            with self._placement.visit(inputs) as visit:
-                return visit.take_back(self._run_backward(visit.tensors))
+            return self._placement.run(self._run_backward, inputs)
 
     def _run_backward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         trains = self.trains
@@ -325,17 +318,16 @@ class ExpertBackend(BackendState):
             clear_gradients(parameters)
 
     def _undo_buffers_after_errors(self) -> AbstractContextManager[None]:
-        """Nothing to undo where there are no buffers, or none that is expected to change."""
         if self._placement.has_buffers and self.expert.training:
             return keep_buffers(self.expert, only_after_errors=True)
         return nullcontext()
 
     def _updates_itself(self) -> bool:
-        """Whether :meth:`apply_gradients` is overridden."""
+        """Return whether :meth:`apply_gradients` is overridden."""
         return type(self).apply_gradients is not ExpertBackend.apply_gradients
 
     def _parameters_with_gradients(self) -> list[nn.Parameter]:
-        """Whatever may hold a gradient: parameters of the expert and those that the optimizer knows."""
+        """Return what may hold a gradient: parameters of the expert and those that the optimizer knows."""
         if not self._placement.is_current(self.expert):
             self._look_again()
         found = dict.fromkeys(self._placement.parameters)
@@ -347,7 +339,7 @@ class ExpertBackend(BackendState):
 
 
 def _as_tuple(args_schema: Sequence[Any] | None) -> tuple[Any, ...]:
-    """A lone prototype stands for one argument."""
+    """Return the arguments as a tuple; a lone prototype stands for one argument."""
     return (args_schema,) if isinstance(args_schema, (BatchTensorProto, Tensor)) else tuple(args_schema or ())
 
 

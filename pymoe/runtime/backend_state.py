@@ -36,7 +36,7 @@ class BackendState(nn.Module):
     _updates_itself: Callable[[], bool]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state of expert, optimizer and scheduler, as it is between two updates.
+        """Return the state of expert, optimizer and scheduler, as it is between two updates.
 
         Unless ``keep_vars`` is set, tensors are copies: later updates do not change them. Gradients that wait for
         further batches (``accumulate_steps``) are not part of it.
@@ -52,16 +52,16 @@ class BackendState(nn.Module):
         return state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Take over what :meth:`state_dict` gave, between two updates. Accumulated gradients are dropped.
+        """Load what :meth:`state_dict` gave, between two updates. Accumulated gradients are dropped.
 
-        The states of optimizer and scheduler are taken over where both sides have one: a backend without an optimizer
+        The states of optimizer and scheduler are loaded where both sides have one: a backend without an optimizer
         loads the state of one that trains, and the other way round.
         """
         with self._lock:
             return super().load_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
-        """What :meth:`load_state_dict` of this module, or of one that it is a part of, calls first."""
+        """Load the part of this module; called by its ``load_state_dict``, or by that of a module around it."""
         if self.opt is not None and local_metadata.get("assign_to_params_buffers"):
             raise ValueError(
                 f"ExpertBackend {self.name!r}: load_state_dict(assign=True) would replace the parameters that opt "
@@ -75,13 +75,13 @@ class BackendState(nn.Module):
             missing_keys.remove(key)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What is no parameter or buffer: the states of optimizer and scheduler, and the number of updates."""
+        """Return the states of optimizer and scheduler, and the number of updates."""
         with self._lock:
             states = {name: one.state_dict() for name, one in self._stateful()}
             return {"updates": self._rule.updates, **copy.deepcopy(states)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`get_extra_state` gave."""
+        """Load what :meth:`get_extra_state` gave."""
         with self._lock:
             self._rule.forget()
             for name, one in self._stateful():
@@ -109,7 +109,7 @@ class BackendState(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but locks and pools, which a copy gets of its own: empty and served by no runtime."""
+        """Return everything but locks and pools: a copy gets its own pools, empty and served by no runtime."""
         return {key: value for key, value in self.__dict__.items() if key not in ("_lock", *_POOLS)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -125,7 +125,7 @@ class BackendState(nn.Module):
         return twin
 
     def _look_again(self) -> None:
-        """Parameters were replaced."""
+        """Find the expert's parameters again, after some were replaced."""
         before, self._placement = self._placement.parameters, Placement(self.expert)
         if not self._updates_itself():
             check_updates(self.name, self.opt, self._placement.parameters, before)

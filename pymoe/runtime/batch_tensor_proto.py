@@ -22,15 +22,15 @@ class BatchTensorProto:
     Args:
         size: the dimensions after the first, or one sequence of them; none for a tensor with one number a row.
         dtype: of the elements; None is torch's default dtype at this moment.
-        device: where :meth:`make_empty` puts tensors, and where a tensor must be to match; None: anywhere.
-        layout: of the tensor.
+        device: where :meth:`make_empty` puts tensors, and where a tensor must be to match; None: on any device.
+        layout: the memory layout of the tensor.
         requires_grad: whether tensors of :meth:`make_empty` are leaves that collect a gradient. A tensor matches
             whether or not it requires one.
-        pin_memory: whether :meth:`make_empty` takes page-locked memory. Nothing that a tensor must have to match.
+        pin_memory: whether :meth:`make_empty` allocates page-locked memory. A tensor matches with or without it.
 
     Raises:
         ValueError: a negative size, or ``requires_grad`` for a dtype that has no gradients.
-        TypeError: a size that is no integer, or a dtype, device or layout that is none.
+        TypeError: a size that is not an integer, or an argument that is not a dtype, device or layout.
 
     Two prototypes are equal if all of these are; they are hashable, can be pickled, and never change.
     """
@@ -74,7 +74,7 @@ class BatchTensorProto:
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> BatchTensorProto:
-        """The prototype of tensors like ``tensor``, of shape (rows, ...).
+        """Return the prototype of tensors like ``tensor``, of shape (rows, ...).
 
         Raises:
             TypeError: not a tensor.
@@ -104,15 +104,15 @@ class BatchTensorProto:
         return has_gradient(self.dtype)
 
     def replace(self, **changes: Any) -> BatchTensorProto:
-        """The same prototype but for ``changes``: arguments of the constructor, and ``size`` as a sequence."""
+        """Return a copy with ``changes``, which are arguments of the constructor; ``size`` is one sequence."""
         values = {field.name: getattr(self, field.name) for field in fields(self)} | changes
         return BatchTensorProto(*values.pop("size"), **values)
 
     def make_empty(self, batch_size: int, **changes: Any) -> Tensor:
-        """A tensor of ``batch_size`` rows, all zeros; ``changes`` replace fields of the prototype.
+        """Return a tensor of ``batch_size`` rows of zeros; ``changes`` replace fields of the prototype.
 
-        Zeros and not whatever the memory holds, because such tensors are fed to experts: a garbage integer is an
-        index out of range for an embedding, and garbage floats may be NaN. Zero is an index that every table has.
+        Zeros rather than uninitialised memory, because such tensors are fed to experts: an arbitrary integer may be out
+        of range for an embedding, and arbitrary floats may be NaN.
         """
         proto = self.replace(**changes) if changes else self
         return torch.zeros(
@@ -125,7 +125,7 @@ class BatchTensorProto:
         )
 
     def matches(self, tensor: Any) -> bool:
-        """Whether :meth:`check` accepts ``tensor``."""
+        """Return whether :meth:`check` accepts ``tensor``."""
         return self._mismatch(tensor, "") is None
 
     def check(self, tensor: Any, what: str = "tensor") -> None:
@@ -167,10 +167,9 @@ class BatchTensorProto:
 
 
 def has_gradient(dtype: torch.dtype) -> bool:
-    """Whether autograd differentiates in this dtype."""
+    """Return whether autograd differentiates in this dtype."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def _is_on(tensor: Tensor, device: torch.device) -> bool:
-    """``cuda`` without an index is any GPU."""
-    return tensor.device.type == device.type and device.index in (None, tensor.device.index)
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)  # None: any GPU

@@ -75,33 +75,30 @@ class ExpertClient(nn.Module):
         return self._backend[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The expert's outputs for these arguments."""
+        """Return the expert's outputs for these arguments."""
         inputs = self._schema.flatten_arguments(args, kwargs)
         return self._attach(inputs, self._ask(self._forward_pool, _values(inputs)))
 
     def submit(self, *args: Any, **kwargs: Any) -> PendingCall:
-        """Send the request and do not wait for the answer: the call's ``result()`` or ``await`` gets it.
+        """Send the request without waiting for the answer: ``result()`` or ``await`` of the returned call gets it.
 
-        Until then the tensors must not be changed.
+        The tensors must not be changed until then.
         """
-        inputs = self._schema.flatten_arguments(args, kwargs)
-        deadline = deadline_after(self.timeout)
-        future = self._forward_pool.submit_task(*_values(inputs), timeout=self.timeout)
-        return PendingCall(self, inputs, future, deadline)
+        call = PendingCall(self, self._schema.flatten_arguments(args, kwargs))
+        call._future = self._forward_pool.submit_task(*_values(call._inputs), timeout=self.timeout)
+        return call
 
     async def call_async(self, *args: Any, **kwargs: Any) -> Any:
-        """The same as calling the client, for event loops: waits neither for room in the pool nor for the answer.
+        """Call the client from an event loop, without blocking it while the pool is full or the answer is pending.
 
         Cancelling the task that awaits this cancels the request. The backward pass waits in its own thread as always.
         """
-        inputs = self._schema.flatten_arguments(args, kwargs)
-        versions = _versions(inputs)
-        deadline = deadline_after(self.timeout)
-        future = await self._forward_pool._queue(_values(inputs), self.timeout)
-        return await PendingCall(self, inputs, future, deadline, versions)
+        call = PendingCall(self, self._schema.flatten_arguments(args, kwargs))
+        call._future = await self._forward_pool._queue(_values(call._inputs), self.timeout)
+        return await call
 
     def _attach(self, inputs: list[Tensor], outputs: Any, versions: list[int] | None = None) -> Any:
-        """What the caller gets for the flat ``outputs``; part of its graph where it records one.
+        """Return what the caller gets for the flat ``outputs``, as part of its graph where it records one.
 
         ``versions`` are those of the inputs when they were sent, if that was not just now.
         """
@@ -116,7 +113,7 @@ class ExpertClient(nn.Module):
         return self.backend.trains or any([tensor.requires_grad for tensor in inputs])
 
     def _backward(self, inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        """Gradients of the flat inputs, from the backward pool."""
+        """Return gradients of the flat inputs, from the backward pool."""
         rows, device = len(inputs[0]), inputs[0].device
         grads = [
             proto.make_empty(rows, device=device, requires_grad=False) if grad is None else grad.detach()
@@ -141,7 +138,7 @@ class ExpertClient(nn.Module):
             raise
 
     def _wait_for_a_runtime(self, pool: TaskPool, future: Future) -> None:
-        """A while; then say what may be wrong. A thread that waits with a limit runs no batch itself."""
+        """Wait for a while, then log what may be wrong. A thread that waits with a limit runs no batch itself."""
         wait([future], timeout=UNSERVED_WARNING_DELAY_S)
         if not (future.done() or pool.served):
             self._warned = True
@@ -178,19 +175,13 @@ class ExpertClient(nn.Module):
 class PendingCall:
     """A call of a client that may not have been answered yet. Made by :meth:`ExpertClient.submit`."""
 
-    def __init__(
-        self,
-        client: ExpertClient,
-        inputs: list[Tensor],
-        future: Future,
-        deadline: float | None,
-        versions: list[int] | None = None,
-    ) -> None:
+    _future: Future
+
+    def __init__(self, client: ExpertClient, inputs: list[Tensor]) -> None:
         self._client = client
         self._inputs = inputs
-        self._versions = _versions(inputs) if versions is None else versions
-        self._future = future
-        self._deadline = deadline
+        self._versions = _versions(inputs)
+        self._deadline = deadline_after(client.timeout)
 
     def result(self) -> Any:
         """Wait for the expert's outputs. Whether they are part of a graph is decided here, and by ``no_grad`` here.
@@ -201,11 +192,11 @@ class PendingCall:
         return self._client._attach(self._inputs, outputs, self._versions)
 
     def done(self) -> bool:
-        """Whether :meth:`result` would not wait."""
+        """Return whether :meth:`result` would return at once."""
         return self._future.done()
 
     def cancel(self) -> bool:
-        """Take the request back; False if it has begun."""
+        """Cancel the request; return False if it has begun."""
         return self._future.cancel()
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -244,11 +235,11 @@ class _ServedCall(torch.autograd.Function):
 
 
 def detached(outputs: Sequence[Any]) -> tuple[Any, ...]:
-    """What a node's forward returns for ``outputs``: it becomes part of the graph, and the request's result must not.
+    """Return aliases of ``outputs`` for a node's forward: the request's result must not become part of the graph.
 
-    One that overlaps with an earlier one is a view of that: where either is changed in place and the other used
-    afterwards, autograd raises an error instead of computing with what the other one was. Where it is no plain view (of
-    another dtype, conjugated or negated) it is a copy.
+    An output that overlaps with an earlier one becomes a view of that: where either is changed in place and the other
+    used afterwards, autograd raises an error instead of computing with old values. Where it is no plain view (of
+    another dtype, conjugated or negated) it is cloned.
     """
     made: list[Any] = []
     for place, output in enumerate(outputs):
@@ -266,43 +257,38 @@ def detached(outputs: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def overlap(first: Tensor, second: Tensor) -> bool:
-    """Whether an element of both is at the same place in memory. True also where that is hard to tell."""
+    """Return whether the two share an element in memory, or True where that is hard to tell."""
     if first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr():
         return False
     if not (first.numel() and second.numel()):
         return False
-    if first.dtype != second.dtype or first.stride() != second.stride() or first.dim() < 2:
-        one, other = (_extent(tensor, tensor.stride()) for tensor in (first, second))
-        if first.dtype != second.dtype:
-            one, other = (
-                (begin * tensor.itemsize, end * tensor.itemsize)
-                for (begin, end), tensor in zip((one, other), (first, second), strict=True)
-            )
-        return one[0] < other[1] and other[0] < one[1]
-    # Columns of one matrix, as chunk() gives them: apart if what each takes of a row is.
-    row = first.stride(0)
-    one, other = (_extent(tensor[:1], tensor.stride()) for tensor in (first, second))
-    one, other = ((begin % max(row, 1), begin % max(row, 1) + end - begin) for begin, end in (one, other))
-    return not (max(one[1], other[1]) <= row) or (one[0] < other[1] and other[0] < one[1])
+    one, other = _extent(first), _extent(second)
+    if first.dtype == second.dtype and first.stride() == second.stride() and first.dim() >= 2:
+        # Columns of one matrix, as chunk() gives them: apart if what each takes of a row is.
+        row = max(first.stride(0) * first.itemsize, 1)
+        rows = _extent(first[:1]), _extent(second[:1])
+        one, other = (range(part.start % row, part.start % row + len(part)) for part in rows)
+        if max(one.stop, other.stop) > row:
+            return True
+    return one.start < other.stop and other.start < one.stop
 
 
 def _reading(tensor: Tensor) -> tuple[torch.dtype, bool, bool]:
-    """What its memory is read as."""
     return tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
-def _extent(tensor: Tensor, strides: Sequence[int]) -> tuple[int, int]:
-    """From where to where in its storage it is, in elements of its own."""
-    begin = int(tensor.storage_offset())
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
-    return begin, begin + last + 1
+def _extent(tensor: Tensor) -> range:
+    """Return the bytes of its storage between its first and its last element."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.storage_offset() * tensor.itemsize
+    return range(begin, begin + (last + 1) * tensor.itemsize)
 
 
 def _values(tensors: Sequence[Any]) -> list[Any]:
-    """Without their graphs, of which a pool knows nothing."""
+    """Return the tensors without their graphs, of which a pool knows nothing."""
     return [tensor.detach() if isinstance(tensor, Tensor) and tensor.requires_grad else tensor for tensor in tensors]
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each was changed in place; tensors of inference mode do not count, and cannot be differentiated."""
+    """Return how often each was changed in place; 0 for tensors of inference mode, which keep no count."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

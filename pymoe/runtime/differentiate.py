@@ -65,7 +65,7 @@ def differentiate(
 
 
 def _apart(found: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Each in memory of its own: autograd keeps one as ``.grad``, and adds to it in place, if nobody else has it."""
+    """Return each in memory of its own: autograd may keep one as ``.grad``, and add to it in place."""
     seen: set[int] = set()
     apart: list[Tensor | None] = []
     for gradient in found:
@@ -78,7 +78,6 @@ def _apart(found: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def clear_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Leave no gradient at the parameters."""
     for parameter in parameters:
         parameter.grad = None
 
@@ -87,7 +86,7 @@ _autograd_is_warm = False
 
 
 def warm_up_autograd() -> None:
-    """The first backward pass of a process with given gradients imports for 0.3 s: not while a request waits."""
+    """Run a backward pass with given gradients: the first one of a process imports for 0.3 s."""
     global _autograd_is_warm
     if not _autograd_is_warm:
         with torch.inference_mode(False), torch.enable_grad():

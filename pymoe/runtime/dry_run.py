@@ -22,7 +22,7 @@ def infer_outputs_schema(
     *,
     device: torch.device | None = None,
 ) -> Any:
-    """The schema of what ``expert`` returns, from one call with :data:`DUMMY_BATCH_SIZE` rows of zeros.
+    """Return the schema of what ``expert`` returns, from one call with :data:`DUMMY_BATCH_SIZE` rows of zeros.
 
     The call leaves no trace: it runs in evaluation mode without gradients, and afterwards training flags, buffers and
     the states of random generators (torch's, and those that a module of the expert holds as an attribute) are what
@@ -88,11 +88,9 @@ def untouched(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def keep_buffers(module: nn.Module, *, only_after_errors: bool = False) -> Iterator[None]:
-    """Give every buffer of ``module`` back its tensor and its values after the block.
+    """Give every buffer of ``module`` and its submodules back its tensor and its values after the block.
 
-    Args:
-        module: the module whose buffers, and those of its submodules, are kept.
-        only_after_errors: keep what the block did if it ends without an exception.
+    With ``only_after_errors``, only if the block ends with an exception.
     """
     # Versions say nothing here: batch normalisation changes its buffers without counting them up.
     kept = [
@@ -115,6 +113,6 @@ def keep_buffers(module: nn.Module, *, only_after_errors: bool = False) -> Itera
 
 
 def _gpus_of(module: nn.Module) -> list[int]:
-    """The indices of the CUDA devices that hold a part of ``module``: only their generators are worth saving."""
+    """Return the indices of the CUDA devices that hold a part of ``module``, whose generators it may draw from."""
     tensors = [*module.parameters(), *module.buffers()]
     return sorted({tensor.device.index for tensor in tensors if tensor.device.type == "cuda"})

@@ -12,9 +12,6 @@ from torch import Tensor, nn
 
 from pymoe.autograd.gradient_sums import add_gradients
 
-REDUCTIONS = ("sum", "mean")
-NONFINITE = ("raise", "skip", "step")
-
 logger = logging.getLogger("pymoe.runtime")
 
 
@@ -25,21 +22,12 @@ class NonFiniteGradientError(FloatingPointError):
 class GradientRule:
     """Turns the gradients that a batch left in ``.grad`` into those of an update, before an optimizer sees them.
 
-    Args:
-        reduction: ``"sum"`` over all rows of all requests, as clients' gradients say; or ``"mean"``, divided by rows.
-        accumulate_steps: batches whose gradients make one update.
-        clip_grad_norm: the longest 2-norm of all gradients together, after the reduction; longer ones are scaled down.
-        nonfinite: what NaN or infinity in a gradient of a batch does: ``"raise"`` :class:`NonFiniteGradientError`,
-            ``"skip"`` the batch with a warning in the log, or ``"step"`` as if nothing were.
-
-    Attributes:
-        updates: how many updates were made; whoever makes them counts.
-        skipped: how many were left out.
+    The options are those of :class:`~pymoe.runtime.ExpertBackend`. Who makes an update counts it in ``updates``.
     """
 
     def __init__(self, reduction: str, accumulate_steps: int, clip_grad_norm: float | None, nonfinite: str) -> None:
-        _check_choice("gradient_reduction", reduction, REDUCTIONS)
-        _check_choice("nonfinite_gradients", nonfinite, NONFINITE)
+        check_choice("gradient_reduction", reduction, ("sum", "mean"))
+        check_choice("nonfinite_gradients", nonfinite, ("raise", "skip", "step"))
         if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
             raise ValueError(f"ExpertBackend: accumulate_steps must be a positive integer, got {accumulate_steps!r}")
         if clip_grad_norm is not None and not (0 < clip_grad_norm < math.inf):
@@ -126,6 +114,6 @@ def _scaled(grad: Tensor, scale: float | Tensor) -> Tensor:
     return grad if scale == 1.0 else grad * scale
 
 
-def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ValueError(f"ExpertBackend: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

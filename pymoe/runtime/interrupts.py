@@ -4,41 +4,39 @@ from __future__ import annotations
 
 import signal
 import threading
-from types import FrameType, TracebackType
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 
-class uninterrupted:
-    """``with uninterrupted():`` puts Ctrl-C off until shortly after the block. On other threads it does nothing.
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Put Ctrl-C off until shortly after the block. On other threads than the main one this does nothing.
 
     A client that waits on the main thread may be running everybody's batch. An interrupt belongs to that client and not
     to the batch, which is put back into its queue then and runs once more; an update that is under way must be neither
     left half done nor made twice. A second Ctrl-C does not wait: the block may hang.
     """
+    main, handler = threading.main_thread(), signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not main or not callable(handler):
+        yield
+        return
+    pending = False
 
-    def __enter__(self) -> None:
-        self._handler: Any = None
-        self._frame: Any = None
-        if threading.current_thread() is threading.main_thread() and callable(signal.getsignal(signal.SIGINT)):
-            self._handler = signal.signal(signal.SIGINT, self._note)
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal pending
+        pending = not pending
+        if not pending:
+            handler(number, frame)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._handler is None:
-            return
-        signal.signal(signal.SIGINT, self._handler)
-        if self._frame is not None:
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if pending:
             # Not here, where it would end the batch like an error of its own, but when that has handed out results.
-            main = threading.main_thread().ident
-            assert main is not None
-            later = threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT))
+            assert main.ident is not None
+            later = threading.Timer(0.01, signal.pthread_kill, (main.ident, signal.SIGINT))
             later.daemon = True
             later.start()
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._frame is not None:
-            self._frame = None
-            self._handler(number, frame)
-            return
-        self._frame = frame or True

@@ -14,14 +14,14 @@ _MISSING: Any = object()
 
 
 def nested_flatten(structure: Any) -> list[Any]:
-    """The leaves of ``structure``, in order."""
+    """Return the leaves of ``structure``, in order."""
     leaves: list[Any] = []
     _collect(structure, leaves)
     return leaves
 
 
 def nested_pack(flat: Iterable[Any], structure: Any) -> Any:
-    """``flat``, the leaves in order, put into the shape of ``structure``. Undoes :func:`nested_flatten`.
+    """Return the leaves ``flat``, in order, in the structure of ``structure``. Undoes :func:`nested_flatten`.
 
     A packed dict has its keys in the order of the one in ``structure``, and its type if that can be made from a dict.
 
@@ -37,25 +37,25 @@ def nested_pack(flat: Iterable[Any], structure: Any) -> Any:
 
 
 def nested_map(function: Callable[..., Any], structure: Any = _MISSING, *others: Any) -> Any:
-    """``structure`` with every leaf replaced by ``function`` of it, and of the leaves of ``others`` at its place.
+    """Return ``structure`` with every leaf replaced by ``function`` of it and of the leaves of ``others`` at its place.
 
     Raises:
-        TypeError: no structure. For a function of structures there is ``functools.partial(nested_map, function)``.
-        ValueError: one of ``others`` is built differently (see :func:`nested_compare`).
+        TypeError: no structure was given. ``functools.partial(nested_map, function)`` makes a function of structures.
+        ValueError: one of ``others`` has another structure (see :func:`nested_compare`).
     """
     if structure is _MISSING:
         raise TypeError(
-            "nested_map: a structure is needed; functools.partial(nested_map, function) is a function of one"
+            "nested_map: expected a structure; functools.partial(nested_map, function) makes a function of one"
         )
     for other in others:
         if not nested_compare(structure, other):
-            raise ValueError(f"nested_map: {structure!r} and {other!r} are built differently")
+            raise ValueError(f"nested_map: {structure!r} and {other!r} differ in structure")
     columns: list[Iterator[Any]] = [iter(nested_flatten(other)) for other in others]
     return _rebuild(structure, lambda leaf: function(leaf, *(next(column) for column in columns)))
 
 
 def nested_compare(first: Any, second: Any) -> bool:
-    """Whether both are built alike: the same containers, lengths and keys, and leaves at the same places.
+    """Return whether both have the same structure: equal containers, lengths and keys, and leaves at the same places.
 
     Leaves may differ. Lists, tuples and named tuples differ from each other; a subclass of dict does not from a dict.
     """
@@ -69,7 +69,7 @@ def nested_compare(first: Any, second: Any) -> bool:
 
 
 def _kind(structure: Any) -> Any:
-    """What two containers must have in common to be alike; None for every leaf."""
+    """Return what two containers must have in common to be alike; None for every leaf."""
     if isinstance(structure, dict):
         return dict
     if isinstance(structure, list):
@@ -80,7 +80,7 @@ def _kind(structure: Any) -> Any:
 
 
 def sorted_keys(mapping: dict[Any, Any]) -> list[Any]:
-    """The keys of ``mapping`` in the order in which its leaves come."""
+    """Return the keys of ``mapping`` in the order in which its leaves come."""
     try:
         return sorted(mapping)
     except TypeError:

@@ -1,4 +1,4 @@
-"""What backends must agree on about parameters: who may touch them at a time, and whether an optimizer updates them."""
+"""Locks on parameters that backends share, and checks that an optimizer updates them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pymoe import _runtime
 
 
 def lock_of(parameters: Iterable[Tensor]) -> AbstractContextManager[Any]:
-    """What to hold while these parameters are read or changed; backends that share any of them exclude each other.
+    """Return the lock to hold while these parameters are read or changed: backends that share any exclude each other.
 
     Every parameter belongs to one re-entrant lock, that of the first backend that came with it. A backend whose
     parameters belong to several holds them all, taken in one order everywhere, so that two never wait for each other. A
@@ -54,12 +54,12 @@ _locks = WeakIdKeyDictionary()  # parameter -> (number, lock)
 
 
 def optimized(opt: Any) -> list[nn.Parameter]:
-    """The parameters that ``opt`` updates, as far as it says."""
+    """Return the parameters in the groups of ``opt``; none for one without groups."""
     return [parameter for group in getattr(opt, "param_groups", ()) for parameter in group["params"]]
 
 
 def check_steps(opt: Any, scheduler: Any) -> None:
-    """Raise TypeError unless both are objects (or None) whose ``step()`` takes no arguments."""
+    """Raise TypeError unless both are objects with a ``step()``, or None."""
     for what, kind, one in (("opt", "an optimizer", opt), ("scheduler", "a scheduler", scheduler)):
         if one is None:
             continue
@@ -88,12 +88,12 @@ def check_steps_alone(opt: Any, scheduler: Any) -> None:
 
 
 def check_updates(name: str, opt: Any, parameters: Sequence[nn.Parameter], before: Sequence[nn.Parameter]) -> None:
-    """Whether ``opt`` updates the ``parameters`` of expert ``name``, which were ``before`` when this was last asked.
+    """Check that ``opt`` updates the ``parameters`` of expert ``name``, which were ``before`` at the last check.
 
     Raises:
         ValueError: it updates none of them.
 
-    Warns if some that are new should be trained and are not. Optimizers that are not torch's are taken at their word.
+    Warns of new parameters that require gradients and are not updated. Optimizers that are not torch's are not checked.
     """
     if not isinstance(opt, Optimizer):
         return

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pymoe import _runtime
 from pymoe.autograd.fork import renew_engine
@@ -43,17 +43,17 @@ class Runtime:
             for the socket (see :mod:`pymoe.runtime.monitoring.socket_server`); None does what the environment variable
             ``PYMOE_MONITOR`` says, and without it nothing.
         expert_backends: hivemind's name for ``backends_or_pools``.
-        prefetch_batches: hivemind's, of no effect: there is no queue of batches between pools and workers.
-        sender_threads: hivemind's, of no effect: a result is handed out by the thread that made it.
-        device: hivemind's, must be None: an expert is where ``ExpertBackend(device=...)`` puts it.
+        prefetch_batches: hivemind's option, ignored: there is no queue of batches between pools and workers.
+        sender_threads: hivemind's option, ignored: a result is handed out by the thread that made it.
+        device: hivemind's option, must be None: an expert is where ``ExpertBackend(device=...)`` puts it.
 
     Attributes:
-        expert_backends: what it was made with.
+        expert_backends: the backends or pools that it was made with.
         ready: an event that is set while it runs.
 
     Raises:
         ValueError: no pool, fewer than one worker, or a stats_interval that is not a positive number.
-        TypeError: something is neither a pool nor has pools, or ``device`` is given.
+        TypeError: something is neither a pool nor a backend with pools, or ``device`` is given.
     """
 
     def __init__(
@@ -69,20 +69,20 @@ class Runtime:
         device: None = None,
     ) -> None:
         if (backends_or_pools is None) == (expert_backends is None):
-            raise TypeError("Runtime: backends_or_pools is needed, or expert_backends in its place")
+            raise TypeError("Runtime: expected backends_or_pools, or expert_backends in its place, and not both")
         if device is not None:
-            raise TypeError("Runtime: device= is not taken; say it where the expert is: ExpertBackend(device=...)")
+            raise TypeError("Runtime: device must be None; an expert's device is that of ExpertBackend(device=...)")
         if backends_or_pools is None:
             backends_or_pools = expert_backends
         members = members_of(backends_or_pools)
         if not members:
-            raise ValueError("Runtime: at least one pool or backend is needed")
+            raise ValueError("Runtime: expected at least one pool or backend, got none")
         pools: list[TaskPool] = []
         for member in members:
             pools += [pool for pool in pools_of(member) if pool not in pools]
         if num_workers is None:
             num_workers = max(1, min(len(members), os.cpu_count() or 1))
-        self._served: ServedPools[TaskPool] = ServedPools(pools)
+        self._served: ServedPools = ServedPools(pools)
         observers = Observers(self._served, stats_interval=stats_interval, monitor=monitor)
         self._executor = _runtime.Executor(check_count("Runtime", "num_workers", num_workers), pools)
         self.expert_backends = backends_or_pools
@@ -97,16 +97,16 @@ class Runtime:
 
     @property
     def pools(self) -> tuple[TaskPool, ...]:
-        """Those that it serves, or will serve once it runs."""
-        return self._served.now
+        """The pools that it serves, or will serve once it runs."""
+        return cast("tuple[TaskPool, ...]", self._served.now)
 
     @property
     def running(self) -> bool:
-        """True from start to the end of shutdown."""
+        """Whether it serves: True from :meth:`start` to the end of :meth:`shutdown`."""
         return self._executor.running()
 
     def start(self) -> None:
-        """Start the workers; nothing if they run already.
+        """Start the workers, unless they run already.
 
         Raises:
             RuntimeError: a pool is served by another Runtime, or the process is a fork.
@@ -128,7 +128,7 @@ class Runtime:
             self.ready.clear()
 
     def run(self) -> None:
-        """Start, and return when another thread has shut the runtime down; an interrupt (Ctrl-C) does so at once.
+        """Start, and return when another thread has shut the runtime down; an interrupt (Ctrl-C) shuts it down at once.
 
         Raises:
             RuntimeError, OSError: see :meth:`start`.
@@ -156,16 +156,16 @@ class Runtime:
         self._idle.set()
 
     def add(self, backend_or_pool: Any) -> None:
-        """Serve another backend or pool as well, from now on if the runtime runs; nothing if it is served here already.
+        """Serve another backend or pool as well, from now on if the runtime runs. One that it serves already stays.
 
-        What :meth:`remove` has closed, and given up or been interrupted before its end, is open again.
+        A pool that :meth:`remove` has closed, before it timed out or was interrupted, is opened again.
 
         The number of workers stays what it is. May be called from any thread, and from a batch.
 
         Raises:
             RuntimeError: a pool is served by another Runtime (then nothing is added), or this one is shutting down, or
                 is still removing it.
-            TypeError: neither a pool nor anything that has any.
+            TypeError: neither a pool nor a backend with pools.
         """
         with self._changes:
             coming = pools_of(backend_or_pool)
@@ -184,12 +184,12 @@ class Runtime:
     def remove(self, backend_or_pool: Any, drain: bool = True, timeout: float | None = None) -> None:
         """Refuse further requests of a backend or pool, wait until every one is done, and serve it no longer.
 
-        The others are served meanwhile. What was removed may be added again, here or to another runtime, which opens
-        it. A batch that is running is waited for. After a timeout or an interrupt (Ctrl-C) what was to be removed is
-        closed, and still served: call this again to wait on, or :meth:`add` to open it.
+        The others are served meanwhile, and a running batch is waited for. What was removed may be added again, here or
+        to another runtime, which opens it. After a timeout or an interrupt (Ctrl-C) it is closed and still served: call
+        this again to wait on, or :meth:`add` to open it.
 
         Args:
-            backend_or_pool: what was served from the first, or was added.
+            backend_or_pool: one that was given at construction, or added.
             drain: run what is queued; otherwise requests that have not started are cancelled, and of those that take
                 several batches no further one is run.
             timeout: seconds to wait at most; None: as long as it takes.
@@ -198,7 +198,7 @@ class Runtime:
             TimeoutError: there are still requests that are not done.
             ValueError: it is not served here, or is mutually exclusive with a pool that would stay.
             RuntimeError: called from a batch of this runtime, or in a fork.
-            TypeError: neither a pool nor anything that has any.
+            TypeError: neither a pool nor a backend with pools.
         """
         leaving = pools_of(backend_or_pool)
         with self._changes:
@@ -233,7 +233,7 @@ class Runtime:
                 pool._server = None
 
     def stats(self) -> dict[str, PoolStats]:
-        """Every pool's numbers by its name; rates are those since the previous call, or since the runtime was made."""
+        """Return every pool's statistics by name; rates are since the previous call, or since the runtime was made."""
         return self._reader.read()
 
     def __repr__(self) -> str:
@@ -255,23 +255,23 @@ TesseractRuntime = Runtime
 
 
 def members_of(backends_or_pools: Any) -> list[Any]:
-    """What is served, one after the other; a backend or pool alone is one."""
+    """Return the list of what is served; a lone backend or pool is a list of one."""
     if isinstance(backends_or_pools, TaskPool) or callable(getattr(backends_or_pools, "get_pools", None)):
         return [backends_or_pools]
     if isinstance(backends_or_pools, Mapping):
         return list(backends_or_pools.values())
     if not isinstance(backends_or_pools, Iterable):
-        raise TypeError(f"Runtime: backends or pools are expected, got {type(backends_or_pools).__name__}")
+        raise TypeError(f"Runtime: expected backends or pools, got {type(backends_or_pools).__name__}")
     return list(backends_or_pools)
 
 
 def pools_of(backend: Any) -> list[TaskPool]:
-    """A backend's pools; a pool itself."""
+    """Return a backend's pools, or a pool alone."""
     if isinstance(backend, TaskPool):
         return [backend]
     get_pools = getattr(backend, "get_pools", None)
     pools: list[Any] = list(get_pools()) if callable(get_pools) else [None]
     for pool in pools:
         if not isinstance(pool, TaskPool):
-            raise TypeError(f"Runtime: pools and backends with get_pools() can be served, got {type(backend).__name__}")
+            raise TypeError(f"Runtime: expected a pool or a backend with get_pools(), got {type(backend).__name__}")
     return pools

@@ -34,13 +34,8 @@ def tensor_protos(schema: Any) -> tuple[BatchTensorProto, ...]:
 class RequestSchema:
     """The arguments and outputs of the expert called ``name``, between their structures and flat tensors.
 
-    What is usual (tensors as arguments, one tensor as the output) takes a shortcut everywhere: the rest costs more than
-    many an expert of one row.
-
-    Args:
-        name: begins every error.
-        forward_schema: ``(args_schema, kwargs_schema)``, whose leaves are prototypes or constants.
-        outputs_schema: the same for what the expert returns.
+    The usual case (tensors as arguments, one tensor as the output) takes a shortcut everywhere: the general one costs
+    more than many an expert of one row. Leaves of the schemas are prototypes or constants.
 
     Attributes:
         inputs: the prototypes of the flat inputs, without a device: where a tensor is, is up to the client.
@@ -151,7 +146,7 @@ class RequestSchema:
             raise error(f"{self.name}: {name} is the constant {constant!r} in the schema, got {shown}")
 
     def _named_leaves(self) -> Iterator[tuple[str, Any]]:
-        """The leaves of the arguments in order, each with its name: ``args[0]``, ``mask``, ``mask['a'][1]``."""
+        """Yield the leaves of the arguments in order, each with its name: ``args[0]``, ``mask``, ``mask['a'][1]``."""
 
         def inside(name: str, item: Any) -> Iterator[tuple[str, Any]]:
             if isinstance(item, dict):

@@ -25,7 +25,7 @@ REPLACED = {
     "start": "a pool has no process or thread of its own; Runtime([pool]).start() serves it",
     "uid": "name= is what a pool is called",
 }
-"""Options of hivemind's pools, and what is here in their place."""
+"""Options of hivemind's pools, and what takes their place here."""
 LARGEST_COUNT = 2**31 - 1
 
 
@@ -58,8 +58,8 @@ class TaskPool(_runtime.TaskPool):
     first, puts the rows of as many requests together as fit, calls ``process_func`` once, and gives every request its
     own rows of the result. A future can be awaited by several tasks; cancelling one of them cancels the request for
     all. It can stand in for a ``concurrent.futures.Future``. Requests of different dtypes, devices or row shapes never
-    share a batch. Tensors on a GPU must be ready in its default stream: batches are
-    put together there, and results become ready there.
+    share a batch. Tensors on a GPU must be ready in its default stream: batches are assembled there, and results become
+    ready there.
 
     Args:
         process_func: called with one tensor per position, the rows of all requests one after the other in dimension
@@ -173,7 +173,7 @@ class TaskPool(_runtime.TaskPool):
         return await (await self._queue(tensors, timeout, priority))
 
     async def _queue(self, tensors: Sequence[Any], timeout: float | None, priority: float = 0.0) -> Future:
-        """Submit once there is room, which another thread waits for."""
+        """Submit once there is room; another thread waits for that."""
         future = self._try_submit(*tensors, timeout=timeout, priority=priority)
         if future is not None:
             return future
@@ -198,6 +198,6 @@ class TaskPool(_runtime.TaskPool):
 
 
 def cancel_request(waiting: asyncio.Future[Future]) -> None:
-    """Cancel the request that was submitted after all, when nobody was there any more."""
+    """Cancel the request that was submitted after nobody waited for it any more."""
     if not waiting.cancelled() and waiting.exception() is None:
         waiting.result().cancel()

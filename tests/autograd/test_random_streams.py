@@ -79,7 +79,7 @@ def test_every_draw_depends_on_seed_and_position_alone(name: str) -> None:
 
 def test_every_operator_that_draws_is_known() -> None:
     """Operators made of others are known by those; what torch adds is to be added, too."""
-    known = {*random_streams.WITH_GENERATOR.split(), *random_streams.WITHOUT_GENERATOR.split()}
+    known = set(random_streams.OPERATORS.split())
     composite = ("CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
     has_kernel = dispatch_has_kernel_for_dispatch_key
     missing = set()
@@ -341,7 +341,7 @@ def test_the_kernels_stay_and_answer_to_calls_alone() -> None:
         for name in dispatch_get_all_op_names()
         if name.startswith("aten::") and dispatch_has_kernel_for_dispatch_key(name, random_streams.KEY)
     }
-    listed = {*random_streams.WITH_GENERATOR.split(), *random_streams.WITHOUT_GENERATOR.split()}
+    listed = set(random_streams.OPERATORS.split())
     assert with_kernels <= listed
     assert {"bernoulli_.float", "native_dropout", "random_"} <= with_kernels
     assert not torch._C._dispatch_tls_is_dispatch_key_included(random_streams._key)

@@ -1,10 +1,10 @@
-"""The windows of examples/lm/data.py: which bytes a step reads."""
+"""The windows of examples/common.py: which bytes a step reads."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from lm.data import Batches, validation_windows
+from common import Batches, validation_windows
 
 
 @pytest.mark.parametrize("length", [9 * 16, 1000, 1007])

@@ -6,8 +6,8 @@ import re
 import pipeline_moe_lm
 import pytest
 import torch
-from lm.config import Config
-from lm.data import Batches
+from byte_lm import Config
+from common import Batches
 from pipeline_moe_lm import Pipelined, Plain, balance, difference, layers
 
 from pymoe.nn import set_aux_loss_scale

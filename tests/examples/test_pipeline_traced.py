@@ -9,8 +9,7 @@ from argparse import Namespace
 import pipeline_traced
 import pytest
 import torch
-from common import difference
-from lm.data import Batches
+from common import Batches, difference
 from pipeline_traced import ARCHITECTURES, CUTS, Pipelined, Run, new_model, same_outputs, same_weights
 
 from pymoe.pipe.schedules import names

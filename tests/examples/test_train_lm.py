@@ -13,12 +13,10 @@ import common
 import plot_runs
 import pytest
 import torch
-from lm.checkpoint import FILE_NAME
-from lm.command import main
-from lm.config import Config
-from lm.data import load_text
-from lm.model import LanguageModel, make_ffn, parameter_counts
+from byte_lm import Config, LanguageModel, make_ffn, parameter_counts
+from common import load_text
 from safetensors.torch import load_file
+from train_lm import FILE_NAME, main
 
 import pymoe
 
@@ -36,7 +34,7 @@ CURVE_TOLERANCE = 1e-4
 
 
 def train(*flags: object) -> int:
-    return main([*SMALL, *map(str, flags)], "a run of the tests")
+    return main([*SMALL, *map(str, flags)])
 
 
 def record_of(folder: Path) -> dict:
@@ -102,7 +100,7 @@ def test_resume_continues_bit_for_bit(tmp_path: Path, flags: list[str]) -> None:
     assert train(*common, "--out", straight) == 0
     assert train(*common, "--out", parts, "--stop-after", "3") == 0
     assert not (parts / "record.json").exists()
-    assert main(["--resume", str(parts), "--eval-every", "2", "--compare-steps", "0"], "resumed") == 0
+    assert main(["--resume", str(parts), "--eval-every", "2", "--compare-steps", "0"]) == 0
     for key in ("loss", "validation", "expert_load", "config"):
         assert record_of(parts)[key] == record_of(straight)[key]
     first, second = load_file(straight / FILE_NAME), load_file(parts / FILE_NAME)
@@ -114,7 +112,7 @@ def test_resume_continues_bit_for_bit(tmp_path: Path, flags: list[str]) -> None:
 def test_resuming_a_finished_run_reports_it_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("--steps", "2", "--ffn", "dense", "--out", tmp_path) == 0
     before = record_of(tmp_path)
-    assert main(["--resume", str(tmp_path)], "resumed") == 0
+    assert main(["--resume", str(tmp_path)]) == 0
     assert "all 2 steps are made" in capsys.readouterr().out
     assert record_of(tmp_path)["loss"] == before["loss"]
 
@@ -143,7 +141,7 @@ def environment() -> dict[str, str]:
 
 def test_resume_names_the_setting_that_differs(runs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["--resume", str(runs["native"]), "--width", "64", "--num-experts", "4"], "resumed")
+        main(["--resume", str(runs["native"]), "--width", "64", "--num-experts", "4"])
     message = capsys.readouterr().err
     assert "--width: the saved run has 32, the command line says 64" in message
     assert "--num-experts" not in message.split("settings:")[1]
@@ -186,7 +184,7 @@ def test_resume_needs_the_same_text(tmp_path: Path, capsys: pytest.CaptureFixtur
     text.write_text("some words again and again " * 50)
     assert train("--out", folder, "--text", text, "--steps", "2", "--stop-after", "1") == 0
     text.write_text("other words again and again " * 50)
-    assert main(["--resume", str(folder)], "resumed") == 2
+    assert main(["--resume", str(folder)]) == 2
     assert "text.txt has changed" in capsys.readouterr().err
 
 
@@ -197,10 +195,10 @@ def test_a_folder_with_a_run_is_not_overwritten(runs: dict[str, Path], capsys: p
 
 
 def test_no_checkpoint_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--resume", str(tmp_path)], "resumed") == 2
+    assert main(["--resume", str(tmp_path)]) == 2
     assert f"no {FILE_NAME}" in capsys.readouterr().err
     (tmp_path / FILE_NAME).write_bytes(b"something else entirely")
-    assert main(["--resume", str(tmp_path)], "resumed") == 2
+    assert main(["--resume", str(tmp_path)]) == 2
     assert "is not a checkpoint" in capsys.readouterr().err
 
 

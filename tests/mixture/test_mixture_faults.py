@@ -396,7 +396,7 @@ def test_an_interrupted_wait_leaves_nothing_under_way(monkeypatch: pytest.Monkey
         def interrupt(*_: Any) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(fan_out, "error_of", interrupt)
+        monkeypatch.setattr(fan_out, "outcome_of", interrupt)
         with pytest.raises(KeyboardInterrupt):
             moe(ONES)
         assert runtime.stats()["e0_forward"].queued == 0

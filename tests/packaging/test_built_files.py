@@ -69,7 +69,7 @@ def test_every_symbol_of_torch_was_there_in_the_oldest_release_served(target_ver
         "#include <torch/csrc/stable/c/shim.h>\n"
         "#include <torch/csrc/inductor/aoti_torch/c/shim.h>\n"
         "#include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>\n"  # what torch/csrc/stable/ops.h calls
-        'extern "C" int aoti_torch_get_current_cuda_stream(int, void**);\n'  # weak in ops/stream.h, since torch 2.0
+        'extern "C" int aoti_torch_get_current_cuda_stream(int, void**);\n'  # weak in ops/twins.h, since torch 2.0
     )
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     command = ["g++", "-std=c++20", "-E", "-P", f"-DTORCH_TARGET_VERSION={target_version}", *includes, str(source)]

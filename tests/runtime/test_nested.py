@@ -102,5 +102,5 @@ def test_map() -> None:
     assert nested_map(lambda x: x and -x, {"a": (1, None), "b": [2]}) == {"a": (-1, None), "b": [-2]}
     added = nested_map(lambda *leaves: sum(leaves), {"a": 1, "b": (2,)}, {"b": (20,), "a": 10}, {"a": 100, "b": (200,)})
     assert added == {"a": 111, "b": (222,)}
-    with pytest.raises(ValueError, match="built differently"):
+    with pytest.raises(ValueError, match="differ in structure"):
         nested_map(lambda x, y: x, (1, 2), (1,))

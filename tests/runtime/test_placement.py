@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -40,9 +40,12 @@ def test_tensors_of_requests_go_to_the_expert_and_come_back() -> None:
     assert placement.device == DEVICE
     here = (torch.randn(3, 4), torch.arange(3))
     assert not placement.is_home_of(here)
-    with placement.visit(here) as visit:
-        assert [tensor.device for tensor in visit.tensors] == [DEVICE, DEVICE]
-        product, nothing, ids = visit.take_back([visit.tensors[0] * 2, None, visit.tensors[1] + 1])
+
+    def function(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        assert [tensor.device for tensor in tensors] == [DEVICE, DEVICE]
+        return tensors[0] * 2, None, tensors[1] + 1
+
+    product, nothing, ids = placement.run(function, here)
     assert nothing is None
     assert not isinstance(product, Pretended)
     assert torch.equal(product, here[0] * 2)

@@ -146,7 +146,7 @@ def test_a_pool_has_one_runtime() -> None:
 
 def test_what_is_no_pool_is_refused() -> None:
     for bad in ([3], {"a": object()}, [pool_of(), None]):
-        with pytest.raises(TypeError, match="can be served"):
+        with pytest.raises(TypeError, match="expected a pool or a backend"):
             Runtime(bad)
     with pytest.raises(ValueError, match="at least one"):
         Runtime([])

@@ -78,5 +78,5 @@ def in_dtype(sample: Sample, dtype: torch.dtype) -> Sample:
 
 def large_cases(spec: OpSpec, count: int = 2, most_bytes: int = 64 << 20) -> list[BenchCase]:
     """Return benchmark cases big enough to run in parallel: the largest up to ``most_bytes``, or the smallest one."""
-    cases = sorted(spec.bench_cases(), key=lambda case: case.bytes)
+    cases = sorted(spec.bench_cases, key=lambda case: case.bytes)
     return [case for case in cases if case.bytes <= most_bytes][-count:] or cases[:1]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +11,9 @@ from torch import Tensor
 
 from pymoe._torch_private import pytree
 from pymoe.pipe.capture.errors import CaptureError
+from pymoe.pipe.capture.snapshots import CONSTANTS
 
-__all__ = ["PYTREE_HINT", "Arguments", "Like", "Trial", "is_constant", "trials"]
+__all__ = ["PYTREE_HINT", "Arguments", "Like", "Trial", "trials"]
 
 
 class Like(NamedTuple):
@@ -36,21 +35,11 @@ class Like(NamedTuple):
         return made.requires_grad_(self.requires_grad)
 
 
-_CONSTANTS = (
-    *(int, float, complex, str, bytes, enum.Enum, slice, range, type(None), type(...)),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
-
 PYTREE_HINT = (
     "tensors, numbers, strings, None, and lists, tuples and dicts of them; register other classes with "
     "torch.utils._pytree.register_pytree_node or register_dataclass"
 )
 """What may be an argument or a result."""
-
-
-def is_constant(leaf: Any) -> bool:
-    """Return whether something other than a tensor may be an argument or a result: what is always itself."""
-    return isinstance(leaf, _CONSTANTS)
 
 
 class _Slot:
@@ -76,7 +65,7 @@ class Arguments:
         self.examples: list[Any] = [Like.of(leaf) if isinstance(leaf, Tensor) else leaf for _, leaf in paths]
         """The leaves of the example; in place of tensors what they are like."""
         for name, leaf in zip(self.names, self.examples, strict=True):
-            if not isinstance(leaf, Like) and not is_constant(leaf):
+            if not isinstance(leaf, Like) and not isinstance(leaf, CONSTANTS):
                 raise CaptureError(
                     f"the model cannot be captured: its argument {name} is a {type(leaf).__name__}, expected "
                     f"{PYTREE_HINT}"
@@ -102,7 +91,7 @@ class Arguments:
         """Return the leaves of a call, in the order of ``names``.
 
         Raises:
-            TypeError: the call's signature differs from the captured one.
+            TypeError: the call's signature, or the structure of an argument, differs from the captured one.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if spec == self.spec:
@@ -165,14 +154,10 @@ def _name(path: tuple[Any, ...], positions: list[str]) -> str:
     return first + pytree.keystr(tuple(rest))
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A way to capture a model."""
-
-    shapes: list[Any]
-    """For every tensor leaf which dimensions are free, in the form of ``torch.export.export``."""
-    any_size: bool
-    """Whether these may be 0 or 1 as well."""
+Trial = tuple[tuple[Any, ...], bool]
+"""A way to capture a model: for every tensor leaf which dimensions are free, as for ``torch.export.export``; and
+whether these may be 0 or 1 as well.
+"""
 
 
 def trials(
@@ -186,16 +171,15 @@ def trials(
     from torch.export import Dim
 
     if dynamic_shapes is not None:
-        given = list(_given(forward, args, kwargs, dynamic_shapes))
-        yield Trial(given, True)
-        yield Trial(given, False)
+        given = tuple(_given(forward, args, kwargs, dynamic_shapes))
+        yield from ((given, True), (given, False))
         return
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     free = [[dim for dim, size in enumerate(tensor.shape) if size > 1] for tensor in tensors]
     first = [[dim for dim in dims if dim == 0] for dims in free]
     none: list[list[int]] = [[] for _ in tensors]
     for dims, any_size in ((free, True), (free, False), (first, True), (first, False), (none, False)):
-        yield Trial([dict.fromkeys(some, Dim.AUTO) for some in dims], any_size)
+        yield tuple(dict.fromkeys(some, Dim.AUTO) for some in dims), any_size
 
 
 def _given(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any) -> Iterator[Any]:

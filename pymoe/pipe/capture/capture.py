@@ -5,23 +5,24 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from pymoe import _torch_private
 from pymoe.pipe.capture.arguments import Arguments, Like, Trial, trials
-from pymoe.pipe.capture.entry import Entry, Output, Stopped
+from pymoe.pipe.capture.entry import Entry, ModelRun, Stopped
 from pymoe.pipe.capture.errors import BoundaryInside, CaptureError, branches_on_values, capture_error, stack_level
-from pymoe.pipe.capture.external_values import caches_of, external_values
+from pymoe.pipe.capture.external_values import ExternalValues
 from pymoe.pipe.capture.graph import Captured, captured_graph
 from pymoe.pipe.capture.guards import Guards
-from pymoe.pipe.capture.opaque import Choice, Opaque, RealModule, choose_opaque, must_be_opaque
-from pymoe.pipe.capture.python_reads import Answers, Recorder, ambient_answers
-from pymoe.pipe.capture.snapshots import attributes_restored
+from pymoe.pipe.capture.opaque import Opaque, choose_opaque, must_be_opaque
+from pymoe.pipe.capture.python_reads import ambient_answers
+from pymoe.pipe.capture.snapshots import attributes_restored, patched
 
 __all__ = ["capture"]
 
@@ -60,22 +61,28 @@ def capture(
         TypeError, ValueError: ``opaque`` or ``dynamic_shapes`` does not fit the model.
         CaptureError: the model cannot be captured; the message names the line of its code.
     """
-    ambient, choice = ambient_answers(), Choice()
+    kwargs = kwargs or {}
+    arguments = Arguments(model.forward, args, kwargs)
+    ways = list(trials(model.forward, args, kwargs, dynamic_shapes))
+    external = ExternalValues(model)  # also of opaque modules: what they do in a capture is undone
+    ambient = ambient_answers()
+    opened: set[str] = set()  # opaque modules with boundaries inside
+    closed: set[str] = set()  # modules that change their attributes
     while True:
-        attempt = _Attempt(model, args, kwargs or {}, dynamic_shapes, choose_opaque(model, opaque, choice), ambient)
+        new_run = partial(ModelRun, model, arguments, choose_opaque(model, opaque, opened, closed), external, ambient)
         try:
-            program, entry = attempt.export()
+            program, run = _first_to_succeed(new_run, ways)
         except BoundaryInside as error:
-            if error.path in choice.opened or must_be_opaque(model, opaque, error.path):
+            if error.path in opened or must_be_opaque(model, opaque, error.path):
                 raise capture_error(error) from error.__cause__
-            choice.opened.add(error.path)
+            opened.add(error.path)
             continue
-        changes = entry.output.users_changes(model)
-        if not changes and not entry.output.side_effects:
-            entry.output.recorder.reads.dtypes |= _asserts_dtypes(program)
-            return captured_graph(program, entry, model, attempt.arguments, attempt.guards(entry.output))
-        if entry.output.side_effects or not choice.close(changes):
-            attempt.refuse(entry.output.side_effects, changes)
+        changes = run.users_changes()
+        if not changes and not run.side_effects:
+            return captured_graph(program, run, _guards(program, run))
+        if run.side_effects or "" in changes or changes.keys() & (opened | closed):
+            raise _refusal(new_run(finds_line=True), ways[-1], run.side_effects, changes)
+        closed |= changes.keys()
         warnings.warn(
             f"the forward of {', '.join(map(repr, changes))} changes attributes "
             f"({', '.join(sorted(name for names in changes.values() for name in names))}), which a graph cannot: the "
@@ -84,98 +91,78 @@ def capture(
         )
 
 
-def _asserts_dtypes(program: Any) -> bool:
-    """Return whether a graph holds for the dtypes of the example alone: ``x.float()`` of a float32 ``x`` was ``x``."""
+def _first_to_succeed(new_run: Callable[[], ModelRun], ways: Sequence[Trial]) -> tuple[Any, ModelRun]:
+    """Return what ``torch.export`` makes, and the run that it made of it.
+
+    Raises:
+        BoundaryInside: a stage boundary is inside an opaque module.
+        CaptureError: the model cannot be captured.
+    """
+    failure: BaseException | None = None
+    for trial in ways:
+        if failure is not None and branches_on_values(failure) and any(trial[0]):
+            continue  # other free dimensions will not help
+        run = new_run()
+        try:
+            return _export(run, trial), run
+        except Stopped as stopped:
+            failure = stopped.error
+            if isinstance(failure, BoundaryInside):
+                raise failure from failure.__cause__
+            if isinstance(failure, CaptureError):
+                break
+        except Exception as error:
+            failure = error
+    assert failure is not None
+    raise capture_error(failure) from failure
+
+
+def _export(run: ModelRun, trial: Trial) -> Any:
+    shapes, any_size = trial
+    with (
+        _one_at_a_time,
+        attributes_restored(run.model),
+        _cleared(run.external.caches.values()),
+        _plain_surroundings(any_size),
+    ):
+        tensors = tuple(leaf.make() for leaf in run.arguments.examples if isinstance(leaf, Like))
+        return torch.export.export(Entry(run), tensors, dynamic_shapes=(shapes,) if tensors else None, strict=False)
+
+
+def _guards(program: Any, run: ModelRun) -> Callable[[nn.Module], Guards]:
+    """Return what a capture assumes; not what torch's own layers set before they read it."""
+    reads = run.recorder.reads
+    # A graph may hold for the dtypes of the example alone: ``x.float()`` of a float32 ``x`` was ``x``.
     graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
-    return any(node.target is _torch_private.assert_tensor_metadata for graph in graphs for node in graph.nodes)
+    reads.dtypes |= any(
+        node.target is _torch_private.assert_tensor_metadata for graph in graphs for node in graph.nodes
+    )
+    for path, name in list(reads.attributes):
+        if f"{path}.{name}".lstrip(".") in run.changed:
+            del reads.attributes[path, name]
+    return partial(Guards, opaque=tuple(run.opaque), reads=reads, arguments=run.arguments)
 
 
-class _Attempt:
-    """Captures of one model with the same opaque modules."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        dynamic_shapes: Any,
-        modules: dict[str, RealModule],
-        ambient: Answers,
-    ) -> None:
-        self.arguments = Arguments(model.forward, args, kwargs)
-        self._model = model
-        self._modules = modules
-        self._ambient = ambient
-        self._external = external_values(model)  # also of opaque modules: what they do in a capture is undone
-        self._caches = caches_of(model)
-        self._trials = list(trials(model.forward, args, kwargs, dynamic_shapes))
-
-    def export(self) -> tuple[Any, Entry]:
-        """Return what ``torch.export`` makes, and what it was given.
-
-        Raises:
-            CaptureError: the model cannot be captured.
-        """
-        failure: BaseException | None = None
-        for trial in self._trials:
-            if failure is not None and branches_on_values(failure) and any(trial.shapes):
-                continue  # other free dimensions will not help
-            entry = self._entry()
-            try:
-                return self._export(entry, trial), entry
-            except Stopped as stopped:
-                failure = stopped.error
-                if isinstance(failure, BoundaryInside):
-                    raise failure from failure.__cause__
-                if isinstance(failure, CaptureError):
-                    break
-            except Exception as error:
-                failure = error
-        assert failure is not None
-        raise capture_error(failure) from failure
-
-    def guards(self, output: Output) -> Guards:
-        """Return what a capture assumes; not what torch's own layers set before they read it."""
-        opaque, reads = tuple(self._modules), output.recorder.reads
-        for path, name in list(reads.attributes):
-            if f"{path}.{name}".lstrip(".") in output.changed:
-                del reads.attributes[path, name]
-        return Guards(self._model, opaque, reads, external_values(self._model, opaque), self.arguments)
-
-    def refuse(self, side_effects: Sequence[str], changes: Mapping[str, Sequence[str]]) -> NoReturn:
-        """Raise the CaptureError for what a graph cannot do, with the line that does it."""
-        entry = self._entry(finds_line=True)
-        with suppress(Exception, Stopped):
-            self._export(entry, self._trials[-1])
-        if side_effects:
-            why = f"it {side_effects[0]}: a graph would do that once, in the capture, and never again"
-        else:
-            names = ", ".join(name for of_module in changes.values() for name in of_module)
-            why = (
-                f"it changes attributes ({names}) of the model, or of a module with a stage boundary inside, and a "
-                "graph changes tensors alone. Keep numbers in buffers; make what is the same in every call before the "
-                "capture, in __init__ or by one call of the model"
-            )
-        raise capture_error(CaptureError(why), entry.output.place)
-
-    def _entry(self, finds_line: bool = False) -> Entry:
-        recorder = Recorder(self._model, self._ambient)
-        return Entry(self._model, self.arguments, self._modules, self._external, recorder, finds_line)
-
-    def _export(self, entry: Entry, trial: Trial) -> Any:
-        with (
-            _one_at_a_time,
-            attributes_restored(self._model),
-            _cleared(self._caches),
-            _plain_surroundings(trial.any_size),
-        ):
-            tensors = tuple(leaf.make() for leaf in self.arguments.examples if isinstance(leaf, Like))
-            shapes = (tuple(trial.shapes),) if tensors else None
-            return torch.export.export(entry, tensors, dynamic_shapes=shapes, strict=False)
+def _refusal(
+    run: ModelRun, trial: Trial, side_effects: Sequence[str], changes: Mapping[str, Sequence[str]]
+) -> CaptureError:
+    """Return the error for what a graph cannot do, with the line that does it, which ``run`` finds."""
+    with suppress(Exception, Stopped):
+        _export(run, trial)
+    if side_effects:
+        why = f"it {side_effects[0]}: a graph would do that once, in the capture, and never again"
+    else:
+        names = ", ".join(name for of_module in changes.values() for name in of_module)
+        why = (
+            f"it changes attributes ({names}) of the model, or of a module with a stage boundary inside, and a "
+            "graph changes tensors alone. Keep numbers in buffers; make what is the same in every call before the "
+            "capture, in __init__ or by one call of the model"
+        )
+    return capture_error(CaptureError(why), run.place)
 
 
 @contextmanager
-def _cleared(caches: Sequence[Any]) -> Iterator[None]:
+def _cleared(caches: Collection[Any]) -> Iterator[None]:
     """Empty the caches that the block has put something into: it may be a tensor without values."""
     misses = [cache.cache_info().misses for cache in caches]
     try:
@@ -196,20 +183,9 @@ def _plain_surroundings(any_size: bool) -> Iterator[None]:
         torch.autocast("cpu", enabled=False),
         torch.autocast("cuda", enabled=False),
         torch.compiler.set_stance("force_eager"),
-        _silent("torch.fx.experimental.symbolic_shapes"),
+        # It warns of what an error will say.
+        patched((logging.getLogger("torch.fx.experimental.symbolic_shapes"), "disabled", True)),
         # Otherwise torch assumes that free dimensions are at least 2, and adds no guard for it.
         config.patch(backed_size_oblivious=any_size),
     ):
         yield
-
-
-@contextmanager
-def _silent(name: str) -> Iterator[None]:
-    """Keep a logger from warning of what an error will say."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

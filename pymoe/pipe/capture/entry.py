@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
 from pymoe._torch_private import pytree
-from pymoe.pipe.capture.arguments import PYTREE_HINT, Arguments, Like, is_constant
-from pymoe.pipe.capture.errors import CaptureError, is_library
-from pymoe.pipe.capture.external_values import ExternalValue, file_of, forward_of
-from pymoe.pipe.capture.interception import Held, intercepting_opaque_calls, refusing_lost_calls
-from pymoe.pipe.capture.opaque import COMPUTED_TYPES, Computed, OpaqueCall, RealModule
-from pymoe.pipe.capture.python_reads import Recorder
+from pymoe.pipe.capture.arguments import PYTREE_HINT, Arguments, Like
+from pymoe.pipe.capture.errors import CaptureError
+from pymoe.pipe.capture.external_values import ExternalValues
+from pymoe.pipe.capture.interception import OpaqueCalls, refusing_lost_calls
+from pymoe.pipe.capture.opaque import COMPUTED_TYPES, Computed, RealModule
+from pymoe.pipe.capture.python_reads import Answers, Recorder
 from pymoe.pipe.capture.side_effects import LineFinder, SideEffects
-from pymoe.pipe.capture.snapshots import Changes, attributes_restored
+from pymoe.pipe.capture.snapshots import CONSTANTS, Changes, attributes_restored
 
-__all__ = ["MODEL", "Entry", "Output", "Stopped"]
+__all__ = ["MODEL", "Entry", "ModelRun", "Stopped"]
 
 MODEL = "model"
+"""The name of the model in what ``torch.export`` is given."""
 
 
-class Entry(nn.Module):
-    """Calls the model with the example's constants in their places, and keeps what it returns beside tensors.
+class ModelRun:
+    """A run of the model within ``torch.export``, and what it has done.
 
     What the model assigns to its buffers is written into them instead, and what it assigns to other attributes, or
-    does to Python's values elsewhere, is undone after the call. What the model raises comes out as :class:`Stopped`.
+    does to Python's values elsewhere, is undone after the run. What the model raises comes out as :class:`Stopped`.
 
     Args:
         model: the model.
-        arguments: of the example.
+        arguments: of the example, whose constants are in their places.
         opaque: its opaque modules.
         external: what its code may read and change outside of it.
-        recorder: records what it reads.
+        ambient: the caller's state.
         finds_line: whether to look for the line that does something a graph cannot do; it takes much longer.
     """
 
@@ -43,110 +44,104 @@ class Entry(nn.Module):
         model: nn.Module,
         arguments: Arguments,
         opaque: Mapping[str, RealModule],
-        external: Sequence[ExternalValue],
-        recorder: Recorder,
+        external: ExternalValues,
+        ambient: Answers,
         finds_line: bool = False,
     ) -> None:
-        super().__init__()
         self.model = model
-        self._external = external
-        self._finds_line = finds_line
-        self.output = Output()
-        self.output.recorder = recorder
-        self._arguments = arguments
-        self._opaque = opaque
-
-    def forward(self, *tensors: Tensor) -> list[Any]:
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(leaf, Like) else leaf for leaf in self._arguments.examples]
-        args, kwargs = pytree.tree_unflatten(leaves, self._arguments.spec)
-        output = self.output
-        output.calls.clear()
-        try:
-            with attributes_restored(self.model) as output.changed:
-                buffers = _buffers(self.model)
-                with (
-                    self._side_effects(output.changed) as side_effects,
-                    refusing_lost_calls(tensors, output.held, output.recorder),
-                    intercepting_opaque_calls(
-                        self._opaque, output.calls, output.held, lambda: _ignored(output, side_effects)
-                    ),
-                    output.recorder.on(),
-                ):
-                    result = self.model(*args, **kwargs)
-                for name, (module, value) in buffers.items():
-                    _write_back(name, value, module._buffers.get(name.rpartition(".")[2]))
-        except Exception as error:
-            raise Stopped(error) from error
-        return output.take(result)
-
-    @contextmanager
-    def _side_effects(self, changed: Changes) -> Iterator[SideEffects]:
-        """Note in the output what the block does to Python's values, and undo it."""
-        side_effects = SideEffects(self._external)
-        self.output.recorder.on_object = side_effects.add_object
-        files = {file_of(forward_of(type(module))) for module in self.model.modules()}
-
-        def has_happened() -> bool:
-            if side_effects.words():
-                return True
-            return any(_users_module(name, self.model) is not None for name in changed.now())
-
-        finder = LineFinder(has_happened, {file for file in files if not is_library(file)})
-        try:
-            with finder if self._finds_line else nullcontext():
-                yield side_effects
-        finally:
-            self.output.side_effects = side_effects.words()
-            self.output.place = finder.place
-            side_effects.undo()
-
-
-@contextmanager
-def _ignored(output: Output, side_effects: SideEffects) -> Iterator[None]:
-    """What opaque calls read and do does not matter: they do it whenever the graph runs."""
-    with output.recorder.paused(), side_effects.ignored():
-        yield
-
-
-class Output:
-    """What the model has returned. An object of its own, since torch restores a module's attributes."""
-
-    def __init__(self) -> None:
+        self.arguments = arguments
+        self.opaque = opaque
+        self.external = external
+        self.recorder = Recorder(model, ambient)
         self.leaves: list[Any] = []
         """Those of the output; ``Computed`` stands for one that the graph computes."""
         self.spec: pytree.TreeSpec | None = None
-        self.calls: list[OpaqueCall] = []
-        """The opaque calls that it has made."""
-        self.held: Held = {}
+        self.opaque_calls: OpaqueCalls
+        """Those that it has made."""
         self.changed: list[str] = []
         """The attributes that it has changed."""
         self.side_effects: list[str] = []
         """What else it has done to Python's values, as the end of "it ..."."""
         self.place: str | None = None
         """The first line that did such a thing, if it was looked for."""
-        self.recorder: Recorder
+        self._finds_line = finds_line
 
-    def take(self, result: Any) -> list[Any]:
-        """Remember the structure of a result, and return its computed leaves."""
+    def __call__(self, *tensors: Tensor) -> list[Any]:
+        """Return the computed leaves of the output."""
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(leaf, Like) else leaf for leaf in self.arguments.examples]
+        args, kwargs = pytree.tree_unflatten(leaves, self.arguments.spec)
+        try:
+            with attributes_restored(self.model) as self.changed:
+                buffers = _buffers(self.model)
+                with self._watching_side_effects(self.changed) as side_effects:
+                    self.opaque_calls = OpaqueCalls(lambda: self._ignoring(side_effects))
+                    with (
+                        refusing_lost_calls(tensors, self.opaque_calls.held, self.recorder),
+                        self.opaque_calls.intercepted(self.opaque),
+                        self.recorder.on(),
+                    ):
+                        result = self.model(*args, **kwargs)
+                for name, (module, value) in buffers.items():
+                    _write_back(name, value, module._buffers.get(name.rpartition(".")[2]))
+        except Exception as error:
+            raise Stopped(error) from error
         paths, self.spec = pytree.tree_flatten_with_path(result)
         for path, leaf in paths:
-            if not isinstance(leaf, COMPUTED_TYPES) and not is_constant(leaf):
+            if not isinstance(leaf, (*COMPUTED_TYPES, *CONSTANTS)):
                 raise Stopped(
                     CaptureError(f"its output{pytree.keystr(path)} is a {type(leaf).__name__}, expected {PYTREE_HINT}")
                 )
         self.leaves = [Computed if isinstance(leaf, COMPUTED_TYPES) else leaf for _, leaf in paths]
         return [leaf for _, leaf in paths if isinstance(leaf, COMPUTED_TYPES)]
 
-    def users_changes(self, model: nn.Module) -> dict[str, list[str]]:
+    def users_changes(self) -> dict[str, list[str]]:
         """Return the attributes that it has changed, by the qualified name of the module that has them; no buffers,
         and nothing of torch's own layers.
         """
         found: dict[str, list[str]] = {}
         for name in dict.fromkeys(self.changed):
-            if (path := _users_module(name, model)) is not None:
+            if (path := _users_module(name, self.model)) is not None:
                 found.setdefault(path, []).append(name)
         return found
+
+    @contextmanager
+    def _watching_side_effects(self, changed: Changes) -> Iterator[SideEffects]:
+        """Note what the block does to Python's values, and undo it."""
+        side_effects = SideEffects(self.external.places)
+        self.recorder.on_object = side_effects.add_object
+
+        def has_happened() -> bool:
+            if side_effects.words():
+                return True
+            return any(_users_module(name, self.model) is not None for name in changed.now())
+
+        finder = LineFinder(has_happened, self.external.files)
+        try:
+            with finder if self._finds_line else nullcontext():
+                yield side_effects
+        finally:
+            self.side_effects = side_effects.words()
+            self.place = finder.place
+            side_effects.undo()
+
+    @contextmanager
+    def _ignoring(self, side_effects: SideEffects) -> Iterator[None]:
+        """What opaque calls read and do does not matter: they do it whenever the graph runs."""
+        with self.recorder.paused(), side_effects.ignored():
+            yield
+
+
+class Entry(nn.Module):
+    """Its ``forward`` is a run. torch restores the attributes of a module, so what a run has done is not among them."""
+
+    def __init__(self, run: ModelRun) -> None:
+        super().__init__()
+        self.model = run.model
+        self._run = run
+
+    def forward(self, *tensors: Tensor) -> list[Any]:
+        return self._run(*tensors)
 
 
 class Stopped(BaseException):

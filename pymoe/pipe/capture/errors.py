@@ -63,12 +63,7 @@ _REASONS = (
 
 
 def capture_error(error: BaseException, place: str | None = None) -> CaptureError:
-    """Return the error for the user.
-
-    Args:
-        error: what ``torch.export`` or the model raised.
-        place: the line of the model's code, by :func:`describe_line`; None: the innermost one in the traceback.
-    """
+    """Return the error for the user. ``place``: by :func:`describe_line`; None: the innermost in the traceback."""
     place = place or _users_line(error.__traceback__)
     where = "" if place is None else f": {place}"
     return CaptureError(f"the model cannot be captured{where}\nReason: {_reason(error)}.\n{_ALTERNATIVES}")
@@ -139,9 +134,13 @@ def is_users_file(file: str) -> bool:
     return not is_library(file) and not file.startswith(_PACKAGES)
 
 
+_LIBRARY_NAMES = ("pymoe", "torch", "contextlib")
+
+
 def stack_level() -> int:
-    """Return the ``stacklevel`` of the caller's first frame outside of this package, for warnings."""
+    """Return the ``stacklevel`` of the user's frame for the caller. torch's compiler adds frames of torch."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and is_library(frame.f_code.co_filename):
+    # Code that torch.fx has made has no name.
+    while frame.f_back is not None and frame.f_globals.get("__name__", "torch").split(".")[0] in _LIBRARY_NAMES:
         frame, level = frame.f_back, level + 1
     return level

@@ -11,18 +11,19 @@ import functools
 import sys
 import types
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from pymoe.pipe.capture.errors import is_library, is_users_file
-from pymoe.pipe.capture.snapshots import is_plain, is_users_object
+from pymoe.pipe.capture.snapshots import CONSTANTS, CONTAINERS, MISSING, freeze, is_users_object, restorer
 from pymoe.pipe.module_hooks import FORWARD_HOOKS
 
-__all__ = ["ExternalValue", "caches_of", "external_values", "file_of", "forward_of", "users_hooks"]
+__all__ = ["ClassAttributes", "ExternalValue", "ExternalValues", "is_within", "users_hooks"]
 
 _CACHE = type(functools.lru_cache(lambda: None))
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
 class ExternalValue(NamedTuple):
@@ -48,8 +49,23 @@ class ExternalValue(NamedTuple):
         else:
             self.where[self.key] = value
 
+    def frozen(self) -> Any:
+        """Return a snapshot of what is there now."""
+        return freeze(self.value(MISSING))
 
-class _ClassAttributes:
+    def restorer(self) -> Callable[[], None]:
+        """Return a function that puts back what is there now, with what that holds now."""
+        value = self.value()
+        restore_contents = restorer(value)
+
+        def restore() -> None:
+            self.assign(value)
+            restore_contents()
+
+        return restore
+
+
+class ClassAttributes:
     """The attributes of a class as a dictionary."""
 
     def __init__(self, kind: type) -> None:
@@ -62,31 +78,9 @@ class _ClassAttributes:
         setattr(self._kind, name, value)
 
 
-def caches_of(model: nn.Module) -> list[Any]:
-    """Return the functions with ``functools.lru_cache`` that the code of a model calls."""
-    return list(_search(model, ()).caches.values())
-
-
-def external_values(model: nn.Module, opaque: tuple[str, ...] = ()) -> list[ExternalValue]:
-    """Return the places that the code of a model reads, without that of its opaque modules."""
-    return _search(model, opaque).found
-
-
-def _search(model: nn.Module, opaque: tuple[str, ...]) -> _Search:
-    search = _Search()
-    for path, module in model.named_modules():
-        if any(path == outer or path.startswith(f"{outer}.") for outer in opaque):
-            continue
-        forward = forward_of(type(module))
-        if not is_library(file := file_of(forward)):
-            search.files.add(file)
-        search.function(module.__dict__.get("forward", forward), type(module))
-        for hook in users_hooks(module):
-            search.function(hook, type(module))
-        for value in module.__dict__.values():
-            if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-                search.function(value, None)
-    return search
+def is_within(path: str, outer: Collection[str]) -> bool:
+    """Return whether a module, by its qualified name, is one of ``outer``, or in one of them."""
+    return any(path == each or path.startswith(f"{each}.") for each in outer)
 
 
 def users_hooks(module: nn.Module) -> Iterator[Any]:
@@ -104,16 +98,33 @@ def _module_of(function: Any) -> str:
     return str(named.__module__)
 
 
-class _Search:
-    def __init__(self) -> None:
-        self.found: list[ExternalValue] = []
-        self.files: set[str] = set()
-        self.caches: dict[int, Any] = {}
-        self._functions: set[int] = set()
-        self._places: dict[tuple[int, str], Any] = {}
-        self._labels: Counter[str] = Counter()
+class ExternalValues:
+    """What the code of a model, without that of its opaque modules, may read outside of the model."""
 
-    def function(self, function: Any, kind: type | None) -> None:
+    def __init__(self, model: nn.Module, opaque: Collection[str] = ()) -> None:
+        self.places: list[ExternalValue] = []
+        self.caches: dict[int, Any] = {}
+        """The functions with ``functools.lru_cache`` that it calls, by their ids."""
+        self.files: set[str] = set()
+        """Those of the model's classes."""
+        self._functions: set[int] = set()
+        self._seen: dict[tuple[int, str], Any] = {}
+        self._labels: Counter[str] = Counter()
+        for path, module in model.named_modules():
+            if is_within(path, opaque):
+                continue
+            # None for classes that make one for every module, as those of TorchScript.
+            forward = getattr(type(module), "forward", None)
+            if not is_library(file := _file_of(forward)):
+                self.files.add(file)
+            self._function(module.__dict__.get("forward", forward), type(module))
+            for hook in users_hooks(module):
+                self._function(hook, type(module))
+            for value in module.__dict__.values():
+                if isinstance(value, _FUNCTIONS):
+                    self._function(value, None)
+
+    def _function(self, function: Any, kind: type | None) -> None:
         """Search a function, and those that it names. ``kind``: the class of its ``self``."""
         while isinstance(function, functools.partial):
             function = function.func
@@ -121,7 +132,7 @@ class _Search:
             self._object(type(function.__self__).__name__, function.__self__)
             function, kind = function.__func__, type(function.__self__)
         while (wrapped := getattr(function, "__wrapped__", None)) is not None:
-            if isinstance(function, _CACHE) and self._is_users(file_of(wrapped)):
+            if isinstance(function, _CACHE) and self._is_users(_file_of(wrapped)):
                 self.caches[id(function)] = function
             function = wrapped
         if isinstance(function, (staticmethod, classmethod)):
@@ -130,9 +141,9 @@ class _Search:
             call = vars(type(function)).get("__call__")
             if isinstance(call, types.FunctionType) and not isinstance(function, (type, nn.Module)):
                 self._object(type(function).__name__, function)
-                self.function(call, type(function))
+                self._function(call, type(function))
             return
-        if id(function) in self._functions or not self._is_users(file_of(function)):
+        if id(function) in self._functions or not self._is_users(_file_of(function)):
             return
         self._functions.add(id(function))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -154,7 +165,7 @@ class _Search:
                     method = vars(base).get(str(step.argval))
                     method = method.fget if isinstance(method, property) else method
                     if isinstance(method, (types.FunctionType, staticmethod, classmethod, _CACHE)):
-                        self.function(method, kind)
+                        self._function(method, kind)
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 self._code(constant, variables, kind)
@@ -170,29 +181,29 @@ class _Search:
         elif isinstance(value, type):
             home = getattr(sys.modules.get(value.__module__), "__file__", None) or "<"
             if taken is not None and (self._is_users(home) or value.__module__ == "__main__"):
-                self._place(ExternalValue(f"{name}.{taken}", _ClassAttributes(value), taken))
+                self._place(ExternalValue(f"{name}.{taken}", ClassAttributes(value), taken))
         else:
             self._place(ExternalValue(name, variables, name))
 
     def _place(self, place: ExternalValue) -> None:
         value = place.value()
-        if (id(place.where), place.label) in self._places or isinstance(value, (types.ModuleType, nn.Module)):
+        if (id(place.where), place.label) in self._seen or isinstance(value, (types.ModuleType, nn.Module)):
             return
-        self._places[id(place.where), place.label] = place.where
-        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, _CACHE)):
-            self.function(value, None)
-            is_read = place.key is not None and self._is_users(file_of(value))
+        self._seen[id(place.where), place.label] = place.where
+        if isinstance(value, (*_FUNCTIONS, _CACHE)):
+            self._function(value, None)
+            is_read = place.key is not None and self._is_users(_file_of(value))
         elif callable(value) and is_users_object(value):
             is_read = True
             if id(value) not in self._functions:
                 self._functions.add(id(value))
-                self.function(value, None)
+                self._function(value, None)
         else:
-            is_read = not callable(value) and (is_plain(value) or _is_watched(value))
+            is_read = not callable(value) and (isinstance(value, (*CONSTANTS, *CONTAINERS)) or _is_watched(value))
         if is_read:
             self._labels[place.label] += 1
             count = self._labels[place.label]
-            self.found.append(place if count == 1 else place._replace(label=f"{place.label} ({count})"))
+            self.places.append(place if count == 1 else place._replace(label=f"{place.label} ({count})"))
 
     def _object(self, name: str, value: Any) -> None:
         if getattr(value, "__dict__", None) and not isinstance(value, nn.Module):
@@ -208,12 +219,7 @@ def _is_watched(value: Any) -> bool:
     return home == "random" or home.startswith("numpy") or is_users_object(value)
 
 
-def forward_of(kind: type[nn.Module]) -> Any:
-    """Return the function; None for classes that make one for every module, as those of TorchScript."""
-    return getattr(kind, "forward", None)
-
-
-def file_of(function: Any) -> str:
+def _file_of(function: Any) -> str:
     """Return the file of a function's code; of one without code, something that is not a user's file."""
     code = getattr(function, "__code__", None)
     return "<" if code is None else str(code.co_filename)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 
 from pymoe._torch_private import pytree
 from pymoe.pipe.capture.arguments import Arguments, Like
-from pymoe.pipe.capture.entry import MODEL, Entry
+from pymoe.pipe.capture.entry import MODEL, ModelRun
 from pymoe.pipe.capture.guards import Guards
-from pymoe.pipe.capture.input_checks import Condition, InputChecks, Leaf, conditions_asked, sizes_of
+from pymoe.pipe.capture.input_checks import InputChecks, conditions_asked, sizes_of
 from pymoe.pipe.capture.interception import OPAQUE_CALL
 from pymoe.pipe.capture.opaque import Computed, OpaqueCall, OpaqueModule
 
@@ -46,32 +46,12 @@ class Captured:
 
     graph: fx.GraphModule
     arguments: Arguments
+    input_checks: InputChecks
+    """Whether a call fits: dimensions that the model leaves free may have any size, and dtypes any precision."""
     out_spec: pytree.TreeSpec
     training: bool
-    modes: tuple[bool, ...]
-    """``training`` of every module of the model, in the order of ``modules()``: the graph holds for these."""
-    names: dict[str, str]
-    """What the user calls the parameters and buffers of the graph."""
-    input_checks: InputChecks
-    guards: Guards
-    """What the capture assumes about Python."""
-
-    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Return the leaves of a call. Arguments may be given by name or position; those that equal their defaults may
-        be omitted.
-
-        Raises:
-            TypeError: the call's signature differs from the captured one.
-        """
-        return self.arguments.flatten(args, kwargs)
-
-    def check(self, leaves: Sequence[Any]) -> None:
-        """Check that a call fits. Dimensions that the model leaves free may have any size; dtypes any precision.
-
-        Raises:
-            ValueError: it does not; the message names argument and dimension.
-        """
-        self.input_checks.check(leaves)
+    guards: Callable[[nn.Module], Guards]
+    """What the capture assumes about Python, for the model, or for another one with the same submodules."""
 
 
 class Region:
@@ -111,46 +91,44 @@ def opaque_modules(graph: fx.Graph) -> list[OpaqueModule]:
     return [node.target for node in all_nodes(graph) if isinstance(node.target, OpaqueModule)]
 
 
-def captured_graph(program: Any, entry: Entry, model: nn.Module, arguments: Arguments, guards: Guards) -> Captured:
-    """Return the captured model from the exported program of ``entry``, which calls ``model``."""
-    builder = _Builder(program, entry, model, arguments)
+def captured_graph(program: Any, run: ModelRun, guards: Callable[[nn.Module], Guards]) -> Captured:
+    """Return the captured model from the exported program, which ``run`` has made."""
+    builder = _Builder(program, run)
     graph = builder.build()
-    assert entry.output.spec is not None
+    assert run.spec is not None
     return Captured(
-        graph=_on_model(graph, model, builder.constants),
-        arguments=arguments,
-        out_spec=entry.output.spec,
-        training=model.training,
-        modes=tuple(module.training for module in model.modules()),
-        names={target: _in_users_words(target) for target in builder.state if target not in builder.constants},
+        graph=_on_model(graph, run.model, builder.constants),
+        arguments=run.arguments,
         input_checks=builder.input_checks(),
+        out_spec=run.spec,
+        training=run.model.training,
         guards=guards,
     )
 
 
 class _Builder:
-    def __init__(self, program: Any, entry: Entry, model: nn.Module, arguments: Arguments) -> None:
+    def __init__(self, program: Any, run: ModelRun) -> None:
         self._program = program
         self._source: fx.GraphModule = program.graph_module
-        self._entry = entry
-        self._model = model
-        self._arguments = arguments
+        self._run = run
         self._graph = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
         self._inputs: dict[int, fx.Node] = {}  # by leaf, placeholders of the exported graph
+        self._state: dict[str, fx.Node] = {}
         self.constants: dict[str, Tensor] = {}
-        self.state: dict[str, fx.Node] = {}
         # Shared parameters and buffers go by their first name.
         self._first_name: dict[int, str] = {}
-        for named in (model.named_parameters(), model.named_buffers()):
-            for name, value in named:
-                self._first_name.setdefault(id(value), name)
+        for name, value in (*run.model.named_parameters(), *run.model.named_buffers()):
+            self._first_name.setdefault(id(value), name)
 
     def build(self) -> fx.Graph:
+        _resolve(self._source, self._run.opaque_calls.calls)
         placeholders = self._source.graph.find_nodes(op="placeholder")
         inputs = list(zip(placeholders, self._program.graph_signature.input_specs, strict=True))
         tensors = iter([node for node, spec in inputs if spec.kind.name == "USER_INPUT"])
-        for number, (name, leaf) in enumerate(zip(self._arguments.names, self._arguments.examples, strict=True)):
+        for number, (name, leaf) in enumerate(
+            zip(self._run.arguments.names, self._run.arguments.examples, strict=True)
+        ):
             placeholder = self._graph.placeholder(re.sub(r"\W+", "_", name).strip("_") or "argument")
             placeholder.meta["val"] = leaf
             if isinstance(leaf, Like):
@@ -162,69 +140,68 @@ class _Builder:
                 self._copies[node] = self._state_node(node, spec)
         for node in self._source.graph.nodes:
             if node.op == "output":
-                self._output(node)
+                values: Any = fx.map_arg(node.args[0], self._copies.__getitem__)
+                computed = iter(values)
+                self._graph.output([next(computed) if leaf is Computed else leaf for leaf in self._run.leaves])
             elif node.op == "call_function":
-                self._copies[node] = self._call(node)
+                self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
         return self._graph
 
     def input_checks(self) -> InputChecks:
-        leaves = []
-        for number, (name, example) in enumerate(zip(self._arguments.names, self._arguments.examples, strict=True)):
-            if isinstance(example, Like):
-                leaves.append(Leaf(name, None, sizes_of(self._inputs[number]), example.dtype))
-            else:
-                leaves.append(Leaf(name, example))
         conditions, fixed = self._conditions()
-        lower: dict[Any, int] = {}
-        upper: dict[Any, int] = {}
-        for symbol, limits in self._program.range_constraints.items():
-            if limits.lower > 2:  # where operators ask about 0 and 1, 2 is what is left
-                lower[symbol] = int(limits.lower)
-            if limits.upper.is_number and limits.upper < 2**40:
-                upper[symbol] = int(limits.upper)
-        return InputChecks(tuple(leaves), conditions, lower, upper, fixed)
+        limits: dict[Any, tuple[int, int | None]] = {}
+        for symbol, constraint in self._program.range_constraints.items():
+            # Where operators ask about 0 and 1, 2 is what is left.
+            low = int(constraint.lower) if constraint.lower > 2 else 0
+            high = int(constraint.upper) if constraint.upper.is_number and constraint.upper < 2**40 else None
+            if low or high is not None:
+                limits[symbol] = low, high
+        sizes = {number: sizes_of(node) for number, node in self._inputs.items()}
+        return InputChecks(self._run.arguments, sizes, conditions, limits, fixed)
 
-    def _conditions(self) -> tuple[tuple[Condition, ...], dict[Any, str]]:
+    def _conditions(self) -> tuple[dict[Any, str], dict[tuple[int, int], str]]:
         """Return what the graph requires of free sizes, and the lines that fixed others."""
-        environment = next((_shape_env(node) for node in self._inputs.values() if _shape_env(node)), None)
+        modes = [getattr(node.meta.get("val"), "fake_mode", None) for node in self._inputs.values()]
+        environment = next((mode.shape_env for mode in modes if mode is not None and mode.shape_env), None)
         if environment is None:
-            return (), {}
-        conditions: dict[Any, Condition] = {}
+            return {}, {}
+        conditions: dict[Any, str] = {}
         fixed: dict[str, str] = {}
         for expression, place in conditions_asked(environment):
             now = environment.replace(expression)
             if getattr(now, "free_symbols", None):
-                conditions.setdefault(now, Condition(now, place))
+                conditions.setdefault(now, place)
             elif place:
                 for symbol in expression.free_symbols:
                     fixed.setdefault(str(symbol), place)
-        return tuple(conditions.values()), self._lines_by_dimension(environment, fixed)
+        return conditions, self._lines_by_dimension(environment, fixed)
 
-    def _lines_by_dimension(self, environment: Any, by_symbol: dict[str, str]) -> dict[Any, str]:
+    def _lines_by_dimension(self, environment: Any, by_symbol: dict[str, str]) -> dict[tuple[int, int], str]:
         found = {}
         for tensor, (number, node) in enumerate(self._inputs.items()):
             for dim in range(node.meta["val"].dim()):
                 source = f"[{tensor}].size()[{dim}]"
                 for symbol, sources in environment.var_to_sources.items():
-                    if str(symbol) in by_symbol and any(_name(each).endswith(source) for each in sources):
+                    names = [each.name() if callable(each.name) else each.name for each in sources]
+                    if str(symbol) in by_symbol and any(name.endswith(source) for name in names):
                         found[number, dim] = by_symbol[str(symbol)]
         return found
 
     def _state_node(self, node: fx.Node, spec: Any) -> fx.Node:
         target = self._target(spec)
-        if target not in self.state:
-            self.state[target] = self._graph.get_attr(target)
-            self.state[target].meta["val"] = node.meta.get("val")
-        return self.state[target]
+        if target not in self._state:
+            self._state[target] = self._graph.get_attr(target)
+            self._state[target].meta["val"] = node.meta.get("val")
+        return self._state[target]
 
     def _target(self, spec: Any) -> str:
         name = spec.target.removeprefix(f"{MODEL}.")
         if spec.kind.name == "PARAMETER":
-            return self._first_name[id(self._model.get_parameter(name))]
+            return self._first_name[id(self._run.model.get_parameter(name))]
         if spec.kind.name == "BUFFER":
-            return self._first_name[id(self._model.get_buffer(name))]
+            return self._first_name[id(self._run.model.get_buffer(name))]
         value = self._program.constants[spec.target]
-        held = self._entry.output.held.get(value.data_ptr()) if isinstance(value, Tensor) else None
+        held = self._run.opaque_calls.held.get(value.data_ptr()) if isinstance(value, Tensor) else None
         if held is not None and held.shape == value.shape and held.dtype == value.dtype:
             value = held
         if id(value) in self._first_name:
@@ -236,69 +213,34 @@ class _Builder:
         self.constants[target] = value
         return target
 
-    def _call(self, node: fx.Node) -> fx.Node:
-        found = _call_of(node, self._source, self._entry.output.calls)
-        target, args, kwargs = (node.target, node.args, node.kwargs) if found is None else (*found, {})
-        known = self._copies.__getitem__
-        copy = self._graph.create_node(
-            "call_function", target, fx.map_arg(args, known), fx.map_arg(kwargs, known), node.name
-        )
-        copy.meta = _users_meta(node)
-        return copy
 
-    def _output(self, node: fx.Node) -> None:
-        values: Any = fx.map_arg(node.args[0], self._copies.__getitem__)
-        computed = iter(values)
-        self._graph.output([next(computed) if leaf is Computed else leaf for leaf in self._entry.output.leaves])
-
-
-def _shape_env(node: fx.Node) -> Any:
-    value = node.meta.get("val")
-    mode = getattr(value, "fake_mode", None)
-    return None if mode is None else mode.shape_env
-
-
-def _name(source: Any) -> str:
-    return source.name() if callable(source.name) else source.name
-
-
-def _in_users_words(target: str) -> str:
-    """Return the name of the weight for a parametrized weight."""
-    return re.sub(r"parametrizations\.(\w+)\.original\d*", r"\1", target)
-
-
-def _call_of(node: fx.Node, owner: fx.GraphModule, calls: Sequence[OpaqueCall]) -> tuple[Any, tuple[Any, ...]] | None:
-    """Return what a node of an exported graph calls, and with which values, if it is a region or an opaque call."""
+def _resolve(module: fx.GraphModule, calls: Sequence[OpaqueCall]) -> None:
+    """Let the nodes of an exported graph, also those of blocks, call regions and opaque calls, and name modules as the
+    model does.
+    """
     hop = torch.ops.higher_order
-    if node.target is OPAQUE_CALL:
-        number, *values = node.args
-        assert isinstance(number, int)
-        return calls[number], tuple(values)
-    if node.target is hop.wrap_with_set_grad_enabled:
-        grad, block, *values = node.args
-        return Region("grad" if grad else "no_grad", _graph(block, owner, calls), bool(grad), None), tuple(values)
-    if node.target is hop.wrap_with_autocast:
-        device, dtype, enabled, cache, block, *values = node.args
-        autocast = {"device_type": device, "dtype": dtype, "enabled": enabled, "cache_enabled": cache}
-        return Region("autocast", _graph(block, owner, calls), None, autocast), tuple(values)
-    return None
-
-
-def _graph(block: Any, owner: fx.GraphModule, calls: Sequence[OpaqueCall]) -> fx.GraphModule:
-    """Return the graph of a block, with regions and opaque calls in it."""
-    module = getattr(owner, block.target)
-    assert isinstance(module, fx.GraphModule)
-    for node in list(module.graph.nodes):
-        if (found := _call_of(node, module, calls)) is not None:
-            with module.graph.inserting_before(node):
-                call = module.graph.call_function(*found)
-            call.meta = node.meta
-            node.replace_all_uses_with(call)
+    for node in reversed(list(module.graph.nodes)):  # blocks after their use
+        if node.target is OPAQUE_CALL:
+            number, *values = node.args
+            node.target, node.args = calls[number], tuple(values)
+        elif node.target is hop.wrap_with_set_grad_enabled:
+            grad, block, *values = node.args
+            graph = _block(module, block, calls)
+            node.target, node.args = Region("grad" if grad else "no_grad", graph, bool(grad), None), tuple(values)
+        elif node.target is hop.wrap_with_autocast:
+            device, dtype, enabled, cache, block, *values = node.args
+            autocast = {"device_type": device, "dtype": dtype, "enabled": enabled, "cache_enabled": cache}
+            node.target, node.args = Region("autocast", _block(module, block, calls), None, autocast), tuple(values)
+        elif node.op == "get_attr" and not node.users:
             module.graph.erase_node(node)
-    for node in list(module.graph.nodes):
         node.meta = _users_meta(node)
-        if node.op == "get_attr" and not node.users:
-            module.graph.erase_node(node)
+
+
+def _block(owner: fx.GraphModule, node: fx.Node, calls: Sequence[OpaqueCall]) -> fx.GraphModule:
+    """Return the graph of the block that a node fetches."""
+    module = getattr(owner, str(node.target))
+    assert isinstance(module, fx.GraphModule)
+    _resolve(module, calls)
     module.recompile()
     return module
 
@@ -323,21 +265,18 @@ def _on_model(graph: fx.Graph, model: nn.Module, constants: dict[str, Tensor]) -
     and buffer that the model gets. Opaque modules are in it themselves. Its ``state_dict`` has the keys of the model's,
     for all of the modules that the graph uses.
     """
-    targets = [node.target for node in graph.nodes if node.op == "get_attr"]
-    root = nn.Module()
-    _share(root, model)
-    for call in opaque_modules(graph):
-        _add_module(root, model, call.path, call.module)
-    for path in _owners(target for target in targets if isinstance(target, str) and target not in constants):
-        _add_path(root, model, path)
-    for target in targets:
-        if isinstance(target, str) and target in constants:
-            # Not a buffer: it would be added to the model's.
-            root.__dict__[target] = constants[target]
     module = fx.GraphModule(nn.Module(), fx.Graph(), "Captured")
-    module.__dict__.update({key: root.__dict__[key] for key in _STATE})
-    module.__dict__["_modules"] = root._modules
-    module.__dict__.update({target: root.__dict__[target] for target in constants if target in root.__dict__})
+    _share(module, model)
+    for call in opaque_modules(graph):
+        owner, _, name = call.path.rpartition(".")
+        around = _module_at(owner, module, model)
+        if name:
+            around._modules[name] = call.module
+    for node in graph.find_nodes(op="get_attr"):
+        if node.target in constants:  # not buffers, which would be added to the model's
+            module.__dict__[node.target] = constants[node.target]
+        else:
+            _module_at(str(node.target).rpartition(".")[0], module, model)
     module.graph = graph
     return module
 
@@ -345,31 +284,19 @@ def _on_model(graph: fx.Graph, model: nn.Module, constants: dict[str, Tensor]) -
 _STATE = ("_parameters", "_buffers", "_non_persistent_buffers_set")
 
 
-def _owners(targets: Iterable[str]) -> list[str]:
-    """Return the modules whose attributes these are, by qualified name, each once."""
-    return list(dict.fromkeys(target.rpartition(".")[0] for target in targets))
-
-
-def _add_module(root: nn.Module, model: nn.Module, path: str, module: nn.Module) -> None:
-    owner, _, name = path.rpartition(".")
-    _add_path(root, model, owner)
-    if name:
-        root.get_submodule(owner)._modules[name] = module
-
-
-def _add_path(root: nn.Module, model: nn.Module, path: str) -> None:
+def _module_at(path: str, root: nn.Module, model: nn.Module) -> nn.Module:
+    """Return the module of ``root`` that stands for one of ``model``'s, made where there is none."""
     here, original = root, model
     for name in path.split(".") if path else []:
         if here is original:  # an opaque module, which is here itself
-            return
+            return here
         original = original.get_submodule(name)
-        if name not in here._modules:
-            part = nn.Module()
-            _share(part, original)
-            here._modules[name] = part
-        step = here._modules[name]
-        assert step is not None
+        step = here._modules.get(name)
+        if step is None:
+            step = here._modules[name] = nn.Module()
+            _share(step, original)
         here = step
+    return here
 
 
 def _share(part: nn.Module, original: nn.Module) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pymoe.pipe.capture.arguments import Arguments, Like
-from pymoe.pipe.capture.external_values import ExternalValue, external_values
+from pymoe.pipe.capture.external_values import ClassAttributes, ExternalValue, ExternalValues, is_within
 from pymoe.pipe.capture.python_reads import Reads, ask
 from pymoe.pipe.capture.snapshots import MISSING, freeze, is_by_value, is_immutable
 from pymoe.pipe.module_hooks import CALL_HOOKS
@@ -18,41 +19,29 @@ from pymoe.pipe.module_hooks import CALL_HOOKS
 __all__ = ["Guards"]
 
 _STATE = ("_parameters", "_buffers")
-_Check = Callable[[], str | None]
+_About = tuple[str, Any]
+"""What an answer is about, in words and, where these are not enough, something more."""
 
 
 class Guards:
     """What a capture of a model holds for: modes, hooks, submodules and shapes of parameters, and the values that its
     code has read.
 
-    Args:
-        model: the model.
-        opaque: the qualified names of its opaque modules, into which no capture looks.
-        reads: what the capture has read.
-        external: what its code may read outside of the model.
-        arguments: the example.
+    ``model`` may be another one with the same submodules. No capture looks into ``opaque``, by qualified names.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        opaque: Sequence[str],
-        reads: Reads,
-        external: Sequence[ExternalValue],
-        arguments: Arguments,
-    ) -> None:
+    def __init__(self, model: nn.Module, opaque: Collection[str], reads: Reads, arguments: Arguments) -> None:
         self._model = model
-        self._opaque = tuple(opaque)
+        self._opaque = opaque
         self._reads = reads
         self._arguments = arguments
         self._modules = {
-            path: module
-            for path, module in model.named_modules()
-            if not any(path.startswith(f"{outer}.") for outer in opaque)
+            path: module for path, module in model.named_modules() if path in opaque or not is_within(path, opaque)
         }
-        self._training = [module.training for module in self._modules.values()]
         self._structure = [dict(dictionary) for _, dictionary in self._dictionaries()]
-        self._shapes = {(path, name): _shape(value) for path, name, value in self._tensors()}
+        self._shapes = [
+            {name: _shape(value) for name, value in dictionary.items()} for _, dictionary in self._state_dictionaries()
+        ]
         values = {
             (path, name): self._modules[path].__dict__.get(name, MISSING)
             for path, name in reads.attributes
@@ -60,38 +49,54 @@ class Guards:
         }
         frozen = {id(value): freeze(value) for value in values.values()}
         self._values = {key: (value, frozen[id(value)]) for key, value in values.items()}
-        self._of_classes = {
-            (kind, name): freeze(getattr(kind, name, MISSING)) for kind, name in dict.fromkeys(self._class_attributes())
-        }
-        self._external = {place.label: freeze(place.value()) for place in external}
-        self._defaults = torch.get_default_dtype(), torch.get_default_device()
+        questions = self._questions()
+        self._answers = {about: question() for about, question in questions.items()}
         self._dtypes = self._dtypes_now()
-        self._gradients = self._gradients_now()
-        self._checks: list[_Check] | None = None
-        self._places: list[ExternalValue] | None = list(external)
-
-    def on(self, model: nn.Module) -> Guards:
-        """Return the same guards for another module with the same submodules, of which the captured one was made."""
-        return Guards(model, self._opaque, self._reads, self._places or [], self._arguments)
+        self._expected: _Expected | None = self._expect(questions)
 
     def broken(self, leaves: Sequence[Any] | None = None) -> str | None:
-        """Return what has changed since, in words; None if nothing has.
-
-        Args:
-            leaves: of a call, whose dtypes count if the model's code has asked for them.
-        """
-        if self._checks is None:
-            self._checks = [self._modes(), self._members(), self._state(), self._attributes(), self._others()]
-        for check in self._checks:
-            if (words := check()) is not None:
-                return words
-        if leaves is not None and (self._reads.dtypes or self._reads.gradients):
-            for leaf, example in zip(leaves, self._arguments.examples, strict=True):
-                if isinstance(leaf, Tensor) and isinstance(example, Like):
-                    if self._reads.dtypes and leaf.dtype != example.dtype:
-                        return "the dtype of an argument"
-                    if self._reads.gradients and leaf.requires_grad != example.requires_grad:
-                        return "whether an argument requires gradients"
+        """Return what has changed since, in words; None if nothing has. ``leaves``: of a call."""
+        if self._expected is None:
+            self._expected = self._expect(self._questions())
+        expected = self._expected
+        for about, question, answer in expected.answers:
+            if question() != answer:
+                return about[0]
+        reads = self._reads
+        for variable, text in reads.environment.items():
+            if os.environ.get(variable) != text:
+                return f"the environment variable {variable}"
+        if any(expected.empty) or any(dictionary != kept for dictionary, kept in expected.filled):
+            now = zip(self._dictionaries(), self._structure, strict=True)
+            return next((label for (label, dictionary), kept in now if dictionary != kept), None)
+        for dictionary, size in expected.sizes:
+            if len(dictionary) != size:  # hasattr() may have been told that there is none
+                return "a parameter or buffer"
+        for entry in expected.state:
+            dictionary, name, value, shape, label = entry
+            now = dictionary.get(name)
+            if now is not value:
+                if _shape(now) != shape:
+                    return f"the shape of {label!r}"
+                entry[2] = now
+        seen: dict[int, Any] = {}  # what many modules share, a configuration, is looked into once
+        for entry in expected.attributes:
+            dictionary, name, value, frozen, is_same, label = entry
+            now = dictionary.get(name, MISSING)
+            if now is value and (is_same or seen.get(id(now)) is frozen):
+                continue
+            if freeze(now) != frozen:
+                return repr(label)
+            entry[2] = now
+            seen[id(now)] = frozen
+        if leaves is None or not (reads.dtypes or reads.gradients):
+            return None
+        for leaf, example in zip(leaves, self._arguments.examples, strict=True):
+            if isinstance(leaf, Tensor) and isinstance(example, Like):
+                if reads.dtypes and leaf.dtype != example.dtype:
+                    return "the dtype of an argument"
+                if reads.gradients and leaf.requires_grad != example.requires_grad:
+                    return "whether an argument requires gradients"
         return None
 
     def precision_change(self) -> tuple[torch.dtype, torch.dtype] | None:
@@ -103,118 +108,49 @@ class Guards:
         return (before.pop(), now.pop()) if len(before) == len(now) == 1 else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What cannot be in a copy is looked up again: classes and cells are where the copy's model finds them."""
-        kept = {label: frozen for label, frozen in self._external.items() if is_by_value(frozen)}
-        classes = {key: frozen for key, frozen in self._of_classes.items() if is_by_value(frozen)}
-        return {**self.__dict__, "_checks": None, "_places": None, "_external": kept, "_of_classes": classes}
+        """What cannot be in a copy is left out: classes and cells are where the copy's model finds them."""
+        kept = {about: answer for about, answer in self._answers.items() if is_by_value(answer)}
+        return {**self.__dict__, "_expected": None, "_answers": kept}
 
-    # Each of the following prepares a check, which then does as little as can be.
-
-    def _modes(self) -> _Check:
-        expected = list(zip(self._modules.values(), self._training, strict=True))
-
-        def check() -> str | None:
-            for module, training in expected:
-                if module.training is not training:
-                    return "the mode of a module"
-            return None
-
-        return check
-
-    def _members(self) -> _Check:
-        expected = [
-            (label, dictionary, kept)
-            for (label, dictionary), kept in zip(self._dictionaries(), self._structure, strict=True)
+    def _expect(self, questions: dict[_About, Callable[[], Any]]) -> _Expected:
+        """Prepare a check, which then does as little as can be."""
+        members = [
+            (dictionary, kept) for (_, dictionary), kept in zip(self._dictionaries(), self._structure, strict=True)
         ]
-        empty = [dictionary for _, dictionary, kept in expected if not kept]  # most are
-        filled = [(dictionary, kept) for _, dictionary, kept in expected if kept]
+        state = list(zip(self._state_dictionaries(), self._shapes, strict=True))
+        return _Expected(
+            [(about, questions[about], answer) for about, answer in self._answers.items() if about in questions],
+            [dictionary for dictionary, kept in members if not kept],
+            [(dictionary, kept) for dictionary, kept in members if kept],
+            [(dictionary, len(shapes)) for (_, dictionary), shapes in state],
+            [
+                [dictionary, name, _NEVER, shape, _qualified(path, name)]
+                for (path, dictionary), shapes in state
+                for name, shape in shapes.items()
+            ],
+            [
+                [self._modules[path].__dict__, name, value, frozen, is_immutable(value), _qualified(path, name)]
+                for (path, name), (value, frozen) in self._values.items()
+            ],
+        )
 
-        def check() -> str | None:
-            if not any(empty) and all(dictionary == kept for dictionary, kept in filled):
-                return None
-            return next((label for label, dictionary, kept in expected if dictionary != kept), None)
-
-        return check
-
-    def _state(self) -> _Check:
-        own = [module.__dict__[kind] for path, module in self._traced() for kind in _STATE]
-        sizes = [(dictionary, len(dictionary)) for dictionary in own]
-        expected: list[list[Any]] = [
-            [module.__dict__[kind], name, _NEVER, self._shapes.get((path, name)), f"{path}.{name}".lstrip(".")]
-            for path, module in self._traced()
-            for kind in _STATE
-            for name in module.__dict__[kind]
-        ]
-        count = len(self._shapes)
-
-        def check() -> str | None:
-            if len(expected) != count:
-                return "a parameter or buffer"
-            for dictionary, size in sizes:
-                if len(dictionary) != size:  # hasattr() may have been told that there is none
-                    return "a parameter or buffer"
-            for entry in expected:
-                dictionary, name, value, shape, label = entry
-                now = dictionary.get(name)
-                if now is not value:
-                    if _shape(now) != shape:
-                        return f"the shape of {label!r}"
-                    entry[2] = now
-            return None
-
-        return check
-
-    def _attributes(self) -> _Check:
-        expected = [
-            [self._modules[path].__dict__, name, value, frozen, is_immutable(value), f"{path}.{name}".lstrip(".")]
-            for (path, name), (value, frozen) in self._values.items()
-        ]
-
-        def check() -> str | None:
-            seen: dict[int, Any] = {}  # what many modules share, a configuration, is looked into once
-            for entry in expected:
-                dictionary, name, value, frozen, is_same, label = entry
-                now = dictionary.get(name, MISSING)
-                if now is value and (is_same or seen.get(id(now)) is frozen):
-                    continue
-                if freeze(now) != frozen:
-                    return repr(label)
-                entry[2] = now
-                seen[id(now)] = frozen
-            return None
-
-        return check
-
-    def _others(self) -> _Check:
-        if self._places is None:
-            self._places = external_values(self._model, self._opaque)
-        places = [(place, self._external[place.label]) for place in self._places if place.label in self._external]
-        classes = list(self._of_classes.items())
-        reads = self._reads
-        dtype, device = self._defaults
-
-        def check() -> str | None:
-            for place, frozen in places:
-                if freeze(place.value()) != frozen:
-                    return f"{place.label!r} outside of the model"
-            for (kind, name), frozen in classes:
-                if freeze(getattr(kind, name, MISSING)) != frozen:
-                    return f"'{kind.__name__}.{name}'"
-            for variable, text in reads.environment.items():
-                if os.environ.get(variable) != text:
-                    return f"the environment variable {variable}"
-            for (question, args), answer in reads.ambient.items():
-                if ask(question, args) != answer:
-                    return f"torch.{question}()"
-            if torch.get_default_dtype() is not dtype or torch.get_default_device() != device:
-                return "torch's default dtype or device"
-            if reads.gradients and self._gradients_now() != self._gradients:
-                return "whether a parameter requires gradients"
-            if reads.dtypes and self._dtypes_now() != self._dtypes:
-                return "the dtype of a parameter or buffer"
-            return None
-
-        return check
+    def _questions(self) -> dict[_About, Callable[[], Any]]:
+        """Return functions that tell how it is now, for what else must not change."""
+        found: dict[_About, Callable[[], Any]] = {("the mode of a module", None): self._modes_now}
+        for place in ExternalValues(self._model, self._opaque).places:
+            found[f"{place.label!r} outside of the model", None] = place.frozen
+        for path, name in self._reads.attributes:
+            if path in self._modules and name not in self._modules[path].__dict__:
+                kind = type(self._modules[path])
+                found[f"'{kind.__name__}.{name}'", kind] = ExternalValue(name, ClassAttributes(kind), name).frozen
+        for name, args in self._reads.ambient:
+            found[f"torch.{name}()", args] = partial(ask, name, args)
+        found["torch's default dtype or device", None] = _defaults
+        if self._reads.gradients:
+            found["whether a parameter requires gradients", None] = self._gradients_now
+        if self._reads.dtypes:
+            found["the dtype of a parameter or buffer", None] = self._dtypes_now
+        return found
 
     def _traced(self) -> list[tuple[str, nn.Module]]:
         """Return the modules that the graph goes through."""
@@ -228,22 +164,34 @@ class Guards:
             for kind in CALL_HOOKS:
                 yield f"the hooks of {where}", module.__dict__[kind]
 
-    def _tensors(self) -> Iterator[tuple[str, str, Tensor | None]]:
-        for path, module in self._traced():
-            for kind in _STATE:
-                for name, value in module.__dict__[kind].items():
-                    yield path, name, value
+    def _state_dictionaries(self) -> list[tuple[str, dict[str, Tensor | None]]]:
+        return [(path, module.__dict__[kind]) for path, module in self._traced() for kind in _STATE]
 
-    def _class_attributes(self) -> Iterator[tuple[type, str]]:
-        for path, name in self._reads.attributes:
-            if path in self._modules and name not in self._modules[path].__dict__:
-                yield type(self._modules[path]), name
+    def _tensors(self) -> Iterator[Tensor | None]:
+        for _, dictionary in self._state_dictionaries():
+            yield from dictionary.values()
+
+    def _modes_now(self) -> list[bool]:
+        return [module.training for module in self._modules.values()]
 
     def _gradients_now(self) -> list[bool]:
-        return [value.requires_grad for _, _, value in self._tensors() if value is not None]
+        return [value.requires_grad for value in self._tensors() if value is not None]
 
     def _dtypes_now(self) -> list[torch.dtype | None]:
-        return [None if value is None else value.dtype for _, _, value in self._tensors()]
+        return [None if value is None else value.dtype for value in self._tensors()]
+
+
+class _Expected(NamedTuple):
+    """What a check compares with what is there then."""
+
+    answers: list[tuple[_About, Callable[[], Any], Any]]
+    empty: list[dict[Any, Any]]
+    """Dictionaries of submodules and hooks; most are empty."""
+    filled: list[tuple[dict[Any, Any], dict[Any, Any]]]
+    sizes: list[tuple[dict[Any, Any], int]]
+    """Dictionaries of parameters and buffers, and how many they have."""
+    state: list[list[Any]]
+    attributes: list[list[Any]]
 
 
 _NEVER = object()
@@ -251,3 +199,11 @@ _NEVER = object()
 
 def _shape(value: Tensor | None) -> tuple[int, ...] | None:
     return None if value is None else tuple(value.shape)
+
+
+def _qualified(path: str, name: str) -> str:
+    return f"{path}.{name}".lstrip(".")
+
+
+def _defaults() -> tuple[torch.dtype, torch.device]:
+    return torch.get_default_dtype(), torch.get_default_device()

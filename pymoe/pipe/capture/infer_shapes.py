@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pymoe._torch_private import pytree
 from pymoe.pipe.capture.errors import CaptureError
 
-__all__ = ["example_tensor", "infer_by_running"]
+__all__ = ["example_tensor", "infer_by_running", "symbolic_sizes"]
 
 
 def infer_by_running(
@@ -27,7 +27,8 @@ def infer_by_running(
         CaptureError: one is not.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    sizes = list(_free_sizes(leaves))
+    free = {size.node.expr: size for size in symbolic_sizes(leaves) if not size.node.expr.is_number}
+    sizes = list(free.values())
     hints = {symbol: _hint(size, symbol) for size in sizes for symbol in sorted(size.node.expr.free_symbols, key=str)}
     first, form = _run(function, leaves, spec, hints)
     others, second = hints, first
@@ -78,12 +79,11 @@ def _settle(sizes: list[Any]) -> None:
         assert bool(sizes[0] == size)
 
 
-def _free_sizes(leaves: list[Any]) -> Iterator[Any]:
-    seen = set()
+def symbolic_sizes(leaves: list[Any]) -> Iterator[Any]:
+    """Yield the sizes among leaves, and of tensors among them, that are no numbers."""
     for leaf in leaves:
         for size in leaf.shape if isinstance(leaf, Tensor) else [leaf]:
-            if isinstance(size, torch.SymInt) and not size.node.expr.is_number and size.node.expr not in seen:
-                seen.add(size.node.expr)
+            if isinstance(size, torch.SymInt):
                 yield size
 
 

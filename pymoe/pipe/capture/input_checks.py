@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,103 +13,75 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from pymoe.pipe.capture.arguments import Arguments, Like
 from pymoe.pipe.capture.errors import is_library
+from pymoe.pipe.capture.snapshots import patched
 
-__all__ = ["Condition", "InputChecks", "Leaf", "conditions_asked", "sizes_of", "where_sizes_are_asked"]
-
-
-@dataclass(frozen=True)
-class Condition:
-    """What the captured path through the model's code requires of free dimensions."""
-
-    expression: Any
-    """A truth value of sympy, in the symbols of free dimensions."""
-    where: str
-    """The line that asked, or nothing."""
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """One argument as it was captured."""
-
-    name: str
-    constant: Any = None
-    """Its value, if it is not a tensor."""
-    sizes: tuple[Any, ...] | None = None
-    """Of a tensor: numbers, and expressions of sympy for what is free."""
-    dtype: torch.dtype = torch.float32
+__all__ = ["InputChecks", "conditions_asked", "sizes_of", "where_sizes_are_asked"]
 
 
 @dataclass(frozen=True, eq=False)
 class InputChecks:
-    """Checks the leaves of a call."""
+    """Checks the leaves of a call. Sizes are numbers, and expressions of sympy in symbols for what is free."""
 
-    leaves: tuple[Leaf, ...]
-    conditions: tuple[Condition, ...]
-    lower: dict[Any, int] = field(default_factory=dict)
-    upper: dict[Any, int] = field(default_factory=dict)
-    """Limits of symbols, where there are any."""
-    fixed: dict[Any, str] = field(default_factory=dict)
+    arguments: Arguments
+    sizes: dict[int, tuple[Any, ...]]
+    """Of the leaves that are tensors, by number."""
+    conditions: dict[Any, str]
+    """What the captured path through the model's code requires of free sizes: expressions, and for each the line that
+    asked, or nothing.
+    """
+    limits: dict[Any, tuple[int, int | None]]
+    """The least and the greatest value of symbols."""
+    fixed: dict[tuple[int, int], str]
     """By (leaf, dimension): the line that fixed the size."""
 
     def check(self, values: Sequence[Any]) -> None:
         """Raise ValueError, naming argument and dimension, for leaves that do not fit."""
-        if len(values) != len(self.leaves):
-            raise ValueError(f"expected {len(self.leaves)} leaves, as in the capture, got {len(values)}")
+        arguments = self.arguments
+        if len(values) != len(arguments.names):
+            raise ValueError(f"expected {len(arguments.names)} leaves, as in the capture, got {len(values)}")
         bound: dict[Any, tuple[int, str]] = {}
         later: list[tuple[Any, int, str]] = []
-        for number, (leaf, value) in enumerate(zip(self.leaves, values, strict=True)):
-            if leaf.sizes is None:
-                _check_constant(leaf, value)
-            else:
-                self._check_tensor(number, leaf, value, bound, later)
-        if not later and not self.conditions and not self.lower and not self.upper:
+        for number, (name, example, value) in enumerate(zip(arguments.names, arguments.examples, values, strict=True)):
+            if not isinstance(example, Like):
+                _check_constant(name, example, value)
+                continue
+            _check_kind(name, example, value)
+            for dim, (size, expected) in enumerate(zip(value.shape, self.sizes[number], strict=True)):
+                if isinstance(expected, int) and size == expected:
+                    continue
+                words = f"dimension {dim} of {name}"
+                if isinstance(expected, int):
+                    why = self._why_fixed(number, dim, expected)
+                    raise ValueError(f"{words}: expected {expected}, got {size} ({why})")
+                if not expected.is_Symbol:
+                    later.append((expected, size, words))
+                elif expected not in bound:
+                    bound[expected] = (size, words)
+                elif bound[expected][0] != size:
+                    other_size, other = bound[expected]
+                    raise ValueError(f"{words}: expected {other_size}, as {other}, got {size}")
+        if not later and not self.conditions and not self.limits:
             return
         numbers = {symbol: size for symbol, (size, _) in bound.items()}
         for expression, size, words in later:
             if (expected := _evaluate(expression, numbers)) is not None and int(expected) != size:
                 raise ValueError(f"{words}: expected {self._words(expression, bound)} = {int(expected)}, got {size}")
-        for condition in self.conditions:
-            if (holds := _evaluate(condition.expression, numbers)) is not None and not bool(holds):
-                symbols = condition.expression.free_symbols
+        for expression, where in self.conditions.items():
+            if (holds := _evaluate(expression, numbers)) is not None and not bool(holds):
+                symbols = expression.free_symbols
                 sizes = ", ".join(f"{words} = {size}" for symbol, (size, words) in bound.items() if symbol in symbols)
                 raise ValueError(
-                    f"the captured graph requires {self._words(condition.expression, bound)}, got {sizes}"
-                    + (f" ({condition.where})" if condition.where else "")
+                    f"the captured graph requires {self._words(expression, bound)}, got {sizes}"
+                    + (f" ({where})" if where else "")
                 )
         for symbol, (size, words) in bound.items():
-            low, high = self.lower.get(symbol), self.upper.get(symbol)
-            if low is not None and size < low:
+            low, high = self.limits.get(symbol, (0, None))
+            if size < low:
                 raise ValueError(f"{words}: expected at least {low}, got {size}")
             if high is not None and size > high:
                 raise ValueError(f"{words}: expected at most {high}, got {size}")
-
-    def _check_tensor(
-        self, number: int, leaf: Leaf, value: Any, bound: dict[Any, tuple[int, str]], later: list[tuple[Any, int, str]]
-    ) -> None:
-        assert leaf.sizes is not None
-        if not isinstance(value, Tensor):
-            raise ValueError(f"{leaf.name}: expected a tensor, as in the capture, got {value!r:.80}")
-        if value.dim() != len(leaf.sizes):
-            raise ValueError(
-                f"{leaf.name}: expected {len(leaf.sizes)} dimensions, as in the capture, got the shape "
-                f"{tuple(value.shape)}"
-            )
-        if _kind(value.dtype) != _kind(leaf.dtype):
-            raise ValueError(f"{leaf.name}: expected a {_kind(leaf.dtype)} dtype, as in the capture, got {value.dtype}")
-        for dim, (size, expected) in enumerate(zip(value.shape, leaf.sizes, strict=True)):
-            words = f"dimension {dim} of {leaf.name}"
-            if isinstance(expected, int):
-                if size != expected:
-                    why = self._why_fixed(number, dim, expected)
-                    raise ValueError(f"{words}: expected {expected}, got {size} ({why})")
-            elif not expected.is_Symbol:
-                later.append((expected, size, words))
-            elif expected not in bound:
-                bound[expected] = (size, words)
-            elif bound[expected][0] != size:
-                other_size, other = bound[expected]
-                raise ValueError(f"{words}: expected {other_size}, as {other}, got {size}")
 
     def _why_fixed(self, number: int, dim: int, expected: int) -> str:
         if where := self.fixed.get((number, dim)):
@@ -124,6 +96,17 @@ class InputChecks:
         for symbol, (_, words) in sorted(bound.items(), key=lambda item: -len(str(item[0]))):
             text = text.replace(str(symbol), f"({words})")
         return text
+
+
+def _check_kind(name: str, example: Like, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name}: expected a tensor, as in the capture, got {value!r:.80}")
+    if value.dim() != len(example.shape):
+        raise ValueError(
+            f"{name}: expected {len(example.shape)} dimensions, as in the capture, got the shape {tuple(value.shape)}"
+        )
+    if value.dtype != example.dtype and (kind := _kind(example.dtype)) != _kind(value.dtype):
+        raise ValueError(f"{name}: expected a {kind} dtype, as in the capture, got {value.dtype}")
 
 
 def _kind(dtype: torch.dtype) -> str:
@@ -141,11 +124,10 @@ def sizes_of(node: fx.Node) -> tuple[Any, ...]:
     return tuple(size if isinstance(size, int) or not size.is_number else int(size) for size in sizes)
 
 
-def _check_constant(leaf: Leaf, value: Any) -> None:
-    expected = leaf.constant
+def _check_constant(name: str, expected: Any, value: Any) -> None:
     if not (value is expected or (type(value) is type(expected) and value == expected)):
         raise ValueError(
-            f"{leaf.name}: expected {expected!r:.80}, as in the capture, got {value!r:.80}: arguments other than "
+            f"{name}: expected {expected!r:.80}, as in the capture, got {value!r:.80}: arguments other than "
             "tensors are constants of the capture"
         )
 
@@ -167,19 +149,13 @@ _TRIED = (2, 3, 4, 5, 7, 8, 16, 64, 1021, 2**20)
 
 @contextmanager
 def where_sizes_are_asked(environment: Any) -> Iterator[None]:
-    """Note, within the block, the lines that ask a shape environment of ``torch.export``, for :func:`conditions_asked`.
-
-    Args:
-        environment: a ``ShapeEnv``, or None.
-    """
-    if environment is not None:
-        environment.guards = _ShapeGuards(environment.guards)
-        environment.evaluate_sym_node = environment.guards.listening(environment.evaluate_sym_node)
-    try:
+    """Note, within the block, the lines that ask a ``ShapeEnv``, if there is one, for :func:`conditions_asked`."""
+    if environment is None:
         yield
-    finally:
-        if environment is not None:
-            del environment.evaluate_sym_node
+        return
+    environment.guards = _ShapeGuards(environment.guards)
+    with patched((environment, "evaluate_sym_node", environment.guards.listening(environment.evaluate_sym_node))):
+        yield
 
 
 class _ShapeGuards(list[Any]):

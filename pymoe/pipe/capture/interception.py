@@ -7,11 +7,11 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pymoe._torch_private import (
@@ -26,13 +26,13 @@ from pymoe._torch_private import (
     set_grad_enabled,
 )
 from pymoe.pipe.capture.errors import CaptureError
-from pymoe.pipe.capture.infer_shapes import infer_by_running
+from pymoe.pipe.capture.infer_shapes import infer_by_running, symbolic_sizes
 from pymoe.pipe.capture.input_checks import where_sizes_are_asked
 from pymoe.pipe.capture.opaque import OpaqueCall, OpaqueModule, RealModule, calling_as_a_whole, without_boundaries
 from pymoe.pipe.capture.python_reads import Recorder
 from pymoe.pipe.capture.snapshots import attributes_restored, patched
 
-__all__ = ["OPAQUE_CALL", "Held", "intercepting_opaque_calls", "refusing_lost_calls"]
+__all__ = ["OPAQUE_CALL", "OpaqueCalls", "refusing_lost_calls"]
 
 Held = dict[int, Tensor]
 """Tensors that take gradients and that no module has registered, by address. A graph would hold them detached."""
@@ -49,58 +49,45 @@ def _hold(values: Any, held: Held) -> None:
 
 
 class _OpaqueMarker(HigherOrderOperator):
-    def __init__(self) -> None:
-        super().__init__("pymoe_opaque_call")
-
     def __call__(self, number: int, *values: Any) -> Any:
         return super().__call__(number, *values)
 
 
-OPAQUE_CALL = _OpaqueMarker()
+OPAQUE_CALL = _OpaqueMarker("pymoe_opaque_call")
 """Stands for opaque calls in an exported graph: takes the number of the call and its computed leaves."""
 
 
-@contextmanager
-def intercepting_opaque_calls(
-    modules: Mapping[str, RealModule],
-    calls: list[OpaqueCall],
-    held: Held,
-    beside: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> Iterator[None]:
-    """Let calls of these modules and of autograd Functions, on this thread within the block, add themselves to
-    ``calls``, and leave a node of ``OPAQUE_CALL``.
-
-    Args:
-        modules: by qualified name; the block must be within :func:`attributes_restored` of them.
-        calls: gets the calls.
-        held: gets the tensors that ``Held`` describes.
-        beside: in which context the calls run.
-    """
-    tracing = _Tracing(calls, held, beside)
-    for path, module in modules.items():
-        module.module.__dict__["_compiled_call_impl"] = tracing.module_call(path, module)
-    # The base class of autograd Functions is asked by all, also by ``apply = MyFunction.apply``.
-    base: Any = SingleLevelFunction
-    with patched((base, "apply", classmethod(tracing.function_call(base)))):
-        yield
-
+_Call = Callable[..., Any]
 
 _OF_OPERATORS = "torch._library.autograd"
 """Where torch makes Functions for custom operators, which graphs hold as they are."""
 
 
-class _Tracing:
-    def __init__(self, calls: list[OpaqueCall], held: Held, beside: Callable[[], AbstractContextManager[Any]]) -> None:
+class OpaqueCalls:
+    """Calls of opaque modules and of autograd Functions on this thread, which leave a node of ``OPAQUE_CALL`` and run
+    within ``beside()``.
+    """
+
+    def __init__(self, beside: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.calls: list[OpaqueCall] = []
+        """By the numbers that the nodes have."""
+        self.held: Held = {}
         self._beside = beside
-        self._held = held
-        self._calls = calls
         self._thread = threading.get_ident()
         self._inside = False
 
-    def is_on(self) -> bool:
+    def intercepted(self, modules: Mapping[str, RealModule]) -> AbstractContextManager[None]:
+        """Intercept calls within the block, which must be within :func:`attributes_restored` of these modules."""
+        for path, module in modules.items():
+            module.module.__dict__["_compiled_call_impl"] = self._module_call(path, module)
+        # The base class of autograd Functions is asked by all, also by ``apply = MyFunction.apply``.
+        base: Any = SingleLevelFunction
+        return patched((base, "apply", classmethod(self._function_call(base))))
+
+    def _is_on(self) -> bool:
         return threading.get_ident() == self._thread and not self._inside
 
-    def module_call(self, path: str, real: RealModule) -> Callable[..., Any]:
+    def _module_call(self, path: str, real: RealModule) -> Callable[..., Any]:
         """Return what is called in place of an opaque module."""
         module = real.module
 
@@ -110,16 +97,18 @@ class _Tracing:
                 return module._call_impl(*args, **kwargs)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not self.is_on():
+            if not self._is_on():
                 return run(*args, **kwargs)
             _run_boundaries(module._forward_pre_hooks)
-            result = self.record(OpaqueModule(path, module), None if real.fixes_sizes else run, real.copy, args, kwargs)
+            # Fake tensors that go through recurrent layers lose their free sizes.
+            through = None if isinstance(module, nn.RNNBase) else run
+            result = self._record(OpaqueModule(path, module), through, real.copy, args, kwargs)
             _run_boundaries(module._forward_hooks)
             return result
 
         return call
 
-    def function_call(self, base: Any) -> Callable[..., Any]:
+    def _function_call(self, base: Any) -> Callable[..., Any]:
         """Return what is called in place of ``apply`` of autograd Functions."""
 
         def apply(cls: Any, *args: Any) -> Any:
@@ -127,23 +116,16 @@ class _Tracing:
                 above: Any = super(base, cls)
                 return above.apply(*args)
 
-            if not self.is_on() or cls.__module__ == _OF_OPERATORS:
+            if not self._is_on() or cls.__module__ == _OF_OPERATORS:
                 return run(*args)
             if cls is torch.utils.checkpoint.CheckpointFunction:
                 function, _preserve, *values = args
                 return function(*values)
-            return self.record(OpaqueCall(cls.__name__, cls.apply), run, lambda: run, args, {})
+            return self._record(OpaqueCall(cls.__name__, cls.apply), run, lambda: run, args, {})
 
         return apply
 
-    def record(
-        self,
-        call: OpaqueCall,
-        run: Callable[..., Any] | None,
-        real: Callable[[], Callable[..., Any]],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _record(self, call: OpaqueCall, run: _Call | None, real: Callable[[], _Call], args: Any, kwargs: Any) -> Any:
         """Leave a node for the call, and return its fake result, as the node's value.
 
         That is what ``run`` returns for fake arguments; or what ``real()`` returns for real ones, without ``run``, or
@@ -154,59 +136,39 @@ class _Tracing:
         mode = get_proxy_mode()
         assert mode is not None
         leaves = call.flatten_arguments(args, kwargs)
-        _hold(leaves, self._held)
+        _hold(leaves, self.held)
         path = call.path if isinstance(call, OpaqueModule) else call.__name__
         with self._beside(), calling_as_a_whole(path):
             result = self._fake_result(run, real, args, kwargs)
         values = call.flatten_result(result)
         tracer: Any = mode.tracer
         proxies = [tracer.unwrap_proxy(leaf) for leaf in leaves]
-        number = len(self._calls)
-        self._calls.append(call)
+        number = len(self.calls)
+        self.calls.append(call)
         proxy = tracer.create_proxy("call_function", OPAQUE_CALL, (number, *proxies), {}, name=call.__name__)
         track_tensor_tree(values, proxy, constant=None, tracer=tracer)
         return result
 
-    def _fake_result(
-        self,
-        run: Callable[..., Any] | None,
-        real: Callable[[], Callable[..., Any]],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _fake_result(self, run: _Call | None, real: Callable[[], _Call], args: Any, kwargs: Any) -> Any:
         fake_mode = detect_fake_mode(pytree.tree_leaves((args, kwargs)))
         assert fake_mode is not None
         assert fake_mode.shape_env is not None
         failure: Exception | None = None
-        self._inside = True
-        try:
-            with DisableTorchFunction(), disable_current_modes():
-                if run is not None:
-                    try:
-                        with fake_mode, fake_mode.shape_env.ignore_fresh_unbacked_symbols():
-                            result = run(*args, **kwargs)
-                        if not _has_unknown_sizes(result):
-                            return result
-                    except Exception as error:
-                        failure = error
+        with patched((self, "_inside", True)), DisableTorchFunction(), disable_current_modes():
+            if run is not None:
                 try:
-                    return infer_by_running(real(), args, kwargs, fake_mode)
+                    with fake_mode, fake_mode.shape_env.ignore_fresh_unbacked_symbols():
+                        result = run(*args, **kwargs)
+                    if all(size.node.hint is not None for size in symbolic_sizes(pytree.tree_leaves(result))):
+                        return result
                 except Exception as error:
-                    if failure is None or isinstance(error, CaptureError):
-                        raise
-                    raise error from failure
-        finally:
-            self._inside = False
-
-
-def _has_unknown_sizes(result: Any) -> bool:
-    sizes = [
-        size
-        for leaf in pytree.tree_leaves(result)
-        for size in (leaf.shape if isinstance(leaf, Tensor) else [leaf])
-        if isinstance(size, torch.SymInt)
-    ]
-    return any(size.node.hint is None for size in sizes)
+                    failure = error
+            try:
+                return infer_by_running(real(), args, kwargs, fake_mode)
+            except Exception as error:
+                if failure is None or isinstance(error, CaptureError):
+                    raise
+                raise error from failure
 
 
 def _run_boundaries(hooks: Mapping[int, Any]) -> None:

@@ -11,9 +11,8 @@ import copy
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,14 +21,13 @@ from torch import Tensor, nn
 from pymoe._torch_private import pytree
 from pymoe.pipe.auxiliary import keeps_counts
 from pymoe.pipe.capture.errors import BoundaryInside, CaptureError
-from pymoe.pipe.capture.external_values import users_hooks
+from pymoe.pipe.capture.external_values import is_within, users_hooks
 from pymoe.pipe.capture.snapshots import attributes_restored, patched
 from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm
 from pymoe.pipe.module_hooks import FORWARD_HOOKS
 
 __all__ = [
     "COMPUTED_TYPES",
-    "Choice",
     "Computed",
     "Opaque",
     "OpaqueCall",
@@ -103,16 +101,12 @@ class OpaqueModule(OpaqueCall):
 _running = threading.local()
 
 
-@contextmanager
-def calling_as_a_whole(path: str) -> Iterator[None]:
+def calling_as_a_whole(path: str) -> AbstractContextManager[None]:
     """Refuse stage boundaries in the block, where an opaque call runs beside the graph."""
-    before, _running.path = getattr(_running, "path", None), path
-    has_torchs = "torch.distributed.pipelining._IR" in sys.modules and hasattr(torch.ops.pippy, "_pipe_split")
-    try:  # torch's own pipe_split() calls that operator
-        with patched((torch.ops.pippy, "_pipe_split", refuse_boundary)) if has_torchs else nullcontext():
-            yield
-    finally:
-        _running.path = before
+    replacements: list[tuple[Any, str, Any]] = [(_running, "path", path)]
+    if "torch.distributed.pipelining._IR" in sys.modules and hasattr(torch.ops.pippy, "_pipe_split"):
+        replacements.append((torch.ops.pippy, "_pipe_split", refuse_boundary))  # torch's own pipe_split() calls it
+    return patched(*replacements)
 
 
 def refuse_boundary() -> None:
@@ -126,8 +120,6 @@ class RealModule:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.fixes_sizes = isinstance(module, nn.RNNBase)
-        """Whether fake tensors that go through it lose their free sizes."""
         self._tensors = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
 
     def copy(self) -> nn.Module:
@@ -153,36 +145,20 @@ Opaque = Iterable[type[nn.Module] | str]
 """Types of modules, and qualified names."""
 
 
-@dataclass
-class Choice:
-    """What failed captures have found out."""
-
-    opened: set[str] = field(default_factory=set)
-    """Modules with boundaries inside: forward hooks do not make them opaque."""
-    closed: set[str] = field(default_factory=set)
-    """Modules whose forward changes their attributes, which a graph would not."""
-
-    def close(self, paths: Iterable[str]) -> bool:
-        """Make such modules opaque. Return whether they all can be, and were not."""
-        paths = set(paths)
-        if "" in paths or paths & (self.opened | self.closed):
-            return False
-        self.closed |= paths
-        return True
-
-
 def must_be_opaque(model: nn.Module, opaque: Opaque, path: str) -> bool:
     """Return whether a module is opaque for more than its forward hooks and changed attributes."""
-    everything_open = Choice(opened={name for name, _ in model.named_modules()})
-    return any(path == outer or path.startswith(f"{outer}.") for outer in choose_opaque(model, opaque, everything_open))
+    return is_within(path, choose_opaque(model, opaque, opened={name for name, _ in model.named_modules()}, closed=()))
 
 
-def choose_opaque(model: nn.Module, opaque: Opaque, choice: Choice) -> dict[str, RealModule]:
+def choose_opaque(
+    model: nn.Module, opaque: Opaque, opened: Collection[str], closed: Collection[str]
+) -> dict[str, RealModule]:
     """Return the opaque modules of a model, by qualified name; none within another.
 
     They are those that ``opaque`` lists, and those that act on more than their output: layers of ``pymoe.nn`` that
     count or inject losses, deferred batch norms, modules with hooks (but the model itself, and those with boundaries
-    inside), and those that change their attributes; and recurrent layers, whose graph would hold for one length.
+    inside, ``opened``), those whose forward changes their attributes (``closed``), which a graph would not; and
+    recurrent layers, whose graph would hold for one length.
 
     Raises:
         TypeError: ``opaque`` holds something else.
@@ -208,22 +184,20 @@ def choose_opaque(model: nn.Module, opaque: Opaque, choice: Choice) -> dict[str,
         )
     chosen: dict[str, RealModule] = {}
     for path, module in model.named_modules():
-        if any(path == outer or path.startswith(f"{outer}.") or not outer for outer in chosen):
+        if is_within(path, chosen) or "" in chosen:
             continue
         named = any(modules[name] is module for name in paths)
-        if named or isinstance(module, tuple(types)) or _runs_itself(module) or _is_kept(path, module, choice):
+        if named or isinstance(module, tuple(types)) or _runs_itself(path, module, opened, closed):
             chosen[path] = RealModule(module)
     return chosen
 
 
-def _runs_itself(module: nn.Module) -> bool:
-    return isinstance(module, (DeferredBatchNorm, nn.RNNBase)) or keeps_counts(module) or _has_backward_hooks(module)
-
-
-def _is_kept(path: str, module: nn.Module, choice: Choice) -> bool:
-    if not path or path in choice.opened:
+def _runs_itself(path: str, module: nn.Module, opened: Collection[str], closed: Collection[str]) -> bool:
+    if isinstance(module, (DeferredBatchNorm, nn.RNNBase)) or keeps_counts(module) or _has_backward_hooks(module):
+        return True
+    if not path or path in opened:
         return False
-    return path in choice.closed or any(True for _ in users_hooks(module))
+    return path in closed or any(True for _ in users_hooks(module))
 
 
 def _has_backward_hooks(module: nn.Module) -> bool:

@@ -6,8 +6,8 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -72,9 +72,7 @@ def ask(name: str, args: tuple[Any, ...]) -> Any:
 class Recorder:
     """Records what this thread reads within ``with recorder.on():``, but for what happens in :meth:`paused`.
 
-    Args:
-        model: whose attributes count.
-        ambient: the caller's state, which the model's code is told instead of that of the capture.
+    The model's code is told of the caller's state, ``ambient``, instead of that of the capture.
     """
 
     def __init__(self, model: nn.Module, ambient: Answers) -> None:
@@ -97,34 +95,28 @@ class Recorder:
         self.reads.ambient[key] = self._ambient[key]
         return real and (self._ambient[key] or tensor.is_leaf)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Do not record what the block reads."""
-        before, self._is_on = self._is_on, False
-        try:
-            yield
-        finally:
-            self._is_on = before
+        return patched((self, "_is_on", False))
 
-    @contextmanager
-    def on(self) -> Iterator[None]:
+    def on(self) -> AbstractContextManager[None]:
         """Record what the block reads of modules, of the environment, and of torch's state."""
         self._plain = ambient_answers()
         environment = type(os.environ)
-        with patched(
+        return patched(
             (nn.Module, "__getattribute__", self._attribute()),
             (environment, "__getitem__", self._variable(environment.__getitem__)),
             *[(torch, name, self._question(name, getattr(torch, name))) for name in _QUESTIONS],
             *[(home, name, self._seed(name, getattr(home, name))) for home in (torch, torch.random) for name in _SEEDS],
-        ):
-            self._is_on = True
-            try:
-                yield
-            finally:
-                self._is_on = False
+            (self, "_is_on", True),
+        )
 
     def _hears(self) -> bool:
         return self._is_on and threading.get_ident() == self._thread
+
+    def _is_model_asking(self, passed_over: tuple[str, ...] = ()) -> bool:
+        """Return whether the model's code has called the function that calls this one."""
+        return self._hears() and not _asked_by_library(sys._getframe(2), passed_over)
 
     def _attribute(self) -> Callable[[nn.Module, str], Any]:
         get = object.__getattribute__
@@ -140,7 +132,7 @@ class Recorder:
                 raise
             if name not in _MODULES_OWN and self._hears():
                 self._note(module, name)
-            elif name == "__dict__" and self._hears() and not _asked_by_library(sys._getframe(1)):
+            elif name == "__dict__" and self._is_model_asking():
                 for each in list(value):  # vars(self)
                     if each not in _MODULES_OWN:
                         self._note(module, each)
@@ -159,11 +151,8 @@ class Recorder:
 
     def _variable(self, get_item: Callable[[Any, str], str]) -> Callable[[Any, str], str]:
         def __getitem__(environment: Any, key: str) -> str:
-            if self._hears() and environment is os.environ and not _asked_by_library(sys._getframe(1), _ENVIRONMENT):
-                try:
-                    self.reads.environment.setdefault(key, get_item(environment, key))
-                except KeyError:
-                    self.reads.environment.setdefault(key, None)
+            if environment is os.environ and self._is_model_asking(_ENVIRONMENT):
+                self.reads.environment.setdefault(key, environment.get(key))
             return get_item(environment, key)
 
         return __getitem__
@@ -171,7 +160,7 @@ class Recorder:
     def _question(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def answer(*args: Any, **kwargs: Any) -> Any:
             real = function(*args, **kwargs)
-            if not self._hears() or _asked_by_library(sys._getframe(1)):
+            if not self._is_model_asking():
                 return real
             key = name, (*args, *kwargs.values())
             if key not in self._ambient or real != self._plain[key]:  # a block of the model's own
@@ -183,7 +172,7 @@ class Recorder:
 
     def _seed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def refuse(*args: Any, **kwargs: Any) -> Any:
-            if self._hears() and not _asked_by_library(sys._getframe(1)):
+            if self._is_model_asking():
                 raise CaptureError(
                     f"it calls torch.{name}, but micro-batches and stages have random streams of their own, whose seed "
                     "and state a graph does not have"

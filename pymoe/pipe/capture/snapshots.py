@@ -16,38 +16,37 @@ from torch import nn
 from pymoe.pipe.capture.errors import is_users_file
 
 __all__ = [
-    "MAX_ITEMS",
+    "CONSTANTS",
+    "CONTAINERS",
     "MISSING",
     "Changes",
     "attributes_restored",
     "freeze",
     "is_by_value",
     "is_immutable",
-    "is_plain",
     "is_users_object",
     "patched",
     "restorer",
 ]
 
-_SCALARS = (int, complex, str, bytes, bool, type(None), type(...), enum.Enum, range, slice)
-_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-_CONTAINERS = (list, tuple, dict, set, frozenset)
+CONSTANTS = (
+    *(int, float, complex, str, bytes, enum.Enum, slice, range, type(None), type(...)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+"""Types of values that are always the same: numbers, strings, None and the like."""
+CONTAINERS = (list, tuple, dict, set, frozenset)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, torch.Tensor, nn.Module)
-MAX_ITEMS = 256
+_MAX_ITEMS = 256
 """Of a longer container only the identity and the length are compared."""
 _MAX_DEPTH = 4
 _MAX_VALUES = 1000
 
 
-class _Missing:
-    def __repr__(self) -> str:
-        return "nothing"
-
-    def __reduce__(self) -> str:
-        return "MISSING"
+class _Missing(enum.Enum):
+    MISSING = enum.auto()
 
 
-MISSING = _Missing()
+MISSING = _Missing.MISSING
 """Stands for an attribute, or a variable of the environment, that does not exist."""
 
 
@@ -64,11 +63,6 @@ class Same:
 
     def __hash__(self) -> int:
         return id(self.value)
-
-
-def is_plain(value: Any) -> bool:
-    """Return whether a value is a number, a string, None and the like, or a list, tuple, dictionary or set."""
-    return isinstance(value, (*_SCALARS, float, *_OF_TORCH, *_CONTAINERS))
 
 
 def is_users_object(value: Any) -> bool:
@@ -88,7 +82,7 @@ def is_immutable(value: Any) -> bool:
     """Return whether the same object always has the same value."""
     if isinstance(value, (tuple, frozenset)):
         return all(map(is_immutable, value))
-    return isinstance(value, (*_SCALARS, float, *_OF_TORCH, type, *_CODE))
+    return isinstance(value, (*CONSTANTS, type, *_CODE))
 
 
 def freeze(value: Any) -> Any:
@@ -106,11 +100,11 @@ def _freeze(value: Any, depth: int, left: list[int]) -> Any:
         return type(value), float(value).hex()  # all NaN are one, the zeros are two
     if isinstance(value, slice):
         return slice, _freeze((value.start, value.stop, value.step), depth, left)
-    if isinstance(value, (*_SCALARS, *_OF_TORCH)):
+    if isinstance(value, CONSTANTS):
         return type(value), value
     is_too_much = depth == 0 or left[0] < 0
-    if isinstance(value, _CONTAINERS):
-        if len(value) > MAX_ITEMS or is_too_much:
+    if isinstance(value, CONTAINERS):
+        if len(value) > _MAX_ITEMS or is_too_much:
             return Same(value), len(value)
         if isinstance(value, dict):
             items = [(_freeze(key, 1, left), _freeze(item, depth - 1, left)) for key, item in value.items()]
@@ -119,7 +113,7 @@ def _freeze(value: Any, depth: int, left: list[int]) -> Any:
             return type(value), frozenset(_freeze(item, depth - 1, left) for item in value)
         return type(value), tuple([_freeze(item, depth - 1, left) for item in value])
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, (numpy.generic, numpy.ndarray)) and value.nbytes <= 8 * MAX_ITEMS:
+    if numpy is not None and isinstance(value, (numpy.generic, numpy.ndarray)) and value.nbytes <= 8 * _MAX_ITEMS:
         return type(value), str(value.dtype), value.shape, value.tobytes()
     own = None if isinstance(value, (*_CODE, type)) else getattr(value, "__dict__", None) or _in_slots(value)
     if not own or not isinstance(own, dict) or is_too_much or type(value).__module__.startswith("torch."):
@@ -172,17 +166,36 @@ class _Contents(NamedTuple):
 class Changes(list[str]):
     """The names of the attributes that a block has changed, once it is over."""
 
-    def __init__(self, remembered: list[_Contents]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._remembered = remembered
+        self._memory: dict[int, _Contents] = {}
+
+    def remember(self, container: Any, name: str, max_items: float = math.inf) -> None:
+        """Remember what a container holds now, and those in it, at any depth but within longer ones."""
+        if id(container) in self._memory:
+            return
+        inner: list[tuple[str, Any]] = []
+        if isinstance(container, dict):
+            self._memory[id(container)] = _Contents(name, container, dict(container))
+            inner = [(f"{name}.{key}".lstrip("."), value) for key, value in container.items()]
+        elif isinstance(container, (list, tuple)):
+            if isinstance(container, list):
+                self._memory[id(container)] = _Contents(name, container, list(container))
+            inner = [(name, value) for value in container]
+        elif isinstance(container, set):
+            self._memory[id(container)] = _Contents(name, container, set(container))
+        elif is_users_object(container):
+            inner = [(name, container.__dict__)]
+        for label, value in inner if len(inner) <= max_items else ():
+            self.remember(value, label, max_items)
 
     def now(self) -> list[str]:
         """Return the names of those that it has changed so far."""
-        return [name for contents in self._remembered for name in contents.changes()]
+        return [name for contents in self._memory.values() for name in contents.changes()]
 
     def restore(self) -> None:
         """Undo the changes, and note their names."""
-        for contents in self._remembered:
+        for contents in self._memory.values():
             if names := contents.changes():
                 contents.restore()
                 self += names
@@ -193,13 +206,10 @@ def attributes_restored(model: nn.Module) -> Iterator[Changes]:
     """Restore, after the block, the attributes of all modules of ``model``: they are the objects that they were, and
     lists, dicts, sets and objects of the user's classes among them, at any depth, hold what they held. Changes inside
     tensors and other objects stay.
-
-    Yields a list that holds, after the block, the names of the attributes that it changed.
     """
-    memory: dict[int, _Contents] = {}
+    changes = Changes()
     for path, module in model.named_modules():
-        _remember(module.__dict__, path, memory)
-    changes = Changes(list(memory.values()))
+        changes.remember(module.__dict__, path)
     try:
         yield changes
     finally:
@@ -208,31 +218,11 @@ def attributes_restored(model: nn.Module) -> Iterator[Changes]:
 
 def restorer(value: Any) -> Callable[[], None]:
     """Return a function that restores what a container, or an object of the user's, holds now, at any depth but within
-    containers of more than ``MAX_ITEMS``.
+    containers of more than 256 items.
     """
-    memory: dict[int, _Contents] = {}
-    _remember(value, "", memory, MAX_ITEMS)
-    return Changes(list(memory.values())).restore
-
-
-def _remember(container: Any, name: str, memory: dict[int, _Contents], max_items: float = math.inf) -> None:
-    """Put the contents of a container, and of those in it, into ``memory``."""
-    if id(container) in memory:
-        return
-    inner: list[tuple[str, Any]] = []
-    if isinstance(container, dict):
-        memory[id(container)] = _Contents(name, container, dict(container))
-        inner = [(f"{name}.{key}".lstrip("."), value) for key, value in container.items()]
-    elif isinstance(container, (list, tuple)):
-        if isinstance(container, list):
-            memory[id(container)] = _Contents(name, container, list(container))
-        inner = [(name, value) for value in container]
-    elif isinstance(container, set):
-        memory[id(container)] = _Contents(name, container, set(container))
-    elif is_users_object(container):
-        inner = [(name, container.__dict__)]
-    for label, value in inner if len(inner) <= max_items else ():
-        _remember(value, label, memory, max_items)
+    changes = Changes()
+    changes.remember(value, "", _MAX_ITEMS)
+    return changes.restore
 
 
 @contextmanager

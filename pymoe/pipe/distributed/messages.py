@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -21,29 +20,33 @@ from pymoe.pipe.execution.graph import BoundaryTensor, GradAccumulator, StageVal
 __all__ = [
     "Key",
     "Layout",
-    "Message",
     "Subject",
     "describe_tensors",
     "describe_values",
     "empty",
     "flat",
-    "layouts_of",
     "read_tensors",
     "read_values",
 ]
 
 
 class Subject(IntEnum):
-    """What a message is about."""
+    """What a message is about: :attr:`words`."""
 
     VALUES = 0
-    """That a stage has made for a micro-batch."""
     GRADIENTS = 1
-    """Of these values."""
     TIED_GRADIENTS = 2
-    """Of parameters that a stage shares with others."""
     COPY = 3
-    """Of such parameters."""
+
+    @property
+    def words(self) -> str:
+        """What a stage has made for a micro-batch, or what concerns the parameters that it shares with others."""
+        return (
+            "the values",
+            "the gradients of the values",
+            "the gradients of shared parameters",
+            "the shared parameters",
+        )[self]
 
 
 class Key(NamedTuple):
@@ -55,29 +58,8 @@ class Key(NamedTuple):
     micro_batch: int
 
     def __str__(self) -> str:
-        what = {
-            Subject.VALUES: "the values",
-            Subject.GRADIENTS: "the gradients of the values",
-            Subject.TIED_GRADIENTS: "the gradients of shared parameters",
-            Subject.COPY: "the shared parameters",
-        }[self.subject]
-        is_whole = self.subject in (Subject.TIED_GRADIENTS, Subject.COPY)
-        return f"{what} of stage {self.stage}" + ("" if is_whole else f" for micro-batch {self.micro_batch}")
-
-
-@dataclass
-class Message:
-    """What one rank sends to another."""
-
-    key: Key
-    description: bytes
-    tensors: list[torch.Tensor]
-    notes: tuple[int, int, int] = (0, 0, 0)
-    """Three numbers that go with it."""
-
-    def read(self) -> Any:
-        """Return what :func:`read_values` or :func:`read_tensors` needs of the description."""
-        return layouts_of(self.description)[1]
+        of = f" for micro-batch {self.micro_batch}" if self.subject in (Subject.VALUES, Subject.GRADIENTS) else ""
+        return f"{self.subject.words} of stage {self.stage}{of}"
 
 
 class Layout(NamedTuple):
@@ -86,11 +68,8 @@ class Layout(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-
-
-class _Tensor(NamedTuple):
-    layout: Layout
-    requires_grad: bool
+    requires_grad: bool = False
+    """Whether the receiver sends back a gradient."""
 
 
 def describe_values(values: Sequence[StageValue]) -> tuple[bytes, list[torch.Tensor]]:
@@ -101,49 +80,41 @@ def describe_values(values: Sequence[StageValue]) -> tuple[bytes, list[torch.Ten
         RuntimeError: a stage that has taken one has changed it in place.
     """
     tensors: list[torch.Tensor] = []
+    layouts: list[Layout] = []
     described = []
     for value in values:
-        leaves: list[Any] = []
-        for leaf in value.leaves:
+        leaves = list(value.leaves)
+        for place, leaf in enumerate(leaves):
             if type(leaf) is BoundaryTensor:
-                tensor, layout = _lay_out(receive(leaf, None))
+                tensor, leaves[place] = _lay_out(receive(leaf, None), leaf.accumulator is not None)
                 tensors.append(tensor)
-                leaves.append(_Tensor(layout, leaf.accumulator is not None))
-            else:
-                leaves.append(leaf)
+                layouts.append(leaves[place])
         described.append((leaves, value.structure))
-    layouts = [leaf.layout for leaves, _ in described for leaf in leaves if type(leaf) is _Tensor]
     return _dump((layouts, described)), tensors
 
 
 def describe_tensors(tensors: Sequence[torch.Tensor | None]) -> tuple[bytes, list[torch.Tensor]]:
     """Return the description of tensors, some of which may be missing, and those that are there."""
-    laid_out = [None if tensor is None else _lay_out(tensor) for tensor in tensors]
-    there = [found for found in laid_out if found is not None]
-    description = [layout for _, layout in there], [found is not None for found in laid_out]
+    there = [_lay_out(tensor) for tensor in tensors if tensor is not None]
+    description = [layout for _, layout in there], [tensor is not None for tensor in tensors]
     return _dump(description), [tensor for tensor, _ in there]
-
-
-def layouts_of(description: bytes) -> tuple[list[Layout], Any]:
-    """Return the layouts of a message's tensors; and what :func:`read_values` or :func:`read_tensors` needs."""
-    return pickle.loads(description)
 
 
 def read_values(
     described: Any, tensors: Sequence[torch.Tensor], accumulator: GradAccumulator | None
 ) -> list[StageValue]:
-    """Return the values; gradients of those that need one go to ``accumulator``, by their number in ``tensors``."""
-    number = 0
+    """Return the values; gradients of those that need one go to ``accumulator``, by their number in ``tensors``.
+
+    A description is unpickled to the layouts of the tensors, and ``described``.
+    """
+    arrived = enumerate(tensors)
     values = []
     for leaves, structure in described:
-        read: list[Any] = []
-        for leaf in leaves:
-            if type(leaf) is _Tensor:
-                read.append(BoundaryTensor(tensors[number], accumulator if leaf.requires_grad else None, number))
-                number += 1
-            else:
-                read.append(leaf)
-        values.append(StageValue(read, structure))
+        for place, leaf in enumerate(leaves):
+            if type(leaf) is Layout:
+                number, tensor = next(arrived)
+                leaves[place] = BoundaryTensor(tensor, accumulator if leaf.requires_grad else None, number)
+        values.append(StageValue(leaves, structure))
     return values
 
 
@@ -163,7 +134,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _lay_out(tensor: torch.Tensor) -> tuple[torch.Tensor, Layout]:
+def _lay_out(tensor: torch.Tensor, requires_grad: bool = False) -> tuple[torch.Tensor, Layout]:
     """Return the tensor without gaps in its memory, and its layout."""
     is_plain = tensor.layout == torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter)
     if not is_plain or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
@@ -172,7 +143,7 @@ def _lay_out(tensor: torch.Tensor) -> tuple[torch.Tensor, Layout]:
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if not _is_without_gaps(tensor):
         tensor = tensor.contiguous()
-    return tensor, Layout(tensor.dtype, tuple(tensor.shape), tensor.stride())
+    return tensor, Layout(tensor.dtype, tuple(tensor.shape), tensor.stride(), requires_grad)
 
 
 def _is_without_gaps(tensor: torch.Tensor) -> bool:

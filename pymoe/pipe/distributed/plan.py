@@ -87,15 +87,12 @@ class Plan:
         first = {maker: min(s for s in self.stages if maker in self.waits_for[s]) for maker in self.received}
         return {stage: tuple(maker for maker, s in first.items() if s == stage) for stage in self.stages}
 
-    def messages(self, count: int, graphs: bool) -> Counter[int]:
+    def messages(self, count: int, graphs: bool) -> dict[int, int]:
         """Count the messages from every other rank in a step of ``count`` micro-batches, with backwards or without."""
-        messages = Counter({rank: 0 for rank in self.rank_of})
-        for maker in self.received:
-            messages[self.rank_of[maker]] += count
-        for to in self.sent.values():
-            for rank in to if graphs else ():
-                messages[rank] += count
-        return messages
+        of_each = Counter(self.rank_of[maker] for maker in self.received)
+        if graphs:
+            of_each.update(rank for to in self.sent.values() for rank in to)
+        return {rank: number * count for rank, number in of_each.items()}
 
     @cached_property
     def uses(self) -> Counter[Source]:

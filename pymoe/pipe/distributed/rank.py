@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pymoe.autograd import random_streams
-from pymoe.pipe.distributed.messages import Key, Message, Subject, describe_tensors
+from pymoe.pipe.distributed.messages import Key, Subject, describe_tensors
 from pymoe.pipe.distributed.plan import Plan
 from pymoe.pipe.distributed.rank_step import RankStep
 from pymoe.pipe.distributed.tied import Tied
@@ -71,13 +71,10 @@ class Rank:
         self.step = None
 
     def open(self, rank_of: Sequence[int], count: int, graphs: bool, is_certain: bool) -> RankStep:
-        """Begin the forwards of a step.
+        """Begin the forwards of a step of ``count`` micro-batches, after which there will be backwards if ``graphs``.
 
-        Args:
-            rank_of: the rank of every stage.
-            count: the number of micro-batches.
-            graphs: whether there will be backwards.
-            is_certain: whether ``count`` is known, rather than guessed from several schedules.
+        ``rank_of``: the rank of every stage. ``is_certain``: ``count`` is known, rather than guessed from several
+        schedules.
         """
         random_streams.install()
         self.failure_detector.begin()
@@ -88,29 +85,15 @@ class Rank:
             for peer, messages in planned.plan.messages(count, graphs).items():
                 self.transport.expect(peer, messages)
         training = [self._is_training(stage, planned) for stage in planned.plan.stages]
-        self.step = RankStep(
-            planned.plan,
-            self.transport,
-            self._steps,
-            graphs=graphs,
-            recompute=planned.recompute,
-            recomputed=recomputed(self._checkpoint, count) if any(training) and graphs else range(0),
-            count=count,
-        )
+        in_backward = recomputed(self._checkpoint, count) if any(training) and graphs else range(0)
+        self.step = RankStep(planned.plan, self.transport, self._steps, graphs, planned.recompute, in_backward, count)
         return self.step
-
-    def end_without_backward(self) -> None:
-        """End a step without backwards."""
-        assert self.step is not None
-        self._finish(self.step)
 
     def reduce(self, stage: int, is_mean: bool, module: nn.Module) -> None:
         """Sum the gradients of a stage whose backwards have run. After the rank's last one, add them to ``.grad``.
 
-        Args:
-            stage: one of this rank.
-            is_mean: whether the loss of a micro-batch is a mean over its rows rather than a sum.
-            module: that of the stage; a ``DistributedDataParallel`` around it averages the gradients that are added.
+        ``is_mean``: the loss of a micro-batch is a mean over its rows rather than a sum. ``module``: that of the stage;
+        a ``DistributedDataParallel`` around it averages the gradients that are added.
         """
         assert self.step is not None
         assert self._planned is not None
@@ -121,12 +104,12 @@ class Rank:
         by_leaf = {id(leaf): grad for leaf, grad in zip(leaves, grads, strict=True)}
         for (own, rank), shared in tied.sent.items():
             if own == stage:
-                step.send_tied_gradients(stage, rank, [by_leaf.get(id(parameter.of(stage))) for parameter in shared])
+                step.send_tied_gradients(stage, rank, [by_leaf.get(id(tied.of(stage, one))) for one in shared])
         if isinstance(module, DistributedDataParallel):
             self._replicated.append(module)
         if len(self._totals) == len(step.plan.stages):
             self._add_up(step, tied, weight_of)
-            self._finish(step)
+            self.finish(step)
 
     def _add_up(self, step: RankStep, tied: Tied, weight_of: dict[int, float]) -> None:
         found, self._totals = self._totals, {}
@@ -145,7 +128,8 @@ class Rank:
             module.reducer.prepare_for_backward([])
         accumulate(tensors, sums)
 
-    def _finish(self, step: RankStep) -> None:
+    def finish(self, step: RankStep) -> None:
+        """End a step."""
         self.step = None
         step.advance_generator()
         self.transport.flush()
@@ -162,7 +146,7 @@ class Rank:
             ]
             plan = Plan(Pipeline(tuple(stages), pipeline.inputs, pipeline.outputs), rank_of, self.rank)
             recompute = [StageRecompute(stage.modules, lock_of(stage.function)) for stage in stages]
-            found = self._plans[key] = _Planned(pipeline, plan, Tied(pipeline, rank_of, self.rank), recompute)
+            found = self._plans[key] = _Planned(pipeline, plan, Tied(self.staged.parts, rank_of, self.rank), recompute)
             self._copies_are_equal = False
         return found
 
@@ -175,12 +159,12 @@ class Rank:
 
     def _make_copies_equal(self, tied: Tied) -> None:
         """Copy shared parameters from the rank of their first stage to the others."""
+        key = Key(self._steps, Subject.COPY, 0, 0)
         for rank, shared in tied.copied_to.items():
-            key = Key(self._steps, Subject.COPY, 0, 0)
-            self.transport.send(rank, Message(key, *describe_tensors([tied.own(one).detach() for one in shared])))
+            self.transport.send(rank, key, *describe_tensors([tied.own(one).detach() for one in shared]))
         with torch.no_grad():
             for rank, shared in tied.copied_from.items():
-                message = self.transport.receive(rank, Key(self._steps, Subject.COPY, 0, 0))
+                message = self.transport.receive(rank, key)
                 for one, tensor in zip(shared, message.tensors, strict=True):
                     tied.own(one).copy_(tensor)
         self.transport.flush()

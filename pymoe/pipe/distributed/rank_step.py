@@ -9,6 +9,7 @@ that were seeded alike stay alike, and like a pipe in one process.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from pymoe.autograd.thread_state import current
 from pymoe.pipe.context import MicroBatch, in_pipeline
 from pymoe.pipe.distributed.messages import (
     Key,
-    Message,
     Subject,
     describe_tensors,
     describe_values,
@@ -29,7 +29,7 @@ from pymoe.pipe.distributed.messages import (
     read_values,
 )
 from pymoe.pipe.distributed.plan import Plan
-from pymoe.pipe.distributed.transport import Transport
+from pymoe.pipe.distributed.transport import Message, Transport
 from pymoe.pipe.execution.activation import Activation
 from pymoe.pipe.execution.gradients import WeightedSums
 from pymoe.pipe.execution.graph import (
@@ -64,41 +64,28 @@ class SharedSource(random_streams.Source):
         return super().seed(position)
 
 
+@dataclass(eq=False)
 class RankStep:
     """The forwards and backwards of one rank's stages for one mini-batch, in an order in which they can run."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        transport: Transport,
-        number: int,
-        *,
-        graphs: bool,
-        recompute: Sequence[StageRecompute],
-        recomputed: range,
-        count: int,
-    ) -> None:
-        """
-        Args:
-            plan: which values are sent where.
-            transport: to the other ranks.
-            number: of the step, the same on all ranks.
-            graphs: whether there will be backwards.
-            recompute: for every stage of the pipeline.
-            recomputed: the micro-batches whose forward is recomputed.
-            count: the number of micro-batches.
-        """
-        self.plan = plan
-        self.sums = {stage: WeightedSums() for stage in plan.stages}
+    plan: Plan
+    transport: Transport
+    number: int
+    """Of the step, the same on all ranks."""
+    graphs: bool
+    """Whether there will be backwards."""
+    recompute: Sequence[StageRecompute]
+    """For every stage of the pipeline."""
+    recomputed: range
+    """The micro-batches whose forward is recomputed."""
+    count: int
+    """Of micro-batches."""
+
+    def __post_init__(self) -> None:
+        self.sums = {stage: WeightedSums() for stage in self.plan.stages}
         self.inputs: dict[int, StepInputs] = {}
         self.rows: dict[int, int] = {}
         self.forwards = 0
-        self._transport = transport
-        self._number = number
-        self._graphs = graphs
-        self._recompute = recompute
-        self._recomputed = recomputed
-        self._count = count
         self._random: SharedSource | None = None
         self._state = current()
         self._values: dict[tuple[int, Source], StageValue] = {}
@@ -107,18 +94,14 @@ class RankStep:
         self._received: dict[tuple[int, int], GradAccumulator] = {}  # gradients of values that other ranks have made
         self._sent: dict[tuple[int, int, int], list[tuple[GradAccumulator, int, torch.device] | None]] = {}
         self._output_graphs: dict[int, Graph] = {}
-        if recomputed:
-            for stage in plan.stages:
-                recompute[stage].begin_step()
+        if self.recomputed:
+            for stage in self.plan.stages:
+                self.recompute[stage].begin_step()
 
     def forward(self, stage: int, micro_batch: int, inputs: Sequence[Any], rows: int) -> list[Any] | None:
         """Run a stage's forward. Return the model's output values in the last stage.
 
-        Args:
-            stage: one of this rank.
-            micro_batch: its number.
-            inputs: of the model; used by stage 0 alone.
-            rows: of the micro-batch; used by stage 0 alone.
+        ``inputs``, of the model, and ``rows``, of the micro-batch, are used by stage 0 alone.
         """
         plan, pipeline = self.plan, self.plan.pipeline
         about = pipeline.stages[stage]
@@ -128,14 +111,13 @@ class RankStep:
             if (maker, micro_batch) not in self._received:
                 self._receive_values(maker, micro_batch)
         received = [self._values[micro_batch, source] for source in about.inputs]
-        assert self._random is not None
         position = micro_batch * len(pipeline.stages) + stage
-        description = MicroBatch(micro_batch, self._count, 1.0, stage=stage)  # weights are known at the end of the step
-        activation = Activation(about, description, self._random, position, self._state)
-        recompute = self._recompute[stage] if micro_batch in self._recomputed else None
-        with in_pipeline(Stream(self._random, -1)):
-            made = activation.forward(received, self._graphs, recompute)
-        if self._graphs:
+        description = MicroBatch(micro_batch, self.count, 1.0, stage=stage)  # weights are known at the end of the step
+        activation = Activation(about, description, self._source, position, self._state)
+        recompute = self.recompute[stage] if micro_batch in self.recomputed else None
+        with in_pipeline(Stream(self._source, -1)):
+            made = activation.forward(received, self.graphs, recompute)
+        if self.graphs:
             self._activations[stage, micro_batch] = activation
         del received
         for source in about.inputs:
@@ -151,13 +133,9 @@ class RankStep:
         return self._outputs(micro_batch) if stage == len(pipeline.stages) - 1 else None
 
     def backward(self, stage: int, micro_batch: int, loss: torch.Tensor | None, whole: bool) -> None:
-        """Run a stage's backward.
+        """Run a stage's backward, from the ``loss`` of the micro-batch in the last stage.
 
-        Args:
-            stage: one of this rank.
-            micro_batch: its number.
-            loss: that of the micro-batch, in the last stage.
-            whole: with the gradients of weights, which :meth:`backward_weight` computes otherwise.
+        ``whole``: with the gradients of weights, which :meth:`backward_weight` computes otherwise.
         """
         plan = self.plan
         if stage == len(plan.rank_of) - 1:
@@ -166,8 +144,7 @@ class RankStep:
         for rank in plan.sent[stage]:
             self._receive_gradients(stage, micro_batch, rank)
         activation = self._activations[stage, micro_batch]
-        assert self._random is not None
-        with in_pipeline(Stream(self._random, -1)):
+        with in_pipeline(Stream(self._source, -1)):
             if whole:
                 del self._activations[stage, micro_batch]
                 activation.backward(self.sums[stage].of(self.rows[micro_batch]))
@@ -179,8 +156,7 @@ class RankStep:
 
     def backward_weight(self, stage: int, micro_batch: int) -> None:
         """Run the rest of a stage's backward."""
-        assert self._random is not None
-        with in_pipeline(Stream(self._random, -1)):
+        with in_pipeline(Stream(self._source, -1)):
             self._activations.pop((stage, micro_batch)).backward_weight(self.sums[stage].of(self.rows[micro_batch]))
 
     def send_tied_gradients(self, stage: int, rank: int, grads: list[torch.Tensor | None]) -> None:
@@ -190,12 +166,17 @@ class RankStep:
     def receive_tied_gradients(self, stage: int) -> list[torch.Tensor | None]:
         """Receive those of a stage on another rank."""
         message = self._receive(self.plan.rank_of[stage], Subject.TIED_GRADIENTS, stage, 0)
-        return read_tensors(message.read(), message.tensors)
+        return read_tensors(message.described, message.tensors)
 
     def advance_generator(self) -> None:
         """Advance the default generator at the end of a step in which any stage has drawn."""
         if self._random is not None and self._random.has_drawn:
             random_streams.draw(None)
+
+    @property
+    def _source(self) -> SharedSource:
+        assert self._random is not None  # since the first stage here has its values
+        return self._random
 
     def _take_inputs(self, micro_batch: int, inputs: Sequence[Any], rows: int) -> None:
         if have_tangents(inputs):
@@ -209,7 +190,7 @@ class RankStep:
                 torch.default_generator.set_state(before)
         given = self.inputs[micro_batch] = StepInputs()
         for number, value in enumerate(inputs):
-            self._keep(micro_batch, Source(INPUT, number), pack(value, given.cross if self._graphs else BoundaryTensor))
+            self._keep(micro_batch, Source(INPUT, number), pack(value, given.cross if self.graphs else BoundaryTensor))
 
     def _outputs(self, micro_batch: int) -> list[Any]:
         """Return the model's outputs. Their history begins here, for whoever computes a loss."""
@@ -220,7 +201,7 @@ class RankStep:
             self._release(micro_batch, source)
         for source in {source for source in pipeline.outputs if source.stage == last}:
             self._release(micro_batch, source)
-        if not self._graphs:
+        if not self.graphs:
             return [receive_value(value, None) for value in values]
         graph = self._output_graphs[micro_batch] = Graph()
         return graph.begin(values)
@@ -256,13 +237,11 @@ class RankStep:
     def _send(
         self, rank: int, subject: Subject, stage: int, micro_batch: int, description: bytes, tensors: list[torch.Tensor]
     ) -> None:
-        random = self._random
-        assert random is not None
-        notes = self.rows.get(micro_batch, 0), random.base, int(random.has_drawn)
-        self._transport.send(rank, Message(Key(self._number, subject, stage, micro_batch), description, tensors, notes))
+        notes = self.rows.get(micro_batch, 0), self._source.base, int(self._source.has_drawn)
+        self.transport.send(rank, Key(self.number, subject, stage, micro_batch), description, tensors, notes)
 
     def _receive(self, rank: int, subject: Subject, stage: int, micro_batch: int) -> Message:
-        message = self._transport.receive(rank, Key(self._number, subject, stage, micro_batch))
+        message = self.transport.receive(rank, Key(self.number, subject, stage, micro_batch))
         _, base, has_drawn = message.notes
         if self._random is None:
             self._random = SharedSource(base)
@@ -275,7 +254,7 @@ class RankStep:
         description, tensors = describe_values(values)
         tensors = [tensor.clone() if memory_of(tensor) in changing else tensor for tensor in tensors]
         self._send(rank, Subject.VALUES, stage, micro_batch, description, tensors)
-        if self._graphs:
+        if self.graphs:
             self._sent[stage, micro_batch, rank] = [  # without the tensors, which are not needed any more
                 None if one.accumulator is None else (one.accumulator, one.number, one.tensor.device)
                 for one in boundaries_of(values)
@@ -296,14 +275,14 @@ class RankStep:
         self.rows[micro_batch] = message.notes[0]
         accumulator = self._received[maker, micro_batch] = GradAccumulator()
         accumulator.grads = [None] * len(message.tensors)
-        values = read_values(message.read(), message.tensors, accumulator if self._graphs else None)
+        values = read_values(message.described, message.tensors, accumulator if self.graphs else None)
         for source, value in zip(self.plan.received[maker], values, strict=True):
             self._keep(micro_batch, source, value)
 
     def _receive_gradients(self, stage: int, micro_batch: int, rank: int) -> None:
         message = self._receive(rank, Subject.GRADIENTS, stage, micro_batch)
         places = self._sent.pop((stage, micro_batch, rank))
-        for place, grad in zip(places, read_tensors(message.read(), message.tensors), strict=True):
+        for place, grad in zip(places, read_tensors(message.described, message.tensors), strict=True):
             if place is not None and grad is not None:
                 accumulator, number, device = place
                 accumulator.add_gradient(number, grad.to(device))

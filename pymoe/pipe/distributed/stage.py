@@ -80,9 +80,8 @@ class RankStage(PipelineStageBase):
         parts = rank.staged.parts
         super().__init__(parts[index], index, len(parts), device, group)  # type: ignore[arg-type]
         self._rank = rank
-        self._chunks: dict[
-            bool, list[int]
-        ] = {}  # of the schedules so far, the last one last, by whether there are backwards
+        # Of the schedules so far, the last one last, by whether there are backwards.
+        self._chunks: dict[bool, list[int]] = {}
 
     def _prepare_forward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> Any:
         self._note_chunks(bool(self.has_backward), num_microbatches)
@@ -129,14 +128,12 @@ class RankStage(PipelineStageBase):
         if self.has_backward:
             self._run("backward of weights", bwd_chunk_id, self._now().backward_weight, self.stage_index, bwd_chunk_id)
 
-    def scale_grads(self, grad_scale_factor: int) -> None:
-        """Add the gradients of a step up. A factor other than 1 says that losses are means."""
-        self.perform_reduce_grad(grad_scale_factor)
-
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Do the same: which of the two is called depends on the schedule."""
+        """Add the gradients of a step up. A factor other than 1 says that losses are means."""
         if self.has_backward:
             self._run("sum of gradients", -1, self._rank.reduce, self.stage_index, grad_scale_factor != 1, self.submod)
+
+    scale_grads = perform_reduce_grad  # which of the two is called depends on the schedule
 
     def _forward(self, micro_batch: int, args: tuple[Any, ...], kwargs: dict[str, Any], save: bool) -> Any:
         step = self._rank.step or self._open()
@@ -153,7 +150,7 @@ class RankStage(PipelineStageBase):
             if self.has_backward:
                 self._rank.failure_detector.at("loss", self.stage_index, micro_batch)  # the schedule goes on with it
         if not self.has_backward and step.forwards == len(step.plan.stages) * self._count():
-            self._rank.end_without_backward()
+            self._rank.finish(step)
         return output
 
     def _now(self) -> RankStep:

@@ -7,41 +7,21 @@ equal to the last bit, and equal to the parameter of a pipe in one process.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from torch import nn
 
-from pymoe.pipe.stages import Pipeline
+from pymoe.pipe.devices import shared_parameters
 
-__all__ = ["Shared", "Tied", "shared_parameters"]
+__all__ = ["Tied"]
 
-
-class Shared(NamedTuple):
-    """A parameter that several stages share."""
-
-    places: dict[int, tuple[nn.Module, str]]
-    """For each of these stages, in their order: a module, and the name of the parameter in it."""
-
-    def of(self, stage: int) -> nn.Parameter:
-        """Return the stage's parameter, which may have been replaced since."""
-        module, name = self.places[stage]
-        return module.get_parameter(name)
-
-
-def shared_parameters(pipeline: Pipeline) -> list[Shared]:
-    """Return the parameters that several stages share, in the same order in every process."""
-    found: dict[int, dict[int, tuple[nn.Module, str]]] = {}
-    for number, stage in enumerate(pipeline.stages):
-        for module in stage.modules:
-            for name, parameter in module.named_parameters():
-                found.setdefault(id(parameter), {}).setdefault(number, (module, name))
-    return [Shared(places) for places in found.values() if len(places) > 1]
+Shared = dict[int, str]
+"""A parameter that several stages share: its name in each of them."""
 
 
 class Tied:
-    """The part of one rank in the shared parameters."""
+    """The part of one rank in the shared parameters of a pipeline, whose stages have the modules ``parts``."""
 
-    def __init__(self, pipeline: Pipeline, rank_of: Sequence[int], rank: int) -> None:
+    def __init__(self, parts: Sequence[nn.Module], rank_of: Sequence[int], rank: int) -> None:
         self.sent: dict[tuple[int, int], list[Shared]] = {}
         """For a stage of this rank and another rank: the parameters whose gradients are sent there."""
         self.received: dict[int, list[Shared]] = {}
@@ -50,15 +30,15 @@ class Tied:
         """For another rank: the parameters that are copied to it, as this is the first stage's rank."""
         self.copied_from: dict[int, list[Shared]] = {}
         """For another rank: the parameters that are copied from it."""
-        self._rank_of = rank_of
-        self._rank = rank
-        for shared in shared_parameters(pipeline):
-            ranks = [rank_of[stage] for stage in shared.places]
+        self._parts = parts
+        self._own = {stage for stage, of_stage in enumerate(rank_of) if of_stage == rank}
+        for shared in shared_parameters(parts):  # in the same order in every process
+            ranks = [rank_of[stage] for stage in shared]
             others = sorted({*ranks} - {rank})
             if rank not in ranks or not others:
                 continue
-            for stage in shared.places:
-                if rank_of[stage] != rank:
+            for stage in shared:
+                if stage not in self._own:
                     self.received.setdefault(stage, []).append(shared)
                     continue
                 for other in others:
@@ -69,6 +49,10 @@ class Tied:
             for other in others:
                 self.copied_to.setdefault(other, []).append(shared)
 
+    def of(self, stage: int, shared: Shared) -> nn.Parameter:
+        """Return the stage's parameter, which may have been replaced since."""
+        return self._parts[stage].get_parameter(shared[stage])
+
     def own(self, shared: Shared) -> nn.Parameter:
         """Return this rank's copy."""
-        return shared.of(next(stage for stage in shared.places if self._rank_of[stage] == self._rank))
+        return self.of(next(stage for stage in shared if stage in self._own), shared)

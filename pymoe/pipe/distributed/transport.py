@@ -10,6 +10,7 @@ released as soon as it has arrived. Over gloo, threads wait for messages in both
 
 from __future__ import annotations
 
+import pickle
 import queue
 import threading
 from collections import Counter
@@ -20,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from pymoe.pipe.distributed.messages import Key, Message, Subject, empty, flat, layouts_of
+from pymoe.pipe.distributed.messages import Key, Subject, empty, flat
 
-__all__ = ["Inbox", "Polled", "ReadInbox", "Transport", "Waited"]
+__all__ = ["Message", "Transport"]
 
 FIRST_TAG = 20117  # of the first pipe in a group; each has its own, so that it takes its own messages alone
 REMEMBERED = 256  # descriptions that both ends keep
@@ -31,13 +32,18 @@ HEADER = 4 + 3 + 2  # numbers: the key, the notes, the description's slot and it
 _pipes: Counter[dist.ProcessGroup] = Counter()  # that were in each group
 
 
-class _Peer:
-    """The descriptions that this rank and another have sent to each other."""
+Notes = tuple[int, int, int]
+"""Three numbers that go with a message."""
 
-    def __init__(self) -> None:
-        self.sent: dict[bytes, int] = {}  # and their slots
-        self.received: dict[int, bytes] = {}
-        self.next_slot = 0
+
+class Message(NamedTuple):
+    """What another rank has sent."""
+
+    key: Key
+    described: Any
+    """What ``read_values`` or ``read_tensors`` needs of the description."""
+    tensors: list[torch.Tensor]
+    notes: Notes
 
 
 class Transport:
@@ -49,41 +55,48 @@ class Transport:
         self._device = device
         self._tag = FIRST_TAG + _pipes[group]
         _pipes[group] += 1
-        self._up, self._down = groups_of_directions(group, self._wire)
-        self._peers = [_Peer() for _ in range(dist.get_world_size(group))]
-        # gloo's works make no progress of their own, and do not tell whether they are done: threads wait for them.
-        has_threads = self._wire.type == "cpu"
-        inbox = ReadInbox if has_threads else Inbox
-        self._inboxes = [inbox(peer, partial(self._take, peer)) for peer in range(len(self._peers))]
-        self._outbox = Waited() if has_threads else Polled()
+        self.groups = groups_of_directions(group, self._wire)
+        """In which this rank waits for messages: those to higher, and those to lower ranks."""
+        peers = range(dist.get_world_size(group))
+        self._slots: list[dict[bytes, int]] = [{} for _ in peers]  # of the descriptions that each has
+        self._descriptions: list[dict[int, bytes]] = [{} for _ in peers]  # that each has sent, by slot
+        self._inboxes = [Inbox(peer, partial(self._next, peer)) for peer in peers]
+        self._posted: list[tuple[Any, Callable[[], None]]] = []  # works without a thread, and waits for them
+        self._sender: Background | None = None
+        self._readers: list[Background] = []
+        if self._wire.type == "cpu":
+            # gloo's works make no progress of their own, and do not tell whether they are done: threads wait for them.
+            self._sender = Background("pymoe-pipe-sends")
+            self._readers = [Background(f"pymoe-pipe-from-{peer}") for peer in peers]
 
-    @property
-    def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The groups in which this rank waits for messages."""
-        return self._up, self._down
-
-    def send(self, peer: int, message: Message) -> None:
+    def send(
+        self, peer: int, key: Key, description: bytes, tensors: Sequence[torch.Tensor], notes: Notes = (0, 0, 0)
+    ) -> None:
         """Begin to send a message. Its tensors must not change until it has arrived."""
-        known, group = self._peers[peer], self._up if self._rank < peer else self._down
-        slot = known.sent.get(message.description)
-        size = 0
-        if slot is None:
-            slot, size = known.next_slot, len(message.description)
-            known.next_slot = (slot + 1) % REMEMBERED
-            known.sent = {description: s for description, s in known.sent.items() if s != slot}
-            known.sent[message.description] = slot
-        parts = [torch.tensor([*message.key, *message.notes, slot, size], dtype=torch.int64)]
-        if size:
-            parts.append(torch.frombuffer(bytearray(message.description), dtype=torch.uint8))
-        parts.extend(flat(tensor.to(self._wire)) for tensor in message.tensors if tensor.numel())
+        up, down = self.groups
+        group, slots = up if self._rank < peer else down, self._slots[peer]
+        new = b"" if description in slots else description
+        if new and len(slots) == REMEMBERED:
+            slots.clear()
+        slot = slots.setdefault(description, len(slots))
+        parts = [torch.tensor([*key, *notes, slot, len(new)], dtype=torch.int64)]
+        if new:
+            parts.append(torch.frombuffer(bytearray(new), dtype=torch.uint8))
+        parts.extend(flat(tensor.to(self._wire)) for tensor in tensors if tensor.numel())
         for part in parts:
             there = part.to(self._wire)
             work = dist.isend(there, group=group, group_dst=peer, tag=self._tag)
-            self._outbox.add(Posted(work, there, peer, str(message.key)))
+            arrival = partial(wait, work, peer, key, there)
+            if self._sender is not None:
+                self._sender.put(arrival)
+            else:
+                self._posted = [*(one for one in self._posted if not one[0].is_completed()), (work, arrival)]
 
     def expect(self, peer: int, count: int) -> None:
         """Announce that ``count`` messages of this step come from ``peer``."""
-        self._inboxes[peer].expect(count)
+        if self._readers:
+            for _ in range(count):
+                self._readers[peer].put(partial(self._take, peer))
 
     def receive(self, peer: int, key: Key) -> Message:
         """Wait for the message with this key from ``peer``. Raise RuntimeError if it cannot come any more."""
@@ -91,30 +104,42 @@ class Transport:
 
     def flush(self) -> None:
         """Wait until all that was sent has arrived."""
-        self._outbox.flush()
+        posted, self._posted = self._posted, []
+        for _, arrival in posted:
+            arrival()
+        while self._sender is not None and self._sender.pending:
+            self._sender.get()
+
+    def _next(self, peer: int) -> Message:
+        """Return the next message of a rank: one that a thread has taken, where there is one."""
+        if not self._readers:
+            return self._take(peer)
+        if not self._readers[peer].pending:
+            self.expect(peer, 1)
+        return self._readers[peer].get()
 
     def _take(self, peer: int) -> Message:
         """Wait for the next message of a rank."""
-        known = self._peers[peer]
         header = torch.empty(HEADER, dtype=torch.int64, device=self._wire)
         self._fill([header], peer)
         step, subject, stage, micro_batch, *notes, slot, size = header.tolist()
+        known = self._descriptions[peer]
         if size:
             new = torch.empty(size, dtype=torch.uint8, device=self._wire)
             self._fill([new], peer)
-            known.received[slot] = new.cpu().numpy().tobytes()
-        description = known.received[slot]
-        tensors = [empty(layout, self._wire) for layout in layouts_of(description)[0]]
+            known[slot] = new.cpu().numpy().tobytes()
+        layouts, described = pickle.loads(known[slot])
+        tensors = [empty(layout, self._wire) for layout in layouts]
         self._fill([flat(tensor) for tensor in tensors if tensor.numel()], peer)
         here = [tensor.to(self._device) for tensor in tensors]
-        key = Key(step, Subject(subject), stage, micro_batch)
-        return Message(key, description, here, (notes[0], notes[1], notes[2]))
+        return Message(Key(step, Subject(subject), stage, micro_batch), described, here, (notes[0], notes[1], notes[2]))
 
     def _fill(self, buffers: Sequence[torch.Tensor], peer: int) -> None:
-        group = self._up if peer < self._rank else self._down
+        up, down = self.groups
+        group = up if peer < self._rank else down
         works = [dist.irecv(buffer, group=group, group_src=peer, tag=self._tag) for buffer in buffers]
         for work in works:
-            wait(work, peer, "a message")
+            wait(work, peer)
 
 
 def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
@@ -141,30 +166,29 @@ def groups_of_directions(group: dist.ProcessGroup, wire: torch.device) -> tuple[
     return _directions[group]
 
 
-def wait(work: Any, peer: int, what: str) -> None:
+def wait(work: Any, peer: int, sent: Key | None = None, kept: torch.Tensor | None = None) -> None:
     """Wait until a ``dist.Work`` between this rank and ``peer`` is done. Raise RuntimeError if it fails.
 
-    The failure of another rank ends the wait, too (:mod:`.watchdog`).
+    The failure of another rank ends the wait, too (:mod:`.watchdog`). ``sent``: which message; None: one is received.
+    ``kept``: what must be there until then.
     """
     try:
         work.wait()
     except RuntimeError as error:
         if hasattr(error, "add_note"):  # Python 3.11
+            what = "a message" if sent is None else f"the arrival of {sent}"
             error.add_note(f"pymoe.pipe: while waiting for {what}; the other rank was {peer}")
         raise
 
 
 class Inbox:
-    """Messages of another rank, received when they are asked for."""
+    """Messages of another rank, by their keys."""
 
     def __init__(self, peer: int, take: Callable[[], Message]) -> None:
         """``take`` waits for the next message of rank ``peer``."""
         self._peer = peer
         self._take = take
         self._box: dict[Key, Message] = {}
-
-    def expect(self, count: int) -> None:
-        """Announce ``count`` messages."""
 
     def get(self, key: Key) -> Message:
         """Return the message with this key. Raise RuntimeError if it cannot come any more."""
@@ -183,117 +207,42 @@ class Inbox:
             raise RuntimeError(f"rank {self._peer} is in step {min(later)}, and this one in step {wanted.step}")
 
 
-class ReadInbox(Inbox):
-    """Messages of another rank, which a thread receives as soon as they are expected, while this rank computes."""
+class Background:
+    """A daemon thread that runs functions one after the other until one raises.
 
-    def __init__(self, peer: int, take: Callable[[], Message]) -> None:
-        super().__init__(peer, take)
-        self._changed = threading.Condition()
-        self._expected = 0
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+    (The interpreter waits for those of an executor when it exits, and a wait for a message may never end.)
+    """
 
-    def expect(self, count: int) -> None:
-        """Announce ``count`` messages."""
-        with self._changed:
-            self._expected += count
-            if self._thread is None:
-                name = f"pymoe-pipe-from-{self._peer}"
-                self._thread = threading.Thread(target=self._read, name=name, daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+    def __init__(self, name: str) -> None:
+        self.pending = 0
+        """How many results have not been taken."""
+        self._functions: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def get(self, key: Key) -> Message:
-        """Return the message with this key. Raise RuntimeError if it cannot come any more."""
-        with self._changed:
-            while key not in self._box:
-                self._drop_before(key)
-                if self._error is not None:
-                    raise self._error
-                if not self._expected:
-                    self.expect(1)
-                self._changed.wait()
-            return self._box.pop(key)
-
-    def _read(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._expected)
-            try:
-                message = self._take()
-            except BaseException as error:
-                with self._changed:
-                    self._error = error
-                    self._changed.notify_all()
-                return
-            with self._changed:
-                self._expected -= 1
-                self._box[message.key] = message
-                self._changed.notify_all()
-            del message
-
-
-class Posted(NamedTuple):
-    """Something that is being sent."""
-
-    work: Any
-    tensor: torch.Tensor
-    """Kept until it has arrived."""
-    peer: int
-    what: str
-
-    def wait(self) -> None:
-        """Wait until it has arrived."""
-        wait(self.work, self.peer, f"the arrival of {self.what}")
-
-
-class Polled:
-    """What has been sent in a group whose works tell whether they are done."""
-
-    def __init__(self) -> None:
-        self._pending: list[Posted] = []
-
-    def add(self, posted: Posted) -> None:
-        """Keep what is being sent, and release what has arrived."""
-        self._pending = [*(one for one in self._pending if not one.work.is_completed()), posted]
-
-    def flush(self) -> None:
-        """Wait until everything has arrived."""
-        pending, self._pending = self._pending, []
-        for posted in pending:
-            posted.wait()
-
-
-class Waited:
-    """What has been sent in a group whose works do not tell: a thread waits for one after the other."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Posted | threading.Event] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def add(self, posted: Posted) -> None:
-        """Have the thread wait for what is being sent."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._wait_for_all, name="pymoe-pipe-sends", daemon=True)
+    def put(self, function: Callable[[], Any]) -> None:
+        """Have the thread call a function."""
+        if self._thread.ident is None:
             self._thread.start()
-        self._queue.put(posted)
+        self.pending += 1
+        self._functions.put(function)
 
-    def flush(self) -> None:
-        """Wait until everything has arrived. Raise the first error of what has not."""
-        if self._thread is not None:
-            all_done = threading.Event()
-            self._queue.put(all_done)
-            all_done.wait()
-        error, self._error = self._error, None
+    def get(self) -> Any:
+        """Wait for the next result. Raise what the function has raised, from then on every time."""
+        result, error = self._results.get()
         if error is not None:
+            self._results.put((None, error))
             raise error
+        self.pending -= 1
+        return result
 
-    def _wait_for_all(self) -> None:
-        while True:
-            next_one = self._queue.get()
+    def _run(self) -> None:
+        error = None
+        while error is None:
+            function = self._functions.get()
             try:
-                next_one.set() if isinstance(next_one, threading.Event) else next_one.wait()
-            except BaseException as error:
-                self._error = self._error or error
-            del next_one
+                self._results.put((function(), None))
+            except BaseException as raised:
+                error = raised
+            del function  # and what it sends
+        self._results.put((None, error))

@@ -9,12 +9,17 @@ counts; every thread then aborts the waits of its own rank, whose step raises ``
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
+import math
+import mmap
+import pickle
 import re
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from types import TracebackType
@@ -24,23 +29,23 @@ import torch
 import torch.distributed as dist
 
 from pymoe.pipe.distributed.liveness import (
-    Failure,
+    HEARTBEAT_S,
+    PAGE_BYTES,
+    GroupStore,
     Heartbeat,
-    HeartbeatStore,
     Peer,
     Position,
-    PositionPage,
     RankError,
     StoreLostError,
+    new_page,
     wait_for_end,
 )
 
 __all__ = ["FailureDetector", "watching"]
 
-HEARTBEAT_S = 0.2  # between two heartbeats
 PATIENCE_S = 30.0  # silence after which a rank on another host has failed
 SUSPICION_S = 3.0  # the same when a connection has broken
-GRACE_S = 3.0  # to wait for the others' first heartbeats, and, for a rank that failed, until they have read why
+GRACE_S = 3.0  # to wait for the others' first heartbeats, and until they have read of a failure
 LEAVE_S = 60.0  # to wait, for a rank that is done, until the others have ended their steps
 ABORT_TAG = 2**30  # of messages that are never sent
 
@@ -57,41 +62,32 @@ class FailureDetector:
             schedule.step(...)
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, patience: float = PATIENCE_S) -> None:
-        """
-        Args:
-            group: the ranks of the pipeline.
-            patience: seconds of silence after which a rank on another host has failed.
-        """
-        self._groups = [group]
+    def __init__(self, group: dist.ProcessGroup, patience: float) -> None:
+        self._groups = {group}
         self._rank, self._ranks = group.rank(), group.size()
         self._patience = patience
-        self._store = HeartbeatStore(group)
-        self._peers: dict[int, Peer] = {}
-        self._page = PositionPage.create()
-        self._heartbeat = Heartbeat(-1 if self._page is None else self._page.file)
+        self._store = GroupStore(group)
+        self._peers: list[Peer] = []
+        self._heartbeat = Heartbeat(new_page())
+        self._page = mmap.mmap(self._heartbeat.page, PAGE_BYTES)
         self._lock = threading.Lock()
-        self._failure: Failure | None = None
-        self._knows_failure = threading.Event()
+        self._failure: RankError | None = None
         self._in_step = False
         self._thread: threading.Thread | None = None
-        self._is_needed = threading.Event()  # the thread
-        self._is_closed = False
-        self._excepthook = sys.excepthook
+        self._is_leaving = False
         self._write()
         # Not atexit, which the processes of multiprocessing, and so of torch's spawn, do not run.
-        self._at_exit = Finalize(None, self.close, exitpriority=10)
+        Finalize(None, self._leave, exitpriority=10)
 
     # ------------------------------------------------------------------------------------------ the rank's own thread
 
     def add(self, group: dist.ProcessGroup) -> None:
         """Have waits in this group, too, end when a rank fails."""
-        if group not in self._groups:
-            self._groups.append(group)
+        self._groups.add(group)
 
     def begin(self) -> None:
         """Begin a step, if none has begun. Raise RankError if a rank has failed before."""
-        self.check()
+        self._check()
         if self._ranks == 1:
             return
         if self._thread is None:
@@ -100,55 +96,44 @@ class FailureDetector:
             self._thread.start()
             self._excepthook, sys.excepthook = sys.excepthook, self._uncaught
         self._in_step = True
-        self._is_needed.set()
 
     def at(self, phase: str, stage: int, micro_batch: int) -> None:
         """Note what this rank begins to do. Raise RankError if another has failed."""
-        self._move_to(Position(phase, stage, micro_batch))
-        self.check()
-
-    def check(self) -> None:
-        """Raise RankError if a rank is known to have failed."""
-        if self._failure is not None:
-            raise RankError(self._failure)
+        self._show(Position(phase, stage, micro_batch))
+        self._check()
 
     def end(self) -> None:
         """End a step that went well here. Raise RankError if another rank has failed meanwhile."""
         self._in_step = False
-        self.check()
-        with self._lock:
-            self._move_to(None)
-            self._heartbeat.steps += 1
+        self._check()
+        self._heartbeat.steps += 1
+        self._show(None)
         with contextlib.suppress(StoreLostError):  # the next step finds out why
             self._write()
-        if len(self._peers) == self._ranks - 1 and all(peer.is_watched for peer in self._peers.values()):
-            self._is_needed.clear()  # until the next step there is nothing to say or to read
 
     def fail(self, error: BaseException) -> RankError | None:
         """Report that a step is about to end here by ``error``.
 
-        Returns:
-            What to raise in place of ``error``: that another rank had failed before. None: ``error`` is the first.
+        Return what to raise in its place: that another rank had failed before. None: ``error`` is the first.
         """
         failure = self._failure
         if isinstance(error, RankError) or (failure is not None and failure.rank == self._rank):
             self._in_step = False
             return None  # it is known
-        self._is_needed.set()
         at = self._heartbeat.at
         one_line = "".join(traceback.format_exception_only(type(error), error)).strip()
         what = f"rank {self._rank} failed {at or 'between its steps'}: {one_line}"
         if is_about_connections(error):
-            # Most likely the fault of another rank; it takes a moment to be found.
+            # Most likely the fault of another rank; it takes the thread a moment to find it.
             self._patience = min(self._patience, SUSPICION_S)
-            if not self._knows_failure.wait(SUSPICION_S + 2.0):
-                what += f"; the others: {'; '.join(str(peer) for peer in self._peers.values())}"
-        self._report(Failure(what, self._rank, at, "".join(traceback.format_exception(error)).strip()))
+            self._wait_until(lambda: self._failure is not None, SUSPICION_S + 2.0)
+            if self._failure is None:
+                what += f"; the others: {'; '.join(map(str, self._peers))}"
+        failure = self._report(RankError(what, self._rank, at, "".join(traceback.format_exception(error)).strip()))
         self._in_step = False
-        self._wait_until(self._all_know, GRACE_S)  # the store may end with this process
-        self._abort_waits()  # of threads that send
-        failure = self._failure
-        return None if failure is None or failure.rank == self._rank else RankError(failure)
+        self._wait_until(self._others_are_done, GRACE_S)  # the store may end with this process
+        abort_waits(self._groups)  # of threads that send
+        return None if failure.rank == self._rank else copy.copy(failure)
 
     def __enter__(self) -> FailureDetector:
         self.begin()
@@ -165,129 +150,105 @@ class FailureDetector:
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
         """Report an error that ends this process."""
-        if not self._is_closed:
-            self.fail(error)
+        self.fail(error)
         self._excepthook(kind, error, tb)
 
-    def close(self) -> None:
-        """Stop watching when the other ranks have ended their steps, too: the store may end with this process."""
+    def _leave(self) -> None:
+        """Wait, at the end of this process, until the others are done, too: the store may end with it."""
         if not self._in_step:
-            self._wait_until(self._all_are_done, LEAVE_S)
-        self._is_closed = True
-        self._is_needed.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
+            self._wait_until(self._others_are_done, LEAVE_S if self._failure is None else GRACE_S)
+        self._is_leaving = True
+        if self._thread is not None:
             self._thread.join(5.0)
-        for peer in self._peers.values():
-            peer.close()
-        if self._page is not None:
-            self._page.close()
-            self._page = None
-        self._at_exit.cancel()
-        if sys.excepthook == self._uncaught:
-            sys.excepthook = self._excepthook
-        if _detectors.get(self._groups[0]) is self:
-            del _detectors[self._groups[0]]
 
-    def _move_to(self, at: Position | None) -> None:
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise copy.copy(self._failure)
+
+    def _show(self, at: Position | None) -> None:
+        """Note where this rank is, and show it to the others on this host at once."""
         self._heartbeat.at = at
-        if self._page is not None:
-            self._page.write(at)
+        self._page[:] = pickle.dumps((self._heartbeat.steps, *(at or ())))[:PAGE_BYTES].ljust(PAGE_BYTES)
 
     def _know_all(self) -> bool:
         """Return whether all others have been heard of. A process that ends before that ends unseen."""
-        for rank in set(range(self._ranks)) - {self._rank, *self._peers}:
-            if (heartbeat := self._store.read(rank)) is not None:
-                self._peers = {**self._peers, rank: Peer(rank, heartbeat)}  # the other thread may be iterating
+        for rank in set(range(self._ranks)) - {self._rank, *(peer.rank for peer in self._peers)}:
+            if (heartbeat := self._store.read(f"rank {rank}")) is not None:
+                self._peers.append(Peer(rank, heartbeat))
         return len(self._peers) == self._ranks - 1
 
-    def _all_know(self) -> bool:
-        """Return whether all others have read of the failure, or have ended."""
-        return self._store.acknowledge(0) + sum(peer.look() for peer in self._peers.values()) >= self._ranks
-
-    def _all_are_done(self) -> bool:
-        """Return whether all others have made as many steps as this rank, or have ended, or one has failed."""
-        if self._failure is not None:
-            return True
-        for peer in self._peers.values():
-            if not peer.look() and peer.heartbeat.steps < self._heartbeat.steps:
-                peer.hear(self._store.read(peer.rank))
-        return all(peer.has_ended or peer.heartbeat.steps >= self._heartbeat.steps for peer in self._peers.values())
+    def _others_are_done(self) -> bool:
+        """Return whether all others have made as many steps as this rank, or know of the failure too, or have ended."""
+        failed = None if self._failure is None else self._failure.rank
+        late = [peer for peer in self._peers if peer.rank != failed and peer.heartbeat.steps < self._heartbeat.steps]
+        for peer in late:
+            peer.hear(self._store)
+        return all(peer.has_ended for peer in late)
 
     def _wait_until(self, is_so: Callable[[], bool], seconds: float) -> None:
         limit = time.monotonic() + seconds
         with contextlib.suppress(StoreLostError):
             while not is_so() and time.monotonic() < limit:
-                time.sleep(0.02)
+                wait_for_end(self._peers, 0.02)
 
     # ------------------------------------------------------------------------------------------ the watchdog's thread
 
     def _watch(self) -> None:
-        while self._is_needed.wait() and not self._is_closed:
+        while not self._is_leaving:
             if self._failure is None:
                 self._look()
             elif self._in_step:
-                self._abort_waits()  # again and again: the rank may begin another wait after this
-            wait_for_end(self._peers.values(), HEARTBEAT_S)
+                abort_waits(self._groups)  # again and again: the rank may begin another wait after this
+            wait_for_end(self._peers, HEARTBEAT_S)
 
     def _look(self) -> None:
         try:
+            if self._know_all() and not self._in_step and all(peer.is_watched for peer in self._peers):
+                return  # until the next step there is nothing to say or to read
             self._write()
-            self._know_all()
-            for peer in self._peers.values():
-                if not peer.is_watched or peer.look():
-                    peer.silent_s = 0.0 if peer.hear(self._store.read(peer.rank)) else peer.silent_s + HEARTBEAT_S
-            failure = self._store.failure()
+            for peer in self._peers:
+                peer.hear(self._store)
+            failure = self._store.read("failure")
             if failure is None and self._in_step:
-                failure = self._find_failed(self._heartbeat.steps)
+                # One that has made a step more, and ended then, has not failed.
+                late = [peer for peer in self._peers if peer.heartbeat.steps <= self._heartbeat.steps]
+                failure = next(filter(None, (peer.failure(self._patience) for peer in late)), None)
         except StoreLostError as error:
             if not self._in_step:
                 return
             # Somebody took it along. A rank that leaves in order waits until the others have ended their steps.
-            if not any(peer.has_ended for peer in self._peers.values()):
-                wait_for_end(self._peers.values(), 1.0)
-            ended = [peer.heartbeat.steps for peer in self._peers.values() if peer.has_ended]
+            wait_for_end(self._peers, 1.0)
             what = "the process that has it, rank 0 or the launcher, has ended, or its host has"
-            failure = self._find_failed(max(ended, default=-1)) or Failure(
-                f"the store of the process group cannot be reached any more: {what} ({error})"
-            )
+            failure = RankError(f"the store of the process group cannot be reached any more: {what} ({error})")
+            failure = next((peer.failure(0.0) for peer in self._peers if peer.has_ended), failure)
         if failure is not None:
             self._report(failure)
-
-    def _find_failed(self, steps: int) -> Failure | None:
-        """Return the failure of a rank that has made no more than so many steps, and will not make the next one."""
-        late = [peer for peer in self._peers.values() if peer.heartbeat.steps <= steps]
-        return next(filter(None, (peer.failure(self._patience) for peer in late)), None)
 
     def _write(self) -> None:
         with self._lock:
             self._heartbeat.count += 1
-            self._store.write(self._rank, self._heartbeat)
+            self._store.write(f"rank {self._rank}", self._heartbeat)
 
-    def _report(self, failure: Failure) -> None:
-        """Report a failure to the store. What counts from now on is the first that any rank has reported."""
+    def _report(self, failure: RankError) -> RankError:
+        """Report a failure to the store. Return the first that any rank has reported: that one counts from now on."""
         with contextlib.suppress(StoreLostError):
-            failure = self._store.report(failure)
-        with self._lock:
-            if self._failure is not None:
-                return
-            self._failure = failure
-        self._knows_failure.set()
+            failure = self._store.write_first("failure", failure)
+        self._failure = failure = self._failure or failure
+        self._heartbeat.steps = math.inf
+        self._show(self._heartbeat.at)
         with contextlib.suppress(StoreLostError):
-            self._store.acknowledge(1)
-
-    def _abort_waits(self) -> None:
-        for group in self._groups:
-            abort_waits(group)
+            self._write()
+        return failure
 
 
-def abort_waits(group: dist.ProcessGroup) -> None:
-    """Let all that waits for messages of ``group`` in this process raise, now. The group is of no further use.
+def abort_waits(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Let all that waits for messages of these groups in this process raise, now. They are of no further use.
 
     gloo cannot abort a wait, but closes all connections of a context when one of its waits exceeds its timeout: so wait
     a millisecond for a message that is never sent. NCCL's operations are aborted; they raise nothing, but what a stream
     waits for is then done.
     """
-    for device in group._device_types:
+    for group, device in [(one, device) for one in groups for device in one._device_types]:
         backend: Any = group._get_backend(device)
         backend = getattr(backend, "wrapped_pg", backend)  # of TORCH_DISTRIBUTED_DEBUG=DETAIL
         if backend.name() != "gloo":
@@ -297,10 +258,10 @@ def abort_waits(group: dist.ProcessGroup) -> None:
         # A context for every network device; tags choose one. A connection that is broken already raises at once, and
         # leaves the others alone: so try every peer.
         contexts = max(1, len(getattr(backend.options, "_devices", ())))
-        for peer in range(group.size()):
-            for context in range(contexts if peer != group.rank() else 0):
-                with contextlib.suppress(RuntimeError):
-                    backend.recv([torch.empty(1)], peer, ABORT_TAG + context).wait(timedelta(milliseconds=1))
+        others = set(range(group.size())) - {group.rank()}
+        for peer, context in itertools.product(others, range(contexts)):
+            with contextlib.suppress(RuntimeError):
+                backend.recv([torch.empty(1)], peer, ABORT_TAG + context).wait(timedelta(milliseconds=1))
 
 
 def is_about_connections(error: BaseException) -> bool:
@@ -325,5 +286,5 @@ def watching(group: dist.ProcessGroup | None = None, *, patience: float = PATIEN
     if group is None:
         raise ValueError("pymoe.pipe: torch.distributed.init_process_group has not been called")
     if group not in _detectors:
-        _detectors[group] = FailureDetector(group, patience=patience)
+        _detectors[group] = FailureDetector(group, patience)
     return _detectors[group]

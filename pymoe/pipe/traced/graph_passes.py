@@ -24,61 +24,49 @@ def split_regions(graph: fx.Graph) -> None:
         if isinstance(node.target, Region):
             split_regions(node.target.graph.graph)
             if any(is_marker(inner) for inner in node.target.graph.graph.nodes):
-                _RegionSplit(graph, node, node.target).replace()
+                _split_region(graph, node, node.target)
 
 
-class _RegionSplit:
-    """One region that becomes several."""
+def _split_region(graph: fx.Graph, node: fx.Node, region: Region) -> None:
+    """Put several regions, with markers between them, where one was."""
+    block = region.graph.graph
+    # What stands in the outer graph for nodes of the block.
+    outside: dict[fx.Node, Any] = dict(zip(block.find_nodes(op="placeholder"), node.args, strict=True))
+    for number, segment in enumerate(_segments(block)):
+        if number:
+            mark(graph, node)
+        if segment:
+            _insert_region(graph, node, region, segment, outside)
+    results: Any = block.output_node().args[0]
+    for user in list(node.users):  # each takes one of the results
+        result = results[user.args[1]]
+        user.replace_all_uses_with(outside[result])
+        graph.erase_node(user)
+    graph.erase_node(node)
 
-    def __init__(self, graph: fx.Graph, node: fx.Node, region: Region) -> None:
-        self._graph = graph
-        self._node = node
-        self._region = region
-        block = region.graph.graph
-        self._segments = list(_segments(block))
-        self._output = block.output_node()
-        # What stands in the outer graph for nodes of the block.
-        self._outside: dict[fx.Node, fx.Node] = {}
-        for placeholder, value in zip(block.find_nodes(op="placeholder"), node.args, strict=True):
-            assert isinstance(value, fx.Node)
-            self._outside[placeholder] = value
 
-    def replace(self) -> None:
-        """Put the parts, with markers between them, where the region was."""
-        for number, segment in enumerate(self._segments):
-            if number:
-                mark(self._graph, self._node)
-            self._part(segment)
-        results: Any = self._output.args[0]
-        for user in list(self._node.users):  # each takes one of the results
-            result = results[user.args[1]]
-            user.replace_all_uses_with(self._outside[result])
-            self._graph.erase_node(user)
-        self._graph.erase_node(self._node)
-
-    def _part(self, segment: list[fx.Node]) -> None:
-        """Insert a region of some of the nodes."""
-        inside = set(segment)
-        taken = dict.fromkeys(source for node in segment for source in node.all_input_nodes if source not in inside)
-        given = [node for node in segment if any(user not in inside for user in node.users)]
-        if not segment:
-            return
-        part = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        for source in taken:
-            copies[source] = part.placeholder(source.name)
-            copies[source].meta = dict(source.meta)
-        for node in segment:
-            copies[node] = part.node_copy(node, copies.__getitem__)
-        part.output([copies[node] for node in given])
-        region = self._region
-        target = Region(region.__name__, fx.GraphModule({}, part), region.grad, region.autocast)
-        with self._graph.inserting_before(self._node):
-            call = self._graph.call_function(target, tuple(self._outside[source] for source in taken))
-            call.meta = {key: value for key, value in segment[0].meta.items() if key != "val"}
-            for number, node in enumerate(given):
-                self._outside[node] = self._graph.call_function(operator.getitem, (call, number))
-                self._outside[node].meta = dict(node.meta)
+def _insert_region(
+    graph: fx.Graph, before: fx.Node, region: Region, segment: list[fx.Node], outside: dict[fx.Node, Any]
+) -> None:
+    """Insert a region of some of the nodes, and add what it gives to ``outside``."""
+    inside = set(segment)
+    taken = dict.fromkeys(source for node in segment for source in node.all_input_nodes if source not in inside)
+    given = [node for node in segment if any(user not in inside for user in node.users)]
+    part = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for source in taken:
+        copies[source] = part.placeholder(source.name)
+        copies[source].meta = dict(source.meta)
+    for node in segment:
+        copies[node] = part.node_copy(node, copies.__getitem__)
+    part.output([copies[node] for node in given])
+    target = Region(region.__name__, fx.GraphModule({}, part), region.grad, region.autocast)
+    with graph.inserting_before(before):
+        call = graph.call_function(target, tuple(outside[source] for source in taken))
+        call.meta = {key: value for key, value in segment[0].meta.items() if key != "val"}
+        for number, node in enumerate(given):
+            outside[node] = graph.call_function(operator.getitem, (call, number))
+            outside[node].meta = dict(node.meta)
 
 
 def _segments(block: fx.Graph) -> Iterator[list[fx.Node]]:

@@ -62,13 +62,11 @@ class TrivialLossWrapper(LossWrapper):
 
 
 def find_loss(spec: Any, structure: pytree.TreeSpec) -> int:
-    """Return the number of the leaf of a model's output that is the loss according to ``spec``.
+    """Return the number of the leaf of a model's output that is the loss, given the output's structure.
 
-    Args:
-        spec: like the output, True where the loss is and False or None elsewhere: True for the output itself,
-            ``(False, True)`` for the second of two, ``{"loss": True}`` for an item (or attribute) of that name; what a
-            dictionary omits is not the loss.
-        structure: of the output.
+    ``spec`` is like the output, True where the loss is and False or None elsewhere: True for the output itself,
+    ``(False, True)`` for the second of two, ``{"loss": True}`` for an item (or attribute) of that name; what a
+    dictionary omits is not the loss.
 
     Raises:
         TypeError: it contains something else.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +29,6 @@ from pymoe.pipe.traced.losses import find_loss
 from pymoe.pipe.traced.partition import Partition, partition
 from pymoe.pipe.traced.shared_state import Spec, State, by_first_name
 from pymoe.pipe.traced.stage_module import StageModule, has, populate
-from pymoe.pipe.traced.trace import Trace
 
 __all__ = ["TracedModel"]
 
@@ -39,16 +38,7 @@ class TracedModel(StagedModel):
 
     A capture holds for the modes of all modules, training or evaluation, for their hooks, and for the Python values
     that the model's code has read. When one of them changes, the next call captures the model again and splits it at
-    the same places; every capture is kept.
-
-    Args:
-        module: the model, whose parameters and buffers the stages share.
-        args: examples of its arguments, of a micro-batch.
-        kwargs: examples of its arguments by name.
-        trace: how it is captured.
-        multi_use: how several stages share one parameter.
-        loss_spec: where in the output the loss is; None: it has none.
-        devices: for every stage; None: they stay where they are.
+    the same places; every capture is kept. ``args`` and ``kwargs`` are examples of a micro-batch; ``trace`` captures.
     """
 
     def __init__(
@@ -56,17 +46,15 @@ class TracedModel(StagedModel):
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        trace: Trace,
+        trace: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Captured],
         *,
-        multi_use: Spec = None,
-        loss_spec: Any = None,
-        devices: Sequence[torch.device | str | int] | None = None,
+        multi_use: Spec,
+        loss_spec: Any,
+        devices: Sequence[torch.device | str | int] | None,
     ) -> None:
         self.module = module
         self.parts: tuple[StageModule, ...] = ()
-        self.devices: tuple[torch.device | None, ...] = ()
-        if devices is not None:
-            self.devices = tuple(torch.device(device) for device in devices)
+        self.devices: tuple[torch.device | None, ...] = tuple(map(torch.device, devices or ()))
         self.loss_spec = loss_spec
         self._trace = trace
         self._multi_use = by_first_name(multi_use, module)
@@ -157,7 +145,7 @@ class TracedModel(StagedModel):
 
     def _warn_of(self, change: str) -> None:
         """Warn of what changes again and again, which costs a capture every time."""
-        if "mode" not in change:
+        if change != "the mode of a module":
             self._changes = count = self._changes + 1
             if count >= 8 and count & (count - 1) == 0:
                 warnings.warn(
@@ -196,7 +184,7 @@ class TracedModel(StagedModel):
                 part.update_model()
         pipeline = self._pipeline(number, made, len(captured.arguments.names))
         loss = self._find_loss(captured, made)
-        guards = captured.guards.on(self.module)
+        guards = captured.guards(self.module)
         variant = _Variant(
             number, captured.arguments, captured.input_checks, guards, captured.out_spec, made.leaves, pipeline, loss
         )

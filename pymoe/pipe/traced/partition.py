@@ -47,12 +47,8 @@ def partition(graph: fx.Graph, state: State, devices: Sequence[torch.device | No
     """Partition a captured graph at its markers.
 
     Every value comes straight from the stage that computes it; one that is changed in place, from the last that does.
-    Sizes are taken anew from tensors that a stage has anyway.
-
-    Args:
-        graph: a captured graph.
-        state: which parameters are transmitted, and which are in several stages.
-        devices: for every stage, where the tensors that it creates go; None, or none: where they were captured.
+    Sizes are taken anew from tensors that a stage has anyway. ``devices``: for every stage, where the tensors that it
+    creates go; None, or none: where they were captured.
 
     Raises:
         ValueError: a buffer is changed in a later stage than it is read in.
@@ -122,14 +118,17 @@ class _StageBuilder:
     def has(self, node: fx.Node) -> bool:
         return node in self._copies
 
-    def copy(self, node: fx.Node) -> None:
+    def copy(self, node: fx.Node) -> fx.Node:
         """Add the same node to this stage."""
-        args, kwargs = fx.map_arg(node.args, self._local), fx.map_arg(node.kwargs, self._local)
-        if self._device is not None:
-            args, kwargs = _on_device(args, self._device), _on_device(kwargs, self._device)
-        self._add(node, self._graph.create_node(node.op, node.target, args, kwargs, node.name))
+
+        def here(leaf: Any) -> Any:
+            return self._device if isinstance(leaf, torch.device) and self._device is not None else leaf
+
+        arguments = fx.map_arg((node.args, node.kwargs), self._local)
+        args, kwargs = fx.node.map_aggregate(arguments, here)
         if node.op == "call_module":
             self._state.append(str(node.target))
+        return self._add(node, self._graph.create_node(node.op, node.target, args, kwargs, node.name))
 
     def give(self, node: fx.Node) -> Source:
         """Return a value of this stage for others."""
@@ -142,9 +141,8 @@ class _StageBuilder:
         given = []
         for node in self._given:
             local = self._copies[node]
-            if self._partitioner.is_changing_buffer(
-                node
-            ):  # others get its present contents, not the next micro-batch's
+            if self._partitioner.is_changing_buffer(node):
+                # Others get its present contents, not the next micro-batch's.
                 local = self._graph.call_function(torch.ops.aten.clone.default, (local,))
             given.append(local)
         self._graph.output(given)
@@ -168,17 +166,11 @@ class _StageBuilder:
             if (again := self._again(node)) is not None:
                 return self._add(node, again)
             if is_home:
-                self.copy(node)
-                return self._copies[node]
-        source = self._partitioner.source(node, self._number)
-        made = self._placeholder(node)
-        self._inputs[node] = source
-        return self._add(node, made)
-
-    def _placeholder(self, node: fx.Node) -> fx.Node:
+                return self.copy(node)
+        self._inputs[node] = self._partitioner.source(node, self._number)
         with self._graph.inserting_after(self._end) if self._end else self._graph.inserting_before():
             self._end = self._graph.placeholder(node.name)
-        return self._end
+        return self._add(node, self._end)
 
     def _again(self, node: fx.Node) -> fx.Node | None:
         """Compute a size, or arithmetic on sizes, from what this stage has; None if that does not tell."""
@@ -206,10 +198,6 @@ class _StageBuilder:
                 if isinstance(size, torch.SymInt) and size.node.expr == wanted.node.expr:
                     return self._copies[given], dimension
         return None
-
-
-def _on_device(value: Any, device: torch.device) -> Any:
-    return torch.fx.node.map_aggregate(value, lambda leaf: device if isinstance(leaf, torch.device) else leaf)
 
 
 def _stage_numbers(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -252,13 +240,11 @@ def _computes(node: fx.Node) -> bool:
     """Return whether a node is neither a number nor just a view of a tensor."""
     if node.op not in ("call_function", "call_module") or is_number(node) or node.target is operator.getitem:
         return False
-    target = node.target
-    return not (isinstance(target, OpOverload) and (target.is_view or _only_asserts(target)))
-
-
-def _only_asserts(target: OpOverload) -> bool:
-    arguments = target._schema.arguments
-    return not target._schema.returns and not any(x.alias_info and x.alias_info.is_write for x in arguments)
+    if not isinstance(node.target, OpOverload):
+        return True
+    schema = node.target._schema
+    only_asserts = not schema.returns and not any(x.alias_info and x.alias_info.is_write for x in schema.arguments)
+    return not (node.target.is_view or only_asserts)
 
 
 def is_number(node: fx.Node) -> bool:

@@ -200,12 +200,8 @@ def _restored(graph: fx.GraphModule) -> Iterator[None]:
     buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
     inputs = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
     tensors = [*graph.parameters(), *[value for value in inputs if isinstance(value, torch.Tensor)]]
-    devices = {tensor.device for tensor in tensors}
-    with ExitStack() as stack:
-        for device in devices:
-            if device.type != "cpu":
-                stack.enter_context(torch.random.fork_rng([device], device_type=device.type))
-        stack.enter_context(torch.random.fork_rng([]))
+    drawn = list({tensor.device for tensor in tensors if tensor.device.type != "cpu"})
+    with torch.random.fork_rng(drawn, device_type=drawn[0].type if drawn else "cuda"), ExitStack() as stack:
         for module in modules:
             stack.enter_context(attributes_restored(module))
         yield
@@ -236,35 +232,27 @@ class _Timing(fx.Interpreter):
             return super().run_node(n)
         sources: list[torch.Tensor] = []
 
-        def apart(leaf: Any) -> Any:
+        def apart(tensor: torch.Tensor) -> torch.Tensor:
             """Return a copy whose graph begins at ``sources``, and which can be changed in place."""
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            if not leaf.requires_grad:
-                return leaf.clone()
-            sources.append(leaf.detach().requires_grad_())
+            if not tensor.requires_grad:
+                return tensor.clone()
+            sources.append(tensor.detach().requires_grad_())
             return sources[-1].clone()
 
-        args, kwargs = pytree.tree_map(apart, self.fetch_args_kwargs_from_env(n))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, apart, self.fetch_args_kwargs_from_env(n))
         begin = _now(sources)
         with torch.enable_grad():
             result = getattr(self, n.op)(n.target, args, kwargs)
-            ends = [leaf for leaf in pytree.tree_leaves(result) if _is_differentiable(leaf)]
+            ends = [
+                leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            ]
             middle = _now(ends)
             gradients = [torch.ones_like(end) for end in ends]
             restart = _now(gradients)
             if ends and sources:
                 torch.autograd.grad(ends, sources, gradients, allow_unused=True)
         self.costs[n] = middle - begin + _now(ends) - restart
-        return pytree.tree_map(_without_history, result)
-
-
-def _without_history(leaf: Any) -> Any:
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _is_differentiable(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), result)
 
 
 def _now(tensors: list[torch.Tensor]) -> float:
@@ -275,10 +263,9 @@ def _now(tensors: list[torch.Tensor]) -> float:
 
 def _example(graph: fx.GraphModule) -> list[Any]:
     """Return arguments like those of the capture."""
+
+    def like(value: torch.Tensor) -> torch.Tensor:
+        return example_tensor([size if isinstance(size, int) else int(size.node.hint) for size in value.shape], value)
+
     values = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
-    return [_like(value) if isinstance(value, torch.Tensor) else value for value in values]
-
-
-def _like(value: torch.Tensor) -> torch.Tensor:
-    shape = [int(size) if isinstance(size, int) else int(size.node.hint) for size in value.shape]
-    return example_tensor(shape, value)
+    return [like(value) if isinstance(value, torch.Tensor) else value for value in values]

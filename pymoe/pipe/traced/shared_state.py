@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,19 +50,19 @@ class State:
             ValueError: a buffer is changed in a later stage than it is read in.
         """
         found = {}
+        default = MultiUseParameterConfig.TRANSMIT if self.apart else MultiUseParameterConfig.REPLICATE
         for node in graph.find_nodes(op="get_attr"):
             users = sorted({stage_of[user] for user in node.users if user in stage_of})
             if len(users) < 2:
                 continue
-            is_parameter = node.target in self.parameters
-            if self._is_sent(str(node.target)) if is_parameter else _is_changed(node, users, stage_of, aliases):
+            if node.target in self.parameters:
+                spec = self.spec.get(str(node.target)) if isinstance(self.spec, Mapping) else self.spec
+                is_sent = (spec or default) is MultiUseParameterConfig.TRANSMIT
+            else:
+                is_sent = _is_changed(node, users, stage_of, aliases)
+            if is_sent:
                 found[node] = users[0]
         return found
-
-    def _is_sent(self, name: str) -> bool:
-        default = MultiUseParameterConfig.TRANSMIT if self.apart else MultiUseParameterConfig.REPLICATE
-        spec = self.spec.get(name) if isinstance(self.spec, Mapping) else self.spec
-        return (spec or default) is MultiUseParameterConfig.TRANSMIT
 
 
 def by_first_name(spec: Spec, model: nn.Module) -> Spec:
@@ -149,7 +149,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     names = set(returned[0].before_set)
     for argument, value in _arguments(node):
         if argument.alias_info is not None and names & set(argument.alias_info.before_set):
-            return next(_nodes(value), None)
+            return next(iter(_nodes(value)), None)
     return None
 
 
@@ -168,16 +168,12 @@ def _out_of_block(node: fx.Node, number: Any) -> fx.Node | None:
 
 def _arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
     target: Any = node.target
-    for number, argument in enumerate(target._schema.arguments):
-        if number < len(node.args):
-            yield argument, node.args[number]
-        elif argument.name in node.kwargs:
-            yield argument, node.kwargs[argument.name]
+    arguments = target._schema.arguments
+    yield from zip(arguments, node.args, strict=False)
+    yield from ((argument, node.kwargs[argument.name]) for argument in arguments if argument.name in node.kwargs)
 
 
-def _nodes(value: Any) -> Iterator[fx.Node]:
-    if isinstance(value, fx.Node):
-        yield value
-    elif isinstance(value, Iterable) and not isinstance(value, str):
-        for item in value:
-            yield from _nodes(item)
+def _nodes(value: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(value, found.append)
+    return found

@@ -4,8 +4,9 @@ and graphs as plain data, for copies and pickles.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -13,7 +14,7 @@ from torch import fx, nn
 from pymoe._torch_private import OpOverload
 from pymoe.pipe.capture.graph import Region
 
-__all__ = ["StageModule", "deserialize", "has", "populate", "serialize"]
+__all__ = ["StageModule", "has", "populate"]
 
 _KINDS = ("_parameters", "_buffers")
 
@@ -66,14 +67,53 @@ class StageModule(nn.Module):
 
     def run(self, variant: int, *values: Any) -> Sequence[Any]:
         """Run a graph with the parameters and buffers that the model has by now."""
-        self.update_from_model()
+        for where, kind, name, owner in self._shared:
+            where.__dict__[kind][name] = owner.__dict__[kind][name]
         outputs: Sequence[Any] = self(*values, variant=variant)
         return outputs
 
-    def update_from_model(self) -> None:
-        """Take the parameters and buffers that the model has by now."""
-        for where, kind, name, owner in self._shared:
-            where.__dict__[kind][name] = owner.__dict__[kind][name]
+    def take(
+        self,
+        model: nn.Module,
+        paths: Sequence[Sequence[str]],
+        users: Mapping[int, set[StageModule]],
+        constants: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Hold what ``paths`` name in the model, and constants. ``users``: the stages of parameters and buffers."""
+        for kind in (*_KINDS, "_modules"):
+            self.__dict__[kind].clear()
+        self._shared = []
+        for name, constant in constants.items():
+            self.register_buffer(name, constant, persistent=False)
+        self._take(self, model, paths, users)
+
+    def _take(
+        self,
+        where: nn.Module,
+        original: nn.Module,
+        paths: Sequence[Sequence[str]],
+        users: Mapping[int, set[StageModule]],
+    ) -> None:
+        below: dict[str, list[Sequence[str]]] = {}
+        for name, *rest in paths:
+            if name in original._modules:
+                below.setdefault(name, []).append(rest)
+                continue
+            kind = "_parameters" if name in original._parameters else "_buffers"
+            where.__dict__[kind][name] = original.__dict__[kind][name]
+            if name in original._non_persistent_buffers_set:
+                where._non_persistent_buffers_set.add(name)
+            self._shared.append((where, kind, name, original))
+        for name, child in original._modules.items():  # in the model's order
+            if name not in below or child is None:
+                continue
+            uses_all = all(self in users.get(id(tensor), {self}) for tensor in _tensors(child))
+            if [] in below[name] or uses_all:  # of what any stage uses
+                where._modules[name] = child
+            else:
+                where._modules[name] = holder = nn.Module()
+                holder.training = child.training
+                self._take(holder, child, below[name], users)
 
     def update_model(self) -> None:
         """Give the model what was put in place of its own, after a move to another device."""
@@ -102,29 +142,20 @@ def populate(
     names: Sequence[Iterable[str]],
     constants: Sequence[Mapping[str, torch.Tensor]],
 ) -> None:
-    """Give every stage its parameters, buffers and modules.
+    """Give every stage the parameters, buffers and whole modules that ``names`` has for it, and its constants.
 
-    Args:
-        parts: the modules of the stages; what they held is forgotten.
-        model: the model.
-        names: for every stage, of parameters, buffers and whole modules that it uses.
-        constants: for every stage, tensors that are not part of the model's state.
+    What they held is forgotten.
     """
-    used: dict[int, set[int]] = {}  # by parameter or buffer: the stages that use it
-    for number, of_stage in enumerate(names):
+    users: dict[int, set[StageModule]] = {}  # by parameter or buffer
+    for part, of_stage in zip(parts, names, strict=True):
         for name in of_stage:
             owner, _, last = name.rpartition(".")
             around = model.get_submodule(owner)
             whole = around._modules.get(last)
-            for tensor in _tensors(whole) if whole is not None else [_own(around, last)]:
-                used.setdefault(id(tensor), set()).add(number)
-    for number, (part, of_stage) in enumerate(zip(parts, names, strict=True)):
-        for kind in (*_KINDS, "_modules"):
-            part.__dict__[kind].clear()
-        part._shared = []
-        for name, constant in constants[number].items():
-            part.register_buffer(name, constant, persistent=False)
-        _Populator(part, number, used).populate(part, model, [name.split(".") for name in of_stage])
+            for tensor in [_own(around, last)] if whole is None else _tensors(whole):
+                users.setdefault(id(tensor), set()).add(part)
+    for part, of_stage, own in zip(parts, names, constants, strict=True):
+        part.take(model, [name.split(".") for name in of_stage], users, own)
 
 
 def has(model: nn.Module, name: str) -> bool:
@@ -136,43 +167,6 @@ def has(model: nn.Module, name: str) -> bool:
     return module is not None and any(module.__dict__[kind].get(last) is not None for kind in (*_KINDS, "_modules"))
 
 
-class _Populator:
-    def __init__(self, part: StageModule, number: int, used: Mapping[int, set[int]]) -> None:
-        self._part = part
-        self._number = number
-        self._used = used
-
-    def populate(self, where: nn.Module, original: nn.Module, paths: Sequence[Sequence[str]]) -> None:
-        """Put into ``where`` what ``paths`` name in ``original``."""
-        below: dict[str, list[Sequence[str]]] = {}
-        for first, *rest in paths:
-            if first in original._modules:
-                below.setdefault(first, []).append(rest)
-            else:
-                self._share(where, original, first)
-        for name, child in original._modules.items():  # in the model's order
-            if name not in below or child is None:
-                continue
-            if [] in below[name] or self._needs_all_of(child):
-                where._modules[name] = child
-            else:
-                where._modules[name] = holder = nn.Module()
-                holder.training = child.training
-                self.populate(holder, child, below[name])
-
-    def _share(self, where: nn.Module, owner: nn.Module, name: str) -> None:
-        kind = "_parameters" if name in owner._parameters else "_buffers"
-        where.__dict__[kind][name] = owner.__dict__[kind][name]
-        if name in owner._non_persistent_buffers_set:
-            where._non_persistent_buffers_set.add(name)
-        self._part._shared.append((where, kind, name, owner))
-
-    def _needs_all_of(self, module: nn.Module) -> bool:
-        """Return whether this stage uses everything in the module that any stage uses."""
-        users = [self._used.get(id(tensor), {self._number}) for tensor in _tensors(module)]
-        return all(self._number in stages for stages in users)
-
-
 def _tensors(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
 
@@ -181,65 +175,46 @@ def _own(module: nn.Module, name: str) -> torch.Tensor | None:
     return module._parameters[name] if name in module._parameters else module._buffers[name]
 
 
-class SerializedGraph(NamedTuple):
-    """A graph as plain data; what nodes know of their origin is lost."""
-
-    nodes: list[tuple[str, Any, Any, Any, str]]
-    """Kind, target, arguments, keywords and name, in their order."""
+class _NodeRef(int):
+    """A node among the arguments of another, by its number."""
 
 
-class _NodeRef:
-    """A node among the arguments of another."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
+class _Operator(str):
+    """An operator of torch, by its name in ``torch.ops``."""
 
 
-class _Operator(NamedTuple):
-    """An operator of torch, by its name."""
+def serialize(graph: fx.Graph) -> list[tuple[Any, ...]]:
+    """Return a graph as data that can be pickled and copied; what nodes know of their origin is lost.
 
-    namespace: str
-    name: str
-    overload: str
-
-
-class _Region(NamedTuple):
-    name: str
-    graph: SerializedGraph
-    grad: bool | None
-    autocast: dict[str, Any] | None
-
-
-def serialize(graph: fx.Graph) -> SerializedGraph:
-    """Return a graph as data that can be pickled and copied."""
+    For every node: kind, target, arguments, keywords and name.
+    """
     ref = {node: _NodeRef(number) for number, node in enumerate(graph.nodes)}.__getitem__
     nodes = []
     for node in graph.nodes:
         target: Any = node.target
         if isinstance(target, OpOverload):
-            namespace, _, name = target._schema.name.partition("::")
-            target = _Operator(namespace, name, target._overloadname)
+            target = _Operator(target)
         elif isinstance(target, Region):
-            target = _Region(target.__name__, serialize(target.graph.graph), target.grad, target.autocast)
+            target = target.__name__, serialize(target.graph.graph), target.grad, target.autocast
         args, kwargs = (fx.map_arg(arguments, ref) for arguments in (node.args, node.kwargs))  # type: ignore[arg-type]
         nodes.append((node.op, target, args, kwargs, node.name))
-    return SerializedGraph(nodes)
+    return nodes
 
 
-def deserialize(data: SerializedGraph) -> fx.Graph:
+def deserialize(nodes: list[tuple[Any, ...]]) -> fx.Graph:
     """Return the graph of such data."""
     graph = fx.Graph()
     made: list[fx.Node] = []
 
     def node_of(value: Any) -> Any:
-        return made[value.number] if isinstance(value, _NodeRef) else value
+        return made[value] if isinstance(value, _NodeRef) else value
 
-    for op, target, args, kwargs, name in data.nodes:
+    for op, target, args, kwargs, name in nodes:
         if isinstance(target, _Operator):
-            target = getattr(getattr(getattr(torch.ops, target.namespace), target.name), target.overload)
-        elif isinstance(target, _Region):
-            inner = fx.GraphModule({}, deserialize(target.graph))
-            target = Region(target.name, inner, target.grad, target.autocast)
+            target = operator.attrgetter(target)(torch.ops)
+        elif isinstance(target, tuple):
+            region, inner, grad, autocast = target
+            target = Region(region, fx.GraphModule({}, deserialize(inner)), grad, autocast)
         args, kwargs = fx.node.map_aggregate(args, node_of), fx.node.map_aggregate(kwargs, node_of)
         made.append(graph.create_node(op, target, args, kwargs, name))
     return graph

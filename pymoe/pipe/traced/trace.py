@@ -1,35 +1,81 @@
-"""How a model is captured and split: again for every mode, at the same places."""
+"""From any model to its stages: captured, and split at the same places again for every mode."""
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from pymoe.pipe.capture import Captured, capture
+from pymoe.pipe.capture.errors import stack_level
 from pymoe.pipe.capture.graph import all_nodes
 from pymoe.pipe.traced.graph_passes import split_regions
+from pymoe.pipe.traced.losses import LossWrapper
+from pymoe.pipe.traced.model import TracedModel
 from pymoe.pipe.traced.partition import compute_nodes
+from pymoe.pipe.traced.shared_state import Spec
 from pymoe.pipe.traced.split_points import SplitPoint, annotate_split_points, is_marker, mark
 
-__all__ = ["SplitPolicy", "Trace", "why_one_stage"]
+__all__ = ["SplitPolicy", "trace_model"]
 
 SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
 Key = tuple[str, str, int]
+
+
+def trace_model(
+    module: nn.Module,
+    mb_args: tuple[Any, ...],
+    mb_kwargs: Mapping[str, Any] | None,
+    split_spec: Mapping[str, SplitPoint] | None,
+    split_policy: SplitPolicy | None,
+    *,
+    devices: Sequence[torch.device | str | int] | None,
+    multi_use_param_spec: Spec,
+    output_loss_value_spec: Any,
+    dynamic_shapes: Any,
+    opaque: Sequence[type[nn.Module] | str],
+) -> TracedModel:
+    """Capture a model and cut it into stages; :func:`pymoe.pipeline` documents the arguments and errors."""
+    if split_spec and split_policy is not None:
+        raise ValueError("pipeline: split_spec or split_policy, not both")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"pipeline: the model must be an nn.Module, got {type(module).__name__}")
+    if not isinstance(mb_args, (tuple, list)):
+        raise TypeError(f"pipeline: mb_args must be a tuple of arguments, got {type(mb_args).__name__}")
+    if output_loss_value_spec is None and isinstance(module, LossWrapper):
+        output_loss_value_spec = module.loss_spec
+    options: dict[str, Any] = {"dynamic_shapes": dynamic_shapes}
+    if opaque:
+        options["opaque"] = opaque
+    trace = Trace(split_spec, split_policy, options)
+    staged = TracedModel(
+        module,
+        tuple(mb_args),
+        dict(mb_kwargs or {}),
+        trace,
+        multi_use=multi_use_param_spec,
+        loss_spec=output_loss_value_spec,
+        devices=devices,
+    )
+    if len(staged.parts) == 1 and (why := why_one_stage(trace)) is not None:
+        warnings.warn(f"pipeline: the model is one stage: {why}", stacklevel=stack_level())
+    return staged
 
 
 @dataclass
 class Trace:
     """Captures a model, with markers at its stage boundaries."""
 
-    split_spec: Mapping[str, SplitPoint] | None = None
-    split_policy: SplitPolicy | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    split_spec: Mapping[str, SplitPoint] | None
+    split_policy: SplitPolicy | None
+    options: Mapping[str, Any]
     """For ``capture``."""
-    _chosen: list[tuple[Key, ...]] | None = None
+    _chosen: list[list[Key]] | None = None
     """For every boundary of a policy, the keys of the nodes after it."""
     _wanted: int | None = None
     """How many stages the policy is to make, if it says so."""
@@ -97,20 +143,20 @@ def _keys(nodes: Sequence[fx.Node]) -> list[Key]:
     return keys
 
 
-def _boundaries(graph: fx.Graph) -> list[tuple[Key, ...]]:
+def _boundaries(graph: fx.Graph) -> list[list[Key]]:
     nodes = compute_nodes(graph)
     key_of = dict(zip(nodes, _keys(nodes), strict=True))
-    after: list[Key] = []
-    found: list[tuple[Key, ...]] = []
-    for node in reversed(graph.nodes):
+    found: list[list[Key]] = []
+    for node in graph.nodes:
         if is_marker(node):
-            found.append(tuple(reversed(after)))
+            found.append([])
         elif node in key_of:
-            after.append(key_of[node])
-    return found[::-1]
+            for after in found:
+                after.append(key_of[node])
+    return found
 
 
-def _mark_again(graph: fx.Graph, boundaries: Sequence[tuple[Key, ...]]) -> None:
+def _mark_again(graph: fx.Graph, boundaries: Sequence[Sequence[Key]]) -> None:
     nodes = compute_nodes(graph)
     node_of = dict(zip(_keys(nodes), nodes, strict=True))
     for keys in boundaries:

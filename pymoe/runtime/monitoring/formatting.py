@@ -1,33 +1,17 @@
-"""As text: pools' numbers (a line of a log, a row of a table, a histogram in one word), and errors."""
+"""Pools' numbers as text: a line of a log, a row of a table, a histogram in one word."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from pymoe.runtime.monitoring.statistics import Bucket, PoolStats
 
 BARS = " ▁▂▃▄▅▆▇█"
-SIZES = "batches of 1 2 4 …"
-HEADING = (
-    "pool",
-    "queued",
-    "running",
-    "req/s",
-    "rows/s",
-    "rows/batch",
-    SIZES,
-    "wait p50 / p99",
-    "batch p50",
-    "latency p50 / p99",
-    "lost",
-)
-"""The columns of :func:`row`."""
-LEFT = frozenset({"pool", SIZES, "lost"})
-"""Columns of text, not of numbers."""
 
 
 def duration(seconds: float) -> str:
-    """A time with three digits and its unit."""
+    """Return a time with three digits and its unit."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -35,23 +19,23 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float) -> str:
-    """A number with about three digits."""
+    """Return a number with about three digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def lost(stats: PoolStats) -> dict[str, int]:
-    """Requests that had no result, by reason; reasons without any are left out."""
+    """Return how many requests got no result, by reason; reasons without any are left out."""
     reasons = ("failed", "cancelled", "expired", "rejected")
     return {reason: getattr(stats, reason) for reason in reasons if getattr(stats, reason)}
 
 
 def is_busy(stats: PoolStats) -> bool:
-    """Whether recent numbers show that anything happened, or waits to."""
+    """Return whether anything happened recently, or is waiting."""
     return bool(stats.submitted or stats.batches or stats.queued or stats.running or lost(stats))
 
 
 def line(stats: PoolStats) -> str:
-    """One pool in one line."""
+    """Return one pool in one line."""
     parts = [
         f"{number(stats.requests_per_second)} requests/s",
         f"{number(stats.rows_per_second)} rows/s",
@@ -65,25 +49,8 @@ def line(stats: PoolStats) -> str:
     return f"{stats.name}: {', '.join(parts)}"
 
 
-def row(stats: PoolStats) -> list[str]:
-    """One pool, a cell a column of :data:`HEADING`."""
-    return [
-        stats.name,
-        str(stats.queued),
-        str(stats.running),
-        number(stats.requests_per_second),
-        number(stats.rows_per_second),
-        number(stats.mean_batch_size),
-        histogram(stats.batch_sizes),
-        f"{duration(stats.wait.p50)} / {duration(stats.wait.p99)}",
-        duration(stats.process.p50),
-        f"{duration(stats.latency.p50)} / {duration(stats.latency.p99)}",
-        ", ".join(f"{count} {reason}" for reason, count in lost(stats).items()),
-    ]
-
-
 def histogram(buckets: Sequence[Bucket]) -> str:
-    """Batches of 1 row, of 2 to 3, of 4 to 7, … as bars; a bar that is not empty can be seen."""
+    """Return batches of 1 row, of 2 to 3, of 4 to 7, … as bars; a count above zero is always visible."""
     counts: list[int] = []
     for one in buckets:
         power = max(0, int(one.low).bit_length() - 1)
@@ -93,14 +60,38 @@ def histogram(buckets: Sequence[Bucket]) -> str:
     return "".join(BARS[-(-count * (len(BARS) - 1) // most)] if count else BARS[0] for count in counts)
 
 
+class Column(NamedTuple):
+    """A column of the table of pools."""
+
+    heading: str
+    cell: Callable[[PoolStats], str]
+    is_text: bool = False
+
+
+SIZES = Column("batches of 1 2 4 …", lambda stats: histogram(stats.batch_sizes), is_text=True)
+COLUMNS = (
+    Column("pool", lambda stats: stats.name, is_text=True),
+    Column("queued", lambda stats: str(stats.queued)),
+    Column("running", lambda stats: str(stats.running)),
+    Column("req/s", lambda stats: number(stats.requests_per_second)),
+    Column("rows/s", lambda stats: number(stats.rows_per_second)),
+    Column("rows/batch", lambda stats: number(stats.mean_batch_size)),
+    SIZES,
+    Column("wait p50 / p99", lambda stats: f"{duration(stats.wait.p50)} / {duration(stats.wait.p99)}"),
+    Column("batch p50", lambda stats: duration(stats.process.p50)),
+    Column("latency p50 / p99", lambda stats: f"{duration(stats.latency.p50)} / {duration(stats.latency.p99)}"),
+    Column("lost", lambda stats: ", ".join(f"{count} {why}" for why, count in lost(stats).items()), is_text=True),
+)
+
+
 def table(pools: Iterable[PoolStats]) -> str:
-    """Lines of equal width under a heading."""
-    rows = [list(HEADING), *(row(one) for one in pools)]
-    widths = [max(len(cells[i]) for cells in rows) for i in range(len(HEADING))]
+    """Return lines of equal width under a heading."""
+    rows = [[column.heading for column in COLUMNS], *([column.cell(pool) for column in COLUMNS] for pool in pools)]
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if name in LEFT else cell.rjust(width)
-            for name, cell, width in zip(HEADING, cells, widths, strict=True)
+            cell.ljust(width) if column.is_text else cell.rjust(width)
+            for column, cell, width in zip(COLUMNS, cells, widths, strict=True)
         ).rstrip()
         for cells in rows
     )

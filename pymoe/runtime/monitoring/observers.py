@@ -1,7 +1,4 @@
-"""What goes on beside a runtime that is observed: a log line now and then, and answers to who asks from outside.
-
-A :class:`Observers` starts and ends with its runtime, and never holds on to it. It has threads only if asked for.
-"""
+"""The log lines and the monitor of a runtime. They start and end with it, and have threads only if asked for."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import logging
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from pymoe.runtime.monitoring.formatting import is_busy, line
 from pymoe.runtime.monitoring.socket_server import Monitor, monitor_from_environment
@@ -19,7 +15,7 @@ logger = logging.getLogger("pymoe.runtime")
 
 
 class Observers:
-    """The log and the monitor of one runtime.
+    """The log and the monitor of one runtime. They hold no reference to it, and to its pools only if asked for.
 
     Args:
         pools: the runtime's pools, which may come and go.
@@ -31,18 +27,19 @@ class Observers:
 
     def __init__(
         self,
-        pools: Iterable[Pool] | ServedPools[Any],
+        pools: Iterable[Pool] | ServedPools,
         *,
         stats_interval: float | None = None,
         monitor: bool | str | Path | None = None,
     ) -> None:
-        pools = pools if isinstance(pools, ServedPools) else ServedPools(pools)
         if stats_interval is not None and not stats_interval > 0:
             raise ValueError(f"stats_interval must be a positive number of seconds, got {stats_interval}")
-        self._must_listen = monitor is not None
         wanted = monitor_from_environment() if monitor is None else monitor
-        self._log = StatsLog(pools, stats_interval) if stats_interval is not None else None
+        self._logged = None if stats_interval is None else (pools, stats_interval)
+        self._must_listen = monitor is not None
         self._monitor = Monitor(pools, None if wanted is True else Path(wanted)) if wanted else None
+        self._log_end = threading.Event()
+        self._log_thread: threading.Thread | None = None
 
     @property
     def socket(self) -> Path | None:
@@ -50,7 +47,7 @@ class Observers:
         return self._monitor.path if self._monitor else None
 
     def start(self) -> None:
-        """Starts what was asked for.
+        """Start what was asked for.
 
         Raises:
             OSError: the monitor cannot listen. One that only the environment asks for is left out then, with a warning.
@@ -62,53 +59,31 @@ class Observers:
                 if self._must_listen:
                     raise
                 logger.warning("PYMOE_MONITOR: %s", error)
-        if self._log:
-            self._log.start()
+        if self._logged and self._log_thread is None:
+            pools, interval_s = self._logged
+            reader, self._log_end = StatsReader(pools, recent=True), threading.Event()
+            self._log_thread = threading.Thread(
+                target=write_lines, args=(reader, interval_s, self._log_end), name="pymoe-stats", daemon=True
+            )
+            self._log_thread.start()
 
     def stop(self) -> None:
-        """Ends it; the log writes what happened since its last lines. May be called at any time, again too."""
-        if self._log:
-            self._log.stop()
+        """Stop it; the log gets what happened since its last lines. May be called at any time, and again."""
+        self._log_end.set()
+        thread = self._log_thread
+        if thread and thread is not threading.current_thread():  # the last reference to a runtime may go anywhere
+            thread.join()
+        if self._log_thread is thread:
+            self._log_thread = None
         if self._monitor:
             self._monitor.stop()
 
 
-class StatsLog:
-    """Writes the pools' recent numbers to the log, every ``interval`` seconds."""
-
-    def __init__(self, pools: ServedPools[Any], interval: float) -> None:
-        self._pools, self._interval = pools, interval
-        self._end: threading.Event | None = None
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Starts the thread."""
-        if self._thread:
-            return
-        self._end = threading.Event()
-        reader = StatsReader(self._pools, recent=True)
-        self._thread = threading.Thread(
-            target=write_lines, args=(reader, self._interval, self._end), name="pymoe-stats", daemon=True
-        )
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Writes the last lines and ends the thread."""
-        thread, end = self._thread, self._end
-        if thread is None or end is None:
-            return
-        end.set()
-        if thread is not threading.current_thread():  # the last reference to a runtime may go anywhere
-            thread.join()
-        if self._thread is thread:
-            self._thread = None
-
-
-def write_lines(reader: StatsReader, interval: float, end: threading.Event) -> None:
-    """Lines at an interval, and last ones at the end."""
+def write_lines(reader: StatsReader, interval_s: float, end: threading.Event) -> None:
+    """Write lines at an interval, and the last ones at the end."""
     ended = False
     while not ended:
-        ended = end.wait(interval)
+        ended = end.wait(interval_s)
         for one in reader.read().values():
             if is_busy(one):
                 logger.info("%s", line(one))

@@ -1,4 +1,4 @@
-"""Tells a terminal outside (``python -m pymoe.runtime.top``) how the pools of this process are doing.
+"""The socket through which ``python -m pymoe.runtime.top`` in another terminal sees the pools of this process.
 
 ``Runtime(..., monitor=True)``, or the environment variable ``PYMOE_MONITOR=1``, opens a Unix socket ``PID-N.sock`` in a
 folder that only this user may enter: ``$XDG_RUNTIME_DIR/pymoe``, or ``pymoe-UID`` in the folder for temporary files.
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,22 +32,22 @@ from pymoe.runtime.monitoring.statistics import Pool, ServedPools, StatsReader
 FORMAT = 1
 """Of the JSON; a reader refuses others."""
 MOST_VIEWERS = 16
-PATIENCE = 1.0
-"""Seconds after which a viewer that does not read is hung up on."""
-PAUSE = 0.2
-"""Seconds for which nobody is let in after the system would let nobody in."""
+VIEWER_TIMEOUT_S = 1.0
+"""After this long without reading, a viewer is hung up on."""
+ACCEPT_RETRY_S = 0.2
+"""How long to wait after the system refused a connection, for lack of files say, before the next is accepted."""
 SUFFIX = ".sock"
 _numbers = itertools.count(1)
 
 
 def monitor_from_environment() -> bool | str:
-    """What ``PYMOE_MONITOR`` asks for: a folder, True for the default one, or False."""
+    """Return what ``PYMOE_MONITOR`` asks for: a folder, True for the default one, or False."""
     value = os.environ.get("PYMOE_MONITOR", "")
     return {"": False, "0": False, "1": True}.get(value, value)
 
 
 def private_folder() -> Path:
-    """The default folder, which may not be there yet."""
+    """Return the default folder, which may not exist yet."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     return Path(runtime) / "pymoe" if runtime else Path(tempfile.gettempdir()) / f"pymoe-{os.getuid()}"
 
@@ -62,7 +63,7 @@ def make_private(folder: Path) -> None:
 class Monitor:
     """Serves the numbers of ``pools`` on a socket in ``folder`` (None: the default one), from a thread of its own."""
 
-    def __init__(self, pools: list[Pool] | ServedPools[Any], folder: Path | None) -> None:
+    def __init__(self, pools: Iterable[Pool] | ServedPools, folder: Path | None) -> None:
         if not hasattr(socket, "AF_UNIX"):
             raise OSError("monitor: this system's Python has no Unix sockets; use runtime.stats() or top.live(runtime)")
         self._pools, self._folder = pools, folder
@@ -72,7 +73,7 @@ class Monitor:
         self.path: Path | None = None
 
     def start(self) -> None:
-        """Listens; raises OSError where it cannot."""
+        """Listen; raises OSError where it cannot."""
         with self._lock:
             if self._thread is None:
                 self._listen()
@@ -99,7 +100,7 @@ class Monitor:
         self._thread.start()
 
     def stop(self) -> None:
-        """Hangs up and removes the socket. In the child of a fork the parent's socket is let alone."""
+        """Hang up and remove the socket. In the child of a fork this leaves the parent's socket alone."""
         if os.getpid() != self._process:
             return
         with self._lock:
@@ -115,8 +116,8 @@ class Monitor:
                 self._thread = self.path = None
 
 
-def serve(listener: socket.socket, waker: socket.socket, pools: list[Pool] | ServedPools[Any]) -> None:
-    """Answers viewers until the other end of ``waker`` is closed."""
+def serve(listener: socket.socket, waker: socket.socket, pools: Iterable[Pool] | ServedPools) -> None:
+    """Answer viewers until the other end of ``waker`` is closed."""
     began = time.monotonic()
     viewers: dict[socket.socket, StatsReader] = {}
     accepts, again = True, 0.0
@@ -124,7 +125,7 @@ def serve(listener: socket.socket, waker: socket.socket, pools: list[Pool] | Ser
         selector.register(listener, selectors.EVENT_READ)
         selector.register(waker, selectors.EVENT_READ)
         while True:
-            for key, _ in selector.select(None if accepts else PAUSE):
+            for key, _ in selector.select(None if accepts else ACCEPT_RETRY_S):
                 one = key.fileobj
                 assert isinstance(one, socket.socket)
                 if one is waker:
@@ -136,12 +137,12 @@ def serve(listener: socket.socket, waker: socket.socket, pools: list[Pool] | Ser
                         viewer, _ = listener.accept()
                     except OSError:  # no file left for it, or it has gone: others are served, and this one later
                         selector.unregister(listener)
-                        accepts, again = False, time.monotonic() + PAUSE
+                        accepts, again = False, time.monotonic() + ACCEPT_RETRY_S
                         continue
                     if len(viewers) >= MOST_VIEWERS or not may_see(viewer):
                         viewer.close()
                         continue
-                    viewer.settimeout(PATIENCE)
+                    viewer.settimeout(VIEWER_TIMEOUT_S)
                     viewers[viewer] = StatsReader(pools, recent=True)
                     selector.register(viewer, selectors.EVENT_READ)
                 elif not answer(one, viewers[one], began):
@@ -154,7 +155,7 @@ def serve(listener: socket.socket, waker: socket.socket, pools: list[Pool] | Ser
 
 
 def answer(viewer: socket.socket, reader: StatsReader, began: float) -> bool:
-    """Sends the numbers if a line came; False if the viewer has gone."""
+    """Send the numbers if a line came; return False if the viewer has gone."""
     try:
         received = viewer.recv(4096)
         if b"\n" in received:
@@ -165,7 +166,7 @@ def answer(viewer: socket.socket, reader: StatsReader, began: float) -> bool:
 
 
 def report(reader: StatsReader, began: float) -> dict[str, Any]:
-    """What a viewer gets."""
+    """Return what a viewer gets."""
     return {
         "format": FORMAT,
         "pid": os.getpid(),
@@ -176,7 +177,7 @@ def report(reader: StatsReader, began: float) -> dict[str, Any]:
 
 
 def may_see(viewer: socket.socket) -> bool:
-    """Whether this user or root has connected; True where the system does not say, as the socket's mode decides."""
+    """Return whether this user or root has connected; True where the system does not say: the socket's mode decides."""
     if not hasattr(socket, "SO_PEERCRED"):
         return True
     packed = viewer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

@@ -1,4 +1,4 @@
-"""What a runtime tells about its pools: :class:`PoolStats`, made from the counters of the native pools.
+"""Statistics of a runtime's pools: :class:`PoolStats`, made from the counters of the native pools.
 
 A native pool counts with relaxed atomics and has one method, ``_statistics()``, which returns a :class:`Snapshot`.
 Quantiles, means and rates are worked out here, where somebody reads them, and not where requests are served.
@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 Snapshot = Mapping[str, Any]
 """What ``_statistics()`` of a native pool returns. Integers: ``submitted``, ``completed``, ``failed``, ``cancelled``,
@@ -79,7 +79,7 @@ class PoolStats:
     rejected: int
     """Requests that a full pool did not take (they are not among the submitted)."""
     batches: int
-    """That were run, whether they failed or not, as are ``rows``."""
+    """Batches that were run, failed ones too; so are ``rows``."""
     rows: int
     mean_batch_size: float
     """Rows per batch."""
@@ -102,68 +102,60 @@ class PoolStats:
         )
 
 
-PoolType = TypeVar("PoolType", bound=Pool)
+class ServedPools:
+    """The pools of a runtime, which may be added and removed. Thread-safe; ``now`` is an immutable snapshot."""
 
-
-class ServedPools(Generic[PoolType]):
-    """The pools of a runtime, to which some may come and from which some may go. Of all threads.
-
-    Attributes:
-        now: those that there are; a tuple that never changes.
-    """
-
-    def __init__(self, pools: Iterable[PoolType]) -> None:
+    def __init__(self, pools: Iterable[Pool]) -> None:
         self._lock = threading.Lock()
-        self.now: tuple[PoolType, ...] = tuple(pools)
-        self._begun: dict[PoolType, Snapshot] = {}
+        self.now: tuple[Pool, ...] = tuple(pools)
+        self._begun: dict[Pool, Snapshot] = {}
 
-    def add(self, pools: Iterable[PoolType]) -> None:
-        """Those that are there already stay as they are."""
+    def add(self, pools: Iterable[Pool]) -> None:
         with self._lock:
             new = [pool for pool in pools if pool not in self.now]
             self._begun.update({pool: pool._statistics() for pool in new})
             self.now += tuple(new)
 
-    def remove(self, pools: Iterable[PoolType]) -> None:
+    def remove(self, pools: Iterable[Pool]) -> None:
         with self._lock:
             gone = set(pools)
             self.now = tuple(pool for pool in self.now if pool not in gone)
             for pool in gone:
                 self._begun.pop(pool, None)
 
-    def snapshot(self, pool: PoolType) -> Snapshot:
-        """The pool's counters as they were when it came, or as they are if it was there from the first."""
+    def snapshot(self, pool: Pool) -> Snapshot:
+        """Return the pool's counters as they were when it was added, or as they are if it was there from the start."""
         with self._lock:
             begun = self._begun.get(pool)
         return pool._statistics() if begun is None else begun
 
 
-def pools_followed(runtime: Any) -> Iterable[Pool] | ServedPools[Any]:
-    """The pools of ``runtime`` as they come and go, or what it has as ``pools``."""
-    found: Iterable[Pool] | ServedPools[Any] = getattr(runtime, "_served", runtime.pools)
+def pools_followed(runtime: Any) -> Iterable[Pool] | ServedPools:
+    """Return the pools of ``runtime`` as they come and go, or what it has as ``pools``."""
+    found: Iterable[Pool] | ServedPools = getattr(runtime, "_served", runtime.pools)
     return found
 
 
 class StatsReader:
-    """Reads pools, again and again; rates are those since its previous call. Readers do not disturb each other.
+    """Reads pools repeatedly; rates are since its previous call. Readers are independent of each other.
 
     Args:
-        pools: what is read; of one name, the later ones get ``#2``, ``#3``, … behind it.
-        recent: count requests and batches, and make distributions, since the previous call only (``max`` is then the
-            end of the last bucket, never more than the largest value ever).
+        pools: what is read; of pools with one name, the later ones get ``#2``, ``#3``, … behind it.
+        recent: counts and distributions since the previous call only (``max`` is then the end of the last bucket, and
+            at most the largest value ever seen).
     """
 
-    def __init__(self, pools: Iterable[Pool] | ServedPools[Any], *, recent: bool = False) -> None:
-        self._pools: ServedPools[Any] = pools if isinstance(pools, ServedPools) else ServedPools(pools)
+    def __init__(self, pools: Iterable[Pool] | ServedPools, *, recent: bool = False) -> None:
+        self._pools: ServedPools = pools if isinstance(pools, ServedPools) else ServedPools(pools)
         self._recent = recent
         self._lock = threading.Lock()
         self._time = time.monotonic()
         self._names: dict[Pool, str] = {}
-        self._before: dict[Pool, Snapshot] = {}
-        self._follow(at_once=True)
+        self._before: dict[Pool, Snapshot] = {pool: pool._statistics() for pool in self._pools.now}
+        self._follow()
 
     def read(self) -> dict[str, PoolStats]:
-        """Every pool's numbers, by its name."""
+        """Return every pool's statistics, by name."""
         with self._lock:
             now = time.monotonic()
             seconds, self._time = now - self._time, now
@@ -175,18 +167,15 @@ class StatsReader:
                 result[name] = pool_stats(name, before, after, seconds, recent=self._recent)
             return result
 
-    def _follow(self, at_once: bool = False) -> None:
-        """Name the pools that have come, forget those that have gone; the others keep their names."""
+    def _follow(self) -> None:
+        """Name pools that were added, and forget those that were removed; the others keep their names."""
         pools = self._pools.now
         self._names = named(pools, {pool: name for pool, name in self._names.items() if pool in pools})
-        self._before = {
-            pool: self._before.get(pool) or (pool._statistics() if at_once else self._pools.snapshot(pool))
-            for pool in pools
-        }
+        self._before = {pool: self._before.get(pool) or self._pools.snapshot(pool) for pool in pools}
 
 
 def named(pools: Iterable[Pool], known: Mapping[Pool, str]) -> dict[Pool, str]:
-    """The name of each pool: the ``known`` one, or its own, with a number behind it if that is taken."""
+    """Return the name of each pool: the ``known`` one, or its own, with a number behind it if that is taken."""
     result: dict[Pool, str] = {}
     taken = set(known.values())
     for pool in pools:
@@ -200,7 +189,7 @@ def named(pools: Iterable[Pool], known: Mapping[Pool, str]) -> dict[Pool, str]:
 
 
 def pool_stats(name: str, before: Snapshot, after: Snapshot, seconds: float, *, recent: bool = False) -> PoolStats:
-    """A pool's numbers, from two snapshots that were taken ``seconds`` apart."""
+    """Return a pool's statistics, from two snapshots that were taken ``seconds`` apart."""
     shown = since(before, after) if recent else after
     sizes = distribution(shown["batch_rows"], 1.0)
     done = sum(after[one] - before[one] for one in ("completed", "failed"))
@@ -221,7 +210,7 @@ def pool_stats(name: str, before: Snapshot, after: Snapshot, seconds: float, *, 
 
 
 def since(before: Snapshot, after: Snapshot) -> Snapshot:
-    """What was counted between two snapshots."""
+    """Return what was counted between two snapshots."""
     result = dict(after) | {total: after[total] - before[total] for total in TOTALS}
     for name in HISTOGRAMS:
         (counts, total, largest), (earlier, its_total, _) = after[name], before[name]
@@ -233,12 +222,12 @@ def since(before: Snapshot, after: Snapshot) -> Snapshot:
 
 
 def lowest(bucket: int) -> int:
-    """The smallest value of a bucket; the bucket before ends there."""
+    """Return the smallest value of a bucket, where the bucket before it ends."""
     return bucket if bucket < 4 else (4 + bucket % 4) << (bucket // 4 - 1)
 
 
 def distribution(histogram: tuple[Sequence[int], int, int], unit: float) -> Distribution:
-    """A native histogram whose values are counted in ``unit``."""
+    """Return the distribution of a native histogram whose values are counted in ``unit``."""
     counts, total, largest = histogram
     buckets = [Bucket(lowest(i) * unit, lowest(i + 1) * unit, count) for i, count in enumerate(counts) if count > 0]
     if not buckets:
@@ -250,7 +239,7 @@ def distribution(histogram: tuple[Sequence[int], int, int], unit: float) -> Dist
 
 
 def quantile(buckets: Sequence[Bucket], share: float, most: float) -> float:
-    """The value below which ``share`` of at least one lie: evenly spread within a bucket, never above ``most``."""
+    """Return the quantile ``share``, for values spread evenly within each bucket, but not more than ``most``."""
     rank = share * sum(one.count for one in buckets)
     for one in buckets:
         if rank <= one.count:

@@ -26,12 +26,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, Any
 
-from pymoe.runtime.monitoring.formatting import HEADING, LEFT, SIZES, is_busy, lost, row, table
-from pymoe.runtime.monitoring.socket_server import FORMAT, PATIENCE, SUFFIX, private_folder
+from pymoe.runtime.monitoring.formatting import COLUMNS, SIZES, Column, is_busy, lost, table
+from pymoe.runtime.monitoring.socket_server import FORMAT, SUFFIX, VIEWER_TIMEOUT_S, private_folder
 from pymoe.runtime.monitoring.statistics import Bucket, Distribution, PoolStats, StatsReader, pools_followed
 
 MOST_BYTES = 1 << 24
 """Of one report; a longer one is refused."""
+REPORT_TIMEOUT_S = 5 * VIEWER_TIMEOUT_S
 LEAST_NEEDED = ("rows/s", "running", "batch p50", "wait p50 / p99", "queued", "rows/batch", "latency p50 / p99", "lost")
 Draw = Callable[[Sequence["Report"]], None]
 
@@ -45,46 +46,44 @@ class Report:
 
 
 class NotARuntime(Exception):
-    """Whoever listens there does not answer as a monitor does."""
+    """Raised where something else than a monitor answers."""
 
 
 class Viewer:
     """A connection to a monitor."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError if nobody listens."""
+        """Connect; raises OSError if nobody listens."""
         self.path = path
-        self.received = b""
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         # Without Python's timeout, connect() waits where many connect at once; the system's own ends that.
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(5 * PATIENCE), 0))
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(REPORT_TIMEOUT_S), 0))
         try:
             self.socket.connect(str(path))
-            self.socket.settimeout(5 * PATIENCE)
+            self.socket.settimeout(REPORT_TIMEOUT_S)
         except OSError:
             self.socket.close()
             raise
+        self.lines = self.socket.makefile("rb")
 
     def read(self) -> Report:
-        """The numbers since the call before; raises OSError if the process has ended, or :class:`NotARuntime`."""
+        """Return the numbers since the last call; raises OSError if the process has ended, or :class:`NotARuntime`."""
         self.socket.sendall(b"\n")
-        while b"\n" not in self.received:
-            part = self.socket.recv(1 << 16)
-            if not part:
-                raise ConnectionError("the runtime has ended")
-            self.received += part
-            if len(self.received) > MOST_BYTES:
-                raise NotARuntime(f"{self.path}: more than {MOST_BYTES} bytes in a report")
-        line, _, self.received = self.received.partition(b"\n")
+        line = self.lines.readline(MOST_BYTES + 1)
+        if len(line) > MOST_BYTES:
+            raise NotARuntime(f"{self.path}: more than {MOST_BYTES} bytes in a report")
+        if not line.endswith(b"\n"):
+            raise ConnectionError("the runtime has ended")
         return parse(line, self.path)
 
     def close(self) -> None:
-        """Hangs up."""
+        """Hang up."""
+        self.lines.close()
         self.socket.close()
 
 
 def parse(line: bytes, path: Path) -> Report:
-    """A monitor's line; raises :class:`NotARuntime`."""
+    """Parse a monitor's line; raises :class:`NotARuntime`."""
     try:
         found = json.loads(line)
         if found["format"] != FORMAT:
@@ -96,7 +95,7 @@ def parse(line: bytes, path: Path) -> Report:
 
 
 def pool_from(found: dict[str, Any]) -> PoolStats:
-    """The opposite of ``dataclasses.asdict``."""
+    """Undo ``dataclasses.asdict``."""
 
     def buckets(several: list[dict[str, Any]]) -> tuple[Bucket, ...]:
         return tuple(Bucket(float(one["low"]), float(one["high"]), int(one["count"])) for one in several)
@@ -116,7 +115,7 @@ def pool_from(found: dict[str, Any]) -> PoolStats:
 
 
 def printable(text: str) -> str:
-    """Without characters that a terminal would obey."""
+    """Return ``text`` with ``?`` for characters that a terminal would obey."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
@@ -128,14 +127,14 @@ class Watched:
         self.viewers: dict[Path, Viewer] = {}
 
     def read(self) -> list[Report]:
-        """A report of every process that answers."""
+        """Return a report of every process that answers."""
         paths = sorted(self.where.glob(f"*{SUFFIX}")) if self.where.is_dir() else [self.where]
         for path in paths:
             if path not in self.viewers:
                 try:
                     self.viewers[path] = Viewer(path)
                 except OSError:
-                    continue  # left behind by a process that did not end well
+                    continue  # the socket of a process that was killed
         reports = []
         for path, viewer in list(self.viewers.items()):
             try:
@@ -146,13 +145,13 @@ class Watched:
         return reports
 
     def close(self) -> None:
-        """Hangs up on all."""
+        """Hang up on all."""
         for viewer in self.viewers.values():
             viewer.close()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 1 if there is nothing to show."""
+    """Run the command; return 1 if there is nothing to show."""
     description, _, _ = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(prog="python -m pymoe.runtime.top", description=description)
     parser.add_argument("where", nargs="?", type=Path, metavar="SOCKET|FOLDER", help="default: this user's runtimes")
@@ -185,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def live(runtime: Any, *, interval: float = 0.5, file: IO[str] | None = None) -> Iterator[None]:
-    """Draws the pools of ``runtime`` every ``interval`` seconds while the block runs, to ``file`` (standard output)."""
+    """Draw the pools of ``runtime`` every ``interval`` seconds while the block runs, to ``file`` (standard output)."""
     reader = StatsReader(pools_followed(runtime), recent=True)
     end = threading.Event()
 
@@ -206,7 +205,7 @@ def live(runtime: Any, *, interval: float = 0.5, file: IO[str] | None = None) ->
 
 
 def text(reports: Sequence[Report]) -> str:
-    """All reports as plain tables."""
+    """Return all reports as plain tables."""
     if not reports:
         return "no runtime with a monitor; see Runtime(..., monitor=True)"
     return "\n\n".join((f"{one.title}\n" if one.title else "") + table(one.pools) for one in reports)
@@ -214,7 +213,7 @@ def text(reports: Sequence[Report]) -> str:
 
 @contextmanager
 def drawing(file: IO[str]) -> Iterator[Draw]:
-    """What draws reports over those before: rich's live display, or plain tables one under the other."""
+    """Give a function that draws reports: into rich's live display, or as plain tables one under the other."""
     try:
         from rich.console import Console
         from rich.live import Live
@@ -230,7 +229,7 @@ def drawing(file: IO[str]) -> Iterator[Draw]:
 
 
 def plain_drawing(file: IO[str]) -> Draw:
-    """What prints reports one under the other; that there is none it says once."""
+    """Return a function that prints reports one under the other, and says once that there is none."""
     said = False
 
     def draw(reports: Sequence[Report]) -> None:
@@ -243,36 +242,34 @@ def plain_drawing(file: IO[str]) -> Draw:
 
 
 def coloured(reports: Sequence[Report], width: int) -> Any:
-    """All reports for rich, as many columns as fit into the width."""
+    """Return all reports for rich, with as many columns as fit into the width."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     if not reports:
         return Text(text(reports), style="dim")
-    columns = fitting([row(pool) for one in reports for pool in one.pools], width)
+    columns = fitting([pool for one in reports for pool in one.pools], width)
     tables = []
     for one in reports:
         shown = Table(title=one.title or None, title_justify="left", box=None, header_style="bold", pad_edge=False)
-        for i in columns:
-            shown.add_column(HEADING[i], justify="left" if HEADING[i] in LEFT else "right", no_wrap=True)
+        for column in columns:
+            shown.add_column(column.heading, justify="left" if column.is_text else "right", no_wrap=True)
         for pool in one.pools:
-            cells = row(pool)
-            style = "red" if lost(pool) else "" if is_busy(pool) else "dim"
-            shown.add_row(*(Text(cells[i], style="green" if HEADING[i] == SIZES else "") for i in columns), style=style)
+            cells = [Text(column.cell(pool), style="green" if column is SIZES else "") for column in columns]
+            shown.add_row(*cells, style="red" if lost(pool) else "" if is_busy(pool) else "dim")
         tables.append(shown)
     return Group(*tables)
 
 
-def fitting(rows: Sequence[Sequence[str]], width: int) -> list[int]:
-    """The columns that are left when the least needed ones have made way, one by one, until the rest fits."""
-    columns = list(range(len(HEADING)))
-    widths = [max(len(cells[i]) for cells in (HEADING, *rows)) + 2 for i in columns]
+def fitting(pools: Sequence[PoolStats], width: int) -> list[Column]:
+    """Return the columns that are left when the least needed ones have made way, one by one, until the rest fits."""
+    widths = {one: max(map(len, (one.heading, *map(one.cell, pools)))) + 2 for one in COLUMNS}
     for name in LEAST_NEEDED:
-        if sum(widths[i] for i in columns) <= width + 2:
+        if sum(widths.values()) <= width + 2:
             break
-        columns.remove(HEADING.index(name))
-    return columns
+        widths = {one: needed for one, needed in widths.items() if one.heading != name}
+    return list(widths)
 
 
 if __name__ == "__main__":

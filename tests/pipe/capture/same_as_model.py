@@ -53,8 +53,8 @@ def as_model(captured):
     """A function that calls the captured graph as the model is called."""
 
     def call(*args, **kwargs):
-        leaves = captured.flatten(args, kwargs)
-        captured.check(leaves)
+        leaves = captured.arguments.flatten(args, kwargs)
+        captured.input_checks.check(leaves)
         return _pytree.tree_unflatten(captured.graph(*leaves), captured.out_spec)
 
     return call

@@ -35,8 +35,8 @@ def test_sizes_are_free_where_the_model_leaves_them():
         None,
         *[((torch.randn(rows, length, 4),), {}) for rows, length in [(1, 1), (2, 9), (9, 2)]],
     )
-    captured.check([torch.randn(0, 3, 4)])
-    captured.check([torch.randn(3, 3, 4, dtype=torch.float32)])
+    captured.input_checks.check([torch.randn(0, 3, 4)])
+    captured.input_checks.check([torch.randn(3, 3, 4, dtype=torch.float32)])
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_sizes_are_free_where_the_model_leaves_them():
 def test_tensors_that_do_not_fit_are_named(args, words):
     captured = capture(Pair(), (torch.ones(3, 4), torch.ones(3, 1)))
     with pytest.raises(ValueError, match=words):
-        captured.check(captured.flatten(args, {}))
+        captured.input_checks.check(captured.arguments.flatten(args, {}))
 
 
 def test_a_fixed_size_names_the_line_that_fixed_it():
@@ -63,24 +63,24 @@ def test_a_fixed_size_names_the_line_that_fixed_it():
 
     captured = capture(Fixes(), (torch.ones(9, 4),))
     with pytest.raises(ValueError, match=rf"dimension 1 of x: expected 4, got 5 \(fixed at {__file__}:\d+\)"):
-        captured.check([torch.ones(6, 5)])
+        captured.input_checks.check([torch.ones(6, 5)])
 
 
 def test_other_constants_are_named():
     x, mask = torch.ones(3, 4), torch.ones(3, 1)
     captured = capture(Pair(), (x,), {"mask": mask, "scale": 3})
-    captured.check(captured.flatten((x, mask), {"scale": 3}))
+    captured.input_checks.check(captured.arguments.flatten((x, mask), {"scale": 3}))
     for scale in (4, 3.0):
         with pytest.raises(ValueError, match=rf"scale: expected 3, as in the capture, got {scale}"):
-            captured.check(captured.flatten((x, mask), {"scale": scale}))
+            captured.input_checks.check(captured.arguments.flatten((x, mask), {"scale": scale}))
     with pytest.raises(TypeError, match="the default"):
-        captured.flatten((x, mask), {"scale": 3, "flags": (False, "mean")})
+        captured.arguments.flatten((x, mask), {"scale": 3, "flags": (False, "mean")})
     with pytest.raises(TypeError, match=r"expected \(x, mask, scale\), got \(x, mask, scale, flags\)"):
-        captured.flatten((x, mask), {"scale": 3, "flags": [False]})
+        captured.arguments.flatten((x, mask), {"scale": 3, "flags": [False]})
     with pytest.raises(TypeError, match=r"x: structure differs from the captured one: expected \*, got \[\*, \*\]"):
-        captured.flatten(([x, x], mask), {"scale": 3})
+        captured.arguments.flatten(([x, x], mask), {"scale": 3})
     with pytest.raises(TypeError, match="too many positional"):
-        captured.flatten((x, mask, 1, 2), {})
+        captured.arguments.flatten((x, mask, 1, 2), {})
 
 
 def test_arguments_in_any_way_that_means_the_same():
@@ -92,7 +92,7 @@ def test_arguments_in_any_way_that_means_the_same():
         ((x,), {"shift": shift, "mask": mask, "flags": (False, "mean")}),
         ((), {"scale": 2, "shift": shift, "mask": mask, "flags": (False, "mean"), "x": x}),
     ]:
-        leaves = captured.flatten(args, kwargs)
+        leaves = captured.arguments.flatten(args, kwargs)
         assert all(a is b for a, b in zip(leaves, expected, strict=True))
 
 
@@ -110,7 +110,7 @@ def test_branches_on_sizes_are_conditions_of_the_graph():
     captured = assert_captured(Branches(), (torch.ones(3, 4),), None, ((torch.ones(2, 5),), {}))
     for rows in (5, 1):
         with pytest.raises(ValueError, match=rf"dimension 0 of x = {rows} \({__file__}:\d+\)"):
-            captured.check([torch.ones(rows, 4)])
+            captured.input_checks.check([torch.ones(rows, 4)])
 
 
 class Halves(nn.Module):
@@ -121,7 +121,7 @@ class Halves(nn.Module):
 def test_sizes_that_must_divide():
     captured = assert_captured(Halves(), (torch.randn(6, 4),), None, ((torch.randn(2, 4),), {}))
     with pytest.raises(ValueError, match="dimension 0 of x = 5"):
-        captured.check([torch.randn(5, 4)])
+        captured.input_checks.check([torch.randn(5, 4)])
 
 
 def test_dynamic_shapes_as_torch_export_has_them():
@@ -135,12 +135,12 @@ def test_dynamic_shapes_as_torch_export_has_them():
         {"x": {0: batch}, "mask": (batch, None)},
     ):
         captured = capture(Pair(), (x, mask), dynamic_shapes=shapes)
-        captured.check([torch.ones(8, 4), torch.ones(8, 1)])
+        captured.input_checks.check([torch.ones(8, 4), torch.ones(8, 1)])
         with pytest.raises(ValueError, match="dimension 0 of x: expected at most 8, got 9"):
-            captured.check([torch.ones(9, 4), torch.ones(9, 1)])
+            captured.input_checks.check([torch.ones(9, 4), torch.ones(9, 1)])
     captured = capture(Pair(), (x, mask), dynamic_shapes={"x": None, "mask": None})
     with pytest.raises(ValueError, match="dimension 0 of x: expected 3, got 4"):
-        captured.check([torch.ones(4, 4), torch.ones(4, 1)])
+        captured.input_checks.check([torch.ones(4, 4), torch.ones(4, 1)])
     with pytest.raises(ValueError, match="dynamic_shapes"):
         capture(Pair(), (x, mask), dynamic_shapes=({0: batch},))
 
@@ -148,7 +148,7 @@ def test_dynamic_shapes_as_torch_export_has_them():
 def test_an_example_of_one_row_fixes_it_and_says_so():
     captured = capture(nn.Linear(4, 4), (torch.ones(1, 4),))
     with pytest.raises(ValueError, match="capture with an example of at least 2"):
-        captured.check([torch.ones(3, 4)])
+        captured.input_checks.check([torch.ones(3, 4)])
 
 
 def test_nodes_know_modules_lines_and_shapes():
@@ -214,4 +214,4 @@ def test_a_call_without_a_tensor(args, kwargs):
     captured = assert_captured(Fixed(), args, kwargs)
     if args:
         with pytest.raises(ValueError, match="x: expected 3"):
-            captured.check([7, *captured.flatten(args, kwargs or {})[1:]])
+            captured.input_checks.check([7, *captured.arguments.flatten(args, kwargs or {})[1:]])

@@ -129,7 +129,7 @@ def test_the_message_names_the_line_and_the_ways_out(kind, why, capfd):
 def test_what_cannot_be_captured_can_be_opaque(kind):
     model = Deep(kind())
     captured = assert_captured(model, (torch.randn(6, 4),), None, ((torch.randn(9, 4),), {}), opaque=[kind])
-    assert captured.input_checks.leaves[0].sizes[1:] == (4,)
+    assert captured.input_checks.sizes[0][1:] == (4,)
 
 
 class Bag:

@@ -294,7 +294,7 @@ def test_sizes_of_an_opaque_result_follow_from_those_of_its_arguments():
 
     captured = assert_captured(Merged(), call(3), None, (call(5), {}), opaque=[Merge])
     with pytest.raises(ValueError, match="dimension 1 of x: expected 4, got 5"):
-        captured.check([torch.randn(3, 5), torch.randn(3, 5)])
+        captured.input_checks.check([torch.randn(3, 5), torch.randn(3, 5)])
 
 
 def test_an_opaque_result_of_unknown_size_is_refused():

@@ -6,17 +6,22 @@ from pipe_models import WIDTH, batches
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
-from training import CPU, compare, largest_difference, linear_model, own_gradients, parallel, run
+from training import (
+    CPU,
+    EXACT,
+    compare,
+    every_schedule,
+    largest_difference,
+    linear_model,
+    own_gradients,
+    parallel,
+    run,
+    some_schedules,
+)
 
 import pymoe
 
-SCHEDULES = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
 ZERO_BUBBLE = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")
-EXACT = 1e-12
-
-every_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
-
-some_schedules = pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleInterleavedZeroBubble"])
 
 
 class Counting(nn.Module):

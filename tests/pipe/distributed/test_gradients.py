@@ -9,25 +9,21 @@ from pipe_models import WIDTH, batches, sgd
 from torch import nn
 from torch.nn import functional as F
 from training import (
+    EXACT,
     compare,
+    every_schedule,
     linear_model,
     make,
     own_gradients,
     parallel,
     run,
+    some_schedules,
     stages_of,
     steps,
 )
 
 import pymoe
 from pymoe.nn import MoE
-
-SCHEDULES = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
-EXACT = 1e-12
-
-every_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
-
-some_schedules = pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleInterleavedZeroBubble"])
 
 
 def on_one_rank(rank, world):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from pipe_models import sgd
 from torch.nn import functional as F
-from training import largest_difference, make, own_gradients, run
+from training import EXACT, largest_difference, make, own_gradients, run
 
 import pymoe
 
@@ -15,7 +15,6 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "traced"))
 
 import traced_models
 
-EXACT = 1e-12
 SCHEDULES = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")
 
 

@@ -7,22 +7,11 @@ import torch
 from pipe_models import WIDTH, batches, row_model
 from torch import nn
 from torch.nn import functional as F
-from training import (
-    compare,
-    make,
-    parallel,
-    run,
-    stages_of,
-)
+from training import EXACT, compare, every_schedule, make, parallel, run, stages_of
 
 import pymoe
 from pymoe.pipe.staged import StagedModel
 from pymoe.pipe.stages import INPUT, Pipeline, Source, Stage
-
-SCHEDULES = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
-EXACT = 1e-12
-
-every_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
 
 
 def skips(rank, world, name):

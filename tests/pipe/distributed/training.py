@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from pipe_models import WIDTH, batches, row_model, sgd
 from torch import nn
@@ -11,6 +12,10 @@ from torch.nn import functional as F
 import pymoe
 
 CPU = torch.device("cpu")
+SCHEDULES = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
+EXACT = 1e-12
+every_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
+some_schedules = pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleInterleavedZeroBubble"])
 BALANCES = {2: [4, 4], 3: [3, 2, 3], 4: [2, 2, 2, 2], 6: [1, 1, 2, 1, 1, 2]}
 
 

@@ -131,7 +131,7 @@ def test_only_so_many_viewers_are_served(listening):
 
 
 def test_a_viewer_that_never_reads_is_hung_up_on(listening, pool, viewer, monkeypatch):
-    monkeypatch.setattr(monitor, "PATIENCE", 0.01)
+    monkeypatch.setattr(monitor, "VIEWER_TIMEOUT_S", 0.01)
     monkeypatch.setattr(monitor, "report", lambda reader, began: {"more than fits on the way": "x" * 10_000_000})
     deaf = top.Viewer(listening.path)
     deaf.socket.sendall(b"\n")
