@@ -50,12 +50,11 @@ def outcome(future: RequestFuture, seconds: float | None = None) -> Generator[An
 
 def _call_loop(loop_of: weakref.ref[asyncio.AbstractEventLoop], mailbox: Mailbox) -> None:
     """Have the loop empty its mailbox; where there is no loop any more, nobody waits."""
-    loop = loop_of()
+    if (loop := loop_of()) is None:
+        return mailbox.discard()
     try:
-        if loop is not None:
-            loop.call_soon_threadsafe(mailbox.deliver)
-            return
+        loop.call_soon_threadsafe(mailbox.deliver)
     except Exception:
         if not loop.is_closed():
             raise
-    mailbox.discard()
+        mailbox.discard()
