@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+DELAY_S = 0.01  # from the end of a block to the Ctrl-C that it put off: its batch hands out its results in that time
+
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
@@ -37,6 +39,6 @@ def uninterrupted() -> Iterator[None]:
         if pending:
             # Not here, where it would end the batch like an error of its own, but when that has handed out results.
             assert main.ident is not None
-            later = threading.Timer(0.01, signal.pthread_kill, (main.ident, signal.SIGINT))
+            later = threading.Timer(DELAY_S, signal.pthread_kill, (main.ident, signal.SIGINT))
             later.daemon = True
             later.start()

@@ -415,9 +415,7 @@ def test_training_goes_on_with_one_expert_dead_and_one_that_never_answers_in_tim
     backends = [backend(f"e{i}", expert, lr=0.3) for i, expert in enumerate(experts)]
     experts[2].register_forward_pre_hook(lambda module, args: dead(args[0]))
     experts[3].register_forward_pre_hook(lambda module, args: stuck(args[0]))
-    moe = mixture(
-        backends, top_k=3, forward_timeout=0.5, timeout_after_k_min=0.005, backward_timeout=0.5, max_experts=4
-    )
+    moe = mixture(backends, top_k=3, forward_timeout=30, timeout_after_k_min=0.02, backward_timeout=30, max_experts=4)
     opt = torch.optim.Adam(moe.parameters(), 1e-2)
     x = torch.randn(32, WIDTH, dtype=torch.float64)
     target = x.flip(1).tanh()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import gc
 import signal
 import threading
@@ -66,8 +67,15 @@ def test_a_stop_of_the_pool_leaves_out_what_has_not_started() -> None:
 
     def stop() -> None:
         started.wait(LONG)
-        threading.Timer(0.05, release.set).start()
+        threading.Thread(target=let_go).start()
         pool.shutdown(drain=False)
+
+    def let_go() -> None:
+        with contextlib.suppress(RuntimeError):  # until the pool refuses: then it has stopped
+            while True:
+                pool.submit(int)
+                time.sleep(0.001)
+        release.set()
 
     blocker = pool.submit(release.wait, LONG)
     pool.submit(int)  # is cancelled by the stop, and so are the run's calls for workers

@@ -45,11 +45,15 @@ class CallsFail:
 
 
 def test_a_loop_that_raises_once_is_told_again(caplog: pytest.LogCaptureFixture) -> None:
+    awaited = threading.Event()
+
     async def main() -> Tensor:
-        CallsFail(asyncio.get_running_loop(), MemoryError("planted"))
+        loop = asyncio.get_running_loop()
+        CallsFail(loop, MemoryError("planted"))
+        loop.call_later(0, awaited.set)  # comes after the first step of the task that waits
         return await asyncio.wait_for(pool.submit_async(ONE), LONG)
 
-    pool = pool_of()
+    pool = pool_of(lambda x: x + int(awaited.wait(LONG)))
     with Runtime([pool], num_workers=1), caplog.at_level(logging.ERROR, "pymoe.runtime"):
         assert asyncio.run(main()) == 2
     assert [record.getMessage() for record in caplog.records] == [

@@ -12,7 +12,7 @@ import torch
 from limits import LONG
 from torch import nn
 
-from pymoe.runtime import BatchTensorProto, ExpertBackend, ExpertClient, Runtime, TaskPool
+from pymoe.runtime import BatchTensorProto, ExpertBackend, ExpertClient, Runtime, TaskPool, interrupts
 from pymoe.runtime.interrupts import uninterrupted
 
 
@@ -22,7 +22,8 @@ def press() -> None:
     signal.pthread_kill(main, signal.SIGINT)
 
 
-def test_an_interrupt_comes_after_the_block() -> None:
+def test_an_interrupt_comes_after_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "DELAY_S", 1.0)  # a busy machine takes its time for the next statement
     seen: list[int] = []
 
     def run() -> None:

@@ -46,6 +46,7 @@ def test_memory_does_not_grow_over_200000_requests() -> None:
 def test_blocks_come_back_when_tensors_go() -> None:
     kept: list[torch.Tensor] = []
     pool = TaskPool(lambda x: kept.append(x) or x, name="pool")
+    gc.collect()  # what other tests left
     live, _ = _runtime.buffer_statistics()
     with Runtime([pool]):
         results = [pool(torch.ones(100, 100)) for _ in range(10)]
@@ -71,9 +72,10 @@ def test_failures_leave_no_blocks_behind() -> None:
         raise ValueError("planted")
 
     pool = TaskPool(fail, name="pool")
+    gc.collect()
     live, _ = _runtime.buffer_statistics()
     with Runtime([pool]):
         for _ in range(50):
             assert isinstance(pool.submit_task(torch.ones(10)).exception(), ValueError)
     gc.collect()
-    assert _runtime.buffer_statistics()[0] == live
+    assert _runtime.buffer_statistics()[0] <= live  # other tests' may go meanwhile
