@@ -327,7 +327,8 @@ def build_command(options):
 
         def forget_stale_kernels(self):
             """With a CPU build of torch, its ninja file does not know which headers a .cu file includes."""
-            newest = max(path.stat().st_mtime for path in (ROOT / "csrc").rglob("*.h"))
+            headers = [path for folder in ("core", "kernels") for path in (ROOT / "csrc" / folder).rglob("*.h")]
+            newest = max(path.stat().st_mtime for path in headers)
             for compiled in Path(self.build_temp).rglob("*_cuda.o"):
                 if compiled.stat().st_mtime < newest:
                     compiled.unlink()

@@ -58,7 +58,7 @@ class RequestFuture:
         """Return an iterator to be used in await expression."""
     def __repr__(self) -> str:
         """Return repr(self)."""
-    def add_done_callback(self, function: typing.Any) -> None:
+    def add_done_callback(self, function: collections.abc.Callable[[RequestFuture], typing.Any]) -> None:
         """
         Call ``function(future)`` once the request is done, on the thread that completes it; at once if it is done.
 
@@ -74,7 +74,7 @@ class RequestFuture:
         """True if it was cancelled before it had started, or before all of its batches had run."""
     def done(self) -> bool:
         """True once there is a result, an exception or a cancellation."""
-    def exception(self, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
+    def exception(self, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> BaseException | None:
         """
         Wait for the request and return what its batch raised, or None.
 

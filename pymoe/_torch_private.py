@@ -146,7 +146,6 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     },
     "torch._ops.OpOverload": {
         "_schema": "names and kinds of its arguments",
-        "_overloadname": "its name behind the dot",
     },
     "torch.autograd.forward_ad": {"_current_level": "how deep this process is in ``dual_level`` blocks; -1: in none"},
     "torch.distributed.ProcessGroup": {

@@ -114,3 +114,34 @@ def test_whatever_is_thrown_into_an_await_that_has_ended_comes_out() -> None:
         future.__await__().throw(ValueError)
     with pytest.raises(TypeError, match="expected at least 1"):
         future.__await__().throw()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_future_that_was_awaited_goes_without_the_collector(fails: bool) -> None:
+    """The frame of ``await`` is part of the traceback of what it raises, and held the future that holds the error."""
+
+    def submit() -> Any:
+        future = pool.submit_task(torch.ones(1))
+        submitted.append(weakref.ref(future))
+        return future
+
+    async def main() -> None:
+        try:
+            await submit()
+        except ValueError:
+            assert fails
+
+    def process(x: torch.Tensor) -> torch.Tensor:
+        if fails:
+            raise ValueError("planted")
+        return x + 1
+
+    submitted: list[weakref.ref] = []
+    pool = TaskPool(process, name="pool")
+    with Runtime([pool]):
+        gc.disable()
+        try:
+            asyncio.run(main())
+            assert submitted[0]() is None
+        finally:
+            gc.enable()

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <stdexcept>
 #include <vector>
 
 #include "bindings/bind.h"
@@ -64,9 +65,10 @@ class PyExecutor {
     const Strands strands = strands_of(pools);
     std::shared_ptr<Threads> threads;
     {
-      const WithoutGil released;
-      threads = std::make_shared<Threads>(workers_, serve_with_thread_state);
-      keep_until_stopped(threads);
+      const WithoutGil released;  // also while one that came too late joins its workers: they go before `released`
+      auto made = std::make_shared<Threads>(workers_, serve_with_thread_state);
+      keep_until_stopped(made);
+      threads = std::move(made);
     }
     if (attach(*threads, strands)) {
       running_ = std::move(threads);
@@ -134,11 +136,16 @@ class PyExecutor {
     require_this_process(created_, where, "Runtime");
     const Strands strands = strands_of(pools);
     if (!running_) return;
-    try {
-      how(*running_, strands);
-    } catch (const std::exception&) {
+    const auto refuse = [where] {
       raise(PyExc_RuntimeError, "%s: one of the pools is served by another Runtime, or this one is being shut down",
             where);
+    };
+    try {
+      how(*running_, strands);
+    } catch (const runtime::StoppedError&) {
+      refuse();
+    } catch (const std::logic_error&) {
+      refuse();
     }
   }
 

@@ -26,12 +26,29 @@ struct FutureObject {
   bool may_help;
 };
 
+// What signatures call these two.
+struct MaybeException : py::object {
+  explicit MaybeException(py::object object) : py::object(std::move(object)) {}
+};
+struct DoneCallback : py::object {
+  PYBIND11_OBJECT_DEFAULT(DoneCallback, object, any)
+  static bool any(PyObject*) { return true; }  // whoever uses it says what it expected
+};
+
 PyTypeObject* future_type = nullptr;
 PyObject* standard_type = nullptr;  // concurrent.futures.Future
 
 }  // namespace
 }  // namespace pymoe::bindings
 
+template <>
+struct pybind11::detail::handle_type_name<pymoe::bindings::MaybeException> {
+  static constexpr auto name = const_name("BaseException | None");
+};
+template <>
+struct pybind11::detail::handle_type_name<pymoe::bindings::DoneCallback> {
+  static constexpr auto name = const_name("collections.abc.Callable[[pymoe._runtime.RequestFuture], object]");
+};
 // Hands futures to bound functions that take a FutureObject&.
 template <>
 struct pybind11::detail::type_caster<pymoe::bindings::FutureObject> {
@@ -151,12 +168,12 @@ PyObject* result(PyObject* object, PyObject* const* args, Py_ssize_t count, PyOb
   });
 }
 
-py::object exception(FutureObject& self, std::optional<double> timeout) {
+MaybeException exception(FutureObject& self, std::optional<double> timeout) {
   if (!self.request->done()) wait_until_done(&self, "RequestFuture.exception", deadline_after(timeout));
-  if (!self.request->error()) return py::none();
-  if (self.request->was_cancelled()) return own(outcome_of(&self));
+  if (!self.request->error()) return MaybeException(py::none());
+  if (self.request->was_cancelled()) return MaybeException(own(outcome_of(&self)));
   track(reinterpret_cast<PyObject*>(&self));
-  return self.request->exception();
+  return MaybeException(self.request->exception());
 }
 
 // False if its only or last batch has started, or it is done.
@@ -189,7 +206,7 @@ struct Callback {
   }
 };
 
-void add_done_callback(FutureObject& self, const py::object& function) {
+void add_done_callback(FutureObject& self, const DoneCallback& function) {
   if (!PyCallable_Check(function.ptr())) {
     raise(PyExc_TypeError, "RequestFuture.add_done_callback: expected a function, got %s",
           Py_TYPE(function.ptr())->tp_name);

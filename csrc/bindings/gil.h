@@ -2,8 +2,8 @@
 //
 // Rules of this folder:
 //   - The GIL is not held around anything that may wait, join or queue, and no lock of the runtime is held while the
-//     GIL is taken. Python objects that live inside tasks and requests are dropped under the GIL (GilObject,
-//     drop_later).
+//     GIL is taken: so PyExecutor can attach pools under the GIL, all or none, though that takes such locks. Python
+//     objects that live inside tasks and requests are dropped under the GIL (GilObject, drop_later).
 //   - Waits run in slices of at most kSlice on the main thread, between which signals are served: Ctrl-C ends any of
 //     them. Other threads never serve signals, so they wait in one piece.
 //   - A thread that asks for the GIL of an interpreter that has gone stays where it is until the process ends. CPython

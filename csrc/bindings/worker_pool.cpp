@@ -104,9 +104,10 @@ class PyWorkerPool {
     const runtime::Growth<SystemSync> growth{
         most, seconds_up_to_a_year(still, still > 0, "WorkerPool: still must be a number of seconds above 0"),
         seconds_up_to_a_year(idle, idle > 0, "WorkerPool: idle must be a number of seconds above 0")};
-    const WithoutGil released;  // also while a pool that came too late joins its workers
-    threads_ = std::make_shared<Threads>(workers, with_thread_state, growth);
-    keep_until_stopped(threads_);
+    const WithoutGil released;  // also while a pool that came too late joins its workers: they go before `released`
+    auto threads = std::make_shared<Threads>(workers, with_thread_state, growth);
+    keep_until_stopped(threads);
+    threads_ = std::move(threads);
   }
 
   // May run on any thread, a worker of this very pool included, so it does not wait: the process keeps the threads.

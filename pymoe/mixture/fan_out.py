@@ -285,5 +285,5 @@ def outcome_of(ended: Future | BaseException) -> tuple[BaseException | None, tup
     try:
         why = ended.exception()
     except CancelledError as error:  # by its runtime
-        why = error
-    return why, () if why else tuple(ended.result())
+        return error, ()  # not kept in a variable: its traceback would hold the future
+    return why, () if why is not None else tuple(ended.result())

@@ -63,11 +63,12 @@ class OwnStages(StagedModel):
 
         def source(taken: Taken, taker: int) -> Source:
             stage, item = taken if isinstance(taken, Source) else (taken, None)
-            if stage == INPUT and item is not None and item >= 0:
+            if stage == INPUT and item is not None and 0 <= item < self._inputs:
                 return Source(INPUT, item)
             if not 0 <= stage < taker:
                 who = f"stage {taker}" if taker < len(self.parts) else "the pipe's output"
-                raise ValueError(f"Pipe.from_stages: takes: {who} cannot take {taken!r}, which is not an earlier stage")
+                wanted = "an earlier stage or an input that stages take"
+                raise ValueError(f"Pipe.from_stages: takes: {who} cannot take {taken!r}: expected {wanted}")
             return Source(stage, items[stage].setdefault(item, len(items[stage])))
 
         inputs = [tuple(source(taken, number) for taken in row) for number, row in enumerate(takes)]

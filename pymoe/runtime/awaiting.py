@@ -45,7 +45,10 @@ def outcome(future: RequestFuture, seconds: float | None = None) -> Generator[An
         if timer is not None and not future.done():
             future.cancel()
             raise TimeoutError("the request is not done in time")
-    return future.result()
+    try:
+        return future.result()
+    finally:
+        del future  # what it raises has this frame in its traceback: they would hold each other
 
 
 def _call_loop(loop_of: weakref.ref[asyncio.AbstractEventLoop], mailbox: Mailbox) -> None:

@@ -5,10 +5,13 @@ Slow experts are held until the test lets them go, so that nothing here hangs on
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import threading
 import time
+import weakref
+from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ import torch
 from mixtures import LONG, WIDTH, Logits, Plain, Scaled, Stuck, backend, dead, mixture, mlp, scaled
 from torch import Tensor, nn
 
+from pymoe.mixture import fan_out
 from pymoe.runtime import Runtime, TooFewAnswersError
 
 SOON = 0.05  # seconds: for what is meant to run out
@@ -391,7 +395,6 @@ def test_an_interrupted_wait_leaves_nothing_under_way(monkeypatch: pytest.Monkey
     with Runtime(backends, num_workers=2) as runtime:
         blocker = backends[0].forward_pool.submit_task(ONES)
         assert stuck.begun.wait(LONG)
-        from pymoe.mixture import fan_out
 
         def interrupt(*_: Any) -> None:
             raise KeyboardInterrupt
@@ -403,6 +406,23 @@ def test_an_interrupted_wait_leaves_nothing_under_way(monkeypatch: pytest.Monkey
         stuck.open.set()
         blocker.result(LONG)
     assert quiet(moe)
+
+
+def test_the_future_of_a_request_that_was_cancelled_goes_without_the_collector() -> None:
+    """What result() raised was kept in a variable of the frame that is part of its traceback, beside the future."""
+    future = backend("e0", mlp(0)).forward_pool.submit_task(torch.ones(1, WIDTH, dtype=torch.float64))
+    future.cancel()
+    gone = weakref.ref(future)
+    gc.disable()
+    try:
+        why, results = fan_out.outcome_of(future)
+        del future
+        assert isinstance(why, CancelledError)
+        assert results == ()
+        del why
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 # --- training through all of it ---

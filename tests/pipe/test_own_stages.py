@@ -101,6 +101,8 @@ def test_stages_that_cannot_be_are_refused():
         ((stages(), TAKES[:2]), ValueError, r"takes: expected one entry per stage \(3\), got 2"),
         ((stages(), [[Source(INPUT, 0)], [1], [1]]), ValueError, "stage 1 cannot take 1"),
         ((stages(), TAKES, 3), ValueError, "the pipe's output cannot take 3"),
+        ((stages(), TAKES, Source(INPUT, 2)), ValueError, "the pipe's output cannot take .*an input that stages take"),
+        ((stages(), TAKES, [2, Source(INPUT, 9)]), ValueError, "the pipe's output cannot take"),
     ]:
         with pytest.raises(error, match=words):
             Pipe.from_stages(*arguments)

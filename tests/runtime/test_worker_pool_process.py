@@ -29,20 +29,22 @@ def test_exit_with_live_work(live: str, repeat: int) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_no_pool_in_a_late_exit_handler() -> None:
+@pytest.mark.parametrize("make", ["WorkerPool(1)", "Executor(1, []).start([])"])
+def test_no_pool_in_a_late_exit_handler(make: str) -> None:
+    """Its workers were once joined under the GIL, for which they waited: the process never ended."""
     # Handlers run last in, first out: one that is registered before the module is loaded runs after the module's own.
     script = """
     import atexit
 
     def late():
         try:
-            _runtime.WorkerPool(1)
+            _runtime.MAKE
         except RuntimeError as error:
             print(error)
 
     atexit.register(late)
     """
-    script = textwrap.dedent(script) + PRELUDE
+    script = textwrap.dedent(script).replace("MAKE", make) + PRELUDE
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=2 * LONG)
     assert done.returncode == 0
     assert "interpreter is exiting" in done.stdout

@@ -70,7 +70,7 @@ class FailureDetector:
         self._peers: list[Peer] = []
         self._heartbeat = Heartbeat(new_page())
         self._page = mmap.mmap(self._heartbeat.page, PAGE_BYTES)
-        self._lock = threading.Lock()
+        self._lock, self._page_lock = threading.Lock(), threading.Lock()
         self._failure: RankError | None = None
         self._in_step = False
         self._thread: threading.Thread | None = None
@@ -106,8 +106,7 @@ class FailureDetector:
         """End a step that went well here. Raise RankError if another rank has failed meanwhile."""
         self._in_step = False
         self._check()
-        self._heartbeat.steps += 1
-        self._show(None)
+        self._show(None, steps=1)
         with contextlib.suppress(StoreLostError):  # the next step finds out why
             self._write()
 
@@ -126,13 +125,13 @@ class FailureDetector:
         if is_about_connections(error):
             # Most likely the fault of another rank; it takes the thread a moment to find it.
             self._patience = min(self._patience, SUSPICION_S)
-            self._wait_until(lambda: self._failure is not None, SUSPICION_S + 2.0)
+            self._wait_until(self._is_told, SUSPICION_S + 2.0)
             if self._failure is None:
                 what += f"; the others: {'; '.join(map(str, self._peers))}"
         failure = self._report(RankError(what, self._rank, at, "".join(traceback.format_exception(error)).strip()))
         self._in_step = False
         self._wait_until(self._others_are_done, GRACE_S)  # the store may end with this process
-        abort_waits(self._groups)  # of threads that send
+        abort_waits(tuple(self._groups))  # of threads that send
         return None if failure.rank == self._rank else copy.copy(failure)
 
     def __enter__(self) -> FailureDetector:
@@ -165,10 +164,16 @@ class FailureDetector:
         if self._failure is not None:
             raise copy.copy(self._failure)
 
-    def _show(self, at: Position | None) -> None:
-        """Note where this rank is, and show it to the others on this host at once."""
-        self._heartbeat.at = at
-        self._page[:] = pickle.dumps((self._heartbeat.steps, *(at or ())))[:PAGE_BYTES].ljust(PAGE_BYTES)
+    def _show(self, at: Position | None, steps: float = 0) -> None:
+        """Note where this rank is and how many more ``steps`` it has made; show both to the others on this host."""
+        with self._page_lock:  # the rank's thread may be here while the watchdog's reports a failure
+            self._heartbeat.steps += steps
+            self._heartbeat.at = at
+            self._page[:] = pickle.dumps((self._heartbeat.steps, *(at or ())))[:PAGE_BYTES].ljust(PAGE_BYTES)
+
+    def _is_told(self) -> bool:
+        """Return whether a rank has reported a failure. Between steps the watchdog's thread does not ask the store."""
+        return self._failure is not None or self._store.read("failure") is not None
 
     def _know_all(self) -> bool:
         """Return whether all others have been heard of. A process that ends before that ends unseen."""
@@ -198,7 +203,7 @@ class FailureDetector:
             if self._failure is None:
                 self._look()
             elif self._in_step:
-                abort_waits(self._groups)  # again and again: the rank may begin another wait after this
+                abort_waits(tuple(self._groups))  # again and again: the rank may begin another wait after this
             wait_for_end(self._peers, HEARTBEAT_S)
 
     def _look(self) -> None:
@@ -217,7 +222,8 @@ class FailureDetector:
             if not self._in_step:
                 return
             # Somebody took it along. A rank that leaves in order waits until the others have ended their steps.
-            wait_for_end(self._peers, 1.0)
+            if not any(peer.has_ended for peer in self._peers):
+                wait_for_end(self._peers, 1.0)
             what = "the process that has it, rank 0 or the launcher, has ended, or its host has"
             failure = RankError(f"the store of the process group cannot be reached any more: {what} ({error})")
             failure = next((peer.failure(0.0) for peer in self._peers if peer.has_ended), failure)
@@ -234,8 +240,7 @@ class FailureDetector:
         with contextlib.suppress(StoreLostError):
             failure = self._store.write_first("failure", failure)
         self._failure = failure = self._failure or failure
-        self._heartbeat.steps = math.inf
-        self._show(self._heartbeat.at)
+        self._show(self._heartbeat.at, steps=math.inf)
         with contextlib.suppress(StoreLostError):
             self._write()
         return failure
