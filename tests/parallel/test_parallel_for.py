@@ -56,9 +56,13 @@ def test_a_call_that_fails_touches_no_other_and_the_first_error_comes_out() -> N
 
 
 def test_a_stop_of_the_pool_leaves_out_what_has_not_started() -> None:
-    started, release = threading.Event(), threading.Event()
+    busy, started, release = threading.Event(), threading.Event(), threading.Event()
     called: list[int] = []
     pool = WorkerPool(1)
+
+    def block() -> bool:
+        busy.set()
+        return release.wait(LONG)
 
     def call(number: int) -> None:
         called.append(number)
@@ -77,7 +81,8 @@ def test_a_stop_of_the_pool_leaves_out_what_has_not_started() -> None:
                 time.sleep(0.001)
         release.set()
 
-    blocker = pool.submit(release.wait, LONG)
+    blocker = pool.submit(block)
+    busy.wait(LONG)
     pool.submit(int)  # is cancelled by the stop, and so are the run's calls for workers
     stopper = threading.Thread(target=stop)
     stopper.start()

@@ -237,12 +237,14 @@ class Background:
         return result
 
     def _run(self) -> None:
-        error = None
+        result: Any = None
+        error: BaseException | None = None
         while error is None:
             function = self._functions.get()
             try:
-                self._results.put((function(), None))
+                result = function()
             except BaseException as raised:
                 error = raised
-            del function  # and what it sends
-        self._results.put((None, error))
+            del function  # and what it sends, before the rank learns that it has arrived
+            self._results.put((result, error))
+            result = None

@@ -2,7 +2,10 @@
 
 import collections
 import pickle
+import queue
 import warnings
+import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from pymoe.pipe.distributed.messages import (
     read_tensors,
     read_values,
 )
+from pymoe.pipe.distributed.transport import Background
 from pymoe.pipe.execution.graph import BoundaryTensor, GradAccumulator, pack, unpack
 
 Pair = collections.namedtuple("Pair", "left right")
@@ -102,3 +106,28 @@ def test_equal_shapes_have_equal_descriptions():
 def test_what_cannot_be_sent_is_refused_with_a_reason(value):
     with pytest.raises(TypeError, match="sent between ranks"):
         through([value])
+
+
+class Looks(queue.SimpleQueue):
+    """Notes with every result whether what was sent is still held."""
+
+    def __init__(self, sent):
+        super().__init__()
+        self.sent, self.held = sent, []
+
+    def put(self, result):
+        self.held.append(self.sent() is not None)
+        super().put(result)
+
+
+def test_what_was_sent_goes_before_the_rank_learns_that_it_has_arrived():
+    """Or a step that has ended leaves an activation behind, until the thread gets round to letting go of it."""
+    sent = torch.ones(3)
+    sender = Background("test")
+    results = sender._results = Looks(weakref.ref(sent))
+    function = partial(torch.clone, sent)
+    del sent
+    sender.put(function)
+    del function
+    assert torch.equal(sender.get(), torch.ones(3))
+    assert results.held == [False]
