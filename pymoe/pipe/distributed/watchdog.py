@@ -125,7 +125,7 @@ class FailureDetector:
         if is_about_connections(error):
             # Most likely the fault of another rank; it takes the thread a moment to find it.
             self._patience = min(self._patience, SUSPICION_S)
-            self._wait_until(self._is_told, SUSPICION_S + 2.0)
+            self._wait_until(lambda: self._failure is not None, SUSPICION_S + 2.0)
             if self._failure is None:
                 what += f"; the others: {'; '.join(map(str, self._peers))}"
         failure = self._report(RankError(what, self._rank, at, "".join(traceback.format_exception(error)).strip()))
@@ -170,10 +170,6 @@ class FailureDetector:
             self._heartbeat.steps += steps
             self._heartbeat.at = at
             self._page[:] = pickle.dumps((self._heartbeat.steps, *(at or ())))[:PAGE_BYTES].ljust(PAGE_BYTES)
-
-    def _is_told(self) -> bool:
-        """Return whether a rank has reported a failure. Between steps the watchdog's thread does not ask the store."""
-        return self._failure is not None or self._store.read("failure") is not None
 
     def _know_all(self) -> bool:
         """Return whether all others have been heard of. A process that ends before that ends unseen."""
