@@ -12,6 +12,7 @@ import re
 import statistics
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -213,7 +214,7 @@ class History:
         return statistics.median(self.seconds[1:] or self.seconds)
 
 
-class Training:
+class Training(ABC):
     """A model and its optimizer; subclasses say what a step reads and what its loss is."""
 
     name = "model alone"
@@ -222,13 +223,13 @@ class Training:
         self.options, self.model, self.optimizer = options, model, optimizer
         self.history = History()
 
+    @abstractmethod
     def batch(self, data: Any, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Of one micro-batch: the mean over its rows."""
-        raise NotImplementedError
 
     def gradients(self, inputs: Tensor, targets: Tensor) -> float:
         """Leaves the gradients in the parameters and returns the mean loss."""
@@ -258,9 +259,9 @@ class InPipeline(Training):
     pipe: Pipe
     _last: Record | None = None
 
+    @abstractmethod
     def losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """One step of the pipe: the mean losses of its micro-batches."""
-        raise NotImplementedError
 
     def gradients(self, inputs: Tensor, targets: Tensor) -> float:
         losses = self.losses(inputs, targets)
