@@ -124,6 +124,8 @@ def identity(record: Any) -> list[str]:
     if not isinstance(record, dict):
         return []
     named = record.get("case", record.get("cell", record))
+    if isinstance(named, str):
+        return [named]
     return [
         f"{value} {key}" if isinstance(value, int) else value for key, value in named.items() if is_name(key, value)
     ]

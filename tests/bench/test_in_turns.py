@@ -18,7 +18,9 @@ def cell(workers, seconds):
     return {{"case": {{"work": "sleep", "workers": workers}}, "systems": systems}}
 cells = [cell(2, {first}), cell(4, 0.5)]
 records = [{{"kind": "tiny", "calls": 16, "rounds": {rounds}, "forward": spread(3.0), "{extra}": spread(1.0)}}]
-(folder / "fake.json").write_text(json.dumps({{"cells": cells, "records": records, "asked": sys.argv[1:-2]}}))
+ratios = [{{"cell": "small forward", "{extra}": spread(1.0)}}, {{"cell": "big forward", "rate": spread(4.0)}}]
+result = {{"cells": cells, "records": records, "ratios": ratios, "asked": sys.argv[1:-2]}}
+(folder / "fake.json").write_text(json.dumps(result))
 sys.exit({status})
 """
 
@@ -45,6 +47,7 @@ def test_ratios_are_this_tree_over_the_other(tmp_path, monkeypatch, capsys):
     assert found == {
         "cells sleep 2 workers systems pymoe wall": pytest.approx(1.5),
         "cells sleep 4 workers systems pymoe wall": pytest.approx(1.0),
+        "ratios big forward rate": pytest.approx(1.0),
         "records tiny 16 calls forward": pytest.approx(1.0),  # the number of rounds is no part of a figure's name
     }
     assert "1.500" in capsys.readouterr().out
