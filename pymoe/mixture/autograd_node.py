@@ -1,4 +1,4 @@
-"""The autograd node of a mixture: its backward pass asks the experts whose answers were used.
+"""The two passes of a mixture's autograd node: outputs from the answers that are used, gradients from their experts.
 
 It is one node and not one for each backend, because autograd runs the nodes of one device one after another, while the
 requests of a backward pass must all be pending at once.
@@ -7,11 +7,10 @@ requests of a backward pass must all be pending at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pymoe.mixture.fan_out import Answers, ExpertRequest, Rules, ask
 from pymoe.mixture.routing import Choice, Group
@@ -117,23 +116,3 @@ class ForwardRecord(NamedTuple):
             for grad, proto in zip(grads, self.output_protos, strict=True)
         ]
         return [tensor.detach() for tensor in tensors]
-
-
-class ExpertsNode(torch.autograd.Function):
-    """The experts' outputs as a function of the gathered inputs.
-
-    ``dummy`` requires a gradient even if no input does, so that experts are trained behind a model's first layer too.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, dummy: Tensor, record: ForwardRecord, outputs: tuple[Tensor, ...], *inputs: Tensor) -> Any:
-        ctx.record = record
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs)
-        return tuple([output.detach() for output in outputs])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[3:]
-        return None, None, None, *ctx.record.gradients(ctx.saved_tensors, grads, needed)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pymoe.autograd.compiler_disable import compiler_disable
-from pymoe.mixture.autograd_node import ExpertsNode, ForwardRecord, UsedAnswer, use_answers
+from pymoe.mixture.autograd_node import ForwardRecord, UsedAnswer, use_answers
 from pymoe.mixture.fan_out import ExpertRequest, Rules, TooFewAnswersError, ask
 from pymoe.mixture.members import Slots, members_to_ask
 from pymoe.mixture.options import NAME, Fallback, check_fallback, check_options, check_schemas, fall_back
@@ -21,6 +21,7 @@ from pymoe.reference.checks import FLOATING
 from pymoe.reference.types import Gate, RouterLosses
 from pymoe.runtime.backend import ExpertBackend
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
+from pymoe.runtime.client import ServedCall
 from pymoe.runtime.gradients import all_finite
 from pymoe.runtime.nested import nested_pack
 from pymoe.runtime.schema import RequestSchema, tensor_protos
@@ -288,7 +289,7 @@ class MixtureOfExpertBackends(nn.Module):
         if not (torch.is_grad_enabled() and (trains or any(x.requires_grad for x in inputs))):
             return outputs
         record = ForwardRecord(self._name, self.rules, used, rows, self._output_protos)
-        attached: tuple[Tensor, ...] = ExpertsNode.apply(self._dummy, record, outputs, *inputs)
+        attached: tuple[Tensor, ...] = ServedCall.apply(self._dummy, record.gradients, outputs, *inputs)
         return attached
 
     def _carry_losses(self, weights_TK: Tensor, choice: Choice) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -106,21 +106,23 @@ class ExpertClient(nn.Module):
         if torch.is_grad_enabled() and self._is_differentiated(inputs):
             if versions is not None and versions != _versions(inputs):
                 raise RuntimeError(f"{self.name}: an input was changed in place while its request was pending")
-            outputs = _ServedCall.apply(self._dummy, self, outputs, *inputs)
+            outputs = ServedCall.apply(self._dummy, self._backward, outputs, *inputs)
         return self._schema.pack_outputs(outputs)
 
     def _is_differentiated(self, inputs: list[Tensor]) -> bool:
         return self.backend.trains or any([tensor.requires_grad for tensor in inputs])
 
-    def _backward(self, inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        """Return gradients of the flat inputs, from the backward pool."""
+    def _backward(
+        self, inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor | None], needed: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Return the gradients of those flat inputs that are ``needed``, from the backward pool."""
         rows, device = len(inputs[0]), inputs[0].device
         grads = [
             proto.make_empty(rows, device=device, requires_grad=False) if grad is None else grad.detach()
             for grad, proto in zip(grad_outputs, self._schema.outputs, strict=True)
         ]
-        outputs: Sequence[Tensor] = self._ask(self._backward_pool, [*_values(inputs), *grads])
-        return outputs
+        gradients: Sequence[Tensor] = self._ask(self._backward_pool, [*_values(inputs), *grads])
+        return [grad if need else None for grad, need in zip(gradients, needed, strict=True)]
 
     def _ask(self, pool: TaskPool, tensors: Sequence[Any]) -> Any:
         deadline = deadline_after(self.timeout)
@@ -208,17 +210,21 @@ class PendingCall:
         return self._client._attach(self._inputs, outputs, self._versions)
 
 
-class _ServedCall(torch.autograd.Function):
-    """The graph's node for a call: its outputs are there already, its backward pass is a request.
+Gradients = Callable[[Sequence[Tensor], Sequence[Tensor | None], Sequence[bool]], Sequence[Tensor | None]]
+"""From inputs, gradients of the outputs that are tensors, and which inputs need one: the gradients of the inputs."""
 
-    ``dummy`` requires a gradient where no input does, so that the expert is trained by a model's first layer too.
+
+class ServedCall(torch.autograd.Function):
+    """The graph's node for a call: its outputs are there already, its backward pass is a request for ``gradients``.
+
+    ``dummy`` requires a gradient where no input does, so that experts are trained by a model's first layer too.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, dummy: Tensor, client: ExpertClient, outputs: tuple[Any, ...], *inputs: Tensor
+        ctx: Any, dummy: Tensor, gradients: Gradients, outputs: tuple[Any, ...], *inputs: Tensor
     ) -> tuple[Any, ...]:
-        ctx.client = client
+        ctx.gradients = gradients
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
         ctx.is_tensor = [isinstance(output, Tensor) for output in outputs]
@@ -227,11 +233,8 @@ class _ServedCall(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors
         of_tensors = [grad for grad, is_tensor in zip(grad_outputs, ctx.is_tensor, strict=True) if is_tensor]
-        gradients = ctx.client._backward(inputs, of_tensors)
-        needed = ctx.needs_input_grad[3:]
-        return None, None, None, *(grad if need else None for grad, need in zip(gradients, needed, strict=True))
+        return None, None, None, *ctx.gradients(ctx.saved_tensors, of_tensors, ctx.needs_input_grad[3:])
 
 
 def detached(outputs: Sequence[Any]) -> tuple[Any, ...]:

@@ -97,7 +97,7 @@ def wait(futures: Iterable[Any], timeout: float | None = None, return_when: str 
             failed = not future.cancelled() and future.exception() is not None
             if return_when == FIRST_COMPLETED or (return_when == FIRST_EXCEPTION and failed):
                 break
-    except queue.Empty:
+    except TimeoutError:
         pass
     done = {future for future in everyone if future.done()}
     return DoneAndNotDone(done, everyone - done)
@@ -115,32 +115,19 @@ def as_completed(futures: Iterable[Any], timeout: float | None = None) -> Iterat
     Raises:
         TimeoutError: from the iterator, when the time is over.
     """
-    everyone = set(futures)
-    count = len(everyone)
-    return named(arrivals(everyone, deadline_after(timeout)), count)
-
-
-def named(ended: Iterator[Any], count: int) -> Iterator[Any]:
-    """Yield from ``ended``, with an error that says how many are missing."""
-    seen = 0
-    while True:
-        try:
-            one = [next(ended)]
-        except StopIteration:
-            return
-        except queue.Empty:
-            raise TimeoutError(f"{count - seen} of {count} requests are not done in time") from None
-        seen += 1
-        yield one.pop()  # which leaves nothing of it here
+    return arrivals(set(futures), deadline_after(timeout))
 
 
 def arrivals(futures: set[Any], deadline: float | None) -> Iterator[Any]:
-    """Yield each future once it is done; raise ``queue.Empty`` when the deadline has passed and none is."""
+    """Yield each future once it is done; raise TimeoutError when the deadline has passed and none is."""
     ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
     count = len(futures)
     for future in futures:
         future.add_done_callback(ended.put)
     del futures
     future = None
-    for _ in range(count):
-        yield ended.get(timeout=seconds_left(deadline))
+    for missing in range(count, 0, -1):
+        try:
+            yield ended.get(timeout=seconds_left(deadline))  # in no variable, which would keep it here
+        except queue.Empty:
+            raise TimeoutError(f"{missing} of {count} requests are not done in time") from None
