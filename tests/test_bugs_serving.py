@@ -31,7 +31,7 @@ from pymoe.runtime import (
     nested_pack,
 )
 from pymoe.runtime.client import detached, overlap
-from pymoe.runtime.monitoring.top import drawing
+from pymoe.runtime.top import drawing
 
 
 class Asks(nn.Module):

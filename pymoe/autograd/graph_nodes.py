@@ -1,4 +1,7 @@
-"""Nodes and edges of autograd's graphs: found, kept alive and made, in less time than torch's own ways take."""
+"""Nodes and edges of autograd's graphs: found, kept alive and made, in less time than torch's own ways take.
+
+And sums of gradients, as autograd makes them.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,11 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pymoe._torch_private import DelayedError, FunctionBase, get_sequence_nr
+
+
+def add_gradients(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return ``one + other``. Either may be sparse, but torch adds a sparse tensor on the right of a dense one only."""
+    return other + one if one.is_sparse and not other.is_sparse else one + other
 
 
 def apply_directly(function: type[torch.autograd.Function], *args: Any) -> Any:

@@ -15,10 +15,10 @@ those of the runtime's own histograms do, so that counts are exact.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pymoe.runtime.monitoring.statistics import Bucket, PoolStats, StatsReader, pools_followed
+from pymoe.runtime.monitoring.statistics import Bucket, Distribution, StatsReader, pools_followed
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -74,26 +74,22 @@ class RuntimeCollector:
             for labels, stats in pools.items():
                 family.add_metric(labels, getattr(stats, field))
             yield family
-        yield self._sizes(pools)
-        yield self._times("pymoe_batch_seconds", "Duration of a batch", pools, lambda stats: stats.process)
-        yield self._times("pymoe_request_wait_seconds", "From submission to batch", pools, lambda stats: stats.wait)
-        yield self._times("pymoe_request_latency_seconds", "From submission to result", pools, lambda one: one.latency)
-
-    def _sizes(self, pools: dict[tuple[str, str], PoolStats]) -> Metric:
-        family = self._core.HistogramMetricFamily("pymoe_batch_rows", "Rows of a batch", labels=LABELS)
+        histogram = self._core.HistogramMetricFamily
+        sizes = histogram("pymoe_batch_rows", "Rows of a batch", labels=LABELS)
         for labels, stats in pools.items():
             largest = [Bucket(one.low, one.high - 1, one.count) for one in stats.batch_sizes]  # rows are whole
-            family.add_metric(labels, cumulative(largest, ROW_ENDS), sum_value=stats.mean_batch_size * stats.batches)
-        return family
-
-    def _times(
-        self, name: str, about: str, pools: dict[tuple[str, str], PoolStats], of: Callable[[PoolStats], Any]
-    ) -> Metric:
-        family = self._core.HistogramMetricFamily(name, about, labels=LABELS)
-        for labels, stats in pools.items():
-            found = of(stats)
-            family.add_metric(labels, cumulative(found.buckets, SECOND_ENDS), sum_value=found.sum)
-        return family
+            sizes.add_metric(labels, cumulative(largest, ROW_ENDS), sum_value=stats.mean_batch_size * stats.batches)
+        yield sizes
+        for name, about, field in (
+            ("pymoe_batch_seconds", "Duration of a batch", "process"),
+            ("pymoe_request_wait_seconds", "From submission to batch", "wait"),
+            ("pymoe_request_latency_seconds", "From submission to result", "latency"),
+        ):
+            times = histogram(name, about, labels=LABELS)
+            for labels, stats in pools.items():
+                found: Distribution = getattr(stats, field)
+                times.add_metric(labels, cumulative(found.buckets, SECOND_ENDS), sum_value=found.sum)
+            yield times
 
 
 def register(runtimes: Any, *, registry: CollectorRegistry | None = None) -> RuntimeCollector:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pymoe._torch_private import FunctionBase, pytree
-from pymoe.autograd.gradient_sums import add_gradients
+from pymoe.autograd.graph_nodes import add_gradients
 from pymoe.autograd.isolated_graph import (
     SECOND_BACKWARD,
     IsolatedCall,

@@ -15,8 +15,7 @@ import torch
 
 from pymoe._torch_private import get_current_graph_task_keep_graph, unsafe_set_version_counter
 from pymoe.autograd import random_streams
-from pymoe.autograd.gradient_sums import add_gradients
-from pymoe.autograd.graph_nodes import apply_directly, once_only
+from pymoe.autograd.graph_nodes import add_gradients, apply_directly, once_only
 from pymoe.autograd.isolated_graph import (
     SECOND_BACKWARD,
     IsolatedCall,

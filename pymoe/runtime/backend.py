@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Literal
 
@@ -216,7 +216,7 @@ class ExpertBackend(BackendState):
         self._schema.check_count("forward", inputs, len(self._schema.inputs))
         if not inputs[0].shape[0]:
             return self._schema.empty_outputs(inputs[0].device)
-        return in_plain_state(False, self._forward, inputs)
+        return in_plain_state(False, self._run_alone, self._run_forward, inputs)
 
     def backward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return gradients for the flat inputs, and update the expert.
@@ -243,7 +243,7 @@ class ExpertBackend(BackendState):
         if not inputs[0].shape[0]:
             return tuple(torch.zeros_like(tensor) for tensor in inputs[:num_inputs])
         with uninterrupted():
-            return in_plain_state(True, self._backward, inputs)
+            return in_plain_state(True, self._run_alone, self._run_backward, inputs)
 
     def apply_gradients(self) -> None:
         """Update the expert: one step of the optimizer, then one of the scheduler. Meant to be overridden.
@@ -264,9 +264,11 @@ class ExpertBackend(BackendState):
         """Return whether a backward pass that raised ``exception`` changed nothing, so that it may run again."""
         return isinstance(exception, Exception) and getattr(exception, _MAY_RETRY, False) is True
 
-    def _forward(self, inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    def _run_alone(
+        self, function: Callable[[Sequence[Tensor]], tuple[Any, ...]], tensors: Sequence[Tensor]
+    ) -> tuple[Any, ...]:
         with self._lock:
-            return self._placement.run(self._run_forward, inputs)
+            return self._placement.run(function, tensors)
 
     def _run_forward(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
         guard = self._guard
@@ -283,10 +285,6 @@ class ExpertBackend(BackendState):
         if guard.learns:
             guard.learn(inputs)
         return self._placement.copy_own(outputs)
-
-    def _backward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        with self._lock:
-            return self._placement.run(self._run_backward, inputs)
 
     def _run_backward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         trains = self.trains

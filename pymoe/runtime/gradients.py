@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from pymoe.autograd.gradient_sums import add_gradients
+from pymoe.autograd.graph_nodes import add_gradients
 
 logger = logging.getLogger("pymoe.runtime")
 

@@ -1,10 +1,271 @@
-"""``python -m pymoe.runtime.top``, which :mod:`pymoe.runtime.monitoring.top` is."""
+"""A live view of runtimes in a terminal.
 
+    python -m pymoe.runtime.top [--once] [--interval SECONDS] [SOCKET or FOLDER]
+
+shows the pools of every process of this user whose runtime has a monitor (``Runtime(..., monitor=True)``, or
+``PYMOE_MONITOR=1`` in its environment). ``--once`` prints one plain table. In the program itself,
+
+    with pymoe.runtime.top.live(runtime):
+        train()
+
+draws the same view. With rich installed (``pip install rich``) it has colours and leaves the terminal as it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import struct
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import IO, Any
 
-from pymoe.runtime.monitoring.top import live, main
+from pymoe.runtime.monitoring.formatting import COLUMNS, SIZES, Column, is_busy, lost, table
+from pymoe.runtime.monitoring.socket_server import FORMAT, SUFFIX, VIEWER_TIMEOUT_S, private_folder
+from pymoe.runtime.monitoring.statistics import Bucket, Distribution, PoolStats, StatsReader, pools_followed
 
-__all__ = ["live", "main"]
+MOST_BYTES = 1 << 24
+"""Of one report; a longer one is refused."""
+REPORT_TIMEOUT_S = 5 * VIEWER_TIMEOUT_S
+LEAST_NEEDED = ("rows/s", "running", "batch p50", "wait p50 / p99", "queued", "rows/batch", "latency p50 / p99", "lost")
+Draw = Callable[[Sequence["Report"]], None]
+
+
+@dataclass(frozen=True)
+class Report:
+    """One process's pools."""
+
+    title: str
+    pools: tuple[PoolStats, ...]
+
+
+class NotARuntime(Exception):
+    """Raised where something else than a monitor answers."""
+
+
+class Viewer:
+    """A connection to a monitor."""
+
+    def __init__(self, path: Path) -> None:
+        """Connect; raises OSError if nobody listens."""
+        self.path = path
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        # Without Python's timeout, connect() waits where many connect at once; the system's own ends that.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(REPORT_TIMEOUT_S), 0))
+        try:
+            self.socket.connect(str(path))
+            self.socket.settimeout(REPORT_TIMEOUT_S)
+        except OSError:
+            self.socket.close()
+            raise
+        self.lines = self.socket.makefile("rb")
+
+    def read(self) -> Report:
+        """Return the numbers since the last call; raises OSError if the process has ended, or :class:`NotARuntime`."""
+        self.socket.sendall(b"\n")
+        line = self.lines.readline(MOST_BYTES + 1)
+        if len(line) > MOST_BYTES:
+            raise NotARuntime(f"{self.path}: more than {MOST_BYTES} bytes in a report")
+        if not line.endswith(b"\n"):
+            raise ConnectionError("the runtime has ended")
+        return parse(line, self.path)
+
+    def close(self) -> None:
+        """Hang up."""
+        self.lines.close()
+        self.socket.close()
+
+
+def parse(line: bytes, path: Path) -> Report:
+    """Parse a monitor's line; raises :class:`NotARuntime`."""
+    try:
+        found = json.loads(line)
+        if found["format"] != FORMAT:
+            raise NotARuntime(f"{path}: format {found['format']}, this pymoe reads {FORMAT}")
+        title = f"{found['program']} (process {int(found['pid'])}, {float(found['seconds']):.0f} s)"
+        return Report(printable(title), tuple(from_dict(PoolStats, one) for one in found["pools"]))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise NotARuntime(f"{path}: not a report ({type(error).__name__}: {error})") from None
+
+
+def from_dict(kind: Any, found: dict[str, Any]) -> Any:
+    """Undo ``dataclasses.asdict``."""
+    return kind(**{one.name: READ[str(one.type)](found[one.name]) for one in fields(kind)})
+
+
+def printable(text: str) -> str:
+    """Return ``text`` with ``?`` for characters that a terminal would obey."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+READ: dict[str, Callable[[Any], Any]] = {
+    "str": lambda name: printable(str(name)),
+    "int": int,
+    "float": float,
+    "Distribution": lambda one: from_dict(Distribution, one),
+    "tuple[Bucket, ...]": lambda several: tuple(from_dict(Bucket, one) for one in several),
+}
+"""How to read a field of these classes, by its type."""
+
+
+class Watched:
+    """The monitors in a folder, or one socket; they come and go."""
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+        self.viewers: dict[Path, Viewer] = {}
+
+    def read(self) -> list[Report]:
+        """Return a report of every process that answers."""
+        paths = sorted(self.where.glob(f"*{SUFFIX}")) if self.where.is_dir() else [self.where]
+        for path in paths:
+            if path not in self.viewers:
+                try:
+                    self.viewers[path] = Viewer(path)
+                except OSError:
+                    continue  # the socket of a process that was killed
+        reports = []
+        for path, viewer in list(self.viewers.items()):
+            try:
+                reports.append(viewer.read())
+            except OSError:
+                viewer.close()
+                del self.viewers[path]
+        return reports
+
+    def close(self) -> None:
+        """Hang up on all."""
+        for viewer in self.viewers.values():
+            viewer.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return 1 if there is nothing to show."""
+    description, _, _ = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(prog="python -m pymoe.runtime.top", description=description)
+    parser.add_argument("where", nargs="?", type=Path, metavar="SOCKET|FOLDER", help="default: this user's runtimes")
+    parser.add_argument("--once", action="store_true", help="print one plain table and end")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two views (default: 1)")
+    options = parser.parse_args(arguments)
+    if not options.interval > 0:
+        parser.error("--interval must be positive")
+    watched = Watched(private_folder() if options.where is None else options.where)
+    try:
+        if not watched.read() and (options.once or options.where is not None):
+            print(f"no runtime with a monitor at {watched.where}; see Runtime(..., monitor=True)", file=sys.stderr)
+            return 1
+        time.sleep(options.interval if options.once else 0.0)
+        if options.once:
+            print(text(watched.read()))
+            return 0
+        with drawing(sys.stdout) as draw:
+            while True:
+                draw(watched.read())
+                time.sleep(options.interval)
+    except KeyboardInterrupt:
+        return 0
+    except NotARuntime as error:
+        print(error, file=sys.stderr)
+        return 1
+    finally:
+        watched.close()
+
+
+@contextmanager
+def live(runtime: Any, *, interval: float = 0.5, file: IO[str] | None = None) -> Iterator[None]:
+    """Draw the pools of ``runtime`` every ``interval`` seconds while the block runs, to ``file`` (standard output)."""
+    reader = StatsReader(pools_followed(runtime), recent=True)
+    end = threading.Event()
+
+    def run() -> None:
+        with drawing(file or sys.stdout) as draw:
+            ended = False
+            while not ended:
+                ended = end.wait(interval)
+                draw([Report("", tuple(reader.read().values()))])
+
+    thread = threading.Thread(target=run, name="pymoe-top", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
+def text(reports: Sequence[Report]) -> str:
+    """Return all reports as plain tables."""
+    if not reports:
+        return "no runtime with a monitor; see Runtime(..., monitor=True)"
+    return "\n\n".join((f"{one.title}\n" if one.title else "") + table(one.pools) for one in reports)
+
+
+@contextmanager
+def drawing(file: IO[str]) -> Iterator[Draw]:
+    """Give a function that draws reports: into rich's live display, or as plain tables one under the other."""
+    try:
+        from rich.console import Console
+        from rich.live import Live
+    except ImportError:
+        console = None
+    else:
+        console = Console(file=file)
+    if console is None or not console.is_terminal:
+        yield plain_drawing(file)
+        return
+    with Live(console=console, auto_refresh=False) as display:
+        yield lambda reports: display.update(coloured(reports, console.width), refresh=True)
+
+
+def plain_drawing(file: IO[str]) -> Draw:
+    """Return a function that prints reports one under the other, and says once that there is none."""
+    said = False
+
+    def draw(reports: Sequence[Report]) -> None:
+        nonlocal said
+        if reports or not said:
+            print(text(reports), file=file, flush=True)
+        said = not reports
+
+    return draw
+
+
+def coloured(reports: Sequence[Report], width: int) -> Any:
+    """Return all reports for rich, with as many columns as fit into the width."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    if not reports:
+        return Text(text(reports), style="dim")
+    columns = fitting([pool for one in reports for pool in one.pools], width)
+    tables = []
+    for one in reports:
+        shown = Table(title=one.title or None, title_justify="left", box=None, header_style="bold", pad_edge=False)
+        for column in columns:
+            shown.add_column(column.heading, justify="left" if column.is_text else "right", no_wrap=True)
+        for pool in one.pools:
+            cells = [Text(column.cell(pool), style="green" if column is SIZES else "") for column in columns]
+            shown.add_row(*cells, style="red" if lost(pool) else "" if is_busy(pool) else "dim")
+        tables.append(shown)
+    return Group(*tables)
+
+
+def fitting(pools: Sequence[PoolStats], width: int) -> list[Column]:
+    """Return the columns that are left when the least needed ones have made way, one by one, until the rest fits."""
+    widths = {one: max(map(len, (one.heading, *map(one.cell, pools)))) + 2 for one in COLUMNS}
+    for name in LEAST_NEEDED:
+        if sum(widths.values()) <= width + 2:
+            break
+        widths = {one: needed for one, needed in widths.items() if one.heading != name}
+    return list(widths)
+
 
 if __name__ == "__main__":
     sys.exit(main())

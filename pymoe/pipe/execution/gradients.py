@@ -17,8 +17,7 @@ from pymoe._torch_private import (
     run_backward,
     unsafe_set_version_counter,
 )
-from pymoe.autograd.gradient_sums import add_gradients
-from pymoe.autograd.graph_nodes import apply_directly, once_only
+from pymoe.autograd.graph_nodes import add_gradients, apply_directly, once_only
 from pymoe.autograd.isolated_graph import SECOND_BACKWARD
 
 _NUMBER = torch.zeros((), device="cpu")  # any

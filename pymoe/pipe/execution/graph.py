@@ -18,8 +18,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from pymoe._torch_private import pytree
 from pymoe.autograd.compiled_nodes import are_compiled
-from pymoe.autograd.gradient_sums import add_gradients
-from pymoe.autograd.graph_nodes import apply_directly, edge_of, find_leaves_and_nodes, make_edge
+from pymoe.autograd.graph_nodes import add_gradients, apply_directly, edge_of, find_leaves_and_nodes, make_edge
 from pymoe.autograd.isolated_graph import has_tangent
 from pymoe.autograd.random_streams import Stream
 from pymoe.pipe.micro_batches import Whole

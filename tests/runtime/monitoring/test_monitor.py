@@ -18,8 +18,8 @@ import counted
 import pytest
 from limits import LONG
 
+from pymoe.runtime import top
 from pymoe.runtime.monitoring import socket_server as monitor
-from pymoe.runtime.monitoring import top
 from pymoe.runtime.monitoring.observers import Observers
 from pymoe.runtime.monitoring.socket_server import Monitor
 from pymoe.runtime.monitoring.statistics import StatsReader
