@@ -44,13 +44,10 @@ def name_of(spec: Any, case: Any) -> str:
 
 def prepared(spec: Any, case: Any) -> Callable[[], object]:
     """The call of a case."""
-    from pymoe.bench.calls import generator, leaves, with_grad
+    from pymoe.bench.calls import generator
     from pymoe.bench.lines import forward_call, training_step
 
-    sample = case.make(generator())
-    if case.backward and not leaves(sample):
-        sample = with_grad(sample)
-    return (training_step if case.backward else forward_call)(spec.native, sample)
+    return (training_step if case.backward else forward_call)(spec.native, case.make(generator()))
 
 
 def child(most_bytes: float) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pymoe.bench.environment import memory_gib
 from pymoe.bench.floor import Floor
-from pymoe.bench.layer import Shape, torch_step, training_step
+from pymoe.bench.layer import Shape, training_step, with_torch_alone
 from pymoe.nn import MoE
 
 Tensors = tuple[Tensor, ...]
@@ -109,7 +109,7 @@ def pymoe(task: Task, backend: str) -> Contender:
 
 def torch_alone(task: Task) -> Contender:
     """What one writes without any library for it: sort, index, ``grouped_mm``, ``index_add``."""
-    step = torch_step(task.layer, task.x, task.grad)
+    step = training_step(task.layer, task.x, task.grad, with_torch_alone(task.layer))
     return Contender("torch alone", torch.__version__, step, in_order(task.layer, task.layer), task.dtype)
 
 

@@ -45,7 +45,9 @@ def samples() -> Iterator[tuple[str, Any, torch.dtype, Any]]:
 
 def results(spec: Any, sample: Any, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Outputs and gradients of the native operator for a sample on ``device``, on the CPU."""
-    from pymoe.bench.calls import gradients, map_tensors, mapped, same_layout_copy, with_grad
+    from specs import with_grad
+
+    from pymoe.bench.calls import gradients, map_tensors, mapped, same_layout_copy
 
     wanted = (with_grad(sample) if spec.gradient_samples is not None else None) or sample
     copies: dict[int, torch.Tensor] = {}
@@ -75,7 +77,10 @@ def emulated(file: Path, seconds: float) -> None:
 
 def compare(kept: dict[str, Any], device: torch.device) -> dict[str, dict[str, Any]]:
     """A record a specification: how many calls and tensors, how many agree in every bit, and what is wrong."""
-    from pymoe.bench.correctness import assert_close, assert_same_bits, same_bits
+    sys.path.insert(0, str(ROOT / "tests"))
+    from specs.comparison import assert_close, assert_same_bits
+
+    from pymoe.bench.correctness import same_bits
 
     records: dict[str, dict[str, Any]] = {}
     for name, spec, dtype, sample in samples():

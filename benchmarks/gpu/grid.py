@@ -13,10 +13,10 @@ from itertools import islice
 import torch
 
 from benchmarks.gpu.stages import ROOT
-from pymoe.bench.calls import generator, gradients, map_tensors, mapped, with_grad
+from pymoe.bench.calls import generator, gradients, map_tensors, mapped
 
 sys.path.insert(0, str(ROOT / "tests"))
-from specs import all_specs, samples_of
+from specs import all_specs, samples_of, with_grad
 
 
 def main() -> int:

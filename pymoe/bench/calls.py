@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SEED = 20211
 
 
@@ -47,7 +46,7 @@ class BenchCase:
     flops: int = 0
     """Floating-point operations of a call, where those are the floor."""
     backward: bool = False
-    """Time forward and backward together instead of forward alone."""
+    """Time forward and backward together instead of forward alone; what ``make`` returns then holds leaves."""
     source: str = ""
     """Who publishes this shape."""
     baseline: Callable[..., Any] | None = None
@@ -150,17 +149,6 @@ def widened(sample: Sample) -> Sample:
             else value
         ),
     )
-
-
-def with_grad(sample: Sample) -> Sample | None:
-    """Return ``sample`` with every floating argument a leaf that requires grad.
-
-    Returns None if there is no such argument, one is not finite, or the sample has an ``out``.
-    """
-    floating = [value for value in tensors_in((sample.args, sample.kwargs)) if value.is_floating_point()]
-    if not floating or "out" in sample.kwargs or not all(bool(value.isfinite().all()) for value in floating):
-        return None
-    return mapped(sample, lambda value: value.detach().requires_grad_() if value.is_floating_point() else value)
 
 
 def leaves(sample: Sample) -> list[Tensor]:

@@ -98,7 +98,7 @@ def candidates_of(shape: Shape, dtype: torch.dtype, device: torch.device, rates:
     reference = layer_of(shape, dtype, device, backend="reference")
     calls = {"native": training_step(native, x, grad), "reference": training_step(reference, x, grad)}
     if device.type == "cuda":
-        calls["baseline"] = torch_step(native, x, grad)
+        calls["baseline"] = training_step(native, x, grad, with_torch_alone(native))
     names = ("output", "gradient of x", *(f"gradient of {name}" for name, _ in native.named_parameters()))
     return Candidates(
         calls,
@@ -137,24 +137,26 @@ def inputs_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[T
     return x.to(device, dtype).requires_grad_(), grad.to(device, dtype)
 
 
-def training_step(layer: nn.Module, x: Tensor, grad: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-    """Forward and backward; returns output, gradient of ``x``, and gradients of the parameters."""
+def training_step(
+    layer: nn.Module, x: Tensor, grad: Tensor, forward: Callable[[Tensor], Tensor] | None = None
+) -> Callable[[], tuple[Tensor, ...]]:
+    """Forward (the layer's, unless given) and backward; returns output, gradient of ``x`` and of the parameters."""
     leaves = [x, *layer.parameters()]
+    forward = forward or layer
 
     def step() -> tuple[Tensor, ...]:
-        output = layer(x)
+        output = forward(x)
         return (output.detach(), *torch.autograd.grad(output, leaves, grad))
 
     return step
 
 
-def torch_step(layer: MoE, x: Tensor, grad: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-    """The same function of the same parameters, as one writes it with torch alone: sort, index, grouped_mm, add."""
-    leaves = [x, *layer.parameters()]
+def with_torch_alone(layer: MoE) -> Callable[[Tensor], Tensor]:
+    """The layer's function of its parameters, as one writes it with torch alone: sort, index, grouped_mm, add."""
     router, w_in, w_out = layer.router.weight, layer.experts.w_in, layer.experts.w_out
     k = layer.top_k
 
-    def step() -> tuple[Tensor, ...]:
+    def forward(x: Tensor) -> Tensor:
         scores = (x.float() @ router.float().T).softmax(1)
         weights, experts = scores.topk(k, dim=1)
         weights = weights / weights.sum(1, keepdim=True)
@@ -164,10 +166,9 @@ def torch_step(layer: MoE, x: Tensor, grad: Tensor) -> Callable[[], tuple[Tensor
         gate, up = nn.functional.grouped_mm(x[token], w_in.transpose(1, 2), offs=ends).chunk(2, dim=1)
         rows = nn.functional.grouped_mm(nn.functional.silu(gate) * up, w_out.transpose(1, 2), offs=ends)
         weighted = rows * weights.flatten()[order, None].to(rows.dtype)
-        output = torch.zeros_like(x).index_add(0, token, weighted)
-        return (output.detach(), *torch.autograd.grad(output, leaves, grad))
+        return torch.zeros_like(x).index_add(0, token, weighted)
 
-    return step
+    return forward
 
 
 def dense_floor(shape: Shape, dtype: torch.dtype, device: torch.device) -> Floor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pymoe.bench.calls import BenchCase, Operator, Sample, Target, generator, leaves, mapped, outputs_of, with_grad
+from pymoe.bench.calls import BenchCase, Operator, Sample, Target, generator, leaves, mapped, outputs_of
 from pymoe.bench.cold import Rotating, copies_of, in_graph
 from pymoe.bench.correctness import Verdict, verify
 from pymoe.bench.floor import Floor, Rates, floor_for
@@ -92,11 +92,6 @@ def lines_of(operator: Operator) -> Iterator[Line]:
 def candidates_of(operator: Operator, case: BenchCase, device: torch.device, rates: Rates) -> Candidates:
     """Make the inputs of a case on ``device``, and the calls to be timed."""
     sample = mapped(case.make(generator()), lambda value: value.detach().to(device).requires_grad_(value.requires_grad))
-    if case.backward and not leaves(sample):
-        wanted = with_grad(sample)
-        if wanted is None:
-            raise ValueError(f"{operator.name}: {case.name} times the backward, but no argument can require grad")
-        sample = wanted
     functions = {"native": operator.native, "reference": operator.reference}
     if case.baseline:
         functions["baseline"] = case.baseline

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pymoe import ops, reference
-from pymoe.bench.calls import FLOATING, BenchCase, Operator, Sample, Target
+from pymoe.bench.calls import BenchCase, Operator, Sample, Target
 from pymoe.reference import Routing
+from pymoe.reference.checks import FLOATING
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 SOFTMAX = {"score": "softmax"}
@@ -172,8 +173,8 @@ def combine_case(
 ) -> BenchCase:
     def make(random: torch.Generator) -> Sample:
         routing = reference.build_routing(distinct(tokens, choices, experts, random), experts)
-        y = torch.randn(tokens * choices, hidden, generator=random).to(dtype)
-        return Sample("", (y, routing, torch.rand(tokens, choices, generator=random)))
+        y = torch.randn(tokens * choices, hidden, generator=random).to(dtype).requires_grad_(backward)
+        return Sample("", (y, routing, torch.rand(tokens, choices, generator=random).requires_grad_(backward)))
 
     rows = 1 + choices + (1 + 2 * choices if backward else 0)
     return BenchCase(

@@ -16,7 +16,16 @@ from pymoe.bench import cli, correctness, environment
 from pymoe.bench.calls import BenchCase, Operator, Sample, Target
 from pymoe.bench.compare import compare
 from pymoe.bench.floor import Floor, Rates
-from pymoe.bench.layer import Shape, candidates_of, inputs_of, layer_lines, layer_of, torch_step, verdict_of
+from pymoe.bench.layer import (
+    Shape,
+    candidates_of,
+    inputs_of,
+    layer_lines,
+    layer_of,
+    training_step,
+    verdict_of,
+    with_torch_alone,
+)
 from pymoe.bench.timing import Timing
 
 COLUMNS = {
@@ -68,7 +77,7 @@ def operator_of(native, *, exact=True, backward=False, **options):
     case = BenchCase(
         "N1000",
         torch.float32,
-        lambda generator: Sample("", (torch.randn(1000, generator=generator),)),
+        lambda generator: Sample("", (torch.randn(1000, generator=generator).requires_grad_(backward),)),
         bytes=8000,
         backward=backward,
         source="this test",
@@ -360,7 +369,7 @@ def test_the_layer_agrees_with_its_reference_and_has_a_floor():
     assert candidates.floor.needed == candidates.floor.work == shape.flops
     assert {"MoE"} == {line.operator for line in layer_lines()}
     layer, (x, grad) = layer_of(shape, torch.float32, cpu), inputs_of(shape, torch.float32, cpu)
-    alone = torch_step(layer, x, grad)()
+    alone = training_step(layer, x, grad, with_torch_alone(layer))()
     names = ("output", "gradient of x", *(name for name, _ in layer.named_parameters()))
     assert verdict_of(alone, candidates.calls["native"](), names, 1e-5).verdict == "close"
 

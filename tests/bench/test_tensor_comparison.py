@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
+from specs.comparison import assert_close, assert_same_bits, ulp_distance
 from specs.samples import layouts, special_values
 
-from pymoe.bench.correctness import assert_close, assert_same_bits, ulp_distance
+from pymoe.bench.correctness import difference
 from pymoe.bench.operators import uniform
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -85,3 +86,17 @@ def test_layouts_hold_the_same_values(dtype, shape):
     assert len(set(names)) == len(names) >= 3
     if value.numel() > 5:
         assert any(not view.is_contiguous() for _, view in layouts(value))
+
+
+@pytest.mark.parametrize("tolerance", [None, (0.0, 0.0), (1e-2, 1e-3)], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_benchmark_finds_what_the_assertions_find(dtype, tolerance):
+    values = special_values(dtype)
+    near = (values.double() * 1.005).to(dtype)
+    for got, wanted in [(a, b) for a in torch.cat((values, near)) for b in values]:
+        try:
+            assert_same_bits(got, wanted) if tolerance is None else assert_close(got, wanted, tolerance)
+            right = True
+        except AssertionError:
+            right = False
+        assert (difference("it", got, wanted, tolerance) == "") == right, (got, wanted)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from devices import moved
 from specs import all_specs, in_dtype, samples_of
+from specs.comparison import assert_close, assert_same_bits
 
 from pymoe.bench.calls import generator, gradients, leaves
-from pymoe.bench.correctness import assert_close, assert_same_bits
 
 pytestmark = pytest.mark.only_on("cpu", "cuda")  # the compiler knows no other device
 SPECS = {spec.name: spec for spec in all_specs()}

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from devices import moved
-from specs import all_specs, large_cases, samples_of, verify
+from specs import all_specs, large_cases, samples_of, verify, with_grad
 
-from pymoe.bench.calls import generator, with_grad
+from pymoe.bench.calls import generator
 
 SPECS = {spec.name: spec for spec in all_specs()}
 

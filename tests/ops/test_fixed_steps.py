@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
+from specs.comparison import assert_close, assert_same_bits
 
-from pymoe.bench.correctness import assert_close, assert_same_bits
 from pymoe.reference import fixed_steps
 
 pytestmark = pytest.mark.only_on("cpu")

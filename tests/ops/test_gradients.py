@@ -10,9 +10,9 @@ import pytest
 import torch
 from devices import moved
 from specs import all_specs, verify
+from specs.comparison import assert_same_bits
 
 from pymoe.bench.calls import call, generator, gradients, gradients_of, leaves, mapped, outputs_of, tensors_in
-from pymoe.bench.correctness import assert_same_bits
 
 SPECS = {spec.name: spec for spec in all_specs() if spec.gradient_samples is not None}
 

@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 from limits import LONG
+from specs.comparison import assert_close, assert_same_bits
 from torch.nn import functional as F
 
 import pymoe
-from pymoe.bench.correctness import assert_close, assert_same_bits
 
 BACKENDS = pytest.mark.parametrize("backend", [pymoe.ops, pymoe.reference], ids=["native", "reference"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
@@ -128,8 +128,9 @@ def test_raw_operators_refuse_offsets_that_point_outside(values, error):
 
 ISA_SCRIPT = """
 import torch, pymoe
-from pymoe.bench.correctness import assert_close
-from pymoe.bench.calls import gradients, with_grad
+from specs.comparison import assert_close
+from pymoe.bench.calls import gradients
+from specs import with_grad
 from specs import samples_of
 from specs import grouped_linear, expert_activation
 from specs.verify import gradients_equal, outputs_equal

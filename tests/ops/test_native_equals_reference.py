@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from devices import moved
 from limits import EXHAUSTIVE
-from specs import all_specs, large_cases, samples_of, verify
+from specs import all_specs, large_cases, samples_of, verify, with_grad
 
 import pymoe
-from pymoe.bench.calls import generator, with_grad
+from pymoe.bench.calls import generator
 
 SPECS = {spec.name: spec for spec in all_specs()}
 ISAS = ["baseline", "v3", "v4"]

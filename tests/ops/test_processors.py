@@ -14,11 +14,12 @@ import sys
 import pytest
 import torch
 from limits import LONG, rounds
-from specs import all_specs, samples_of
+from specs import all_specs, samples_of, with_grad
+from specs.comparison import assert_close, assert_same_bits
 from specs.samples import special_values
 
-from pymoe.bench.calls import call, generator, gradients_of, leaves, mapped, outputs_of, with_grad
-from pymoe.bench.correctness import assert_close, assert_same_bits, same_bits
+from pymoe.bench.calls import call, generator, gradients_of, leaves, mapped, outputs_of
+from pymoe.bench.correctness import same_bits
 
 pytestmark = pytest.mark.only_on("cpu")
 SPECS = {spec.name: spec for spec in all_specs()}

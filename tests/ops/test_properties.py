@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import rounds
+from specs.comparison import assert_close, assert_same_bits
 from specs.samples import layouts, special_values
 
 import pymoe
-from pymoe.bench.correctness import assert_close, assert_same_bits
 
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
 SIDE = st.integers(0, 6)

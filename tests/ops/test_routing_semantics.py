@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from specs.comparison import assert_same_bits
 from specs.routings import skewed
 from torch._subclasses import FakeTensorMode
 
 import pymoe
 from pymoe.bench.calls import generator
-from pymoe.bench.correctness import assert_same_bits
 from pymoe.bench.operators import distinct
 from pymoe.ops import build_routing, combine, dispatch, gather_batch, split_batch
 

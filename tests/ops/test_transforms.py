@@ -3,11 +3,11 @@
 import pytest
 import torch
 from specs import all_specs
+from specs.comparison import assert_close, assert_same_bits
 from torch.autograd import forward_ad
 
 import pymoe
 from pymoe.bench.calls import generator, leaves, map_tensors, outputs_of
-from pymoe.bench.correctness import assert_close, assert_same_bits
 from pymoe.nn import MoE
 
 pytestmark = pytest.mark.only_on("cpu")

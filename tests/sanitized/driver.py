@@ -27,10 +27,10 @@ load(sys.argv[1])
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from specs import all_specs, large_cases, samples_of, verify  # noqa: E402
+from specs import all_specs, large_cases, samples_of, verify, with_grad  # noqa: E402
 from specs.hostile import hostile_calls  # noqa: E402
 
-from pymoe.bench.calls import generator, gradients, outputs_of, same_layout_copy, with_grad  # noqa: E402
+from pymoe.bench.calls import generator, gradients, outputs_of, same_layout_copy  # noqa: E402
 
 BACKWARD_IS_VIEWS = {"gather_batch"}
 

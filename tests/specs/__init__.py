@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from pymoe.bench.calls import FLOATING, BenchCase, Operator, Sample, generator, mapped
+from pymoe.bench.calls import BenchCase, Operator, Sample, generator, mapped, tensors_in
 from pymoe.bench.operators import OPERATORS
+from pymoe.reference.checks import FLOATING
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,17 @@ def in_dtype(sample: Sample, dtype: torch.dtype) -> Sample:
             value.detach().to(dtype).requires_grad_(value.requires_grad) if value.is_floating_point() else value
         ),
     )
+
+
+def with_grad(sample: Sample) -> Sample | None:
+    """Return ``sample`` with every floating argument a leaf that requires grad.
+
+    Returns None if there is no such argument, one is not finite, or the sample has an ``out``.
+    """
+    floating = [value for value in tensors_in((sample.args, sample.kwargs)) if value.is_floating_point()]
+    if not floating or "out" in sample.kwargs or not all(bool(value.isfinite().all()) for value in floating):
+        return None
+    return mapped(sample, lambda value: value.detach().requires_grad_() if value.is_floating_point() else value)
 
 
 def large_cases(spec: OpSpec, count: int = 2, most_bytes: int = 64 << 20) -> list[BenchCase]:

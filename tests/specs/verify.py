@@ -23,8 +23,8 @@ from pymoe.bench.calls import (
     tensors_in,
     widened,
 )
-from pymoe.bench.correctness import assert_close, assert_same_bits
 from specs import ErrorInput, OpSpec
+from specs.comparison import assert_close, assert_same_bits
 
 
 def outputs_equal(spec: OpSpec, dtype: torch.dtype, sample: Sample) -> None:

@@ -10,9 +10,9 @@ import torch
 from devices import CPU, DEVICES, TorchOn, moved
 from pretended import pretended
 from specs import all_specs, samples_of
+from specs.comparison import assert_same_bits
 
 from pymoe.bench.calls import generator, tensors_in
-from pymoe.bench.correctness import assert_same_bits
 
 TESTS = Path(__file__).parents[1]
 OTHER = DEVICES["pretended"]

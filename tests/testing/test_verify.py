@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from specs import ErrorInput, OpSpec, samples_of, verify
+from specs import ErrorInput, OpSpec, samples_of, verify, with_grad
+from specs.comparison import assert_same_bits
 from specs.samples import layouts, special_values, sprinkled
 
-from pymoe.bench.calls import Sample, same_layout_copy, with_grad
-from pymoe.bench.correctness import assert_same_bits
+from pymoe.bench.calls import Sample, same_layout_copy
 from pymoe.bench.operators import uniform
 
 
