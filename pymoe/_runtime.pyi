@@ -10,8 +10,6 @@ __all__: list[str] = [
     "Future",
     "Mailbox",
     "ParameterLock",
-    "PipelinePlan",
-    "PipelineRun",
     "Profiled",
     "QueueFull",
     "RequestFuture",
@@ -224,53 +222,6 @@ class WorkerPool:
     @property
     def workers(self) -> int:
         """The number of threads now."""
-
-class PipelineRun:
-    """One run of a :class:`PipelinePlan`. Made by :meth:`PipelinePlan.run`."""
-    def cancel(self) -> None:
-        """Start no further node; threads that wait in :meth:`next` get None."""
-    def cancelled(self) -> bool:
-        """Return True once it was cancelled."""
-    def done(self) -> bool:
-        """Return True once every node has ended."""
-    def next(
-        self,
-        worker: typing.SupportsInt | typing.SupportsIndex,
-        finished: typing.SupportsInt | typing.SupportsIndex | None = None,
-    ) -> int | None:
-        """
-        Wait until the worker's next node may start, and return it: it counts as started then. None if nothing is
-        left to start, or the run is cancelled.
-
-        ``finished`` is the node that this worker got before, which has ended. Ctrl-C ends the wait of the main
-        thread and nothing else: the worker may be asked for again.
-
-        Raises:
-            IndexError: there is no such worker or node.
-            RuntimeError: ``finished`` is not what the worker runs; another thread waits for this worker; or the
-                process is a fork of the one that began the run.
-        """
-
-class PipelinePlan:
-    """
-    Nodes that depend on each other, each to be run by the thread of its worker.
-
-    A worker starts its nodes in the order in which they were added, each as soon as all nodes that
-    it depends on have ended. A run sees the plan as it was when it began.
-    """
-    def __init__(self, workers: typing.SupportsInt | typing.SupportsIndex) -> None:
-        """Make a plan without nodes, for at least one worker."""
-    def add(self, worker: typing.SupportsInt | typing.SupportsIndex) -> int:
-        """Add a node to the end of a worker's order and return its number, counted from 0."""
-    def add_edge(
-        self, before: typing.SupportsInt | typing.SupportsIndex, after: typing.SupportsInt | typing.SupportsIndex
-    ) -> None:
-        """Have node ``after`` wait until node ``before`` has ended; they may belong to different workers."""
-    def run(self) -> PipelineRun:
-        """
-        Begin a run, for one thread a worker that calls :meth:`PipelineRun.next`; ValueError, which names it, for a
-        cycle of edges and orders, so that a run could hang.
-        """
 
 class Profiled:
     """What of torch's profiler watches this thread, for threads that work for it."""

@@ -9,7 +9,6 @@ void bind_awaiting(pybind11::module_& module);        // how coroutines wait for
 void bind_batches(pybind11::module_& module);         // settings and counters of what runs batches
 void bind_executor(pybind11::module_& module);        // Executor, the threads of a Runtime
 void bind_parameter_lock(pybind11::module_& module);  // ParameterLock
-void bind_pipeline_run(pybind11::module_& module);    // PipelinePlan, PipelineRun
 void bind_process(pybind11::module_& module);         // ThreadIdentity; fork and exit
 void bind_profiler(pybind11::module_& module);        // Profiled
 void bind_request_future(pybind11::module_& module);  // RequestFuture

@@ -14,7 +14,7 @@ namespace pymoe::bindings {
 namespace {
 
 using runtime::Stop;
-using Threads = Stopping<runtime::Executor<SystemSync>>;
+using ServerThreads = Stopping<runtime::Executor<SystemSync>>;
 using Strands = std::vector<std::shared_ptr<runtime::Strand<SystemSync>>>;
 
 // Those of the pools, each once.
@@ -28,7 +28,7 @@ Strands strands_of(const py::iterable& pools) {
 }
 
 // All of them, or none: false if one is served elsewhere. The GIL keeps away others who attach.
-bool attach(Threads& threads, const Strands& strands) {
+bool attach(ServerThreads& threads, const Strands& strands) {
   if (std::any_of(strands.begin(), strands.end(), [](const auto& strand) { return strand->attached(); })) return false;
   threads.threads.attach(strands);
   return true;
@@ -63,10 +63,10 @@ class PyExecutor {
     require_this_process(created_, "Runtime.start", "Runtime");
     if (running_) return;
     const Strands strands = strands_of(pools);
-    std::shared_ptr<Threads> threads;
+    std::shared_ptr<ServerThreads> threads;
     {
       const WithoutGil released;  // also while one that came too late joins its workers: they go before `released`
-      auto made = std::make_shared<Threads>(workers_, serve_with_thread_state);
+      auto made = std::make_shared<ServerThreads>(workers_, serve_with_thread_state);
       keep_until_stopped(made);
       threads = std::move(made);
     }
@@ -86,13 +86,13 @@ class PyExecutor {
   }
 
   void add(const py::iterable& pools) {
-    change("Runtime.add", pools, [](Threads& threads, const Strands& strands) {
+    change("Runtime.add", pools, [](ServerThreads& threads, const Strands& strands) {
       if (!attach(threads, strands)) throw std::logic_error("served elsewhere");
     });
   }
 
   void take_back(const py::iterable& pools) {
-    change("Runtime.add", pools, [](Threads& threads, const Strands& strands) {
+    change("Runtime.add", pools, [](ServerThreads& threads, const Strands& strands) {
       for (const auto& strand : strands) threads.threads.reopen(strand);
     });
   }
@@ -114,7 +114,7 @@ class PyExecutor {
 
  private:
   // Null if it does not run. Throws where this is one of its threads, which cannot wait for the end of `whose`.
-  std::shared_ptr<Threads> others_threads(const char* where, const char* whose) const {
+  std::shared_ptr<ServerThreads> others_threads(const char* where, const char* whose) const {
     require_this_process(created_, where, "Runtime");
     if (running_ && running_->on_worker()) {
       raise(PyExc_RuntimeError, "%s: a worker cannot wait for the end of %s", where, whose);
@@ -122,7 +122,7 @@ class PyExecutor {
     return running_;
   }
 
-  static void stop(Threads& threads, Stop how) {
+  static void stop(ServerThreads& threads, Stop how) {
     {
       const WithoutGil released;
       threads.threads.request_stop(how);
@@ -149,7 +149,7 @@ class PyExecutor {
     }
   }
 
-  std::shared_ptr<Threads> running_;  // null while it does not run
+  std::shared_ptr<ServerThreads> running_;  // null while it does not run
   const int workers_;
   const int created_ = generation();
 };

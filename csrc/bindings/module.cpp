@@ -18,6 +18,5 @@ PYBIND11_MODULE(_runtime, module) {
   bind_executor(module);
   bind_parameter_lock(module);
   bind_worker_pool(module);
-  bind_pipeline_run(module);
   bind_profiler(module);
 }

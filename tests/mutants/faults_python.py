@@ -6,6 +6,9 @@ BODY = "csrc/kernels/combine_cpu_body.h"
 ROUTING = "csrc/kernels/build_routing_cpu.cpp"
 EQUAL = "tests/ops/test_native_equals_reference.py"
 RANDOM = "tests/ops/test_properties.py"
+PLAN = "pymoe/pipe/execution/plan.py"
+PLAN_RUN = "pymoe/pipe/execution/step_state.py"
+RUNS = "tests/pipe/test_pipeline_run.py"
 
 FAULTS = [
     Fault(
@@ -126,5 +129,47 @@ FAULTS = [
         "return sum_choices(grad, Routing(*ctx.saved_tensors)), None, None, None",
         "return sum_choices(grad, Routing(*ctx.saved_tensors)).detach(), None, None, None",
         ("tests/ops/test_gradients.py", "-k", "dispatch"),
+    ),
+    Fault(
+        "an action waits for those that are not performed",
+        PLAN,
+        "if needed.kind in kinds and schedule",
+        "if schedule",
+        (RUNS,),
+    ),
+    Fault(
+        "a worker goes on without what its next action needs",
+        PLAN_RUN,
+        "                gates[plan.awaited[action]].get()\n",
+        "                pass\n",
+        (RUNS,),
+    ),
+    Fault(
+        "a worker is not told that its next action can start",
+        PLAN_RUN,
+        "                gates[action].put(None)\n",
+        "                pass\n",
+        (RUNS,),
+    ),
+    Fault(
+        "actions that were performed inline are performed again",
+        PLAN_RUN,
+        "if action not in self._done:",
+        "if True:",
+        (RUNS,),
+    ),
+    Fault(
+        "a stop is not told to who waits",
+        PLAN_RUN,
+        "[self._stopped, *self._gates.values()]",
+        "[self._stopped]",
+        (RUNS, "-k", "stop or fail"),
+    ),
+    Fault(
+        "a run that was stopped starts actions",
+        PLAN_RUN,
+        "            if not stopped.empty():\n                return\n",
+        "",
+        (RUNS,),
     ),
 ]

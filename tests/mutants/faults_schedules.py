@@ -7,7 +7,6 @@ from planting import ScheduleFault as Fault
 COMPLETION = "csrc/runtime/completion.h"
 WORKER_POOL = "csrc/runtime/worker_pool.h"
 PARALLEL_FOR = "csrc/runtime/parallel_for.h"
-PIPELINE_RUN = "csrc/runtime/pipeline_run.h"
 REQUEST_QUEUE = "csrc/runtime/request_queue.h"
 STRAND = "csrc/runtime/strand.h"
 TASK_POOL = "csrc/runtime/task_pool.h"
@@ -249,111 +248,5 @@ FAULTS = [
         "if (!wait_released_until(strand, until)) return false;",
         "wait_released_until(strand, Sync::now());",
         "batching",
-    ),
-    Fault(
-        "a node starts before what it depends on has ended",
-        PIPELINE_RUN,
-        "return before_[index(order[started])] == 0 ? order[started] : kLater;",
-        "return order[started];",
-        "pipeline",
-    ),
-    Fault(
-        "a worker stays at the node that it has started",
-        PIPELINE_RUN,
-        "    ++worker.started;\n",
-        "",
-        "pipeline",
-    ),
-    Fault(
-        "a node is ready when the first before it has ended",
-        PIPELINE_RUN,
-        "if (--before_[index(after)] > 0) continue;",
-        "before_[index(after)] = 0;",
-        "pipeline",
-    ),
-    Fault(
-        "a worker is not told that its next node is ready",
-        PIPELINE_RUN,
-        "      worker.to_wake.push_back(number);\n",
-        "",
-        "pipeline",
-    ),
-    Fault(
-        "only the first worker whose next node an end made ready is told",
-        PIPELINE_RUN,
-        "      worker.to_wake.push_back(number);\n",
-        "      if (worker.to_wake.empty()) worker.to_wake.push_back(number);\n",
-        "pipeline",
-    ),
-    Fault(
-        "a worker that has woken for nothing is not woken again",
-        PIPELINE_RUN,
-        "    for (bool in_time = true; node == kLater && in_time; node = answer(number)) {\n"
-        "      worker.waits = true;\n",
-        "    worker.waits = node == kLater;\n"
-        "    for (bool in_time = true; node == kLater && in_time; node = answer(number)) {\n",
-        "pipeline",
-    ),
-    Fault(
-        "whoever waits does not look before",
-        PIPELINE_RUN,
-        "    Lock lock(mutex_);\n    Node node = answer(number);",
-        "    Lock lock(mutex_);\n    Node node = kLater;",
-        "pipeline",
-    ),
-    Fault(
-        "a worker whose thread has left is never free",
-        PIPELINE_RUN,
-        "    workers_[index(number)].asked = false;\n",
-        "",
-        "pipeline",
-    ),
-    Fault(
-        "a cancel is not told to who waits",
-        PIPELINE_RUN,
-        "    for (Worker& worker : workers_) worker.changed.notify_one();\n",
-        "",
-        "pipeline",
-        "cancelled",
-    ),
-    Fault(
-        "a run is cancelled without its lock",
-        PIPELINE_RUN,
-        "      const Lock lock(mutex_);\n      cancelled_ = true;\n",
-        "      cancelled_ = true;\n",
-        "pipeline",
-        "cancelled",
-    ),
-    Fault(
-        "a cancelled run starts nodes",
-        PIPELINE_RUN,
-        "const Node node = cancelled_ ? kNone : front(number);",
-        "const Node node = front(number);",
-        "pipeline",
-        "cancelled",
-    ),
-    Fault(
-        "what ends in a cancelled run is forgotten",
-        PIPELINE_RUN,
-        "      if (finished) end(worker);\n",
-        "      if (finished && !cancelled_) end(worker);\n",
-        "pipeline",
-        "cancelled",
-    ),
-    Fault(
-        "the orders of the workers are not part of a cycle",
-        PIPELINE_RUN,
-        "      for (size_t i = 1; i < order.size(); ++i) edges.emplace_back(order[i - 1], order[i]);\n",
-        "",
-        "pipeline",
-        "whatever edges",
-    ),
-    Fault(
-        "a cycle is not found if a node is free",
-        PIPELINE_RUN,
-        "if (free.size() == before.size()) return;",
-        "if (!free.empty()) return;",
-        "pipeline",
-        "whatever edges",
     ),
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from pymoe._runtime import PipelinePlan
 from pymoe.pipe.schedules.schedule import Action, Kind, Schedule
 from pymoe.pipe.schedules.validate import run as in_order
 
@@ -22,28 +21,24 @@ TimedAction = tuple[Action, float, float]
 
 
 class Plan:
-    """The actions of a schedule as nodes of a native plan."""
+    """The actions of a schedule, and which of them wait for actions of other workers."""
 
     def __init__(self, schedule: Schedule, kinds: frozenset[Kind] = frozenset(Kind)) -> None:
         """``kinds``: the actions to run; what others would have made is there already. Raises ScheduleError."""
         self.schedule = schedule
         self.workers = schedule.workers
         self.policy = InlinePolicy()
-        self.actions: list[Action] = []  # by node
-        self.nodes = PipelinePlan(schedule.workers)
-        numbers: dict[Action, int] = {}
-        for worker, order in enumerate(schedule.orders):
-            for action in order:
-                if action.kind in kinds:
-                    numbers[action] = self.nodes.add(worker)
-                    self.actions.append(action)
+        self.orders = [[action for action in order if action.kind in kinds] for order in schedule.orders]
         self.in_order: list[Action] = []  # an order for one thread
-        for _, action, dependencies in in_order(schedule):
-            if action in numbers:
+        # By action, the one of another worker that it waits for, if there is one. Since stages form a chain, it waits
+        # for no other, and no other waits for that one.
+        self.awaited: dict[Action, Action] = {}
+        for worker, action, dependencies in in_order(schedule):
+            if action.kind in kinds:
                 self.in_order.append(action)
                 for needed in dependencies:
-                    if needed in numbers:
-                        self.nodes.add_edge(numbers[needed], numbers[action])
+                    if needed.kind in kinds and schedule.placement[needed.stage] != worker:
+                        self.awaited[action] = needed
 
 
 class InlinePolicy:

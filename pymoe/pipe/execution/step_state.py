@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import repeat
+from queue import SimpleQueue
 
 import torch
 
 from pymoe._errors import describe_error
-from pymoe._runtime import PipelineRun
 from pymoe._torch_private import profiler_enabled
 from pymoe.autograd import random_streams
 from pymoe.autograd.random_streams import Source as RandomSource
@@ -210,7 +214,11 @@ class PlanRun:
         self._plan = plan
         self._state = state
         self._perform: Callable[[Action], None] | None = self._in_range if profiler_enabled() else state.perform
-        self._native: PipelineRun | None = None  # made when there are several threads
+        self._process = os.getpid()
+        # When there are several threads: for each action that one of another worker waits for, what that one gets.
+        self._gates: dict[Action, SimpleQueue[None]] = {}
+        self._stopped: SimpleQueue[None] = SimpleQueue()  # has something once no further action is to start
+        self._stop: Callable[[], object] | None = None
         self._began = time.perf_counter()
         self._timed: list[TimedAction] = []
         self._done: frozenset[Action] = frozenset()  # inline, before there were several threads
@@ -226,20 +234,35 @@ class PlanRun:
         self._done = frozenset([action for action, _, _ in self._timed])
         return self._error is not None or len(self._timed) == len(plan.in_order)
 
-    def begin_threads(self) -> PipelineRun:
-        """Go on with the threads of all workers, each of which performs its :meth:`actions_of`."""
-        self._native = native = self._plan.nodes.run()
-        return native
+    def begin_threads(self) -> Callable[[], object]:
+        """Go on with the threads of all workers, each of which performs its :meth:`actions_of`.
+
+        Returns what stops them: no further action starts, and nobody waits. It may be called any number of times, and
+        no Ctrl-C can come before it has done all that, since nothing in it is Python.
+        """
+        self._gates = {action: SimpleQueue() for action in self._plan.awaited.values()}
+        tell = map(SimpleQueue.put, [self._stopped, *self._gates.values()], repeat(None))
+        self._stop = stop = partial[object](deque, tell, 0)
+        return stop
 
     def actions_of(self, worker: int) -> Iterator[Action]:
-        """The actions of a worker that are left, each when it can start."""
-        native, actions, done = self._native, self._plan.actions, self._done
-        assert native is not None
-        node = native.next(worker)
-        while node is not None:
-            if actions[node] not in done:
-                yield actions[node]
-            node = native.next(worker, node)
+        """The actions of a worker that are left, each when it can start.
+
+        Raises:
+            RuntimeError: the process is a fork of the one that began the run.
+        """
+        plan, gates, stopped = self._plan, self._gates, self._stopped
+        for action in plan.orders[worker]:
+            if self._process != os.getpid():
+                raise RuntimeError("a step cannot go on in a fork: its workers exist only in the parent process")
+            if action in plan.awaited:
+                gates[plan.awaited[action]].get()
+            if not stopped.empty():
+                return
+            if action not in self._done:
+                yield action
+            if action in gates:
+                gates[action].put(None)
 
     def perform_actions(self, actions: Iterable[Action], long: list[float] | None = None) -> None:
         """Perform actions on this thread, in this order. Raises nothing; an error ends the run.
@@ -283,8 +306,8 @@ class PlanRun:
                 note = f"{_place(action)} failed, too: {describe_error(error)}"
             if action is not None and hasattr(self._error, "add_note"):  # Python 3.11
                 self._error.add_note(note)
-        if self._native is not None:
-            self._native.cancel()
+        if self._stop is not None:
+            self._stop()
 
     def outcome(self) -> list[TimedAction]:
         """Return when each action started and ended, in any order, after the end of the run.
@@ -295,7 +318,7 @@ class PlanRun:
         error, self._error, self._perform = self._error, None, None
         if error is None:
             seconds = time.perf_counter() - self._began
-            if self._native is None:
+            if self._stop is None:
                 self._plan.policy.saw_inline(seconds)
             else:
                 self._plan.policy.saw_threads(seconds, [end - start for _, start, end in self._timed])

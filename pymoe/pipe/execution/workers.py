@@ -64,7 +64,7 @@ class Workers:
         state, around = current(), inside.workers
         profiled = Profiled() if profiler_enabled() else None
         ended: list[Future] = []
-        native = run.begin_threads()
+        stop = run.begin_threads()
         try:
             for worker, pool in zip(range(1, workers), self._pools, strict=False):
                 context = contextvars.copy_context()
@@ -74,7 +74,7 @@ class Workers:
         except BaseException:
             # Workers raise nothing: this is Ctrl-C between two of their lines, or no thread could start. First the
             # other workers must not wait for this one, and no second Ctrl-C can come before that: it is a native call.
-            native.cancel()
+            stop()
             # It may have come before a worker that had been started was noted. Every pool has one thread, so what is
             # submitted now ends after that worker.
             _wait_for([pool.submit(int) for pool in self._pools[: workers - 1]])
