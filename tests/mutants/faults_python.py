@@ -6,7 +6,6 @@ BODY = "csrc/kernels/combine_cpu_body.h"
 ROUTING = "csrc/kernels/build_routing_cpu.cpp"
 EQUAL = "tests/ops/test_native_equals_reference.py"
 RANDOM = "tests/ops/test_properties.py"
-PLAN = "pymoe/pipe/execution/plan.py"
 PLAN_RUN = "pymoe/pipe/execution/step_state.py"
 RUNS = "tests/pipe/test_pipeline_run.py"
 
@@ -129,13 +128,6 @@ FAULTS = [
         "return sum_choices(grad, Routing(*ctx.saved_tensors)), None, None, None",
         "return sum_choices(grad, Routing(*ctx.saved_tensors)).detach(), None, None, None",
         ("tests/ops/test_gradients.py", "-k", "dispatch"),
-    ),
-    Fault(
-        "an action waits for those that are not performed",
-        PLAN,
-        "if needed.kind in kinds and schedule",
-        "if schedule",
-        (RUNS,),
     ),
     Fault(
         "a worker goes on without what its next action needs",

@@ -242,7 +242,8 @@ class PlanRun:
         """
         self._gates = {action: SimpleQueue() for action in self._plan.awaited.values()}
         tell = map(SimpleQueue.put, [self._stopped, *self._gates.values()], repeat(None))
-        self._stop = stop = partial[object](deque, tell, 0)
+        stop: Callable[[], object] = partial(deque, tell, 0)
+        self._stop = stop
         return stop
 
     def actions_of(self, worker: int) -> Iterator[Action]:
