@@ -141,7 +141,7 @@ FAULTS = [
         PLAN_RUN,
         "                gates[action].put(None)\n",
         "                pass\n",
-        (RUNS,),
+        (RUNS, "-k", "an_end_wakes"),
     ),
     Fault(
         "actions that were performed inline are performed again",
