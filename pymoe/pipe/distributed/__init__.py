@@ -6,8 +6,7 @@
 them fails.
 """
 
-from pymoe.pipe.distributed.liveness import RankError
 from pymoe.pipe.distributed.stage import RankStage, build_stage
-from pymoe.pipe.distributed.watchdog import watching
+from pymoe.pipe.distributed.watchdog import RankError, watching
 
 __all__ = ["RankError", "RankStage", "build_stage", "watching"]

@@ -39,8 +39,7 @@ class Rank:
         self.rank = dist.get_rank(group)
         self.failure_detector = watching(group)
         self.transport = Transport(group, device)
-        for own in self.transport.groups:
-            self.failure_detector.add(own)
+        self.failure_detector.groups.update(self.transport.groups)
         self.step: RankStep | None = None
         self._plans: dict[tuple[int, tuple[int, ...]], _Planned] = {}
         self._planned: _Planned | None = None
