@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -12,6 +13,7 @@ from torch import nn
 from pymoe.autograd.compiler_disable import compiler_disable
 from pymoe.autograd.isolated_graph import functorch_is_active
 from pymoe.pipe.advice import warn_of_no_gain
+from pymoe.pipe.capture.errors import stack_level
 from pymoe.pipe.deferred_batch_norm import convert_deferred_batch_norm
 from pymoe.pipe.devices import refuse_moves
 from pymoe.pipe.execution.engine import Engine, run_in_one_graph
@@ -24,9 +26,11 @@ from pymoe.pipe.own_stages import OwnStages, Taken
 from pymoe.pipe.schedules import Record, Schedule
 from pymoe.pipe.sequential import SequentialModel
 from pymoe.pipe.staged import StagedModel
+from pymoe.pipe.traced.losses import LossWrapper
+from pymoe.pipe.traced.model import TracedModel
 from pymoe.pipe.traced.shared_state import Spec
 from pymoe.pipe.traced.split_points import SplitPoint
-from pymoe.pipe.traced.trace import SplitPolicy, trace_model
+from pymoe.pipe.traced.trace import SplitPolicy, Trace
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -421,16 +425,17 @@ def pipeline(
         UserWarning: ``split_spec`` or ``split_policy`` leave one stage; a module is called in one piece because it
             changes its attributes; the model is captured again and again.
     """
-    staged = trace_model(
-        module,
-        mb_args,
-        mb_kwargs,
-        split_spec,
-        split_policy,
-        devices=devices,
-        multi_use_param_spec=multi_use_param_spec,
-        output_loss_value_spec=output_loss_value_spec,
-        dynamic_shapes=dynamic_shapes,
-        opaque=opaque,
-    )
+    if split_spec and split_policy is not None:
+        raise ValueError("pipeline: split_spec or split_policy, not both")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"pipeline: the model must be an nn.Module, got {type(module).__name__}")
+    if not isinstance(mb_args, (tuple, list)):
+        raise TypeError(f"pipeline: mb_args must be a tuple of arguments, got {type(mb_args).__name__}")
+    if output_loss_value_spec is None and isinstance(module, LossWrapper):
+        output_loss_value_spec = module.loss_spec
+    trace = Trace(split_spec, split_policy, dynamic_shapes, opaque)
+    arguments = tuple(mb_args), dict(mb_kwargs or {})
+    staged = TracedModel(module, *arguments, trace, multi_use_param_spec, output_loss_value_spec, devices)
+    if len(staged.parts) == 1 and (why := trace.why_one_stage()) is not None:
+        warnings.warn(f"pipeline: the model is one stage: {why}", stacklevel=stack_level())
     return Pipe.of(staged, chunks, checkpoint)

@@ -84,9 +84,9 @@ def profile_times(
     skips = Skips(separate)
     with copied(module, sample, device, skips) as (layers, value, where):
         _pass(layers, value, where, skips)
-        end = _now(where) + timeout
+        end = now(where) + timeout
         passes = [_pass(layers, value, where, skips)]
-        while _now(where) < end:
+        while now(where) < end:
             passes.append(_pass(layers, value, where, skips))
     median = statistics.median
     times = []
@@ -168,17 +168,17 @@ def _pass(
     for name, layer in layers:
         skips.stashed.clear()
         value = separate(value)
-        begin = _now(device)
+        begin = now(device)
         with _naming(f"in layer '{name}'"):
             value = layer(value)
-        middle = _now(device)
+        middle = now(device)
         ends = [tensor for tensor in tensors_of((value, skips.stashed)) if tensor.requires_grad]
         gradients = [torch.ones_like(tensor) for tensor in ends]
-        restart = _now(device)
+        restart = now(device)
         if ends:
             with _naming(f"in the backward pass of layer '{name}'"):
                 torch.autograd.backward(ends, gradients)
-        times.append((middle - begin, _now(device) - restart if ends else 0.0))
+        times.append((middle - begin, now(device) - restart if ends else 0.0))
         for parameter in layer.parameters():
             parameter.grad = None
     skips.kept.clear()
@@ -195,9 +195,11 @@ def _naming(where: str) -> Iterator[None]:
         raise
 
 
-def _now(device: torch.device) -> float:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
+def now(*devices: torch.device) -> float:
+    """Return the time in seconds after all that the devices have been given to do."""
+    for device in devices:
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize(device)
     return time.perf_counter()
 
 

@@ -4,18 +4,17 @@ arguments of the nodes that call them.
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Iterator
 from typing import Any
 
-from torch import fx, nn
+from torch import fx
 
 from pymoe.pipe.capture.graph import Region
 from pymoe.pipe.capture.opaque import OpaqueModule
 from pymoe.pipe.traced.split_points import is_marker, mark
 
-__all__ = ["ModuleCall", "modules_as_arguments", "split_regions"]
+__all__ = ["modules_as_arguments", "split_regions"]
 
 
 def split_regions(graph: fx.Graph) -> None:
@@ -81,21 +80,6 @@ def _segments(block: fx.Graph) -> Iterator[list[fx.Node]]:
     yield segment
 
 
-class ModuleCall:
-    """The target of a node: takes a module and the computed leaves of its arguments, returns those of its result."""
-
-    def __init__(self, call: OpaqueModule) -> None:
-        self.__name__ = call.__name__
-        self._call = copy.copy(call)  # how leaves become arguments, without the module
-        self._call.function = self._call.module = None  # type: ignore[assignment]
-
-    def __call__(self, module: nn.Module, *computed: Any) -> list[Any]:
-        return self._call.call(module, computed)
-
-    def __repr__(self) -> str:
-        return self.__name__
-
-
 def modules_as_arguments(graph: fx.Graph) -> None:
     """Let ``get_attr`` fetch the opaque modules that a graph calls, so that they are part of a stage's state.
 
@@ -108,18 +92,18 @@ def modules_as_arguments(graph: fx.Graph) -> None:
             raise ValueError("opaque: the whole model is opaque and cannot be split: list modules inside it")
         for path in paths:
             with graph.inserting_before(node):
-                node.args = (graph.get_attr(path), *node.args) if _is_call(node) else (*node.args, graph.get_attr(path))
+                _give(node, graph.get_attr(path))
 
 
-def _is_call(node: fx.Node) -> bool:
-    return isinstance(node.target, ModuleCall)
+def _give(node: fx.Node, module: fx.Node) -> None:
+    node.args = (module, *node.args) if isinstance(node.target, OpaqueModule) else (*node.args, module)
 
 
 def _convert(node: fx.Node) -> list[str]:
     """Make the node take modules as arguments, a call before and a region after the others; return their paths."""
     target = node.target
     if isinstance(target, OpaqueModule):
-        node.target = ModuleCall(target)
+        node.target = target.with_module_as_argument()
         return [target.path]
     if not isinstance(target, Region):
         return []
@@ -130,7 +114,7 @@ def _convert(node: fx.Node) -> list[str]:
             last = block.find_nodes(op="placeholder")
             with block.inserting_after(last[-1]) if last else block.inserting_before():
                 module = block.placeholder(f"module_{path.replace('.', '_')}")
-            inner.args = (module, *inner.args) if _is_call(inner) else (*inner.args, module)
+            _give(inner, module)
             found.append(path)
     if found:
         target.graph.recompile()

@@ -47,7 +47,6 @@ class TracedModel(StagedModel):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         trace: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Captured],
-        *,
         multi_use: Spec,
         loss_spec: Any,
         devices: Sequence[torch.device | str | int] | None,
@@ -66,7 +65,6 @@ class TracedModel(StagedModel):
         self._is_chosen = False  # for the call whose micro-batches were made last
         self._one_at_a_time = StageLock()  # threads that find that it must be captured again
         first = trace(module, args, kwargs)
-        self._example = first.arguments
         self._now = self._add(first)
         if devices is None:
             self.devices = (None,) * len(self.parts)
@@ -129,7 +127,7 @@ class TracedModel(StagedModel):
         found = next(others, None)
         if found is None:
             self._warn_of(change)
-            args, kwargs = self._example.example(self._dtypes(leaves), leaves or ())
+            args, kwargs = self._variants[0].arguments.example(self._dtypes(leaves), leaves or ())
             found = self._add(self._trace(self.module, args, kwargs))
         elif self._lacks_some:
             self._populate()
@@ -182,7 +180,10 @@ class TracedModel(StagedModel):
             place(self.parts, devices)
             for part in self.parts:
                 part.update_model()
-        pipeline = self._pipeline(number, made, len(captured.arguments.names))
+        functions = [partial(part.run, number) for part in self.parts]
+        inputs, outputs = [stage.inputs for stage in made.stages], [stage.outputs for stage in made.stages]
+        stages = self.stages_of(functions, inputs, outputs)
+        pipeline = Pipeline(stages, len(captured.arguments.names), made.outputs)
         loss = self._find_loss(captured, made)
         guards = captured.guards(self.module)
         variant = _Variant(
@@ -205,14 +206,6 @@ class TracedModel(StagedModel):
             )
         if self.devices and stages != len(self.devices):
             raise ValueError(f"Pipe: devices: expected one device per stage ({stages}), got {len(self.devices)}")
-
-    def _pipeline(self, number: int, made: Partition, inputs: int) -> Pipeline:
-        stages = self.stages_of(
-            [partial(part.run, number) for part in self.parts],
-            [stage.inputs for stage in made.stages],
-            [stage.outputs for stage in made.stages],
-        )
-        return Pipeline(stages, inputs, made.outputs)
 
     def _find_loss(self, captured: Captured, made: Partition) -> int | None:
         if self.loss_spec is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pymoe._torch_private import FakeTensorMode, pytree
 from pymoe.pipe.balance.cost import balance_cost, least_maximum
+from pymoe.pipe.balance.profile import now
 from pymoe.pipe.capture.graph import opaque_modules
 from pymoe.pipe.capture.infer_shapes import example_tensor
 from pymoe.pipe.capture.opaque import OpaqueModule
@@ -172,8 +172,8 @@ def _parameters(graph: fx.GraphModule) -> Costs:
 
 def _flops(graph: fx.GraphModule) -> Costs:
     """Count floating point operations of matrix products, convolutions and attention in the forward; nothing is run."""
-    with FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False) as counter:
-        counting = _Counting(graph, counter)
+    counting = _Counting(graph)
+    with FakeTensorMode(allow_non_fake_inputs=True):
         counting.run(*_example(graph))
     return counting.costs
 
@@ -209,24 +209,21 @@ def _restored(graph: fx.GraphModule) -> Iterator[None]:
         buffer.data.copy_(before)
 
 
-class _Counting(fx.Interpreter):
-    def __init__(self, graph: fx.GraphModule, counter: FlopCounterMode) -> None:
-        super().__init__(graph)
-        self.costs: Costs = {}
-        self._counter = counter
-
-    def run_node(self, n: fx.Node) -> Any:
-        before = self._counter.get_total_flops()
-        result = super().run_node(n)
-        self.costs[n] = float(self._counter.get_total_flops() - before)
-        return result
-
-
-class _Timing(fx.Interpreter):
+class _Costing(fx.Interpreter):
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph)
         self.costs: Costs = {}
 
+
+class _Counting(_Costing):
+    def run_node(self, n: fx.Node) -> Any:
+        with FlopCounterMode(display=False) as counter:
+            result = super().run_node(n)
+        self.costs[n] = float(counter.get_total_flops())
+        return result
+
+
+class _Timing(_Costing):
     def run_node(self, n: fx.Node) -> Any:
         if n.op in ("placeholder", "get_attr", "output"):
             return super().run_node(n)
@@ -256,9 +253,7 @@ class _Timing(fx.Interpreter):
 
 
 def _now(tensors: list[torch.Tensor]) -> float:
-    for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
-        torch.get_device_module(device).synchronize(device)
-    return time.perf_counter()
+    return now(*{tensor.device for tensor in tensors})
 
 
 def _example(graph: fx.GraphModule) -> list[Any]:
