@@ -18,21 +18,7 @@ Taken = int | Source
 
 
 class OwnStages(StagedModel):
-    """Modules as stages.
-
-    Args:
-        stages: the modules, in an order in which they can run.
-        takes: for every stage its positional arguments: ``n`` for what stage n returns, ``Source(n, k)`` for item k of
-            it, ``Source(-1, k)`` for argument k of the pipe. None: the first takes the one argument of the pipe, every
-            other one what the stage before it returns.
-        outputs: what the pipe returns, written likewise: one value, or a sequence for a tuple. None: what the last
-            stage returns.
-        devices: for every stage; None: they stay where they are.
-
-    Raises:
-        TypeError: the stages are not modules.
-        ValueError: a stage takes what no earlier stage returns.
-    """
+    """Modules as stages; :meth:`pymoe.Pipe.from_stages` documents the arguments and errors."""
 
     def __init__(
         self,

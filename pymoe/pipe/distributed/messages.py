@@ -31,22 +31,16 @@ __all__ = [
 
 
 class Subject(IntEnum):
-    """What a message is about: :attr:`words`."""
+    """What a message is about."""
 
     VALUES = 0
     GRADIENTS = 1
     TIED_GRADIENTS = 2
     COPY = 3
 
-    @property
-    def words(self) -> str:
-        """What a stage has made for a micro-batch, or what concerns the parameters that it shares with others."""
-        return (
-            "the values",
-            "the gradients of the values",
-            "the gradients of shared parameters",
-            "the shared parameters",
-        )[self]
+
+WORDS = ("the values", "the gradients of the values", "the gradients of shared parameters", "the shared parameters")
+"""What a stage has made for a micro-batch, or what concerns the parameters that it shares with others."""
 
 
 class Key(NamedTuple):
@@ -59,7 +53,7 @@ class Key(NamedTuple):
 
     def __str__(self) -> str:
         of = f" for micro-batch {self.micro_batch}" if self.subject in (Subject.VALUES, Subject.GRADIENTS) else ""
-        return f"{self.subject.words} of stage {self.stage}{of}"
+        return f"{WORDS[self.subject]} of stage {self.stage}{of}"
 
 
 class Layout(NamedTuple):
@@ -141,18 +135,9 @@ def _lay_out(tensor: torch.Tensor, requires_grad: bool = False) -> tuple[torch.T
         what = f"a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}"
         raise TypeError(f"{what} cannot be sent between ranks: only dense strided tensors can")
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    if not _is_without_gaps(tensor):
+    if torch.empty_like(tensor, device="meta").stride() != tensor.stride():  # which has no gaps
         tensor = tensor.contiguous()
     return tensor, Layout(tensor.dtype, tuple(tensor.shape), tensor.stride(), requires_grad)
-
-
-def _is_without_gaps(tensor: torch.Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 class _Pickler(pickle.Pickler):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pymoe.autograd import random_streams
-from pymoe.pipe.distributed.messages import Key, Subject, describe_tensors
+from pymoe.pipe.distributed.messages import Key, Subject, describe_tensors, read_tensors
 from pymoe.pipe.distributed.plan import Plan
 from pymoe.pipe.distributed.rank_step import RankStep
 from pymoe.pipe.distributed.tied import Tied
@@ -42,12 +42,9 @@ class Rank:
         self.failure_detector.groups.update(self.transport.groups)
         self.step: RankStep | None = None
         self._plans: dict[tuple[int, tuple[int, ...]], _Planned] = {}
-        self._planned: _Planned | None = None
         self._copies_are_equal = False
         self._training: dict[int, bool] = {}
         self._begun: set[int] = set()
-        self._totals: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        self._replicated: list[DistributedDataParallel] = []  # the modules of stages whose backwards have run
         self._steps = 0
 
     def place(self, index: int, device: torch.device) -> None:
@@ -66,7 +63,6 @@ class Rank:
             return
         self._begun = {stage}
         self._steps += 1
-        self._totals, self._replicated = {}, []
         self.step = None
 
     def open(self, rank_of: Sequence[int], count: int, graphs: bool, is_certain: bool) -> RankStep:
@@ -77,7 +73,7 @@ class Rank:
         """
         random_streams.install()
         self.failure_detector.begin()
-        planned = self._planned = self._plan(tuple(rank_of))
+        planned = self._plan(tuple(rank_of))
         if not self._copies_are_equal:
             self._make_copies_equal(planned.tied)
         if is_certain:
@@ -85,7 +81,9 @@ class Rank:
                 self.transport.expect(peer, messages)
         training = [self._is_training(stage, planned) for stage in planned.plan.stages]
         in_backward = recomputed(self._checkpoint, count) if any(training) and graphs else range(0)
-        self.step = RankStep(planned.plan, self.transport, self._steps, graphs, planned.recompute, in_backward, count)
+        self.step = RankStep(
+            planned.plan, planned.tied, self.transport, self._steps, graphs, planned.recompute, in_backward, count
+        )
         return self.step
 
     def reduce(self, stage: int, is_mean: bool, module: nn.Module) -> None:
@@ -94,27 +92,28 @@ class Rank:
         ``is_mean``: the loss of a micro-batch is a mean over its rows rather than a sum. ``module``: that of the stage;
         a ``DistributedDataParallel`` around it averages the gradients that are added.
         """
-        assert self.step is not None
-        assert self._planned is not None
-        step, tied = self.step, self._planned.tied
+        step = self.step
+        assert step is not None
         rows = sum(step.rows.values())
         weight_of = {size: size / rows if is_mean and rows else 1.0 for size in step.rows.values()}
-        leaves, grads = self._totals[stage] = step.sums[stage].total(weight_of)
+        leaves, grads = step.totals[stage] = step.sums[stage].total(weight_of)
         by_leaf = {id(leaf): grad for leaf, grad in zip(leaves, grads, strict=True)}
-        for (own, rank), shared in tied.sent.items():
+        for (own, rank), shared in step.tied.sent.items():
             if own == stage:
-                step.send_tied_gradients(stage, rank, [by_leaf.get(id(tied.of(stage, one))) for one in shared])
+                sums = [by_leaf.get(id(step.tied.of(stage, one))) for one in shared]
+                step.send(rank, Subject.TIED_GRADIENTS, stage, 0, *describe_tensors(sums))
         if isinstance(module, DistributedDataParallel):
-            self._replicated.append(module)
-        if len(self._totals) == len(step.plan.stages):
-            self._add_up(step, tied, weight_of)
+            step.replicated.append(module)
+        if len(step.totals) == len(step.plan.stages):
+            self._add_up(step, weight_of)
             self.finish(step)
 
-    def _add_up(self, step: RankStep, tied: Tied, weight_of: dict[int, float]) -> None:
-        found, self._totals = self._totals, {}
-        for stage, shared in tied.received.items():
-            grads = step.receive_tied_gradients(stage)
-            pairs = [(tied.own(one), grad) for one, grad in zip(shared, grads, strict=True) if grad is not None]
+    def _add_up(self, step: RankStep, weight_of: dict[int, float]) -> None:
+        found, step.totals = step.totals, {}
+        for stage, shared in step.tied.received.items():
+            message = step.receive(step.plan.rank_of[stage], Subject.TIED_GRADIENTS, stage, 0)
+            grads = read_tensors(message.described, message.tensors)
+            pairs = [(step.tied.own(one), grad) for one, grad in zip(shared, grads, strict=True) if grad is not None]
             found[stage] = [parameter for parameter, _ in pairs], [grad for _, grad in pairs]
         tensors, totals = total((*found.pop(stage), 1.0) for stage in sorted(found))
         sums: list[torch.Tensor | None] = [grad.to(leaf.device) for leaf, grad in zip(tensors, totals, strict=True)]
@@ -123,7 +122,7 @@ class Rank:
             weight = weight_of[step.rows[micro_batch]]
             tensors += inputs.tensors
             sums += [None if grad is None else grad * weight for grad in inputs.grads]
-        for module in self._replicated:
+        for module in step.replicated:
             module.reducer.prepare_for_backward([])
         accumulate(tensors, sums)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from pymoe.autograd import random_streams
 from pymoe.autograd.graph_nodes import edge_of, find_leaves
@@ -29,6 +30,7 @@ from pymoe.pipe.distributed.messages import (
     read_values,
 )
 from pymoe.pipe.distributed.plan import Plan
+from pymoe.pipe.distributed.tied import Tied
 from pymoe.pipe.distributed.transport import Message, Transport
 from pymoe.pipe.execution.activation import Activation
 from pymoe.pipe.execution.gradients import WeightedSums
@@ -69,6 +71,7 @@ class RankStep:
     """The forwards and backwards of one rank's stages for one mini-batch, in an order in which they can run."""
 
     plan: Plan
+    tied: Tied
     transport: Transport
     number: int
     """Of the step, the same on all ranks."""
@@ -83,6 +86,8 @@ class RankStep:
 
     def __post_init__(self) -> None:
         self.sums = {stage: WeightedSums() for stage in self.plan.stages}
+        self.totals: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # of stages whose backwards have run
+        self.replicated: list[DistributedDataParallel] = []  # their modules
         self.inputs: dict[int, StepInputs] = {}
         self.rows: dict[int, int] = {}
         self.forwards = 0
@@ -152,21 +157,12 @@ class RankStep:
                 activation.backward_input()
         for maker in plan.returns[stage]:
             grads = self._received.pop((maker, micro_batch)).grads
-            self._send(plan.rank_of[maker], Subject.GRADIENTS, maker, micro_batch, *describe_tensors(grads))
+            self.send(plan.rank_of[maker], Subject.GRADIENTS, maker, micro_batch, *describe_tensors(grads))
 
     def backward_weight(self, stage: int, micro_batch: int) -> None:
         """Run the rest of a stage's backward."""
         with in_pipeline(Stream(self._source, -1)):
             self._activations.pop((stage, micro_batch)).backward_weight(self.sums[stage].of(self.rows[micro_batch]))
-
-    def send_tied_gradients(self, stage: int, rank: int, grads: list[torch.Tensor | None]) -> None:
-        """Send the sums of a stage's gradients of shared parameters to a rank that has them, too."""
-        self._send(rank, Subject.TIED_GRADIENTS, stage, 0, *describe_tensors(grads))
-
-    def receive_tied_gradients(self, stage: int) -> list[torch.Tensor | None]:
-        """Receive those of a stage on another rank."""
-        message = self._receive(self.plan.rank_of[stage], Subject.TIED_GRADIENTS, stage, 0)
-        return read_tensors(message.described, message.tensors)
 
     def advance_generator(self) -> None:
         """Advance the default generator at the end of a step in which any stage has drawn."""
@@ -234,13 +230,15 @@ class RankStep:
         if not self._uses_left[key]:
             del self._uses_left[key], self._values[key]
 
-    def _send(
+    def send(
         self, rank: int, subject: Subject, stage: int, micro_batch: int, description: bytes, tensors: list[torch.Tensor]
     ) -> None:
+        """Begin to send a message of this step. The random numbers that this rank knows go along."""
         notes = self.rows.get(micro_batch, 0), self._source.base, int(self._source.has_drawn)
         self.transport.send(rank, Key(self.number, subject, stage, micro_batch), description, tensors, notes)
 
-    def _receive(self, rank: int, subject: Subject, stage: int, micro_batch: int) -> Message:
+    def receive(self, rank: int, subject: Subject, stage: int, micro_batch: int) -> Message:
+        """Wait for a message of this step."""
         message = self.transport.receive(rank, Key(self.number, subject, stage, micro_batch))
         _, base, has_drawn = message.notes
         if self._random is None:
@@ -253,7 +251,7 @@ class RankStep:
         changing = self._may_change(stage, micro_batch, sources)
         description, tensors = describe_values(values)
         tensors = [tensor.clone() if memory_of(tensor) in changing else tensor for tensor in tensors]
-        self._send(rank, Subject.VALUES, stage, micro_batch, description, tensors)
+        self.send(rank, Subject.VALUES, stage, micro_batch, description, tensors)
         if self.graphs:
             self._sent[stage, micro_batch, rank] = [  # without the tensors, which are not needed any more
                 None if one.accumulator is None else (one.accumulator, one.number, one.tensor.device)
@@ -271,7 +269,7 @@ class RankStep:
         return {memory_of(tensor) for tensor in tensors}
 
     def _receive_values(self, maker: int, micro_batch: int) -> None:
-        message = self._receive(self.plan.rank_of[maker], Subject.VALUES, maker, micro_batch)
+        message = self.receive(self.plan.rank_of[maker], Subject.VALUES, maker, micro_batch)
         self.rows[micro_batch] = message.notes[0]
         accumulator = self._received[maker, micro_batch] = GradAccumulator()
         accumulator.grads = [None] * len(message.tensors)
@@ -280,7 +278,7 @@ class RankStep:
             self._keep(micro_batch, source, value)
 
     def _receive_gradients(self, stage: int, micro_batch: int, rank: int) -> None:
-        message = self._receive(rank, Subject.GRADIENTS, stage, micro_batch)
+        message = self.receive(rank, Subject.GRADIENTS, stage, micro_batch)
         places = self._sent.pop((stage, micro_batch, rank))
         for place, grad in zip(places, read_tensors(message.described, message.tensors), strict=True):
             if place is not None and grad is not None:

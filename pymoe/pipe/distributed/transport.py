@@ -60,7 +60,7 @@ class Transport:
         peers = range(dist.get_world_size(group))
         self._slots: list[dict[bytes, int]] = [{} for _ in peers]  # of the descriptions that each has
         self._descriptions: list[dict[int, bytes]] = [{} for _ in peers]  # that each has sent, by slot
-        self._inboxes = [Inbox(peer, partial(self._next, peer)) for peer in peers]
+        self._inboxes: list[dict[Key, Message]] = [{} for _ in peers]  # what has come before it was asked for
         self._posted: list[tuple[Any, Callable[[], None]]] = []  # works without a thread, and waits for them
         self._sender: Background | None = None
         self._readers: list[Background] = []
@@ -100,7 +100,15 @@ class Transport:
 
     def receive(self, peer: int, key: Key) -> Message:
         """Wait for the message with this key from ``peer``. Raise RuntimeError if it cannot come any more."""
-        return self._inboxes[peer].get(key)
+        inbox = self._inboxes[peer]
+        while key not in inbox:
+            for other in [other for other in inbox if other.step < key.step]:  # of a step that has failed
+                del inbox[other]
+            if later := {other.step for other in inbox if other.step > key.step}:  # they come after all of this one
+                raise RuntimeError(f"rank {peer} is in step {min(later)}, and this one in step {key.step}")
+            message = self._next(peer)
+            inbox[message.key] = message
+        return inbox.pop(key)
 
     def flush(self) -> None:
         """Wait until all that was sent has arrived."""
@@ -179,32 +187,6 @@ def wait(work: Any, peer: int, sent: Key | None = None, kept: torch.Tensor | Non
             what = "a message" if sent is None else f"the arrival of {sent}"
             error.add_note(f"pymoe.pipe: while waiting for {what}; the other rank was {peer}")
         raise
-
-
-class Inbox:
-    """Messages of another rank, by their keys."""
-
-    def __init__(self, peer: int, take: Callable[[], Message]) -> None:
-        """``take`` waits for the next message of rank ``peer``."""
-        self._peer = peer
-        self._take = take
-        self._box: dict[Key, Message] = {}
-
-    def get(self, key: Key) -> Message:
-        """Return the message with this key. Raise RuntimeError if it cannot come any more."""
-        while key not in self._box:
-            self._drop_before(key)
-            message = self._take()
-            self._box[message.key] = message
-        return self._box.pop(key)
-
-    def _drop_before(self, wanted: Key) -> None:
-        """Drop what belongs to a step that has failed. What is of a later step comes after all of this one."""
-        for key in [key for key in self._box if key.step < wanted.step]:
-            del self._box[key]
-        later = {key.step for key in self._box if key.step > wanted.step}
-        if later:
-            raise RuntimeError(f"rank {self._peer} is in step {min(later)}, and this one in step {wanted.step}")
 
 
 class Background:
