@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pymoe.mixture.fan_out import Answers, ExpertRequest, Rules, ask
+from pymoe.mixture.fan_out import Answers, ExpertRequest, ask
+from pymoe.mixture.options import Rules
 from pymoe.mixture.routing import Choice, Group
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 from pymoe.runtime.gradients import all_finite

@@ -24,6 +24,7 @@ from torch import Tensor
 from pymoe import _runtime
 from pymoe._errors import describe_error
 from pymoe.mixture.members import Member, Pass
+from pymoe.mixture.options import Rules
 from pymoe.mixture.routing import Group
 from pymoe.runtime.future import Future, deadline_after, seconds_left
 from pymoe.runtime.gradients import all_finite
@@ -59,19 +60,6 @@ class TooFewAnswersError(RuntimeError):
         # An exception of the expert's own where there is one: timeouts tell less.
         causes = sorted(failures.values(), key=lambda why: isinstance(why, TimeoutError))
         self.__cause__ = causes[0] if causes else None
-
-
-class Rules(NamedTuple):
-    """How many answers the rows of a mixture need, and how long it waits for them; see MixtureOfExpertBackends."""
-
-    k_min: int
-    backward_k_min: int
-    forward_timeout: float | None
-    timeout_after_k_min: float | None
-    backward_timeout: float | None
-    detect_anomalies: bool
-    raises: bool
-    """Whether too few answers are an error."""
 
 
 class ExpertRequest(NamedTuple):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pymoe.mixture.options import NAME
+from pymoe.mixture.options import NAME, Rules
 from pymoe.mixture.stats import BackendLog, BackendStats, PassCounts
 from pymoe.runtime.backend import ExpertBackend
 from pymoe.runtime.task_pool import TaskPool
@@ -76,16 +76,16 @@ class Member:
         return made
 
 
-def members_to_ask(members: Sequence[Member], after: int | None, first_span: float, at_least: int) -> Sequence[Member]:
-    """Return those of ``members`` that do not back off, or all if fewer than ``at_least`` would be left.
+def members_to_ask(members: Sequence[Member], rules: Rules) -> Sequence[Member]:
+    """Return those of ``members`` that do not back off, or all if fewer than ``k_min`` would be left.
 
-    A member backs off after so many timeouts in a row (None: never), for ``first_span`` seconds at first; every further
-    timeout doubles that, up to 64 times.
+    A member backs off after ``rest_after`` timeouts in a row (None: never), for ``rest`` seconds at first; every
+    further timeout doubles that, up to 64 times.
     """
-    if after is None:
+    if rules.rest_after is None:
         return members
-    found = [member for member in members if member.backoff.seconds_left(after, first_span) == 0]
-    return members if len(found) < max(at_least, 1) else found
+    found = [member for member in members if member.backoff.seconds_left(rules.rest_after, rules.rest) == 0]
+    return members if len(found) < rules.k_min else found
 
 
 class Slots:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from pymoe.autograd.compiler_disable import compiler_disable
 from pymoe.mixture.autograd_node import ForwardRecord, UsedAnswer, use_answers
-from pymoe.mixture.fan_out import ExpertRequest, Rules, TooFewAnswersError, ask
+from pymoe.mixture.fan_out import ExpertRequest, TooFewAnswersError, ask
 from pymoe.mixture.members import Slots, members_to_ask
-from pymoe.mixture.options import NAME, Fallback, check_fallback, check_options, check_schemas, fall_back
+from pymoe.mixture.options import NAME, Fallback, Rules, check_fallback, check_options, check_schemas, fall_back
 from pymoe.mixture.routing import Choice, SlotGate, choose, gather_rows, mix, weigh
 from pymoe.mixture.stats import BackendStats
 from pymoe.nn.losses import AuxiliaryLosses
@@ -124,18 +124,12 @@ class MixtureOfExpertBackends(nn.Module):
     ) -> None:
         super().__init__()
         backends = list(backends)
-        max_experts = check_options(
-            backends, top_k, max_experts, k_min, backward_k_min, on_too_few,
-            rest_after, rest=rest, forward_timeout=forward_timeout, timeout_after_k_min=timeout_after_k_min,
-            backward_timeout=backward_timeout,
+        self.rules = Rules(
+            k_min, backward_k_min, forward_timeout, timeout_after_k_min, backward_timeout, rest_after, rest,
+            detect_anomalies, on_too_few == "raise",
         )  # fmt: skip
         self.top_k = top_k
-        self.max_experts = max_experts
-        self.rules = Rules(
-            k_min, backward_k_min, forward_timeout, timeout_after_k_min, backward_timeout, detect_anomalies,
-            on_too_few == "raise",
-        )  # fmt: skip
-        self.rest_after, self.rest = rest_after, rest
+        self.max_experts = check_options(backends, top_k, max_experts, self.rules, on_too_few)
         self._schemas = check_schemas(backends[0])
         self._arguments = RequestSchema(self._name, self._schemas[0])
         self._output_protos = tensor_protos(self._schemas[1])
@@ -146,7 +140,7 @@ class MixtureOfExpertBackends(nn.Module):
         self.losses = AuxiliaryLosses(aux_loss_coef, z_loss_coef)
         self.router_losses: RouterLosses | None = None
         self._dummy = torch.empty(0, requires_grad=True, device="cpu")
-        self._slots = Slots(max_experts)
+        self._slots = Slots(self.max_experts)
         for backend in backends:
             check_schemas(backend, self._schemas)
             self._slots.add(backend, None)
@@ -232,7 +226,7 @@ class MixtureOfExpertBackends(nn.Module):
         rows = self._arguments.check_inputs(inputs)
         if self.rules.detect_anomalies and not all_finite([x for x in inputs if x.is_floating_point()]):
             raise ValueError(f"{self._name}: an input holds NaN or infinity")
-        members = members_to_ask(self._slots.members, self.rest_after, self.rest, self.rules.k_min)
+        members = members_to_ask(self._slots.members, self.rules)
         logits = self._logits(inputs[0], rows)
         if not members:
             few_T = torch.ones(rows, dtype=torch.bool, device="cpu")

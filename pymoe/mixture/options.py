@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -18,18 +18,22 @@ NAME = "MixtureOfExpertBackends"
 Fallback = Literal["zeros", "input"] | Callable[..., Any]
 
 
-def check_options(
-    backends: Sequence[Any],
-    top_k: int,
-    max_experts: int | None,
-    k_min: int,
-    backward_k_min: int,
-    on_too_few: str,
-    rest_after: int | None,
-    *,
-    rest: float,
-    **timeouts: float | None,
-) -> int:
+class Rules(NamedTuple):
+    """How many answers rows need, how long to wait for them, and what else MixtureOfExpertBackends says of a call."""
+
+    k_min: int
+    backward_k_min: int
+    forward_timeout: float | None
+    timeout_after_k_min: float | None
+    backward_timeout: float | None
+    rest_after: int | None
+    rest: float
+    detect_anomalies: bool
+    raises: bool
+    """Whether too few answers are an error."""
+
+
+def check_options(backends: Sequence[Any], top_k: int, max_experts: int | None, rules: Rules, on_too_few: str) -> int:
     """Return the number of slots; raises TypeError or ValueError for an option of the wrong kind or value."""
     if not backends:
         raise ValueError(f"{NAME}: backends must hold at least one backend, got none")
@@ -37,15 +41,15 @@ def check_options(
         max_experts = len(backends)
     checks.integer(NAME, "max_experts", max_experts, len(backends), None, "at least the number of backends")
     checks.integer(NAME, "top_k", top_k, 1, max_experts, f"in 1..max_experts ({max_experts})")
-    checks.integer(NAME, "k_min", k_min, 1, top_k, f"in 1..top_k ({top_k})")
-    checks.integer(NAME, "backward_k_min", backward_k_min, 0, top_k, f"in 0..top_k ({top_k})")
+    checks.integer(NAME, "k_min", rules.k_min, 1, top_k, f"in 1..top_k ({top_k})")
+    checks.integer(NAME, "backward_k_min", rules.backward_k_min, 0, top_k, f"in 0..top_k ({top_k})")
     checks.choice(NAME, "on_too_few", on_too_few, ("raise", "fallback"))
-    if rest_after is not None:
-        checks.integer(NAME, "rest_after", rest_after, 1, None, "at least 1, or None")
-    if rest is None:
+    if rules.rest_after is not None:
+        checks.integer(NAME, "rest_after", rules.rest_after, 1, None, "at least 1, or None")
+    if rules.rest is None:
         raise TypeError(f"{NAME}: rest must be a number of seconds, got None (rest_after=None disables backoff)")
-    for name, seconds in {"rest": rest, **timeouts}.items():
-        if seconds is None:
+    for name in ("rest", "forward_timeout", "timeout_after_k_min", "backward_timeout"):
+        if (seconds := getattr(rules, name)) is None:
             continue
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
             raise TypeError(f"{NAME}: {name} must be a number of seconds or None, got {type(seconds).__name__}")
