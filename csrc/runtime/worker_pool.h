@@ -436,9 +436,3 @@ bool WorkerPool<Sync>::on_worker() const {
 }  // namespace pymoe::runtime
 
 #include "runtime/worker_pool_growth.h"
-
-namespace pymoe::runtime {
-
-extern template class WorkerPool<SystemSync>;
-
-}  // namespace pymoe::runtime

@@ -174,14 +174,8 @@ def end_drawing() -> None:
 def draw(stream: Stream | None) -> int:
     """Return one number of a stream, or for None of the process's default generator for the CPU."""
     generator = torch.default_generator if stream is None else stream.generator(torch.device("cpu"))
-    with _nothing_watches():
+    with temporarily_clear_interpreter_stack(), disable_current_modes(), DisableTorchFunction():  # nothing watches
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator).item())
-
-
-@contextmanager
-def _nothing_watches() -> Iterator[None]:
-    with temporarily_clear_interpreter_stack(), disable_current_modes(), DisableTorchFunction():
-        yield
 
 
 def default_generator(device: torch.device) -> torch.Generator:

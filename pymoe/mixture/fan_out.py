@@ -129,20 +129,9 @@ class Pending:
         timeout = seconds_left(deadline)
         submit = request.to.pool.submit_task if self._run_inline else request.to.pool._try_submit
         future = submit(*request.tensors, timeout=timeout)
-        if future is not None:
-            self._follow(index, request, future)
-        else:
+        if future is None:
             self._without_room.append((index, request, deadline))
-
-    def _look_for_room(self) -> None:
-        waiting, self._without_room = self._without_room, []
-        for index, request, deadline in waiting:
-            try:
-                self.send(index, request, deadline)
-            except Exception as error:
-                self._ended.put((index, error.with_traceback(None), time.perf_counter()))
-
-    def _follow(self, index: int, request: ExpertRequest, future: Future) -> None:
+            return
         counts = request.to.counts
 
         def ended(future: Future) -> None:
@@ -155,6 +144,14 @@ class Pending:
 
         self._futures.append(future)
         future.add_done_callback(ended)
+
+    def _look_for_room(self) -> None:
+        waiting, self._without_room = self._without_room, []
+        for index, request, deadline in waiting:
+            try:
+                self.send(index, request, deadline)
+            except Exception as error:
+                self._ended.put((index, error.with_traceback(None), time.perf_counter()))
 
     def run_inline(self, deadline: float | None) -> None:
         """Run the requests in this thread where no worker may be left to: waiting for a single future does so."""

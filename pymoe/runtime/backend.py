@@ -17,7 +17,7 @@ from pymoe.runtime.differentiate import InputGuard, as_leaf, clear_gradients, di
 from pymoe.runtime.dry_run import infer_outputs_schema, keep_buffers
 from pymoe.runtime.gradients import GradientRule, check_choice
 from pymoe.runtime.interrupts import uninterrupted
-from pymoe.runtime.parameters import check_steps, check_steps_alone, check_updates, lock_of, optimized
+from pymoe.runtime.parameters import check_steps, check_updates, lock_of, optimized
 from pymoe.runtime.placement import Placement
 from pymoe.runtime.schema import RequestSchema, tensor_protos, to_schema
 from pymoe.runtime.task_pool import TaskPool
@@ -105,7 +105,7 @@ class ExpertBackend(BackendState):
         super().__init__()
         if not isinstance(expert, nn.Module):
             raise TypeError(f"ExpertBackend: expert must be an nn.Module, got {type(expert).__name__}")
-        check_steps(opt, scheduler)
+        check_steps(opt, scheduler, alone=not self._updates_itself())
         check_choice("buffers", buffers, ("backward", "both"))
         self.name = name
         self.expert = expert if device is None else expert.to(device)
@@ -129,7 +129,6 @@ class ExpertBackend(BackendState):
         self._guard = InputGuard(self.expert)
         self._lock = lock_of([*self._placement.parameters, *optimized(opt)])
         if not self._updates_itself():
-            check_steps_alone(opt, scheduler)
             check_updates(name, opt, self._placement.parameters, ())
         if outputs_schema is None:
             outputs_schema = self._find_outputs_schema()

@@ -58,8 +58,8 @@ def optimized(opt: Any) -> list[nn.Parameter]:
     return [parameter for group in getattr(opt, "param_groups", ()) for parameter in group["params"]]
 
 
-def check_steps(opt: Any, scheduler: Any) -> None:
-    """Raise TypeError unless both are objects with a ``step()``, or None."""
+def check_steps(opt: Any, scheduler: Any, alone: bool) -> None:
+    """Raise TypeError unless both are objects with a ``step()``, with ``alone`` one without arguments, or None."""
     for what, kind, one in (("opt", "an optimizer", opt), ("scheduler", "a scheduler", scheduler)):
         if one is None:
             continue
@@ -67,14 +67,9 @@ def check_steps(opt: Any, scheduler: Any) -> None:
             raise TypeError(f"ExpertBackend: {what} must be {kind} or None, got the class {one.__name__} itself")
         if not callable(getattr(one, "step", None)):
             raise TypeError(f"ExpertBackend: {what} must be {kind} or None, got {type(one).__name__}")
-
-
-def check_steps_alone(opt: Any, scheduler: Any) -> None:
-    """Raise TypeError if ``step()`` of either needs an argument."""
-    for what, one in (("opt", opt), ("scheduler", scheduler)):
         # What schedulers put on an optimizer in place of its own step() has a signature with one argument too many.
         step = getattr(type(one), "step", None)
-        if step is None:
+        if step is None or not alone:
             continue
         try:
             inspect.signature(step).bind(one)
