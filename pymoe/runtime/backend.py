@@ -1,31 +1,34 @@
-"""An expert that is served: batches of requests for its outputs and its gradients, and an update a batch."""
+"""An expert that is served: batches of requests for its outputs and its gradients, an update a batch, its state."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pymoe.autograd.plain_state import in_plain_state
-from pymoe.runtime.backend_state import BackendState, look_again
-from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 from pymoe.runtime.differentiate import InputGuard, as_leaf, clear_gradients, differentiate, warm_up_autograd
 from pymoe.runtime.dry_run import infer_outputs_schema, keep_buffers
 from pymoe.runtime.gradients import GradientRule, check_choice
 from pymoe.runtime.interrupts import uninterrupted
 from pymoe.runtime.parameters import check_steps, check_updates, lock_of, optimized
 from pymoe.runtime.placement import Placement
-from pymoe.runtime.schema import RequestSchema, tensor_protos, to_schema
+from pymoe.runtime.schema import RequestSchema, as_tuple, tensor_protos, to_schema
 from pymoe.runtime.task_pool import TaskPool
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_POOLS = ("forward_pool", "backward_pool")
 _MAY_RETRY = "pymoe_may_retry"  # set on exceptions of the backward pass; pools that isolate look at it too
 
 
-class ExpertBackend(BackendState):
+class ExpertBackend(nn.Module):
     """A module with two pools of requests: one asks for its outputs, the other for gradients of its inputs.
 
     The **forward pass** runs the expert without gradients. The **backward pass** keeps nothing of an earlier forward
@@ -115,7 +118,7 @@ class ExpertBackend(BackendState):
         self._rule = GradientRule(gradient_reduction, accumulate_steps, clip_grad_norm, nonfinite_gradients)
         self._buffers_change_in_forward = buffers == "both"
 
-        self.args_schema: tuple[Any, ...] = to_schema(_as_tuple(args_schema))
+        self.args_schema: tuple[Any, ...] = to_schema(as_tuple(args_schema))
         self.kwargs_schema: dict[str, Any] = to_schema(dict(kwargs_schema or {}))
         self.forward_schema = (self.args_schema, self.kwargs_schema)
         if not tensor_protos(self.forward_schema):
@@ -331,13 +334,110 @@ class ExpertBackend(BackendState):
         found.update(dict.fromkeys(optimized(self.opt)))
         return list(found)
 
+    # --- its state, between two updates: no pass runs meanwhile ---
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of expert, optimizer and scheduler, as it is between two updates.
+
+        Unless ``keep_vars`` is set, tensors are copies: later updates do not change them. Gradients that wait for
+        further batches (``accumulate_steps``) are not part of it.
+        """
+        keep_vars = kwargs.get("keep_vars", args[2] if len(args) > 2 else False)
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        with self._lock:
+            state = super().state_dict(*args, **kwargs)
+            if not keep_vars:
+                for key, value in state.items():
+                    if key.startswith(prefix) and isinstance(value, Tensor):
+                        state[key] = value.clone()
+        return state
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load what :meth:`state_dict` gave, between two updates. Accumulated gradients are dropped.
+
+        The states of optimizer and scheduler are loaded where both sides have one: a backend without an optimizer
+        loads the state of one that trains, and the other way round.
+        """
+        with self._lock:
+            return super().load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        """Load the part of this module; called by its ``load_state_dict``, or by that of a module around it."""
+        if self.opt is not None and local_metadata.get("assign_to_params_buffers"):
+            raise ValueError(
+                f"ExpertBackend {self.name!r}: load_state_dict(assign=True) would replace the parameters that opt "
+                f"updates; load without assign=True"
+            )
+        with self._lock:
+            self._rule.forget()
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        missing_keys = args[1]
+        if (key := f"{prefix}_extra_state") in missing_keys:  # the state of the bare module: all that it says is taken
+            missing_keys.remove(key)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return the states of optimizer and scheduler, and the number of updates."""
+        with self._lock:
+            states = {name: one.state_dict() for name, one in self._stateful()}
+            return {"updates": self._rule.updates, **copy.deepcopy(states)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Load what :meth:`get_extra_state` gave."""
+        with self._lock:
+            self._rule.forget()
+            for name, one in self._stateful():
+                if name in state:
+                    one.load_state_dict(state[name])
+            self._rule.updates = state["updates"]
+
+    def _stateful(self) -> list[tuple[str, Any]]:
+        pairs: list[tuple[str, Any]] = [("opt", self.opt), ("scheduler", self.scheduler)]
+        return [(name, one) for name, one in pairs if hasattr(one, "state_dict")]
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the expert's mode, between two batches."""
+        with self._lock:
+            return super().train(mode)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        with self._lock:
+            before_dtype = self._placement.dtype  # of the parameter itself, which stays the same object
+            super()._apply(fn, recurse)
+            self._placement = Placement(self.expert)
+            self._schema.any_dtype |= self._placement.dtype != before_dtype
+            if isinstance(self.opt, Optimizer) and self.opt.state:
+                self.opt.load_state_dict(self.opt.state_dict())  # which moves its tensors to where parameters are now
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but locks and pools: a copy gets its own pools, empty and served by no runtime."""
+        return {key: value for key, value in self.__dict__.items() if key not in ("_lock", *_POOLS)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._lock = lock_of([*self._placement.parameters, *optimized(self.opt)])
+        self._make_pools()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin: Self = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        with self._lock:
+            twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return twin
+
+    def _look_again(self) -> None:
+        """Find the expert's parameters again, after some were replaced."""
+        before, self._placement = self._placement.parameters, Placement(self.expert)
+        if not self._updates_itself():
+            check_updates(self.name, self.opt, self._placement.parameters, before)
+
     def extra_repr(self) -> str:
         return f"name={self.name!r}"
 
 
-def _as_tuple(args_schema: Sequence[Any] | None) -> tuple[Any, ...]:
-    """Return the arguments as a tuple; a lone prototype stands for one argument."""
-    return (args_schema,) if isinstance(args_schema, (BatchTensorProto, Tensor)) else tuple(args_schema or ())
+def look_again(backend: ExpertBackend, incompatible_keys: Any) -> None:
+    """Called when a state was loaded into ``backend``, alone or as a part of another module."""
+    backend._look_again()
 
 
 def _mark(error: BaseException, *, may_retry: bool) -> None:

@@ -26,6 +26,11 @@ def to_schema(structure: Any) -> Any:
     return nested_map(lambda leaf: BatchTensorProto.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, structure)
 
 
+def as_tuple(args_schema: Sequence[Any] | None) -> tuple[Any, ...]:
+    """Return the arguments as a tuple; a lone prototype stands for one argument."""
+    return (args_schema,) if isinstance(args_schema, (BatchTensorProto, Tensor)) else tuple(args_schema or ())
+
+
 def tensor_protos(schema: Any) -> tuple[BatchTensorProto, ...]:
     """Return the prototypes among the leaves of ``schema``, in order."""
     return tuple(leaf for leaf in nested_flatten(schema) if isinstance(leaf, BatchTensorProto))
