@@ -29,29 +29,26 @@
 
 namespace pymoe {
 
-struct CombineArguments {
-  const void* y;        // (S, H), S = T * K
+// What both have.
+struct CombineInput {
+  const void* y;        // (S, H), S = T * K; read by the backward for dweights only
   const int32_t* slot;  // (T, K)
-  const void* weights;  // (T, K) in accumulate type, or null: every weight is one
-  void* out;            // (T, H)
+  const void* weights;  // (T, K) in accumulate type, or null: every weight is one; read by the backward for dy only
   int64_t tokens;       // T
   int64_t choices;      // K
   int64_t hidden;       // H
-  DType dtype;          // of y and out
+  DType dtype;          // of all but weights and dweights
 };
 
-struct CombineBackwardArguments {
+struct CombineArguments : CombineInput {
+  void* out;  // (T, H)
+};
+
+struct CombineBackwardArguments : CombineInput {
   const void* grad;     // (T, H)
-  const void* y;        // (S, H); read for dweights only
-  const int32_t* slot;  // (T, K)
   const int32_t* used;  // one value: the number of rows in use, offsets[E]
-  const void* weights;  // (T, K) in accumulate type; read for dy only
   void* dy;             // (S, H), or null: not asked for
   void* dweights;       // (T, K) in accumulate type, or null: not asked for
-  int64_t tokens;       // T
-  int64_t choices;      // K
-  int64_t hidden;       // H
-  DType dtype;          // of grad, y and dy
 };
 
 namespace cpu {

@@ -19,20 +19,11 @@
 namespace pymoe {
 
 struct ExpertActivationArguments {
+  const void* grad;  // (S, F); of the backward alone
   const void* h;     // (S, 2F) for swiglu, else (S, F)
-  void* out;         // (S, F)
+  void* out;         // (S, F); of the backward the gradient of h, as h
   int64_t rows;      // S
   int64_t features;  // F
-  Activation kind;
-  DType dtype;
-};
-
-struct ExpertActivationBackwardArguments {
-  const void* grad;  // (S, F)
-  const void* h;     // as in the forward
-  void* grad_h;      // as h
-  int64_t rows;
-  int64_t features;
   Activation kind;
   DType dtype;
 };
@@ -49,12 +40,12 @@ void visit_kind(Activation kind, F&& f) {
 
 namespace cpu {
 void expert_activation(const ExpertActivationArguments& arguments);
-void expert_activation_backward(const ExpertActivationBackwardArguments& arguments);
+void expert_activation_backward(const ExpertActivationArguments& arguments);
 }  // namespace cpu
 
 namespace cuda {
 void expert_activation(const ExpertActivationArguments& arguments, void* stream);
-void expert_activation_backward(const ExpertActivationBackwardArguments& arguments, void* stream);
+void expert_activation_backward(const ExpertActivationArguments& arguments, void* stream);
 }  // namespace cuda
 
 }  // namespace pymoe

@@ -41,12 +41,12 @@ void forward(const ExpertActivationArguments& a) {
 }
 
 template <Activation kind, typename T>
-void backward(const ExpertActivationBackwardArguments& a) {
+void backward(const ExpertActivationArguments& a) {
   constexpr bool gated = kind == Activation::kSwiglu;
   const auto differentiate = PYMOE_SELECT_ISA(differentiate_strip<kind, T>);
   for_each_strip(a.rows, a.features, gated, [&](int64_t row, int64_t first, int64_t count) {
     const T* x = static_cast<const T*>(a.h) + row * 2 * a.features + first;
-    T* grad_x = static_cast<T*>(a.grad_h) + row * 2 * a.features + first;
+    T* grad_x = static_cast<T*>(a.out) + row * 2 * a.features + first;
     differentiate(static_cast<const T*>(a.grad) + row * a.features + first, x, gated ? x + a.features : nullptr, grad_x,
                   gated ? grad_x + a.features : nullptr, count);
   });
@@ -60,7 +60,7 @@ void expert_activation(const ExpertActivationArguments& arguments) {
   });
 }
 
-void expert_activation_backward(const ExpertActivationBackwardArguments& arguments) {
+void expert_activation_backward(const ExpertActivationArguments& arguments) {
   visit_kind(arguments.kind, [&](auto kind) {
     visit_dtype(arguments.dtype, [&]<typename T>(TypeTag<T>) { backward<kind(), T>(arguments); });
   });

@@ -179,13 +179,13 @@ void expert_activation(const ExpertActivationArguments& a, void* stream) {
   });
 }
 
-void expert_activation_backward(const ExpertActivationBackwardArguments& a, void* stream) {
+void expert_activation_backward(const ExpertActivationArguments& a, void* stream) {
   if (a.rows == 0 || a.features == 0) return;
   visit_kind(a.kind, [&](auto kind) {
     visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) {
-      const Strips strips = strips_for<T>({a.grad, a.h, a.grad_h}, a.rows, a.features, a.kind == Activation::kSwiglu);
+      const Strips strips = strips_for<T>({a.grad, a.h, a.out}, a.rows, a.features, a.kind == Activation::kSwiglu);
       launch("expert_activation_backward", expert_activation_backward_kernel<kind(), T>,
-             {strips.blocks, strips.group.block()}, stream, a.grad, a.h, a.grad_h, strips);
+             {strips.blocks, strips.group.block()}, stream, a.grad, a.h, a.out, strips);
     });
   });
 }

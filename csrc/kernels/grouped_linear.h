@@ -34,43 +34,32 @@ struct MatrixView {
   int64_t column_stride;
 };
 
-struct GroupedLinearArguments {
-  MatrixView x;                  // (S, H)
-  MatrixView weight;             // (N, H) of expert 0
-  int64_t weight_stride;         // from one expert's weight to the next
-  MatrixView bias;               // (E, N); data may be null
-  const int32_t* offsets;        // (E + 1,)
-  void* y;                       // (S, N)
-  int64_t rows;                  // S
-  int64_t input_features;        // H
-  int64_t output_features;       // N
-  int64_t experts;               // E, below 2^30
-  DType dtype;                   // of every tensor
-  int32_t* workspace = nullptr;  // cuda::grouped_linear_workspace(E) values, contents arbitrary; the CPU needs none
+// What all three have.
+struct GroupedArguments {
+  const int32_t* offsets;   // (E + 1,)
+  void* out;                // y (S, N), the gradient of the weight (E, N, H) or that of the bias (E, N)
+  int64_t rows;             // S
+  int64_t input_features;   // H; of no account to the gradient of the bias
+  int64_t output_features;  // N
+  int64_t experts;          // E, below 2^30
+  DType dtype;              // of every tensor
+  int32_t* workspace;       // cuda::grouped_linear_workspace(E) values, contents arbitrary; the CPU needs none
 };
 
-struct GroupedWeightGradArguments {
-  MatrixView grad;         // (S, N)
-  MatrixView x;            // (S, H)
-  const int32_t* offsets;  // (E + 1,)
-  void* weight_grad;       // (E, N, H)
-  int64_t rows;
-  int64_t input_features;
-  int64_t output_features;
-  int64_t experts;
-  DType dtype;
-  int32_t* workspace = nullptr;  // as above
+struct GroupedLinearArguments : GroupedArguments {
+  MatrixView x;           // (S, H)
+  MatrixView weight;      // (N, H) of expert 0
+  int64_t weight_stride;  // from one expert's weight to the next
+  MatrixView bias;        // (E, N); data may be null
 };
 
-struct GroupedBiasGradArguments {
-  MatrixView grad;         // (S, N)
-  const int32_t* offsets;  // (E + 1,)
-  void* bias_grad;         // (E, N)
-  int64_t rows;
-  int64_t output_features;
-  int64_t experts;
-  DType dtype;
-  int32_t* workspace = nullptr;  // as above
+struct GroupedWeightGradArguments : GroupedArguments {
+  MatrixView grad;  // (S, N)
+  MatrixView x;     // (S, H)
+};
+
+struct GroupedBiasGradArguments : GroupedArguments {
+  MatrixView grad;  // (S, N)
 };
 
 namespace cpu {
@@ -79,14 +68,6 @@ void grouped_linear_weight_grad(const GroupedWeightGradArguments& arguments);
 void grouped_linear_bias_grad(const GroupedBiasGradArguments& arguments);
 }  // namespace cpu
 
-struct GroupedPlanArguments {
-  const int32_t* offsets;  // (E + 1,)
-  int32_t* workspace;
-  int64_t rows;     // S
-  int64_t experts;  // E
-};
-
-// All enqueue on `stream` (a cudaStream_t) and return at once; they throw std::runtime_error if a launch is refused.
 namespace cuda {
 constexpr int64_t grouped_linear_workspace(int64_t experts) { return 2 * (experts + 1); }
 void grouped_linear(const GroupedLinearArguments& arguments, void* stream);
@@ -97,7 +78,7 @@ void grouped_linear_bias_grad(const GroupedBiasGradArguments& arguments, void* s
 // that keep the contract; after it, zeros where no expert has a say. The product is in bf16 and contiguous at a 16-byte
 // boundary, its rows are multiples of 16 bytes, and the workspace is that of the plan. There is no bias: added to a
 // product that has been rounded, it would make two roundings of one.
-void plan_grouped_linear(const GroupedPlanArguments& arguments, void* stream);
+void plan_grouped_linear(const GroupedArguments& arguments, void* stream);
 void complete_grouped_linear(const GroupedLinearArguments& arguments, void* stream);
 void complete_grouped_weight_grad(const GroupedWeightGradArguments& arguments, void* stream);
 // The major compute capability of a device; Hopper's where kernels are emulated. Asks the runtime, not the device.

@@ -15,7 +15,9 @@
 namespace pymoe::cpu {
 namespace {
 
-void check_offsets(const int32_t* offsets, int64_t experts, int64_t rows) {
+void check_offsets(const GroupedArguments& a) {
+  const int32_t* offsets = a.offsets;
+  const int64_t experts = a.experts, rows = a.rows;
   const auto name = [](int64_t value) { return std::to_string(value); };
   if (offsets[0] != 0) {
     throw std::invalid_argument("grouped_linear: offsets must start at 0, got " + name(offsets[0]));
@@ -107,7 +109,7 @@ void forward(const GroupedLinearArguments& a) {
         .b_column_stride = weight.row_stride,
         .bias = a.bias.data == nullptr ? nullptr : element<T>(a.bias, block.expert, block.column),
         .bias_stride = a.bias.column_stride,
-        .c = static_cast<T*>(a.y) + row * a.output_features + block.column,
+        .c = static_cast<T*>(a.out) + row * a.output_features + block.column,
         .c_row_stride = a.output_features,
         .m = block.rows,
         .n = block.columns,
@@ -115,7 +117,7 @@ void forward(const GroupedLinearArguments& a) {
     });
   });
   const int64_t used = offsets[a.experts], row_bytes = a.output_features * size_of(a.dtype);
-  fill_zero(static_cast<char*>(a.y) + used * row_bytes, (a.rows - used) * row_bytes);
+  fill_zero(static_cast<char*>(a.out) + used * row_bytes, (a.rows - used) * row_bytes);
 }
 
 template <typename T>
@@ -134,8 +136,7 @@ void weight_grad(const GroupedWeightGradArguments& a) {
         .b_column_stride = a.x.column_stride,
         .bias = nullptr,
         .bias_stride = 0,
-        .c = static_cast<T*>(a.weight_grad) + (block.expert * a.output_features + block.row) * a.input_features +
-             block.column,
+        .c = static_cast<T*>(a.out) + (block.expert * a.output_features + block.row) * a.input_features + block.column,
         .c_row_stride = a.input_features,
         .m = block.rows,
         .n = block.columns,
@@ -158,7 +159,7 @@ void bias_grad(const GroupedBiasGradArguments& a) {
                      const T* from = element<T>(a.grad, row, first);
                      for (int64_t j = 0; j < columns; ++j) sum[j] += to_accumulate(from[j * a.grad.column_stride]);
                    }
-                   T* to = static_cast<T*>(a.bias_grad) + expert * a.output_features + first;
+                   T* to = static_cast<T*>(a.out) + expert * a.output_features + first;
                    for (int64_t j = 0; j < columns; ++j) to[j] = round_to<T>(sum[j]);
                  }
                });
@@ -167,17 +168,17 @@ void bias_grad(const GroupedBiasGradArguments& a) {
 }  // namespace
 
 void grouped_linear(const GroupedLinearArguments& arguments) {
-  check_offsets(arguments.offsets, arguments.experts, arguments.rows);
+  check_offsets(arguments);
   visit_dtype(arguments.dtype, [&]<typename T>(TypeTag<T>) { forward<T>(arguments); });
 }
 
 void grouped_linear_weight_grad(const GroupedWeightGradArguments& arguments) {
-  check_offsets(arguments.offsets, arguments.experts, arguments.rows);
+  check_offsets(arguments);
   visit_dtype(arguments.dtype, [&]<typename T>(TypeTag<T>) { weight_grad<T>(arguments); });
 }
 
 void grouped_linear_bias_grad(const GroupedBiasGradArguments& arguments) {
-  check_offsets(arguments.offsets, arguments.experts, arguments.rows);
+  check_offsets(arguments);
   visit_dtype(arguments.dtype, [&]<typename T>(TypeTag<T>) { bias_grad<T>(arguments); });
 }
 

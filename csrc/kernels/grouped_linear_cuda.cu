@@ -169,8 +169,9 @@ void linear(const GroupedLinearArguments& a, void* stream) {
          stream, operand<T>(a.x.data, a.x.row_stride, a.x.column_stride, a.rows, a.input_features, Cut::kRows),
          operand<T>(a.weight.data, a.weight.row_stride, a.weight.column_stride, a.output_features, a.input_features,
                     Cut::kNone, a.weight_stride),
-         a.weight_stride, a.bias.data, a.bias.row_stride, a.bias.column_stride, group_plan(a.workspace, a.experts), a.y,
-         a.rows, a.input_features, a.output_features, a.experts, column_tiles, in_runs<T>(a.y, a.output_features));
+         a.weight_stride, a.bias.data, a.bias.row_stride, a.bias.column_stride, group_plan(a.workspace, a.experts),
+         a.out, a.rows, a.input_features, a.output_features, a.experts, column_tiles,
+         in_runs<T>(a.out, a.output_features));
 }
 
 template <typename T>
@@ -180,15 +181,15 @@ void weight_grad(const GroupedWeightGradArguments& a, void* stream) {
   launch(kName, weight_grad_kernel<T>, {a.experts * row_tiles * column_tiles, tile_for<T>::kThreads}, stream,
          operand<T>(a.grad.data, a.grad.column_stride, a.grad.row_stride, a.output_features, a.rows, Cut::kDepth),
          operand<T>(a.x.data, a.x.column_stride, a.x.row_stride, a.input_features, a.rows, Cut::kDepth),
-         group_plan(a.workspace, a.experts), a.weight_grad, a.input_features, a.output_features, row_tiles,
-         column_tiles, in_runs<T>(a.weight_grad, a.input_features));
+         group_plan(a.workspace, a.experts), a.out, a.input_features, a.output_features, row_tiles, column_tiles,
+         in_runs<T>(a.out, a.input_features));
 }
 
 template <typename T>
 void bias_grad(const GroupedBiasGradArguments& a, void* stream) {
   const int64_t strips = ceil_div(a.output_features, kWarp);
   launch(kName, bias_grad_kernel<T>, {a.experts * strips, kBiasThreads}, stream, a.grad.data, a.grad.row_stride,
-         a.grad.column_stride, group_plan(a.workspace, a.experts), a.bias_grad, a.output_features, strips);
+         a.grad.column_stride, group_plan(a.workspace, a.experts), a.out, a.output_features, strips);
 }
 
 }  // namespace
@@ -201,7 +202,7 @@ int compute_capability(int device) {
   return major;
 }
 
-void plan_grouped_linear(const GroupedPlanArguments& a, void* stream) {
+void plan_grouped_linear(const GroupedArguments& a, void* stream) {
   constexpr int64_t kMostRows = std::numeric_limits<int32_t>::max();
   launch(kName, plan_groups_kernel, {1, kPlanThreads}, stream, a.offsets, group_plan(a.workspace, a.experts), a.experts,
          a.rows < kMostRows ? a.rows : kMostRows, kTileRows);
@@ -209,19 +210,19 @@ void plan_grouped_linear(const GroupedPlanArguments& a, void* stream) {
 
 void grouped_linear(const GroupedLinearArguments& a, void* stream) {
   if (a.rows == 0 || a.output_features == 0) return;
-  plan_grouped_linear({a.offsets, a.workspace, a.rows, a.experts}, stream);
+  plan_grouped_linear(a, stream);
   visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) { linear<T>(a, stream); });
 }
 
 void grouped_linear_weight_grad(const GroupedWeightGradArguments& a, void* stream) {
   if (a.experts == 0 || a.output_features == 0 || a.input_features == 0) return;
-  plan_grouped_linear({a.offsets, a.workspace, a.rows, a.experts}, stream);
+  plan_grouped_linear(a, stream);
   visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) { weight_grad<T>(a, stream); });
 }
 
 void grouped_linear_bias_grad(const GroupedBiasGradArguments& a, void* stream) {
   if (a.experts == 0 || a.output_features == 0) return;
-  plan_grouped_linear({a.offsets, a.workspace, a.rows, a.experts}, stream);
+  plan_grouped_linear(a, stream);
   visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) { bias_grad<T>(a, stream); });
 }
 
@@ -229,14 +230,14 @@ void complete_grouped_linear(const GroupedLinearArguments& a, void* stream) {
   constexpr int64_t kMostBlocks = 1024, kShare = 8;  // packs a thread, before blocks take more
   const int64_t row_packs = a.output_features * size_of(a.dtype) / 16, packs = a.rows * row_packs;
   launch(kName, complete_linear_kernel,
-         {std::min(ceil_div(packs, kShare * kCompleteThreads), kMostBlocks), kCompleteThreads}, stream, a.y,
+         {std::min(ceil_div(packs, kShare * kCompleteThreads), kMostBlocks), kCompleteThreads}, stream, a.out,
          group_plan(a.workspace, a.experts), packs, row_packs, a.experts);
 }
 
 void complete_grouped_weight_grad(const GroupedWeightGradArguments& a, void* stream) {
   const int64_t packs = a.output_features * a.input_features * size_of(a.dtype) / 16;
   const int64_t blocks = ceil_div(packs, 16 * kCompleteThreads);
-  launch(kName, complete_weight_grad_kernel, {a.experts * blocks, kCompleteThreads}, stream, a.weight_grad,
+  launch(kName, complete_weight_grad_kernel, {a.experts * blocks, kCompleteThreads}, stream, a.out,
          group_plan(a.workspace, a.experts), packs, blocks);
 }
 

@@ -27,32 +27,28 @@ inline constexpr int64_t kLossBlock = 64;
 // How many doubles the forward needs as a workspace: two sums a block of tokens.
 constexpr int64_t router_losses_workspace(int64_t tokens) { return 2 * ((tokens + kLossBlock - 1) / kLossBlock); }
 
-struct RouterLossesArguments {
-  DType dtype;         // of logits
-  const void* logits;  // (T, E)
-  const void* load;    // (E,) int32 or int64; null: no balancing loss
-  bool load_is_int64;
-  bool with_z;
-  Score score;
-  void* balance;        // one value, accumulated dtype; 0 without load
-  void* z;              // one value, accumulated dtype; 0 without with_z
+// What both have.
+struct RouterLossesInput {
+  DType dtype;          // of logits and their gradients
+  const void* logits;   // (T, E)
   int64_t tokens;       // T
   int64_t num_experts;  // E >= 1
-  double* workspace;    // router_losses_workspace(T) values, contents arbitrary
-};
-
-struct RouterLossesBackwardArguments {
-  DType dtype;         // of logits and grad_logits
-  const void* logits;  // (T, E)
-  const void* load;    // as above
+  const void* load;     // (E,) int32 or int64; null: no balancing loss
   bool load_is_int64;
   bool with_z;
   Score score;
+};
+
+struct RouterLossesArguments : RouterLossesInput {
+  void* balance;      // one value, accumulated dtype; 0 without load
+  void* z;            // one value, accumulated dtype; 0 without with_z
+  double* workspace;  // router_losses_workspace(T) values, contents arbitrary
+};
+
+struct RouterLossesBackwardArguments : RouterLossesInput {
   const void* grad_balance;  // one value, accumulated dtype
   const void* grad_z;        // one value, accumulated dtype
   void* grad_logits;         // (T, E)
-  int64_t tokens;
-  int64_t num_experts;
 };
 
 namespace cpu {

@@ -34,17 +34,17 @@ namespace {
 // load / sum of load, in the accumulated dtype, with kSumLanes zeros after it for the last vector of a row.
 class Fraction {
  public:
-  Fraction(DType dtype, const void* load, bool load_is_int64, int64_t num_experts) {
-    if (load == nullptr) return;
-    values_.reset(new double[static_cast<size_t>(num_experts + kSumLanes)]());
+  explicit Fraction(const RouterLossesInput& a) {
+    if (a.load == nullptr) return;
+    values_.reset(new double[static_cast<size_t>(a.num_experts + kSumLanes)]());
     const auto load_of = [&](int64_t e) {
-      return load_is_int64 ? static_cast<const int64_t*>(load)[e] : int64_t{static_cast<const int32_t*>(load)[e]};
+      return a.load_is_int64 ? static_cast<const int64_t*>(a.load)[e] : int64_t{static_cast<const int32_t*>(a.load)[e]};
     };
     uint64_t sum = 0;  // unsigned: a load is the caller's, and may hold anything
-    for (int64_t e = 0; e < num_experts; ++e) sum += static_cast<uint64_t>(load_of(e));
+    for (int64_t e = 0; e < a.num_experts; ++e) sum += static_cast<uint64_t>(load_of(e));
     const int64_t total = std::max<int64_t>(static_cast<int64_t>(sum), 1);
-    for (int64_t e = 0; e < num_experts; ++e) {
-      if (dtype == DType::kFloat64) {
+    for (int64_t e = 0; e < a.num_experts; ++e) {
+      if (a.dtype == DType::kFloat64) {
         values_[e] = static_cast<double>(load_of(e)) / static_cast<double>(total);
       } else {
         reinterpret_cast<float*>(values_.get())[e] = static_cast<float>(load_of(e)) / static_cast<float>(total);
@@ -84,7 +84,7 @@ void router_losses(const RouterLossesArguments& a) {
     write_scalar(a.dtype, a.z, 0);
     return;
   }
-  const Fraction fraction(a.dtype, a.load, a.load_is_int64, a.num_experts);
+  const Fraction fraction(a);
   const int64_t blocks = (a.tokens + kLossBlock - 1) / kLossBlock;
   double* const balance = a.workspace;
   double* const z = balance + blocks;
@@ -104,7 +104,7 @@ void router_losses(const RouterLossesArguments& a) {
 
 void router_losses_backward(const RouterLossesBackwardArguments& a) {
   if (a.tokens == 0) return;
-  const Fraction fraction(a.dtype, a.load, a.load_is_int64, a.num_experts);
+  const Fraction fraction(a);
   const auto router_losses_backward_range = PYMOE_SELECT_ISA(router_losses_backward_range);
   const int64_t grain = std::max<int64_t>(1, (int64_t{8} << 10) / a.num_experts);
   parallel_for(0, a.tokens, grain, [&](int64_t begin, int64_t end) {

@@ -13,31 +13,26 @@
 namespace pymoe::ops::combine_op {
 namespace {
 
-// Guards common to both; returns the dtype of y.
-DType check_rows(const char* name, const Tensor& y, const Tensor& slot, const std::optional<Tensor>& weights) {
+CombineInput checked(const char* name, const Tensor& y, const Tensor& slot, const std::optional<Tensor>& weights) {
   const DType dtype = floating_dtype(name, "y", y);
   require_tensor(name, "slot", slot, ScalarType::Int, {-1, -1}, y);
   require_shape(name, "y", y, {slot.numel(), -1});
   if (weights) {
     require_tensor(name, "weights", *weights, accumulate_scalar_type(dtype), {slot.size(0), slot.size(1)}, y);
   }
-  return dtype;
+  return {y.const_data_ptr(),
+          static_cast<const int32_t*>(slot.const_data_ptr()),
+          weights ? weights->const_data_ptr() : nullptr,
+          slot.size(0),
+          slot.size(1),
+          y.size(1),
+          dtype};
 }
 
 Tensor combine(const Tensor& y, const Tensor& slot, std::optional<Tensor> weights) {
-  const DType dtype = check_rows("combine", y, slot, weights);
+  const CombineInput input = checked("combine", y, slot, weights);
   Tensor out = empty({slot.size(0), y.size(1)}, y.scalar_type(), y);
-  const CombineArguments arguments{
-      y.const_data_ptr(),
-      static_cast<const int32_t*>(slot.const_data_ptr()),
-      weights ? weights->const_data_ptr() : nullptr,
-      out.mutable_data_ptr(),
-      slot.size(0),
-      slot.size(1),
-      y.size(1),
-      dtype,
-  };
-  run(PYMOE_TWINS(combine), arguments, y);
+  run(PYMOE_TWINS(combine), CombineArguments{input, out.mutable_data_ptr()}, y);
   return out;
 }
 
@@ -45,24 +40,14 @@ std::tuple<Tensor, Tensor> combine_backward(const Tensor& grad, const Tensor& y,
                                             const Tensor& slot, const Tensor& offsets, bool need_dy,
                                             bool need_dweights) {
   constexpr const char* name = "combine_backward";
-  const DType dtype = check_rows(name, y, slot, weights);
+  const CombineInput input = checked(name, y, slot, weights);
   require_tensor(name, "grad", grad, y.scalar_type(), {slot.size(0), y.size(1)}, y);
   const int32_t* bounds = checked_offsets(name, offsets, y);
   Tensor dy = empty({need_dy ? y.size(0) : 0, y.size(1)}, y.scalar_type(), y);
   Tensor dweights = empty({need_dweights ? slot.size(0) : 0, slot.size(1)}, weights.scalar_type(), y);
-  const CombineBackwardArguments arguments{
-      grad.const_data_ptr(),
-      y.const_data_ptr(),
-      static_cast<const int32_t*>(slot.const_data_ptr()),
-      bounds + offsets.size(0) - 1,
-      weights.const_data_ptr(),
-      need_dy ? dy.mutable_data_ptr() : nullptr,
-      need_dweights ? dweights.mutable_data_ptr() : nullptr,
-      slot.size(0),
-      slot.size(1),
-      y.size(1),
-      dtype,
-  };
+  const CombineBackwardArguments arguments{input, grad.const_data_ptr(), bounds + offsets.size(0) - 1,
+                                           need_dy ? dy.mutable_data_ptr() : nullptr,
+                                           need_dweights ? dweights.mutable_data_ptr() : nullptr};
   run(PYMOE_TWINS(combine_backward), arguments, y);
   return {dy, dweights};
 }

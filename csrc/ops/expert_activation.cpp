@@ -2,6 +2,8 @@
 // pymoe/reference/expert_activation.py for its contract.
 #include <torch/csrc/stable/library.h>
 
+#include <optional>
+
 #include "kernels/expert_activation.h"
 #include "ops/allocate.h"
 #include "ops/check.h"
@@ -12,40 +14,35 @@ namespace {
 
 constexpr const char* kName = "expert_activation";
 
-// `kind` counts the kinds in the order of pymoe.reference.expert_activation.KINDS.
-Activation checked_kind(int64_t kind) {
-  require(kind >= 0 && kind <= 2, kName, "kind must be 0 (swiglu), 1 (gelu) or 2 (relu), got ", kind);
-  return static_cast<Activation>(kind);
-}
-
-int64_t checked_features(const Tensor& h, Activation kind) {
-  require_shape(kName, "h", h, {-1, -1});
-  if (kind != Activation::kSwiglu) return h.size(1);
-  require(h.size(1) % 2 == 0, kName, "h must have shape (S, 2F) with an even second size, got ", h);
-  return h.size(1) / 2;
-}
-
-Tensor expert_activation(const Tensor& h, int64_t kind) {
+// The forward, or the backward where there is a `grad`. `kind` counts the kinds in the order of
+// pymoe.reference.expert_activation.KINDS.
+Tensor run_checked(Twins<ExpertActivationArguments> twins, const std::optional<Tensor>& grad, const Tensor& h,
+                   int64_t kind) {
   const DType dtype = floating_dtype(kName, "h", h);
-  const Activation activation = checked_kind(kind);
-  const int64_t features = checked_features(h, activation);
-  Tensor out = empty({h.size(0), features}, h.scalar_type(), h);
-  const ExpertActivationArguments arguments{
-      h.const_data_ptr(), out.mutable_data_ptr(), h.size(0), features, activation, dtype};
-  run(PYMOE_TWINS(expert_activation), arguments, h);
+  require(kind >= 0 && kind <= 2, kName, "kind must be 0 (swiglu), 1 (gelu) or 2 (relu), got ", kind);
+  require_shape(kName, "h", h, {-1, -1});
+  const bool gated = static_cast<Activation>(kind) == Activation::kSwiglu;
+  require(!gated || h.size(1) % 2 == 0, kName, "h must have shape (S, 2F) with an even second size, got ", h);
+  const int64_t rows = h.size(0), features = gated ? h.size(1) / 2 : h.size(1);
+  if (grad) require_tensor(kName, "grad", *grad, h.scalar_type(), {rows, features}, h);
+  Tensor out = empty({rows, grad ? h.size(1) : features}, h.scalar_type(), h);
+  const ExpertActivationArguments arguments{grad ? grad->const_data_ptr() : nullptr,
+                                            h.const_data_ptr(),
+                                            out.mutable_data_ptr(),
+                                            rows,
+                                            features,
+                                            static_cast<Activation>(kind),
+                                            dtype};
+  run(twins, arguments, h);
   return out;
 }
 
+Tensor expert_activation(const Tensor& h, int64_t kind) {
+  return run_checked(PYMOE_TWINS(expert_activation), std::nullopt, h, kind);
+}
+
 Tensor expert_activation_backward(const Tensor& grad, const Tensor& h, int64_t kind) {
-  const DType dtype = floating_dtype(kName, "h", h);
-  const Activation activation = checked_kind(kind);
-  const int64_t features = checked_features(h, activation);
-  require_tensor(kName, "grad", grad, h.scalar_type(), {h.size(0), features}, h);
-  Tensor grad_h = empty({h.size(0), h.size(1)}, h.scalar_type(), h);
-  const ExpertActivationBackwardArguments arguments{
-      grad.const_data_ptr(), h.const_data_ptr(), grad_h.mutable_data_ptr(), h.size(0), features, activation, dtype};
-  run(PYMOE_TWINS(expert_activation_backward), arguments, h);
-  return grad_h;
+  return run_checked(PYMOE_TWINS(expert_activation_backward), grad, h, kind);
 }
 
 PYMOE_OPERATOR("expert_activation", expert_activation, "(Tensor h, int kind) -> Tensor")

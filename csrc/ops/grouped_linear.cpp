@@ -29,11 +29,12 @@ MatrixView checked_matrix(const char* argument, const Tensor& tensor, int64_t ro
   return {tensor.const_data_ptr(), tensor.strides()[0], tensor.strides()[1]};
 }
 
-const int32_t* checked_bounds(const Tensor& offsets, const Tensor& like) {
-  const int32_t* bounds = checked_offsets(kName, offsets, like);
+// How many experts the offsets are of.
+int64_t checked_experts(const Tensor& offsets, const Tensor& like) {
+  checked_offsets(kName, offsets, like);
   require(offsets.size(0) <= kMostOffsets, kName, "offsets must have at most ", kMostOffsets, " entries, got ",
           offsets.size(0));
-  return bounds;
+  return offsets.size(0) - 1;
 }
 
 // The plan of the CUDA twins; the CPU twins need none.
@@ -54,23 +55,35 @@ void run_on_cuda(void (*step)(const Arguments&, void*), const Arguments& argumen
 }
 
 // Plans, and gives torch's offsets: where the rows of each expert end.
-template <typename Arguments>
-Tensor plan(const Arguments& a, Tensor workspace) {
-  run_on_cuda(&cuda::plan_grouped_linear, {a.offsets, a.workspace, a.rows, a.experts}, workspace);
+Tensor plan(const GroupedArguments& a, Tensor workspace) {
+  run_on_cuda(&cuda::plan_grouped_linear, a, workspace);
   return torch::stable::narrow(workspace, 0, 1, a.experts);
 }
 
-// torch's product of the two, completed as `a` wants it; `output` is where `a` has the result.
+// torch's product of the two, completed as `a` wants it.
 template <typename Arguments>
-Tensor by_torch(Arguments a, void* Arguments::*output, const Tensor& left, const Tensor& right, const Tensor& workspace,
+Tensor by_torch(Arguments a, const Tensor& left, const Tensor& right, const Tensor& workspace,
                 void (*complete)(const Arguments&, void*)) {
   Tensor product = call_torch_grouped_mm(left, right, plan(a, workspace));
-  a.*output = product.mutable_data_ptr();
+  a.out = product.mutable_data_ptr();
   run_on_cuda(complete, a, product);
   return product;
 }
 
 #endif
+
+// The part that all arguments have; `out` is still to come.
+GroupedArguments grouped(const Tensor& offsets, int64_t rows, int64_t input_features, int64_t output_features,
+                         DType dtype, const Workspace& workspace) {
+  return {static_cast<const int32_t*>(offsets.const_data_ptr()),
+          nullptr,
+          rows,
+          input_features,
+          output_features,
+          offsets.size(0) - 1,
+          dtype,
+          static_cast<int32_t*>(workspace.data())};
+}
 
 Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offsets, const std::optional<Tensor>& bias) {
   const DType dtype = floating_dtype(kName, "x", x);
@@ -81,32 +94,24 @@ Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offse
   require(weight.size(2) == input_features, kName, "weight must have shape (E, N, ", input_features, "), got ", weight);
   require_dtype(kName, "weight", weight, x.scalar_type());
   require_same_device(kName, "weight", weight, x);
-  const int32_t* bounds = checked_bounds(offsets, x);
-  require(offsets.size(0) == experts + 1, kName, "offsets must have E + 1 = ", experts + 1, " entries, got ",
+  require(checked_experts(offsets, x) == experts, kName, "offsets must have E + 1 = ", experts + 1, " entries, got ",
           offsets.size(0));
   const Workspace workspace = plan_for(experts, x);
   GroupedLinearArguments arguments{
-      .x = checked_matrix("x", x, rows, input_features, x),
-      .weight = {weight.const_data_ptr(), weight.strides()[1], weight.strides()[2]},
-      .weight_stride = weight.strides()[0],
-      .bias = bias ? checked_matrix("bias", *bias, experts, output_features, x) : MatrixView{},
-      .offsets = bounds,
-      .y = nullptr,
-      .rows = rows,
-      .input_features = input_features,
-      .output_features = output_features,
-      .experts = experts,
-      .dtype = dtype,
-      .workspace = static_cast<int32_t*>(workspace.data()),
+      grouped(offsets, rows, input_features, output_features, dtype, workspace),
+      checked_matrix("x", x, rows, input_features, x),
+      {weight.const_data_ptr(), weight.strides()[1], weight.strides()[2]},
+      weight.strides()[0],
+      bias ? checked_matrix("bias", *bias, experts, output_features, x) : MatrixView{},
   };
 #if PYMOE_WITH_CUDA
   if (on_cuda(x) && torch_takes(arguments, compute_capability(x))) {
-    return by_torch(arguments, &GroupedLinearArguments::y, x, torch::stable::transpose(weight, 1, 2), *workspace.values,
+    return by_torch(arguments, x, torch::stable::transpose(weight, 1, 2), *workspace.values,
                     &cuda::complete_grouped_linear);
   }
 #endif
   Tensor y = empty({rows, output_features}, x.scalar_type(), x);
-  arguments.y = y.mutable_data_ptr();
+  arguments.out = y.mutable_data_ptr();
   run(PYMOE_TWINS(grouped_linear), arguments, x);
   return y;
 }
@@ -115,30 +120,22 @@ Tensor weight_grad(const Tensor& grad, const Tensor& x, const Tensor& offsets) {
   const DType dtype = floating_dtype(kName, "grad", grad);
   require(grad.dim() == 2, kName, "grad must have shape (S, N), got ", grad);
   require(x.dim() == 2, kName, "x must have shape (S, H), got ", x);
-  const int32_t* bounds = checked_bounds(offsets, grad);
   const int64_t rows = grad.size(0), output_features = grad.size(1), input_features = x.size(1);
-  const int64_t experts = offsets.size(0) - 1;
+  const int64_t experts = checked_experts(offsets, grad);
   const Workspace workspace = plan_for(experts, grad);
   GroupedWeightGradArguments arguments{
-      .grad = checked_matrix("grad", grad, rows, output_features, grad),
-      .x = checked_matrix("x", x, rows, input_features, grad),
-      .offsets = bounds,
-      .weight_grad = nullptr,
-      .rows = rows,
-      .input_features = input_features,
-      .output_features = output_features,
-      .experts = experts,
-      .dtype = dtype,
-      .workspace = static_cast<int32_t*>(workspace.data()),
+      grouped(offsets, rows, input_features, output_features, dtype, workspace),
+      checked_matrix("grad", grad, rows, output_features, grad),
+      checked_matrix("x", x, rows, input_features, grad),
   };
 #if PYMOE_WITH_CUDA
   if (on_cuda(grad) && torch_takes(arguments, compute_capability(grad))) {
-    return by_torch(arguments, &GroupedWeightGradArguments::weight_grad, torch::stable::transpose(grad, 0, 1), x,
-                    *workspace.values, &cuda::complete_grouped_weight_grad);
+    return by_torch(arguments, torch::stable::transpose(grad, 0, 1), x, *workspace.values,
+                    &cuda::complete_grouped_weight_grad);
   }
 #endif
   Tensor weight_grad = empty({experts, output_features, input_features}, grad.scalar_type(), grad);
-  arguments.weight_grad = weight_grad.mutable_data_ptr();
+  arguments.out = weight_grad.mutable_data_ptr();
   run(PYMOE_TWINS(grouped_linear_weight_grad), arguments, grad);
   return weight_grad;
 }
@@ -146,22 +143,15 @@ Tensor weight_grad(const Tensor& grad, const Tensor& x, const Tensor& offsets) {
 Tensor bias_grad(const Tensor& grad, const Tensor& offsets) {
   const DType dtype = floating_dtype(kName, "grad", grad);
   require(grad.dim() == 2, kName, "grad must have shape (S, N), got ", grad);
-  const int32_t* bounds = checked_bounds(offsets, grad);
-  const int64_t experts = offsets.size(0) - 1, output_features = grad.size(1);
+  const int64_t rows = grad.size(0), output_features = grad.size(1), experts = checked_experts(offsets, grad);
   Tensor bias_grad = empty({experts, output_features}, grad.scalar_type(), grad);
   const Workspace workspace = plan_for(experts, grad);
-  run(PYMOE_TWINS(grouped_linear_bias_grad),
-      GroupedBiasGradArguments{
-          .grad = checked_matrix("grad", grad, grad.size(0), output_features, grad),
-          .offsets = bounds,
-          .bias_grad = bias_grad.mutable_data_ptr(),
-          .rows = grad.size(0),
-          .output_features = output_features,
-          .experts = experts,
-          .dtype = dtype,
-          .workspace = static_cast<int32_t*>(workspace.data()),
-      },
-      grad);
+  GroupedBiasGradArguments arguments{
+      grouped(offsets, rows, 0, output_features, dtype, workspace),
+      checked_matrix("grad", grad, rows, output_features, grad),
+  };
+  arguments.out = bias_grad.mutable_data_ptr();
+  run(PYMOE_TWINS(grouped_linear_bias_grad), arguments, grad);
   return bias_grad;
 }
 

@@ -14,11 +14,9 @@
 namespace pymoe::ops::router_losses_op {
 namespace {
 
-// Guards and fields common to forward and backward.
-template <typename Arguments>
-Arguments checked(const char* name, const Tensor& logits, const std::optional<Tensor>& load, const std::string& score,
-                  bool with_z) {
-  Arguments a{};
+RouterLossesInput checked(const char* name, const Tensor& logits, const std::optional<Tensor>& load,
+                          const std::string& score, bool with_z) {
+  RouterLossesInput a{};
   a.dtype = floating_dtype(name, "logits", logits);
   require_shape(name, "logits", logits, {-1, -1});
   a.tokens = logits.size(0);
@@ -38,28 +36,26 @@ Arguments checked(const char* name, const Tensor& logits, const std::optional<Te
 
 std::tuple<Tensor, Tensor> router_losses(const Tensor& logits, std::optional<Tensor> load, std::string score,
                                          bool with_z) {
-  auto a = checked<RouterLossesArguments>("router_losses", logits, load, score, with_z);
-  Tensor balance = empty({}, accumulate_scalar_type(a.dtype), logits);
-  Tensor z = empty({}, accumulate_scalar_type(a.dtype), logits);
-  Tensor workspace = empty({router_losses_workspace(a.tokens)}, ScalarType::Double, logits);
-  a.balance = balance.mutable_data_ptr();
-  a.z = z.mutable_data_ptr();
-  a.workspace = static_cast<double*>(workspace.mutable_data_ptr());
-  run(PYMOE_TWINS(router_losses), a, logits);
+  const RouterLossesInput input = checked("router_losses", logits, load, score, with_z);
+  Tensor balance = empty({}, accumulate_scalar_type(input.dtype), logits);
+  Tensor z = empty({}, accumulate_scalar_type(input.dtype), logits);
+  Tensor workspace = empty({router_losses_workspace(input.tokens)}, ScalarType::Double, logits);
+  const RouterLossesArguments arguments{input, balance.mutable_data_ptr(), z.mutable_data_ptr(),
+                                        static_cast<double*>(workspace.mutable_data_ptr())};
+  run(PYMOE_TWINS(router_losses), arguments, logits);
   return {balance, z};
 }
 
 Tensor router_losses_backward(const Tensor& grad_balance, const Tensor& grad_z, const Tensor& logits,
                               std::optional<Tensor> load, std::string score, bool with_z) {
   constexpr const char* kName = "router_losses_backward";
-  auto a = checked<RouterLossesBackwardArguments>(kName, logits, load, score, with_z);
-  require_tensor(kName, "grad_balance", grad_balance, accumulate_scalar_type(a.dtype), {}, logits);
-  require_tensor(kName, "grad_z", grad_z, accumulate_scalar_type(a.dtype), {}, logits);
-  Tensor grad_logits = empty({a.tokens, a.num_experts}, logits.scalar_type(), logits);
-  a.grad_balance = grad_balance.const_data_ptr();
-  a.grad_z = grad_z.const_data_ptr();
-  a.grad_logits = grad_logits.mutable_data_ptr();
-  run(PYMOE_TWINS(router_losses_backward), a, logits);
+  const RouterLossesInput input = checked(kName, logits, load, score, with_z);
+  require_tensor(kName, "grad_balance", grad_balance, accumulate_scalar_type(input.dtype), {}, logits);
+  require_tensor(kName, "grad_z", grad_z, accumulate_scalar_type(input.dtype), {}, logits);
+  Tensor grad_logits = empty({input.tokens, input.num_experts}, logits.scalar_type(), logits);
+  const RouterLossesBackwardArguments arguments{input, grad_balance.const_data_ptr(), grad_z.const_data_ptr(),
+                                                grad_logits.mutable_data_ptr()};
+  run(PYMOE_TWINS(router_losses_backward), arguments, logits);
   return grad_logits;
 }
 

@@ -17,9 +17,11 @@ template <typename T>
 void check_activation(Activation kind, int64_t rows, int64_t features) {
   const int64_t width = kind == Activation::kSwiglu ? 2 * features : features;
   const auto h = random_values<T>(rows * width, 1), grad = random_values<T>(rows * features, 2);
-  const auto [out] = same_on_threads(
-      [&] { return std::tuple(Buffer<T>(rows * features)); },
-      [&](auto& result) { cpu::expert_activation({h.data(), result.data(), rows, features, kind, dtype_of<T>()}); });
+  const auto [out] =
+      same_on_threads([&] { return std::tuple(Buffer<T>(rows * features)); },
+                      [&](auto& result) {
+                        cpu::expert_activation({nullptr, h.data(), result.data(), rows, features, kind, dtype_of<T>()});
+                      });
   double worst = 0;
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t f = 0; f < features; ++f) {
@@ -45,19 +47,16 @@ void check_linear(std::vector<int32_t> offsets, int64_t rows, int64_t input, int
   const auto experts = static_cast<int64_t>(offsets.size()) - 1;
   const auto x = random_values<T>(rows * input, 1), weight = random_values<T>(experts * output * input, 2);
   const auto bias = random_values<T>(experts * output, 3), grad = random_values<T>(rows * output, 4);
+  const auto common = [&](auto& result) {
+    return GroupedArguments{offsets.data(), result.data(), rows, input, output, experts, dtype_of<T>(), nullptr};
+  };
   const auto [y] = same_on_threads([&] { return std::tuple(Buffer<T>(rows * output)); },
                                    [&](auto& result) {
-                                     cpu::grouped_linear({{x.data(), input, 1},
+                                     cpu::grouped_linear({common(result),
+                                                          {x.data(), input, 1},
                                                           {weight.data(), input, 1},
                                                           output * input,
-                                                          {bias.data(), output, 1},
-                                                          offsets.data(),
-                                                          result.data(),
-                                                          rows,
-                                                          input,
-                                                          output,
-                                                          experts,
-                                                          dtype_of<T>()});
+                                                          {bias.data(), output, 1}});
                                    });
   double worst = 0;  // error over the sum of the terms' sizes, which is what rounding is measured by
   int64_t expert = 0;
@@ -81,17 +80,8 @@ void check_linear(std::vector<int32_t> offsets, int64_t rows, int64_t input, int
   same_on_threads(
       [&] { return std::tuple(Buffer<T>(experts * output * input), Buffer<T>(experts * output)); },
       [&](auto& weight_grad, auto& bias_grad) {
-        cpu::grouped_linear_weight_grad({{grad.data(), output, 1},
-                                         {x.data(), input, 1},
-                                         offsets.data(),
-                                         weight_grad.data(),
-                                         rows,
-                                         input,
-                                         output,
-                                         experts,
-                                         dtype_of<T>()});
-        cpu::grouped_linear_bias_grad(
-            {{grad.data(), output, 1}, offsets.data(), bias_grad.data(), rows, output, experts, dtype_of<T>()});
+        cpu::grouped_linear_weight_grad({common(weight_grad), {grad.data(), output, 1}, {x.data(), input, 1}});
+        cpu::grouped_linear_bias_grad({common(bias_grad), {grad.data(), output, 1}});
       });
 }
 
@@ -124,17 +114,11 @@ TEST_CASE("grouped_linear refuses offsets that do not cut the rows") {
   const auto x = random_values<float>(10 * 8, 1), weight = random_values<float>(2 * 4 * 8, 2);
   for (const std::vector<int32_t>& offsets : {std::vector<int32_t>{1, 5, 10}, {0, 6, 5}, {0, 5, 11}, {0, -1, 10}}) {
     Buffer<float> y(10 * 4);
-    CHECK_THROWS(cpu::grouped_linear({{x.data(), 8, 1},
+    CHECK_THROWS(cpu::grouped_linear({{offsets.data(), y.data(), 10, 8, 4, 2, DType::kFloat32, nullptr},
+                                      {x.data(), 8, 1},
                                       {weight.data(), 8, 1},
                                       32,
-                                      {nullptr, 0, 0},
-                                      offsets.data(),
-                                      y.data(),
-                                      10,
-                                      8,
-                                      4,
-                                      2,
-                                      DType::kFloat32}));
+                                      {nullptr, 0, 0}}));
     CHECK(y.intact());
   }
 }

@@ -50,18 +50,15 @@ void check_gate(int64_t tokens, int64_t num_experts, int64_t choices) {
                   });
 
   for (const Score score : {Score::kSoftmax, Score::kSigmoid}) {
+    const RouterLossesInput input{dtype_of<T>(), logits.data(), tokens, num_experts, load.data(), false, true, score};
     same_on_threads([&] { return std::tuple(Buffer<Wide>(1), Buffer<Wide>(1)); },
                     [&](auto& balance, auto& z) {
                       std::vector<double> workspace(static_cast<size_t>(router_losses_workspace(tokens)));
-                      cpu::router_losses({dtype_of<T>(), logits.data(), load.data(), false, true, score, balance.data(),
-                                          z.data(), tokens, num_experts, workspace.data()});
+                      cpu::router_losses({input, balance.data(), z.data(), workspace.data()});
                     });
     const Wide one = 1;
     same_on_threads([&] { return std::tuple(Buffer<T>(tokens * num_experts)); },
-                    [&](auto& grad) {
-                      cpu::router_losses_backward({dtype_of<T>(), logits.data(), load.data(), false, true, score, &one,
-                                                   &one, grad.data(), tokens, num_experts});
-                    });
+                    [&](auto& grad) { cpu::router_losses_backward({input, &one, &one, grad.data()}); });
   }
 }
 

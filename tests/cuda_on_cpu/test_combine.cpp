@@ -71,8 +71,8 @@ TEST_CASE("combine: the emulated kernel gives the CPU twin's bits") {
       fill(weights, random, random.one_of({0.0, 0.02}));
       Buffer<T> expected(shape.tokens * shape.hidden), out(shape.tokens * shape.hidden, shape.shift);
       const void* const given = random.chance(0.8) ? weights.data() : nullptr;
-      CombineArguments a{y.data(),     slots.slot.data(), given,        expected.data(),
-                         shape.tokens, shape.choices,     shape.hidden, dtype_of<T>()};
+      CombineArguments a{{y.data(), slots.slot.data(), given, shape.tokens, shape.choices, shape.hidden, dtype_of<T>()},
+                         expected.data()};
       cpu::combine(a);
       a.out = out.data();
       cuda::combine(a, nullptr);
@@ -84,7 +84,7 @@ TEST_CASE("combine: the emulated kernel gives the CPU twin's bits") {
 
 TEST_CASE("combine: tokens without choices are zero") {
   Buffer<float> out(3 * 5);
-  cuda::combine({nullptr, nullptr, nullptr, out.data(), 3, 0, 5, DType::kFloat32}, nullptr);
+  cuda::combine({{nullptr, nullptr, nullptr, 3, 0, 5, DType::kFloat32}, out.data()}, nullptr);
   for (const float value : out) CHECK(bit_cast<uint32_t>(value) == 0);
 }
 
@@ -101,8 +101,9 @@ TEST_CASE("combine: a slot that points outside adds nothing") {
       fill(y, random);
       fill(weights, random);
       Buffer<T> expected(shape.tokens * shape.hidden), out(shape.tokens * shape.hidden, shape.shift);
-      CombineArguments a{y.data(),     slots.slot.data(), weights.data(), out.data(),
-                         shape.tokens, shape.choices,     shape.hidden,   dtype_of<T>()};
+      CombineArguments a{
+          {y.data(), slots.slot.data(), weights.data(), shape.tokens, shape.choices, shape.hidden, dtype_of<T>()},
+          out.data()};
       cuda::combine(a, nullptr);
       for (int32_t& slot : slots.slot) slot = slot < shape.rows() ? std::max(slot, -1) : -1;
       a.out = expected.data();
@@ -128,17 +129,12 @@ TEST_CASE("combine_backward: the emulated kernel gives the CPU twin's dy, and dw
       const bool rows = random.chance(0.8), sums = !rows || random.chance(0.8);
       Buffer<T> expected_dy(elements), dy(elements, shape.shift);
       Buffer<accumulate_t<T>> expected_dweights(shape.rows()), dweights(shape.rows()), again(shape.rows());
-      CombineBackwardArguments a{grad.data(),
-                                 sums ? y.data() : nullptr,
-                                 slots.slot.data(),
+      CombineBackwardArguments a{{sums ? y.data() : nullptr, slots.slot.data(), rows ? weights.data() : nullptr,
+                                  shape.tokens, shape.choices, shape.hidden, dtype_of<T>()},
+                                 grad.data(),
                                  slots.used.data(),
-                                 rows ? weights.data() : nullptr,
                                  rows ? expected_dy.data() : nullptr,
-                                 sums ? expected_dweights.data() : nullptr,
-                                 shape.tokens,
-                                 shape.choices,
-                                 shape.hidden,
-                                 dtype_of<T>()};
+                                 sums ? expected_dweights.data() : nullptr};
       cpu::combine_backward(a);
       a.dy = rows ? dy.data() : nullptr;
       a.dweights = sums ? dweights.data() : nullptr;
@@ -184,9 +180,12 @@ TEST_CASE("combine_backward: slots and a row count that point outside touch noth
       fill(y, random);
       fill(weights, random);
       Buffer<T> dy(y.size(), shape.shift), expected_dy(y.size());
-      CombineBackwardArguments a{grad.data(),    y.data(),     slots.slot.data(), slots.used.data(),
-                                 weights.data(), dy.data(),    dweights.data(),   shape.tokens,
-                                 shape.choices,  shape.hidden, dtype_of<T>()};
+      CombineBackwardArguments a{
+          {y.data(), slots.slot.data(), weights.data(), shape.tokens, shape.choices, shape.hidden, dtype_of<T>()},
+          grad.data(),
+          slots.used.data(),
+          dy.data(),
+          dweights.data()};
       cuda::combine_backward(a, nullptr);
       for (int32_t& slot : slots.slot) slot = slot < shape.rows() ? std::max(slot, -1) : -1;
       a.dy = expected_dy.data();
@@ -215,10 +214,9 @@ TEST_CASE("combine and its backward: rows past 2^31 elements") {
     elements(y)[kTarget * kHidden + column] = round_to<BFloat16>(3);
     elements(grad)[column] = round_to<BFloat16>(7);
   }
-  cuda::combine({y.data(), slot.data(), weights.data(), out.data(), 1, kChoices, kHidden, DType::kBFloat16}, nullptr);
-  cuda::combine_backward({grad.data(), y.data(), slot.data(), used.data(), weights.data(), dy.data(), dweights.data(),
-                          1, kChoices, kHidden, DType::kBFloat16},
-                         nullptr);
+  const CombineInput input{y.data(), slot.data(), weights.data(), 1, kChoices, kHidden, DType::kBFloat16};
+  cuda::combine({input, out.data()}, nullptr);
+  cuda::combine_backward({input, grad.data(), used.data(), dy.data(), dweights.data()}, nullptr);
   for (const int64_t column : {int64_t{5}, kHidden - 1}) {
     CHECK(to_accumulate(elements(out)[column]) == 6);
     CHECK(to_accumulate(elements(dy)[kTarget * kHidden + column]) == 14);

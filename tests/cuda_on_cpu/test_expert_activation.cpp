@@ -44,8 +44,10 @@ TEST_CASE("expert_activation: the emulated kernels give the CPU twin's bits, for
       const Shape shape(random);
       Buffer<T> h(shape.inputs(), shape.shift), expected(shape.outputs()), out(shape.outputs(), shape.shift);
       fill_wide(h, random);
-      cpu::expert_activation({h.data(), expected.data(), shape.rows, shape.features, shape.kind, dtype_of<T>()});
-      cuda::expert_activation({h.data(), out.data(), shape.rows, shape.features, shape.kind, dtype_of<T>()}, nullptr);
+      cpu::expert_activation(
+          {nullptr, h.data(), expected.data(), shape.rows, shape.features, shape.kind, dtype_of<T>()});
+      cuda::expert_activation({nullptr, h.data(), out.data(), shape.rows, shape.features, shape.kind, dtype_of<T>()},
+                              nullptr);
       CHECK(same_values(out, expected));
       CHECK(out.intact());
 

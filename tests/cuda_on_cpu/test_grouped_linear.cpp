@@ -109,26 +109,27 @@ struct Problem {
     }
   }
 
-  GroupedLinearArguments forward(const Buffer<int32_t>& offsets, Buffer<T>& y) {
-    return {x.view(),       weight.view(), weight_stride, has_bias ? bias.view() : MatrixView{},
-            offsets.data(), y.data(),      shape.rows,    shape.input,
+  GroupedArguments common(const Buffer<int32_t>& offsets, Buffer<T>& out) {
+    return {offsets.data(), out.data(),    shape.rows,    shape.input,
             shape.output,   shape.experts, dtype_of<T>(), workspace.data()};
   }
+  GroupedLinearArguments forward(const Buffer<int32_t>& offsets, Buffer<T>& y) {
+    return {common(offsets, y), x.view(), weight.view(), weight_stride, has_bias ? bias.view() : MatrixView{}};
+  }
   GroupedLinearArguments input_grad(const Buffer<int32_t>& offsets, Buffer<T>& dx) {
-    return {grad.view(),    {weight.buffer.data(), weight.column_stride, weight.row_stride},
-            weight_stride,  {},
-            offsets.data(), dx.data(),
-            shape.rows,     shape.output,
-            shape.input,    shape.experts,
-            dtype_of<T>(),  workspace.data()};
+    GroupedLinearArguments a{common(offsets, dx),
+                             grad.view(),
+                             {weight.buffer.data(), weight.column_stride, weight.row_stride},
+                             weight_stride,
+                             {}};
+    std::swap(a.input_features, a.output_features);
+    return a;
   }
   GroupedWeightGradArguments weight_grad(const Buffer<int32_t>& offsets, Buffer<T>& dw) {
-    return {grad.view(), x.view(),     offsets.data(), dw.data(),     shape.rows,
-            shape.input, shape.output, shape.experts,  dtype_of<T>(), workspace.data()};
+    return {common(offsets, dw), grad.view(), x.view()};
   }
   GroupedBiasGradArguments bias_grad(const Buffer<int32_t>& offsets, Buffer<T>& db) {
-    return {grad.view(),  offsets.data(), db.data(),     shape.rows,
-            shape.output, shape.experts,  dtype_of<T>(), workspace.data()};
+    return {common(offsets, db), grad.view()};
   }
 
   void compare(const Buffer<T>& found, const Buffer<T>& expected, int64_t terms) const {
@@ -274,12 +275,14 @@ TEST_CASE("grouped_linear: a row's bits do not depend on the rows around it") {
       fill(x, random);
       fill(weight, random);
       all[0] = one[0] = 0, all[1] = static_cast<int32_t>(rows), one[1] = 1;
-      GroupedLinearArguments a{
-          {x.data(), input, 1}, {weight.data(), input, 1}, 0, {}, all.data(), y.data(), rows, input, output, 1,
-          dtype_of<T>(),        workspace.data()};
+      GroupedLinearArguments a{{all.data(), y.data(), rows, input, output, 1, dtype_of<T>(), workspace.data()},
+                               {x.data(), input, 1},
+                               {weight.data(), input, 1},
+                               0,
+                               {}};
       cuda::grouped_linear(a, nullptr);
       const int64_t row = random.between(0, rows - 1);
-      a.x.data = x.data() + row * input, a.offsets = one.data(), a.y = alone.data(), a.rows = 1;
+      a.x.data = x.data() + row * input, a.offsets = one.data(), a.out = alone.data(), a.rows = 1;
       cuda::grouped_linear(a, nullptr);
       CHECK(memcmp(alone.data(), y.data() + row * output, static_cast<size_t>(output) * sizeof(T)) == 0);
     });
@@ -303,57 +306,19 @@ TEST_CASE("grouped_linear: strides past 2^31 elements") {
     offsets[0] = 0, offsets[1] = 1, offsets[2] = 3;
     Buffer<T> y(rows * output), expected_y(rows * output), dw(near_weight.size()), expected_dw(near_weight.size());
     Buffer<T> db(experts * output), expected_db(experts * output);
-    cuda::grouped_linear({{x.data(), far, 1},
-                          {weight.data(), input, 1},
-                          far,
-                          {},
-                          offsets.data(),
-                          y.data(),
-                          rows,
-                          input,
-                          output,
-                          experts,
-                          DType::kBFloat16,
-                          workspace.data()},
-                         nullptr);
-    cpu::grouped_linear({{near_x.data(), input, 1},
-                         {near_weight.data(), input, 1},
-                         output * input,
-                         {},
-                         offsets.data(),
-                         expected_y.data(),
-                         rows,
-                         input,
-                         output,
-                         experts,
-                         DType::kBFloat16});
+    const auto common = [&](Buffer<T>& out) {
+      return GroupedArguments{offsets.data(),   out.data(),      rows, input, output, experts,
+                              DType::kBFloat16, workspace.data()};
+    };
+    cuda::grouped_linear({common(y), {x.data(), far, 1}, {weight.data(), input, 1}, far, {}}, nullptr);
+    cpu::grouped_linear(
+        {common(expected_y), {near_x.data(), input, 1}, {near_weight.data(), input, 1}, output * input, {}});
     CHECK(y.same(expected_y));
-    cuda::grouped_linear_weight_grad({{grad.data(), far, 1},
-                                      {x.data(), far, 1},
-                                      offsets.data(),
-                                      dw.data(),
-                                      rows,
-                                      input,
-                                      output,
-                                      experts,
-                                      DType::kBFloat16,
-                                      workspace.data()},
-                                     nullptr);
-    cpu::grouped_linear_weight_grad({{near_grad.data(), output, 1},
-                                     {near_x.data(), input, 1},
-                                     offsets.data(),
-                                     expected_dw.data(),
-                                     rows,
-                                     input,
-                                     output,
-                                     experts,
-                                     DType::kBFloat16});
+    cuda::grouped_linear_weight_grad({common(dw), {grad.data(), far, 1}, {x.data(), far, 1}}, nullptr);
+    cpu::grouped_linear_weight_grad({common(expected_dw), {near_grad.data(), output, 1}, {near_x.data(), input, 1}});
     CHECK(dw.same(expected_dw));
-    cuda::grouped_linear_bias_grad(
-        {{grad.data(), far, 1}, offsets.data(), db.data(), rows, output, experts, DType::kBFloat16, workspace.data()},
-        nullptr);
-    cpu::grouped_linear_bias_grad(
-        {{near_grad.data(), output, 1}, offsets.data(), expected_db.data(), rows, output, experts, DType::kBFloat16});
+    cuda::grouped_linear_bias_grad({common(db), {grad.data(), far, 1}}, nullptr);
+    cpu::grouped_linear_bias_grad({common(expected_db), {near_grad.data(), output, 1}});
     CHECK(db.same(expected_db));
   });
 }
@@ -370,9 +335,9 @@ TEST_CASE("grouped_linear: a plan is the offsets made safe, and a foreign produc
     if (many) offsets[random.between(1, 250)] = INT32_MAX;
     const auto bounds = bounds_of(offsets, rows);
     Problem<T> problem(random, shape);
-    cuda::plan_grouped_linear({offsets.data(), problem.workspace.data(), rows, experts}, nullptr);
-    for (int64_t e = 0; e <= experts; ++e) CHECK(problem.workspace[e] == bounds[e]);
     Buffer<T> y(rows * output), expected(rows * output);
+    cuda::plan_grouped_linear(problem.forward(offsets, y), nullptr);
+    for (int64_t e = 0; e <= experts; ++e) CHECK(problem.workspace[e] == bounds[e]);
     fill(y, random);
     int64_t expert = 0;
     for (int64_t i = 0; i < y.size(); ++i) {

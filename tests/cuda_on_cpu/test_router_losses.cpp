@@ -53,8 +53,8 @@ void compare(const Options& o, Random& random) {
 
   Buffer<double> workspace(router_losses_workspace(o.tokens));
   Buffer<S> balance(1), z(1), expected_balance(1), expected_z(1);
-  RouterLossesArguments a{dtype_of<T>(),           logits.data(),     load,     o.wide,    o.with_z,        o.score,
-                          expected_balance.data(), expected_z.data(), o.tokens, o.experts, workspace.data()};
+  const RouterLossesInput input{dtype_of<T>(), logits.data(), o.tokens, o.experts, load, o.wide, o.with_z, o.score};
+  RouterLossesArguments a{input, expected_balance.data(), expected_z.data(), workspace.data()};
   cpu::router_losses(a);
   a.balance = balance.data();
   a.z = z.data();
@@ -67,9 +67,7 @@ void compare(const Options& o, Random& random) {
   fill(grad_balance, random);
   fill(grad_z, random);
   Buffer<T> grad(logits.size(), o.shift), expected(logits.size());
-  RouterLossesBackwardArguments b{dtype_of<T>(), logits.data(),       load,          o.wide,          o.with_z,
-                                  o.score,       grad_balance.data(), grad_z.data(), expected.data(), o.tokens,
-                                  o.experts};
+  RouterLossesBackwardArguments b{input, grad_balance.data(), grad_z.data(), expected.data()};
   cpu::router_losses_backward(b);
   b.grad_logits = grad.data();
   cuda::router_losses_backward(b, nullptr);

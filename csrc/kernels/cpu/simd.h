@@ -22,7 +22,6 @@ typedef float vfloat __attribute__((vector_size(kVectorBytes)));
 typedef double vdouble __attribute__((vector_size(kVectorBytes)));
 typedef int32_t vint32 __attribute__((vector_size(kVectorBytes)));
 typedef uint32_t vuint32 __attribute__((vector_size(kVectorBytes)));
-typedef int64_t vint64 __attribute__((vector_size(kVectorBytes)));
 typedef uint16_t vhalf16 __attribute__((vector_size(kVectorBytes / 2)));  // as many 16-bit lanes as vfloat has
 
 // The vector that accumulates elements stored as T.

@@ -35,7 +35,7 @@ using word_of_bytes = std::conditional_t<
 template <typename T>
 using word_of = word_of_bytes<static_cast<int>(sizeof(T))>;
 
-// `from` and `to` must be aligned to the size of the pack. The streaming forms are for bytes that are used once: they
+// `from` and `to` must be aligned to the size of the pack. The streaming form is for bytes that are used once: they
 // leave the caches first.
 template <typename P, typename T>
 PYMOE_DEVICE P load_pack(const T* from) {
@@ -50,11 +50,6 @@ PYMOE_DEVICE P load_pack_streaming(const T* from) {
 template <typename P, typename T>
 PYMOE_DEVICE void store_pack(T* to, const P& pack) {
   *reinterpret_cast<word_of<P>*>(to) = bit_cast<word_of<P>>(pack);
-}
-
-template <typename P, typename T>
-PYMOE_DEVICE void store_pack_streaming(T* to, const P& pack) {
-  __stcs(reinterpret_cast<word_of<P>*>(to), bit_cast<word_of<P>>(pack));
 }
 
 #if defined(__CUDA_ARCH__)
