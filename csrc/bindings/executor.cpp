@@ -51,7 +51,7 @@ class PyExecutor {
       return;
     }
     const WithoutGil released;
-    running_->cancel();
+    running_->request_stop(Stop::kCancel);
     running_.reset();
   }
   PyExecutor(const PyExecutor&) = delete;
@@ -120,14 +120,6 @@ class PyExecutor {
       raise(PyExc_RuntimeError, "%s: a worker cannot wait for the end of %s", where, whose);
     }
     return running_;
-  }
-
-  static void stop(ServerThreads& threads, Stop how) {
-    {
-      const WithoutGil released;
-      threads.threads.request_stop(how);
-    }
-    wait_interruptibly([&](Clock::time_point until) { return threads.stopped_by(until); });
   }
 
   // With the GIL: this waits for nothing but locks under which nobody asks for it.

@@ -49,6 +49,10 @@ void start_generation() {
   become_main_thread();
 }
 
+void wait_stopped(Stoppable& stoppable) {
+  wait_interruptibly([&](Clock::time_point until) { return stoppable.stopped_by(until); });
+}
+
 // Cancels what is queued and waits for all workers.
 void stop_all() {
   std::vector<std::shared_ptr<Stoppable>> kept;
@@ -59,11 +63,9 @@ void stop_all() {
       exiting = true;  // under the lock: a thing is registered before this copy, or not at all
       kept = registry->kept;
     }
-    for (const auto& stoppable : kept) stoppable->cancel();
+    for (const auto& stoppable : kept) stoppable->request_stop(runtime::Stop::kCancel);
   }
-  for (const auto& stoppable : kept) {
-    wait_interruptibly([&](Clock::time_point until) { return stoppable->stopped_by(until); });
-  }
+  for (const auto& stoppable : kept) wait_stopped(*stoppable);
 }
 
 // What the runtime knows a thread by.
@@ -101,6 +103,14 @@ void keep_until_stopped(std::shared_ptr<Stoppable> stoppable) {
   });
   if (exiting) throw std::runtime_error("the interpreter is exiting");
   registry->kept.push_back(std::move(stoppable));
+}
+
+void stop(Stoppable& stoppable, runtime::Stop how) {
+  {
+    const WithoutGil released;
+    stoppable.request_stop(how);
+  }
+  wait_stopped(stoppable);
 }
 
 int generation() { return forks.load(std::memory_order_relaxed); }

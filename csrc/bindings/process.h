@@ -21,8 +21,8 @@ namespace pymoe::bindings {
 class Stoppable {
  public:
   virtual ~Stoppable() = default;
-  // Drops what has not started, and returns at once.
-  virtual void cancel() = 0;
+  // Returns at once; what has not started runs, or is dropped.
+  virtual void request_stop(runtime::Stop how) = 0;
   // True once every thread has ended, and then they are joined.
   virtual bool stopped_by(Clock::time_point until) = 0;
   // True on one of its threads, which cannot wait for its own end.
@@ -35,7 +35,7 @@ class Stopping final : public Stoppable {
  public:
   template <typename... Arguments>
   explicit Stopping(Arguments&&... arguments) : threads(std::forward<Arguments>(arguments)...) {}
-  void cancel() override { threads.request_stop(runtime::Stop::kCancel); }
+  void request_stop(runtime::Stop how) override { threads.request_stop(how); }
   bool stopped_by(Clock::time_point until) override { return threads.wait_stopped_until(until); }
   bool on_worker() const override { return threads.on_worker(); }
 
@@ -44,6 +44,9 @@ class Stopping final : public Stoppable {
 
 // Keeps `stoppable` until it has stopped and nobody else refers to it. Throws std::runtime_error at exit. No GIL.
 void keep_until_stopped(std::shared_ptr<Stoppable> stoppable);
+
+// Stops it and waits until every thread has ended. Under the GIL; throws what a signal handler raised.
+void stop(Stoppable& stoppable, runtime::Stop how);
 
 // Counts forks: what was created in another generation has no threads in this process.
 int generation();

@@ -47,27 +47,18 @@ PyObject* interned(const char* name) { return forever(own(PyUnicode_InternFromSt
 // autograd: inside a custom operator, and where a dispatch mode handles an operation. A frame callback is
 // torch.compile's, while it runs compiled code.
 std::vector<Question> plain_state() {
-  std::vector<Question> questions = {
+  return {
       {find("_C._is_any_autocast_enabled"), nullptr, Py_False},
       {find("_C._len_torch_function_stack"), nullptr, nullptr},
       {find("_C._len_torch_dispatch_stack"), nullptr, nullptr},
-      {find("is_inference_mode_enabled"), nullptr, Py_False},
+      {find("_C._is_fwd_grad_enabled"), nullptr, Py_True},
+      {find("_C._is_torch_function_enabled"), nullptr, Py_True},
+      {find("_C._autograd._top_saved_tensors_default_hooks"), Py_True, Py_None},
+      {find("_C._autograd._saved_tensors_hooks_get_disabled_error_message"), nullptr, Py_None},
+      {find("_C._functorch.peek_interpreter_stack"), nullptr, Py_None},
+      {find("_C._dynamo.eval_frame.get_eval_frame_callback"), nullptr, Py_None},
+      {find("_C._dispatch_tls_is_dispatch_key_excluded"), find("_C.DispatchKey.AutogradOther"), Py_False},
   };
-  const auto ask = [&](const char* name, PyObject* usual, PyObject* argument = nullptr) {
-    if (PyObject* function = find_optional(name)) questions.push_back({function, argument, usual});
-  };
-  const bool knows_forward_mode = find_optional("_C._is_fwd_grad_enabled") != nullptr;
-  if (knows_forward_mode) questions.pop_back();
-  ask("_C._is_fwd_grad_enabled", Py_True);
-  ask("_C._is_torch_function_enabled", Py_True);
-  ask("_C._autograd._top_saved_tensors_default_hooks", Py_None, Py_True);
-  ask("_C._autograd._saved_tensors_hooks_get_disabled_error_message", Py_None);
-  ask("_C._functorch.peek_interpreter_stack", Py_None);
-  ask("_C._dynamo.eval_frame.get_eval_frame_callback", Py_None);
-  if (PyObject* autograd = find_optional("_C.DispatchKey.AutogradOther")) {
-    ask("_C._dispatch_tls_is_dispatch_key_excluded", Py_False, autograd);
-  }
-  return questions;
 }
 
 TorchCalls load() {

@@ -134,11 +134,7 @@ class PyWorkerPool {
     if (threads->on_worker()) {
       raise(PyExc_RuntimeError, "WorkerPool.shutdown: a worker cannot wait for the end of its own pool");
     }
-    {
-      const WithoutGil released;
-      threads->threads.request_stop(drain ? Stop::kDrain : Stop::kCancel);
-    }
-    wait_interruptibly([&](Clock::time_point until) { return threads->stopped_by(until); });
+    stop(*threads, drain ? Stop::kDrain : Stop::kCancel);
   }
 
   int workers() const { return threads_->threads.workers(); }

@@ -52,11 +52,9 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
       if (workers_) throw std::logic_error("Strand: it belongs to an executor already");
       workers_ = std::move(workers);
       timer_ = std::move(timer);
-      draining_ = posted_ = false;
+      posted_ = false;
       armed_ = armed_deadline_ = kNever;
-      for (TaskPool<Sync>* pool : pools_) pool->closed_ = false;
-      if (watching_ > 0) changed_.notify_all();
-      made = plan(Sync::now());
+      made = open();
     }
     carry_out(made);
   }
@@ -92,10 +90,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     Plan made;
     {
       const std::lock_guard lock(mutex_);
-      draining_ = false;
-      for (TaskPool<Sync>* pool : pools_) pool->closed_ = false;
-      if (watching_ > 0) changed_.notify_all();
-      made = plan(Sync::now());
+      made = open();
     }
     carry_out(made);
   }
@@ -197,6 +192,12 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
   void add(Pool* pool) {
     const std::lock_guard lock(mutex_);
     pools_.push_back(pool);
+  }
+  Plan open() {
+    draining_ = false;
+    for (Pool* pool : pools_) pool->closed_ = false;
+    if (watching_ > 0) changed_.notify_all();
+    return plan(Sync::now());
   }
   void remove(Pool* pool) { std::erase(pools_, pool); }
 

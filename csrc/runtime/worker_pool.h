@@ -67,19 +67,98 @@ class WorkerPool {
   // What every worker does: `around(work)` must call work() once, and may set up and tear down around it.
   using Around = std::function<void(const std::function<void()>& work)>;
 
-  explicit WorkerPool(int workers, Around around = {}, Growth<Sync> growth = {});
+  explicit WorkerPool(int workers, Around around = {}, Growth<Sync> growth = {})
+      : base_(workers), around_(std::move(around)), growth_(growth) {
+    if (workers < 1) {
+      throw std::invalid_argument("WorkerPool: workers must be at least 1, got " + std::to_string(workers));
+    }
+    try {
+      for (int i = 0; i < workers; ++i) start_worker();
+      if (grows()) {
+        {
+          const std::lock_guard lock(mutex_);
+          ++running_;
+          watched_ = true;
+        }
+        try {
+          watcher_ = typename Sync::Thread([this] { watch(); });
+        } catch (...) {
+          count_ended();
+          throw;
+        }
+      }
+    } catch (...) {
+      stop(Stop::kCancel);
+      throw;
+    }
+  }
+
   ~WorkerPool() { stop(Stop::kDrain); }
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;
 
-  bool post(std::shared_ptr<Job> job, Rank rank);
-  bool post_at(Time when, std::shared_ptr<Job> job);
+  bool post(std::shared_ptr<Job> job, Rank rank) {
+    Worker* called;
+    {
+      const std::lock_guard lock(mutex_);
+      if (stopping_) return false;
+      make_ready(rank, std::move(job));
+      called = call_idle();
+      if (called == nullptr) called = call_timekeeper();
+      if (called == nullptr || workers() > base_) call_watcher();
+    }
+    if (called != nullptr) called->wake.notify_one();
+    return true;
+  }
 
-  void request_stop(Stop how);
-  void stop(Stop how = Stop::kDrain);
+  bool post_at(Time when, std::shared_ptr<Job> job) {
+    Worker* called = nullptr;
+    {
+      const std::lock_guard lock(mutex_);
+      if (stopping_) return false;
+      const bool first = timed_.empty() || when < timed_.begin()->first;
+      timed_.emplace_hint(timed_.end(), when, std::move(job));
+      if (first) called = timekeeper_ != nullptr ? call_timekeeper() : call_idle();
+      if (first && called == nullptr) call_watcher();
+    }
+    if (called != nullptr) called->wake.notify_one();
+    return true;
+  }
+
+  void request_stop(Stop how) {
+    std::vector<std::shared_ptr<Job>> dropped;
+    {
+      const std::lock_guard lock(mutex_);
+      if (how == Stop::kDrain) release_due();  // no worker may have looked since a job's time came
+      stopping_ = true;
+      while (!timed_.empty()) dropped.push_back(pop(timed_));
+      while (how == Stop::kCancel && !ready_.empty()) dropped.push_back(take_ready());
+      while (Worker* called = call_idle()) called->wake.notify_one();
+      if (Worker* called = call_timekeeper()) called->wake.notify_one();
+      call_watcher();
+      watch_.notify_one();
+    }
+    for (const auto& job : dropped) job->cancel();
+  }
+
+  void stop(Stop how = Stop::kDrain) {
+    refuse_on_worker();
+    request_stop(how);
+    join();
+  }
 
   // The waiting half of stop: true if every worker has ended by `until`. Call after request_stop.
-  bool wait_stopped_until(Time until);
+  bool wait_stopped_until(Time until) {
+    refuse_on_worker();
+    {
+      std::unique_lock lock(mutex_);
+      while (running_ != 0) {
+        if (!ended_.wait_until(lock, until) && running_ != 0) return false;
+      }
+    }
+    join();
+    return true;
+  }
 
   // True if a job waits for a worker whose rank is smaller: it should go first. May be out of date.
   bool older_waits(Rank rank) const { return first_rank_.load(std::memory_order_relaxed) < rank; }
@@ -88,7 +167,11 @@ class WorkerPool {
   int workers() const { return count_.load(std::memory_order_relaxed); }
   bool grows() const { return growth_.most > base_; }
   // True on a thread of this pool.
-  bool on_worker() const;
+  bool on_worker() const {
+    const auto id = Sync::this_thread();
+    const std::lock_guard lock(mutex_);
+    return std::any_of(workers_.begin(), workers_.end(), [&](const auto& worker) { return worker->id == id; });
+  }
 
  private:
   using Lock = std::unique_lock<typename Sync::Mutex>;
@@ -105,15 +188,122 @@ class WorkerPool {
     bool called = false;
   };
 
-  void start_worker();
-  void work(Worker& self);
-  std::shared_ptr<Job> next(Worker& self);
-  bool sleep(Worker& self, Lock& lock);
+  void start_worker() {
+    Worker* worker;
+    {
+      const std::lock_guard lock(mutex_);
+      if (spare_.empty()) spare_.push_back(std::make_unique<Worker>());
+      worker = spare_.back().get();
+      worker->activity = {};
+      worker->since = {};
+      workers_.push_back(std::move(spare_.back()));
+      spare_.pop_back();
+      idle_.reserve(workers_.size());
+      count_ = static_cast<int>(workers_.size());
+      ++running_;
+    }
+    try {
+      worker->thread = typename Sync::Thread([this, worker] { work(*worker); });
+    } catch (...) {
+      {
+        const std::lock_guard lock(mutex_);
+        spare_.push_back(take_out(*worker));
+      }
+      count_ended();
+      throw;
+    }
+  }
+
+  void work(Worker& self) {
+    {
+      const std::lock_guard lock(mutex_);
+      self.id = Sync::this_thread();
+      if (grows()) self.activity = Sync::Activity::of_this_thread();
+    }
+    const std::function<void()> loop = [this, &self] {
+      while (const std::shared_ptr<Job> job = next(self)) job->run();
+    };
+    if (around_) {
+      around_(loop);
+    } else {
+      loop();
+    }
+    {
+      const std::lock_guard lock(mutex_);
+      self.id = {};
+    }
+    count_ended();
+  }
+
+  // Waits for a job; null when the worker is to end.
+  std::shared_ptr<Job> next(Worker& self) {
+    std::shared_ptr<Job> job;
+    Worker* successor = nullptr;
+    {
+      std::unique_lock lock(mutex_);
+      for (release_due(); ready_.empty(); release_due()) {
+        if (stopping_) return nullptr;
+        if (!sleep(self, lock)) {
+          retire(self);
+          return nullptr;
+        }
+      }
+      if (surplus_ > 0 && workers() > base_ && !stopping_) {
+        --surplus_;
+        successor = call_idle();  // this one may have been called for the job
+        if (successor == nullptr) successor = call_timekeeper();
+        retire(self);
+      } else {
+        job = take_ready();
+        if (!timed_.empty() && timekeeper_ == nullptr) {
+          successor = call_idle();
+          if (successor == nullptr) call_watcher();
+        }
+      }
+    }
+    if (successor != nullptr) successor->wake.notify_one();
+    return job;
+  }
+
+  // False if the worker is one too many, and had nothing to do for long.
+  bool sleep(Worker& self, Lock& lock) {
+    self.called = false;
+    if (timed_.empty() || timekeeper_ != nullptr) {
+      idle_.push_back(&self);
+      const Time until = workers() > base_ ? Sync::now() + growth_.idle : Time::max();
+      while (!self.called) {
+        if (until == Time::max()) {
+          self.wake.wait(lock);
+        } else if (!self.wake.wait_until(lock, until)) {
+          break;
+        }
+      }
+      if (self.called) return true;
+      std::erase(idle_, &self);
+      return workers() <= base_;
+    }
+    timekeeper_ = &self;
+    const Time until = timed_.begin()->first;
+    while (!self.called && self.wake.wait_until(lock, until)) {
+    }
+    if (!self.called) timekeeper_ = nullptr;
+    return true;
+  }
+
   void retire(Worker& self) {
     retired_.push_back(take_out(self));
     call_watcher();
   }
-  std::unique_ptr<Worker> take_out(Worker& worker);
+  // Of workers_, with the lock held.
+  std::unique_ptr<Worker> take_out(Worker& worker) {
+    const auto is_it = [&](const auto& other) { return other.get() == &worker; };
+    const auto place = std::find_if(workers_.begin(), workers_.end(), is_it);
+    std::unique_ptr<Worker> taken = std::move(*place);
+    workers_.erase(place);
+    count_ = static_cast<int>(workers_.size());
+    return taken;
+  }
+
   void watch();                     // the watcher's thread
   Time look(Lock& lock, Time now);  // returns when to look again
   void join_retired(Lock& lock);
@@ -131,7 +321,19 @@ class WorkerPool {
     const std::lock_guard lock(mutex_);
     if (--running_ == 0) ended_.notify_all();
   }
-  void release_due();
+  // Moves what is due to ready_. The worker who looks takes one job itself, and calls others for the rest.
+  void release_due() {
+    if (timed_.empty()) return;
+    const Time now = Sync::now();
+    for (bool first = true; !timed_.empty() && !(now < timed_.begin()->first); first = false) {
+      const Rank rank = timed_.begin()->first;
+      make_ready(rank, pop(timed_));
+      Worker* called = first ? nullptr : call_idle();
+      if (called != nullptr) called->wake.notify_one();
+      if (!first && called == nullptr) call_watcher();
+    }
+  }
+
   static std::shared_ptr<Job> pop(Jobs& jobs) { return std::move(jobs.extract(jobs.begin()).mapped()); }
   void make_ready(Rank rank, std::shared_ptr<Job> job) {
     ready_.emplace_hint(ready_.end(), rank, std::move(job));
@@ -157,7 +359,20 @@ class WorkerPool {
   void refuse_on_worker() const {
     if (on_worker()) throw std::logic_error("WorkerPool: a worker cannot wait for the end of its own pool");
   }
-  void join();
+  // After request_stop: the watcher starts and joins workers until it ends, nobody does after it.
+  void join() {
+    const std::lock_guard joining(join_mutex_);
+    if (watcher_.joinable()) watcher_.join();
+    std::vector<Worker*> left;
+    {
+      const std::lock_guard lock(mutex_);
+      for (const auto& worker : workers_) left.push_back(worker.get());
+      for (const auto& worker : retired_) left.push_back(worker.get());
+    }
+    for (Worker* worker : left) {
+      if (worker->thread.joinable()) worker->thread.join();
+    }
+  }
 
   // Sleeping workers are idle or the timekeeper: the one who wakes at the first time of timed_. There is a timekeeper
   // whenever timed_ has something and a worker sleeps. A worker is called for every job that becomes ready, if one
@@ -184,254 +399,6 @@ class WorkerPool {
   typename Sync::Mutex join_mutex_;   // held while threads are joined for good, mutex_ within
   typename Sync::Thread watcher_;
 };
-
-template <typename Sync>
-WorkerPool<Sync>::WorkerPool(int workers, Around around, Growth<Sync> growth)
-    : base_(workers), around_(std::move(around)), growth_(growth) {
-  if (workers < 1) {
-    throw std::invalid_argument("WorkerPool: workers must be at least 1, got " + std::to_string(workers));
-  }
-  try {
-    for (int i = 0; i < workers; ++i) start_worker();
-    if (grows()) {
-      {
-        const std::lock_guard lock(mutex_);
-        ++running_;
-        watched_ = true;
-      }
-      try {
-        watcher_ = typename Sync::Thread([this] { watch(); });
-      } catch (...) {
-        count_ended();
-        throw;
-      }
-    }
-  } catch (...) {
-    stop(Stop::kCancel);
-    throw;
-  }
-}
-
-template <typename Sync>
-void WorkerPool<Sync>::start_worker() {
-  Worker* worker;
-  {
-    const std::lock_guard lock(mutex_);
-    if (spare_.empty()) spare_.push_back(std::make_unique<Worker>());
-    worker = spare_.back().get();
-    worker->activity = {};
-    worker->since = {};
-    workers_.push_back(std::move(spare_.back()));
-    spare_.pop_back();
-    idle_.reserve(workers_.size());
-    count_ = static_cast<int>(workers_.size());
-    ++running_;
-  }
-  try {
-    worker->thread = typename Sync::Thread([this, worker] { work(*worker); });
-  } catch (...) {
-    {
-      const std::lock_guard lock(mutex_);
-      spare_.push_back(take_out(*worker));
-    }
-    count_ended();
-    throw;
-  }
-}
-
-template <typename Sync>
-bool WorkerPool<Sync>::post(std::shared_ptr<Job> job, Rank rank) {
-  Worker* called;
-  {
-    const std::lock_guard lock(mutex_);
-    if (stopping_) return false;
-    make_ready(rank, std::move(job));
-    called = call_idle();
-    if (called == nullptr) called = call_timekeeper();
-    if (called == nullptr || workers() > base_) call_watcher();
-  }
-  if (called != nullptr) called->wake.notify_one();
-  return true;
-}
-
-template <typename Sync>
-bool WorkerPool<Sync>::post_at(Time when, std::shared_ptr<Job> job) {
-  Worker* called = nullptr;
-  {
-    const std::lock_guard lock(mutex_);
-    if (stopping_) return false;
-    const bool first = timed_.empty() || when < timed_.begin()->first;
-    timed_.emplace_hint(timed_.end(), when, std::move(job));
-    if (first) called = timekeeper_ != nullptr ? call_timekeeper() : call_idle();
-    if (first && called == nullptr) call_watcher();
-  }
-  if (called != nullptr) called->wake.notify_one();
-  return true;
-}
-
-template <typename Sync>
-void WorkerPool<Sync>::work(Worker& self) {
-  {
-    const std::lock_guard lock(mutex_);
-    self.id = Sync::this_thread();
-    if (grows()) self.activity = Sync::Activity::of_this_thread();
-  }
-  const std::function<void()> loop = [this, &self] {
-    while (const std::shared_ptr<Job> job = next(self)) job->run();
-  };
-  if (around_) {
-    around_(loop);
-  } else {
-    loop();
-  }
-  {
-    const std::lock_guard lock(mutex_);
-    self.id = {};
-  }
-  count_ended();
-}
-
-// Waits for a job; null when the worker is to end.
-template <typename Sync>
-std::shared_ptr<Job> WorkerPool<Sync>::next(Worker& self) {
-  std::shared_ptr<Job> job;
-  Worker* successor = nullptr;
-  {
-    std::unique_lock lock(mutex_);
-    for (release_due(); ready_.empty(); release_due()) {
-      if (stopping_) return nullptr;
-      if (!sleep(self, lock)) {
-        retire(self);
-        return nullptr;
-      }
-    }
-    if (surplus_ > 0 && workers() > base_ && !stopping_) {
-      --surplus_;
-      successor = call_idle();  // this one may have been called for the job
-      if (successor == nullptr) successor = call_timekeeper();
-      retire(self);
-    } else {
-      job = take_ready();
-      if (!timed_.empty() && timekeeper_ == nullptr) {
-        successor = call_idle();
-        if (successor == nullptr) call_watcher();
-      }
-    }
-  }
-  if (successor != nullptr) successor->wake.notify_one();
-  return job;
-}
-
-// False if the worker is one too many, and had nothing to do for long.
-template <typename Sync>
-bool WorkerPool<Sync>::sleep(Worker& self, Lock& lock) {
-  self.called = false;
-  if (timed_.empty() || timekeeper_ != nullptr) {
-    idle_.push_back(&self);
-    const Time until = workers() > base_ ? Sync::now() + growth_.idle : Time::max();
-    while (!self.called) {
-      if (until == Time::max()) {
-        self.wake.wait(lock);
-      } else if (!self.wake.wait_until(lock, until)) {
-        break;
-      }
-    }
-    if (self.called) return true;
-    std::erase(idle_, &self);
-    return workers() <= base_;
-  }
-  timekeeper_ = &self;
-  const Time until = timed_.begin()->first;
-  while (!self.called && self.wake.wait_until(lock, until)) {
-  }
-  if (!self.called) timekeeper_ = nullptr;
-  return true;
-}
-
-// Of workers_, with the lock held.
-template <typename Sync>
-auto WorkerPool<Sync>::take_out(Worker& worker) -> std::unique_ptr<Worker> {
-  const auto is_it = [&](const auto& other) { return other.get() == &worker; };
-  const auto place = std::find_if(workers_.begin(), workers_.end(), is_it);
-  std::unique_ptr<Worker> taken = std::move(*place);
-  workers_.erase(place);
-  count_ = static_cast<int>(workers_.size());
-  return taken;
-}
-
-// Moves what is due to ready_. The worker who looks takes one job itself, and calls others for the rest.
-template <typename Sync>
-void WorkerPool<Sync>::release_due() {
-  if (timed_.empty()) return;
-  const Time now = Sync::now();
-  for (bool first = true; !timed_.empty() && !(now < timed_.begin()->first); first = false) {
-    const Rank rank = timed_.begin()->first;
-    make_ready(rank, pop(timed_));
-    Worker* called = first ? nullptr : call_idle();
-    if (called != nullptr) called->wake.notify_one();
-    if (!first && called == nullptr) call_watcher();
-  }
-}
-
-template <typename Sync>
-void WorkerPool<Sync>::request_stop(Stop how) {
-  std::vector<std::shared_ptr<Job>> dropped;
-  {
-    const std::lock_guard lock(mutex_);
-    if (how == Stop::kDrain) release_due();  // no worker may have looked since a job's time came
-    stopping_ = true;
-    while (!timed_.empty()) dropped.push_back(pop(timed_));
-    while (how == Stop::kCancel && !ready_.empty()) dropped.push_back(take_ready());
-    while (Worker* called = call_idle()) called->wake.notify_one();
-    if (Worker* called = call_timekeeper()) called->wake.notify_one();
-    call_watcher();
-    watch_.notify_one();
-  }
-  for (const auto& job : dropped) job->cancel();
-}
-
-template <typename Sync>
-bool WorkerPool<Sync>::wait_stopped_until(Time until) {
-  refuse_on_worker();
-  {
-    std::unique_lock lock(mutex_);
-    while (running_ != 0) {
-      if (!ended_.wait_until(lock, until) && running_ != 0) return false;
-    }
-  }
-  join();
-  return true;
-}
-
-template <typename Sync>
-void WorkerPool<Sync>::stop(Stop how) {
-  refuse_on_worker();
-  request_stop(how);
-  join();
-}
-
-// After request_stop: the watcher starts and joins workers until it ends, nobody does after it.
-template <typename Sync>
-void WorkerPool<Sync>::join() {
-  const std::lock_guard joining(join_mutex_);
-  if (watcher_.joinable()) watcher_.join();
-  std::vector<Worker*> left;
-  {
-    const std::lock_guard lock(mutex_);
-    for (const auto& worker : workers_) left.push_back(worker.get());
-    for (const auto& worker : retired_) left.push_back(worker.get());
-  }
-  for (Worker* worker : left) {
-    if (worker->thread.joinable()) worker->thread.join();
-  }
-}
-
-template <typename Sync>
-bool WorkerPool<Sync>::on_worker() const {
-  const auto id = Sync::this_thread();
-  const std::lock_guard lock(mutex_);
-  return std::any_of(workers_.begin(), workers_.end(), [&](const auto& worker) { return worker->id == id; });
-}
 
 }  // namespace pymoe::runtime
 

@@ -42,15 +42,15 @@ FAULTS = [
     Fault(
         "a worker that wakes for nothing believes that it was called",
         WORKER_POOL,
-        "        self.wake.wait(lock);\n      } else",
-        "        self.wake.wait(lock);\n        self.called = true;\n      } else",
+        "          self.wake.wait(lock);\n        } else",
+        "          self.wake.wait(lock);\n          self.called = true;\n        } else",
         "workers",
         "very time",
     ),
     Fault(
         "a post does not call the worker who waits for a time",
         WORKER_POOL,
-        "    if (called == nullptr) called = call_timekeeper();\n",
+        "      if (called == nullptr) called = call_timekeeper();\n",
         "",
         "workers",
         "very time",
@@ -66,7 +66,7 @@ FAULTS = [
     Fault(
         "nobody waits for the next time when who did has a job",
         WORKER_POOL,
-        "        successor = call_idle();\n        if (successor == nullptr) call_watcher();\n",
+        "          successor = call_idle();\n          if (successor == nullptr) call_watcher();\n",
         "",
         "workers",
         "very time",
