@@ -10,8 +10,7 @@
 // Cancelling Calls that have not started are left out, and the run's error is Cancelled if no call has thrown. A pool
 //            that is stopped with kCancel does that; with kDrain it still makes all calls.
 // Waiting    help_until, wait and get make calls on the waiting thread, so a call may wait for calls of its own,
-// however
-//            few workers there are. help_until is for waits in slices. wait_until waits without help.
+//            however few workers there are. help_until is for waits in slices. wait_until waits without help.
 // Inline     A run with a limit leaves its calls to who waits for it, as long as that thread ends one within every span
 //            of `inline_limit`: handing over calls that are shorter costs more than it gains. Somebody must wait for
 //            it, or it goes on after that span only, and not at all in a pool that is stopped before.

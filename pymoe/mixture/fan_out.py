@@ -23,9 +23,10 @@ from torch import Tensor
 
 from pymoe import _runtime
 from pymoe._errors import describe_error
-from pymoe.mixture.members import Member, Pass
+from pymoe.mixture.members import Member
 from pymoe.mixture.options import Rules
 from pymoe.mixture.routing import Group
+from pymoe.mixture.stats import Pass
 from pymoe.runtime.future import Future, deadline_after, seconds_left
 from pymoe.runtime.gradients import all_finite
 
@@ -132,7 +133,7 @@ class Pending:
         if future is None:
             self._without_room.append((index, request, deadline))
             return
-        counts = request.to.counts
+        count = request.to.count
 
         def ended(future: Future) -> None:
             with self._lock:
@@ -140,7 +141,7 @@ class Pending:
                     self._ended.put((index, future, time.perf_counter()))
                     return
             if not future.cancelled() and future.exception() is None:
-                counts.add("late")
+                count("late")
 
         self._futures.append(future)
         future.add_done_callback(ended)
@@ -198,7 +199,7 @@ def ask(
     sent: dict[int, float] = {}
     try:
         for index, request in enumerate(requests):
-            request.to.counts.add("requests", rows=len(request.tokens))
+            request.to.count("requests", rows=len(request.tokens))
             sent[index] = time.perf_counter()
             try:
                 pending.send(index, request, deadline)
@@ -206,14 +207,14 @@ def ask(
                 raise
             except Exception as error:  # the pool is full, closed or gone
                 del sent[index]
-                request.to.counts.add("failed")
+                request.to.count("failed")
                 answers.fail(index, error.with_traceback(None))  # the traceback holds this frame, with all tensors
         pending.run_inline(deadline)
         _collect(answers, pending, sent, needed_T, deadline, rules)
     finally:
         pending.close()
         for index in sent:
-            requests[index].to.counts.add("given_up")
+            requests[index].to.count("given_up")
     for index, begin in sent.items():
         requests[index].member.backoff.timed_out()
         answers.fail(index, GivenUp(f"no answer within {time.perf_counter() - begin:.3g} s"))
@@ -249,15 +250,15 @@ def _collect(
         why, result = outcome_of(ended)
         if why is None:
             if rules.detect_anomalies and not all_finite([one for one in result if isinstance(one, Tensor)]):
-                request.to.counts.add("anomalous")
+                request.to.count("anomalous")
                 answers.fail(index, AnomalyError("the answer holds NaN or infinity"))
             else:
-                request.to.counts.add("answered", latency=when - sent[index])
+                request.to.count("answered", latency=when - sent[index])
                 answers.add(index, result)
         elif isinstance(why, TimeoutError) and seconds_left(deadline) == 0:
             return  # the pool has dropped it, as we are about to
         else:
-            request.to.counts.add("failed")
+            request.to.count("failed")
             answers.fail(index, why)
         request.member.backoff.answered()
         del sent[index]

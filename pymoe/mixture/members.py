@@ -6,12 +6,11 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from pymoe.mixture.options import NAME, Rules
-from pymoe.mixture.stats import BackendLog, BackendStats, PassCounts
+from pymoe.mixture.stats import BackendLog, BackendStats, Pass
 from pymoe.runtime.backend import ExpertBackend
-from pymoe.runtime.task_pool import TaskPool
 
 MAX_BACKOFF_DOUBLINGS = 6
 
@@ -44,15 +43,6 @@ class Backoff:
             return max(0.0, self._last + span - time.monotonic())
 
 
-class Pass(NamedTuple):
-    """One of the two passes of a member: the pool to ask, and what became of the requests."""
-
-    name: str
-    """``forward`` or ``backward``."""
-    pool: TaskPool
-    counts: PassCounts
-
-
 class Member:
     """A backend in its slot."""
 
@@ -60,14 +50,14 @@ class Member:
         self.slot = slot
         self.backend = backend
         self.name: str = backend.get_info()["name"]
-        pools: tuple[TaskPool, TaskPool] = backend.get_pools()
-        self.forward = Pass("forward", pools[0], PassCounts())
-        self.backward = Pass("backward", pools[1], PassCounts())
+        forward_pool, backward_pool = backend.get_pools()
+        self.forward = Pass("forward", forward_pool)
+        self.backward = Pass("backward", backward_pool)
         self.log = BackendLog(self.name)
         self.backoff = Backoff()
 
     def stats(self) -> BackendStats:
-        return BackendStats(self.name, self.slot, self.forward.counts.read(), self.backward.counts.read())
+        return BackendStats(self.name, self.slot, self.forward.stats(), self.backward.stats())
 
     def moved_to(self, slot: int) -> Member:
         """Return the same member, counts included, in another slot."""

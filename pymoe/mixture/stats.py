@@ -9,6 +9,7 @@ from collections import Counter, deque
 from typing import NamedTuple
 
 from pymoe._errors import describe_error
+from pymoe.runtime.task_pool import TaskPool
 
 LOG_PERIOD_S = 60.0  # between two lines about one backend
 KEPT_LATENCIES = 1000
@@ -59,22 +60,24 @@ class BackendStats(NamedTuple):
     backward: PassStats
 
 
-class PassCounts:
-    """The counts behind a :class:`PassStats`. Thread-safe."""
+class Pass:
+    """One of the two passes of a backend: the pool to ask, and what became of the requests. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, pool: TaskPool) -> None:
+        self.name = name
+        self.pool = pool
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._latencies: deque[float] = deque(maxlen=KEPT_LATENCIES)
 
-    def add(self, name: str, *, rows: int = 0, latency: float | None = None) -> None:
+    def count(self, name: str, *, rows: int = 0, latency: float | None = None) -> None:
         with self._lock:
             self._counts[name] += 1
             self._counts["rows"] += rows
             if latency is not None:
                 self._latencies.append(latency)
 
-    def read(self) -> PassStats:
+    def stats(self) -> PassStats:
         with self._lock:
             counts, latencies = self._counts.copy(), sorted(self._latencies) or [0.0]
         return PassStats(
