@@ -71,12 +71,9 @@ PyTypeObject* type_of(const py::module_& module, const char* name) {
         position, said.c_str());
 }
 
+// Rows are gathered in memory of the kinds that are let in here; that of other devices is not ours to read.
 void read_table(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t position) {
   if (table->tensor_from_object(object, &tensor) != 0) refuse(py::error_already_set(), where, position);
-}
-
-// Rows are gathered where these are; the memory of other devices is not ours to read.
-void require_known_memory(const Tensor& tensor, const char* where, Py_ssize_t position) {
   const int32_t type = tensor.device.type;
   if (type == kCpu || type == kCuda || type == kCudaHost) return;
   raise(PyExc_TypeError, "%s: tensor %zd is on a device that batches are not made on (DLPack's type %d): CPU or CUDA",
@@ -160,12 +157,10 @@ py::object read(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t 
   const bool known = Py_TYPE(object) == tensor_type || Py_TYPE(object) == parameter_type;
   if (known) {
     read_table(object, tensor, where, position);
-    require_known_memory(tensor, where, position);
     if (tensor.dtype.code != kComplex && tensor.contiguous() && !is_negated(object)) return borrow(object);
   }
   py::object dense = plain(object, where, position);
   read_table(dense.ptr(), tensor, where, position);
-  require_known_memory(tensor, where, position);
   return dense;
 }
 

@@ -98,6 +98,16 @@ void Signatures::forget_unused() {
   most_known_ = std::max(kKept, 2 * known_.size());
 }
 
+// "(2, 3)"
+static std::string shown_shape(const int64_t* shape, size_t dimensions, bool rows_first = false) {
+  std::string text = rows_first ? "(rows" : "(";
+  for (size_t i = 0; i < dimensions; ++i) {
+    if (i > 0 || rows_first) text += ", ";
+    text += std::to_string(shape[i]);
+  }
+  return text + (dimensions + rows_first == 1 ? ",)" : ")");
+}
+
 void Signatures::check(const dlpack::Tensor* tensors, size_t count) const {
   const char* pool = pool_.c_str();
   if (count != schema_->size()) {
@@ -121,15 +131,6 @@ void Signatures::check(const dlpack::Tensor* tensors, size_t count) const {
             name(expected.dtype).c_str(), name(tensor.dtype).c_str());
     }
   }
-}
-
-std::string shown_shape(const int64_t* shape, size_t dimensions, bool rows_first) {
-  std::string text = rows_first ? "(rows" : "(";
-  for (size_t i = 0; i < dimensions; ++i) {
-    if (i > 0 || rows_first) text += ", ";
-    text += std::to_string(shape[i]);
-  }
-  return text + (dimensions + rows_first == 1 ? ",)" : ")");
 }
 
 }  // namespace pymoe::bindings

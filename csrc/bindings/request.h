@@ -118,7 +118,4 @@ class Signatures {
 // The pool of a TaskPool object of this process. Throws a TypeError for anything else.
 std::shared_ptr<Pool> pool_of(PyObject* object, const char* where);
 
-// "(2, 3)"
-std::string shown_shape(const int64_t* shape, size_t dimensions, bool rows_first = false);
-
 }  // namespace pymoe::bindings

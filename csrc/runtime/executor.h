@@ -91,7 +91,6 @@ class Executor {
     return workers_->wait_stopped_until(until) && timer_->wait_stopped_until(until);
   }
 
-  int workers() const { return workers_->workers(); }
   bool on_worker() const { return workers_->on_worker() || timer_->on_worker(); }
 
  private:

@@ -23,12 +23,6 @@ class Histogram {
     return (top - 1) * 4 + static_cast<int>((value >> (top - 2)) & 3);
   }
 
-  // The smallest value of a bucket. The bucket after the last one would begin at 2^64.
-  static uint64_t lowest(int bucket) {
-    if (bucket < 4) return static_cast<uint64_t>(bucket);
-    return static_cast<uint64_t>(4 + bucket % 4) << (bucket / 4 - 1);
-  }
-
   void add(uint64_t value) {
     counts_[static_cast<size_t>(bucket(value))].fetch_add(1, std::memory_order_relaxed);
     sum_.fetch_add(value, std::memory_order_relaxed);

@@ -4,11 +4,21 @@
 
 using namespace pymoe::runtime;
 
+namespace {
+
+// The smallest value of a bucket. The bucket after the last one would begin at 2^64.
+uint64_t lowest(int bucket) {
+  if (bucket < 4) return static_cast<uint64_t>(bucket);
+  return static_cast<uint64_t>(4 + bucket % 4) << (bucket / 4 - 1);
+}
+
+}  // namespace
+
 TEST_CASE("a histogram's buckets are in order and hold what they say") {
   CHECK(Histogram::bucket(UINT64_MAX) == Histogram::kBuckets - 1);
   for (int i = 0; i < Histogram::kBuckets; ++i) {
-    CHECK(Histogram::bucket(Histogram::lowest(i)) == i);
-    if (i > 0) CHECK(Histogram::bucket(Histogram::lowest(i) - 1) == i - 1);
+    CHECK(Histogram::bucket(lowest(i)) == i);
+    if (i > 0) CHECK(Histogram::bucket(lowest(i) - 1) == i - 1);
   }
   Histogram histogram;
   for (uint64_t value = 0; value < 1000; ++value) histogram.add(value);
