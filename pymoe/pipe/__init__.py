@@ -8,19 +8,16 @@ from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm, convert_deferred_b
 from pymoe.pipe.micro_batches import Whole
 from pymoe.pipe.pipe import Pipe, pipeline
 from pymoe.pipe.stages import INPUT, Source
-from pymoe.pipe.traced import (
-    LossWrapper,
-    MultiUseParameterConfig,
+from pymoe.pipe.traced.losses import LossWrapper, TrivialLossWrapper
+from pymoe.pipe.traced.policies import split_by_flops, split_by_time, split_into_equal_parameters
+from pymoe.pipe.traced.shared_state import MultiUseParameterConfig
+from pymoe.pipe.traced.split_points import (
     PipeSequential,
     PipeSplitWrapper,
     SplitPoint,
-    TrivialLossWrapper,
     annotate_split_points,
     mark_boundary,
     pipe_split,
-    split_by_flops,
-    split_by_time,
-    split_into_equal_parameters,
 )
 
 __all__ = [

@@ -71,18 +71,15 @@ class Arguments:
                     f"{PYTREE_HINT}"
                 )
 
-    def example(
-        self, dtypes: Sequence[torch.dtype | None] = (), call: Sequence[Any] = ()
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return an example call, ``(args, kwargs)``; its tensors have the ``dtypes``, and those of another ``call``
-        say whether they require gradients, where that is known.
+    def example(self, call: Sequence[Any] = ()) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return an example call, ``(args, kwargs)``; where the leaves of another ``call`` are tensors, or tell what
+        those are like, they say which dtypes its tensors have, and which of them require gradients.
         """
-        none = [None] * len(self.examples)
         leaves = []
-        for leaf, dtype, now in zip(self.examples, dtypes or none, call or none, strict=True):
+        for leaf, other in zip(self.examples, call or self.examples, strict=True):
             if isinstance(leaf, Like):
-                requires_grad = getattr(now, "requires_grad", leaf.requires_grad)
-                leaf = leaf._replace(dtype=dtype or leaf.dtype, requires_grad=requires_grad).make()
+                kind = other if isinstance(other, (Tensor, Like)) else leaf
+                leaf = leaf._replace(dtype=kind.dtype, requires_grad=kind.requires_grad).make()
             leaves.append(leaf)
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs

@@ -73,7 +73,11 @@ class ModelRun:
         args, kwargs = pytree.tree_unflatten(leaves, self.arguments.spec)
         try:
             with attributes_restored(self.model) as self.changed:
-                buffers = _buffers(self.model)
+                buffers = [
+                    (f"{path}.{name}".lstrip("."), name, module, value)
+                    for path, module in self.model.named_modules()
+                    for name, value in module._buffers.items()
+                ]
                 with self._watching_side_effects(self.changed) as side_effects:
                     self.opaque_calls = OpaqueCalls(lambda: self._ignoring(side_effects))
                     with (
@@ -82,8 +86,8 @@ class ModelRun:
                         self.recorder.on(),
                     ):
                         result = self.model(*args, **kwargs)
-                for name, (module, value) in buffers.items():
-                    _write_back(name, value, module._buffers.get(name.rpartition(".")[2]))
+                for qualified_name, name, module, value in buffers:
+                    _write_back(qualified_name, value, module._buffers.get(name))
         except Exception as error:
             raise Stopped(error) from error
         paths, self.spec = pytree.tree_flatten_with_path(result)
@@ -149,14 +153,6 @@ class Stopped(BaseException):
 
     def __init__(self, error: Exception) -> None:
         self.error = error
-
-
-def _buffers(model: nn.Module) -> dict[str, tuple[nn.Module, Tensor | None]]:
-    return {
-        f"{path}.{name}" if path else name: (module, value)
-        for path, module in model.named_modules()
-        for name, value in module._buffers.items()
-    }
 
 
 def _users_module(name: str, model: nn.Module) -> str | None:

@@ -145,7 +145,7 @@ class Guards:
                 found[f"'{kind.__name__}.{name}'", kind] = ExternalValue(name, ClassAttributes(kind), name).frozen
         for name, args in self._reads.ambient:
             found[f"torch.{name}()", args] = partial(ask, name, args)
-        found["torch's default dtype or device", None] = _defaults
+        found["torch's default dtype or device", None] = lambda: (torch.get_default_dtype(), torch.get_default_device())
         if self._reads.gradients:
             found["whether a parameter requires gradients", None] = self._gradients_now
         if self._reads.dtypes:
@@ -203,7 +203,3 @@ def _shape(value: Tensor | None) -> tuple[int, ...] | None:
 
 def _qualified(path: str, name: str) -> str:
     return f"{path}.{name}".lstrip(".")
-
-
-def _defaults() -> tuple[torch.dtype, torch.device]:
-    return torch.get_default_dtype(), torch.get_default_device()

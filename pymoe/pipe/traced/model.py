@@ -13,7 +13,7 @@ from torch import nn
 
 from pymoe._torch_private import pytree
 from pymoe.pipe.capture import Captured
-from pymoe.pipe.capture.arguments import Arguments
+from pymoe.pipe.capture.arguments import Arguments, Like
 from pymoe.pipe.capture.errors import stack_level
 from pymoe.pipe.capture.graph import CONSTANT
 from pymoe.pipe.capture.guards import Guards
@@ -127,19 +127,20 @@ class TracedModel(StagedModel):
         found = next(others, None)
         if found is None:
             self._warn_of(change)
-            args, kwargs = self._variants[0].arguments.example(self._dtypes(leaves), leaves or ())
+            like = self._in_present_precision() if leaves is None else leaves
+            args, kwargs = self._variants[0].arguments.example(like)
             found = self._add(self._trace(self.module, args, kwargs))
         elif self._lacks_some:
             self._populate()
         self._now = found
 
-    def _dtypes(self, leaves: Sequence[Any] | None) -> list[torch.dtype | None]:
-        """Return the dtypes of a call's leaves; without a call, the example's in the model's present precision."""
-        if leaves is not None:
-            return [leaf.dtype if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-        before, now = self._now.guards.precision_change() or (None, None)
-        dtypes = [getattr(leaf, "dtype", None) for leaf in self._now.arguments.examples]
-        return [now if dtype == before else dtype for dtype in dtypes]
+    def _in_present_precision(self) -> list[Any]:
+        """Return the leaves of the present capture's example, in the model's present precision."""
+        leaves, change = self._now.arguments.examples, self._now.guards.precision_change()
+        if change is None:
+            return leaves
+        before, now = change
+        return [x._replace(dtype=now) if isinstance(x, Like) and x.dtype == before else x for x in leaves]
 
     def _warn_of(self, change: str) -> None:
         """Warn of what changes again and again, which costs a capture every time."""

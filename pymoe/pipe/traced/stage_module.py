@@ -80,40 +80,35 @@ class StageModule(nn.Module):
         constants: Mapping[str, torch.Tensor],
     ) -> None:
         """Hold what ``paths`` name in the model, and constants. ``users``: the stages of parameters and buffers."""
+
+        def hold(where: nn.Module, original: nn.Module, paths: Sequence[Sequence[str]]) -> None:
+            below: dict[str, list[Sequence[str]]] = {}
+            for name, *rest in paths:
+                if name in original._modules:
+                    below.setdefault(name, []).append(rest)
+                    continue
+                kind = "_parameters" if name in original._parameters else "_buffers"
+                where.__dict__[kind][name] = original.__dict__[kind][name]
+                if name in original._non_persistent_buffers_set:
+                    where._non_persistent_buffers_set.add(name)
+                self._shared.append((where, kind, name, original))
+            for name, child in original._modules.items():  # in the model's order
+                if name not in below or child is None:
+                    continue
+                uses_all = all(self in users.get(id(tensor), {self}) for tensor in _tensors(child))
+                if [] in below[name] or uses_all:  # of what any stage uses
+                    where._modules[name] = child
+                else:
+                    where._modules[name] = holder = nn.Module()
+                    holder.training = child.training
+                    hold(holder, child, below[name])
+
         for kind in (*_KINDS, "_modules"):
             self.__dict__[kind].clear()
         self._shared = []
         for name, constant in constants.items():
             self.register_buffer(name, constant, persistent=False)
-        self._take(self, model, paths, users)
-
-    def _take(
-        self,
-        where: nn.Module,
-        original: nn.Module,
-        paths: Sequence[Sequence[str]],
-        users: Mapping[int, set[StageModule]],
-    ) -> None:
-        below: dict[str, list[Sequence[str]]] = {}
-        for name, *rest in paths:
-            if name in original._modules:
-                below.setdefault(name, []).append(rest)
-                continue
-            kind = "_parameters" if name in original._parameters else "_buffers"
-            where.__dict__[kind][name] = original.__dict__[kind][name]
-            if name in original._non_persistent_buffers_set:
-                where._non_persistent_buffers_set.add(name)
-            self._shared.append((where, kind, name, original))
-        for name, child in original._modules.items():  # in the model's order
-            if name not in below or child is None:
-                continue
-            uses_all = all(self in users.get(id(tensor), {self}) for tensor in _tensors(child))
-            if [] in below[name] or uses_all:  # of what any stage uses
-                where._modules[name] = child
-            else:
-                where._modules[name] = holder = nn.Module()
-                holder.training = child.training
-                self._take(holder, child, below[name], users)
+        hold(self, model, paths)
 
     def update_model(self) -> None:
         """Give the model what was put in place of its own, after a move to another device."""
