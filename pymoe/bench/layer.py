@@ -27,7 +27,7 @@ RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a swiglu layer and its input, and how uneven the load of its experts is."""
+    """The sizes of a swiglu layer and its input."""
 
     name: str
     tokens: int
@@ -35,12 +35,9 @@ class Shape:
     ffn: int
     experts: int
     choices: int
-    skew: float = 0.0
-    """0: as a fresh router spreads tokens; 1: popularity falls like 1/rank."""
 
     def __str__(self) -> str:
-        text = f"T{self.tokens} H{self.hidden} F{self.ffn} E{self.experts} K{self.choices}"
-        return f"{text} skewed" if self.skew else text
+        return f"T{self.tokens} H{self.hidden} F{self.ffn} E{self.experts} K{self.choices}"
 
     @property
     def slots(self) -> int:
@@ -116,23 +113,13 @@ def layer_of(shape: Shape, dtype: torch.dtype, device: torch.device, backend: Ba
         for parameter in layer.parameters():
             bound = parameter.shape[-1] ** -0.5
             parameter.uniform_(-bound, bound, generator=random)
-        popularity = -shape.skew * torch.arange(1, shape.experts + 1).float().log()
-        layer.router.weight.add_((popularity[:, None] * preferred_direction(shape)).to(device))
     return layer.to(dtype)
-
-
-def preferred_direction(shape: Shape) -> Tensor:
-    """(H,): what all tokens of a skewed input share, so that a router's weights can prefer experts."""
-    return torch.full((shape.hidden,), shape.hidden**-0.5)
 
 
 def inputs_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """(T, H) tokens, a leaf that requires grad, and (T, H) gradient of the output."""
     random = generator()
     x = torch.randn(shape.tokens, shape.hidden, generator=random)
-    if shape.skew:
-        direction = preferred_direction(shape)
-        x += (1 - x @ direction)[:, None] * direction
     grad = torch.randn(shape.tokens, shape.hidden, generator=random)
     return x.to(device, dtype).requires_grad_(), grad.to(device, dtype)
 

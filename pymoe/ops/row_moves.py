@@ -13,30 +13,27 @@ from torch import Tensor
 from pymoe.reference.types import Routing
 
 
-class _SpreadRows(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor, slot: Tensor, token: Tensor, offsets: Tensor) -> Tensor:
-        return torch.ops.pymoe.dispatch(x, slot, offsets)
-
+class _MovesRows(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         _, slot, token, offsets = inputs
         ctx.save_for_backward(slot, token, offsets)
+
+
+class _SpreadRows(_MovesRows):
+    @staticmethod
+    def forward(x: Tensor, slot: Tensor, token: Tensor, offsets: Tensor) -> Tensor:
+        return torch.ops.pymoe.dispatch(x, slot, offsets)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         return sum_choices(grad, Routing(*ctx.saved_tensors)), None, None, None
 
 
-class _SumChoices(torch.autograd.Function):
+class _SumChoices(_MovesRows):
     @staticmethod
     def forward(rows: Tensor, slot: Tensor, token: Tensor, offsets: Tensor) -> Tensor:
         return torch.ops.pymoe.combine(rows, slot, None)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        _, slot, token, offsets = inputs
-        ctx.save_for_backward(slot, token, offsets)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]

@@ -362,7 +362,7 @@ def test_env_hints_at_the_cpu_build_of_torch(cuda, facts, nvcc, told, monkeypatc
 
 
 def test_the_layer_agrees_with_its_reference_and_has_a_floor():
-    shape = Shape("tiny", 24, 16, 8, 4, 2, skew=1.0)
+    shape = Shape("tiny", 24, 16, 8, 4, 2)
     cpu = torch.device("cpu")
     candidates = candidates_of(shape, torch.float32, cpu, Rates(1.0, {torch.float32: 1.0}))
     assert candidates.verify().verdict == "close"

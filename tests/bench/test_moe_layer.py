@@ -104,3 +104,15 @@ def test_a_run_that_is_ended_keeps_what_it_has(moe_layer, tiny, monkeypatch, tmp
         moe_layer.main()
     assert [one["name"] for one in json.loads((tmp_path / "moe_layer.json").read_text())["scenarios"]] == ["tiny"]
     assert "**tiny: " in (tmp_path / "moe_layer.md").read_text()
+
+
+def test_a_skewed_load_falls_with_the_rank_of_the_expert(moe_layer):
+    shape = moe_layer.SkewedShape("skewed", 512, 32, 16, 4, 1)
+    x, _ = moe_layer.inputs_of(shape, torch.float32, moe_layer.CPU)
+    layer = moe_layer.layer_of(shape, torch.float32, moe_layer.CPU)
+    moe_layer.skew(layer, x)
+    layer(x)
+    load = layer.stats.load.tolist()
+    assert load == sorted(load, reverse=True)
+    assert load[0] > 1.5 * load[1]
+    assert str(shape).endswith("K1 skewed")
