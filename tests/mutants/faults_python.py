@@ -155,7 +155,7 @@ FAULTS = [
         PLAN_RUN,
         "[self._stopped, *self._gates.values()]",
         "[self._stopped]",
-        (RUNS, "-k", "stop or fail"),
+        (RUNS, "-k", "a_failure_stops"),
     ),
     Fault(
         "a run that was stopped starts actions",
