@@ -16,8 +16,6 @@ from torch.autograd.graph import Node
 from pymoe._torch_private import FunctionBase
 from pymoe.autograd.graph_nodes import find_leaves_and_nodes
 
-__all__ = ["are_compiled", "has_compiled_nodes"]
-
 _FUNCTION, _NODE = "CompiledFunction", "CompiledFunctionBackward"  # torch.compile makes such a class for each graph
 
 _NATIVE: set[type] = set()  # types of nodes that are not made by a class of Python

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["compiler_disable"]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

@@ -11,8 +11,6 @@ import threading
 
 import torch
 
-__all__ = ["renew_engine"]
-
 _lock = threading.Lock()
 _is_stale = False
 

@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["entry_of_this_thread", "keep_hooks_outside", "within_call"]
-
 Result = TypeVar("Result")
 
 

@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Recorder", "depend_on_order", "hand_over_all"]
-
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 _EDITED = (

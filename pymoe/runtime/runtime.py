@@ -19,8 +19,6 @@ from pymoe.runtime.task_pool import TaskPool, check_count
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Runtime", "TesseractRuntime"]
-
 
 class Runtime:
     """Threads that run the batches of pools, oldest request first over all of them.

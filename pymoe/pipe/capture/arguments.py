@@ -13,8 +13,6 @@ from pymoe._torch_private import pytree
 from pymoe.pipe.capture.errors import CaptureError
 from pymoe.pipe.capture.snapshots import CONSTANTS
 
-__all__ = ["PYTREE_HINT", "Arguments", "Like", "Trial", "trials"]
-
 
 class Like(NamedTuple):
     """What a capture needs of an example tensor: not its values."""

@@ -24,8 +24,6 @@ from pymoe.pipe.capture.opaque import Opaque, choose_opaque, must_be_opaque
 from pymoe.pipe.capture.python_reads import ambient_answers
 from pymoe.pipe.capture.snapshots import attributes_restored, patched
 
-__all__ = ["capture"]
-
 _one_at_a_time = threading.RLock()  # torch.export replaces methods of torch's classes
 
 

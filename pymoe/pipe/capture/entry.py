@@ -18,8 +18,6 @@ from pymoe.pipe.capture.python_reads import Answers, Recorder
 from pymoe.pipe.capture.side_effects import LineFinder, SideEffects
 from pymoe.pipe.capture.snapshots import CONSTANTS, Changes, attributes_restored
 
-__all__ = ["MODEL", "Entry", "ModelRun", "Stopped"]
-
 MODEL = "model"
 """The name of the model in what ``torch.export`` is given."""
 

@@ -13,17 +13,6 @@ from types import TracebackType
 
 import torch
 
-__all__ = [
-    "BoundaryInside",
-    "CaptureError",
-    "branches_on_values",
-    "capture_error",
-    "describe_line",
-    "is_library",
-    "is_users_file",
-    "stack_level",
-]
-
 
 class CaptureError(RuntimeError):
     """A model that cannot be captured; the message names the line of its code, the reason and the alternatives."""

@@ -20,8 +20,6 @@ from pymoe.pipe.capture.errors import is_library, is_users_file
 from pymoe.pipe.capture.snapshots import CONSTANTS, CONTAINERS, MISSING, freeze, is_users_object, restorer
 from pymoe.pipe.module_hooks import FORWARD_HOOKS
 
-__all__ = ["ClassAttributes", "ExternalValue", "ExternalValues", "is_within", "users_hooks"]
-
 _CACHE = type(functools.lru_cache(lambda: None))
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 

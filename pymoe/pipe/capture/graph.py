@@ -18,8 +18,6 @@ from pymoe.pipe.capture.input_checks import InputChecks, conditions_asked, sizes
 from pymoe.pipe.capture.interception import OPAQUE_CALL
 from pymoe.pipe.capture.opaque import Computed, OpaqueCall, OpaqueModule
 
-__all__ = ["CONSTANT", "Captured", "Region", "all_nodes", "captured_graph", "opaque_modules"]
-
 CONSTANT = "_constant_"
 """The prefix of tensors that are not parameters or buffers of the model."""
 

@@ -16,8 +16,6 @@ from pymoe.pipe.capture.python_reads import Reads, ask
 from pymoe.pipe.capture.snapshots import MISSING, freeze, is_by_value, is_immutable
 from pymoe.pipe.module_hooks import CALL_HOOKS
 
-__all__ = ["Guards"]
-
 _STATE = ("_parameters", "_buffers")
 _About = tuple[str, Any]
 """What an answer is about, in words and, where these are not enough, something more."""

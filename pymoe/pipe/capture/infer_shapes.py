@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from pymoe._torch_private import pytree
 from pymoe.pipe.capture.errors import CaptureError
 
-__all__ = ["example_tensor", "infer_by_running", "symbolic_sizes"]
-
 
 def infer_by_running(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], fake_mode: Any

@@ -17,8 +17,6 @@ from pymoe.pipe.capture.arguments import Arguments, Like
 from pymoe.pipe.capture.errors import is_library
 from pymoe.pipe.capture.snapshots import patched
 
-__all__ = ["InputChecks", "conditions_asked", "sizes_of", "where_sizes_are_asked"]
-
 
 @dataclass(frozen=True, eq=False)
 class InputChecks:

@@ -32,8 +32,6 @@ from pymoe.pipe.capture.opaque import OpaqueCall, OpaqueModule, RealModule, call
 from pymoe.pipe.capture.python_reads import Recorder
 from pymoe.pipe.capture.snapshots import attributes_restored, patched
 
-__all__ = ["OPAQUE_CALL", "OpaqueCalls", "refusing_lost_calls"]
-
 Held = dict[int, Tensor]
 """Tensors that take gradients and that no module has registered, by address. A graph would hold them detached."""
 

@@ -26,20 +26,6 @@ from pymoe.pipe.capture.snapshots import attributes_restored, patched
 from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm
 from pymoe.pipe.module_hooks import FORWARD_HOOKS
 
-__all__ = [
-    "COMPUTED_TYPES",
-    "Computed",
-    "Opaque",
-    "OpaqueCall",
-    "OpaqueModule",
-    "RealModule",
-    "calling_as_a_whole",
-    "choose_opaque",
-    "must_be_opaque",
-    "refuse_boundary",
-    "without_boundaries",
-]
-
 COMPUTED_TYPES = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 

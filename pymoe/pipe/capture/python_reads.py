@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from pymoe.pipe.capture.errors import CaptureError, is_library
 from pymoe.pipe.capture.snapshots import patched
 
-__all__ = ["Answers", "Reads", "Recorder", "ambient_answers", "ask"]
-
 
 @dataclass
 class Reads:

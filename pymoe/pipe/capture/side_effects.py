@@ -18,8 +18,6 @@ from pymoe._torch_private import DisableTorchFunction, disable_current_modes
 from pymoe.pipe.capture.errors import describe_line, is_users_file
 from pymoe.pipe.capture.external_values import ExternalValue
 
-__all__ = ["LineFinder", "SideEffects"]
-
 
 class _Watched:
     """A random generator, or a place outside of the model, as it is when this is made.

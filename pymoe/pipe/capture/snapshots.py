@@ -15,20 +15,6 @@ from torch import nn
 
 from pymoe.pipe.capture.errors import is_users_file
 
-__all__ = [
-    "CONSTANTS",
-    "CONTAINERS",
-    "MISSING",
-    "Changes",
-    "attributes_restored",
-    "freeze",
-    "is_by_value",
-    "is_immutable",
-    "is_users_object",
-    "patched",
-    "restorer",
-]
-
 CONSTANTS = (
     *(int, float, complex, str, bytes, enum.Enum, slice, range, type(None), type(...)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),

@@ -17,18 +17,6 @@ import torch
 from pymoe._torch_private import pytree
 from pymoe.pipe.execution.graph import BoundaryTensor, GradAccumulator, StageValue, receive
 
-__all__ = [
-    "Key",
-    "Layout",
-    "Subject",
-    "describe_tensors",
-    "describe_values",
-    "empty",
-    "flat",
-    "read_tensors",
-    "read_values",
-]
-
 
 class Subject(IntEnum):
     """What a message is about."""

@@ -14,8 +14,6 @@ from functools import cached_property
 
 from pymoe.pipe.stages import INPUT, Pipeline, Source
 
-__all__ = ["Plan"]
-
 
 @dataclass(frozen=True, eq=False)
 class Plan:

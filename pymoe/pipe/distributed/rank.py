@@ -26,8 +26,6 @@ from pymoe.pipe.staged import StagedModel
 from pymoe.pipe.stages import Pipeline
 from pymoe.pipe.traced.stage_module import StageModule
 
-__all__ = ["Rank", "rank_of_pipe"]
-
 
 class Rank:
     """The stages of a pipe that were built in this process, and what they share."""

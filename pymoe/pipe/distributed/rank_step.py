@@ -48,8 +48,6 @@ from pymoe.pipe.execution.recompute import StageRecompute
 from pymoe.pipe.execution.step_state import StepInputs
 from pymoe.pipe.stages import INPUT, Source
 
-__all__ = ["RankStep"]
-
 
 class SharedSource(random_streams.Source):
     """Streams of random numbers made from a base that all ranks know."""

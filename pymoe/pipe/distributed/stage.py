@@ -20,8 +20,6 @@ from pymoe.pipe.devices import usable_device
 from pymoe.pipe.distributed.rank import Rank, rank_of_pipe
 from pymoe.pipe.distributed.rank_step import RankStep
 
-__all__ = ["RankStage", "build_stage"]
-
 
 def build_stage(pipe: Any, index: int, device: torch.device | str, group: dist.ProcessGroup | None = None) -> RankStage:
     """Return a stage of ``pipe`` for a schedule of ``torch.distributed.pipelining``, to be run by this process.

@@ -12,8 +12,6 @@ from torch import nn
 
 from pymoe.pipe.devices import shared_parameters
 
-__all__ = ["Tied"]
-
 Shared = dict[int, str]
 """A parameter that several stages share: its name in each of them."""
 

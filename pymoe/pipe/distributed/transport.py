@@ -23,8 +23,6 @@ import torch.distributed as dist
 
 from pymoe.pipe.distributed.messages import Key, Subject, empty, flat
 
-__all__ = ["Message", "Transport"]
-
 FIRST_TAG = 20117  # of the first pipe in a group; each has its own, so that it takes its own messages alone
 REMEMBERED = 256  # descriptions that both ends keep
 HEADER = 4 + 3 + 2  # numbers: the key, the notes, the description's slot and its bytes (0 if the receiver has it)

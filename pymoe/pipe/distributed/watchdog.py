@@ -33,8 +33,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-__all__ = ["FailureDetector", "Heartbeat", "Peer", "Position", "RankError", "new_page", "watching"]
-
 HEARTBEAT_S = 0.2  # between two heartbeats
 PATIENCE_S = 30.0  # silence after which a rank on another host has failed
 SUSPICION_S = 3.0  # the same when a connection has broken

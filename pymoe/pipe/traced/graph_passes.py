@@ -14,8 +14,6 @@ from pymoe.pipe.capture.graph import Region
 from pymoe.pipe.capture.opaque import OpaqueModule
 from pymoe.pipe.traced.split_points import is_marker, mark
 
-__all__ = ["modules_as_arguments", "split_regions"]
-
 
 def split_regions(graph: fx.Graph) -> None:
     """Split regions, blocks without gradients or in autocast, at the markers inside, which then stand between them."""

@@ -10,8 +10,6 @@ from torch import nn
 
 from pymoe._torch_private import pytree
 
-__all__ = ["LossWrapper", "TrivialLossWrapper", "find_loss"]
-
 
 class LossWrapper(nn.Module):
     """A model and its loss, as one module that returns the loss. Subclasses compute it in ``forward``.

@@ -30,8 +30,6 @@ from pymoe.pipe.traced.partition import Partition, partition
 from pymoe.pipe.traced.shared_state import Spec, State, by_first_name
 from pymoe.pipe.traced.stage_module import StageModule, has, populate
 
-__all__ = ["TracedModel"]
-
 
 class TracedModel(StagedModel):
     """Any model that can be captured, split at its markers.

@@ -17,8 +17,6 @@ from pymoe.pipe.stages import INPUT, Source
 from pymoe.pipe.traced.shared_state import Aliases, State
 from pymoe.pipe.traced.split_points import is_marker
 
-__all__ = ["Partition", "StageGraph", "compute_nodes", "is_number", "partition"]
-
 
 @dataclass(frozen=True, eq=False)
 class StageGraph:

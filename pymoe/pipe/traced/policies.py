@@ -24,8 +24,6 @@ from pymoe.pipe.traced.partition import compute_nodes, is_number
 from pymoe.pipe.traced.shared_state import Aliases
 from pymoe.pipe.traced.split_points import mark
 
-__all__ = ["split_by_flops", "split_by_time", "split_into_equal_parameters"]
-
 Costs = dict[fx.Node, float]
 TOLERANCE = 1.1
 """How much slower than the optimum the slowest stage may be, for fewer boundary values."""

@@ -13,8 +13,6 @@ from torch import fx, nn
 from pymoe._torch_private import OpOverload
 from pymoe.pipe.capture.graph import Region
 
-__all__ = ["Aliases", "MultiUseParameterConfig", "Spec", "State", "by_first_name"]
-
 
 class MultiUseParameterConfig(enum.Enum):
     """How several stages share one parameter.

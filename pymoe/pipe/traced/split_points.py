@@ -15,17 +15,6 @@ from pymoe._torch_private import OpOverload, OpOverloadPacket
 from pymoe.pipe.capture.opaque import refuse_boundary
 from pymoe.pipe.other_names import also_called
 
-__all__ = [
-    "PipeSequential",
-    "PipeSplitWrapper",
-    "SplitPoint",
-    "annotate_split_points",
-    "is_marker",
-    "mark",
-    "mark_boundary",
-    "pipe_split",
-]
-
 _library = torch.library.Library("pymoe_pipe", "DEF")
 _library.define("split() -> ()", tags=(torch.Tag.pt2_compliant_tag,))
 _library.impl("split", lambda: None, "CompositeExplicitAutograd")

@@ -14,8 +14,6 @@ from torch import fx, nn
 from pymoe._torch_private import OpOverload
 from pymoe.pipe.capture.graph import Region
 
-__all__ = ["StageModule", "has", "populate"]
-
 _KINDS = ("_parameters", "_buffers")
 
 

@@ -15,8 +15,6 @@ from pymoe.pipe.traced.graph_passes import split_regions
 from pymoe.pipe.traced.partition import compute_nodes
 from pymoe.pipe.traced.split_points import SplitPoint, annotate_split_points, is_marker, mark
 
-__all__ = ["SplitPolicy", "Trace"]
-
 SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
 Key = tuple[str, str, int]
 
