@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+__all__ = ["load", "load_safetensors", "save", "save_safetensors", "stage_state_dict"]
+
 INDEX = "model.safetensors.index.json"
 
 
