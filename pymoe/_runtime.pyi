@@ -179,14 +179,9 @@ class Future:
     """The outcome of a task, to come. Made by :meth:`WorkerPool.submit`."""
     def done(self) -> bool:
         """True once the task has ended."""
-    def exception(self, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
-        """Wait as :meth:`result` does, and return the exception that the task raised, or None."""
     def result(self, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
         """
         Wait for the task, ``timeout`` seconds at most, and return its value, or raise what it raised.
-
-        A worker that waits without a timeout for a task of its own pool runs it itself if nobody has
-        started it, so tasks may wait for tasks.
 
         Raises:
             TimeoutError: the task has not ended in time.

@@ -30,8 +30,8 @@ Clock::duration seconds_up_to_a_year(double seconds, bool valid, const char* wha
 // A call on a pool, and what came of it: the job and its future. Its Python objects are used under the GIL.
 class Task final : public runtime::Job, public runtime::Completion<SystemSync> {
  public:
-  Task(py::object function, py::object args, py::object kwargs, std::weak_ptr<Threads> pool)
-      : function_(std::move(function)), args_(std::move(args)), kwargs_(std::move(kwargs)), pool_(std::move(pool)) {}
+  Task(py::object function, py::object args, py::object kwargs)
+      : function_(std::move(function)), args_(std::move(args)), kwargs_(std::move(kwargs)) {}
 
   void run() noexcept override {
     if (!claim()) return;
@@ -59,41 +59,23 @@ class Task final : public runtime::Job, public runtime::Completion<SystemSync> {
   }
 
   py::object result(std::optional<double> timeout) {
-    wait_for_end("Future.result", timeout);
+    if (!done()) {
+      require_this_process(created_, "Future.result", "WorkerPool");
+      if (!wait_interruptibly([&](Clock::time_point until) { return wait_until(until); }, deadline_after(timeout))) {
+        raise(PyExc_TimeoutError, "Future.result: the task has not ended in time");
+      }
+    }
+    if (error()) {
+      set_python_error(error());
+      throw py::error_already_set();
+    }
     if (raised_) raise(outcome_.get());
     return outcome_.share();
   }
 
-  py::object exception(std::optional<double> timeout) {
-    wait_for_end("Future.exception", timeout);
-    return raised_ ? outcome_.share() : py::none();
-  }
-
  private:
-  void wait_for_end(const char* where, std::optional<double> timeout) {
-    if (!done()) {
-      require_this_process(created_, where, "WorkerPool");
-      if (!timeout) help_as_worker();
-      if (!wait_interruptibly([&](Clock::time_point until) { return wait_until(until); }, deadline_after(timeout))) {
-        raise(PyExc_TimeoutError, "%s: the task has not ended in time", where);
-      }
-    }
-    if (!error()) return;
-    set_python_error(error());
-    throw py::error_already_set();
-  }
-
-  // Runs the task if it has not started and this is a worker of its pool, maybe the only one who could. Other threads
-  // leave it to the workers, so that no more tasks run at a time than there are workers.
-  void help_as_worker() {
-    const WithoutGil released;
-    const auto pool = pool_.lock();
-    if (pool && pool->on_worker()) run();
-  }
-
   GilObject function_, args_, kwargs_, outcome_;
   bool raised_ = false;  // what the outcome is
-  const std::weak_ptr<Threads> pool_;
   const int created_ = generation();
 };
 
@@ -123,7 +105,7 @@ class PyWorkerPool {
       raise(PyExc_TypeError, "WorkerPool.submit: the first argument must be callable, got %s",
             Py_TYPE(function.ptr())->tp_name);
     }
-    auto task = std::make_shared<Task>(std::move(function), std::move(args), std::move(kwargs), threads);
+    auto task = std::make_shared<Task>(std::move(function), std::move(args), std::move(kwargs));
     const WithoutGil released;
     if (threads->threads.post(task, SystemSync::now())) return task;
     throw runtime::StoppedError("WorkerPool: submit after the pool was stopped");
@@ -255,14 +237,10 @@ void bind_worker_pool(py::module_& module) {
       .def("done", &Task::done, "True once the task has ended.")
       .def("result", &Task::result, py::arg("timeout") = py::none(),
            "Wait for the task, ``timeout`` seconds at most, and return its value, or raise what it raised.\n\n"
-           "A worker that waits without a timeout for a task of its own pool runs it itself if nobody has\n"
-           "started it, so tasks may wait for tasks.\n\n"
            "Raises:\n"
            "    TimeoutError: the task has not ended in time.\n"
            "    concurrent.futures.CancelledError: the pool was shut down before the task had started.\n"
-           "    RuntimeError: the process is a fork that has not got the pool's workers.")
-      .def("exception", &Task::exception, py::arg("timeout") = py::none(),
-           "Wait as :meth:`result` does, and return the exception that the task raised, or None.");
+           "    RuntimeError: the process is a fork that has not got the pool's workers.");
 
   py::class_<PyWorkerPool>(module, "WorkerPool",
                            "Threads that run submitted functions, first come, first served.\n\n"
