@@ -209,7 +209,7 @@ void submit_slowly(const PyTaskPool& state, const std::shared_ptr<TensorRequest>
   const Help help = help_of_this_thread(state.may_help(*request->signature), request->deadline.has_value());
   try {
     const RegisteredWait registered(*pool, nullptr, request->deadline.has_value());
-    const auto submitted = [&](Clock::time_point until) { return pool->try_submit(request, until, help); };
+    const auto submitted = [&](Clock::time_point until) { return pool->submit(request, until, help); };
     if (wait_interruptibly(submitted, request->deadline)) return;
   } catch (const runtime::Interrupted&) {
     raise_interrupt();
@@ -247,7 +247,7 @@ std::shared_ptr<TensorRequest> submit(PyTaskPool& state, PyObject* const* args, 
                                       priority == 0 ? SystemSync::Duration::zero() : to_duration(priority, "priority"));
   // With the GIL: this takes no longer than to let go of it and to come back. It waits for nothing but the strand's
   // lock, under which nobody asks for the GIL.
-  if (state.pool->try_submit(request, SystemSync::Time::min())) return request;
+  if (state.pool->submit(request, SystemSync::Time::min())) return request;
   if (!may_wait && !state.raise_when_full) return nullptr;
   submit_slowly(state, request);
   return request;

@@ -44,12 +44,6 @@ class Completion {
   bool done() const { return stage_.load(std::memory_order_acquire) == Stage::kDone; }
   bool pending() const { return stage_.load(std::memory_order_acquire) == Stage::kPending; }
 
-  void wait() const {
-    if (done()) return;
-    std::unique_lock lock(mutex_);
-    while (!done()) ended_.wait(lock);
-  }
-
   // True if it has ended by `until`.
   bool wait_until(Time until) const {
     if (done()) return true;

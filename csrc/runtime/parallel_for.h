@@ -1,7 +1,7 @@
 // ParallelFor: function(0) to function(count - 1) on the workers of a pool and on the threads that wait for them.
 //
 //     const auto run = ParallelFor<SystemSync>::start(pool, 16, [&](int i) { out[i] = f(i); });
-//     run->get();
+//     run->help_until(until);
 //
 // Order      Calls start in the order of their numbers. Beside other jobs of the pool they rank as what was posted when
 //            the run began: a worker that finds an older job waiting leaves the rest of the calls for later.
@@ -9,8 +9,8 @@
 //            behind the back of whoever has waited; its error is what the first call, by number, has thrown.
 // Cancelling Calls that have not started are left out, and the run's error is Cancelled if no call has thrown. A pool
 //            that is stopped with kCancel does that; with kDrain it still makes all calls.
-// Waiting    help_until, wait and get make calls on the waiting thread, so a call may wait for calls of its own,
-//            however few workers there are. help_until is for waits in slices. wait_until waits without help.
+// Waiting    help_until makes calls on the waiting thread, so a call may wait for calls of its own, however few workers
+//            there are. wait_until waits without help.
 // Inline     A run with a limit leaves its calls to who waits for it, as long as that thread ends one within every span
 //            of `inline_limit`: handing over calls that are shorter costs more than it gains. Somebody must wait for
 //            it, or it goes on after that span only, and not at all in a pool that is stopped before.
@@ -53,20 +53,10 @@ class ParallelFor final : public Completion<Sync>, public std::enable_shared_fro
   bool help_until(Time until) {
     {
       Lock lock(mutex_);
-      work(lock, false, [until] { return until != Time::max() && Sync::now() >= until; });
+      work(lock, false, [until] { return Sync::now() >= until; });
       if (next_ < count_) return false;
     }
-    if (until != Time::max()) return Completion<Sync>::wait_until(until);
-    Completion<Sync>::wait();
-    return true;
-  }
-
-  void wait() { help_until(Time::max()); }
-
-  // Waits; throws the run's error, if it has one.
-  void get() {
-    wait();
-    if (this->error()) std::rethrow_exception(this->error());
+    return this->wait_until(until);
   }
 
   // Leaves out every call that has not started.

@@ -62,15 +62,9 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     cancel_all(left, "the request was cancelled: its pool has gone before it had started");
   }
 
-  // True once the request is queued; false if by `until` the queue had no room. Throws StoppedError once closed.
+  // True once the request is queued; false if by `until` the queue had no room. Throws StoppedError once closed. Who is
+  // refused may try again: nothing counts as rejected until reject() says so.
   bool submit(const RequestPointer& request, Time until, Help help = Help::kNo) {
-    if (try_submit(request, until, help)) return true;
-    reject();
-    return false;
-  }
-
-  // The same for who may try again: nothing counts as rejected until reject() says so.
-  bool try_submit(const RequestPointer& request, Time until, Help help = Help::kNo) {
     typename Strand<Sync>::Plan plan;
     {
       std::unique_lock lock(strand_->mutex_);

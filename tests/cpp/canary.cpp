@@ -48,7 +48,7 @@ void pool_race() {
 void parallel_for_race() {
   pymoe::runtime::WorkerPool<pymoe::runtime::SystemSync> pool(2);
   std::latch start(2);
-  pymoe::runtime::ParallelFor<pymoe::runtime::SystemSync>::start(pool, 2, [&](int) { count_together(start); })->get();
+  get(*pymoe::runtime::ParallelFor<pymoe::runtime::SystemSync>::start(pool, 2, [&](int) { count_together(start); }));
 }
 
 void simulated_race() {

@@ -1,4 +1,5 @@
-// Functions as jobs of a worker pool, with futures: how the tests hand work to a pool and look at what came of it.
+// Functions as jobs of a worker pool, with futures: how the tests hand work to a pool and look at what came of it. And
+// get(), which makes the calls of a run and throws its error.
 //
 // wait() and get() help: a task that has not started by then runs on the thread that waits. wait_until does not.
 #pragma once
@@ -11,6 +12,7 @@
 #include <variant>
 
 #include "runtime/completion.h"
+#include "runtime/parallel_for.h"
 #include "runtime/worker_pool.h"
 
 namespace pymoe::runtime {
@@ -35,7 +37,7 @@ class Future {
   bool wait_for(typename Sync::Duration duration) const { return wait_until(Sync::now() + duration); }
 
   void wait() const {
-    if (!state_->done() && !state_->help()) state_->wait();
+    if (!state_->done() && !state_->help()) state_->wait_until(Sync::Time::max());
   }
 
   decltype(auto) get() const {
@@ -89,6 +91,13 @@ auto submit(WorkerPool<Sync>& pool, Function&& function) {
   auto task = std::make_shared<FunctionTask<Stored, Sync>>(std::forward<Function>(function));
   if (!pool.post(task, Sync::now())) throw StoppedError("submit after the pool was stopped");
   return Future<std::invoke_result_t<Stored&>, Sync>(std::move(task));
+}
+
+// Helps until the run has ended; throws its error, if it has one.
+template <typename Sync>
+void get(ParallelFor<Sync>& run) {
+  run.help_until(Sync::Time::max());
+  if (run.error()) std::rethrow_exception(run.error());
 }
 
 }  // namespace pymoe::runtime

@@ -72,7 +72,7 @@ TEST_CASE("schedules of a growing pool: calls of two runs that wait for each oth
     const Sync::Duration limit = random_below(2) == 0 ? 100us : 0us;
     Meeting meeting(2 * calls);
     Pool pool(workers, {}, kGrowth);
-    const auto meet = [&] { ParallelFor<Sync>::start(pool, calls, [&](int) { meeting.wait(); }, limit)->get(); };
+    const auto meet = [&] { get(*ParallelFor<Sync>::start(pool, calls, [&](int) { meeting.wait(); }, limit)); };
     Sync::Thread other(meet);
     meet();
     other.join();
@@ -87,7 +87,7 @@ TEST_CASE("schedules of a growing pool: jobs that meet inside of jobs that wait 
     std::vector<Future<void, Sync>> futures;
     for (int i = 0; i < outer; ++i) {
       futures.push_back(
-          submit(pool, [&] { ParallelFor<Sync>::start(pool, inner, [&](int) { meeting.wait(); })->get(); }));
+          submit(pool, [&] { get(*ParallelFor<Sync>::start(pool, inner, [&](int) { meeting.wait(); })); }));
     }
     for (const auto& future : futures) future.wait_until(Sync::Time::max());
   });

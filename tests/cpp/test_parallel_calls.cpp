@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "futures.h"
 #include "runtime/parallel_for.h"
 
 using namespace pymoe::runtime;
@@ -129,7 +130,7 @@ TEST_CASE("every call ends before the caller sees the failure, which is that of 
       int first = 0;
       while (!fails(first)) ++first;
       try {
-        run->get();
+        get(*run);
         ++wrong;
       } catch (const std::runtime_error& error) {
         wrong += error.what() != "call " + std::to_string(first);

@@ -21,7 +21,7 @@ TEST_CASE("every call is made once, for any number of workers") {
     Pool pool(workers);
     for (int step = 0; step < 50; ++step) {
       std::vector<std::atomic<int>> made(30);
-      Calls::start(pool, 30, [&](int i) { ++made[static_cast<size_t>(i)]; })->get();
+      get(*Calls::start(pool, 30, [&](int i) { ++made[static_cast<size_t>(i)]; }));
       for (const auto& count : made) CHECK(count == 1);
     }
   }
@@ -54,7 +54,7 @@ TEST_CASE("a call that throws touches no other, and the exception of the first b
       if (i == 5) throw std::runtime_error("call 5");
       ++made;
     });
-    CHECK_THROWS_WITH_AS(run->get(), "call 1", std::out_of_range);
+    CHECK_THROWS_WITH_AS(get(*run), "call 1", std::out_of_range);
     CHECK(made == 4);
   }
 }
@@ -65,8 +65,8 @@ TEST_CASE("whoever waits makes calls, so calls may wait for calls on one worker"
   std::atomic<bool> on_worker{true};
   const auto run = Calls::start(pool, 2, [&](int) {
     on_worker = on_worker && pool.on_worker();
-    Calls::start(pool, 3, [&](int) { ++made; })->get();
-    Calls::start(pool, 3, [&](int) { ++made; })->get();
+    get(*Calls::start(pool, 3, [&](int) { ++made; }));
+    get(*Calls::start(pool, 3, [&](int) { ++made; }));
   });
   CHECK(run->wait_until(SystemSync::now() + 1min));
   CHECK(on_worker);
@@ -79,7 +79,7 @@ TEST_CASE("the thread that waits makes all calls while every worker is busy") {
   const auto blocker = submit(pool, [&] { released.wait(); });
   while (blocker.wait_for(0s) || pool.older_waits(SystemSync::now())) std::this_thread::yield();
   std::vector<int> order;
-  Calls::start(pool, 9, [&](int i) { order.push_back(i); })->get();
+  get(*Calls::start(pool, 9, [&](int i) { order.push_back(i); }));
   CHECK(order == std::vector{0, 1, 2, 3, 4, 5, 6, 7, 8});
   released.count_down();
 }
@@ -111,7 +111,7 @@ TEST_CASE("a cancelled run ends with Cancelled once the calls that run have ende
   run->cancel();
   CHECK_FALSE(run->done());
   released.count_down();
-  CHECK_THROWS_AS(run->get(), Cancelled);
+  CHECK_THROWS_AS(get(*run), Cancelled);
   CHECK(made == 1);
   run->cancel();  // has ended: nothing to do
 }
@@ -126,11 +126,11 @@ TEST_CASE("a failure goes before the cancellation, and a cancel that comes late 
     throw std::runtime_error("failed");
   });
   stored.count_down();
-  CHECK_THROWS_WITH_AS(run->get(), "failed", std::runtime_error);
+  CHECK_THROWS_WITH_AS(get(*run), "failed", std::runtime_error);
   const auto all = Calls::start(pool, 3, [](int) {});
-  all->wait();
+  all->help_until(SystemSync::Time::max());
   all->cancel();
-  CHECK_NOTHROW(all->get());
+  CHECK_NOTHROW(get(*all));
 }
 
 TEST_CASE("a stop of the pool: a drain makes all calls, a cancel leaves out the rest, and a later run is refused") {
@@ -149,7 +149,7 @@ TEST_CASE("a stop of the pool: a drain makes all calls, a cancel leaves out the 
     pool.stop();
     CHECK(run->done());
     CHECK(made == (how == Stop::kDrain ? 4 : 0));
-    if (how == Stop::kCancel) CHECK_THROWS_AS(run->get(), Cancelled);
+    if (how == Stop::kCancel) CHECK_THROWS_AS(get(*run), Cancelled);
     CHECK_THROWS_AS(Calls::start(pool, 4, [](int) {}), StoppedError);
     CHECK_THROWS_AS(Calls::start(pool, 4, [](int) {}, 1min), StoppedError);
   }
@@ -193,7 +193,7 @@ TEST_CASE("many runs at once on one pool") {
       start.arrive_and_wait();
       for (int step = 0; step < 500; ++step) {
         std::vector<int> made(16);
-        Calls::start(pool, 16, [&](int i) { ++made[static_cast<size_t>(i)]; })->get();
+        get(*Calls::start(pool, 16, [&](int i) { ++made[static_cast<size_t>(i)]; }));
         for (const int count : made) wrong += count != 1;
       }
     });
@@ -206,7 +206,7 @@ TEST_CASE("with a limit short calls stay on the thread that waits, and a long on
   Pool pool(2);
   std::atomic<int> elsewhere{0};
   const auto self = std::this_thread::get_id();
-  Calls::start(pool, 100, [&](int) { elsewhere += std::this_thread::get_id() != self; }, 1min)->get();
+  get(*Calls::start(pool, 100, [&](int) { elsewhere += std::this_thread::get_id() != self; }, 1min));
   CHECK(elsewhere == 0);
 
   // Only another thread can end the first of these.
@@ -218,7 +218,7 @@ TEST_CASE("with a limit short calls stay on the thread that waits, and a long on
         while (!released) std::this_thread::yield();
       },
       1ms);
-  run->get();
+  get(*run);
   CHECK(released);
 }
 
@@ -248,7 +248,7 @@ TEST_CASE("a stop of the pool leaves a run with a limit to who waits for it") {
     int made = 0;
     const auto run = Calls::start(pool, 3, [&](int) { ++made; }, 1min);
     pool.stop(how);
-    run->get();
+    get(*run);
     CHECK(made == 3);
   }
 }

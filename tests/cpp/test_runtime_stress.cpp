@@ -204,7 +204,7 @@ TEST_CASE("four clients make ten thousand calls at a time on one pool, beside ta
       for (int step = 1; step <= kSteps; ++step) {
         const auto run = ParallelFor<Sync>::start(pool, kCalls, [&](int i) { ++made[static_cast<size_t>(i)]; });
         for (int i = 0; i < 100; ++i) submit(pool, [] {});
-        run->get();
+        get(*run);
         for (const int count : made) wrong += count != step;
       }
     });

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "futures.h"
 #include "runtime/parallel_for.h"
 #include "schedules.h"
 
@@ -44,7 +45,7 @@ class Checked {
       if (ended_[call] == 1 && fails_[call] && first.empty()) first = std::to_string(call);
     }
     try {
-      run.get();
+      get(run);
       expect(!left_out && first.empty(), "a run that has failed says nothing");
     } catch (const Cancelled&) {
       expect(left_out && first.empty(), "a run was cancelled for no reason");
@@ -74,12 +75,12 @@ class Checked {
 // Waits in one of the ways that there are; `alone`: without help, too.
 void wait(Calls& run, bool alone = true) {
   switch (random_below(alone ? 3 : 2)) {
-    case 0: run.wait(); break;
+    case 0: run.help_until(Sync::Time::max()); break;
     case 1:
       while (!run.help_until(Sync::now() + 1ms)) {
       }
       break;
-    default: static_cast<Completion<Sync>&>(run).wait();
+    default: run.wait_until(Sync::Time::max());
   }
 }
 
@@ -159,7 +160,7 @@ TEST_CASE("schedules of calls: several clients help one run, and calls wait for 
         [&](int i) {
           Checked& own = i == 0 ? inner : outer;
           const auto run = own.start(pool, some_limit());
-          run->wait();
+          run->help_until(Sync::Time::max());
           own.check(*run, false);
         },
         some_limit());

@@ -25,8 +25,8 @@ FAULTS = [
     Fault(
         "whoever waits for a task looks once: `if` for `while`",
         COMPLETION,
-        "while (!done()) ended_.wait(lock);",
-        "if (!done()) ended_.wait(lock);",
+        "while (!done()) {\n      if (!ended_.wait_until(lock, until)) return done();\n    }",
+        "if (!done()) {\n      if (!ended_.wait_until(lock, until)) return done();\n    }",
         "workers",
         "nest and post",
     ),
