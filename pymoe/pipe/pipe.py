@@ -433,7 +433,7 @@ def pipeline(
         raise TypeError(f"pipeline: mb_args must be a tuple of arguments, got {type(mb_args).__name__}")
     if output_loss_value_spec is None and isinstance(module, LossWrapper):
         output_loss_value_spec = module.loss_spec
-    trace = Trace(split_spec, split_policy, dynamic_shapes, opaque)
+    trace = Trace(split_spec, split_policy, dynamic_shapes, opaque or ())
     arguments = tuple(mb_args), dict(mb_kwargs or {})
     staged = TracedModel(module, *arguments, trace, multi_use_param_spec, output_loss_value_spec, devices)
     if len(staged.parts) == 1 and (why := trace.why_one_stage()) is not None:

@@ -71,8 +71,10 @@ def __getattr__(name: str) -> Any:
     """Import names of the packages beside and above this one, which programs also import from here, on demand."""
     if name in __all__:
         homes = (importlib.import_module(package) for package in ("pymoe.parallel", "pymoe.mixture"))
-        value = globals()[name] = next(getattr(home, name) for home in homes if hasattr(home, name))
-        return value
+        for home in homes:
+            if hasattr(home, name):
+                value = globals()[name] = getattr(home, name)
+                return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -93,11 +93,11 @@ def wait(futures: Iterable[Any], timeout: float | None = None, return_when: str 
         raise ValueError(f"wait: return_when must be a constant of concurrent.futures, got {return_when!r}")
     everyone = set(futures)
     try:
-        for future in arrivals(everyone, deadline_after(timeout)):
+        for future in arrivals(everyone, deadline_after(timeout), late=queue.Empty):  # what no signal handler raises
             failed = not future.cancelled() and future.exception() is not None
             if return_when == FIRST_COMPLETED or (return_when == FIRST_EXCEPTION and failed):
                 break
-    except TimeoutError:
+    except queue.Empty:
         pass
     done = {future for future in everyone if future.done()}
     return DoneAndNotDone(done, everyone - done)
@@ -118,8 +118,8 @@ def as_completed(futures: Iterable[Any], timeout: float | None = None) -> Iterat
     return arrivals(set(futures), deadline_after(timeout))
 
 
-def arrivals(futures: set[Any], deadline: float | None) -> Iterator[Any]:
-    """Yield each future once it is done; raise TimeoutError when the deadline has passed and none is."""
+def arrivals(futures: set[Any], deadline: float | None, late: type[Exception] = TimeoutError) -> Iterator[Any]:
+    """Yield each future once it is done; raise ``late`` when the deadline has passed and none is."""
     ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
     count = len(futures)
     for future in futures:
@@ -130,4 +130,4 @@ def arrivals(futures: set[Any], deadline: float | None) -> Iterator[Any]:
         try:
             yield ended.get(timeout=seconds_left(deadline))  # in no variable, which would keep it here
         except queue.Empty:
-            raise TimeoutError(f"{missing} of {count} requests are not done in time") from None
+            raise late(f"{missing} of {count} requests are not done in time") from None

@@ -132,7 +132,7 @@ FAULTS = [
     Fault(
         "a worker goes on without what its next action needs",
         PLAN_RUN,
-        "                gates[plan.awaited[action]].get()\n",
+        "                _pass(gates[plan.awaited[action]])\n",
         "                pass\n",
         (RUNS,),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import signal
 import sys
 import threading
@@ -96,7 +97,8 @@ def test_an_end_wakes_who_waits_and_nobody_else_starts_before() -> None:
 
 
 def test_an_action_that_can_start_keeps_the_gil() -> None:
-    schedule = build("gpipe", 1, 10_000)
+    """Also where it has waited for another worker's, which has ended."""
+    schedule = build("gpipe", 2, 5_000)
     turns = 0
     stop = threading.Event()
 
@@ -109,6 +111,11 @@ def test_an_action_that_can_start_keeps_the_gil() -> None:
     thread = threading.Thread(target=take_turns, daemon=True)
     run = run_of(schedule)
     run.begin_threads()
+    first = run.actions_of(0)
+    while (action := next(first)) != Action(0, 4_999, Kind.FORWARD):
+        pass
+    threading.Thread(target=next, args=(first, None), daemon=True).start()  # waits for the first backward pass
+    second = run.actions_of(1)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(LONG)  # from now on the other thread gets the GIL only from who lets go of it
     try:
@@ -116,8 +123,9 @@ def test_an_action_that_can_start_keeps_the_gil() -> None:
         while turns == 0:
             time.sleep(0.01)
         before = turns
-        for _ in run.actions_of(0):
-            pass
+        for action in second:
+            if action == Action(1, 4_999, Kind.FORWARD):
+                break
         assert turns == before
     finally:
         sys.setswitchinterval(interval)
@@ -174,6 +182,27 @@ def test_ctrl_c_ends_a_wait_of_the_main_thread() -> None:
     with pytest.raises(KeyboardInterrupt):
         next(run.actions_of(1))
     presser.join(LONG)
+
+
+def test_an_interrupt_that_no_system_call_sees_ends_a_wait_of_the_main_thread() -> None:
+    """One that comes just before the wait, or from another thread of Python."""
+    run = blocked()
+    ended: list[bool] = []
+
+    def end_the_wait() -> None:
+        ended.append(True)
+        next(run.actions_of(0))
+        run.fail(ValueError("nothing has ended the wait"), None)
+
+    guard = threading.Timer(LONG, end_the_wait)
+    guard.start()
+    presser = threading.Timer(0.1, _thread.interrupt_main)
+    presser.start()
+    with pytest.raises(KeyboardInterrupt):
+        next(run.actions_of(1))
+    guard.cancel()
+    presser.join(LONG)
+    assert not ended
 
 
 def test_a_signal_handler_that_does_not_raise_does_not_end_a_wait() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import signal
 import threading
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION
 
@@ -63,6 +64,26 @@ def test_a_cancelled_one_is_no_exception() -> None:
     one.cancel()
     with Runtime([pool]):
         assert wait([one, two], LONG, FIRST_EXCEPTION).done == {one, two}
+
+
+def test_a_deadline_of_the_program_itself_ends_the_wait() -> None:
+    """Its signal handler raises TimeoutError, which is not the end of the wait's own time."""
+
+    def late(number: int, frame: object) -> None:
+        raise TimeoutError("the program's")
+
+    pool = TaskPool(lambda x: x, name="pool")
+    before = signal.signal(signal.SIGUSR1, late)
+    main = threading.main_thread().ident
+    assert main is not None
+    sender = threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGUSR1))
+    try:
+        sender.start()
+        with pytest.raises(TimeoutError, match="the program's"):
+            wait([pool.submit_task(ONE)], LONG)
+    finally:
+        sender.join()
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_another_return_when_is_refused() -> None:

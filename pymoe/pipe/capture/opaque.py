@@ -83,15 +83,6 @@ class OpaqueModule(OpaqueCall):
         """Its qualified name in the model."""
         self.module = module
 
-    def with_module_as_argument(self) -> OpaqueModule:
-        """Return the same call of a module that is given before the leaves."""
-        made = copy.copy(self)
-        made.function = made.module = None  # type: ignore[assignment]
-        return made
-
-    def __call__(self, *computed: Any) -> list[Any]:
-        return self.call(computed[0], computed[1:]) if self.function is None else super().__call__(*computed)
-
 
 _running = threading.local()
 

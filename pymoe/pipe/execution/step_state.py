@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import torch
 
@@ -207,6 +207,18 @@ class StepState:
         self.inputs = StepInputs()
 
 
+WAIT_SLICE_S = 0.05
+"""What a signal may come late by: one that comes just before a wait, or to another thread, does not end it."""
+
+
+def _pass(gate: SimpleQueue[None]) -> None:
+    while True:
+        try:
+            return gate.get(timeout=WAIT_SLICE_S)
+        except Empty:
+            pass
+
+
 class PlanRun:
     """One run of a plan: actions are performed inline as long as they are short, then by the threads of all workers."""
 
@@ -240,6 +252,7 @@ class PlanRun:
         Returns what stops them: no further action starts, and nobody waits. It may be called any number of times, and
         no Ctrl-C can come before it has done all that, since nothing in it is Python.
         """
+        # What is left of the one iterator is what has not been told yet; once all are told, it is used up.
         self._gates = {action: SimpleQueue() for action in self._plan.awaited.values()}
         tell = map(SimpleQueue.put, [self._stopped, *self._gates.values()], repeat(None))
         stop: Callable[[], object] = partial(deque, tell, 0)
@@ -257,7 +270,7 @@ class PlanRun:
             if self._process != os.getpid():
                 raise RuntimeError("a step cannot go on in a fork: its workers exist only in the parent process")
             if action in plan.awaited:
-                gates[plan.awaited[action]].get()
+                _pass(gates[plan.awaited[action]])
             if not stopped.empty():
                 return
             if action not in self._done:

@@ -4,11 +4,12 @@ arguments of the nodes that call them.
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Iterator
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from pymoe.pipe.capture.graph import Region
 from pymoe.pipe.capture.opaque import OpaqueModule
@@ -78,6 +79,21 @@ def _segments(block: fx.Graph) -> Iterator[list[fx.Node]]:
     yield segment
 
 
+class ModuleCall:
+    """The target of a node: takes a module and the computed leaves of its arguments, returns those of its result."""
+
+    def __init__(self, call: OpaqueModule) -> None:
+        self.__name__ = call.__name__
+        self._call = copy.copy(call)  # how leaves become arguments, without the module
+        self._call.function = self._call.module = None  # type: ignore[assignment]
+
+    def __call__(self, module: nn.Module, *computed: Any) -> list[Any]:
+        return self._call.call(module, computed)
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+
 def modules_as_arguments(graph: fx.Graph) -> None:
     """Let ``get_attr`` fetch the opaque modules that a graph calls, so that they are part of a stage's state.
 
@@ -94,14 +110,14 @@ def modules_as_arguments(graph: fx.Graph) -> None:
 
 
 def _give(node: fx.Node, module: fx.Node) -> None:
-    node.args = (module, *node.args) if isinstance(node.target, OpaqueModule) else (*node.args, module)
+    node.args = (module, *node.args) if isinstance(node.target, ModuleCall) else (*node.args, module)
 
 
 def _convert(node: fx.Node) -> list[str]:
     """Make the node take modules as arguments, a call before and a region after the others; return their paths."""
     target = node.target
     if isinstance(target, OpaqueModule):
-        node.target = target.with_module_as_argument()
+        node.target = ModuleCall(target)
         return [target.path]
     if not isinstance(target, Region):
         return []
