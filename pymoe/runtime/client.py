@@ -103,14 +103,11 @@ class ExpertClient(nn.Module):
         ``versions`` are those of the inputs when they were sent, if that was not just now.
         """
         outputs = tuple(outputs)
-        if torch.is_grad_enabled() and self._is_differentiated(inputs):
+        if torch.is_grad_enabled() and (self.backend.trains or any([tensor.requires_grad for tensor in inputs])):
             if versions is not None and versions != _versions(inputs):
                 raise RuntimeError(f"{self.name}: an input was changed in place while its request was pending")
             outputs = ServedCall.apply(self._dummy, self._backward, outputs, *inputs)
         return self._schema.pack_outputs(outputs)
-
-    def _is_differentiated(self, inputs: list[Tensor]) -> bool:
-        return self.backend.trains or any([tensor.requires_grad for tensor in inputs])
 
     def _backward(
         self, inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor | None], needed: Sequence[bool]
