@@ -270,6 +270,8 @@ class ExpertBackend(nn.Module):
         self, function: Callable[[Sequence[Tensor]], tuple[Any, ...]], tensors: Sequence[Tensor]
     ) -> tuple[Any, ...]:
         with self._lock:
+            if self._placement.is_home_of(tensors):
+                return function(tensors)
             return self._placement.run(function, tensors)
 
     def _run_forward(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:

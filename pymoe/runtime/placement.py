@@ -62,8 +62,6 @@ class Placement:
 
         Return its result, whose tensors are brought to where the first of the given ones is.
         """
-        if self.is_home_of(tensors):
-            return function(tensors)
         home = tensors[0].device
         device = self.device or home
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
