@@ -12,6 +12,7 @@
 #include "bindings/batch.h"
 #include "bindings/bind.h"
 #include "bindings/parameter_lock.h"
+#include "bindings/torch_calls.h"
 #include "runtime/sync.h"
 
 namespace pymoe::bindings {
@@ -125,6 +126,7 @@ void require_this_process(int created, const char* where, const char* kind) {
 void with_thread_state(const std::function<void()>& work) {
   is_worker = true;
   const WithGil gil;
+  adopt_thread_count();
   const WithoutGil released;
   work();
 }

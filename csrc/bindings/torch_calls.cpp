@@ -67,7 +67,6 @@ TorchCalls load() {
   calls.cat = find("cat");
   calls.empty = find("empty");
   calls.unsafe_split_with_sizes = find("unsafe_split_with_sizes");
-  calls.get_num_threads = find("get_num_threads");
   calls.is_grad_enabled = find("is_grad_enabled");
   calls.set_grad_enabled = find("_C._set_grad_enabled");
   calls.plain_state = new std::vector<Question>(plain_state());
@@ -110,7 +109,10 @@ bool thread_is_plain() {
 void adopt_thread_count() {
   thread_local bool adopted = false;
   if (adopted) return;
-  own(PyObject_CallNoArgs(torch_calls().get_num_threads));
+  // Workers begin with this, maybe before torch is there, and none of them is to import it.
+  const py::object torch = py::reinterpret_steal<py::object>(PyImport_GetModule(py::str("torch").ptr()));
+  if (!torch || !py::hasattr(torch, "get_num_threads")) return;
+  torch.attr("get_num_threads")();
   adopted = true;
 }
 

@@ -21,7 +21,6 @@ struct TorchCalls {
   PyObject* empty;
   PyObject* unsafe_split_with_sizes;
   PyObject* gather_batch;  // pymoe's operator; null where the operators are not loaded
-  PyObject* get_num_threads;
   PyObject* is_grad_enabled;
   PyObject* set_grad_enabled;
   const std::vector<Question>* plain_state;
