@@ -77,15 +77,11 @@ def shared_pool() -> WorkerPool:
     with _lock:
         if _pool is None:
             renew_engine()
-            _pool = WorkerPool(
-                get_parallel_workers(), most=0 if _count else MOST_THREADS, still=_still(), idle=END_IDLE_THREAD_AFTER_S
-            )
+            most = 0 if _count else MOST_THREADS
+            # A span in which a thread that waits for the interpreter's lock polls it at least once.
+            still = max(1.6 * sys.getswitchinterval(), 1e-3)
+            _pool = WorkerPool(get_parallel_workers(), most=most, still=still, idle=END_IDLE_THREAD_AFTER_S)
         return _pool
-
-
-def _still() -> float:
-    """Return a span, in seconds, in which a thread that waits for the interpreter's lock polls it at least once."""
-    return max(1.6 * sys.getswitchinterval(), 1e-3)
 
 
 def _forget() -> None:
