@@ -7,10 +7,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from pymoe.autograd import random_streams
-from pymoe.pipe.schedules import build
+from pymoe.pipe.schedules import build, names
 from pymoe.pipe.skip import pop, skippable, stash
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
+SCHEDULES = names()
 CHECKPOINT = ("never", "except_last", "always")
 WIDTH = 5
 

@@ -17,8 +17,9 @@ from limits import LONG, rounds
 
 from pymoe.pipe import Pipe
 from pymoe.pipe.execution import plan
+from pymoe.pipe.schedules import names
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
+SCHEDULES = names()
 CHECKPOINTED = {"always": range(CHUNKS), "except_last": range(CHUNKS - 1), "never": range(0)}
 SLOW = 4e-4  # seconds that a call takes at most
 STEPS = rounds(1000, 5000)
@@ -54,8 +55,8 @@ class Stress:
 
     def step(self, number: int) -> None:
         """A step raises what was planted in it, or has the gradients of the plain model."""
-        schedule = SCHEDULES[number % 4]
-        self.pipe.checkpoint = list(CHECKPOINTED)[number // 4 % 3]
+        schedule = SCHEDULES[number % len(SCHEDULES)]
+        self.pipe.checkpoint = list(CHECKPOINTED)[number // len(SCHEDULES) % 3]
         self.faults.longest = 0.0 if number // 50 % 3 == 0 else SLOW
         self.faults.step = number
         planted = [place for place in places(CHECKPOINTED[self.pipe.checkpoint]) if self.faults.planted(*place)]

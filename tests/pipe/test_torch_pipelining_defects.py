@@ -14,10 +14,10 @@ from torch.nn import functional as F
 import pymoe
 from pymoe.nn import MoE
 from pymoe.pipe import CaptureError
-from pymoe.pipe.schedules import Kind, build, validate
+from pymoe.pipe.schedules import Kind, build, names, validate
 
 WIDTH = 4
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
+SCHEDULES = names()
 BEGINNING = pymoe.SplitPoint.BEGINNING
 pytestmark = [pytest.mark.usefixtures("doubles"), pytest.mark.filterwarnings("ignore:Pipe.step:UserWarning")]
 

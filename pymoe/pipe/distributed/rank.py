@@ -37,7 +37,7 @@ class Rank:
         self.rank = dist.get_rank(group)
         self.failure_detector = watching(group)
         self.transport = Transport(group, device)
-        self.failure_detector.groups.update(self.transport.groups)
+        self.failure_detector.add(*self.transport.groups)
         self.step: RankStep | None = None
         self._plans: dict[tuple[int, tuple[int, ...]], _Planned] = {}
         self._copies_are_equal = False

@@ -61,7 +61,7 @@ class FailureDetector:
     """
 
     def __init__(self, group: dist.ProcessGroup, patience: float) -> None:
-        self.groups = {group}
+        self._groups = {group}
         """Waits in these end when a rank fails."""
         self._rank, self._ranks = group.rank(), group.size()
         self._patience = patience
@@ -79,6 +79,10 @@ class FailureDetector:
         Finalize(None, self._leave, exitpriority=10)
 
     # ------------------------------------------------------------------------------------------ the rank's own thread
+
+    def add(self, *groups: dist.ProcessGroup) -> None:
+        """Have waits in these groups, too, end when a rank fails."""
+        self._groups.update(groups)
 
     def begin(self) -> None:
         """Begin a step, if none has begun. Raise RankError if a rank has failed before."""
@@ -125,7 +129,7 @@ class FailureDetector:
         failure = self._report(RankError(what, self._rank, at, "".join(traceback.format_exception(error)).strip()))
         self._in_step = False
         self._wait_until(self._others_are_done, GRACE_S)  # the store may end with this process
-        abort_waits(tuple(self.groups))  # of threads that send
+        abort_waits(tuple(self._groups))  # of threads that send
         return None if failure.rank == self._rank else copy.copy(failure)
 
     def __enter__(self) -> FailureDetector:
@@ -196,7 +200,7 @@ class FailureDetector:
             if self._failure is None:
                 self._look()
             elif self._in_step:
-                abort_waits(tuple(self.groups))  # again and again: the rank may begin another wait after this
+                abort_waits(tuple(self._groups))  # again and again: the rank may begin another wait after this
             self._sleep(HEARTBEAT_S)
 
     def _look(self) -> None:
