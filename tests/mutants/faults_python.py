@@ -137,6 +137,13 @@ FAULTS = [
         (RUNS,),
     ),
     Fault(
+        "an interrupt that no system call sees does not end a wait",
+        PLAN_RUN,
+        "gate.get(timeout=WAIT_SLICE_S)",
+        "gate.get()",
+        (RUNS, "-k", "no_system_call"),
+    ),
+    Fault(
         "a worker is not told that its next action can start",
         PLAN_RUN,
         "                gates[action].put(None)\n",

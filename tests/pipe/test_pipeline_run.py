@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from limits import LONG
 from processes import in_child, run_python
 
+from pymoe.pipe.execution import step_state
 from pymoe.pipe.execution.plan import Plan
 from pymoe.pipe.execution.step_state import PlanRun
 from pymoe.pipe.schedules import build
@@ -61,12 +62,20 @@ def blocked() -> PlanRun:
 
 
 def wait_inside(run: PlanRun, worker: int, found: list[object]) -> threading.Thread:
-    """A thread that is about to wait for an action of a worker, and puts what it gets into ``found``."""
+    """A thread that waits for an action of a worker, and puts what it gets into ``found``."""
     thread = threading.Thread(target=lambda: found.append(next(run.actions_of(worker), None)), daemon=True)
     thread.start()
-    time.sleep(0.05)
-    assert found == []
+    end = time.monotonic() + LONG
+    while not waits(thread):
+        assert found == []
+        assert time.monotonic() < end
+        time.sleep(0.001)
     return thread
+
+
+def waits(thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return frame is not None and frame.f_code is step_state._pass.__code__
 
 
 @given(schedule=schedules(), kinds=st.sampled_from([frozenset(Kind), frozenset({Kind.FORWARD})]), at=st.integers(0, 20))

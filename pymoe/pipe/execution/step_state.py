@@ -252,8 +252,8 @@ class PlanRun:
         Returns what stops them: no further action starts, and nobody waits. It may be called any number of times, and
         no Ctrl-C can come before it has done all that, since nothing in it is Python.
         """
-        # What is left of the one iterator is what has not been told yet; once all are told, it is used up.
         self._gates = {action: SimpleQueue() for action in self._plan.awaited.values()}
+        # What is left of the one iterator is what has not been told yet; once all are told, it is used up.
         tell = map(SimpleQueue.put, [self._stopped, *self._gates.values()], repeat(None))
         stop: Callable[[], object] = partial(deque, tell, 0)
         self._stop = stop
