@@ -147,7 +147,7 @@ print("verified", done)
 
 
 @pytest.mark.only_on("cpu")
-@pytest.mark.parametrize("isa", ["baseline", "v3", "v4"])
+@pytest.mark.parametrize("isa", ["baseline", "v3", "v4", "v4_bf16"])
 def test_every_instruction_set_that_runs_here(isa):
     """An instruction set that the machine lacks falls back to the best one that it has."""
     done = subprocess.run(

@@ -7,9 +7,11 @@
 // The body opens `namespace pymoe::cpu::PYMOE_ISA { ... }`, has no include guard, and may use simd.h, which is
 // compiled along with it. PYMOE_ISA_LEVEL is 1 (baseline), 3 or 4. A body that v4 makes no faster says
 // `#define PYMOE_ISA_WIDEST 3` before, with what was measured (benchmarks/instruction_sets.py), and is selected by
-// PYMOE_SELECT_ISA_UP_TO_V3. System headers must be included before this file:
-// an inline function of theirs that was first seen here would be compiled for the wider instruction set and could be
-// the copy that the linker keeps for everyone.
+// PYMOE_SELECT_ISA_UP_TO_V3. One that multiplies bf16 or int8 says `#define PYMOE_ISA_BF16`: it is compiled once more,
+// at level 4 with PYMOE_ISA_HAS_BF16 set, which allows the instructions of AVX512_BF16 and AVX512_VNNI, and is selected
+// by PYMOE_SELECT_ISA_UP_TO_BF16. System headers must be included before this file: an inline function of theirs that
+// was first seen here would be compiled for the wider instruction set and could be the copy that the linker keeps for
+// everyone.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -25,6 +27,7 @@
 
 #define PYMOE_ISA baseline
 #define PYMOE_ISA_LEVEL 1
+#define PYMOE_ISA_HAS_BF16 0
 #include "kernels/cpu/simd.h"
 #include PYMOE_ISA_BODY
 #undef PYMOE_ISA
@@ -76,9 +79,42 @@
 #pragma GCC diagnostic pop
 #endif
 
+#if defined(PYMOE_ISA_BF16)
+
+#if defined(__clang__)
+#pragma clang attribute push(                                                                                       \
+    __attribute__((target(                                                                                          \
+        "avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt,avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512bf16,avx512vnni"))), \
+    apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false, from gcc 12's own AVX-512 headers
+#pragma GCC target( \
+    "avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt,avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512bf16,avx512vnni,prefer-vector-width=512")
+#endif
+#define PYMOE_ISA v4_bf16
+#undef PYMOE_ISA_HAS_BF16
+#define PYMOE_ISA_LEVEL 4
+#define PYMOE_ISA_HAS_BF16 1
+#include "kernels/cpu/simd.h"
+#include PYMOE_ISA_BODY
+#undef PYMOE_ISA
+#undef PYMOE_ISA_LEVEL
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#pragma GCC diagnostic pop
+#endif
+
+#endif  // PYMOE_ISA_BF16
+
 #endif  // PYMOE_ISA_WIDEST
 
 #endif  // PYMOE_MULTIVERSION
 
+#undef PYMOE_ISA_HAS_BF16
 #undef PYMOE_ISA_BODY
 #undef PYMOE_ISA_WIDEST
+#undef PYMOE_ISA_BF16

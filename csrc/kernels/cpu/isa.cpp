@@ -16,7 +16,8 @@ Isa offered() {
   const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
                   __builtin_cpu_supports("avx512vl");
-  return v4 ? Isa::kV4 : v3 ? Isa::kV3 : Isa::kBaseline;
+  const bool v4_bf16 = v4 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+  return v4_bf16 ? Isa::kV4Bf16 : v4 ? Isa::kV4 : v3 ? Isa::kV3 : Isa::kBaseline;
 #else
   return Isa::kBaseline;
 #endif
@@ -26,7 +27,7 @@ Isa chosen() {
   const Isa best = offered();
   const char* wish = std::getenv("PYMOE_CPU_ISA");
   if (wish == nullptr) return best;
-  for (const Isa isa : {Isa::kBaseline, Isa::kV3, Isa::kV4}) {
+  for (const Isa isa : {Isa::kBaseline, Isa::kV3, Isa::kV4, Isa::kV4Bf16}) {
     if (std::strcmp(wish, name_of(isa)) == 0) return isa < best ? isa : best;
   }
   return best;
@@ -41,6 +42,7 @@ Isa best_isa() {
 
 const char* name_of(Isa isa) {
   switch (isa) {
+    case Isa::kV4Bf16: return "v4_bf16";
     case Isa::kV4: return "v4";
     case Isa::kV3: return "v3";
     case Isa::kBaseline: break;

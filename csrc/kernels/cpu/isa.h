@@ -2,7 +2,7 @@
 //
 // A kernel whose loops gain from wider vectors puts them into a body file and has it compiled once an instruction
 // set (for_each_isa.h). `best_isa()` is what the processor offers, or less where the environment variable
-// PYMOE_CPU_ISA (baseline, v3, v4) asks for it: tests run every body that the machine can run.
+// PYMOE_CPU_ISA (baseline, v3, v4, v4_bf16) asks for it: tests run every body that the machine can run.
 #pragma once
 
 namespace pymoe::cpu {
@@ -11,6 +11,7 @@ enum class Isa {
   kBaseline,  // what the compiler targets by default: SSE2 on x86-64
   kV3,        // x86-64-v3: AVX2, FMA, F16C, BMI
   kV4,        // x86-64-v4: AVX-512 F, BW, CD, DQ, VL
+  kV4Bf16,    // v4 with AVX512_BF16 and AVX512_VNNI: Zen 4, Sapphire Rapids and later
 };
 
 Isa best_isa();
@@ -26,14 +27,18 @@ const char* name_of(Isa isa);
 
 // PYMOE_SELECT_ISA(f)(args): calls baseline::f, v3::f or v4::f; f may be a template with its arguments.
 // PYMOE_SELECT_ISA_UP_TO_V3(f)(args): the same of a body that says PYMOE_ISA_WIDEST 3 (for_each_isa.h).
+// PYMOE_SELECT_ISA_UP_TO_BF16(f)(args): the same of one that says PYMOE_ISA_BF16, with v4_bf16::f.
 #if PYMOE_MULTIVERSION
 #define PYMOE_SELECT_ISA(...)                                              \
-  (::pymoe::cpu::best_isa() == ::pymoe::cpu::Isa::kV4   ? &v4::__VA_ARGS__ \
+  (::pymoe::cpu::best_isa() >= ::pymoe::cpu::Isa::kV4   ? &v4::__VA_ARGS__ \
    : ::pymoe::cpu::best_isa() == ::pymoe::cpu::Isa::kV3 ? &v3::__VA_ARGS__ \
                                                         : &baseline::__VA_ARGS__)
 #define PYMOE_SELECT_ISA_UP_TO_V3(...) \
   (::pymoe::cpu::best_isa() == ::pymoe::cpu::Isa::kBaseline ? &baseline::__VA_ARGS__ : &v3::__VA_ARGS__)
+#define PYMOE_SELECT_ISA_UP_TO_BF16(...) \
+  (::pymoe::cpu::best_isa() == ::pymoe::cpu::Isa::kV4Bf16 ? &v4_bf16::__VA_ARGS__ : PYMOE_SELECT_ISA(__VA_ARGS__))
 #else
 #define PYMOE_SELECT_ISA(...) (&baseline::__VA_ARGS__)
 #define PYMOE_SELECT_ISA_UP_TO_V3(...) (&baseline::__VA_ARGS__)
+#define PYMOE_SELECT_ISA_UP_TO_BF16(...) (&baseline::__VA_ARGS__)
 #endif
