@@ -1,0 +1,19 @@
+"""pymoe inside models of Hugging Face's transformers (version 5 or newer).
+
+::
+
+    import pymoe.integrations.transformers  # registers the name "pymoe"
+
+    model = AutoModelForCausalLM.from_pretrained(..., experts_implementation="pymoe")
+
+The name also serves ``from_config`` and ``model.set_experts_implementation("pymoe")``. The model keeps its parameters,
+its router and its state dict; forward, backward, ``generate`` and ``torch.compile(fullgraph=True)`` run on
+:mod:`pymoe.ops`. Importing this raises :class:`ImportError` where transformers is missing or older.
+"""
+
+from pymoe.integrations.transformers.experts import experts_forward
+from pymoe.integrations.transformers.interface import register
+
+__all__ = ["experts_forward"]
+
+register(experts_forward)

@@ -1,0 +1,80 @@
+"""transformers' interface for experts as pymoe uses it: every private name of transformers is in this file.
+
+The interface is the decorator ``use_experts_implementation`` of ``transformers.integrations.moe``: it gives an experts
+module the flags that :func:`flags` reads, and a forward that looks up an implementation by the name that the module's
+configuration holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+NAME = "pymoe"
+"""Of pymoe among transformers' implementations of experts."""
+
+OLDEST = 5
+INSTALL = 'pip install "transformers>=5"'
+
+
+def register(function: Callable[..., Tensor]) -> None:
+    """Make ``function`` the implementation of experts called ``"pymoe"``. Doing so again changes nothing.
+
+    Args:
+        function: takes an experts module, (T, H) hidden states, (T, K) indices and (T, K) weights; returns (T, H).
+
+    Raises:
+        ImportError: transformers is missing, or older than version 5, which has no interface for experts.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(f"pymoe.integrations.transformers needs transformers: {INSTALL}") from error
+    version = transformers.__version__
+    if int(version.split(".")[0]) < OLDEST:
+        raise ImportError(
+            f"pymoe.integrations.transformers needs transformers {OLDEST} or newer, got {version}: {INSTALL}"
+        )
+    from transformers.integrations.moe import ExpertsInterface
+
+    ExpertsInterface.register(NAME, function)
+
+
+class Flags(NamedTuple):
+    """How an experts module holds its parameters, and what it does with them."""
+
+    gated: bool
+    """``gate_up_proj`` and a gate; otherwise ``up_proj`` and an activation."""
+    biased: bool
+    transposed: bool
+    """Weights are (E, in, out); otherwise (E, out, in)."""
+    normed: bool
+    """``post_expert_norm`` is applied to every expert's output."""
+    expert_parallel: bool
+    """Indices from E on name experts of other ranks."""
+
+
+def flags(experts: Any) -> Flags:
+    """Return the flags of an experts module; those that its version of transformers lacks have their default."""
+    return Flags(
+        gated=getattr(experts, "has_gate", True),
+        biased=getattr(experts, "has_bias", False),
+        transposed=getattr(experts, "is_transposed", False),
+        normed=getattr(experts, "has_post_expert_norm", False),
+        expert_parallel=getattr(experts, "_is_expert_parallel", False),
+    )
+
+
+def activation(experts: Any) -> Callable[[Tensor], Tensor]:
+    """Return what an experts module itself computes between its two products."""
+    chosen: Callable[[Tensor], Tensor] = experts._apply_gate if flags(experts).gated else experts.act_fn
+    return chosen
+
+
+def has_default_gate(experts_class: Any) -> bool:
+    """Return whether a class splits its input into halves, gate before up, as transformers does by default."""
+    from transformers.integrations import moe
+
+    return experts_class._apply_gate is getattr(moe, "_default_apply_gate", None)
