@@ -1,6 +1,6 @@
 # pymoe: every target makes what it needs, so each works on a fresh clone. Options go through ARGS:
 #     make train ARGS="--steps 200 --ffn dense"
-.PHONY: help train check test test-all docs wheel bench bench-runtime bench-parallel bench-pipeline bench-distributed lint format clean
+.PHONY: help train check test test-all docs wheel bench bench-layers bench-runtime bench-parallel bench-pipeline bench-distributed lint format clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -23,6 +23,7 @@ help:
 	@echo 'make docs    the documentation as web pages, with warnings as errors; in build/docs/'
 	@echo 'make wheel   a wheel for this Python and every torch >= 2.11; in dist/'
 	@echo 'make bench   benchmark every operator; results in build/bench.json (ARGS="--help" for its options)'
+	@echo 'make bench-layers    expert blocks of published models beside transformers and the limits; in build/model_layers/'
 	@echo 'make bench-runtime   many clients, one expert: requests per second beside hivemind; results in build/runtime_load/'
 	@echo 'make bench-parallel  many calls at once, forward and backward, beside a loop and plain autograd; in build/parallel_backward/'
 	@echo 'make bench-pipeline  pipeline schedules beside torchgpipe, torch and the simulated ideal; in build/pipeline_schedules/'
@@ -67,6 +68,9 @@ wheel: $(PACKAGES)
 
 bench: $(INSTALLED)
 	$(RUN) -m pymoe.bench run --json build/bench.json $(ARGS)
+
+bench-layers: $(INSTALLED)
+	$(RUN) -m benchmarks.model_layers $(ARGS)
 
 # hivemind lives in an environment of its own, with the same torch.
 HIVEMIND := build/hivemind

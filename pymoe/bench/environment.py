@@ -58,6 +58,11 @@ def cpu_model() -> str:
     return _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
 
 
+def cpu_flags() -> list[str]:
+    """The processor's features as Linux names them (``avx2``, ``avx512_bf16``, ...); empty where it does not say."""
+    return (_field("/proc/cpuinfo", "flags") or "").split()
+
+
 def memory_gib(field: str = "MemTotal") -> float | None:
     """Physical memory, in GiB, or another field of /proc/meminfo; None where the system does not say."""
     kibibytes = _field("/proc/meminfo", field)

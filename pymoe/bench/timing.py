@@ -140,6 +140,7 @@ def measure(
     budget: float = 1.0,
     rounds: tuple[int, int] = (5, 100),
     timer: Timer | None = None,
+    first: Mapping[str, float] | None = None,
 ) -> dict[str, Timing]:
     """Time every candidate in interleaved rounds.
 
@@ -148,6 +149,8 @@ def measure(
         budget: seconds after which no further round starts; warm-up is not counted.
         rounds: the fewest and the most rounds; the fewest are run even when they take longer than the budget.
         timer: how time is taken, :class:`WallTimer` unless given.
+        first: seconds that a call of each candidate takes, where they have been called already: there is no other
+            warm-up then.
 
     Returns:
         A :class:`Timing` for every name, all over the same rounds.
@@ -156,10 +159,11 @@ def measure(
     if not candidates or not 1 <= fewest <= most:
         raise ValueError(f"measure: needs candidates and 1 <= fewest <= most rounds, got {len(candidates)}, {rounds}")
     timer = timer or WallTimer()
-    first = {}
-    for name, function in candidates.items():
-        function()
-        first[name] = timer(function, 1) * getattr(function, "calls", 1)
+    if first is None:
+        first = {}
+        for name, function in candidates.items():
+            function()
+            first[name] = timer(function, 1) * getattr(function, "calls", 1)
     calls = calls_per_value(first)
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     names = list(candidates)

@@ -409,3 +409,11 @@ def test_a_file_that_is_no_result_is_named(text, tmp_path, capsys):
     for command in (["compare", str(file), str(file)], ["plot", str(file)]):
         assert cli.main(command) == 2
         assert str(file) in capsys.readouterr().err
+
+
+def test_flags_of_the_processor_are_read_as_linux_names_them(monkeypatch):
+    text = "processor\t: 0\nflags\t\t: fpu avx2 avx512_bf16\n"
+    monkeypatch.setattr(environment.Path, "read_text", lambda path: text)
+    assert environment.cpu_flags() == ["fpu", "avx2", "avx512_bf16"]
+    monkeypatch.setattr(environment.Path, "read_text", lambda path: "processor\t: 0\n")
+    assert environment.cpu_flags() == []

@@ -43,6 +43,13 @@ def test_warm_up_calls_are_not_counted():
     assert seen["a"].seconds == (1.0, 1.0, 1.0)
 
 
+def test_candidates_that_were_called_already_are_not_warmed_up():
+    clock = Clock()
+    found = measure({"a": clock.candidate("a", 1.0)}, budget=0, rounds=(3, 3), timer=WallTimer(clock), first={"a": 1.0})
+    assert clock.log == list("aaa")
+    assert found["a"].calls == 1
+
+
 def test_a_disturbance_that_lasts_a_round_leaves_the_ratio_alone():
     clock = Clock()
     weather = [1.0, 1.0, 9.0, 1.0, 2.0]

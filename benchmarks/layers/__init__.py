@@ -1,0 +1,1 @@
+"""The expert blocks of published models, timed: what ``python -m benchmarks.model_layers`` is made of."""

@@ -1,0 +1,259 @@
+"""The expert blocks that are measured: the sizes of published models, built by transformers with random weights.
+
+Legend: T tokens, H hidden, F ffn of one expert, E experts, K choices (experts per token), S = T * K slots.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pymoe.nn import MoE
+
+PATTERN = 1_048_573
+"""Random numbers that the weights repeat; a prime, so that no two experts have the same weights."""
+COPIES = 3
+"""How often the float32 weights must fit into the memory that a run may take: weights, gradients, quantised copies."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A mixture-of-experts block of transformers."""
+
+    title: str
+    hidden: int
+    ffn: int
+    experts: int
+    choices: int
+    build: Callable[[Block], nn.Module]
+    """Makes the block of transformers."""
+    options: Mapping[str, Any] | None = field(default_factory=dict)
+    """What :class:`pymoe.nn.MoE` is given to compute the same; None where no option of it does."""
+    router: str = "gate"
+    """The attribute of the block that is its router."""
+    shared: int = 0
+    """Experts of width F that every token passes through."""
+    divisors: tuple[int, int] = (1, 1)
+    """What H and F are divided by where memory does not hold the block."""
+
+    def __str__(self) -> str:
+        shared = f" and {self.shared} shared" if self.shared else ""
+        return f"{self.title}: H{self.hidden} F{self.ffn} E{self.experts}{shared} K{self.choices}"
+
+    @property
+    def per_expert(self) -> int:
+        """Weights of one expert: those of gate, up and down."""
+        return 3 * self.hidden * self.ffn
+
+    @property
+    def weights(self) -> int:
+        """Weights of all experts."""
+        return (self.experts + self.shared) * self.per_expert
+
+    def flops(self, tokens: int, train: bool) -> int:
+        """Floating-point operations of the experts' products: two a weight and row forward, four backward."""
+        return (6 if train else 2) * tokens * (self.choices + self.shared) * self.per_expert
+
+    def fitting(self, memory: float) -> Block:
+        """Return the block that ``memory`` bytes hold: itself, or the scaled one, whose title says so."""
+        if COPIES * 4 * self.weights <= memory or self.divisors == (1, 1):
+            return self
+        of_hidden, of_ffn = self.divisors
+        parts = [f"{name}/{by}" for name, by in (("H", of_hidden), ("F", of_ffn)) if by > 1]
+        title = f"{self.title} scaled to {', '.join(parts)}"
+        return replace(self, title=title, hidden=self.hidden // of_hidden, ffn=self.ffn // of_ffn)
+
+
+def olmoe(block: Block) -> nn.Module:
+    """OLMoE's block, whose weights are not normalised."""
+    from transformers import OlmoeConfig
+    from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
+
+    return OlmoeSparseMoeBlock(
+        OlmoeConfig(
+            hidden_size=block.hidden,
+            intermediate_size=block.ffn,
+            num_experts=block.experts,
+            num_experts_per_tok=block.choices,
+            norm_topk_prob=False,
+        )
+    )
+
+
+def qwen3(block: Block) -> nn.Module:
+    """Qwen3-MoE's block."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    return Qwen3MoeSparseMoeBlock(
+        Qwen3MoeConfig(
+            hidden_size=block.hidden,
+            moe_intermediate_size=block.ffn,
+            num_experts=block.experts,
+            num_experts_per_tok=block.choices,
+            norm_topk_prob=True,
+        )
+    )
+
+
+def gpt_oss(block: Block) -> nn.Module:
+    """GPT-OSS's block: biases, a clamped swiglu over interleaved columns, weights of shape (E, in, out)."""
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+
+    return GptOssMLP(
+        GptOssConfig(
+            hidden_size=block.hidden,
+            intermediate_size=block.ffn,
+            num_local_experts=block.experts,
+            num_experts_per_tok=block.choices,
+        )
+    )
+
+
+def mixtral(block: Block) -> nn.Module:
+    """Mixtral's block."""
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    return MixtralSparseMoeBlock(
+        MixtralConfig(
+            hidden_size=block.hidden,
+            intermediate_size=block.ffn,
+            num_local_experts=block.experts,
+            num_experts_per_tok=block.choices,
+        )
+    )
+
+
+def deepseek(block: Block) -> nn.Module:
+    """DeepSeek-V3's block: sigmoid scores, the best four of eight groups, scaled weights, a shared expert."""
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+
+    return DeepseekV3MoE(
+        DeepseekV3Config(
+            hidden_size=block.hidden,
+            moe_intermediate_size=block.ffn,
+            n_routed_experts=block.experts,
+            num_experts_per_tok=block.choices,
+            n_shared_experts=block.shared,
+            n_group=8,
+            topk_group=4,
+            norm_topk_prob=True,
+            routed_scaling_factor=2.5,
+        )
+    )
+
+
+DEEPSEEK = {"score": "sigmoid", "num_groups": 8, "topk_groups": 4, "scale": 2.5, "num_shared_experts": 1}
+BLOCKS = {
+    "olmoe": Block("OLMoE-1B-7B", 2048, 1024, 64, 8, olmoe, {"renormalize": False}),
+    "qwen3": Block("Qwen3-30B-A3B", 2048, 768, 128, 8, qwen3),
+    "gptoss": Block("GPT-OSS-20B", 2880, 2880, 32, 4, gpt_oss, None, router="router"),
+    "mixtral": Block("Mixtral-8x7B", 4096, 14336, 8, 2, mixtral, divisors=(1, 4)),
+    "deepseek": Block("DeepSeek-V3", 7168, 2048, 256, 8, deepseek, DEEPSEEK, shared=1, divisors=(4, 4)),
+}
+TINY = {
+    f"tiny-{name}": replace(one, title=f"tiny {one.title}", hidden=64, ffn=32, experts=16, choices=min(one.choices, 4))
+    for name, one in BLOCKS.items()
+}
+"""The same blocks in a size for trying things out."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A block with its weights, which all contenders share."""
+
+    block: Block
+    dtype: torch.dtype
+    module: nn.Module
+    """The block of transformers, in evaluation mode."""
+
+    @property
+    def experts(self) -> nn.Module:
+        """The experts of the block: parameters ``gate_up_proj`` and ``down_proj``, and biases if it has them."""
+        found: nn.Module = self.module.experts
+        return found
+
+    def choice(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (T, K) experts and (T, K) weights as the block's router chooses them."""
+        _, weights, experts = getattr(self.module, self.block.router)(x_TH)
+        return experts, weights
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        """Return (T, H): the block under the implementation of experts that is set."""
+        result = self.module(x_TH[None])
+        return (result[0] if isinstance(result, tuple) else result)[0]
+
+    def under(self, implementation: str) -> Callable[[Tensor], Tensor]:
+        """Return :meth:`forward` with one of transformers' implementations of experts."""
+        config: Any = self.experts.config
+
+        def forward(x_TH: Tensor) -> Tensor:
+            config._experts_implementation = implementation
+            return self.forward(x_TH)
+
+        return forward
+
+    @property
+    def touched(self) -> tuple[nn.Parameter, nn.Parameter]:
+        """The two weights, (E, ., .) each, of which a token touches those of its experts."""
+        return self.experts.gate_up_proj, self.experts.down_proj
+
+
+def built(block: Block, dtype: torch.dtype, seed: int = 0) -> Built:
+    """Build a block with weights that keep the scale of activations; biases of routers are zero."""
+    with torch.device("meta"):
+        module = block.build(block)
+    module = module.to(dtype).to_empty(device="cpu").eval()
+    random = torch.Generator().manual_seed(seed)
+    pattern = torch.empty(PATTERN).uniform_(-1, 1, generator=random).to(dtype)
+    transposed = getattr(module.experts, "is_transposed", False)
+    with torch.no_grad():
+        for buffer in module.buffers():
+            buffer.zero_()
+        for name, parameter in module.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+                if name.startswith("experts"):
+                    fill(parameter, pattern, 0.1)
+            else:
+                fan_in = parameter.shape[-2 if transposed and parameter.dim() == 3 else -1]
+                fill(parameter, pattern, math.sqrt(3 / fan_in))
+    return Built(block, dtype, module)
+
+
+def fill(parameter: Tensor, pattern: Tensor, scale: float) -> None:
+    """Repeat ``pattern`` times ``scale`` through ``parameter``."""
+    scaled, flat = pattern * scale, parameter.view(-1)
+    for start in range(0, flat.numel(), len(scaled)):
+        part = flat[start : start + len(scaled)]
+        part.copy_(scaled[: len(part)])
+
+
+def as_moe(one: Built) -> MoE:
+    """Return the layer of pymoe that computes the same, on the very parameters of ``one``.
+
+    Raises:
+        NotImplementedError: no option of the layer does.
+    """
+    block, options = one.block, one.block.options
+    if options is None:
+        raise NotImplementedError("pymoe.nn.MoE has no clamped swiglu over interleaved columns")
+    layer = nn.utils.skip_init(
+        MoE, block.hidden, block.ffn, block.experts, block.choices, dtype=one.dtype, device="cpu", **options
+    )
+    layer.router.weight = getattr(one.module, block.router).weight
+    layer.experts.w_in, layer.experts.w_out = one.touched
+    if layer.shared is not None:
+        shared: Any = one.module.shared_experts
+        with torch.no_grad():
+            layer.shared.w_in.copy_(torch.cat([shared.gate_proj.weight, shared.up_proj.weight]))
+        layer.shared.w_out = shared.down_proj.weight
+    return layer.eval()

@@ -1,0 +1,159 @@
+"""Who computes a block: transformers' implementations of experts, pymoe's, quantised ones and KTransformers'.
+
+All share the block's weights (quantised and repacked ones are copies of them). One that is not installed, would take
+too much memory or fails is an :class:`~benchmarks.peers.Absent` with the reason.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.layers.blocks import Built, as_moe
+from benchmarks.layers.exact import Choice
+from benchmarks.layers.ktransformers import KtExperts
+from benchmarks.peers import Absent, failure, free_gib
+from pymoe import nn as pymoe_nn
+
+TRANSFORMERS = ("transformers eager", "transformers grouped_mm", "transformers batched_mm")
+PYMOE = ("pymoe in transformers", "pymoe.nn.MoE")
+KT_KERNEL = "kt-kernel"
+SHARE_OF_MEMORY = 1 / 3
+"""Of the free memory, what copies of weights may take."""
+MOST_WRITTEN = 24e9
+"""Bytes that a training step of eager may write to gradients."""
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+QUANTISED_TOLERANCE = {8: 0.1, 4: 0.3}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Someone who computes the block."""
+
+    name: str
+    forward: Callable[[Tensor], Tensor]
+    """From (T, H) to (T, H)."""
+    layer: nn.Module
+    """Holds the parameters whose gradients a training step makes."""
+    choice: Choice
+    """The choice of experts that it makes."""
+    tolerance: float
+    """Relative error beyond which it counts as wrong."""
+    apart: bool = False
+    """It keeps threads of its own busy between calls, and is therefore timed after the others."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What everyone is asked to do."""
+
+    one: Built
+    tokens: int
+    train: bool
+    processor_time: bool = False
+    """Processor time is counted, of all threads."""
+    made: dict[str, Contender] = field(default_factory=dict)
+    """Contenders with copies of the weights, which later calls for the same block find again."""
+
+
+Maker = Callable[[], Contender]
+
+
+def contenders(plan: Plan) -> Iterator[Contender | Absent]:
+    """Yield everyone, in the order of the table."""
+    makers: dict[str, Maker] = {name: partial(of_transformers, plan, name) for name in TRANSFORMERS}
+    makers[PYMOE[0]] = partial(in_transformers, plan)
+    makers[PYMOE[1]] = partial(whole_layer, plan)
+    if not plan.train:
+        for bits in (8, 4):
+            makers[f"pymoe int{bits}"] = partial(quantised, plan, bits)
+        makers[KT_KERNEL] = partial(kt_kernel, plan)
+    for name, make in makers.items():
+        try:
+            yield plan.made[name] if name in plan.made else make()
+        except Exception as error:
+            yield Absent(name, str(error) if isinstance(error, LeftOut) else failure(error))
+
+
+class LeftOut(Exception):
+    """Says why a contender is not asked."""
+
+
+def of_transformers(plan: Plan, name: str) -> Contender:
+    """One of transformers' own implementations."""
+    one, block = plan.one, plan.one.block
+    implementation = name.split()[-1]
+    size = one.dtype.itemsize
+    if implementation == "batched_mm":
+        needed = plan.tokens * block.choices * block.per_expert * size * (2 if plan.train else 1) / 2**30
+        if needed > SHARE_OF_MEMORY * free_gib(torch.device("cpu")):
+            raise LeftOut(f"copies the weights of every slot, here {needed:.0f} GiB")
+    if implementation == "eager" and plan.train:
+        written = block.experts**2 * block.per_expert * size
+        if written > MOST_WRITTEN:
+            raise LeftOut(f"writes the gradient of all experts once for each of them, here {written / 1e9:.0f} GB")
+    return Contender(name, one.under(implementation), one.module, one.choice, TOLERANCE[one.dtype])
+
+
+def in_transformers(plan: Plan) -> Contender:
+    """The experts of pymoe behind the router of transformers."""
+    importlib.import_module("pymoe.integrations.transformers")
+    one = plan.one
+    return Contender(PYMOE[0], one.under("pymoe"), one.module, one.choice, TOLERANCE[one.dtype])
+
+
+def whole_layer(plan: Plan) -> Contender:
+    """:class:`pymoe.nn.MoE` with its own router in place of the block."""
+    layer = pymoe_layer(plan)
+    return Contender(PYMOE[1], layer, layer, choice_of(layer), TOLERANCE[plan.one.dtype])
+
+
+def quantised(plan: Plan, bits: int) -> Contender:
+    """The same with quantised experts."""
+    quantize = getattr(pymoe_nn, "quantize_experts", None)
+    if quantize is None:
+        raise LeftOut("this pymoe has no quantize_experts")
+    holder = nn.Sequential(pymoe_layer(plan))
+    holder = quantize(holder, bits=bits) or holder
+    layer = holder[0]
+    name = f"pymoe int{bits}"
+    plan.made[name] = Contender(name, layer, layer, choice_of(layer), QUANTISED_TOLERANCE[bits])
+    return plan.made[name]
+
+
+def kt_kernel(plan: Plan) -> Contender:
+    """KTransformers' experts behind the router of transformers."""
+    if plan.processor_time:
+        raise LeftOut("its threads wait by computing, which processor time would count")
+    one = plan.one
+    experts = KtExperts(one)
+
+    def forward(x_TH: Tensor) -> Tensor:
+        output = experts(x_TH, *one.choice(x_TH))
+        return output + one.module.shared_experts(x_TH) if one.block.shared else output
+
+    plan.made[KT_KERNEL] = Contender(KT_KERNEL, forward, one.module, one.choice, TOLERANCE[one.dtype], apart=True)
+    return plan.made[KT_KERNEL]
+
+
+def pymoe_layer(plan: Plan) -> pymoe_nn.MoE:
+    """The layer on the block's parameters, in the mode that is measured."""
+    try:
+        return as_moe(plan.one).train(plan.train)
+    except NotImplementedError as error:
+        raise LeftOut(str(error)) from error
+
+
+def choice_of(layer: pymoe_nn.MoE) -> Choice:
+    """How a layer of pymoe chooses."""
+
+    def choice(x_TH: Tensor) -> tuple[Tensor, Tensor]:
+        gate, _ = layer.router(x_TH)
+        return gate.experts, gate.weights
+
+    return choice
