@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.modules.batchnorm as _batchnorm
+import torch.nn.modules.module as _module
 import torch.utils._python_dispatch as _dispatch
 from torch import _guards, _ops
 from torch._subclasses import fake_tensor as _fake_tensor
@@ -44,6 +45,10 @@ HigherOrderOperator = _ops.HigherOrderOperator
 BatchNormBase = _batchnorm._BatchNorm
 LazyNormBase = _batchnorm._LazyNormBase
 NormBase = _batchnorm._NormBase
+
+# Hooks of every module, which ``torch.nn.modules.module.register_module_forward_hook`` gives handles of alone.
+global_forward_hooks: Any = _module._global_forward_hooks
+global_forward_pre_hooks: Any = _module._global_forward_pre_hooks
 
 _C: Any = torch._C
 
@@ -100,6 +105,7 @@ profiler_enabled: Any = _C._autograd._profiler_enabled  # ``torch.autograd.profi
 # --- Transforms of ``torch.func``. There is no public way to ask whether one is active.
 are_functorch_transforms_active: Any = _C._are_functorch_transforms_active
 peek_interpreter_stack: Any = _C._functorch.peek_interpreter_stack  # the innermost, or None
+unwrap_dead_wrappers: Any = torch._functorch.utils.unwrap_dead_wrappers  # tensors that left a transform, as they are
 temporarily_clear_interpreter_stack = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack  # a block
 
 # --- The dispatcher. ``torch.library`` registers kernels and offers no look at them.
@@ -140,6 +146,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_backward_hooks": "the same",
         "_backward_pre_hooks": "the same",
         "_call_impl": "a call with its hooks, past a compiled one",
+        "_compiled_call_impl": "the compiled one, of ``module.compile()``",
         "_apply": "overridden: moves parameters, for ``to`` and all that is like it",
         "_save_to_state_dict": "overridden: what one module saves",
         "_load_from_state_dict": "overridden: what one module loads",

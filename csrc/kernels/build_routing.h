@@ -4,9 +4,10 @@
 //     slot[t, k]  = offsets[e] + place,  place = choices of e = experts[t, k] before (t, k);  -1 if place >= capacity
 //     token[slot[t, k]] = t;  token[s] = -1 for s >= offsets[E]
 //
-// For an expert outside [0, E) the CPU twin throws std::out_of_range and leaves the outputs unspecified. The CUDA twin
-// never throws for a value: such a choice gets slot -1 and counts for no expert, and all else is as if it were not
-// there. Neither touches memory outside its buffers. No result depends on the number of threads. T * K < 2^31.
+// Where `foreign` is set, an expert of E or more is one that others have: such a choice gets slot -1 and counts for no
+// expert, and all else is as if it were not there. For any other expert outside [0, E) the CPU twin throws
+// std::out_of_range and leaves the outputs unspecified; the CUDA twin never throws for a value, and takes it as
+// foreign. Neither touches memory outside its buffers. No result depends on the number of threads. T * K < 2^31.
 #pragma once
 
 #include <cstdint>
@@ -14,16 +15,17 @@
 namespace pymoe {
 
 struct BuildRoutingArguments {
-  const void* experts;  // (T, K) int32 or int64
-  bool wide;            // experts are int64
-  int32_t* slot;        // (T, K)
-  int32_t* token;       // (S,), S = T * K
-  int32_t* offsets;     // (E + 1,)
-  int32_t* workspace;   // build_routing_workspace(...) values, contents arbitrary
-  int64_t tokens;       // T
-  int64_t choices;      // K
-  int64_t num_experts;  // E
-  int64_t capacity;     // at least 0; T * K or more drops nothing
+  const void* experts;   // (T, K) int32 or int64
+  bool wide;             // experts are int64
+  int32_t* slot;         // (T, K)
+  int32_t* token;        // (S,), S = T * K
+  int32_t* offsets;      // (E + 1,)
+  int32_t* workspace;    // build_routing_workspace(...) values, contents arbitrary
+  int64_t tokens;        // T
+  int64_t choices;       // K
+  int64_t num_experts;   // E
+  int64_t capacity;      // at least 0; T * K or more drops nothing
+  bool foreign = false;  // experts of E or more are no error
 };
 
 namespace cpu {

@@ -29,6 +29,7 @@ void count(const BuildRoutingArguments& a, int64_t begin, int64_t end, int32_t* 
   for (int64_t i = begin; i < end; ++i) {
     const auto expert = static_cast<uint64_t>(static_cast<int64_t>(experts[i]));
     if (expert >= static_cast<uint64_t>(a.num_experts)) {
+      if (a.foreign && experts[i] >= 0) continue;
       throw_bad_expert("build_routing", a.num_experts, experts[i], i, a.choices);
     }
     ++counts[expert];
@@ -43,14 +44,15 @@ void place(const BuildRoutingArguments& a, int64_t begin, int64_t end, int32_t* 
   int32_t* PYMOE_RESTRICT tokens = a.token;
   int64_t token = begin / a.choices, choice = begin % a.choices;
   for (int64_t i = begin; i < end; ++i) {
+    slots[i] = -1;
     const auto expert = experts[i];
-    const int32_t row = next[expert];
-    if (row < limits[expert]) {
-      next[expert] = row + 1;
-      slots[i] = row;
-      tokens[row] = static_cast<int32_t>(token);
-    } else {
-      slots[i] = -1;
+    if (expert < a.num_experts) {  // or it is foreign
+      const int32_t row = next[expert];
+      if (row < limits[expert]) {
+        next[expert] = row + 1;
+        slots[i] = row;
+        tokens[row] = static_cast<int32_t>(token);
+      }
     }
     if (++choice == a.choices) {
       choice = 0;

@@ -9,6 +9,7 @@
 #include "kernels/build_routing.h"
 #include "ops/allocate.h"
 #include "ops/check.h"
+#include "ops/operators.h"
 #include "ops/twins.h"
 
 namespace pymoe::ops::build_routing_op {
@@ -17,8 +18,10 @@ namespace {
 constexpr const char* kName = "build_routing";
 constexpr int64_t kRowLimit = int64_t{1} << 31;  // rows are numbered in int32
 
+}  // namespace
+
 std::tuple<Tensor, Tensor, Tensor> build_routing(const Tensor& experts, int64_t num_experts,
-                                                 std::optional<int64_t> capacity) {
+                                                 std::optional<int64_t> capacity, bool foreign) {
   const bool wide = experts.scalar_type() == ScalarType::Long;
   require_dtype(kName, "experts", experts, wide ? ScalarType::Long : ScalarType::Int);
   require_shape(kName, "experts", experts, {-1, -1});
@@ -44,13 +47,13 @@ std::tuple<Tensor, Tensor, Tensor> build_routing(const Tensor& experts, int64_t 
       experts.size(1),
       num_experts,
       std::min(capacity.value_or(rows), rows),
+      foreign,
   };
   run(PYMOE_TWINS(build_routing), arguments, experts);
   return {slot, token, offsets};
 }
 
 PYMOE_OPERATOR("build_routing", build_routing,
-               "(Tensor experts, SymInt num_experts, SymInt? capacity) -> (Tensor, Tensor, Tensor)")
+               "(Tensor experts, SymInt num_experts, SymInt? capacity, bool foreign=False) -> (Tensor, Tensor, Tensor)")
 
-}  // namespace
 }  // namespace pymoe::ops::build_routing_op

@@ -8,6 +8,7 @@
 #include "kernels/combine.h"
 #include "ops/allocate.h"
 #include "ops/check.h"
+#include "ops/operators.h"
 #include "ops/twins.h"
 
 namespace pymoe::ops::combine_op {
@@ -29,12 +30,16 @@ CombineInput checked(const char* name, const Tensor& y, const Tensor& slot, cons
           dtype};
 }
 
+}  // namespace
+
 Tensor combine(const Tensor& y, const Tensor& slot, std::optional<Tensor> weights) {
   const CombineInput input = checked("combine", y, slot, weights);
   Tensor out = empty({slot.size(0), y.size(1)}, y.scalar_type(), y);
   run(PYMOE_TWINS(combine), CombineArguments{input, out.mutable_data_ptr()}, y);
   return out;
 }
+
+namespace {
 
 std::tuple<Tensor, Tensor> combine_backward(const Tensor& grad, const Tensor& y, const Tensor& weights,
                                             const Tensor& slot, const Tensor& offsets, bool need_dy,

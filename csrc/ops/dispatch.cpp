@@ -4,6 +4,7 @@
 #include "kernels/dispatch.h"
 #include "ops/allocate.h"
 #include "ops/check.h"
+#include "ops/operators.h"
 #include "ops/twins.h"
 
 namespace pymoe::ops::dispatch_op {
@@ -29,6 +30,8 @@ void dispatch_out(const Tensor& x, const Tensor& slot, const Tensor& offsets, Te
   run(PYMOE_TWINS(dispatch), arguments, x);
 }
 
+}  // namespace
+
 Tensor dispatch(const Tensor& x, const Tensor& slot, const Tensor& offsets) {
   require(x.dim() == 2, kName, "x must have shape (T, H), got ", x);
   Tensor out = empty({slot.numel(), x.size(1)}, x.scalar_type(), x);
@@ -39,5 +42,4 @@ Tensor dispatch(const Tensor& x, const Tensor& slot, const Tensor& offsets) {
 PYMOE_OPERATOR("dispatch", dispatch, "(Tensor x, Tensor slot, Tensor offsets) -> Tensor")
 PYMOE_OPERATOR("dispatch_out", dispatch_out, "(Tensor x, Tensor slot, Tensor offsets, Tensor(a!) out) -> ()")
 
-}  // namespace
 }  // namespace pymoe::ops::dispatch_op

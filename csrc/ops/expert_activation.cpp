@@ -7,6 +7,7 @@
 #include "kernels/expert_activation.h"
 #include "ops/allocate.h"
 #include "ops/check.h"
+#include "ops/operators.h"
 #include "ops/twins.h"
 
 namespace pymoe::ops::expert_activation_op {
@@ -37,9 +38,13 @@ Tensor run_checked(Twins<ExpertActivationArguments> twins, const std::optional<T
   return out;
 }
 
+}  // namespace
+
 Tensor expert_activation(const Tensor& h, int64_t kind) {
   return run_checked(PYMOE_TWINS(expert_activation), std::nullopt, h, kind);
 }
+
+namespace {
 
 Tensor expert_activation_backward(const Tensor& grad, const Tensor& h, int64_t kind) {
   return run_checked(PYMOE_TWINS(expert_activation_backward), grad, h, kind);

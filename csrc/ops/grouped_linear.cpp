@@ -10,6 +10,7 @@
 #include "kernels/grouped_linear.h"
 #include "ops/allocate.h"
 #include "ops/check.h"
+#include "ops/operators.h"
 #include "ops/torch_grouped_mm.h"
 #include "ops/twins.h"
 
@@ -85,6 +86,8 @@ GroupedArguments grouped(const Tensor& offsets, int64_t rows, int64_t input_feat
           static_cast<int32_t*>(workspace.data())};
 }
 
+}  // namespace
+
 Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offsets, const std::optional<Tensor>& bias) {
   const DType dtype = floating_dtype(kName, "x", x);
   require(x.dim() == 2, kName, "x must have shape (S, H), got ", x);
@@ -115,6 +118,8 @@ Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offse
   run(PYMOE_TWINS(grouped_linear), arguments, x);
   return y;
 }
+
+namespace {
 
 Tensor weight_grad(const Tensor& grad, const Tensor& x, const Tensor& offsets) {
   const DType dtype = floating_dtype(kName, "grad", grad);

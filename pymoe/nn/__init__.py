@@ -3,6 +3,7 @@
 To follow a token: :meth:`MoE.forward` -> :class:`Router` -> dispatch -> :class:`Experts` -> combine.
 """
 
+from pymoe.nn.apply_experts import apply_experts
 from pymoe.nn.expert_bias import update_expert_biases
 from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.losses import inject_loss, set_aux_loss_scale
@@ -15,6 +16,7 @@ __all__ = [
     "Router",
     "SharedExperts",
     "Stats",
+    "apply_experts",
     "inject_loss",
     "set_aux_loss_scale",
     "update_expert_biases",

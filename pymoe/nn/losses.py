@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pymoe.nn.options import Backend, check_backend, check_number, operators
+from pymoe.ops.function_calls import call
 from pymoe.reference import checks
 from pymoe.reference.types import Gate, RouterLosses, Score
 
@@ -42,7 +43,7 @@ def inject_loss(carrier: Tensor, loss: Tensor) -> Tensor:
     Returns:
         The values of ``carrier``.
     """
-    passed: Tensor = _InjectLoss.apply(carrier, loss)
+    passed: Tensor = call(_InjectLoss, carrier, loss)
     return passed
 
 

@@ -9,16 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from pymoe._torch_private import FakeTensor
+from pymoe.nn.apply_experts import apply_experts_fused
 from pymoe.nn.expert_bias import update_expert_biases
 from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.nn.options import MIN_STEPS_TO_WARN, Backend, check_number, operators, warn_once
-from pymoe.nn.record import Record
+from pymoe.nn.plain_calls import is_called_plainly
+from pymoe.nn.record import LastCall
 from pymoe.nn.router import Router
+from pymoe.ops.function_calls import is_recorded
 from pymoe.ops.transforms import in_torch_func
 from pymoe.reference import checks
 from pymoe.reference.autocast import autocast_enabled, cast_operands
-from pymoe.reference.types import ActivationKind, Gate, RouterLosses, Routing, Score
+from pymoe.reference.types import ActivationKind, RouterLosses, Score
 
 
 class Stats(NamedTuple):
@@ -160,7 +163,7 @@ class MoE(nn.Module):
         if num_shared_experts > 0:
             shared_size = num_shared_experts * ffn_size
             self.shared = SharedExperts(hidden_size, shared_size, activation=activation, bias=bias, **place)
-        self.last = Record(
+        self.last = LastCall(
             load=torch.zeros(num_experts, device=device, dtype=torch.int32),
             dropped=torch.zeros((), device=device, dtype=torch.int32),
             load_balancing_loss=torch.zeros((), device=device, dtype=torch.float32),
@@ -191,19 +194,18 @@ class MoE(nn.Module):
             ValueError: the last dimension of ``x`` is not H.
         """
         self._check_input(x)
-        ops = operators(self.backend)
         x_TH = x.reshape(-1, self.hidden_size)
 
         gate, logits_TE = self.router(x_TH)
         weights_TK, losses = self.losses(gate, logits_TE)
-        routing = ops.build_routing(gate.experts, self.num_experts, capacity=self._capacity(x_TH.shape[0]))
-        (rows_TH,) = cast_operands(x_TH)  # once a token, not once a choice
-        rows_SH = self.experts(ops.dispatch(rows_TH, routing), routing.offsets)
-        y_TH = ops.combine(rows_SH, routing, weights_TK)
+        capacity = self._capacity(x_TH.shape[0])
+        rows_TH: Tensor
+        (rows_TH,) = cast_operands(x_TH)  # type: ignore[assignment]  # once a token, not once a choice
+        y_TH = self._apply_experts(rows_TH, gate.experts, weights_TK, capacity)
         if self.shared is not None:
             y_TH = y_TH + self.shared(rows_TH)
 
-        self._keep_stats(gate, routing, losses)
+        self._keep_stats(gate.load, capacity, losses)
         output: Tensor = y_TH.reshape(x.shape)
         return output
 
@@ -225,9 +227,10 @@ class MoE(nn.Module):
         """Load, dropped slots and losses of the last forward, in training or evaluation; zero before the first.
 
         They are detached copies, which do not change when the layer runs again. Under activation checkpointing the
-        recomputation leaves the same values. A forward inside a transform of :mod:`torch.func` leaves none.
+        recomputation leaves the same values. A forward inside a transform of :mod:`torch.func` and a program of
+        :func:`torch.export` leave none.
         """
-        return Stats(**{name: tensor.clone() for name, tensor in self.last.tensors.items()})
+        return Stats(**self.last.copies())
 
     def update_bias(self) -> None:
         """Move this layer's expert bias by the load since its last update: ``update_expert_biases(self)``."""
@@ -274,15 +277,25 @@ class MoE(nn.Module):
         factor = min(self.capacity_factor, self.num_experts)  # which lets one expert take every slot
         return max(1, math.ceil(factor * (tokens * self.top_k) / self.num_experts))
 
-    def _keep_stats(self, gate: Gate, routing: Routing, losses: RouterLosses) -> None:
-        if in_torch_func():  # which allows no change of a tensor from outside, and may run a call many times at once
+    def _apply_experts(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, capacity: int | None) -> Tensor:
+        experts = self.experts
+        if self.backend == "native" and is_called_plainly(experts, Experts):
+            parameters = (experts.w_in, experts.w_out, experts.b_in, experts.b_out)
+            if not is_recorded(x_TH, weights_TK, *parameters):
+                arguments: tuple[Any, ...] = (*cast_operands(*parameters), experts.activation, capacity)
+                return apply_experts_fused(x_TH, experts_TK, weights_TK, *arguments)
+        ops = operators(self.backend)
+        routing = ops.build_routing(experts_TK, self.num_experts, capacity=capacity)
+        rows_SH = experts(ops.dispatch(x_TH, routing), routing.offsets)
+        return ops.combine(rows_SH, routing, weights_TK)
+
+    def _keep_stats(self, load: Tensor, capacity: int | None, losses: RouterLosses) -> None:
+        # A transform allows no change of a tensor from outside, and may run a call many times at once; an exported
+        # program holds the layer's parameters, and nothing that it could leave statistics in.
+        if in_torch_func() or torch.compiler.is_exporting():
             return
-        self.last.follow(gate.load.device)
-        with torch.no_grad():
-            self.last["load"].copy_(gate.load)
-            self.last["dropped"].copy_(routing.slot.numel() - routing.offsets[-1])
-            self.last["load_balancing_loss"].copy_(losses.load_balancing)
-            self.last["z_loss"].copy_(losses.z)
+        dropped = load.new_zeros(()) if capacity is None else (load - capacity).clamp_(min=0).sum()
+        self.last.keep(load=load, dropped=dropped, load_balancing_loss=losses.load_balancing, z_loss=losses.z)
 
     def _check_input(self, x: Tensor) -> None:
         checks.floating("MoE", "x", x)

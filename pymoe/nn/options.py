@@ -56,8 +56,7 @@ def check_number(
 
 def check_flag(layer: str, argument: str, value: object) -> None:
     """Raise unless ``value`` is a bool."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{layer}: {argument} must be a bool, got {type(value).__name__}")
+    checks.flag(layer, argument, value)
 
 
 def check_dtype(layer: str, value: object) -> None:

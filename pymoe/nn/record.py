@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pymoe.ops.function_calls import call
+
 
 class Record(nn.Module):
     """Named tensors that follow the device of the module that holds them.
@@ -47,6 +49,47 @@ class Record(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(self.tensors)
+
+
+class LastCall(Record):
+    """A :class:`Record` of what the last call of a layer left.
+
+    What a CUDA graph replays and what :func:`torch.compile` compiled runs without Python, so there the values of a call
+    are copied into the record's own tensors. On the CPU they are held as they are, which costs nothing. Nobody writes
+    to those: they may be saved for a backward pass.
+    """
+
+    def __init__(self, **tensors: Tensor) -> None:
+        super().__init__(**tensors)
+        self.held: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.held.get(name, self.tensors[name])
+
+    def keep(self, **values: Tensor) -> None:
+        """Take the values of a call, one for every name and all on one device."""
+        on_cpu = all(type(value) is Tensor and value.is_cpu for value in values.values())  # and no fake ones
+        if on_cpu and not torch.compiler.is_compiling():
+            self.held = {name: value.detach() if value.requires_grad else value for name, value in values.items()}
+            return
+        self.held = {}
+        self.follow(next(iter(values.values())).device)
+        with torch.no_grad():
+            for name, value in values.items():
+                self.tensors[name].copy_(value)
+
+    def copies(self) -> dict[str, Tensor]:
+        """Return fresh copies of the values, in the dtypes of the record."""
+        return {name: self[name].to(tensor.dtype, copy=True) for name, tensor in self.tensors.items()}
+
+    def zero_(self) -> None:
+        self.held = {}
+        super().zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self.tensors.update(self.copies())
+        self.held = {}
+        return super()._apply(fn, recurse)
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -92,5 +135,5 @@ def count_on_backward(weights: Tensor, load: Tensor, total: Tensor) -> Tensor:
     Returns:
         (T, K), the values of ``weights``.
     """
-    passed: Tensor = _CountOnBackward.apply(weights, load, total)
+    passed: Tensor = call(_CountOnBackward, weights, load, total)
     return passed

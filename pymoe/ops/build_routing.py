@@ -14,19 +14,21 @@ from pymoe.reference.build_routing import build_routing as reference
 from pymoe.reference.types import Routing
 
 
-def build_routing(experts: Tensor, num_experts: int, *, capacity: int | None = None) -> Routing:
-    check(experts, num_experts, capacity)
-    index_checks.experts_in_range("build_routing", experts, num_experts)
+def build_routing(
+    experts: Tensor, num_experts: int, *, capacity: int | None = None, foreign_experts: bool = False
+) -> Routing:
+    check(experts, num_experts, capacity, foreign_experts)
+    index_checks.experts_in_range("build_routing", experts, num_experts, foreign_experts)
     if capacity is not None:
         capacity = min(capacity, ROW_LIMIT)
-    return Routing(*torch.ops.pymoe.build_routing(experts.contiguous(), num_experts, capacity))
+    return Routing(*torch.ops.pymoe.build_routing(experts.contiguous(), num_experts, capacity, foreign_experts))
 
 
 build_routing.__doc__ = reference.__doc__
 
 
 @torch.library.register_fake("pymoe::build_routing")
-def _(experts: Tensor, num_experts: int, capacity: int | None) -> tuple[Tensor, Tensor, Tensor]:
+def _(experts: Tensor, num_experts: int, capacity: int | None, foreign: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     return (
         experts.new_empty(experts.shape, dtype=torch.int32),
         experts.new_empty((experts.numel(),), dtype=torch.int32),

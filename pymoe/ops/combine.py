@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pymoe.ops import index_checks
+from pymoe.ops.function_calls import call
 from pymoe.ops.row_moves import sum_choices
 from pymoe.reference.combine import check
 from pymoe.reference.combine import combine as reference
@@ -32,7 +33,7 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         y, weights, slot, offsets = ctx.saved_tensors
         need_dy, need_dweights = ctx.needs_input_grad[:2]
-        dy, dweights = _CombineBackward.apply(grad.contiguous(), y, weights, slot, offsets, need_dy, need_dweights)
+        dy, dweights = call(_CombineBackward, grad.contiguous(), y, weights, slot, offsets, need_dy, need_dweights)
         return dy if need_dy else None, dweights if need_dweights else None, None, None
 
 
@@ -56,14 +57,14 @@ class _CombineBackward(torch.autograd.Function):
         if need_grad:
             terms = []
             if a is not None:
-                terms.append(_Combine.apply(a.contiguous(), weights, slot, offsets))
+                terms.append(call(_Combine, a.contiguous(), weights, slot, offsets))
             if b is not None:
-                terms.append(_Combine.apply(y, b.contiguous(), slot, offsets))
+                terms.append(call(_Combine, y, b.contiguous(), slot, offsets))
             dgrad = sum(terms[1:], terms[0]) if terms else None
         if need_weights and a is not None:
-            dweights = _CombineBackward.apply(grad, a.contiguous(), weights, slot, offsets, False, True)[1]
+            dweights = call(_CombineBackward, grad, a.contiguous(), weights, slot, offsets, False, True)[1]
         if need_y and b is not None:
-            dy = _CombineBackward.apply(grad, y, b.contiguous(), slot, offsets, True, False)[0]
+            dy = call(_CombineBackward, grad, y, b.contiguous(), slot, offsets, True, False)[0]
         return dgrad, dy, dweights, None, None, None, None
 
 
@@ -74,7 +75,7 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
         return sum_choices(y, routing)
     slot, _, offsets = routing
     weights = weights.to(torch.float64 if y.dtype == torch.float64 else torch.float32)
-    return _Combine.apply(y.contiguous(), weights.contiguous(), slot.contiguous(), offsets.contiguous())
+    return call(_Combine, y.contiguous(), weights.contiguous(), slot.contiguous(), offsets.contiguous())
 
 
 combine.__doc__ = reference.__doc__

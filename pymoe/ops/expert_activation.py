@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pymoe.ops.function_calls import call
 from pymoe.ops.transforms import gradients_again
 from pymoe.reference.expert_activation import KINDS, check
 from pymoe.reference.expert_activation import expert_activation as reference
@@ -46,7 +47,7 @@ class _ExpertActivation(torch.autograd.Function):
 
 def expert_activation(h: Tensor, kind: ActivationKind) -> Tensor:
     check(h, kind)
-    return _ExpertActivation.apply(h.contiguous(), KINDS.index(kind))
+    return call(_ExpertActivation, h.contiguous(), KINDS.index(kind))
 
 
 expert_activation.__doc__ = reference.__doc__

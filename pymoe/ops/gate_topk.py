@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pymoe.ops.function_calls import call
 from pymoe.ops.transforms import gradients_again
 from pymoe.reference.gate_topk import check
 from pymoe.reference.gate_topk import gate_topk as reference
@@ -46,7 +47,7 @@ class _GateTopk(torch.autograd.Function):
         if grad is None:
             return (None,) * 8
         logits, experts = ctx.saved_tensors
-        return _GateTopkBackward.apply(grad.contiguous(), logits, experts, *ctx.options), *(None,) * 7
+        return call(_GateTopkBackward, grad.contiguous(), logits, experts, *ctx.options), *(None,) * 7
 
 
 class _GateTopkBackward(torch.autograd.Function):
@@ -103,7 +104,7 @@ def gate_topk(
     if bias is not None:
         bias = bias.detach().to(accumulate_dtype(logits.dtype)).contiguous()
     groups = (num_groups or 0, topk_groups or 0)
-    return Gate(*_GateTopk.apply(logits.contiguous(), bias, k, score, renormalize, *groups, float(scale)))
+    return Gate(*call(_GateTopk, logits.contiguous(), bias, k, score, renormalize, *groups, float(scale)))
 
 
 gate_topk.__doc__ = reference.__doc__

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pymoe.ops import index_checks
+from pymoe.ops.function_calls import call
 from pymoe.reference.autocast import cast_operands
 from pymoe.reference.grouped_linear import check
 from pymoe.reference.grouped_linear import grouped_linear as reference
@@ -39,10 +40,10 @@ class _GroupedLinear(torch.autograd.Function):
         x, weight, offsets = ctx.saved_tensors
         needs_x, needs_weight, _, needs_bias = ctx.needs_input_grad
         return (
-            _GroupedLinear.apply(grad, weight.transpose(1, 2), offsets, None) if needs_x else None,
-            _WeightGrad.apply(grad, x, offsets) if needs_weight else None,
+            call(_GroupedLinear, grad, weight.transpose(1, 2), offsets, None) if needs_x else None,
+            call(_WeightGrad, grad, x, offsets) if needs_weight else None,
             None,
-            _BiasGrad.apply(grad, offsets) if needs_bias else None,
+            call(_BiasGrad, grad, offsets) if needs_bias else None,
         )
 
 
@@ -62,8 +63,8 @@ class _WeightGrad(torch.autograd.Function):
         grad, x, offsets = ctx.saved_tensors
         needs_grad, needs_x, _ = ctx.needs_input_grad
         return (
-            _GroupedLinear.apply(x, cotangent, offsets, None) if needs_grad else None,
-            _GroupedLinear.apply(grad, cotangent.transpose(1, 2), offsets, None) if needs_x else None,
+            call(_GroupedLinear, x, cotangent, offsets, None) if needs_grad else None,
+            call(_GroupedLinear, grad, cotangent.transpose(1, 2), offsets, None) if needs_x else None,
             None,
         )
 
@@ -87,14 +88,14 @@ class _BiasGrad(torch.autograd.Function):
         # Every row gets its expert's cotangent: a grouped linear without input features, which is its bias alone.
         nothing = cotangent.new_empty((ctx.rows, 0))
         no_weight = cotangent.new_empty((*cotangent.shape, 0))
-        return _GroupedLinear.apply(nothing, no_weight, offsets, cotangent), None
+        return call(_GroupedLinear, nothing, no_weight, offsets, cotangent), None
 
 
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
     x, weight, bias = cast_operands(x, weight, bias)  # type: ignore[assignment]
     check(x, weight, offsets, bias)
     index_checks.offsets_in_range("grouped_linear", offsets, x.shape[0])
-    return _GroupedLinear.apply(x, weight, offsets.contiguous(), bias)
+    return call(_GroupedLinear, x, weight, offsets.contiguous(), bias)
 
 
 grouped_linear.__doc__ = reference.__doc__

@@ -86,10 +86,10 @@ def _to_check(operator: str, index: Tensor) -> bool:
     return True
 
 
-def experts_in_range(operator: str, experts: Tensor, num_experts: int) -> None:
-    """In debug mode, raise if a choice does not name an expert."""
+def experts_in_range(operator: str, experts: Tensor, num_experts: int, foreign_experts: bool) -> None:
+    """In debug mode, raise if a choice does not name an expert, here or elsewhere."""
     if _to_check(operator, experts):
-        check_experts(experts, num_experts)
+        check_experts(operator, experts, num_experts, foreign_experts)
 
 
 def slots_in_range(operator: str, slot: Tensor) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pymoe.ops.function_calls import call
 from pymoe.ops.transforms import gradients_again
 from pymoe.reference.router_losses import check, check_logits
 from pymoe.reference.router_losses import load_balancing_loss as reference_load_balancing_loss
@@ -33,7 +34,7 @@ class _RouterLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_balance: Tensor, grad_z: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         grads = grad_balance.contiguous(), grad_z.contiguous()
-        return _RouterLossesBackward.apply(*grads, *ctx.saved_tensors, *ctx.options), None, None, None
+        return call(_RouterLossesBackward, *grads, *ctx.saved_tensors, *ctx.options), None, None, None
 
 
 class _RouterLossesBackward(torch.autograd.Function):
@@ -83,17 +84,17 @@ def _weighted_sum(
 
 def router_losses(logits: Tensor, load: Tensor, *, score: Score = "softmax") -> RouterLosses:
     check("router_losses", logits, load, score)
-    return RouterLosses(*_RouterLosses.apply(logits.contiguous(), load.contiguous(), score, True))
+    return RouterLosses(*call(_RouterLosses, logits.contiguous(), load.contiguous(), score, True))
 
 
 def load_balancing_loss(logits: Tensor, load: Tensor, *, score: Score = "softmax") -> Tensor:
     check("load_balancing_loss", logits, load, score)
-    return _RouterLosses.apply(logits.contiguous(), load.contiguous(), score, False)[0]
+    return call(_RouterLosses, logits.contiguous(), load.contiguous(), score, False)[0]
 
 
 def router_z_loss(logits: Tensor) -> Tensor:
     check_logits("router_z_loss", logits)
-    return _RouterLosses.apply(logits.contiguous(), None, "softmax", True)[1]
+    return call(_RouterLosses, logits.contiguous(), None, "softmax", True)[1]
 
 
 router_losses.__doc__ = reference_router_losses.__doc__

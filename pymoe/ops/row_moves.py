@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pymoe.ops.function_calls import call
 from pymoe.reference.types import Routing
 
 
@@ -43,10 +44,10 @@ class _SumChoices(_MovesRows):
 def spread_rows(x: Tensor, routing: Routing) -> Tensor:
     """Return (S, H) from (T, H): :func:`dispatch` of checked arguments."""
     slot, token, offsets = routing
-    return _SpreadRows.apply(x.contiguous(), slot.contiguous(), token.contiguous(), offsets.contiguous())
+    return call(_SpreadRows, x.contiguous(), slot.contiguous(), token.contiguous(), offsets.contiguous())
 
 
 def sum_choices(rows: Tensor, routing: Routing) -> Tensor:
     """Return (T, H) from (S, H): :func:`combine` of checked arguments, without weights."""
     slot, token, offsets = routing
-    return _SumChoices.apply(rows.contiguous(), slot.contiguous(), token.contiguous(), offsets.contiguous())
+    return call(_SumChoices, rows.contiguous(), slot.contiguous(), token.contiguous(), offsets.contiguous())

@@ -12,24 +12,29 @@ ROW_LIMIT = 2**31
 """Rows are numbered in int32: S = T * K must stay below this."""
 
 
-def check(experts: Tensor, num_experts: int, capacity: int | None) -> None:
+def check(experts: Tensor, num_experts: int, capacity: int | None, foreign_experts: bool) -> None:
     """Raise if the arguments of :func:`build_routing` break its contract (but for the indices' range)."""
     checks.dtype("build_routing", "experts", experts, torch.int32, torch.int64)
     checks.rank("build_routing", "experts", experts, "(T, K)")
     checks.integer("build_routing", "num_experts", num_experts, 1, ROW_LIMIT - 1, "in 1..2^31 - 1")
     if capacity is not None:
         checks.integer("build_routing", "capacity", capacity, 0, None, "None or at least 0")
+    checks.flag("build_routing", "foreign_experts", foreign_experts)
     # Not for a traced size, on which it would be a guard; the native operator checks again when it runs.
     if not torch.compiler.is_compiling() and experts.shape[0] * experts.shape[1] >= ROW_LIMIT:
         raise ValueError(f"build_routing: experts must hold fewer than 2^31 choices, got {tuple(experts.shape)}")
 
 
-def check_experts(experts: Tensor, num_experts: int) -> None:
+def check_experts(operator: str, experts: Tensor, num_experts: int, foreign_experts: bool) -> None:
     """Raise if a choice does not name an expert."""
-    checks.in_range("build_routing", "experts", experts, 0, num_experts, "E")
+    if foreign_experts:
+        experts = experts.clamp(max=num_experts - 1)
+    checks.in_range(operator, "experts", experts, 0, num_experts, "E")
 
 
-def build_routing(experts: Tensor, num_experts: int, *, capacity: int | None = None) -> Routing:
+def build_routing(
+    experts: Tensor, num_experts: int, *, capacity: int | None = None, foreign_experts: bool = False
+) -> Routing:
     """Sort the choices of all tokens by expert, stable in (token, choice) order.
 
     Expert e owns the rows ``offsets[e]`` to ``offsets[e + 1]``. Within an expert rows keep the order of
@@ -41,6 +46,8 @@ def build_routing(experts: Tensor, num_experts: int, *, capacity: int | None = N
         experts: (T, K) int32 or int64, values in 0..E-1, with T * K < 2^31; from :func:`gate_topk`.
         num_experts: E, at least 1.
         capacity: the most rows that an expert may have; ``None`` drops nothing, 0 drops everything.
+        foreign_experts: take values of E and above for experts that are elsewhere (on other ranks of expert
+            parallelism): their choices are dropped, and count for no expert.
 
     Returns:
         ``Routing(slot, token, offsets)``, all int32, not differentiable: ``slot`` (T, K), the row of each choice or
@@ -50,18 +57,23 @@ def build_routing(experts: Tensor, num_experts: int, *, capacity: int | None = N
     Raises:
         TypeError: ``experts`` is not a tensor of int32 or int64, or ``num_experts`` or ``capacity`` not an int.
         ValueError: ``experts`` is not (T, K) or too large, ``num_experts`` or ``capacity`` is out of range.
-        IndexError: an expert index lies outside 0..E-1.
+        IndexError: an expert index lies outside 0..E-1 (is negative, with ``foreign_experts``).
     """
-    check(experts, num_experts, capacity)
-    check_experts(experts, num_experts)
+    check(experts, num_experts, capacity, foreign_experts)
+    check_experts("build_routing", experts, num_experts, foreign_experts)
     if capacity is not None:
         capacity = min(capacity, ROW_LIMIT)  # keeps as much, and fits an int64
     tokens, choices = experts.shape
     rows = tokens * choices
     expert_S = experts.reshape(-1).long()
 
+    all_experts = num_experts
+    if foreign_experts:  # one more expert, which has no rows
+        expert_S = expert_S.clamp(max=num_experts)
+        all_experts = num_experts + 1
+
     order = torch.argsort(expert_S, stable=True)  # row in full order -> choice, in (token, choice) order
-    load = torch.bincount(expert_S, minlength=num_experts)
+    load = torch.bincount(expert_S, minlength=all_experts)
     start = load.cumsum(0) - load
     place = torch.empty_like(order)  # choice -> how many choices of its expert come before it
     place[order] = torch.arange(rows, device=experts.device) - start[expert_S[order]]
@@ -69,10 +81,12 @@ def build_routing(experts: Tensor, num_experts: int, *, capacity: int | None = N
     kept_load = load if capacity is None else load.clamp(max=capacity)
     offsets = torch.cat([kept_load.new_zeros(1), kept_load.cumsum(0)])
     slot_S = offsets[expert_S] + place
+    if foreign_experts:
+        slot_S = torch.where(expert_S < num_experts, slot_S, -1)
     if capacity is not None:
         slot_S = torch.where(place < capacity, slot_S, -1)
     token = torch.full((rows,), -1, dtype=torch.int32, device=experts.device)
     kept = slot_S >= 0
     token_of_choice = torch.arange(rows, device=experts.device) // max(choices, 1)
     token[slot_S[kept]] = token_of_choice[kept].int()
-    return Routing(slot_S.reshape(tokens, choices).int(), token, offsets.int())
+    return Routing(slot_S.reshape(tokens, choices).int(), token, offsets[: num_experts + 1].int())

@@ -69,6 +69,12 @@ def integer(operator: str, argument: str, value: object, low: int, high: int | N
         raise ValueError(f"{operator}: {argument} must be {meaning}, got {value}")
 
 
+def flag(operator: str, argument: str, value: object) -> None:
+    """Raise unless ``value`` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{operator}: {argument} must be a bool, got {type(value).__name__}")
+
+
 def choice(operator: str, argument: str, value: object, allowed: tuple[str, ...]) -> None:
     """Raise unless ``value`` is one of the strings ``allowed``."""
     if not isinstance(value, str):

@@ -11,14 +11,17 @@ from pymoe.reference.types import ActivationKind
 
 KINDS = ("swiglu", "gelu", "relu")
 
+GATED = frozenset({"swiglu"})
+"""The kinds that take two rows of F, gate and up, for one."""
+
 
 def check(h: Tensor, kind: str) -> None:
     """Raise if the arguments of :func:`expert_activation` break its contract."""
     name = "expert_activation"
     checks.floating(name, "h", h)
     checks.choice(name, "kind", kind, KINDS)
-    checks.rank(name, "h", h, "(S, 2F)" if kind == "swiglu" else "(S, F)")
-    if kind == "swiglu" and h.shape[1] % 2:
+    checks.rank(name, "h", h, "(S, 2F)" if kind in GATED else "(S, F)")
+    if kind in GATED and h.shape[1] % 2:
         raise ValueError(f"{name}: h must have shape (S, 2F) with an even second size, got {tuple(h.shape)}")
 
 

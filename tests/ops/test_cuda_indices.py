@@ -7,17 +7,12 @@ address sanitizer (tests/cuda_on_cpu), and on a GPU by compute-sanitizer (benchm
 import pytest
 import torch
 from devices import moved
-from specs import all_specs
+from specs import all_raw_calls
 from specs.hostile import hostile_calls
 
-from pymoe.bench.calls import generator, outputs_of
+from pymoe.bench.calls import outputs_of
 
-CALLS = {
-    f"{call.operator}-{call.name}": call
-    for spec in all_specs()
-    if spec.raw_calls is not None
-    for call in spec.raw_calls(generator())
-}
+CALLS = {f"{call.operator}-{call.name}": call for call in all_raw_calls()}
 REFUSALS = (ValueError, IndexError, TypeError, RuntimeError, MemoryError)
 
 

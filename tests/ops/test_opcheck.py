@@ -3,18 +3,12 @@
 import pytest
 import torch
 from devices import moved
-from specs import all_specs
+from specs import all_raw_calls
 
 import pymoe  # noqa: F401
-from pymoe.bench.calls import generator
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-CALLS = {
-    f"{call.operator}-{call.name}": call
-    for spec in all_specs()
-    if spec.raw_calls is not None
-    for call in spec.raw_calls(generator())
-}
+CALLS = {f"{call.operator}-{call.name}": call for call in all_raw_calls()}
 
 
 @pytest.mark.only_on("cpu", "cuda")

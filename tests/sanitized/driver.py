@@ -27,7 +27,7 @@ load(sys.argv[1])
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from specs import all_specs, large_cases, samples_of, verify, with_grad  # noqa: E402
+from specs import all_raw_calls, all_specs, large_cases, samples_of, verify, with_grad  # noqa: E402
 from specs.hostile import hostile_calls  # noqa: E402
 
 from pymoe.bench.calls import generator, gradients, outputs_of, same_layout_copy  # noqa: E402
@@ -61,19 +61,18 @@ def errors():
 def hostile():
     """Every raw call with one argument gone wrong: an exception or a result, and nothing else."""
     count, refused = 0, 0
-    for spec in all_specs():
-        for call in spec.raw_calls(generator()) if spec.raw_calls is not None else ():
-            operator = getattr(torch.ops.pymoe, call.operator)
-            for bad in hostile_calls(call):
-                try:
-                    results = operator(*bad.args)
-                except (ValueError, IndexError, TypeError, RuntimeError, MemoryError):
-                    refused += 1
-                else:
-                    for output in outputs_of(results):
-                        if output.device.type == "cpu":
-                            same_layout_copy(output)  # reads every byte of it
-                count += 1
+    for call in all_raw_calls():
+        operator = getattr(torch.ops.pymoe, call.operator)
+        for bad in hostile_calls(call):
+            try:
+                results = operator(*bad.args)
+            except (ValueError, IndexError, TypeError, RuntimeError, MemoryError):
+                refused += 1
+            else:
+                for output in outputs_of(results):
+                    if output.device.type == "cpu":
+                        same_layout_copy(output)  # reads every byte of it
+            count += 1
     print(f"{refused} of them refused")
     return count
 

@@ -62,6 +62,13 @@ def all_specs() -> list[OpSpec]:
     return [spec for module in modules for spec in importlib.import_module(f"specs.{module}").SPECS]
 
 
+def all_raw_calls() -> list[RawCall]:
+    """Return the raw calls of every specification, and those of operators that are made of others."""
+    composed = importlib.import_module("specs.composed").raw_calls
+    parts = (*(spec.raw_calls for spec in all_specs() if spec.raw_calls is not None), composed)
+    return [call for raw_calls in parts for call in raw_calls(generator())]
+
+
 def samples_of(spec: OpSpec, dtype: torch.dtype) -> Iterator[Sample]:
     """Return the samples of ``spec``, always the same ones."""
     return spec.samples(dtype, generator())

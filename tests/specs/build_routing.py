@@ -29,6 +29,12 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     for name, view in layouts(experts):
         yield Sample(name, (view, 16))
         yield Sample(f"{name}_capacity", (view, 16), {"capacity": 3})
+        yield Sample(f"{name}_foreign", (view, 5), {"capacity": 3, "foreign_experts": True})
+    yield Sample("foreign_all", (experts + 3, 3), {"foreign_experts": True})
+    yield Sample("foreign_none", (experts, 16), {"foreign_experts": True})
+    yield Sample("foreign_huge", (experts.clamp(max=4) * (torch.iinfo(dtype).max // 4), 1), {"foreign_experts": True})
+    many = routings.distinct(9000, 3, 16, generator).to(dtype)
+    yield Sample("foreign_many", (many, 7), {"foreign_experts": True})
     yield Sample("one_token_expanded", (expanded(experts, 12), 16))
     yield Sample("capacity_past_64_bits", (experts, 16), {"capacity": 2**70})
     yield Sample("one_choice_expanded", (expanded(experts, 5, dim=1), 16), {"capacity": 9})
@@ -57,6 +63,8 @@ def error_inputs() -> Iterator[ErrorInput]:
         ("num_experts_bool", (experts, True), {}, TypeError, "num_experts must be an int, got bool"),
         ("capacity_negative", (experts, 2), {"capacity": -1}, ValueError, "capacity must be None or at least 0"),
         ("capacity_float", (experts, 2), {"capacity": 1.5}, TypeError, "capacity must be an int, got float"),
+        ("foreign_int", (experts, 2), {"foreign_experts": 1}, TypeError, "foreign_experts must be a bool, got int"),
+        ("foreign_negative", (wrong(-1, (3, 1)), 3), {"foreign_experts": True}, IndexError, "got -1 at [3, 1]"),
         ("too_many_slots", (experts[:1, :1].expand(2**30, 2), 2), {}, ValueError, "fewer than 2^31 choices"),
         ("expert_negative", (wrong(-1, (17, 1)), 3), {}, IndexError, "[0, E) (E = 3), got -1 at [17, 1]"),
         ("expert_too_large", (wrong(3, (4999, 0)), 3), {}, IndexError, "[0, E) (E = 3), got 3 at [4999, 0]"),
@@ -71,6 +79,7 @@ def raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
     experts = routings.distinct(10, 2, 5, generator)
     yield RawCall("int32", "build_routing", (experts, 5, None))
     yield RawCall("int64", "build_routing", (experts.long(), 5, None))
+    yield RawCall("foreign", "build_routing", (experts, 3, None, True))
     yield RawCall("capacity", "build_routing", (experts, 5, 3))
     yield RawCall("no_tokens", "build_routing", (experts[:0], 5, None))
 

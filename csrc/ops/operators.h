@@ -1,0 +1,37 @@
+// The functions of operators of which another operator is made: each checks its arguments, allocates its result and
+// runs the twin of its device, as the operator of the same name does.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+
+namespace pymoe::ops {
+
+using torch::stable::Tensor;
+
+namespace build_routing_op {
+// (slot, token, offsets)
+std::tuple<Tensor, Tensor, Tensor> build_routing(const Tensor& experts, int64_t num_experts,
+                                                 std::optional<int64_t> capacity, bool foreign);
+}  // namespace build_routing_op
+
+namespace dispatch_op {
+Tensor dispatch(const Tensor& x, const Tensor& slot, const Tensor& offsets);
+}
+
+namespace grouped_linear_op {
+Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offsets, const std::optional<Tensor>& bias);
+}
+
+namespace expert_activation_op {
+Tensor expert_activation(const Tensor& h, int64_t kind);
+}
+
+namespace combine_op {
+Tensor combine(const Tensor& y, const Tensor& slot, std::optional<Tensor> weights);
+}
+
+}  // namespace pymoe::ops

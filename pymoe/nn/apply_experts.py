@@ -1,0 +1,173 @@
+"""apply_experts: chosen expert networks over tokens, in one native call where nothing is differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pymoe import ops
+from pymoe.ops import index_checks
+from pymoe.ops.function_calls import is_recorded
+from pymoe.reference import checks
+from pymoe.reference.autocast import cast_operands
+from pymoe.reference.build_routing import ROW_LIMIT
+from pymoe.reference.expert_activation import GATED, KINDS
+from pymoe.reference.scores import accumulate_dtype
+from pymoe.reference.types import ActivationKind
+
+_NAME = "apply_experts"
+
+
+def apply_experts(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    *,
+    b_in: Tensor | None = None,
+    b_out: Tensor | None = None,
+    activation: ActivationKind | Callable[[Tensor], Tensor] = "swiglu",
+    capacity: int | None = None,
+    foreign_experts: bool = False,
+) -> Tensor:
+    """Send every token through the expert networks chosen for it, and sum their weighted outputs.
+
+    ``y[t] = sum over k of weights[t, k] * network_e(x[t])`` for e = ``experts[t, k]``, where ``network_e(row)`` is
+    ``act(row @ w_in[e].T + b_in[e]) @ w_out[e].T + b_out[e]``. This is :func:`pymoe.ops.build_routing`,
+    :func:`~pymoe.ops.dispatch`, :func:`~pymoe.ops.grouped_linear`, :func:`~pymoe.ops.expert_activation`, another
+    ``grouped_linear`` and :func:`~pymoe.ops.combine`, with their contracts. Where nothing is differentiated one native
+    call does all of it and returns the same bits: generating text token by token, the cost of calls from Python counts.
+    Inside ``torch.autocast`` the operands of the products are cast as ``F.linear`` casts its own.
+
+    Args:
+        x: (T, H), any floating dtype.
+        experts: (T, K) int32 or int64, values in 0..E-1, with T * K < 2^31; a router's choice.
+        weights: (T, K), any floating dtype; float64 for float64 ``x`` only.
+        w_in: (E, N, H), the dtype of ``x``, with N = 2F (gate above up) for ``"swiglu"``, else N = F. Any strides: a
+            transposed view of an (E, H, N) parameter is read in place.
+        w_out: (E, O, F), the dtype of ``x``, any strides. O is mostly H.
+        b_in: (E, N), the dtype of ``x``, or None.
+        b_out: (E, O), the dtype of ``x``, or None.
+        activation: ``"swiglu"``, ``"gelu"`` or ``"relu"``; or a function of rows (S, N) that returns rows (S, F), each
+            from its own row alone, which is called between the two products.
+        capacity: the most slots that an expert takes; those past it, in the order of tokens, add nothing. ``None``
+            drops nothing.
+        foreign_experts: take values of E and above for experts that are elsewhere (on other ranks of expert
+            parallelism), which add nothing to ``y``.
+
+    Returns:
+        (T, O), the dtype of ``x`` (the autocast dtype inside ``torch.autocast``). Differentiable in ``x``, ``weights``
+        and the parameters, any number of times.
+
+    Raises:
+        TypeError: an argument is of the wrong kind or dtype.
+        ValueError: a rank, size, device or ``capacity`` does not fit.
+        IndexError: an expert index lies outside 0..E-1 (is negative, with ``foreign_experts``).
+    """
+    x, w_in, b_in, w_out, b_out = cast_operands(x, w_in, b_in, w_out, b_out)  # type: ignore[assignment]
+    _check(x, experts, weights, w_in, w_out, b_in, b_out, activation, capacity, foreign_experts)
+    if not callable(activation) and not is_recorded(x, weights, w_in, w_out, b_in, b_out):
+        return apply_experts_fused(x, experts, weights, w_in, w_out, b_in, b_out, activation, capacity, foreign_experts)
+    routing = ops.build_routing(experts, w_in.shape[0], capacity=capacity, foreign_experts=foreign_experts)
+    rows = ops.grouped_linear(ops.dispatch(x, routing), w_in, routing.offsets, b_in)
+    rows = activation(rows) if callable(activation) else ops.expert_activation(rows, activation)
+    return ops.combine(ops.grouped_linear(rows, w_out, routing.offsets, b_out), routing, weights)
+
+
+def apply_experts_fused(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    activation: ActivationKind,
+    capacity: int | None,
+    foreign_experts: bool = False,
+) -> Tensor:
+    """Return what :func:`apply_experts` returns, for arguments that fit and are not recorded, outside of autocast."""
+    index_checks.experts_in_range(_NAME, experts, w_in.shape[0], foreign_experts)
+    if capacity is not None:
+        capacity = min(capacity, ROW_LIMIT)
+    weights = weights.to(accumulate_dtype(x.dtype)).contiguous()
+    return torch.ops.pymoe.apply_experts(  # type: ignore[no-any-return]
+        x.contiguous(),
+        experts.contiguous(),
+        weights,
+        w_in,
+        b_in,
+        w_out,
+        b_out,
+        KINDS.index(activation),
+        capacity,
+        foreign_experts,
+    )
+
+
+@torch.library.register_fake("pymoe::apply_experts")
+def _(
+    x: Tensor, experts: Tensor, weights: Tensor, w_in: Tensor, b_in: Tensor | None, w_out: Tensor, *_: object
+) -> Tensor:
+    return x.new_empty((x.shape[0], w_out.shape[1]))
+
+
+def _check(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    activation: object,
+    capacity: object,
+    foreign_experts: object,
+) -> None:
+    checks.floating(_NAME, "x", x)
+    checks.rank(_NAME, "x", x, "(T, H)")
+    tokens, hidden = x.shape
+
+    checks.dtype(_NAME, "experts", experts, torch.int32, torch.int64)
+    checks.rank(_NAME, "experts", experts, "(T, K)")
+    checks.size(_NAME, "experts", experts, 0, tokens, "T of x")
+    checks.same_device(_NAME, "experts", experts, "x", x)
+    checks.floating(_NAME, "weights", weights)
+    if weights.dtype == torch.float64 != x.dtype:
+        raise TypeError(f"{_NAME}: weights must not have dtype float64 for x of {x.dtype}, whose sums are float32")
+    if weights.shape != experts.shape:
+        raise ValueError(
+            f"{_NAME}: weights must have the shape of experts ({tuple(experts.shape)}), got {tuple(weights.shape)}"
+        )
+    checks.same_device(_NAME, "weights", weights, "x", x)
+
+    for argument, weight in (("w_in", w_in), ("w_out", w_out)):
+        checks.dtype(_NAME, argument, weight, x.dtype)
+        checks.rank(_NAME, argument, weight, "(E, N, H)" if argument == "w_in" else "(E, O, F)")
+        checks.same_device(_NAME, argument, weight, "x", x)
+    number, inner = w_in.shape[:2]
+    checks.size(_NAME, "w_in", w_in, 2, hidden, "H of x")
+    checks.size(_NAME, "w_out", w_out, 0, number, "E of w_in")
+    if number == 0:
+        raise ValueError(f"{_NAME}: w_in must have shape (E, N, H) with E >= 1, got {tuple(w_in.shape)}")
+    for argument, bias, expected in (("b_in", b_in, (number, inner)), ("b_out", b_out, (number, w_out.shape[1]))):
+        if bias is not None:
+            checks.dtype(_NAME, argument, bias, x.dtype)
+            checks.same_device(_NAME, argument, bias, "x", x)
+            if bias.shape != expected:
+                raise ValueError(f"{_NAME}: {argument} must have shape {expected}, got {tuple(bias.shape)}")
+
+    if not callable(activation):
+        checks.choice(_NAME, "activation", activation, KINDS)
+        if inner != w_out.shape[2] * (2 if activation in GATED else 1):
+            rule = "2F" if activation in GATED else "F"
+            raise ValueError(
+                f"{_NAME}: w_in must have shape (E, {rule}, H) with the F of w_out ({w_out.shape[2]}) for "
+                f"{activation!r}, got {tuple(w_in.shape)}"
+            )
+    if capacity is not None:
+        checks.integer(_NAME, "capacity", capacity, 0, None, "None or at least 0")
+    checks.flag(_NAME, "foreign_experts", foreign_experts)

@@ -1,0 +1,147 @@
+"""Without gradients MoE makes one native call for all experts, unless something stands between it and its experts."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from moe_layers import OPTIONS, make_input, make_layer, with_backend
+from torch import nn
+from torch.nn.utils import parametrize
+
+from pymoe import ops
+from pymoe.nn import Experts
+
+
+def assert_same(found, expected):
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.fixture
+def dispatches(monkeypatch):
+    """Counts the calls of dispatch, which the one call for all does not make."""
+    count = [0]
+    dispatch = ops.dispatch
+
+    def counted(*args):
+        count[0] += 1
+        return dispatch(*args)
+
+    monkeypatch.setattr(ops, "dispatch", counted)
+    return count
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 21])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_outputs_and_statistics_are_those_of_training(options, tokens, dispatches):
+    layer = make_layer(**options).eval()
+    x = make_input(tokens)
+    y = layer(x)
+    stats = layer.stats
+    assert dispatches == [1]
+    for mode in (torch.no_grad, torch.inference_mode):
+        layer.last.zero_()
+        with mode():
+            assert torch.equal(layer(x), y.detach())
+            found = layer.stats
+        assert_same(found, stats)
+        assert [value.dtype for value in found] == [torch.int32, torch.int32, torch.float32, torch.float32]
+    assert dispatches == [1]
+
+
+def add_hook(layer):
+    return layer.experts.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def add_hook_before(layer):
+    return layer.experts.register_forward_pre_hook(lambda module, args: (args[0] * 2, args[1]))
+
+
+def add_hook_everywhere(layer):
+    return nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: 2 * output if module is layer.experts else None
+    )
+
+
+def replace_forward(layer):
+    forward = layer.experts.forward
+    layer.experts.forward = lambda rows, offsets: 2 * forward(rows, offsets)
+
+
+def replace_experts(layer):
+    class Doubled(Experts):
+        def forward(self, rows, offsets):
+            return 2 * super().forward(rows, offsets)
+
+    layer.experts.__class__ = Doubled
+
+
+def add_parametrization(layer):
+    class Double(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    parametrize.register_parametrization(layer.experts, "w_out", Double())
+
+
+CHANGES = (add_hook, add_hook_before, add_hook_everywhere, replace_forward, replace_experts, add_parametrization)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_whatever_stands_before_the_experts_runs(change):
+    layer = make_layer(activation="relu")
+    x = make_input(5)
+    with torch.no_grad():
+        y = layer(x)
+        handle = change(layer)
+        try:
+            torch.testing.assert_close(layer(x), 2 * y)
+        finally:
+            if handle is not None:
+                handle.remove()
+
+
+def test_the_reference_backend_stays_the_reference(dispatches):
+    layer = make_layer()
+    x = make_input(5)
+    with torch.no_grad():
+        y = with_backend(layer, "reference")(x)
+        torch.testing.assert_close(layer(x), y)
+
+
+def test_statistics_do_not_change_with_the_next_call():
+    layer = make_layer()
+    with torch.no_grad():
+        layer(make_input(5))
+        first = layer.stats
+        kept = copy.deepcopy(first)
+        layer(make_input(50))
+    assert_same(first, kept)
+    assert layer.stats.load.sum() == 100
+
+
+def test_statistics_of_inference_mode_hold_outside_of_it_and_can_be_copied_moved_and_reset():
+    layer = make_layer()
+    with torch.inference_mode():
+        layer(make_input(5))
+    stats = layer.stats
+    assert stats.load.sum() == 10
+    assert_same(copy.deepcopy(layer).stats, stats)
+    assert_same(pickle.loads(pickle.dumps(layer)).stats, stats)
+    assert_same(layer.to(torch.float32).stats, stats)
+    layer.reset_parameters()
+    assert layer.stats.load.sum() == 0
+    layer(make_input(7, dtype=torch.float32)).sum().backward()
+    assert layer.stats.load.sum() == 14
+
+
+def test_a_forward_without_gradients_between_forward_and_backward_changes_nothing():
+    """What a statistic holds may be saved for a backward pass."""
+    layer = make_layer(**OPTIONS["everything"])
+    x = make_input(9)
+    loss = layer(x).sum()
+    expected = torch.autograd.grad(loss, list(layer.parameters()), retain_graph=True)
+    with torch.inference_mode():
+        layer(make_input(30))
+    layer.last.zero_()
+    assert_same(torch.autograd.grad(loss, list(layer.parameters())), expected)

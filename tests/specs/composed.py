@@ -1,0 +1,26 @@
+"""Raw calls of operators that are made of others: those have no kernel, and so no specification, of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from pymoe.bench.operators import uniform
+from pymoe.reference.expert_activation import GATED, KINDS
+from specs import RawCall, routings
+
+
+def raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
+    experts = routings.distinct(6, 2, 4, generator)
+    weights = uniform(6, 2, dtype=torch.float32, generator=generator)
+    for number, kind in enumerate(KINDS):
+        dtype = torch.bfloat16 if number == 0 else torch.float32
+        x = uniform(6, 5, dtype=dtype, generator=generator)
+        w_in = uniform(4, 6 if kind in GATED else 3, 5, dtype=dtype, generator=generator)
+        w_out = uniform(4, 5, 3, dtype=dtype, generator=generator)
+        b_in, b_out = w_in[:, :, 0].contiguous(), w_out[:, :, 0].contiguous()
+        yield RawCall(kind, "apply_experts", (x, experts, weights, w_in, b_in, w_out, b_out, number, None, False))
+    one = (x[:1], experts[:1], weights[:1], w_in, None, w_out, None, number)
+    yield RawCall("capacity", "apply_experts", (*one, 1, False))
+    yield RawCall("foreign", "apply_experts", (one[0], one[1].long() + 2, *one[2:], None, True))
