@@ -13,7 +13,8 @@ its router and its state dict; forward, backward, ``generate`` and ``torch.compi
 
 from pymoe.integrations.transformers.experts import experts_forward
 from pymoe.integrations.transformers.interface import register
+from pymoe.integrations.transformers.switch import disable, enable
 
-__all__ = ["experts_forward"]
+__all__ = ["disable", "enable", "experts_forward"]
 
 register(experts_forward)

@@ -5,9 +5,10 @@ What is not recognised runs on the module's own PyTorch code. The tests are such
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pymoe.integrations.transformers import interface
@@ -21,6 +22,15 @@ _OWN_GATES: dict[tuple[str, str], ActivationKind] = {
 """Classes with a gate of their own that, with SiLU as ``act_fn``, is one of pymoe's activations."""
 
 
+Activation = ActivationKind | Callable[[Tensor], Tensor]
+"""A kind of :func:`pymoe.ops.expert_activation`, or a function from (S, N) to (S, F)."""
+
+
+def activation_of(experts: nn.Module) -> Activation:
+    """Return what ``experts``, behind transformers' interface, compute between their two products."""
+    return fused_activation(experts) or interface.activation(experts)
+
+
 def fused_activation(experts: nn.Module) -> ActivationKind | None:
     """Return the kind of :func:`pymoe.ops.expert_activation` that ``experts`` apply, or None if there is none.
 
@@ -30,9 +40,30 @@ def fused_activation(experts: nn.Module) -> ActivationKind | None:
     act_fn: Any = getattr(experts, "act_fn", None)
     if not interface.flags(experts).gated:
         return _without_gate(act_fn)
-    if not (act_fn is F.silu or _place(type(act_fn)) in _SILU):
+    if not _is_silu(act_fn):
         return None
-    return "swiglu" if interface.has_default_gate(type(experts)) else _OWN_GATES.get(_place(type(experts)))
+    return "swiglu" if interface.has_default_gate(type(experts)) else _OWN_GATES.get(place(type(experts)))
+
+
+def gated_activation(act_fn: Any) -> Activation:
+    """Return ``act_fn(gate) * up`` as a function of rows [gate | up], fused where pymoe has it."""
+    if _is_silu(act_fn):
+        return "swiglu"
+
+    def gated(rows: Tensor) -> Tensor:
+        gate, up = rows.chunk(2, dim=-1)
+        return act_fn(gate) * up
+
+    return gated
+
+
+def place(cls: type) -> tuple[str, str]:
+    """Return the module and the name of a class, by which it is recognised without being imported."""
+    return (cls.__module__, cls.__qualname__)
+
+
+def _is_silu(act_fn: Any) -> bool:
+    return act_fn is F.silu or place(type(act_fn)) in _SILU
 
 
 def _without_gate(act_fn: Any) -> ActivationKind | None:
@@ -40,8 +71,4 @@ def _without_gate(act_fn: Any) -> ActivationKind | None:
         return "relu"
     if isinstance(act_fn, nn.GELU) and act_fn.approximate == "none":
         return "gelu"
-    return "gelu" if _place(type(act_fn)) == ("transformers.activations", "GELUActivation") else None
-
-
-def _place(cls: type) -> tuple[str, str]:
-    return (cls.__module__, cls.__qualname__)
+    return "gelu" if place(type(act_fn)) == ("transformers.activations", "GELUActivation") else None

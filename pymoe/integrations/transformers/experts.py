@@ -14,10 +14,10 @@ from torch import Tensor
 
 from pymoe import ops
 from pymoe.integrations.transformers import interface
-from pymoe.integrations.transformers.activations import fused_activation
+from pymoe.integrations.transformers.activations import Activation, activation_of
 from pymoe.reference import checks
 from pymoe.reference.autocast import autocast_enabled, cast_operands
-from pymoe.reference.types import ActivationKind, Routing
+from pymoe.reference.types import Routing
 
 
 class Weights(NamedTuple):
@@ -31,10 +31,6 @@ class Weights(NamedTuple):
     """(E, N)."""
     b_out: Tensor | None = None
     """(E, H)."""
-
-
-Activation = ActivationKind | Callable[[Tensor], Tensor]
-"""A kind of :func:`pymoe.ops.expert_activation`, or a function from (S, N) to (S, F)."""
 
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -69,7 +65,7 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
         top_k_index,
         top_k_weights,
         Weights(w_in, w_out, *biases),
-        fused_activation(experts) or interface.activation(experts),
+        activation_of(experts),
         post_norm=experts.post_expert_norm if flags.normed else None,
         others_follow=flags.expert_parallel,
     )
@@ -78,7 +74,7 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
 def run_experts(
     x_TH: Tensor,
     index_TK: Tensor,
-    weights_TK: Tensor | None,
+    weights_TK: Tensor,
     parameters: Weights,
     activation: Activation,
     *,
@@ -90,7 +86,7 @@ def run_experts(
     Args:
         x_TH: (T, H); cast to the dtype of the weights, or by autocast.
         index_TK: (T, K) integers in 0..E-1.
-        weights_TK: (T, K), or None for a plain sum.
+        weights_TK: (T, K), the factor of every choice.
         parameters: of the E experts.
         activation: between the two products.
         post_norm: applied to every expert's output, (S, H) to (S, H), before it is weighted.
@@ -100,17 +96,27 @@ def run_experts(
         (T, H), the dtype of ``x_TH``.
     """
     w_in, w_out, b_in, b_out = parameters
-    x = cast_operands(x_TH)[0] if autocast_enabled(x_TH.device.type) else x_TH.to(w_in.dtype)
-    assert x is not None
     routing = _routing(index_TK, w_in.shape[0], others_follow)
-    rows = ops.grouped_linear(ops.dispatch(x, routing), w_in, routing.offsets, _as(b_in, w_in))
-    rows = ops.expert_activation(rows, activation) if isinstance(activation, str) else activation(rows)
-    if not autocast_enabled(x_TH.device.type):
-        rows = rows.to(w_out.dtype)
-    rows = ops.grouped_linear(rows, w_out, routing.offsets, _as(b_out, w_out))
+    rows = ops.dispatch(as_operand(x_TH, w_in), routing)
+    rows = activate(ops.grouped_linear(rows, w_in, routing.offsets, _as(b_in, w_in)), activation)
+    rows = ops.grouped_linear(as_operand(rows, w_out), w_out, routing.offsets, _as(b_out, w_out))
     if post_norm is not None:
         rows = post_norm(rows)
     return ops.combine(rows, routing, weights_TK).to(x_TH.dtype)
+
+
+def activate(rows: Tensor, activation: Activation) -> Tensor:
+    """Apply an activation, fused or not, to (S, N) rows; return (S, F)."""
+    return ops.expert_activation(rows, activation) if isinstance(activation, str) else activation(rows)
+
+
+def as_operand(rows: Tensor, weight: Tensor) -> Tensor:
+    """Return ``rows`` in the dtype in which they meet ``weight``: that of autocast, else that of the weight."""
+    if not autocast_enabled(rows.device.type):
+        return rows.to(weight.dtype)
+    (cast,) = cast_operands(rows)
+    assert cast is not None
+    return cast
 
 
 def _as(bias: Tensor | None, weight: Tensor) -> Tensor | None:

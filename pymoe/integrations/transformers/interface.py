@@ -78,3 +78,19 @@ def has_default_gate(experts_class: Any) -> bool:
     from transformers.integrations import moe
 
     return experts_class._apply_gate is getattr(moe, "_default_apply_gate", None)
+
+
+def is_behind(module: Any) -> bool:
+    """Return whether a module's class was made by ``use_experts_implementation``."""
+    return hasattr(module, "_apply_gate") and hasattr(type(module).forward, "__wrapped__") and hasattr(module, "config")
+
+
+def implementation(experts: Any) -> str | None:
+    """Return the implementation that an experts module runs."""
+    name: str | None = experts.config._experts_implementation
+    return name
+
+
+def set_implementation(experts: Any, name: str | None) -> None:
+    """Choose the implementation of an experts module, and of all that share its configuration."""
+    experts.config._experts_implementation = name

@@ -89,6 +89,11 @@ OWN = {
     "bailing_hybrid": LINEAR_AND_FULL | EVERY_HEAD_ITS_OWN,
     "beam": SPARSE,
     "deepseek_ocr2": SPARSE | {"rope_parameters": ROPE},
+    "dbrx": {
+        **dict(d_model=64, n_layers=2, n_heads=4),
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 8, "moe_top_k": 3},
+    },
     "dots3_note": EVERY_HEAD_ITS_OWN,
     "ernie4_5_vl_moe": {"moe_intermediate_size": [40, 24], "rope_parameters": ROPE | {"mrope_section": [3, 3, 2]}},
     "gemma4": {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16, **SPARSE},
@@ -96,13 +101,20 @@ OWN = {
     "glm5_next": EVERY_HEAD_ITS_OWN | SPARSE | LINEAR_AND_FULL | {"qk_rope_head_dim": 0},
     "kimi_linear": LINEAR_AND_FULL | EVERY_HEAD_ITS_OWN,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": EVERY_HEAD_ITS_OWN
+    | dict(num_layers=2, num_hidden_layers=4, expert_ffn_hidden_size=40, ffn_hidden_size=48, zero_expert_num=4),
     "qwen4_exp": {
         "layer_types": ["linear_attention", "indexed_attention"],
         **dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=16, indexer_compress_ratio=4),
     },
+    "step3p7": SPARSE | {"swiglu_limits": [0.0, 0.5], "share_expert_dim": 40},
     "zaya": {"num_experts_per_tok": 1},
 }
 """What a model needs besides, or otherwise."""
+
+
+OUTSIDE = {"DbrxExperts", "JetMoeMoE", "JetMoeMoA", "Llama4TextExperts", "LongcatFlashExperts", "Step3p7Experts"}
+"""Classes that hold the experts of models that have no interface for them."""
 
 
 def build(model):
@@ -143,10 +155,14 @@ def built(cls, config):
         parameters = sum(parameter.numel() for parameter in cls(config).parameters())
     assert parameters < 3e7, f"{parameters / 1e6:.0f} million parameters"
     model = cls(config).eval()
-    experts = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+    experts = [
+        module
+        for module in model.modules()
+        if hasattr(module, "_is_expert_parallel") or type(module).__name__ in OUTSIDE
+    ]
     assert experts, "no experts"
     for module in experts:
-        for parameter in module.parameters(recurse=False):
+        for parameter in module.parameters():
             torch.nn.init.normal_(parameter, std=0.2)
     with torch.no_grad():
         model(input_ids=tokens())

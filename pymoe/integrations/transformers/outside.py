@@ -1,0 +1,109 @@
+"""The forwards, on pymoe's operators, of experts that stand outside transformers' interface.
+
+Each takes the place of the forward of the class that :data:`FORWARDS` names, with its arguments and results; the module
+keeps its parameters and its router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pymoe import ops
+from pymoe.integrations.transformers.activations import gated_activation
+from pymoe.integrations.transformers.experts import Weights, activate, as_operand, run_experts
+
+
+def llama4_moe(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute ``Llama4TextMoe``, which itself sends every token through every expert.
+
+    The score of a choice multiplies what goes into the expert, not what comes out.
+    """
+    x_TH = hidden_states.reshape(-1, self.hidden_dim)
+    scores_TE, logits_TE = self.router(x_TH)
+    index_TK = torch.topk(logits_TE, self.top_k, dim=1).indices  # as the router chose, which it does not return
+    scaled_TKH = x_TH[:, None] * scores_TE.gather(1, index_TK)[..., None]
+    experts = self.experts
+    weights = Weights(experts.gate_up_proj.transpose(1, 2), experts.down_proj.transpose(1, 2))
+    # Every choice is a token of its own here, with the weight 1.
+    index_S1 = index_TK.reshape(-1, 1)
+    rows_SH = run_experts(
+        scaled_TKH.flatten(0, 1),
+        index_S1,
+        torch.ones_like(index_S1, dtype=torch.float32),
+        weights,
+        gated_activation(experts.act_fn),
+    )
+    return self.shared_expert(x_TH) + rows_SH.view(scaled_TKH.shape).sum(dim=1), logits_TE
+
+
+def step3p7_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Compute ``Step3p7Experts``, some layers of which clamp what the gate multiplies."""
+    activation = gated_activation(self.act_fn) if self.limit == float("inf") else self._apply_gate
+    weights = Weights(self.gate_up_proj, self.down_proj)
+    return run_experts(hidden_states, top_k_index, top_k_weights, weights, activation)
+
+
+def longcat_flash_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Compute ``LongcatFlashExperts``, the last of which return their input and have no weights."""
+    computed = self.num_routed_experts
+    passed = torch.where(top_k_index < computed, 0, top_k_weights).sum(dim=1, keepdim=True)
+    y = (hidden_states * passed).to(hidden_states.dtype)
+    if computed == 0:
+        return y
+    weights = Weights(self.gate_up_proj[:computed], self.down_proj)
+    activation = gated_activation(self.act_fn)
+    return y + run_experts(hidden_states, top_k_index, top_k_weights, weights, activation, others_follow=True)
+
+
+def dbrx_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Compute ``DbrxExperts``, whose matrices lie one above the other, gate and up apart."""
+    mlp = self.mlp
+    gate_EFH, up_EFH, down_EFH = (
+        weight.view(self.num_experts, self.ffn_hidden_size, self.hidden_size) for weight in (mlp.w1, mlp.v1, mlp.w2)
+    )
+    x_TH = as_operand(hidden_states.reshape(-1, self.hidden_size), gate_EFH)
+    routing = ops.build_routing(top_k_index, self.num_experts)
+    rows_SH = ops.dispatch(x_TH, routing)
+    gate, up = (ops.grouped_linear(rows_SH, weight, routing.offsets) for weight in (gate_EFH, up_EFH))
+    inner = activate(torch.cat([gate, up], dim=1), gated_activation(mlp.activation_fn))
+    rows_SH = ops.grouped_linear(as_operand(inner, down_EFH), down_EFH.transpose(1, 2), routing.offsets)
+    return (
+        ops.combine(rows_SH, routing, top_k_weights)
+        .to(hidden_states.dtype)
+        .view(hidden_states.shape[0], -1, self.hidden_size)
+    )
+
+
+def jetmoe_parallel_experts(self: Any, inputs: Tensor, expert_size: list[int]) -> Tensor:
+    """Compute ``JetMoeParallelExperts``, a linear layer for each run of rows, of experts and of attention."""
+    offsets = torch.tensor([0, *accumulate(expert_size)], dtype=torch.int32, device=inputs.device)
+    return ops.grouped_linear(as_operand(inputs, self.weight), self.weight, offsets)
+
+
+FORWARDS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("transformers.models.dbrx.modeling_dbrx", "DbrxExperts"): dbrx_experts,
+    ("transformers.models.jetmoe.modeling_jetmoe", "JetMoeParallelExperts"): jetmoe_parallel_experts,
+    ("transformers.models.llama4.modeling_llama4", "Llama4TextMoe"): llama4_moe,
+    ("transformers.models.longcat_flash.modeling_longcat_flash", "LongcatFlashExperts"): longcat_flash_experts,
+    ("transformers.models.step3p7.modeling_step3p7", "Step3p7Experts"): step3p7_experts,
+}
+"""By module and name of the class."""
+
+REFUSED: dict[tuple[str, str], str] = {
+    ("transformers.models.nllb_moe.modeling_nllb_moe", "NllbMoeExperts"): (
+        "transformers computes other experts there than the router chooses"
+    ),
+    ("transformers.models.switch_transformers.modeling_switch_transformers", "SwitchTransformersExperts"): (
+        "every expert is a module of its own, so that stacking the weights would copy them"
+    ),
+    ("transformers.models.doge.modeling_doge", "DogeCDMoE"): "its experts are rows of an embedding",
+    ("transformers.models.vitpose_backbone.modeling_vitpose_backbone", "VitPoseNaiveMoe"): (
+        "a whole image goes to one expert, a single linear layer"
+    ),
+}
+"""Classes of experts that stay as they are, and why."""
