@@ -1,0 +1,215 @@
+"""Sparse blocks of transformers as :class:`pymoe.nn.MoE` and back, bit for bit in the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pymoe.integrations.transformers import interface
+from pymoe.integrations.transformers.activations import fused_activation, gated_activation
+from pymoe.integrations.transformers.blocks import DIFFERENT, PLANS, Plan
+from pymoe.nn import MoE
+
+
+def from_transformers(block: nn.Module, *, bias_update_rate: float = 0.001) -> MoE:
+    """Return a :class:`pymoe.nn.MoE` that computes what a sparse block of transformers computes.
+
+    Blocks are those of Mixtral, OLMoE, Qwen3-MoE, Granite, Jamba, DeepSeek-V2 and -V3, GLM-4, Ernie 4.5 and others
+    whose routing the layer has: a softmax or a sigmoid over all experts, groups, a bias of the choice, a factor of the
+    weights, and shared experts without a gate. The weights are copied and keep their bits, dtypes, devices and
+    ``requires_grad``. Outputs agree to rounding in float32. In bfloat16 some of transformers' routers round their
+    logits, where this one computes in float32, so that some tokens may choose another expert.
+
+    Args:
+        block: the module that takes the place of a dense feed-forward network in a layer, such as
+            ``model.model.layers[0].mlp``.
+        bias_update_rate: that of the layer, if the block has a bias of the choice; it must be greater than 0, and has
+            no effect until :func:`pymoe.nn.update_expert_biases` is called.
+
+    Returns:
+        A layer in the mode (training or evaluation) of ``block``, without auxiliary losses.
+
+    Raises:
+        ValueError: the block is of another kind, or one of its options changes what it computes.
+    """
+    name = "from_transformers"
+    plan = _plan(name, type(block))
+    options = _options(name, block, plan)
+    if plan.bias is not None and not bias_update_rate > 0:
+        raise ValueError(
+            f"{name}: bias_update_rate must be greater than 0 for a block whose choice has a bias, "
+            f"got {bias_update_rate}"
+        )
+    moe = MoE(**options, bias_update_rate=bias_update_rate if plan.bias else 0.0, device="meta")
+    state, shapes = block.state_dict(), _shapes(moe)
+    parts = _parts(block, plan)
+    moe.load_state_dict({one.layer_key: one.joined(state, shapes) for one in parts}, assign=True)
+    for one in parts:
+        _set_requires_grad(moe, [one.layer_key], _requires_grad(block, one.block_keys))
+    return moe.train(block.training)
+
+
+def to_transformers(moe: MoE, block_class: Callable[..., nn.Module], config: Any) -> Any:
+    """Return a sparse block of transformers that computes what a :class:`pymoe.nn.MoE` computes.
+
+    It undoes :func:`from_transformers`: the weights are copied and keep their bits. A layer without expert bias becomes
+    a block whose bias is zero, where the class has one. Auxiliary losses and the bias's update rate are no part of a
+    block.
+
+    Args:
+        moe: the layer; its activation is swiglu, it has no biases and no capacity.
+        block_class: a class of blocks that :func:`from_transformers` takes.
+        config: the configuration of the model that the block is for.
+
+    Returns:
+        An instance of ``block_class`` in the mode (training or evaluation) of ``moe``.
+
+    Raises:
+        TypeError: ``moe`` is no :class:`pymoe.nn.MoE`.
+        ValueError: the class is of another kind, or the configuration describes another layer than ``moe``.
+    """
+    name = "to_transformers"
+    if not isinstance(moe, MoE):
+        raise TypeError(f"{name}: moe must be a pymoe.nn.MoE, got {type(moe).__name__}")
+    plan = _plan(name, block_class)
+    with torch.device("meta"):
+        block = block_class(config)
+    for option, expected in {**_options(name, block, plan), "bias": False, "capacity_factor": None}.items():
+        if (seen := _option(moe, option)) != expected:
+            raise ValueError(
+                f"{name}: expected a layer with {option}={expected!r}, as {block_class.__name__} has it, got {seen!r}"
+            )
+    if plan.bias is None and moe.router.expert_bias is not None:
+        raise ValueError(f"{name}: expected a layer without expert bias, which {block_class.__name__} lacks")
+    state, shapes = moe.state_dict(), _shapes(block)
+    if plan.bias is not None:
+        state.setdefault("router.expert_bias", torch.zeros(moe.num_experts, device=moe.router.weight.device))
+    parts = _parts(block, plan)
+    block.load_state_dict({key: tensor for one in parts for key, tensor in one.split(state, shapes)}, assign=True)
+    for one in parts:
+        _set_requires_grad(block, one.block_keys, _requires_grad(moe, [one.layer_key]))
+    return block.train(moe.training)
+
+
+class _Part(NamedTuple):
+    """One tensor of the layer, and those of the block that it is made of, one above the other."""
+
+    layer_key: str
+    block_keys: tuple[str, ...]
+    transposed: bool = False
+
+    def joined(self, state: dict[str, Tensor], shapes: dict[str, torch.Size]) -> Tensor:
+        """Return the layer's tensor, a copy."""
+        tensor = torch.cat([state[key] for key in self.block_keys])
+        return (tensor.transpose(1, 2).contiguous() if self.transposed else tensor).reshape(shapes[self.layer_key])
+
+    def split(self, state: dict[str, Tensor], shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the keys and the tensors of the block, copies."""
+        tensor = state[self.layer_key]
+        pieces = (tensor.transpose(1, 2) if self.transposed else tensor).chunk(len(self.block_keys))
+        for key, piece in zip(self.block_keys, pieces, strict=True):
+            yield key, piece.clone(memory_format=torch.contiguous_format).reshape(shapes[key])
+
+
+def _parts(block: Any, plan: Plan) -> list[_Part]:
+    transposed = interface.flags(block.experts).transposed
+    parts = [
+        _Part("router.weight", (f"{plan.router}.{plan.weight}",)),
+        _Part("experts.w_in", ("experts.gate_up_proj",), transposed),
+        _Part("experts.w_out", ("experts.down_proj",), transposed),
+    ]
+    if plan.bias is not None:
+        parts.append(_Part("router.expert_bias", (plan.bias,)))
+    if _shared(block, plan) is not None:
+        gate, up, down = (f"{plan.shared}.{name}_proj.weight" for name in ("gate", "up", "down"))
+        parts += [_Part("shared.w_in", (gate, up)), _Part("shared.w_out", (down,))]
+    return parts
+
+
+def _plan(name: str, block_class: Any) -> Plan:
+    kind = block_class.__name__
+    if kind not in PLANS:
+        why = f": {DIFFERENT[kind]}" if kind in DIFFERENT else f"; known are {', '.join(PLANS)}"
+        raise ValueError(f"{name}: expected a block that pymoe.nn.MoE can be, got {kind}{why}")
+    return PLANS[kind]
+
+
+def _options(name: str, block: Any, plan: Plan) -> dict[str, Any]:
+    """Return the arguments of :class:`MoE` that describe the block, but for its bias; raise if none do."""
+    kind = type(block).__name__
+    for attribute, expected in plan.only.items():
+        if (seen := attrgetter(attribute)(block)) != expected:
+            raise ValueError(f"{name}: expected a {kind} with {attribute}={expected!r}, got {seen!r}")
+    if fused_activation(block.experts) != "swiglu":
+        seen = type(getattr(block.experts, "act_fn", None)).__name__
+        raise ValueError(f"{name}: expected a {kind} whose experts compute a plain swiglu, got {seen}")
+    router = attrgetter(plan.router)(block)
+    down = block.experts.down_proj
+    num_experts, hidden_size, ffn_size = (
+        down.transpose(1, 2).shape if interface.flags(block.experts).transposed else down.shape
+    )
+    return {
+        "hidden_size": hidden_size,
+        "ffn_size": ffn_size,
+        "num_experts": num_experts,
+        "top_k": router.top_k,
+        "activation": "swiglu",
+        "score": plan.score,
+        "renormalize": bool(attrgetter(plan.renormalize)(block))
+        if isinstance(plan.renormalize, str)
+        else plan.renormalize,
+        "scale": 1.0 if plan.scale is None else float(attrgetter(plan.scale)(block)),
+        "num_groups": router.num_group if plan.groups else None,
+        "topk_groups": router.topk_group if plan.groups else None,
+        "num_shared_experts": _num_shared_experts(name, block, plan, ffn_size),
+    }
+
+
+def _shared(block: Any, plan: Plan) -> Any:
+    return None if plan.shared is None else attrgetter(plan.shared)(block)
+
+
+def _num_shared_experts(name: str, block: Any, plan: Plan, ffn_size: int) -> int:
+    shared, kind = _shared(block, plan), type(block).__name__
+    if shared is None:
+        return 0
+    if gated_activation(shared.act_fn) != "swiglu" or shared.down_proj.bias is not None:
+        raise ValueError(f"{name}: expected a {kind} whose shared experts are a swiglu without biases, got {shared}")
+    number, rest = divmod(shared.down_proj.weight.shape[1], ffn_size)
+    if rest:
+        raise ValueError(
+            f"{name}: expected a {kind} whose shared experts have a multiple of the {ffn_size} inner features of an "
+            f"expert, got {shared.down_proj.weight.shape[1]}"
+        )
+    return number
+
+
+def _option(moe: MoE, option: str) -> Any:
+    """Return an option that the layer was built with."""
+    if option == "bias":
+        return moe.experts.b_in is not None
+    if option == "num_shared_experts":
+        return 0 if moe.shared is None else moe.shared.ffn_size // moe.experts.ffn_size
+    part = next(part for part in (moe, moe.router, moe.experts) if hasattr(part, option))
+    return getattr(part, option)
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {key: tensor.shape for key, tensor in module.state_dict().items()}
+
+
+def _requires_grad(module: nn.Module, keys: Iterable[str]) -> bool:
+    """Return whether one of these parameters is trained; a buffer is not."""
+    parameters = dict(module.named_parameters())
+    return any(parameters[key].requires_grad for key in keys if key in parameters)
+
+
+def _set_requires_grad(module: nn.Module, keys: Iterable[str], value: bool) -> None:
+    parameters = dict(module.named_parameters())
+    for key in keys:
+        if key in parameters:
+            parameters[key].requires_grad_(value)

@@ -1,0 +1,201 @@
+"""Sparse blocks of transformers become pymoe.nn.MoE and come back: equal outputs, the same bits."""
+
+import pytest
+import tiny_models
+import torch
+
+from pymoe.integrations.transformers import from_transformers, to_transformers
+from pymoe.integrations.transformers.blocks import DIFFERENT, PLANS
+from pymoe.nn import MoE, update_expert_biases
+
+MODELS = {
+    "afmoe": "AfmoeSparseMoeBlock",
+    "aria": "AriaTextMoELayer",
+    "bailing_hybrid": "BailingHybridMoE",
+    "beam": "BeamMoE",
+    "deepseek_ocr2": "DeepseekOcr2TextMoe",
+    "deepseek_v2": "DeepseekV2Moe",
+    "deepseek_v3": "DeepseekV3MoE",
+    "deepseek_v32": "DeepseekV32MoE",
+    "dots1": "Dots1MoE",
+    "dots3_note": "Dots3NoteTextMoE",
+    "ernie4_5_moe": "Ernie4_5_MoeSparseMoeBlock",
+    "exaone_moe": "ExaoneMoeSparseMoEBlock",
+    "flex_olmo": "FlexOlmoSparseMoeBlock",
+    "flint": "FlintSparseMoeBlock",
+    "glm4_moe": "Glm4MoeMoE",
+    "glm4_moe_lite": "Glm4MoeLiteMoE",
+    "glm4v_moe": "Glm4vMoeTextMoE",
+    "glm_moe_dsa": "GlmMoeDsaMoE",
+    "granitemoe": "GraniteMoeMoE",
+    "granitemoe_swa": "GraniteMoeSWAMoE",
+    "granitemoehybrid": "GraniteMoeHybridMoE",
+    "granitemoeshared": "GraniteMoeSharedMoE",
+    "hunyuan_v1_moe": "HunYuanMoEV1Moe",
+    "hy_v3": "HYV3MoE",
+    "jamba": "JambaSparseMoeBlock",
+    "kimi_linear": "KimiLinearMoE",
+    "laguna": "LagunaSparseMoeBlock",
+    "mellum": "MellumSparseMoeBlock",
+    "mimo_v2_flash": "MiMoV2FlashMoE",
+    "minimax": "MiniMaxSparseMoeBlock",
+    "minimax_m2": "MiniMaxM2SparseMoeBlock",
+    "mistral4": "Mistral4MoE",
+    "mistral_large4": "MistralLarge4TextMoE",
+    "mixtral": "MixtralSparseMoeBlock",
+    "olmoe": "OlmoeSparseMoeBlock",
+    "qwen3_moe": "Qwen3MoeSparseMoeBlock",
+    "qwen3_omni_moe": "Qwen3OmniMoeThinkerTextSparseMoeBlock",
+    "qwen3_vl_moe": "Qwen3VLMoeTextSparseMoeBlock",
+    "solar_open": "SolarOpenMoE",
+    "unlimited_ocr": "UnlimitedOcrTextMoe",
+}
+REFUSED = {"axk1": "AXK1MoE", "gpt_oss": "GptOssMLP", "llama4": "Llama4TextMoe", "qwen2_moe": "Qwen2MoeSparseMoeBlock"}
+
+
+def block_of(model, name):
+    """The last block of this class in a tiny model, its router spread out so that choices differ."""
+    built = tiny_models.build(model)
+    if hasattr(built.config, "_experts_implementation"):
+        built.config._experts_implementation = "eager"
+    block = [module for module in built.modules() if type(module).__name__ == name][-1]
+    generator = torch.Generator().manual_seed(0)
+    for key, tensor in block.state_dict().items():
+        scale = 0.05 if "bias" in key else 0.3
+        tensor.copy_(scale * torch.randn(tensor.shape, generator=generator))
+    return block, built.config
+
+
+def tokens(block):
+    return torch.randn(3, 20, block.experts.down_proj.shape[1 if not block.experts.is_transposed else 2])
+
+
+def states_equal(one, other):
+    one, other = one.state_dict(), other.state_dict()
+    return one.keys() == other.keys() and all(
+        one[key].dtype == other[key].dtype and torch.equal(one[key], other[key]) for key in one
+    )
+
+
+def test_every_plan_is_tested():
+    assert set(MODELS.values()) == set(PLANS)
+    assert set(REFUSED.values()) <= set(DIFFERENT)
+    assert not set(PLANS) & set(DIFFERENT)
+
+
+@pytest.mark.parametrize(("model", "name"), MODELS.items(), ids=MODELS.keys())
+def test_a_block_becomes_a_layer_and_comes_back(model, name):
+    block, config = block_of(model, name)
+    moe = from_transformers(block)
+    x = tokens(block)
+    with torch.no_grad():
+        expected, found = block(x), moe(x)
+    error = (found - expected).abs().max() / expected.abs().max()
+    assert error <= 1e-6
+    assert moe.stats.load.gt(0).sum() > moe.top_k, "the tokens choose various experts"
+    assert not moe.training
+
+    back = to_transformers(moe, type(block), config.get_text_config())
+    assert states_equal(back, block)
+    with torch.no_grad():
+        assert torch.equal(back(x), expected)
+    assert states_equal(from_transformers(back), moe)
+
+
+def test_weights_keep_dtypes_and_are_copies():
+    block, config = block_of("deepseek_v3", "DeepseekV3MoE")
+    block.bfloat16()
+    block.gate.e_score_correction_bias = block.gate.e_score_correction_bias.float()
+    block.experts.requires_grad_(False)
+    moe = from_transformers(block.train())
+    assert moe.training
+    assert moe.experts.w_in.dtype == torch.bfloat16
+    assert moe.router.expert_bias.dtype == torch.float32
+    assert not moe.experts.w_in.requires_grad
+    assert moe.router.weight.requires_grad
+    back = to_transformers(moe, type(block), config)
+    assert states_equal(back, block)
+    assert not back.experts.gate_up_proj.requires_grad
+    before = block.experts.down_proj.clone()
+    with torch.no_grad():
+        moe.experts.w_out.zero_()
+    assert torch.equal(block.experts.down_proj, before)
+
+
+def test_the_layer_trains_on():
+    block, _ = block_of("deepseek_v3", "DeepseekV3MoE")
+    moe = from_transformers(block, bias_update_rate=0.01).train()
+    bias = moe.router.expert_bias.clone()
+    moe(tokens(block)).square().mean().backward()
+    assert all(parameter.grad is not None for parameter in moe.parameters())
+    update_expert_biases(moe)
+    assert (moe.router.expert_bias - bias).abs().max() == pytest.approx(0.01)
+
+
+def test_a_layer_of_ones_own_becomes_a_block():
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2}
+    config = Qwen3MoeConfig(**sizes, norm_topk_prob=True)
+    config._experts_implementation = "eager"
+    moe = MoE(32, 24, num_experts=8, top_k=2)
+    block = to_transformers(moe, Qwen3MoeSparseMoeBlock, config)
+    x = torch.randn(2, 5, 32)
+    torch.testing.assert_close(block(x), moe(x))
+
+    with pytest.raises(ValueError, match=r"to_transformers: expected a layer with top_k=2, as Qwen3MoeSparse.*, got 3"):
+        to_transformers(MoE(32, 24, num_experts=8, top_k=3), Qwen3MoeSparseMoeBlock, config)
+    with pytest.raises(ValueError, match=r"expected a layer with capacity_factor=None, .* got 1\.5"):
+        to_transformers(MoE(32, 24, 8, 2, capacity_factor=1.5), Qwen3MoeSparseMoeBlock, config)
+    with pytest.raises(ValueError, match=r"expected a layer with bias=False, .* got True"):
+        to_transformers(MoE(32, 24, 8, 2, bias=True), Qwen3MoeSparseMoeBlock, config)
+    with pytest.raises(ValueError, match="expected a layer without expert bias, which Qwen3MoeSparseMoeBlock lacks"):
+        to_transformers(MoE(32, 24, 8, 2, bias_update_rate=0.1), Qwen3MoeSparseMoeBlock, config)
+    with pytest.raises(TypeError, match=r"to_transformers: moe must be a pymoe.nn.MoE, got Linear"):
+        to_transformers(torch.nn.Linear(2, 2), Qwen3MoeSparseMoeBlock, config)
+
+
+def test_a_bias_that_the_layer_lacks_becomes_zero():
+    block, config = block_of("solar_open", "SolarOpenMoE")
+    moe = from_transformers(block)
+    plain = MoE(
+        *(moe.hidden_size, moe.experts.ffn_size, moe.num_experts, moe.top_k),
+        score="sigmoid",
+        num_groups=moe.router.num_groups,
+        topk_groups=moe.router.topk_groups,
+        renormalize=moe.router.renormalize,
+        scale=moe.router.scale,
+        num_shared_experts=1,
+    )
+    back = to_transformers(plain, type(block), config)
+    assert back.gate.e_score_correction_bias.eq(0).all()
+    torch.testing.assert_close(back(tokens(block)).shape, tokens(block).shape)
+
+
+@pytest.mark.parametrize(("model", "name"), REFUSED.items(), ids=REFUSED.keys())
+def test_other_blocks_are_refused_with_the_reason(model, name):
+    block, _ = block_of(model, name)
+    with pytest.raises(ValueError, match=f"from_transformers: expected a block .* got {name}: {DIFFERENT[name]}"):
+        from_transformers(block)
+
+
+def test_options_that_the_layer_lacks_are_refused():
+    block, _ = block_of("mixtral", "MixtralSparseMoeBlock")
+    block.jitter_noise = 0.1
+    with pytest.raises(ValueError, match=r"expected a MixtralSparseMoeBlock with jitter_noise=0, got 0\.1"):
+        from_transformers(block)
+    block.jitter_noise = 0.0
+    block.experts.act_fn = torch.nn.Tanh()
+    with pytest.raises(
+        ValueError, match="expected a MixtralSparseMoeBlock whose experts compute a plain swiglu, got Tan"
+    ):
+        from_transformers(block)
+    block, _ = block_of("deepseek_v3", "DeepseekV3MoE")
+    with pytest.raises(ValueError, match="bias_update_rate must be greater than 0 for a block whose choice has a bias"):
+        from_transformers(block, bias_update_rate=0.0)
+    block.shared_experts.act_fn = torch.nn.Tanh()
+    with pytest.raises(ValueError, match="expected a DeepseekV3MoE whose shared experts are a swiglu without biases"):
+        from_transformers(block)
+    with pytest.raises(ValueError, match="got Linear; known are AfmoeSparseMoeBlock, "):
+        from_transformers(torch.nn.Linear(2, 2))
