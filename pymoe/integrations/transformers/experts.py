@@ -1,36 +1,23 @@
 """The experts of a transformers model on pymoe's operators: what ``experts_implementation="pymoe"`` runs.
 
 The model keeps its parameters, its router and its state dict. Weights are read where they lie: those stored
-(E, in, out) through strides.
+(E, in, out) through strides. Where nothing is differentiated, and the activation is one of pymoe's, one native call
+does all of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from pymoe import ops
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import Activation, activation_of
+from pymoe.nn import apply_experts
 from pymoe.reference import checks
 from pymoe.reference.autocast import autocast_enabled, cast_operands
-from pymoe.reference.types import Routing
-
-
-class Weights(NamedTuple):
-    """The parameters of E experts, or views of them, with output features before input features."""
-
-    w_in: Tensor
-    """(E, N, H), N what the activation takes: 2F with a gate, else F."""
-    w_out: Tensor
-    """(E, H, F)."""
-    b_in: Tensor | None = None
-    """(E, N)."""
-    b_out: Tensor | None = None
-    """(E, H)."""
 
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -59,50 +46,69 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     checks.floating(f"experts_implementation='pymoe' ({type(experts).__name__})", name, w_in)
     if flags.transposed:
         w_in, w_out = w_in.transpose(1, 2), w_out.transpose(1, 2)
-    biases = (getattr(experts, f"{name}_bias"), experts.down_proj_bias) if flags.biased else (None, None)
+    b_in = b_out = None
+    if flags.biased:
+        b_in, b_out = getattr(experts, f"{name}_bias").to(w_in.dtype), experts.down_proj_bias.to(w_out.dtype)
     return run_experts(
         hidden_states,
         top_k_index,
         top_k_weights,
-        Weights(w_in, w_out, *biases),
+        w_in,
+        w_out,
         activation_of(experts),
+        b_in=b_in,
+        b_out=b_out,
         post_norm=experts.post_expert_norm if flags.normed else None,
-        others_follow=flags.expert_parallel,
+        foreign_experts=flags.expert_parallel,
     )
 
 
 def run_experts(
-    x_TH: Tensor,
-    index_TK: Tensor,
-    weights_TK: Tensor,
-    parameters: Weights,
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
     activation: Activation,
     *,
+    b_in: Tensor | None = None,
+    b_out: Tensor | None = None,
     post_norm: Callable[[Tensor], Tensor] | None = None,
-    others_follow: bool = False,
+    foreign_experts: bool = False,
 ) -> Tensor:
-    """Send every token through its experts and sum what they return.
+    """Run :func:`pymoe.nn.apply_experts` on operands as transformers has them.
 
     Args:
-        x_TH: (T, H); cast to the dtype of the weights, or by autocast.
-        index_TK: (T, K) integers in 0..E-1.
-        weights_TK: (T, K), the factor of every choice.
-        parameters: of the E experts.
-        activation: between the two products.
+        x: (T, H), of any floating dtype: it is cast to that of the weights, or by autocast.
+        index: (T, K) integers.
+        weights: (T, K).
+        w_in: (E, N, H), any strides.
+        w_out: (E, H, F), any strides.
+        activation: between the two products; a function may return any floating dtype.
+        b_in: (E, N).
+        b_out: (E, H).
         post_norm: applied to every expert's output, (S, H) to (S, H), before it is weighted.
-        others_follow: ``index_TK`` may hold numbers from E on, which add nothing.
+        foreign_experts: ``index`` may hold numbers from E on, which add nothing.
 
     Returns:
-        (T, H), the dtype of ``x_TH``.
+        (T, H), the dtype of ``x``.
     """
-    w_in, w_out, b_in, b_out = parameters
-    routing = _routing(index_TK, w_in.shape[0], others_follow)
-    rows = ops.dispatch(as_operand(x_TH, w_in), routing)
-    rows = activate(ops.grouped_linear(rows, w_in, routing.offsets, _as(b_in, w_in)), activation)
-    rows = ops.grouped_linear(as_operand(rows, w_out), w_out, routing.offsets, _as(b_out, w_out))
-    if post_norm is not None:
-        rows = post_norm(rows)
-    return ops.combine(rows, routing, weights_TK).to(x_TH.dtype)
+    operand = as_operand(x, w_in)
+    if not isinstance(activation, str):
+        activation = _followed_by_cast(activation, w_out)
+    if post_norm is None:
+        y = apply_experts(
+            *(operand, index, weights, w_in, w_out),
+            b_in=b_in,
+            b_out=b_out,
+            activation=activation,
+            foreign_experts=foreign_experts,
+        )
+    else:
+        routing = ops.build_routing(index, w_in.shape[0], foreign_experts=foreign_experts)
+        inner = activate(ops.grouped_linear(ops.dispatch(operand, routing), w_in, routing.offsets, b_in), activation)
+        y = ops.combine(post_norm(ops.grouped_linear(inner, w_out, routing.offsets, b_out)), routing, weights)
+    return y.to(x.dtype)
 
 
 def activate(rows: Tensor, activation: Activation) -> Tensor:
@@ -119,15 +125,5 @@ def as_operand(rows: Tensor, weight: Tensor) -> Tensor:
     return cast
 
 
-def _as(bias: Tensor | None, weight: Tensor) -> Tensor | None:
-    return None if bias is None else bias.to(weight.dtype)
-
-
-def _routing(index_TK: Tensor, num_experts: int, others_follow: bool) -> Routing:
-    if not others_follow:
-        return ops.build_routing(index_TK, num_experts)
-    # One more expert, the last, gathers what is not computed here; then its rows are taken for dropped ones.
-    slot, token, offsets = ops.build_routing(index_TK.clamp(max=num_experts), num_experts + 1)
-    kept = offsets[-2]
-    row = torch.arange(token.shape[0], device=token.device)
-    return Routing(torch.where(slot < kept, slot, -1), torch.where(row < kept, token, -1), offsets[:-1])
+def _followed_by_cast(activation: Callable[[Tensor], Tensor], weight: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda rows: as_operand(activation(rows), weight)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pymoe import ops
 from pymoe.integrations.transformers.activations import gated_activation
-from pymoe.integrations.transformers.experts import Weights, activate, as_operand, run_experts
+from pymoe.integrations.transformers.experts import activate, as_operand, run_experts
 
 
 def llama4_moe(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,25 +27,18 @@ def llama4_moe(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     scores_TE, logits_TE = self.router(x_TH)
     index_TK = torch.topk(logits_TE, self.top_k, dim=1).indices  # as the router chose, which it does not return
     scaled_TKH = x_TH[:, None] * scores_TE.gather(1, index_TK)[..., None]
-    experts = self.experts
-    weights = Weights(experts.gate_up_proj.transpose(1, 2), experts.down_proj.transpose(1, 2))
-    # Every choice is a token of its own here, with the weight 1.
-    index_S1 = index_TK.reshape(-1, 1)
-    rows_SH = run_experts(
-        scaled_TKH.flatten(0, 1),
-        index_S1,
-        torch.ones_like(index_S1, dtype=torch.float32),
-        weights,
-        gated_activation(experts.act_fn),
-    )
+    w_in, w_out = self.experts.gate_up_proj.transpose(1, 2), self.experts.down_proj.transpose(1, 2)
+    activation = gated_activation(self.experts.act_fn)
+    index_S1 = index_TK.reshape(-1, 1)  # every choice is a token of its own here, with the weight 1
+    ones_S1 = torch.ones_like(index_S1, dtype=torch.float32)
+    rows_SH = run_experts(scaled_TKH.flatten(0, 1), index_S1, ones_S1, w_in, w_out, activation)
     return self.shared_expert(x_TH) + rows_SH.view(scaled_TKH.shape).sum(dim=1), logits_TE
 
 
 def step3p7_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Compute ``Step3p7Experts``, some layers of which clamp what the gate multiplies."""
     activation = gated_activation(self.act_fn) if self.limit == float("inf") else self._apply_gate
-    weights = Weights(self.gate_up_proj, self.down_proj)
-    return run_experts(hidden_states, top_k_index, top_k_weights, weights, activation)
+    return run_experts(hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj, activation)
 
 
 def longcat_flash_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -55,9 +48,10 @@ def longcat_flash_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor,
     y = (hidden_states * passed).to(hidden_states.dtype)
     if computed == 0:
         return y
-    weights = Weights(self.gate_up_proj[:computed], self.down_proj)
-    activation = gated_activation(self.act_fn)
-    return y + run_experts(hidden_states, top_k_index, top_k_weights, weights, activation, others_follow=True)
+    w_in, activation = self.gate_up_proj[:computed], gated_activation(self.act_fn)
+    return y + run_experts(
+        hidden_states, top_k_index, top_k_weights, w_in, self.down_proj, activation, foreign_experts=True
+    )
 
 
 def dbrx_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

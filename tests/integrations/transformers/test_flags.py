@@ -44,7 +44,18 @@ def test_weights_are_read_where_they_lie(one, monkeypatch):
     product = ops.grouped_linear
     monkeypatch.setattr(ops, "grouped_linear", lambda x, w, *rest: read.append(w.data_ptr()) or product(x, w, *rest))
     experts(*inputs(experts))
-    assert read == [experts.gate_up_proj.data_ptr(), experts.down_proj.data_ptr()]
+    expected = [experts.gate_up_proj.data_ptr(), experts.down_proj.data_ptr()]
+    assert read == expected
+
+    fused = sys.modules["pymoe.nn.apply_experts"]
+    call = fused.apply_experts_fused
+    read.clear()
+    monkeypatch.setattr(
+        fused, "apply_experts_fused", lambda *all: read.extend(one.data_ptr() for one in all[3:5]) or call(*all)
+    )
+    with torch.no_grad():
+        experts(*inputs(experts))
+    assert read == expected
 
 
 @pytest.mark.parametrize("one", [MIXTRAL, GPT_OSS], ids=lambda one: one.name)

@@ -34,7 +34,7 @@ def calls(monkeypatch):
     """The layers that asked pymoe for a routing."""
     seen = []
     build = ops.build_routing
-    monkeypatch.setattr(ops, "build_routing", lambda *arguments: seen.append(1) or build(*arguments))
+    monkeypatch.setattr(ops, "build_routing", lambda *these, **options: seen.append(1) or build(*these, **options))
     return seen
 
 
