@@ -2,10 +2,9 @@
 
 #include <algorithm>
 #include <cstring>
-#include <stdexcept>
-#include <string>
 #include <vector>
 
+#include "kernels/cpu/checked_offsets.h"
 #include "kernels/cpu/gemm.h"
 #include "kernels/cpu/parallel.h"
 
@@ -14,25 +13,6 @@
 
 namespace pymoe::cpu {
 namespace {
-
-void check_offsets(const GroupedArguments& a) {
-  const int32_t* offsets = a.offsets;
-  const int64_t experts = a.experts, rows = a.rows;
-  const auto name = [](int64_t value) { return std::to_string(value); };
-  if (offsets[0] != 0) {
-    throw std::invalid_argument("grouped_linear: offsets must start at 0, got " + name(offsets[0]));
-  }
-  for (int64_t expert = 0; expert < experts; ++expert) {
-    if (offsets[expert + 1] < offsets[expert]) {
-      throw std::invalid_argument("grouped_linear: offsets must not decrease, got " + name(offsets[expert + 1]) +
-                                  " after " + name(offsets[expert]) + " at index " + name(expert + 1));
-    }
-  }
-  if (offsets[experts] > rows) {
-    throw std::out_of_range("grouped_linear: offsets must lie in [0, S] (S = " + name(rows) + "), got " +
-                            name(offsets[experts]));
-  }
-}
 
 template <typename T>
 const T* element(const MatrixView& view, int64_t row, int64_t column) {
@@ -168,17 +148,17 @@ void bias_grad(const GroupedBiasGradArguments& a) {
 }  // namespace
 
 void grouped_linear(const GroupedLinearArguments& arguments) {
-  check_offsets(arguments);
+  check_offsets("grouped_linear", arguments.offsets, arguments.experts, arguments.rows);
   visit_dtype(arguments.dtype, [&]<typename T>(TypeTag<T>) { forward<T>(arguments); });
 }
 
 void grouped_linear_weight_grad(const GroupedWeightGradArguments& arguments) {
-  check_offsets(arguments);
+  check_offsets("grouped_linear", arguments.offsets, arguments.experts, arguments.rows);
   visit_dtype(arguments.dtype, [&]<typename T>(TypeTag<T>) { weight_grad<T>(arguments); });
 }
 
 void grouped_linear_bias_grad(const GroupedBiasGradArguments& arguments) {
-  check_offsets(arguments);
+  check_offsets("grouped_linear", arguments.offsets, arguments.experts, arguments.rows);
   visit_dtype(arguments.dtype, [&]<typename T>(TypeTag<T>) { bias_grad<T>(arguments); });
 }
 

@@ -72,10 +72,13 @@ void run(Twins<Arguments> twins, const Arguments& arguments, const Tensor& tenso
 }
 
 // Declares torch.ops.pymoe.NAME(signature), which `function` serves on every device that the build has kernels for.
-#define PYMOE_OPERATOR(name, function, signature)                                              \
-  STABLE_TORCH_LIBRARY_FRAGMENT(pymoe, library) { library.def(name signature); }               \
-  STABLE_TORCH_LIBRARY_IMPL(pymoe, CPU, library) { library.impl(name, TORCH_BOX(&function)); } \
+#define PYMOE_OPERATOR(name, function, signature)      \
+  PYMOE_OPERATOR_OF_THE_CPU(name, function, signature) \
   PYMOE_IMPLEMENT_ON_CUDA(name, function)
+// The same of an operator that has no CUDA kernel: CUDA tensors are refused (pymoe/ops/missing_cuda.py).
+#define PYMOE_OPERATOR_OF_THE_CPU(name, function, signature)                     \
+  STABLE_TORCH_LIBRARY_FRAGMENT(pymoe, library) { library.def(name signature); } \
+  STABLE_TORCH_LIBRARY_IMPL(pymoe, CPU, library) { library.impl(name, TORCH_BOX(&function)); }
 #if PYMOE_WITH_CUDA && !PYMOE_CUDA_ON_CPU
 #define PYMOE_IMPLEMENT_ON_CUDA(name, function) \
   STABLE_TORCH_LIBRARY_IMPL(pymoe, CUDA, library) { library.impl(name, TORCH_BOX(&function)); }

@@ -278,6 +278,24 @@ def grouped_linear_case(
     )
 
 
+def quantized_linear_case(source: str, rows: int, bits: int, dtype: torch.dtype = BFLOAT16) -> BenchCase:
+    experts, outputs, inputs = 8, 1536, 2048
+
+    def make(random: torch.Generator) -> Sample:
+        weight = uniform(experts, outputs, inputs, dtype=dtype, generator=random, scale=inputs**-0.5)
+        x = uniform(rows * experts, inputs, dtype=dtype, generator=random)
+        return Sample("", (x, ops.quantize_weight(weight, bits), offsets_of([rows] * experts)))
+
+    return BenchCase(
+        f"S{rows * experts} E{experts} H{inputs} N{outputs} int{bits}",
+        dtype,
+        make,
+        bytes=experts * outputs * inputs * (8 if bits == 8 else 5) // 8,
+        flops=2 * rows * experts * inputs * outputs,
+        source=source,
+    )
+
+
 def expert_activation_case(kind: str, features: int, dtype: torch.dtype, backward: bool, source: str) -> BenchCase:
     rows = 4096
     inputs = 2 * features if kind == "swiglu" else features
@@ -401,6 +419,14 @@ _ALL = (
         grouped_linear_case("DeepSeek-V3, few rows an expert, scaled", 2048, 64, 512, 1024),
         grouped_linear_case("a small model", 2048, 8, 512, 128),
         grouped_linear_case("a small model", 2048, 8, 512, 128, backward=True),
+    ),
+    _operator("quantize_weight", (True,), NO_TOLERANCE),
+    _operator("dequantize_weight", (True,), NO_TOLERANCE),
+    _operator(
+        "quantized_linear",
+        (True,),
+        NO_TOLERANCE,
+        *(quantized_linear_case("Qwen3-30B, eight experts", rows, bits) for bits in (8, 4) for rows in (1, 64)),
     ),
     _operator(
         "router_losses",

@@ -10,22 +10,28 @@ from pymoe.ops.gate_topk import gate_topk
 from pymoe.ops.gather_batch import gather_batch, split_batch
 from pymoe.ops.grouped_linear import grouped_linear
 from pymoe.ops.index_checks import check_indices
+from pymoe.ops.quantized_linear import quantized_linear
+from pymoe.ops.quantized_weight import dequantize_weight, quantize_weight
 from pymoe.ops.router_losses import load_balancing_loss, router_losses, router_z_loss
-from pymoe.reference.types import Gate, RouterLosses, Routing
+from pymoe.reference.types import Gate, QuantizedWeight, RouterLosses, Routing
 
 __all__ = [
     "Gate",
+    "QuantizedWeight",
     "RouterLosses",
     "Routing",
     "build_routing",
     "check_indices",
     "combine",
+    "dequantize_weight",
     "dispatch",
     "expert_activation",
     "gate_topk",
     "gather_batch",
     "grouped_linear",
     "load_balancing_loss",
+    "quantize_weight",
+    "quantized_linear",
     "router_losses",
     "router_z_loss",
     "split_batch",

@@ -101,4 +101,4 @@ def slots_in_range(operator: str, slot: Tensor) -> None:
 def offsets_in_range(operator: str, offsets: Tensor, rows: int) -> None:
     """In debug mode, raise if offsets do not partition ``rows`` rows."""
     if _to_check(operator, offsets):
-        check_offsets(offsets.tolist(), rows)
+        check_offsets(offsets.tolist(), rows, operator)

@@ -15,21 +15,27 @@ from pymoe.reference.expert_activation import expert_activation
 from pymoe.reference.gate_topk import gate_topk
 from pymoe.reference.gather_batch import gather_batch, split_batch
 from pymoe.reference.grouped_linear import grouped_linear
+from pymoe.reference.quantized_linear import quantized_linear
+from pymoe.reference.quantized_weight import dequantize_weight, quantize_weight
 from pymoe.reference.router_losses import load_balancing_loss, router_losses, router_z_loss
-from pymoe.reference.types import Gate, RouterLosses, Routing
+from pymoe.reference.types import Gate, QuantizedWeight, RouterLosses, Routing
 
 __all__ = [
     "Gate",
+    "QuantizedWeight",
     "RouterLosses",
     "Routing",
     "build_routing",
     "combine",
+    "dequantize_weight",
     "dispatch",
     "expert_activation",
     "gate_topk",
     "gather_batch",
     "grouped_linear",
     "load_balancing_loss",
+    "quantize_weight",
+    "quantized_linear",
     "router_losses",
     "router_z_loss",
     "split_batch",

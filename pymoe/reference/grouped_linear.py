@@ -32,17 +32,15 @@ def check(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> No
         checks.same_device(name, "bias", bias, "x", x)
 
 
-def check_offsets(bounds: list[int], rows: int) -> None:
+def check_offsets(bounds: list[int], rows: int, operator: str = "grouped_linear") -> None:
     """Raise if ``offsets`` do not cut ``rows`` rows (the native kernels check the same, on CUDA in debug mode)."""
     if bounds[0] != 0:
-        raise ValueError(f"grouped_linear: offsets must start at 0, got {bounds[0]}")
+        raise ValueError(f"{operator}: offsets must start at 0, got {bounds[0]}")
     for expert, (begin, end) in enumerate(itertools.pairwise(bounds)):
         if end < begin:
-            raise ValueError(
-                f"grouped_linear: offsets must not decrease, got {end} after {begin} at index {expert + 1}"
-            )
+            raise ValueError(f"{operator}: offsets must not decrease, got {end} after {begin} at index {expert + 1}")
     if bounds[-1] > rows:
-        raise IndexError(f"grouped_linear: offsets must lie in [0, S] (S = {rows}), got {bounds[-1]}")
+        raise IndexError(f"{operator}: offsets must lie in [0, S] (S = {rows}), got {bounds[-1]}")
 
 
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -35,6 +35,19 @@ class Routing(NamedTuple):
     """(E + 1,) int32: rows ``offsets[e]`` to ``offsets[e + 1]`` belong to expert e."""
 
 
+class QuantizedWeight(NamedTuple):
+    """The weights of E linear layers in few bits; made by :func:`quantize_weight`."""
+
+    packed: Tensor
+    """(E, ceil(N / 64), bytes) uint8: scales, minima and codes, in the order in which the kernels read them."""
+    bits: int
+    """8 or 4."""
+    output_features: int
+    """N."""
+    input_features: int
+    """H."""
+
+
 class RouterLosses(NamedTuple):
     """The auxiliary losses of a router."""
 

@@ -1,0 +1,56 @@
+// quantized_linear: one linear layer per expert with quantised weights over rows that are sorted by expert.
+//
+//     y[r] = W[e] @ x[r] + bias[e]      for rows offsets[e] <= r < offsets[e + 1]; (S, H) -> (S, N)
+//
+// W is packed as quantized_weight.h says. Rows of x are rounded to integers of 16 bits in blocks of 128 inputs, whose
+// step is a power of two; products with the codes of the weights are added up as integers over a block (8 bits) or a
+// group of 32 (4 bits), and these sums are scaled and added in fp32, without fused multiply-adds, in the order of the
+// inputs: pymoe/reference/quantized_linear.py has the steps. Integer sums have no order, so the bits of a result depend
+// on nothing but its row and its expert: neither on the instruction set nor on threads nor on the rows around it.
+//
+// Rows past offsets[E] belong to no expert: their y is zero, their x is never read. Every element of the output is
+// written. `offsets` must start at 0, not decrease, and end within S: otherwise std::invalid_argument or
+// std::out_of_range is thrown before any memory is touched. All tensors are contiguous. CPU alone.
+#pragma once
+
+#include <cstdint>
+
+#include "core/dtype.h"
+
+namespace pymoe {
+
+struct QuantizedLinearArguments {
+  const void* x;           // (S, H)
+  const uint8_t* packed;   // (E, tiles of N, bytes of a tile)
+  const int32_t* offsets;  // (E + 1,)
+  const void* bias;        // (E, N); may be null
+  void* out;               // y (S, N)
+  int64_t rows;            // S
+  int64_t inputs;          // H
+  int64_t outputs;         // N
+  int64_t experts;         // E
+  int64_t bits;            // 8 or 4
+  DType dtype;             // of x, bias and y: fp32, bf16 or fp16
+  void* workspace;         // quantized_linear_workspace bytes, 64-byte aligned for speed, contents arbitrary
+};
+
+// What a row's block of inputs is rounded to: 128 integers and this.
+struct RoundedBlock {
+  float step;     // NaN where the block holds a NaN or an infinity, and the integers are zero then
+  int32_t zero;   // 8 bits: what the code of zero adds to each sum
+  float sums[4];  // 4 bits: the sums of the integers of each group of 32
+};
+
+inline constexpr int64_t kRoundedInputs = 128;
+inline constexpr int64_t kRoundedBytes = 2 * kRoundedInputs;
+
+constexpr int64_t rounded_blocks(int64_t inputs) { return (inputs + kRoundedInputs - 1) / kRoundedInputs; }
+constexpr int64_t quantized_linear_workspace(int64_t rows, int64_t inputs) {
+  return rows * rounded_blocks(inputs) * (kRoundedBytes + static_cast<int64_t>(sizeof(RoundedBlock)));
+}
+
+namespace cpu {
+void quantized_linear(const QuantizedLinearArguments& arguments);
+}  // namespace cpu
+
+}  // namespace pymoe

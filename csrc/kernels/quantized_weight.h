@@ -1,0 +1,53 @@
+// quantized_weight: the weights of linear layers in 8 or 4 bits, as the kernels of quantized_linear read them.
+//
+// Outputs are cut into tiles of 64, a tile is one run of bytes, and the tiles of all experts lie one behind another:
+//
+//     8 bits   64 scales (fp32), then for every 4 inputs: 64 outputs x 4 codes;         w = scale * (code - 128)
+//     4 bits   for every 32 inputs: 64 scales and 64 minima (bf16), then for every 8 inputs: 64 outputs x 4 bytes, of
+//              which byte b holds the code of input b below and that of input b + 4 above;  w = scale * code + minimum
+//
+// Inputs are filled up to a multiple of 32 and outputs to a multiple of 64 with codes that stand for zero.
+//
+// quantize_weight rounds (E, N, H) weights of any dtype and strides, by the steps of
+// pymoe/reference/quantized_weight.py: the same bytes on every processor and for any number of threads. It throws
+// std::invalid_argument for a weight that is NaN, infinite or larger than 2^100; what it has written by then is
+// unspecified.
+#pragma once
+
+#include <cstdint>
+
+#include "core/dtype.h"
+
+namespace pymoe {
+
+inline constexpr int64_t kQuantizedTile = 64;   // outputs
+inline constexpr int64_t kQuantizedGroup = 32;  // inputs with one scale and minimum at 4 bits
+
+constexpr int64_t quantized_groups(int64_t inputs) { return (inputs + kQuantizedGroup - 1) / kQuantizedGroup; }
+constexpr int64_t quantized_tiles(int64_t outputs) { return (outputs + kQuantizedTile - 1) / kQuantizedTile; }
+
+// The bytes of a group of inputs in a tile, without those that a tile has once.
+constexpr int64_t quantized_group_bytes(int64_t bits) {
+  return kQuantizedTile * (bits == 8 ? kQuantizedGroup : 2 * 2 + kQuantizedGroup / 2);
+}
+constexpr int64_t quantized_head_bytes(int64_t bits) { return bits == 8 ? kQuantizedTile * 4 : 0; }
+constexpr int64_t quantized_tile_bytes(int64_t bits, int64_t inputs) {
+  return quantized_head_bytes(bits) + quantized_groups(inputs) * quantized_group_bytes(bits);
+}
+
+struct QuantizeWeightArguments {
+  const void* weight;  // (E, N, H)
+  int64_t strides[3];  // in elements
+  uint8_t* packed;     // (E, tiles of N, bytes of a tile), contiguous
+  int64_t experts;     // E
+  int64_t outputs;     // N
+  int64_t inputs;      // H
+  int64_t bits;        // 8 or 4
+  DType dtype;         // of the weight
+};
+
+namespace cpu {
+void quantize_weight(const QuantizeWeightArguments& arguments);
+}  // namespace cpu
+
+}  // namespace pymoe

@@ -1,0 +1,83 @@
+#include "kernels/quantized_weight.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "kernels/cpu/parallel.h"
+
+#define PYMOE_ISA_BODY "kernels/quantized_weight_cpu_body.h"
+#include "kernels/cpu/for_each_isa.h"
+
+namespace pymoe::cpu {
+namespace {
+
+// values[i][j] = weight[expert, output + j, input + i] in fp32, and zero past the outputs.
+template <typename T>
+void gather(const QuantizeWeightArguments& a, int64_t expert, int64_t output, int64_t input, int64_t inputs,
+            float* values) {
+  constexpr float kLargest = 0x1p100f;
+  const int64_t outputs = std::min(kQuantizedTile, a.outputs - output);
+  const T* from = static_cast<const T*>(a.weight) + expert * a.strides[0] + output * a.strides[1];
+  if (outputs < kQuantizedTile) std::memset(values, 0, sizeof(float) * kQuantizedTile * kQuantizedGroup);
+  bool finite = true;
+  for (int64_t j = 0; j < outputs; ++j) {
+    const T* row = from + j * a.strides[1] + input * a.strides[2];
+    for (int64_t i = 0; i < inputs; ++i) {
+      const auto value = static_cast<float>(to_accumulate(row[i * a.strides[2]]));
+      finite &= value <= kLargest && value >= -kLargest;
+      values[i * kQuantizedTile + j] = value;
+    }
+  }
+  if (finite) return;
+  for (int64_t j = 0; j < outputs; ++j) {
+    for (int64_t i = 0; i < inputs; ++i) {
+      const float value = values[i * kQuantizedTile + j];
+      if (value <= kLargest && value >= -kLargest) continue;
+      throw std::invalid_argument(
+          "quantize_weight: weight must be finite and at most 2**100 in magnitude, which it is not at [" +
+          std::to_string(expert) + ", " + std::to_string(output + j) + ", " + std::to_string(input + i) + "]");
+    }
+  }
+}
+
+template <typename T>
+void quantize(const QuantizeWeightArguments& a) {
+  const int64_t tiles = quantized_tiles(a.outputs), bytes = quantized_tile_bytes(a.bits, a.inputs);
+  const auto quantize_group_4 = PYMOE_SELECT_ISA(quantize_group_4);
+  const auto quantize_group_8 = PYMOE_SELECT_ISA(quantize_group_8);
+  const auto raise_to_largest = PYMOE_SELECT_ISA(raise_to_largest);
+  const auto scale_from_largest = PYMOE_SELECT_ISA(scale_from_largest);
+  parallel_tasks(a.experts * tiles, [&](int64_t task) {
+    const int64_t expert = task / tiles, output = task % tiles * kQuantizedTile;
+    alignas(64) float values[kQuantizedGroup * kQuantizedTile];
+    uint8_t* tile = a.packed + task * bytes;
+    const auto for_groups = [&](const auto& body) {
+      uint8_t* group = tile + quantized_head_bytes(a.bits);
+      for (int64_t input = 0; input < a.inputs; input += kQuantizedGroup) {
+        const int64_t inputs = std::min(kQuantizedGroup, a.inputs - input);
+        gather<T>(a, expert, output, input, inputs, values);
+        body(inputs, group);
+        group += quantized_group_bytes(a.bits);
+      }
+    };
+    if (a.bits == 4) {
+      for_groups([&](int64_t inputs, uint8_t* group) { quantize_group_4(values, inputs, group); });
+      return;
+    }
+    alignas(64) float scales[kQuantizedTile] = {};
+    for_groups([&](int64_t inputs, uint8_t*) { raise_to_largest(values, inputs, scales); });
+    scale_from_largest(scales);
+    std::memcpy(tile, scales, sizeof(scales));
+    for_groups([&](int64_t inputs, uint8_t* group) { quantize_group_8(values, inputs, scales, group); });
+  });
+}
+
+}  // namespace
+
+void quantize_weight(const QuantizeWeightArguments& arguments) {
+  visit_dtype(arguments.dtype, [&]<typename T>(TypeTag<T>) { quantize<T>(arguments); });
+}
+
+}  // namespace pymoe::cpu

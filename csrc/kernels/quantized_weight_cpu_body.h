@@ -1,0 +1,150 @@
+// The loops of quantize_weight, compiled once an instruction set (see quantized_weight.h; no include guard on purpose).
+//
+// A lane is an output: every lane takes the steps of pymoe/reference/quantized_weight.py, whose sums run over the
+// inputs from first to last.
+
+namespace pymoe::cpu::PYMOE_ISA {
+
+inline constexpr float kSmallestStep = 0x1p-100f;
+
+PYMOE_INLINE vfloat clamp(vfloat value, float low, float high) {
+  value = value > low ? value : broadcast(low);
+  return value < high ? value : broadcast(high);
+}
+
+PYMOE_INLINE vfloat min(vfloat a, vfloat b) { return a < b ? a : b; }
+PYMOE_INLINE vfloat magnitude(vfloat value) { return (vfloat)((vint32)value & 0x7fffffff); }
+
+// To the nearest integer, ties to even, of magnitudes below 2^22.
+PYMOE_INLINE vfloat round_to_integer(vfloat value) {
+  const vfloat magic = broadcast(12582912.0f);
+  return (value + magic) - magic;
+}
+
+PYMOE_INLINE vfloat round_to_bf16(vfloat value) {
+  const vuint32 bits = (vuint32)value;
+  return (vfloat)((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
+}
+
+// To bf16, towards plus infinity (kUp) or minus infinity.
+template <bool kUp>
+PYMOE_INLINE vfloat round_away(vfloat value) {
+  const vint32 bits = (vint32)value;
+  const vint32 away = ((bits & 0xffff) != 0) & (kUp ? value > 0 : value < 0);
+  return (vfloat)((bits & ~0xffff) + (away & 0x10000));
+}
+
+// The inverse of a step, or 0 for none.
+PYMOE_INLINE vfloat inverse_of(vfloat step) {
+  const vint32 some = step > 0;
+  const vfloat safe = some ? step : broadcast(1.0f);
+  return some ? 1.0f / safe : vfloat{};
+}
+
+// A column of the tile's buffer: `values[i * kQuantizedTile]` are the outputs' weights of input i.
+PYMOE_INLINE vfloat nearest_code(vfloat value, vfloat minimum, vfloat inverse) {
+  return round_to_integer(clamp((value - minimum) * inverse, 0, 15));
+}
+
+inline vfloat squared_error(const float* values, int64_t count, vfloat scale, vfloat minimum) {
+  const vfloat inverse = inverse_of(scale);
+  vfloat error{};
+  for (int64_t i = 0; i < count; ++i) {
+    const vfloat value = load(values + i * kQuantizedTile);
+    const vfloat miss = value - (scale * nearest_code(value, minimum, inverse) + minimum);
+    error = error + miss * miss;
+  }
+  return error;
+}
+
+// Scale and minimum of a group of `count` inputs.
+inline void fit_group(const float* values, int64_t count, vfloat& scale, vfloat& minimum) {
+  vfloat least = load(values), greatest = least;
+  for (int64_t i = 1; i < count; ++i) {
+    least = min(least, load(values + i * kQuantizedTile));
+    greatest = max(greatest, load(values + i * kQuantizedTile));
+  }
+  least = least + 0.0f;  // no negative zero
+  minimum = round_away<false>(least);
+  scale = round_away<true>((greatest - minimum) / 15.0f);
+  scale = scale >= kSmallestStep ? scale : vfloat{};
+  vfloat error = squared_error(values, count, scale, minimum);
+  const vfloat reach = greatest - least, inverse_reach = inverse_of(reach >= kSmallestStep ? reach : vfloat{});
+  const auto n = static_cast<float>(count);
+  for (int candidate = 0; candidate < 8; ++candidate) {
+    const vfloat steps = inverse_reach * static_cast<float>(14.0 + 0.4 * candidate);
+    vfloat codes{}, squares{}, above{}, products{};
+    for (int64_t i = 0; i < count; ++i) {
+      const vfloat value = load(values + i * kQuantizedTile) - least;
+      const vfloat code = round_to_integer(clamp(value * steps, 0, 15));
+      codes = codes + code;
+      squares = squares + code * code;
+      above = above + value;
+      products = products + value * code;
+    }
+    vfloat determinant = n * squares - codes * codes;
+    determinant = determinant > 0 ? determinant : broadcast(1.0f);
+    const vfloat new_scale = round_to_bf16((n * products - above * codes) / determinant);
+    const vfloat new_minimum = round_to_bf16(least + (squares * above - codes * products) / determinant);
+    const vint32 usable = (inverse_reach > 0) & (new_scale >= kSmallestStep);
+    const vfloat tried_scale = usable ? new_scale : scale, tried_minimum = usable ? new_minimum : minimum;
+    const vfloat new_error = squared_error(values, count, tried_scale, tried_minimum);
+    const vint32 better = usable & (new_error < error);
+    scale = better ? tried_scale : scale;
+    minimum = better ? tried_minimum : minimum;
+    error = better ? new_error : error;
+  }
+}
+
+// A group of 32 inputs of a tile at 4 bits, of which `count` are there.
+inline void quantize_group_4(const float* values, int64_t count, uint8_t* out) {
+  auto* ends = reinterpret_cast<BFloat16*>(out);
+  uint8_t* words = out + 4 * kQuantizedTile;
+  memset(words, 0, static_cast<size_t>(kQuantizedTile * kQuantizedGroup / 2));
+  for (int64_t first = 0; first < kQuantizedTile; first += kLanes<float>) {
+    vfloat scale, minimum;
+    fit_group(values + first, count, scale, minimum);
+    store(ends + first, scale);
+    store(ends + kQuantizedTile + first, minimum);
+    const vfloat inverse = inverse_of(scale);
+    for (int64_t i = 0; i < count; ++i) {
+      const vfloat code = nearest_code(load(values + first + i * kQuantizedTile), minimum, inverse);
+      const vint32 integers = __builtin_convertvector(code, vint32) << (i % 8 / 4 * 4);
+      uint8_t* to = words + i / 8 * 4 * kQuantizedTile + first * 4 + i % 4;
+      for (int lane = 0; lane < kLanes<float>; ++lane) to[4 * lane] |= static_cast<uint8_t>(integers[lane]);
+    }
+  }
+}
+
+// A group of 32 inputs of a tile at 8 bits; the scales of the outputs are there.
+inline void quantize_group_8(const float* values, int64_t count, const float* scales, uint8_t* out) {
+  memset(out, 128, static_cast<size_t>(kQuantizedTile * kQuantizedGroup));
+  for (int64_t first = 0; first < kQuantizedTile; first += kLanes<float>) {
+    const vfloat scale = load(scales + first), divisor = scale > 0 ? scale : broadcast(1.0f);
+    for (int64_t i = 0; i < count; ++i) {
+      const vfloat code =
+          round_to_integer(clamp(load(values + first + i * kQuantizedTile) / divisor, -127, 127)) + 128.0f;
+      const vint32 integers = __builtin_convertvector(code, vint32);
+      uint8_t* to = out + i / 4 * 4 * kQuantizedTile + first * 4 + i % 4;
+      for (int lane = 0; lane < kLanes<float>; ++lane) to[4 * lane] = static_cast<uint8_t>(integers[lane]);
+    }
+  }
+}
+
+// scales[output] = the largest magnitude so far, from those before and `count` inputs.
+inline void raise_to_largest(const float* values, int64_t count, float* scales) {
+  for (int64_t first = 0; first < kQuantizedTile; first += kLanes<float>) {
+    vfloat largest = load(scales + first);
+    for (int64_t i = 0; i < count; ++i) largest = max(largest, magnitude(load(values + first + i * kQuantizedTile)));
+    store(scales + first, largest);
+  }
+}
+
+inline void scale_from_largest(float* scales) {
+  for (int64_t first = 0; first < kQuantizedTile; first += kLanes<float>) {
+    const vfloat scale = load(scales + first) / 127.0f;
+    store(scales + first, scale >= kSmallestStep ? scale : vfloat{});
+  }
+}
+
+}  // namespace pymoe::cpu::PYMOE_ISA

@@ -1,0 +1,35 @@
+"""quantized_linear: native grouped products with quantised weights, for inference.
+
+Contract: :func:`pymoe.reference.quantized_linear`; kernel: csrc/kernels/quantized_linear.h.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pymoe.ops import index_checks
+from pymoe.reference.autocast import cast_operands
+from pymoe.reference.quantized_linear import check
+from pymoe.reference.quantized_linear import quantized_linear as reference
+from pymoe.reference.types import QuantizedWeight
+
+
+def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
+    x, bias = cast_operands(x, bias)  # type: ignore[assignment]
+    check(x, weight, offsets, bias)
+    index_checks.offsets_in_range("quantized_linear", offsets, x.shape[0])
+    packed, bits, output_features, _ = weight
+    bias = None if bias is None else bias.detach().contiguous()
+    y: Tensor = torch.ops.pymoe.quantized_linear(
+        x.detach().contiguous(), packed.contiguous(), offsets.contiguous(), bias, bits, output_features
+    )
+    return y
+
+
+quantized_linear.__doc__ = reference.__doc__
+
+
+@torch.library.register_fake("pymoe::quantized_linear")
+def _(x: Tensor, packed: Tensor, offsets: Tensor, bias: Tensor | None, bits: int, output_features: int) -> Tensor:
+    return x.new_empty((x.shape[0], output_features))

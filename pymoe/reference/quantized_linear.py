@@ -1,0 +1,123 @@
+"""quantized_linear: one linear layer per expert with weights in 8 or 4 bits, for inference."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pymoe.reference import checks
+from pymoe.reference.autocast import cast_operands
+from pymoe.reference.grouped_linear import check_offsets
+from pymoe.reference.quantized_weight import GROUP, check_quantized, unpack, up
+from pymoe.reference.types import QuantizedWeight
+
+BLOCK = 128
+"""Inputs that share the step to which a row's activations are rounded."""
+LARGEST_CODE = 127 * 256 + 127
+"""Of an activation: two signed bytes, so that a kernel may multiply them one after the other."""
+FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check(x: Tensor, weight: QuantizedWeight, offsets: Tensor, bias: Tensor | None) -> None:
+    """Raise if the arguments of :func:`quantized_linear` break its contract (all but the values of ``offsets``)."""
+    name = "quantized_linear"
+    checks.dtype(name, "x", x, *FLOATING)
+    checks.rank(name, "x", x, "(S, H)")
+    check_quantized(name, weight)
+    packed, _, outputs, inputs = weight
+    checks.size(name, "x", x, 1, inputs, "weight.input_features")
+    checks.same_device(name, "weight.packed", packed, "x", x)
+    checks.dtype(name, "offsets", offsets, torch.int32)
+    checks.rank(name, "offsets", offsets, "(E + 1,)")
+    checks.size(name, "offsets", offsets, 0, packed.shape[0] + 1, "E + 1 of weight.packed")
+    checks.same_device(name, "offsets", offsets, "x", x)
+    if bias is not None:
+        checks.dtype(name, "bias", bias, x.dtype)
+        checks.rank(name, "bias", bias, "(E, N)")
+        checks.size(name, "bias", bias, 0, packed.shape[0], "E of weight.packed")
+        checks.size(name, "bias", bias, 1, outputs, "weight.output_features")
+        checks.same_device(name, "bias", bias, "x", x)
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        raise ValueError(
+            f"{name}: quantised weights have no backward, but {'x' if x.requires_grad else 'bias'} requires a "
+            f"gradient; call it under torch.no_grad()"
+        )
+
+
+def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Apply the quantised linear layer of expert e to the rows ``offsets[e]`` to ``offsets[e + 1]``.
+
+    ``y[r] = W[e] @ x[r] + bias[e]`` for the expert e that owns row r, where W are the weights of
+    :func:`dequantize_weight`. Rows past ``offsets[-1]`` belong to no expert: their ``y`` is zero and their ``x`` is
+    never read.
+
+    A row of ``x`` is rounded to integers of 16 bits in blocks of 128 inputs. The step of a block is a power of two, so
+    that its largest magnitude becomes an integer of 16320 to 32639 (steps stop at 2**-114): an activation moves by at
+    most 1/32639 of its block's largest, and bfloat16 values of at least 1/64 of that are kept as they are. Products
+    with the codes of the weights are added up exactly, as integers: over a block of 128 with 8 bits, over a group of 32
+    with 4 bits. These sums become float32 and are multiplied by their scales and added in the order of the inputs, each
+    step rounded. A NaN or an infinity makes the whole row of ``y`` NaN.
+
+    The result is exact: the same bits on every processor. A row of ``y`` depends on its own row of ``x`` alone, not on
+    the rows around it nor on the number of threads. Inside ``torch.autocast`` ``x`` and ``bias`` are cast as
+    ``F.linear`` casts its operands.
+
+    Args:
+        x: (S, H), rows sorted by expert as :func:`dispatch` leaves them; float32, bfloat16 or float16.
+        weight: of (E, N, H), from :func:`quantize_weight`.
+        offsets: (E + 1,) int32, starting at 0, non-decreasing, at most S.
+        bias: (E, N), the dtype of ``x``, or None.
+
+    Returns:
+        (S, N), the dtype of ``x``. Not differentiable.
+
+    Raises:
+        TypeError: a dtype is not as above, or ``weight`` is not a :class:`QuantizedWeight`.
+        ValueError: a rank, size or device does not fit, ``offsets`` does not start at 0 or decreases, or ``x`` or
+            ``bias`` requires a gradient while gradients are recorded.
+        IndexError: ``offsets`` ends past S.
+    """
+    x, bias = cast_operands(x, bias)  # type: ignore[assignment]
+    check(x, weight, offsets, bias)
+    bounds = offsets.tolist()
+    check_offsets(bounds, x.shape[0], "quantized_linear")
+    _, bits, outputs, inputs = weight
+    codes, scale, minimum = unpack(QuantizedWeight(*weight))
+    rows = x.new_zeros(x.shape[0], outputs)
+    for expert in range(len(bounds) - 1):
+        begin, end = bounds[expert], bounds[expert + 1]
+        integers, steps = round_rows(x[begin:end])
+        y = integers.new_zeros(end - begin, outputs, dtype=torch.float32)
+        for block, first in enumerate(range(0, up(inputs, GROUP), BLOCK)):
+            last = min(first + BLOCK, up(inputs, GROUP))
+            total = torch.zeros_like(y)
+            for start in range(first, last, last - first if minimum is None else GROUP):
+                stop = last if minimum is None else start + GROUP
+                left, right = integers[:, start:stop], codes[expert, :outputs, start:stop].double()
+                dot = (left @ right.T).float()  # exact in float64 in any order, then rounded once
+                if minimum is None:
+                    total = dot
+                else:
+                    total = total + dot * scale[expert, :outputs, start // GROUP]
+                    total = total + left.sum(dim=1).float()[:, None] * minimum[expert, :outputs, start // GROUP]
+            y = y + total * steps[:, block, None]
+        if bits == 8:
+            y = y * scale[expert, :outputs, 0]
+        if bias is not None:
+            y = y + bias[expert].float()
+        rows[begin:end] = y.to(x.dtype)
+    return rows
+
+
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the integers (rows, inputs) float64 of rows of ``x``, filled up to blocks, and steps (rows, blocks)."""
+    rows, inputs = x.shape
+    wide = F.pad(x.float(), (0, up(inputs, BLOCK) - inputs)).view(rows, up(inputs, BLOCK) // BLOCK, BLOCK)
+    largest = wide.abs().amax(dim=2)
+    finite = largest.isfinite()
+    exponent = torch.where(finite, largest, 1).clamp(min=2.0**-100).view(torch.int32) >> 23
+    steps = (exponent - 14 << 23).view(torch.float32)
+    steps = torch.where(largest > LARGEST_CODE * steps, steps * 2, steps)
+    integers = torch.where(finite[:, :, None], torch.round(wide / steps[:, :, None]), 0)
+    return integers.double().flatten(1), torch.where(finite, steps, torch.nan)

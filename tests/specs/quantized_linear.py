@@ -1,0 +1,143 @@
+"""quantized_linear: samples, errors, raw calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from pymoe import reference
+from pymoe.bench.calls import Sample
+from pymoe.bench.operators import offsets_of, random_counts, uniform
+from pymoe.reference.quantized_linear import FLOATING
+from specs import ErrorInput, RawCall, specify
+from specs.quantized_weight import wrong_weights
+from specs.samples import expanded, layouts, special_values, sprinkled
+
+
+def _sample(
+    name: str,
+    counts: list[int],
+    sizes: tuple[int, int],
+    bits: int,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    bias: bool = True,
+    past_the_end: int = 0,
+) -> Sample:
+    experts, (outputs, inputs) = len(counts), sizes
+    x = uniform(sum(counts) + past_the_end, inputs, dtype=dtype, generator=generator)
+    weight = uniform(experts, outputs, inputs, dtype=dtype, generator=generator, scale=max(inputs, 1) ** -0.5)
+    args = (x, reference.quantize_weight(weight, bits), offsets_of(counts))
+    return Sample(name, (*args, uniform(experts, outputs, dtype=dtype, generator=generator)) if bias else args)
+
+
+def _samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+    for bits in (8, 4):
+
+        def make(
+            name: str,
+            counts: list[int],
+            sizes: tuple[int, int],
+            bias: bool = True,
+            past_the_end: int = 0,
+            bits: int = bits,
+        ) -> Sample:
+            return _sample(f"{name}_int{bits}", counts, sizes, bits, dtype, generator, bias, past_the_end)
+
+        for outputs, inputs in (
+            (1, 1),
+            (1, 9),
+            (9, 1),
+            (64, 32),
+            (65, 33),
+            (63, 129),
+            (64, 128),
+            (130, 257),
+            (20, 600),
+        ):
+            yield make(f"N{outputs}_H{inputs}", [5, 0, 17, 2], (outputs, inputs))
+        for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 97, 200):  # around the rows of registers and of chunks
+            yield make(f"rows_{rows}", [rows, rows + 1], (70, 40), bias=False)
+        for experts in (1, 8, 67):
+            yield make(f"E{experts}", random_counts(3 * experts, experts, generator), (10, 40))
+        yield make("no_rows", [0, 0, 0], (4, 5))
+        yield make("only_rows_past_the_end", [0, 0], (4, 5), past_the_end=6)
+        yield make("rows_past_the_end", [3, 0, 8], (12, 11), past_the_end=9)
+        yield make("no_inputs", [2, 0, 3], (4, 0))
+        yield make("no_inputs_no_bias", [2, 0, 3], (4, 0), bias=False)
+        yield make("no_outputs", [2, 0, 3], (0, 4))
+        yield make("several_tasks_of_rows", [800, 3], (70, 9))
+
+        x, weight, offsets, bias = make("base", [4, 0, 9], (70, 140)).args
+        for name, view in layouts(x):
+            yield Sample(f"x_{name}_int{bits}", (view, weight, offsets, bias))
+        for name, view in layouts(bias):
+            yield Sample(f"bias_{name}_int{bits}", (x, weight, offsets, view))
+        for name, view in layouts(weight.packed):
+            yield Sample(f"packed_{name}_int{bits}", (x, weight._replace(packed=view), offsets, bias))
+        yield Sample(f"x_expanded_int{bits}", (expanded(x, 13), weight, offsets, bias))
+        yield Sample(f"bias_by_name_int{bits}", (x, weight, offsets), {"bias": bias})
+        yield Sample(f"special_int{bits}", (sprinkled(x, generator, 0.01), weight, offsets, bias))
+        yield Sample(f"special_finite_int{bits}", (sprinkled(x, generator, finite=True), weight, offsets, bias))
+        yield Sample(f"all_special_int{bits}", (special_values(dtype).repeat(13, 10), weight, offsets, bias))
+        yield Sample(f"special_bias_int{bits}", (x, weight, offsets, sprinkled(bias, generator)))
+        yield Sample(f"zeros_int{bits}", (torch.zeros_like(x), weight, offsets))
+        steps = (2.0 ** torch.arange(-140.0, 128.0, 268 / 140)).to(dtype)  # a step of each size, where the dtype has it
+        yield Sample(f"steps_int{bits}", (x * steps.clamp(max=torch.finfo(dtype).max / 4), weight, offsets, bias))
+        unread = torch.full((20, 140), float("nan"), dtype=dtype)
+        unread[:13] = x
+        yield Sample(f"nan_past_the_end_int{bits}", (unread, weight, offsets, bias))
+
+
+def _error_inputs() -> Iterator[ErrorInput]:
+    x, bias = torch.randn(5, 40), torch.randn(2, 70)
+    weight = reference.quantize_weight(torch.randn(2, 70, 40), 8)
+    offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
+    on_meta = weight._replace(packed=weight.packed.to("meta"))
+
+    def wrong(name: str, error: type[Exception], match: str, *args: object) -> ErrorInput:
+        return ErrorInput(Sample(name, args), error, match)
+
+    def cuts(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    for name, value, error, match in wrong_weights():
+        yield wrong(name, error, match, x, value, offsets)
+    yield wrong("x_not_tensor", TypeError, "x must be a tensor", [[1.0]], weight, offsets)
+    yield wrong("x_integer", TypeError, "x must have dtype float32 or bfloat16 or float16", x.int(), weight, offsets)
+    yield wrong("x_double", TypeError, "x must have dtype float32 or bfloat16 or float16", x.double(), weight, offsets)
+    yield wrong("x_rank", ValueError, "x must have shape (S, H)", x[0], weight, offsets)
+    yield wrong("x_H", ValueError, "x must have size 40 (weight.input_features)", x[:, :9], weight, offsets)
+    yield wrong("packed_device", ValueError, "weight.packed must be on the device", x, on_meta, offsets)
+    yield wrong("offsets_not_tensor", TypeError, "offsets must be a tensor", x, weight, [0, 2, 5])
+    yield wrong("offsets_dtype", TypeError, "offsets must have dtype int32", x, weight, offsets.long())
+    yield wrong("offsets_rank", ValueError, "offsets must have shape (E + 1,)", x, weight, offsets[None])
+    yield wrong("offsets_size", ValueError, "E + 1 of weight", x, weight, offsets[:2])
+    yield wrong("offsets_start", ValueError, "offsets must start at 0, got 1", x, weight, cuts(1, 2, 5))
+    yield wrong("offsets_negative", ValueError, "offsets must start at 0, got -1", x, weight, cuts(-1, 2, 5))
+    yield wrong("offsets_decrease", ValueError, "offsets must not decrease, got 3", x, weight, cuts(0, 4, 3))
+    yield wrong("offsets_past_the_end", IndexError, "offsets must lie in [0, S]", x, weight, cuts(0, 4, 6))
+    yield wrong("bias_not_tensor", TypeError, "bias must be a tensor", x, weight, offsets, 1.0)
+    yield wrong("bias_dtype", TypeError, "bias must have dtype float32", x, weight, offsets, bias.half())
+    yield wrong("bias_rank", ValueError, "bias must have shape (E, N)", x, weight, offsets, bias[0])
+    yield wrong("bias_E", ValueError, "E of weight", x, weight, offsets, bias[:1])
+    yield wrong("bias_N", ValueError, "weight.output_features", x, weight, offsets, bias[:, :3])
+    leaf, bias_leaf = x.clone().requires_grad_(), bias.clone().requires_grad_()
+    yield wrong("gradient_of_x", ValueError, "no backward, but x requires a gradient", leaf, weight, offsets)
+    yield wrong("gradient_of_bias", ValueError, "but bias requires a gradient", x, weight, offsets, bias_leaf)
+
+
+def _raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
+    for bits in (8, 4):
+        for dtype in (torch.float32, torch.bfloat16):
+            x, weight, offsets, bias = _sample("raw", [3, 0, 5], (6, 40), bits, dtype, generator, True, 2).args
+            name = f"int{bits}_{str(dtype).removeprefix('torch.')}"
+            yield RawCall(f"bias_{name}", "quantized_linear", (x, weight.packed, offsets, bias, bits, 6))
+            yield RawCall(f"no_bias_{name}", "quantized_linear", (x, weight.packed, offsets, None, bits, 6))
+
+
+SPECS = [
+    specify("quantized_linear", samples=_samples, error_inputs=_error_inputs, raw_calls=_raw_calls, dtypes=FLOATING)
+]
