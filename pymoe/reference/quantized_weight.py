@@ -1,8 +1,8 @@
 """quantize_weight and dequantize_weight: weights of linear layers in 8 or 4 bits, laid out for the kernels.
 
 **8 bits**: one scale for each output row; ``w = scale * (code - 128)`` with codes 1 to 255.
-**4 bits**: a scale and a minimum for each group of 32 inputs of an output row; ``w = scale * code + minimum`` with codes
-0 to 15. Both are bfloat16, so that a weight takes 5 bits in all.
+**4 bits**: a scale and a minimum for each group of 32 inputs of an output row; ``w = scale * code + minimum`` with
+codes 0 to 15. Both are bfloat16, so that a weight takes 5 bits in all.
 
 Outputs are cut into tiles of :data:`TILE`, and a tile is one run of bytes, in the order in which a kernel reads it::
 
@@ -123,10 +123,8 @@ def quantize_weight(weight: Tensor, bits: int) -> QuantizedWeight:
     check(weight, bits)
     weight = weight.detach()
     check_values(weight)
-    experts, outputs, inputs = weight.shape
-    wide = weight.float()
-    pack = _pack_rows if bits == 8 else _pack_groups
-    return QuantizedWeight(pack(wide), bits, outputs, inputs)
+    packed = (_pack_rows if bits == 8 else _pack_groups)(weight.float())
+    return QuantizedWeight(packed, bits, *weight.shape[1:])
 
 
 def dequantize_weight(weight: QuantizedWeight) -> Tensor:

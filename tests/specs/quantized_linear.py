@@ -15,6 +15,8 @@ from specs import ErrorInput, RawCall, specify
 from specs.quantized_weight import wrong_weights
 from specs.samples import expanded, layouts, special_values, sprinkled
 
+SIZES = ((1, 1), (1, 9), (9, 1), (64, 32), (65, 33), (63, 129), (64, 128), (130, 257), (20, 600))
+
 
 def _sample(
     name: str,

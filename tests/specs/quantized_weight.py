@@ -48,8 +48,7 @@ def weights(dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple[st
     if dtype in (torch.float32, torch.float64, torch.bfloat16):
         yield "smallest_steps", (base.double() * 2.0**-97).to(dtype)
         yield "largest", (base.double().sign() * 2.0**100).to(dtype)
-    for name, view in layouts(base):
-        yield name, view
+    yield from layouts(base)
     yield "expanded", expanded(base, 3)
 
 
