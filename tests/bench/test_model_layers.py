@@ -33,7 +33,7 @@ def test_everyone_computes_the_same_block(name, mode):
     case = cases.run_case(Plan(built(TINY[name], torch.float32), 5, mode == "train"), mode, effort())
     rows = {row["name"]: row for row in case["rows"]}
     assert {row["verdict"] for row in rows.values()} == {"close"}
-    assert {*TRANSFORMERS} <= set(rows)
+    assert {*TRANSFORMERS, PYMOE[0]} <= set(rows)
     assert (PYMOE[1] in rows) == (name != "tiny-gptoss")
     assert set(case["limits"]) == {"decode": {"read"}, "prefill": {"read", "mm"}, "train": {"mm"}}[mode]
     assert all(row["error"] < 2e-6 for row in rows.values() if "int" not in row["name"])
@@ -197,6 +197,35 @@ def test_a_slow_contender_is_timed_once_and_one_apart_by_itself():
     assert found["slow"].seconds == (99.0,)
     assert calls["slow"] == 0
     assert set(found) == {"slow", "quick", "apart", "read"}
+
+
+def test_a_slow_step_of_training_is_timed_by_the_second(monkeypatch):
+    class Timer:
+        """A clock of which every step of the contender takes 30 s when it is looked at, 25 s when it is timed."""
+
+        steps = 0
+
+        def now(self):
+            return 30.0 * self.steps
+
+        def __call__(self, function, calls):
+            function()
+            return 25.0
+
+    timer = Timer()
+
+    def slow(plan):
+        def forward(x):
+            timer.steps += 1
+            return plan.one.under("grouped_mm")(x)
+
+        return [contenders.Contender(TRANSFORMERS[1], forward, plan.one.module, plan.one.choice, 1e-4)]
+
+    monkeypatch.setattr(cases, "contenders", slow)
+    plan = Plan(built(TINY["tiny-olmoe"], torch.float32), 4, True)
+    case = cases.run_case(plan, "train", dataclasses.replace(effort(), timer=timer))
+    assert case["rows"][0]["seconds"]["median"] == 25.0
+    assert timer.steps == 2
 
 
 def case_of(mode="decode", dtype="float32", rows=0.5, speed_up=1.2, share=0.8, seconds=1.0, **others):
