@@ -182,6 +182,25 @@ def test_experts_that_cannot_be_computed_are_refused_by_name_and_reason():
         enable(block)
 
 
+def test_nllb_is_refused_because_transformers_computes_other_experts():
+    """Its eager forward takes the router's mask of zeros and ones for numbers of experts."""
+    from transformers import NllbMoeConfig
+    from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeSparseMLP
+
+    block = NllbMoeSparseMLP(NllbMoeConfig(d_model=16, num_experts=4, moe_token_dropout=0.0), ffn_dim=8).eval()
+    x = torch.randn(2, 20, 16)
+    chosen = block.router(x.view(-1, 16), None)[0].sum(dim=0)
+    assert chosen[2:].gt(0).any(), "the router chooses the experts 2 and 3, too"
+    expected = block(x)
+    with torch.no_grad():
+        for number in (2, 3):
+            for parameter in block.experts[f"expert_{number}"].parameters():
+                parameter.zero_()
+    assert torch.equal(block(x), expected)
+    with pytest.raises(ValueError, match="with NllbMoeExperts: transformers computes other experts"):
+        enable(block)
+
+
 def test_nothing_changes_where_something_is_refused():
     model = tiny_models.build("mixtral")
     model.set_experts_implementation("eager")

@@ -1,0 +1,20 @@
+"""The page of architectures says what the installed transformers has, and misses none."""
+
+import re
+
+import write_table
+from experts_classes import sources
+
+NAME_OF_EXPERTS = re.compile(r"^class (\w*(?:Experts|SparseMLP|SparseMoe\w*|MoE|Moe|MoeMLP|MoeBlock))\(", re.MULTILINE)
+
+
+def test_the_page_is_what_the_script_writes():
+    assert write_table.PAGE.read_text() == write_table.page(), f"run {write_table.__file__}"
+
+
+def test_every_architecture_with_experts_is_listed():
+    with_experts = {model for model, text in sources() if NAME_OF_EXPERTS.search(text)}
+    assert len(with_experts) > 70
+    page = write_table.PAGE.read_text()
+    listed = set(re.findall(r"^\| (\w+) \| `", page, re.MULTILINE))
+    assert with_experts == listed
