@@ -275,7 +275,11 @@ class MoE(nn.Module):
         if self.capacity_factor is None:
             return None
         factor = min(self.capacity_factor, self.num_experts)  # which lets one expert take every slot
-        return max(1, math.ceil(factor * (tokens * self.top_k) / self.num_experts))
+        slots = factor * (tokens * self.top_k) / self.num_experts
+        if isinstance(tokens, torch.SymInt):  # torch.export cannot save a program with a math.ceil
+            whole = torch.sym_int(slots)
+            return torch.sym_max(1, torch.sym_ite(slots > whole, whole + 1, whole))  # type: ignore[no-any-return]
+        return max(1, math.ceil(slots))
 
     def _apply_experts(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, capacity: int | None) -> Tensor:
         experts = self.experts

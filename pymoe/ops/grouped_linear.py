@@ -41,7 +41,7 @@ class _GroupedLinear(torch.autograd.Function):
         needs_x, needs_weight, _, needs_bias = ctx.needs_input_grad
         return (
             call(_GroupedLinear, grad, weight.transpose(1, 2), offsets, None) if needs_x else None,
-            call(_WeightGrad, grad, x, offsets) if needs_weight else None,
+            _weight_grad(grad, x, offsets, weight) if needs_weight else None,
             None,
             call(_BiasGrad, grad, offsets) if needs_bias else None,
         )
@@ -67,6 +67,17 @@ class _WeightGrad(torch.autograd.Function):
             call(_GroupedLinear, grad, cotangent.transpose(1, 2), offsets, None) if needs_x else None,
             None,
         )
+
+
+def _weight_grad(grad: Tensor, x: Tensor, offsets: Tensor, weight: Tensor) -> Tensor:
+    """Return the gradient of ``weight``, in its order of dimensions in memory: else autograd would copy it there.
+
+    A transposed view of an (E, H, N) parameter gets a transposed view of an (E, H, N) gradient. The bits are the same:
+    of every product the factors change places.
+    """
+    if weight.stride(1) < weight.stride(2):
+        return call(_WeightGrad, x, grad, offsets).transpose(1, 2)  # type: ignore[no-any-return]
+    return call(_WeightGrad, grad, x, offsets)  # type: ignore[no-any-return]
 
 
 class _BiasGrad(torch.autograd.Function):

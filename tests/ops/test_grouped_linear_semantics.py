@@ -182,3 +182,50 @@ def test_activation_saves_its_input_alone():
     with torch.autograd.graph.saved_tensors_hooks(lambda value: saved.append(value) or value, lambda value: value):
         pymoe.ops.expert_activation(h, "swiglu")
     assert [value.data_ptr() for value in saved] == [h.data_ptr()]
+
+
+def transposed_case():
+    """An (E, in, out) parameter, rows, their offsets, and a direction for y."""
+    generator = torch.Generator().manual_seed(3)
+    parameter = torch.randn(3, 20, 8, generator=generator).requires_grad_()
+    x = torch.randn(30, 20, generator=generator)
+    return parameter, x, torch.tensor([0, 4, 4, 29], dtype=torch.int32), torch.randn(30, 8, generator=generator)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_gradient_of_a_transposed_weight_is_made_where_the_parameter_gets_it(dtype, monkeypatch):
+    made = []
+    operator = torch.ops.pymoe.grouped_linear_weight_grad
+
+    def noting(*args):
+        made.append(operator(*args))
+        return made[-1]
+
+    monkeypatch.setattr(torch.ops.pymoe, "grouped_linear_weight_grad", noting)
+    parameter, x, offsets, direction = transposed_case()
+    parameter = parameter.detach().to(dtype).requires_grad_()
+    x, direction = x.to(dtype), direction.to(dtype)
+    pymoe.ops.grouped_linear(x, parameter.transpose(1, 2), offsets).backward(direction)
+    assert parameter.grad.is_contiguous()
+    assert parameter.grad.data_ptr() == made[0].data_ptr(), "autograd copied it"
+    weight = parameter.detach().transpose(1, 2).contiguous().requires_grad_()
+    pymoe.ops.grouped_linear(x, weight, offsets).backward(direction)
+    assert torch.equal(parameter.grad, weight.grad.transpose(1, 2))
+
+
+def test_second_derivatives_of_a_transposed_weight():
+    parameter, x, offsets, direction = (
+        value.double() if value.is_floating_point() else value for value in transposed_case()
+    )
+    results = []
+    for leaf, weight_of in (
+        (parameter.detach().requires_grad_(), lambda p: p.transpose(1, 2)),
+        (parameter.detach().transpose(1, 2).contiguous().requires_grad_(), lambda p: p),
+    ):
+        rows = x.clone().requires_grad_()
+        y = pymoe.ops.grouped_linear(rows, weight_of(leaf), offsets)
+        (grad,) = torch.autograd.grad((y * direction).square().sum(), leaf, create_graph=True)
+        results.append([grad, *torch.autograd.grad(grad.square().sum(), (leaf, rows))])
+    for got, wanted in zip(*results, strict=True):
+        expected = wanted.transpose(1, 2) if wanted.dim() == 3 else wanted
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
