@@ -201,6 +201,14 @@ class Built:
 
         return forward
 
+    def sharing(self) -> Built:
+        """Return another module on the same parameters, whose experts run on pymoe and may be replaced."""
+        with torch.device("meta"):
+            module = self.block.build(self.block)
+        module.load_state_dict(self.module.state_dict(), assign=True)
+        module.experts.config._experts_implementation = "pymoe"
+        return replace(self, module=module.requires_grad_(False).eval())
+
     @property
     def touched(self) -> tuple[nn.Parameter, nn.Parameter]:
         """The two weights, (E, ., .) each, of which a token touches those of its experts."""

@@ -114,15 +114,21 @@ def whole_layer(plan: Plan) -> Contender:
 
 
 def quantised(plan: Plan, bits: int) -> Contender:
-    """The same with quantised experts."""
+    """The same with quantised experts; where the layer has no counterpart, the block behind transformers' router."""
     quantize = getattr(pymoe_nn, "quantize_experts", None)
     if quantize is None:
         raise LeftOut("this pymoe has no quantize_experts")
-    holder = nn.Sequential(pymoe_layer(plan))
-    holder = quantize(holder, bits=bits) or holder
-    layer = holder[0]
-    name = f"pymoe int{bits}"
-    plan.made[name] = Contender(name, layer, layer, choice_of(layer), QUANTISED_TOLERANCE[bits])
+    name, tolerance = f"pymoe int{bits}", QUANTISED_TOLERANCE[bits]
+    layer: nn.Module
+    if plan.one.block.options is None:
+        importlib.import_module("pymoe.integrations.transformers")
+        other = plan.one.sharing()
+        forward, layer, choice = other.under("pymoe"), other.module, plan.one.choice
+    else:
+        layer = pymoe_layer(plan)
+        forward, choice = layer, choice_of(layer)
+    quantize(layer, bits=bits)
+    plan.made[name] = Contender(name, forward, layer, choice, tolerance)
     return plan.made[name]
 
 

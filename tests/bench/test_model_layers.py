@@ -95,19 +95,23 @@ def test_a_wrong_contender_is_called_wrong_and_a_failing_one_left_out(monkeypatc
     assert "liar is WRONG" in targets.missed(case, [case])
 
 
-def test_quantised_experts_are_made_once_a_block(monkeypatch):
+@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-gptoss"])
+def test_quantised_experts_are_made_once_a_block(name, monkeypatch):
     asked = []
 
     def quantize(model, bits):
         asked.append(bits)
-        return model
+        model.experts.quantised = bits
+        return 1, 2, 1
 
     monkeypatch.setattr(pymoe_nn, "quantize_experts", quantize, raising=False)
-    one, made = built(TINY["tiny-qwen3"], torch.float32), {}
+    one, made = built(TINY[name], torch.float32), {}
     for tokens in (1, 2):
         case = cases.run_case(Plan(one, tokens, False, made=made), "decode", effort())
         assert {"pymoe int8", "pymoe int4"} <= {row["name"] for row in case["rows"]}
     assert asked == [8, 4]
+    assert not hasattr(one.experts, "quantised")
+    assert [made[f"pymoe int{bits}"].layer.experts.quantised for bits in (8, 4)] == [8, 4]
 
 
 def test_ktransformers_is_left_out_where_it_is_not_installed(monkeypatch):
