@@ -9,6 +9,7 @@
 #include "kernels/cpu/parallel.h"
 
 #define PYMOE_ISA_BODY "kernels/cpu/gemm_body.h"
+#define PYMOE_ISA_BF16
 #include "kernels/cpu/for_each_isa.h"
 
 namespace pymoe::cpu {
@@ -33,6 +34,9 @@ struct Block {
   int64_t column;
   int64_t columns;
 };
+
+// A result of this many bytes is not read back from a cache by whoever takes it next.
+constexpr int64_t kLeavesCache = int64_t{64} << 20;
 
 int64_t pieces(int64_t length, int64_t piece) { return (length + piece - 1) / piece; }
 
@@ -74,7 +78,7 @@ void forward(const GroupedLinearArguments& a) {
   const int32_t* offsets = a.offsets;
   const auto blocks =
       cut(a.experts, [&](int64_t e) { return int64_t{offsets[e + 1]} - offsets[e]; }, a.output_features);
-  const auto gemm = PYMOE_SELECT_ISA(gemm<T>);
+  const auto gemm = PYMOE_SELECT_ISA_UP_TO_BF16(gemm<T>);
   parallel_tasks(static_cast<int64_t>(blocks.size()), [&](int64_t task) {
     const Block& block = blocks[static_cast<size_t>(task)];
     const int64_t row = offsets[block.expert] + block.row;
@@ -103,7 +107,8 @@ void forward(const GroupedLinearArguments& a) {
 template <typename T>
 void weight_grad(const GroupedWeightGradArguments& a) {
   const auto blocks = cut(a.experts, [&](int64_t) { return a.output_features; }, a.input_features);
-  const auto gemm = PYMOE_SELECT_ISA(gemm<T>);
+  const auto gemm = PYMOE_SELECT_ISA_UP_TO_BF16(gemm<T>);
+  const bool leaves_cache = a.experts * a.output_features * a.input_features * size_of(a.dtype) >= kLeavesCache;
   parallel_tasks(static_cast<int64_t>(blocks.size()), [&](int64_t task) {
     const Block& block = blocks[static_cast<size_t>(task)];
     const int64_t row = a.offsets[block.expert];
@@ -121,6 +126,7 @@ void weight_grad(const GroupedWeightGradArguments& a) {
         .m = block.rows,
         .n = block.columns,
         .k = int64_t{a.offsets[block.expert + 1]} - row,
+        .leaves_cache = leaves_cache,
     });
   });
 }

@@ -43,21 +43,22 @@ void check_activation(Activation kind, int64_t rows, int64_t features) {
 }
 
 template <typename T>
-void check_linear(std::vector<int32_t> offsets, int64_t rows, int64_t input, int64_t output) {
+void check_linear(std::vector<int32_t> offsets, int64_t rows, int64_t input, int64_t output, bool transposed = false) {
   const auto experts = static_cast<int64_t>(offsets.size()) - 1;
   const auto x = random_values<T>(rows * input, 1), weight = random_values<T>(experts * output * input, 2);
   const auto bias = random_values<T>(experts * output, 3), grad = random_values<T>(rows * output, 4);
+  // Element (h, n) of an expert: (E, N, H), or (E, H, N), in which n is contiguous.
+  const MatrixView weight_view =
+      transposed ? MatrixView{weight.data(), 1, output} : MatrixView{weight.data(), input, 1};
   const auto common = [&](auto& result) {
     return GroupedArguments{offsets.data(), result.data(), rows, input, output, experts, dtype_of<T>(), nullptr};
   };
-  const auto [y] = same_on_threads([&] { return std::tuple(Buffer<T>(rows * output)); },
-                                   [&](auto& result) {
-                                     cpu::grouped_linear({common(result),
-                                                          {x.data(), input, 1},
-                                                          {weight.data(), input, 1},
-                                                          output * input,
-                                                          {bias.data(), output, 1}});
-                                   });
+  const auto [y] = same_on_threads(
+      [&] { return std::tuple(Buffer<T>(rows * output)); },
+      [&](auto& result) {
+        cpu::grouped_linear(
+            {common(result), {x.data(), input, 1}, weight_view, output * input, {bias.data(), output, 1}});
+      });
   double worst = 0;  // error over the sum of the terms' sizes, which is what rounding is measured by
   int64_t expert = 0;
   for (int64_t r = 0; r < rows; ++r) {
@@ -67,8 +68,10 @@ void check_linear(std::vector<int32_t> offsets, int64_t rows, int64_t input, int
       if (expert < experts) {
         expected = to_accumulate(bias[static_cast<size_t>(expert * output + n)]);
         for (int64_t h = 0; h < input; ++h) {
-          const double term = static_cast<double>(to_accumulate(x[static_cast<size_t>(r * input + h)])) *
-                              to_accumulate(weight[static_cast<size_t>((expert * output + n) * input + h)]);
+          const double term =
+              static_cast<double>(to_accumulate(x[static_cast<size_t>(r * input + h)])) *
+              to_accumulate(weight[static_cast<size_t>(expert * output * input + n * weight_view.row_stride +
+                                                       h * weight_view.column_stride)]);
           expected += term;
           size += std::fabs(term);
         }
@@ -108,6 +111,15 @@ TEST_CASE("grouped_linear past one block of k, of rows and of columns, in every 
   check_linear<double>({0, 200}, 200, 600, 30);
   check_linear<Float16>({0, 30, 130}, 130, 700, 150);
   check_linear<float>({0, 5}, 5, 0, 4);
+}
+
+TEST_CASE("grouped_linear of few rows, with a weight that is contiguous along its inputs or along its outputs") {
+  for (const bool transposed : {false, true}) {
+    check_linear<float>({0, 1, 3, 6, 13, 27}, 27, 1101, 139, transposed);
+    check_linear<BFloat16>({0, 1, 3, 7, 15, 29}, 29, 2103, 141, transposed);
+    check_linear<Float16>({0, 4, 9, 20}, 20, 47, 131, transposed);
+    check_linear<double>({0, 1, 12}, 12, 601, 70, transposed);
+  }
 }
 
 TEST_CASE("grouped_linear refuses offsets that do not cut the rows") {

@@ -38,11 +38,14 @@ struct Gemm {
   int64_t m;
   int64_t n;
   int64_t k;
+  bool leaves_cache = false;  // C is not read soon: what is rounded to 16 bits may be written past the caches
 };
 
 // Blocks of C of this size repay the packing of their operands, which a caller who cuts C smaller does more often.
 inline constexpr int64_t kGemmBlockRows = 768;
 inline constexpr int64_t kGemmBlockColumns = 1024;
+
+constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 // Scratch memory of a thread, kept between calls: fresh memory costs a page fault every 4 KiB, and huge pages spare
 // the packed panels most of their TLB misses.
@@ -75,6 +78,14 @@ class ThreadBuffer {
   void* data_ = nullptr;
   int64_t capacity_ = 0;
 };
+
+// Takes `count` elements, and what is left of their last cache line, from the front of `memory`.
+template <typename S>
+S* carve(S*& memory, int64_t count) {
+  S* begin = memory;
+  memory += round_up(count, 64 / static_cast<int64_t>(sizeof(S)));
+  return begin;
+}
 
 // The calling thread's panels.
 inline ThreadBuffer& gemm_buffer() {

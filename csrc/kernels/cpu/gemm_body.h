@@ -4,8 +4,12 @@
 // multiply it with every panel of A, which stream from the second. B is packed by the first block of rows, a few panels
 // ahead of their use; where that block is the only one, the few panels are all that is kept. The length of a block of k
 // is fixed, so an element is the same sum of partial sums wherever C is cut.
+// clang-format off: each stands on those before it
 #include "kernels/cpu/gemm_micro_kernel.h"
 #include "kernels/cpu/gemm_pack.h"
+#include "kernels/cpu/gemm_in_place.h"
+#include "kernels/cpu/gemm_nt.h"
+// clang-format on
 
 namespace pymoe::cpu::PYMOE_ISA {
 
@@ -18,73 +22,90 @@ template <typename S>
 inline constexpr int64_t kBlockRows =
     int64_t{262144} / (kBlockK<S> * static_cast<int64_t>(sizeof(S))) / kTileRows * kTileRows;
 
-constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-
-template <typename S>
-PYMOE_INLINE S* carve(S*& memory, int64_t count) {
-  S* begin = memory;
-  memory += round_up(count, 64 / static_cast<int64_t>(sizeof(S)));
-  return begin;
-}
-
 template <typename T>
 void gemm(const Gemm<T>& g) {
+  if (g.a_column_stride == 1 && g.b_row_stride == 1) return gemm_nt(g);
   using S = accumulate_t<T>;
-  constexpr bool kInPlace = sizeof(T) == sizeof(S);  // sums are kept in C itself
-  constexpr int64_t kColumns = kTileColumns<S>;
-  static_assert(kBlockK<S> <= kPackMaxK);
+  using P = panel_t<T>;
+  constexpr int64_t kColumns = kTileColumns<S>, kDepth = Panel<T>::kDepth;
+  static_assert(kBlockK<S> <= kPackMaxDepth && sizeof(P) == sizeof(S));
   const int64_t padded_columns = round_up(g.n, kColumns);
-  const int64_t block_k = std::min(g.k, kBlockK<S>);
+  const int64_t block_depth = std::min((g.k + kDepth - 1) / kDepth, kBlockK<S>);
   const int64_t block_rows = std::min(round_up(g.m, kTileRows), kBlockRows<S>);
 
   // Rows of B that are contiguous in memory are read in longer pieces than one panel's: their lines and pages repay it.
   const int64_t ahead = g.b_row_stride == 1 ? kColumns : std::min(padded_columns, 8 * kColumns);
   const bool keeps_b = g.m > kBlockRows<S>;
-  const int64_t sums = kInPlace ? 0 : g.m * padded_columns;
+  // Sums are kept in C itself where its type allows that; else apart, and rounded at the end: those of a panel where k
+  // is one block, or all of them.
+  constexpr bool kInPlace = std::is_same_v<S, T>;
+  const bool at_once = !kInPlace && g.k <= kBlockK<S> * kDepth, streams = at_once && g.leaves_cache;
+  const int64_t strip = std::max<int64_t>(kColumns, 8 * kStep<T>);
+  const int64_t sums = kInPlace ? 0 : at_once ? block_rows * strip : g.m * padded_columns;
   auto* memory = static_cast<S*>(
-      gemm_buffer().reserve(static_cast<int64_t>(sizeof(S)) * (block_k * (padded_columns + block_rows) +
+      gemm_buffer().reserve(static_cast<int64_t>(sizeof(S)) * (block_depth * (padded_columns + block_rows) +
                                                                padded_columns + sums + 4 * 64 + 2 * kPackSlack)));
-  S* panels_b = carve(memory, block_k * (keeps_b ? padded_columns : ahead) + kPackSlack);
-  S* panels_a = carve(memory, block_k * block_rows + kPackSlack);
+  P* panels_b = reinterpret_cast<P*>(carve(memory, block_depth * (keeps_b ? padded_columns : ahead) + kPackSlack));
+  P* panels_a = reinterpret_cast<P*>(carve(memory, block_depth * block_rows + kPackSlack));
   S* bias = carve(memory, padded_columns);
-  S* c = memory;
-  int64_t c_stride = padded_columns;
-  if constexpr (kInPlace) {
-    c = g.c;
-    c_stride = g.c_row_stride;
-  }
+  const int64_t c_stride = kInPlace ? g.c_row_stride : at_once ? strip : padded_columns;
+  const auto sums_of = [&](int64_t row, int64_t column) {
+    if constexpr (kInPlace) {
+      return g.c + row * c_stride + column;
+    } else {
+      return at_once ? memory : memory + row * c_stride + column;
+    }
+  };
+  const auto finish = [&](int64_t row, int64_t rows, int64_t column, int64_t columns) {
+    const S* from = sums_of(row, column);
+    T* to = g.c + row * g.c_row_stride + column;
+    for (int64_t i = 0; i < rows; ++i, from += c_stride, to += g.c_row_stride) {
+      streams ? stream_row(to, from, columns) : store_row(to, from, columns);
+    }
+  };
   for (int64_t j = 0; j < padded_columns; ++j) {
     bias[j] = g.bias != nullptr && j < g.n ? to_accumulate(g.bias[j * g.bias_stride]) : S{};
   }
 
   int64_t p = 0;
   do {
-    const int64_t k = std::min(kBlockK<S>, g.k - p);
+    const int64_t k = std::min(kBlockK<S> * kDepth, g.k - p), depth = (k + kDepth - 1) / kDepth;
+    const int64_t start_stride = p == 0 ? 0 : c_stride;
     for (int64_t row = 0; row < g.m; row += kBlockRows<S>) {
       const int64_t rows = std::min(kBlockRows<S>, g.m - row);
       pack<kTileRows>(g.a + row * g.a_row_stride + p * g.a_column_stride, g.a_row_stride, g.a_column_stride, rows, k,
                       panels_a);
-      for (int64_t j = 0; j < g.n; j += kColumns) {
-        S* panel_b = panels_b + (keeps_b ? j : j % ahead) * k;
-        if (row == 0 && j % ahead == 0) {
+      int64_t unpacked = 0;  // columns of B that need not be packed
+      if (g.m <= kInPlaceRows && g.b_column_stride == 1) {
+        const auto [kernel, columns] = in_place_for<T>(g.m);
+        for (; unpacked + columns <= g.n; unpacked += columns) {
+          S* tile = sums_of(0, unpacked);
+          kernel(k, panels_a, g.b + p * g.b_row_stride + unpacked, g.b_row_stride, p == 0 ? bias + unpacked : tile,
+                 start_stride, tile, c_stride);
+          if (at_once) finish(0, g.m, unpacked, columns);
+        }
+      }
+      for (int64_t j = unpacked; j < g.n; j += kColumns) {
+        const int64_t at = j - unpacked;
+        P* panel_b = panels_b + (keeps_b ? at : at % ahead) * depth;
+        if (row == 0 && at % ahead == 0) {
           pack<kTileColumns<S>>(g.b + p * g.b_row_stride + j * g.b_column_stride, g.b_column_stride, g.b_row_stride,
                                 std::min(ahead, g.n - j), k, panel_b);
         }
         const int columns = static_cast<int>(std::min(kColumns, g.n - j));
         for (int64_t i = 0; i < rows; i += kTileRows) {
-          S* tile = c + (row + i) * c_stride + j;
-          const auto kernel = micro_kernel_for<S>(static_cast<int>(std::min<int64_t>(kTileRows, rows - i)));
-          kernel(k, panels_a + i * k, panel_b, p == 0 ? bias + j : tile, p == 0 ? 0 : c_stride, tile, c_stride,
-                 columns);
+          S* tile = sums_of(row, j) + i * c_stride;
+          const auto kernel = micro_kernel_for<T>(static_cast<int>(std::min<int64_t>(kTileRows, rows - i)));
+          kernel(depth, panels_a + i * depth, panel_b, p == 0 ? bias + j : tile, start_stride, tile, c_stride, columns);
         }
+        if (at_once) finish(row, rows, j, columns);
       }
     }
     p += k;
   } while (p < g.k);
 
-  if constexpr (!kInPlace) {
-    for (int64_t i = 0; i < g.m; ++i) store_row(g.c + i * g.c_row_stride, c + i * c_stride, g.n);
-  }
+  if (!kInPlace && !at_once) finish(0, g.m, 0, g.n);
+  if (streams) stream_fence();
 }
 
 }  // namespace pymoe::cpu::PYMOE_ISA

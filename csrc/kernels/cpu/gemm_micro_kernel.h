@@ -29,16 +29,47 @@ PYMOE_INLINE vfloat multiply_add(vfloat a, vfloat b, vfloat c) { return a * b + 
 PYMOE_INLINE vdouble multiply_add(vdouble a, vdouble b, vdouble c) { return a * b + c; }
 #endif
 
+// What panels consist of, and how two of its elements are multiplied. One element stands for kDepth elements of T along
+// k: for one, widened to the type that sums are kept in, or for two where an instruction multiplies pairs.
+template <typename T>
+struct Panel {
+  using Element = accumulate_t<T>;
+  static constexpr int kDepth = 1;
+  static PYMOE_INLINE vector_t<T> load(const Element* source) { return PYMOE_ISA::load(source); }
+  static PYMOE_INLINE vector_t<T> broadcast(Element value) { return PYMOE_ISA::broadcast(value); }
+  static PYMOE_INLINE vector_t<T> add(vector_t<T> a, vector_t<T> b, vector_t<T> sum) { return multiply_add(a, b, sum); }
+};
+
+#if PYMOE_ISA_HAS_BF16
+// vdpbf16ps adds two products a lane, each exact, one after the other, both rounded to nearest even. It takes
+// subnormal operands for zero and gives zero for subnormal sums.
+template <>
+struct Panel<BFloat16> {
+  using Element = uint32_t;  // the earlier along k in the lower half
+  static constexpr int kDepth = 2;
+  static PYMOE_INLINE vfloat load(const Element* source) { return (vfloat)_mm512_loadu_si512(source); }
+  static PYMOE_INLINE vfloat broadcast(Element value) { return (vfloat)_mm512_set1_epi32(static_cast<int>(value)); }
+  static PYMOE_INLINE vfloat add(vfloat a, vfloat b, vfloat sum) {
+    return (vfloat)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+  }
+};
+#endif
+
+template <typename T>
+using panel_t = typename Panel<T>::Element;
+
 // c[i][j] = start[i][j] + sum over p of a[p][i] * b[p][j] for i < rows and j < columns. `a` is a packed panel of
 // kTileRows, `b` one of kTileColumns. `start` is either c itself or a row of start values (stride 0); it is read a
 // whole vector at a time where columns == kTileColumns.
-template <typename S>
-using MicroKernel = void (*)(int64_t k, const S* a, const S* b, const S* start, int64_t start_stride, S* c,
-                             int64_t c_stride, int columns);
+template <typename T>
+using MicroKernel = void (*)(int64_t k, const panel_t<T>* a, const panel_t<T>* b, const accumulate_t<T>* start,
+                             int64_t start_stride, accumulate_t<T>* c, int64_t c_stride, int columns);
 
-template <typename S, int kRows>
-void micro_kernel(int64_t k, const S* PYMOE_RESTRICT a, const S* PYMOE_RESTRICT b, const S* start, int64_t start_stride,
-                  S* c, int64_t c_stride, int columns) {
+template <typename T, int kRows>
+void micro_kernel(int64_t k, const panel_t<T>* PYMOE_RESTRICT a, const panel_t<T>* PYMOE_RESTRICT b,
+                  const accumulate_t<T>* start, int64_t start_stride, accumulate_t<T>* c, int64_t c_stride,
+                  int columns) {
+  using S = accumulate_t<T>;
   using Vector = vector_t<S>;
   constexpr int kWidth = kLanes<S>;
   Vector sum[kRows][kTileVectors] = {};
@@ -48,12 +79,12 @@ void micro_kernel(int64_t k, const S* PYMOE_RESTRICT a, const S* PYMOE_RESTRICT 
   for (int64_t p = 0; p < k; ++p) {
     Vector right[kTileVectors];
 #pragma GCC unroll 16
-    for (int j = 0; j < kTileVectors; ++j) right[j] = load(b + j * kWidth);
+    for (int j = 0; j < kTileVectors; ++j) right[j] = Panel<T>::load(b + j * kWidth);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
-      const Vector left = broadcast(a[i]);
+      const Vector left = Panel<T>::broadcast(a[i]);
 #pragma GCC unroll 16
-      for (int j = 0; j < kTileVectors; ++j) sum[i][j] = multiply_add(left, right[j], sum[i][j]);
+      for (int j = 0; j < kTileVectors; ++j) sum[i][j] = Panel<T>::add(left, right[j], sum[i][j]);
     }
     a += kTileRows;
     b += kTileColumns<S>;
@@ -81,10 +112,10 @@ void micro_kernel(int64_t k, const S* PYMOE_RESTRICT a, const S* PYMOE_RESTRICT 
 
 // The kernel for a tile of `rows` rows, 1 <= rows <= kTileRows: at the lower edge fewer rows are computed, not
 // padding.
-template <typename S>
-MicroKernel<S> micro_kernel_for(int rows) {
+template <typename T>
+MicroKernel<T> micro_kernel_for(int rows) {
   return [rows]<int... i>(std::integer_sequence<int, i...>) {
-    static constexpr MicroKernel<S> kernels[] = {&micro_kernel<S, i + 1>...};
+    static constexpr MicroKernel<T> kernels[] = {&micro_kernel<T, i + 1>...};
     return kernels[rows - 1];
   }(std::make_integer_sequence<int, kTileRows>{});
 }

@@ -1,26 +1,33 @@
 // Packing for gemm (see gemm.h; no include guard on purpose).
 //
 // pack<kPanel>(source, item_stride, k_stride, items, k, target) copies a matrix of `items` x `k` elements to panels of
-// kPanel items, k-major inside a panel, widened to the type that sums are kept in:
+// kPanel items, k-major inside a panel, as elements of Panel<T> (gemm_micro_kernel.h), of which there are
+// depth = ceil(k / kDepth) for an item:
 //
-//     target[(item / kPanel) * kPanel * k + p * kPanel + item % kPanel] = source[item * item_stride + p * k_stride]
+//     target[(item / kPanel) * kPanel * depth + p * kPanel + item % kPanel] = source[item * item_stride + p * k_stride]
 //
-// and zero for the items that the last panel lacks. Items are rows of A or columns of B. Where k is contiguous in
-// memory, blocks are transposed in registers; where items are, vectors are copied. The vectors of a step may be wider
-// than the panel: the surplus lands where the next step writes, so `target` needs kPackSlack elements past its end.
+// and zero for the items that the last panel lacks, and for the second half of a pair that k ends in. Items are rows
+// of A or columns of B. Where k is contiguous in memory, blocks are transposed in registers; where items are, vectors
+// are copied. The vectors of a step may be wider than the panel: the surplus lands where the next step writes, so
+// `target` needs kPackSlack elements past its end.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
 inline constexpr int64_t kPackSlack = 16;
-inline constexpr int64_t kPackMaxK = 512;  // the longest k of a call
+inline constexpr int64_t kPackMaxDepth = 512;  // of a call
 
 // Elements of S in 16 bytes: a 128-bit part of a vector is the largest piece that cheap shuffles stay within.
 template <typename S>
 inline constexpr int kPart = 16 / static_cast<int>(sizeof(S));
 
-// Such a part is a vector of the baseline.
+// Such a part is a vector of the baseline: widened, or four pairs.
 template <typename T>
 PYMOE_INLINE baseline::vector_t<T> load_part(const T* source) {
+  if constexpr (Panel<T>::kDepth == 2) {
+    baseline::vector_t<T> pairs;
+    memcpy(&pairs, source, sizeof(pairs));
+    return pairs;
+  }
 #if PYMOE_ISA_LEVEL >= 3
   if constexpr (std::is_same_v<T, Float16>) {
     return (baseline::vfloat)_mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(source)));
@@ -95,52 +102,90 @@ PYMOE_INLINE void transpose_parts(vdouble (&v)[2]) {
   v[0] = a;
 }
 
+// The panel element of source[0], source[k_stride], ..., where `left` elements of k are left.
+template <typename T>
+PYMOE_INLINE panel_t<T> panel_element(const T* source, int64_t k_stride, int64_t left) {
+  if constexpr (Panel<T>::kDepth == 2) {
+    return source[0].bits | static_cast<uint32_t>(left > 1 ? source[k_stride].bits : 0) << 16;
+  } else {
+    return to_accumulate(source[0]);
+  }
+}
+
+// As many panel elements as a vector has lanes, of items that are contiguous.
+template <typename T>
+PYMOE_INLINE vector_t<T> panel_vector(const T* source, int64_t k_stride, int64_t left) {
+#if PYMOE_ISA_HAS_BF16
+  if constexpr (Panel<T>::kDepth == 2) {
+    const vuint32 low = (vuint32)load(source) >> 16;  // a bf16 widened is its bits in the upper half
+    return (vfloat)(left > 1 ? low | (vuint32)load(source + k_stride) : low);
+  }
+#endif
+  return load(source);
+}
+
+// Stores a vector of panel elements as it is.
+template <typename T>
+PYMOE_INLINE void store_panel(panel_t<T>* target, vector_t<T> value) {
+  memcpy(target, &value, sizeof(value));
+}
+
 // k contiguous. A panel's rows are read a cache line at a time, as many rows together as a vector has lanes: rows
 // that lie a power of two apart share a set of the first-level cache, which holds no more lines than that.
 template <int kPanel, typename T>
-void pack_transposed(const T* source, int64_t item_stride, int64_t items, int64_t k, accumulate_t<T>* target) {
+void pack_transposed(const T* source, int64_t item_stride, int64_t items, int64_t k, panel_t<T>* target) {
   using S = accumulate_t<T>;
   constexpr int kWidth = kLanes<S>;
   constexpr int kGroups = (kPanel + kWidth - 1) / kWidth;
-  constexpr int64_t kLine = 64 / sizeof(T) < 16 ? 64 / sizeof(T) : 16;
-  alignas(64) static const T zeros[kPackMaxK] = {};
-  for (int64_t first = 0; first < items; first += kPanel, target += kPanel * k) {
+  constexpr int kDepth = Panel<T>::kDepth;
+  constexpr int64_t kLine = std::min<int64_t>(64 / (kDepth * static_cast<int64_t>(sizeof(T))), 16);
+  alignas(64) static const T zeros[kPackMaxDepth * kDepth] = {};
+  const int64_t depth = (k + kDepth - 1) / kDepth, whole = k / kDepth;
+  for (int64_t first = 0; first < items; first += kPanel, target += kPanel * depth) {
     const T* rows[kGroups * kWidth];
     for (int i = 0; i < kGroups * kWidth; ++i) {
       rows[i] = i < kPanel && first + i < items ? source + (first + i) * item_stride : zeros;
     }
     int64_t p = 0;
     if constexpr (kPanel % kWidth == 0) {
-      for (; p + kLine <= k; p += kLine) {
+      for (; p + kLine <= whole; p += kLine) {
         for (int group = 0; group < kGroups; ++group) {
 #pragma GCC unroll 16
           for (int64_t q = 0; q < kLine; q += kPart<S>) {
             vector_t<T> block[kPart<S>];
 #pragma GCC unroll 16
-            for (int i = 0; i < kPart<S>; ++i) block[i] = gather_parts(rows + group * kWidth + i, kPart<S>, p + q);
+            for (int i = 0; i < kPart<S>; ++i) {
+              block[i] = gather_parts(rows + group * kWidth + i, kPart<S>, (p + q) * kDepth);
+            }
             transpose_parts(block);
 #pragma GCC unroll 16
-            for (int i = 0; i < kPart<S>; ++i) store(target + (p + q + i) * kPanel + group * kWidth, block[i]);
+            for (int i = 0; i < kPart<S>; ++i) {
+              store_panel<T>(target + (p + q + i) * kPanel + group * kWidth, block[i]);
+            }
           }
         }
       }
     }
-    for (; p + kPart<S> <= k; p += kPart<S>) {  // steps in ascending order: a step's surplus is the next one's
+    for (; p + kPart<S> <= whole; p += kPart<S>) {  // steps in ascending order: a step's surplus is the next one's
       vector_t<T> block[kGroups][kPart<S>];
       for (int group = 0; group < kGroups; ++group) {
 #pragma GCC unroll 16
-        for (int i = 0; i < kPart<S>; ++i) block[group][i] = gather_parts(rows + group * kWidth + i, kPart<S>, p);
+        for (int i = 0; i < kPart<S>; ++i) {
+          block[group][i] = gather_parts(rows + group * kWidth + i, kPart<S>, p * kDepth);
+        }
         transpose_parts(block[group]);
       }
 #pragma GCC unroll 16
       for (int i = 0; i < kPart<S>; ++i) {
         for (int group = 0; group < kGroups; ++group) {
-          store(target + (p + i) * kPanel + group * kWidth, block[group][i]);
+          store_panel<T>(target + (p + i) * kPanel + group * kWidth, block[group][i]);
         }
       }
     }
-    for (; p < k; ++p) {
-      for (int i = 0; i < kPanel; ++i) target[p * kPanel + i] = to_accumulate(rows[i][p]);
+    for (; p < depth; ++p) {
+      for (int i = 0; i < kPanel; ++i) {
+        target[p * kPanel + i] = panel_element(rows[i] + p * kDepth, 1, k - p * kDepth);
+      }
     }
   }
 }
@@ -148,33 +193,38 @@ void pack_transposed(const T* source, int64_t item_stride, int64_t items, int64_
 // Items contiguous. A few steps of k go through all panels before the next few: both sides then move along lines that
 // are in the cache.
 template <int kPanel, typename T>
-void pack_copied(const T* source, int64_t k_stride, int64_t items, int64_t k, accumulate_t<T>* target) {
-  using S = accumulate_t<T>;
-  constexpr int kWidth = kLanes<S>;
+void pack_copied(const T* source, int64_t k_stride, int64_t items, int64_t k, panel_t<T>* target) {
+  constexpr int kWidth = kLanes<accumulate_t<T>>;
   constexpr int kGroups = (kPanel + kWidth - 1) / kWidth;
+  constexpr int kDepth = Panel<T>::kDepth;
   constexpr int64_t kSteps = 8;
-  for (int64_t p0 = 0; p0 < k; p0 += kSteps) {
-    const int64_t p1 = p0 + kSteps < k ? p0 + kSteps : k;
-    S* panel = target;
-    for (int64_t first = 0; first < items; first += kPanel, panel += kPanel * k) {
+  const int64_t depth = (k + kDepth - 1) / kDepth, step_stride = kDepth * k_stride;
+  for (int64_t p0 = 0; p0 < depth; p0 += kSteps) {
+    const int64_t p1 = p0 + kSteps < depth ? p0 + kSteps : depth;
+    panel_t<T>* panel = target;
+    for (int64_t first = 0; first < items; first += kPanel, panel += kPanel * depth) {
       const T* from = source + first;
+      const auto element = [&](int64_t p, int64_t i) {
+        return panel_element(from + p * step_stride + i, k_stride, k - p * kDepth);
+      };
       if (first + kGroups * kWidth <= items) {
         // The last step has no next one to cover its surplus, which would fall on the next panel's first.
-        const int64_t whole = kGroups * kWidth == kPanel || p1 < k ? p1 : p1 - 1;
+        const int64_t whole = kGroups * kWidth == kPanel || p1 < depth ? p1 : p1 - 1;
         for (int64_t p = p0; p < whole; ++p) {
 #pragma GCC unroll 16
           for (int group = 0; group < kGroups; ++group) {
-            store(panel + p * kPanel + group * kWidth, load(from + p * k_stride + group * kWidth));
+            store_panel<T>(panel + p * kPanel + group * kWidth,
+                           panel_vector(from + p * step_stride + group * kWidth, k_stride, k - p * kDepth));
           }
         }
         for (int64_t p = whole; p < p1; ++p) {
-          for (int64_t i = 0; i < kPanel; ++i) panel[p * kPanel + i] = to_accumulate(from[p * k_stride + i]);
+          for (int64_t i = 0; i < kPanel; ++i) panel[p * kPanel + i] = element(p, i);
         }
       } else {
         const int64_t count = items - first < kPanel ? items - first : kPanel;
         for (int64_t p = p0; p < p1; ++p) {
-          for (int64_t i = 0; i < count; ++i) panel[p * kPanel + i] = to_accumulate(from[p * k_stride + i]);
-          for (int64_t i = count; i < kPanel; ++i) panel[p * kPanel + i] = S{};
+          for (int64_t i = 0; i < count; ++i) panel[p * kPanel + i] = element(p, i);
+          for (int64_t i = count; i < kPanel; ++i) panel[p * kPanel + i] = {};
         }
       }
     }
@@ -183,18 +233,18 @@ void pack_copied(const T* source, int64_t k_stride, int64_t items, int64_t k, ac
 
 template <int kPanel, typename T>
 void pack_strided(const T* source, int64_t item_stride, int64_t k_stride, int64_t items, int64_t k,
-                  accumulate_t<T>* target) {
+                  panel_t<T>* target) {
   for (int64_t first = 0; first < items; first += kPanel) {
-    for (int64_t p = 0; p < k; ++p) {
+    for (int64_t p = 0; p < k; p += Panel<T>::kDepth) {
       for (int64_t i = first; i < first + kPanel; ++i) {
-        *target++ = i < items ? to_accumulate(source[i * item_stride + p * k_stride]) : accumulate_t<T>{};
+        *target++ = i < items ? panel_element(source + i * item_stride + p * k_stride, k_stride, k - p) : panel_t<T>{};
       }
     }
   }
 }
 
 template <int kPanel, typename T>
-void pack(const T* source, int64_t item_stride, int64_t k_stride, int64_t items, int64_t k, accumulate_t<T>* target) {
+void pack(const T* source, int64_t item_stride, int64_t k_stride, int64_t items, int64_t k, panel_t<T>* target) {
   if (k_stride == 1) {
     pack_transposed<kPanel>(source, item_stride, items, k, target);
   } else if (item_stride == 1) {

@@ -183,6 +183,45 @@ PYMOE_INLINE void store_row(T* target, const accumulate_t<T>* row, int64_t size)
                  [&](int64_t first, int count) { store_count(target + first, load_count(row + first, count), count); });
 }
 
+// store_row past the caches, which then need not read the lines first; follow it with stream_fence. Lines that are
+// not whole vectors at their own alignment are stored as ever.
+template <typename T>
+PYMOE_INLINE void stream_row(T* target, const accumulate_t<T>* row, int64_t size) {
+#if PYMOE_ISA_LEVEL >= 3
+  constexpr int kBytes = kStep<T> * static_cast<int>(sizeof(T));
+  const auto misaligned = static_cast<int64_t>(reinterpret_cast<uintptr_t>(target) % kBytes);
+  int64_t i = 0;
+  if (misaligned == 0) {
+    for (; i + kStep<T> <= size; i += kStep<T>) {
+      alignas(kBytes) T part[kStep<T>];
+      store(part, load(row + i));
+#if PYMOE_ISA_LEVEL == 4
+      if constexpr (kBytes == 64) {
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(target + i), _mm512_load_si512(part));
+      }
+#endif
+      if constexpr (kBytes == 32) {
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(target + i),
+                            _mm256_load_si256(reinterpret_cast<const __m256i*>(part)));
+      }
+      if constexpr (kBytes == 16) {
+        _mm_stream_si128(reinterpret_cast<__m128i*>(target + i),
+                         _mm_load_si128(reinterpret_cast<const __m128i*>(part)));
+      }
+    }
+  }
+  store_row(target + i, row + i, size - i);
+#else
+  store_row(target, row, size);
+#endif
+}
+
+PYMOE_INLINE void stream_fence() {
+#if PYMOE_ISA_LEVEL >= 3
+  _mm_sfence();
+#endif
+}
+
 // --- lane-wise arithmetic ---
 
 // Maximum of two lanes where neither is NaN; where one is, either may come out.
