@@ -62,7 +62,8 @@
 #else
 #pragma GCC push_options
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false, from gcc 12's own AVX-512 headers
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // these two false, from gcc 12's own AVX-512 headers
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC target( \
     "avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt,avx512f,avx512bw,avx512cd,avx512dq,avx512vl,prefer-vector-width=512")
 #endif
@@ -89,7 +90,8 @@
 #else
 #pragma GCC push_options
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false, from gcc 12's own AVX-512 headers
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // these two false, from gcc 12's own AVX-512 headers
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC target( \
     "avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt,avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512bf16,avx512vnni,prefer-vector-width=512")
 #endif
