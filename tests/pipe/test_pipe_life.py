@@ -224,7 +224,7 @@ PIPE_AT_EXIT = """
     if {busy}:
         threading.Thread(target=on_and_on, daemon=True).start()
         time.sleep(0.05)
-    print("ended")
+    print("ended", flush=True)  # a thread that aborts may do so before the interpreter flushes
 """
 
 
