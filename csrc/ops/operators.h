@@ -26,6 +26,11 @@ namespace grouped_linear_op {
 Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offsets, const std::optional<Tensor>& bias);
 }
 
+namespace quantized_linear_op {
+Tensor quantized_linear(const Tensor& x, const Tensor& packed, const Tensor& offsets, const std::optional<Tensor>& bias,
+                        int64_t bits, int64_t output_features);
+}
+
 namespace expert_activation_op {
 Tensor expert_activation(const Tensor& h, int64_t kind);
 }

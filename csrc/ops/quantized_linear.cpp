@@ -8,12 +8,15 @@
 #include "kernels/quantized_weight.h"
 #include "ops/allocate.h"
 #include "ops/check.h"
+#include "ops/operators.h"
 #include "ops/twins.h"
 
 namespace pymoe::ops::quantized_linear_op {
 namespace {
 
 constexpr const char* kName = "quantized_linear";
+
+}  // namespace
 
 Tensor quantized_linear(const Tensor& x, const Tensor& packed, const Tensor& offsets, const std::optional<Tensor>& bias,
                         int64_t bits, int64_t output_features) {
@@ -35,6 +38,8 @@ Tensor quantized_linear(const Tensor& x, const Tensor& packed, const Tensor& off
                          y.mutable_data_ptr(), rows, inputs, output_features, experts, bits, dtype, workspace.data()});
   return y;
 }
+
+namespace {
 
 PYMOE_OPERATOR_OF_THE_CPU("quantized_linear", quantized_linear,
                           "(Tensor x, Tensor packed, Tensor offsets, Tensor? bias, int bits, int output_features) "

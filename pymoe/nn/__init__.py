@@ -8,16 +8,22 @@ from pymoe.nn.expert_bias import update_expert_biases
 from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.losses import inject_loss, set_aux_loss_scale
 from pymoe.nn.moe import MoE, Stats
+from pymoe.nn.quantize import Quantized, quantize_experts
+from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
 from pymoe.nn.router import Router
 
 __all__ = [
     "Experts",
     "MoE",
+    "Quantized",
+    "QuantizedExperts",
+    "QuantizedLinear",
     "Router",
     "SharedExperts",
     "Stats",
     "apply_experts",
     "inject_loss",
+    "quantize_experts",
     "set_aux_loss_scale",
     "update_expert_biases",
 ]

@@ -8,24 +8,31 @@ import torch
 from torch import Tensor
 
 from pymoe import ops
+from pymoe.nn.apply_experts_checks import (
+    NAME,
+    check_biases,
+    check_choice,
+    check_inner,
+    check_options,
+    check_quantized_networks,
+)
+from pymoe.nn.apply_quantized_experts import apply_quantized_experts
 from pymoe.ops import index_checks
 from pymoe.ops.function_calls import is_recorded
 from pymoe.reference import checks
 from pymoe.reference.autocast import cast_operands
 from pymoe.reference.build_routing import ROW_LIMIT
-from pymoe.reference.expert_activation import GATED, KINDS
+from pymoe.reference.expert_activation import KINDS
 from pymoe.reference.scores import accumulate_dtype
-from pymoe.reference.types import ActivationKind
-
-_NAME = "apply_experts"
+from pymoe.reference.types import ActivationKind, QuantizedWeight
 
 
 def apply_experts(
     x: Tensor,
     experts: Tensor,
     weights: Tensor,
-    w_in: Tensor,
-    w_out: Tensor,
+    w_in: Tensor | QuantizedWeight,
+    w_out: Tensor | QuantizedWeight,
     *,
     b_in: Tensor | None = None,
     b_out: Tensor | None = None,
@@ -47,7 +54,9 @@ def apply_experts(
         experts: (T, K) int32 or int64, values in 0..E-1, with T * K < 2^31; a router's choice.
         weights: (T, K), any floating dtype; float64 for float64 ``x`` only.
         w_in: (E, N, H), the dtype of ``x``, with N = 2F (gate above up) for ``"swiglu"``, else N = F. Any strides: a
-            transposed view of an (E, H, N) parameter is read in place.
+            transposed view of an (E, H, N) parameter is read in place. Or such weights in 8 or 4 bits, from
+            :func:`pymoe.ops.quantize_weight`, for inference: then ``w_out`` too, the products are those of
+            :func:`pymoe.ops.quantized_linear`, and neither ``x`` nor a bias may require a gradient.
         w_out: (E, O, F), the dtype of ``x``, any strides. O is mostly H.
         b_in: (E, N), the dtype of ``x``, or None.
         b_out: (E, O), the dtype of ``x``, or None.
@@ -67,6 +76,23 @@ def apply_experts(
         ValueError: a rank, size, device or ``capacity`` does not fit.
         IndexError: an expert index lies outside 0..E-1 (is negative, with ``foreign_experts``).
     """
+    if isinstance(w_in, tuple) or isinstance(w_out, tuple):
+        x, b_in, b_out = cast_operands(x, b_in, b_out)  # type: ignore[assignment]
+        check_options(activation, capacity, foreign_experts)
+        check_choice(x, experts, weights)
+        check_quantized_networks(x, w_in, w_out, b_in, b_out, activation)  # type: ignore[arg-type]
+        return apply_quantized_experts(
+            x,
+            experts,
+            weights,
+            w_in,  # type: ignore[arg-type]  # the check above saw both
+            w_out,  # type: ignore[arg-type]
+            b_in,
+            b_out,
+            activation,
+            capacity,
+            foreign_experts,
+        )
     x, w_in, b_in, w_out, b_out = cast_operands(x, w_in, b_in, w_out, b_out)  # type: ignore[assignment]
     _check(x, experts, weights, w_in, w_out, b_in, b_out, activation, capacity, foreign_experts)
     if not callable(activation) and not is_recorded(x, weights, w_in, w_out, b_in, b_out):
@@ -90,7 +116,7 @@ def apply_experts_fused(
     foreign_experts: bool = False,
 ) -> Tensor:
     """Return what :func:`apply_experts` returns, for arguments that fit and are not recorded, outside of autocast."""
-    index_checks.experts_in_range(_NAME, experts, w_in.shape[0], foreign_experts)
+    index_checks.experts_in_range(NAME, experts, w_in.shape[0], foreign_experts)
     if capacity is not None:
         capacity = min(capacity, ROW_LIMIT)
     weights = weights.to(accumulate_dtype(x.dtype)).contiguous()
@@ -127,47 +153,16 @@ def _check(
     capacity: object,
     foreign_experts: object,
 ) -> None:
-    checks.floating(_NAME, "x", x)
-    checks.rank(_NAME, "x", x, "(T, H)")
-    tokens, hidden = x.shape
-
-    checks.dtype(_NAME, "experts", experts, torch.int32, torch.int64)
-    checks.rank(_NAME, "experts", experts, "(T, K)")
-    checks.size(_NAME, "experts", experts, 0, tokens, "T of x")
-    checks.same_device(_NAME, "experts", experts, "x", x)
-    checks.floating(_NAME, "weights", weights)
-    if weights.dtype == torch.float64 != x.dtype:
-        raise TypeError(f"{_NAME}: weights must not have dtype float64 for x of {x.dtype}, whose sums are float32")
-    if weights.shape != experts.shape:
-        raise ValueError(
-            f"{_NAME}: weights must have the shape of experts ({tuple(experts.shape)}), got {tuple(weights.shape)}"
-        )
-    checks.same_device(_NAME, "weights", weights, "x", x)
-
+    check_choice(x, experts, weights)
     for argument, weight in (("w_in", w_in), ("w_out", w_out)):
-        checks.dtype(_NAME, argument, weight, x.dtype)
-        checks.rank(_NAME, argument, weight, "(E, N, H)" if argument == "w_in" else "(E, O, F)")
-        checks.same_device(_NAME, argument, weight, "x", x)
+        checks.dtype(NAME, argument, weight, x.dtype)
+        checks.rank(NAME, argument, weight, "(E, N, H)" if argument == "w_in" else "(E, O, F)")
+        checks.same_device(NAME, argument, weight, "x", x)
     number, inner = w_in.shape[:2]
-    checks.size(_NAME, "w_in", w_in, 2, hidden, "H of x")
-    checks.size(_NAME, "w_out", w_out, 0, number, "E of w_in")
+    checks.size(NAME, "w_in", w_in, 2, x.shape[1], "H of x")
+    checks.size(NAME, "w_out", w_out, 0, number, "E of w_in")
     if number == 0:
-        raise ValueError(f"{_NAME}: w_in must have shape (E, N, H) with E >= 1, got {tuple(w_in.shape)}")
-    for argument, bias, expected in (("b_in", b_in, (number, inner)), ("b_out", b_out, (number, w_out.shape[1]))):
-        if bias is not None:
-            checks.dtype(_NAME, argument, bias, x.dtype)
-            checks.same_device(_NAME, argument, bias, "x", x)
-            if bias.shape != expected:
-                raise ValueError(f"{_NAME}: {argument} must have shape {expected}, got {tuple(bias.shape)}")
-
-    if not callable(activation):
-        checks.choice(_NAME, "activation", activation, KINDS)
-        if inner != w_out.shape[2] * (2 if activation in GATED else 1):
-            rule = "2F" if activation in GATED else "F"
-            raise ValueError(
-                f"{_NAME}: w_in must have shape (E, {rule}, H) with the F of w_out ({w_out.shape[2]}) for "
-                f"{activation!r}, got {tuple(w_in.shape)}"
-            )
-    if capacity is not None:
-        checks.integer(_NAME, "capacity", capacity, 0, None, "None or at least 0")
-    checks.flag(_NAME, "foreign_experts", foreign_experts)
+        raise ValueError(f"{NAME}: w_in must have shape (E, N, H) with E >= 1, got {tuple(w_in.shape)}")
+    check_biases(x, b_in, (number, inner), b_out, (number, w_out.shape[1]))
+    check_options(activation, capacity, foreign_experts)
+    check_inner(activation, tuple(w_in.shape), w_out.shape[2])

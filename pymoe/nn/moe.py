@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 from pymoe._torch_private import FakeTensor
 from pymoe.nn.apply_experts import apply_experts_fused
+from pymoe.nn.apply_quantized_experts import apply_quantized_experts
 from pymoe.nn.expert_bias import update_expert_biases
 from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.nn.options import MIN_STEPS_TO_WARN, Backend, check_number, operators, warn_once
 from pymoe.nn.plain_calls import is_called_plainly
+from pymoe.nn.quantized_experts import QuantizedExperts
 from pymoe.nn.record import LastCall
 from pymoe.nn.router import Router
 from pymoe.ops.function_calls import is_recorded
@@ -282,11 +284,18 @@ class MoE(nn.Module):
         return max(1, math.ceil(slots))
 
     def _apply_experts(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, capacity: int | None) -> Tensor:
-        experts = self.experts
+        experts: Any = self.experts
+        if self.backend == "native" and is_called_plainly(experts, QuantizedExperts):
+            arguments: tuple[Any, ...] = (
+                *(experts.w_in.weight, experts.w_out.weight),
+                *(_in_dtype_of(x_TH, experts.b_in), _in_dtype_of(x_TH, experts.b_out)),
+                *(experts.activation, capacity),
+            )
+            return apply_quantized_experts(x_TH, experts_TK, weights_TK, *arguments)
         if self.backend == "native" and is_called_plainly(experts, Experts):
             parameters = (experts.w_in, experts.w_out, experts.b_in, experts.b_out)
             if not is_recorded(x_TH, weights_TK, *parameters):
-                arguments: tuple[Any, ...] = (*cast_operands(*parameters), experts.activation, capacity)
+                arguments = (*cast_operands(*parameters), experts.activation, capacity)
                 return apply_experts_fused(x_TH, experts_TK, weights_TK, *arguments)
         ops = operators(self.backend)
         routing = ops.build_routing(experts_TK, self.num_experts, capacity=capacity)
@@ -305,7 +314,8 @@ class MoE(nn.Module):
         checks.floating("MoE", "x", x)
         if x.dim() < 1 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"MoE: x must have shape (..., H) with H = {self.hidden_size}, got {tuple(x.shape)}")
-        weight = self.experts.w_in
+        # Quantised weights are integers, and serve rows of every dtype.
+        weight = self.router.weight if isinstance(self.experts, QuantizedExperts) else self.experts.w_in
         checks.same_device("MoE", "x", x, "the parameters", weight)
         if x.dtype != weight.dtype and not autocast_enabled(x.device.type):
             raise TypeError(f"MoE: x must have the dtype of the parameters ({weight.dtype}), got {x.dtype}")
@@ -313,3 +323,7 @@ class MoE(nn.Module):
             raise TypeError(
                 f"MoE: x must not be float64 where the parameters are {weight.dtype}: autocast leaves float64 as it is"
             )
+
+
+def _in_dtype_of(x: Tensor, bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.to(x.dtype)

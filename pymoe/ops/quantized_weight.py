@@ -27,4 +27,4 @@ quantize_weight.__doc__ = reference.__doc__
 @torch.library.register_fake("pymoe::quantize_weight")
 def _(weight: Tensor, bits: int) -> Tensor:
     experts, outputs, inputs = weight.shape
-    return weight.new_empty(packed_shape(QuantizedWeight(weight, bits, outputs, inputs), experts), dtype=torch.uint8)
+    return weight.new_empty(packed_shape(bits, outputs, inputs, experts), dtype=torch.uint8)

@@ -24,7 +24,7 @@ def check(x: Tensor, weight: QuantizedWeight, offsets: Tensor, bias: Tensor | No
     name = "quantized_linear"
     checks.dtype(name, "x", x, *FLOATING)
     checks.rank(name, "x", x, "(S, H)")
-    check_quantized(name, weight)
+    check_quantized(name, "weight", weight)
     packed, _, outputs, inputs = weight
     checks.size(name, "x", x, 1, inputs, "weight.input_features")
     checks.same_device(name, "weight.packed", packed, "x", x)

@@ -48,10 +48,9 @@ def bytes_of_tile(bits: int, input_features: int) -> int:
     return TILE * (4 + inputs) if bits == 8 else TILE * (inputs // GROUP * 4 + inputs // 2)
 
 
-def packed_shape(weight: QuantizedWeight, experts: int) -> tuple[int, int, int]:
-    """Return the shape that ``weight.packed`` has for this many experts."""
-    tiles = up(weight.output_features, TILE) // TILE
-    return experts, tiles, bytes_of_tile(weight.bits, weight.input_features)
+def packed_shape(bits: int, output_features: int, input_features: int, experts: int) -> tuple[int, int, int]:
+    """Return the shape of a packed weight."""
+    return experts, up(output_features, TILE) // TILE, bytes_of_tile(bits, input_features)
 
 
 def check(weight: Tensor, bits: int) -> None:
@@ -68,19 +67,19 @@ def check_bits(operator: str, argument: str, bits: object) -> None:
         raise ValueError(f"{operator}: {argument} must be 8 or 4, got {bits}")
 
 
-def check_quantized(operator: str, weight: QuantizedWeight) -> None:
+def check_quantized(operator: str, argument: str, weight: QuantizedWeight) -> None:
     """Raise unless ``weight`` is a :class:`QuantizedWeight` whose parts fit each other."""
     if not (isinstance(weight, tuple) and len(weight) == 4):
-        raise TypeError(f"{operator}: weight must be a QuantizedWeight, got {type(weight).__name__}")
+        raise TypeError(f"{operator}: {argument} must be a QuantizedWeight, got {type(weight).__name__}")
     packed, bits, output_features, input_features = weight
-    check_bits(operator, "weight.bits", bits)
-    checks.integer(operator, "weight.output_features", output_features, 0, None, "at least 0")
-    checks.integer(operator, "weight.input_features", input_features, 0, None, "at least 0")
-    checks.dtype(operator, "weight.packed", packed, torch.uint8)
-    checks.rank(operator, "weight.packed", packed, "(E, tiles, bytes)")
-    _, tiles, size = packed_shape(QuantizedWeight(*weight), 0)
-    checks.size(operator, "weight.packed", packed, 1, tiles, "tiles of weight.output_features")
-    checks.size(operator, "weight.packed", packed, 2, size, "bytes of weight.input_features")
+    check_bits(operator, f"{argument}.bits", bits)
+    checks.integer(operator, f"{argument}.output_features", output_features, 0, None, "at least 0")
+    checks.integer(operator, f"{argument}.input_features", input_features, 0, None, "at least 0")
+    checks.dtype(operator, f"{argument}.packed", packed, torch.uint8)
+    checks.rank(operator, f"{argument}.packed", packed, "(E, tiles, bytes)")
+    _, tiles, size = packed_shape(bits, output_features, input_features, 0)
+    checks.size(operator, f"{argument}.packed", packed, 1, tiles, f"tiles of {argument}.output_features")
+    checks.size(operator, f"{argument}.packed", packed, 2, size, f"bytes of {argument}.input_features")
 
 
 def check_values(weight: Tensor) -> None:
@@ -140,7 +139,7 @@ def dequantize_weight(weight: QuantizedWeight) -> Tensor:
         TypeError: ``weight`` is not a :class:`QuantizedWeight`, or its bytes are not uint8.
         ValueError: its parts do not fit each other.
     """
-    check_quantized("dequantize_weight", weight)
+    check_quantized("dequantize_weight", "weight", weight)
     codes, scale, minimum = unpack(QuantizedWeight(*weight))
     inputs = codes.shape[2]
     wide = scale.repeat_interleave(GROUP if minimum is not None else max(inputs, 1), dim=2)[:, :, :inputs] * codes

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from pymoe import reference
 from pymoe.bench.operators import uniform
 from pymoe.reference.expert_activation import GATED, KINDS
 from specs import RawCall, routings
@@ -24,3 +25,12 @@ def raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
     one = (x[:1], experts[:1], weights[:1], w_in, None, w_out, None, number)
     yield RawCall("capacity", "apply_experts", (*one, 1, False))
     yield RawCall("foreign", "apply_experts", (one[0], one[1].long() + 2, *one[2:], None, True))
+    for bits in (8, 4):
+        w_in, w_out = (
+            reference.quantize_weight(uniform(*shape, dtype=torch.float32, generator=generator), bits).packed
+            for shape in ((4, 6, 5), (4, 5, 3))
+        )
+        quantized = (uniform(6, 5, dtype=torch.float32, generator=generator), experts, weights, w_in, None, w_out, None)
+        layout = [bits, 6, bits, 5]
+        yield RawCall(f"int{bits}", "apply_quantized_experts", (*quantized, layout, 0, None, False))
+        yield RawCall(f"int{bits}_capacity", "apply_quantized_experts", (*quantized, layout, 0, 2, False))

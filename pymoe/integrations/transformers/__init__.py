@@ -11,6 +11,7 @@ its router and its state dict; forward, backward, ``generate`` and ``torch.compi
 :mod:`pymoe.ops`. Importing this raises :class:`ImportError` where transformers is missing or older.
 """
 
+from pymoe.integrations.transformers import quantized
 from pymoe.integrations.transformers.checkpoints import from_transformers, to_transformers
 from pymoe.integrations.transformers.experts import experts_forward
 from pymoe.integrations.transformers.interface import register
@@ -19,3 +20,4 @@ from pymoe.integrations.transformers.switch import disable, enable
 __all__ = ["disable", "enable", "experts_forward", "from_transformers", "to_transformers"]
 
 register(experts_forward)
+quantized.register()

@@ -15,7 +15,8 @@ from torch import Tensor
 from pymoe import ops
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import Activation, activation_of
-from pymoe.nn import apply_experts
+from pymoe.integrations.transformers.quantized import run_quantized_experts
+from pymoe.nn import QuantizedLinear, apply_experts
 from pymoe.reference import checks
 from pymoe.reference.autocast import autocast_enabled, cast_operands
 
@@ -43,6 +44,14 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     flags = interface.flags(experts)
     name = "gate_up_proj" if flags.gated else "up_proj"
     w_in, w_out = getattr(experts, name), experts.down_proj
+    if isinstance(w_in, QuantizedLinear):
+        return run_quantized_experts(
+            *(hidden_states, top_k_index, top_k_weights, w_in, w_out, activation_of(experts)),
+            b_in=getattr(experts, f"{name}_bias") if flags.biased else None,
+            b_out=experts.down_proj_bias if flags.biased else None,
+            post_norm=experts.post_expert_norm if flags.normed else None,
+            foreign_experts=flags.expert_parallel,
+        )
     checks.floating(f"experts_implementation='pymoe' ({type(experts).__name__})", name, w_in)
     if flags.transposed:
         w_in, w_out = w_in.transpose(1, 2), w_out.transpose(1, 2)

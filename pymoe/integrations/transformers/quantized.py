@@ -1,0 +1,95 @@
+"""Experts of transformers with weights in 8 or 4 bits: what :func:`pymoe.nn.quantize_experts` makes of a model.
+
+The experts module stays; a :class:`pymoe.nn.QuantizedLinear` takes the place of each of its stacked weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pymoe import ops
+from pymoe.integrations.transformers import interface
+from pymoe.integrations.transformers.activations import Activation
+from pymoe.nn import QuantizedLinear, apply_experts
+from pymoe.nn.quantize import handlers
+from pymoe.reference.autocast import cast_operands
+
+
+def register() -> None:
+    """Make :func:`pymoe.nn.quantize_experts` find the experts of transformers. Doing so again changes nothing."""
+    if stacked_weights not in handlers:
+        handlers.append(stacked_weights)
+
+
+def stacked_weights(module: nn.Module) -> dict[str, Tensor] | None:
+    """Return the weights of an experts module as (E, out, in), by the names of their parameters.
+
+    None for modules that are not behind transformers' experts interface, and for those that are quantised already.
+
+    Raises:
+        ValueError: the module runs another implementation than pymoe's, which could not read quantised weights.
+    """
+    if not interface.is_behind(module):
+        return None
+    flags = interface.flags(module)
+    names = ("gate_up_proj" if flags.gated else "up_proj", "down_proj")
+    weights = {name: module._parameters.get(name) for name in names}
+    if not all(weight is not None and weight.is_floating_point() and weight.dim() == 3 for weight in weights.values()):
+        return None
+    if interface.implementation(module) != interface.NAME:
+        raise ValueError(
+            f"quantize_experts: model must run with experts_implementation='pymoe', got "
+            f"{interface.implementation(module)!r}; call model.set_experts_implementation('pymoe') first"
+        )
+    return {
+        name: weight.transpose(1, 2) if flags.transposed else weight
+        for name, weight in weights.items()
+        if weight is not None
+    }
+
+
+def run_quantized_experts(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    w_in: QuantizedLinear,
+    w_out: QuantizedLinear,
+    activation: Activation,
+    *,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    post_norm: Callable[[Tensor], Tensor] | None,
+    foreign_experts: bool,
+) -> Tensor:
+    """Run :func:`pymoe.nn.apply_experts` with quantised weights; the arguments are those of ``run_experts``.
+
+    Rows keep their dtype, or take that of autocast; float64 becomes float32.
+    """
+    operand: Any
+    (operand,) = cast_operands(x.float() if x.dtype == torch.float64 else x)
+    b_in, b_out = (None if bias is None else bias.to(operand.dtype) for bias in (b_in, b_out))
+    if not isinstance(activation, str):
+        activation = _followed_by_cast(activation, operand.dtype)
+    if post_norm is None:
+        y = apply_experts(
+            *(operand, index, weights, w_in.weight, w_out.weight),
+            b_in=b_in,
+            b_out=b_out,
+            activation=activation,
+            foreign_experts=foreign_experts,
+        )
+    else:
+        routing = ops.build_routing(index, w_in.num_experts, foreign_experts=foreign_experts)
+        rows = ops.quantized_linear(ops.dispatch(operand, routing), w_in.weight, routing.offsets, b_in)
+        rows = ops.expert_activation(rows, activation) if isinstance(activation, str) else activation(rows)
+        rows = ops.quantized_linear(rows, w_out.weight, routing.offsets, b_out)
+        y = ops.combine(post_norm(rows), routing, weights)
+    return y.to(x.dtype)
+
+
+def _followed_by_cast(activation: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda rows: activation(rows).to(dtype)

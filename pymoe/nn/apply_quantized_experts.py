@@ -1,0 +1,70 @@
+"""Expert networks with quantised weights over tokens, in one native call where the activation is one of pymoe's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pymoe import ops
+from pymoe.nn.apply_experts_checks import NAME
+from pymoe.ops import index_checks
+from pymoe.ops.function_calls import is_recorded
+from pymoe.reference.build_routing import ROW_LIMIT
+from pymoe.reference.expert_activation import KINDS
+from pymoe.reference.scores import accumulate_dtype
+from pymoe.reference.types import ActivationKind, QuantizedWeight
+
+
+def apply_quantized_experts(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    w_in: QuantizedWeight,
+    w_out: QuantizedWeight,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    activation: ActivationKind | Callable[[Tensor], Tensor],
+    capacity: int | None,
+    foreign_experts: bool = False,
+) -> Tensor:
+    """Return what :func:`apply_experts` returns, for quantised weights and arguments that fit.
+
+    Differentiable in ``weights`` alone: ``x`` and the biases must not require a gradient while gradients are recorded.
+    """
+    if callable(activation) or is_recorded(x, weights, b_in, b_out):
+        number = w_in[0].shape[0]
+        routing = ops.build_routing(experts, number, capacity=capacity, foreign_experts=foreign_experts)
+        rows = ops.quantized_linear(ops.dispatch(x, routing), w_in, routing.offsets, b_in)
+        rows = activation(rows) if callable(activation) else ops.expert_activation(rows, activation)
+        return ops.combine(ops.quantized_linear(rows, w_out, routing.offsets, b_out), routing, weights)
+    index_checks.experts_in_range(NAME, experts, w_in[0].shape[0], foreign_experts)
+    return torch.ops.pymoe.apply_quantized_experts(  # type: ignore[no-any-return]
+        x.contiguous(),
+        experts.contiguous(),
+        weights.to(accumulate_dtype(x.dtype)).contiguous(),
+        w_in[0].contiguous(),
+        None if b_in is None else b_in.contiguous(),
+        w_out[0].contiguous(),
+        None if b_out is None else b_out.contiguous(),
+        [w_in[1], w_in[2], w_out[1], w_out[2]],
+        KINDS.index(activation),
+        None if capacity is None else min(capacity, ROW_LIMIT),
+        foreign_experts,
+    )
+
+
+@torch.library.register_fake("pymoe::apply_quantized_experts")
+def _(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    w_in: Tensor,
+    b_in: Tensor | None,
+    w_out: Tensor,
+    b_out: Tensor | None,
+    layout: list[int],
+    *_: object,
+) -> Tensor:
+    return x.new_empty((x.shape[0], layout[3]))

@@ -1,0 +1,220 @@
+"""Experts with weights in 8 or 4 bits, for inference."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from pymoe.nn.experts import Experts
+from pymoe.nn.options import Backend, check_backend, check_size, operators
+from pymoe.reference import checks
+from pymoe.reference.expert_activation import GATED, KINDS
+from pymoe.reference.quantized_weight import check_bits, packed_shape
+from pymoe.reference.types import ActivationKind, QuantizedWeight
+
+
+class QuantizedLinear(nn.Module):
+    """E linear layers with weights in 8 or 4 bits over rows that are sorted by expert; see
+    :func:`pymoe.ops.quantized_linear`.
+
+    The bytes are a buffer of integers, which ``module.to(dtype)`` leaves as they are; scales and minima are among them.
+    A fresh layer computes zeros: its bytes come from :meth:`from_weight` or from a state dict.
+
+    Args:
+        input_features: H.
+        output_features: N.
+        num_experts: E.
+        bits: 8 or 4.
+        backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
+        device: of the bytes.
+
+    Attributes:
+        packed: (E, ceil(N / 64), bytes) uint8.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: an argument is out of range.
+    """
+
+    packed: Tensor
+
+    def __init__(
+        self,
+        input_features: int,
+        output_features: int,
+        num_experts: int,
+        *,
+        bits: int = 8,
+        backend: Backend = "native",
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        super().__init__()
+        check_size("QuantizedLinear", "input_features", input_features)
+        check_size("QuantizedLinear", "output_features", output_features)
+        check_size("QuantizedLinear", "num_experts", num_experts)
+        check_bits("QuantizedLinear", "bits", bits)
+        check_backend("QuantizedLinear", backend)
+        self.input_features = input_features
+        self.output_features = output_features
+        self.num_experts = num_experts
+        self.bits = bits
+        self.backend = backend
+        shape = packed_shape(bits, output_features, input_features, num_experts)
+        self.register_buffer("packed", torch.zeros(shape, dtype=torch.uint8, device=device))
+
+    @classmethod
+    def from_weight(cls, weight: Tensor, bits: int, backend: Backend = "native") -> QuantizedLinear:
+        """Return a layer with ``weight``, (E, N, H) of any floating dtype and strides, rounded to ``bits``."""
+        quantized = operators(backend).quantize_weight(weight, bits)
+        experts, outputs, inputs = weight.shape
+        layer = cls(inputs, outputs, experts, bits=bits, backend=backend, device="meta")
+        layer.packed = quantized.packed
+        return layer
+
+    @property
+    def weight(self) -> QuantizedWeight:
+        """The weights, as :mod:`pymoe.ops` takes them."""
+        return QuantizedWeight(self.packed, self.bits, self.output_features, self.input_features)
+
+    def forward(self, rows_SH: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Apply to every row the linear layer of its expert.
+
+        Args:
+            rows_SH: (S, H) float32, bfloat16 or float16, from :func:`pymoe.ops.dispatch`.
+            offsets: (E + 1,) int32: rows ``offsets[e]`` to ``offsets[e + 1]`` belong to expert e.
+            bias: (E, N) of any floating dtype, or None.
+
+        Returns:
+            (S, N), the dtype of ``rows_SH`` (the autocast dtype inside ``torch.autocast``).
+        """
+        if bias is not None:
+            bias = bias.to(rows_SH.dtype)
+        rows: Tensor = operators(self.backend).quantized_linear(rows_SH, self.weight, offsets, bias)
+        return rows
+
+    def __getitem__(self, expert: object) -> NoReturn:
+        """Refuse: there is no tensor of one expert's weights in here."""
+        raise TypeError(
+            "QuantizedLinear: its weights are packed and cannot be indexed; a model of transformers runs them with "
+            "experts_implementation='pymoe' alone"
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"input_features={self.input_features}, output_features={self.output_features}, "
+            f"num_experts={self.num_experts}, bits={self.bits}"
+        )
+
+
+class QuantizedExperts(nn.Module):
+    """E feed-forward networks with weights in 8 or 4 bits over rows that are sorted by expert, for inference.
+
+    It takes the place of :class:`Experts`, also inside :class:`MoE`; :func:`quantize_experts` makes it of one. There
+    are no parameters and no backward: rows that require a gradient are refused while gradients are recorded.
+
+    Args:
+        hidden_size: H.
+        ffn_size: F.
+        num_experts: E.
+        bits: 8 or 4.
+        activation: ``"swiglu"``, ``"gelu"`` or ``"relu"``.
+        bias: add ``b_in`` and ``b_out``.
+        backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
+        device: of the buffers.
+        dtype: of the biases.
+
+    ``state_dict`` keys: ``w_in.packed``, ``w_out.packed`` (uint8), and ``b_in``, ``b_out`` if ``bias``.
+
+    Attributes:
+        w_in: :class:`QuantizedLinear` of (E, 2F, H) weights, gate above up, for ``"swiglu"``; else of (E, F, H).
+        w_out: :class:`QuantizedLinear` of (E, H, F) weights.
+        b_in: (E, 2F) or (E, F), or ``None``.
+        b_out: (E, H), or ``None``.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: an argument is out of range.
+    """
+
+    b_in: Tensor | None
+    b_out: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        num_experts: int,
+        *,
+        bits: int = 8,
+        activation: ActivationKind = "swiglu",
+        bias: bool = False,
+        backend: Backend = "native",
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_size("QuantizedExperts", "hidden_size", hidden_size)
+        check_size("QuantizedExperts", "ffn_size", ffn_size)
+        check_size("QuantizedExperts", "num_experts", num_experts)
+        check_bits("QuantizedExperts", "bits", bits)
+        checks.choice("QuantizedExperts", "activation", activation, KINDS)
+        checks.flag("QuantizedExperts", "bias", bias)
+        check_backend("QuantizedExperts", backend)
+        self.hidden_size = hidden_size
+        self.ffn_size = ffn_size
+        self.num_experts = num_experts
+        self.bits = bits
+        self.activation = activation
+        self.backend = backend
+        inner = 2 * ffn_size if activation in GATED else ffn_size
+        place: dict[str, Any] = {"bits": bits, "backend": backend, "device": device}
+        self.w_in = QuantizedLinear(hidden_size, inner, num_experts, **place)
+        self.w_out = QuantizedLinear(ffn_size, hidden_size, num_experts, **place)
+        for name, size in (("b_in", inner), ("b_out", hidden_size)):
+            self.register_buffer(name, torch.zeros(num_experts, size, device=device, dtype=dtype) if bias else None)
+
+    @classmethod
+    def from_experts(cls, experts: Experts, bits: int) -> QuantizedExperts:
+        """Return the networks of ``experts`` with their weights rounded to ``bits``."""
+        quantized = cls(
+            experts.hidden_size,
+            experts.ffn_size,
+            experts.num_experts,
+            bits=bits,
+            activation=experts.activation,
+            bias=experts.b_in is not None,
+            backend=experts.backend,
+            device="meta",
+        )
+        quantized.w_in = QuantizedLinear.from_weight(experts.w_in, bits, experts.backend)
+        quantized.w_out = QuantizedLinear.from_weight(experts.w_out, bits, experts.backend)
+        if experts.b_in is not None and experts.b_out is not None:
+            quantized.b_in, quantized.b_out = experts.b_in.detach(), experts.b_out.detach()
+        return quantized.train(experts.training)
+
+    def forward(self, rows_SH: Tensor, offsets: Tensor) -> Tensor:
+        """Apply to every row its expert.
+
+        Args:
+            rows_SH: (S, H) float32, bfloat16 or float16, from :func:`pymoe.ops.dispatch`.
+            offsets: (E + 1,) int32: rows ``offsets[e]`` to ``offsets[e + 1]`` belong to expert e.
+
+        Returns:
+            (S, H), the dtype of ``rows_SH`` (the autocast dtype inside ``torch.autocast``); zero past
+            ``offsets[-1]``.
+
+        Raises:
+            ValueError: ``rows_SH`` requires a gradient while gradients are recorded.
+        """
+        inner = self.w_in(rows_SH, offsets, self.b_in)
+        inner = operators(self.backend).expert_activation(inner, self.activation)
+        rows: Tensor = self.w_out(inner, offsets, self.b_out)
+        return rows
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden_size={self.hidden_size}, ffn_size={self.ffn_size}, num_experts={self.num_experts}, "
+            f"bits={self.bits}, activation={self.activation!r}, bias={self.b_in is not None}"
+        )

@@ -1,0 +1,73 @@
+"""quantize_experts on models of transformers: they compute with the rounded weights, generate, and come back."""
+
+import copy
+
+import pytest
+import tiny_models
+import torch
+from safetensors.torch import load_file, save_file
+
+import pymoe.integrations.transformers
+from pymoe.integrations.transformers.quantized import stacked_weights
+from pymoe.nn import QuantizedLinear, quantize_experts
+
+NAMES = ("gpt_oss", "mixtral", "nemotron_h", "qwen3_moe")
+"""With biases and (E, in, out) weights; usual ones; without a gate; with shared settings."""
+
+pytestmark = pytest.mark.only_on("cpu")
+
+
+def build(name):
+    model = tiny_models.build(name).eval()
+    model.set_experts_implementation("pymoe")
+    return model
+
+
+def logits(model):
+    ids = torch.randint(0, 128, (2, 9), generator=torch.Generator().manual_seed(0))
+    return model(input_ids=ids, use_cache=False).logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_computes_with_its_rounded_weights(name, bits):
+    model = build(name)
+    rounded = copy.deepcopy(model)
+    layers = 0
+    for module in rounded.modules():
+        for weight in (stacked_weights(module) or {}).values():
+            weight.copy_(pymoe.ops.dequantize_weight(pymoe.ops.quantize_weight(weight, bits)))
+            layers += 0.5
+    done = quantize_experts(model, bits)
+    assert done.layers == layers > 0
+    assert sum(isinstance(module, QuantizedLinear) for module in model.modules()) == 2 * done.layers
+    expected = logits(rounded)
+    assert float((logits(model) - expected).norm() / expected.norm()) < 1e-3
+
+
+@torch.no_grad()
+def test_a_quantised_model_generates_and_comes_back_from_its_state(tmp_path):
+    model = build("mixtral")
+    prompt = torch.tensor([[5, 7, 11]])
+    quantize_experts(model, 8)
+    tokens = model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    save_file({name: one.contiguous() for name, one in model.state_dict().items()}, tmp_path / "state")
+    other = build("mixtral")
+    quantize_experts(other, 8)
+    for parameter in other.parameters():
+        parameter.zero_()
+    other.load_state_dict(load_file(tmp_path / "state"))
+    assert torch.equal(other.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0), tokens)
+
+
+def test_another_implementation_is_refused_before_and_after():
+    model = build("mixtral")
+    model.set_experts_implementation("eager")
+    with pytest.raises(ValueError, match=r"got 'eager'; call model.set_experts_implementation\('pymoe'\) first"):
+        quantize_experts(model)
+    model.set_experts_implementation("pymoe")
+    quantize_experts(model)
+    model.set_experts_implementation("eager")
+    with pytest.raises(TypeError, match="experts_implementation='pymoe' alone"), torch.no_grad():
+        logits(model)

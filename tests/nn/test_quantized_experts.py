@@ -1,0 +1,254 @@
+"""QuantizedExperts and quantize_experts: a layer with quantised weights computes what those weights say."""
+
+import copy
+
+import pytest
+import torch
+from moe_layers import BACKENDS, make_layer
+from safetensors.torch import load_file, save_file
+from specs.comparison import assert_same_bits
+
+import pymoe
+from pymoe.nn import Experts, MoE, QuantizedExperts, QuantizedLinear, apply_experts, quantize_experts
+
+pytestmark = pytest.mark.only_on("cpu")
+BITS = pytest.mark.parametrize("bits", [8, 4])
+OPTIONS = {
+    "plain": {},
+    "gelu": {"activation": "gelu"},
+    "relu and bias": {"activation": "relu", "bias": True},
+    "bias and capacity": {"bias": True, "capacity_factor": 0.5},
+    "shared": {"num_shared_experts": 1},
+}
+
+
+def layer(backend="native", dtype=torch.float32, **options):
+    return make_layer(hidden_size=40, ffn_size=36, dtype=dtype, backend=backend, **options).eval()
+
+
+def with_rounded_weights(moe, bits):
+    """A copy whose experts have the weights that the quantised ones stand for."""
+    rounded = copy.deepcopy(moe)
+    with torch.no_grad():
+        for weight in (rounded.experts.w_in, rounded.experts.w_out):
+            weight.copy_(pymoe.ops.dequantize_weight(pymoe.ops.quantize_weight(weight, bits)))
+    return rounded
+
+
+def relative(got, wanted):
+    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+@torch.no_grad()
+@BITS
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_a_layer_computes_with_its_rounded_weights(options, backend, bits):
+    moe = layer(backend, **options)
+    expected = with_rounded_weights(moe, bits)
+    quantize_experts(moe, bits)
+    x = torch.randn(30, 40)
+    assert relative(moe(x), expected(x)) < 3e-4
+    assert_same_bits(moe.stats.load, expected.stats.load, "load")
+
+
+@torch.no_grad()
+@BITS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_native_call_returns_the_bits_of_six(dtype, bits):
+    moe = layer(dtype=dtype, bias=True)
+    quantize_experts(moe, bits)
+    x = torch.randn(30, 40).to(dtype)
+    expected = copy.deepcopy(moe)
+    expected.experts.register_forward_hook(lambda *_: None)  # an expert that somebody watches is called
+    assert_same_bits(moe(x), expected(x), "y")
+    reference = copy.deepcopy(moe)
+    for part in reference.modules():
+        if hasattr(part, "backend"):
+            part.backend = "reference"
+    assert relative(moe(x), reference(x)) < 1e-2
+
+
+@BITS
+def test_the_layer_is_for_inference(bits):
+    moe = layer()
+    quantize_experts(moe, bits)
+    x = torch.randn(3, 40)
+    y = moe(x)  # the router has gradients, the experts have none
+    assert_same_bits(y.detach(), moe.requires_grad_(False)(x), "y")
+    with pytest.raises(ValueError, match=r"quantized_linear: .* no backward, but x requires a gradient"):
+        moe(x.requires_grad_())
+
+
+@torch.no_grad()
+@BITS
+@pytest.mark.parametrize("bias", [False, True])
+def test_state_goes_through_safetensors_and_the_meta_device(bits, bias, tmp_path):
+    moe = layer(bias=bias)
+    quantize_experts(moe, bits)
+    state = moe.state_dict()
+    biases = {"experts.b_in", "experts.b_out"} if bias else set()
+    assert state.keys() == {"router.weight", "experts.w_in.packed", "experts.w_out.packed", *biases}
+    save_file(state, tmp_path / "state")
+    with torch.device("meta"):
+        other = MoE(40, 36, 8, 2, bias=bias).eval()
+    quantize_experts(other, bits)
+    assert other.experts.w_in.packed.is_meta
+    other.load_state_dict(load_file(tmp_path / "state"), assign=True)
+    x = torch.randn(30, 40)
+    assert_same_bits(other(x), moe(x), "y")
+
+
+@torch.no_grad()
+@BITS
+def test_a_built_layer_takes_the_state_of_a_quantised_one(bits):
+    experts = Experts(40, 36, 3, bias=True)
+    quantized = QuantizedExperts.from_experts(experts, bits)
+    built = QuantizedExperts(40, 36, 3, bits=bits, bias=True)
+    rows, offsets = torch.randn(9, 40), torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+    assert_same_bits(built(rows, offsets), torch.zeros(9, 40), "before")
+    built.load_state_dict(quantized.state_dict())
+    assert_same_bits(built(rows, offsets), quantized(rows, offsets), "after")
+    assert relative(quantized(rows, offsets), experts(rows, offsets)) < (0.02 if bits == 8 else 0.2)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        QuantizedExperts(40, 36, 3, bits=12 - bits, bias=True).load_state_dict(quantized.state_dict())
+
+
+@torch.no_grad()
+@BITS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_cast_leaves_the_packed_bytes_as_they_are(dtype, bits):
+    moe = layer(bias=True)
+    quantize_experts(moe, bits)
+    before = {name: one.clone() for name, one in moe.state_dict().items() if name.endswith("packed")}
+    moe.to(dtype)
+    for name, packed in before.items():
+        assert_same_bits(moe.state_dict()[name], packed, name)
+    assert moe(torch.randn(5, 40).to(dtype)).dtype == dtype
+    with pytest.raises(TypeError, match="x must have the dtype of the parameters"):
+        moe(torch.randn(5, 40).double())
+
+
+@torch.no_grad()
+@BITS
+def test_apply_experts_takes_quantised_weights(bits):
+    experts = Experts(40, 36, 6, bias=True)
+    w_in, w_out = (pymoe.ops.quantize_weight(weight, bits) for weight in (experts.w_in, experts.w_out))
+    x, chosen, weights = torch.randn(9, 40), torch.randint(0, 8, (9, 2)), torch.rand(9, 2)
+    options = {"b_in": experts.b_in, "b_out": experts.b_out, "foreign_experts": True}
+    y = apply_experts(x, chosen, weights, w_in, w_out, **options)
+    by_function = apply_experts(
+        *(x, chosen, weights, w_in, w_out),
+        activation=lambda rows: pymoe.ops.expert_activation(rows, "swiglu"),
+        **options,
+    )
+    assert_same_bits(y, by_function, "y")
+    plain = (pymoe.ops.dequantize_weight(weight) for weight in (w_in, w_out))
+    assert relative(y, apply_experts(x, chosen, weights, *plain, **options)) < 3e-4
+
+
+def test_apply_experts_differentiates_the_weights_of_the_choice_alone():
+    w_in, w_out = (pymoe.ops.quantize_weight(torch.randn(*shape), 8) for shape in ((3, 8, 6), (3, 6, 4)))
+    x, chosen = torch.randn(5, 6), torch.randint(0, 3, (5, 2))
+    weights = torch.rand(5, 2, requires_grad=True)
+    apply_experts(x, chosen, weights, w_in, w_out).sum().backward()
+    assert weights.grad is not None
+    with pytest.raises(ValueError, match="x requires a gradient"):
+        apply_experts(x.requires_grad_(), chosen, weights, w_in, w_out)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"w_out": torch.randn(3, 6, 4)}, TypeError, "w_out must be a QuantizedWeight, got Tensor"),
+        ({"w_in": torch.randn(3, 8, 6)}, TypeError, "w_in must be a QuantizedWeight, got Tensor"),
+        ({"x": torch.randn(5, 7)}, ValueError, r"x must have size 6 \(w_in.input_features\)"),
+        ({"x": torch.randn(5, 6).double()}, TypeError, "x must have dtype float32 or bfloat16 or float16"),
+        ({"activation": "gelu"}, ValueError, r"w_in must have shape \(E, F, H\) with the F of w_out"),
+        ({"b_in": torch.randn(3, 4)}, ValueError, r"b_in must have shape \(3, 8\), got \(3, 4\)"),
+        ({"experts": torch.full((5, 2), 3)}, IndexError, "experts must lie in"),
+        ({"capacity": -1}, ValueError, "capacity must be None or at least 0"),
+    ],
+)
+def test_apply_experts_refuses_what_does_not_fit(changes, error, match):
+    w_in, w_out = (pymoe.ops.quantize_weight(torch.randn(*shape), 8) for shape in ((3, 8, 6), (3, 6, 4)))
+    arguments = {"x": torch.randn(5, 6), "experts": torch.zeros(5, 2).long(), "weights": torch.rand(5, 2)}
+    with pytest.raises(error, match=match):
+        apply_experts(**{**arguments, "w_in": w_in, "w_out": w_out, **changes})
+
+
+@BITS
+def test_the_summary_counts_layers_and_bytes(bits):
+    model = torch.nn.Sequential(MoE(64, 128, 4, 2), torch.nn.Linear(64, 64), MoE(64, 128, 2, 1)).eval()
+    model.append(model[0])  # used twice, quantised once
+    done = quantize_experts(model, bits)
+    assert done.layers == 2
+    assert done.bytes_before == 4 * 6 * 3 * 64 * 128
+    assert done.ratio == pytest.approx({8: 3.9, 4: 6.4}[bits], rel=0.03)
+    assert model[3] is model[0]
+    assert all(isinstance(model[i].experts, QuantizedExperts) for i in (0, 2))
+    assert not any(name.startswith(("0.experts", "2.experts")) for name, _ in model.named_parameters())
+    with torch.no_grad():
+        assert model(torch.randn(3, 64)).shape == (3, 64)
+
+
+def test_experts_that_two_layers_share_stay_shared():
+    model = torch.nn.ModuleList([layer(), layer()])
+    model[1].experts = model[0].experts
+    assert quantize_experts(model).layers == 1
+    assert model[1].experts is model[0].experts
+
+
+@pytest.mark.parametrize(
+    ("make", "bits", "error", "match"),
+    [
+        (lambda: layer(), 3, ValueError, "bits must be 8 or 4, got 3"),
+        (lambda: layer(), 16, ValueError, "bits must be 8 or 4, got 16"),
+        (lambda: layer(), "8", TypeError, "bits must be an int, got str"),
+        (lambda: torch.randn(3), 8, TypeError, "model must be a torch.nn.Module, got Tensor"),
+        (lambda: torch.nn.Linear(3, 3), 8, ValueError, "model must hold experts that are not quantised yet, got none"),
+        (lambda: Experts(4, 4, 2), 8, ValueError, "use QuantizedExperts.from_experts"),
+        (lambda: layer().train(), 8, ValueError, "got 'experts' in training mode .* call model.eval"),
+    ],
+)
+def test_quantize_experts_refuses(make, bits, error, match):
+    with pytest.raises(error, match=f"^quantize_experts: {match}" if error is TypeError else match):
+        quantize_experts(make(), bits)
+
+
+def test_a_refused_model_is_left_as_it_was():
+    model = torch.nn.Sequential(layer(), layer().train())
+    with pytest.raises(ValueError, match=r"'1\.experts' in training mode"):
+        quantize_experts(model)
+    assert all(isinstance(part.experts, Experts) for part in model)
+    quantize_experts(model.requires_grad_(False))  # nothing to train
+
+
+def test_a_weight_that_is_not_finite_is_refused():
+    moe = layer()
+    with torch.no_grad():
+        moe.experts.w_out[3, 2, 1] = torch.inf
+    with pytest.raises(ValueError, match=r"quantize_weight: weight must be finite .* not at \[3, 2, 1\]"):
+        quantize_experts(moe)
+
+
+def test_a_quantised_model_has_nothing_left_to_quantise():
+    moe = layer()
+    quantize_experts(moe, 8)
+    with pytest.raises(ValueError, match="not quantised yet, got none"):
+        quantize_experts(moe, 4)
+
+
+def test_packed_weights_cannot_be_indexed():
+    with pytest.raises(TypeError, match="packed and cannot be indexed"):
+        QuantizedLinear(4, 4, 2)[0]
+
+
+@torch.no_grad()
+@BITS
+def test_compiles_whole(bits):
+    moe = layer()
+    quantize_experts(moe, bits)
+    x = torch.randn(6, 40)
+    compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
+    assert_same_bits(compiled(x), moe(x), "y")
