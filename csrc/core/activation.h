@@ -13,7 +13,28 @@
 
 namespace pymoe {
 
-enum class Activation : int8_t { kSwiglu, kGelu, kRelu };
+enum class Activation : int8_t {
+  kSwiglu,
+  kGelu,
+  kRelu,
+  kGeglu,
+  kGegluTanh,
+  kGeluTanh,
+  kReluSquared,
+  kClampedSwiglu,
+};
+
+// Does it take gate and up, two values for one?
+constexpr bool is_gated(Activation kind) {
+  return kind == Activation::kSwiglu || kind == Activation::kGeglu || kind == Activation::kGegluTanh ||
+         kind == Activation::kClampedSwiglu;
+}
+
+// The numbers of kClampedSwiglu; the other kinds have none.
+template <typename S>
+struct SwigluClamp {
+  S limit, alpha, up_offset;
+};
 
 // 1 + e^x: the bits of exp_in_fixed_steps(x) + 1 for every x but NaN, where it is some number. Fewer steps reach them,
 // because what e^x is below the rounding of 1 does not matter: no second factor for subnormals, and none for NaN.
@@ -45,6 +66,12 @@ struct NormalTail {
   static constexpr float kP0 = 0.0845937263f, kP1 = 0.0853616191f, kP2 = 0.0741449206f, kP3 = 0.107547398f;
   static constexpr float kP4 = -0.0475009843f, kP5 = 0.27408818f, kP6 = -0.25632001f, kP7 = 0.242861843f;
   static constexpr float kP8 = -0.0647767023f;
+};
+
+// The numbers of gelu_tanh: 2 u = x (kLinear + kCubic x^2) for u = sqrt(2 / pi) (x + 0.044715 x^3). Past kSaturated
+// both e^(-2 u) and e^(2 u) are 0 in fp64, too, and x^2 is no overflow before it.
+struct GeluTanh {
+  static constexpr double kLinear = 1.5957691216057308, kCubic = 0.071354816272600254, kSaturated = 40.0;
 };
 
 inline constexpr double kInverseSqrt2Pi = 0.39894228040143268, kMinusInverseSqrt2 = -0.70710678118654752;

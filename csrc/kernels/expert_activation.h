@@ -3,6 +3,15 @@
 //     swiglu   h (S, 2F) = [gate | up]    out = silu(gate) * up          silu(x) = x / (1 + e^-x)
 //     gelu     h (S, F)                   out = h * Phi(h)               Phi: the normal distribution function
 //     relu     h (S, F)                   out = h where h > 0 or NaN, else 0
+//     geglu         h (S, 2F)             out = gelu(gate) * up
+//     gelu_tanh     h (S, F)              out = h (1 + tanh(sqrt(2 / pi) (h + 0.044715 h^3))) / 2
+//     geglu_tanh    h (S, 2F)             out = gelu_tanh(gate) * up
+//     relu_squared  h (S, F)              out = relu(h)^2
+//     clamped swiglu  h (S, 2F)           g = min(gate, limit), u = min(max(up, -limit), limit)
+//                                         out = g / (1 + e^(-alpha g)) * (u + up_offset)
+//
+// Gate and up of the clamped swiglu may be interleaved: h = [gate 0, up 0, gate 1, up 1, ...]. A clamp has the gradient
+// 0 outside of its limits and 1 on them.
 //
 // The backward recomputes from h. Everything in fp32 (fp64 for fp64), rounded once; NaN stays NaN. All tensors are
 // contiguous. An element depends on its own inputs alone, by the steps of core/activation.h, so results are the same
@@ -20,13 +29,21 @@ namespace pymoe {
 
 struct ExpertActivationArguments {
   const void* grad;  // (S, F); of the backward alone
-  const void* h;     // (S, 2F) for swiglu, else (S, F)
+  const void* h;     // (S, 2F) for gated kinds, else (S, F)
   void* out;         // (S, F); of the backward the gradient of h, as h
   int64_t rows;      // S
   int64_t features;  // F
   Activation kind;
   DType dtype;
+  SwigluClamp<double> clamp{};  // of the clamped swiglu, and
+  bool interleaved = false;     // whether its gate and up are
 };
+
+// The numbers in the type that the kernel computes in.
+template <typename S>
+SwigluClamp<S> clamp_of(const ExpertActivationArguments& a) {
+  return {static_cast<S>(a.clamp.limit), static_cast<S>(a.clamp.alpha), static_cast<S>(a.clamp.up_offset)};
+}
 
 // Calls f with the kind as a constant.
 template <typename F>
@@ -35,6 +52,11 @@ void visit_kind(Activation kind, F&& f) {
     case Activation::kSwiglu: return f(std::integral_constant<Activation, Activation::kSwiglu>{});
     case Activation::kGelu: return f(std::integral_constant<Activation, Activation::kGelu>{});
     case Activation::kRelu: return f(std::integral_constant<Activation, Activation::kRelu>{});
+    case Activation::kGeglu: return f(std::integral_constant<Activation, Activation::kGeglu>{});
+    case Activation::kGegluTanh: return f(std::integral_constant<Activation, Activation::kGegluTanh>{});
+    case Activation::kGeluTanh: return f(std::integral_constant<Activation, Activation::kGeluTanh>{});
+    case Activation::kReluSquared: return f(std::integral_constant<Activation, Activation::kReluSquared>{});
+    case Activation::kClampedSwiglu: return f(std::integral_constant<Activation, Activation::kClampedSwiglu>{});
   }
 }
 

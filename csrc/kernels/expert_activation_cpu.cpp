@@ -32,23 +32,48 @@ void for_each_strip(int64_t rows, int64_t features, bool gated, const Body& body
 
 template <Activation kind, typename T>
 void forward(const ExpertActivationArguments& a) {
-  constexpr bool gated = kind == Activation::kSwiglu;
+  constexpr bool gated = is_gated(kind);
+  const auto clamp = clamp_of<accumulate_t<T>>(a);
+  const T* h = static_cast<const T*>(a.h);
+  T* out = static_cast<T*>(a.out);
+  if constexpr (kind == Activation::kClampedSwiglu) {
+    if (a.interleaved) {  // rows lie one behind the other, and are one long row of pairs
+      const auto activate = PYMOE_SELECT_ISA(activate_pairs<kind, T>);
+      for_each_strip(a.rows, a.features, false, [&](int64_t, int64_t first, int64_t count) {
+        activate(h + 2 * first, out + first, count, clamp);
+      });
+      return;
+    }
+  }
   const auto activate = PYMOE_SELECT_ISA(activate_strip<kind, T>);
   for_each_strip(a.rows, a.features, gated, [&](int64_t row, int64_t first, int64_t count) {
-    const T* x = static_cast<const T*>(a.h) + row * 2 * a.features + first;
-    activate(x, gated ? x + a.features : nullptr, static_cast<T*>(a.out) + row * a.features + first, count);
+    const T* x = h + row * 2 * a.features + first;
+    activate(x, gated ? x + a.features : nullptr, out + row * a.features + first, count, clamp);
   });
 }
 
 template <Activation kind, typename T>
 void backward(const ExpertActivationArguments& a) {
-  constexpr bool gated = kind == Activation::kSwiglu;
+  constexpr bool gated = is_gated(kind);
+  const auto clamp = clamp_of<accumulate_t<T>>(a);
+  const T* grad = static_cast<const T*>(a.grad);
+  const T* h = static_cast<const T*>(a.h);
+  T* grad_h = static_cast<T*>(a.out);
+  if constexpr (kind == Activation::kClampedSwiglu) {
+    if (a.interleaved) {
+      const auto differentiate = PYMOE_SELECT_ISA(differentiate_pairs<kind, T>);
+      for_each_strip(a.rows, a.features, false, [&](int64_t, int64_t first, int64_t count) {
+        differentiate(grad + first, h + 2 * first, grad_h + 2 * first, count, clamp);
+      });
+      return;
+    }
+  }
   const auto differentiate = PYMOE_SELECT_ISA(differentiate_strip<kind, T>);
   for_each_strip(a.rows, a.features, gated, [&](int64_t row, int64_t first, int64_t count) {
-    const T* x = static_cast<const T*>(a.h) + row * 2 * a.features + first;
-    T* grad_x = static_cast<T*>(a.out) + row * 2 * a.features + first;
-    differentiate(static_cast<const T*>(a.grad) + row * a.features + first, x, gated ? x + a.features : nullptr, grad_x,
-                  gated ? grad_x + a.features : nullptr, count);
+    const T* x = h + row * 2 * a.features + first;
+    T* grad_x = grad_h + row * 2 * a.features + first;
+    differentiate(grad + row * a.features + first, x, gated ? x + a.features : nullptr, grad_x,
+                  gated ? grad_x + a.features : nullptr, count, clamp);
   });
 }
 

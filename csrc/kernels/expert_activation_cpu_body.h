@@ -25,24 +25,58 @@ PYMOE_INLINE vdouble normal_cdf(vdouble x, vdouble& gauss) {
 #include "core/activation_steps.h"
 
 template <Activation kind, typename T>
-void activate_strip(const T* x, const T* up, T* out, int64_t size) {
+void activate_strip(const T* x, const T* up, T* out, int64_t size, const SwigluClamp<accumulate_t<T>>& clamp) {
   for_vectors<T>(size, [&](int64_t i, int count) {
     const vector_t<T> value = load_count(x + i, count);
-    const vector_t<T> other = kind == Activation::kSwiglu ? load_count(up + i, count) : value;
-    store_count(out + i, activate<kind>(value, other), count);
+    const vector_t<T> other = is_gated(kind) ? load_count(up + i, count) : value;
+    store_count(out + i, activate<kind>(value, other, clamp), count);
   });
 }
 
 template <Activation kind, typename T>
-void differentiate_strip(const T* grad, const T* x, const T* up, T* grad_x, T* grad_up, int64_t size) {
-  constexpr bool kGated = kind == Activation::kSwiglu;
+void differentiate_strip(const T* grad, const T* x, const T* up, T* grad_x, T* grad_up, int64_t size,
+                         const SwigluClamp<accumulate_t<T>>& clamp) {
   for_vectors<T>(size, [&](int64_t i, int count) {
     const vector_t<T> value = load_count(x + i, count);
-    const vector_t<T> other = kGated ? load_count(up + i, count) : value;
+    const vector_t<T> other = is_gated(kind) ? load_count(up + i, count) : value;
     vector_t<T> of_other{};
-    store_count(grad_x + i, differentiate<kind>(load_count(grad + i, count), value, other, of_other), count);
-    if constexpr (kGated) store_count(grad_up + i, of_other, count);
+    store_count(grad_x + i, differentiate<kind>(load_count(grad + i, count), value, other, of_other, clamp), count);
+    if constexpr (is_gated(kind)) store_count(grad_up + i, of_other, count);
   });
+}
+
+// Gate and up of `pairs` interleaved: taken apart, and put together, in pieces that stay in the first cache.
+inline constexpr int64_t kPairs = 512;
+
+template <Activation kind, typename T>
+void activate_pairs(const T* pairs, T* out, int64_t size, const SwigluClamp<accumulate_t<T>>& clamp) {
+  T x[kPairs], up[kPairs];
+  for (int64_t first = 0; first < size; first += kPairs) {
+    const int64_t count = std::min(kPairs, size - first);
+    for (int64_t i = 0; i < count; ++i) {
+      x[i] = pairs[2 * (first + i)];
+      up[i] = pairs[2 * (first + i) + 1];
+    }
+    activate_strip<kind>(x, up, out + first, count, clamp);
+  }
+}
+
+template <Activation kind, typename T>
+void differentiate_pairs(const T* grad, const T* pairs, T* grad_pairs, int64_t size,
+                         const SwigluClamp<accumulate_t<T>>& clamp) {
+  T x[kPairs], up[kPairs], grad_x[kPairs], grad_up[kPairs];
+  for (int64_t first = 0; first < size; first += kPairs) {
+    const int64_t count = std::min(kPairs, size - first);
+    for (int64_t i = 0; i < count; ++i) {
+      x[i] = pairs[2 * (first + i)];
+      up[i] = pairs[2 * (first + i) + 1];
+    }
+    differentiate_strip<kind>(grad + first, x, up, grad_x, grad_up, count, clamp);
+    for (int64_t i = 0; i < count; ++i) {
+      grad_pairs[2 * (first + i)] = grad_x[i];
+      grad_pairs[2 * (first + i) + 1] = grad_up[i];
+    }
+  }
 }
 
 }  // namespace pymoe::cpu::PYMOE_ISA

@@ -26,6 +26,7 @@ constexpr int kShare = 2;  // chunks a thread
 struct Strips {
   int64_t rows, features;  // of the output
   bool whole;              // chunks may be moved by one access
+  int step;                // from an element of gate to the next: 2 where gate and up are interleaved
   uint32_t tiles;          // blocks that share a row; more than one only where a block has one row
   RowGroup group;
   int64_t blocks;
@@ -67,42 +68,44 @@ PYMOE_DEVICE void load_whole(const T* row, const Place<T>& place, Chunk<T> (&to)
 }
 
 template <typename T>
-PYMOE_DEVICE void load_parts(const T* row, const Place<T>& place, Chunk<T> (&to)[kShare]) {
+PYMOE_DEVICE void load_parts(const T* row, const Place<T>& place, Chunk<T> (&to)[kShare], int step = 1) {
 #pragma unroll
   for (int j = 0; j < kShare; ++j) {
     if (place.whole[j]) continue;
 #pragma unroll
     for (int i = 0; i < kChunk<T>; ++i) {
-      if (i < place.count[j]) to[j][i] = row[place.column[j] + i];
+      if (i < place.count[j]) to[j][i] = row[(place.column[j] + i) * step];
     }
   }
 }
 
 template <typename T>
-PYMOE_DEVICE void store_chunk(T* row, const Place<T>& place, int j, const Chunk<T>& chunk) {
+PYMOE_DEVICE void store_chunk(T* row, const Place<T>& place, int j, const Chunk<T>& chunk, int step = 1) {
   if (place.whole[j]) {
     store_pack(row + place.column[j], chunk);
     return;
   }
 #pragma unroll
   for (int i = 0; i < kChunk<T>; ++i) {
-    if (i < place.count[j]) row[place.column[j] + i] = chunk[i];
+    if (i < place.count[j]) row[(place.column[j] + i) * step] = chunk[i];
   }
 }
 
 template <Activation kind, typename T>
 __global__ void __launch_bounds__(kRowThreads, 4)
-    expert_activation_kernel(const T* PYMOE_RESTRICT h, T* PYMOE_RESTRICT out, const Strips strips) {
+    expert_activation_kernel(const T* PYMOE_RESTRICT h, T* PYMOE_RESTRICT out, const Strips strips,
+                             const SwigluClamp<accumulate_t<T>> clamp) {
   using S = accumulate_t<T>;
-  constexpr bool kGated = kind == Activation::kSwiglu;
+  constexpr bool kGated = is_gated(kind);
   const Place<T> place = find_place<T>(strips);
   const T* const of_row = h + place.row * strips.features * (kGated ? 2 : 1);
   Chunk<T> x[kShare], up[kShare];
+  const int64_t to_up = strips.step == 1 ? strips.features : 1;
   load_whole(of_row, place, x);
-  if constexpr (kGated) load_whole(of_row + strips.features, place, up);
+  if constexpr (kGated) load_whole(of_row + to_up, place, up);
   if (!place.whole[kShare - 1] || !place.whole[0]) {
-    load_parts(of_row, place, x);
-    if constexpr (kGated) load_parts(of_row + strips.features, place, up);
+    load_parts(of_row, place, x, strips.step);
+    if constexpr (kGated) load_parts(of_row + to_up, place, up, strips.step);
   }
 #pragma unroll
   for (int j = 0; j < kShare; ++j) {
@@ -110,7 +113,7 @@ __global__ void __launch_bounds__(kRowThreads, 4)
     S results[kChunk<T>];
 #pragma unroll
     for (int i = 0; i < kChunk<T>; ++i) {
-      results[i] = activate<kind>(to_accumulate(x[j][i]), kGated ? to_accumulate(up[j][i]) : S{0});
+      results[i] = activate<kind>(to_accumulate(x[j][i]), kGated ? to_accumulate(up[j][i]) : S{0}, clamp);
     }
     store_chunk(out + place.row * strips.features, place, j, narrow<T>(results));
   }
@@ -119,21 +122,22 @@ __global__ void __launch_bounds__(kRowThreads, 4)
 template <Activation kind, typename T>
 __global__ void __launch_bounds__(kRowThreads, 3)
     expert_activation_backward_kernel(const T* PYMOE_RESTRICT grad, const T* PYMOE_RESTRICT h, T* PYMOE_RESTRICT grad_h,
-                                      const Strips strips) {
+                                      const Strips strips, const SwigluClamp<accumulate_t<T>> clamp) {
   using S = accumulate_t<T>;
-  constexpr bool kGated = kind == Activation::kSwiglu;
+  constexpr bool kGated = is_gated(kind);
   const Place<T> place = find_place<T>(strips);
   const int64_t base = place.row * strips.features * (kGated ? 2 : 1);
   const T* const of_row = h + base;
   const T* const of_grad = grad + place.row * strips.features;
   Chunk<T> g[kShare], x[kShare], up[kShare];
   load_whole(of_grad, place, g);
+  const int64_t to_up = strips.step == 1 ? strips.features : 1;
   load_whole(of_row, place, x);
-  if constexpr (kGated) load_whole(of_row + strips.features, place, up);
+  if constexpr (kGated) load_whole(of_row + to_up, place, up);
   if (!place.whole[kShare - 1] || !place.whole[0]) {
     load_parts(of_grad, place, g);
-    load_parts(of_row, place, x);
-    if constexpr (kGated) load_parts(of_row + strips.features, place, up);
+    load_parts(of_row, place, x, strips.step);
+    if constexpr (kGated) load_parts(of_row + to_up, place, up, strips.step);
   }
 #pragma unroll
   for (int j = 0; j < kShare; ++j) {
@@ -142,16 +146,18 @@ __global__ void __launch_bounds__(kRowThreads, 3)
 #pragma unroll
     for (int i = 0; i < kChunk<T>; ++i) {
       of_x[i] = differentiate<kind>(to_accumulate(g[j][i]), to_accumulate(x[j][i]),
-                                    kGated ? to_accumulate(up[j][i]) : S{0}, of_up[i]);
+                                    kGated ? to_accumulate(up[j][i]) : S{0}, of_up[i], clamp);
     }
-    store_chunk(grad_h + base, place, j, narrow<T>(of_x));
-    if constexpr (kGated) store_chunk(grad_h + base + strips.features, place, j, narrow<T>(of_up));
+    store_chunk(grad_h + base, place, j, narrow<T>(of_x), strips.step);
+    if constexpr (kGated) store_chunk(grad_h + base + to_up, place, j, narrow<T>(of_up), strips.step);
   }
 }
 
 // `addresses` are those of all tensors.
 template <typename T>
-Strips strips_for(std::initializer_list<const void*> addresses, int64_t rows, int64_t features, bool gated) {
+Strips strips_for(std::initializer_list<const void*> addresses, const ExpertActivationArguments& a) {
+  int64_t rows = a.rows, features = a.features;
+  const bool gated = is_gated(a.kind);
   if (!gated) {  // one long row
     features *= rows;
     rows = 1;
@@ -161,9 +167,15 @@ Strips strips_for(std::initializer_list<const void*> addresses, int64_t rows, in
   const bool shared = chunks > kShare * kRowThreads;  // a row has several blocks
   const int64_t tiles = shared ? ceil_div(chunks, kShare * kRowThreads) : 1;
   const RowGroup group = shared ? RowGroup{kRowThreads, 1} : group_for(chunks, kShare);
-  const bool whole = widest_access(addresses, row_bytes) == 16;
+  const bool whole = !a.interleaved && widest_access(addresses, row_bytes) == 16;
   // Where `tiles` does not fit, there are too many blocks, and the launch says so.
-  return {rows, features, whole, static_cast<uint32_t>(tiles), group, ceil_div(rows, group.rows) * tiles};
+  return {rows,
+          features,
+          whole,
+          a.interleaved ? 2 : 1,
+          static_cast<uint32_t>(tiles),
+          group,
+          ceil_div(rows, group.rows) * tiles};
 }
 
 }  // namespace
@@ -172,9 +184,9 @@ void expert_activation(const ExpertActivationArguments& a, void* stream) {
   if (a.rows == 0 || a.features == 0) return;
   visit_kind(a.kind, [&](auto kind) {
     visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) {
-      const Strips strips = strips_for<T>({a.h, a.out}, a.rows, a.features, a.kind == Activation::kSwiglu);
+      const Strips strips = strips_for<T>({a.h, a.out}, a);
       launch("expert_activation", expert_activation_kernel<kind(), T>, {strips.blocks, strips.group.block()}, stream,
-             a.h, a.out, strips);
+             a.h, a.out, strips, clamp_of<accumulate_t<T>>(a));
     });
   });
 }
@@ -183,9 +195,9 @@ void expert_activation_backward(const ExpertActivationArguments& a, void* stream
   if (a.rows == 0 || a.features == 0) return;
   visit_kind(a.kind, [&](auto kind) {
     visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) {
-      const Strips strips = strips_for<T>({a.grad, a.h, a.out}, a.rows, a.features, a.kind == Activation::kSwiglu);
+      const Strips strips = strips_for<T>({a.grad, a.h, a.out}, a);
       launch("expert_activation_backward", expert_activation_backward_kernel<kind(), T>,
-             {strips.blocks, strips.group.block()}, stream, a.grad, a.h, a.out, strips);
+             {strips.blocks, strips.group.block()}, stream, a.grad, a.h, a.out, strips, clamp_of<accumulate_t<T>>(a));
     });
   });
 }

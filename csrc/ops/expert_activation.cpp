@@ -18,11 +18,14 @@ constexpr const char* kName = "expert_activation";
 // The forward, or the backward where there is a `grad`. `kind` counts the kinds in the order of
 // pymoe.reference.expert_activation.KINDS.
 Tensor run_checked(Twins<ExpertActivationArguments> twins, const std::optional<Tensor>& grad, const Tensor& h,
-                   int64_t kind) {
+                   int64_t kind, SwigluClamp<double> clamp, bool interleaved) {
   const DType dtype = floating_dtype(kName, "h", h);
-  require(kind >= 0 && kind <= 2, kName, "kind must be 0 (swiglu), 1 (gelu) or 2 (relu), got ", kind);
+  constexpr auto kLast = Activation::kClampedSwiglu;
+  require(kind >= 0 && kind <= static_cast<int64_t>(kLast), kName, "kind must be in 0..", static_cast<int64_t>(kLast),
+          ", got ", kind);
+  require(!interleaved || static_cast<Activation>(kind) == kLast, kName, "interleaved is for the clamped swiglu alone");
   require_shape(kName, "h", h, {-1, -1});
-  const bool gated = static_cast<Activation>(kind) == Activation::kSwiglu;
+  const bool gated = is_gated(static_cast<Activation>(kind));
   require(!gated || h.size(1) % 2 == 0, kName, "h must have shape (S, 2F) with an even second size, got ", h);
   const int64_t rows = h.size(0), features = gated ? h.size(1) / 2 : h.size(1);
   if (grad) require_tensor(kName, "grad", *grad, h.scalar_type(), {rows, features}, h);
@@ -33,25 +36,33 @@ Tensor run_checked(Twins<ExpertActivationArguments> twins, const std::optional<T
                                             rows,
                                             features,
                                             static_cast<Activation>(kind),
-                                            dtype};
+                                            dtype,
+                                            clamp,
+                                            interleaved};
   run(twins, arguments, h);
   return out;
 }
 
 }  // namespace
 
-Tensor expert_activation(const Tensor& h, int64_t kind) {
-  return run_checked(PYMOE_TWINS(expert_activation), std::nullopt, h, kind);
+Tensor expert_activation(const Tensor& h, int64_t kind, double limit, double alpha, double up_offset,
+                         bool interleaved) {
+  return run_checked(PYMOE_TWINS(expert_activation), std::nullopt, h, kind, {limit, alpha, up_offset}, interleaved);
 }
 
 namespace {
 
-Tensor expert_activation_backward(const Tensor& grad, const Tensor& h, int64_t kind) {
-  return run_checked(PYMOE_TWINS(expert_activation_backward), grad, h, kind);
+Tensor expert_activation_backward(const Tensor& grad, const Tensor& h, int64_t kind, double limit, double alpha,
+                                  double up_offset, bool interleaved) {
+  return run_checked(PYMOE_TWINS(expert_activation_backward), grad, h, kind, {limit, alpha, up_offset}, interleaved);
 }
 
-PYMOE_OPERATOR("expert_activation", expert_activation, "(Tensor h, int kind) -> Tensor")
-PYMOE_OPERATOR("expert_activation_backward", expert_activation_backward, "(Tensor grad, Tensor h, int kind) -> Tensor")
+PYMOE_OPERATOR(
+    "expert_activation", expert_activation,
+    "(Tensor h, int kind, float limit=0., float alpha=1., float up_offset=0., bool interleaved=False) -> Tensor")
+PYMOE_OPERATOR("expert_activation_backward", expert_activation_backward,
+               "(Tensor grad, Tensor h, int kind, float limit=0., float alpha=1., float up_offset=0., bool "
+               "interleaved=False) -> Tensor")
 
 }  // namespace
 }  // namespace pymoe::ops::expert_activation_op

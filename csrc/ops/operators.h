@@ -32,7 +32,7 @@ Tensor quantized_linear(const Tensor& x, const Tensor& packed, const Tensor& off
 }
 
 namespace expert_activation_op {
-Tensor expert_activation(const Tensor& h, int64_t kind);
+Tensor expert_activation(const Tensor& h, int64_t kind, double limit, double alpha, double up_offset, bool interleaved);
 }
 
 namespace combine_op {

@@ -16,6 +16,7 @@ from pymoe import ops, reference
 from pymoe.bench.calls import BenchCase, Operator, Sample, Target
 from pymoe.reference import Routing
 from pymoe.reference.checks import FLOATING
+from pymoe.reference.expert_activation import is_gated
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 SOFTMAX = {"score": "softmax"}
@@ -298,7 +299,7 @@ def quantized_linear_case(source: str, rows: int, bits: int, dtype: torch.dtype 
 
 def expert_activation_case(kind: str, features: int, dtype: torch.dtype, backward: bool, source: str) -> BenchCase:
     rows = 4096
-    inputs = 2 * features if kind == "swiglu" else features
+    inputs = 2 * features if is_gated(kind) else features
 
     def make(random: torch.Generator) -> Sample:
         return Sample("", (uniform(rows, inputs, dtype=dtype, generator=random).requires_grad_(backward), kind))

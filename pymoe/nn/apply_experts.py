@@ -18,11 +18,11 @@ from pymoe.nn.apply_experts_checks import (
 )
 from pymoe.nn.apply_quantized_experts import apply_quantized_experts
 from pymoe.ops import index_checks
+from pymoe.ops.expert_activation import kernel_options
 from pymoe.ops.function_calls import is_recorded
 from pymoe.reference import checks
 from pymoe.reference.autocast import cast_operands
 from pymoe.reference.build_routing import ROW_LIMIT
-from pymoe.reference.expert_activation import KINDS
 from pymoe.reference.scores import accumulate_dtype
 from pymoe.reference.types import ActivationKind, QuantizedWeight
 
@@ -53,15 +53,15 @@ def apply_experts(
         x: (T, H), any floating dtype.
         experts: (T, K) int32 or int64, values in 0..E-1, with T * K < 2^31; a router's choice.
         weights: (T, K), any floating dtype; float64 for float64 ``x`` only.
-        w_in: (E, N, H), the dtype of ``x``, with N = 2F (gate above up) for ``"swiglu"``, else N = F. Any strides: a
-            transposed view of an (E, H, N) parameter is read in place. Or such weights in 8 or 4 bits, from
+        w_in: (E, N, H), the dtype of ``x``, with N = 2F (gate above up) for gated activations, else N = F. Any strides:
+            a transposed view of an (E, H, N) parameter is read in place. Or such weights in 8 or 4 bits, from
             :func:`pymoe.ops.quantize_weight`, for inference: then ``w_out`` too, the products are those of
             :func:`pymoe.ops.quantized_linear`, and neither ``x`` nor a bias may require a gradient.
         w_out: (E, O, F), the dtype of ``x``, any strides. O is mostly H.
         b_in: (E, N), the dtype of ``x``, or None.
         b_out: (E, O), the dtype of ``x``, or None.
-        activation: ``"swiglu"``, ``"gelu"`` or ``"relu"``; or a function of rows (S, N) that returns rows (S, F), each
-            from its own row alone, which is called between the two products.
+        activation: a kind of :func:`pymoe.ops.expert_activation`; or a function of rows (S, N) that returns rows
+            (S, F), each from its own row alone, which is called between the two products.
         capacity: the most slots that an expert takes; those past it, in the order of tokens, add nothing. ``None``
             drops nothing.
         foreign_experts: take values of E and above for experts that are elsewhere (on other ranks of expert
@@ -120,6 +120,7 @@ def apply_experts_fused(
     if capacity is not None:
         capacity = min(capacity, ROW_LIMIT)
     weights = weights.to(accumulate_dtype(x.dtype)).contiguous()
+    number, *numbers = kernel_options(activation)
     return torch.ops.pymoe.apply_experts(  # type: ignore[no-any-return]
         x.contiguous(),
         experts.contiguous(),
@@ -128,9 +129,10 @@ def apply_experts_fused(
         b_in,
         w_out,
         b_out,
-        KINDS.index(activation),
+        number,
         capacity,
         foreign_experts,
+        *numbers,
     )
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pymoe.reference import checks
-from pymoe.reference.expert_activation import GATED, KINDS
+from pymoe.reference.expert_activation import check_kind, is_gated
 from pymoe.reference.quantized_linear import FLOATING
 from pymoe.reference.quantized_weight import check_quantized
 from pymoe.reference.types import QuantizedWeight
@@ -47,7 +47,7 @@ def check_biases(
 def check_options(activation: object, capacity: object, foreign_experts: object) -> None:
     """Raise unless the options are of their kinds."""
     if not callable(activation):
-        checks.choice(NAME, "activation", activation, KINDS)
+        check_kind(NAME, "activation", activation)
     if capacity is not None:
         checks.integer(NAME, "capacity", capacity, 0, None, "None or at least 0")
     checks.flag(NAME, "foreign_experts", foreign_experts)
@@ -55,8 +55,8 @@ def check_options(activation: object, capacity: object, foreign_experts: object)
 
 def check_inner(activation: object, shape_in: tuple[int, ...], ffn_size: int) -> None:
     """Raise unless the activation makes F features of the outputs of ``w_in``, which has this (E, N, H) shape."""
-    if not callable(activation) and shape_in[1] != ffn_size * (2 if activation in GATED else 1):
-        rule = "2F" if activation in GATED else "F"
+    if not callable(activation) and shape_in[1] != ffn_size * (2 if is_gated(activation) else 1):
+        rule = "2F" if is_gated(activation) else "F"
         raise ValueError(
             f"{NAME}: w_in must have shape (E, {rule}, H) with the F of w_out ({ffn_size}) for {activation!r}, "
             f"got {shape_in}"

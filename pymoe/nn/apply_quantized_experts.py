@@ -10,9 +10,9 @@ from torch import Tensor
 from pymoe import ops
 from pymoe.nn.apply_experts_checks import NAME
 from pymoe.ops import index_checks
+from pymoe.ops.expert_activation import kernel_options
 from pymoe.ops.function_calls import is_recorded
 from pymoe.reference.build_routing import ROW_LIMIT
-from pymoe.reference.expert_activation import KINDS
 from pymoe.reference.scores import accumulate_dtype
 from pymoe.reference.types import ActivationKind, QuantizedWeight
 
@@ -40,6 +40,7 @@ def apply_quantized_experts(
         rows = activation(rows) if callable(activation) else ops.expert_activation(rows, activation)
         return ops.combine(ops.quantized_linear(rows, w_out, routing.offsets, b_out), routing, weights)
     index_checks.experts_in_range(NAME, experts, w_in[0].shape[0], foreign_experts)
+    number, *numbers = kernel_options(activation)
     return torch.ops.pymoe.apply_quantized_experts(  # type: ignore[no-any-return]
         x.contiguous(),
         experts.contiguous(),
@@ -49,9 +50,10 @@ def apply_quantized_experts(
         w_out[0].contiguous(),
         None if b_out is None else b_out.contiguous(),
         [w_in[1], w_in[2], w_out[1], w_out[2]],
-        KINDS.index(activation),
+        number,
         None if capacity is None else min(capacity, ROW_LIMIT),
         foreign_experts,
+        *numbers,
     )
 
 

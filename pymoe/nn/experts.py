@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pymoe.nn.options import Backend, check_backend, check_dtype, check_flag, check_size, operators
-from pymoe.reference import checks
-from pymoe.reference.expert_activation import KINDS
+from pymoe.reference.expert_activation import check_kind, is_gated
 from pymoe.reference.types import ActivationKind
 
 
@@ -33,7 +32,7 @@ class _FeedForward(nn.Module):
         super().__init__()
         check_size(layer, "hidden_size", hidden_size)
         check_size(layer, "ffn_size", ffn_size)
-        checks.choice(layer, "activation", activation, KINDS)
+        check_kind(layer, "activation", activation)
         check_flag(layer, "bias", bias)
         check_backend(layer, backend)
         check_dtype(layer, dtype)
@@ -42,7 +41,7 @@ class _FeedForward(nn.Module):
         self.stack = stack
         self.activation = activation
         self.backend = backend
-        inner = 2 * ffn_size if activation == "swiglu" else ffn_size
+        inner = 2 * ffn_size if is_gated(activation) else ffn_size
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*stack, *shape, device=device, dtype=dtype))
@@ -80,14 +79,14 @@ class Experts(_FeedForward):
         hidden_size: H.
         ffn_size: F.
         num_experts: E.
-        activation: ``"swiglu"``, ``"gelu"`` or ``"relu"``.
+        activation: a kind of :func:`pymoe.ops.expert_activation`.
         bias: add ``b_in`` and ``b_out``.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
         device: of the parameters.
         dtype: of the parameters.
 
     Attributes:
-        w_in: (E, 2F, H), gate above up, for ``"swiglu"``; else (E, F, H).
+        w_in: (E, 2F, H), gate above up, for gated activations; else (E, F, H).
         w_out: (E, H, F).
         b_in: (E, 2F) or (E, F), or ``None``.
         b_out: (E, H), or ``None``.
@@ -140,14 +139,14 @@ class SharedExperts(_FeedForward):
     Args:
         hidden_size: H.
         ffn_size: F, of all shared experts together.
-        activation: ``"swiglu"``, ``"gelu"`` or ``"relu"``.
+        activation: a kind of :func:`pymoe.ops.expert_activation`.
         bias: add ``b_in`` and ``b_out``.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
         device: of the parameters.
         dtype: of the parameters.
 
     Attributes:
-        w_in: (2F, H), gate above up, for ``"swiglu"``; else (F, H).
+        w_in: (2F, H), gate above up, for gated activations; else (F, H).
         w_out: (H, F).
         b_in: (2F,) or (F,), or ``None``.
         b_out: (H,), or ``None``.

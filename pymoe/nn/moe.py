@@ -85,7 +85,7 @@ class MoE(nn.Module):
         ffn_size: F, of one expert.
         num_experts: E.
         top_k: K, experts per token, in 1..E.
-        activation: ``"swiglu"``, ``"gelu"`` (exact) or ``"relu"``.
+        activation: a kind of :func:`pymoe.ops.expert_activation`: ``"swiglu"``, ``"gelu"``, ``"relu"`` and others.
         score: ``"softmax"`` or ``"sigmoid"`` of the logits.
         renormalize: divide the weights of a token by their sum. With ``top_k=1`` that makes every weight 1 and the
             task's gradient of the router exactly 0: use ``renormalize=False`` there, as Switch Transformer does.

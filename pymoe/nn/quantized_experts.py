@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pymoe.nn.experts import Experts
 from pymoe.nn.options import Backend, check_backend, check_size, operators
 from pymoe.reference import checks
-from pymoe.reference.expert_activation import GATED, KINDS
+from pymoe.reference.expert_activation import check_kind, is_gated
 from pymoe.reference.quantized_weight import check_bits, packed_shape
 from pymoe.reference.types import ActivationKind, QuantizedWeight
 
@@ -159,7 +159,7 @@ class QuantizedExperts(nn.Module):
         check_size("QuantizedExperts", "ffn_size", ffn_size)
         check_size("QuantizedExperts", "num_experts", num_experts)
         check_bits("QuantizedExperts", "bits", bits)
-        checks.choice("QuantizedExperts", "activation", activation, KINDS)
+        check_kind("QuantizedExperts", "activation", activation)
         checks.flag("QuantizedExperts", "bias", bias)
         check_backend("QuantizedExperts", backend)
         self.hidden_size = hidden_size
@@ -168,7 +168,7 @@ class QuantizedExperts(nn.Module):
         self.bits = bits
         self.activation = activation
         self.backend = backend
-        inner = 2 * ffn_size if activation in GATED else ffn_size
+        inner = 2 * ffn_size if is_gated(activation) else ffn_size
         place: dict[str, Any] = {"bits": bits, "backend": backend, "device": device}
         self.w_in = QuantizedLinear(hidden_size, inner, num_experts, **place)
         self.w_out = QuantizedLinear(ffn_size, hidden_size, num_experts, **place)

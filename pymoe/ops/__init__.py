@@ -13,9 +13,10 @@ from pymoe.ops.index_checks import check_indices
 from pymoe.ops.quantized_linear import quantized_linear
 from pymoe.ops.quantized_weight import dequantize_weight, quantize_weight
 from pymoe.ops.router_losses import load_balancing_loss, router_losses, router_z_loss
-from pymoe.reference.types import Gate, QuantizedWeight, RouterLosses, Routing
+from pymoe.reference.types import ClampedSwiglu, Gate, QuantizedWeight, RouterLosses, Routing
 
 __all__ = [
+    "ClampedSwiglu",
     "Gate",
     "QuantizedWeight",
     "RouterLosses",

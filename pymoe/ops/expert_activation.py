@@ -5,6 +5,7 @@ Contract: :func:`pymoe.reference.expert_activation`; kernel: csrc/kernels/expert
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,51 +14,82 @@ from torch.nn import functional as F
 
 from pymoe.ops.function_calls import call
 from pymoe.ops.transforms import gradients_again
-from pymoe.reference.expert_activation import KINDS, check
+from pymoe.reference.expert_activation import KINDS, check, clamped, gate_and_up, is_gated
 from pymoe.reference.expert_activation import expert_activation as reference
-from pymoe.reference.types import ActivationKind
+from pymoe.reference.types import ActivationKind, ClampedSwiglu
+
+_Options = tuple[int, float, float, float, bool]
+"""Of the kernel: the kind's number and, of a ``ClampedSwiglu``, limit, alpha, offset of up, and whether interleaved."""
 
 
-def _activated(h: Tensor, kind: str) -> Tensor:
+def kernel_options(kind: ActivationKind) -> _Options:
+    """Return the last arguments of the raw operators for a checked kind."""
+    if isinstance(kind, ClampedSwiglu):
+        return (len(KINDS), float(kind.limit), float(kind.alpha), float(kind.up_offset), kind.interleaved)
+    return (KINDS.index(kind), 0.0, 1.0, 0.0, False)
+
+
+def _kind_of(number: int, *options: Any) -> ActivationKind:
+    return ClampedSwiglu(*options) if number == len(KINDS) else KINDS[number]  # type: ignore[return-value]
+
+
+_TORCH: dict[object, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.silu,
+    "gelu": F.gelu,
+    "geglu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "geglu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square(),
+}
+
+
+def _activated(h: Tensor, kind: ActivationKind) -> Tensor:
     """Compute what the kernel does, with torch operators."""
     wide = h.to(torch.promote_types(h.dtype, torch.float32))
-    if kind == "swiglu":
-        gate, up = wide.chunk(2, dim=1)
-        return (F.silu(gate) * up).to(h.dtype)
-    return (F.gelu(wide) if kind == "gelu" else F.relu(wide)).to(h.dtype)
+    if not is_gated(kind):
+        return _TORCH[kind](wide).to(h.dtype)
+    gate, up = gate_and_up(wide, kind)
+    if isinstance(kind, ClampedSwiglu):
+        gate, up = clamped(gate, up, kind)
+        return (gate * torch.sigmoid(gate * kind.alpha) * up).to(h.dtype)
+    return (_TORCH[kind](gate) * up).to(h.dtype)
 
 
 class _ExpertActivation(torch.autograd.Function):
     @staticmethod
-    def forward(h: Tensor, kind: int) -> Tensor:
-        return torch.ops.pymoe.expert_activation(h, kind)
+    def forward(h: Tensor, *options: Any) -> Tensor:
+        return torch.ops.pymoe.expert_activation(h, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        h, ctx.kind = inputs
+        h, *ctx.options = inputs
         ctx.save_for_backward(h)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (h,) = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return gradients_again(lambda values: _activated(values, KINDS[ctx.kind]), (h,), grad)[0], None
-        return torch.ops.pymoe.expert_activation_backward(grad.contiguous(), h, ctx.kind), None
+            kind = _kind_of(*ctx.options)
+            grad_h = gradients_again(lambda values: _activated(values, kind), (h,), grad)[0]
+        else:
+            grad_h = torch.ops.pymoe.expert_activation_backward(grad.contiguous(), h, *ctx.options)
+        return grad_h, *(None,) * len(ctx.options)
 
 
 def expert_activation(h: Tensor, kind: ActivationKind) -> Tensor:
     check(h, kind)
-    return call(_ExpertActivation, h.contiguous(), KINDS.index(kind))
+    return call(_ExpertActivation, h.contiguous(), *kernel_options(kind))
 
 
 expert_activation.__doc__ = reference.__doc__
 
 
 @torch.library.register_fake("pymoe::expert_activation")
-def _(h: Tensor, kind: int) -> Tensor:
-    return h.new_empty((h.shape[0], h.shape[1] // 2 if KINDS[kind] == "swiglu" else h.shape[1]))
+def _(h: Tensor, *options: Any) -> Tensor:
+    return h.new_empty((h.shape[0], h.shape[1] // 2 if is_gated(_kind_of(*options)) else h.shape[1]))
 
 
 @torch.library.register_fake("pymoe::expert_activation_backward")
-def _(grad: Tensor, h: Tensor, kind: int) -> Tensor:
+def _(grad: Tensor, h: Tensor, *options: Any) -> Tensor:
     return h.new_empty(h.shape)

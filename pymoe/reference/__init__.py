@@ -18,9 +18,10 @@ from pymoe.reference.grouped_linear import grouped_linear
 from pymoe.reference.quantized_linear import quantized_linear
 from pymoe.reference.quantized_weight import dequantize_weight, quantize_weight
 from pymoe.reference.router_losses import load_balancing_loss, router_losses, router_z_loss
-from pymoe.reference.types import Gate, QuantizedWeight, RouterLosses, Routing
+from pymoe.reference.types import ClampedSwiglu, Gate, QuantizedWeight, RouterLosses, Routing
 
 __all__ = [
+    "ClampedSwiglu",
     "Gate",
     "QuantizedWeight",
     "RouterLosses",

@@ -2,55 +2,118 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from pymoe.reference import checks
-from pymoe.reference.fixed_steps import gelu, silu
-from pymoe.reference.types import ActivationKind
+from pymoe.reference.fixed_steps import gelu, sigmoid, silu
+from pymoe.reference.types import ActivationKind, ClampedSwiglu
 
-KINDS = ("swiglu", "gelu", "relu")
+KINDS = ("swiglu", "gelu", "relu", "geglu", "geglu_tanh", "gelu_tanh", "relu_squared")
 
-GATED = frozenset({"swiglu"})
-"""The kinds that take two rows of F, gate and up, for one."""
+GELU_TANH = (2.0 * math.sqrt(2.0 / math.pi), 2.0 * math.sqrt(2.0 / math.pi) * 0.044715, 40.0)
+"""Factors of x and x^3 inside the sigmoid, and the size of x from where on that is 0 or 1."""
 
 
-def check(h: Tensor, kind: str) -> None:
+def is_gated(kind: object) -> bool:
+    """Return whether the kind takes two rows of F, gate and up, for one."""
+    return isinstance(kind, ClampedSwiglu) or kind in ("swiglu", "geglu", "geglu_tanh")
+
+
+def check_kind(name: str, argument: str, kind: object) -> None:
+    """Raise unless ``kind`` is one of the kinds, or a :class:`ClampedSwiglu` of good numbers."""
+    if not isinstance(kind, ClampedSwiglu):
+        checks.choice(name, argument, kind, KINDS)
+        return
+    for field, value in zip(("limit", "alpha", "up_offset"), kind, strict=False):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{name}: {argument}.{field} must be a float, got {type(value).__name__}")
+        if not math.isfinite(value) and (field != "limit" or math.isnan(value)):
+            raise ValueError(f"{name}: {argument}.{field} must be finite, got {value}")
+    if kind.limit <= 0:
+        raise ValueError(f"{name}: {argument}.limit must be greater than 0, got {kind.limit}")
+    checks.flag(name, f"{argument}.interleaved", kind.interleaved)
+
+
+def check(h: Tensor, kind: ActivationKind) -> None:
     """Raise if the arguments of :func:`expert_activation` break its contract."""
     name = "expert_activation"
     checks.floating(name, "h", h)
-    checks.choice(name, "kind", kind, KINDS)
-    checks.rank(name, "h", h, "(S, 2F)" if kind in GATED else "(S, F)")
-    if kind in GATED and h.shape[1] % 2:
+    check_kind(name, "kind", kind)
+    gated = is_gated(kind)
+    checks.rank(name, "h", h, "(S, 2F)" if gated else "(S, F)")
+    if gated and h.shape[1] % 2:
         raise ValueError(f"{name}: h must have shape (S, 2F) with an even second size, got {tuple(h.shape)}")
+
+
+def gate_and_up(h: Tensor, kind: ActivationKind) -> tuple[Tensor, Tensor]:
+    """Return the columns (S, F) of gate and of up, for a gated kind."""
+    if isinstance(kind, ClampedSwiglu) and kind.interleaved:
+        return h[:, 0::2], h[:, 1::2]
+    gate, up = h.chunk(2, dim=1)
+    return gate, up
+
+
+def clamped(gate: Tensor, up: Tensor, kind: ClampedSwiglu) -> tuple[Tensor, Tensor]:
+    """Return gate and up within the limits of ``kind``, with the gradient 0 outside of them; up with its offset."""
+    gate = torch.where(gate > kind.limit, kind.limit, gate)
+    up = torch.where(up < -kind.limit, -kind.limit, up)
+    return gate, torch.where(up > kind.limit, kind.limit, up) + kind.up_offset
 
 
 def expert_activation(h: Tensor, kind: ActivationKind) -> Tensor:
     """Apply the activation between the two linear layers of an expert.
 
-    ``"swiglu"``: ``h`` is (S, 2F) = [gate | up] and the result silu(gate) * up (Shazeer, arXiv 2002.05202).
-    ``"gelu"``: the exact form h * Phi(h), Phi the normal distribution function (Hendrycks and Gimpel,
-    arXiv 1606.08415). ``"relu"``: max(h, 0).
+    Gated kinds take ``h`` (S, 2F) = [gate | up], the others ``h`` (S, F):
+
+    - ``"swiglu"``: silu(gate) * up (Shazeer, arXiv 2002.05202);
+    - ``"geglu"``, ``"geglu_tanh"``: gelu(gate) * up, gelu_tanh(gate) * up (the same paper; Gemma has the second);
+    - ``"gelu"``: the exact form h * Phi(h), Phi the normal distribution function (Hendrycks and Gimpel,
+      arXiv 1606.08415);
+    - ``"gelu_tanh"``: its approximation h * (1 + tanh(sqrt(2 / pi) * (h + 0.044715 h^3))) / 2 (the same paper);
+    - ``"relu"``: max(h, 0);
+    - ``"relu_squared"``: max(h, 0)^2 (Primer, arXiv 2109.08668; Nemotron-H);
+    - a :class:`ClampedSwiglu`: g * sigmoid(alpha * g) * (u + up_offset) for g = min(gate, limit) and u = up within
+      [-limit, limit]; of its own columns may gate and up be interleaved (GPT-OSS; DeepSeek-V4 and others have alpha 1
+      and no offset). A clamp has the gradient 0 outside of its limits, and 1 on them.
 
     Computed in float32 (float64 for float64) from ``h`` and rounded once, forward and backward alike; the backward
     recomputes from ``h`` and saves nothing else. NaN stays NaN; a row's values never reach another row.
 
     Args:
-        h: (S, 2F) for "swiglu", else (S, F); any floating dtype.
-        kind: "swiglu", "gelu" or "relu".
+        h: (S, 2F) for gated kinds, else (S, F); any floating dtype.
+        kind: see above.
 
     Returns:
         (S, F), the dtype of ``h``. Differentiable in ``h``, any number of times.
 
     Raises:
-        TypeError: ``h`` is not a floating tensor or ``kind`` not a string.
-        ValueError: ``kind`` is unknown, or the shape of ``h`` does not fit it.
+        TypeError: ``h`` is not a floating tensor, ``kind`` neither a string nor a ``ClampedSwiglu``, or a field of that
+            is of the wrong kind.
+        ValueError: ``kind`` is unknown, a number of it is out of range, or the shape of ``h`` does not fit it.
     """
     check(h, kind)
     wide = h.to(torch.promote_types(h.dtype, torch.float32))
+    if not is_gated(kind):
+        return _activated(wide, kind).to(h.dtype)
+    gate, up = gate_and_up(wide, kind)
+    if isinstance(kind, ClampedSwiglu):
+        gate, up = clamped(gate, up, kind)
+        return (gate * sigmoid(gate * kind.alpha) * up).to(h.dtype)
+    return (_activated(gate, kind) * up).to(h.dtype)
+
+
+def _activated(x: Tensor, kind: ActivationKind) -> Tensor:
+    """Return the activation of a float32 or float64 tensor, that of the gate for gated kinds."""
     if kind == "swiglu":
-        gate, up = wide.chunk(2, dim=1)
-        return (silu(gate) * up).to(h.dtype)
-    if kind == "gelu":
-        return gelu(wide).to(h.dtype)
-    return torch.where(wide <= 0, 0.0, wide).to(h.dtype)
+        return silu(x)
+    if kind in ("gelu", "geglu"):
+        return gelu(x)
+    if kind in ("gelu_tanh", "geglu_tanh"):
+        linear, cubic, saturated = GELU_TANH
+        inside = x.clamp(-saturated, saturated)
+        return x * sigmoid(inside * (linear + cubic * (inside * inside)))
+    positive = torch.where(x <= 0, 0.0, x)
+    return positive * positive if kind == "relu_squared" else positive

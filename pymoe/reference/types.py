@@ -9,7 +9,25 @@ from torch import Tensor
 Score = Literal["softmax", "sigmoid"]
 """How a router's logits become scores."""
 
-ActivationKind = Literal["swiglu", "gelu", "relu"]
+
+class ClampedSwiglu(NamedTuple):
+    """A swiglu whose gate and up are clamped: g * sigmoid(alpha * g) * (u + up_offset) for clamped g and u.
+
+    A kind of :func:`expert_activation`, which has the whole contract. GPT-OSS has ``ClampedSwiglu(7.0, alpha=1.702,
+    up_offset=1.0, interleaved=True)``.
+    """
+
+    limit: float
+    """The greatest gate, and the greatest size of up; above 0, ``math.inf`` for none."""
+    alpha: float = 1.0
+    """Factor of the gate inside the sigmoid."""
+    up_offset: float = 0.0
+    """Added to the clamped up."""
+    interleaved: bool = False
+    """Whether columns are [gate 0, up 0, gate 1, up 1, ...] in place of [gate | up]."""
+
+
+ActivationKind = Literal["swiglu", "gelu", "relu", "geglu", "geglu_tanh", "gelu_tanh", "relu_squared"] | ClampedSwiglu
 """The activation between the two linear layers of an expert."""
 
 

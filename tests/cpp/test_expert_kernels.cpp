@@ -15,7 +15,7 @@ namespace {
 
 template <typename T>
 void check_activation(Activation kind, int64_t rows, int64_t features) {
-  const int64_t width = kind == Activation::kSwiglu ? 2 * features : features;
+  const int64_t width = is_gated(kind) ? 2 * features : features;
   const auto h = random_values<T>(rows * width, 1), grad = random_values<T>(rows * features, 2);
   const auto [out] =
       same_on_threads([&] { return std::tuple(Buffer<T>(rows * features)); },

@@ -21,10 +21,12 @@ void fill_wide(Buffer<T>& buffer, Random& random) {
 
 struct Shape {
   Activation kind;
+  bool interleaved;
   int64_t rows, features, shift;
 
   explicit Shape(Random& random)
-      : kind(random.one_of({Activation::kSwiglu, Activation::kSwiglu, Activation::kGelu, Activation::kRelu})),
+      : kind(static_cast<Activation>(random.between(0, static_cast<int>(Activation::kClampedSwiglu)))),
+        interleaved(kind == Activation::kClampedSwiglu && random.chance(0.5)),
         rows(random.between(0, size(random.chance(0.3) ? 70 : 8, 8))),
         features(random.between(0, random.chance(0.2) ? size(random.chance(0.2) ? 9000 : 1100, 500) : 40)),
         shift(random.chance(0.6) ? 0 : random.between(1, 7)) {
@@ -32,7 +34,11 @@ struct Shape {
   }
 
   int64_t outputs() const { return rows * features; }
-  int64_t inputs() const { return outputs() * (kind == Activation::kSwiglu ? 2 : 1); }
+  template <typename T>
+  ExpertActivationArguments arguments(const T* grad, const T* h, T* out) const {
+    return {grad, h, out, rows, features, kind, dtype_of<T>(), {0.75, 1.702, 1.0}, interleaved};
+  }
+  int64_t inputs() const { return outputs() * (is_gated(kind) ? 2 : 1); }
 };
 
 }  // namespace
@@ -44,20 +50,16 @@ TEST_CASE("expert_activation: the emulated kernels give the CPU twin's bits, for
       const Shape shape(random);
       Buffer<T> h(shape.inputs(), shape.shift), expected(shape.outputs()), out(shape.outputs(), shape.shift);
       fill_wide(h, random);
-      cpu::expert_activation(
-          {nullptr, h.data(), expected.data(), shape.rows, shape.features, shape.kind, dtype_of<T>()});
-      cuda::expert_activation({nullptr, h.data(), out.data(), shape.rows, shape.features, shape.kind, dtype_of<T>()},
-                              nullptr);
+      cpu::expert_activation(shape.arguments<T>(nullptr, h.data(), expected.data()));
+      cuda::expert_activation(shape.arguments<T>(nullptr, h.data(), out.data()), nullptr);
       CHECK(same_values(out, expected));
       CHECK(out.intact());
 
       Buffer<T> grad(shape.outputs(), random.chance(0.8) ? shape.shift : 0);
       Buffer<T> expected_h(shape.inputs()), grad_h(shape.inputs(), shape.shift);
       fill(grad, random, random.one_of({0.0, 0.05}));
-      cpu::expert_activation_backward(
-          {grad.data(), h.data(), expected_h.data(), shape.rows, shape.features, shape.kind, dtype_of<T>()});
-      cuda::expert_activation_backward(
-          {grad.data(), h.data(), grad_h.data(), shape.rows, shape.features, shape.kind, dtype_of<T>()}, nullptr);
+      cpu::expert_activation_backward(shape.arguments<T>(grad.data(), h.data(), expected_h.data()));
+      cuda::expert_activation_backward(shape.arguments<T>(grad.data(), h.data(), grad_h.data()), nullptr);
       CHECK(same_values(grad_h, expected_h));
       CHECK(grad_h.intact());
     });

@@ -85,6 +85,14 @@ FAULTS = [
         "expert_activation",
     ),
     Fault(
+        "expert_activation takes interleaved gates as halves",
+        EXPERT_ACTIVATION,
+        "a.interleaved ? 2 : 1",
+        "1",
+        "values",
+        "expert_activation",
+    ),
+    Fault(
         "expert_activation moves a partial chunk whole",
         EXPERT_ACTIVATION,
         "s.whole && place.count[j] == kChunk<T>",

@@ -46,6 +46,13 @@ FAULTS = [
         ("tests/ops/test_memory_safety.py", "-k", "expert_outside"),
     ),
     Fault(
+        "a clamped up has a gradient",
+        "csrc/core/activation_steps.h",
+        "grad_up = up < -clamp.limit ? V{} : (up > clamp.limit ? V{} : of_up);",
+        "grad_up = of_up;",
+        (EQUAL, "-k", "expert_activation"),
+    ),
+    Fault(
         "an operand that is not first loses its gradient",
         "pymoe/ops/function_calls.py",
         "return torch.is_grad_enabled() and any(",

@@ -3,12 +3,13 @@
 import pytest
 import torch
 from specs.comparison import assert_close, assert_same_bits
+from specs.expert_activation import ACTIVATIONS
 from torch.autograd import forward_ad
 
 from pymoe import ops
 from pymoe.nn import apply_experts
 from pymoe.reference.checks import FLOATING
-from pymoe.reference.expert_activation import GATED, KINDS
+from pymoe.reference.expert_activation import is_gated
 
 HIDDEN, FFN, EXPERTS = 10, 6, 5
 
@@ -23,7 +24,7 @@ def arguments(tokens=7, choices=3, dtype=torch.float32, kind="swiglu", transpose
     def weight(outputs, inputs):
         return random(EXPERTS, inputs, outputs).transpose(1, 2) if transposed else random(EXPERTS, outputs, inputs)
 
-    inner = FFN * (2 if kind in GATED else 1)
+    inner = FFN * (2 if is_gated(kind) else 1)
     experts = torch.rand(tokens, EXPERTS, generator=generator).argsort(dim=1)[:, :choices].int()
     keywords = {"activation": kind}
     if bias:
@@ -54,7 +55,7 @@ def fused_calls(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ACTIVATIONS.values(), ids=ACTIVATIONS)
 def test_one_call_returns_the_bits_of_the_separate_operators(kind, dtype, fused_calls):
     made = 0
     for tokens in (0, 1, 2, 33):

@@ -10,6 +10,7 @@ from specs.comparison import assert_same_bits
 
 import pymoe
 from pymoe.nn import Experts, MoE, QuantizedExperts, QuantizedLinear, apply_experts, quantize_experts
+from pymoe.ops import ClampedSwiglu
 
 pytestmark = pytest.mark.only_on("cpu")
 BITS = pytest.mark.parametrize("bits", [8, 4])
@@ -19,6 +20,7 @@ OPTIONS = {
     "relu and bias": {"activation": "relu", "bias": True},
     "bias and capacity": {"bias": True, "capacity_factor": 0.5},
     "shared": {"num_shared_experts": 1},
+    "clamped": {"activation": ClampedSwiglu(0.25, alpha=1.702, up_offset=1.0, interleaved=True)},
 }
 
 

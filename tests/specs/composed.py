@@ -8,23 +8,27 @@ import torch
 
 from pymoe import reference
 from pymoe.bench.operators import uniform
-from pymoe.reference.expert_activation import GATED, KINDS
+from pymoe.ops.expert_activation import kernel_options
+from pymoe.reference.expert_activation import is_gated
 from specs import RawCall, routings
+from specs.expert_activation import ACTIVATIONS
 
 
 def raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
     experts = routings.distinct(6, 2, 4, generator)
     weights = uniform(6, 2, dtype=torch.float32, generator=generator)
-    for number, kind in enumerate(KINDS):
+    for name, kind in ACTIVATIONS.items():
+        number, *numbers = kernel_options(kind)
         dtype = torch.bfloat16 if number == 0 else torch.float32
         x = uniform(6, 5, dtype=dtype, generator=generator)
-        w_in = uniform(4, 6 if kind in GATED else 3, 5, dtype=dtype, generator=generator)
+        w_in = uniform(4, 6 if is_gated(kind) else 3, 5, dtype=dtype, generator=generator)
         w_out = uniform(4, 5, 3, dtype=dtype, generator=generator)
         b_in, b_out = w_in[:, :, 0].contiguous(), w_out[:, :, 0].contiguous()
-        yield RawCall(kind, "apply_experts", (x, experts, weights, w_in, b_in, w_out, b_out, number, None, False))
+        network = (w_in, b_in, w_out, b_out, number)
+        yield RawCall(name, "apply_experts", (x, experts, weights, *network, None, False, *numbers))
     one = (x[:1], experts[:1], weights[:1], w_in, None, w_out, None, number)
-    yield RawCall("capacity", "apply_experts", (*one, 1, False))
-    yield RawCall("foreign", "apply_experts", (one[0], one[1].long() + 2, *one[2:], None, True))
+    yield RawCall("capacity", "apply_experts", (*one, 1, False, *numbers))
+    yield RawCall("foreign", "apply_experts", (one[0], one[1].long() + 2, *one[2:], None, True, *numbers))
     for bits in (8, 4):
         w_in, w_out = (
             reference.quantize_weight(uniform(*shape, dtype=torch.float32, generator=generator), bits).packed
@@ -32,5 +36,7 @@ def raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
         )
         quantized = (uniform(6, 5, dtype=torch.float32, generator=generator), experts, weights, w_in, None, w_out, None)
         layout = [bits, 6, bits, 5]
-        yield RawCall(f"int{bits}", "apply_quantized_experts", (*quantized, layout, 0, None, False))
+        yield RawCall(
+            f"int{bits}", "apply_quantized_experts", (*quantized, layout, 0, None, False, 0.0, 1.0, 0.0, False)
+        )
         yield RawCall(f"int{bits}_capacity", "apply_quantized_experts", (*quantized, layout, 0, 2, False))

@@ -12,14 +12,39 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pymoe.integrations.transformers import interface
-from pymoe.reference.types import ActivationKind
+from pymoe.reference.types import ActivationKind, ClampedSwiglu
 
-_SILU = {("torch.nn.modules.activation", "SiLU"), ("transformers.activations", "SiLUActivation")}
-_OWN_GATES: dict[tuple[str, str], ActivationKind] = {
-    # silu(gate) * up in float32, rounded once, which is how pymoe computes it for every model.
-    ("transformers.models.beam.modeling_beam", "BeamExperts"): "swiglu",
+_ACTIVATIONS = "transformers.activations"
+_SILU = {("torch.nn.modules.activation", "SiLU"), (_ACTIVATIONS, "SiLUActivation")}
+_GELU_TANH = {(_ACTIVATIONS, name) for name in ("GELUTanh", "NewGELUActivation", "FastGELUActivation")}
+
+
+def _without_alpha(experts: Any, limit: float) -> ActivationKind | None:
+    return ClampedSwiglu(limit) if _is_silu(experts.act_fn) else None
+
+
+_OWN_GATES: dict[tuple[str, str], Callable[[Any], ActivationKind | None]] = {
+    (f"transformers.models.{model}.modeling_{model}", name): kind_of
+    for model, name, kind_of in (
+        # silu(gate) * up in float32, rounded once, which is how pymoe computes it for every model.
+        ("beam", "BeamExperts", lambda experts: "swiglu" if _is_silu(experts.act_fn) else None),
+        ("deepseek_v4", "DeepseekV4Experts", lambda experts: _without_alpha(experts, experts.limit)),
+        ("glm5_next", "Glm5NextTextExperts", lambda experts: ClampedSwiglu(experts.swiglu_limit)),
+        ("hy_v4", "HYV4Experts", lambda experts: ClampedSwiglu(experts.swiglu_limit)),
+        ("gpt_oss", "GptOssExperts", lambda experts: ClampedSwiglu(experts.limit, experts.alpha, 1.0, True)),
+        (
+            "minimax_m3_vl",
+            "MiniMaxM3VLExperts",
+            lambda experts: ClampedSwiglu(experts.swiglu_limit, experts.swiglu_alpha, 1.0),
+        ),
+        (
+            "openai_privacy_filter",
+            "OpenAIPrivacyFilterExperts",
+            lambda experts: ClampedSwiglu(experts.limit, experts.alpha, 1.0),
+        ),
+    )
 }
-"""Classes with a gate of their own that, with SiLU as ``act_fn``, is one of pymoe's activations."""
+"""Classes with a gate of their own that is one of pymoe's activations, and which."""
 
 
 Activation = ActivationKind | Callable[[Tensor], Tensor]
@@ -40,15 +65,16 @@ def fused_activation(experts: nn.Module) -> ActivationKind | None:
     act_fn: Any = getattr(experts, "act_fn", None)
     if not interface.flags(experts).gated:
         return _without_gate(act_fn)
-    if not _is_silu(act_fn):
-        return None
-    return "swiglu" if interface.has_default_gate(type(experts)) else _OWN_GATES.get(place(type(experts)))
+    if interface.has_default_gate(type(experts)):
+        return _with_gate(act_fn)
+    kind_of = _OWN_GATES.get(place(type(experts)))
+    return None if kind_of is None else kind_of(experts)
 
 
 def gated_activation(act_fn: Any) -> Activation:
     """Return ``act_fn(gate) * up`` as a function of rows [gate | up], fused where pymoe has it."""
-    if _is_silu(act_fn):
-        return "swiglu"
+    if (kind := _with_gate(act_fn)) is not None:
+        return kind
 
     def gated(rows: Tensor) -> Tensor:
         gate, up = rows.chunk(2, dim=-1)
@@ -66,9 +92,21 @@ def _is_silu(act_fn: Any) -> bool:
     return act_fn is F.silu or place(type(act_fn)) in _SILU
 
 
+def _with_gate(act_fn: Any) -> ActivationKind | None:
+    """Return the kind that is ``act_fn(gate) * up``."""
+    if _is_silu(act_fn):
+        return "swiglu"
+    return {"gelu": "geglu", "gelu_tanh": "geglu_tanh"}.get(str(_without_gate(act_fn)))  # type: ignore[return-value]
+
+
 def _without_gate(act_fn: Any) -> ActivationKind | None:
+    """Return the kind that is ``act_fn``."""
     if isinstance(act_fn, nn.ReLU):
         return "relu"
-    if isinstance(act_fn, nn.GELU) and act_fn.approximate == "none":
-        return "gelu"
-    return "gelu" if place(type(act_fn)) == ("transformers.activations", "GELUActivation") else None
+    if isinstance(act_fn, nn.GELU):
+        return "gelu" if act_fn.approximate == "none" else "gelu_tanh"
+    if place(type(act_fn)) in _GELU_TANH:
+        return "gelu_tanh"
+    return {"GELUActivation": "gelu", "ReLUSquaredActivation": "relu_squared"}.get(  # type: ignore[return-value]
+        type(act_fn).__name__ if place(type(act_fn))[0] == _ACTIVATIONS else ""
+    )

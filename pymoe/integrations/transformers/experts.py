@@ -103,7 +103,7 @@ def run_experts(
         (T, H), the dtype of ``x``.
     """
     operand = as_operand(x, w_in)
-    if not isinstance(activation, str):
+    if callable(activation):
         activation = _followed_by_cast(activation, w_out)
     if post_norm is None:
         y = apply_experts(
@@ -122,7 +122,7 @@ def run_experts(
 
 def activate(rows: Tensor, activation: Activation) -> Tensor:
     """Apply an activation, fused or not, to (S, N) rows; return (S, F)."""
-    return ops.expert_activation(rows, activation) if isinstance(activation, str) else activation(rows)
+    return activation(rows) if callable(activation) else ops.expert_activation(rows, activation)
 
 
 def as_operand(rows: Tensor, weight: Tensor) -> Tensor:

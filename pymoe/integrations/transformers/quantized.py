@@ -72,7 +72,7 @@ def run_quantized_experts(
     operand: Any
     (operand,) = cast_operands(x.float() if x.dtype == torch.float64 else x)
     b_in, b_out = (None if bias is None else bias.to(operand.dtype) for bias in (b_in, b_out))
-    if not isinstance(activation, str):
+    if callable(activation):
         activation = _followed_by_cast(activation, operand.dtype)
     if post_norm is None:
         y = apply_experts(
@@ -85,7 +85,7 @@ def run_quantized_experts(
     else:
         routing = ops.build_routing(index, w_in.num_experts, foreign_experts=foreign_experts)
         rows = ops.quantized_linear(ops.dispatch(operand, routing), w_in.weight, routing.offsets, b_in)
-        rows = ops.expert_activation(rows, activation) if isinstance(activation, str) else activation(rows)
+        rows = activation(rows) if callable(activation) else ops.expert_activation(rows, activation)
         rows = ops.quantized_linear(rows, w_out.weight, routing.offsets, b_out)
         y = ops.combine(post_norm(rows), routing, weights)
     return y.to(x.dtype)

@@ -140,7 +140,8 @@ def test_an_activation_of_ones_own_is_called():
 
 
 @pytest.mark.parametrize(
-    ("act_fn", "kind"), [("relu", "relu"), ("gelu", "gelu"), ("relu2", None), ("silu", None), ("gelu_new", None)]
+    ("act_fn", "kind"),
+    [("relu", "relu"), ("gelu", "gelu"), ("relu2", "relu_squared"), ("silu", None), ("gelu_new", "gelu_tanh")],
 )
 def test_experts_without_a_gate(act_fn, kind):
     from transformers.activations import ACT2FN

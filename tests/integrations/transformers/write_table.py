@@ -90,7 +90,7 @@ def weights(experts) -> str:
 def between(experts) -> str:
     kind = fused_activation(experts)
     if kind is not None:
-        return f"`{kind}`"
+        return f"`{kind if isinstance(kind, str) else type(kind).__name__}`"
     flags = interface.flags(experts)
     act_fn = getattr(experts, "act_fn", None)
     own = not flags.gated or interface.has_default_gate(type(experts))
