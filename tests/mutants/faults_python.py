@@ -1,5 +1,6 @@
 """Faults that the test suite must notice: a text of the sources, and what replaces it."""
 
+from faults_transformers import FAULTS as TRANSFORMERS
 from planting import PythonFault as Fault
 
 BODY = "csrc/kernels/combine_cpu_body.h"
@@ -10,6 +11,7 @@ PLAN_RUN = "pymoe/pipe/execution/step_state.py"
 RUNS = "tests/pipe/test_pipeline_run.py"
 
 FAULTS = [
+    *TRANSFORMERS,
     Fault(
         "build_routing keeps one row too many",
         ROUTING,

@@ -1,0 +1,79 @@
+"""Faults in the integration of transformers that its tests must notice."""
+
+from planting import PythonFault as Fault
+
+PACKAGE = "pymoe/integrations/transformers"
+TESTS = "tests/integrations/transformers"
+
+FAULTS = [
+    Fault(
+        "experts of other ranks are taken for experts of this one",
+        f"{PACKAGE}/experts.py",
+        "foreign_experts=flags.expert_parallel,",
+        "foreign_experts=False,",
+        (f"{TESTS}/test_flags.py", "-k", "other_ranks"),
+    ),
+    Fault(
+        "rows meet weights of another dtype",
+        f"{PACKAGE}/experts.py",
+        "return rows.to(weight.dtype)",
+        "return rows",
+        (f"{TESTS}/test_flags.py", "-k", "rows_in_float32"),
+    ),
+    Fault(
+        "a gate of a class's own is taken for the default one",
+        f"{PACKAGE}/interface.py",
+        'return experts_class._apply_gate is getattr(moe, "_default_apply_gate", None)',
+        "return moe is not None",
+        (f"{TESTS}/test_flags.py", "-k", "ones_own"),
+    ),
+    Fault(
+        "weights of a quantised model are not refused",
+        f"{PACKAGE}/experts.py",
+        "checks.floating(f\"experts_implementation='pymoe' ({type(experts).__name__})\", name, w_in)",
+        "",
+        (f"{TESTS}/test_flags.py", "-k", "no_floats"),
+    ),
+    Fault(
+        "Llama 4 takes the scores of other experts",
+        f"{PACKAGE}/outside.py",
+        "scores_TE.gather(1, index_TK)",
+        "scores_TE.topk(self.top_k, dim=1).values.flip(1)",
+        (f"{TESTS}/test_enable.py", "-k", "several_choices"),
+    ),
+    Fault(
+        "an expert of LongcatFlash that returns its input adds nothing",
+        f"{PACKAGE}/outside.py",
+        "torch.where(top_k_index < computed, 0, top_k_weights)",
+        "torch.where(top_k_index <= computed, 0, top_k_weights)",
+        (f"{TESTS}/test_enable.py", "-k", "longcat_flash"),
+    ),
+    Fault(
+        "disable forgets what ran before",
+        f"{PACKAGE}/switch.py",
+        "interface.set_implementation(module, getattr(module, _BEFORE))",
+        'interface.set_implementation(module, "eager")',
+        (f"{TESTS}/test_enable.py", "-k", "go_back"),
+    ),
+    Fault(
+        "enable changes a model that it then refuses",
+        f"{PACKAGE}/switch.py",
+        "    for name, module in behind + outside:\n        for parameter_name",
+        "    for name, module in outside:\n        for parameter_name",
+        (f"{TESTS}/test_enable.py", "-k", "nothing_changes"),
+    ),
+    Fault(
+        "blocks of DeepSeek-V3 lose their groups",
+        f"{PACKAGE}/blocks.py",
+        "    groups=True,\n",
+        "",
+        (f"{TESTS}/test_checkpoints.py", "-k", "comes_back and deepseek_v3"),
+    ),
+    Fault(
+        "up stands above gate in shared experts",
+        f"{PACKAGE}/checkpoints.py",
+        '_Part("shared.w_in", (gate, up))',
+        '_Part("shared.w_in", (up, gate))',
+        (f"{TESTS}/test_checkpoints.py", "-k", "comes_back and deepseek_v3"),
+    ),
+]
