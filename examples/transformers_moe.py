@@ -30,6 +30,7 @@ from torch import Tensor
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
 import pymoe.integrations.transformers  # noqa: F401  registers the implementation called "pymoe"
+from pymoe.nn import quantize_experts
 
 BYTES = 256
 IMPLEMENTATIONS = ("eager", "grouped_mm", "pymoe")
@@ -45,7 +46,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         ("ffn", 256, "inner size of an expert"),
         ("experts", 32, "experts of a layer"),
         ("top-k", 4, "experts that a token goes to"),
-        ("layers", 4, "layers"),
+        ("layers", 2, "layers"),
         ("heads", 4, "heads of attention"),
         ("batch", 1, "prompts that are continued at once"),
         ("prompt", 32, "bytes of a prompt"),
@@ -139,19 +140,49 @@ def generate(model: Any, prompt: Tensor, new: int) -> Tensor:
     return found[:, prompt.shape[1] :]
 
 
-def measured(model: Any, prompt: Tensor, new: int, rounds: int) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Return what each implementation generates, and its bytes a second, prompt included in the time."""
-    found, seconds = {}, {name: [] for name in IMPLEMENTATIONS}
-    for name in IMPLEMENTATIONS:  # not timed: what comes first finds caches cold
-        model.set_experts_implementation(name)
-        found[name] = generate(model, prompt, new)
-    for _ in range(rounds):
-        for name in IMPLEMENTATIONS:
+Found = dict[str, tuple[Tensor, float]]
+"""What each implementation generated, and its bytes a second."""
+
+
+def measured(model: Any, names: tuple[str, ...], prompt: Tensor, new: int, rounds: int) -> Found:
+    """Generate with every implementation named, in turns. The time of a prompt is that of its bytes, too."""
+    written, seconds = {}, {name: [] for name in names}
+    for attempt in range(rounds + 1):
+        for name in names:
             model.set_experts_implementation(name)
             start = time.perf_counter()
-            generate(model, prompt, new)
-            seconds[name].append(time.perf_counter() - start)
-    return found, {name: found[name].numel() / statistics.median(times) for name, times in seconds.items()}
+            written[name] = generate(model, prompt, new)
+            if attempt > 0:  # what comes first finds caches cold
+                seconds[name].append(time.perf_counter() - start)
+    return {name: (written[name], written[name].numel() / statistics.median(seconds[name])) for name in names}
+
+
+def measured_in_all_formats(model: Any, prompt: Tensor, options: argparse.Namespace) -> dict[str, Found]:
+    """Generate in float32 and bfloat16, where ``model`` stays, and with experts in fewer bits."""
+    found = {}
+    for name, dtype in DTYPES.items():
+        found[name] = measured(model.to(dtype), IMPLEMENTATIONS, prompt, options.new, options.rounds)
+    model.set_experts_implementation("pymoe")
+    for bits in (8, 4):
+        quantised = copy.deepcopy(model)
+        quantize_experts(quantised, bits=bits)
+        found[f"int{bits}"] = measured(quantised, ("pymoe",), prompt, options.new, options.rounds)
+    return found
+
+
+def show_speeds(found: dict[str, Found]) -> None:
+    """Print bytes a second, and how many of the bytes that pymoe wrote are those that it wrote in float32."""
+    columns = " ".join(f"{name:>10}" for name in IMPLEMENTATIONS)
+    print(f"{'':>6} {columns}  as fp32  pymoe over the best of transformers")
+    best, exact = {}, found["fp32"]["pymoe"][0]
+    for format, kinds in found.items():
+        speeds = {name: speed for name, (_, speed) in kinds.items()}
+        of_transformers = [speed for name, speed in speeds.items() if name != "pymoe"]
+        best[format] = max(of_transformers) if of_transformers else best["bf16"]
+        cells = " ".join(f"{speeds[name]:>10.1f}" if name in speeds else f"{'-':>10}" for name in IMPLEMENTATIONS)
+        same = (kinds["pymoe"][0] == exact).float().mean().item()
+        gain = f"{speeds['pymoe'] / best[format]:.2f}x{'' if of_transformers else ' (in bf16)'}"
+        print(f"{format:>6} {cells}  {same:>6.0%}   {gain}")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -173,15 +204,11 @@ def main(arguments: list[str] | None = None) -> int:
     model.eval()
     prompt = Batches(text, options.batch, options.prompt)[0]
     print(f"\nbytes a second, {options.new} after a prompt of {options.prompt}, batch {options.batch}")
-    print(f"{'':>6} " + " ".join(f"{name:>10}" for name in IMPLEMENTATIONS) + "  pymoe over the better")
-    for dtype, torch_dtype in DTYPES.items():
-        model.to(torch_dtype)
-        found, speeds = measured(model, prompt, options.new, options.rounds)
-        gain = speeds["pymoe"] / max(speeds[name] for name in IMPLEMENTATIONS[:-1])
-        print(f"{dtype:>6} " + " ".join(f"{speeds[name]:>10.1f}" for name in IMPLEMENTATIONS) + f"  {gain:.2f}x")
-        if dtype == "fp32":
-            checks["fp32: pymoe generates what eager generates"] = torch.equal(found["pymoe"], found["eager"])
-    print(f"\npymoe wrote: {bytes(found['pymoe'][0].tolist())!r}\n")
+    found = measured_in_all_formats(model, prompt, options)
+    show_speeds(found)
+    same = torch.equal(found["fp32"]["pymoe"][0], found["fp32"]["eager"][0])
+    checks["in float32 pymoe generates what eager generates"] = same
+    print()
     return tell(checks)
 
 

@@ -13,6 +13,7 @@ from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import fused_activation, gated_activation
 from pymoe.integrations.transformers.blocks import DIFFERENT, PLANS, Plan
 from pymoe.nn import MoE
+from pymoe.reference import checks
 
 
 def from_transformers(block: nn.Module, *, bias_update_rate: float = 0.001) -> MoE:
@@ -34,6 +35,7 @@ def from_transformers(block: nn.Module, *, bias_update_rate: float = 0.001) -> M
         A layer in the mode (training or evaluation) of ``block``, without auxiliary losses.
 
     Raises:
+        TypeError: the weights of its experts are quantised.
         ValueError: the block is of another kind, or one of its options changes what it computes.
     """
     name = "from_transformers"
@@ -144,6 +146,8 @@ def _options(name: str, block: Any, plan: Plan) -> dict[str, Any]:
     for attribute, expected in plan.only.items():
         if (seen := attrgetter(attribute)(block)) != expected:
             raise ValueError(f"{name}: expected a {kind} with {attribute}={expected!r}, got {seen!r}")
+    for weight in ("gate_up_proj", "down_proj"):
+        checks.floating(f"{name} ({kind})", f"experts.{weight}", getattr(block.experts, weight))
     if fused_activation(block.experts) != "swiglu":
         seen = type(getattr(block.experts, "act_fn", None)).__name__
         raise ValueError(f"{name}: expected a {kind} whose experts compute a plain swiglu, got {seen}")

@@ -6,7 +6,7 @@ import torch
 
 from pymoe.integrations.transformers import from_transformers, to_transformers
 from pymoe.integrations.transformers.blocks import DIFFERENT, PLANS
-from pymoe.nn import MoE, update_expert_biases
+from pymoe.nn import MoE, quantize_experts, update_expert_biases
 
 MODELS = {
     "afmoe": "AfmoeSparseMoeBlock",
@@ -178,6 +178,16 @@ def test_other_blocks_are_refused_with_the_reason(model, name):
     block, _ = block_of(model, name)
     with pytest.raises(ValueError, match=f"from_transformers: expected a block .* got {name}: {DIFFERENT[name]}"):
         from_transformers(block)
+
+
+def test_quantised_experts_are_refused():
+    model = tiny_models.build("mixtral")
+    model.set_experts_implementation("pymoe")
+    quantize_experts(model, bits=8)
+    with pytest.raises(
+        TypeError, match=r"from_transformers \(MixtralSparseMoeBlock\): experts.gate_up_proj must be a tens"
+    ):
+        from_transformers(model.model.layers[0].mlp)
 
 
 def test_options_that_the_layer_lacks_are_refused():
