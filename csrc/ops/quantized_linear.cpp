@@ -15,6 +15,7 @@ namespace pymoe::ops::quantized_linear_op {
 namespace {
 
 constexpr const char* kName = "quantized_linear";
+constexpr int64_t kMostFeatures = int64_t{1} << 40;  // so that no count of bytes overflows
 
 }  // namespace
 
@@ -24,8 +25,10 @@ Tensor quantized_linear(const Tensor& x, const Tensor& packed, const Tensor& off
   require(dtype != DType::kFloat64, kName, "x must have dtype float32, bfloat16 or float16, got double");
   require_shape(kName, "x", x, {-1, -1});
   require(bits == 8 || bits == 4, kName, "bits must be 8 or 4, got ", bits);
-  require(output_features >= 0, kName, "output_features must be at least 0, got ", output_features);
+  require(output_features >= 0 && output_features <= kMostFeatures, kName,
+          "output_features must be at least 0 and at most ", kMostFeatures, ", got ", output_features);
   const int64_t rows = x.size(0), inputs = x.size(1);
+  require(inputs <= kMostFeatures, kName, "x must have at most ", kMostFeatures, " columns, got ", inputs);
   checked_offsets(kName, offsets, x);
   const int64_t experts = offsets.size(0) - 1;
   require_tensor(kName, "packed", packed, ScalarType::Byte,
