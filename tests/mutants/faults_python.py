@@ -1,5 +1,6 @@
 """Faults that the test suite must notice: a text of the sources, and what replaces it."""
 
+from faults_quantized import FAULTS as OF_QUANTIZED_WEIGHTS
 from faults_transformers import FAULTS as TRANSFORMERS
 from planting import PythonFault as Fault
 
@@ -201,4 +202,5 @@ FAULTS = [
         "",
         (RUNS,),
     ),
+    *OF_QUANTIZED_WEIGHTS,
 ]
