@@ -9,8 +9,8 @@ FAULTS = [
     Fault(
         "experts of other ranks are taken for experts of this one",
         f"{PACKAGE}/experts.py",
-        "foreign_experts=flags.expert_parallel,",
-        "foreign_experts=False,",
+        '"foreign_experts": flags.expert_parallel,',
+        '"foreign_experts": False,',
         (f"{TESTS}/test_flags.py", "-k", "other_ranks"),
     ),
     Fault(

@@ -44,32 +44,17 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     flags = interface.flags(experts)
     name = "gate_up_proj" if flags.gated else "up_proj"
     w_in, w_out = getattr(experts, name), experts.down_proj
+    operands = (hidden_states, top_k_index, top_k_weights, w_in, w_out, activation_of(experts))
+    options: dict[str, Any] = {
+        "b_in": getattr(experts, f"{name}_bias") if flags.biased else None,
+        "b_out": experts.down_proj_bias if flags.biased else None,
+        "post_norm": experts.post_expert_norm if flags.normed else None,
+        "foreign_experts": flags.expert_parallel,
+    }
     if isinstance(w_in, QuantizedLinear):
-        return run_quantized_experts(
-            *(hidden_states, top_k_index, top_k_weights, w_in, w_out, activation_of(experts)),
-            b_in=getattr(experts, f"{name}_bias") if flags.biased else None,
-            b_out=experts.down_proj_bias if flags.biased else None,
-            post_norm=experts.post_expert_norm if flags.normed else None,
-            foreign_experts=flags.expert_parallel,
-        )
+        return run_quantized_experts(*operands, **options)
     checks.floating(f"experts_implementation='pymoe' ({type(experts).__name__})", name, w_in)
-    if flags.transposed:
-        w_in, w_out = w_in.transpose(1, 2), w_out.transpose(1, 2)
-    b_in = b_out = None
-    if flags.biased:
-        b_in, b_out = getattr(experts, f"{name}_bias").to(w_in.dtype), experts.down_proj_bias.to(w_out.dtype)
-    return run_experts(
-        hidden_states,
-        top_k_index,
-        top_k_weights,
-        w_in,
-        w_out,
-        activation_of(experts),
-        b_in=b_in,
-        b_out=b_out,
-        post_norm=experts.post_expert_norm if flags.normed else None,
-        foreign_experts=flags.expert_parallel,
-    )
+    return run_experts(*operands, **options, transposed=flags.transposed)
 
 
 def run_experts(
@@ -84,6 +69,7 @@ def run_experts(
     b_out: Tensor | None = None,
     post_norm: Callable[[Tensor], Tensor] | None = None,
     foreign_experts: bool = False,
+    transposed: bool = False,
 ) -> Tensor:
     """Run :func:`pymoe.nn.apply_experts` on operands as transformers has them.
 
@@ -94,14 +80,18 @@ def run_experts(
         w_in: (E, N, H), any strides.
         w_out: (E, H, F), any strides.
         activation: between the two products; a function may return any floating dtype.
-        b_in: (E, N).
-        b_out: (E, H).
+        b_in: (E, N), of any floating dtype.
+        b_out: (E, H), of any floating dtype.
         post_norm: applied to every expert's output, (S, H) to (S, H), before it is weighted.
         foreign_experts: ``index`` may hold numbers from E on, which add nothing.
+        transposed: the weights are (E, H, N) and (E, F, H) instead.
 
     Returns:
         (T, H), the dtype of ``x``.
     """
+    if transposed:
+        w_in, w_out = w_in.transpose(1, 2), w_out.transpose(1, 2)
+    b_in, b_out = (None if bias is None else bias.to(w_in.dtype) for bias in (b_in, b_out))
     operand = as_operand(x, w_in)
     if callable(activation):
         activation = _followed_by_cast(activation, w_out)

@@ -27,11 +27,10 @@ def llama4_moe(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     scores_TE, logits_TE = self.router(x_TH)
     index_TK = torch.topk(logits_TE, self.top_k, dim=1).indices  # as the router chose, which it does not return
     scaled_TKH = x_TH[:, None] * scores_TE.gather(1, index_TK)[..., None]
-    w_in, w_out = self.experts.gate_up_proj.transpose(1, 2), self.experts.down_proj.transpose(1, 2)
-    activation = gated_activation(self.experts.act_fn)
+    w_in, w_out, activation = self.experts.gate_up_proj, self.experts.down_proj, gated_activation(self.experts.act_fn)
     index_S1 = index_TK.reshape(-1, 1)  # every choice is a token of its own here, with the weight 1
     ones_S1 = torch.ones_like(index_S1, dtype=torch.float32)
-    rows_SH = run_experts(scaled_TKH.flatten(0, 1), index_S1, ones_S1, w_in, w_out, activation)
+    rows_SH = run_experts(scaled_TKH.flatten(0, 1), index_S1, ones_S1, w_in, w_out, activation, transposed=True)
     return self.shared_expert(x_TH) + rows_SH.view(scaled_TKH.shape).sum(dim=1), logits_TE
 
 
