@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <new>
+#include <tuple>
 #include <utility>
 #if defined(__linux__)
 #include <sys/mman.h>

@@ -19,6 +19,7 @@ inline constexpr int kNtRows = 3;
 inline constexpr int kNtRows = 2;
 #endif
 inline constexpr int kNtColumns = 4;
+inline constexpr int64_t kNtStreamAhead = 8192;  // bytes of B
 inline constexpr int64_t kNtBlockBytes = 256 << 10;
 inline constexpr int64_t kNtLineBytes = 4096;  // of a row of A that are used at a time
 
@@ -54,42 +55,68 @@ struct NtProduct<BFloat16> {
 };
 #endif
 
-// sums[i] += the sum over the lanes of v[i].
-PYMOE_INLINE void add_lanes_of_four(vfloat (&v)[4], float* sums) {
+// sums[i] = the sum over the lanes of v[i].
+PYMOE_INLINE void sum_lanes_of_four(vfloat (&v)[4], float* sums) {
   transpose_parts(v);
   const vfloat parts = (v[0] + v[1]) + (v[2] + v[3]);
 #if PYMOE_ISA_LEVEL == 4
   const auto low = __builtin_shufflevector(parts, parts, 0, 1, 2, 3, 4, 5, 6, 7);
   const auto high = __builtin_shufflevector(parts, parts, 8, 9, 10, 11, 12, 13, 14, 15);
   const __m256 half = (__m256)(low + high);
-  const __m128 sum = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
 #elif PYMOE_ISA_LEVEL == 3
-  const __m128 sum = _mm_add_ps(_mm256_castps256_ps128((__m256)parts), _mm256_extractf128_ps((__m256)parts, 1));
+  _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128((__m256)parts), _mm256_extractf128_ps((__m256)parts, 1)));
 #else
-  const vfloat sum = parts;
+  store(sums, parts);
 #endif
-  baseline::store(sums, baseline::load(sums) + (baseline::vfloat)sum);
 }
 
-PYMOE_INLINE void add_lanes_of_four(vdouble (&v)[4], double* sums) {
-  for (int i = 0; i < 4; ++i) sums[i] += sum_lanes(v[i]);
+PYMOE_INLINE void sum_lanes_of_four(vdouble (&v)[4], double* sums) {
+  for (int i = 0; i < 4; ++i) sums[i] = sum_lanes(v[i]);
 }
 
-// sums[i * 4 + j] += <row i of a, b[j]>. Asks for the lines of ahead[0], ahead[1], ..., as many as kAhead, on the way.
+// How many rows of up to kNtLineBytes nt_stream takes, and of more two: as long as it was faster than nt_tile on a
+// Zen 5.
+template <typename T>
+inline constexpr int kNtStreamRows = Panel<T>::kDepth == 2 ? 8 : std::min(kNtRows, 3);
+
+// What is done with a block of k: sums in lanes go on from `lanes` unless it is the first, and back to it unless it is
+// the last, which leaves sums[i * kNtColumns + j] = <row i of A, b[j]>.
+template <typename T>
+struct NtBlock {
+  int64_t k;
+  const typename NtProduct<T>::Row* a;
+  int64_t a_stride;
+  const T* b[kNtColumns];
+  const char* ahead[kNtColumns];  // lines to ask for on the way, by nt_tile, as many as its kAhead
+  uintptr_t distance;             // in bytes, from the lines of b to those to ask for, by nt_stream
+  vector_t<T>* lanes;
+  bool first;
+  bool last;
+  accumulate_t<T>* sums;
+};
+
+// For many rows: all sums of kRows x kNtColumns in registers.
 template <typename T, int kRows, int kAhead>
-void nt_tile(int64_t k, const typename NtProduct<T>::Row* a, int64_t a_stride, const T* const (&b)[kNtColumns],
-             const char* const (&ahead)[kNtColumns], accumulate_t<T>* sums) {
+void nt_tile(const NtBlock<T>& block) {
   using Product = NtProduct<T>;
   constexpr int kStepBytes = Product::kElements * static_cast<int>(sizeof(T));
-  vector_t<T> sum[kRows][kNtColumns] = {};
-  const T *b0 = b[0], *b1 = b[1], *b2 = b[2], *b3 = b[3];
+  const T *b0 = block.b[0], *b1 = block.b[1], *b2 = block.b[2], *b3 = block.b[3];
+  const auto* a = block.a;
+  const int64_t k = block.k, a_stride = block.a_stride;
+  vector_t<T> sum[kRows][kNtColumns];
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kNtColumns; ++j) sum[i][j] = block.first ? vector_t<T>{} : block.lanes[i * kNtColumns + j];
+  }
   int64_t p = 0;
   for (; p + Product::kElements <= k; p += Product::kElements) {
     const vector_t<T> right[kNtColumns] = {Product::load_b(b0 + p), Product::load_b(b1 + p), Product::load_b(b2 + p),
                                            Product::load_b(b3 + p)};
     if (kStepBytes == 64 || p * static_cast<int64_t>(sizeof(T)) % 64 == 0) {
 #pragma GCC unroll 4
-      for (int j = 0; j < kAhead; ++j) __builtin_prefetch(ahead[j] + p * static_cast<int64_t>(sizeof(T)), 0, 2);
+      for (int j = 0; j < kAhead; ++j) __builtin_prefetch(block.ahead[j] + p * static_cast<int64_t>(sizeof(T)), 0, 2);
     }
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
@@ -101,19 +128,73 @@ void nt_tile(int64_t k, const typename NtProduct<T>::Row* a, int64_t a_stride, c
   if (p < k) {
     const int count = static_cast<int>(k - p);
     vector_t<T> right[kNtColumns];
-    for (int j = 0; j < kNtColumns; ++j) right[j] = Product::load_b(b[j] + p, count);
+#pragma GCC unroll 4
+    for (int j = 0; j < kNtColumns; ++j) right[j] = Product::load_b(block.b[j] + p, count);
+#pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
       const vector_t<T> left = Product::load_a(a + i * a_stride + p, count);
+#pragma GCC unroll 4
       for (int j = 0; j < kNtColumns; ++j) sum[i][j] = Product::add(left, right[j], sum[i][j]);
     }
   }
+  if (!block.last) {
 #pragma GCC unroll 8
-  for (int i = 0; i < kRows; ++i) add_lanes_of_four(sum[i], sums + i * kNtColumns);
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kNtColumns; ++j) block.lanes[i * kNtColumns + j] = sum[i][j];
+    }
+    return;
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) sum_lanes_of_four(sum[i], block.sums + i * kNtColumns);
+}
+
+// For few rows, and all of k: B is read along its rows, one or two at a time, which is how memory gives most.
+template <typename T, int kRows>
+void nt_stream(const NtBlock<T>& block) {
+  using Product = NtProduct<T>;
+  constexpr int kAtOnce = kRows <= 3 ? 1 : 2;
+  const auto* a = block.a;
+  const int64_t k = block.k, a_stride = block.a_stride;
+  vector_t<T> sum[kRows][kNtColumns];
+#pragma GCC unroll 1
+  for (int first = 0; first < kNtColumns; first += kAtOnce) {
+    const T* const* b = block.b + first;
+    vector_t<T> some[kRows][kAtOnce] = {};
+    int64_t p = 0;
+#pragma GCC unroll 2
+    for (; p + Product::kElements <= k; p += Product::kElements) {
+      vector_t<T> right[kAtOnce];
+#pragma GCC unroll 2
+      for (int j = 0; j < kAtOnce; ++j) {
+        right[j] = Product::load_b(b[j] + p);
+        __builtin_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(b[j] + p) + block.distance), 0, 2);
+      }
+#pragma GCC unroll 16
+      for (int i = 0; i < kRows; ++i) {
+        const vector_t<T> left = Product::load_a(a + i * a_stride + p);
+#pragma GCC unroll 2
+        for (int j = 0; j < kAtOnce; ++j) some[i][j] = Product::add(left, right[j], some[i][j]);
+      }
+    }
+    if (p < k) {
+      const int count = static_cast<int>(k - p);
+      for (int j = 0; j < kAtOnce; ++j) {
+        const vector_t<T> right = Product::load_b(b[j] + p, count);
+        for (int i = 0; i < kRows; ++i) {
+          some[i][j] = Product::add(Product::load_a(a + i * a_stride + p, count), right, some[i][j]);
+        }
+      }
+    }
+    for (int i = 0; i < kRows; ++i) {
+      for (int j = 0; j < kAtOnce; ++j) sum[i][first + j] = some[i][j];
+    }
+  }
+  for (int i = 0; i < kRows; ++i) sum_lanes_of_four(sum[i], block.sums + i * kNtColumns);
 }
 
 template <typename T>
-using NtTile = void (*)(int64_t k, const typename NtProduct<T>::Row* a, int64_t a_stride,
-                        const T* const (&b)[kNtColumns], const char* const (&ahead)[kNtColumns], accumulate_t<T>* sums);
+using NtTile = void (*)(const NtBlock<T>& block);
 
 template <typename T, int kAhead>
 NtTile<T> nt_tile_for(int64_t rows) {
@@ -124,62 +205,93 @@ NtTile<T> nt_tile_for(int64_t rows) {
 }
 
 template <typename T>
+NtTile<T> nt_stream_for(int64_t rows) {
+  return [rows]<int... i>(std::integer_sequence<int, i...>) {
+    static constexpr NtTile<T> tiles[] = {&nt_stream<T, i + 1>...};
+    return tiles[rows - 1];
+  }(std::make_integer_sequence<int, kNtStreamRows<T>>{});
+}
+
+// Rows of A, from `first` on, as the product takes them: where they lie, or widened to `scratch`.
+template <typename T>
+PYMOE_INLINE std::pair<const typename NtProduct<T>::Row*, int64_t> nt_rows(const Gemm<T>& g, int64_t first,
+                                                                           int64_t rows, int64_t p, int64_t k,
+                                                                           typename NtProduct<T>::Row* scratch) {
+  const T* from = g.a + first * g.a_row_stride + p;
+  if constexpr (std::is_same_v<typename NtProduct<T>::Row, T>) {
+    return {from, g.a_row_stride};
+  } else {
+    const int64_t stride = round_up(k, 16);
+    for (int64_t i = 0; i < rows; ++i) {
+      for_vectors<T>(k, [&](int64_t q, int count) {
+        store_count(scratch + i * stride + q, load_count(from + i * g.a_row_stride + q, count), count);
+      });
+    }
+    return {scratch, stride};
+  }
+}
+
+template <typename T>
 void gemm_nt(const Gemm<T>& g) {
   using S = accumulate_t<T>;
   using Row = typename NtProduct<T>::Row;
-  constexpr bool kWidens = !std::is_same_v<Row, T>;
   constexpr auto kSize = static_cast<int64_t>(sizeof(T));
-  constexpr int64_t kBlock = kNtLineBytes / static_cast<int64_t>(sizeof(Row));  // of k
-  const int64_t passes = (g.m + kNtRows - 1) / kNtRows;
+  constexpr auto kRowSize = static_cast<int64_t>(sizeof(Row));
+  const int64_t part_k = std::min(g.k, kNtLineBytes / kRowSize);
+  const bool streams = g.m <= 2 || (g.m <= kNtStreamRows<T> && g.k * kRowSize <= kNtLineBytes);
+  const int64_t passes = streams ? 1 : (g.m + kNtRows - 1) / kNtRows;
   const int64_t fitting = kNtBlockBytes / (std::max<int64_t>(1, g.k) * kSize) / kNtColumns * kNtColumns;
-  const int64_t block = passes == 1 ? kNtColumns : std::clamp<int64_t>(fitting, 4 * kNtColumns, 64 * kNtColumns);
+  const int64_t block = streams ? kNtColumns : std::clamp<int64_t>(fitting, 4 * kNtColumns, 64 * kNtColumns);
+  const int64_t block_k = std::max<int64_t>(1, streams ? g.k : part_k);
 
-  S* memory = static_cast<S*>(gemm_buffer().reserve(
-      static_cast<int64_t>(sizeof(S)) * (kNtRows * block + round_up(g.n, kNtColumns) + kNtRows * kBlock + 3 * 16)));
-  S* sums = carve(memory, kNtRows * block);  // of a pass, by four columns
+  const int64_t tile_rows = streams ? g.m : kNtRows;
+  S* memory = static_cast<S*>(gemm_buffer().reserve(static_cast<int64_t>(sizeof(S)) *
+                                                    (tile_rows * block * (1 + kLanes<S>)+round_up(g.n, kNtColumns) +
+                                                     tile_rows * round_up(std::min(block_k, g.k), 16) + 4 * 16)));
+  S* lanes = carve(memory, tile_rows * block * kLanes<S>);
+  S* sums = carve(memory, tile_rows * block);
   S* bias = carve(memory, round_up(g.n, kNtColumns));
   Row* widened = reinterpret_cast<Row*>(memory);
   for (int64_t j = 0; j < round_up(g.n, kNtColumns); ++j) {
     bias[j] = g.bias != nullptr && j < g.n ? to_accumulate(g.bias[j * g.bias_stride]) : S{};
   }
 
-  const int64_t distance = block * g.b_column_stride * kSize;
+  const Row* a = nullptr;
+  int64_t a_stride = 0;
+  const auto distance = static_cast<uintptr_t>(
+      (streams ? (kNtStreamAhead + block_k * kSize - 1) / (block_k * kSize) : block) * g.b_column_stride * kSize);
   for (int64_t first = 0; first < g.n; first += block) {
     const int64_t end = std::min(g.n, first + block);
     for (int64_t pass = 0, row = 0; pass < passes; ++pass) {
       const int64_t rows = (g.m - row + passes - pass - 1) / (passes - pass);  // as even as they come
-      // The next block's lines for a step: all four in one pass, two in each of two, or one in each of four.
-      const auto tile = passes == 1 ? nt_tile_for<T, 4>(rows) : nt_tile_for<T, 2>(rows);
-      const int64_t line = passes == 1 ? 0 : passes < 4 ? std::min<int64_t>(2 * pass, 2) : std::min<int64_t>(pass, 3);
-      const int64_t lines = passes == 1 ? 4 : passes < 4 ? 2 : 1;
-      std::fill(sums, sums + rows * block, S{});
-      for (int64_t p = 0; p < g.k; p += kBlock) {
-        const int64_t k = std::min(kBlock, g.k - p);
-        const T* from = g.a + row * g.a_row_stride + p;
-        const Row* a;
-        int64_t a_stride = g.a_row_stride;
-        if constexpr (kWidens) {
-          for (int64_t i = 0; i < rows; ++i) {
-            for_vectors<T>(k, [&](int64_t q, int count) {
-              store_count(widened + i * kBlock + q, load_count(from + i * g.a_row_stride + q, count), count);
-            });
-          }
-          a = widened;
-          a_stride = kBlock;
-        } else {
-          a = from;
-        }
+      const auto tile = streams       ? nt_stream_for<T>(rows)
+                        : passes == 1 ? nt_tile_for<T, 4>(rows)
+                                      : nt_tile_for<T, 2>(rows);
+      // Of the four lines of a step of the next block: all, two in each of two passes, or one in each of four.
+      const int64_t lines = passes == 1 ? 4 : passes < 4 ? 2 : 1, line = std::min(pass * lines, kNtColumns - lines);
+      int64_t p = 0;
+      do {
+        const int64_t k = std::min(block_k, g.k - p);
+        NtBlock<T> part;
+        part.k = k;
+        if (!streams || first == 0) std::tie(a, a_stride) = nt_rows(g, row, rows, p, k, widened);
+        part.a = a;
+        part.a_stride = a_stride;
+        part.distance = distance;
+        part.first = p == 0;
+        part.last = p + k == g.k;
         for (int64_t j = first; j < end; j += kNtColumns) {
-          const T* b[kNtColumns];
-          const char* ahead[kNtColumns];
-          for (int64_t c = 0; c < kNtColumns; ++c) b[c] = g.b + std::min(j + c, g.n - 1) * g.b_column_stride + p;
+          for (int64_t c = 0; c < kNtColumns; ++c) part.b[c] = g.b + std::min(j + c, g.n - 1) * g.b_column_stride + p;
           for (int64_t c = 0; c < kNtColumns; ++c) {
-            ahead[c] = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(b[line + c % lines]) +
-                                                     static_cast<uintptr_t>(distance));
+            part.ahead[c] =
+                reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(part.b[line + c % lines]) + distance);
           }
-          tile(k, a, a_stride, b, ahead, sums + (j - first) * rows);
+          part.lanes = reinterpret_cast<vector_t<T>*>(lanes + (j - first) * rows * kLanes<S>);
+          part.sums = sums + (j - first) * rows;
+          tile(part);
         }
-      }
+        p += k;
+      } while (p < g.k);
       for (int64_t j = first; j < end; j += kNtColumns) {
         const S* sum = sums + (j - first) * rows;
         T* to = g.c + row * g.c_row_stride + j;
