@@ -231,6 +231,25 @@ PYMOE_INLINE std::pair<const typename NtProduct<T>::Row*, int64_t> nt_rows(const
   }
 }
 
+// C from the sums of a pass, four columns of all its rows after the other.
+template <typename T>
+void nt_finish(const Gemm<T>& g, int64_t row, int64_t rows, int64_t first, int64_t end, const accumulate_t<T>* sum,
+               const accumulate_t<T>* bias) {
+  for (int64_t j = first; j < end; j += kNtColumns) {
+    T* to = g.c + row * g.c_row_stride + j;
+    const int64_t columns = std::min<int64_t>(kNtColumns, g.n - j);
+    for (int64_t i = 0; i < rows; ++i, sum += kNtColumns, to += g.c_row_stride) {
+      if (columns == kNtColumns) {
+        for (int c = 0; c < kNtColumns; c += baseline::kStep<T>) {
+          baseline::store(to + c, baseline::load(bias + j + c) + baseline::load(sum + c));
+        }
+      } else {
+        for (int64_t c = 0; c < columns; ++c) to[c] = round_to<T>(bias[j + c] + sum[c]);
+      }
+    }
+  }
+}
+
 template <typename T>
 void gemm_nt(const Gemm<T>& g) {
   using S = accumulate_t<T>;
@@ -292,20 +311,7 @@ void gemm_nt(const Gemm<T>& g) {
         }
         p += k;
       } while (p < g.k);
-      for (int64_t j = first; j < end; j += kNtColumns) {
-        const S* sum = sums + (j - first) * rows;
-        T* to = g.c + row * g.c_row_stride + j;
-        const int64_t columns = std::min<int64_t>(kNtColumns, g.n - j);
-        for (int64_t i = 0; i < rows; ++i, sum += kNtColumns, to += g.c_row_stride) {
-          if (columns == kNtColumns) {
-            for (int c = 0; c < kNtColumns; c += baseline::kStep<T>) {
-              baseline::store(to + c, baseline::load(bias + j + c) + baseline::load(sum + c));
-            }
-          } else {
-            for (int64_t c = 0; c < columns; ++c) to[c] = round_to<T>(bias[j + c] + sum[c]);
-          }
-        }
-      }
+      nt_finish(g, row, rows, first, end, sums, bias);
       row += rows;
     }
   }
