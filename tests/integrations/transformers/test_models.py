@@ -127,3 +127,14 @@ def test_the_name_is_taken_by_configurations_and_checkpoints(tmp_path):
     for one in (loaded, made):
         assert one.config._experts_implementation == "pymoe"
         torch.testing.assert_close(one(ids).logits, expected)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe"])
+def test_activation_checkpointing_leaves_the_same_gradients(name):
+    model = tiny_models.build(name)
+    ids = tiny_models.tokens(24)
+    _, expected = trained(model, "pymoe", ids)
+    model.activation_checkpointing_enable()
+    _, found = trained(model, "pymoe", ids)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
