@@ -86,16 +86,20 @@ class AuxiliaryLosses(nn.Module):
         """
         injects = self.training and (self.aux_loss_coef > 0 or self.z_loss_coef > 0)
         losses = operators(self.backend).router_losses(
-            logits_TE if injects else logits_TE.detach(), gate.load, score=self.score
+            logits_TE if injects else _detached(logits_TE), gate.load, score=self.score
         )
         weights_TK = gate.weights
         if injects:
             loss = self.aux_loss_coef * losses.load_balancing + self.z_loss_coef * losses.z
             weights_TK = inject_loss(weights_TK, self.scale * loss)
-        return weights_TK, RouterLosses(losses.load_balancing.detach(), losses.z.detach())
+        return weights_TK, RouterLosses(_detached(losses.load_balancing), _detached(losses.z))
 
     def extra_repr(self) -> str:
         return f"aux_loss_coef={self.aux_loss_coef}, z_loss_coef={self.z_loss_coef}"
+
+
+def _detached(value: Tensor) -> Tensor:
+    return value.detach() if value.requires_grad else value
 
 
 def set_aux_loss_scale(model: nn.Module, scale: float | Tensor) -> None:

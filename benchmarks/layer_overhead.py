@@ -1,0 +1,165 @@
+"""What calling a small MoE layer costs beside its kernels: a layer and its parts, and blocks of transformers.
+
+    python -m benchmarks.layer_overhead [--budget S] [--output DIR]
+
+Where text is generated token by token, a layer's own work may be less than the calls that start it. Here it is almost
+nothing (H 64, F 64, E 8, K 2), so what is left is the calls. Processor time of one thread; candidates take turns, each
+with many calls in a row. The line "native calls" is the layer's operators without anything around them. Writes JSON and
+a Markdown table.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib import metadata, util
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.layers.blocks import Block, mixtral
+from benchmarks.output import as_markdown, command, measured, parser_of, save
+from pymoe.bench.environment import environment
+from pymoe.bench.report import Table, show
+from pymoe.bench.timing import Timing, WallTimer, measure
+from pymoe.nn import MoE
+
+BLOCK = Block("tiny", hidden=64, ffn=64, experts=8, choices=2, build=mixtral)
+TOKENS = (1, 16)
+IMPLEMENTATIONS = ("eager", "grouped_mm", "pymoe")
+"""How transformers runs the experts of its blocks."""
+
+ROW = 50
+"""Calls in a row, in a loop of Python: the first ones after another candidate find cold caches."""
+
+Candidates = dict[str, Callable[[], object]]
+
+
+def main() -> None:
+    """Run what the command line says."""
+    parser = parser_of("layer_overhead", __doc__ or "")
+    parser.add_argument("--budget", type=float, default=3.0, help="seconds for every number of tokens and mode")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    facts = environment()
+    records = [
+        {"mode": mode, "tokens": tokens, "name": name, **asdict(timing.scaled(1e6 / ROW))}
+        for mode, candidates_of in (("inference", inference), ("training", training))
+        for tokens in TOKENS
+        for name, timing in spreads(candidates_of(tokens), options.budget)
+    ]
+    result = {
+        "command": command("layer_overhead"),
+        "environment": facts,
+        "settings": {"budget": options.budget, "load_after": environment()["load"]},
+        "wall_seconds": round(time.perf_counter() - start),
+        "microseconds": records,
+    }
+    table = as_table(records)
+    show(table)
+    save(result, report(result, table), options.output / "layer_overhead")
+
+
+def spreads(candidates: Candidates, budget: float) -> list[tuple[str, Any]]:
+    """Return the name of each candidate, and the seconds of so many calls as a spread over the rounds."""
+
+    def in_a_row(call: Callable[[], object]) -> Callable[[], None]:
+        def calls() -> None:
+            for _ in range(ROW):
+                call()
+
+        return calls
+
+    rows = {name: in_a_row(call) for name, call in candidates.items()}
+    timings: dict[str, Timing] = measure(rows, budget=budget, timer=WallTimer(time.thread_time))
+    return [(name, timing.spread) for name, timing in timings.items()]
+
+
+def make_layer(tokens: int) -> tuple[MoE, Tensor]:
+    """Return the layer and its input."""
+    torch.manual_seed(0)
+    return MoE(BLOCK.hidden, BLOCK.ffn, BLOCK.experts, BLOCK.choices), torch.randn(tokens, BLOCK.hidden)
+
+
+def inference(tokens: int) -> Candidates:
+    """Return calls without gradients."""
+    layer, x = make_layer(tokens)
+    layer.eval()
+    router, experts, native = layer.router, layer.experts, torch.ops.pymoe
+    w_in, w_out = experts.w_in.detach(), experts.w_out.detach()
+    with torch.no_grad():
+        gate, logits = router(x)
+
+    def native_calls() -> None:
+        logits = F.linear(x, router.weight)
+        weights, chosen, load = native.gate_topk(logits, None, BLOCK.choices, "softmax", True, 0, 0, 1.0)
+        native.router_losses(logits, load, "softmax", True)
+        native.apply_experts(x, chosen, weights, w_in, None, w_out, None, 0, None, False)
+
+    candidates: Candidates = {
+        "MoE": lambda: layer(x),
+        "native calls": native_calls,
+        "of them experts": lambda: native.apply_experts(
+            x, gate.experts, gate.weights, w_in, None, w_out, None, 0, None, False
+        ),
+        "router": lambda: router(x),
+        "losses": lambda: layer.losses(gate, logits),
+    }
+    for name, block in blocks().items():
+        candidates[name] = lambda block=block: block(x[None])  # type: ignore[misc]
+    return {name: torch.no_grad()(call) for name, call in candidates.items()}
+
+
+def training(tokens: int) -> Candidates:
+    """Return forward and backward passes."""
+    layer, x = make_layer(tokens)
+    candidates: Candidates = {"MoE": lambda: layer(x).sum().backward()}
+    for name, block in blocks().items():
+        candidates[name] = lambda block=block: block(x[None]).sum().backward()  # type: ignore[misc]
+    return candidates
+
+
+def blocks() -> dict[str, nn.Module]:
+    """Return a block of transformers for every implementation of its experts; none where transformers is missing."""
+    if util.find_spec("transformers") is None:
+        return {}
+    import pymoe.integrations.transformers  # noqa: F401  # registers the last of them
+
+    found = {}
+    for implementation in IMPLEMENTATIONS:
+        torch.manual_seed(0)
+        block = mixtral(BLOCK)
+        for parameter in block.parameters():
+            nn.init.normal_(parameter, std=0.1)
+        block.experts.config._experts_implementation = implementation  # type: ignore[union-attr, operator, assignment]
+        found[f"transformers {metadata.version('transformers')} Mixtral, {implementation}"] = block
+    return found
+
+
+def as_table(records: list[dict[str, Any]]) -> Table:
+    """Return a row for every candidate, a column for every mode and number of tokens."""
+    columns = [(mode, tokens) for mode in ("inference", "training") for tokens in TOKENS]
+    cells = {(one["name"], one["mode"], one["tokens"]): f"{one['median']:.0f}" for one in records}
+    names = dict.fromkeys(one["name"] for one in records)
+    return Table(
+        ["µs", *(f"{mode}, T {tokens}" for mode, tokens in columns)],
+        [[name, *(cells.get((name, *column), "") for column in columns)] for name in names],
+        left=frozenset({"µs"}),
+    )
+
+
+def report(result: dict[str, Any], table: Table) -> str:
+    """Return the Markdown of a run."""
+    about = (
+        f"H {BLOCK.hidden}, F {BLOCK.ffn}, E {BLOCK.experts}, K {BLOCK.choices}, float32. Medians of processor time; "
+        "training is forward and backward."
+    )
+    return "\n".join(["# Calls of a small layer", "", measured(result, about), "", *as_markdown(table), ""])
+
+
+if __name__ == "__main__":
+    main()
