@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the modules that tests share: 
 import devices
 import limits
 import selection
+from specs import WITHOUT_CUDA
 
 # The processes that tests start find them, too.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))
@@ -99,6 +100,10 @@ def pytest_collection_modifyitems(config, items):
 
 def concerns(item, name):
     """Is a test, or one of its cases, to run on the device called ``name``?"""
+    if name == "cuda" and hasattr(item, "callspec"):  # an operator's name, or a raw call of one
+        subjects = (item.callspec.params.get(key) for key in ("name", "call"))
+        if any(getattr(subject, "operator", subject) in WITHOUT_CUDA for subject in subjects):
+            return False
     return all(name in marker.args for marker in item.iter_markers("only_on"))
 
 
