@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pymoe.integrations.transformers import interface
+from pymoe.nn.plain_calls import is_called_plainly
 from pymoe.reference.types import ActivationKind, ClampedSwiglu
 
 _ACTIVATIONS = "transformers.activations"
@@ -63,6 +64,9 @@ def fused_activation(experts: nn.Module) -> ActivationKind | None:
         experts: a module behind transformers' experts interface, whose ``act_fn`` and gate decide.
     """
     act_fn: Any = getattr(experts, "act_fn", None)
+    watched = isinstance(act_fn, nn.Module) and not is_called_plainly(act_fn, type(act_fn))  # by hooks
+    if watched or interface.has_replaced_gate(experts):
+        return None
     if not interface.flags(experts).gated:
         return _without_gate(act_fn)
     if interface.has_default_gate(type(experts)):

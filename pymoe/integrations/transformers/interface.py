@@ -80,6 +80,11 @@ def has_default_gate(experts_class: Any) -> bool:
     return experts_class._apply_gate is getattr(moe, "_default_apply_gate", None)
 
 
+def has_replaced_gate(experts: Any) -> bool:
+    """Return whether the gate of this module, and not of its class, was replaced."""
+    return "_apply_gate" in experts.__dict__
+
+
 def is_behind(module: Any) -> bool:
     """Return whether a module's class was made by ``use_experts_implementation``."""
     return hasattr(module, "_apply_gate") and hasattr(type(module).forward, "__wrapped__") and hasattr(module, "config")

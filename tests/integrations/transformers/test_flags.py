@@ -138,6 +138,27 @@ def test_an_activation_of_ones_own_is_called():
     experts.__class__ = Halved
     torch.testing.assert_close(experts(*arguments), full / 2)
 
+    experts = build(GPT_OSS)
+    arguments = inputs(experts)
+    full = experts(*arguments)
+    gate = experts._apply_gate
+    experts._apply_gate = lambda rows: gate(rows) * 0.0
+    assert fused_activation(experts) is None
+    torch.testing.assert_close(experts(*arguments), eager(experts, *arguments))
+    assert not torch.allclose(experts(*arguments), full)
+
+
+def test_hooks_of_the_activation_are_called():
+    for one in (MIXTRAL, ExpertsClass("nemotron_h", "NemotronHExperts")):
+        experts = build(one)
+        arguments = inputs(experts)
+        full = experts(*arguments)
+        hook = experts.act_fn.register_forward_hook(lambda module, rows, out: out * 0.0)
+        assert fused_activation(experts) is None
+        assert experts(*arguments).eq(0).all()
+        hook.remove()
+        assert torch.equal(experts(*arguments), full)
+
 
 @pytest.mark.parametrize(
     ("act_fn", "kind"),
