@@ -156,6 +156,12 @@ def _options(name: str, block: Any, plan: Plan) -> dict[str, Any]:
     num_experts, hidden_size, ffn_size = (
         down.transpose(1, 2).shape if interface.flags(block.experts).transposed else down.shape
     )
+    routed = attrgetter(plan.weight)(router).shape[0]
+    if routed != num_experts:
+        raise ValueError(
+            f"{name}: expected a {kind} with all experts that its router knows ({routed}), got {num_experts}, as "
+            "expert parallelism leaves on a rank"
+        )
     return {
         "hidden_size": hidden_size,
         "ffn_size": ffn_size,

@@ -20,8 +20,9 @@ def enable(model: nn.Module) -> list[str]:
 
     Experts behind the interface get ``experts_implementation="pymoe"``. Those outside it that pymoe knows (of Dbrx,
     JetMoe, Llama4, LongcatFlash and Step3p7) get another forward, by a class of the same name derived from their own.
-    transformers' classes stay as they are, and so do other models, parameters, hooks and the state dict; the model can
-    be copied, pickled and compiled as before. Either everything changes or, on an error, nothing does.
+    transformers' classes stay as they are, and so do other models (that share no configuration with this one),
+    parameters, hooks and the state dict; the model can be copied, pickled and compiled as before. Either everything
+    changes or, on an error, nothing does.
 
     Args:
         model: a model of transformers, or a part of one that holds experts.
@@ -53,7 +54,7 @@ def enable(model: nn.Module) -> list[str]:
     changed = []
     for name, module in behind:
         before = interface.implementation(module)
-        if before != interface.NAME or not hasattr(module, _BEFORE):
+        if before != interface.NAME:
             setattr(module, _BEFORE, before)
             changed.append(name)
     for _, module in behind:  # modules share configurations
@@ -70,21 +71,22 @@ def disable(model: nn.Module) -> list[str]:
     """Undo :func:`enable`: every module of ``model`` runs again as it did before.
 
     Args:
-        model: what ``enable`` was called with, or a part of it. Modules that it did not change are left alone.
+        model: what ``enable`` was called with, or a part of it. Modules that it did not change, or that got another
+            implementation since, are left alone.
 
     Returns:
         The names, within ``model``, of the modules that changed.
     """
-    changed = []
-    for name, module in model.named_modules():
-        if isinstance(module, OnPymoe):
-            module.__class__ = type(module).__mro__[2]  # OnPymoe stands between
-            changed.append(name)
-        elif hasattr(module, _BEFORE):
-            interface.set_implementation(module, getattr(module, _BEFORE))
-            delattr(module, _BEFORE)
-            changed.append(name)
-    return changed
+    marked = [(name, module) for name, module in model.named_modules() if hasattr(module, _BEFORE)]
+    behind = [(name, module) for name, module in marked if interface.implementation(module) == interface.NAME]
+    outside = [(name, module) for name, module in model.named_modules() if isinstance(module, OnPymoe)]
+    for _, module in behind:  # modules share configurations
+        interface.set_implementation(module, getattr(module, _BEFORE))
+    for _, module in marked:
+        delattr(module, _BEFORE)
+    for _, module in outside:
+        module.__class__ = type(module).__mro__[2]  # OnPymoe stands between
+    return [name for name, _ in behind + outside]
 
 
 class OnPymoe:

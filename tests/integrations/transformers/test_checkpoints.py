@@ -196,6 +196,11 @@ def test_options_that_the_layer_lacks_are_refused():
     with pytest.raises(ValueError, match=r"expected a MixtralSparseMoeBlock with jitter_noise=0, got 0\.1"):
         from_transformers(block)
     block.jitter_noise = 0.0
+    gate = block.gate.weight
+    block.gate.weight = torch.nn.Parameter(torch.cat([gate, gate]))
+    with pytest.raises(ValueError, match=r"with all experts that its router knows \(16\), got 8"):
+        from_transformers(block)
+    block.gate.weight = gate
     block.experts.act_fn = torch.nn.Tanh()
     with pytest.raises(
         ValueError, match="expected a MixtralSparseMoeBlock whose experts compute a plain swiglu, got Tan"

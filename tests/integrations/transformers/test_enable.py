@@ -156,6 +156,37 @@ def test_models_behind_the_interface_go_back_to_what_they_ran(products):
     assert model.config._experts_implementation == "batched_mm"
 
 
+def test_an_implementation_chosen_by_others_is_left_alone():
+    model = tiny_models.build("mixtral")
+    model.set_experts_implementation("pymoe")
+    assert enable(model) == disable(model) == []
+    assert model.config._experts_implementation == "pymoe"
+
+    model.set_experts_implementation("eager")
+    assert len(enable(model)) == 2
+    model.set_experts_implementation("grouped_mm")
+    assert disable(model) == []
+    assert model.config._experts_implementation == "grouped_mm"
+
+
+def test_a_model_of_text_and_images():
+    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 128}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": rope}
+    text = {**sizes, **heads, "moe_intermediate_size": 40, "num_experts": 8, "num_experts_per_tok": 2}
+    images = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    config = Qwen3VLMoeConfig(text_config=text, vision_config={**images, "deepstack_visual_indexes": [0]})
+    torch.manual_seed(0)
+    model = Qwen3VLMoeForConditionalGeneration(config).eval()
+    model.set_experts_implementation("eager")
+    ids = tiny_models.tokens()
+    expected = model(input_ids=ids).logits
+    assert enable(model) == [f"model.language_model.layers.{layer}.mlp.experts" for layer in range(2)]
+    torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_part_of_a_model():
     model = tiny_models.build("mixtral")
     block = model.model.layers[0].mlp
