@@ -50,6 +50,7 @@ def fused_calls(monkeypatch):
         count[0] += 1
         return operator(*args)
 
+    counted.default = operator.default
     monkeypatch.setattr(torch.ops.pymoe, "apply_experts", counted)
     return count
 
@@ -80,8 +81,17 @@ def test_foreign_experts_add_nothing(index):
     assert_close(found, apply_experts(args[0], experts, alone, *args[3:], **keywords), (1e-6, 1e-6))
     recorded = apply_experts(args[0].requires_grad_(), beyond, *args[2:], foreign_experts=True, **keywords)
     assert_same_bits(recorded.detach(), found)
+
+
+@pytest.mark.only_on("cpu")  # on CUDA, in debug mode alone
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_other_indices_outside_raise(requires_grad):
+    (x, experts, *rest), keywords = arguments()
+    x.requires_grad_(requires_grad)
     with pytest.raises(IndexError, match="experts must lie in"):
-        apply_experts(args[0].detach(), beyond, *args[2:], **keywords)
+        apply_experts(x, experts + 1, *rest, **keywords)
+    with pytest.raises(IndexError, match="experts must lie in"):
+        apply_experts(x, experts - 1, *rest, foreign_experts=True, **keywords)
 
 
 def test_weights_may_have_any_floating_dtype_and_tensors_any_strides():

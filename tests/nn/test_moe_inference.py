@@ -31,21 +31,24 @@ def dispatches(monkeypatch):
     return count
 
 
+INFERENCE_MODE = pytest.mark.only_on("cpu", "cuda")  # which the pretended device does not know
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, pytest.param(torch.inference_mode, marks=INFERENCE_MODE)])
 @pytest.mark.parametrize("tokens", [0, 1, 21])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_outputs_and_statistics_are_those_of_training(options, tokens, dispatches):
+def test_outputs_and_statistics_are_those_of_training(options, tokens, mode, dispatches):
     layer = make_layer(**options).eval()
     x = make_input(tokens)
     y = layer(x)
     stats = layer.stats
     assert dispatches == [1]
-    for mode in (torch.no_grad, torch.inference_mode):
-        layer.last.zero_()
-        with mode():
-            assert torch.equal(layer(x), y.detach())
-            found = layer.stats
-        assert_same(found, stats)
-        assert [value.dtype for value in found] == [torch.int32, torch.int32, torch.float32, torch.float32]
+    layer.last.zero_()
+    with mode():
+        assert torch.equal(layer(x), y.detach())
+        found = layer.stats
+    assert_same(found, stats)
+    assert [value.dtype for value in found] == [torch.int32, torch.int32, torch.float32, torch.float32]
     assert dispatches == [1]
 
 
@@ -120,6 +123,7 @@ def test_statistics_do_not_change_with_the_next_call():
     assert layer.stats.load.sum() == 100
 
 
+@INFERENCE_MODE
 def test_statistics_of_inference_mode_hold_outside_of_it_and_can_be_copied_moved_and_reset():
     layer = make_layer()
     with torch.inference_mode():
@@ -135,6 +139,7 @@ def test_statistics_of_inference_mode_hold_outside_of_it_and_can_be_copied_moved
     assert layer.stats.load.sum() == 14
 
 
+@INFERENCE_MODE
 def test_a_forward_without_gradients_between_forward_and_backward_changes_nothing():
     """What a statistic holds may be saved for a backward pass."""
     layer = make_layer(**OPTIONS["everything"])
