@@ -166,13 +166,13 @@ inline constexpr int64_t kFactorBytes = 4;
 #endif
 
 // The rows that go through registers together, and how many vectors of outputs beside them: as many as the registers
-// hold.
+// hold, which with 4 bits also hold the scaled sums. Four vectors read whole words, and load less for each product.
 #if PYMOE_ISA_LEVEL == 4
 template <int kBits>
-inline constexpr int kMostRows = kBits == 8 ? 6 : 4;
+inline constexpr int kMostRows = kBits == 8 ? (PYMOE_ISA_HAS_BF16 ? 3 : 5) : 4;
 template <int kBits>
 constexpr int vectors_beside(int rows) {
-  return rows <= (kBits == 8 ? 3 : 1) ? 4 : 2;
+  return kBits == 8 || rows == 1 ? 4 : 2;
 }
 #else
 template <int kBits>
