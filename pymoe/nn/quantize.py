@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from pymoe.nn.experts import Experts
@@ -56,7 +57,7 @@ def quantize_experts(model: nn.Module, bits: int = 8) -> Quantized:
         How many layers were quantised, and the bytes of their weights before and after.
 
     Raises:
-        TypeError: ``model`` is not a module, or ``bits`` not an int.
+        TypeError: ``model`` is not a module, ``bits`` not an int, or weights are float64.
         ValueError: ``bits`` is neither 8 nor 4; there are no experts to quantise; some are in training mode and
             require gradients; or a weight is not finite.
     """
@@ -75,7 +76,7 @@ def quantize_experts(model: nn.Module, bits: int = 8) -> Quantized:
             "transformers are found once pymoe.integrations.transformers is imported)"
         )
     for name, experts in found:
-        _check_frozen(name, experts)
+        _check_weights(name, experts)
     before = after = 0
     for _, experts in found:
         names = list(_weights_of(experts))
@@ -99,8 +100,14 @@ def _weights_of(module: nn.Module) -> dict[str, Tensor]:
     return {}
 
 
-def _check_frozen(name: str, experts: nn.Module) -> None:
-    if experts.training and any(weight.requires_grad for weight in _weights_of(experts).values()):
+def _check_weights(name: str, experts: nn.Module) -> None:
+    weights = _weights_of(experts).values()
+    if any(weight.dtype == torch.float64 for weight in weights):
+        raise TypeError(
+            f"quantize_experts: model must have weights in float32, bfloat16 or float16, as rows are multiplied with "
+            f"quantised ones, got float64 in {name!r}"
+        )
+    if experts.training and any(weight.requires_grad for weight in weights):
         raise ValueError(
             f"quantize_experts: model must be in evaluation mode, got {name!r} in training mode with weights that "
             f"require gradients, which quantised ones have not; call model.eval() first"

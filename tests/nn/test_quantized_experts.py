@@ -208,6 +208,7 @@ def test_experts_that_two_layers_share_stay_shared():
         (lambda: layer(), 16, ValueError, "bits must be 8 or 4, got 16"),
         (lambda: layer(), "8", TypeError, "bits must be an int, got str"),
         (lambda: torch.randn(3), 8, TypeError, "model must be a torch.nn.Module, got Tensor"),
+        (lambda: layer(dtype=torch.float64), 8, TypeError, "model must have weights in .* got float64 in 'experts'"),
         (lambda: torch.nn.Linear(3, 3), 8, ValueError, "model must hold experts that are not quantised yet, got none"),
         (lambda: Experts(4, 4, 2), 8, ValueError, "use QuantizedExperts.from_experts"),
         (lambda: layer().train(), 8, ValueError, "got 'experts' in training mode .* call model.eval"),
