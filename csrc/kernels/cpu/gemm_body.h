@@ -40,14 +40,17 @@ void gemm(const Gemm<T>& g) {
   // is one block, or all of them.
   constexpr bool kInPlace = std::is_same_v<S, T>;
   const bool at_once = !kInPlace && g.k <= kBlockK<S> * kDepth, streams = at_once && g.leaves_cache;
-  const int64_t strip = std::max<int64_t>(kColumns, 8 * kStep<T>);
+  const int64_t strip =
+      std::max(kColumns, g.m <= kInPlaceRows ? in_place_for<T>(std::max<int64_t>(1, g.m)).columns : 0);
+  constexpr int64_t kPartial = kInPlaceBytes / static_cast<int64_t>(sizeof(S));
   const int64_t sums = kInPlace ? 0 : at_once ? block_rows * strip : g.m * padded_columns;
-  auto* memory = static_cast<S*>(
-      gemm_buffer().reserve(static_cast<int64_t>(sizeof(S)) * (block_depth * (padded_columns + block_rows) +
-                                                               padded_columns + sums + 4 * 64 + 2 * kPackSlack)));
+  auto* memory = static_cast<S*>(gemm_buffer().reserve(
+      static_cast<int64_t>(sizeof(S)) *
+      (block_depth * (padded_columns + block_rows) + padded_columns + sums + kPartial + 5 * 64 + 2 * kPackSlack)));
   P* panels_b = reinterpret_cast<P*>(carve(memory, block_depth * (keeps_b ? padded_columns : ahead) + kPackSlack));
   P* panels_a = reinterpret_cast<P*>(carve(memory, block_depth * block_rows + kPackSlack));
   S* bias = carve(memory, padded_columns);
+  S* partial = carve(memory, kPartial);  // sums of a block of k, in place
   const int64_t c_stride = kInPlace ? g.c_row_stride : at_once ? strip : padded_columns;
   const auto sums_of = [&](int64_t row, int64_t column) {
     if constexpr (kInPlace) {
@@ -77,11 +80,18 @@ void gemm(const Gemm<T>& g) {
                       panels_a);
       int64_t unpacked = 0;  // columns of B that need not be packed
       if (g.m <= kInPlaceRows && g.b_column_stride == 1) {
-        const auto [kernel, columns] = in_place_for<T>(g.m);
-        for (; unpacked + columns <= g.n; unpacked += columns) {
+        const auto [kernel, most, multiple] = in_place_for<T>(g.m);
+        const int64_t all = g.n / multiple * multiple;
+        for (int64_t columns; unpacked < all; unpacked += columns) {
+          columns = std::min(most, all - unpacked);
+          kernel(k, panels_a, g.b + p * g.b_row_stride + unpacked, g.b_row_stride, columns, partial);
           S* tile = sums_of(0, unpacked);
-          kernel(k, panels_a, g.b + p * g.b_row_stride + unpacked, g.b_row_stride, p == 0 ? bias + unpacked : tile,
-                 start_stride, tile, c_stride);
+          const S* start = p == 0 ? bias + unpacked : tile;
+          for (int64_t i = 0; i < g.m; ++i) {
+            for_vectors<S>(columns, [&](int64_t j, int) {
+              store(tile + i * c_stride + j, load(start + i * start_stride + j) + load(partial + i * columns + j));
+            });
+          }
           if (at_once) finish(0, g.m, unpacked, columns);
         }
       }
