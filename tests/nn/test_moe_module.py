@@ -240,7 +240,7 @@ BAD_ARGUMENTS = [
     ({"num_experts": True}, TypeError, "num_experts must be an int, got bool"),
     ({"top_k": 0}, ValueError, r"top_k must be in 1..num_experts \(8\), got 0"),
     ({"top_k": 9}, ValueError, r"top_k must be in 1..num_experts \(8\), got 9"),
-    ({"activation": "tanh"}, ValueError, "activation must be one of 'swiglu', 'gelu', 'relu', got 'tanh'"),
+    ({"activation": "tanh"}, ValueError, r"activation must be one of 'swiglu', 'gelu', 'relu', .* got 'tanh'"),
     ({"activation": torch.relu}, TypeError, "activation must be a string"),
     ({"score": "entmax"}, ValueError, "score must be one of 'softmax', 'sigmoid', got 'entmax'"),
     ({"renormalize": 1}, TypeError, "renormalize must be a bool, got int"),
