@@ -58,8 +58,9 @@ def _activated(h: Tensor, kind: ActivationKind) -> Tensor:
 
 class _ExpertActivation(torch.autograd.Function):
     @staticmethod
-    def forward(h: Tensor, *options: Any) -> Tensor:
-        return torch.ops.pymoe.expert_activation(h, *options)
+    def forward(h: Tensor, kind: int, limit: float, alpha: float, up_offset: float, interleaved: bool) -> Tensor:
+        # No *options: torch.compile without gradients hands a context to what takes any number of arguments.
+        return torch.ops.pymoe.expert_activation(h, kind, limit, alpha, up_offset, interleaved)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
