@@ -2,9 +2,9 @@
 
     python -m benchmarks.instruction_sets [--filter REGEX] [--rounds N] [--most-mib N] [--output DIR]
 
-Children with ``PYMOE_CPU_ISA=baseline``, ``v3``, ``v4`` and ``v4_bf16`` stay alive with the same inputs and take turns, round by
-round, each on one thread. Time is that which the thread computed, page faults included, so that other work on the
-machine shows little; ratios are taken within a round and shown as median and quartiles. What a processor offers no
+Children with ``PYMOE_CPU_ISA=baseline``, ``v3``, ``v4`` and ``v4_bf16`` stay alive with the same inputs and take turns,
+round by round, each on one thread. Time is that which the thread computed, page faults included, so that other work on
+the machine shows little; ratios are taken within a round and shown as median and quartiles. What a processor offers no
 better than another is left out. Writes JSON and a Markdown table.
 """
 

@@ -1,15 +1,20 @@
 // Matrix products on one thread: C = A B (+ bias), the building block of grouped_linear.
 //
 // A is (m, k), B is (k, n), both with any strides; C is (m, n) with contiguous rows. fp64 sums in fp64, every other
-// dtype in fp32, rounded once. The result of an element does not depend on m, n or where in C it lies: a caller may
-// cut C into any tiles. The scheme is that of BLIS (Van Zee and van de Geijn, ACM TOMS 41-3, 2015):
+// dtype in fp32, rounded once. The order of an element's sum depends on k and on what is contiguous along it alone, not
+// on m, n or where in C it lies: a caller may cut C into any tiles.
+//
+//   gemm_nt.h             A and B contiguous along k: nothing is packed, a sum is kept in the lanes of a vector
+//
+// All others are the scheme of BLIS (Van Zee and van de Geijn, ACM TOMS 41-3, 2015), and for few rows a shorter one:
 //
 //   gemm_micro_kernel.h   a tile of kTileRows x kTileColumns in registers, from packed panels
-//   gemm_pack.h           panels from strided memory, widened to the type that sums are kept in
-//   gemm_body.h           blocks of k, of rows and of columns that fit the caches, around those two
+//   gemm_pack.h           panels from strided memory, widened to the type that sums are kept in, or as pairs of bf16
+//   gemm_in_place.h       few rows and a B whose rows are contiguous: B is read where it lies
+//   gemm_body.h           blocks of k, of rows and of columns that fit the caches, around those; chooses
 //
-// The three are compiled once an instruction set: a file that calls gemm through PYMOE_SELECT_ISA names gemm_body.h as
-// its PYMOE_ISA_BODY.
+// They are compiled once an instruction set: a file that calls gemm through PYMOE_SELECT_ISA_UP_TO_BF16 names
+// gemm_body.h as its PYMOE_ISA_BODY.
 #pragma once
 
 #include <algorithm>

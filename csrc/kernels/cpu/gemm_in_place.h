@@ -14,33 +14,6 @@ template <typename T>
 using InPlaceKernel = void (*)(int64_t k, const panel_t<T>* a, const T* b, int64_t b_row_stride, int64_t columns,
                                accumulate_t<T>* sums);
 
-#if PYMOE_ISA_HAS_BF16
-// The order in which 32 elements of two rows are 32 pairs.
-struct PairOrder {
-  alignas(64) uint16_t index[64];
-  constexpr PairOrder() : index{} {
-    for (int i = 0; i < 64; ++i) index[i] = static_cast<uint16_t>(i / 2 + i % 2 * 32);
-  }
-};
-inline constexpr PairOrder kPairOrder;
-#endif
-
-// Two vectors of panel elements, of items that are contiguous; `left` elements of k are left.
-template <typename T>
-PYMOE_INLINE void load_two(const T* source, int64_t k_stride, int64_t left, vector_t<T>* two) {
-#if PYMOE_ISA_HAS_BF16
-  if constexpr (Panel<T>::kDepth == 2) {
-    const __m512i low = _mm512_loadu_si512(source);
-    const __m512i high = left > 1 ? _mm512_loadu_si512(source + k_stride) : _mm512_setzero_si512();
-    two[0] = (vfloat)_mm512_permutex2var_epi16(low, _mm512_load_si512(kPairOrder.index), high);
-    two[1] = (vfloat)_mm512_permutex2var_epi16(low, _mm512_load_si512(kPairOrder.index + 32), high);
-    return;
-  }
-#endif
-  two[0] = panel_vector(source, k_stride, left);
-  two[1] = panel_vector(source + kStep<T>, k_stride, left);
-}
-
 // How many rows in_place_linear takes: as long as it was faster than strips on a Zen 5.
 template <typename T>
 inline constexpr int kInPlaceLinearRows = Panel<T>::kDepth == 2 ? 1 : 2;

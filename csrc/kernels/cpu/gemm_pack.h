@@ -124,6 +124,33 @@ PYMOE_INLINE vector_t<T> panel_vector(const T* source, int64_t k_stride, int64_t
   return load(source);
 }
 
+#if PYMOE_ISA_HAS_BF16
+// The order in which 32 elements of two rows are 32 pairs.
+struct PairOrder {
+  alignas(64) uint16_t index[64];
+  constexpr PairOrder() : index{} {
+    for (int i = 0; i < 64; ++i) index[i] = static_cast<uint16_t>(i / 2 + i % 2 * 32);
+  }
+};
+inline constexpr PairOrder kPairOrder;
+#endif
+
+// Two vectors of panel elements, of items that are contiguous; `left` elements of k are left.
+template <typename T>
+PYMOE_INLINE void load_two(const T* source, int64_t k_stride, int64_t left, vector_t<T>* two) {
+#if PYMOE_ISA_HAS_BF16
+  if constexpr (Panel<T>::kDepth == 2) {
+    const __m512i low = _mm512_loadu_si512(source);
+    const __m512i high = left > 1 ? _mm512_loadu_si512(source + k_stride) : _mm512_setzero_si512();
+    two[0] = (vfloat)_mm512_permutex2var_epi16(low, _mm512_load_si512(kPairOrder.index), high);
+    two[1] = (vfloat)_mm512_permutex2var_epi16(low, _mm512_load_si512(kPairOrder.index + 32), high);
+    return;
+  }
+#endif
+  two[0] = panel_vector(source, k_stride, left);
+  two[1] = panel_vector(source + kStep<T>, k_stride, left);
+}
+
 // Stores a vector of panel elements as it is.
 template <typename T>
 PYMOE_INLINE void store_panel(panel_t<T>* target, vector_t<T> value) {
@@ -211,10 +238,18 @@ void pack_copied(const T* source, int64_t k_stride, int64_t items, int64_t k, pa
         // The last step has no next one to cover its surplus, which would fall on the next panel's first.
         const int64_t whole = kGroups * kWidth == kPanel || p1 < depth ? p1 : p1 - 1;
         for (int64_t p = p0; p < whole; ++p) {
+          vector_t<T> step[kGroups];
+          if constexpr (kGroups == 2) {
+            load_two(from + p * step_stride, k_stride, k - p * kDepth, step);
+          } else {
+#pragma GCC unroll 16
+            for (int group = 0; group < kGroups; ++group) {
+              step[group] = panel_vector(from + p * step_stride + group * kWidth, k_stride, k - p * kDepth);
+            }
+          }
 #pragma GCC unroll 16
           for (int group = 0; group < kGroups; ++group) {
-            store_panel<T>(panel + p * kPanel + group * kWidth,
-                           panel_vector(from + p * step_stride + group * kWidth, k_stride, k - p * kDepth));
+            store_panel<T>(panel + p * kPanel + group * kWidth, step[group]);
           }
         }
         for (int64_t p = whole; p < p1; ++p) {
