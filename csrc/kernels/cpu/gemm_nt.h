@@ -101,7 +101,7 @@ template <typename T, int kRows, int kAhead>
 void nt_tile(const NtBlock<T>& block) {
   using Product = NtProduct<T>;
   constexpr int kStepBytes = Product::kElements * static_cast<int>(sizeof(T));
-  const T *b0 = block.b[0], *b1 = block.b[1], *b2 = block.b[2], *b3 = block.b[3];
+  const T* const b[kNtColumns] = {block.b[0], block.b[1], block.b[2], block.b[3]};
   const auto* a = block.a;
   const int64_t k = block.k, a_stride = block.a_stride;
   vector_t<T> sum[kRows][kNtColumns];
@@ -112,18 +112,33 @@ void nt_tile(const NtBlock<T>& block) {
   }
   int64_t p = 0;
   for (; p + Product::kElements <= k; p += Product::kElements) {
-    const vector_t<T> right[kNtColumns] = {Product::load_b(b0 + p), Product::load_b(b1 + p), Product::load_b(b2 + p),
-                                           Product::load_b(b3 + p)};
     if (kStepBytes == 64 || p * static_cast<int64_t>(sizeof(T)) % 64 == 0) {
 #pragma GCC unroll 4
       for (int j = 0; j < kAhead; ++j) __builtin_prefetch(block.ahead[j] + p * static_cast<int64_t>(sizeof(T)), 0, 2);
     }
+    // What is loaded first stays in registers, beside one of the others. Of the 16 of AVX2 twelve hold sums, so that
+    // three are left.
+#if PYMOE_ISA_LEVEL != 3
+    vector_t<T> right[kNtColumns];
+#pragma GCC unroll 4
+    for (int j = 0; j < kNtColumns; ++j) right[j] = Product::load_b(b[j] + p);
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
       const vector_t<T> left = Product::load_a(a + i * a_stride + p);
 #pragma GCC unroll 4
       for (int j = 0; j < kNtColumns; ++j) sum[i][j] = Product::add(left, right[j], sum[i][j]);
     }
+#else
+    vector_t<T> left[kRows];
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) left[i] = Product::load_a(a + i * a_stride + p);
+#pragma GCC unroll 4
+    for (int j = 0; j < kNtColumns; ++j) {
+      const vector_t<T> right = Product::load_b(b[j] + p);
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; ++i) sum[i][j] = Product::add(left[i], right, sum[i][j]);
+    }
+#endif
   }
   if (p < k) {
     const int count = static_cast<int>(k - p);
