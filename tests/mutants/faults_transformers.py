@@ -51,7 +51,7 @@ FAULTS = [
     Fault(
         "disable forgets what ran before",
         f"{PACKAGE}/switch.py",
-        "interface.set_implementation(module, getattr(module, _BEFORE))",
+        "interface.set_implementation(module, implementation)",
         'interface.set_implementation(module, "eager")',
         (f"{TESTS}/test_enable.py", "-k", "go_back"),
     ),

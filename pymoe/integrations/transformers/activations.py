@@ -64,8 +64,7 @@ def fused_activation(experts: nn.Module) -> ActivationKind | None:
         experts: a module behind transformers' experts interface, whose ``act_fn`` and gate decide.
     """
     act_fn: Any = getattr(experts, "act_fn", None)
-    watched = isinstance(act_fn, nn.Module) and not is_called_plainly(act_fn, type(act_fn))  # by hooks
-    if watched or interface.has_replaced_gate(experts):
+    if _has_hooks(act_fn) or interface.has_replaced_gate(experts):
         return None
     if not interface.flags(experts).gated:
         return _without_gate(act_fn)
@@ -76,8 +75,8 @@ def fused_activation(experts: nn.Module) -> ActivationKind | None:
 
 
 def gated_activation(act_fn: Any) -> Activation:
-    """Return ``act_fn(gate) * up`` as a function of rows [gate | up], fused where pymoe has it."""
-    if (kind := _with_gate(act_fn)) is not None:
+    """Return ``act_fn(gate) * up`` as a function of rows [gate | up], fused where pymoe has it, unless it has hooks."""
+    if not _has_hooks(act_fn) and (kind := _with_gate(act_fn)) is not None:
         return kind
 
     def gated(rows: Tensor) -> Tensor:
@@ -90,6 +89,11 @@ def gated_activation(act_fn: Any) -> Activation:
 def place(cls: type) -> tuple[str, str]:
     """Return the module and the name of a class, by which it is recognised without being imported."""
     return (cls.__module__, cls.__qualname__)
+
+
+def _has_hooks(act_fn: Any) -> bool:
+    """Return whether calling ``act_fn`` runs more than the forward of its class."""
+    return isinstance(act_fn, nn.Module) and not is_called_plainly(act_fn, type(act_fn))
 
 
 def _is_silu(act_fn: Any) -> bool:
@@ -105,9 +109,9 @@ def _with_gate(act_fn: Any) -> ActivationKind | None:
 
 def _without_gate(act_fn: Any) -> ActivationKind | None:
     """Return the kind that is ``act_fn``."""
-    if isinstance(act_fn, nn.ReLU):
+    if type(act_fn) is nn.ReLU:  # a class derived from it may compute anything
         return "relu"
-    if isinstance(act_fn, nn.GELU):
+    if type(act_fn) is nn.GELU:
         return "gelu" if act_fn.approximate == "none" else "gelu_tanh"
     if place(type(act_fn)) in _GELU_TANH:
         return "gelu_tanh"

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from pymoe import ops
-from pymoe.integrations.transformers.activations import gated_activation
+from pymoe.integrations.transformers import interface
+from pymoe.integrations.transformers.activations import gated_activation, place
 from pymoe.integrations.transformers.experts import activate, as_operand, run_experts
+from pymoe.nn.plain_calls import is_called_plainly
 
 
 def llama4_moe(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,7 +38,8 @@ def llama4_moe(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
 
 def step3p7_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Compute ``Step3p7Experts``, some layers of which clamp what the gate multiplies."""
-    activation = gated_activation(self.act_fn) if self.limit == float("inf") else self._apply_gate
+    plain = self.limit == float("inf") and not interface.has_replaced_gate(self)
+    activation = gated_activation(self.act_fn) if plain else self._apply_gate
     return run_experts(hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj, activation)
 
 
@@ -86,6 +89,31 @@ FORWARDS: dict[tuple[str, str], Callable[..., Any]] = {
     ("transformers.models.step3p7.modeling_step3p7", "Step3p7Experts"): step3p7_experts,
 }
 """By module and name of the class."""
+
+PARTS: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
+    ("transformers.models.dbrx.modeling_dbrx", "DbrxExperts"): {
+        "mlp": ("transformers.models.dbrx.modeling_dbrx", "DbrxExpertGLU")
+    },
+    ("transformers.models.llama4.modeling_llama4", "Llama4TextMoe"): {
+        "experts": ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts")
+    },
+    ("transformers.models.longcat_flash.modeling_longcat_flash", "LongcatFlashExperts"): {
+        "identity_expert": ("torch.nn.modules.linear", "Identity")
+    },
+}
+"""The parts, by name, whose work a forward of :data:`FORWARDS` does itself, and the classes that it knows them by."""
+
+
+def may_do_work_of_parts(module: Any, cls: type) -> bool:
+    """Return whether the forward for ``cls`` computes what the parts of ``module`` compute that it does not call.
+
+    Not where one has hooks, another class or another ``forward``, which would not be heard.
+    """
+    return all(
+        place(type(part)) == expected and is_called_plainly(part, type(part))
+        for part, expected in ((getattr(module, name), kind) for name, kind in PARTS.get(place(cls), {}).items())
+    )
+
 
 REFUSED: dict[tuple[str, str], str] = {
     ("transformers.models.nllb_moe.modeling_nllb_moe", "NllbMoeExperts"): (

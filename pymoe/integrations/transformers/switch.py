@@ -9,17 +9,22 @@ from torch import nn
 
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import place
-from pymoe.integrations.transformers.outside import FORWARDS, REFUSED
+from pymoe.integrations.transformers.outside import FORWARDS, REFUSED, may_do_work_of_parts
 from pymoe.reference import checks
 
 _BEFORE = "_experts_implementation_before_pymoe"
+"""Of modules behind the interface: a dictionary of what they ran, by this name, or an empty one once that was undone.
+
+Modules of one configuration have one dictionary, since whoever changes one of them changes all.
+"""
 
 
 def enable(model: nn.Module) -> list[str]:
     """Run the experts of ``model`` on pymoe, also where transformers has no interface for them.
 
     Experts behind the interface get ``experts_implementation="pymoe"``. Those outside it that pymoe knows (of Dbrx,
-    JetMoe, Llama4, LongcatFlash and Step3p7) get another forward, by a class of the same name derived from their own.
+    JetMoe, Llama4, LongcatFlash and Step3p7) get another forward, by a class of the same name derived from their own;
+    it leaves the work to transformers' code while a part that it would not call has hooks or was replaced.
     transformers' classes stay as they are, and so do other models (that share no configuration with this one),
     parameters, hooks and the state dict; the model can be copied, pickled and compiled as before. Either everything
     changes or, on an error, nothing does.
@@ -52,10 +57,11 @@ def enable(model: nn.Module) -> list[str]:
         for parameter_name, parameter in module.named_parameters():
             checks.floating("enable", f"{name}.{parameter_name}".lstrip("."), parameter)
     changed = []
+    marks: dict[int, dict[str, str | None]] = {}
     for name, module in behind:
         before = interface.implementation(module)
         if before != interface.NAME:
-            setattr(module, _BEFORE, before)
+            setattr(module, _BEFORE, marks.setdefault(id(module.config), {_BEFORE: before}))
             changed.append(name)
     for _, module in behind:  # modules share configurations
         interface.set_implementation(module, interface.NAME)
@@ -72,21 +78,38 @@ def disable(model: nn.Module) -> list[str]:
 
     Args:
         model: what ``enable`` was called with, or a part of it. Modules that it did not change, or that got another
-            implementation since, are left alone.
+            implementation since, are left alone. A part takes with it all modules behind the interface that share its
+            configuration, also those outside the part, as ``enable`` does.
 
     Returns:
         The names, within ``model``, of the modules that changed.
+
+    Raises:
+        TypeError: a class was derived since from that of a module outside the interface, as a parametrization or
+            ``fully_shard`` does; nothing changes then.
     """
-    marked = [(name, module) for name, module in model.named_modules() if hasattr(module, _BEFORE)]
-    behind = [(name, module) for name, module in marked if interface.implementation(module) == interface.NAME]
-    outside = [(name, module) for name, module in model.named_modules() if isinstance(module, OnPymoe)]
-    for _, module in behind:  # modules share configurations
-        interface.set_implementation(module, getattr(module, _BEFORE))
-    for _, module in marked:
+    named = list(model.named_modules())
+    marked = [(name, module, getattr(module, _BEFORE)) for name, module in named if hasattr(module, _BEFORE)]
+    behind = [
+        (name, module, mark[_BEFORE])
+        for name, module, mark in marked
+        if mark and interface.implementation(module) == interface.NAME
+    ]
+    outside = [(name, module, _off_pymoe(type(module))) for name, module in named if isinstance(module, OnPymoe)]
+    for name, module, before in outside:
+        if before is None:
+            raise TypeError(
+                f"disable: expected {name or 'the module'} to have the class that enable gave it, got "
+                f"{type(module).__name__}, derived from it since; undo that first"
+            )
+    for _, module, implementation in behind:  # modules share configurations
+        interface.set_implementation(module, implementation)
+    for _, module, mark in marked:
+        mark.clear()
         delattr(module, _BEFORE)
-    for _, module in outside:
-        module.__class__ = type(module).__mro__[2]  # OnPymoe stands between
-    return [name for name, _ in behind + outside]
+    for _, module, before in outside:
+        module.__class__ = before
+    return [name for name, _, _ in behind + outside]
 
 
 class OnPymoe:
@@ -94,14 +117,25 @@ class OnPymoe:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle by the class of transformers, since that of this object has no place in any module."""
-        return _empty, (type(self).__mro__[2],), self.__dict__
+        before = _off_pymoe(type(self))
+        return super().__reduce_ex__(protocol) if before is None else (_empty, (before,), self.__dict__)
 
 
 @functools.cache
 def _on_pymoe(cls: Any) -> Any:
     """Return a class like ``cls``, of its name, with the forward on pymoe."""
-    body = {"forward": FORWARDS[place(cls)], "__doc__": cls.__doc__}
+    on_pymoe = FORWARDS[place(cls)]
+
+    def forward(self: Any, *arguments: Any, **named: Any) -> Any:
+        return (on_pymoe if may_do_work_of_parts(self, cls) else cls.forward)(self, *arguments, **named)
+
+    body = {"forward": forward, "__doc__": cls.__doc__}
     return type(cls.__name__, (OnPymoe, cls), body | {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def _off_pymoe(cls: type) -> Any:
+    """Return the class that ``cls`` was made of, or None if :func:`_on_pymoe` did not make it."""
+    return cls.__bases__[1] if cls.__bases__[0] is OnPymoe else None
 
 
 def _empty(cls: Any) -> Any:

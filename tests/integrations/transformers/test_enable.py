@@ -156,6 +156,58 @@ def test_models_behind_the_interface_go_back_to_what_they_ran(products):
     assert model.config._experts_implementation == "batched_mm"
 
 
+def test_a_part_takes_back_its_configuration_and_leaves_no_mark():
+    model = tiny_models.build("mixtral")
+    model.set_experts_implementation("eager")
+    enable(model)
+    assert disable(model.model.layers[0].mlp) == ["experts"]
+    assert model.config._experts_implementation == "eager", "also for the other layers, whose configuration it is"
+
+    model.set_experts_implementation("pymoe")
+    assert disable(model) == [], "what others chose since is left alone"
+    assert model.config._experts_implementation == "pymoe"
+
+    model.set_experts_implementation("eager")
+    enable(model)
+    disable(model.model.layers[0])
+    model.set_experts_implementation("grouped_mm")
+    assert enable(model.model.layers[0]) == ["mlp.experts"]
+    assert disable(model) == ["model.layers.0.mlp.experts"]
+    assert model.config._experts_implementation == "grouped_mm"
+
+
+@pytest.mark.parametrize("with_base", [False, True], ids=["parametrization", "fully_shard"])
+def test_classes_derived_after_enable_are_not_undone(with_base):
+    """fully_shard puts a base of its own before the class of the module."""
+    from transformers.models.jetmoe.modeling_jetmoe import JetMoeParallelExperts
+
+    model = torch.nn.Sequential(JetMoeParallelExperts(3, 8, 16))
+    torch.nn.init.normal_(model[0].weight)
+    x, sizes = torch.randn(6, 8), [1, 2, 3]
+    expected = model[0](x, sizes)
+    enable(model)
+    enabled = type(model[0])
+    if with_base:
+        model[0].__class__ = type("Sharded", (type("Base", (), {}), enabled), {})
+    else:
+        torch.nn.utils.parametrize.register_parametrization(model[0], "weight", torch.nn.Identity())
+    derived = type(model[0])
+    with pytest.raises(TypeError, match=f"disable: expected 0 to have the class that enable .* got {derived.__name__}"):
+        disable(model)
+    assert type(model[0]) is derived
+    torch.testing.assert_close(model[0](x, sizes), expected)
+    if with_base:
+        assert type(copy.deepcopy(model[0])) is derived
+        model[0].__class__ = enabled
+    else:
+        with pytest.raises(RuntimeError, match="Serialization of parametrized modules"):
+            pickle.dumps(model)
+        torch.nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    assert disable(model) == ["0"]
+    assert type(model[0]) is JetMoeParallelExperts
+    assert torch.equal(model[0](x, sizes), expected)
+
+
 def test_an_implementation_chosen_by_others_is_left_alone():
     model = tiny_models.build("mixtral")
     model.set_experts_implementation("pymoe")
