@@ -14,6 +14,11 @@ from pymoe.reference.expert_activation import check_kind, is_gated
 from pymoe.reference.quantized_weight import check_bits, packed_shape
 from pymoe.reference.types import ActivationKind, QuantizedWeight
 
+_NO_TENSOR = (
+    "QuantizedLinear: its weights are packed and cannot be indexed or transposed; a model of transformers runs them "
+    "with experts_implementation='pymoe' alone"
+)
+
 
 class QuantizedLinear(nn.Module):
     """E linear layers with weights in 8 or 4 bits over rows that are sorted by expert; see
@@ -96,10 +101,11 @@ class QuantizedLinear(nn.Module):
 
     def __getitem__(self, expert: object) -> NoReturn:
         """Refuse: there is no tensor of one expert's weights in here."""
-        raise TypeError(
-            "QuantizedLinear: its weights are packed and cannot be indexed; a model of transformers runs them with "
-            "experts_implementation='pymoe' alone"
-        )
+        raise TypeError(_NO_TENSOR)
+
+    def transpose(self, dim0: int, dim1: int) -> NoReturn:
+        """Refuse, as for an index: other implementations of transformers transpose the weights of all experts."""
+        raise TypeError(_NO_TENSOR)
 
     def extra_repr(self) -> str:
         return (

@@ -71,12 +71,14 @@ def to_transformers(moe: MoE, block_class: Callable[..., nn.Module], config: Any
         An instance of ``block_class`` in the mode (training or evaluation) of ``moe``.
 
     Raises:
-        TypeError: ``moe`` is no :class:`pymoe.nn.MoE`.
+        TypeError: ``moe`` is no :class:`pymoe.nn.MoE`, or its experts are quantised.
         ValueError: the class is of another kind, or the configuration describes another layer than ``moe``.
     """
     name = "to_transformers"
     if not isinstance(moe, MoE):
         raise TypeError(f"{name}: moe must be a pymoe.nn.MoE, got {type(moe).__name__}")
+    for weight in ("w_in", "w_out"):
+        checks.floating(f"{name} (MoE)", f"experts.{weight}", getattr(moe.experts, weight))
     plan = _plan(name, block_class)
     with torch.device("meta"):
         block = block_class(config)

@@ -15,6 +15,7 @@ from pymoe import ops
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import Activation
 from pymoe.nn import QuantizedLinear, apply_experts
+from pymoe.nn.plain_calls import is_called_plainly
 from pymoe.nn.quantize import handlers
 from pymoe.reference.autocast import cast_operands
 
@@ -67,14 +68,15 @@ def run_quantized_experts(
 ) -> Tensor:
     """Run :func:`pymoe.nn.apply_experts` with quantised weights; the arguments are those of ``run_experts``.
 
-    Rows keep their dtype, or take that of autocast; float64 becomes float32.
+    Rows keep their dtype, or take that of autocast; float64 becomes float32. The two layers are called one by one where
+    they have hooks or classes of their own.
     """
     operand: Any
     (operand,) = cast_operands(x.float() if x.dtype == torch.float64 else x)
     b_in, b_out = (None if bias is None else bias.to(operand.dtype) for bias in (b_in, b_out))
     if callable(activation):
         activation = _followed_by_cast(activation, operand.dtype)
-    if post_norm is None:
+    if post_norm is None and all(is_called_plainly(layer, QuantizedLinear) for layer in (w_in, w_out)):
         y = apply_experts(
             *(operand, index, weights, w_in.weight, w_out.weight),
             b_in=b_in,
@@ -84,10 +86,10 @@ def run_quantized_experts(
         )
     else:
         routing = ops.build_routing(index, w_in.num_experts, foreign_experts=foreign_experts)
-        rows = ops.quantized_linear(ops.dispatch(operand, routing), w_in.weight, routing.offsets, b_in)
+        rows = w_in(ops.dispatch(operand, routing), routing.offsets, b_in)
         rows = activation(rows) if callable(activation) else ops.expert_activation(rows, activation)
-        rows = ops.quantized_linear(rows, w_out.weight, routing.offsets, b_out)
-        y = ops.combine(post_norm(rows), routing, weights)
+        rows = w_out(rows, routing.offsets, b_out)
+        y = ops.combine(rows if post_norm is None else post_norm(rows), routing, weights)
     return y.to(x.dtype)
 
 

@@ -188,6 +188,11 @@ def test_quantised_experts_are_refused():
         TypeError, match=r"from_transformers \(MixtralSparseMoeBlock\): experts.gate_up_proj must be a tens"
     ):
         from_transformers(model.model.layers[0].mlp)
+    moe = MoE(32, 24, num_experts=8, top_k=2).eval()
+    quantize_experts(moe, bits=8)
+    kind = type(model.model.layers[0].mlp)
+    with pytest.raises(TypeError, match=r"to_transformers \(MoE\): experts.w_in must be a tensor, got QuantizedLinear"):
+        to_transformers(moe, kind, model.config)
 
 
 def test_options_that_the_layer_lacks_are_refused():

@@ -68,6 +68,7 @@ def test_another_implementation_is_refused_before_and_after():
         quantize_experts(model)
     model.set_experts_implementation("pymoe")
     quantize_experts(model)
-    model.set_experts_implementation("eager")
-    with pytest.raises(TypeError, match="experts_implementation='pymoe' alone"), torch.no_grad():
-        logits(model)
+    for implementation in ("eager", "batched_mm", "grouped_mm"):
+        model.set_experts_implementation(implementation)
+        with pytest.raises(TypeError, match="experts_implementation='pymoe' alone"), torch.no_grad():
+            logits(model)
