@@ -16,13 +16,14 @@ from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.nn.options import MIN_STEPS_TO_WARN, Backend, check_number, operators, warn_once
 from pymoe.nn.plain_calls import is_called_plainly
-from pymoe.nn.quantized_experts import QuantizedExperts
+from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
 from pymoe.nn.record import LastCall
 from pymoe.nn.router import Router
 from pymoe.ops.function_calls import is_recorded
 from pymoe.ops.transforms import in_torch_func
 from pymoe.reference import checks
 from pymoe.reference.autocast import autocast_enabled, cast_operands
+from pymoe.reference.expert_activation import is_gated
 from pymoe.reference.types import ActivationKind, RouterLosses, Score
 
 
@@ -285,22 +286,40 @@ class MoE(nn.Module):
 
     def _apply_experts(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, capacity: int | None) -> Tensor:
         experts: Any = self.experts
-        if self.backend == "native" and is_called_plainly(experts, QuantizedExperts):
+        if self._stands_in_for_quantized(experts):
             arguments: tuple[Any, ...] = (
                 *(experts.w_in.weight, experts.w_out.weight),
                 *(_in_dtype_of(x_TH, experts.b_in), _in_dtype_of(x_TH, experts.b_out)),
                 *(experts.activation, capacity),
             )
             return apply_quantized_experts(x_TH, experts_TK, weights_TK, *arguments)
-        if self.backend == "native" and is_called_plainly(experts, Experts):
+        if self._stands_in_for(experts, Experts) and experts.w_in.shape[0] == self.num_experts:
             parameters = (experts.w_in, experts.w_out, experts.b_in, experts.b_out)
             if not is_recorded(x_TH, weights_TK, *parameters):
                 arguments = (*cast_operands(*parameters), experts.activation, capacity)
                 return apply_experts_fused(x_TH, experts_TK, weights_TK, *arguments)
-        ops = operators(self.backend)
+        ops = operators(self.backend)  # which also say what does not fit
         routing = ops.build_routing(experts_TK, self.num_experts, capacity=capacity)
         rows_SH = experts(ops.dispatch(x_TH, routing), routing.offsets)
         return ops.combine(rows_SH, routing, weights_TK)
+
+    def _stands_in_for(self, part: Any, kind: type[nn.Module]) -> bool:
+        """Return whether one native call of the layer may do the work of ``part`` instead of calling it."""
+        return self.backend == "native" and is_called_plainly(part, kind) and part.backend == "native"
+
+    def _stands_in_for_quantized(self, experts: Any) -> bool:
+        """Return the same for quantised experts, whose weights are modules in turn.
+
+        Packed weights are filled up, so the native call alone would take some of sizes that do not fit.
+        """
+        if not self._stands_in_for(experts, QuantizedExperts):
+            return False
+        w_in, w_out = experts.w_in, experts.w_out
+        if not all(self._stands_in_for(weight, QuantizedLinear) for weight in (w_in, w_out)):
+            return False
+        inner = (2 if is_gated(experts.activation) else 1) * w_out.input_features
+        sizes = (w_in.packed.shape[0], w_in.input_features, w_in.output_features)
+        return sizes == (self.num_experts, self.hidden_size, inner)
 
     def _keep_stats(self, load: Tensor, capacity: int | None, losses: RouterLosses) -> None:
         # A transform allows no change of a tensor from outside, and may run a call many times at once; an exported

@@ -46,8 +46,10 @@ def quantize_experts(model: nn.Module, bits: int = 8) -> Quantized:
     layers stay as they are. The errors are those of :func:`pymoe.ops.quantize_weight`: 0.7 % of the weights' norm with
     8 bits and 7 % with 4, for normally distributed weights.
 
-    The original weights are freed layer by layer. A model on the meta device is quantised too, and then takes the state
-    dict of another one: ``load_state_dict(state, assign=True)``.
+    Layers are quantised one after another, and the original weights of each are freed before the next one's turn. A
+    weight that is not finite is met in the middle of that: its layer and those after it stay as they were, while those
+    before it stay quantised. A model on the meta device is quantised too, and then takes the state dict of another one:
+    ``load_state_dict(state, assign=True)``.
 
     Args:
         model: any module in evaluation mode, or whose experts require no gradients; not itself an :class:`Experts`.
@@ -59,7 +61,8 @@ def quantize_experts(model: nn.Module, bits: int = 8) -> Quantized:
     Raises:
         TypeError: ``model`` is not a module, ``bits`` not an int, or weights are float64.
         ValueError: ``bits`` is neither 8 nor 4; there are no experts to quantise; some are in training mode and
-            require gradients; or a weight is not finite.
+            require gradients; an :class:`Experts` has hooks or a ``forward`` of its own, which the
+            :class:`QuantizedExperts` would not have; or a weight is not finite.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"quantize_experts: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -112,6 +115,20 @@ def _check_weights(name: str, experts: nn.Module) -> None:
             f"quantize_experts: model must be in evaluation mode, got {name!r} in training mode with weights that "
             f"require gradients, which quantised ones have not; call model.eval() first"
         )
+    if isinstance(experts, Experts) and (lost := _lost_with(experts)):
+        raise ValueError(
+            f"quantize_experts: model must have Experts that nothing is attached to, as other modules take their "
+            f"place, got {name!r} with {lost}; remove it first, and attach it to the QuantizedExperts"
+        )
+
+
+def _lost_with(experts: Experts) -> str:
+    """Return what replacing a module would take away from its calls; "" if nothing."""
+    if experts._forward_hooks or experts._forward_pre_hooks or experts._backward_hooks or experts._backward_pre_hooks:
+        return "hooks"
+    if "forward" in experts.__dict__ or type(experts).forward is not Experts.forward:
+        return "a forward of its own"
+    return ""
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
@@ -123,7 +140,11 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def _quantize_in_place(experts: nn.Module, bits: int) -> None:
-    for name, weight in _weights_of(experts).items():
-        layer = QuantizedLinear.from_weight(weight.detach(), bits).train(experts.training)
+    """Replace all weights of a module, or none if one of them is refused."""
+    layers = {
+        name: QuantizedLinear.from_weight(weight.detach(), bits).train(experts.training)
+        for name, weight in _weights_of(experts).items()
+    }
+    for name, layer in layers.items():
         delattr(experts, name)
         setattr(experts, name, layer)

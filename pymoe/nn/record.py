@@ -87,15 +87,18 @@ class LastCall(Record):
         super().zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        self.tensors.update(self.copies())
-        self.held = {}
+        if self.held:
+            with torch.inference_mode(False):  # the copies outlive the block, and later calls change them
+                self.tensors.update(self.copies())
+            self.held = {}
         return super()._apply(fn, recurse)
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    if tensor.is_meta and device.type != "meta":
-        return torch.zeros_like(tensor, device=device)
-    return tensor.to(device)
+    with torch.inference_mode(False):  # later calls outside of such a block change the tensor
+        if tensor.is_meta and device.type != "meta":
+            return torch.zeros_like(tensor, device=device)
+        return tensor.to(device)
 
 
 class _CountOnBackward(torch.autograd.Function):

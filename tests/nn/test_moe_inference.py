@@ -9,7 +9,7 @@ from moe_layers import OPTIONS, make_input, make_layer, with_backend
 from torch import nn
 from torch.nn.utils import parametrize
 
-from pymoe import ops
+from pymoe import ops, reference
 from pymoe.nn import Experts
 
 
@@ -112,6 +112,33 @@ def test_the_reference_backend_stays_the_reference(dispatches):
         torch.testing.assert_close(layer(x), y)
 
 
+def test_experts_run_the_backend_that_they_were_built_with(dispatches, monkeypatch):
+    layer = make_layer()
+    layer.experts = Experts(12, 10, 8, backend="reference", dtype=torch.float64)
+    products = []
+    grouped_linear = reference.grouped_linear
+    monkeypatch.setattr(reference, "grouped_linear", lambda *args: products.append(1) or grouped_linear(*args))
+    x = make_input(5)
+    y = layer(x).detach()
+    assert len(products) == 2
+    with torch.no_grad():
+        assert torch.equal(layer(x), y)
+    assert len(products) == 4
+    assert dispatches == [2]
+
+
+@pytest.mark.parametrize("number", [1, 7, 9])
+def test_another_number_of_experts_is_refused_alike_with_and_without_gradients(number):
+    layer = make_layer()
+    layer.experts = Experts(12, 10, number, dtype=torch.float64)
+    x = make_input(21)
+    with pytest.raises(ValueError, match="grouped_linear: offsets must") as recorded:
+        layer(x)
+    with torch.no_grad(), pytest.raises(ValueError, match="grouped_linear: offsets must") as fused:
+        layer(x)
+    assert str(fused.value) == str(recorded.value)
+
+
 def test_statistics_do_not_change_with_the_next_call():
     layer = make_layer()
     with torch.no_grad():
@@ -136,6 +163,33 @@ def test_statistics_of_inference_mode_hold_outside_of_it_and_can_be_copied_moved
     layer.reset_parameters()
     assert layer.stats.load.sum() == 0
     layer(make_input(7, dtype=torch.float32)).sum().backward()
+    assert layer.stats.load.sum() == 14
+
+
+@INFERENCE_MODE
+@pytest.mark.parametrize("called", [False, True])
+def test_a_layer_moved_in_inference_mode_keeps_statistics_that_can_change_outside_of_it(called):
+    layer = make_layer()
+    with torch.inference_mode():
+        if called:
+            layer(make_input(5))
+        layer.to(layer.router.weight.device).double()
+        assert layer.stats.load.sum() == 10 * called
+    compiled = torch.compile(layer, backend="eager")
+    compiled(make_input(7))
+    assert layer.stats.load.sum() == 14
+    layer.reset_parameters()
+    assert layer.stats.load.sum() == 0
+
+
+@INFERENCE_MODE
+def test_a_layer_off_the_meta_device_whose_first_call_is_in_inference_mode_can_be_called_outside_of_it():
+    layer = make_layer(device="meta")
+    layer.load_state_dict(make_layer().state_dict(), assign=True)
+    compiled = torch.compile(layer, backend="eager")
+    with torch.inference_mode():
+        compiled(make_input(5))
+    compiled(make_input(7))
     assert layer.stats.load.sum() == 14
 
 

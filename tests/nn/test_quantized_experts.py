@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from specs.comparison import assert_same_bits
 
 import pymoe
-from pymoe.nn import Experts, MoE, QuantizedExperts, QuantizedLinear, apply_experts, quantize_experts
+from pymoe import reference
+from pymoe.nn import Experts, MoE, QuantizedExperts, QuantizedLinear, apply_experts, quantize, quantize_experts
 from pymoe.ops import ClampedSwiglu
 
 pytestmark = pytest.mark.only_on("cpu")
@@ -233,6 +234,122 @@ def test_a_weight_that_is_not_finite_is_refused():
         moe.experts.w_out[3, 2, 1] = torch.inf
     with pytest.raises(ValueError, match=r"quantize_weight: weight must be finite .* not at \[3, 2, 1\]"):
         quantize_experts(moe)
+
+
+class TwoWeights(torch.nn.Module):
+    """What a handler finds: a module that runs with either kind of weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Parameter(torch.randn(2, 8, 6))
+        self.second = torch.nn.Parameter(torch.randn(2, 6, 8))
+
+
+def test_a_layer_with_a_weight_that_is_not_finite_stays_as_it_was(monkeypatch):
+    def weights(module):
+        return dict(module.named_parameters(recurse=False)) if isinstance(module, TwoWeights) else None
+
+    monkeypatch.setattr(quantize, "handlers", [weights])
+    model = torch.nn.Sequential(TwoWeights(), TwoWeights()).eval()
+    with torch.no_grad():
+        model[1].second[0, 1, 2] = torch.nan
+    for _ in range(2):  # trying again does not pass over the layer
+        with pytest.raises(ValueError, match=r"weight must be finite .* not at \[0, 1, 2\]"):
+            quantize_experts(model)
+        assert isinstance(model[0].first, QuantizedLinear)
+        assert isinstance(model[0].second, QuantizedLinear)
+        assert model[1]._parameters.keys() == {"first", "second"}
+    with torch.no_grad():
+        model[1].second.zero_()
+    assert quantize_experts(model).layers == 1
+
+
+def watch(experts, hook):
+    getattr(experts, hook)(lambda *_: None)
+
+
+def replace_forward(experts, _):
+    experts.forward = experts.forward
+
+
+def replace_class(experts, _):
+    class Other(Experts):
+        def forward(self, rows, offsets):
+            return super().forward(rows, offsets)
+
+    experts.__class__ = Other
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (watch, "register_forward_hook"),
+        (watch, "register_forward_pre_hook"),
+        (watch, "register_full_backward_hook"),
+        (watch, "register_full_backward_pre_hook"),
+        (replace_forward, "a forward"),
+        (replace_class, "a forward"),
+    ],
+)
+def test_experts_whose_hooks_or_forward_would_be_lost_are_refused(change, what):
+    model = torch.nn.Sequential(layer(), layer())
+    change(model[1].experts, what)
+    got = "a forward of its own" if what == "a forward" else "hooks"
+    with pytest.raises(ValueError, match=rf"^quantize_experts: model .* got '1\.experts' with {got}"):
+        quantize_experts(model)
+    assert isinstance(model[0].experts, Experts)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["w_in", "w_out"])
+def test_whatever_stands_before_quantised_weights_runs(name):
+    moe = layer(activation="relu")
+    quantize_experts(moe)
+    x = torch.randn(5, 40)
+    y = moe(x)
+    part = getattr(moe.experts, name)
+    handle = part.register_forward_hook(lambda module, args, output: 2 * output)
+    torch.testing.assert_close(moe(x), 2 * y)
+    handle.remove()
+
+    class Adapter(torch.nn.Module):
+        weight = property(lambda self: part.weight)
+        forward = staticmethod(lambda *args: 2 * part(*args))
+
+    setattr(moe.experts, name, Adapter())
+    torch.testing.assert_close(moe(x), 2 * y)
+
+
+@torch.no_grad()
+def test_quantised_experts_run_the_backend_that_they_were_built_with(monkeypatch):
+    moe = layer()
+    moe.experts = QuantizedExperts(40, 36, 8, backend="reference")
+    products = []
+    product = reference.quantized_linear
+    monkeypatch.setattr(reference, "quantized_linear", lambda *args: products.append(1) or product(*args))
+    moe(torch.randn(5, 40))
+    assert len(products) == 2
+    moe.experts = QuantizedExperts(40, 36, 8)
+    moe.experts.w_out = QuantizedLinear(36, 40, 8, backend="reference")
+    moe(torch.randn(5, 40))
+    assert len(products) == 3
+
+
+@torch.no_grad()
+@BITS
+@pytest.mark.parametrize("sizes", [(40, 36, 1), (40, 36, 7), (40, 36, 9), (39, 36, 8), (40, 35, 8)])
+def test_quantised_experts_that_do_not_fit_are_refused_alike_by_one_call_and_by_six(sizes, bits):
+    """The last two take as many bytes as those that fit."""
+    moe = layer()
+    moe.experts = QuantizedExperts(*sizes, bits=bits)
+    if sizes[1] != 36:
+        moe.experts.w_in = QuantizedLinear(40, 72, 8, bits=bits)
+    with pytest.raises(ValueError, match=r"quantized_linear: (offsets|x) must have size") as fused:
+        moe(torch.randn(21, 40))
+    moe.experts.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"quantized_linear: (offsets|x) must have size") as called:
+        moe(torch.randn(21, 40))
+    assert str(fused.value) == str(called.value)
 
 
 def test_a_quantised_model_has_nothing_left_to_quantise():
