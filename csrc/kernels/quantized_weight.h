@@ -6,7 +6,8 @@
 //     4 bits   for every 32 inputs: 64 scales and 64 minima (bf16), then for every 8 inputs: 64 outputs x 4 bytes, of
 //              which byte b holds the code of input b below and that of input b + 4 above;  w = scale * code + minimum
 //
-// Inputs are filled up to a multiple of 32 and outputs to a multiple of 64 with codes that stand for zero.
+// Inputs are filled up to a multiple of 32 and outputs to a multiple of 64. What is filled in stands for zero, but for
+// inputs at 4 bits: their code is 0, which stands for the minimum of the group. Kernels multiply them by zeros.
 //
 // quantize_weight rounds (E, N, H) weights of any dtype and strides, by the steps of
 // pymoe/reference/quantized_weight.py: the same bytes on every processor and for any number of threads. It throws

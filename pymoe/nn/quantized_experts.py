@@ -125,7 +125,7 @@ class QuantizedExperts(nn.Module):
         ffn_size: F.
         num_experts: E.
         bits: 8 or 4.
-        activation: ``"swiglu"``, ``"gelu"`` or ``"relu"``.
+        activation: a kind of :func:`pymoe.ops.expert_activation`.
         bias: add ``b_in`` and ``b_out``.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
         device: of the buffers.
@@ -134,7 +134,8 @@ class QuantizedExperts(nn.Module):
     ``state_dict`` keys: ``w_in.packed``, ``w_out.packed`` (uint8), and ``b_in``, ``b_out`` if ``bias``.
 
     Attributes:
-        w_in: :class:`QuantizedLinear` of (E, 2F, H) weights, gate above up, for ``"swiglu"``; else of (E, F, H).
+        w_in: :class:`QuantizedLinear` of (E, 2F, H) weights for gated activations, else of (E, F, H), in the layout of
+            :class:`Experts`.
         w_out: :class:`QuantizedLinear` of (E, H, F) weights.
         b_in: (E, 2F) or (E, F), or ``None``.
         b_out: (E, H), or ``None``.

@@ -36,7 +36,10 @@ def call(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Return ``function.apply(*args)``, or ``function.forward(*args)`` where nothing records it.
 
     Args:
-        function: a Function with ``setup_context``, whose ``forward`` takes these arguments and makes fresh tensors.
+        function: a Function with ``setup_context``, whose ``forward`` takes these arguments and changes none of them.
+            It returns fresh tensors or views of its arguments, which are ordinary views where nothing is recorded:
+            autograd follows changes of them in place. It never returns an argument itself, of which ``apply`` makes a
+            view and ``forward`` alone would not.
         args: all arguments of its ``forward``.
     """
     if torch.compiler.is_compiling() or are_functorch_transforms_active():

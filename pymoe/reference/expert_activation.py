@@ -76,8 +76,9 @@ def expert_activation(h: Tensor, kind: ActivationKind) -> Tensor:
     - ``"relu"``: max(h, 0);
     - ``"relu_squared"``: max(h, 0)^2 (Primer, arXiv 2109.08668; Nemotron-H);
     - a :class:`ClampedSwiglu`: g * sigmoid(alpha * g) * (u + up_offset) for g = min(gate, limit) and u = up within
-      [-limit, limit]; of its own columns may gate and up be interleaved (GPT-OSS; DeepSeek-V4 and others have alpha 1
-      and no offset). A clamp has the gradient 0 outside of its limits, and 1 on them.
+      [-limit, limit]; with ``interleaved``, gate has the even columns of ``h`` and up the odd ones (GPT-OSS;
+      DeepSeek-V4 and others have alpha 1 and no offset). A clamp has the gradient 0 outside of its limits, and 1 on
+      them.
 
     Computed in float32 (float64 for float64) from ``h`` and rounded once, forward and backward alike; the backward
     recomputes from ``h`` and saves nothing else. NaN stays NaN; a row's values never reach another row.

@@ -10,7 +10,8 @@ Outputs are cut into tiles of :data:`TILE`, and a tile is one run of bytes, in t
     4 bits   for every 32 inputs: 64 scales, 64 minima (bfloat16), then for every 8 inputs: 64 outputs x 4 bytes,
              where byte b holds the code of input b in its lower half and that of input 4 + b in its upper half
 
-The inputs are filled up to a multiple of 32, and the outputs to a multiple of 64, with codes that stand for zero.
+The inputs are filled up to a multiple of 32, and the outputs to a multiple of 64. What is filled in stands for zero,
+but for inputs at 4 bits: their code is 0, which stands for the minimum of the group. Kernels multiply them by zeros.
 """
 
 from __future__ import annotations
