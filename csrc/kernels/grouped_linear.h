@@ -12,8 +12,8 @@
 // Sums are kept in fp32 (fp64 for fp64) and rounded once. The terms of an output element are added in an order that
 // depends on the length of its sum and on the operands' strides alone: results are the same for any number of threads,
 // and a row of y does not depend on the rows around it. (Where torch's grouped GEMM makes the product,
-// ops/torch_grouped_mm.h, the order is torch's.) Where the processor multiplies bf16 (AVX512_BF16), the CPU twin of bf16
-// takes subnormal operands for zero, and a sum that would be subnormal too.
+// ops/torch_grouped_mm.h, the order is torch's.) Where the processor multiplies bf16 (AVX512_BF16), the CPU twin of
+// bf16 takes subnormal operands for zero, and a sum that would be subnormal too.
 //
 // `offsets` must start at 0, not decrease, and end within S. The CPU twin throws std::invalid_argument or
 // std::out_of_range otherwise, before it touches any memory. The CUDA twin, which reads nothing on the host, takes 0
