@@ -5,6 +5,7 @@ Legend: T tokens, H hidden, F ffn of one expert, E experts, K choices (experts p
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -69,88 +70,53 @@ class Block:
         return replace(self, title=title, hidden=self.hidden // of_hidden, ffn=self.ffn // of_ffn)
 
 
-def olmoe(block: Block) -> nn.Module:
-    """OLMoE's block, whose weights are not normalised."""
-    from transformers import OlmoeConfig
-    from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
+def of_transformers(
+    model: str, config: str, sparse: str, ffn: str, experts: str, **options: Any
+) -> Callable[[Block], nn.Module]:
+    """Return what builds a block of transformers.
 
-    return OlmoeSparseMoeBlock(
-        OlmoeConfig(
-            hidden_size=block.hidden,
-            intermediate_size=block.ffn,
-            num_experts=block.experts,
-            num_experts_per_tok=block.choices,
-            norm_topk_prob=False,
-        )
-    )
+    Args:
+        model: the package of transformers.models.
+        config: the class of its configuration.
+        sparse: the class of the block.
+        ffn: what the configuration calls F.
+        experts: what it calls E.
+        options: more of the configuration.
+    """
 
+    def build(block: Block) -> nn.Module:
+        import transformers
 
-def qwen3(block: Block) -> nn.Module:
-    """Qwen3-MoE's block."""
-    from transformers import Qwen3MoeConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+        sizes = {"hidden_size": block.hidden, ffn: block.ffn, experts: block.experts}
+        made = getattr(transformers, config)(**sizes, num_experts_per_tok=block.choices, **options)
+        modeling = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+        module: nn.Module = getattr(modeling, sparse)(made)
+        return module
 
-    return Qwen3MoeSparseMoeBlock(
-        Qwen3MoeConfig(
-            hidden_size=block.hidden,
-            moe_intermediate_size=block.ffn,
-            num_experts=block.experts,
-            num_experts_per_tok=block.choices,
-            norm_topk_prob=True,
-        )
-    )
+    return build
 
 
-def gpt_oss(block: Block) -> nn.Module:
-    """GPT-OSS's block: biases, a clamped swiglu over interleaved columns, weights of shape (E, in, out)."""
-    from transformers import GptOssConfig
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
-
-    return GptOssMLP(
-        GptOssConfig(
-            hidden_size=block.hidden,
-            intermediate_size=block.ffn,
-            num_local_experts=block.experts,
-            num_experts_per_tok=block.choices,
-        )
-    )
-
-
-def mixtral(block: Block) -> nn.Module:
-    """Mixtral's block."""
-    from transformers import MixtralConfig
-    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
-
-    return MixtralSparseMoeBlock(
-        MixtralConfig(
-            hidden_size=block.hidden,
-            intermediate_size=block.ffn,
-            num_local_experts=block.experts,
-            num_experts_per_tok=block.choices,
-        )
-    )
-
-
-def deepseek(block: Block) -> nn.Module:
-    """DeepSeek-V3's block: sigmoid scores, the best four of eight groups, scaled weights, a shared expert."""
-    from transformers import DeepseekV3Config
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
-
-    return DeepseekV3MoE(
-        DeepseekV3Config(
-            hidden_size=block.hidden,
-            moe_intermediate_size=block.ffn,
-            n_routed_experts=block.experts,
-            num_experts_per_tok=block.choices,
-            n_shared_experts=block.shared,
-            n_group=8,
-            topk_group=4,
-            norm_topk_prob=True,
-            routed_scaling_factor=2.5,
-        )
-    )
-
-
+olmoe = of_transformers(
+    *("olmoe", "OlmoeConfig", "OlmoeSparseMoeBlock", "intermediate_size", "num_experts"), norm_topk_prob=False
+)
+qwen3 = of_transformers(
+    *("qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeSparseMoeBlock", "moe_intermediate_size", "num_experts"),
+    norm_topk_prob=True,
+)
+gpt_oss = of_transformers("gpt_oss", "GptOssConfig", "GptOssMLP", "intermediate_size", "num_local_experts")
+"""Biases, a clamped swiglu over interleaved columns, weights of shape (E, in, out)."""
+mixtral = of_transformers(
+    *("mixtral", "MixtralConfig", "MixtralSparseMoeBlock", "intermediate_size", "num_local_experts")
+)
+deepseek = of_transformers(
+    *("deepseek_v3", "DeepseekV3Config", "DeepseekV3MoE", "moe_intermediate_size", "n_routed_experts"),
+    n_shared_experts=1,
+    n_group=8,
+    topk_group=4,
+    norm_topk_prob=True,
+    routed_scaling_factor=2.5,
+)
+"""Sigmoid scores, the best four of eight groups, scaled weights, a shared expert."""
 DEEPSEEK = {"score": "sigmoid", "num_groups": 8, "topk_groups": 4, "scale": 2.5, "num_shared_experts": 1}
 BLOCKS = {
     "olmoe": Block("OLMoE-1B-7B", 2048, 1024, 64, 8, olmoe, {"renormalize": False}),
@@ -253,7 +219,7 @@ def as_moe(one: Built) -> MoE:
     """
     block, options = one.block, one.block.options
     if options is None:
-        raise NotImplementedError("pymoe.nn.MoE has no clamped swiglu over interleaved columns")
+        raise NotImplementedError(f"no option of pymoe.nn.MoE computes {block.title}, whose router has a bias")
     layer = nn.utils.skip_init(
         MoE, block.hidden, block.ffn, block.experts, block.choices, dtype=one.dtype, device="cpu", **options
     )
