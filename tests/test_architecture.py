@@ -2,7 +2,7 @@
 
 C++     core -> kernels -> ops;  core, kernels -> runtime -> bindings  (right may use left); no torch and no Python
         below ops and bindings.
-Python  reference -> ops -> nn;  autograd -> {parallel, runtime, pipe};  {runtime, ops, nn} -> mixture;  all of these
+Python  reference -> ops -> nn -> ep;  autograd -> {parallel, runtime, pipe};  {runtime, ops, nn} -> mixture;  all of these
         -> integrations and bench. The reference imports torch alone, and the package at import time torch and numpy
         alone. Of pipe, the file auxiliary.py alone knows layers of nn, whose injected losses it weights. No two files
         import each other, nor do longer circles exist.
@@ -43,6 +43,7 @@ PYTHON_MAY_USE = {
     "_torch_private": set(),
     "ops": {"reference", "ops", "_native", "_ops", "_torch_private"},
     "nn": {"reference", "ops", "nn", "_torch_private"},
+    "ep": {"reference", "ops", "nn", "ep", "_errors", "_torch_private"},
     "autograd": {"autograd", "_errors", "_native", "_runtime", "_torch_private"},
     "parallel": {"autograd", "parallel", "_errors", "_native", "_runtime", "_torch_private"},
     "runtime": {"autograd", "runtime", "_errors", "_native", "_runtime", "_torch_private"},
@@ -53,7 +54,7 @@ PYTHON_MAY_USE = {
     "bench": {"reference", "ops", "nn", "bench"},
 }
 ALWAYS_INSTALLED = {"torch", "numpy", "pymoe"}
-MAY_IMPORT_LAZILY = {"bench", "integrations", "runtime", "mixture", "pipe"}
+MAY_IMPORT_LAZILY = {"bench", "ep", "integrations", "runtime", "mixture", "pipe"}
 
 
 def cpp_faults(file, text):
@@ -238,6 +239,8 @@ def test_a_planted_include_is_found(file, line):
         ("pymoe/ops/gate.py", "import triton"),
         ("pymoe/nn/moe.py", "from pymoe.integrations import transformers"),
         ("pymoe/nn/moe.py", "def f():\n    import transformers"),
+        ("pymoe/nn/moe.py", "from pymoe.ep import shard"),
+        ("pymoe/ep/shard.py", "from pymoe.pipe import Pipe"),
         ("pymoe/bench/calls.py", "from pymoe.pipe import Pipe"),
         ("pymoe/bench/calls.py", "import hypothesis"),
         ("pymoe/runtime/pool.py", "from pymoe.pipe import Pipe"),
