@@ -2,10 +2,10 @@
 
 C++     core -> kernels -> ops;  core, kernels -> runtime -> bindings  (right may use left); no torch and no Python
         below ops and bindings.
-Python  reference -> ops -> nn -> ep;  autograd -> {parallel, runtime, pipe};  {runtime, ops, nn} -> mixture;  all of these
-        -> integrations and bench. The reference imports torch alone, and the package at import time torch and numpy
-        alone. Of pipe, the file auxiliary.py alone knows layers of nn, whose injected losses it weights. No two files
-        import each other, nor do longer circles exist.
+Python  reference -> ops -> nn -> ep;  autograd -> {parallel, runtime, pipe};  {runtime, ops, nn} -> mixture;  all of
+        these but ep -> integrations;  nn -> bench. The reference imports torch alone, and the package at import time
+        torch and numpy alone. Of pipe, the file auxiliary.py alone knows layers of nn, whose injected losses it
+        weights. No two files import each other, nor do longer circles exist.
 """
 
 import ast
