@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pymoe import ops
 from pymoe.nn.apply_experts_checks import (
     NAME,
     check_biases,
@@ -17,6 +16,7 @@ from pymoe.nn.apply_experts_checks import (
     check_quantized_networks,
 )
 from pymoe.nn.apply_quantized_experts import apply_quantized_experts
+from pymoe.nn.networks import apply_networks, grouped_networks
 from pymoe.ops import index_checks
 from pymoe.ops.expert_activation import kernel_options
 from pymoe.ops.function_calls import is_recorded
@@ -97,10 +97,9 @@ def apply_experts(
     _check(x, experts, weights, w_in, w_out, b_in, b_out, activation, capacity, foreign_experts)
     if not callable(activation) and not is_recorded(x, weights, w_in, w_out, b_in, b_out):
         return apply_experts_fused(x, experts, weights, w_in, w_out, b_in, b_out, activation, capacity, foreign_experts)
-    routing = ops.build_routing(experts, w_in.shape[0], capacity=capacity, foreign_experts=foreign_experts)
-    rows = ops.grouped_linear(ops.dispatch(x, routing), w_in, routing.offsets, b_in)
-    rows = activation(rows) if callable(activation) else ops.expert_activation(rows, activation)
-    return ops.combine(ops.grouped_linear(rows, w_out, routing.offsets, b_out), routing, weights)
+    networks = grouped_networks(w_in, w_out, b_in, b_out, activation)
+    number = w_in.shape[0]
+    return apply_networks(x, experts, weights, number, networks, capacity=capacity, foreign_experts=foreign_experts)
 
 
 def apply_experts_fused(

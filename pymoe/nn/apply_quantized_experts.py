@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from pymoe import ops
 from pymoe.nn.apply_experts_checks import NAME
+from pymoe.nn.networks import Activation, activate, apply_networks
 from pymoe.ops import index_checks
 from pymoe.ops.expert_activation import kernel_options
 from pymoe.ops.function_calls import is_recorded
 from pymoe.reference.build_routing import ROW_LIMIT
 from pymoe.reference.scores import accumulate_dtype
-from pymoe.reference.types import ActivationKind, QuantizedWeight
+from pymoe.reference.types import QuantizedWeight
 
 
 def apply_quantized_experts(
@@ -25,7 +24,7 @@ def apply_quantized_experts(
     w_out: QuantizedWeight,
     b_in: Tensor | None,
     b_out: Tensor | None,
-    activation: ActivationKind | Callable[[Tensor], Tensor],
+    activation: Activation,
     capacity: int | None,
     foreign_experts: bool = False,
 ) -> Tensor:
@@ -34,11 +33,13 @@ def apply_quantized_experts(
     Differentiable in ``weights`` alone: ``x`` and the biases must not require a gradient while gradients are recorded.
     """
     if callable(activation) or is_recorded(x, weights, b_in, b_out):
+
+        def networks(rows: Tensor, offsets: Tensor) -> Tensor:
+            inner = activate(ops.quantized_linear(rows, w_in, offsets, b_in), activation)
+            return ops.quantized_linear(inner, w_out, offsets, b_out)
+
         number = w_in[0].shape[0]
-        routing = ops.build_routing(experts, number, capacity=capacity, foreign_experts=foreign_experts)
-        rows = ops.quantized_linear(ops.dispatch(x, routing), w_in, routing.offsets, b_in)
-        rows = activation(rows) if callable(activation) else ops.expert_activation(rows, activation)
-        return ops.combine(ops.quantized_linear(rows, w_out, routing.offsets, b_out), routing, weights)
+        return apply_networks(x, experts, weights, number, networks, capacity=capacity, foreign_experts=foreign_experts)
     index_checks.experts_in_range(NAME, experts, w_in[0].shape[0], foreign_experts)
     number, *numbers = kernel_options(activation)
     return torch.ops.pymoe.apply_quantized_experts(  # type: ignore[no-any-return]

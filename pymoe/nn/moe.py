@@ -14,6 +14,7 @@ from pymoe.nn.apply_quantized_experts import apply_quantized_experts
 from pymoe.nn.expert_bias import update_expert_biases
 from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.losses import AuxiliaryLosses
+from pymoe.nn.networks import apply_networks
 from pymoe.nn.options import MIN_STEPS_TO_WARN, Backend, check_number, operators, warn_once
 from pymoe.nn.plain_calls import is_called_plainly
 from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
@@ -298,10 +299,10 @@ class MoE(nn.Module):
             if not is_recorded(x_TH, weights_TK, *parameters):
                 arguments = (*cast_operands(*parameters), experts.activation, capacity)
                 return apply_experts_fused(x_TH, experts_TK, weights_TK, *arguments)
-        ops = operators(self.backend)  # which also say what does not fit
-        routing = ops.build_routing(experts_TK, self.num_experts, capacity=capacity)
-        rows_SH = experts(ops.dispatch(x_TH, routing), routing.offsets)
-        return ops.combine(rows_SH, routing, weights_TK)
+        whose = operators(self.backend)  # which also say what does not fit
+        return apply_networks(
+            x_TH, experts_TK, weights_TK, self.num_experts, experts, capacity=capacity, operators=whose
+        )
 
     def _stands_in_for(self, part: Any, kind: type[nn.Module]) -> bool:
         """Return whether one native call of the layer may do the work of ``part`` instead of calling it."""

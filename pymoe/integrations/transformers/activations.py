@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pymoe.integrations.transformers import interface
+from pymoe.nn.networks import Activation
 from pymoe.nn.plain_calls import is_called_plainly
 from pymoe.reference.types import ActivationKind, ClampedSwiglu
 
@@ -46,10 +47,6 @@ _OWN_GATES: dict[tuple[str, str], Callable[[Any], ActivationKind | None]] = {
     )
 }
 """Classes with a gate of their own that is one of pymoe's activations, and which."""
-
-
-Activation = ActivationKind | Callable[[Tensor], Tensor]
-"""A kind of :func:`pymoe.ops.expert_activation`, or a function from (S, N) to (S, F)."""
 
 
 def activation_of(experts: nn.Module) -> Activation:

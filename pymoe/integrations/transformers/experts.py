@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from pymoe import ops
 from pymoe.integrations.transformers import interface
-from pymoe.integrations.transformers.activations import Activation, activation_of
+from pymoe.integrations.transformers.activations import activation_of
 from pymoe.integrations.transformers.quantized import run_quantized_experts
 from pymoe.nn import QuantizedLinear, apply_experts
+from pymoe.nn.networks import Activation, apply_networks, grouped_networks
 from pymoe.reference import checks
 from pymoe.reference.autocast import autocast_enabled, cast_operands
 
@@ -104,15 +104,13 @@ def run_experts(
             foreign_experts=foreign_experts,
         )
     else:
-        routing = ops.build_routing(index, w_in.shape[0], foreign_experts=foreign_experts)
-        inner = activate(ops.grouped_linear(ops.dispatch(operand, routing), w_in, routing.offsets, b_in), activation)
-        y = ops.combine(post_norm(ops.grouped_linear(inner, w_out, routing.offsets, b_out)), routing, weights)
+        networks = grouped_networks(w_in, w_out, b_in, b_out, activation)
+
+        def with_norm(rows: Tensor, offsets: Tensor) -> Tensor:
+            return post_norm(networks(rows, offsets))
+
+        y = apply_networks(operand, index, weights, w_in.shape[0], with_norm, foreign_experts=foreign_experts)
     return y.to(x.dtype)
-
-
-def activate(rows: Tensor, activation: Activation) -> Tensor:
-    """Apply an activation, fused or not, to (S, N) rows; return (S, F)."""
-    return activation(rows) if callable(activation) else ops.expert_activation(rows, activation)
 
 
 def as_operand(rows: Tensor, weight: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ from torch import Tensor
 from pymoe import ops
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import gated_activation, place
-from pymoe.integrations.transformers.experts import activate, as_operand, run_experts
+from pymoe.integrations.transformers.experts import as_operand, run_experts
+from pymoe.nn.networks import activate, apply_networks
 from pymoe.nn.plain_calls import is_called_plainly
 
 
@@ -63,16 +64,14 @@ def dbrx_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_we
         weight.view(self.num_experts, self.ffn_hidden_size, self.hidden_size) for weight in (mlp.w1, mlp.v1, mlp.w2)
     )
     x_TH = as_operand(hidden_states.reshape(-1, self.hidden_size), gate_EFH)
-    routing = ops.build_routing(top_k_index, self.num_experts)
-    rows_SH = ops.dispatch(x_TH, routing)
-    gate, up = (ops.grouped_linear(rows_SH, weight, routing.offsets) for weight in (gate_EFH, up_EFH))
-    inner = activate(torch.cat([gate, up], dim=1), gated_activation(mlp.activation_fn))
-    rows_SH = ops.grouped_linear(as_operand(inner, down_EFH), down_EFH.transpose(1, 2), routing.offsets)
-    return (
-        ops.combine(rows_SH, routing, top_k_weights)
-        .to(hidden_states.dtype)
-        .view(hidden_states.shape[0], -1, self.hidden_size)
-    )
+
+    def networks(rows_SH: Tensor, offsets: Tensor) -> Tensor:
+        gate, up = (ops.grouped_linear(rows_SH, weight, offsets) for weight in (gate_EFH, up_EFH))
+        inner = activate(torch.cat([gate, up], dim=1), gated_activation(mlp.activation_fn))
+        return ops.grouped_linear(as_operand(inner, down_EFH), down_EFH.transpose(1, 2), offsets)
+
+    y_TH = apply_networks(x_TH, top_k_index, top_k_weights, self.num_experts, networks)
+    return y_TH.to(hidden_states.dtype).view(hidden_states.shape[0], -1, self.hidden_size)
 
 
 def jetmoe_parallel_experts(self: Any, inputs: Tensor, expert_size: list[int]) -> Tensor:

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pymoe import ops
 from pymoe.integrations.transformers import interface
-from pymoe.integrations.transformers.activations import Activation
 from pymoe.nn import QuantizedLinear, apply_experts
+from pymoe.nn.networks import Activation, activate, apply_networks
 from pymoe.nn.plain_calls import is_called_plainly
 from pymoe.nn.quantize import handlers
 from pymoe.reference.autocast import cast_operands
@@ -85,11 +84,12 @@ def run_quantized_experts(
             foreign_experts=foreign_experts,
         )
     else:
-        routing = ops.build_routing(index, w_in.num_experts, foreign_experts=foreign_experts)
-        rows = w_in(ops.dispatch(operand, routing), routing.offsets, b_in)
-        rows = activation(rows) if callable(activation) else ops.expert_activation(rows, activation)
-        rows = w_out(rows, routing.offsets, b_out)
-        y = ops.combine(rows if post_norm is None else post_norm(rows), routing, weights)
+
+        def networks(rows: Tensor, offsets: Tensor) -> Tensor:
+            rows = w_out(activate(w_in(rows, offsets, b_in), activation), offsets, b_out)
+            return rows if post_norm is None else post_norm(rows)
+
+        y = apply_networks(operand, index, weights, w_in.num_experts, networks, foreign_experts=foreign_experts)
     return y.to(x.dtype)
 
 

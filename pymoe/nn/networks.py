@@ -1,0 +1,66 @@
+"""Expert networks over tokens by one operator after the other: what all that differentiates or replaces them runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+from torch import Tensor
+
+from pymoe import ops
+from pymoe.reference.types import ActivationKind
+
+Activation = ActivationKind | Callable[[Tensor], Tensor]
+"""A kind of :func:`pymoe.ops.expert_activation`, or a function of rows (S, N) that returns rows (S, F)."""
+
+Networks = Callable[[Tensor, Tensor], Tensor]
+"""Takes rows (S, H), sorted by expert, and their offsets (E + 1,); returns rows (S, O), each from its own row."""
+
+
+def apply_networks(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    num_experts: int,
+    networks: Networks,
+    *,
+    capacity: int | None = None,
+    foreign_experts: bool = False,
+    operators: ModuleType = ops,
+) -> Tensor:
+    """Send every token through the networks chosen for it, and sum their weighted outputs.
+
+    Args:
+        x: (T, H).
+        experts: (T, K), as :func:`pymoe.ops.build_routing` takes them, with ``capacity`` and ``foreign_experts``.
+        weights: (T, K).
+        num_experts: E.
+        networks: all E networks.
+        capacity: the most slots that an expert takes, or None.
+        foreign_experts: whether values of E and above, which add nothing, are allowed.
+        operators: :mod:`pymoe.ops` or :mod:`pymoe.reference`.
+
+    Returns:
+        (T, O), the dtype of what ``networks`` returns.
+    """
+    routing = operators.build_routing(experts, num_experts, capacity=capacity, foreign_experts=foreign_experts)
+    rows = networks(operators.dispatch(x, routing), routing.offsets)
+    y: Tensor = operators.combine(rows, routing, weights)
+    return y
+
+
+def grouped_networks(
+    w_in: Tensor, w_out: Tensor, b_in: Tensor | None, b_out: Tensor | None, activation: Activation
+) -> Networks:
+    """Return the networks of :func:`pymoe.nn.apply_experts`, with its arguments."""
+
+    def networks(rows: Tensor, offsets: Tensor) -> Tensor:
+        inner = activate(ops.grouped_linear(rows, w_in, offsets, b_in), activation)
+        return ops.grouped_linear(inner, w_out, offsets, b_out)
+
+    return networks
+
+
+def activate(rows: Tensor, activation: Activation) -> Tensor:
+    """Apply an activation, one of pymoe's or a function, to (S, N) rows; return (S, F)."""
+    return activation(rows) if callable(activation) else ops.expert_activation(rows, activation)
