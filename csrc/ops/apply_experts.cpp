@@ -4,10 +4,14 @@
 //
 //     y[t] = sum over k, in order, of weights[t, k] * network of experts[t, k] (x[t])
 //
-// Tensors but the weights and biases of the networks are contiguous.
+// pymoe::apply_quantized_experts: the same with quantised weights and quantized_linear. `layout` is bits and output
+// features of w_in, bits and output features of w_out.
+//
+// Tensors are contiguous, but for the weights and biases of networks that are not quantised.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
+#include <vector>
 
 #include "ops/check.h"
 #include "ops/operators.h"
@@ -18,6 +22,15 @@ namespace {
 
 constexpr const char* kName = "apply_experts";
 
+// `networks` takes rows sorted by expert and their offsets.
+template <typename Networks>
+Tensor apply(const Tensor& x, const Tensor& experts, const Tensor& weights, int64_t num_experts,
+             std::optional<int64_t> capacity, bool foreign, const Networks& networks) {
+  require_same_device(kName, "experts", experts, x);
+  const auto [slot, token, offsets] = build_routing_op::build_routing(experts, num_experts, capacity, foreign);
+  return combine_op::combine(networks(dispatch_op::dispatch(x, slot, offsets), offsets), slot, weights);
+}
+
 Tensor apply_experts(const Tensor& x, const Tensor& experts, const Tensor& weights, const Tensor& w_in,
                      const std::optional<Tensor>& b_in, const Tensor& w_out, const std::optional<Tensor>& b_out,
                      int64_t kind, std::optional<int64_t> capacity, bool foreign, double limit, double alpha,
@@ -25,19 +38,35 @@ Tensor apply_experts(const Tensor& x, const Tensor& experts, const Tensor& weigh
   require(w_in.dim() == 3, kName, "w_in must have shape (E, N, H), got ", w_in);
   require(w_out.dim() == 3 && w_out.size(0) == w_in.size(0), kName, "w_out must have shape (", w_in.size(0),
           ", O, F), got ", w_out);
-  require_same_device(kName, "experts", experts, x);
-  const auto [slot, token, offsets] = build_routing_op::build_routing(experts, w_in.size(0), capacity, foreign);
-  Tensor rows = dispatch_op::dispatch(x, slot, offsets);
-  rows = grouped_linear_op::grouped_linear(rows, w_in, offsets, b_in);
-  rows = expert_activation_op::expert_activation(rows, kind, limit, alpha, up_offset, interleaved);
-  rows = grouped_linear_op::grouped_linear(rows, w_out, offsets, b_out);
-  return combine_op::combine(rows, slot, weights);
+  return apply(x, experts, weights, w_in.size(0), capacity, foreign, [&](Tensor rows, const Tensor& offsets) {
+    rows = grouped_linear_op::grouped_linear(rows, w_in, offsets, b_in);
+    rows = expert_activation_op::expert_activation(rows, kind, limit, alpha, up_offset, interleaved);
+    return grouped_linear_op::grouped_linear(rows, w_out, offsets, b_out);
+  });
+}
+
+Tensor apply_quantized_experts(const Tensor& x, const Tensor& experts, const Tensor& weights, const Tensor& w_in,
+                               const std::optional<Tensor>& b_in, const Tensor& w_out,
+                               const std::optional<Tensor>& b_out, const std::vector<int64_t>& layout, int64_t kind,
+                               std::optional<int64_t> capacity, bool foreign, double limit, double alpha,
+                               double up_offset, bool interleaved) {
+  require(layout.size() == 4, kName, "layout must have 4 entries, got ", layout.size());
+  require(w_in.dim() == 3, kName, "w_in.packed must have shape (E, tiles, bytes), got ", w_in);
+  return apply(x, experts, weights, w_in.size(0), capacity, foreign, [&](Tensor rows, const Tensor& offsets) {
+    rows = quantized_linear_op::quantized_linear(rows, w_in, offsets, b_in, layout[0], layout[1]);
+    rows = expert_activation_op::expert_activation(rows, kind, limit, alpha, up_offset, interleaved);
+    return quantized_linear_op::quantized_linear(rows, w_out, offsets, b_out, layout[2], layout[3]);
+  });
 }
 
 PYMOE_OPERATOR("apply_experts", apply_experts,
                "(Tensor x, Tensor experts, Tensor weights, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, int "
                "kind, SymInt? capacity, bool foreign, float limit=0., float alpha=1., float up_offset=0., bool "
                "interleaved=False) -> Tensor")
+PYMOE_OPERATOR_OF_THE_CPU("apply_quantized_experts", apply_quantized_experts,
+                          "(Tensor x, Tensor experts, Tensor weights, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? "
+                          "b_out, int[] layout, int kind, SymInt? capacity, bool foreign, float limit=0., float "
+                          "alpha=1., float up_offset=0., bool interleaved=False) -> Tensor")
 
 }  // namespace
 }  // namespace pymoe::ops::apply_experts_op

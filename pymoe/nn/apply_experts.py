@@ -14,16 +14,14 @@ from pymoe.nn.apply_experts_checks import (
     check_inner,
     check_options,
     check_quantized_networks,
+    choice_for_kernels,
 )
 from pymoe.nn.apply_quantized_experts import apply_quantized_experts
 from pymoe.nn.networks import apply_networks, grouped_networks
-from pymoe.ops import index_checks
 from pymoe.ops.expert_activation import kernel_options
 from pymoe.ops.function_calls import is_recorded
 from pymoe.reference import checks
 from pymoe.reference.autocast import cast_operands
-from pymoe.reference.build_routing import ROW_LIMIT
-from pymoe.reference.scores import accumulate_dtype
 from pymoe.reference.types import ActivationKind, QuantizedWeight
 
 
@@ -115,14 +113,11 @@ def apply_experts_fused(
     foreign_experts: bool = False,
 ) -> Tensor:
     """Return what :func:`apply_experts` returns, for arguments that fit and are not recorded, outside of autocast."""
-    index_checks.experts_in_range(NAME, experts, w_in.shape[0], foreign_experts)
-    if capacity is not None:
-        capacity = min(capacity, ROW_LIMIT)
-    weights = weights.to(accumulate_dtype(x.dtype)).contiguous()
+    experts, weights, capacity = choice_for_kernels(x, experts, weights, w_in.shape[0], capacity, foreign_experts)
     number, *numbers = kernel_options(activation)
     return torch.ops.pymoe.apply_experts(  # type: ignore[no-any-return]
         x.contiguous(),
-        experts.contiguous(),
+        experts,
         weights,
         w_in,
         b_in,

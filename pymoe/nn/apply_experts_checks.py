@@ -1,14 +1,17 @@
-"""Checks of the arguments of apply_experts, with plain and with quantised weights."""
+"""Arguments of apply_experts, with plain and with quantised weights: checks, and what the native calls take."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from pymoe.ops import index_checks
 from pymoe.reference import checks
+from pymoe.reference.build_routing import ROW_LIMIT
 from pymoe.reference.expert_activation import check_kind, is_gated
 from pymoe.reference.quantized_linear import FLOATING
 from pymoe.reference.quantized_weight import check_quantized
+from pymoe.reference.scores import accumulate_dtype
 from pymoe.reference.types import QuantizedWeight
 
 NAME = "apply_experts"
@@ -30,6 +33,17 @@ def check_choice(x: Tensor, experts: Tensor, weights: Tensor) -> None:
             f"{NAME}: weights must have the shape of experts ({tuple(experts.shape)}), got {tuple(weights.shape)}"
         )
     checks.same_device(NAME, "weights", weights, "x", x)
+
+
+def choice_for_kernels(
+    x: Tensor, experts: Tensor, weights: Tensor, num_experts: int, capacity: int | None, foreign_experts: bool
+) -> tuple[Tensor, Tensor, int | None]:
+    """Return experts, weights and capacity as the native calls take them; in debug mode look at every expert."""
+    index_checks.experts_in_range(NAME, experts, num_experts, foreign_experts)
+    wide = accumulate_dtype(x.dtype)
+    if weights.dtype != wide:  # mostly it is, and asking is cheaper than a cast to the same
+        weights = weights.to(wide)
+    return experts.contiguous(), weights.contiguous(), None if capacity is None else min(capacity, ROW_LIMIT)
 
 
 def check_biases(

@@ -6,13 +6,10 @@ import torch
 from torch import Tensor
 
 from pymoe import ops
-from pymoe.nn.apply_experts_checks import NAME
+from pymoe.nn.apply_experts_checks import choice_for_kernels
 from pymoe.nn.networks import Activation, activate, apply_networks
-from pymoe.ops import index_checks
 from pymoe.ops.expert_activation import kernel_options
 from pymoe.ops.function_calls import is_recorded
-from pymoe.reference.build_routing import ROW_LIMIT
-from pymoe.reference.scores import accumulate_dtype
 from pymoe.reference.types import QuantizedWeight
 
 
@@ -40,19 +37,19 @@ def apply_quantized_experts(
 
         number = w_in[0].shape[0]
         return apply_networks(x, experts, weights, number, networks, capacity=capacity, foreign_experts=foreign_experts)
-    index_checks.experts_in_range(NAME, experts, w_in[0].shape[0], foreign_experts)
+    experts, weights, capacity = choice_for_kernels(x, experts, weights, w_in[0].shape[0], capacity, foreign_experts)
     number, *numbers = kernel_options(activation)
     return torch.ops.pymoe.apply_quantized_experts(  # type: ignore[no-any-return]
         x.contiguous(),
-        experts.contiguous(),
-        weights.to(accumulate_dtype(x.dtype)).contiguous(),
+        experts,
+        weights,
         w_in[0].contiguous(),
         None if b_in is None else b_in.contiguous(),
         w_out[0].contiguous(),
         None if b_out is None else b_out.contiguous(),
         [w_in[1], w_in[2], w_out[1], w_out[2]],
         number,
-        None if capacity is None else min(capacity, ROW_LIMIT),
+        capacity,
         foreign_experts,
         *numbers,
     )
