@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pymoe.nn.options import Backend, check_backend, check_dtype, check_flag, check_size, operators
-from pymoe.reference.expert_activation import check_kind, is_gated
+from pymoe.nn.options import Backend, check_dtype, check_networks, check_size, operators
+from pymoe.reference.expert_activation import is_gated
 from pymoe.reference.types import ActivationKind
 
 
@@ -30,11 +30,7 @@ class _FeedForward(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        check_size(layer, "hidden_size", hidden_size)
-        check_size(layer, "ffn_size", ffn_size)
-        check_kind(layer, "activation", activation)
-        check_flag(layer, "bias", bias)
-        check_backend(layer, backend)
+        check_networks(layer, hidden_size, ffn_size, activation, bias, backend)
         check_dtype(layer, dtype)
         self.hidden_size = hidden_size
         self.ffn_size = ffn_size

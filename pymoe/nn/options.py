@@ -12,6 +12,7 @@ from typing import Literal
 
 from pymoe import ops, reference
 from pymoe.reference import checks
+from pymoe.reference.expert_activation import check_kind
 
 Backend = Literal["native", "reference"]
 """Whose operators a layer calls."""
@@ -57,6 +58,17 @@ def check_number(
 def check_flag(layer: str, argument: str, value: object) -> None:
     """Raise unless ``value`` is a bool."""
     checks.flag(layer, argument, value)
+
+
+def check_networks(
+    layer: str, hidden_size: object, ffn_size: object, activation: object, bias: object, backend: object
+) -> None:
+    """Raise unless the options that all feed-forward networks have are of their kinds and in range."""
+    check_size(layer, "hidden_size", hidden_size)
+    check_size(layer, "ffn_size", ffn_size)
+    check_kind(layer, "activation", activation)
+    check_flag(layer, "bias", bias)
+    check_backend(layer, backend)
 
 
 def check_dtype(layer: str, value: object) -> None:

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from pymoe.nn.experts import Experts
-from pymoe.nn.options import Backend, check_backend, check_size, operators
-from pymoe.reference import checks
-from pymoe.reference.expert_activation import check_kind, is_gated
+from pymoe.nn.options import Backend, check_backend, check_networks, check_size, operators
+from pymoe.reference.expert_activation import is_gated
 from pymoe.reference.quantized_weight import check_bits, packed_shape
 from pymoe.reference.types import ActivationKind, QuantizedWeight
 
@@ -162,13 +161,9 @@ class QuantizedExperts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_size("QuantizedExperts", "hidden_size", hidden_size)
-        check_size("QuantizedExperts", "ffn_size", ffn_size)
+        check_networks("QuantizedExperts", hidden_size, ffn_size, activation, bias, backend)
         check_size("QuantizedExperts", "num_experts", num_experts)
         check_bits("QuantizedExperts", "bits", bits)
-        check_kind("QuantizedExperts", "activation", activation)
-        checks.flag("QuantizedExperts", "bias", bias)
-        check_backend("QuantizedExperts", backend)
         self.hidden_size = hidden_size
         self.ffn_size = ffn_size
         self.num_experts = num_experts

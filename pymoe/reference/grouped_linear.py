@@ -25,11 +25,18 @@ def check(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> No
     checks.size(name, "offsets", offsets, 0, weight.shape[0] + 1, "E + 1 of weight")
     checks.same_device(name, "offsets", offsets, "x", x)
     if bias is not None:
-        checks.dtype(name, "bias", bias, x.dtype)
-        checks.rank(name, "bias", bias, "(E, N)")
-        checks.size(name, "bias", bias, 0, weight.shape[0], "E of weight")
-        checks.size(name, "bias", bias, 1, weight.shape[1], "N of weight")
-        checks.same_device(name, "bias", bias, "x", x)
+        check_bias(name, x, bias, weight.shape[0], "E of weight", weight.shape[1], "N of weight")
+
+
+def check_bias(
+    operator: str, x: Tensor, bias: Tensor, experts: int, meaning: str, outputs: int, meaning_of_outputs: str
+) -> None:
+    """Raise unless ``bias`` is (E, N) and fits ``x``; the meanings say where these numbers come from."""
+    checks.dtype(operator, "bias", bias, x.dtype)
+    checks.rank(operator, "bias", bias, "(E, N)")
+    checks.size(operator, "bias", bias, 0, experts, meaning)
+    checks.size(operator, "bias", bias, 1, outputs, meaning_of_outputs)
+    checks.same_device(operator, "bias", bias, "x", x)
 
 
 def check_offsets(bounds: list[int], rows: int, operator: str = "grouped_linear") -> None:

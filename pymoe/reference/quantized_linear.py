@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from pymoe.reference import checks
 from pymoe.reference.autocast import cast_operands
-from pymoe.reference.grouped_linear import check_offsets
+from pymoe.reference.grouped_linear import check_bias, check_offsets
 from pymoe.reference.quantized_weight import GROUP, check_quantized, unpack, up
 from pymoe.reference.types import QuantizedWeight
 
@@ -33,11 +33,7 @@ def check(x: Tensor, weight: QuantizedWeight, offsets: Tensor, bias: Tensor | No
     checks.size(name, "offsets", offsets, 0, packed.shape[0] + 1, "E + 1 of weight.packed")
     checks.same_device(name, "offsets", offsets, "x", x)
     if bias is not None:
-        checks.dtype(name, "bias", bias, x.dtype)
-        checks.rank(name, "bias", bias, "(E, N)")
-        checks.size(name, "bias", bias, 0, packed.shape[0], "E of weight.packed")
-        checks.size(name, "bias", bias, 1, outputs, "weight.output_features")
-        checks.same_device(name, "bias", bias, "x", x)
+        check_bias(name, x, bias, packed.shape[0], "E of weight.packed", outputs, "weight.output_features")
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         raise ValueError(
             f"{name}: quantised weights have no backward, but {'x' if x.requires_grad else 'bias'} requires a "

@@ -13,7 +13,7 @@ from specs import ErrorInput, RawCall, specify
 from specs.samples import expanded, layouts
 
 
-def _sample(
+def random_sample(
     name: str,
     counts: list[int],
     sizes: tuple[int, int],
@@ -31,7 +31,7 @@ def _sample(
 
 def _samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     def make(name: str, counts: list[int], sizes: tuple[int, int], bias: bool = True, past_the_end: int = 0) -> Sample:
-        return _sample(name, counts, sizes, dtype, generator, bias, past_the_end)
+        return random_sample(name, counts, sizes, dtype, generator, bias, past_the_end)
 
     for experts in (1, 3, 8, 64, 160, 257):
         for rows in (experts // 2, 3 * experts + 1):
@@ -123,7 +123,7 @@ def _gradient_samples(generator: torch.Generator) -> Iterator[Sample]:
         ("one_feature", [3], (1, 1), 0),
     ):
         for bias in (False, True):
-            sample = _sample(name, counts, sizes, torch.float64, generator, bias, past)
+            sample = random_sample(name, counts, sizes, torch.float64, generator, bias, past)
             args = tuple(value.requires_grad_() if value.is_floating_point() else value for value in sample.args)
             yield Sample(f"{name}_{'bias' if bias else 'no_bias'}", args)
 
@@ -131,7 +131,7 @@ def _gradient_samples(generator: torch.Generator) -> Iterator[Sample]:
 def _raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
     for dtype in (torch.float32, torch.bfloat16):
         for past in (0, 3):
-            x, weight, offsets, bias = _sample("raw", [3, 0, 5], (6, 4), dtype, generator, True, past).args
+            x, weight, offsets, bias = random_sample("raw", [3, 0, 5], (6, 4), dtype, generator, True, past).args
             grad = uniform(x.shape[0], 6, dtype=dtype, generator=generator)
             name = f"{str(dtype).removeprefix('torch.')}_past_{past}"
             yield RawCall(f"bias_{name}", "grouped_linear", (x, weight, offsets, bias))

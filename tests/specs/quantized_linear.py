@@ -9,9 +9,9 @@ from torch import Tensor
 
 from pymoe import reference
 from pymoe.bench.calls import Sample
-from pymoe.bench.operators import offsets_of, random_counts, uniform
+from pymoe.bench.operators import random_counts
 from pymoe.reference.quantized_linear import FLOATING
-from specs import ErrorInput, RawCall, specify
+from specs import ErrorInput, RawCall, grouped_linear, specify
 from specs.quantized_weight import wrong_weights
 from specs.samples import expanded, layouts, special_values, sprinkled
 
@@ -28,11 +28,9 @@ def _sample(
     bias: bool = True,
     past_the_end: int = 0,
 ) -> Sample:
-    experts, (outputs, inputs) = len(counts), sizes
-    x = uniform(sum(counts) + past_the_end, inputs, dtype=dtype, generator=generator)
-    weight = uniform(experts, outputs, inputs, dtype=dtype, generator=generator, scale=max(inputs, 1) ** -0.5)
-    args = (x, reference.quantize_weight(weight, bits), offsets_of(counts))
-    return Sample(name, (*args, uniform(experts, outputs, dtype=dtype, generator=generator)) if bias else args)
+    plain = grouped_linear.random_sample(name, counts, sizes, dtype, generator, bias, past_the_end)
+    x, weight, *others = plain.args
+    return Sample(name, (x, reference.quantize_weight(weight, bits), *others))
 
 
 def _samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
@@ -48,17 +46,7 @@ def _samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]
         ) -> Sample:
             return _sample(f"{name}_int{bits}", counts, sizes, bits, dtype, generator, bias, past_the_end)
 
-        for outputs, inputs in (
-            (1, 1),
-            (1, 9),
-            (9, 1),
-            (64, 32),
-            (65, 33),
-            (63, 129),
-            (64, 128),
-            (130, 257),
-            (20, 600),
-        ):
+        for outputs, inputs in SIZES:
             yield make(f"N{outputs}_H{inputs}", [5, 0, 17, 2], (outputs, inputs))
         for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 97, 200):  # around the rows of registers and of chunks
             yield make(f"rows_{rows}", [rows, rows + 1], (70, 40), bias=False)

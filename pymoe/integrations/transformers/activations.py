@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -69,6 +70,16 @@ def fused_activation(experts: nn.Module) -> ActivationKind | None:
         return _with_gate(act_fn)
     kind_of = _OWN_GATES.get(place(type(experts)))
     return None if kind_of is None else kind_of(experts)
+
+
+def followed_by_cast(activation: Activation, dtype: torch.dtype) -> Activation:
+    """Return an activation whose rows have ``dtype``, whatever dtype a function of a model's own returns.
+
+    Args:
+        activation: what stands between two products; those of pymoe keep the dtype of the rows.
+        dtype: of the rows that the second product takes.
+    """
+    return (lambda rows: activation(rows).to(dtype)) if callable(activation) else activation
 
 
 def gated_activation(act_fn: Any) -> Activation:

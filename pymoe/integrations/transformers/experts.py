@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from pymoe.integrations.transformers import interface
-from pymoe.integrations.transformers.activations import activation_of
+from pymoe.integrations.transformers.activations import activation_of, followed_by_cast
 from pymoe.integrations.transformers.quantized import run_quantized_experts
 from pymoe.nn import QuantizedLinear, apply_experts
 from pymoe.nn.networks import Activation, apply_networks, grouped_networks
@@ -93,8 +93,7 @@ def run_experts(
         w_in, w_out = w_in.transpose(1, 2), w_out.transpose(1, 2)
     b_in, b_out = (None if bias is None else bias.to(w_in.dtype) for bias in (b_in, b_out))
     operand = as_operand(x, w_in)
-    if callable(activation):
-        activation = _followed_by_cast(activation, w_out)
+    activation = followed_by_cast(activation, operand.dtype)
     if post_norm is None:
         y = apply_experts(
             *(operand, index, weights, w_in, w_out),
@@ -120,7 +119,3 @@ def as_operand(rows: Tensor, weight: Tensor) -> Tensor:
     (cast,) = cast_operands(rows)
     assert cast is not None
     return cast
-
-
-def _followed_by_cast(activation: Callable[[Tensor], Tensor], weight: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda rows: as_operand(activation(rows), weight)

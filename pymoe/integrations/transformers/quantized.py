@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pymoe.integrations.transformers import interface
+from pymoe.integrations.transformers.activations import followed_by_cast
 from pymoe.nn import QuantizedLinear, apply_experts
 from pymoe.nn.networks import Activation, activate, apply_networks
 from pymoe.nn.plain_calls import is_called_plainly
@@ -73,8 +74,7 @@ def run_quantized_experts(
     operand: Any
     (operand,) = cast_operands(x.float() if x.dtype == torch.float64 else x)
     b_in, b_out = (None if bias is None else bias.to(operand.dtype) for bias in (b_in, b_out))
-    if callable(activation):
-        activation = _followed_by_cast(activation, operand.dtype)
+    activation = followed_by_cast(activation, operand.dtype)
     if post_norm is None and all(is_called_plainly(layer, QuantizedLinear) for layer in (w_in, w_out)):
         y = apply_experts(
             *(operand, index, weights, w_in.weight, w_out.weight),
@@ -91,7 +91,3 @@ def run_quantized_experts(
 
         y = apply_networks(operand, index, weights, w_in.num_experts, networks, foreign_experts=foreign_experts)
     return y.to(x.dtype)
-
-
-def _followed_by_cast(activation: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    return lambda rows: activation(rows).to(dtype)
