@@ -9,7 +9,7 @@ from pymoe import nn, ops, reference
 from pymoe._native import build_info
 
 if TYPE_CHECKING:
-    from pymoe import mixture, parallel, pipe, runtime
+    from pymoe import ep, mixture, parallel, pipe, runtime
     from pymoe.mixture import MixtureOfExpertBackends
     from pymoe.parallel import (
         map_with_parallel_backward,
@@ -47,6 +47,7 @@ __all__ = [
     "TrivialLossWrapper",
     "annotate_split_points",
     "build_info",
+    "ep",
     "map_with_parallel_backward",
     "mixture",
     "nn",
@@ -63,11 +64,13 @@ __all__ = [
 ]
 
 
-_LAZY_PACKAGES = ("runtime", "parallel", "mixture", "pipe")
+_LAZY_PACKAGES = ("runtime", "parallel", "mixture", "pipe", "ep")
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs ``pymoe._runtime`` when somebody asks for it: operators and layers work without."""
+    """Import what needs ``pymoe._runtime`` or ``torch.distributed`` when somebody asks for it: operators and layers
+    work without.
+    """
     if name in _LAZY_PACKAGES:
         return importlib.import_module(f"pymoe.{name}")
     if name in __all__:

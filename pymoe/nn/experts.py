@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from pymoe.nn.options import Backend, check_dtype, check_networks, check_size, operators
+from pymoe.nn.row_invariant import linear
 from pymoe.reference.expert_activation import is_gated
 from pymoe.reference.types import ActivationKind
 
@@ -146,6 +146,7 @@ class SharedExperts(_FeedForward):
         w_out: (H, F).
         b_in: (2F,) or (F,), or ``None``.
         b_out: (H,), or ``None``.
+        row_invariant: as that of :class:`Router`.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -164,6 +165,7 @@ class SharedExperts(_FeedForward):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__("SharedExperts", hidden_size, ffn_size, (), activation, bias, backend, device, dtype)
+        self.row_invariant = False
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """Apply the network to every token.
@@ -174,5 +176,6 @@ class SharedExperts(_FeedForward):
         Returns:
             (T, H), the dtype of ``x_TH`` (the autocast dtype inside ``torch.autocast``).
         """
-        inner = F.linear(x_TH, self.w_in, self.b_in)
-        return F.linear(operators(self.backend).expert_activation(inner, self.activation), self.w_out, self.b_out)
+        inner = linear(x_TH, self.w_in, self.b_in, row_invariant=self.row_invariant)
+        inner = operators(self.backend).expert_activation(inner, self.activation)
+        return linear(inner, self.w_out, self.b_out, row_invariant=self.row_invariant)

@@ -77,21 +77,25 @@ class AuxiliaryLosses(nn.Module):
         self.scale: float | Tensor = 1.0
         """Factor of what is injected; see :func:`set_aux_loss_scale`."""
 
-    def forward(self, gate: Gate, logits_TE: Tensor) -> tuple[Tensor, RouterLosses]:
+    def forward(
+        self, gate: Gate, logits_TE: Tensor, *, load: Tensor | None = None, share: float = 1.0
+    ) -> tuple[Tensor, RouterLosses]:
         """Return the gate's weights (T, K), now carrying the losses, and the losses themselves, detached.
 
         Args:
             gate: the router's choice for the logits.
             logits_TE: (T, E).
+            load: (E,), in place of the gate's own: that of all ranks, for example.
+            share: factor of what is injected, beside :attr:`scale`.
         """
         injects = self.training and (self.aux_loss_coef > 0 or self.z_loss_coef > 0)
         losses = operators(self.backend).router_losses(
-            logits_TE if injects else _detached(logits_TE), gate.load, score=self.score
+            logits_TE if injects else _detached(logits_TE), gate.load if load is None else load, score=self.score
         )
         weights_TK = gate.weights
         if injects:
             loss = self.aux_loss_coef * losses.load_balancing + self.z_loss_coef * losses.z
-            weights_TK = inject_loss(weights_TK, self.scale * loss)
+            weights_TK = inject_loss(weights_TK, self.scale * share * loss)
         return weights_TK, RouterLosses(_detached(losses.load_balancing), _detached(losses.z))
 
     def extra_repr(self) -> str:

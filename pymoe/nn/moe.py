@@ -334,8 +334,7 @@ class MoE(nn.Module):
         checks.floating("MoE", "x", x)
         if x.dim() < 1 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"MoE: x must have shape (..., H) with H = {self.hidden_size}, got {tuple(x.shape)}")
-        # Quantised weights are integers, and serve rows of every dtype.
-        weight = self.router.weight if isinstance(self.experts, QuantizedExperts) else self.experts.w_in
+        weight = self._weight_of_input_dtype()
         checks.same_device("MoE", "x", x, "the parameters", weight)
         if x.dtype != weight.dtype and not autocast_enabled(x.device.type):
             raise TypeError(f"MoE: x must have the dtype of the parameters ({weight.dtype}), got {x.dtype}")
@@ -343,6 +342,10 @@ class MoE(nn.Module):
             raise TypeError(
                 f"MoE: x must not be float64 where the parameters are {weight.dtype}: autocast leaves float64 as it is"
             )
+
+    def _weight_of_input_dtype(self) -> Tensor:
+        # Quantised weights are integers, and serve rows of every dtype.
+        return self.router.weight if isinstance(self.experts, QuantizedExperts) else self.experts.w_in
 
 
 def _in_dtype_of(x: Tensor, bias: Tensor | None) -> Tensor | None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from pymoe.nn.options import (
     MIN_STEPS_TO_WARN,
@@ -22,6 +21,7 @@ from pymoe.nn.options import (
     warn_once,
 )
 from pymoe.nn.record import Record, count_on_backward
+from pymoe.nn.row_invariant import linear
 from pymoe.ops.transforms import in_torch_func
 from pymoe.reference import checks
 from pymoe.reference.autocast import autocast_enabled
@@ -62,6 +62,8 @@ class Router(nn.Module):
         expert_bias: (E,), a buffer in the ``state_dict``; ``None`` if ``bias_update_rate`` is 0. To freeze a trained
             bias, keep the rate and stop calling the update.
         counted: ``counted["load"]`` (E,) int64, slots since the last update; not in the ``state_dict``.
+        row_invariant: set it to true, and a token's logits are the same bits whatever other tokens there are:
+            :func:`pymoe.ops.grouped_linear` computes them, in place of ``F.linear``. :func:`pymoe.ep.shard` sets it.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -113,6 +115,7 @@ class Router(nn.Module):
             bias = torch.empty(num_experts, device=device, dtype=_at_least_float32(self.weight.dtype))
         self.register_buffer("expert_bias", bias)
         self.counted = Record(load=torch.zeros(num_experts, device=device, dtype=torch.int64))
+        self.row_invariant = False
         self.bias_was_updated = False
         """By ``update_expert_biases``; or it was loaded, and may be meant to stay as it is."""
         self.reset_parameters()
@@ -190,7 +193,7 @@ class Router(nn.Module):
         """
         dtype = _at_least_float32(torch.promote_types(x_TH.dtype, self.weight.dtype))
         with _without_autocast(x_TH.device.type):
-            return F.linear(x_TH.to(dtype), self.weight.to(dtype))
+            return linear(x_TH.to(dtype), self.weight.to(dtype), row_invariant=self.row_invariant)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         bias = self.expert_bias

@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import start
+import rank_groups
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +16,7 @@ def ranks():
     started = {}
 
     def ranks_of(world):
-        return started.setdefault(world, start.Ranks(world))
+        return started.setdefault(world, rank_groups.Ranks(world))
 
     yield ranks_of
     for some in started.values():

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from limits import LONG
-from start import function_at, place_of
+from rank_groups import function_at, place_of
 
 __all__ = ["Ranks", "are_told", "ranks"]
 
@@ -78,7 +78,7 @@ class Ranks:
         return found
 
 
-def _run(place: tuple[str, str], rank: int, address: str, connection: Connection, options: dict[str, Any]) -> None:
+def _run(place: tuple[str, str, str], rank: int, address: str, connection: Connection, options: dict[str, Any]) -> None:
     function_at(*place)(rank, address, connection, **options)
 
 

@@ -1,4 +1,4 @@
-"""Processes that meet in a gloo group and run functions of the tests in this folder.
+"""Processes that meet in a gloo group and run functions of the tests.
 
 Starting processes takes seconds, so those of one number serve all tests; after a failure they are started anew. A rank
 is asked by a line on its standard input, and answers with one: what the function returned, or its error.
@@ -18,18 +18,21 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 PATIENCE = 300  # seconds until ranks that do not answer are ended, also where many processes share a core
 
 
 def place_of(function):
-    """The file in this folder that has a function, and its name there."""
-    return Path(function.__code__.co_filename).stem, function.__qualname__
+    """The folder and the file that have a function, and its name there."""
+    file = Path(function.__code__.co_filename)
+    return str(file.parent), file.stem, function.__qualname__
 
 
-def function_at(module, name):
+def function_at(folder, module, name):
     """The function, in another process."""
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     return getattr(importlib.import_module(module), name)
 
 
@@ -103,7 +106,7 @@ def main():
     rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    sys.path[:0] = [str(ROOT), str(HERE), str(HERE.parent)]
+    sys.path[:0] = [str(ROOT), str(TESTS), str(TESTS / "pipe")]
     import torch
     import torch.distributed as dist
 

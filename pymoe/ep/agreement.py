@@ -1,0 +1,202 @@
+"""What ranks tell each other before rows travel: how many rows go where, and that all of them make the same call.
+
+One all-gather of int32 numbers a call of a layer, and one read of them by the host. Its length does not depend on the
+layer, up to a few hundred experts, so that ranks in different layers understand each other, too: whoever disagrees
+makes every rank raise, where the rows' exchange would hang or mix them up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pymoe._errors import describe_error
+from pymoe.ep.arrangement import Arrangement
+from pymoe.ep.errors import GroupError
+from pymoe.reference import checks
+
+BLOCK = 512  # numbers: a message's length is a multiple of it
+FAILED = 1
+
+_layers: dict[int, str] = {}  # names of layers, by what stands for them in a message
+
+
+class Call(NamedTuple):
+    """What must be the same on all ranks of a group in one call of a layer, as whole numbers."""
+
+    layer: int
+    experts: int
+    width: int
+    dtype: int
+    rows_need_gradients: int
+    experts_need_gradients: int
+
+    def shown(self, field: str) -> str:
+        """Return one of the numbers as what it stands for."""
+        value: int = getattr(self, field)
+        if field == "layer":
+            return repr(_layers.get(value, f"unknown ({value})"))
+        if field == "dtype":
+            return str(checks.FLOATING[value]).removeprefix("torch.")
+        if field.endswith("gradients"):
+            return "yes" if value else "no"
+        return str(value)
+
+
+MEANING = {
+    "layer": "which layer they call",
+    "experts": "its number of experts",
+    "width": "the width of its rows",
+    "dtype": "the dtype of its rows",
+    "rows_need_gradients": "whether its rows need gradients",
+    "experts_need_gradients": "whether its experts need gradients",
+}
+HEADER = len(MEANING) + 2  # and whether the rank has failed, and its number of tokens
+
+
+class Announced(NamedTuple):
+    """What all ranks have said."""
+
+    loads: list[list[int]]
+    """(R, E): for how many of its slots each rank chose each expert, before any were dropped."""
+    tokens: list[int]
+    """How many tokens each rank has."""
+
+
+def call_of(arrangement: Arrangement, rows_TH: Tensor, experts: list[Tensor]) -> Call:
+    """Return what this rank is about to do.
+
+    Args:
+        arrangement: of the layer.
+        rows_TH: (T, H), the tokens as they will travel.
+        experts: the parameters of this rank's experts.
+    """
+    recorded = torch.is_grad_enabled()
+    return Call(
+        number_of(arrangement.layer),
+        arrangement.num_experts,
+        rows_TH.shape[1],
+        checks.FLOATING.index(rows_TH.dtype),
+        int(recorded and rows_TH.requires_grad),
+        int(recorded and any(parameter.requires_grad for parameter in experts)),
+    )
+
+
+class Announcement:
+    """An all-gather under way. It begins when it is made; every rank of the group must make one.
+
+    Args:
+        arrangement: of the layer.
+        call: what this rank is about to do; None if it cannot, and tells the others why.
+        load: (E,) int32, for how many slots each expert was chosen here.
+        tokens: T.
+        error: why this rank cannot go on.
+    """
+
+    def __init__(
+        self,
+        arrangement: Arrangement,
+        call: Call | None,
+        load: Tensor | None = None,
+        tokens: int = 0,
+        error: BaseException | None = None,
+    ) -> None:
+        self._arrangement = arrangement
+        length = -(-(HEADER + arrangement.num_experts) // BLOCK) * BLOCK
+        device = torch.device(arrangement.mesh.device_type) if load is None else load.device
+        if call is not None and load is not None:
+            head = torch.tensor([*call, 0, tokens], dtype=torch.int32).to(device, non_blocking=True)
+            mine = torch.cat([head, load, load.new_zeros(length - HEADER - load.shape[0])])
+        else:
+            mine = torch.tensor(_why(arrangement, error, length), dtype=torch.int32).to(device)
+        self._all = mine.new_empty(arrangement.ranks * length)
+        self._mine = mine  # must be there until the work is done
+        try:
+            self._work = all_gather(self._all, mine, arrangement.group)
+        except RuntimeError as lost:
+            raise lost_rank(arrangement, "the announcement of its rows", lost) from lost
+
+    def read(self) -> Announced:
+        """Wait for what all ranks have said, and read it.
+
+        Raises:
+            GroupError: ranks disagree, one of them cannot go on, or one is gone.
+        """
+        arrangement = self._arrangement
+        try:
+            self._work.wait()
+        except RuntimeError as lost:
+            raise lost_rank(arrangement, "the announcement of its rows", lost) from lost
+        said: list[list[int]] = self._all.view(arrangement.ranks, -1).tolist()  # the one read of a call
+        _raise_for_failures(arrangement, said)
+        _raise_for_disagreement(arrangement, [Call(*one[: len(MEANING)]) for one in said])
+        loads = [one[HEADER : HEADER + arrangement.num_experts] for one in said]
+        return Announced(loads, [one[HEADER - 1] for one in said])
+
+
+def tell_failure(arrangement: Arrangement, error: BaseException) -> None:
+    """Tell the other ranks that this one has failed before it could announce its rows: they raise, too."""
+    with contextlib.suppress(GroupError):  # which is what all ranks are told
+        Announcement(arrangement, None, error=error).read()
+
+
+def all_gather(output: Tensor, mine: Tensor, group: dist.ProcessGroup) -> Any:
+    """Begin to gather equal tensors of all ranks in one; return the work."""
+    if hasattr(dist, "all_gather_single"):  # torch 2.13 has a new name for it, and warns of the old one
+        return dist.all_gather_single(output, mine, group=group, async_op=True)
+    return dist.all_gather_into_tensor(output, mine, group=group, async_op=True)
+
+
+def lost_rank(arrangement: Arrangement, what: str, error: BaseException) -> GroupError:
+    """Return the error for a collective that the process group could not finish."""
+    return GroupError(
+        f"MoE {arrangement.layer!r}: {what} did not arrive: a rank of the expert-parallel group has died, has left, or "
+        f"took longer than the group's timeout ({describe_error(error)})",
+        arrangement.layer,
+    )
+
+
+def number_of(layer: str) -> int:
+    """Return what stands for a layer's name in messages, and remember it for errors."""
+    number = zlib.crc32(layer.encode()) & 0x7FFFFFFF
+    _layers[number] = layer
+    return number
+
+
+def _why(arrangement: Arrangement, error: BaseException | None, length: int) -> list[int]:
+    """Return a message that carries an error's text in place of a load, a character a number."""
+    text = "" if error is None else describe_error(error)
+    head = [number_of(arrangement.layer), *[0] * (HEADER - 3), FAILED, 0]
+    return (head + [ord(character) for character in text] + [0] * length)[:length]
+
+
+def _raise_for_failures(arrangement: Arrangement, said: list[list[int]]) -> None:
+    failed = tuple(rank for rank, one in enumerate(said) if one[HEADER - 2] == FAILED)
+    if failed:
+        text = "".join(map(chr, said[failed[0]][HEADER:])).rstrip("\0")
+        raise GroupError(
+            f"MoE {arrangement.layer!r}: rank {failed[0]} of the expert-parallel group failed before it sent rows: "
+            f"{text}",
+            arrangement.layer,
+            failed,
+        )
+
+
+def _raise_for_disagreement(arrangement: Arrangement, calls: list[Call]) -> None:
+    for field in MEANING:
+        values = [getattr(call, field) for call in calls]
+        if len(set(values)) > 1:
+            usual = max(set(values), key=lambda value: (values.count(value), -values.index(value)))
+            others = tuple(rank for rank, value in enumerate(values) if value != usual)
+            seen = ", ".join(f"rank {rank}: {call.shown(field)}" for rank, call in enumerate(calls))
+            raise GroupError(
+                f"MoE {arrangement.layer!r}: the ranks of an expert-parallel group must agree on {MEANING[field]}, got "
+                f"{seen}",
+                arrangement.layer,
+                others,
+            )

@@ -1,0 +1,95 @@
+"""Which rank has which experts of a layer, and in which order rows are sent to them. The same on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+Scope = Literal["rank", "group"]
+"""Over whose tokens capacity and auxiliary losses are taken."""
+
+
+def shards(num_experts: int, ranks: int) -> list[range]:
+    """Return the experts of every rank: those of ``torch.chunk``, as ``Shard(0)`` of a DTensor has them.
+
+    Six experts on four ranks are 2, 2, 2 and 0.
+
+    Args:
+        num_experts: E, at least 1.
+        ranks: R, at least 1.
+    """
+    each = -(-num_experts // ranks)
+    return [range(min(r * each, num_experts), min((r + 1) * each, num_experts)) for r in range(ranks)]
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How one layer is spread over a group of ranks."""
+
+    layer: str
+    """Its name in the model."""
+    mesh: DeviceMesh
+    """One dimension: the ranks of the group."""
+    num_experts: int
+    """E."""
+    chunks: int
+    """In how many exchanges the rows of a call travel."""
+    scope: Scope
+    room: int | None
+    """The most rows that a rank may receive in a call."""
+
+    @cached_property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks."""
+        return self.mesh.get_group()
+
+    @cached_property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self.mesh.size()
+
+    @cached_property
+    def rank(self) -> int:
+        """The number of this one in the group."""
+        return self.mesh.get_local_rank()
+
+    @cached_property
+    def shards(self) -> list[range]:
+        """The experts of every rank."""
+        return shards(self.num_experts, self.ranks)
+
+    @cached_property
+    def own(self) -> range:
+        """The experts of this rank."""
+        return self.shards[self.rank]
+
+    @cached_property
+    def cuts(self) -> list[list[range]]:
+        """The experts of every chunk on every rank: the same share of each rank's, ``cuts[chunk][rank]``."""
+        return [
+            [shard[c * len(shard) // self.chunks : (c + 1) * len(shard) // self.chunks] for shard in self.shards]
+            for c in range(self.chunks)
+        ]
+
+    @cached_property
+    def sent_order(self) -> list[int]:
+        """The experts in the order in which their rows are sent: by chunk, then by rank."""
+        return [expert for cut in self.cuts for experts in cut for expert in experts]
+
+    @cached_property
+    def positions(self) -> torch.Tensor | None:
+        """(E,) int32: the place of every expert in :attr:`sent_order`; None if each is in its own."""
+        if self.sent_order == list(range(self.num_experts)):
+            return None
+        places = torch.empty(self.num_experts, dtype=torch.int32)
+        places[torch.tensor(self.sent_order)] = torch.arange(self.num_experts, dtype=torch.int32)
+        return places
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Arrangement:
+        """Return itself: a copy of the layer is on the same ranks."""
+        return self

@@ -1,0 +1,169 @@
+"""shard: spreads the experts of a model's layers over the ranks of a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from pymoe._errors import describe_error
+from pymoe.ep.agreement import number_of
+from pymoe.ep.arrangement import Arrangement, Scope
+from pymoe.ep.errors import GroupError
+from pymoe.ep.experts import ShardedExperts
+from pymoe.ep.layer import ShardedMoE
+from pymoe.nn.experts import Experts
+from pymoe.nn.moe import MoE
+from pymoe.reference import checks
+
+
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    *,
+    chunks: int = 1,
+    scope: Scope = "rank",
+    room: int | None = None,
+) -> nn.Module:
+    """Spread the experts of every :class:`pymoe.nn.MoE` in ``model`` over the ranks of a group, in place.
+
+    Each rank keeps the experts that ``torch.chunk`` gives it; E need not be divisible by the ranks, and ranks may have
+    none. Expert parameters become DTensors (``Shard(0)`` on the mesh) of the shapes and names that they had, so
+    ``torch.distributed.checkpoint`` saves and loads them for any number of ranks. Router and shared experts stay on
+    every rank. Make optimizers afterwards. Every rank must hold the same model: the same seed, or the same checkpoint
+    loaded.
+
+    A call of a layer is collective (:class:`ShardedMoE`). Rows go to the ranks of their experts and come back, with one
+    read of numbers by the host; the rank of a token sums its choices, in their order. Sums of rows over an expert run
+    in the order of ranks. So outputs, gradients of inputs and gradients of experts are, bit for bit, those of one
+    process with the tokens of all ranks, rank after rank, if its router and shared experts are ``row_invariant``, as
+    ``shard`` makes them here. Exceptions, equal to rounding: gradients of router and shared experts, which you sum over
+    the ranks; and what the auxiliary losses of a ``scope="group"`` add to gradients of inputs.
+
+    Args:
+        model: any module; layers inside that are quantised, or of subclasses of ``MoE`` or ``Experts``, are refused.
+        mesh: the ranks: a mesh of one dimension, such as ``mesh["ep"]``, or a process group. All of them call this.
+        chunks: in how many exchanges the rows of a call travel, each with an equal share of every rank's experts. While
+            one is under way, the experts of the one before compute, forward and backward. At most as many as a rank has
+            experts; more are taken for that number.
+        scope: over whose tokens capacity and auxiliary losses are taken. ``"rank"``: each rank's own, as data
+            parallelism does. ``"group"``: all of them, as one process does; tokens of lower ranks come first, and the
+            mean over ranks of the losses is that of all tokens.
+        room: the most rows that a rank may receive in a call. If one would receive more, every rank raises
+            :class:`GroupError` before anything is allocated for them. None: no limit.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: an argument, or a layer's class, is of the wrong kind.
+        ValueError: ``mesh`` has several dimensions, a number is out of range, or ``model`` holds no layer or one that
+            has been sharded before.
+        GroupError: the ranks do not give equal arguments and layers, their routers or shared experts differ, or one of
+            them has failed; so every rank raises.
+    """
+    mesh = _mesh_of(mesh, model)
+    problem: Exception | None = None
+    layers: dict[str, MoE] = {}
+    try:
+        checks.integer("shard", "chunks", chunks, 1, None, "at least 1")
+        checks.choice("shard", "scope", scope, ("rank", "group"))
+        if room is not None:
+            checks.integer("shard", "room", room, 0, None, "None or at least 0")
+        layers = _layers_of(model)
+    except (TypeError, ValueError) as error:
+        problem = error
+    _compare(mesh, {"chunks": chunks, "scope": scope, "room": room}, layers, problem)
+    made: dict[int, nn.Parameter] = {}
+    for name, layer in layers.items():
+        most = -(-layer.num_experts // mesh.size())
+        arrangement = Arrangement(name, mesh, layer.num_experts, min(chunks, most), scope, room)
+        layer.router.row_invariant = True
+        if layer.shared is not None:
+            layer.shared.row_invariant = True
+        experts: Any = layer.experts
+        if not isinstance(experts, ShardedExperts):  # layers may share them
+            experts.__class__ = ShardedExperts
+            experts.spread(arrangement, made)
+        number_of(name)  # so that this rank can name the layer when others call it
+        sharded: Any = layer
+        sharded.__class__ = ShardedMoE
+        sharded.arrangement = arrangement
+    return model
+
+
+def _mesh_of(mesh: Any, model: nn.Module) -> DeviceMesh:
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise ValueError(f"shard: mesh must have one dimension, as mesh['ep'] has, got {mesh}")
+        return mesh
+    if not isinstance(mesh, dist.ProcessGroup):
+        raise TypeError(f"shard: mesh must be a DeviceMesh or a ProcessGroup, got {type(mesh).__name__}")
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    return DeviceMesh.from_group(mesh, "cpu" if device == "meta" else device, mesh_dim_names=("ep",))
+
+
+def _layers_of(model: nn.Module) -> dict[str, MoE]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"shard: model must be a module, got {type(model).__name__}")
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+    if not layers:
+        raise ValueError(f"shard: model must hold a pymoe.nn.MoE, got a {type(model).__name__} without one")
+    for name, layer in layers.items():
+        if isinstance(layer, ShardedMoE):
+            raise ValueError(f"shard: layers must not be sharded yet, got {name!r} on {layer.arrangement.ranks} ranks")
+        if type(layer) is not MoE:
+            raise TypeError(f"shard: layers must be of the class MoE itself, got {name!r} of {type(layer).__name__}")
+        if type(layer.experts) is not Experts:
+            kind = type(layer.experts).__name__
+            raise TypeError(f"shard: a layer's experts must be of the class Experts itself, got {name!r} with {kind}")
+        if layer.experts.w_in.shape[0] != layer.num_experts:
+            seen = tuple(layer.experts.w_in.shape)
+            raise ValueError(f"shard: {name!r} must have {layer.num_experts} experts, got w_in of shape {seen}")
+    return layers
+
+
+def _compare(mesh: DeviceMesh, options: dict[str, Any], layers: dict[str, MoE], problem: Exception | None) -> None:
+    """Raise on all ranks unless all of them shard the same."""
+    own: dict[str, Any] = {name: _described(layer) for name, layer in layers.items()}
+    said: list[Any] = [None] * mesh.size()
+    mine = (None if problem is None else describe_error(problem), options, own)
+    dist.all_gather_object(said, mine, group=mesh.get_group())
+    if problem is not None:
+        raise problem
+    for rank, (error, theirs, their_layers) in enumerate(said):
+        if error is not None:
+            raise GroupError(f"shard: rank {rank} of the group failed: {error}", "", (rank,))
+        _raise_unless_equal("argument", options, theirs, rank)
+        _raise_unless_equal("layer", own, their_layers, rank)
+
+
+def _raise_unless_equal(what: str, mine: dict[str, Any], theirs: dict[str, Any], rank: int) -> None:
+    for name in sorted(mine.keys() | theirs.keys()):
+        here, there = mine.get(name, "none"), theirs.get(name, "none")
+        if here != there:
+            raise GroupError(
+                f"shard: all ranks of the group must have the same {what} {name!r}, got {here} here and {there} on "
+                f"rank {rank}",
+                name if what == "layer" else "",
+                (rank,),
+            )
+
+
+def _described(layer: MoE) -> dict[str, Any]:
+    """Return what must be the same on all ranks."""
+    experts = layer.experts
+    copies = [*layer.router.parameters(), *([] if layer.shared is None else layer.shared.parameters())]
+    return {
+        "options": repr(layer),
+        "parameters": {name: (tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in experts.named_parameters()},
+        "sum of router and shared experts": [_sum(parameter) for parameter in copies],
+    }
+
+
+@torch.no_grad()
+def _sum(parameter: Tensor) -> float | None:
+    return None if parameter.is_meta else parameter.double().sum().item()

@@ -1,0 +1,283 @@
+"""What ranks do for test_calls.py. Each function returns what is wrong, or what was counted."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from ep_cases import Case, alone
+from rank_setup import HostReads, exchanges, full, groups, same_bits
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pymoe import ep
+from pymoe.ep.exchange import Crossing
+from pymoe.nn import MoE
+
+TOKENS = [13, 5, 0, 9]
+
+
+def case(dtype="float32", **more):
+    """Six experts on four ranks, a shared one beside them."""
+    options = {"num_shared_experts": 1, "bias": True, **more.pop("options", {})}
+    return Case(**{"world": 4, "tokens": TOKENS, "experts": 6, "top_k": 2, "dtype": dtype, "options": options, **more})
+
+
+def prepared(rank, one, **options):
+    """The layer on the ranks, and this one's tokens and directions."""
+    layer = ep.shard(one.layer(), dist.group.WORLD, chunks=one.chunks, scope=one.scope, **options)
+    x, directions = (parts[rank] for parts in one.rows())
+    return layer, x.clone().requires_grad_(), directions
+
+
+def host_reads(rank, world, chunks, scope):
+    """Of a forward, and of a backward pass."""
+    one = case(chunks=chunks, scope=scope, options={"capacity_factor": 0.8, "aux_loss_coef": 0.1, "z_loss_coef": 0.1})
+    layer, x, directions = prepared(rank, one, room=1000)
+    with HostReads() as forward:
+        y = layer(x)
+    with HostReads() as backward:
+        (y * directions).sum().backward()
+    return forward.count, backward.count
+
+
+def sent(rank, world, chunks):
+    """Exchanges of a forward, and of both passes; rows sent; rows that the formula expects."""
+    one = case(chunks=chunks)
+    layer, x, directions = prepared(rank, one)
+    with exchanges() as seen:
+        y = layer(x)
+        forward = len(seen)
+        (y * directions).sum().backward()
+    own = [sum(load[e] for e in layer.arrangement.own) for load in layer.last_loads]
+    there, back = one.top_k * TOKENS[rank], sum(own)
+    rows = [sum(sum(one["sent"]) for one in part) for part in (seen[:forward], seen)]
+    return [forward, len(seen), rows, [there + back, 2 * (there + back)]]
+
+
+def second_derivative(rank, world):
+    """Whether the gradient of a gradient is that of one process."""
+    one = case("float64", options={"activation": "gelu"}, chunks=2)
+    whole = one.layer()
+    whole.router.row_invariant = whole.shared.row_invariant = True
+
+    def derivatives(layer, x):
+        (first,) = torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+        return first, second
+
+    layer, x, _ = prepared(rank, one)
+    found = derivatives(layer, x)
+    expected = derivatives(whole, torch.cat(one.rows()[0]).requires_grad_())
+    pairs = zip(found, expected, strict=True)
+    errors = [(a - b.split(TOKENS)[rank]).abs().max().item() if x.numel() else 0.0 for a, b in pairs]
+    return max(errors), x.numel() == 0 or found[1].abs().max().item() > 0.01
+
+
+def gradients(layer, x):
+    """By name; they are gone afterwards."""
+    found = {name: full(p.grad) for name, p in layer.named_parameters()} | {"x": x.grad}
+    layer.zero_grad()
+    x.grad = None
+    return found
+
+
+def differing(a, b):
+    """The names of tensors that differ."""
+    return [name for name in a if not same_bits(a[name], b[name])]
+
+
+def checkpointed(rank, world, chunks):
+    """What activation checkpointing changes."""
+    layer, x, directions = prepared(rank, case(chunks=chunks, options={"bias_update_rate": 0.1}))
+    y = layer(x)
+    (y * directions).sum().backward()
+    plain, load = gradients(layer, x), layer.router.counted["load"].clone()
+    layer.router.counted.zero_()
+    again = checkpoint(layer, x, use_reentrant=False)
+    (again * directions).sum().backward()
+    found = differing(plain, gradients(layer, x))
+    return found + [
+        name for name, a, b in (("y", y, again), ("load", load, layer.router.counted["load"])) if not same_bits(a, b)
+    ]
+
+
+def twice_backward(rank, world):
+    """What a second pass over a kept graph changes."""
+    layer, x, directions = prepared(rank, case(chunks=2))
+    loss = (layer(x) * directions).sum()
+    loss.backward(retain_graph=True)
+    first = gradients(layer, x)
+    loss.backward()
+    return differing(first, gradients(layer, x))
+
+
+def autocast(rank, world):
+    """Differences from one process in autocast, and the dtypes in which rows travel."""
+    one = case(chunks=2)
+    whole = one.layer()
+    whole.router.row_invariant = whole.shared.row_invariant = True
+    all_x = torch.cat(one.rows()[0]).requires_grad_()
+    layer, x, _ = prepared(rank, one)
+    with exchanges() as seen:
+        with torch.autocast("cpu", torch.bfloat16):
+            y, expected = layer(x), whole(all_x)
+        y.float().square().sum().backward()
+        expected.float().square().sum().backward()
+    parts = {"y": (y, expected.split(TOKENS)[rank]), "dx": (x.grad, all_x.grad.split(TOKENS)[rank])}
+    parts |= {
+        name: (full(p.grad), dict(whole.named_parameters())[name].grad)
+        for name, p in layer.named_parameters()
+        if name.startswith("experts.")
+    }
+    return [name for name, (a, b) in parts.items() if not same_bits(a, b)], sorted({one["dtype"] for one in seen})
+
+
+def without_gradients(rank, world):
+    """Differences from the recorded forward, and how many rows' exchanges an evaluation makes."""
+    layer, x, _ = prepared(rank, case(chunks=2))
+    y = layer(x)
+    with exchanges() as seen, torch.no_grad():
+        again = layer.eval()(x)
+    return same_bits(y, again) and not again.requires_grad, len(seen)
+
+
+def partly_frozen(rank, world, frozen):
+    """Differences from one process where some of a layer needs no gradient."""
+    one = case(chunks=2)
+
+    def freeze(layer, x):
+        for name, parameter in layer.named_parameters():
+            parameter.requires_grad_(name.split(".")[0] not in frozen)
+        return x.detach().requires_grad_("x" not in frozen)
+
+    whole = one.layer()
+    whole.router.row_invariant = whole.shared.row_invariant = True
+    all_x = freeze(whole, torch.cat(one.rows()[0]))
+    (whole(all_x) * torch.cat(one.rows()[1])).sum().backward()
+    layer, x, directions = prepared(rank, one)
+    x = freeze(layer, x)
+    (layer(x) * directions).sum().backward()
+    found = []
+    if "x" not in frozen and not same_bits(x.grad, all_x.grad.split(TOKENS)[rank]):
+        found.append("dx")
+    for name, parameter in layer.experts.named_parameters():
+        expected = dict(whole.experts.named_parameters())[name].grad
+        if (parameter.grad is None) != (expected is None) or not (
+            expected is None or same_bits(full(parameter.grad), expected)
+        ):
+            found.append(name)
+    return found
+
+
+def order_of_events(rank, world):
+    """What happens in which order, in a forward and a backward pass of three chunks."""
+    events = []
+
+    def spy(owner, name, told):
+        real = getattr(owner, name)
+
+        def called(self, *args, **kwargs):
+            events.append(told(self, *args, **kwargs))
+            return real(self, *args, **kwargs)
+
+        setattr(owner, name, called)
+        return owner, name, real
+
+    def chunk_first(word):
+        return lambda self, chunk, *_: f"{word} {chunk}"
+
+    replaced = [
+        spy(Crossing, "_start", chunk_first("start")),
+        spy(Crossing, "_finish", chunk_first("finish")),
+        spy(ep.ShardedExperts, "_apply_to_chunk", lambda self, rows, chunk, *_: f"compute {chunk}"),
+    ]
+    try:
+        layer, x, directions = prepared(rank, case(experts=12, chunks=3))
+        layer.shared.register_forward_hook(lambda *_: events.append("shared"))
+        layer.shared.w_in.register_hook(lambda grad: events.append("shared") or grad)
+        layer.experts.w_in.register_hook(lambda grad: events.append("weights") or grad)
+        y = layer(x)
+        forward, events[:] = list(events), []
+        (y * directions).sum().backward()
+    finally:
+        for owner, name, real in replaced:
+            setattr(owner, name, real)
+    return forward, events
+
+
+def compiled(rank, world):
+    """Whether a compiled model has the same bits."""
+    layer, x, _ = prepared(rank, case())
+    model = nn.Sequential(layer, nn.Tanh())
+    return same_bits(torch.compile(model, backend="eager")(x), model(x))
+
+
+def copied(rank, world):
+    """Whether a copy has the same bits, and parameters of its own."""
+    layer, x, _ = prepared(rank, case())
+    other = copy.deepcopy(layer)
+    same = same_bits(layer(x), other(x))
+    with torch.no_grad():
+        other.experts.w_in.zero_()
+    return same and layer.experts.w_in.to_local().abs().sum().item() >= other.experts.w_in.to_local().abs().sum().item()
+
+
+def reset(rank, world):
+    """Whether a layer is initialised as in one process."""
+    one = case()
+    layer, _, _ = prepared(rank, one)
+    whole = one.layer()
+    for other in (layer, whole):
+        torch.manual_seed(3)
+        other.reset_parameters()
+    return all(same_bits(full(p), dict(whole.named_parameters())[name]) for name, p in layer.named_parameters())
+
+
+def seen_from_outside(rank, world):
+    """Names, statistics and text of a layer."""
+    one = case(scope="group", options={"capacity_factor": 0.8})
+    whole, (layer, x, _) = one.layer(), prepared(rank, one)
+    layer(x)
+    stats, loads = layer.stats, layer.last_loads
+    dropped = stats.dropped.detach().clone()
+    dist.all_reduce(dropped)
+    _, _, alone_layer = alone(one)
+    return {
+        "names": list(layer.state_dict()) == list(whole.state_dict()),
+        "shapes": [list(v.shape) for v in layer.state_dict().values()]
+        == [list(v.shape) for v in whole.state_dict().values()],
+        "own load": stats.load.tolist() == loads[rank],
+        "load": [sum(column) for column in zip(*loads, strict=True)] == alone_layer.stats.load.tolist(),
+        "dropped": dropped.item() == alone_layer.stats.dropped.item(),
+        "is a layer": isinstance(layer, MoE) and type(layer).__name__ in repr(layer),
+        "tells its experts": f"ranks={layer.arrangement.ranks}, own experts: " in repr(layer),
+    }
+
+
+def shared_between_layers(rank, world):
+    """Whether layers that share their experts still do."""
+    one = case()
+    model = nn.Sequential(one.layer(), one.layer())
+    model[1].experts = model[0].experts
+    whole = copy.deepcopy(model)
+    for layer in whole:
+        layer.router.row_invariant = layer.shared.row_invariant = True
+    ep.shard(model, dist.group.WORLD)
+    x = one.rows()[0]
+    y = whole(torch.cat(x)).split(TOKENS)[rank]
+    return same_bits(model(x[rank]), y) and model[0].experts is model[1].experts
+
+
+def groups_side_by_side(rank, world):
+    """Whether two groups of two ranks compute each its own."""
+    pair = groups_of_pairs()[rank // 2]
+    one = case(world=2, tokens=[7, 4])
+    layer = ep.shard(one.layer(), pair)
+    y, _, _ = alone(one)
+    return same_bits(layer(one.rows()[0][rank % 2]), y.split([7, 4])[rank % 2])
+
+
+def groups_of_pairs():
+    """Ranks 0 and 1, and ranks 2 and 3."""
+    groups()
+    return [dist.new_group(pair) for pair in ([0, 1], [2, 3])]

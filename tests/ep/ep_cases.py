@@ -1,0 +1,126 @@
+"""Layers and tokens drawn by chance, and what one process makes of the tokens of all ranks."""
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+
+from pymoe import ops
+from pymoe.nn import MoE, apply_experts
+from pymoe.reference.types import Gate
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+H = 12
+
+
+@dataclass
+class Case:
+    """One layer, and tokens for every rank."""
+
+    world: int
+    tokens: list[int]
+    dtype: str
+    experts: int
+    top_k: int
+    chunks: int = 1
+    scope: str = "rank"
+    unchosen: bool = False
+    seed: int = 0
+    options: dict = field(default_factory=dict)
+
+    @property
+    def has_losses(self):
+        return self.options.get("aux_loss_coef", 0) > 0 or self.options.get("z_loss_coef", 0) > 0
+
+    def layer(self):
+        """The whole layer: on every rank the same."""
+        torch.manual_seed(self.seed)
+        moe = MoE(H, 10, self.experts, self.top_k, dtype=DTYPES[self.dtype], **self.options)
+        if moe.router.expert_bias is not None:
+            moe.router.expert_bias.uniform_(-0.2, 0.2)
+        if self.unchosen:  # feature 0 is positive in all tokens
+            with torch.no_grad():
+                moe.router.weight[-1].zero_()
+                moe.router.weight[-1, 0] = -50.0
+        return moe
+
+    def rows(self):
+        """Tokens and gradients of outputs, by rank."""
+        generator = torch.Generator().manual_seed(self.seed + 1)
+
+        def draw(count):
+            return torch.randn(count, H, generator=generator, dtype=torch.float64).to(DTYPES[self.dtype])
+
+        x = [draw(count) for count in self.tokens]
+        for one in x:
+            one[:, 0] = one[:, 0].abs() + 1
+        return x, [draw(count) for count in self.tokens]
+
+
+def drawn(seed):
+    """A case, by chance."""
+    r = random.Random(seed)
+    world = r.choice([1, 2, 3, 4, 4])
+    experts = r.randint(1, 9)
+    options = {
+        "bias": r.random() < 0.5,
+        "num_shared_experts": r.choice([0, 1, 2]),
+        "activation": r.choice(["swiglu", "gelu", "relu"]),
+        "score": r.choice(["softmax", "sigmoid"]),
+        "renormalize": r.random() < 0.5,
+        "bias_update_rate": r.choice([0.0, 0.05]),
+    }
+    top_k = r.randint(1, min(experts, 4))
+    if experts % 2 == 0 and top_k <= experts // 2 and r.random() < 0.4:
+        options |= {"num_groups": 2, "topk_groups": 1}
+    if r.random() < 0.4:
+        options["capacity_factor"] = r.choice([0.3, 0.8, 1.2])
+    if r.random() < 0.3:
+        options |= {"aux_loss_coef": 0.1, "z_loss_coef": 0.01}
+    return Case(
+        world=world,
+        tokens=[r.choice([0, 1, r.randint(2, 9), r.randint(10, 40)]) for _ in range(world)],
+        dtype=r.choice(["float32", "float32", "bfloat16", "bfloat16", "float64"]),
+        experts=experts,
+        top_k=top_k,
+        chunks=r.choice([1, 1, 2, 3, 4]),
+        scope=r.choice(["rank", "group"]),
+        unchosen=experts > top_k and "num_groups" not in options and r.random() < 0.4,
+        seed=seed,
+        options=options,
+    )
+
+
+def alone(case):
+    """Output, gradient of the input, and the layer with its gradients, of one process with the tokens of all ranks."""
+    moe = case.layer()
+    moe.router.row_invariant = True
+    if moe.shared is not None:
+        moe.shared.row_invariant = True
+    tokens, directions = case.rows()
+    x = torch.cat(tokens).requires_grad_()
+    each_rank_by_itself = case.scope == "rank" and (case.has_losses or moe.capacity_factor is not None)
+    y = by_rank(moe, x, case.tokens) if each_rank_by_itself else moe(x)
+    (y * torch.cat(directions)).sum().backward()
+    return y.detach(), x.grad, moe
+
+
+def by_rank(moe, x, tokens):
+    """The layer's output where every rank has a capacity and losses of its own."""
+    gate, logits = moe.router(x)
+    weights, experts = [], []
+    parts = zip(gate.weights.split(tokens), gate.experts.split(tokens), logits.split(tokens), strict=True)
+    for count, (own_weights, own_experts, own_logits) in zip(tokens, parts, strict=True):
+        load = torch.bincount(own_experts.flatten(), minlength=moe.num_experts).int()
+        weights.append(moe.losses(Gate(own_weights, own_experts, load), own_logits)[0])
+        slot = ops.build_routing(own_experts, moe.num_experts, capacity=moe._capacity(count)).slot
+        experts.append(torch.where(slot < 0, moe.num_experts, own_experts))  # somebody else's expert: adds nothing
+    one = moe.experts
+    y = apply_experts(
+        *(x, torch.cat(experts), torch.cat(weights), one.w_in, one.w_out),
+        b_in=one.b_in,
+        b_out=one.b_out,
+        activation=one.activation,
+        foreign_experts=True,
+    )
+    return y if moe.shared is None else y + moe.shared(x)

@@ -1,0 +1,88 @@
+"""Calls of a layer on four ranks: what they read and send, in which order, and under which modes of torch they work."""
+
+import calls
+import pytest
+
+
+@pytest.mark.parametrize("scope", ["rank", "group"])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_the_host_reads_once_a_call_and_never_in_a_backward_pass(ranks, chunks, scope):
+    assert ranks.run(calls.host_reads, chunks=chunks, scope=scope) == [[1, 0]] * 4
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_rows_sent_are_those_of_the_choices(ranks, chunks):
+    for forward, both, rows, expected in ranks.run(calls.sent, chunks=chunks):
+        assert (forward, both) == (2 * chunks, 4 * chunks)
+        assert rows == expected
+
+
+def test_second_derivatives_are_those_of_one_process(ranks):
+    for error, is_there in ranks.run(calls.second_derivative):
+        assert error < 1e-9
+        assert is_there
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_activation_checkpointing_changes_no_bit(ranks, chunks):
+    assert ranks.run(calls.checkpointed, chunks=chunks) == [[]] * 4
+
+
+def test_a_graph_can_be_run_twice(ranks):
+    assert ranks.run(calls.twice_backward) == [[]] * 4
+
+
+def test_in_autocast_rows_travel_in_its_dtype_and_bits_are_those_of_one_process(ranks):
+    assert ranks.run(calls.autocast) == [[[], ["bfloat16"]]] * 4
+
+
+def test_without_gradients_outputs_are_the_same(ranks):
+    assert ranks.run(calls.without_gradients) == [[True, 4]] * 4
+
+
+@pytest.mark.parametrize("frozen", [["x"], ["experts"], ["x", "router"], ["x", "router", "shared"], ["x", "experts"]])
+def test_what_needs_no_gradient_may_differ_from_layer_to_layer(ranks, frozen):
+    assert ranks.run(calls.partly_frozen, frozen=frozen) == [[]] * 4
+
+
+def test_chunks_travel_while_others_compute(ranks):
+    for forward, backward in ranks.run(calls.order_of_events):
+        assert forward == [
+            *("start 0", "start 1", "start 2", "shared"),
+            *("finish 0", "compute 0", "start 0"),
+            *("finish 1", "compute 1", "start 1"),
+            *("finish 2", "compute 2", "start 2"),
+            *("finish 0", "finish 1", "finish 2"),
+        ]
+        without_weights = [event for event in backward if event not in ("weights", "shared")]
+        assert without_weights == [
+            *("start 2", "start 1", "start 0"),
+            *("finish 2", "start 2", "finish 1", "start 1", "finish 0", "start 0"),
+            *("finish 0", "finish 1", "finish 2"),
+        ]
+        assert backward.index("shared") > backward.index("finish 2")
+
+
+def test_a_compiled_model_has_the_same_bits(ranks):
+    assert all(ranks.run(calls.compiled))
+
+
+def test_a_copy_of_a_layer_is_on_the_same_ranks(ranks):
+    assert all(ranks.run(calls.copied))
+
+
+def test_a_layer_is_initialised_as_in_one_process(ranks):
+    assert all(ranks.run(calls.reset))
+
+
+def test_names_statistics_and_text_of_a_layer(ranks):
+    for found in ranks.run(calls.seen_from_outside):
+        assert all(found.values()), found
+
+
+def test_experts_shared_between_layers_stay_shared(ranks):
+    assert all(ranks.run(calls.shared_between_layers))
+
+
+def test_two_groups_compute_side_by_side(ranks):
+    assert all(ranks.run(calls.groups_side_by_side))

@@ -1,0 +1,60 @@
+"""A layer on 1, 2, 3 and 4 ranks equals the layer in one process that has the tokens of all ranks.
+
+Outputs, gradients of inputs and gradients of experts bit for bit; gradients of router and shared experts, which are
+sums over ranks, to rounding.
+"""
+
+import pytest
+from equality import one, twenty_steps
+
+NAMED = {
+    "no tokens at all": {"world": 4, "tokens": [0, 0, 0, 0], "experts": 5, "top_k": 2},
+    "one token": {"world": 3, "tokens": [0, 1, 0], "experts": 4, "top_k": 1},
+    "ranks without experts": {"world": 4, "tokens": [6, 3, 0, 8], "experts": 2, "top_k": 2, "chunks": 2},
+    "one expert for all": {"world": 4, "tokens": [6, 3, 2, 8], "experts": 1, "top_k": 1},
+    "six experts on four ranks": {"world": 4, "tokens": [13, 5, 0, 9], "experts": 6, "top_k": 2, "unchosen": True},
+    "more chunks than experts": {"world": 2, "tokens": [13, 5], "experts": 3, "top_k": 2, "chunks": 9},
+    "every expert": {"world": 3, "tokens": [4, 4, 4], "experts": 7, "top_k": 7, "chunks": 3},
+    "capacity of a rank": {
+        **{"world": 4, "tokens": [20, 1, 0, 11], "experts": 6, "top_k": 3},
+        "options": {"capacity_factor": 0.5, "num_shared_experts": 1},
+    },
+    "capacity of the group": {
+        **{"world": 4, "tokens": [20, 1, 0, 11], "experts": 6, "top_k": 3, "scope": "group", "chunks": 2},
+        "options": {"capacity_factor": 0.5, "num_shared_experts": 1},
+    },
+    "losses of the group": {
+        **{"world": 3, "tokens": [20, 0, 11], "experts": 6, "top_k": 2, "scope": "group"},
+        "options": {"aux_loss_coef": 0.5, "z_loss_coef": 0.1, "bias_update_rate": 0.05},
+    },
+    "groups of experts": {
+        **{"world": 4, "tokens": [9, 7, 3, 1], "experts": 8, "top_k": 2},
+        "options": {"num_groups": 4, "topk_groups": 2, "score": "sigmoid", "bias_update_rate": 0.05},
+    },
+}
+
+
+def differences(ranks, case):
+    """What differs, by rank."""
+    return {rank: found for rank, found in enumerate(ranks.run(one, case=case)) if found}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMED)
+def test_a_layer_on_several_ranks_equals_one_process(ranks, name, dtype):
+    assert not differences(ranks, {**NAMED[name], "dtype": dtype})
+
+
+@pytest.mark.thinned(30)
+@pytest.mark.parametrize("seed", range(220))
+def test_layers_drawn_by_chance_equal_one_process(ranks, seed):
+    assert not differences(ranks, seed)
+
+
+@pytest.mark.parametrize(("ep_ranks", "chunks"), [(2, 1), (4, 2)])
+def test_twenty_training_steps_equal_those_of_one_process(ranks, ep_ranks, chunks):
+    for found in ranks.run(twenty_steps, ep_ranks=ep_ranks, chunks=chunks)[:ep_ranks]:
+        assert len(found["losses"]) == 20
+        assert max(abs(a - b) for a, b in found["losses"]) < 1e-11
+        assert found["parameters"] < 1e-9
+        assert found["losses"][-1][0] < found["losses"][0][0]
