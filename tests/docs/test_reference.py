@@ -18,6 +18,7 @@ INTERNAL = re.compile(
 ENVIRONMENT_READ = re.compile(r"(?:environ(?:\.get|\.setdefault)?[\[(]|getenv\(|VARIABLE = )\s*\"([A-Z_]+)\"")
 COMMANDS = {
     "pymoe.bench": ["", "env", "list", "run", "compare", "plot"],
+    "pymoe.ep": ["", "simulate"],
     "pymoe.pipe.schedules": [""],
     "pymoe.runtime.top": [""],
 }

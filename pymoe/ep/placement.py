@@ -1,0 +1,251 @@
+"""Which ranks hold which experts: contiguous shards, or a placement by measured load with replicas of hot experts.
+
+Pure functions of counts, integers only: every rank that knows the counts comes to the same plan without a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pymoe.reference import checks
+
+
+class Placement(NamedTuple):
+    """The ranks that hold each expert."""
+
+    hosts: tuple[tuple[int, ...], ...]
+    """(E,): the distinct ranks of an expert, at least one; the first is its owner, the others hold replicas."""
+    ranks: int
+    """R."""
+
+    @property
+    def held(self) -> tuple[tuple[int, ...], ...]:
+        """(R,): the experts that each rank holds, ascending."""
+        held: list[list[int]] = [[] for _ in range(self.ranks)]
+        for expert, hosts in enumerate(self.hosts):
+            for rank in hosts:
+                held[rank].append(expert)
+        return tuple(map(tuple, held))
+
+    @property
+    def owner(self) -> tuple[int, ...]:
+        """(E,): the first host of each expert."""
+        return tuple(hosts[0] for hosts in self.hosts)
+
+
+class Shares(NamedTuple):
+    """How the rows of each expert are divided among its hosts."""
+
+    hosts: tuple[tuple[int, ...], ...]
+    """(E,): the ranks that compute rows of an expert, its owner first."""
+    rows: Tensor
+    """(R, E, P) int64, P the most hosts of an expert: of the rows of a source rank for an expert, those that its p-th
+    host computes. A source's rows go to the hosts in this order: its first ``rows[s, e, 0]`` to ``hosts[e][0]``."""
+
+    def destinations(self) -> Tensor:
+        """Return (R, R) int64: how many rows each source (first dimension) sends to each rank, itself included."""
+        ranks, _, most = self.rows.shape
+        sent = torch.zeros(ranks, ranks, dtype=torch.int64)
+        for place in range(most):
+            host = torch.tensor([hosts[place] if place < len(hosts) else 0 for hosts in self.hosts])
+            sent.index_add_(1, host, self.rows[:, :, place])  # rows past an expert's hosts are 0
+        return sent
+
+
+def contiguous(experts: int, ranks: int) -> Placement:
+    """Return the shards of :func:`torch.chunk`, which DTensor's ``Shard(0)`` makes.
+
+    Rank r holds the experts from r * ceil(E / R) on: 6 experts on 4 ranks are 2, 2, 2 and 0.
+
+    Args:
+        experts: E, at least 1.
+        ranks: R, at least 1.
+
+    Raises:
+        TypeError: not an int.
+        ValueError: below 1.
+    """
+    _check_size("contiguous", "experts", experts)
+    _check_size("contiguous", "ranks", ranks)
+    each = -(-experts // ranks)
+    return Placement(tuple((expert // each,) for expert in range(experts)), ranks)
+
+
+def place(load: Tensor, ranks: int, *, replicas: int = 0) -> Placement:
+    """Return a placement under which the fullest rank has little more than the mean of ``load``.
+
+    The global policy of EPLB (https://github.com/deepseek-ai/EPLB): one more copy, as often as there are places for
+    replicas, of the expert with the most rows a copy; then the heaviest copies first, each to the emptiest rank that
+    has room. Unlike there no rank holds two copies of an expert, since the second would take no rows off it: a copy
+    that finds no other rank with room is left out. A rank holds at most ceil(E / R) + ``replicas`` copies.
+
+    The fullest rank never has more of ``load`` than under :func:`contiguous`, which is returned where it is as good:
+    nothing then moves. Ties go to the lower expert and the lower rank.
+
+    Args:
+        load: (E,) int32 or int64 on the CPU, rows of each expert in the past, none negative.
+        ranks: R, at least 1.
+        replicas: how many copies beyond its experts a rank has room for; 0 moves experts alone.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: an argument has the wrong shape, device or range.
+    """
+    rows = _checked_load("place", load)
+    _check_size("place", "ranks", ranks)
+    checks.integer("place", "replicas", replicas, 0, None, "at least 0")
+    experts = len(rows)
+    copies = _copies(rows, ranks, replicas * ranks)
+    room = [-(-experts // ranks) + replicas] * ranks
+    filled = [0.0] * ranks
+    hosts: list[list[int]] = [[] for _ in rows]
+    pieces = sorted(
+        (-rows[expert] / copies[expert], expert) for expert in range(experts) for _ in range(copies[expert])
+    )
+    for weight, expert in pieces:
+        free = [rank for rank in range(ranks) if room[rank] and rank not in hosts[expert]]
+        if free:
+            rank = min(free, key=lambda rank: (filled[rank], rank))
+            hosts[expert].append(rank)
+            filled[rank] -= weight
+            room[rank] -= 1
+    placed = Placement(tuple(tuple(sorted(found)) for found in hosts), ranks)
+    plain = contiguous(experts, ranks)
+    return placed if max(rows_of_ranks(load, placed)) < max(rows_of_ranks(load, plain)) else plain
+
+
+def rows_of_ranks(load: Tensor, placement: Placement) -> list[int]:
+    """Return the rows that each rank computes if an expert's rows are divided evenly among its hosts.
+
+    Of n rows on P hosts the first n mod P hosts take ceil(n / P), the others floor(n / P).
+
+    Args:
+        load: (E,) int32 or int64 on the CPU, rows of each expert, none negative.
+        placement: of E experts.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: an argument has the wrong shape, device or range.
+    """
+    rows = _checked_load("rows_of_ranks", load)
+    _check_experts("rows_of_ranks", len(rows), placement)
+    filled = [0] * placement.ranks
+    for hosts, quotas in zip(placement.hosts, _even_quotas(rows, placement), strict=True):
+        for rank, quota in zip(hosts, quotas, strict=True):
+            filled[rank] += quota
+    return filled
+
+
+def share_evenly(counts: Tensor, placement: Placement) -> Shares:
+    """Return who sends how many rows where if an expert's rows are divided evenly among its hosts.
+
+    Args:
+        counts: (R, E) int32 or int64 on the CPU, rows of each source rank for each expert, none negative.
+        placement: of E experts on R ranks.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: an argument has the wrong shape, device or range.
+    """
+    check_counts("share_evenly", counts)
+    _check_experts("share_evenly", counts.shape[1], placement)
+    checks.size("share_evenly", "counts", counts, 0, placement.ranks, "the ranks of placement")
+    return share_rows(counts, placement.hosts, _even_quotas(counts.sum(0).tolist(), placement))
+
+
+def share_rows(counts: Tensor, hosts: Sequence[Sequence[int]], quotas: Sequence[Sequence[int]]) -> Shares:
+    """Return shares in which every host gets its quota of rows, and as few rows as possible travel.
+
+    A source that is a host of an expert keeps its own rows for it, as far as its quota goes; the others fill the quotas
+    that are left, sources and hosts in their order.
+
+    Args:
+        counts: (R, E) int64 on the CPU, rows of each source rank for each expert.
+        hosts: (E,), the ranks that compute each expert.
+        quotas: for every expert the rows of each host; they sum to the rows of the expert.
+    """
+    ranks, experts = counts.shape
+    most = max(map(len, hosts))
+    rows = torch.zeros(ranks, experts, most, dtype=torch.int64)
+    rows[:, :, 0] = counts
+    for expert, (its_hosts, its_quotas) in enumerate(zip(hosts, quotas, strict=True)):
+        if len(its_hosts) > 1:
+            rows[:, expert, :] = torch.tensor(_fill(counts[:, expert].tolist(), its_hosts, its_quotas, most))
+    return Shares(tuple(map(tuple, hosts)), rows)
+
+
+def check_counts(name: str, counts: Tensor) -> None:
+    """Raise unless ``counts`` is what an all-gather of loads brings: (R, E) integers on the CPU, none negative."""
+    checks.dtype(name, "counts", counts, torch.int32, torch.int64)
+    checks.rank(name, "counts", counts, "(R, E)")
+    if counts.numel() == 0:
+        raise ValueError(f"{name}: counts must have R >= 1 and E >= 1, got {tuple(counts.shape)}")
+    _check_values(name, "counts", counts)
+
+
+def _copies(rows: list[int], ranks: int, extra: int) -> list[int]:
+    """How many copies each expert has when ``extra`` were given to those with the most rows a copy."""
+    copies = [1] * len(rows)
+    for _ in range(extra):
+        split = [expert for expert, number in enumerate(copies) if number < ranks]  # one on every rank is enough
+        if not split:
+            break
+        copies[max(split, key=lambda expert: (rows[expert] / copies[expert], -expert))] += 1
+    return copies
+
+
+def _even_quotas(rows: list[int], placement: Placement) -> list[list[int]]:
+    quotas = []
+    for number, hosts in zip(rows, placement.hosts, strict=True):
+        each, more = divmod(number, len(hosts))
+        quotas.append([each + (place < more) for place in range(len(hosts))])
+    return quotas
+
+
+def _fill(sources: list[int], hosts: Sequence[int], quotas: Sequence[int], width: int) -> list[list[int]]:
+    """For every source its rows at each host, as lists of length ``width``."""
+    left, open_quotas = list(sources), list(quotas)
+    given = [[0] * width for _ in sources]
+
+    def give(source: int, place: int) -> None:
+        rows = min(left[source], open_quotas[place])
+        given[source][place] += rows
+        left[source] -= rows
+        open_quotas[place] -= rows
+
+    for place, rank in enumerate(hosts):
+        give(rank, place)
+    for source in range(len(sources)):
+        for place in range(len(hosts)):
+            give(source, place)
+    return given
+
+
+def _checked_load(name: str, load: Tensor) -> list[int]:
+    checks.dtype(name, "load", load, torch.int32, torch.int64)
+    checks.rank(name, "load", load, "(E,)")
+    if load.numel() == 0:
+        raise ValueError(f"{name}: load must have E >= 1, got {tuple(load.shape)}")
+    _check_values(name, "load", load)
+    rows: list[int] = load.tolist()
+    return rows
+
+
+def _check_values(name: str, argument: str, value: Tensor) -> None:
+    if value.device.type != "cpu":
+        raise ValueError(f"{name}: {argument} must be on the CPU, got {value.device}")
+    if int(value.min()) < 0:
+        raise ValueError(f"{name}: {argument} must not be negative, got {int(value.min())}")
+
+
+def _check_size(name: str, argument: str, value: int) -> None:
+    checks.integer(name, argument, value, 1, None, "at least 1")
+
+
+def _check_experts(name: str, experts: int, placement: Placement) -> None:
+    if len(placement.hosts) != experts:
+        raise ValueError(f"{name}: placement must hold {experts} experts, got {len(placement.hosts)}")

@@ -1,0 +1,106 @@
+"""The layer that is simulated: its sizes, and those of the expert blocks of published models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from pymoe.ep.simulate.checks import at_least, choice
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Block:
+    """The mixture-of-experts layers of a model, all of one size; experts are gated (gate, up and down).
+
+    Raises:
+        TypeError: a size is not an int.
+        ValueError: a size is out of range.
+    """
+
+    title: str
+    hidden: int
+    """H."""
+    ffn: int
+    """F, of one expert."""
+    experts: int
+    """E."""
+    choices: int
+    """K, experts per token."""
+    layers: int = 1
+    """Mixture-of-experts layers; dense ones are not counted."""
+    shared_ffn: int = 0
+    """The inner size of all shared experts together, which every rank computes for its own tokens."""
+    groups: int = 1
+    """Groups of experts, of which a router takes the best (DeepSeek-V3); 1 for none."""
+    kept_groups: int = 1
+    """How many groups remain."""
+    dtype: str = "bfloat16"
+    """Of weights, gradients and rows."""
+
+    def __post_init__(self) -> None:
+        """Check the sizes."""
+        for name in ("hidden", "ffn", "experts", "layers", "groups"):
+            at_least("Block", name, getattr(self, name), 1)
+        at_least("Block", "shared_ffn", self.shared_ffn, 0)
+        at_least("Block", "choices", self.choices, 1, self.experts)
+        at_least("Block", "kept_groups", self.kept_groups, 1, self.groups)
+        choice("Block", "dtype", self.dtype, tuple(DTYPES))
+        if self.experts % self.groups:
+            raise ValueError(f"Block: groups must divide {self.experts} experts, got {self.groups}")
+        if self.kept_groups * (self.experts // self.groups) < self.choices:
+            left = self.kept_groups * (self.experts // self.groups)
+            raise ValueError(f"Block: kept_groups must leave at least {self.choices} experts, got {left}")
+
+    def __str__(self) -> str:
+        parts = [f"H {self.hidden}", f"F {self.ffn}", f"E {self.experts}", f"K {self.choices}"]
+        if self.shared_ffn:
+            parts.append(f"shared F {self.shared_ffn}")
+        if self.groups > 1:
+            parts.append(f"best {self.kept_groups} of {self.groups} groups")
+        plural = "s" * (self.layers != 1)
+        return f"{self.title}: {', '.join(parts)}, {self.layers} layer{plural}, {self.dtype}"
+
+    @property
+    def itemsize(self) -> int:
+        """b: bytes of a number."""
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """H b: bytes of a row on the wire."""
+        return self.hidden * self.itemsize
+
+    @property
+    def expert_parameters(self) -> int:
+        """3 H F: weights of one expert."""
+        return 3 * self.hidden * self.ffn
+
+    @property
+    def replicated_parameters(self) -> int:
+        """H E + 3 H F_shared: weights of a layer that every rank holds: the router and the shared experts."""
+        return self.hidden * self.experts + 3 * self.hidden * self.shared_ffn
+
+
+# Sizes from the configurations on the models' pages; the first layer of GLM-4.5-Air and three of DeepSeek-V3 are dense.
+PRESETS = {
+    "mixtral-8x7b": Block("Mixtral 8x7B", 4096, 14336, 8, 2, 32),
+    "olmoe-1b-7b": Block("OLMoE-1B-7B", 2048, 1024, 64, 8, 16),
+    "qwen3-30b-a3b": Block("Qwen3-30B-A3B", 2048, 768, 128, 8, 48),
+    "qwen3-235b-a22b": Block("Qwen3-235B-A22B", 4096, 1536, 128, 8, 94),
+    "gpt-oss-20b": Block("GPT-OSS-20B", 2880, 2880, 32, 4, 24),
+    "gpt-oss-120b": Block("GPT-OSS-120B", 2880, 2880, 128, 4, 36),
+    "glm-4.5-air": Block("GLM-4.5-Air", 4096, 1408, 128, 8, 45, shared_ffn=1408),
+    "deepseek-v3": Block("DeepSeek-V3", 7168, 2048, 256, 8, 58, shared_ffn=2048, groups=8, kept_groups=4),
+}
+"""Expert blocks of published models by the name that ``--model`` takes."""
+
+
+def described() -> Iterator[str]:
+    """Yield a line for every preset."""
+    width = max(map(len, PRESETS))
+    for name, block in PRESETS.items():
+        yield f"{name:{width}}  {block}"

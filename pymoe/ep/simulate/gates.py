@@ -1,0 +1,182 @@
+"""Loads: which experts the tokens of a step chose, drawn from a distribution or recorded in training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pymoe.ep.simulate.block import Block
+from pymoe.ep.simulate.checks import at_least, not_negative
+from pymoe.ep.simulate.recorded import read_loads
+from pymoe.ops import gate_topk
+
+SAMPLED_TOKENS = 65_536
+"""The most tokens that are drawn for a step, all ranks together; more are scaled up from them."""
+SAMPLED_LAYERS = 3
+"""Layers that are drawn; popular experts lie elsewhere in each."""
+SAMPLED_STEPS = 2
+"""A step from which experts are placed, and one in which they serve."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """The experts that tokens chose, in several layers and steps."""
+
+    title: str
+    choices: tuple[tuple[Tensor, ...], ...]
+    """For every layer and step (N, K) int64: the distinct experts of each token of all ranks, those of rank 0 first."""
+    experts: int
+    """E."""
+    uniform: bool = False
+    """Whether every choice of K among all E experts was equally likely, as the formulas assume."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a load without tokens."""
+        if (
+            not self.choices
+            or not all(self.choices)
+            or not all(step.numel() for layer in self.choices for step in layer)
+        ):
+            raise ValueError("Load: choices must have at least one layer, step and token in each")
+
+    @property
+    def tokens(self) -> int:
+        """N: tokens of a step, all ranks together."""
+        return self.choices[0][0].shape[0]
+
+    @property
+    def top_k(self) -> int:
+        """K."""
+        return self.choices[0][0].shape[1]
+
+    def with_past(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (choices of the step before, choices) of every layer and step but the first; an only step twice."""
+        for steps in self.choices:
+            yield from pairwise(steps) if len(steps) > 1 else ((steps[0], steps[0]),)
+
+    @property
+    def has_past(self) -> bool:
+        """Whether there is a step before another one."""
+        return len(self.choices[0]) > 1
+
+
+def source_ranks(tokens: int, ranks: int) -> Tensor:
+    """Return (N,) int64, the rank of each token: consecutive tokens, as many on each rank, or one more or less."""
+    return torch.arange(tokens) * ranks // tokens
+
+
+def uniform(block: Block, tokens: int, *, seed: int = 0) -> Load:
+    """Return a load in which all experts are equally likely.
+
+    Args:
+        block: its E, K and groups.
+        tokens: N, all ranks together; of more than ``SAMPLED_TOKENS`` that many are drawn.
+        seed: of the random numbers.
+    """
+    return _drawn("uniform", block, tokens, torch.zeros(block.experts), seed)
+
+
+def zipf(block: Block, tokens: int, exponent: float, *, seed: int = 0) -> Load:
+    """Return a skewed load: the i-th most popular expert is drawn with odds of ``i ** -exponent``.
+
+    A token's K experts are drawn one after another without replacement (Plackett-Luce), by adding Gumbel noise to the
+    logarithms of the odds and taking the K largest. Which experts are popular is random in each layer, and the same in
+    all of its steps.
+
+    Args:
+        block: its E, K and groups.
+        tokens: N, all ranks together; of more than ``SAMPLED_TOKENS`` that many are drawn.
+        exponent: at least 0; 0 is uniform, and in 1 the first of E = 128 experts has a share of 18 % of first choices.
+        seed: of the random numbers.
+    """
+    not_negative("zipf", "exponent", exponent)
+    logits = -exponent * torch.arange(1, block.experts + 1).log()
+    return _drawn(f"Zipf with exponent {exponent:g}", block, tokens, logits, seed)
+
+
+def recorded(block: Block, file: str | Path) -> Load:
+    """Return the load of a file that :class:`LoadRecorder` wrote.
+
+    Args:
+        block: its E and K must be those of the file.
+        file: see :mod:`pymoe.ep.simulate.recorded` for its format.
+
+    Raises:
+        ValueError: the file is no recorded load, or of another E or K.
+        OSError: the file cannot be read.
+    """
+    found = read_loads(file)
+    if (found.experts, found.choices.shape[3]) != (block.experts, block.choices):
+        raise ValueError(
+            f"{file}: expected loads of {block.experts} experts and {block.choices} choices ({block.title}), got "
+            f"{found.experts} experts and {found.choices.shape[3]} choices"
+        )
+    steps = found.choices.long()
+    layers = tuple(tuple(steps[step, layer] for step in range(steps.shape[0])) for layer in range(steps.shape[1]))
+    title = f"recorded in {Path(file).name}: {steps.shape[1]} layers, {steps.shape[0]} steps of {steps.shape[2]} tokens"
+    return Load(title, layers, found.experts)
+
+
+def load_of(text: str, block: Block, tokens: int, *, seed: int = 0) -> Load:
+    """Return the load that ``text`` names: ``uniform``, ``zipf:EXPONENT``, or the path of a recorded one.
+
+    Args:
+        text: the name.
+        block: E, K and groups.
+        tokens: N, all ranks together; a recorded load has its own.
+        seed: of the random numbers.
+
+    Raises:
+        ValueError: ``text`` names no load, or one that does not fit the block.
+        OSError: the file cannot be read.
+    """
+    kind, colon, number = text.partition(":")
+    if text == "uniform":
+        return uniform(block, tokens, seed=seed)
+    if kind == "zipf" and colon:
+        try:
+            exponent = float(number)
+        except ValueError:
+            exponent = math.nan
+        if not 0 <= exponent < math.inf:
+            raise ValueError(f"load: expected zipf:EXPONENT with a number of at least 0, got {text!r}")
+        return zipf(block, tokens, exponent, seed=seed)
+    if not Path(text).exists():
+        raise ValueError(f"load: expected uniform, zipf:EXPONENT or a file of recorded loads, got {text!r}")
+    return recorded(block, text)
+
+
+def _drawn(title: str, block: Block, tokens: int, logits: Tensor, seed: int) -> Load:
+    at_least("load", "tokens", tokens, 1)
+    drawn = min(tokens, SAMPLED_TOKENS)
+    if drawn < tokens:
+        title += f", {drawn} of {tokens} tokens drawn"
+    random = torch.Generator().manual_seed(seed)
+    layers = []
+    for _ in range(SAMPLED_LAYERS):
+        popularity = logits[torch.randperm(block.experts, generator=random)]
+        layers.append(tuple(_choose(block, popularity, drawn, random) for _ in range(SAMPLED_STEPS)))
+    plain = block.groups == 1 and not bool(logits.any())
+    return Load(title, tuple(layers), block.experts, uniform=plain)
+
+
+def _choose(block: Block, popularity: Tensor, tokens: int, random: torch.Generator) -> Tensor:
+    parts = []
+    for start in range(0, tokens, 16_384):  # which bounds the memory
+        rows = min(16_384, tokens - start)
+        noise = -torch.empty(rows, block.experts).exponential_(generator=random).log()
+        noisy = popularity + noise
+        if block.groups == 1:
+            parts.append(noisy.topk(block.choices, dim=1).indices)
+        else:
+            gate = gate_topk(
+                noisy, block.choices, score="sigmoid", num_groups=block.groups, topk_groups=block.kept_groups
+            )
+            parts.append(gate.experts.long())
+    return torch.cat(parts)

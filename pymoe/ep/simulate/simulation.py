@@ -1,0 +1,239 @@
+"""A simulation from its inputs to its figures: one mixture layer, one step, one group of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pymoe.ep.simulate.alternatives import Alternative, alternatives, clones_bytes, expert_parallel_bytes
+from pymoe.ep.simulate.balance import BALANCES, Balance, balance, plans
+from pymoe.ep.simulate.block import Block
+from pymoe.ep.simulate.checks import at_least, choice, not_negative
+from pymoe.ep.simulate.gates import Load
+from pymoe.ep.simulate.machine import Machine, Network
+from pymoe.ep.simulate.memory import (
+    Memory,
+    data_parallel,
+    expert_parallel,
+    fully_sharded,
+    optimizer_bytes_of,
+)
+from pymoe.ep.simulate.step import Layer
+from pymoe.ep.simulate.timeline import Timeline
+from pymoe.ep.simulate.traffic import expected_imbalance, expected_rows
+
+FORMAT = 1
+"""Of :meth:`Simulation.as_dict`."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a rank sends in a layer and step, the mean over ranks."""
+
+    deduplicated: bool
+    rows: float
+    """That leave a rank in one exchange, a token of it."""
+    expected: float | None
+    """The same by the formula for a uniform router; None where the load is not, or experts are placed or cloned."""
+    bytes: float
+    """Of the four exchanges."""
+    saved: float
+    """The part of the bytes that travelling once a rank saves; 0 where each choice is a row."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The timelines of a forward and a backward pass."""
+
+    deduplicated: bool
+    forward: Timeline
+    backward: Timeline
+
+    @property
+    def chunks(self) -> int:
+        """In how many parts rows travel."""
+        return self.forward.chunks
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward.seconds + self.backward.seconds
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What :func:`simulate` returns; all times in seconds, all sizes in bytes."""
+
+    layer: Layer
+    load: Load
+    tokens: int
+    """T, of a rank and step."""
+    balance: Balance
+    """The one that traffic, times and memory are of."""
+    balances: tuple[Balance, ...]
+    expected_imbalance: float | None
+    """The formula for a uniform router; None where the load is not uniform."""
+    traffic: tuple[Traffic, Traffic]
+    """A row a choice, and a row a token and destination."""
+    passes: tuple[Passes, ...]
+    """For every number of chunks, first with a row a choice and then with a row a token and destination."""
+    memory: dict[str, Memory]
+    """Of a rank under ``"EP"``, ``"DP"`` and ``"FSDP"``."""
+    alternatives: tuple[Alternative, ...]
+    worth: int
+    """The fewest rows for which an expert is cloned."""
+
+    @property
+    def clones_bytes(self) -> float:
+        """Of the weights of clones and their gradients that a rank sends, a layer and step, the mean over ranks."""
+        return clones_bytes(self.layer, self.balance)
+
+    @property
+    def best(self) -> Passes:
+        """The passes that end first."""
+        return min(self.passes, key=lambda one: one.seconds)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return inputs and figures as JSON has them; of the load its title alone."""
+        return {
+            "format": FORMAT,
+            "block": asdict(self.layer.block),
+            "ranks": self.layer.ranks,
+            "tokens": self.tokens,
+            "machine": asdict(self.layer.machine),
+            "network": asdict(self.layer.network),
+            "load": self.load.title,
+            "balance": self.balance.name,
+            "worth": self.worth,
+            "expected_imbalance": self.expected_imbalance,
+            "balances": [asdict(one) for one in self.balances],
+            "traffic": [asdict(one) for one in self.traffic],
+            "passes": [
+                {
+                    "deduplicated": one.deduplicated,
+                    "chunks": one.chunks,
+                    "seconds": one.seconds,
+                    **{name: _timeline_dict(getattr(one, name)) for name in ("forward", "backward")},
+                }
+                for one in self.passes
+            ],
+            "memory": {name: {**asdict(one), "total": one.total} for name, one in self.memory.items()},
+            "clones_bytes": self.clones_bytes,
+            "alternatives": [asdict(one) for one in self.alternatives],
+        }
+
+
+def simulate(
+    block: Block,
+    ranks: int,
+    tokens: int,
+    load: Load,
+    machine: Machine,
+    network: Network,
+    *,
+    chunks: Sequence[int] = (1, 2, 4),
+    spread: str = "as it is",
+    worth: int | None = None,
+    optimizer_bytes: float | None = None,
+    recompute: bool = False,
+) -> Simulation:
+    """Simulate expert parallelism: bytes, times, balance, memory, and what other kinds of parallelism would take.
+
+    Every formula is on the page :doc:`/concepts/expert_parallel_costs`.
+
+    Args:
+        block: the mixture layers of a model.
+        ranks: R, that share the experts of a layer; at least 1.
+        tokens: T, of a rank and step; the rows of ``load`` are scaled to them.
+        load: what tokens choose, of the block's E and K.
+        machine: a rank.
+        network: between the ranks.
+        chunks: the numbers of parts in which rows travel.
+        spread: how experts are spread where traffic, times and memory are computed; one of
+            :data:`pymoe.ep.simulate.BALANCES`, all of which are compared in ``balances``.
+        worth: the fewest rows of a clone; None: :func:`worth_of`.
+        optimizer_bytes: of a parameter's states and master weight; None: those of AdamW.
+        recompute: the forward of each layer runs again in the backward (activation checkpointing). It changes the
+            memory alone.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: an argument is out of range, or the load does not fit the block or the ranks.
+    """
+    at_least("simulate", "ranks", ranks, 1)
+    at_least("simulate", "tokens", tokens, 1)
+    choice("simulate", "spread", spread, BALANCES)
+    if not chunks:
+        raise ValueError("simulate: chunks must name at least one number, got none")
+    for number in chunks:
+        at_least("simulate", "chunks", number, 1)
+    if optimizer_bytes is not None:
+        not_negative("simulate", "optimizer_bytes", optimizer_bytes)
+    if (load.experts, load.top_k) != (block.experts, block.choices):
+        raise ValueError(
+            f"simulate: load must have E {block.experts} and K {block.choices}, got E {load.experts} and K {load.top_k}"
+        )
+    if load.tokens < ranks:
+        raise ValueError(f"simulate: load must have a token for each of {ranks} ranks, got {load.tokens}")
+    layer = Layer(block, ranks, machine, network)
+    least = worth_of(layer) if worth is None else worth
+    at_least("simulate", "worth", least, 1)
+    counted = max(1, round(least * load.tokens / (tokens * ranks)))  # as the load counts rows
+    every = tuple(balance(name, plan, load, block, ranks, tokens, network) for name, plan in plans(counted).items())
+    chosen = every[BALANCES.index(spread)]
+    passes = tuple(
+        Passes(deduplicate, *layer.timelines(chosen, tokens, number, deduplicate=deduplicate))
+        for deduplicate in (False, True)
+        for number in chunks
+    )
+    once = min(passes, key=lambda one: one.seconds).deduplicated
+    states = optimizer_bytes_of(block) if optimizer_bytes is None else optimizer_bytes
+    return Simulation(
+        layer=layer,
+        load=load,
+        tokens=tokens,
+        balance=chosen,
+        balances=every,
+        expected_imbalance=expected_imbalance(block, ranks, load.tokens / ranks) if load.uniform else None,
+        traffic=_traffic(layer, load, chosen, tokens),
+        passes=passes,
+        memory={
+            "EP": expert_parallel(block, chosen, tokens, states, deduplicate=once, recompute=recompute),
+            "DP": data_parallel(block, tokens, states, recompute=recompute),
+            "FSDP": fully_sharded(block, ranks, tokens, states, recompute=recompute),
+        },
+        alternatives=alternatives(layer, chosen, tokens, chunks, deduplicate=once),
+        worth=least,
+    )
+
+
+def worth_of(layer: Layer) -> int:
+    """Return from how many rows on a clone takes off more time than it costs: b flop/s / (3 bandwidth), at least 1.
+
+    Its weights travel there and its gradient back, 2 * 3 H F b bytes over the slowest link; each row less on the
+    fullest rank saves 18 H F operations, forward and backward.
+    """
+    moved = 2 * layer.block.expert_parameters * layer.block.itemsize
+    a_row = 6 * layer.block.expert_parameters / layer.machine.flops
+    return max(1, round(moved / layer.network.ring_bandwidth(layer.ranks) / a_row))
+
+
+def _traffic(layer: Layer, load: Load, chosen: Balance, tokens: int) -> tuple[Traffic, Traffic]:
+    by_formula = load.uniform and chosen.name == BALANCES[0]
+    plain, once = (
+        Traffic(
+            deduplicated=deduplicate,
+            rows=sent / tokens,
+            expected=expected_rows(layer.block, layer.ranks, deduplicate) if by_formula else None,
+            bytes=expert_parallel_bytes(layer.block, sent),
+            saved=1 - sent / chosen.sent if chosen.sent else 0.0,
+        )
+        for deduplicate, sent in ((False, chosen.sent), (True, chosen.sent_once))
+    )
+    return plain, once
+
+
+def _timeline_dict(found: Timeline) -> dict[str, Any]:
+    busy = {lane: found.busy(lane) for lane in ("wire", "processor")}
+    return {"seconds": found.seconds, "best": found.best, **busy, "events": [asdict(one) for one in found.events]}

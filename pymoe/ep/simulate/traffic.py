@@ -1,0 +1,110 @@
+"""Rows on the wire: expected of a uniform router, and counted on choices.
+
+A row that stays on its rank does not travel. Deduplicated, a token that chose several experts of one rank travels there
+once, and their weighted sum comes back once.
+"""
+
+from __future__ import annotations
+
+from math import comb
+
+import torch
+from torch import Tensor
+
+from pymoe.ep.placement import Shares, contiguous
+from pymoe.ep.simulate.block import Block
+
+EXCHANGES = 4
+"""Exchanges of rows a layer and step: dispatch and combine, forward and backward."""
+
+
+def expected_rows(block: Block, ranks: int, deduplicate: bool) -> float:
+    """Return the rows a token of a uniform router sends to other ranks, the mean over the ranks it may be on.
+
+    Each choice is its own row: K (1 - 1 / R), whatever the shards, since the shares of the ranks sum to 1. A row for
+    each rank: the sum over the other ranks of 1 - C(E - n, K) / C(E, K), where n is the number of the experts of a
+    rank: the chance that one of them is among the K chosen, all C(E, K) sets of which are equally likely.
+
+    Args:
+        block: E and K; its groups are not regarded.
+        ranks: R.
+        deduplicate: whether a token travels once to a rank.
+    """
+    if not deduplicate:
+        return block.choices * (1 - 1 / ranks)
+    held = map(len, contiguous(block.experts, ranks).held)
+    everything = comb(block.experts, block.choices)
+    reached = [1 - comb(block.experts - number, block.choices) / everything for number in held]
+    return sum(reached) * (1 - 1 / ranks)
+
+
+def expected_imbalance(block: Block, ranks: int, tokens: float) -> float:
+    """Return about what the fullest rank has over the mean under a uniform router, by chance alone.
+
+    1 + sqrt(2 ln R) sqrt((R - 1) (1 - K / E) / (T R K)): R nearly normal loads, whose relative deviation is the second
+    root; the largest of R such is about the first root away. For E that R divides, T tokens a rank.
+    """
+    if ranks == 1:
+        return 1.0
+    deviation = (ranks - 1) * (1 - block.choices / block.experts) / (tokens * ranks * block.choices)
+    return float(1 + (2 * torch.log(torch.tensor(float(ranks))) * deviation) ** 0.5)
+
+
+def counts_of(choices: Tensor, source: Tensor, ranks: int, experts: int) -> Tensor:
+    """Return (R, E) int64: the rows of each source rank for each expert, what an all-gather of the loads brings.
+
+    Args:
+        choices: (N, K) int64, the experts of each token.
+        source: (N,) int64, the rank of each token.
+        ranks: R.
+        experts: E.
+    """
+    cell = source[:, None] * experts + choices
+    return torch.bincount(cell.flatten(), minlength=ranks * experts).view(ranks, experts)
+
+
+def destinations_of(choices: Tensor, source: Tensor, shares: Shares) -> Tensor:
+    """Return (N, K) int64: the rank to which each choice's row goes.
+
+    Args:
+        choices: (N, K) int64, the experts of each token.
+        source: (N,) int64, the rank of each token.
+        shares: of the rows that ``choices`` make; a source's rows for an expert fill its hosts in their order.
+    """
+    most = shares.rows.shape[2]
+    hosts = torch.tensor([[*its_hosts, *its_hosts[:1] * (most - len(its_hosts))] for its_hosts in shares.hosts])
+    if most == 1:
+        return hosts[choices, 0]
+    experts = shares.rows.shape[1]
+    cell = (source[:, None] * experts + choices).flatten()
+    order = cell.argsort(stable=True)
+    sizes = torch.bincount(cell, minlength=shares.rows.shape[0] * experts)
+    first = sizes.cumsum(0) - sizes
+    number = torch.empty_like(cell)
+    number[order] = torch.arange(len(cell)) - first[cell[order]]  # of a row among those of its source and expert
+    ends = shares.rows.cumsum(2).view(-1, most)
+    place = (number[:, None] >= ends[cell]).sum(1)
+    return hosts[choices.flatten(), place].view_as(choices)
+
+
+def pairs_of(destinations: Tensor, source: Tensor, ranks: int, deduplicate: bool) -> Tensor:
+    """Return (R, R) int64: the rows that each source rank (first dimension) sends to each rank, itself included.
+
+    Args:
+        destinations: (N, K) int64, the rank of each choice's row.
+        source: (N,) int64, the rank of each token.
+        ranks: R.
+        deduplicate: count a token once for each rank that it goes to.
+    """
+    cell = source[:, None] * ranks + destinations
+    if deduplicate:
+        cell = cell.sort(dim=1).values
+        first = torch.ones_like(cell, dtype=torch.bool)
+        first[:, 1:] = cell[:, 1:] != cell[:, :-1]
+        cell = cell[first]
+    return torch.bincount(cell.flatten(), minlength=ranks * ranks).view(ranks, ranks)
+
+
+def travelling(pairs: Tensor) -> int:
+    """Return the rows of ``pairs`` that leave their rank."""
+    return int(pairs.sum() - pairs.diagonal().sum())

@@ -1,0 +1,135 @@
+"""The simulated events: cases by hand, the lower bound, and what can never happen."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from expert_counts import examples
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pymoe.ep.simulate import Phases, Task, best_possible, run, timeline
+from pymoe.ep.simulate.timeline import PROCESSOR, WIRE
+
+NOTHING = Phases(
+    gate=0, counts=0, gather=0, latency=0, dispatch=0, shared=0, experts=0, combine=0, sum=0, clones=0, clones_back=0
+)
+# Whole numbers divided by 1, 2, 4, 8 chunks are exact in floating point.
+TIME = st.integers(0, 60).map(lambda number: 8.0 * number)
+PHASES = st.builds(Phases, *[TIME] * 11)
+CHUNKS = st.sampled_from([1, 2, 4, 8])
+
+
+def seconds(chunks, **given):
+    return timeline(replace(NOTHING, **given), chunks).seconds
+
+
+def test_a_wire_as_slow_as_the_experts():
+    """40 each way and 40 of experts: 120 in one part, 80 in two, which is all that the wire allows."""
+    times = {"dispatch": 40, "experts": 40, "combine": 40}
+    assert [seconds(chunks, **times) for chunks in (1, 2, 4)] == [120, 80, 80]
+    assert [best_possible(replace(NOTHING, **times), chunks) for chunks in (1, 2, 4)] == [120, 80, 80]
+
+
+def test_experts_slower_than_the_wire_hide_all_but_the_first_and_last_part():
+    times = {"dispatch": 8, "experts": 80, "combine": 8}
+    assert [seconds(chunks, **times) for chunks in (1, 2, 4)] == [96, 88, 84]
+
+
+def test_every_part_pays_the_latency():
+    """Four parts: 4 of latency each and 2 of rows; experts end before the wire is free. 4 * 6 there and 4 * 6 back."""
+    assert seconds(4, latency=4, dispatch=8, experts=8, combine=8) == 48
+    assert seconds(1, latency=4, dispatch=8, experts=8, combine=8) == 12 + 8 + 12
+
+
+def test_shared_experts_run_while_the_first_rows_travel():
+    assert seconds(1, dispatch=40, experts=40, combine=40, shared=30) == 120
+    assert seconds(1, dispatch=40, experts=40, combine=40, shared=50) == 130
+
+
+def test_counts_travel_beside_the_gather():
+    assert seconds(1, gate=3, counts=5, gather=2, dispatch=1) == 9
+    assert seconds(1, gate=3, counts=2, gather=5, dispatch=1) == 9
+
+
+def test_clones_come_before_the_experts_and_their_gradients_leave_last():
+    assert seconds(1, dispatch=10, clones=6, experts=20, combine=10, sum=1) == 47
+    assert seconds(1, dispatch=10, experts=20, combine=10, sum=1, clones_back=6) == 46
+    assert seconds(1, dispatch=10, experts=20, combine=10, sum=9, clones_back=6) == 49
+
+
+def test_the_events_of_two_parts():
+    found = timeline(replace(NOTHING, gate=1, gather=1, dispatch=4, experts=6, combine=4, sum=1), 2)
+    spans = {event.name: (event.start, event.end) for event in found.events}
+    assert spans == {
+        "gate": (0, 1),
+        "counts": (1, 1),
+        "gather": (1, 2),
+        "dispatch 0": (2, 4),
+        "dispatch 1": (4, 6),
+        "shared": (2, 2),
+        "experts 0": (4, 7),
+        "experts 1": (7, 10),
+        "combine 0": (7, 9),
+        "combine 1": (10, 12),
+        "sum": (12, 13),
+    }
+    assert (found.busy(WIRE), found.busy(PROCESSOR)) == (8, 9)
+
+
+@examples(200)
+@given(PHASES)
+def test_one_part_takes_the_sum_of_what_waits_for_each_other(phases):
+    found = timeline(phases, 1)
+    gathered = phases.gate + max(phases.counts, phases.gather)
+    arrived = gathered + phases.latency + phases.dispatch + phases.clones
+    shared = phases.gate + phases.gather + phases.shared
+    after = phases.experts + phases.latency + phases.combine + max(phases.sum, phases.clones_back)
+    assert found.seconds == max(arrived, shared) + after
+
+
+@examples(400)
+@given(PHASES, CHUNKS)
+def test_no_run_is_shorter_than_the_best_possible(phases, chunks):
+    found = timeline(phases, chunks)
+    assert found.seconds >= found.best
+    assert found.seconds >= max(found.busy(WIRE), found.busy(PROCESSOR))
+
+
+@examples(200)
+@given(PHASES, CHUNKS)
+def test_equal_parts_reach_the_best_possible_without_shared_experts_and_clones(phases, chunks):
+    """If the way back takes as long as the way there."""
+    phases = replace(phases, shared=0.0, clones=0.0, clones_back=0.0, combine=phases.dispatch)
+    found = timeline(phases, chunks)
+    assert found.seconds == found.best
+
+
+@examples(300)
+@given(PHASES, CHUNKS, st.sampled_from(list(vars(NOTHING))), st.sampled_from([0.0, 0.25, 0.5]))
+def test_nothing_gets_slower_when_a_part_gets_faster(phases, chunks, name, factor):
+    faster = replace(phases, **{name: factor * getattr(phases, name)})
+    assert timeline(faster, chunks).seconds <= timeline(phases, chunks).seconds
+    assert best_possible(faster, chunks) <= best_possible(phases, chunks)
+
+
+@examples(200)
+@given(PHASES, CHUNKS)
+def test_lanes_run_one_task_at_a_time_in_the_order_of_launches(phases, chunks):
+    for lane in (WIRE, PROCESSOR):
+        events = [event for event in timeline(phases, chunks).events if event.lane == lane]
+        assert all(earlier.end <= later.start for earlier, later in pairwise(events))
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        ([Task("a", WIRE, 1, ("b",)), Task("b", WIRE, 1)], "task a must wait for tasks before it .* got a wait for b"),
+        ([Task("a", WIRE, 1), Task("a", WIRE, 1)], "task a must .* have a new name, got the same name again"),
+        ([Task("a", WIRE, -1)], "task a must take 0 or longer, got -1"),
+        ([Task("a", WIRE, float("nan"))], "task a must take 0 or longer, got nan"),
+    ],
+)
+def test_tasks_that_cannot_run_are_refused(tasks, message):
+    with pytest.raises(ValueError, match=message):
+        run(tasks)

@@ -1,0 +1,110 @@
+"""Clones planned from a step's counts: never worse, within their number, every row computed once."""
+
+import pytest
+import torch
+from expert_counts import counts, examples, random_choices
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pymoe.ep.clones import plan_clones
+from pymoe.ep.placement import contiguous, share_evenly
+
+MANY = examples(200)
+
+
+def filled(shares):
+    """Rows that each rank computes."""
+    return shares.destinations().sum(0).tolist()
+
+
+def test_a_hot_expert_is_cloned_to_the_emptiest_rank():
+    """Rank 0 has 100 rows, 90 of them of expert 0; rank 1 has 20. 40 rows move to it, first of those it has itself."""
+    shares = plan_clones(torch.tensor([[40, 5, 5, 5], [50, 5, 5, 5]]), 1)
+    assert shares.hosts == ((0, 1), (0,), (1,), (1,))
+    assert shares.rows[:, 0].tolist() == [[40, 0], [10, 40]]
+    assert filled(shares) == [60, 60]
+
+
+def test_without_clones_everything_stays():
+    rows = torch.tensor([[40, 5, 5, 5], [50, 5, 5, 5]])
+    assert filled(plan_clones(rows, 0)) == filled(share_evenly(rows, contiguous(4, 2))) == [100, 20]
+
+
+def test_an_expert_is_not_cloned_for_fewer_rows_than_it_is_worth():
+    rows = torch.tensor([[40, 5, 5, 5], [50, 5, 5, 5]])
+    assert filled(plan_clones(rows, 2, worth=40)) == [60, 60]
+    assert filled(plan_clones(rows, 2, worth=41)) == [100, 20]
+
+
+def test_owners_may_be_others_than_contiguous_shards():
+    shares = plan_clones(torch.tensor([[9, 0, 9, 0], [9, 0, 9, 0]]), 1, owner=[1, 0, 1, 0])
+    assert shares.hosts[0] == (1, 0)
+    assert filled(shares) == [18, 18]
+
+
+@MANY
+@given(counts(), st.integers(0, 3), st.integers(1, 30))
+def test_clones_never_make_the_fullest_rank_fuller(rows, clones, worth):
+    before = filled(share_evenly(rows, contiguous(rows.shape[1], rows.shape[0])))
+    after = filled(plan_clones(rows, clones, worth=worth))
+    assert sum(after) == sum(before)
+    assert max(after) <= max(before)
+
+
+@MANY
+@given(counts(), st.integers(0, 2))
+def test_more_clones_never_make_the_fullest_rank_fuller(rows, clones):
+    assert max(filled(plan_clones(rows, clones + 1))) <= max(filled(plan_clones(rows, clones)))
+
+
+@MANY
+@given(counts(), st.integers(0, 3))
+def test_every_row_is_computed_once_and_no_rank_takes_too_many_clones(rows, clones):
+    shares = plan_clones(rows, clones)
+    assert shares.rows.sum(2).equal(rows)
+    assert shares.rows.min() >= 0
+    taken = [rank for _, *cloned in shares.hosts for rank in cloned]
+    assert max(map(taken.count, range(rows.shape[0]))) <= clones
+    assert all(len(set(hosts)) == len(hosts) for hosts in shares.hosts)
+
+
+def test_one_clone_a_rank_brings_a_skewed_load_to_a_tenth_of_the_mean():
+    """E 128, K 8, 32 ranks: the fullest rank has more than twice the mean as it is."""
+    for seed in range(3):
+        choices = random_choices(32 * 256, 128, 8, seed, skew=1.0)
+        source = torch.arange(len(choices)) // 256
+        rows = torch.bincount((source[:, None] * 128 + choices).flatten(), minlength=32 * 128).view(32, 128)
+        mean = rows.sum().item() / 32
+        assert max(filled(plan_clones(rows, 0))) > 2 * mean
+        assert max(filled(plan_clones(rows, 1))) <= 1.15 * mean
+        assert max(filled(plan_clones(rows, 2))) <= 1.1 * mean
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: plan_clones(torch.ones(2, 2), 1),
+            TypeError,
+            "counts must have dtype int32 or int64, got torch.float32",
+        ),
+        (lambda: plan_clones(torch.ones(4).int(), 1), ValueError, r"counts must have shape \(R, E\), got \(4,\)"),
+        (
+            lambda: plan_clones(torch.zeros(0, 4).int(), 1),
+            ValueError,
+            r"counts must have R >= 1 and E >= 1, got \(0, 4\)",
+        ),
+        (lambda: plan_clones(torch.tensor([[1, -2]]), 1), ValueError, "counts must not be negative, got -2"),
+        (lambda: plan_clones(torch.ones(2, 2).int(), -1), ValueError, "clones must be at least 0, got -1"),
+        (lambda: plan_clones(torch.ones(2, 2).int(), 1.0), TypeError, "clones must be an int, got float"),
+        (lambda: plan_clones(torch.ones(2, 2).int(), 1, worth=0), ValueError, "worth must be at least 1, got 0"),
+        (
+            lambda: plan_clones(torch.ones(2, 2).int(), 1, owner=[0, 2]),
+            ValueError,
+            r"plan_clones: owner must have 2 ranks in 0..1, got \[0, 2\]",
+        ),
+    ],
+)
+def test_errors_say_what_was_expected(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
