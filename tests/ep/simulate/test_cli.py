@@ -14,7 +14,8 @@ from pymoe.ep.simulate.cli import main
 
 ROOT = Path(__file__).parents[3]
 RECORDED = Path(__file__).parent / "language_model.npz"
-OWN = "simulate --hidden 64 --ffn 64 --experts 16 --choices 4 --tokens 256 --ranks 4".split()
+SIZES = {"hidden": 64, "ffn": 64, "experts": 16, "choices": 4, "tokens": 256, "ranks": 4}
+OWN = ["simulate", *(word for name, size in SIZES.items() for word in (f"--{name}", str(size)))]
 
 
 def run(capsys, *words):
