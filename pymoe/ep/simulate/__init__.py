@@ -6,9 +6,9 @@
 >>> [round(one.rows, 2) for one in found.traffic]
 [1.75, 1.75]
 
-:func:`simulate` takes a :class:`Block` (of :data:`PRESETS`, or own numbers), a :class:`Machine`, a :class:`Network` and
-a :class:`Load` (:func:`uniform`, :func:`zipf`, or :func:`recorded` by a :class:`LoadRecorder`), and returns a
-:class:`Simulation`; :func:`text` and :func:`draw` show it. In a shell:
+:func:`simulate` takes a :class:`Block` (of :data:`~pymoe.ep.simulate.block.PRESETS`, or own numbers), a
+:class:`Machine`, a :class:`Network` and a :class:`Load` (:func:`uniform`, :func:`zipf`, or :func:`recorded` by a
+:class:`LoadRecorder`), and returns a :class:`Simulation`; :func:`text` and :func:`draw` show it. In a shell:
 
     python -m pymoe.ep simulate --model qwen3-30b-a3b --ranks 8 --network nvlink --load zipf:0.5 --png costs.png
 
@@ -19,10 +19,10 @@ from pymoe.ep.simulate.alternatives import Alternative
 from pymoe.ep.simulate.balance import BALANCES, Balance
 from pymoe.ep.simulate.block import PRESETS, Block
 from pymoe.ep.simulate.gates import Load, load_of, recorded, uniform, zipf
+from pymoe.ep.simulate.load_files import LoadRecorder, RecordedLoads, read_loads, write_loads
 from pymoe.ep.simulate.machine import MACHINES, NETWORKS, Machine, Network
 from pymoe.ep.simulate.memory import Memory
 from pymoe.ep.simulate.picture import draw
-from pymoe.ep.simulate.recorded import LoadRecorder, RecordedLoads, read_loads, write_loads
 from pymoe.ep.simulate.report import text
 from pymoe.ep.simulate.simulation import Passes, Simulation, Traffic, simulate
 from pymoe.ep.simulate.step import Layer

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pymoe.ep.simulate.block import Block
 from pymoe.ep.simulate.checks import at_least, not_negative
-from pymoe.ep.simulate.recorded import read_loads
+from pymoe.ep.simulate.load_files import read_loads
 from pymoe.ops import gate_topk
 
 SAMPLED_TOKENS = 65_536
@@ -105,7 +105,7 @@ def recorded(block: Block, file: str | Path) -> Load:
 
     Args:
         block: its E and K must be those of the file.
-        file: see :mod:`pymoe.ep.simulate.recorded` for its format.
+        file: see :mod:`pymoe.ep.simulate.load_files` for its format.
 
     Raises:
         ValueError: the file is no recorded load, or of another E or K.

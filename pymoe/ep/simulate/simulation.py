@@ -151,8 +151,8 @@ def simulate(
         network: between the ranks.
         chunks: the numbers of parts in which rows travel.
         spread: how experts are spread where traffic, times and memory are computed; one of
-            :data:`pymoe.ep.simulate.BALANCES`, all of which are compared in ``balances``.
-        worth: the fewest rows of a clone; None: :func:`worth_of`.
+            :data:`~pymoe.ep.simulate.balance.BALANCES`, all of which are compared in ``balances``.
+        worth: the fewest rows of a clone; None: from as many on as pay for its way.
         optimizer_bytes: of a parameter's states and master weight; None: those of AdamW.
         recompute: the forward of each layer runs again in the backward (activation checkpointing). It changes the
             memory alone.

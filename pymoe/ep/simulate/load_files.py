@@ -45,7 +45,7 @@ class RecordedLoads:
 
 
 class LoadRecorder:
-    """Record what the routers of a model choose, in the blocks that it guards; each block is one step.
+    """Record what the routers of a model choose, in the blocks that it guards; each block is one step::
 
         recorder = LoadRecorder(model)
         for inputs, targets in batches:

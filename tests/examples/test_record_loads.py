@@ -1,0 +1,24 @@
+"""The example that records the loads of the language model, and what a simulation makes of them."""
+
+import re
+
+import pytest
+import record_loads
+
+from pymoe.ep.simulate import read_loads
+
+
+def test_a_run_leaves_a_file_and_prints_what_it_would_cost(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "loads.npz"
+    monkeypatch.setattr("sys.argv", ["record_loads.py", str(file), "--steps", "4", "--record", "2"])
+    assert record_loads.main() == 0
+    out = capsys.readouterr().out
+    assert len(re.findall("recorded$", out, re.MULTILINE)) == 2
+    assert read_loads(file).choices.shape == (2, 2, 1024, 4)
+    found = {int(ranks): float(factor) for ranks, factor in re.findall(r"^(\d) ranks: .*?as it is (\S+),", out, re.M)}
+    assert set(found) == {2, 4, 8}
+    assert all(1 <= factor <= ranks for ranks, factor in found.items())
+    # K (1 - 1 / R) rows a token if the load were even; and no rank is reached twice.
+    for ranks, each, once in re.findall(r"^(\d) ranks: .* once a rank: (\S+) or (\S+)$", out, re.MULTILINE):
+        assert float(each) == pytest.approx(4 * (1 - 1 / int(ranks)), rel=0.1)
+        assert float(once) <= min(float(each), int(ranks) - 1)
