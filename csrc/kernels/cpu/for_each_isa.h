@@ -73,27 +73,16 @@
 #include PYMOE_ISA_BODY
 #undef PYMOE_ISA
 #undef PYMOE_ISA_LEVEL
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#pragma GCC diagnostic pop
-#endif
 
 #if defined(PYMOE_ISA_BF16)
-
 #if defined(__clang__)
+#pragma clang attribute pop
 #pragma clang attribute push(                                                                                       \
     __attribute__((target(                                                                                          \
         "avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt,avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512bf16,avx512vnni"))), \
     apply_to = function)
 #else
-#pragma GCC push_options
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // these two false, from gcc 12's own AVX-512 headers
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC target( \
-    "avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt,avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512bf16,avx512vnni,prefer-vector-width=512")
+#pragma GCC target("avx512bf16,avx512vnni")  // beside those of v4
 #endif
 #define PYMOE_ISA v4_bf16
 #undef PYMOE_ISA_HAS_BF16
@@ -103,14 +92,14 @@
 #include PYMOE_ISA_BODY
 #undef PYMOE_ISA
 #undef PYMOE_ISA_LEVEL
+#endif  // PYMOE_ISA_BF16
+
 #if defined(__clang__)
 #pragma clang attribute pop
 #else
 #pragma GCC pop_options
 #pragma GCC diagnostic pop
 #endif
-
-#endif  // PYMOE_ISA_BF16
 
 #endif  // PYMOE_ISA_WIDEST
 
