@@ -159,6 +159,9 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_device_types": "the devices that it can send from",
         "_get_backend": "what sends from one of them",
     },
+    "torch.nn.parallel.DistributedDataParallel": {
+        "_set_params_and_buffers_to_ignore_for_model": "leaves parameters to others; DTensors it does not take",
+    },
     "torch.distributed.distributed_c10d": {"_get_default_group": "``group.WORLD``, with an error where there is none"},
 }
 

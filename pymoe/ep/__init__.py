@@ -7,7 +7,8 @@ travel) -> :class:`ShardedExperts` -> the way back.
 
 from pymoe.ep.errors import GroupError
 from pymoe.ep.experts import ShardedExperts
+from pymoe.ep.gradients import clip_grad_norm_, data_parallel
 from pymoe.ep.layer import ShardedMoE
 from pymoe.ep.shard import shard
 
-__all__ = ["GroupError", "ShardedExperts", "ShardedMoE", "shard"]
+__all__ = ["GroupError", "ShardedExperts", "ShardedMoE", "clip_grad_norm_", "data_parallel", "shard"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from pymoe.ep.arrangement import Arrangement
 from pymoe.ep.exchange import Crossing, arrive, send_back
@@ -70,9 +70,20 @@ class ShardedExperts(Experts):
             for chunk, (token, parameters) in enumerate(zip(tokens, parts, strict=True))
         )
 
-    def local_parameters(self) -> list[Tensor]:
-        """Return this rank's part of every parameter, outside of the graph."""
-        return [local_part(parameter) for name in NAMES if (parameter := getattr(self, name)) is not None]
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # From whole tensors, as a model in one process saves them, each rank takes its part.
+        for name, parameter in self.named_parameters(recurse=False):
+            whole: Any = state_dict.get(prefix + name)
+            if (
+                isinstance(parameter, DTensor)
+                and type(whole) in (Tensor, nn.Parameter)
+                and whole.shape == parameter.shape
+            ):
+                whole = whole.detach().to(parameter.device)
+                state_dict[prefix + name] = distribute_tensor(
+                    whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+                )
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply_to_chunk(
         self,

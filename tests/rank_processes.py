@@ -18,7 +18,7 @@ __all__ = ["Ranks", "are_told", "ranks"]
 
 LIMIT = LONG // 2  # seconds: half the timeout of a group
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pytest", "pymoe.pipe.distributed"])  # seconds, for each process otherwise
+_context.set_forkserver_preload(["pytest", "pymoe.pipe.distributed", "pymoe.ep"])  # seconds, for each process otherwise
 
 
 def free_address() -> str:

@@ -1,0 +1,203 @@
+"""What ranks do for test_gradients.py: a model over a mesh beside the same model in one process."""
+
+import torch
+import torch.distributed as dist
+from rank_setup import full, mesh_of
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pymoe import ep
+from pymoe.nn import MoE, set_aux_loss_scale, update_expert_biases
+
+H, E = 8, 6
+ROWS = 7
+
+
+def model(bias=False):
+    """Two layers and dense ones around them."""
+    torch.manual_seed(0)
+    options = {"num_shared_experts": 1, "bias": bias, "bias_update_rate": 0.05, "dtype": torch.float64}
+    return nn.Sequential(
+        nn.Linear(H, H, dtype=torch.float64),
+        nn.Sequential(MoE(H, 6, E, 2, **options), nn.Linear(H, H, dtype=torch.float64)),
+        MoE(H, 6, E, 3, **options),
+        nn.Linear(H, 1, dtype=torch.float64),
+    )
+
+
+def data(world, steps=1):
+    """Tokens of every rank in every step."""
+    return torch.randn(steps, world, ROWS, H, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def made(shape, kind, **options):
+    """The model over a mesh, and what is called."""
+    mesh = mesh_of(*shape)
+    spread = ep.shard(model(**options), mesh if mesh.ndim == 1 else mesh["ep"], chunks=2)
+    blocks = {"blocks": [spread[1]]} if kind == "fsdp" else {}
+    return spread, ep.data_parallel(spread, mesh, kind=kind, **blocks)
+
+
+def worst(pairs):
+    """The largest difference, over the largest expected number."""
+    pairs = list(pairs)
+    return max((full(a) - b).abs().max().item() for a, b in pairs) / max(b.abs().max().item() for _, b in pairs)
+
+
+def gradients(rank, world, shape, kind, micro_batches):
+    """How far gradients of the mean loss are from those of one process, how large, and how many steps differ."""
+    whole, (spread, called) = model(), made(shape, kind)
+    x = data(world, micro_batches)
+    (whole(x.flatten(0, 2)) ** 2).mean().backward()
+    for number, own in enumerate(x[:, rank]):
+        is_last = number == micro_batches - 1
+        if kind == "fsdp":
+            called.set_requires_gradient_sync(is_last)
+            (called(own) ** 2).mean().div(micro_batches).backward()
+        elif is_last:
+            (called(own) ** 2).mean().div(micro_batches).backward()
+        else:
+            with called.no_sync():
+                (called(own) ** 2).mean().div(micro_batches).backward()
+    expected = dict(whole.named_parameters())
+    return worst((p.grad, expected[name].grad) for name, p in spread.named_parameters())
+
+
+def accumulated_with_every_sum(rank, world):
+    """The same, where DDP sums over ranks in every backward pass."""
+    whole, (spread, called) = model(), made((2, 2), "ddp")
+    x = data(world, 3)
+    for own in x:
+        (whole(own.flatten(0, 1)) ** 2).mean().backward()
+        (called(own[rank]) ** 2).mean().backward()
+    expected = dict(whole.named_parameters())
+    return worst((p.grad, expected[name].grad) for name, p in spread.named_parameters())
+
+
+def training(rank, world, shape, kind, clip):
+    """Losses and parameters after some steps with clipped gradients, beside one process."""
+    whole, (spread, called) = model(bias=True), made(shape, kind, bias=True)
+    optimizers = [torch.optim.AdamW(one.parameters(), 0.01, foreach=False) for one in (whole, spread)]
+    apart = []
+    for x in data(world, 6):
+        norms = []
+        for one, rows, optimizer in ((whole, x.flatten(0, 1), optimizers[0]), (called, x[rank], optimizers[1])):
+            optimizer.zero_grad()
+            loss = (one(rows) ** 2).mean()
+            loss.backward()
+            norms.append(ep.clip_grad_norm_(one.parameters(), clip).item())
+            optimizer.step()
+        update_expert_biases(spread)
+        update_by_one_process(whole)
+        apart.append(abs(norms[0] - norms[1]))
+    expected = dict(whole.named_parameters())
+    biases = [(p, dict(whole.named_buffers())[name]) for name, p in spread.named_buffers()]
+    return [
+        max(apart),
+        worst((p.detach(), expected[name].detach()) for name, p in spread.named_parameters()),
+        all(torch.equal(a, b) for a, b in biases),
+    ]
+
+
+def update_by_one_process(whole):
+    """Update the biases by this process's load alone."""
+    from rank_setup import group_of_one
+
+    update_expert_biases(whole, group_of_one())
+
+
+def scaled_losses(rank, world):
+    """Auxiliary losses of a group of ranks with unequal numbers of tokens, averaged; beside one process."""
+    torch.manual_seed(0)
+    options = {"aux_loss_coef": 0.5, "z_loss_coef": 0.1, "dtype": torch.float64}
+    layers = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layers.append(MoE(H, 6, E, 2, **options))
+    whole, spread = layers
+    called = ep.data_parallel(ep.shard(spread, mesh_of(4), scope="group"), mesh_of(4))
+    sizes = [3, 9, 0, 6]
+    x = torch.randn(sum(sizes), H, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    # The task's loss is a sum over all tokens; as a mean over ranks it is the ranks' sums times their number.
+    whole(x).square().sum().backward()
+    called(x.split(sizes)[rank]).square().sum().mul(world).backward()
+    expected = dict(whole.named_parameters())
+    task_and_losses = worst((p.grad, expected[name].grad) for name, p in spread.named_parameters())
+    set_aux_loss_scale(whole, 0.0)
+    whole.zero_grad()
+    whole(x).square().sum().backward()
+    without_losses = worst((p.grad, expected[name].grad) for name, p in spread.named_parameters())
+    return task_and_losses, without_losses
+
+
+def clipped(rank, world, norm_type, max_norm):
+    """Norms and gradients after clipping: over two meshes, whole ones, one without a gradient, and in one process."""
+    spread = [
+        ep.shard(MoE(H, 6, E, 2, dtype=torch.float64), mesh)
+        for mesh in (mesh_of(2, 2)["ep"], mesh_of(4))
+        if torch.manual_seed(0)
+    ]
+    whole = [MoE(H, 6, E, 2, dtype=torch.float64) for _ in spread if torch.manual_seed(0)]
+    for one, other in zip(spread, whole, strict=True):
+        for (name, p), (_, q) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+            if name == "experts.w_out" and one is spread[0]:
+                continue
+            q.grad = torch.linspace(-1, 2, q.numel(), dtype=torch.float64).reshape(q.shape)
+            p.grad = spread_like(p, q.grad)
+    found = [[p for one in layers for p in one.parameters()] for layers in (spread, whole)]
+    kind = float(norm_type)
+    norms = [ep.clip_grad_norm_(found[0], max_norm, kind), nn.utils.clip_grad_norm_(found[1], max_norm, kind)]
+    pairs = [(p.grad, q.grad) for p, q in zip(*found, strict=True) if q.grad is not None]
+    return abs(norms[0].item() - norms[1].item()), worst(pairs), norms[1].item()
+
+
+def spread_like(parameter, whole):
+    """A whole tensor as a parameter is spread."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(parameter, DTensor):
+        return whole.clone()
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+
+
+def clipped_over_stages(rank, world):
+    """The norm over ranks that have different parameters."""
+    parameter = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    parameter.grad = torch.full_like(parameter, rank + 1.0)
+    norm = ep.clip_grad_norm_([parameter], 1.0, group=dist.group.WORLD)
+    return norm.item() ** 2, parameter.grad.tolist()
+
+
+def not_finite(rank, world):
+    """What is said of a norm that is not finite."""
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.full_like(parameter, float("nan"))
+    try:
+        ep.clip_grad_norm_(parameter, 1.0, error_if_nonfinite=True)
+    except RuntimeError as error:
+        return str(error)
+
+
+def refused(rank, world, what):
+    """What is said of arguments that do not fit."""
+    mesh, kind, options = mesh_of(2, 2), "ddp", {}
+    spread = ep.shard(model(), mesh["ep"])
+    if what == "other ranks":
+        mesh = mesh_of(4)
+    elif what == "no mesh":
+        mesh = dist.group.WORLD
+    elif what == "not sharded":
+        spread = model()
+    elif what == "kind":
+        kind = "zero"
+    elif what == "blocks":
+        options["blocks"] = [spread[1]]
+    try:
+        ep.data_parallel(spread, mesh, kind=kind, **options)
+    except (TypeError, ValueError) as error:
+        return [type(error).__name__, str(error)]
+
+
+def is_wrapped(rank, world):
+    """What data_parallel returns."""
+    return [isinstance(made((2, 2), "ddp")[1], DistributedDataParallel), made((2, 2), "fsdp")[1] is not None]

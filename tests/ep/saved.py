@@ -1,0 +1,91 @@
+"""What ranks do for test_checkpoints.py: training states saved on some number of ranks, and loaded on another."""
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from parallel import model
+from rank_setup import full, groups, mesh_of, same_bits
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from pymoe import ep
+
+
+def made(spread_over):
+    """A model, its optimizer and its ranks: 0 for a whole one, "2x2" for a mesh with FSDP, else a number of ranks."""
+    own, group = model(bias=True), None
+    if spread_over == "2x2":
+        ep.data_parallel(ep.shard(own, mesh_of(2, 2)["ep"]), mesh_of(2, 2), kind="fsdp")
+        group = dist.group.WORLD
+    elif spread_over:
+        group = groups()[spread_over]
+        ep.shard(own, group)
+    return own, torch.optim.AdamW(own.parameters(), 0.01, foreach=False), group
+
+
+def train(own, optimizer):
+    """Some steps, whose gradients follow from the parameters element by element, however these are spread."""
+    for step in range(3):
+        for parameter in own.parameters():
+            parameter.grad = parameter.detach() * 0.5 + (step + 0.25)
+        optimizer.step()
+    for name, buffer in own.named_buffers():
+        buffer.copy_(torch.arange(buffer.numel()) * 0.25 + len(name))
+
+
+def state_of(own, optimizer):
+    """Parameters, buffers and what the optimizer keeps, by name."""
+    found = {name: value.detach() for name, value in (*own.named_parameters(), *own.named_buffers())}
+    for name, parameter in own.named_parameters():
+        found |= {f"{name}/{key}": value for key, value in optimizer.state[parameter].items()}
+    return found
+
+
+def takes_part(rank, spread_over):
+    """Whether a rank has a share of the model."""
+    groups()
+    return spread_over == "2x2" or rank < max(1, spread_over)
+
+
+def save(rank, world, folder, spread_over):
+    """Train, and save model and optimizer."""
+    if takes_part(rank, spread_over):
+        own, optimizer, group = made(spread_over)
+        train(own, optimizer)
+        state = dict(zip(("model", "optimizer"), get_state_dict(own, optimizer), strict=True))
+        dcp.save(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
+
+
+def load(rank, world, folder, spread_over):
+    """Load into a model that was never trained; the names of what differs from one that was trained here, as a
+    whole.
+    """
+    if not takes_part(rank, spread_over):
+        return []
+    own, optimizer, group = made(spread_over)
+    with torch.no_grad():
+        for parameter in own.parameters():
+            parameter.mul_(0)
+    state = dict(zip(("model", "optimizer"), get_state_dict(own, optimizer), strict=True))
+    dcp.load(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
+    set_state_dict(own, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    whole, its_optimizer, _ = made(0)
+    train(whole, its_optimizer)
+    found, expected = state_of(own, optimizer), state_of(whole, its_optimizer)
+    assert found.keys() == expected.keys()
+    return [name for name in expected if not same_bits(full(found[name]), expected[name])]
+
+
+def load_whole_state_dict(rank, world):
+    """What differs after ``load_state_dict`` of a whole model's, and how many names a wrong size is told by."""
+    whole, optimizer, _ = made(0)
+    train(whole, optimizer)
+    own, _, _ = made(world)
+    own.load_state_dict(whole.state_dict())
+    names = [name for name, value in own.state_dict().items() if not same_bits(full(value), whole.state_dict()[name])]
+    wrong = whole.state_dict()
+    wrong["2.experts.w_in"] = wrong["2.experts.w_in"][1:]
+    try:
+        own.load_state_dict(wrong)
+    except RuntimeError as error:
+        return names, "size mismatch for 2.experts.w_in" in str(error)
+    return names, False

@@ -1,0 +1,30 @@
+"""Checkpoints are of the whole model: what some number of ranks has saved, any other loads, bit for bit."""
+
+import pytest
+import saved
+import torch
+import torch.distributed.checkpoint as dcp
+from parallel import model
+
+SPREAD = [4, 3, 2, 1, 0, "2x2"]
+
+
+@pytest.mark.parametrize("saved_on", SPREAD)
+def test_model_and_optimizer_are_loaded_on_any_number_of_ranks(ranks, tmp_path, saved_on):
+    ranks.run(saved.save, folder=str(tmp_path), spread_over=saved_on)
+    for loaded_on in SPREAD:
+        assert ranks.run(saved.load, folder=str(tmp_path), spread_over=loaded_on) == [[]] * 4, loaded_on
+
+
+def test_a_process_without_a_group_loads_what_four_ranks_have_saved(ranks, tmp_path):
+    ranks.run(saved.save, folder=str(tmp_path), spread_over=4)
+    own, optimizer = model(bias=True), None
+    state = {"model": own.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    whole, optimizer, _ = saved.made(0)
+    saved.train(whole, optimizer)
+    assert all(torch.equal(value, whole.state_dict()[name]) for name, value in own.state_dict().items())
+
+
+def test_ranks_take_their_share_of_a_whole_models_state_dict(ranks):
+    assert ranks.run(saved.load_whole_state_dict) == [[[], True]] * 4

@@ -1,0 +1,77 @@
+"""Gradients over a mesh of ranks are those of one process: with DDP and with FSDP, accumulated, scaled and clipped."""
+
+import parallel
+import pytest
+
+SHAPES = [(2, 2), (1, 4), (4,), (4, 1)]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_are_those_of_the_mean_loss(ranks, shape, kind, micro_batches):
+    for error in ranks.run(parallel.gradients, shape=shape, kind=kind, micro_batches=micro_batches):
+        assert error < 1e-12
+
+
+def test_gradients_accumulate_where_every_backward_pass_sums_over_ranks(ranks):
+    assert max(ranks.run(parallel.accumulated_with_every_sum)) < 1e-12
+
+
+@pytest.mark.parametrize("clip", [0.1, 1e9])
+@pytest.mark.parametrize(("shape", "kind"), [((2, 2), "ddp"), ((2, 2), "fsdp"), ((4,), "fsdp")])
+def test_steps_with_clipping_and_expert_biases_are_those_of_one_process(ranks, shape, kind, clip):
+    for norms, parameters, biases in ranks.run(parallel.training, shape=shape, kind=kind, clip=clip):
+        assert norms < 1e-10
+        assert parameters < 1e-8
+        assert biases
+
+
+def test_the_mean_over_ranks_of_a_groups_losses_is_that_of_all_tokens(ranks):
+    for error, without_losses in ranks.run(parallel.scaled_losses):
+        assert error < 1e-12
+        assert without_losses > 1e-3, "the losses have gradients that are seen"
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e9])
+@pytest.mark.parametrize("norm_type", ["2", "1", "3", "inf"])
+def test_clipping_over_meshes_is_that_of_one_process(ranks, norm_type, max_norm):
+    for norm, gradients, expected in ranks.run(parallel.clipped, norm_type=norm_type, max_norm=max_norm):
+        assert norm < 1e-9 * expected
+        assert gradients < 1e-9
+
+
+def test_clipping_over_stages_of_a_pipe(ranks):
+    total = 3 * (1 + 4 + 9 + 16)
+    for rank, (squared, gradient) in enumerate(ranks.run(parallel.clipped_over_stages)):
+        assert squared == pytest.approx(total)
+        assert gradient == pytest.approx([(rank + 1) / total**0.5] * 3, rel=1e-6)
+
+
+def test_a_norm_that_is_not_finite_is_refused_where_asked_for(ranks):
+    for said in ranks.run(parallel.not_finite):
+        assert said == "clip_grad_norm_: the norm of order 2.0 must be finite, got nan"
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "text"),
+    [
+        (
+            "other ranks",
+            "ValueError",
+            "data_parallel: the last dimension of mesh must be the ranks over which layers are",
+        ),
+        ("no mesh", "TypeError", "data_parallel: mesh must be a DeviceMesh, got ProcessGroup"),
+        (
+            "not sharded",
+            "ValueError",
+            "data_parallel: model must hold a layer sharded before, got a Sequential without",
+        ),
+        ("kind", "ValueError", "data_parallel: kind must be one of 'ddp', 'fsdp', got 'zero'"),
+        ("blocks", "ValueError", "data_parallel: blocks must be empty with kind='ddp', got 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused(ranks, what, kind, text):
+    for said in ranks.run(parallel.refused, what=what):
+        assert said[0] == kind
+        assert text in said[1]
