@@ -182,14 +182,14 @@ def parameter_counts(model: nn.Module, config: Config) -> dict[str, int]:
     return {"total": total, "active_per_byte": active}
 
 
-def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
-    """AdamW; matrices decay, norms and biases do not."""
+def make_optimizer(model: nn.Module, config: Config, **options: Any) -> torch.optim.AdamW:
+    """AdamW, fused unless ``options`` say otherwise; matrices decay, norms and biases do not."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), **{"fused": True, **options})
 
 
 def train_step(
