@@ -1,6 +1,6 @@
 # pymoe: every target makes what it needs, so each works on a fresh clone. Options go through ARGS:
 #     make train ARGS="--steps 200 --ffn dense"
-.PHONY: help train check test test-all docs wheel bench bench-layers bench-runtime bench-parallel bench-pipeline bench-distributed lint format clean
+.PHONY: help train check test test-all docs wheel bench bench-layers bench-runtime bench-parallel bench-pipeline bench-distributed bench-expert-parallel lint format clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -28,6 +28,7 @@ help:
 	@echo 'make bench-parallel  many calls at once, forward and backward, beside a loop and plain autograd; in build/parallel_backward/'
 	@echo 'make bench-pipeline  pipeline schedules beside torchgpipe, torch and the simulated ideal; in build/pipeline_schedules/'
 	@echo 'make bench-distributed  captured models in 1, 2 and 4 processes beside torch; in build/pipeline_distributed/'
+	@echo 'make bench-expert-parallel  a layer with experts on two processes beside one and plain torch; in build/expert_parallel/'
 	@echo 'make lint    ruff, clang-format and mypy'
 	@echo 'make format  lay out the sources, write the type stub again'
 	@echo 'make clean   remove what was built, and the virtual environment'
@@ -86,6 +87,9 @@ bench-pipeline: $(INSTALLED) $(VENV)/.torchgpipe
 
 bench-distributed: $(INSTALLED)
 	$(RUN) -m benchmarks.pipeline_distributed $(ARGS)
+
+bench-expert-parallel: $(INSTALLED)
+	$(RUN) -m benchmarks.expert_parallel $(ARGS)
 
 $(VENV)/.torchgpipe: benchmarks/pipeline/requirements-torchgpipe.txt $(PACKAGES)
 	@echo '== torchgpipe into $(VENV)'

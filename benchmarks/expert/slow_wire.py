@@ -1,0 +1,108 @@
+"""How much of a slow wire is hidden: exchanges that take as long as a wire would, and experts that take as long as
+told.
+
+A virtual wire carries one exchange of a process after another, so many rows a second, and costs no processor: an
+exchange is done at once and handed over when the wire would be done with it. Experts sleep.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pymoe import ep
+from pymoe.ep.exchange import Crossing
+from pymoe.nn import MoE
+
+TOKENS, HIDDEN, EXPERTS, TOP_K = 512, 64, 8, 2
+
+
+class Wire:
+    """Replaces the exchanges of this process."""
+
+    def __init__(self, seconds_of_all: float) -> None:
+        self._cost, self._free = seconds_of_all / (TOKENS * TOP_K), 0.0
+        self._due: dict[int, float] = {}
+        start, finish = Crossing._start, Crossing._finish
+
+        def started(crossing: Any, chunk: int, out: Any, rows: Any, received: Any, sent: Any) -> None:
+            start(crossing, chunk, out, rows, received, sent)
+            crossing._under_way[chunk][0].wait()
+            self._free = max(self._free, time.perf_counter()) + rows.shape[0] * self._cost
+            self._due[id(crossing), chunk] = self._free  # type: ignore[index]
+
+        def finished(crossing: Any, chunk: int) -> Any:
+            time.sleep(max(0.0, self._due.pop((id(crossing), chunk)) - time.perf_counter()))  # type: ignore[call-overload]
+            return finish(crossing, chunk)
+
+        Crossing._start, Crossing._finish = started, finished  # type: ignore[method-assign, assignment]
+
+
+class Sleep(torch.autograd.Function):
+    """Takes some seconds forward, and twice as many backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, seconds: float) -> torch.Tensor:  # type: ignore[override]
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        time.sleep(2 * ctx.seconds)
+        return grad, None
+
+
+def best_forward(wire: float, compute: float, chunks: int) -> float:
+    """The shortest time of the order in which chunks travel there, are computed and travel back."""
+    arrivals = [wire * (chunk + 1) / chunks for chunk in range(chunks)]
+    clock, free = 0.0, wire
+    for arrival in arrivals:
+        clock = max(clock, arrival) + compute / chunks
+        free = max(free, clock) + wire / chunks
+    return free
+
+
+def rank_main(rank: int, folder: str, chunks: tuple[int, ...], wire: float, compute: float, rounds: int) -> None:
+    """Medians of forward and backward seconds, the slower rank's, by number of chunks; rank 0 writes them."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting_wire", rank=rank, world_size=2)
+    try:
+        Wire(wire)
+        group = dist.group.WORLD
+        assert group is not None
+        found = {}
+        for count in chunks:
+            torch.manual_seed(0)
+            layer: Any = ep.shard(MoE(HIDDEN, 64, EXPERTS, TOP_K), group, chunks=count)
+            real = layer.experts._apply_to_chunk
+            layer.experts._apply_to_chunk = lambda *args, real=real, part=compute / count: Sleep.apply(
+                real(*args), part
+            )
+            times = [timed(layer, TOKENS) for _ in range(rounds + 1)][1:]
+            both: list[Any] = [None, None]
+            dist.all_gather_object(both, [statistics.median(column) for column in zip(*times, strict=True)])
+            found[count] = [max(one) for one in zip(*both, strict=True)]
+        if rank == 0:
+            (Path(folder) / "wire.json").write_text(json.dumps(found))
+    finally:
+        dist.destroy_process_group()
+
+
+def timed(layer: torch.nn.Module, tokens: int) -> tuple[float, float]:
+    """Seconds of a forward and of a backward pass."""
+    x = torch.randn(tokens, HIDDEN, requires_grad=True)
+    dist.barrier()
+    start = time.perf_counter()
+    y = layer(x)
+    middle = time.perf_counter()
+    dist.barrier()
+    again = time.perf_counter()
+    y.sum().backward()
+    return middle - start, time.perf_counter() - again

@@ -1,0 +1,142 @@
+"""What two processes do: steps of every system in turn, forward and backward, and how long that takes them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.expert.torch_peer import TorchExpertParallel
+from pymoe import ep
+from pymoe.ep import agreement, exchange
+from pymoe.nn import MoE
+
+ALONE, PEER, PEER_MOVES = "one process", "torch", "torch, pymoe's products"
+OURS = {"pymoe, EP 1": 1, "pymoe, EP 2": 1, "pymoe, EP 2, 2 chunks": 2, "pymoe, EP 2, 4 chunks": 4}
+SYSTEMS = (ALONE, *OURS, PEER, PEER_MOVES)
+ON_ONE_RANK = (ALONE, "pymoe, EP 1")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A layer, and the tokens of both ranks together."""
+
+    tokens: int
+    hidden: int
+    ffn: int
+    experts: int
+    top_k: int
+
+    def __str__(self) -> str:
+        return f"T {self.tokens}, H {self.hidden}, F {self.ffn}, E {self.experts}, K {self.top_k}"
+
+    def layer(self) -> MoE:
+        """The whole layer, the same in every process."""
+        torch.manual_seed(0)
+        return MoE(self.hidden, self.ffn, self.experts, self.top_k, dtype=torch.float32)
+
+    def rows(self) -> Tensor:
+        """All tokens."""
+        return torch.randn(self.tokens, self.hidden, generator=torch.Generator().manual_seed(1))
+
+
+class Waits:
+    """Seconds that this process waits for others: what the layer's exchanges and announcements take it."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        for owner, name in ((exchange.Crossing, "_finish"), (agreement.Announcement, "read")):
+            setattr(owner, name, self._timed(getattr(owner, name)))
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*args)
+            self.seconds += time.perf_counter() - start
+            return result
+
+        return timed
+
+
+def rank_main(rank: int, folder: str, cells: list[Cell], rounds: int) -> None:
+    """Measure all cells; rank 0 writes what both have found."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    try:
+        waits = Waits()
+        found = [measure(rank, cell, rounds, waits) for cell in cells]
+        if rank == 0:
+            (Path(folder) / "found.json").write_text(json.dumps(found))
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(rank: int, cell: Cell, rounds: int, waits: Waits) -> dict[str, Any]:
+    """One cell: by system, a list of rounds with seconds of wall, processors and waits; and how results compare."""
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    layers: dict[str, nn.Module] = {ALONE: cell.layer()}
+    for name, chunks in OURS.items():
+        layers[name] = ep.shard(cell.layer(), alone if name in ON_ONE_RANK else everyone, chunks=chunks)
+    layers |= {
+        name: TorchExpertParallel(cell.layer(), everyone, kind)
+        for name, kind in ((PEER, "torch"), (PEER_MOVES, "pymoe"))
+    }
+    all_rows = cell.rows()
+    own_rows = all_rows.chunk(2)[rank]
+    times: dict[str, list[list[float]]] = {name: [] for name in SYSTEMS}
+    results: dict[str, tuple[Tensor, Tensor]] = {}
+    for number in range(rounds + 1):  # the first one warms up
+        for name in SYSTEMS[:: -1 if number % 2 else 1]:
+            works = name not in ON_ONE_RANK or rank == 0
+            rows = all_rows if name in ON_ONE_RANK else own_rows
+            seconds, result = step(layers[name], rows, waits) if works else (None, None)
+            both: list[Any] = [None, None]
+            dist.all_gather_object(both, seconds)
+            if result is not None:
+                results[name] = result
+            if number:
+                there = [one for one in both if one is not None]
+                wall, processors, waited = zip(*there, strict=True)
+                times[name].append([max(wall), sum(processors), max(waited)])
+    return {"cell": str(cell), "times": times, "verdicts": verdicts(rank, results)}
+
+
+def step(layer: nn.Module, rows: Tensor, waits: Waits) -> tuple[tuple[float, float, float], tuple[Tensor, Tensor]]:
+    """Forward and backward: seconds of wall, of this process's processor and of waits; output and input gradient."""
+    x = rows.detach().clone().requires_grad_()
+    direction = torch.ones_like(x)
+    for parameter in layer.parameters():
+        parameter.grad = None
+    if not isinstance(layer, MoE) or isinstance(layer, ep.ShardedMoE):
+        dist.barrier(getattr(getattr(layer, "arrangement", None), "group", None))
+    waits.seconds = 0.0
+    wall, processor = time.perf_counter(), time.process_time()
+    y = layer(x)
+    y.backward(direction)
+    spent = (time.perf_counter() - wall, time.process_time() - processor, waits.seconds)
+    assert x.grad is not None
+    return spent, (y.detach(), x.grad)
+
+
+def verdicts(rank: int, results: dict[str, tuple[Tensor, Tensor]]) -> dict[str, str]:
+    """How outputs and input gradients compare with those of EP 1: "exact", "close" or "WRONG"; of rank 0's tokens."""
+    if rank:
+        return {}
+    count = results["pymoe, EP 2"][0].shape[0]
+    expected = [tensor[:count] for tensor in results["pymoe, EP 1"]]
+    said = {}
+    for name, found in results.items():
+        pairs = [(tensor[:count], other) for tensor, other in zip(found, expected, strict=True)]
+        errors = [((a - b).norm() / b.norm()).item() for a, b in pairs]
+        exact = all(torch.equal(a, b) for a, b in pairs)
+        said[name] = "exact" if exact else "close" if max(errors) < 1e-5 else "WRONG"
+    return said

@@ -1,0 +1,146 @@
+"""A layer whose experts are on two ranks, beside one process and the same layer in plain torch.
+
+    python -m benchmarks.expert_parallel [--quick] [--rounds N] [--output DIR]
+
+Forward and backward of a whole layer over gloo, one thread a rank; all systems take turns, a step each. The peer sorts
+rows, exchanges them by ``all_to_all_single`` and adds them up by ``index_add``, as torchtitan does, with products by
+``F.linear`` expert by expert or with pymoe's. Results are checked. Then a wire that is as slow as the experts are, and
+how much of it 1, 2 and 4 chunks hide. Writes JSON and Markdown tables. ``make bench-expert-parallel`` sets all up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.expert import slow_wire, work
+from benchmarks.expert.work import ALONE, PEER, PEER_MOVES, SYSTEMS, Cell
+from benchmarks.output import as_markdown, command, measured, parser_of, save
+from pymoe.bench.environment import environment
+from pymoe.bench.report import Table, show
+from pymoe.bench.timing import Spread
+
+CELLS = [Cell(4096, 512, 1024, 8, 2), Cell(8192, 256, 128, 32, 8)]
+QUICK_CELLS = [Cell(256, 32, 16, 8, 2)]
+ROUNDS, QUICK_ROUNDS = 9, 2
+CHUNKS = (1, 2, 4)
+WIRE = 0.04
+"""Seconds of the rows of a call one way, and of the experts."""
+Record = dict[str, Any]
+
+
+def main() -> int:
+    """Measure; 1 if somebody's results are wrong."""
+    options = parse()
+    start = time.perf_counter()
+    rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
+    result: Record = {
+        "command": command("expert_parallel"),
+        "environment": environment(),
+        "settings": {"rounds": rounds, "quick": options.quick},
+    }
+    cells = QUICK_CELLS if options.quick else CELLS
+    wire = 0.005 if options.quick else WIRE
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(work.rank_main, args=(folder, cells, rounds), nprocs=2)
+        result["cells"] = json.loads((Path(folder) / "found.json").read_text())
+        torch.multiprocessing.spawn(slow_wire.rank_main, args=(folder, CHUNKS, wire, wire, rounds), nprocs=2)
+        found = json.loads((Path(folder) / "wire.json").read_text())
+    result["wire"] = [
+        {"chunks": chunks, "seconds": found[str(chunks)], "best_forward": slow_wire.best_forward(wire, wire, chunks)}
+        for chunks in CHUNKS
+    ]
+    result["settings"]["load_after"] = environment()["load"]
+    result["wall_seconds"] = round(time.perf_counter() - start, 1)
+    tables = {cell["cell"]: table_of(cell) for cell in result["cells"]} | {
+        f"a wire of {wire * 1e3:g} ms one way, experts of {wire * 1e3:g} ms": wire_table(result["wire"])
+    }
+    for heading, table in tables.items():
+        print(f"\n{heading}")
+        show(table)
+    save(result, markdown(result, tables), options.output / "expert_parallel")
+    return int(any(verdict == "WRONG" for cell in result["cells"] for verdict in cell["verdicts"].values()))
+
+
+def parse() -> argparse.Namespace:
+    """The options."""
+    parser = parser_of("expert_parallel", __doc__)
+    parser.add_argument("--quick", action="store_true", help="a tiny layer and few rounds: some seconds")
+    parser.add_argument("--rounds", type=int, metavar="N", help=f"steps behind a median (default: {ROUNDS})")
+    return parser.parse_args()
+
+
+def table_of(cell: Record) -> Table:
+    """Medians of a step, and ratios within rounds with their quartiles."""
+    rows = []
+    for name in SYSTEMS:
+        wall, processors, waits = (list(column) for column in zip(*cell["times"][name], strict=True))
+        rows.append(
+            [
+                name,
+                f"{statistics.median(wall) * 1e3:.1f}",
+                f"{statistics.median(processors) * 1e3:.1f}",
+                f"{statistics.median(waits) * 1e3:.1f}" if name.startswith("pymoe, EP 2") else "",
+                ratio(cell, ALONE, name, 1, inverse=True),
+                ratio(cell, PEER, name, 1),
+                ratio(cell, PEER_MOVES, name, 1),
+                cell["verdicts"][name],
+            ]
+        )
+    heading = [
+        *("system", "ms a step", "processor ms, all ranks", "ms that a rank waits"),
+        *("processor over one process", f"{PEER} over it", f"{PEER_MOVES} over it", "results"),
+    ]
+    return Table(heading, rows, left=frozenset({"system", "results"}), alarms=frozenset({"WRONG"}))
+
+
+def ratio(cell: Record, one: str, other: str, column: int, *, inverse: bool = False) -> str:
+    """``one`` over ``other``, compared round by round: the median and its quartiles."""
+    pairs = [(a[column], b[column]) for a, b in zip(cell["times"][one], cell["times"][other], strict=True)]
+    spread = Spread.of([b / a if inverse else a / b for a, b in pairs])
+    return f"{spread.median:.2f} ({spread.low:.2f} to {spread.high:.2f})"
+
+
+def wire_table(records: list[Record]) -> Table:
+    """Forward and backward beside what the order of chunks allows."""
+    rows = []
+    for one in records:
+        forward, backward = one["seconds"]
+        rows.append(
+            [
+                str(one["chunks"]),
+                f"{forward * 1e3:.1f}",
+                f"{one['best_forward'] * 1e3:.1f}",
+                f"{one['best_forward'] / forward:.0%}",
+                f"{forward / records[0]['seconds'][0]:.2f}",
+                f"{backward * 1e3:.1f}",
+                f"{backward / records[0]['seconds'][1]:.2f}",
+            ]
+        )
+    heading = ["chunks", "forward ms", "best of this order", "of the best", "over 1 chunk", "backward ms", "over 1"]
+    return Table(heading, rows)
+
+
+def markdown(result: Record, tables: dict[str, Table]) -> str:
+    """The report."""
+    about = (
+        "Two ranks over gloo on one machine, forward and backward in float32; medians, and ratios of processor time "
+        "within a round with quartiles. Ranks of one machine share its memory and cores, so a step's wall time is no "
+        "measure of two machines."
+    )
+    lines = ["# Experts on two ranks", "", measured(result, about, "one thread a rank"), ""]
+    for heading, table in tables.items():
+        lines += [f"## {heading[0].upper()}{heading[1:]}", "", *as_markdown(table), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,11 @@
+"""Pipelines over processes, in which each stage's experts are spread over ranks that have the same stage."""
+
+import pipes
+
+import pytest
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleInterleavedZeroBubble"])
+def test_gradients_are_those_of_one_process(ranks, schedule, checkpoint):
+    assert max(ranks.run(pipes.gradients, schedule=schedule, checkpoint=checkpoint)) < 1e-12
