@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pymoe.ep.arrangement import shards
 from pymoe.reference import checks
 
 
@@ -71,8 +72,8 @@ def contiguous(experts: int, ranks: int) -> Placement:
     """
     _check_size("contiguous", "experts", experts)
     _check_size("contiguous", "ranks", ranks)
-    each = -(-experts // ranks)
-    return Placement(tuple((expert // each,) for expert in range(experts)), ranks)
+    owners = (rank for rank, held in enumerate(shards(experts, ranks)) for _ in held)
+    return Placement(tuple((rank,) for rank in owners), ranks)
 
 
 def place(load: Tensor, ranks: int, *, replicas: int = 0) -> Placement:

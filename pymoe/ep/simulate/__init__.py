@@ -24,7 +24,7 @@ from pymoe.ep.simulate.machine import MACHINES, NETWORKS, Machine, Network
 from pymoe.ep.simulate.memory import Memory
 from pymoe.ep.simulate.picture import draw
 from pymoe.ep.simulate.report import text
-from pymoe.ep.simulate.simulation import Passes, Simulation, Traffic, simulate
+from pymoe.ep.simulate.simulation import Pass, Passes, Simulation, Traffic, simulate
 from pymoe.ep.simulate.step import Layer
 from pymoe.ep.simulate.timeline import Event, Phases, Task, Timeline, best_possible, run, timeline
 
@@ -43,6 +43,7 @@ __all__ = [
     "Machine",
     "Memory",
     "Network",
+    "Pass",
     "Passes",
     "Phases",
     "RecordedLoads",

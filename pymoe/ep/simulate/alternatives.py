@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 from pymoe.ep.simulate.balance import Balance
 from pymoe.ep.simulate.block import Block
-from pymoe.ep.simulate.step import Layer
+from pymoe.ep.simulate.step import Cut, Layer
 from pymoe.ep.simulate.traffic import EXCHANGES
 
 MOST_TOKENS = 1 << 30
@@ -57,7 +56,7 @@ def clones_bytes(layer: Layer, balance: Balance) -> float:
 
 
 def alternatives(
-    layer: Layer, balance: Balance, tokens: float, chunks: Sequence[int], *, deduplicate: bool
+    layer: Layer, balance: Balance, cuts: Sequence[Sequence[Cut]], tokens: float, rows: float
 ) -> tuple[Alternative, Alternative]:
     """Return data parallelism and FSDP.
 
@@ -68,17 +67,14 @@ def alternatives(
     Args:
         layer: block, ranks, machine and network.
         balance: the load under expert parallelism.
+        cuts: its layers and steps, for every number of chunks and way in which rows travel.
         tokens: T, a rank and step.
-        chunks: those to choose from.
-        deduplicate: whether bytes are those of a token that travels once to a rank.
+        rows: a token, that leave its rank; of which bytes are counted.
     """
-    sent = (balance.sent_once if deduplicate else balance.sent) / balance.tokens
-    a_token = expert_parallel_bytes(layer.block, sent)
+    a_token = expert_parallel_bytes(layer.block, rows)
 
     def with_experts(number: float) -> float:
-        ways = product(chunks, (False, True))
-        pairs = (layer.timelines(balance, number, parts, deduplicate=once) for parts, once in ways)
-        return min(forward.seconds + backward.seconds for forward, backward in pairs)
+        return min(layer.step_seconds(way, number) for way in cuts)
 
     def alternative(name: str, moved: float, seconds: Callable[[float], float]) -> Alternative:
         crossing = crossing_of(with_experts, seconds)

@@ -1,18 +1,17 @@
-"""Ways to spread the experts, applied to a load: who computes how many rows, and what that costs on the wire."""
+"""Ways to spread the experts, applied to a load: who computes how many rows, and what travels for that."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from pymoe.ep.clones import plan_clones
 from pymoe.ep.placement import Shares, contiguous, place, share_evenly
-from pymoe.ep.simulate.block import Block
 from pymoe.ep.simulate.gates import Load, source_ranks
-from pymoe.ep.simulate.machine import Network
 from pymoe.ep.simulate.traffic import counts_of, destinations_of, pairs_of, travelling
 
 Plan = Callable[[Tensor, Tensor], Shares]
@@ -73,66 +72,90 @@ class Balance:
     """The same with a row a token and destination rank."""
     gathered_once: float
     """The same with the rows that stay on their rank: what is written to the send buffer."""
-    wire: float
-    """Seconds in which the busiest rank sends and receives the rows of one exchange, without latency."""
-    wire_once: float
-    """The same with a row a token and destination rank."""
     clones: float
     """Clones that travel in a step and layer, all ranks together; replicas stay where they are."""
-    clones_wire: float
-    """Seconds in which the busiest rank sends and receives the weights of clones, without latency."""
 
 
-def balance(name: str, plan: Plan, load: Load, block: Block, ranks: int, tokens: float, network: Network) -> Balance:
-    """Return what ``plan`` makes of ``load``, with rows scaled from its tokens to ``tokens`` a rank."""
+@dataclass(frozen=True)
+class Spread:
+    """One layer and step of a load, and who computes what of it."""
+
+    choices: Tensor
+    """(N, K) int64."""
+    source: Tensor
+    """(N,) int64, the rank of each token."""
+    destinations: Tensor
+    """(N, K) int64, the rank to which each choice's row goes."""
+    shares: Shares
+    ranks: int
+    scale: float
+    """Rows that one counted row stands for."""
+    clones: Tensor
+    """(R, R) int64: the experts that each owner (first dimension) sends to each rank for this step."""
+
+    @property
+    def held(self) -> list[list[int]]:
+        """(R,): the experts that each rank computes, ascending."""
+        held: list[list[int]] = [[] for _ in range(self.ranks)]
+        for expert, hosts in enumerate(self.shares.hosts):
+            for rank in hosts:
+                held[rank].append(expert)
+        return held
+
+    def pairs(self, deduplicate: bool, chosen: Tensor | None = None) -> Tensor:
+        """Return (R, R) float64: rows from each rank to each, of the ``chosen`` (N, K) choices."""
+        return pairs_of(self.destinations, self.source, self.ranks, deduplicate, chosen).double() * self.scale
+
+    def chunk_of_choices(self, chunks: int) -> tuple[Tensor, Tensor]:
+        """Return (N, K) int64, the chunk of each choice, and (chunks, R) int64, the experts of each chunk and rank.
+
+        A chunk is the same share of each rank's experts: of n experts those from ``c * n // chunks`` on.
+        """
+        chunk = torch.zeros(self.ranks, len(self.shares.hosts), dtype=torch.int64)
+        number = torch.zeros(chunks, self.ranks, dtype=torch.int64)
+        for rank, experts in enumerate(self.held):
+            for part in range(chunks):
+                own = experts[part * len(experts) // chunks : (part + 1) * len(experts) // chunks]
+                chunk[rank, own] = part
+                number[part, rank] = len(own)
+        return chunk[self.destinations, self.choices], number
+
+
+def spreads(name: str, plan: Plan, load: Load, ranks: int, tokens: float) -> Iterator[Spread]:
+    """Yield every layer and step of ``load`` under ``plan``, with rows that stand for ``tokens`` a rank."""
     source = source_ranks(load.tokens, ranks)
-    scale = tokens * ranks / load.tokens
-    found: list[dict[str, float]] = []
     for before, now in load.with_past():
         counts = counts_of(now, source, ranks, load.experts)
-        past = counts_of(before, source, ranks, load.experts).sum(0)
-        shares = plan(past, counts)
-        filled = shares.destinations().sum(0)
+        shares = plan(counts_of(before, source, ranks, load.experts).sum(0), counts)
+        clones = counts.new_zeros(ranks, ranks)
+        if sends_weights(name):
+            for owner, *others in shares.hosts:
+                clones[owner, others] += 1
         where = destinations_of(now, source, shares)
-        pairs, once = (pairs_of(where, source, ranks, deduplicate) for deduplicate in (False, True))
-        moved = _clone_pairs(shares, ranks) if plan_is_of_clones(name) else None
+        yield Spread(now, source, where, shares, ranks, tokens * ranks / load.tokens, clones)
+
+
+def balance(name: str, plan: Plan, load: Load, ranks: int, tokens: float) -> Balance:
+    """Return what ``plan`` makes of ``load``, with rows scaled from its tokens to ``tokens`` a rank."""
+    found: list[dict[str, float]] = []
+    for spread in spreads(name, plan, load, ranks, tokens):
+        plain, once = (spread.pairs(deduplicate) for deduplicate in (False, True))
+        filled = plain.sum(0)
         found.append(
             {
-                "imbalance": float(filled.max()) / (float(filled.sum()) / ranks),
-                "rows": float(filled.max()) * scale,
-                "experts": float(max(map(len, _held(shares, ranks)))),
-                "sent": travelling(pairs) / ranks * scale,
-                "sent_once": travelling(once) / ranks * scale,
-                "gathered_once": float(once.sum()) / ranks * scale,
-                "wire": network.busiest(pairs.double() * (scale * block.row_bytes)),
-                "wire_once": network.busiest(once.double() * (scale * block.row_bytes)),
-                "clones": 0.0 if moved is None else float(moved.sum()),
-                "clones_wire": 0.0
-                if moved is None
-                else network.busiest(moved.double() * (block.expert_parameters * block.itemsize)),
+                "imbalance": float(filled.max() / filled.mean()),
+                "rows": float(filled.max()),
+                "experts": float(max(map(len, spread.held))),
+                "sent": travelling(plain) / ranks,
+                "sent_once": travelling(once) / ranks,
+                "gathered_once": float(once.sum()) / ranks,
+                "clones": float(spread.clones.sum()),
             }
         )
     means = {key: sum(one[key] for one in found) / len(found) for key in found[0]}
     return Balance(name, ranks, tokens, worst=max(one["imbalance"] for one in found), **means)
 
 
-def plan_is_of_clones(name: str) -> bool:
+def sends_weights(name: str) -> bool:
     """Return whether the plan called ``name`` sends weights in every step."""
     return "clone" in name
-
-
-def _held(shares: Shares, ranks: int) -> list[list[int]]:
-    held: list[list[int]] = [[] for _ in range(ranks)]
-    for expert, hosts in enumerate(shares.hosts):
-        for rank in hosts:
-            held[rank].append(expert)
-    return held
-
-
-def _clone_pairs(shares: Shares, ranks: int) -> Tensor:
-    """(R, R) int64: the experts that each owner (first dimension) sends to each rank."""
-    moved = shares.rows.new_zeros(ranks, ranks)
-    for owner, *clones in shares.hosts:
-        for rank in clones:
-            moved[owner, rank] += 1
-    return moved

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pymoe.ep.simulate.block import Block
 from pymoe.ep.simulate.checks import at_least, not_negative, positive
+from pymoe.ep.simulate.timeline import Seconds
 
 
 @dataclass(frozen=True)
@@ -34,33 +36,33 @@ class Machine:
     def __str__(self) -> str:
         return f"{self.title}: {self.flops / 1e12:g} Tflop/s, {self.memory_bandwidth / 1e9:g} GB/s of memory"
 
-    def seconds(self, operations: float, traffic: float) -> float:
+    def seconds(self, operations: Seconds, traffic: Seconds) -> Seconds:
         """Return the longer of ``operations`` at full speed and ``traffic`` bytes at full bandwidth, in seconds."""
-        return max(operations / self.flops, traffic / self.memory_bandwidth)
+        return np.maximum(operations / self.flops, traffic / self.memory_bandwidth)
 
     def gate_seconds(self, block: Block, tokens: float, backward: bool = False) -> float:
         """Return the time of the router over ``tokens``: 2 T H E operations forward, twice that backward."""
         times = 2 if backward else 1
         traffic = tokens * block.row_bytes + block.hidden * block.experts * block.itemsize
-        return self.seconds(times * 2 * tokens * block.hidden * block.experts, times * traffic)
+        return float(self.seconds(times * 2 * tokens * block.hidden * block.experts, times * traffic))
 
-    def move_seconds(self, block: Block, rows: float, tokens: float) -> float:
+    def move_seconds(self, block: Block, rows: Seconds, tokens: Seconds) -> Seconds:
         """Return the time in which ``rows`` are gathered from ``tokens``, or summed into them: all memory traffic."""
         return (rows + tokens) * block.row_bytes / self.memory_bandwidth
 
-    def experts_seconds(self, block: Block, rows: float, experts: float, backward: bool = False) -> float:
+    def experts_seconds(self, block: Block, rows: Seconds, experts: Seconds, backward: bool = False) -> Seconds:
         """Return the time of the grouped products over ``rows`` of ``experts`` experts, of which each is used.
 
         Forward 6 H F operations a row; the weights of the experts that have rows are read once, and the rows of H, 2 F
         and F numbers are read and written. Backward twice of both: products for rows and for weights.
         """
-        return self._networks(block, block.ffn, rows, min(experts, rows), backward)
+        return self._networks(block, block.ffn, rows, np.minimum(experts, rows), backward)
 
     def shared_seconds(self, block: Block, tokens: float, backward: bool = False) -> float:
         """Return the time of the shared experts over ``tokens``; 0 if there are none."""
-        return self._networks(block, block.shared_ffn, tokens, 1, backward) if block.shared_ffn else 0.0
+        return float(self._networks(block, block.shared_ffn, tokens, 1, backward)) if block.shared_ffn else 0.0
 
-    def _networks(self, block: Block, ffn: int, rows: float, experts: float, backward: bool) -> float:
+    def _networks(self, block: Block, ffn: int, rows: Seconds, experts: Seconds, backward: bool) -> Seconds:
         times = 2 if backward else 1
         weights = experts * 3 * block.hidden * ffn
         between = rows * (2 * block.hidden + 6 * ffn)  # x read, 2 F written and read, F written and read, y written

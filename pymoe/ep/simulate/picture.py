@@ -43,11 +43,18 @@ def draw(file: str | Path, simulation: Simulation) -> Path:
     )
     grid = upper.subplots(len(shown), 2, squeeze=False, sharex="col")
     for line, one in zip(grid, shown, strict=True):
-        _draw_timeline(line[0], one.forward, f"forward, {NAMES[one.deduplicated]}")
-        _draw_timeline(line[1], one.backward, f"backward, {NAMES[one.deduplicated]}")
+        _draw_timeline(line[0], one.forward.timeline, f"forward, {NAMES[one.deduplicated]}")
+        _draw_timeline(line[1], one.backward.timeline, f"backward, {NAMES[one.deduplicated]}")
     for axes in grid[-1]:
         axes.set_xlabel("ms")
-    _legend(upper, {event.name.split()[0] for one in shown for event in (*one.forward.events, *one.backward.events)})
+    _legend(
+        upper,
+        {
+            event.name.split()[0]
+            for one in shown
+            for event in (*one.forward.timeline.events, *one.backward.timeline.events)
+        },
+    )
     balance, memory, crossing = lower.subplots(1, 3)
     _draw_balance(balance, simulation)
     _draw_memory(memory, simulation)
@@ -58,7 +65,7 @@ def draw(file: str | Path, simulation: Simulation) -> Path:
 
 
 def _draw_timeline(axes: Any, found: Timeline, title: str) -> None:
-    for event in found.events:
+    for event in found.seen_by(found.fullest):
         height = LANES.index(event.lane)
         span = (1e3 * event.start, 1e3 * (event.end - event.start))
         colour = COLOURS[event.name.split()[0]]
@@ -67,7 +74,7 @@ def _draw_timeline(axes: Any, found: Timeline, title: str) -> None:
     axes.set_yticks(range(len(LANES)), LANES)
     axes.set_ylim(len(LANES) - 0.5, -0.5)
     axes.set_xlim(left=0)
-    parts = f"{found.chunks} chunk{'s' * (found.chunks != 1)}"
+    parts = f"{found.phases.chunks} chunk{'s' * (found.phases.chunks != 1)}"
     figures = f"{1e3 * found.seconds:.4g} ms, best possible {1e3 * found.best:.4g} ms (dotted)"
     axes.set_title(f"{title}, {parts}: {figures}", fontsize=9, loc="left")
 

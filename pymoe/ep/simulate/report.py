@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pymoe.bench.report import Table, plain
+from pymoe.ep.simulate.alternatives import expert_parallel_bytes
 from pymoe.ep.simulate.simulation import Simulation
-from pymoe.ep.simulate.timeline import PROCESSOR, WIRE
 
 NAMES = {False: "a row a choice", True: "a row a rank"}
 """How rows travel: each choice on its own, or a token once to each rank."""
@@ -80,12 +80,18 @@ def traffic_table(simulation: Simulation) -> Table:
 def time_table(simulation: Simulation) -> Table:
     """A row for every number of chunks and way in which rows travel."""
     names = ("wire", "compute", "best", "time")
-    heading = ("rows travel", "chunks", *(f"{way} {name}" for way in ("fwd", "bwd") for name in names), "sum")
+    heading = (
+        "rows travel",
+        "chunks",
+        "rows a token",
+        *(f"{way} {name}" for way in ("fwd", "bwd") for name in names),
+        "sum",
+    )
     rows = []
     for one in simulation.passes:
-        cells = [NAMES[one.deduplicated], str(one.chunks)]
+        cells = [NAMES[one.deduplicated], str(one.chunks), f"{one.rows:.3f}"]
         for found in (one.forward, one.backward):
-            seconds = (found.busy(WIRE), found.busy(PROCESSOR), found.best, found.seconds)
+            seconds = (found.wire, found.processor, found.best, found.seconds)
             cells += [milliseconds(value) for value in seconds]
         rows.append((*cells, milliseconds(one.seconds)))
     return Table(heading, rows, frozenset({"rows travel"}))
@@ -102,7 +108,7 @@ def alternatives_table(simulation: Simulation) -> Table:
     """A row for expert parallelism and one for each alternative."""
     heading = ("", "MiB sent", "ms", "EP sends less up to", "EP is faster up to")
     best = simulation.best
-    sent = next(one.bytes for one in simulation.traffic if one.deduplicated == best.deduplicated)
+    sent = expert_parallel_bytes(simulation.layer.block, best.rows * simulation.tokens)
     how = f"EP, {NAMES[best.deduplicated]}, {best.chunks} chunk{'s' * (best.chunks != 1)}"
     rows = [(how, mebibytes(sent + simulation.clones_bytes), milliseconds(best.seconds), "", "")]
     for one in simulation.alternatives:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from pymoe.ep.simulate.alternatives import Alternative, alternatives, clones_bytes, expert_parallel_bytes
-from pymoe.ep.simulate.balance import BALANCES, Balance, balance, plans
+from pymoe.ep.simulate.balance import BALANCES, Balance, balance, plans, spreads
 from pymoe.ep.simulate.block import Block
 from pymoe.ep.simulate.checks import at_least, choice, not_negative
 from pymoe.ep.simulate.gates import Load
@@ -19,8 +19,8 @@ from pymoe.ep.simulate.memory import (
     fully_sharded,
     optimizer_bytes_of,
 )
-from pymoe.ep.simulate.step import Layer
-from pymoe.ep.simulate.timeline import Timeline
+from pymoe.ep.simulate.step import Cut, Layer
+from pymoe.ep.simulate.timeline import PROCESSOR, WIRE, Timeline
 from pymoe.ep.simulate.traffic import expected_imbalance, expected_rows
 
 FORMAT = 1
@@ -43,17 +43,31 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Pass:
+    """A forward or backward pass; seconds are means over the layers and steps of the load."""
+
+    seconds: float
+    best: float
+    """No run of these parts in this order is shorter; see :func:`pymoe.ep.simulate.best_possible`."""
+    wire: float
+    """In which the wire is busy."""
+    processor: float
+    """In which the processor of the fullest rank is busy."""
+    timeline: Timeline
+    """Of the layer and step whose time is nearest the mean."""
+
+
+@dataclass(frozen=True)
 class Passes:
-    """The timelines of a forward and a backward pass."""
+    """A forward and a backward pass."""
 
     deduplicated: bool
-    forward: Timeline
-    backward: Timeline
-
-    @property
-    def chunks(self) -> int:
-        """In how many parts rows travel."""
-        return self.forward.chunks
+    chunks: int
+    """In how many parts rows travel."""
+    rows: float
+    """That leave a rank in the exchanges of one way, a token of it."""
+    forward: Pass
+    backward: Pass
 
     @property
     def seconds(self) -> float:
@@ -113,8 +127,9 @@ class Simulation:
                 {
                     "deduplicated": one.deduplicated,
                     "chunks": one.chunks,
+                    "rows": one.rows,
                     "seconds": one.seconds,
-                    **{name: _timeline_dict(getattr(one, name)) for name in ("forward", "backward")},
+                    **{name: _pass_dict(getattr(one, name)) for name in ("forward", "backward")},
                 }
                 for one in self.passes
             ],
@@ -149,7 +164,8 @@ def simulate(
         load: what tokens choose, of the block's E and K.
         machine: a rank.
         network: between the ranks.
-        chunks: the numbers of parts in which rows travel.
+        chunks: the numbers of parts in which rows travel, each the same share of every rank's experts. A token that
+            travels once to a rank does so in every part in which it has experts there.
         spread: how experts are spread where traffic, times and memory are computed; one of
             :data:`~pymoe.ep.simulate.balance.BALANCES`, all of which are compared in ``balances``.
         worth: the fewest rows of a clone; None: from as many on as pay for its way.
@@ -180,14 +196,17 @@ def simulate(
     least = worth_of(layer) if worth is None else worth
     at_least("simulate", "worth", least, 1)
     counted = max(1, round(least * load.tokens / (tokens * ranks)))  # as the load counts rows
-    every = tuple(balance(name, plan, load, block, ranks, tokens, network) for name, plan in plans(counted).items())
+    ways = plans(counted)
+    every = tuple(balance(name, plan, load, ranks, tokens) for name, plan in ways.items())
     chosen = every[BALANCES.index(spread)]
-    passes = tuple(
-        Passes(deduplicate, *layer.timelines(chosen, tokens, number, deduplicate=deduplicate))
+    found = tuple(spreads(spread, ways[spread], load, ranks, tokens))
+    cuts = {
+        (deduplicate, number): [layer.cut(one, tokens, number, deduplicate=deduplicate) for one in found]
         for deduplicate in (False, True)
         for number in chunks
-    )
-    once = min(passes, key=lambda one: one.seconds).deduplicated
+    }
+    passes = tuple(_passes(layer, way, tokens, *key) for key, way in cuts.items())
+    best = min(passes, key=lambda one: one.seconds)
     states = optimizer_bytes_of(block) if optimizer_bytes is None else optimizer_bytes
     return Simulation(
         layer=layer,
@@ -199,11 +218,11 @@ def simulate(
         traffic=_traffic(layer, load, chosen, tokens),
         passes=passes,
         memory={
-            "EP": expert_parallel(block, chosen, tokens, states, deduplicate=once, recompute=recompute),
+            "EP": expert_parallel(block, chosen, tokens, states, deduplicate=best.deduplicated, recompute=recompute),
             "DP": data_parallel(block, tokens, states, recompute=recompute),
             "FSDP": fully_sharded(block, ranks, tokens, states, recompute=recompute),
         },
-        alternatives=alternatives(layer, chosen, tokens, chunks, deduplicate=once),
+        alternatives=alternatives(layer, chosen, tuple(cuts.values()), tokens, best.rows),
         worth=least,
     )
 
@@ -234,6 +253,24 @@ def _traffic(layer: Layer, load: Load, chosen: Balance, tokens: int) -> tuple[Tr
     return plain, once
 
 
-def _timeline_dict(found: Timeline) -> dict[str, Any]:
-    busy = {lane: found.busy(lane) for lane in ("wire", "processor")}
-    return {"seconds": found.seconds, "best": found.best, **busy, "events": [asdict(one) for one in found.events]}
+def _passes(layer: Layer, cuts: Sequence[Cut], tokens: int, deduplicated: bool, chunks: int) -> Passes:
+    pairs = [layer.timelines(cut, tokens) for cut in cuts]
+    forward, backward = (_mean([pair[way] for pair in pairs]) for way in (0, 1))
+    rows = sum(chunk.sent for cut in cuts for chunk in cut.chunks) / len(cuts) / tokens
+    return Passes(deduplicated, chunks, rows, forward, backward)
+
+
+def _mean(timelines: Sequence[Timeline]) -> Pass:
+    def mean(values: Iterable[float]) -> float:
+        return sum(values) / len(timelines)
+
+    seconds = mean(one.seconds for one in timelines)
+    best, wire = mean(one.best for one in timelines), mean(one.busy(WIRE) for one in timelines)
+    processor = mean(one.busy(PROCESSOR) for one in timelines)
+    return Pass(seconds, best, wire, processor, min(timelines, key=lambda one: abs(one.seconds - seconds)))
+
+
+def _pass_dict(found: Pass) -> dict[str, Any]:
+    figures = {name: getattr(found, name) for name in ("seconds", "best", "wire", "processor")}
+    rank = found.timeline.fullest
+    return {**figures, "fullest": rank, "events": [asdict(one) for one in found.timeline.seen_by(rank)]}

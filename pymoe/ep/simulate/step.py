@@ -1,16 +1,51 @@
-"""Seconds of a layer's parts for a block, a machine, a network and a balance: what the timeline is made of."""
+"""Seconds of a layer's parts for a block, a machine, a network and a load: what the timeline is made of."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pymoe.ep.simulate.balance import Balance
+import numpy as np
+from numpy.typing import NDArray
+
+from pymoe.ep.simulate.balance import Spread
 from pymoe.ep.simulate.block import Block
 from pymoe.ep.simulate.machine import Machine, Network
 from pymoe.ep.simulate.timeline import Phases, Timeline, timeline
+from pymoe.ep.simulate.traffic import travelling
 
 HEADER = 8
 """Numbers beside the counts, by which ranks notice that they disagree."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one chunk of a layer and step carries, for T tokens a rank."""
+
+    rows: NDArray[np.float64]
+    """(R,) rows that each rank computes."""
+    received: NDArray[np.float64]
+    """(R,) rows that arrive at each rank, or stay there."""
+    experts: NDArray[np.float64]
+    """(R,) experts that compute them."""
+    gathered: float
+    """Rows written to the send buffer, the mean over ranks."""
+    sent: float
+    """Of these, the rows that leave their rank."""
+    wire: float
+    """Seconds in which the busiest rank sends and receives, without latency."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One layer and step of a load, cut into chunks."""
+
+    deduplicated: bool
+    tokens: float
+    """T."""
+    chunks: tuple[Chunk, ...]
+    clones_wire: float | None
+    """Seconds in which the busiest rank sends and receives the weights of clones, without latency; None: no clones."""
 
 
 @dataclass(frozen=True)
@@ -22,55 +57,72 @@ class Layer:
     machine: Machine
     network: Network
 
+    def cut(self, spread: Spread, tokens: float, chunks: int, *, deduplicate: bool) -> Cut:
+        """Return ``spread``, which is of ``tokens`` a rank, in chunks; a row a rank is then a row a rank and chunk."""
+        chunk_TK, experts = spread.chunk_of_choices(chunks)
+        found = []
+        for chunk in range(chunks):
+            chosen = chunk_TK == chunk
+            plain, pairs = (spread.pairs(once, chosen) for once in (False, deduplicate))
+            wire = self.network.busiest(pairs * self.block.row_bytes)
+            rows, received = plain.sum(0).numpy(), pairs.sum(0).numpy()
+            number = experts[chunk].double().numpy()
+            gathered, sent = float(pairs.sum()) / self.ranks, travelling(pairs) / self.ranks
+            found.append(Chunk(rows, received, number, gathered, sent, wire))
+        weights = self.block.expert_parameters * self.block.itemsize
+        clones = self.network.busiest(spread.clones.double() * weights) if int(spread.clones.sum()) else None
+        return Cut(deduplicate, tokens, tuple(found), clones)
+
     def counts_seconds(self) -> float:
         """Return the time of an all-gather of every rank's E counts and header, 4 bytes each."""
         received = 4.0 * (self.ranks - 1) * (self.block.experts + HEADER)
         return self.network.latency + received / self.network.ring_bandwidth(self.ranks)
 
-    def phases(self, balance: Balance, tokens: float, *, deduplicate: bool, backward: bool) -> Phases:
-        """Return the seconds of a pass with ``tokens`` a rank, which scale those that ``balance`` was made for.
+    def phases(self, cut: Cut, tokens: float, *, backward: bool) -> Phases:
+        """Return the seconds of a pass with ``tokens`` a rank, which scale those of ``cut``.
 
         The backward sends the gradients of the outputs to the experts and those of the inputs back, so it has the
         exchanges of the forward; its products cost twice as much; it knows the counts.
         """
         block, machine = self.block, self.machine
-        scale = tokens / balance.tokens
-        gathered = scale * (balance.gathered_once if deduplicate else balance.tokens * block.choices)
-        wire = 0.0 if self.ranks == 1 else scale * (balance.wire_once if deduplicate else balance.wire)
-        rows = scale * balance.rows
-        experts = machine.experts_seconds(block, rows, balance.experts, backward)
-        if deduplicate:  # rows are copied for each expert where they arrive, and summed there
-            experts += 2 * machine.move_seconds(block, rows, gathered)
-        move = machine.move_seconds(block, gathered, tokens)
+        scale = tokens / cut.tokens
+        experts = []
+        for chunk in cut.chunks:
+            work = machine.experts_seconds(block, scale * chunk.rows, chunk.experts, backward)
+            if cut.deduplicated:  # rows are copied for each expert where they arrive, and summed there
+                work = work + 2 * machine.move_seconds(block, scale * chunk.rows, scale * chunk.received)
+            experts.append(work)
+        move = float(machine.move_seconds(block, scale * sum(chunk.gathered for chunk in cut.chunks), tokens))
         gate = machine.gate_seconds(block, tokens, backward)
-        latency = 0.0 if self.ranks == 1 else self.network.latency
-        clones = self.network.latency + balance.clones_wire if balance.clones else 0.0
+        wire = tuple(scale * chunk.wire for chunk in cut.chunks)
+        clones = 0.0 if cut.clones_wire is None else self.network.latency + cut.clones_wire
         return Phases(
             gate=0.0 if backward else gate,
             counts=0.0 if backward or self.ranks == 1 else self.counts_seconds(),
             gather=move,
-            latency=latency,
+            latency=0.0 if self.ranks == 1 else self.network.latency,
             dispatch=wire,
             shared=machine.shared_seconds(block, tokens, backward),
-            experts=experts,
+            experts=tuple(experts),
             combine=wire,
             sum=move + (gate if backward else 0.0),
             clones=0.0 if backward else clones,
             clones_back=clones if backward else 0.0,
         )
 
-    def timelines(
-        self, balance: Balance, tokens: float, chunks: int, *, deduplicate: bool
-    ) -> tuple[Timeline, Timeline]:
-        """Return the forward and the backward pass in ``chunks`` parts."""
-        passes = (self.phases(balance, tokens, deduplicate=deduplicate, backward=back) for back in (False, True))
-        forward, backward = (timeline(phases, chunks) for phases in passes)
+    def timelines(self, cut: Cut, tokens: float) -> tuple[Timeline, Timeline]:
+        """Return the forward and the backward pass with ``tokens`` a rank."""
+        forward, backward = (timeline(self.phases(cut, tokens, backward=back)) for back in (False, True))
         return forward, backward
+
+    def step_seconds(self, cuts: Sequence[Cut], tokens: float) -> float:
+        """Return the time of forward and backward with ``tokens`` a rank, the mean over layers and steps."""
+        return sum(one.seconds for cut in cuts for one in self.timelines(cut, tokens)) / len(cuts)
 
     def alone_seconds(self, tokens: float, *, backward: bool) -> float:
         """Return the time of a pass without exchange: all experts on the rank, over its own tokens."""
         block, machine = self.block, self.machine
         rows = tokens * block.choices
-        work = machine.experts_seconds(block, rows, block.experts, backward)
+        work = float(machine.experts_seconds(block, rows, block.experts, backward))
         work += machine.shared_seconds(block, tokens, backward) + machine.gate_seconds(block, tokens, backward)
-        return work + 2 * machine.move_seconds(block, rows, tokens)
+        return work + 2 * float(machine.move_seconds(block, rows, tokens))

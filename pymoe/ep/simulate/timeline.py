@@ -1,7 +1,7 @@
-"""When the parts of a layer run: tasks on two lanes, the wire and the ranks' processors, simulated as events.
+"""When the parts of a layer run: tasks on the wire and on the ranks' processors, simulated as events.
 
-Each lane runs its tasks one at a time, in the order in which they were launched, as a communication stream and a
-compute stream do. All ranks meet in every exchange, so the processor lane is that of the fullest rank.
+The wire and each rank's processor run their tasks one at a time, in the order in which they were launched, as a
+communication stream and compute streams do. All ranks meet in every exchange: it starts when the last of them is ready.
 """
 
 from __future__ import annotations
@@ -9,6 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+Seconds = float | NDArray[np.float64]
+"""One number, or (R,) one of each rank."""
 WIRE, PROCESSOR = "wire", "processor"
 LANES = (WIRE, PROCESSOR)
 
@@ -19,40 +24,40 @@ class Task:
 
     name: str
     lane: str
-    seconds: float
+    seconds: Seconds
     after: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Event:
-    """A task as it ran."""
+    """A task as it ran: on each rank, or at once on all of them."""
 
     name: str
     lane: str
-    start: float
-    end: float
+    start: Seconds
+    end: Seconds
 
 
 @dataclass(frozen=True)
 class Phases:
-    """The seconds of a pass through a layer, before it is cut into chunks."""
+    """The seconds of a pass through a layer whose rows travel in n chunks."""
 
     gate: float
-    """The router, or what the backward does before rows can be gathered."""
+    """The router."""
     counts: float
     """The exchange of counts, latency included; 0 where they are known."""
     gather: float
     """Rows into the send buffer, beside the exchange of counts."""
     latency: float
     """Of every exchange of rows."""
-    dispatch: float
-    """Rows to the experts' ranks, without latency."""
+    dispatch: tuple[float, ...]
+    """(n,) rows of a chunk to the experts' ranks, without latency."""
     shared: float
     """Shared experts, launched after the dispatches."""
-    experts: float
-    """The experts of the fullest rank."""
-    combine: float
-    """Rows back, without latency."""
+    experts: tuple[Seconds, ...]
+    """(n,) the experts of a chunk, on each rank."""
+    combine: tuple[float, ...]
+    """(n,) rows of a chunk back, without latency."""
     sum: float
     """The weighted sum of the rows that came back."""
     clones: float = 0.0
@@ -60,24 +65,46 @@ class Phases:
     clones_back: float = 0.0
     """Gradients of clones, latency included; behind the last combine."""
 
+    @property
+    def chunks(self) -> int:
+        """In how many parts rows travel."""
+        return len(self.dispatch)
+
 
 @dataclass(frozen=True)
 class Timeline:
-    """A pass through a layer in ``chunks`` parts, as simulated."""
+    """A pass through a layer, as simulated."""
 
-    chunks: int
+    phases: Phases
     events: tuple[Event, ...]
-    best: float
-    """No run in this order of launches can be shorter, in seconds; see :func:`best_possible`."""
 
     @property
     def seconds(self) -> float:
         """From the first start to the last end."""
-        return max(event.end for event in self.events)
+        return max(float(np.max(event.end)) for event in self.events)
+
+    @property
+    def best(self) -> float:
+        """See :func:`best_possible`."""
+        return best_possible(self.phases)
+
+    @property
+    def fullest(self) -> int:
+        """The rank whose experts take longest."""
+        return int(np.argmax(np.sum(np.broadcast_arrays(*self.phases.experts), axis=0)))
+
+    def seen_by(self, rank: int) -> tuple[Event, ...]:
+        """Return the events of the wire and of one rank's processor."""
+
+        def of(times: Seconds) -> float:
+            return float(times[rank] if isinstance(times, np.ndarray) and times.ndim else times)
+
+        return tuple(Event(event.name, event.lane, of(event.start), of(event.end)) for event in self.events)
 
     def busy(self, lane: str) -> float:
-        """Return the seconds in which ``lane`` works."""
-        return sum(event.end - event.start for event in self.events if event.lane == lane)
+        """Return the seconds in which the wire, or the processor of the fullest rank, works."""
+        events = (event for event in self.seen_by(self.fullest) if event.lane == lane)
+        return float(sum(event.end - event.start for event in events))
 
 
 def run(tasks: Sequence[Task]) -> tuple[Event, ...]:
@@ -86,61 +113,67 @@ def run(tasks: Sequence[Task]) -> tuple[Event, ...]:
     Raises:
         ValueError: a task waits for one that is not before it, has a name twice, or takes less than 0.
     """
-    free: dict[str, float] = {}
-    ends: dict[str, float] = {}
+    free: dict[str, Seconds] = {}
+    ends: dict[str, Seconds] = {}
     events = []
     for task in tasks:
         late = [name for name in task.after if name not in ends]
         if late or task.name in ends:
             wrong = f"a wait for {late[0]}" if late else "the same name again"
             raise ValueError(f"run: task {task.name} must wait for tasks before it and have a new name, got {wrong}")
-        if not task.seconds >= 0:
+        if not np.all(np.asarray(task.seconds) >= 0):
             raise ValueError(f"run: task {task.name} must take 0 or longer, got {task.seconds}")
-        start = max([free.get(task.lane, 0.0), *(ends[name] for name in task.after)])
+        start = free.get(task.lane, 0.0)
+        for name in task.after:
+            start = np.maximum(start, ends[name])
+        if task.lane == WIRE:  # where all ranks meet
+            start = float(np.max(start))
         ends[task.name] = free[task.lane] = start + task.seconds
         events.append(Event(task.name, task.lane, start, ends[task.name]))
     return tuple(events)
 
 
-def tasks_of(phases: Phases, chunks: int) -> Iterator[Task]:
+def tasks_of(phases: Phases) -> Iterator[Task]:
     """Yield the tasks of a pass in the order of launches.
 
-    Gate; counts beside the gather; all dispatches, the weights of clones behind them; the shared experts; then of each
-    chunk the experts and the way back; the sum. A chunk has the n-th part of the rows, weights and bytes, and the whole
-    latency. The clones' weights are needed by the first chunk, and their gradients, in a backward, leave last.
+    Gate; counts beside the gather; all dispatches, the weights of clones behind the first; the shared experts; then of
+    each chunk the experts and the way back; the sum. Every exchange has the whole latency. The clones' weights are
+    needed by the first chunk, and their gradients, in a backward, leave last.
     """
     yield Task("gate", PROCESSOR, phases.gate)
     yield Task("counts", WIRE, phases.counts, ("gate",))
     yield Task("gather", PROCESSOR, phases.gather, ("gate",))
-    for chunk in range(chunks):
-        yield Task(f"dispatch {chunk}", WIRE, phases.latency + phases.dispatch / chunks, ("counts", "gather"))
+    for chunk, seconds in enumerate(phases.dispatch):
+        yield Task(f"dispatch {chunk}", WIRE, phases.latency + seconds, ("counts", "gather"))
         if chunk == 0 and phases.clones:
             yield Task("clones", WIRE, phases.clones, ("counts",))
     yield Task("shared", PROCESSOR, phases.shared, ("gather",))
-    for chunk in range(chunks):
-        needed = (f"dispatch {chunk}", *(("clones",) if phases.clones else ()))
-        yield Task(f"experts {chunk}", PROCESSOR, phases.experts / chunks, needed)
-    for chunk in range(chunks):
-        yield Task(f"combine {chunk}", WIRE, phases.latency + phases.combine / chunks, (f"experts {chunk}",))
-    yield Task("sum", PROCESSOR, phases.sum, tuple(f"combine {chunk}" for chunk in range(chunks)))
+    weights = ("clones",) if phases.clones else ()
+    for chunk, work in enumerate(phases.experts):
+        yield Task(f"experts {chunk}", PROCESSOR, work, (f"dispatch {chunk}", *weights))
+    for chunk, seconds in enumerate(phases.combine):
+        yield Task(f"combine {chunk}", WIRE, phases.latency + seconds, (f"experts {chunk}",))
+    yield Task("sum", PROCESSOR, phases.sum, tuple(f"combine {chunk}" for chunk in range(phases.chunks)))
     if phases.clones_back:
-        yield Task("clones back", WIRE, phases.clones_back, (f"experts {chunks - 1}",))
+        yield Task("clones back", WIRE, phases.clones_back, (f"experts {phases.chunks - 1}",))
 
 
-def best_possible(phases: Phases, chunks: int) -> float:
-    """Return the least seconds in which any run of these tasks can end that keeps what they need of each other.
+def best_possible(phases: Phases) -> float:
+    """Return the least seconds in which any run of these tasks in this order can end.
 
     The longer of two chains, and then the sum: the wire, busy with all rows without a pause once they are gathered; and
-    the processor, busy from the arrival of the first chunk (or the end of the shared experts) to the last, which then
-    has to travel back. The gradients of clones leave while the sum runs.
+    the processor of the fullest rank, busy from the arrival of the first chunk (or the end of the shared experts) to
+    the last, which then has to travel back. The gradients of clones leave while the sum runs.
     """
     before = phases.gate + max(phases.counts, phases.gather)
-    dispatch, combine = (phases.latency + part / chunks for part in (phases.dispatch, phases.combine))
-    wire = chunks * (dispatch + combine) + phases.clones
-    ready = max(before + dispatch + phases.clones, phases.gate + phases.gather + phases.shared)
-    return max(before + wire, ready + phases.experts + combine) + max(phases.sum, phases.clones_back)
+    wire = 2 * phases.chunks * phases.latency + sum(phases.dispatch) + sum(phases.combine) + phases.clones
+    arrival = before + phases.latency + phases.dispatch[0] + phases.clones
+    ready = max(arrival, phases.gate + phases.gather + phases.shared)
+    work = float(np.max(np.sum(np.broadcast_arrays(*phases.experts), axis=0)))
+    back = phases.latency + phases.combine[-1]
+    return max(before + wire, ready + work + back) + max(phases.sum, phases.clones_back)
 
 
-def timeline(phases: Phases, chunks: int) -> Timeline:
-    """Return the simulated pass in ``chunks`` parts."""
-    return Timeline(chunks, run(tuple(tasks_of(phases, chunks))), best_possible(phases, chunks))
+def timeline(phases: Phases) -> Timeline:
+    """Return the simulated pass."""
+    return Timeline(phases, run(tuple(tasks_of(phases))))

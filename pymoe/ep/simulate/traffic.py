@@ -87,7 +87,9 @@ def destinations_of(choices: Tensor, source: Tensor, shares: Shares) -> Tensor:
     return hosts[choices.flatten(), place].view_as(choices)
 
 
-def pairs_of(destinations: Tensor, source: Tensor, ranks: int, deduplicate: bool) -> Tensor:
+def pairs_of(
+    destinations: Tensor, source: Tensor, ranks: int, deduplicate: bool, chosen: Tensor | None = None
+) -> Tensor:
     """Return (R, R) int64: the rows that each source rank (first dimension) sends to each rank, itself included.
 
     Args:
@@ -95,16 +97,17 @@ def pairs_of(destinations: Tensor, source: Tensor, ranks: int, deduplicate: bool
         source: (N,) int64, the rank of each token.
         ranks: R.
         deduplicate: count a token once for each rank that it goes to.
+        chosen: (N, K) bool, the rows that are counted; None: all.
     """
     cell = source[:, None] * ranks + destinations
+    counted = torch.ones_like(cell, dtype=torch.bool) if chosen is None else chosen
     if deduplicate:
-        cell = cell.sort(dim=1).values
-        first = torch.ones_like(cell, dtype=torch.bool)
-        first[:, 1:] = cell[:, 1:] != cell[:, :-1]
-        cell = cell[first]
-    return torch.bincount(cell.flatten(), minlength=ranks * ranks).view(ranks, ranks)
+        cell = cell.masked_fill(~counted, -1).sort(dim=1).values
+        counted = cell >= 0
+        counted[:, 1:] &= cell[:, 1:] != cell[:, :-1]
+    return torch.bincount(cell[counted], minlength=ranks * ranks).view(ranks, ranks)
 
 
-def travelling(pairs: Tensor) -> int:
+def travelling(pairs: Tensor) -> float:
     """Return the rows of ``pairs`` that leave their rank."""
-    return int(pairs.sum() - pairs.diagonal().sum())
+    return float(pairs.sum() - pairs.diagonal().sum())

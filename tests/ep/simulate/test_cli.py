@@ -42,7 +42,8 @@ def test_text_and_json_tell_the_same(tmp_path, capsys):
     assert len(found["passes"]) == 6
     for one in found["passes"]:
         assert one["seconds"] == pytest.approx(one["forward"]["seconds"] + one["backward"]["seconds"])
-        assert max(event["end"] for event in one["forward"]["events"]) == one["forward"]["seconds"]
+        ends = [event["end"] for event in one["forward"]["events"]]  # of one layer and step; seconds are means
+        assert max(ends) == pytest.approx(one["forward"]["seconds"], rel=0.05)
     assert set(found["memory"]) == {"EP", "DP", "FSDP"}
     assert [one["name"] for one in found["alternatives"]] == ["DP", "FSDP"]
 

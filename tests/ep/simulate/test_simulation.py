@@ -16,6 +16,7 @@ from pymoe.ep.simulate import (
     NETWORKS,
     PRESETS,
     Block,
+    Layer,
     Load,
     Machine,
     Network,
@@ -25,6 +26,7 @@ from pymoe.ep.simulate import (
     zipf,
 )
 from pymoe.ep.simulate.alternatives import crossing_of, data_parallel_bytes, fully_sharded_bytes
+from pymoe.ep.simulate.balance import plans, spreads
 
 RECORDED = Path(__file__).parent / "language_model.npz"
 SMALL = Block("small", 64, 64, 16, 4)
@@ -197,6 +199,47 @@ def test_a_crossing_is_found_where_it_is():
     assert crossing_of(lambda tokens: tokens, lambda tokens: 2 * tokens) is None
 
 
+def test_more_chunks_than_experts_of_a_rank_gain_nothing():
+    """Mixtral on eight ranks: one expert each, so all rows are in the last of four chunks.
+
+    Both passes wait for three empty dispatches; the empty ways back are over before the experts are.
+    """
+    block = PRESETS["mixtral-8x7b"]
+    one, four = simulated(block, 8, 1024, network=NETWORKS["ethernet"], chunks=(1, 4)).passes[:2]
+    assert four.rows == one.rows
+    assert four.seconds == pytest.approx(one.seconds + 2 * 3 * NETWORKS["ethernet"].latency, rel=1e-3)
+
+
+def test_a_token_travels_once_in_every_chunk_that_has_its_experts():
+    """Two choices on the other rank: in one chunk they share a row, in two each has its own."""
+    block = Block("two", 8, 8, 4, 2)
+    choices = torch.tensor([[2, 3]] * 4 + [[0, 1]] * 4)
+    found = simulate(block, 2, 4, Load("crossed", ((choices,),), 4), H100, NVLINK, chunks=(1, 2))
+    assert [(one.deduplicated, one.chunks, one.rows) for one in found.passes] == [
+        (False, 1, 2.0),
+        (False, 2, 2.0),
+        (True, 1, 1.0),
+        (True, 2, 2.0),
+    ]
+
+
+@examples(30)
+@given(st.integers(0, 99), st.integers(1, 8), st.integers(1, 5))
+def test_chunks_carry_all_rows_and_experts_once(seed, ranks, chunks):
+    load = Load("random", ((random_choices(128, 16, 4, seed, 0.7),),), 16)
+    layer = Layer(SMALL, ranks, H100, NVLINK)
+    for name, plan in plans(1).items():
+        (spread,) = spreads(name, plan, load, ranks, 128 / ranks)
+        for deduplicate in (False, True):
+            cut = layer.cut(spread, 128 / ranks, chunks, deduplicate=deduplicate)
+            rows = sum(chunk.rows for chunk in cut.chunks)
+            assert rows.tolist() == spread.shares.destinations().sum(0).tolist()
+            assert sum(chunk.experts for chunk in cut.chunks).tolist() == [len(held) for held in spread.held]
+            received = sum(chunk.received for chunk in cut.chunks)
+            assert (received <= rows).all()
+            assert deduplicate or received.tolist() == rows.tolist()
+
+
 def test_one_rank_sends_nothing_and_is_as_fast_as_without_expert_parallelism():
     found = simulated(ranks=1)
     assert [traffic.bytes for traffic in found.traffic] == [0, 0]
@@ -214,7 +257,7 @@ def test_clones_and_their_gradients_are_counted():
     assert found.balance.imbalance == 1
     assert found.traffic[0].bytes == 0
     assert {"clones", "clones back"} <= {
-        event.name for one in (found.best.forward, found.best.backward) for event in one.events
+        event.name for one in (found.best.forward, found.best.backward) for event in one.timeline.events
     }
 
 

@@ -1,0 +1,32 @@
+"""What a simulation counts is what ranks send: bytes of both passes, rows of every chunk, and rows of every rank."""
+
+import pytest
+import sent_rows
+import torch
+
+from pymoe.ep.simulate import MACHINES, NETWORKS, Block, Layer, Load, simulate
+from pymoe.ep.simulate.balance import plans, spreads
+
+WORLD = 4
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_four_ranks_send_what_is_counted(ranks, chunks):
+    answers = ranks.run(sent_rows.sent_in_a_step, chunks=chunks)
+    block = Block("ranks", sent_rows.HIDDEN, sent_rows.FFN, sent_rows.EXPERTS, sent_rows.TOP_K, dtype="float32")
+    load = Load("ranks", ((torch.cat([torch.tensor(chosen) for chosen, _, _ in answers]),),), sent_rows.EXPERTS)
+    assert all(widths == [block.row_bytes] for _, _, widths in answers)
+
+    machine, network = MACHINES["h100"], NETWORKS["nvlink"]
+    found = simulate(block, WORLD, sent_rows.TOKENS, load, machine, network, chunks=(chunks,))
+    away = [sum(sum(to) - to[rank] for to in sent) for rank, (_, sent, _) in enumerate(answers)]
+    assert found.traffic[0].bytes == pytest.approx(sum(away) / WORLD * block.row_bytes)
+
+    (spread,) = spreads("as it is", plans(1)["as it is"], load, WORLD, sent_rows.TOKENS)
+    cut = Layer(block, WORLD, machine, network).cut(spread, sent_rows.TOKENS, chunks, deduplicate=False)
+    dispatched = torch.tensor([sent[:chunks] for _, sent, _ in answers])  # (source, chunk, destination)
+    for chunk in range(chunks):
+        assert cut.chunks[chunk].rows.tolist() == dispatched[:, chunk].sum(0).tolist()
+        assert cut.chunks[chunk].gathered * WORLD == int(dispatched[:, chunk].sum())
+    filled = dispatched.sum((0, 1))
+    assert found.balance.imbalance == pytest.approx(float(filled.max() / filled.double().mean()))
