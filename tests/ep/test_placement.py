@@ -80,8 +80,8 @@ def test_destinations_are_the_sums_of_the_shares(rows):
 
 
 def test_a_host_keeps_its_own_rows_before_others_use_its_quota():
-    shares = share_rows(torch.tensor([[6], [0], [4]]), [(0, 2)], [(5, 5)])
-    assert shares.rows[:, 0, :].tolist() == [[5, 1], [0, 0], [0, 4]]
+    shares = share_rows(torch.tensor([[4], [6], [0]]), [(2, 0)], [(5, 5)])
+    assert shares.rows[:, 0, :].tolist() == [[0, 4], [5, 1], [0, 0]]
     assert isinstance(shares, Shares)
 
 

@@ -45,7 +45,8 @@ def draw(file: str | Path, simulation: Simulation) -> Path:
     for line, one in zip(grid, shown, strict=True):
         _draw_timeline(line[0], one.forward.timeline, f"forward, {NAMES[one.deduplicated]}")
         _draw_timeline(line[1], one.backward.timeline, f"backward, {NAMES[one.deduplicated]}")
-    for axes in grid[-1]:
+    for axes, way in zip(grid[-1], ("forward", "backward"), strict=True):
+        axes.set_xlim(0, 1.02e3 * max(getattr(one, way).timeline.seconds for one in shown))
         axes.set_xlabel("ms")
     _legend(
         upper,
@@ -73,7 +74,6 @@ def _draw_timeline(axes: Any, found: Timeline, title: str) -> None:
     axes.axvline(1e3 * found.best, color="black", linewidth=0.8, linestyle=":")
     axes.set_yticks(range(len(LANES)), LANES)
     axes.set_ylim(len(LANES) - 0.5, -0.5)
-    axes.set_xlim(left=0)
     parts = f"{found.phases.chunks} chunk{'s' * (found.phases.chunks != 1)}"
     figures = f"{1e3 * found.seconds:.4g} ms, best possible {1e3 * found.best:.4g} ms (dotted)"
     axes.set_title(f"{title}, {parts}: {figures}", fontsize=9, loc="left")
