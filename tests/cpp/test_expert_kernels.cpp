@@ -122,6 +122,14 @@ TEST_CASE("grouped_linear of few rows, with a weight that is contiguous along it
   }
 }
 
+TEST_CASE("grouped_linear of many rows, with a weight that is contiguous along its inputs") {
+  check_linear<float>({0, 64, 200}, 200, 45, 70);
+  check_linear<float>({0, 16, 51}, 51, 2061, 39);
+  check_linear<BFloat16>({0, 65, 200}, 200, 45, 70);
+  check_linear<BFloat16>({0, 17, 61}, 61, 2077, 39);
+  check_linear<Float16>({0, 64, 133}, 133, 2061, 33);
+}
+
 TEST_CASE("grouped_linear refuses offsets that do not cut the rows") {
   const auto x = random_values<float>(10 * 8, 1), weight = random_values<float>(2 * 4 * 8, 2);
   for (const std::vector<int32_t>& offsets : {std::vector<int32_t>{1, 5, 10}, {0, 6, 5}, {0, 5, 11}, {0, -1, 10}}) {

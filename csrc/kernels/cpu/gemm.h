@@ -5,6 +5,7 @@
 // on m, n or where in C it lies: a caller may cut C into any tiles.
 //
 //   gemm_nt.h             A and B contiguous along k: nothing is packed, a sum is kept in the lanes of a vector
+//   gemm_nt_packed.h      the same sums for many rows, from panels that hold a lane's elements together
 //
 // All others are the scheme of BLIS (Van Zee and van de Geijn, ACM TOMS 41-3, 2015), and for few rows a shorter one:
 //

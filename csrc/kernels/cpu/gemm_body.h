@@ -9,6 +9,7 @@
 #include "kernels/cpu/gemm_pack.h"
 #include "kernels/cpu/gemm_in_place.h"
 #include "kernels/cpu/gemm_nt.h"
+#include "kernels/cpu/gemm_nt_packed.h"
 // clang-format on
 
 namespace pymoe::cpu::PYMOE_ISA {
@@ -24,7 +25,12 @@ inline constexpr int64_t kBlockRows =
 
 template <typename T>
 void gemm(const Gemm<T>& g) {
-  if (g.a_column_stride == 1 && g.b_row_stride == 1) return gemm_nt(g);
+  if (g.a_column_stride == 1 && g.b_row_stride == 1) {
+    if constexpr (kNtPacks<T>) {
+      if (nt_packs<T>(g.m, g.k)) return gemm_nt_packed(g);
+    }
+    return gemm_nt(g);
+  }
   using S = accumulate_t<T>;
   using P = panel_t<T>;
   constexpr int64_t kColumns = kTileColumns<S>, kDepth = Panel<T>::kDepth;

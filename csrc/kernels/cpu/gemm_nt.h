@@ -3,8 +3,8 @@
 //
 // An element of C is one dot product along k, kept in the lanes of one vector and summed over them at its end: nothing
 // is packed, and each line of B that is read takes part whole. That makes it the fastest scheme for one row (B is
-// read once, at the speed of the memory) and, with tiles of kNtRows rows by four columns in registers, one for many.
-// The order of a sum depends on k alone, whatever the tile.
+// read once, at the speed of the memory) and, with tiles of kNtRows rows by four columns in registers, for some.
+// The order of a sum depends on k alone, whatever the tile; gemm_nt_packed.h keeps it for many rows.
 //
 // Blocks of columns whose rows of B fit the second-level cache are multiplied by all rows of A, a few at a time. The
 // lines of the next block are asked for meanwhile, evenly: memory and arithmetic then work at the same time.

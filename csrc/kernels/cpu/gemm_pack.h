@@ -96,6 +96,51 @@ PYMOE_INLINE void transpose_parts(vfloat (&v)[4]) {
   v[3] = shuffle_parts(b, d, pair_high);
 }
 
+#if PYMOE_ISA_LEVEL == 4
+// The parts 0 and 2 of both, or 1 and 3.
+PYMOE_INLINE vfloat even_parts(vfloat a, vfloat b) {
+  return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+}
+PYMOE_INLINE vfloat odd_parts(vfloat a, vfloat b) {
+  return __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+}
+
+// Transposes a block of as many rows as a vector has lanes.
+PYMOE_INLINE void transpose(vfloat (&v)[16]) {
+  vfloat part[4][4];  // [i]: rows 4 i .. 4 i + 3, in [j] their columns j, 4 + j, 8 + j, 12 + j
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) part[i][j] = v[4 * i + j];
+    transpose_parts(part[i]);
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    const vfloat a = even_parts(part[0][j], part[1][j]), b = even_parts(part[2][j], part[3][j]);
+    const vfloat c = odd_parts(part[0][j], part[1][j]), d = odd_parts(part[2][j], part[3][j]);
+    v[j] = even_parts(a, b);
+    v[4 + j] = even_parts(c, d);
+    v[8 + j] = odd_parts(a, b);
+    v[12 + j] = odd_parts(c, d);
+  }
+}
+#elif PYMOE_ISA_LEVEL == 3
+PYMOE_INLINE void transpose(vfloat (&v)[8]) {
+  vfloat part[2][4];  // [i]: rows 4 i .. 4 i + 3, in [j] their columns j, 4 + j
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) part[i][j] = v[4 * i + j];
+    transpose_parts(part[i]);
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    v[j] = __builtin_shufflevector(part[0][j], part[1][j], 0, 1, 2, 3, 8, 9, 10, 11);
+    v[4 + j] = __builtin_shufflevector(part[0][j], part[1][j], 4, 5, 6, 7, 12, 13, 14, 15);
+  }
+}
+#endif
+
 PYMOE_INLINE void transpose_parts(vdouble (&v)[2]) {
   const vdouble a = shuffle_parts(v[0], v[1], [](int i) constexpr { return 2 * i; });
   v[1] = shuffle_parts(v[0], v[1], [](int i) constexpr { return 2 * i + 1; });

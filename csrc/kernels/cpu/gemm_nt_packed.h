@@ -1,0 +1,225 @@
+// The sums of gemm_nt by packed panels, for many rows (see gemm.h; no include guard on purpose).
+//
+// A lane of gemm_nt's vectors sums every 16th element or pair along k (every 8th with AVX2), and its tiles read a line
+// of B for every few rows of A, which the second-level cache cannot keep up with. Here panels hold what belongs to a
+// lane together, one lane after the other: a tile of the micro-kernel's size is multiplied lane by lane, and the sums
+// of an element are added in the order of sum_lanes_of_four. So a row of C is the same bit for bit whichever of the two
+// computes it, and many rows cost what their arithmetic does.
+
+namespace pymoe::cpu::PYMOE_ISA {
+
+template <typename T>
+inline constexpr bool kNtPacks = PYMOE_ISA_LEVEL >= 3 && std::is_same_v<accumulate_t<T>, float>;
+
+// Whether panels are faster than tiles, as measured on a Zen 5 at both levels: with many rows, and with some where sums
+// are long. Panels of elements that are widened take more memory than the elements, and repay it later.
+template <typename T>
+constexpr bool nt_packs(int64_t m, int64_t k) {
+  constexpr int64_t kMany = 64, kSome = 16, kLong = 2048;
+  constexpr bool kCompact = PYMOE_ISA_LEVEL == 4 && sizeof(T) * Panel<T>::kDepth == 4;
+  return k > 0 && (m >= kMany || (kCompact && m >= kSome && k >= kLong));
+}
+
+#if PYMOE_ISA_LEVEL >= 3
+inline constexpr int kLaneCount = kLanes<float>;
+inline constexpr int64_t kNtPackedBytes = 2 << 20;  // of the panels of A, at most
+
+// Adding neighbours in this order, then neighbouring sums, and so on, is what sum_lanes_of_four does.
+#if PYMOE_ISA_LEVEL == 4
+inline constexpr int kLaneOrder[kLaneCount] = {0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15};
+#else
+inline constexpr int kLaneOrder[kLaneCount] = {0, 1, 2, 3, 4, 5, 6, 7};
+#endif
+
+// Panels of k elements of T along k, of kPanel items: an element of item i that lane l multiplies in step p, which
+// is element or pair l of vector p along k, is at [l][p][i] with lane_stride(k) steps for a lane. One of these is left
+// free, which takes what the last store exceeds a step by; and their number is odd, so that lanes do not share a few
+// sets of the first-level cache.
+template <typename T>
+struct LanePanels {
+  static constexpr int64_t kElements = NtProduct<T>::kElements;
+  static int64_t steps(int64_t k) { return (k + kElements - 1) / kElements; }
+  static int64_t lane_stride(int64_t k) { return (steps(k) + 1) | 1; }
+  template <int kPanel>
+  static int64_t size(int64_t k) {
+    return kLaneCount * lane_stride(k) * kPanel;
+  }
+};
+
+// Where there is no item any one is packed, since nobody reads what comes of it; k ends in zeros.
+template <int kPanel, typename T>
+void pack_lanes(const T* source, int64_t item_stride, int64_t items, int64_t k, panel_t<T>* target) {
+  constexpr int64_t kElements = LanePanels<T>::kElements;
+  const int64_t stride = LanePanels<T>::lane_stride(k) * kPanel;
+  for (int first = 0; first < kPanel; first += kLaneCount) {
+    const T* rows[kLaneCount];
+    for (int i = 0; i < kLaneCount; ++i) rows[i] = source + std::min<int64_t>(first + i, items - 1) * item_stride;
+    panel_t<T>* to = target + first;
+    const auto pack_step = [&](const auto& load_at) __attribute__((always_inline)) {
+      vfloat block[kLaneCount];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLaneCount; ++i) block[i] = load_at(rows[i]);
+      transpose(block);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLaneCount; ++i) store_panel<T>(to + i * stride, block[i]);
+      to += kPanel;
+    };
+    int64_t p = 0;
+    for (; p + kElements <= k; p += kElements) {
+      pack_step([p](const T* row) __attribute__((always_inline)) { return NtProduct<T>::load_some(row + p); });
+    }
+    if (p < k) {
+      const int left = static_cast<int>(k - p);
+      pack_step([=](const T* row) __attribute__((always_inline)) { return NtProduct<T>::load_some(row + p, left); });
+    }
+  }
+}
+
+// Rows of B whose lines are asked for while others are multiplied, one row after the other. Addresses, not pointers:
+// behind the last row nothing need be.
+struct RowsAhead {
+  uintptr_t line;
+  uintptr_t row_end;
+  uintptr_t row_bytes;
+  uintptr_t row_stride;
+  int64_t rows;
+  int64_t at_once;
+
+  PYMOE_INLINE void ask() {
+    for (int64_t i = 0; i < at_once && rows > 0; ++i) {
+      __builtin_prefetch(reinterpret_cast<const char*>(line), 0, 2);
+      line += 64;
+      if (line >= row_end) {
+        row_end += row_stride;
+        line = row_end - row_bytes;
+        --rows;
+      }
+    }
+  }
+};
+
+inline constexpr int64_t kAskEvery = 4;  // steps
+
+template <typename T>
+using NtPackedTile = void (*)(int64_t k, const panel_t<T>* a, const panel_t<T>* b, const float* bias, T* c,
+                              int64_t c_stride, int columns, RowsAhead& ahead);
+
+// c[i][j] = bias[j] + <row i of A, column j of B> for i < kRows and j < columns.
+template <typename T, int kRows>
+void nt_packed_tile(int64_t k, const panel_t<T>* PYMOE_RESTRICT a, const panel_t<T>* PYMOE_RESTRICT b,
+                    const float* bias, T* c, int64_t c_stride, int columns, RowsAhead& ahead) {
+  constexpr int kColumns = kTileColumns<float>, kDepth = 4;  // as many sums wait at most, since 2^4 lanes are added
+  const int64_t steps = LanePanels<T>::steps(k), stride = LanePanels<T>::lane_stride(k);
+  vfloat waiting[kDepth][kRows][kTileVectors];  // sums whose neighbour is not there yet
+  int depth = 0;
+  vfloat sum[kRows][kTileVectors];
+  const auto for_tile = [&](const auto& what) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 2
+      for (int j = 0; j < kTileVectors; ++j) what(i, j);
+    }
+  };
+  for (int number = 0; number < kLaneCount; ++number) {
+    const panel_t<T>* left = a + kLaneOrder[number] * stride * kTileRows;
+    const panel_t<T>* right = b + kLaneOrder[number] * stride * kColumns;
+    for_tile([&](int i, int j) __attribute__((always_inline)) { sum[i][j] = vfloat{}; });
+    const auto step = [&]() __attribute__((always_inline)) {
+      vfloat vectors[kTileVectors];
+#pragma GCC unroll 2
+      for (int j = 0; j < kTileVectors; ++j) vectors[j] = Panel<T>::load(right + j * kLaneCount);
+#pragma GCC unroll 16
+      for (int i = 0; i < kRows; ++i) {
+        const vfloat one = Panel<T>::broadcast(left[i]);
+#pragma GCC unroll 2
+        for (int j = 0; j < kTileVectors; ++j) sum[i][j] = Panel<T>::add(one, vectors[j], sum[i][j]);
+      }
+      left += kTileRows;
+      right += kColumns;
+    };
+    int64_t p = 0;
+    for (; p + kAskEvery <= steps; p += kAskEvery) {
+      ahead.ask();
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < kAskEvery; ++i) step();
+    }
+    for (; p < steps; ++p) step();
+    for (int added = number; added % 2 == 1; added /= 2) {
+      --depth;
+      for_tile([&](int i, int j) __attribute__((always_inline)) { sum[i][j] = waiting[depth][i][j] + sum[i][j]; });
+    }
+    if (number + 1 < kLaneCount) {
+      for_tile([&](int i, int j) __attribute__((always_inline)) { waiting[depth][i][j] = sum[i][j]; });
+      ++depth;
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+    T whole[kColumns];
+    T* to = columns == kColumns ? c + i * c_stride : whole;
+#pragma GCC unroll 2
+    for (int j = 0; j < kTileVectors; ++j) store(to + j * kLaneCount, load(bias + j * kLaneCount) + sum[i][j]);
+    if (columns < kColumns) memcpy(c + i * c_stride, whole, static_cast<size_t>(columns) * sizeof(T));
+  }
+}
+
+template <typename T>
+NtPackedTile<T> nt_packed_tile_for(int64_t rows) {
+  return [rows]<int... i>(std::integer_sequence<int, i...>) {
+    static constexpr NtPackedTile<T> tiles[] = {&nt_packed_tile<T, i + 1>...};
+    return tiles[rows - 1];
+  }(std::make_integer_sequence<int, kTileRows>{});
+}
+
+template <typename T>
+void gemm_nt_packed(const Gemm<T>& g) {
+  using Panels = LanePanels<T>;
+  constexpr int64_t kColumns = kTileColumns<float>;
+  constexpr auto kSize = static_cast<int64_t>(sizeof(T));
+  static_assert(sizeof(panel_t<T>) == sizeof(float));
+  const int64_t panel_a = Panels::template size<kTileRows>(g.k), panel_b = Panels::template size<kColumns>(g.k);
+  const int64_t tiles = (g.m + kTileRows - 1) / kTileRows;
+  const int64_t most = std::clamp<int64_t>(kNtPackedBytes / (panel_a * static_cast<int64_t>(sizeof(float))), 8, 56);
+  const int64_t blocks = (tiles + most - 1) / most, block_tiles = (tiles + blocks - 1) / blocks;
+  const int64_t padded_columns = round_up(g.n, kColumns);
+  auto* memory = static_cast<float*>(gemm_buffer().reserve(
+      static_cast<int64_t>(sizeof(float)) * (block_tiles * panel_a + panel_b + padded_columns + 2 * 16 + kPackSlack)));
+  auto* panels = reinterpret_cast<panel_t<T>*>(carve(memory, block_tiles * panel_a));
+  auto* b = reinterpret_cast<panel_t<T>*>(carve(memory, panel_b + kPackSlack));
+  float* bias = memory;
+  for (int64_t j = 0; j < padded_columns; ++j) {
+    bias[j] = g.bias != nullptr && j < g.n ? to_accumulate(g.bias[j * g.bias_stride]) : 0.0f;
+  }
+  const auto row_of = [&](int64_t tile) { return g.m * tile / tiles; };  // tiles as even as they come
+  for (int64_t begin = 0; begin < tiles; begin += block_tiles) {
+    const int64_t end = std::min(tiles, begin + block_tiles);
+    for (int64_t tile = begin; tile < end; ++tile) {
+      pack_lanes<kTileRows>(g.a + row_of(tile) * g.a_row_stride, g.a_row_stride, row_of(tile + 1) - row_of(tile), g.k,
+                            panels + (tile - begin) * panel_a);
+    }
+    // Each tile asks for its part of the rows of B that are packed next, all its lanes together.
+    const int64_t lines = kColumns * ((g.k * kSize + 63) / 64), pauses = kLaneCount * (Panels::steps(g.k) / kAskEvery);
+    const int64_t at_once = (lines + (end - begin) * pauses - 1) / std::max<int64_t>(1, (end - begin) * pauses);
+    for (int64_t j = 0; j < g.n; j += kColumns) {
+      const int64_t columns = std::min(kColumns, g.n - j), next = std::min(j + columns, g.n - 1);
+      pack_lanes<kColumns>(g.b + j * g.b_column_stride, g.b_column_stride, columns, g.k, b);
+      const auto row_bytes = static_cast<uintptr_t>(g.k * kSize);
+      const auto line = reinterpret_cast<uintptr_t>(g.b + next * g.b_column_stride);
+      RowsAhead ahead{.line = line,
+                      .row_end = line + row_bytes,
+                      .row_bytes = row_bytes,
+                      .row_stride = static_cast<uintptr_t>(g.b_column_stride * kSize),
+                      .rows = std::min(kColumns, g.n - j - columns),
+                      .at_once = at_once};
+      for (int64_t tile = begin; tile < end; ++tile) {
+        const int64_t row = row_of(tile);
+        nt_packed_tile_for<T>(row_of(tile + 1) - row)(g.k, panels + (tile - begin) * panel_a, b, bias + j,
+                                                      g.c + row * g.c_row_stride + j, g.c_row_stride,
+                                                      static_cast<int>(columns), ahead);
+      }
+    }
+  }
+}
+#endif
+
+}  // namespace pymoe::cpu::PYMOE_ISA
