@@ -36,18 +36,43 @@ class Source:
     flags: str = ""
 
 
+def sources(*patterns: str) -> list[Path]:
+    return [file for pattern in patterns for file in sorted(ROOT.glob(pattern))]
+
+
+def merged(name: str, files: Sequence[Path]) -> Source:
+    """One source that includes ``files``, whose headers take longer to compile than the code after them."""
+    path = ROOT / "build" / "merged" / "tests" / name
+    text = "".join(f'#include "{file.relative_to(ROOT / "csrc")}"\n' for file in files)
+    if not path.exists() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")  # another test process may compile it meanwhile
+        part.write_text(text)
+        part.replace(path)
+    return Source(path)
+
+
+def kernel_sources() -> list[Source]:
+    """The CPU kernels."""
+    return [Source(file) for file in sources("csrc/kernels/*.cpp", "csrc/kernels/cpu/*.cpp")]
+
+
 def operator_sources() -> list[Source]:
-    """The CPU kernels and the operators."""
-    patterns = ("csrc/kernels/*.cpp", "csrc/kernels/cpu/*.cpp", "csrc/ops/*.cpp")
-    return [Source(file) for pattern in patterns for file in sorted(ROOT.glob(pattern))]
+    """The operators, as setup.py compiles them: those that include torch's headers as one."""
+    operators = sources("csrc/ops/*.cpp")
+    with_torch = [file for file in operators if "<torch/csrc/stable/" in file.read_text()]
+    return [merged("with_torch.cpp", with_torch), *(Source(file) for file in operators if file not in with_torch)]
 
 
 def runtime_sources() -> list[Source]:
     """What setup.py makes ``pymoe._runtime`` of."""
-    patterns = ("csrc/runtime/*.cpp", "csrc/bindings/*.cpp")
-    files = [file for pattern in patterns for file in sorted(ROOT.glob(pattern))]
-    kernels = [ROOT / "csrc/kernels/gather_batch_cpu.cpp", ROOT / "csrc/kernels/cpu/parallel.cpp"]
-    return [Source(file) for file in (*files, *kernels)]
+    bindings = sources("csrc/bindings/*.cpp")
+    kernels = (ROOT / "csrc/kernels/gather_batch_cpu.cpp", ROOT / "csrc/kernels/cpu/parallel.cpp")
+    return [
+        merged("bindings_1.cpp", bindings[::2]),
+        merged("bindings_2.cpp", bindings[1::2]),
+        *(Source(file) for file in (*sources("csrc/runtime/*.cpp"), *kernels)),
+    ]
 
 
 def build_library(

@@ -124,7 +124,7 @@ def all_steps(level: str) -> list[Step]:
         Step(
             "cuda-on-cpu",
             "operators and layers on the CUDA kernels, run by the emulator",
-            [[PYTHON, "-m", "pytest", "-p", "emulated_ops", "-k", "not narrower", *cases, *XDIST, *EMULATED]],
+            [[PYTHON, "-m", "pytest", "-p", "emulated_ops", "-k", "not narrower and not quantize", *cases, *XDIST, *EMULATED]],
             {"PYTHONPATH": str(ROOT / "tests" / "cuda_on_cpu")},
         ),
         pytest_step("packaging", "sdist, installation into new environments, the built files", "-m", "build"),
