@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import pymoe
 
 # CPU seconds, not elapsed ones: what else runs on the machine does not count.
@@ -25,23 +27,26 @@ print(json.dumps({
 """
 
 
-def measure():
+@pytest.fixture(scope="module")
+def measured():
+    """What five imports said."""
     command = [sys.executable, "-c", MEASURE]
     root = Path(pymoe.__file__).parents[1]
-    return json.loads(subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout)
+    runs = (subprocess.run(command, cwd=root, capture_output=True, text=True, check=True) for _ in range(5))
+    return [json.loads(run.stdout) for run in runs]
 
 
-def test_import_is_cheap():
-    seconds = [measure()["seconds"] for _ in range(5)]
+def test_import_is_cheap(measured):
+    seconds = [one["seconds"] for one in measured]
     print(f"import pymoe after torch: {statistics.median(seconds) * 1000:.0f} ms of CPU time (median of {seconds})")
     assert statistics.median(seconds) <= LIMIT_SECONDS
 
 
-def test_import_starts_no_thread():
-    assert measure()["threads"] == 0
+def test_import_starts_no_thread(measured):
+    assert {one["threads"] for one in measured} == {0}
 
 
-def test_import_loads_torch_and_numpy_alone():
+def test_import_loads_torch_and_numpy_alone(measured):
     """Neither rich, matplotlib, transformers nor anything else that only benchmarks and examples need."""
-    packages = set(measure()["packages"])
+    packages = set(measured[0]["packages"])
     assert packages - set(sys.stdlib_module_names) == {"pymoe"}

@@ -27,7 +27,8 @@ def torchrun(processes, *options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("processes", "options"), [(2, ()), pytest.param(4, (), marks=pytest.mark.exhaustive), (4, ("--replicas", "2"))]
+    ("processes", "options"),
+    [*(pytest.param(number, (), marks=pytest.mark.exhaustive) for number in (2, 4)), (4, ("--replicas", "2"))],
 )
 def test_losses_over_processes_are_those_of_one(processes, options):
     status, text = torchrun(processes, *options)

@@ -1,12 +1,7 @@
 """What grouped_linear and expert_activation promise by name."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
-from limits import LONG
 from specs.comparison import assert_close, assert_same_bits
 from torch.nn import functional as F
 
@@ -144,42 +139,6 @@ def test_raw_operators_refuse_offsets_that_point_outside(values, error):
     ):
         with pytest.raises(error, match="grouped_linear: offsets must"):
             call()
-
-
-ISA_SCRIPT = """
-import torch, pymoe
-from specs.comparison import assert_close
-from pymoe.bench.calls import gradients
-from specs import with_grad
-from specs import samples_of
-from specs import grouped_linear, expert_activation
-from specs.verify import gradients_equal, outputs_equal
-done = 0
-for spec in (*grouped_linear.SPECS, *expert_activation.SPECS):
-    for dtype in spec.dtypes:
-        for sample in samples_of(spec, dtype):
-            outputs_equal(spec, dtype, sample)
-            if (leafy := with_grad(sample)) is not None:
-                gradients_equal(spec, dtype, leafy)
-            done += 1
-print("verified", done)
-"""
-
-
-@pytest.mark.only_on("cpu")
-@pytest.mark.parametrize("isa", ["baseline", "v3", "v4", "v4_bf16"])
-def test_every_instruction_set_that_runs_here(isa):
-    """An instruction set that the machine lacks falls back to the best one that it has."""
-    done = subprocess.run(
-        [sys.executable, "-c", ISA_SCRIPT],
-        env={**os.environ, "PYMOE_CPU_ISA": isa, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=2 * LONG,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) > 400
 
 
 @BACKENDS

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from devices import moved
 from limits import EXHAUSTIVE
 from specs import all_specs, large_cases, samples_of, verify, with_grad
@@ -22,6 +23,7 @@ from pymoe.bench.calls import generator
 
 SPECS = {spec.name: spec for spec in all_specs()}
 ISAS = ["baseline", "v3", "v4", "v4_bf16"]
+IN_USE = pymoe.build_info()["cpu_isa"]
 
 
 @cache
@@ -83,14 +85,40 @@ def test_specification_has_enough_cases(spec):
 
 @pytest.mark.slow
 @pytest.mark.only_on("cpu")
-def test_same_on_every_narrower_instruction_set():
-    asked, in_use = os.environ.get("PYMOE_CPU_ISA"), pymoe.build_info()["cpu_isa"]
-    if asked is not None:  # this is the child, or somebody runs the whole suite this way
-        assert in_use == asked
-        return
-    for isa in ISAS[: ISAS.index(in_use)]:
-        environment = {**os.environ, "PYMOE_CPU_ISA": isa, "PYTHONPATH": str(Path(pymoe.__file__).parents[1])}
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
-        command += ["--exhaustive"] * EXHAUSTIVE
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert result.returncode == 0, f"{isa}: " + result.stdout[-8000:] + result.stderr[-2000:]
+@pytest.mark.parametrize("isa", ISAS[: ISAS.index(IN_USE)])
+def test_same_on_every_narrower_instruction_set(isa):
+    environment = {**os.environ, "PYMOE_CPU_ISA": isa, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(pymoe.__file__).parents[1]), environment["PYTHONPATH"]])
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found, count = done.stdout.split()
+    assert found == isa
+    assert int(count) > 2000
+
+
+@pytest.mark.only_on("cpu")
+def test_the_instruction_set_is_the_one_that_was_asked_for():
+    assert os.environ.get("PYMOE_CPU_ISA", IN_USE) == IN_USE
+
+
+def compare_all():
+    """Make every comparison above, without pytest; returns how many."""
+    outputs = [param.values for param in every_sample() if EXHAUSTIVE or not param.marks]
+    gradients = [param.values for param in every_sample(has_gradients) if EXHAUSTIVE or not param.marks]
+    large = [param.values for param in LARGE_CASES]
+    for test, calls in (
+        (test_outputs, outputs),
+        (test_gradients_of_finite_samples, gradients),
+        (test_outputs_of_benchmark_shapes, large),
+    ):
+        for call in calls:
+            try:
+                test(*call, torch.device("cpu"))
+            except BaseException:
+                print(*call, file=sys.stderr)
+                raise
+    return len(outputs) + len(gradients) + len(large)
+
+
+if __name__ == "__main__":
+    print(IN_USE, compare_all())

@@ -55,7 +55,7 @@ def hostile(sample, overflows, random):
 def inputs():
     """Calls by (operator, dtype, name)."""
     random = generator()
-    stride = rounds(2, 1)
+    stride = rounds(4, 1)
     found = {}
     for spec in SPECS.values():
         for dtype in spec.dtypes:
@@ -120,7 +120,7 @@ def test_a_reference_is_the_same_on_every_processor(everywhere, name):
                 else:
                     assert_same_bits(got, wanted, what)
                 compared += 1
-    assert compared > 100
+    assert compared > 40
 
 
 def assert_within_rounding(got, wanted, tolerance, what):

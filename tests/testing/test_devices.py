@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 from devices import CPU, DEVICES, TorchOn, moved
+from limits import rounds
 from pretended import pretended
 from specs import all_specs, samples_of
 from specs.comparison import assert_same_bits
@@ -68,10 +70,10 @@ def test_a_tensor_left_on_the_cpu_is_found(tmp_path):
 
 
 def test_samples_move_with_their_layout():
-    count = 0
+    count, stride = 0, rounds(4, 1)
     with pretended():
         for spec in all_specs():
-            for sample in samples_of(spec, spec.dtypes[0]):
+            for sample in islice(samples_of(spec, spec.dtypes[0]), None, None, stride):
                 there = moved(sample, OTHER)
                 for old, new in zip(tensors_in((sample.args, sample.kwargs)), tensors_in((there.args, there.kwargs)),
                                     strict=True):  # fmt: skip
@@ -81,7 +83,7 @@ def test_samples_move_with_their_layout():
                     assert_same_bits(new.to(CPU), old)
                     count += 1
                 assert moved(sample, CPU) is sample
-    assert count > 1000
+    assert count > 1000 / stride
     gather = next(spec for spec in all_specs() if spec.name == "gather_batch")
     first = next(sample for sample in samples_of(gather, torch.float32) if sample.name == "one_tensor_twice")
     with pretended():

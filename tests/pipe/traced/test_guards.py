@@ -189,6 +189,7 @@ def assert_is_model(pipe, model, x):
     torch.testing.assert_close(pipe(x), model(x), rtol=0, atol=1e-12)
 
 
+@pytest.mark.thinned(36)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_of_what_the_forward_has_read_is_seen(name, training, as_before):

@@ -142,7 +142,7 @@ def fresh(name):
     return pipe, model
 
 
-@pytest.mark.thinned(38)
+@pytest.mark.thinned(22)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", CASES)
 def test_training_equals_that_of_the_model(name, schedule):
