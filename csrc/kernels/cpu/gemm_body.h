@@ -101,18 +101,28 @@ void gemm(const Gemm<T>& g) {
           if (at_once) finish(0, g.m, unpacked, columns);
         }
       }
+      RowsAhead next{};
       for (int64_t j = unpacked; j < g.n; j += kColumns) {
         const int64_t at = j - unpacked;
         P* panel_b = panels_b + (keeps_b ? at : at % ahead) * depth;
         if (row == 0 && at % ahead == 0) {
           pack<kTileColumns<S>>(g.b + p * g.b_row_stride + j * g.b_column_stride, g.b_column_stride, g.b_row_stride,
                                 std::min(ahead, g.n - j), k, panel_b);
+          if (g.b_column_stride == 1) {
+            // What is packed next: further columns, or the first ones further along k.
+            const bool here = j + ahead < g.n;
+            const int64_t column = here ? j + ahead : unpacked, begin = here ? p : p + k;
+            const int64_t tiles = ahead / kColumns * ((rows + kTileRows - 1) / kTileRows);
+            next = {g.b + begin * g.b_row_stride + column, std::min(ahead, g.n - column), g.b_row_stride,
+                    here ? k : std::min(kBlockK<S> * kDepth, g.k - begin), tiles * (depth / kAskEvery)};
+          }
         }
         const int columns = static_cast<int>(std::min(kColumns, g.n - j));
         for (int64_t i = 0; i < rows; i += kTileRows) {
           S* tile = sums_of(row, j) + i * c_stride;
           const auto kernel = micro_kernel_for<T>(static_cast<int>(std::min<int64_t>(kTileRows, rows - i)));
-          kernel(depth, panels_a + i * depth, panel_b, p == 0 ? bias + j : tile, start_stride, tile, c_stride, columns);
+          kernel(depth, panels_a + i * depth, panel_b, p == 0 ? bias + j : tile, start_stride, tile, c_stride, columns,
+                 next);
         }
         if (at_once) finish(row, rows, j, columns);
       }

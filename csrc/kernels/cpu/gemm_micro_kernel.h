@@ -58,25 +58,63 @@ struct Panel<BFloat16> {
 template <typename T>
 using panel_t = typename Panel<T>::Element;
 
+inline constexpr int64_t kAskEvery = 4;  // steps
+
+// Rows of B that are packed next, whose lines are asked for while others are multiplied, one row after the other:
+// memory and arithmetic then work at the same time.
+class RowsAhead {
+ public:
+  RowsAhead() = default;
+
+  // `pauses`: how often `ask` is called.
+  template <typename T>
+  RowsAhead(const T* begin, int64_t row_size, int64_t row_stride, int64_t rows, int64_t pauses)
+      : line_(reinterpret_cast<uintptr_t>(begin)),
+        row_bytes_(static_cast<uintptr_t>(row_size) * sizeof(T)),
+        row_stride_(static_cast<uintptr_t>(row_stride) * sizeof(T)),
+        row_end_(line_ + row_bytes_),
+        rows_(rows),
+        at_once_((static_cast<int64_t>(row_bytes_ + 63) / 64 * rows + pauses - 1) / std::max<int64_t>(1, pauses)) {}
+
+  PYMOE_INLINE void ask() {
+    for (int64_t i = 0; i < at_once_ && rows_ > 0; ++i) {
+      __builtin_prefetch(reinterpret_cast<const char*>(line_), 0, 2);
+      line_ += 64;
+      if (line_ >= row_end_) {
+        row_end_ += row_stride_;
+        line_ = row_end_ - row_bytes_;
+        --rows_;
+      }
+    }
+  }
+
+ private:
+  uintptr_t line_ = 0;  // addresses, not pointers: behind the last row nothing need be
+  uintptr_t row_bytes_ = 0;
+  uintptr_t row_stride_ = 0;
+  uintptr_t row_end_ = 0;
+  int64_t rows_ = 0;
+  int64_t at_once_ = 0;
+};
+
 // c[i][j] = start[i][j] + sum over p of a[p][i] * b[p][j] for i < rows and j < columns. `a` is a packed panel of
 // kTileRows, `b` one of kTileColumns. `start` is either c itself or a row of start values (stride 0); it is read a
 // whole vector at a time where columns == kTileColumns.
 template <typename T>
 using MicroKernel = void (*)(int64_t k, const panel_t<T>* a, const panel_t<T>* b, const accumulate_t<T>* start,
-                             int64_t start_stride, accumulate_t<T>* c, int64_t c_stride, int columns);
+                             int64_t start_stride, accumulate_t<T>* c, int64_t c_stride, int columns, RowsAhead& ahead);
 
 template <typename T, int kRows>
 void micro_kernel(int64_t k, const panel_t<T>* PYMOE_RESTRICT a, const panel_t<T>* PYMOE_RESTRICT b,
-                  const accumulate_t<T>* start, int64_t start_stride, accumulate_t<T>* c, int64_t c_stride,
-                  int columns) {
+                  const accumulate_t<T>* start, int64_t start_stride, accumulate_t<T>* c, int64_t c_stride, int columns,
+                  RowsAhead& ahead) {
   using S = accumulate_t<T>;
   using Vector = vector_t<S>;
   constexpr int kWidth = kLanes<S>;
   Vector sum[kRows][kTileVectors] = {};
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) __builtin_prefetch(c + i * c_stride, 1);
-#pragma GCC unroll 4
-  for (int64_t p = 0; p < k; ++p) {
+  const auto step = [&]() __attribute__((always_inline)) {
     Vector right[kTileVectors];
 #pragma GCC unroll 16
     for (int j = 0; j < kTileVectors; ++j) right[j] = Panel<T>::load(b + j * kWidth);
@@ -88,7 +126,14 @@ void micro_kernel(int64_t k, const panel_t<T>* PYMOE_RESTRICT a, const panel_t<T
     }
     a += kTileRows;
     b += kTileColumns<S>;
+  };
+  int64_t p = 0;
+  for (; p + kAskEvery <= k; p += kAskEvery) {
+    ahead.ask();
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < kAskEvery; ++i) step();
   }
+  for (; p < k; ++p) step();
   if (columns == kTileColumns<S>) {
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {

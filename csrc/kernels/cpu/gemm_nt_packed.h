@@ -75,31 +75,6 @@ void pack_lanes(const T* source, int64_t item_stride, int64_t items, int64_t k, 
   }
 }
 
-// Rows of B whose lines are asked for while others are multiplied, one row after the other. Addresses, not pointers:
-// behind the last row nothing need be.
-struct RowsAhead {
-  uintptr_t line;
-  uintptr_t row_end;
-  uintptr_t row_bytes;
-  uintptr_t row_stride;
-  int64_t rows;
-  int64_t at_once;
-
-  PYMOE_INLINE void ask() {
-    for (int64_t i = 0; i < at_once && rows > 0; ++i) {
-      __builtin_prefetch(reinterpret_cast<const char*>(line), 0, 2);
-      line += 64;
-      if (line >= row_end) {
-        row_end += row_stride;
-        line = row_end - row_bytes;
-        --rows;
-      }
-    }
-  }
-};
-
-inline constexpr int64_t kAskEvery = 4;  // steps
-
 template <typename T>
 using NtPackedTile = void (*)(int64_t k, const panel_t<T>* a, const panel_t<T>* b, const float* bias, T* c,
                               int64_t c_stride, int columns, RowsAhead& ahead);
@@ -175,7 +150,6 @@ template <typename T>
 void gemm_nt_packed(const Gemm<T>& g) {
   using Panels = LanePanels<T>;
   constexpr int64_t kColumns = kTileColumns<float>;
-  constexpr auto kSize = static_cast<int64_t>(sizeof(T));
   static_assert(sizeof(panel_t<T>) == sizeof(float));
   const int64_t panel_a = Panels::template size<kTileRows>(g.k), panel_b = Panels::template size<kColumns>(g.k);
   const int64_t tiles = (g.m + kTileRows - 1) / kTileRows;
@@ -197,20 +171,12 @@ void gemm_nt_packed(const Gemm<T>& g) {
       pack_lanes<kTileRows>(g.a + row_of(tile) * g.a_row_stride, g.a_row_stride, row_of(tile + 1) - row_of(tile), g.k,
                             panels + (tile - begin) * panel_a);
     }
-    // Each tile asks for its part of the rows of B that are packed next, all its lanes together.
-    const int64_t lines = kColumns * ((g.k * kSize + 63) / 64), pauses = kLaneCount * (Panels::steps(g.k) / kAskEvery);
-    const int64_t at_once = (lines + (end - begin) * pauses - 1) / std::max<int64_t>(1, (end - begin) * pauses);
+    const int64_t pauses = (end - begin) * kLaneCount * (Panels::steps(g.k) / kAskEvery);
     for (int64_t j = 0; j < g.n; j += kColumns) {
       const int64_t columns = std::min(kColumns, g.n - j), next = std::min(j + columns, g.n - 1);
       pack_lanes<kColumns>(g.b + j * g.b_column_stride, g.b_column_stride, columns, g.k, b);
-      const auto row_bytes = static_cast<uintptr_t>(g.k * kSize);
-      const auto line = reinterpret_cast<uintptr_t>(g.b + next * g.b_column_stride);
-      RowsAhead ahead{.line = line,
-                      .row_end = line + row_bytes,
-                      .row_bytes = row_bytes,
-                      .row_stride = static_cast<uintptr_t>(g.b_column_stride * kSize),
-                      .rows = std::min(kColumns, g.n - j - columns),
-                      .at_once = at_once};
+      RowsAhead ahead(g.b + next * g.b_column_stride, g.k, g.b_column_stride, std::min(kColumns, g.n - j - columns),
+                      pauses);
       for (int64_t tile = begin; tile < end; ++tile) {
         const int64_t row = row_of(tile);
         nt_packed_tile_for<T>(row_of(tile + 1) - row)(g.k, panels + (tile - begin) * panel_a, b, bias + j,
