@@ -37,13 +37,17 @@ class Load:
     """Whether every choice of K among all E experts was equally likely, as the formulas assume."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a load without tokens."""
-        if (
-            not self.choices
-            or not all(self.choices)
-            or not all(step.numel() for layer in self.choices for step in layer)
-        ):
+        """Raise ValueError for a load without tokens, or with choices that are not (N, K) of E experts."""
+        steps = [step for layer in self.choices for step in layer]
+        if not self.choices or not all(self.choices) or not all(step.numel() for step in steps):
             raise ValueError("Load: choices must have at least one layer, step and token in each")
+        first = tuple(steps[0].shape)
+        for step in steps:
+            if step.dim() != 2 or tuple(step.shape) != first:
+                raise ValueError(f"Load: choices must have one shape (N, K), got {first} and {tuple(step.shape)}")
+            low, high = int(step.min()), int(step.max())
+            if low < 0 or high >= self.experts:
+                raise ValueError(f"Load: choices must be in 0..{self.experts - 1}, got {low} to {high}")
 
     @property
     def tokens(self) -> int:

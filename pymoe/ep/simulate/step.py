@@ -63,7 +63,8 @@ class Layer:
         found = []
         for chunk in range(chunks):
             chosen = chunk_TK == chunk
-            plain, pairs = (spread.pairs(once, chosen) for once in (False, deduplicate))
+            plain = spread.pairs(False, chosen)
+            pairs = spread.pairs(True, chosen) if deduplicate else plain
             wire = self.network.busiest(pairs * self.block.row_bytes)
             rows, received = plain.sum(0).numpy(), pairs.sum(0).numpy()
             number = experts[chunk].double().numpy()

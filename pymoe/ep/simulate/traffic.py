@@ -100,12 +100,13 @@ def pairs_of(
         chosen: (N, K) bool, the rows that are counted; None: all.
     """
     cell = source[:, None] * ranks + destinations
-    counted = torch.ones_like(cell, dtype=torch.bool) if chosen is None else chosen
+    left_out = ranks * ranks
+    if chosen is not None:
+        cell = cell.masked_fill(~chosen, left_out)
     if deduplicate:
-        cell = cell.masked_fill(~counted, -1).sort(dim=1).values
-        counted = cell >= 0
-        counted[:, 1:] &= cell[:, 1:] != cell[:, :-1]
-    return torch.bincount(cell[counted], minlength=ranks * ranks).view(ranks, ranks)
+        cell = cell.sort(dim=1).values
+        cell[:, 1:] = cell[:, 1:].masked_fill(cell[:, 1:] == cell[:, :-1], left_out)
+    return torch.bincount(cell.flatten(), minlength=left_out + 1)[:left_out].view(ranks, ranks)
 
 
 def travelling(pairs: Tensor) -> float:

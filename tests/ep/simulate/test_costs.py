@@ -8,6 +8,7 @@ from pymoe.ep.simulate import MACHINES, NETWORKS, PRESETS, Block, Load, Machine,
 from pymoe.ep.simulate.memory import data_parallel, fully_sharded, optimizer_bytes_of
 from pymoe.nn import MoE
 
+ZEROS = torch.zeros(3, 2, dtype=torch.int64)
 TINY = Block("tiny", 4, 8, 6, 2, layers=3, shared_ffn=16, dtype="float32")
 
 
@@ -132,6 +133,8 @@ def test_presets_have_the_published_sizes():
             "bandwidth must be finite and greater than 0, got inf",
         ),
         (lambda: Network("x", 0, 1, 0), ValueError, "Network: ranks_per_node must be at least 1, got 0"),
+        (lambda: Load("x", ((ZEROS, ZEROS[:1]),), 4), ValueError, r"shape \(N, K\), got \(3, 2\) and \(1, 2\)"),
+        (lambda: Load("x", ((ZEROS + 4,),), 4), ValueError, r"Load: choices must be in 0\.\.3, got 4 to 4"),
         (lambda: Load("x", (), 4), ValueError, "Load: choices must have at least one layer, step and token in each"),
     ],
 )

@@ -261,6 +261,19 @@ def test_clones_and_their_gradients_are_counted():
     }
 
 
+def test_what_a_clone_is_worth_is_in_rows_of_the_tokens_that_are_simulated():
+    """64 rows recorded of the one expert, all of them on rank 0, of which 32 would move; each may stand for ten."""
+    block = Block("hot", 8, 8, 2, 1)
+    load = Load("hot", ((torch.zeros(64, 1, dtype=torch.int64),),), 2)
+
+    def clones(tokens, worth):
+        found = simulate(block, 2, tokens, load, H100, NVLINK, spread="1 clone a rank", worth=worth)
+        return found.balance.clones
+
+    assert [clones(32, 32), clones(32, 33)] == [1, 0]
+    assert [clones(320, 320), clones(320, 330)] == [1, 0]
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
