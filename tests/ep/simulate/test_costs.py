@@ -4,7 +4,8 @@ import pytest
 import torch
 from expert_counts import random_choices
 
-from pymoe.ep.simulate import MACHINES, NETWORKS, PRESETS, Block, Load, Machine, Network, simulate
+from pymoe.ep.simulate import MACHINES, NETWORKS, PRESETS, Block, Layer, Load, Machine, Network, simulate
+from pymoe.ep.simulate.balance import plans, spreads
 from pymoe.ep.simulate.memory import data_parallel, fully_sharded, optimizer_bytes_of
 from pymoe.nn import MoE
 
@@ -47,6 +48,25 @@ def test_rows_within_and_between_nodes_travel_at_the_same_time():
 def test_a_ring_is_as_fast_as_its_slowest_link():
     network = Network("nodes", 0.0, 1.0, 8, 10.0)
     assert (network.ring_bandwidth(8), network.ring_bandwidth(9)) == (10, 1)
+
+
+def test_the_phases_of_a_layer_are_those_of_the_formulas():
+    """Four ranks, 10 tokens each, a network of 1 byte a second, products alone: the backward knows the counts."""
+    layer = Layer(TINY, 4, Machine("computing", 1.0, 1e12), Network("slow", 0.5, 1.0))
+    load = Load("random", ((random_choices(40, 6, 2, 0),),), 6)
+    (spread,) = spreads("as it is", plans(1)["as it is"], load, 4, 10)
+    cut = layer.cut(spread, 10, 1, deduplicate=False)
+    forward, backward = (layer.phases(cut, 10, backward=back) for back in (False, True))
+    assert (forward.counts, backward.counts) == (0.5 + 4 * 3 * (6 + 8), 0)
+    assert (forward.gate, backward.gate) == (10 * 2 * 4 * 6, 0)
+    assert backward.sum - forward.sum == 2 * forward.gate
+    assert (backward.experts[0] == 2 * forward.experts[0]).all()
+    assert forward.experts[0].tolist() == [rows * 6 * 4 * 8 for rows in spread.shares.destinations().sum(0).tolist()]
+    away = spread.shares.destinations().fill_diagonal_(0)
+    assert forward.dispatch == backward.combine == (4 * 4 * max(int(away.sum(0).max()), int(away.sum(1).max())),)
+    twice = layer.phases(cut, 20, backward=False)
+    assert twice.dispatch[0] == 2 * forward.dispatch[0]
+    assert (twice.experts[0] == 2 * forward.experts[0]).all()
 
 
 def test_weights_gradients_and_states_are_counted():
