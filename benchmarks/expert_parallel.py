@@ -136,7 +136,7 @@ def markdown(result: Record, tables: dict[str, Table]) -> str:
         "within a round with quartiles. Ranks of one machine share its memory and cores, so a step's wall time is no "
         "measure of two machines."
     )
-    lines = ["# Experts on two ranks", "", measured(result, about, "one thread a rank"), ""]
+    lines = [measured(result, about, "one thread a rank"), ""]
     for heading, table in tables.items():
         lines += [f"## {heading[0].upper()}{heading[1:]}", "", *as_markdown(table), ""]
     return "\n".join(lines).rstrip() + "\n"

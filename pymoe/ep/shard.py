@@ -156,14 +156,18 @@ def _raise_unless_equal(what: str, mine: dict[str, Any], theirs: dict[str, Any],
 def _described(layer: MoE) -> dict[str, Any]:
     """Return what must be the same on all ranks."""
     experts = layer.experts
-    copies = [*layer.router.parameters(), *([] if layer.shared is None else layer.shared.parameters())]
+    copies = [*layer.router.parameters(), *layer.router.buffers()]
+    copies += [] if layer.shared is None else layer.shared.parameters()
     return {
         "options": repr(layer),
         "parameters": {name: (tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in experts.named_parameters()},
-        "sum of router and shared experts": [_sum(parameter) for parameter in copies],
+        "sum of router and shared experts": [_sum(tensor) for tensor in copies],
     }
 
 
-@torch.no_grad()
-def _sum(parameter: Tensor) -> float | None:
-    return None if parameter.is_meta else parameter.double().sum().item()
+def _sum(tensor: Tensor) -> int | None:
+    """Return the sum of a tensor's bits, read as whole numbers: it is exact, so the same on every processor."""
+    if tensor.is_meta:
+        return None
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+    return int(tensor.detach().contiguous().view(whole).sum(dtype=torch.int64))

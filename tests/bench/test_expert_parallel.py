@@ -28,7 +28,7 @@ def test_a_quick_run_measures_every_system_and_writes_its_files(tmp_path, monkey
     }
     assert [one["chunks"] for one in result["wire"]] == [1, 2, 4]
     assert "pymoe, EP 2, 4 chunks" in capsys.readouterr().out
-    assert (tmp_path / "expert_parallel.md").read_text().startswith("# Experts on two ranks\n\nMade by `python -m")
+    assert (tmp_path / "expert_parallel.md").read_text().startswith("Made by `python -m benchmarks.expert_parallel")
 
 
 @pytest.mark.parametrize("products", ["torch", "pymoe"])

@@ -74,6 +74,21 @@ def accumulated_with_every_sum(rank, world):
     return worst((p.grad, expected[name].grad) for name, p in spread.named_parameters())
 
 
+def sums_over_twins(rank, world):
+    """How often gradients of experts are summed over ranks in a backward pass: without ``no_sync()``, and with it."""
+    spread, called = made((2, 2), "ddp")
+    x, real, count = data(world)[0, rank], dist.all_reduce, []
+    dist.all_reduce = lambda *args, **options: (count.append(1), real(*args, **options))[1]
+    try:
+        called(x).sum().backward()
+        with_sums = len(count)
+        with called.no_sync():
+            called(x).sum().backward()
+    finally:
+        dist.all_reduce = real
+    return with_sums, len(count) - with_sums, sum(".experts." in name for name, _ in spread.named_parameters())
+
+
 def training(rank, world, shape, kind, clip):
     """Losses and parameters after some steps with clipped gradients, beside one process."""
     whole, (spread, called) = model(bias=True), made(shape, kind, bias=True)

@@ -18,6 +18,11 @@ def test_gradients_accumulate_where_every_backward_pass_sums_over_ranks(ranks):
     assert max(ranks.run(parallel.accumulated_with_every_sum)) < 1e-12
 
 
+def test_ranks_with_the_same_experts_sum_their_gradients_once_a_step(ranks):
+    for with_sums, without, parameters in ranks.run(parallel.sums_over_twins):
+        assert (with_sums, without) == (parameters, 0)
+
+
 @pytest.mark.parametrize("clip", [0.1, 1e9])
 @pytest.mark.parametrize(("shape", "kind"), [((2, 2), "ddp"), ((2, 2), "fsdp"), ((4,), "fsdp")])
 def test_steps_with_clipping_and_expert_biases_are_those_of_one_process(ranks, shape, kind, clip):

@@ -1,6 +1,7 @@
 """Faults that the test suite must notice: a text of the sources, and what replaces it."""
 
 from faults_quantized import FAULTS as OF_QUANTIZED_WEIGHTS
+from faults_ranks import FAULTS as RANKS
 from faults_transformers import FAULTS as TRANSFORMERS
 from planting import PythonFault as Fault
 
@@ -13,6 +14,7 @@ RUNS = "tests/pipe/test_pipeline_run.py"
 
 FAULTS = [
     *TRANSFORMERS,
+    *RANKS,
     Fault(
         "build_routing keeps one row too many",
         ROUTING,
