@@ -77,6 +77,8 @@ class MoE(nn.Module):
     with bfloat16 parameters and inside ``torch.autocast``, where the experts compute in the autocast dtype, which is
     then the output's, as for ``nn.Linear``.
 
+    **Experts on several ranks**: :func:`pymoe.ep.shard` spreads them over a process group.
+
     The layer works under ``torch.utils.checkpoint`` (the load for the expert bias is counted once, gradients are
     equal bit for bit), ``torch.compile`` (``fullgraph=True`` with the native backend), ``copy.deepcopy``,
     ``DistributedDataParallel``, and built on the meta device. Calls of one layer must not run in several threads at

@@ -5,7 +5,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from parallel import model
 from rank_setup import full, groups, mesh_of, same_bits
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 
 from pymoe import ep
 
@@ -89,3 +94,18 @@ def load_whole_state_dict(rank, world):
     except RuntimeError as error:
         return names, "size mismatch for 2.experts.w_in" in str(error)
     return names, False
+
+
+def export(rank, world, spread_over):
+    """Whether the first rank gets the whole model's tensors, and the others none."""
+    if not takes_part(rank, spread_over):
+        return True
+    own, optimizer, _ = made(spread_over)
+    train(own, optimizer)
+    found = get_model_state_dict(own, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if rank > 0:
+        return not found
+    whole, its_optimizer, _ = made(0)
+    train(whole, its_optimizer)
+    expected = whole.state_dict()
+    return found.keys() == expected.keys() and all(same_bits(found[name], expected[name]) for name in expected)

@@ -28,3 +28,8 @@ def test_a_process_without_a_group_loads_what_four_ranks_have_saved(ranks, tmp_p
 
 def test_ranks_take_their_share_of_a_whole_models_state_dict(ranks):
     assert ranks.run(saved.load_whole_state_dict) == [[[], True]] * 4
+
+
+@pytest.mark.parametrize("spread_over", [4, "2x2"])
+def test_the_first_rank_gets_whole_tensors_for_other_formats(ranks, spread_over):
+    assert all(ranks.run(saved.export, spread_over=spread_over))
