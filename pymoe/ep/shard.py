@@ -34,7 +34,8 @@ def shard(
     none. Expert parameters become DTensors (``Shard(0)`` on the mesh) of the shapes and names that they had, so
     ``torch.distributed.checkpoint`` saves and loads them for any number of ranks. Router and shared experts stay on
     every rank. Make optimizers afterwards. Every rank must hold the same model: the same seed, or the same checkpoint
-    loaded.
+    loaded. A model on the meta device can be sharded first, given memory by ``to_empty``, and initialised or loaded
+    then.
 
     A call of a layer is collective (:class:`ShardedMoE`). Rows go to the ranks of their experts and come back, with one
     read of numbers by the host; the rank of a token sums its choices, in their order. Sums of rows over an expert run

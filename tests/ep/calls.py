@@ -281,3 +281,20 @@ def groups_of_pairs():
     """Ranks 0 and 1, and ranks 2 and 3."""
     groups()
     return [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
+
+
+def made_on_meta(rank, world):
+    """Whether a layer that was spread before it had memory is initialised as in one process."""
+    one = case()
+    with torch.device("meta"):
+        layer = MoE(12, 10, 6, 2, num_shared_experts=1, bias=True, dtype=torch.float32)
+    ep.shard(layer, dist.group.WORLD)
+    assert layer.experts.w_in.is_meta
+    layer.to_empty(device="cpu")
+    whole = one.layer()
+    for other in (layer, whole):
+        torch.manual_seed(3)
+        other.reset_parameters()
+    x = one.rows()[0]
+    whole.router.row_invariant = whole.shared.row_invariant = True
+    return same_bits(layer(x[rank]), whole(torch.cat(x)).split(TOKENS)[rank])

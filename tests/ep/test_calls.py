@@ -86,3 +86,7 @@ def test_experts_shared_between_layers_stay_shared(ranks):
 
 def test_two_groups_compute_side_by_side(ranks):
     assert all(ranks.run(calls.groups_side_by_side))
+
+
+def test_a_layer_is_spread_before_it_has_memory(ranks):
+    assert all(ranks.run(calls.made_on_meta))
