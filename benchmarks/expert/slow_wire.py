@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.expert.work import leave
 from pymoe import ep
 from pymoe.ep.exchange import Crossing
 from pymoe.nn import MoE
@@ -59,7 +60,7 @@ class Sleep(torch.autograd.Function):
         return grad, None
 
 
-def best_forward(wire: float, compute: float, chunks: int) -> float:
+def best(wire: float, compute: float, chunks: int) -> float:
     """The shortest time of the order in which chunks travel there, are computed and travel back."""
     arrivals = [wire * (chunk + 1) / chunks for chunk in range(chunks)]
     clock, free = 0.0, wire
@@ -73,26 +74,22 @@ def rank_main(rank: int, folder: str, chunks: tuple[int, ...], wire: float, comp
     """Medians of forward and backward seconds, the slower rank's, by number of chunks; rank 0 writes them."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting_wire", rank=rank, world_size=2)
-    try:
-        Wire(wire)
-        group = dist.group.WORLD
-        assert group is not None
-        found = {}
-        for count in chunks:
-            torch.manual_seed(0)
-            layer: Any = ep.shard(MoE(HIDDEN, 64, EXPERTS, TOP_K), group, chunks=count)
-            real = layer.experts._apply_to_chunk
-            layer.experts._apply_to_chunk = lambda *args, real=real, part=compute / count: Sleep.apply(
-                real(*args), part
-            )
-            times = [timed(layer, TOKENS) for _ in range(rounds + 1)][1:]
-            both: list[Any] = [None, None]
-            dist.all_gather_object(both, [statistics.median(column) for column in zip(*times, strict=True)])
-            found[count] = [max(one) for one in zip(*both, strict=True)]
-        if rank == 0:
-            (Path(folder) / "wire.json").write_text(json.dumps(found))
-    finally:
-        dist.destroy_process_group()
+    Wire(wire)
+    group = dist.group.WORLD
+    assert group is not None
+    found = {}
+    for count in chunks:
+        torch.manual_seed(0)
+        layer: Any = ep.shard(MoE(HIDDEN, 64, EXPERTS, TOP_K), group, chunks=count)
+        real = layer.experts._apply_to_chunk
+        layer.experts._apply_to_chunk = lambda *args, real=real, part=compute / count: Sleep.apply(real(*args), part)
+        times = [timed(layer, TOKENS) for _ in range(rounds + 1)][1:]
+        both: list[Any] = [None, None]
+        dist.all_gather_object(both, [statistics.median(column) for column in zip(*times, strict=True)])
+        found[count] = [max(one) for one in zip(*both, strict=True)]
+    if rank == 0:
+        (Path(folder) / "wire.json").write_text(json.dumps(found))
+    leave()
 
 
 def timed(layer: torch.nn.Module, tokens: int) -> tuple[float, float]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import expert_parallel
-from benchmarks.expert.slow_wire import best_forward
+from benchmarks.expert.slow_wire import best
 from benchmarks.expert.torch_peer import TorchExpertParallel
 from benchmarks.expert.work import SYSTEMS, Cell, verdicts
 
@@ -56,5 +56,5 @@ def test_wrong_results_are_noticed():
 
 
 def test_the_best_time_of_an_order_of_chunks():
-    assert [best_forward(4.0, 4.0, chunks) for chunks in (1, 2, 4)] == [12.0, 8.0, 8.0]
-    assert best_forward(4.0, 0.0, 1) == 8.0
+    assert [best(4.0, 4.0, chunks) for chunks in (1, 2, 4)] == [12.0, 8.0, 8.0]
+    assert best(4.0, 0.0, 1) == 8.0
