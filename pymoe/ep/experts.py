@@ -25,6 +25,8 @@ class ShardedExperts(Experts):
     """
 
     arrangement: Arrangement
+    gradient_divisor: int | None = None
+    """What each call divides its gradients of parameters by; None before :func:`pymoe.ep.data_parallel` sets it."""
 
     def spread(self, arrangement: Arrangement, made: dict[int, nn.Parameter]) -> None:
         """Keep this rank's experts.
@@ -117,10 +119,21 @@ class ShardedExperts(Experts):
         chunks = self.arrangement.chunks
         if parameter is None:
             return iter([None] * chunks)
-        local = _local(parameter)
+        local = self._with_divided_gradient(_local(parameter))
         if chunks == 1:
             return iter([local])
         return iter(local.split([len(cut[self.arrangement.rank]) for cut in self.arrangement.cuts]))
+
+    def _with_divided_gradient(self, local: Tensor) -> Tensor:
+        # In the graph of the call, and not by a hook of the parameter: that one would be lost with a parameter that
+        # Module.to() or load_state_dict(assign=True) replaces, and be called twice for one that layers share.
+        divisor = self.gradient_divisor
+        if divisor is None or divisor == 1:
+            return local
+        local = local.view_as(local)
+        if local.requires_grad:
+            local.register_hook(lambda gradient: gradient / divisor)
+        return local
 
 
 def _own_part(whole: nn.Parameter, arrangement: Arrangement) -> nn.Parameter:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from pymoe.ep.experts import ShardedExperts, local_part
 from pymoe.reference import checks
@@ -36,7 +37,8 @@ def data_parallel(
     with ``set_requires_gradient_sync(False)`` of FSDP.
 
     Args:
-        model: what :func:`shard` has been called with. Make optimizers afterwards.
+        model: what :func:`shard` has been called with. Cast it before, as for DDP and FSDP by themselves, copy it
+            before, and make optimizers afterwards.
         mesh: two dimensions, ranks with the same experts and ranks of an expert-parallel group, in this order:
             ``init_device_mesh("cpu", (2, 4), mesh_dim_names=("edp", "ep"))``, where ``model`` has been sharded over
             ``mesh["ep"]``; or that one dimension alone.
@@ -51,14 +53,19 @@ def data_parallel(
 
     Raises:
         TypeError: ``mesh`` is not a mesh.
-        ValueError: ``mesh`` does not fit ``model``, ``model`` holds no sharded layer, or an argument is out of range.
+        ValueError: ``mesh`` does not fit ``model``, ``model`` holds no sharded layer or has been given to this before,
+            or an argument is out of range.
     """
     checks.choice("data_parallel", "kind", kind, ("ddp", "fsdp"))
     blocks = list(blocks)
     if blocks and kind == "ddp":
         raise ValueError(f"data_parallel: blocks must be empty with kind='ddp', got {len(blocks)}")
     experts = _experts_of(model, mesh)
-    return _ddp(model, mesh, experts, options) if kind == "ddp" else _fsdp(model, mesh, experts, blocks, options)
+    parallel = _ddp(model, mesh, experts, options) if kind == "ddp" else _fsdp(model, mesh, experts, blocks, options)
+    for one in experts.values():
+        # The rest of the mean, over the ranks with the same experts, is taken after the backward pass.
+        one.gradient_divisor = mesh.size(mesh.ndim - 1)
+    return parallel
 
 
 @torch.no_grad()
@@ -145,6 +152,8 @@ def _experts_of(model: nn.Module, mesh: object) -> dict[str, ShardedExperts]:
         raise ValueError(f"data_parallel: model must hold a layer sharded before, got a {type(model).__name__} without")
     own = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
     for name, one in experts.items():
+        if one.gradient_divisor is not None:
+            raise ValueError(f"data_parallel: model must not have been given to it before, as {name!r} has")
         group = dist.get_process_group_ranks(one.arrangement.group)
         if group != own:
             raise ValueError(
@@ -166,40 +175,40 @@ def _all_ranks(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh.from_group(everyone, mesh.device_type, mesh_dim_names=("dp",))
 
 
-def _divide_gradient(parameter: Tensor, divisor: int) -> None:
-    if parameter.requires_grad and divisor > 1:
-        parameter.register_hook(lambda grad: grad / divisor)
-
-
 def _ddp(
     model: nn.Module, mesh: DeviceMesh, experts: dict[str, ShardedExperts], options: dict[str, Any]
 ) -> DistributedDataParallel:
-    spread = {f"{name}.{own}".lstrip("."): p for name, one in experts.items() for own, p in one.named_parameters()}
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(spread))
+    spread = [f"{name}.{own}".lstrip(".") for name, one in experts.items() for own, _ in one.named_parameters()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, spread)
     wrapped = DistributedDataParallel(model, process_group=_all_ranks(mesh).get_group(), **options)
-    average = _AverageOfTwins(wrapped, mesh) if mesh.ndim == 2 and mesh.size(0) > 1 else None
-    for parameter in spread.values():
-        # A new gradient is divided before it is added to what there is. The mean over ranks with the same expert takes
-        # both, and leaves as it is what has been averaged before: so DDP treats its own.
-        _divide_gradient(parameter, mesh.size(mesh.ndim - 1))
-        if average is not None and parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(average)
+    if mesh.ndim == 2 and mesh.size(0) > 1:
+        wrapped.register_forward_pre_hook(_AverageOfTwins(list(experts.values()), mesh))
     return wrapped
 
 
 class _AverageOfTwins:
-    """A hook of expert parameters: the mean of their gradients over the ranks that have the same experts."""
+    """A hook before each forward of DDP, after whose backward the gradients of experts are means over their twins.
 
-    def __init__(self, wrapped: DistributedDataParallel, mesh: DeviceMesh) -> None:
+    Twins are the ranks that have the same experts. A new gradient comes divided, and is added to what there is. The
+    mean over twins takes both, and leaves as it is what has been averaged before: so DDP treats its own.
+    """
+
+    def __init__(self, experts: list[ShardedExperts], mesh: DeviceMesh) -> None:
+        self._experts = experts
         self._group, self._ranks = mesh.get_group(0), mesh.size(0)
         self._synchronises = True
-        wrapped.register_forward_pre_hook(self._note)
+        self._hooks: list[RemovableHandle] = []
 
-    def _note(self, wrapped: nn.Module, _: Any) -> None:
+    def __call__(self, wrapped: nn.Module, _: Any) -> None:
         # As DDP does, in the forward: a backward pass belongs to it, wherever it is called.
         self._synchronises = wrapped.require_backward_grad_sync  # type: ignore[assignment]
+        # Every time anew, since parameters may have been replaced, frozen or thawed.
+        for hook in self._hooks:
+            hook.remove()
+        parameters = {id(own): own for one in self._experts for own in one.parameters() if own.requires_grad}
+        self._hooks = [own.register_post_accumulate_grad_hook(self._average) for own in parameters.values()]
 
-    def __call__(self, parameter: Tensor) -> None:
+    def _average(self, parameter: Tensor) -> None:
         if self._synchronises and parameter.grad is not None:
             gradient = local_part(parameter.grad)
             dist.all_reduce(gradient, group=self._group)
@@ -217,12 +226,9 @@ def _fsdp(
     own: set[nn.Parameter] = set()
     for one in experts.values():
         if mesh.ndim == 2 and mesh.size(0) > 1:
-            unit: Any = fully_shard(one, mesh=mesh[_name_of_first(mesh)], **options)
-            unit.set_gradient_divide_factor(float(everyone.size()))
+            fully_shard(one, mesh=mesh[_name_of_first(mesh)], **options)
         else:
             own.update(one.parameters())
-            for parameter in one.parameters():
-                _divide_gradient(parameter, everyone.size())
     ignored = {"ignored_params": own | options.pop("ignored_params", set())} if own else {}
     for module in (*blocks, model):
         fully_shard(module, mesh=everyone, **ignored, **options)

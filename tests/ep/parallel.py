@@ -13,16 +13,19 @@ H, E = 8, 6
 ROWS = 7
 
 
-def model(bias=False):
-    """Two layers and dense ones around them."""
+def model(bias=False, tied=False, dtype=torch.float64):
+    """Two layers, which may share a weight, and dense ones around them."""
     torch.manual_seed(0)
-    options = {"num_shared_experts": 1, "bias": bias, "bias_update_rate": 0.05, "dtype": torch.float64}
-    return nn.Sequential(
-        nn.Linear(H, H, dtype=torch.float64),
-        nn.Sequential(MoE(H, 6, E, 2, **options), nn.Linear(H, H, dtype=torch.float64)),
+    options = {"num_shared_experts": 1, "bias": bias, "bias_update_rate": 0.05, "dtype": dtype}
+    made = nn.Sequential(
+        nn.Linear(H, H, dtype=dtype),
+        nn.Sequential(MoE(H, 6, E, 2, **options), nn.Linear(H, H, dtype=dtype)),
         MoE(H, 6, E, 3, **options),
-        nn.Linear(H, 1, dtype=torch.float64),
+        nn.Linear(H, 1, dtype=dtype),
     )
+    if tied:
+        made[2].experts.w_in = made[1][0].experts.w_in
+    return made
 
 
 def data(world, steps=1):
@@ -61,6 +64,45 @@ def gradients(rank, world, shape, kind, micro_batches):
                 (called(own) ** 2).mean().div(micro_batches).backward()
     expected = dict(whole.named_parameters())
     return worst((p.grad, expected[name].grad) for name, p in spread.named_parameters())
+
+
+def one_step(rank, world, shape, kind, tied=False, dtype="float64", replaced=None):
+    """How far gradients are from those of one process: of layers that share a weight, in a dtype, or ...
+
+    ... of a model whose parameters have been replaced since: by a cast to their own dtype, by what was loaded, by
+    memory where they had none, or by thawing experts that were frozen.
+    """
+    options = {"tied": tied, "dtype": getattr(torch, dtype)}
+    whole, mesh = model(**options), mesh_of(*shape)
+    with torch.device("meta" if replaced == "memory" else "cpu"):
+        spread = model(**options)
+    spread.requires_grad_(replaced != "thawed")
+    spread[0].requires_grad_(True)
+    ep.shard(spread, mesh if mesh.ndim == 1 else mesh["ep"])
+    called = ep.data_parallel(spread, mesh, kind=kind)
+    spread.requires_grad_(True)
+    if replaced == "cast":
+        spread.to(options["dtype"])
+    elif replaced == "loaded":
+        experts = {name: tensor for name, tensor in spread.state_dict().items() if ".experts." in name}
+        spread.load_state_dict(experts, strict=False, assign=True)
+    elif replaced == "memory":
+        fill(spread.to_empty(device="cpu"), whole)
+    x = data(world)[0].to(options["dtype"])
+    for _ in range(2):
+        (whole(x.flatten(0, 1)) ** 2).mean().backward()
+        (called(x[rank]) ** 2).mean().backward()
+    expected = dict(whole.named_parameters())
+    found = {name: p.grad for name, p in spread.named_parameters() if replaced != "thawed" or ".experts." in name}
+    return worst((gradient, expected[name].grad) for name, gradient in found.items())
+
+
+def fill(spread, whole):
+    """Give a model over ranks the state of one in one process."""
+    states = spread.state_dict()
+    for name, tensor in whole.state_dict().items():
+        states[name] = tensor if ".experts." in name else spread_like(states[name], tensor)
+    spread.load_state_dict(states)
 
 
 def accumulated_with_every_sum(rank, world):
@@ -205,6 +247,10 @@ def refused(rank, world, what):
         spread = model()
     elif what == "kind":
         kind = "zero"
+    elif what == "twice":
+        ep.data_parallel(spread, mesh)
+    elif what == "wrapped":
+        spread = ep.data_parallel(spread, mesh)
     elif what == "blocks":
         options["blocks"] = [spread[1]]
     try:

@@ -14,6 +14,35 @@ def test_gradients_are_those_of_the_mean_loss(ranks, shape, kind, micro_batches)
         assert error < 1e-12
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("shape", [(2, 2), (4,)])
+def test_gradients_in_float32_are_those_of_the_mean_loss(ranks, shape, kind):
+    assert max(ranks.run(parallel.one_step, shape=shape, kind=kind, dtype="float32")) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("replaced", "shape", "kind"),
+    [
+        ("cast", (4,), "ddp"),
+        ("cast", (2, 2), "ddp"),
+        ("cast", (4,), "fsdp"),
+        ("loaded", (2, 2), "ddp"),
+        ("loaded", (4,), "fsdp"),
+        ("memory", (4,), "fsdp"),
+        ("memory", (2, 2), "fsdp"),
+        ("thawed", (2, 2), "ddp"),
+        ("thawed", (4,), "fsdp"),
+    ],
+)
+def test_gradients_are_means_also_of_parameters_that_were_replaced_or_thawed(ranks, replaced, shape, kind):
+    assert max(ranks.run(parallel.one_step, shape=shape, kind=kind, replaced=replaced)) < 1e-12
+
+
+@pytest.mark.parametrize(("shape", "kind"), [((4,), "ddp"), ((2, 2), "ddp"), ((4,), "fsdp")])
+def test_gradients_of_a_weight_that_layers_share_are_divided_once(ranks, shape, kind):
+    assert max(ranks.run(parallel.one_step, shape=shape, kind=kind, tied=True)) < 1e-12
+
+
 def test_gradients_accumulate_where_every_backward_pass_sums_over_ranks(ranks):
     assert max(ranks.run(parallel.accumulated_with_every_sum)) < 1e-12
 
@@ -73,6 +102,12 @@ def test_a_norm_that_is_not_finite_is_refused_where_asked_for(ranks):
             "data_parallel: model must hold a layer sharded before, got a Sequential without",
         ),
         ("kind", "ValueError", "data_parallel: kind must be one of 'ddp', 'fsdp', got 'zero'"),
+        ("twice", "ValueError", "data_parallel: model must not have been given to it before, as '1.0.experts' has"),
+        (
+            "wrapped",
+            "ValueError",
+            "data_parallel: model must not have been given to it before, as 'module.1.0.experts' has",
+        ),
         ("blocks", "ValueError", "data_parallel: blocks must be empty with kind='ddp', got 1"),
     ],
 )
