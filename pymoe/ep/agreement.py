@@ -1,13 +1,15 @@
 """What ranks tell each other before rows travel: how many rows go where, and that all of them make the same call.
 
-One all-gather of int32 numbers a call of a layer, and one read of them by the host. Its length does not depend on the
-layer, up to a few hundred experts, so that ranks in different layers understand each other, too: whoever disagrees
-makes every rank raise, where the rows' exchange would hang or mix them up.
+One all-gather of int32 numbers a call of a layer, and one read of them by the host. Its length is the same for all
+layers of a group, so that ranks in different layers understand each other, too: whoever disagrees in a forward makes
+every rank raise, where the rows' exchange would hang or mix them up. Backward passes announce nothing: ranks that
+run those of several calls in different orders are not noticed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import struct
 import zlib
 from typing import Any, NamedTuple
 
@@ -18,12 +20,14 @@ from torch import Tensor
 from pymoe._errors import describe_error
 from pymoe.ep.arrangement import Arrangement
 from pymoe.ep.errors import GroupError
+from pymoe.ep.groups import most_experts
 from pymoe.reference import checks
 
 BLOCK = 512  # numbers: a message's length is a multiple of it
+LARGEST = 3e38  # a capacity factor in a message, as a float32
 FAILED = 1
 
-_layers: dict[int, str] = {}  # names of layers, by what stands for them in a message
+_layers: dict[int, str] = {}  # titles of layers, by what stands for them in a message
 
 
 class Call(NamedTuple):
@@ -35,16 +39,20 @@ class Call(NamedTuple):
     dtype: int
     rows_need_gradients: int
     experts_need_gradients: int
+    top_k: int
+    capacity: int
 
     def shown(self, field: str) -> str:
         """Return one of the numbers as what it stands for."""
         value: int = getattr(self, field)
         if field == "layer":
-            return repr(_layers.get(value, f"unknown ({value})"))
+            return _layers.get(value, f"unknown ({value})")
         if field == "dtype":
             return str(checks.FLOATING[value]).removeprefix("torch.")
         if field.endswith("gradients"):
             return "yes" if value else "no"
+        if field == "capacity":
+            return f"{struct.unpack('<f', struct.pack('<i', value))[0]:g}" if value else "None"
         return str(value)
 
 
@@ -55,6 +63,8 @@ MEANING = {
     "dtype": "the dtype of its rows",
     "rows_need_gradients": "whether its rows need gradients",
     "experts_need_gradients": "whether its experts need gradients",
+    "top_k": "its top_k",
+    "capacity": "its capacity_factor",
 }
 HEADER = len(MEANING) + 2  # and whether the rank has failed, and its number of tokens
 
@@ -68,22 +78,28 @@ class Announced(NamedTuple):
     """How many tokens each rank has."""
 
 
-def call_of(arrangement: Arrangement, rows_TH: Tensor, experts: list[Tensor]) -> Call:
+def call_of(
+    arrangement: Arrangement, rows_TH: Tensor, experts: list[Tensor], top_k: int, capacity_factor: float | None
+) -> Call:
     """Return what this rank is about to do.
 
     Args:
         arrangement: of the layer.
         rows_TH: (T, H), the tokens as they will travel.
         experts: the parameters of this rank's experts.
+        top_k: K.
+        capacity_factor: of the layer, or None. Compared as float32.
     """
     recorded = torch.is_grad_enabled()
     return Call(
-        number_of(arrangement.layer),
+        number_of(arrangement.title),
         arrangement.num_experts,
         rows_TH.shape[1],
         checks.FLOATING.index(rows_TH.dtype),
         int(recorded and rows_TH.requires_grad),
         int(recorded and any(parameter.requires_grad for parameter in experts)),
+        top_k,
+        0 if capacity_factor is None else struct.unpack("<i", struct.pack("<f", min(capacity_factor, LARGEST)))[0],
     )
 
 
@@ -107,7 +123,8 @@ class Announcement:
         error: BaseException | None = None,
     ) -> None:
         self._arrangement = arrangement
-        length = -(-(HEADER + arrangement.num_experts) // BLOCK) * BLOCK
+        most = max(arrangement.num_experts, most_experts(arrangement.group))
+        length = -(-(HEADER + most) // BLOCK) * BLOCK
         device = torch.device(arrangement.mesh.device_type) if load is None else load.device
         if call is not None and load is not None:
             head = torch.tensor([*call, 0, tokens], dtype=torch.int32).to(device, non_blocking=True)
@@ -155,23 +172,23 @@ def all_gather(output: Tensor, mine: Tensor, group: dist.ProcessGroup) -> Any:
 def lost_rank(arrangement: Arrangement, what: str, error: BaseException) -> GroupError:
     """Return the error for a collective that the process group could not finish."""
     return GroupError(
-        f"MoE {arrangement.layer!r}: {what} did not arrive: a rank of the expert-parallel group has died, has left, or "
+        f"MoE {arrangement.title}: {what} did not arrive: a rank of the expert-parallel group has died, has left, or "
         f"took longer than the group's timeout ({describe_error(error)})",
         arrangement.layer,
     )
 
 
-def number_of(layer: str) -> int:
-    """Return what stands for a layer's name in messages, and remember it for errors."""
-    number = zlib.crc32(layer.encode()) & 0x7FFFFFFF
-    _layers[number] = layer
+def number_of(title: str) -> int:
+    """Return what stands for a layer in messages, and remember its title for errors."""
+    number = zlib.crc32(title.encode()) & 0x7FFFFFFF
+    _layers[number] = title
     return number
 
 
 def _why(arrangement: Arrangement, error: BaseException | None, length: int) -> list[int]:
     """Return a message that carries an error's text in place of a load, a character a number."""
     text = "" if error is None else describe_error(error)
-    head = [number_of(arrangement.layer), *[0] * (HEADER - 3), FAILED, 0]
+    head = [number_of(arrangement.title), *[0] * (HEADER - 3), FAILED, 0]
     return (head + [ord(character) for character in text] + [0] * length)[:length]
 
 
@@ -180,7 +197,7 @@ def _raise_for_failures(arrangement: Arrangement, said: list[list[int]]) -> None
     if failed:
         text = "".join(map(chr, said[failed[0]][HEADER:])).rstrip("\0")
         raise GroupError(
-            f"MoE {arrangement.layer!r}: rank {failed[0]} of the expert-parallel group failed before it sent rows: "
+            f"MoE {arrangement.title}: rank {failed[0]} of the expert-parallel group failed before it sent rows: "
             f"{text}",
             arrangement.layer,
             failed,
@@ -195,7 +212,7 @@ def _raise_for_disagreement(arrangement: Arrangement, calls: list[Call]) -> None
             others = tuple(rank for rank, value in enumerate(values) if value != usual)
             seen = ", ".join(f"rank {rank}: {call.shown(field)}" for rank, call in enumerate(calls))
             raise GroupError(
-                f"MoE {arrangement.layer!r}: the ranks of an expert-parallel group must agree on {MEANING[field]}, got "
+                f"MoE {arrangement.title}: the ranks of an expert-parallel group must agree on {MEANING[field]}, got "
                 f"{seen}",
                 arrangement.layer,
                 others,

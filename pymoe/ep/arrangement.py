@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal
 
@@ -42,6 +42,13 @@ class Arrangement:
     scope: Scope
     room: int | None
     """The most rows that a rank may receive in a call."""
+    model: int = 1
+    """The number of its model among those that are spread over the same group, from 1 on."""
+
+    @cached_property
+    def title(self) -> str:
+        """What errors call the layer, and what stands for it in messages."""
+        return repr(self.layer) if self.model == 1 else f"{self.layer!r} of model {self.model}"
 
     @cached_property
     def group(self) -> dist.ProcessGroup:
@@ -93,3 +100,7 @@ class Arrangement:
     def __deepcopy__(self, memo: dict[int, Any]) -> Arrangement:
         """Return itself: a copy of the layer is on the same ranks."""
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields alone: the group, which is among what is derived from them, cannot be pickled."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -6,8 +6,9 @@ from __future__ import annotations
 class GroupError(RuntimeError):
     """The ranks of an expert-parallel group disagree, one has failed, or rows would not fit.
 
-    Where ranks disagree, or rows would not fit, every rank of the group raises it, from the same call of the same
-    layer, before any row was sent: the group can be used afterwards. After a rank has died it cannot.
+    Where ranks disagree, rows would not fit, or a rank has failed before it announced its rows, every rank of the group
+    raises it, from the same call, before any row was sent: the group can be used afterwards. (The rank that has failed
+    raises its own error.) Where rows or an announcement did not arrive, as a rank has died or is late, it cannot.
     """
 
     def __init__(self, message: str, layer: str, ranks: tuple[int, ...] = ()) -> None:

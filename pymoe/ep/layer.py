@@ -16,6 +16,7 @@ from pymoe.ep.agreement import Announcement, call_of, tell_failure
 from pymoe.ep.arrangement import Arrangement
 from pymoe.ep.exchange import Crossing, collect, depart
 from pymoe.ep.experts import ShardedExperts
+from pymoe.ep.parameters import check_parameters
 from pymoe.ep.plan import Plan
 from pymoe.nn.moe import MoE
 from pymoe.nn.options import operators
@@ -28,8 +29,13 @@ class ShardedMoE(MoE):
     """A :class:`pymoe.nn.MoE` whose experts are spread over ranks; :func:`pymoe.ep.shard` makes it of one.
 
     Its calls are collective: every rank of the group calls the layer equally often, each with its own tokens, of which
-    there may be none, and runs the backward pass of all calls that have one. Attributes, options and ``state_dict``
-    keys are those of :class:`pymoe.nn.MoE`. ``stats`` are of this rank's tokens.
+    there may be none, and runs the backward pass of all calls that have one, in the same order: backward passes are not
+    compared, and gradients are wrong where ranks run those of several calls in different orders. Attributes, options
+    and ``state_dict`` keys are those of :class:`pymoe.nn.MoE`. ``stats`` are of this rank's tokens.
+
+    A rank that raises before its rows are announced (router, shapes, dtypes) tells the others. After that, and in
+    a backward pass, nothing can: they wait for rows that do not come, until that process ends or the group's timeout is
+    over, and raise :class:`GroupError` then; the group cannot be used any more. So let a process end that has raised.
 
     It works under ``torch.utils.checkpoint``, autocast and ``torch.compile`` (which leaves a gap in the graph for it),
     and can be differentiated any number of times; not inside the transforms of :mod:`torch.func`, nor in forward mode.
@@ -67,7 +73,9 @@ class ShardedMoE(MoE):
             gate, logits_TE = self.router(x_TH)
             rows_TH: Tensor
             (rows_TH,) = cast_operands(x_TH)  # type: ignore[assignment]
-            call = call_of(arrangement, rows_TH, list(self.experts.parameters()))
+            check_parameters(arrangement, self.experts, self.shared, rows_TH)
+            experts: list[Tensor] = list(self.experts.parameters())
+            call = call_of(arrangement, rows_TH, experts, self.top_k, self.capacity_factor)
         except Exception as error:
             tell_failure(arrangement, error)
             raise

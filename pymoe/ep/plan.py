@@ -98,7 +98,7 @@ class Plan:
         if full:
             seen = ", ".join(f"rank {rank} would receive {rows[rank]}" for rank in full)
             raise GroupError(
-                f"MoE {arrangement.layer!r}: a rank must receive at most room = {room} rows in a call, got {seen}",
+                f"MoE {arrangement.title}: a rank must receive at most room = {room} rows in a call, got {seen}",
                 arrangement.layer,
                 full,
             )

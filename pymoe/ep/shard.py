@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
+import zlib
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from pymoe._errors import describe_error
 from pymoe.ep.agreement import number_of
 from pymoe.ep.arrangement import Arrangement, Scope
 from pymoe.ep.errors import GroupError
 from pymoe.ep.experts import ShardedExperts
+from pymoe.ep.groups import join
 from pymoe.ep.layer import ShardedMoE
 from pymoe.nn.experts import Experts
 from pymoe.nn.moe import MoE
+from pymoe.nn.quantize import lost_with
 from pymoe.reference import checks
 
 
@@ -45,11 +49,14 @@ def shard(
     the ranks; and what the auxiliary losses of a ``scope="group"`` add to gradients of inputs.
 
     Args:
-        model: any module; layers inside that are quantised, or of subclasses of ``MoE`` or ``Experts``, are refused.
-        mesh: the ranks: a mesh of one dimension, such as ``mesh["ep"]``, or a process group. All of them call this.
+        model: any module; layers inside that are quantised, of subclasses of ``MoE`` or ``Experts``, or with hooks on
+            their ``experts`` are refused.
+        mesh: the ranks: a mesh of one dimension that lists them in the order of its group, such as ``mesh["ep"]``, or a
+            process group. All of them call this; a rank that gives something without a group, as None, cannot tell the
+            others, which wait for the group's timeout.
         chunks: in how many exchanges the rows of a call travel, each with an equal share of every rank's experts. While
             one is under way, the experts of the one before compute, forward and backward. At most as many as a rank has
-            experts; more are taken for that number.
+            experts; a larger number is reduced to that.
         scope: over whose tokens capacity and auxiliary losses are taken. ``"rank"``: each rank's own, as data
             parallelism does. ``"group"``: all of them, as one process does; tokens of lower ranks come first, and the
             mean over ranks of the losses is that of all tokens.
@@ -61,8 +68,9 @@ def shard(
 
     Raises:
         TypeError: an argument, or a layer's class, is of the wrong kind.
-        ValueError: ``mesh`` has several dimensions, a number is out of range, or ``model`` holds no layer or one that
-            has been sharded before.
+        ValueError: ``mesh`` has several dimensions, another order than its group, or not this rank; a number is out of
+            range; ``model`` holds no layer, one that has been sharded before, or one with a hook on its experts or a
+            ``forward`` of its own.
         GroupError: the ranks do not give equal arguments and layers, their routers or shared experts differ, or one of
             them has failed; so every rank raises.
     """
@@ -70,6 +78,7 @@ def shard(
     problem: Exception | None = None
     layers: dict[str, MoE] = {}
     try:
+        _check_order(mesh)
         checks.integer("shard", "chunks", chunks, 1, None, "at least 1")
         checks.choice("shard", "scope", scope, ("rank", "group"))
         if room is not None:
@@ -78,10 +87,11 @@ def shard(
     except (TypeError, ValueError) as error:
         problem = error
     _compare(mesh, {"chunks": chunks, "scope": scope, "room": room}, layers, problem)
+    number = join(mesh.get_group(), max(layer.num_experts for layer in layers.values()))
     made: dict[int, nn.Parameter] = {}
     for name, layer in layers.items():
         most = -(-layer.num_experts // mesh.size())
-        arrangement = Arrangement(name, mesh, layer.num_experts, min(chunks, most), scope, room)
+        arrangement = Arrangement(name, mesh, layer.num_experts, min(chunks, most), scope, room, number)
         layer.router.row_invariant = True
         if layer.shared is not None:
             layer.shared.row_invariant = True
@@ -89,25 +99,39 @@ def shard(
         if not isinstance(experts, ShardedExperts):  # layers may share them
             experts.__class__ = ShardedExperts
             experts.spread(arrangement, made)
-        number_of(name)  # so that this rank can name the layer when others call it
+        number_of(arrangement.title)  # so that this rank can name the layer when others call it
         sharded: Any = layer
         sharded.__class__ = ShardedMoE
         sharded.arrangement = arrangement
     return model
 
 
-def _mesh_of(mesh: Any, model: nn.Module) -> DeviceMesh:
+def _mesh_of(mesh: Any, model: Any) -> DeviceMesh:
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
             raise ValueError(f"shard: mesh must have one dimension, as mesh['ep'] has, got {mesh}")
+        if mesh.get_coordinate() is None:
+            raise ValueError(f"shard: mesh must have this rank, got rank {dist.get_rank()} and {mesh}")
         return mesh
+    if mesh is None and not dist.is_initialized():
+        raise TypeError("shard: mesh must be a DeviceMesh or a ProcessGroup, got None; call init_process_group first")
+    if mesh is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"shard: mesh must have this rank, got a group without rank {dist.get_rank()}")
     if not isinstance(mesh, dist.ProcessGroup):
         raise TypeError(f"shard: mesh must be a DeviceMesh or a ProcessGroup, got {type(mesh).__name__}")
-    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    parameters = model.parameters() if isinstance(model, nn.Module) else iter(())
+    device = next((parameter.device.type for parameter in parameters), "cpu")
     return DeviceMesh.from_group(mesh, "cpu" if device == "meta" else device, mesh_dim_names=("ep",))
 
 
-def _layers_of(model: nn.Module) -> dict[str, MoE]:
+def _check_order(mesh: DeviceMesh) -> None:
+    """Check that a rank's place in the mesh, by which DTensors cut, is that in the group, by which rows travel."""
+    listed, group = mesh.mesh.tolist(), dist.get_process_group_ranks(mesh.get_group())
+    if listed != group:
+        raise ValueError(f"shard: mesh must list its ranks in the order of their group, {group}, got {listed}")
+
+
+def _layers_of(model: Any) -> dict[str, MoE]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard: model must be a module, got {type(model).__name__}")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
@@ -121,6 +145,11 @@ def _layers_of(model: nn.Module) -> dict[str, MoE]:
         if type(layer.experts) is not Experts:
             kind = type(layer.experts).__name__
             raise TypeError(f"shard: a layer's experts must be of the class Experts itself, got {name!r} with {kind}")
+        if lost := "a forward of its own" if "forward" in layer.__dict__ else lost_with(layer.experts):
+            raise ValueError(
+                f"shard: layers must have a plain forward and Experts that nothing is attached to, as both are called "
+                f"otherwise when they are sharded, got {name!r} with {lost}; remove it first"
+            )
         if layer.experts.w_in.shape[0] != layer.num_experts:
             seen = tuple(layer.experts.w_in.shape)
             raise ValueError(f"shard: {name!r} must have {layer.num_experts} experts, got w_in of shape {seen}")
@@ -147,28 +176,42 @@ def _raise_unless_equal(what: str, mine: dict[str, Any], theirs: dict[str, Any],
         here, there = mine.get(name, "none"), theirs.get(name, "none")
         if here != there:
             raise GroupError(
-                f"shard: all ranks of the group must have the same {what} {name!r}, got {here} here and {there} on "
+                f"shard: all ranks of the group must have the same {what} {name!r}, got {_difference(here, there)} on "
                 f"rank {rank}",
                 name if what == "layer" else "",
                 (rank,),
             )
 
 
+def _difference(here: Any, there: Any) -> str:
+    """Return what is first found to differ: of layers a part, unless one rank has no such layer."""
+    if isinstance(here, dict) and isinstance(there, dict):
+        part = next(name for name in [*here, *there] if here.get(name, "none") != there.get(name, "none"))
+        return f"{part} {here.get(part, 'none')} here and {there.get(part, 'none')}"
+    here, there = (one["options"] if isinstance(one, dict) else one for one in (here, there))
+    return f"{here} here and {there}"
+
+
 def _described(layer: MoE) -> dict[str, Any]:
-    """Return what must be the same on all ranks."""
-    experts = layer.experts
-    copies = [*layer.router.parameters(), *layer.router.buffers()]
-    copies += [] if layer.shared is None else layer.shared.parameters()
-    return {
-        "options": repr(layer),
-        "parameters": {name: (tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in experts.named_parameters()},
-        "sum of router and shared experts": [_sum(tensor) for tensor in copies],
-    }
+    """Return what must be the same on all ranks, by what errors call it."""
+    said: dict[str, Any] = {"options": repr(layer)}
+    for name, parameter in layer.experts.named_parameters():
+        said |= {
+            f"shape of experts.{name}": tuple(parameter.shape),
+            f"dtype of experts.{name}": str(parameter.dtype).removeprefix("torch."),
+            f"requires_grad of experts.{name}": parameter.requires_grad,
+        }
+    copies = {f"router.{name}": one for name, one in [*layer.router.named_parameters(), *layer.router.named_buffers()]}
+    if layer.shared is not None:
+        copies |= {f"shared.{name}": one for name, one in layer.shared.named_parameters()}
+    return said | {f"checksum of {name}": _checksum(tensor) for name, tensor in copies.items()}
 
 
-def _sum(tensor: Tensor) -> int | None:
-    """Return the sum of a tensor's bits, read as whole numbers: it is exact, so the same on every processor."""
-    if tensor.is_meta:
+def _checksum(tensor: Tensor) -> int | None:
+    """Return a checksum of a tensor's bits, in their order; None if it has no memory."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if whole.is_meta:
         return None
-    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
-    return int(tensor.detach().contiguous().view(whole).sum(dtype=torch.int64))
+    bits = whole.detach().cpu().contiguous()
+    length = bits.numel() * bits.element_size()
+    return zlib.crc32((ctypes.c_char * length).from_address(bits.data_ptr())) if length else 0

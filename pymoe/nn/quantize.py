@@ -115,14 +115,14 @@ def _check_weights(name: str, experts: nn.Module) -> None:
             f"quantize_experts: model must be in evaluation mode, got {name!r} in training mode with weights that "
             f"require gradients, which quantised ones have not; call model.eval() first"
         )
-    if isinstance(experts, Experts) and (lost := _lost_with(experts)):
+    if isinstance(experts, Experts) and (lost := lost_with(experts)):
         raise ValueError(
             f"quantize_experts: model must have Experts that nothing is attached to, as other modules take their "
             f"place, got {name!r} with {lost}; remove it first, and attach it to the QuantizedExperts"
         )
 
 
-def _lost_with(experts: Experts) -> str:
+def lost_with(experts: Experts) -> str:
     """Return what replacing a module would take away from its calls; "" if nothing."""
     if experts._forward_hooks or experts._forward_pre_hooks or experts._backward_hooks or experts._backward_pre_hooks:
         return "hooks"

@@ -1,5 +1,6 @@
 """What ranks do for test_failures.py: all but one do it right."""
 
+import re
 import time
 
 import torch
@@ -22,6 +23,11 @@ def told(function, *args):
     except Exception as error:
         return [type(error).__name__, str(error), list(getattr(error, "ranks", ()))]
     return None
+
+
+def without_models(text):
+    """An error's text without the numbers of models, of which the tests make many."""
+    return re.sub(r" of model \d+", "", text)
 
 
 def one_wrong_call(rank, world, wrong):

@@ -1,0 +1,117 @@
+"""What ranks do for test_mistakes.py: mistakes of users that must not hang ranks or end them."""
+
+import io
+
+import torch
+import torch.distributed as dist
+from failures import WRONG, bug, told
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from pymoe import ep
+from pymoe.nn import MoE
+
+
+def layers(**options):
+    """Two layers, of six experts, of which the last of four ranks has none, and of many."""
+    torch.manual_seed(0)
+    return nn.ModuleDict({"few": MoE(12, 8, 6, 2, **options), "many": MoE(12, 8, 600, 2)}).float()
+
+
+def wrong_parameters(rank, world, wrong):
+    """What ranks are told where parameters do not fit, and afterwards."""
+    model = ep.shard(layers(num_shared_experts=1), dist.group.WORLD)
+    few, x = model["few"], torch.randn(3, 12, dtype=torch.float32)
+    if wrong == "dtype":
+        few.experts.bfloat16()
+        said = told(few, x)
+        few.experts.float()
+    elif wrong == "dtype inside autocast":
+        few.experts.double()
+        with torch.autocast("cpu", torch.bfloat16):
+            said = told(few, x)
+        few.experts.float()
+    elif wrong == "shape":
+        whole = {f"experts.{name}": one for name, one in layers()["few"].experts.named_parameters()}
+        said = told(torch.func.functional_call, few, whole, (x,))
+    elif wrong == "shared dtype":
+        if rank == WRONG:
+            few.shared.bfloat16()
+        said = told(few, x)
+        few.shared.float()
+    return said, told(few, x)
+
+
+def unequal_calls(rank, world, wrong):
+    """What ranks are told where one has another layer or other options, and afterwards."""
+    model, other = (ep.shard(layers(capacity_factor=1.25), dist.group.WORLD) for _ in range(2))
+    few, x, mine = model["few"], torch.randn(3, 12, dtype=torch.float32), rank == WRONG
+    options = few.top_k, few.capacity_factor
+    called = few
+    if mine and wrong == "many":
+        called = model["many"]
+    elif mine and wrong == "model":
+        called = other["few"]
+    elif mine and wrong == "capacity":
+        few.capacity_factor = None
+    elif mine and wrong == "top_k":
+        few.router.top_k = few.top_k = 3
+    said = told(called, x)
+    few.top_k, few.capacity_factor = options
+    few.router.top_k = few.top_k
+    return said, told(few, x)
+
+
+def refused(rank, world, what):
+    """What ``shard`` says of what all ranks do wrong."""
+    model, mesh = layers(), dist.group.WORLD
+    few = model["few"]
+    if what == "order":
+        mesh = DeviceMesh("cpu", [2, 0, 1, 3])
+    elif what == "outside the mesh":
+        mesh = DeviceMesh("cpu", [0, 1])
+    elif what == "outside the group":
+        mesh = dist.new_group([0, 1])
+    elif what == "hook":
+        few.experts.register_forward_hook(bug)
+    elif what == "experts' forward":
+        few.experts.forward = bug
+    elif what == "layer's forward":
+        few.forward = bug
+    elif what == "no module":
+        model = None
+    return told(lambda: ep.shard(model, mesh))
+
+
+def refused_by_all(rank, world, wrong):
+    """What ranks are told by ``shard`` where one of them has another model."""
+    model = layers(bias_update_rate=0.1, num_shared_experts=1)
+    few = model["few"]
+    with torch.no_grad():
+        few.router.weight[0, 0] = torch.nan
+        if rank == WRONG and wrong == "no module":
+            model = None
+        elif rank == WRONG and wrong == "order of rows":
+            few.router.weight.copy_(few.router.weight.flip(0))
+        elif rank == WRONG and wrong == "order of shared rows":
+            few.shared.w_in.copy_(few.shared.w_in.flip(0))
+        elif rank == WRONG and wrong == "expert bias":
+            few.router.expert_bias.fill_(1.0)
+    return told(lambda: ep.shard(model, dist.group.WORLD))
+
+
+def saved_whole(rank, world):
+    """Whether a model that has been called is what it was after torch.save and torch.load."""
+    model = ep.shard(layers(), dist.group.WORLD)
+    x = torch.randn(3, 12, dtype=torch.float32)
+    y = model["few"](x)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    return bool(torch.equal(loaded["few"](x), y))
+
+
+def no_group():
+    """What ``shard`` says in a process without a group."""
+    return told(lambda: ep.shard(layers(), dist.group.WORLD))

@@ -1,0 +1,113 @@
+"""Mistakes of users that are found before rows travel: on all ranks, or told to the others."""
+
+import mistakes
+import pytest
+from failures import WRONG, without_models
+
+FAILED = "rank 2 of the expert-parallel group failed before it sent rows: "
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "text"),
+    [
+        ("dtype", "TypeError", "experts.w_in must have the dtype of the rows (torch.float32), got torch.bfloat16"),
+        ("dtype inside autocast", "TypeError", "must have the dtype of the rows (torch.bfloat16), got torch.float64"),
+        ("shape", "ValueError", "MoE: experts.w_in must have shape (2, 16, 12) on this rank, got (6, 16, 12)"),
+    ],
+)
+def test_parameters_that_do_not_fit_raise_on_all_ranks_also_without_experts(ranks, wrong, kind, text):
+    for rank, (said, afterwards) in enumerate(ranks.run(mistakes.wrong_parameters, wrong=wrong)):
+        assert said[0] == kind
+        assert text.replace("(2,", "(0,") in said[1] if rank == 3 else text in said[1]
+        assert afterwards is None
+
+
+def test_a_rank_whose_shared_experts_do_not_fit_tells_the_others(ranks):
+    text = "shared.w_in must have the dtype of the rows (torch.float32), got torch.bfloat16"
+    for rank, (said, afterwards) in enumerate(ranks.run(mistakes.wrong_parameters, wrong="shared dtype")):
+        assert said[0] == ("TypeError" if rank == WRONG else "GroupError")
+        assert text in said[1]
+        assert rank == WRONG or FAILED in said[1]
+        assert afterwards is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ("many", "which layer they call, got rank 0: 'few', rank 1: 'few', rank 2: 'many', rank 3: 'few'"),
+        ("model", "which layer they call, got rank 0: 'few'"),
+        ("capacity", "its capacity_factor, got rank 0: 1.25, rank 1: 1.25, rank 2: None, rank 3: 1.25"),
+        ("top_k", "its top_k, got rank 0: 2, rank 1: 2, rank 2: 3, rank 3: 2"),
+    ],
+)
+def test_ranks_in_unequal_calls_all_raise(ranks, wrong, text):
+    for said, afterwards in ranks.run(mistakes.unequal_calls, wrong=wrong):
+        kind, seen, who = said
+        assert kind == "GroupError"
+        if wrong == "model":  # how many the tests have made is unknown
+            assert "rank 2: 'few' of model " in seen
+        else:
+            assert text in without_models(seen)
+        assert who == [WRONG]
+        assert afterwards is None
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "text"),
+    [
+        ("order", "ValueError", "mesh must list its ranks in the order of their group, [0, 1, 2, 3], got [2, 0, 1, 3]"),
+        ("hook", "ValueError", "Experts that nothing is attached to"),
+        ("hook", "ValueError", "got 'few' with hooks; remove it first"),
+        ("experts' forward", "ValueError", "got 'few' with a forward of its own; remove it first"),
+        ("layer's forward", "ValueError", "got 'few' with a forward of its own; remove it first"),
+        ("no module", "TypeError", "shard: model must be a module, got NoneType"),
+    ],
+)
+def test_what_would_lose_its_effect_is_refused(ranks, what, kind, text):
+    for said in ranks.run(mistakes.refused, what=what):
+        assert said[0] == kind
+        assert text in said[1]
+
+
+@pytest.mark.parametrize("what", ["mesh", "group"])
+def test_a_rank_outside_of_the_ranks_is_told_so(ranks, what):
+    inside = [None, None]
+    *first, third, fourth = ranks.run(mistakes.refused, what=f"outside the {what}")
+    assert first == inside
+    for rank, said in ((2, third), (3, fourth)):
+        assert said[0] == "ValueError"
+        assert "shard: mesh must have this rank, got " in said[1]
+        assert f"rank {rank}" in said[1]
+
+
+def test_a_process_without_a_group_is_told_what_to_call():
+    kind, text, _ = mistakes.no_group()
+    assert kind == "TypeError"
+    assert "got None; call init_process_group first" in text
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ("no module", "rank 2 of the group failed: TypeError: shard: model must be a module, got NoneType"),
+        ("order of rows", "the same layer 'few', got checksum of router.weight "),
+        ("order of shared rows", "the same layer 'few', got checksum of shared.w_in "),
+        ("expert bias", "the same layer 'few', got checksum of router.expert_bias "),
+    ],
+)
+def test_one_rank_with_another_model_is_noticed_by_all(ranks, wrong, text):
+    for rank, (kind, said, who) in enumerate(ranks.run(mistakes.refused_by_all, wrong=wrong)):
+        if rank == WRONG and wrong == "no module":
+            assert (kind, said) == ("TypeError", "shard: model must be a module, got NoneType")
+        else:
+            assert kind == "GroupError"
+            assert text in said
+            assert who == ([0] if rank == WRONG else [WRONG])
+
+
+def test_equal_routers_with_nan_are_equal(ranks):
+    assert ranks.run(mistakes.refused_by_all, wrong="nothing") == [None] * 4
+
+
+def test_a_model_that_has_been_called_can_be_saved_whole(ranks):
+    assert all(ranks.run(mistakes.saved_whole))
