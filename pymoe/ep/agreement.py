@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import zlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -160,6 +161,22 @@ def tell_failure(arrangement: Arrangement, error: BaseException) -> None:
     """Tell the other ranks that this one has failed before it could announce its rows: they raise, too."""
     with contextlib.suppress(GroupError):  # which is what all ranks are told
         Announcement(arrangement, None, error=error).read()
+
+
+@contextlib.contextmanager
+def while_others_wait(arrangement: Arrangement) -> Iterator[None]:
+    """Say in errors of this rank, raised after its announcement, that the others do not learn of them."""
+    try:
+        yield
+    except GroupError:
+        raise
+    except Exception as error:
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(
+                f"MoE {arrangement.title}: this rank had announced its rows already; other ranks of the "
+                f"group that have not failed, too, wait for them until this process ends or the group's timeout is over"
+            )
+        raise
 
 
 def all_gather(output: Tensor, mine: Tensor, group: dist.ProcessGroup) -> Any:

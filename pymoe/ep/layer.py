@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from pymoe.ep.agreement import Announcement, call_of, tell_failure
+from pymoe.ep.agreement import Announcement, call_of, tell_failure, while_others_wait
 from pymoe.ep.arrangement import Arrangement
 from pymoe.ep.exchange import Crossing, collect, depart
 from pymoe.ep.experts import ShardedExperts
@@ -80,6 +80,21 @@ class ShardedMoE(MoE):
             tell_failure(arrangement, error)
             raise
         announcement = Announcement(arrangement, call, gate.load, x_TH.shape[0])
+        with while_others_wait(arrangement):
+            y_TH = self._exchanged(rows_TH, gate, logits_TE, announcement)
+        output: Tensor = y_TH.reshape(x.shape)
+        return output
+
+    def extra_repr(self) -> str:
+        arrangement = self.arrangement
+        own = f"{arrangement.own.start} to {arrangement.own.stop - 1}" if arrangement.own else "none"
+        return f"{super().extra_repr()}, ranks={arrangement.ranks}, own experts: {own}"
+
+    def _weight_of_input_dtype(self) -> Tensor:
+        return self.router.weight  # the experts may be cut once more, in a wider dtype, until they are called
+
+    def _exchanged(self, rows_TH: Tensor, gate: Gate, logits_TE: Tensor, announcement: Announcement) -> Tensor:
+        """Return the layer's output (T, H) of rows that have been announced."""
         routing, rows_SH, plan = self._send_buffer(rows_TH, gate, announcement)
         weights_TK, losses = self._with_losses(gate, logits_TE, plan)
 
@@ -94,16 +109,7 @@ class ShardedMoE(MoE):
         self.last_loads = plan.loads
         dropped = torch.full((), plan.dropped, dtype=torch.int32, device=gate.load.device)
         self.last.keep(load=gate.load, dropped=dropped, load_balancing_loss=losses.load_balancing, z_loss=losses.z)
-        output: Tensor = y_TH.reshape(x.shape)
-        return output
-
-    def extra_repr(self) -> str:
-        arrangement = self.arrangement
-        own = f"{arrangement.own.start} to {arrangement.own.stop - 1}" if arrangement.own else "none"
-        return f"{super().extra_repr()}, ranks={arrangement.ranks}, own experts: {own}"
-
-    def _weight_of_input_dtype(self) -> Tensor:
-        return self.router.weight  # the experts may be cut once more, in a wider dtype, until they are called
+        return y_TH
 
     def _send_buffer(self, rows_TH: Tensor, gate: Gate, announcement: Announcement) -> tuple[Routing, Tensor, Plan]:
         """Gather rows into the order in which they are sent, and read meanwhile what all ranks have announced."""

@@ -42,6 +42,19 @@ def wrong_parameters(rank, world, wrong):
     return said, told(few, x)
 
 
+def late_error(rank, world):
+    """The notes of an error that is raised after the announcement, by all ranks, and what they are told afterwards."""
+    few = ep.shard(layers(num_shared_experts=1), dist.group.WORLD)["few"]
+    x = torch.randn(3, 12, dtype=torch.float32)
+    hook = few.shared.register_forward_pre_hook(bug)
+    try:
+        few(x)
+    except ArithmeticError as error:
+        notes = getattr(error, "__notes__", None)
+    hook.remove()
+    return notes, told(few, x)
+
+
 def unequal_calls(rank, world, wrong):
     """What ranks are told where one has another layer or other options, and afterwards."""
     model, other = (ep.shard(layers(capacity_factor=1.25), dist.group.WORLD) for _ in range(2))

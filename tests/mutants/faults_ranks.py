@@ -4,6 +4,7 @@ from planting import PythonFault as Fault
 
 EQUALITY = "tests/ep/test_equality.py"
 GRADIENTS = "tests/ep/test_gradients.py"
+MISTAKES = "tests/ep/test_mistakes.py"
 
 FAULTS = [
     Fault(
@@ -50,9 +51,9 @@ FAULTS = [
     ),
     Fault(
         "gradients of experts are sums over their group",
-        "pymoe/ep/gradients.py",
-        "lambda grad: grad / divisor",
-        "lambda grad: grad",
+        "pymoe/ep/experts.py",
+        "lambda gradient: gradient / divisor",
+        "lambda gradient: gradient",
         (GRADIENTS, "-k", "mean_loss"),
     ),
     Fault(
@@ -68,5 +69,26 @@ FAULTS = [
         "if not placement.is_replicate():",
         "if placement.is_shard():",
         (GRADIENTS, "-k", "with_clipping"),
+    ),
+    Fault(
+        "layers of other sizes send messages of other lengths",
+        "pymoe/ep/agreement.py",
+        "most = max(arrangement.num_experts, most_experts(arrangement.group))",
+        "most = arrangement.num_experts",
+        (MISTAKES, "-k", "many"),
+    ),
+    Fault(
+        "a checksum of routers does not depend on the order of rows",
+        "pymoe/ep/shard.py",
+        "zlib.crc32((ctypes.c_char * length).from_address(bits.data_ptr()))",
+        "sum(bytes((ctypes.c_char * length).from_address(bits.data_ptr())))",
+        (MISTAKES, "-k", "another_model"),
+    ),
+    Fault(
+        "a rank without experts does not check its parameters",
+        "pymoe/ep/parameters.py",
+        "if parameter is not None:",
+        "if parameter is not None and not (arrangement and not arrangement.own):",
+        (MISTAKES, "-k", "also_without_experts"),
     ),
 ]
