@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -41,26 +42,28 @@ def data_parallel(
             before, and make optimizers afterwards.
         mesh: two dimensions, ranks with the same experts and ranks of an expert-parallel group, in this order:
             ``init_device_mesh("cpu", (2, 4), mesh_dim_names=("edp", "ep"))``, where ``model`` has been sharded over
-            ``mesh["ep"]``; or that one dimension alone.
+            ``mesh["ep"]`` or the group of the same ranks; or that one dimension alone.
         kind: ``"ddp"`` for ``DistributedDataParallel``, in which every rank holds all of the rest; ``"fsdp"`` for
             ``fully_shard``, which cuts that over all ranks, and each expert's parameters over the ranks that have it.
         blocks: modules of ``model``, layers mostly, that ``fully_shard`` treats as units, inner ones first; with
             ``"fsdp"`` alone.
-        options: further arguments of ``DistributedDataParallel``, or of every call of ``fully_shard``.
+        options: further arguments of ``DistributedDataParallel``, or of every call of ``fully_shard``. An ``mp_policy``
+            with a ``param_dtype`` needs a mesh of two dimensions, of which the first may be 1: on one dimension nothing
+            casts the experts. Where ``fully_shard`` cuts or casts experts, every rank needs some. Parameters that the
+            model tells DDP to ignore stay ignored.
 
     Returns:
         The ``DistributedDataParallel`` around ``model``, or ``model`` itself, which ``fully_shard`` has changed.
 
     Raises:
-        TypeError: ``mesh`` is not a mesh.
+        TypeError: ``mesh`` is not a mesh, a block is not a module, or ``options`` name other ranks.
         ValueError: ``mesh`` does not fit ``model``, ``model`` holds no sharded layer or has been given to this before,
             or an argument is out of range.
     """
     checks.choice("data_parallel", "kind", kind, ("ddp", "fsdp"))
-    blocks = list(blocks)
-    if blocks and kind == "ddp":
-        raise ValueError(f"data_parallel: blocks must be empty with kind='ddp', got {len(blocks)}")
     experts = _experts_of(model, mesh)
+    blocks = _blocks_of(model, kind, blocks)
+    _check_options(mesh, kind, experts, options)
     parallel = _ddp(model, mesh, experts, options) if kind == "ddp" else _fsdp(model, mesh, experts, blocks, options)
     for one in experts.values():
         # The rest of the mean, over the ranks with the same experts, is taken after the backward pass.
@@ -92,12 +95,16 @@ def clip_grad_norm_(
             belong to the norm, too.
 
     Returns:
-        The norm before, a scalar.
+        The norm before, a scalar in float64 whatever the gradients' dtype is.
 
     Raises:
+        TypeError: ``parameters`` are not tensors, or a number is not one.
+        ValueError: ``max_norm`` is negative, or ``norm_type`` is not above 0.
         RuntimeError: with ``error_if_nonfinite``, the norm is not finite.
     """
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    parameters = _tensors(parameters)
+    _number("max_norm", max_norm, "at least 0", lambda value: value >= 0)
+    _number("norm_type", norm_type, "above 0", lambda value: value > 0)
     total = _power_of_norm(parameters, norm_type, group)
     if norm_type != float("inf"):
         total = total ** (1 / norm_type)
@@ -109,6 +116,23 @@ def clip_grad_norm_(
             local = local_part(parameter.grad)
             local.mul_(factor.to(local.device))
     return total
+
+
+def _tensors(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
+    if isinstance(parameters, Tensor):
+        return [parameters]
+    several = list(parameters) if isinstance(parameters, Iterable) else [parameters]
+    for one in several:
+        if not isinstance(one, Tensor):
+            raise TypeError(f"clip_grad_norm_: parameters must be tensors, got {type(one).__name__}")
+    return several
+
+
+def _number(name: str, value: object, meaning: str, is_right: Callable[[float], bool]) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"clip_grad_norm_: {name} must be a number, got {type(value).__name__}")
+    if not is_right(float(value)):
+        raise ValueError(f"clip_grad_norm_: {name} must be {meaning}, got {value}")
 
 
 def _power_of_norm(parameters: list[Tensor], p: float, group: dist.ProcessGroup | None) -> Tensor:
@@ -151,6 +175,7 @@ def _experts_of(model: nn.Module, mesh: object) -> dict[str, ShardedExperts]:
     if not experts:
         raise ValueError(f"data_parallel: model must hold a layer sharded before, got a {type(model).__name__} without")
     own = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
+    names = mesh.mesh_dim_names
     for name, one in experts.items():
         if one.gradient_divisor is not None:
             raise ValueError(f"data_parallel: model must not have been given to it before, as {name!r} has")
@@ -160,7 +185,45 @@ def _experts_of(model: nn.Module, mesh: object) -> dict[str, ShardedExperts]:
                 f"data_parallel: the last dimension of mesh must be the ranks over which layers are spread, got {own} "
                 f"and {name!r} spread over {group}"
             )
+        spread_over = one.arrangement.mesh.mesh_dim_names
+        if spread_over is not None and names is not None and names[-1] != spread_over[0] in names:
+            raise ValueError(f"data_parallel: the last dimension of mesh must be {spread_over[0]!r}, got {names}")
     return experts
+
+
+def _blocks_of(model: nn.Module, kind: str, blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    if not isinstance(blocks, Iterable):
+        raise TypeError(f"data_parallel: blocks must be several modules, got {type(blocks).__name__}")
+    blocks = list(blocks)
+    if blocks and kind == "ddp":
+        raise ValueError(f"data_parallel: blocks must be empty with kind='ddp', got {len(blocks)}")
+    inside = set(model.modules())
+    for block in blocks:
+        if not isinstance(block, nn.Module):
+            raise TypeError(f"data_parallel: blocks must be modules, got {type(block).__name__}")
+        if block not in inside:
+            raise ValueError(f"data_parallel: blocks must be modules of model, got a {type(block).__name__} of another")
+    return blocks
+
+
+def _check_options(mesh: DeviceMesh, kind: str, experts: dict[str, ShardedExperts], options: dict[str, Any]) -> None:
+    for name in ("process_group", "device_mesh"):
+        if name in options:
+            raise TypeError(f"data_parallel: the ranks must be given by mesh alone, got {name}, too")
+    cast = getattr(options.get("mp_policy"), "param_dtype", None)
+    if kind == "fsdp" and cast is not None and mesh.ndim == 1:
+        raise ValueError(
+            f"data_parallel: mesh must have two dimensions, such as (1, {mesh.size()}), for an mp_policy with "
+            f"param_dtype, got {mesh}"
+        )
+    if kind == "fsdp" and _are_cut_further(mesh, options):
+        for name, one in experts.items():
+            arrangement = one.arrangement
+            if not all(arrangement.shards):  # fully_shard has no gradients for a module without elements
+                raise ValueError(
+                    f"data_parallel: every rank must have experts with kind='fsdp' and this mesh, got {name!r} with "
+                    f"{arrangement.num_experts} spread over {arrangement.ranks} ranks"
+                )
 
 
 def _all_ranks(mesh: DeviceMesh) -> DeviceMesh:
@@ -179,7 +242,8 @@ def _ddp(
     model: nn.Module, mesh: DeviceMesh, experts: dict[str, ShardedExperts], options: dict[str, Any]
 ) -> DistributedDataParallel:
     spread = [f"{name}.{own}".lstrip(".") for name, one in experts.items() for own, _ in one.named_parameters()]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, spread)
+    ignored = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *spread]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     wrapped = DistributedDataParallel(model, process_group=_all_ranks(mesh).get_group(), **options)
     if mesh.ndim == 2 and mesh.size(0) > 1:
         wrapped.register_forward_pre_hook(_AverageOfTwins(list(experts.values()), mesh))
@@ -225,8 +289,10 @@ def _fsdp(
     everyone = _all_ranks(mesh)
     own: set[nn.Parameter] = set()
     for one in experts.values():
-        if mesh.ndim == 2 and mesh.size(0) > 1:
-            fully_shard(one, mesh=mesh[_name_of_first(mesh)], **options)
+        if _are_cut_further(mesh, options):
+            first, last = _names_of(mesh)
+            _move_to_mesh(one, mesh[last])
+            fully_shard(one, mesh=mesh[first], **options)
         else:
             own.update(one.parameters())
     ignored = {"ignored_params": own | options.pop("ignored_params", set())} if own else {}
@@ -235,7 +301,27 @@ def _fsdp(
     return model
 
 
-def _name_of_first(mesh: DeviceMesh) -> str:
+def _are_cut_further(mesh: DeviceMesh, options: dict[str, Any]) -> bool:
+    """Return whether fully_shard treats experts: where several ranks have the same ones, or it is to cast them."""
+    return mesh.ndim == 2 and (mesh.size(0) > 1 or "mp_policy" in options)
+
+
+def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
     if mesh.mesh_dim_names is None:
         raise ValueError("data_parallel: the dimensions of mesh must have names, as ('edp', 'ep'), got None")
-    return mesh.mesh_dim_names[0]
+    return mesh.mesh_dim_names
+
+
+def _move_to_mesh(experts: ShardedExperts, mesh: DeviceMesh) -> None:
+    """Make parameters DTensors on another mesh of the same ranks: fully_shard cuts those on a part of its own."""
+    for name, parameter in experts.named_parameters():
+        if isinstance(parameter, DTensor):
+            moved = DTensor.from_local(
+                local_part(parameter),
+                mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+            setattr(experts, name, nn.Parameter(moved, requires_grad=parameter.requires_grad))

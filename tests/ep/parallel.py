@@ -4,6 +4,8 @@ import torch
 import torch.distributed as dist
 from rank_setup import full, mesh_of
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from pymoe import ep
@@ -13,14 +15,14 @@ H, E = 8, 6
 ROWS = 7
 
 
-def model(bias=False, tied=False, dtype=torch.float64):
+def model(bias=False, tied=False, dtype=torch.float64, experts=E):
     """Two layers, which may share a weight, and dense ones around them."""
     torch.manual_seed(0)
     options = {"num_shared_experts": 1, "bias": bias, "bias_update_rate": 0.05, "dtype": dtype}
     made = nn.Sequential(
         nn.Linear(H, H, dtype=dtype),
-        nn.Sequential(MoE(H, 6, E, 2, **options), nn.Linear(H, H, dtype=dtype)),
-        MoE(H, 6, E, 3, **options),
+        nn.Sequential(MoE(H, 6, experts, 2, **options), nn.Linear(H, H, dtype=dtype)),
+        MoE(H, 6, experts, 3, **options),
         nn.Linear(H, 1, dtype=dtype),
     )
     if tied:
@@ -95,6 +97,46 @@ def one_step(rank, world, shape, kind, tied=False, dtype="float64", replaced=Non
     expected = dict(whole.named_parameters())
     found = {name: p.grad for name, p in spread.named_parameters() if replaced != "thawed" or ".experts." in name}
     return worst((gradient, expected[name].grad) for name, gradient in found.items())
+
+
+def spread_over_a_group(rank, world):
+    """How far gradients are, of a model spread over a process group and cut further over a mesh."""
+    whole, spread, mesh = model(), model(), mesh_of(2, 2)
+    called = ep.data_parallel(ep.shard(spread, mesh["ep"].get_group()), mesh, kind="fsdp")
+    x = data(world)[0]
+    (whole(x.flatten(0, 1)) ** 2).mean().backward()
+    (called(x[rank]) ** 2).mean().backward()
+    expected = dict(whole.named_parameters())
+    return worst((p.grad, expected[name].grad) for name, p in spread.named_parameters())
+
+
+def mixed_precision(rank, world, shape):
+    """How far gradients are where FSDP casts parameters to bfloat16, and their dtypes."""
+    whole, spread = (model(dtype=torch.float32, experts=8) for _ in range(2))
+    mesh = mesh_of(*shape)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    called = ep.data_parallel(ep.shard(spread, mesh["ep"]), mesh, kind="fsdp", mp_policy=policy)
+    x = data(world)[0].float()
+    (whole(x.flatten(0, 1)) ** 2).mean().backward()
+    (called(x[rank]) ** 2).mean().backward()
+    expected = dict(whole.named_parameters())
+    pairs = [(p.grad, expected[name].grad) for name, p in spread.named_parameters() if ".experts." in name]
+    return worst(pairs), [str(gradient.dtype) for gradient, _ in pairs]
+
+
+def ignored_by_ddp(rank, world):
+    """Gradients of a parameter that the model has told DDP to leave alone, and of that rank by itself."""
+    spread, alone = model(), model()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(spread, ["3.weight"])
+    ep.shard(spread, mesh_of(4))
+    ep.shard(alone, mesh_of(4))
+    x = data(world)[0, rank]
+    ep.data_parallel(spread, mesh_of(4))(x).sum().backward()
+    alone(x).sum().backward()
+    return [
+        torch.equal(spread[3].weight.grad, alone[3].weight.grad),
+        torch.equal(spread[3].bias.grad, x.new_full((1,), ROWS)),
+    ]
 
 
 def fill(spread, whole):
@@ -235,6 +277,21 @@ def not_finite(rank, world):
         return str(error)
 
 
+def clip_refused(rank, world, what):
+    """What is said of arguments of clip_grad_norm_ that do not fit."""
+    parameters, numbers = [nn.Parameter(torch.zeros(3))], (1.0, 2.0)
+    if what == "a module":
+        parameters = nn.Linear(1, 1)
+    elif what == "modules":
+        parameters = nn.Sequential(nn.Linear(1, 1))
+    else:
+        numbers = what
+    try:
+        ep.clip_grad_norm_(parameters, *numbers)
+    except (TypeError, ValueError) as error:
+        return [type(error).__name__, str(error)]
+
+
 def refused(rank, world, what):
     """What is said of arguments that do not fit."""
     mesh, kind, options = mesh_of(2, 2), "ddp", {}
@@ -247,6 +304,21 @@ def refused(rank, world, what):
         spread = model()
     elif what == "kind":
         kind = "zero"
+    elif what == "turned":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "edp"))
+    elif what == "group":
+        options["process_group"] = dist.group.WORLD
+    elif what == "no modules":
+        kind, options["blocks"] = "fsdp", ["1"]
+    elif what == "one module":
+        kind, options["blocks"] = "fsdp", spread[0]
+    elif what == "module of another":
+        kind, options["blocks"] = "fsdp", [nn.Linear(1, 1)]
+    elif what == "cast on one dimension":
+        mesh, kind, options["mp_policy"] = mesh_of(4), "fsdp", MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        spread = ep.shard(model(), mesh)
+    elif what == "no expert on a rank":
+        spread, kind = ep.shard(nn.Sequential(MoE(H, 6, 1, 1)), mesh["ep"]), "fsdp"
     elif what == "twice":
         ep.data_parallel(spread, mesh)
     elif what == "wrapped":

@@ -43,6 +43,23 @@ def test_gradients_of_a_weight_that_layers_share_are_divided_once(ranks, shape, 
     assert max(ranks.run(parallel.one_step, shape=shape, kind=kind, tied=True)) < 1e-12
 
 
+def test_experts_spread_over_a_process_group_are_cut_further(ranks):
+    assert max(ranks.run(parallel.spread_over_a_group)) < 1e-12
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
+def test_fsdp_casts_experts_as_the_rest(ranks, shape):
+    for error, dtypes in ranks.run(parallel.mixed_precision, shape=shape):
+        assert error < 0.1
+        assert set(dtypes) == {"torch.float32"}
+
+
+def test_what_the_model_tells_ddp_to_ignore_stays_ignored(ranks):
+    for is_own, is_mean in ranks.run(parallel.ignored_by_ddp):
+        assert is_own
+        assert is_mean
+
+
 def test_gradients_accumulate_where_every_backward_pass_sums_over_ranks(ranks):
     assert max(ranks.run(parallel.accumulated_with_every_sum)) < 1e-12
 
@@ -108,6 +125,17 @@ def test_a_norm_that_is_not_finite_is_refused_where_asked_for(ranks):
             "ValueError",
             "data_parallel: model must not have been given to it before, as 'module.1.0.experts' has",
         ),
+        ("turned", "ValueError", "data_parallel: the last dimension of mesh must be "),
+        ("group", "TypeError", "data_parallel: the ranks must be given by mesh alone, got process_group, too"),
+        ("no modules", "TypeError", "data_parallel: blocks must be modules, got str"),
+        ("one module", "TypeError", "data_parallel: blocks must be several modules, got Linear"),
+        ("module of another", "ValueError", "data_parallel: blocks must be modules of model, got a Linear of another"),
+        (
+            "cast on one dimension",
+            "ValueError",
+            "data_parallel: mesh must have two dimensions, such as (1, 4), for an mp",
+        ),
+        ("no expert on a rank", "ValueError", "data_parallel: every rank must have experts with kind='fsdp' and this"),
         ("blocks", "ValueError", "data_parallel: blocks must be empty with kind='ddp', got 1"),
     ],
 )
@@ -115,3 +143,20 @@ def test_what_does_not_fit_is_refused(ranks, what, kind, text):
     for said in ranks.run(parallel.refused, what=what):
         assert said[0] == kind
         assert text in said[1]
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "text"),
+    [
+        ("a module", "TypeError", "parameters must be tensors, got Linear"),
+        ("modules", "TypeError", "parameters must be tensors, got Linear"),
+        (("1", 2.0), "TypeError", "max_norm must be a number, got str"),
+        ((-1.0, 2.0), "ValueError", "max_norm must be at least 0, got -1.0"),
+        ((1.0, "inf"), "TypeError", "norm_type must be a number, got str"),
+        ((1.0, 0), "ValueError", "norm_type must be above 0, got 0"),
+        ((1.0, -1.0), "ValueError", "norm_type must be above 0, got -1.0"),
+        ((1.0, float("nan")), "ValueError", "norm_type must be above 0, got nan"),
+    ],
+)
+def test_clipping_refuses_what_is_no_parameter_or_number(what, kind, text):
+    assert parallel.clip_refused(0, 1, what) == [kind, f"clip_grad_norm_: {text}"]
