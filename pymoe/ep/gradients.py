@@ -35,7 +35,8 @@ def data_parallel(
     same expert, and divided by R, too. So a learning rate means the same for all parameters, on any number of ranks.
 
     Gradients accumulate over several backward passes as in the module that does the work: with DDP's ``no_sync()``, or
-    with ``set_requires_gradient_sync(False)`` of FSDP.
+    with ``set_requires_gradient_sync(False)`` of FSDP. ``torch.amp.GradScaler`` raises with ``"ddp"``: some
+    gradients are DTensors and others are not.
 
     Args:
         model: what :func:`shard` has been called with. Cast it before, as for DDP and FSDP by themselves, copy it
