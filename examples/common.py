@@ -62,6 +62,24 @@ def tell(found: Mapping[str, bool]) -> int:
     return 0 if all(found.values()) else 1
 
 
+def tell_losses(alone: list[float], losses: list[float], column: str, tolerance: float, first: int = 1) -> int:
+    """Print the losses of one process and of several, step by step from ``first`` on; the exit status.
+
+    They must not differ by more than ``tolerance`` nats, and must fall.
+    """
+    print(f"        loss: one process{column:>10}   difference")
+    for step, (one, other) in enumerate(zip(alone, losses, strict=True), start=first):
+        print(f"step {step:3d}       {one:10.6f} {other:10.6f}   {abs(one - other):8.1e}")
+    apart = max(abs(one - other) for one, other in zip(alone, losses, strict=True))
+    print()
+    return tell(
+        {
+            f"losses differ by at most {apart:.1e} nats (allowed: {tolerance:g})": apart <= tolerance,
+            f"the model learns: {losses[0]:.2f} nats at first, {losses[-1]:.2f} in the end": losses[-1] < losses[0],
+        }
+    )
+
+
 def at_least(smallest: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         value = int(text)

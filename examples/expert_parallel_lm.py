@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from byte_lm import Config, LanguageModel, make_optimizer
-from common import Batches, at_least, load_text, parser_of, tell
+from common import Batches, at_least, load_text, parser_of, tell_losses
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -163,17 +163,7 @@ def report(options: argparse.Namespace, steps: range, alone: list[float], losses
     """Print the losses beside each other; the exit status."""
     groups = int(os.environ["WORLD_SIZE"]) // options.ep
     print(f"\n{groups} x {options.ep} processes, {options.kind}, float64")
-    print("        loss: one process    spread   difference")
-    for step, one, other in zip(steps, alone, losses, strict=True):
-        print(f"step {step + 1:3d}       {one:10.6f} {other:10.6f}   {abs(one - other):8.1e}")
-    apart = max(abs(one - other) for one, other in zip(alone, losses, strict=True))
-    print()
-    return tell(
-        {
-            f"losses differ by at most {apart:.1e} nats (allowed: {TOLERANCE:g})": apart <= TOLERANCE,
-            f"the model learns: {losses[0]:.2f} nats at first, {losses[-1]:.2f} in the end": losses[-1] < losses[0],
-        }
-    )
+    return tell_losses(alone, losses, "spread", TOLERANCE, steps.start + 1)
 
 
 if __name__ == "__main__":

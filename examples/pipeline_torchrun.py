@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from byte_lm import Config, make_optimizer
-from common import Batches, at_least, load_text, parser_of, tell
+from common import Batches, at_least, load_text, parser_of, tell_losses
 from pipeline_moe_lm import Plain, balance, cross_entropy, layers
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
@@ -185,20 +185,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def report(options: argparse.Namespace, alone: list[float], losses: list[float]) -> int:
-    """Prints the losses beside each other; the exit status."""
+    """Print the losses beside each other; the exit status."""
     stages = int(os.environ["WORLD_SIZE"]) // options.replicas
     print(f"\n{options.replicas} x {stages} processes, {options.schedule}, float64")
-    print("        loss: one process  pipeline   difference")
-    for step, (one, other) in enumerate(zip(alone, losses, strict=True)):
-        print(f"step {step + 1:3d}       {one:10.6f} {other:10.6f}   {abs(one - other):8.1e}")
-    apart = max(abs(one - other) for one, other in zip(alone, losses, strict=True))
-    print()
-    return tell(
-        {
-            f"losses differ by at most {apart:.1e} nats (allowed: {TOLERANCE:g})": apart <= TOLERANCE,
-            f"the model learns: {losses[0]:.2f} nats at first, {losses[-1]:.2f} in the end": losses[-1] < losses[0],
-        }
-    )
+    return tell_losses(alone, losses, "pipeline", TOLERANCE)
 
 
 if __name__ == "__main__":

@@ -2,29 +2,14 @@
 resume.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from torchrun import torchrun
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["--steps", "3", "--width", "16", "--context", "16"]
 
 
-def torchrun(processes, *options):
-    """Run the example; its exit status and what it prints."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [*command, str(EXAMPLES / "expert_parallel_lm.py"), *SMALL, *options],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    return run.returncode, run.stdout + run.stderr
+def run(processes, *options):
+    return torchrun("expert_parallel_lm.py", processes, *SMALL, *options)
 
 
 @pytest.mark.slow
@@ -33,7 +18,7 @@ def test_losses_are_those_of_one_process_and_go_on_on_fewer(tmp_path):
         (4, "--ep", "2", "--kind", "fsdp", "--save", str(tmp_path)),
         (2, "--resume", str(tmp_path)),
     ):
-        status, text = torchrun(processes, *options)
+        status, text = run(processes, *options)
         assert status == 0, text
         assert "yes  losses differ by at most" in text
         assert text.count("\nstep ") == 3
@@ -42,6 +27,6 @@ def test_losses_are_those_of_one_process_and_go_on_on_fewer(tmp_path):
 
 @pytest.mark.slow
 def test_a_number_of_processes_that_does_not_fit_is_refused():
-    status, text = torchrun(2, "--ep", "3")
+    status, text = run(2, "--ep", "3")
     assert status != 0
     assert "2 processes are no groups of 3" in text
