@@ -28,6 +28,8 @@
 #include <sys/mman.h>
 #endif
 
+#include "core/dtype.h"
+
 namespace pymoe::cpu {
 
 template <typename T>
@@ -92,6 +94,14 @@ S* carve(S*& memory, int64_t count) {
   S* begin = memory;
   memory += round_up(count, 64 / static_cast<int64_t>(sizeof(S)));
   return begin;
+}
+
+// bias[j] for j < columns, in the type that sums are kept in; zero where there is none.
+template <typename T>
+void widen_bias(const Gemm<T>& g, int64_t columns, accumulate_t<T>* bias) {
+  for (int64_t j = 0; j < columns; ++j) {
+    bias[j] = g.bias != nullptr && j < g.n ? to_accumulate(g.bias[j * g.bias_stride]) : accumulate_t<T>{};
+  }
 }
 
 // The calling thread's panels.

@@ -72,9 +72,7 @@ void gemm(const Gemm<T>& g) {
       streams ? stream_row(to, from, columns) : store_row(to, from, columns);
     }
   };
-  for (int64_t j = 0; j < padded_columns; ++j) {
-    bias[j] = g.bias != nullptr && j < g.n ? to_accumulate(g.bias[j * g.bias_stride]) : S{};
-  }
+  widen_bias(g, padded_columns, bias);
 
   int64_t p = 0;
   do {

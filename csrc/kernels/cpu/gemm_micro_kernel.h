@@ -97,6 +97,34 @@ class RowsAhead {
   int64_t at_once_ = 0;
 };
 
+// sum[i] += sum over p of a[p][i] * b[p]: k steps of a tile, of a packed panel `a` of kTileRows and `b` of
+// kTileColumns.
+template <typename T, int kRows>
+PYMOE_INLINE void multiply_panels(int64_t k, const panel_t<T>* PYMOE_RESTRICT a, const panel_t<T>* PYMOE_RESTRICT b,
+                                  RowsAhead& ahead, vector_t<T> (&sum)[kRows][kTileVectors]) {
+  using S = accumulate_t<T>;
+  const auto step = [&]() __attribute__((always_inline)) {
+    vector_t<T> right[kTileVectors];
+#pragma GCC unroll 16
+    for (int j = 0; j < kTileVectors; ++j) right[j] = Panel<T>::load(b + j * kLanes<S>);
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      const vector_t<T> left = Panel<T>::broadcast(a[i]);
+#pragma GCC unroll 16
+      for (int j = 0; j < kTileVectors; ++j) sum[i][j] = Panel<T>::add(left, right[j], sum[i][j]);
+    }
+    a += kTileRows;
+    b += kTileColumns<S>;
+  };
+  int64_t p = 0;
+  for (; p + kAskEvery <= k; p += kAskEvery) {
+    ahead.ask();
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < kAskEvery; ++i) step();
+  }
+  for (; p < k; ++p) step();
+}
+
 // c[i][j] = start[i][j] + sum over p of a[p][i] * b[p][j] for i < rows and j < columns. `a` is a packed panel of
 // kTileRows, `b` one of kTileColumns. `start` is either c itself or a row of start values (stride 0); it is read a
 // whole vector at a time where columns == kTileColumns.
@@ -114,26 +142,7 @@ void micro_kernel(int64_t k, const panel_t<T>* PYMOE_RESTRICT a, const panel_t<T
   Vector sum[kRows][kTileVectors] = {};
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) __builtin_prefetch(c + i * c_stride, 1);
-  const auto step = [&]() __attribute__((always_inline)) {
-    Vector right[kTileVectors];
-#pragma GCC unroll 16
-    for (int j = 0; j < kTileVectors; ++j) right[j] = Panel<T>::load(b + j * kWidth);
-#pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i) {
-      const Vector left = Panel<T>::broadcast(a[i]);
-#pragma GCC unroll 16
-      for (int j = 0; j < kTileVectors; ++j) sum[i][j] = Panel<T>::add(left, right[j], sum[i][j]);
-    }
-    a += kTileRows;
-    b += kTileColumns<S>;
-  };
-  int64_t p = 0;
-  for (; p + kAskEvery <= k; p += kAskEvery) {
-    ahead.ask();
-#pragma GCC unroll 4
-    for (int64_t i = 0; i < kAskEvery; ++i) step();
-  }
-  for (; p < k; ++p) step();
+  multiply_panels<T>(k, a, b, ahead, sum);
   if (columns == kTileColumns<S>) {
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {

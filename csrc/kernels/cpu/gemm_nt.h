@@ -287,9 +287,7 @@ void gemm_nt(const Gemm<T>& g) {
   S* sums = carve(memory, tile_rows * block);
   S* bias = carve(memory, round_up(g.n, kNtColumns));
   Row* widened = reinterpret_cast<Row*>(memory);
-  for (int64_t j = 0; j < round_up(g.n, kNtColumns); ++j) {
-    bias[j] = g.bias != nullptr && j < g.n ? to_accumulate(g.bias[j * g.bias_stride]) : S{};
-  }
+  widen_bias(g, round_up(g.n, kNtColumns), bias);
 
   const Row* a = nullptr;
   int64_t a_stride = 0;

@@ -96,29 +96,9 @@ void nt_packed_tile(int64_t k, const panel_t<T>* PYMOE_RESTRICT a, const panel_t
     }
   };
   for (int number = 0; number < kLaneCount; ++number) {
-    const panel_t<T>* left = a + kLaneOrder[number] * stride * kTileRows;
-    const panel_t<T>* right = b + kLaneOrder[number] * stride * kColumns;
+    const int64_t lane = kLaneOrder[number] * stride;
     for_tile([&](int i, int j) __attribute__((always_inline)) { sum[i][j] = vfloat{}; });
-    const auto step = [&]() __attribute__((always_inline)) {
-      vfloat vectors[kTileVectors];
-#pragma GCC unroll 2
-      for (int j = 0; j < kTileVectors; ++j) vectors[j] = Panel<T>::load(right + j * kLaneCount);
-#pragma GCC unroll 16
-      for (int i = 0; i < kRows; ++i) {
-        const vfloat one = Panel<T>::broadcast(left[i]);
-#pragma GCC unroll 2
-        for (int j = 0; j < kTileVectors; ++j) sum[i][j] = Panel<T>::add(one, vectors[j], sum[i][j]);
-      }
-      left += kTileRows;
-      right += kColumns;
-    };
-    int64_t p = 0;
-    for (; p + kAskEvery <= steps; p += kAskEvery) {
-      ahead.ask();
-#pragma GCC unroll 4
-      for (int64_t i = 0; i < kAskEvery; ++i) step();
-    }
-    for (; p < steps; ++p) step();
+    multiply_panels<T>(steps, a + lane * kTileRows, b + lane * kColumns, ahead, sum);
     for (int added = number; added % 2 == 1; added /= 2) {
       --depth;
       for_tile([&](int i, int j) __attribute__((always_inline)) { sum[i][j] = waiting[depth][i][j] + sum[i][j]; });
@@ -161,9 +141,7 @@ void gemm_nt_packed(const Gemm<T>& g) {
   auto* panels = reinterpret_cast<panel_t<T>*>(carve(memory, block_tiles * panel_a));
   auto* b = reinterpret_cast<panel_t<T>*>(carve(memory, panel_b + kPackSlack));
   float* bias = memory;
-  for (int64_t j = 0; j < padded_columns; ++j) {
-    bias[j] = g.bias != nullptr && j < g.n ? to_accumulate(g.bias[j * g.bias_stride]) : 0.0f;
-  }
+  widen_bias(g, padded_columns, bias);
   const auto row_of = [&](int64_t tile) { return g.m * tile / tiles; };  // tiles as even as they come
   for (int64_t begin = 0; begin < tiles; begin += block_tiles) {
     const int64_t end = std::min(tiles, begin + block_tiles);
