@@ -5,7 +5,8 @@
 Forward and backward of a whole layer over gloo, one thread a rank; all systems take turns, a step each. The peer sorts
 rows, exchanges them by ``all_to_all_single`` and adds them up by ``index_add``, as torchtitan does, with products by
 ``F.linear`` expert by expert or with pymoe's. Results are checked. Then a wire that is as slow as the experts are, and
-how much of it 1, 2 and 4 chunks hide. Writes JSON and Markdown tables. ``make bench-expert-parallel`` sets all up.
+how much of it 1, 2 and 4 chunks hide; and a skewed load, with clones of hot experts and with experts moved. Writes JSON
+and Markdown tables. ``make bench-expert-parallel`` sets all up.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.expert import slow_wire, work
+from benchmarks.expert import hot_experts, slow_wire, work
 from benchmarks.expert.work import ALONE, PEER, PEER_MOVES, SYSTEMS, Cell
 from benchmarks.output import as_markdown, command, measured, parser_of, save
 from pymoe.bench.environment import environment
@@ -30,6 +31,7 @@ from pymoe.bench.timing import Spread
 
 CELLS = [Cell(4096, 512, 1024, 8, 2), Cell(8192, 256, 128, 32, 8)]
 QUICK_CELLS = [Cell(256, 32, 16, 8, 2)]
+HOT = Cell(8192, 512, 512, 32, 2)
 ROUNDS, QUICK_ROUNDS = 9, 2
 CHUNKS = (1, 2, 4)
 WIRE = 0.2
@@ -54,6 +56,9 @@ def main() -> int:
         result["cells"] = json.loads((Path(folder) / "found.json").read_text())
         torch.multiprocessing.spawn(slow_wire.rank_main, args=(folder, CHUNKS, wire, wire, rounds), nprocs=2)
         found = json.loads((Path(folder) / "wire.json").read_text())
+        hot = QUICK_CELLS[0] if options.quick else HOT
+        torch.multiprocessing.spawn(hot_experts.rank_main, args=(folder, hot, rounds), nprocs=2)
+        result["hot"] = {"cell": str(hot), "ways": json.loads((Path(folder) / "hot.json").read_text())}
     result["wire"] = [
         {
             "chunks": chunks,
@@ -67,13 +72,15 @@ def main() -> int:
     result["settings"]["load_after"] = environment()["load"]
     result["wall_seconds"] = round(time.perf_counter() - start, 1)
     tables = {cell["cell"]: table_of(cell) for cell in result["cells"]} | {
-        f"a wire of {wire * 1e3:g} ms one way, experts of {wire * 1e3:g} ms": wire_table(result["wire"])
+        f"a wire of {wire * 1e3:g} ms one way, experts of {wire * 1e3:g} ms": wire_table(result["wire"]),
+        f"a skewed load, {result['hot']['cell']}": hot_table(result["hot"]["ways"]),
     }
     for heading, table in tables.items():
         print(f"\n{heading}")
         show(table)
     save(result, markdown(result, tables), options.output / "expert_parallel")
-    return int(any(verdict == "WRONG" for cell in result["cells"] for verdict in cell["verdicts"].values()))
+    wrong = [verdict for cell in result["cells"] for verdict in cell["verdicts"].values() if verdict == "WRONG"]
+    return int(bool(wrong) or not all(way["exact"] for way in result["hot"]["ways"].values()))
 
 
 def parse() -> argparse.Namespace:
@@ -129,6 +136,31 @@ def wire_table(records: list[Record]) -> Table:
     for name in ("forward", "backward"):
         heading += [f"{name} ms", f"best {name}", f"share of best {name}", f"{name} over 1 chunk"]
     return Table(heading, rows)
+
+
+def hot_table(ways: dict[str, Record]) -> Table:
+    """Rows and processor time of the fullest rank, with ratios within rounds."""
+    rows = []
+    for name, way in ways.items():
+        wall, fullest, both = (list(column) for column in zip(*way["times"], strict=True))
+        plain = [one[1] for one in ways[hot_experts.AS_IT_IS]["times"]]
+        over = Spread.of([a / b for a, b in zip(fullest, plain, strict=True)])
+        rows.append(
+            [
+                name,
+                f"{max(way['rows']) * len(way['rows']) / sum(way['rows']):.2f}",
+                f"{statistics.median(wall) * 1e3:.1f}",
+                f"{statistics.median(fullest) * 1e3:.1f}",
+                f"{statistics.median(both) * 1e3:.1f}",
+                f"{over.median:.2f} ({over.low:.2f} to {over.high:.2f})",
+                "exact" if way["exact"] else "WRONG",
+            ]
+        )
+    heading = [
+        *("experts", "fullest rank's rows over the mean", "ms a step", "processor ms, fullest rank"),
+        *("processor ms, all ranks", "fullest rank over as it is", "results"),
+    ]
+    return Table(heading, rows, left=frozenset({"experts", "results"}), alarms=frozenset({"WRONG"}))
 
 
 def markdown(result: Record, tables: dict[str, Table]) -> str:

@@ -5,6 +5,7 @@
     torchrun --nproc-per-node 4 examples/expert_parallel_lm.py --ep 2 --kind fsdp    # ..., and FSDP
     torchrun --nproc-per-node 4 examples/expert_parallel_lm.py --save runs/spread    # a checkpoint at the end
     torchrun --nproc-per-node 2 examples/expert_parallel_lm.py --resume runs/spread  # go on, on fewer processes
+    torchrun --nproc-per-node 4 examples/expert_parallel_lm.py --move 3 --clones 1   # hot experts: moved, and cloned
 
 Each process has its share of every batch. Layers have a shared expert and expert biases. The first process trains the
 model alone before it joins the others; the losses must be the same. Exit status 1 if they are not.
@@ -30,6 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from pymoe import ep
+from pymoe.ep.placement import place
 from pymoe.nn import update_expert_biases
 
 TOLERANCE = 1e-9  # nats per byte, in float64
@@ -46,7 +48,7 @@ class Trained:
         if options is not None:
             world = dist.get_world_size()
             mesh = init_device_mesh("cpu", (world // options.ep, options.ep), mesh_dim_names=("edp", "ep"))
-            ep.shard(self.model, mesh["ep"], chunks=options.chunks)
+            ep.shard(self.model, mesh["ep"], chunks=options.chunks, clones=options.clones, worth=1)
             blocks = {"blocks": list(self.model.blocks)} if options.kind == "fsdp" else {}
             self.called = ep.data_parallel(self.model, mesh, kind=options.kind, **blocks)
         # Where some parameters are DTensors and others are not, AdamW takes them one by one.
@@ -63,6 +65,16 @@ class Trained:
         self.optimizer.step()
         update_expert_biases(self.model)
         return loss.detach()
+
+    def move_experts(self, ranks: int) -> None:
+        """Place experts by the loads of the last step, of all processes together."""
+        placements = {}
+        for name, layer in self.model.named_modules():
+            if isinstance(layer, ep.ShardedMoE):
+                load = layer.stats.load
+                dist.all_reduce(load)
+                placements[name] = place(load, ranks)
+        ep.redistribute(self.model, placements, self.optimizer)
 
     def state(self, steps: int) -> dict[str, Any]:
         """What a checkpoint holds: whole parameters under the model's names, wherever their parts are."""
@@ -105,7 +117,11 @@ def main(argv: list[str]) -> int:
         spread = Trained(config, options)
         if options.resume:
             spread.load(options.resume)
-        losses = [share_of_step(spread, number, batches) for number in steps]
+        losses = []
+        for number in steps:
+            losses.append(share_of_step(spread, number, batches))
+            if options.move and number % options.move == 0:
+                spread.move_experts(options.ep)
         if options.save:
             dcp.save(spread.state(steps.stop), checkpoint_id=options.save)
         return report(options, steps, alone, losses) if dist.get_rank() == 0 else 0
@@ -138,6 +154,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--ep", type=number, metavar="R", help="processes that share experts (default: all)")
     parser.add_argument("--kind", choices=("ddp", "fsdp"), default="ddp", help="what averages gradients (default: ddp)")
     parser.add_argument("--chunks", type=number, default=2, metavar="N", help="exchanges of a layer (default: 2)")
+    parser.add_argument("--clones", type=at_least(0), default=0, metavar="N", help="of hot experts, a process")
+    parser.add_argument("--move", type=number, metavar="N", help="steps after which experts move to even processes")
     parser.add_argument("--save", default="", metavar="FOLDER", help="where to leave a checkpoint")
     parser.add_argument("--resume", default="", metavar="FOLDER", help="a checkpoint to go on from")
     parser.add_argument("--steps", type=number, default=10, metavar="N", help="to make now (default: 10)")

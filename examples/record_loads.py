@@ -4,7 +4,9 @@
     python -m pymoe.ep simulate --hidden 128 --ffn 256 --experts 16 --choices 4 --tokens 256 --ranks 4 --load loads.npz
 
 The model is that of train_lm.py in small, and its text is the same. The last steps are recorded; then the balance and
-the rows on the wire that these gates would give on 2, 4 and 8 ranks are printed.
+the rows on the wire that these gates would give on 2, 4 and 8 ranks are printed, and the placement that makes 4 ranks
+even. ``pymoe.ep.redistribute(model, placements, optimizer)`` moves the experts of a model on ranks so, between two
+steps, as expert_parallel_lm.py does.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import torch
 from byte_lm import Config, LanguageModel, make_optimizer, train_step
 from common import Batches, at_least, load_text, parser_of
 
+from pymoe.ep.placement import Placement, place
 from pymoe.ep.simulate import MACHINES, NETWORKS, Block, LoadRecorder, recorded, simulate
 
 
@@ -57,7 +60,16 @@ def main() -> int:
         balances = ", ".join(f"{one.name} {one.imbalance:.2f}" for one in found.balances)
         rows = " or ".join(f"{one.rows:.2f}" for one in found.traffic)
         print(f"{ranks} ranks: fullest rank over the mean: {balances}; rows a token, each or once a rank: {rows}")
+    for name, placement in placements(recorder, 4).items():
+        print(f"{name}: experts of 4 ranks: {', '.join(map(str, map(list, placement.held)))}")
     return 0
+
+
+def placements(recorder: LoadRecorder, ranks: int) -> dict[str, Placement]:
+    """For every layer the placement by the load of the last recorded step."""
+    choices = dict(zip(recorder.layers, recorder.steps[-1], strict=True))
+    loads = {name: torch.bincount(one.flatten(), minlength=recorder.experts) for name, one in choices.items()}
+    return {name: place(load, ranks) for name, load in loads.items()}
 
 
 if __name__ == "__main__":

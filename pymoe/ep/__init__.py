@@ -9,6 +9,7 @@ from pymoe.ep.errors import GroupError
 from pymoe.ep.experts import ShardedExperts
 from pymoe.ep.gradients import clip_grad_norm_, data_parallel
 from pymoe.ep.layer import ShardedMoE
+from pymoe.ep.redistribute import redistribute
 from pymoe.ep.shard import shard
 
-__all__ = ["GroupError", "ShardedExperts", "ShardedMoE", "clip_grad_norm_", "data_parallel", "shard"]
+__all__ = ["GroupError", "ShardedExperts", "ShardedMoE", "clip_grad_norm_", "data_parallel", "redistribute", "shard"]

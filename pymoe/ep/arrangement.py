@@ -1,7 +1,12 @@
-"""Which rank has which experts of a layer, and in which order rows are sent to them. The same on every rank."""
+"""Which rank has which experts of a layer, and in which order rows are sent to them. The same on every rank.
+
+Experts are numbered as in one process. Parameters are stacked along positions, of which each rank has a span; a
+placement says which expert is at which position.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal
@@ -15,12 +20,12 @@ Scope = Literal["rank", "group"]
 
 
 def shards(num_experts: int, ranks: int) -> list[range]:
-    """Return the experts of every rank: those of ``torch.chunk``, as ``Shard(0)`` of a DTensor has them.
+    """Return the positions of every rank: those of ``torch.chunk``, as ``Shard(0)`` of a DTensor has them.
 
     Six experts on four ranks are 2, 2, 2 and 0.
 
     Args:
-        num_experts: E, at least 1.
+        num_experts: E.
         ranks: R, at least 1.
     """
     each = -(-num_experts // ranks)
@@ -44,6 +49,14 @@ class Arrangement:
     """The most rows that a rank may receive in a call."""
     model: int = 1
     """The number of its model among those that are spread over the same group, from 1 on."""
+    clones: int = 0
+    """How many clones of experts a rank may take for a call."""
+    worth: int = 1
+    """The fewest rows for which an expert is cloned."""
+    order: tuple[int, ...] | None = None
+    """(E,): the expert at each position, ascending within a rank; None while each is at its own."""
+    everyone: DeviceMesh | None = None
+    """One dimension: the ranks that have these experts or copies of them; None for those of the group alone."""
 
     @cached_property
     def title(self) -> str:
@@ -66,17 +79,32 @@ class Arrangement:
         return self.mesh.get_local_rank()
 
     @cached_property
-    def shards(self) -> list[range]:
-        """The experts of every rank."""
+    def spans(self) -> list[range]:
+        """The positions of every rank."""
         return shards(self.num_experts, self.ranks)
 
     @cached_property
-    def own(self) -> range:
+    def shards(self) -> list[Sequence[int]]:
+        """The experts of every rank."""
+        order = self.order
+        return [span if order is None else order[span.start : span.stop] for span in self.spans]
+
+    @cached_property
+    def own(self) -> Sequence[int]:
         """The experts of this rank."""
         return self.shards[self.rank]
 
     @cached_property
-    def cuts(self) -> list[list[range]]:
+    def owner(self) -> list[int]:
+        """(E,): the rank of each expert."""
+        owner = [0] * self.num_experts
+        for rank, experts in enumerate(self.shards):
+            for expert in experts:
+                owner[expert] = rank
+        return owner
+
+    @cached_property
+    def cuts(self) -> list[list[Sequence[int]]]:
         """The experts of every chunk on every rank: the same share of each rank's, ``cuts[chunk][rank]``."""
         return [
             [shard[c * len(shard) // self.chunks : (c + 1) * len(shard) // self.chunks] for shard in self.shards]

@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from pymoe.ep.experts import ShardedExperts, local_part
+from pymoe.ep.experts import ShardedExperts
+from pymoe.ep.layer import rearrange
+from pymoe.ep.layouts import local_part
 from pymoe.reference import checks
 
 
@@ -65,7 +67,12 @@ def data_parallel(
     experts = _experts_of(model, mesh)
     blocks = _blocks_of(model, kind, blocks)
     _check_options(mesh, kind, experts, options)
-    parallel = _ddp(model, mesh, experts, options) if kind == "ddp" else _fsdp(model, mesh, experts, blocks, options)
+    everyone = _all_ranks(mesh)
+    rearrange(model, set(experts.values()), everyone=everyone)
+    if kind == "ddp":
+        parallel: nn.Module = _ddp(model, mesh, everyone, experts, options)
+    else:
+        parallel = _fsdp(model, mesh, everyone, experts, blocks, options)
     for one in experts.values():
         # The rest of the mean, over the ranks with the same experts, is taken after the backward pass.
         one.gradient_divisor = mesh.size(mesh.ndim - 1)
@@ -240,12 +247,16 @@ def _all_ranks(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _ddp(
-    model: nn.Module, mesh: DeviceMesh, experts: dict[str, ShardedExperts], options: dict[str, Any]
+    model: nn.Module,
+    mesh: DeviceMesh,
+    everyone: DeviceMesh,
+    experts: dict[str, ShardedExperts],
+    options: dict[str, Any],
 ) -> DistributedDataParallel:
     spread = [f"{name}.{own}".lstrip(".") for name, one in experts.items() for own, _ in one.named_parameters()]
     ignored = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *spread]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
-    wrapped = DistributedDataParallel(model, process_group=_all_ranks(mesh).get_group(), **options)
+    wrapped = DistributedDataParallel(model, process_group=everyone.get_group(), **options)
     if mesh.ndim == 2 and mesh.size(0) > 1:
         wrapped.register_forward_pre_hook(_AverageOfTwins(list(experts.values()), mesh))
     return wrapped
@@ -283,11 +294,11 @@ class _AverageOfTwins:
 def _fsdp(
     model: nn.Module,
     mesh: DeviceMesh,
+    everyone: DeviceMesh,
     experts: dict[str, ShardedExperts],
     blocks: list[nn.Module],
     options: dict[str, Any],
 ) -> nn.Module:
-    everyone = _all_ranks(mesh)
     own: set[nn.Parameter] = set()
     for one in experts.values():
         if _are_cut_further(mesh, options):

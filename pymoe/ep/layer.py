@@ -6,14 +6,17 @@ have announced; rows sent; shared experts; chunk by chunk: wait, compute, send b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from pymoe.ep.agreement import Announcement, call_of, tell_failure, while_others_wait
 from pymoe.ep.arrangement import Arrangement
+from pymoe.ep.cloned_plan import ClonedPlan
 from pymoe.ep.exchange import Crossing, collect, depart
 from pymoe.ep.experts import ShardedExperts
 from pymoe.ep.parameters import check_parameters
@@ -46,6 +49,8 @@ class ShardedMoE(MoE):
     """Which rank has which experts."""
     last_loads: list[list[int]] | None = None
     """(R, E): for how many slots of each rank each expert was chosen in the last call; None before the first."""
+    last_rows: list[int] | None = None
+    """(R,): how many rows each rank computed in the last call, clones among them; None before the first."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
@@ -87,7 +92,7 @@ class ShardedMoE(MoE):
 
     def extra_repr(self) -> str:
         arrangement = self.arrangement
-        own = f"{arrangement.own.start} to {arrangement.own.stop - 1}" if arrangement.own else "none"
+        own = _shown(arrangement.own)
         return f"{super().extra_repr()}, ranks={arrangement.ranks}, own experts: {own}"
 
     def _weight_of_input_dtype(self) -> Tensor:
@@ -106,7 +111,7 @@ class ShardedMoE(MoE):
         if shared_TH is not None:
             y_TH = y_TH + shared_TH
 
-        self.last_loads = plan.loads
+        self.last_loads, self.last_rows = plan.loads, plan.rows_of_ranks()
         dropped = torch.full((), plan.dropped, dtype=torch.int32, device=gate.load.device)
         self.last.keep(load=gate.load, dropped=dropped, load_balancing_loss=losses.load_balancing, z_loss=losses.z)
         return y_TH
@@ -117,17 +122,19 @@ class ShardedMoE(MoE):
         arrangement = self.arrangement
         positions = arrangement.positions
         experts_TK = gate.experts if positions is None else positions.to(gate.experts.device)[gate.experts.long()]
-        if self.capacity_factor is None or arrangement.scope == "rank":
-            capacity = self._capacity(rows_TH.shape[0])
-            routing = ops.build_routing(experts_TK, self.num_experts, capacity=capacity)
+        of_group = self.capacity_factor is not None and arrangement.scope == "group"
+        capacity = None if of_group else self._capacity(rows_TH.shape[0])
+        routing = ops.build_routing(experts_TK, self.num_experts, capacity=capacity)
+        if not of_group and not arrangement.clones:  # where rows go does not depend on what the others announce
             rows_SH = ops.dispatch(rows_TH, routing)
-            plan = Plan(arrangement, announcement.read(), self.top_k, self.capacity_factor)
-        else:
-            routing = ops.build_routing(experts_TK, self.num_experts)
-            plan = Plan(arrangement, announcement.read(), self.top_k, self.capacity_factor)
+            return routing, rows_SH, Plan(arrangement, announcement.read(), self.top_k, self.capacity_factor)
+        kind = ClonedPlan if arrangement.clones else Plan
+        plan = kind(arrangement, announcement.read(), self.top_k, self.capacity_factor)
+        if of_group:
             routing = plan.without_dropped(routing, experts_TK)
-            rows_SH = ops.dispatch(rows_TH, routing)
-        return routing, rows_SH, plan
+        if isinstance(plan, ClonedPlan):
+            routing = plan.in_order_of_travel(routing)
+        return routing, ops.dispatch(rows_TH, routing), plan
 
     def _with_losses(self, gate: Gate, logits_TE: Tensor, plan: Plan) -> tuple[Tensor, RouterLosses]:
         if self.arrangement.scope == "rank":
@@ -138,6 +145,23 @@ class ShardedMoE(MoE):
         share = self.arrangement.ranks * logits_TE.shape[0] / everyone if everyone else 1.0
         load = torch.tensor(plan.group_load(), dtype=torch.int64).to(gate.load.device)
         return self.losses(gate, logits_TE, load=load, share=share)  # type: ignore[no-any-return]
+
+
+def rearrange(model: nn.Module, experts: set[ShardedExperts], **changes: Any) -> None:
+    """Give experts, and the layers of a model that have them, an arrangement with other fields."""
+    spread: list[ShardedExperts | ShardedMoE] = list(experts)
+    spread += [layer for layer in model.modules() if isinstance(layer, ShardedMoE) and layer.experts in experts]
+    for one in spread:
+        one.arrangement = replace(one.arrangement, **changes)
+
+
+def _shown(experts: Sequence[int]) -> str:
+    """Return ascending numbers as a user reads them: 0 to 3, or 0, 5 and 6."""
+    if not experts:
+        return "none"
+    if len(experts) == 1 or experts[-1] - experts[0] == len(experts) - 1:
+        return f"{experts[0]} to {experts[-1]}"
+    return f"{', '.join(map(str, experts[:-1]))} and {experts[-1]}"
 
 
 def _check_mode(x: Any) -> None:

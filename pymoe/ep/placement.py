@@ -82,7 +82,8 @@ def place(load: Tensor, ranks: int, *, replicas: int = 0) -> Placement:
     The global policy of EPLB (https://github.com/deepseek-ai/EPLB): one more copy, as often as there are places for
     replicas, of the expert with the most rows a copy; then the heaviest copies first, each to the emptiest rank that
     has room. Unlike there no rank holds two copies of an expert, since the second would take no rows off it: a copy
-    that finds no other rank with room is left out. A rank holds at most ceil(E / R) + ``replicas`` copies.
+    that finds no other rank with room is left out. A rank holds at most ceil(E / R) + ``replicas`` copies; without
+    replicas as many as under :func:`contiguous`, as :func:`pymoe.ep.redistribute` needs it.
 
     The fullest rank never has more of ``load`` than under :func:`contiguous`, which is returned where it is as good:
     nothing then moves. Ties go to the lower expert and the lower rank.
@@ -101,7 +102,8 @@ def place(load: Tensor, ranks: int, *, replicas: int = 0) -> Placement:
     checks.integer("place", "replicas", replicas, 0, None, "at least 0")
     experts = len(rows)
     copies = _copies(rows, ranks, replicas * ranks)
-    room = [-(-experts // ranks) + replicas] * ranks
+    plain = contiguous(experts, ranks)
+    room = [-(-experts // ranks) + replicas] * ranks if replicas else list(map(len, plain.held))
     filled = [0.0] * ranks
     hosts: list[list[int]] = [[] for _ in rows]
     pieces = sorted(
@@ -115,7 +117,6 @@ def place(load: Tensor, ranks: int, *, replicas: int = 0) -> Placement:
             filled[rank] -= weight
             room[rank] -= 1
     placed = Placement(tuple(tuple(sorted(found)) for found in hosts), ranks)
-    plain = contiguous(experts, ranks)
     return placed if max(rows_of_ranks(load, placed)) < max(rows_of_ranks(load, plain)) else plain
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,6 +12,19 @@ from pymoe.ep.agreement import Announced
 from pymoe.ep.arrangement import Arrangement
 from pymoe.ep.errors import GroupError
 from pymoe.reference.types import Routing
+
+
+@dataclass(frozen=True)
+class Loan:
+    """The experts whose weights travel in a call; what a :class:`pymoe.ep.exchange.Crossing` knows of its plan."""
+
+    arrangement: Arrangement
+    lent: list[list[int]]
+    """(R,): the experts of this rank that each takes a clone of."""
+    sent: list[list[int]]
+    """(1, R): how many those are."""
+    received: list[list[int]]
+    """(1, R): of how many experts of each rank this one takes a clone."""
 
 
 class Plan:
@@ -26,6 +40,9 @@ class Plan:
         GroupError: a rank, this or another, would receive more rows than its room.
     """
 
+    loan: Loan | None = None
+    """The weights of clones; None if there are no clones in this call."""
+
     def __init__(
         self, arrangement: Arrangement, announced: Announced, top_k: int, capacity_factor: float | None
     ) -> None:
@@ -37,13 +54,15 @@ class Plan:
             limits = _Limits(capacity_factor, top_k, arrangement.num_experts)
             of = limits.of_group if arrangement.scope == "group" else limits.of_ranks
             self.kept = of(self.loads, self.tokens)
+        self.owned = self._owned()
+        """(R, E): those of them that the experts' own ranks compute: all, unless others take clones."""
         if arrangement.room is not None:
             self._check_room(arrangement.room)
-        own = self.kept[arrangement.rank]
+        own = self.owned[arrangement.rank]
         self.sent = [[sum(own[e] for e in experts) for experts in cut] for cut in arrangement.cuts]
         """(chunks, R): the rows that this rank sends to each."""
         self.received = [
-            [sum(kept[e] for e in cut[arrangement.rank]) for kept in self.kept] for cut in arrangement.cuts
+            [sum(rows[e] for e in cut[arrangement.rank]) for rows in self.owned] for cut in arrangement.cuts
         ]
         """(chunks, R): the rows that it receives from each."""
 
@@ -57,17 +76,26 @@ class Plan:
         """Return for how many slots of all ranks each expert was chosen."""
         return [sum(column) for column in zip(*self.loads, strict=True)]
 
+    def rows_of_ranks(self) -> list[int]:
+        """Return how many rows each rank computes."""
+        return [sum(rows[e] for rows in self.owned for e in experts) for experts in self.arrangement.shards]
+
+    def lengths(self, chunk: int) -> list[list[int]]:
+        """Return the rows of a chunk that this rank receives from every rank for each of the chunk's experts here."""
+        experts = self.arrangement.cuts[chunk][self.arrangement.rank]
+        return [[rows[e] for e in experts] for rows in self.owned]
+
     def expert_of_rows(self, chunk: int, device: torch.device) -> tuple[Tensor, int]:
         """Return the experts of the received rows of a chunk (n, 1) int32, numbered within it, and how many there are.
 
         Rows come rank by rank, those of each sorted by expert.
         """
-        experts = self.arrangement.cuts[chunk][self.arrangement.rank]
-        lengths = torch.tensor([[kept[e] for e in experts] for kept in self.kept], dtype=torch.int64)
-        numbers = torch.arange(len(experts), dtype=torch.int32).repeat(self.arrangement.ranks)
+        lengths = torch.tensor(self.lengths(chunk), dtype=torch.int64)
+        number = lengths.shape[1]
+        numbers = torch.arange(number, dtype=torch.int32).repeat(self.arrangement.ranks)
         total = sum(self.received[chunk])
         lengths, numbers = lengths.reshape(-1).to(device), numbers.to(device)
-        return numbers.repeat_interleave(lengths, output_size=total)[:, None], len(experts)
+        return numbers.repeat_interleave(lengths, output_size=total)[:, None], number
 
     def without_dropped(self, routing: Routing, experts_TK: Tensor) -> Routing:
         """Return a routing in which of each expert's rows the first are left that this rank may send.
@@ -91,9 +119,12 @@ class Plan:
         token[torch.where(slot_TK < 0, rows, slot_TK).reshape(-1).long()] = token_TK.reshape(-1)
         return Routing(slot_TK, token[:rows], offsets)
 
+    def _owned(self) -> list[list[int]]:
+        return self.kept
+
     def _check_room(self, room: int) -> None:
         arrangement = self.arrangement
-        rows = [sum(kept[e] for kept in self.kept for e in experts) for experts in arrangement.shards]
+        rows = self.rows_of_ranks()
         full = tuple(rank for rank, count in enumerate(rows) if count > room)
         if full:
             seen = ", ".join(f"rank {rank} would receive {rows[rank]}" for rank in full)

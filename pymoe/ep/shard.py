@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from pymoe._errors import describe_error
 from pymoe.ep.agreement import number_of
 from pymoe.ep.arrangement import Arrangement, Scope
-from pymoe.ep.errors import GroupError
+from pymoe.ep.comparison import compare
 from pymoe.ep.experts import ShardedExperts
 from pymoe.ep.groups import join
 from pymoe.ep.layer import ShardedMoE
@@ -31,6 +30,8 @@ def shard(
     chunks: int = 1,
     scope: Scope = "rank",
     room: int | None = None,
+    clones: int = 0,
+    worth: int | None = None,
 ) -> nn.Module:
     """Spread the experts of every :class:`pymoe.nn.MoE` in ``model`` over the ranks of a group, in place.
 
@@ -62,6 +63,19 @@ def shard(
             mean over ranks of the losses is that of all tokens.
         room: the most rows that a rank may receive in a call. If one would receive more, every rank raises
             :class:`GroupError` before anything is allocated for them. None: no limit.
+        clones: how many experts of other ranks a rank may take clones of, for one call (FasterMoE's shadow experts).
+            Every call's clones are planned from its own loads by :func:`pymoe.ep.clones.plan_clones`, without another
+            message. The weights of a clone travel to its rank once and their gradients once back, in one more exchange
+            either way; their rows travel in one more chunk, the last, so that weights come while ranks compute with
+            their own experts. ``moe.last_rows`` tells the rows that each rank computed. Outputs and gradients of inputs
+            keep their bits. The gradient of an expert that had clones is the sum of a gradient a rank, the clones'
+            added in the order of ranks and then to the owner's: that of one process to rounding, the same in every run.
+            Rows are gathered after the loads have been read, not meanwhile.
+        worth: the fewest rows for which an expert is cloned, at least 1. A clone moves P numbers twice, forward and
+            back, and each row that it takes off the fullest rank moves H numbers four times. None: P / (2 H) rows,
+            from which on the weights take no longer than the rows: 1.5 F for gated experts. That is where a clone pays
+            on a wire that takes as long for a row as a rank computes on it; where a rank computes φ operations in the
+            time of a byte on its wire, take b φ / 3 for numbers of b bytes.
 
     Returns:
         ``model``.
@@ -83,15 +97,23 @@ def shard(
         checks.choice("shard", "scope", scope, ("rank", "group"))
         if room is not None:
             checks.integer("shard", "room", room, 0, None, "None or at least 0")
+        checks.integer("shard", "clones", clones, 0, None, "at least 0")
+        if worth is not None:
+            checks.integer("shard", "worth", worth, 1, None, "None or at least 1")
         layers = _layers_of(model)
     except (TypeError, ValueError) as error:
         problem = error
-    _compare(mesh, {"chunks": chunks, "scope": scope, "room": room}, layers, problem)
+    options = {"chunks": chunks, "scope": scope, "room": room, "clones": clones, "worth": worth}
+    described = {name: _described(layer) for name, layer in layers.items()}
+    compare("shard", mesh.get_group(), {"argument": options, "layer": described}, problem)
     number = join(mesh.get_group(), max(layer.num_experts for layer in layers.values()))
     made: dict[int, nn.Parameter] = {}
     for name, layer in layers.items():
         most = -(-layer.num_experts // mesh.size())
-        arrangement = Arrangement(name, mesh, layer.num_experts, min(chunks, most), scope, room, number)
+        fewest = _worth_of(layer.experts) if worth is None else worth
+        arrangement = Arrangement(
+            name, mesh, layer.num_experts, min(chunks, most), scope, room, number, clones, worth=fewest
+        )
         layer.router.row_invariant = True
         if layer.shared is not None:
             layer.shared.row_invariant = True
@@ -104,6 +126,12 @@ def shard(
         sharded.__class__ = ShardedMoE
         sharded.arrangement = arrangement
     return model
+
+
+def _worth_of(experts: Experts) -> int:
+    """Return from how many rows on the weights of an expert, and their gradients, take no longer than the rows do."""
+    numbers = sum(one.numel() for one in experts.parameters()) // experts.num_experts
+    return max(1, -(-numbers // (2 * experts.hidden_size)))
 
 
 def _mesh_of(mesh: Any, model: Any) -> DeviceMesh:
@@ -154,42 +182,6 @@ def _layers_of(model: Any) -> dict[str, MoE]:
             seen = tuple(layer.experts.w_in.shape)
             raise ValueError(f"shard: {name!r} must have {layer.num_experts} experts, got w_in of shape {seen}")
     return layers
-
-
-def _compare(mesh: DeviceMesh, options: dict[str, Any], layers: dict[str, MoE], problem: Exception | None) -> None:
-    """Raise on all ranks unless all of them shard the same."""
-    own: dict[str, Any] = {name: _described(layer) for name, layer in layers.items()}
-    said: list[Any] = [None] * mesh.size()
-    mine = (None if problem is None else describe_error(problem), options, own)
-    dist.all_gather_object(said, mine, group=mesh.get_group())
-    if problem is not None:
-        raise problem
-    for rank, (error, theirs, their_layers) in enumerate(said):
-        if error is not None:
-            raise GroupError(f"shard: rank {rank} of the group failed: {error}", "", (rank,))
-        _raise_unless_equal("argument", options, theirs, rank)
-        _raise_unless_equal("layer", own, their_layers, rank)
-
-
-def _raise_unless_equal(what: str, mine: dict[str, Any], theirs: dict[str, Any], rank: int) -> None:
-    for name in sorted(mine.keys() | theirs.keys()):
-        here, there = mine.get(name, "none"), theirs.get(name, "none")
-        if here != there:
-            raise GroupError(
-                f"shard: all ranks of the group must have the same {what} {name!r}, got {_difference(here, there)} on "
-                f"rank {rank}",
-                name if what == "layer" else "",
-                (rank,),
-            )
-
-
-def _difference(here: Any, there: Any) -> str:
-    """Return what is first found to differ: of layers a part, unless one rank has no such layer."""
-    if isinstance(here, dict) and isinstance(there, dict):
-        part = next(name for name in [*here, *there] if here.get(name, "none") != there.get(name, "none"))
-        return f"{part} {here.get(part, 'none')} here and {there.get(part, 'none')}"
-    here, there = (one["options"] if isinstance(one, dict) else one for one in (here, there))
-    return f"{here} here and {there}"
 
 
 def _described(layer: MoE) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,10 @@ from pymoe.reference import checks
 from pymoe.reference.autocast import autocast_enabled, cast_operands
 from pymoe.reference.expert_activation import is_gated
 from pymoe.reference.types import ActivationKind, RouterLosses, Score
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Stats(NamedTuple):
@@ -77,7 +82,9 @@ class MoE(nn.Module):
     with bfloat16 parameters and inside ``torch.autocast``, where the experts compute in the autocast dtype, which is
     then the output's, as for ``nn.Linear``.
 
-    **Experts on several ranks**: :func:`pymoe.ep.shard` spreads them over a process group.
+    **Experts on several ranks**: :func:`pymoe.ep.shard` spreads those of a model over a process group.
+    ``expert_parallel`` makes a single layer so, a :class:`pymoe.ep.ShardedMoE`, on every rank of the group together: it
+    has the values that it would have in one process, and only a rank's own experts are ever in its memory.
 
     The layer works under ``torch.utils.checkpoint`` (the load for the expert bias is counted once, gradients are
     equal bit for bit), ``torch.compile`` (``fullgraph=True`` with the native backend), ``copy.deepcopy``,
@@ -106,6 +113,8 @@ class MoE(nn.Module):
             operators without a CUDA kernel in this build raise ``RuntimeError`` for CUDA tensors; the reference runs.
         device: of the parameters.
         dtype: of the parameters: float32, float64, bfloat16 or float16.
+        expert_parallel: a mesh of one dimension or a process group over which experts are spread, as by
+            :func:`pymoe.ep.shard` without options; call that for others. None keeps all of them.
 
     ``state_dict`` keys: ``router.weight`` (E, H); ``router.expert_bias`` (E,) if ``bias_update_rate > 0``;
     ``experts.w_in`` (E, 2F, H), or (E, F, H) without a gate; ``experts.w_out`` (E, H, F); ``shared.w_in`` and
@@ -140,6 +149,7 @@ class MoE(nn.Module):
         backend: Backend = "native",
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
+        expert_parallel: DeviceMesh | ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         checks.integer("MoE", "num_shared_experts", num_shared_experts, 0, None, "at least 0")
@@ -164,6 +174,8 @@ class MoE(nn.Module):
             **place,
         )
         self.losses = AuxiliaryLosses(aux_loss_coef, z_loss_coef, score=score, backend=backend)
+        if expert_parallel is not None:
+            place["device"] = "meta"  # until it is known which experts this rank has
         self.experts = Experts(hidden_size, ffn_size, num_experts, activation=activation, bias=bias, **place)
         self.shared = None
         if num_shared_experts > 0:
@@ -175,6 +187,8 @@ class MoE(nn.Module):
             load_balancing_loss=torch.zeros((), device=device, dtype=torch.float32),
             z_loss=torch.zeros((), device=device, dtype=torch.float32),
         )
+        if expert_parallel is not None:
+            self._spread(expert_parallel)
 
     def reset_parameters(self) -> None:
         """Initialise all parameters as the constructor does, and set expert bias, counts and statistics to zero."""
@@ -261,6 +275,14 @@ class MoE(nn.Module):
     def extra_repr(self) -> str:
         text = f"backend={self.backend!r}"
         return text if self.capacity_factor is None else f"capacity_factor={self.capacity_factor}, {text}"
+
+    def _spread(self, ranks: DeviceMesh | ProcessGroup) -> None:
+        """Keep this rank's experts, and give memory to what is not there yet."""
+        import_module("pymoe.ep").shard(self, ranks)  # by its name: this package knows nothing of what is above it
+        device = self.router.weight.device
+        if device.type != "meta":
+            for part in (self.experts, *(() if self.shared is None else (self.shared,))):
+                part.to_empty(device=device).reset_parameters()  # type: ignore[operator]
 
     def _save_to_state_dict(self, *args: Any) -> None:
         self._warn_if_unbalanced()

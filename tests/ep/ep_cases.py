@@ -4,8 +4,12 @@ import random
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
+from rank_setup import full
 
-from pymoe import ops
+from pymoe import ep, ops
+from pymoe.ep.arrangement import shards
+from pymoe.ep.placement import Placement
 from pymoe.nn import MoE, apply_experts
 from pymoe.reference.types import Gate
 
@@ -27,6 +31,9 @@ class Case:
     unchosen: bool = False
     seed: int = 0
     options: dict = field(default_factory=dict)
+    clones: int = 0
+    worth: int = 1
+    placed: bool = False
 
     @property
     def has_losses(self):
@@ -56,6 +63,29 @@ class Case:
             one[:, 0] = one[:, 0].abs() + 1
         return x, [draw(count) for count in self.tokens]
 
+    def spread(self, group, **options):
+        """The layer on the ranks of a group, its experts perhaps on others than at first."""
+        options = {"chunks": self.chunks, "scope": self.scope, "clones": self.clones, "worth": self.worth, **options}
+        layer = ep.shard(self.layer(), group, **options)
+        return ep.redistribute(layer, shuffled(self.experts, dist.get_world_size(group))) if self.placed else layer
+
+
+def shuffled(experts, ranks, seed=0):
+    """A placement by chance, with as many experts on each rank as at first."""
+    order = list(range(experts))
+    random.Random(seed + experts).shuffle(order)
+    hosts = [()] * experts
+    for rank, span in enumerate(shards(experts, ranks)):
+        for position in span:
+            hosts[order[position]] = (rank,)
+    return Placement(tuple(hosts), ranks)
+
+
+def in_order(experts, tensor):
+    """A parameter of experts, or its gradient, whole, with each expert at its own place."""
+    order, whole = experts.arrangement.order, full(tensor)
+    return whole if order is None else whole[torch.tensor(order).argsort()]
+
 
 def drawn(seed):
     """A case, by chance."""
@@ -77,7 +107,7 @@ def drawn(seed):
         options["capacity_factor"] = r.choice([0.3, 0.8, 1.2])
     if r.random() < 0.3:
         options |= {"aux_loss_coef": 0.1, "z_loss_coef": 0.01}
-    return Case(
+    case = Case(
         world=world,
         tokens=[r.choice([0, 1, r.randint(2, 9), r.randint(10, 40)]) for _ in range(world)],
         dtype=r.choice(["float32", "float32", "bfloat16", "bfloat16", "float64"]),
@@ -89,6 +119,8 @@ def drawn(seed):
         seed=seed,
         options=options,
     )
+    case.clones, case.worth, case.placed = r.choice([0, 0, 1, 2]), r.choice([1, 1, 3]), r.random() < 0.5
+    return case
 
 
 def alone(case):

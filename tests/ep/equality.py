@@ -2,10 +2,11 @@
 
 import torch
 import torch.distributed as dist
-from ep_cases import Case, alone, drawn
+from ep_cases import Case, alone, drawn, in_order
 from rank_setup import full, group_of_one, groups, same_bits
 
 from pymoe import ep
+from pymoe.ep.clones import plan_clones
 from pymoe.nn import set_aux_loss_scale, update_expert_biases
 
 ROUNDING = {"float64": 1e-11, "float32": 2e-4, "bfloat16": 6e-2}
@@ -13,7 +14,7 @@ ROUNDING = {"float64": 1e-11, "float32": 2e-4, "bfloat16": 6e-2}
 
 def sharded(case, group):
     """The case's layer on the ranks of a group, after one backward pass; output and gradient of the input."""
-    moe = ep.shard(case.layer(), group, chunks=case.chunks, scope=case.scope)
+    moe = case.spread(group)
     if case.scope == "group":
         set_aux_loss_scale(moe, 1 / case.world)  # gradients are summed below, not averaged
     x, directions = (parts[dist.get_rank(group)] for parts in case.rows())
@@ -33,13 +34,16 @@ def one(rank, world, case):
     moe, own_y, own_dx = sharded(case, group)
     found = {}
     bits = {"y": (own_y, y.split(case.tokens)[rank]), "dx": (own_dx, dx.split(case.tokens)[rank])}
-    rounded = {}
+    rounded, cloned = {}, experts_with_clones(case, moe)
     if case.has_losses and case.scope == "group":
         rounded["dx"] = bits.pop("dx")
     expected = dict(whole.named_parameters())
     for name, parameter in moe.named_parameters():
         if name.startswith("experts."):
-            bits[name] = full(parameter.grad), expected[name].grad
+            own, other = in_order(moe.experts, parameter.grad), expected[name].grad
+            as_one = torch.tensor([expert not in cloned for expert in range(case.experts)])
+            bits[name] = own[as_one], other[as_one]
+            rounded[name] = own[~as_one].double(), other[~as_one].double()
         else:
             total = parameter.grad.double()
             dist.all_reduce(total, group=group)
@@ -58,6 +62,18 @@ def one(rank, world, case):
         if not same_bits(moe.router.expert_bias, whole.router.expert_bias):
             found["expert bias"] = "differs"
     return found
+
+
+def experts_with_clones(case, moe):
+    """The experts of which ranks took clones in the last call: all of them where a capacity may have changed that."""
+    if case.clones == 0:
+        return ()
+    if moe.capacity_factor is not None:
+        return range(case.experts)
+    owner = moe.arrangement.owner
+    plan = plan_clones(torch.tensor(moe.last_loads), case.clones, worth=case.worth, owner=owner)
+    assert plan.destinations().sum(0).tolist() == moe.last_rows
+    return [expert for expert, hosts in enumerate(plan.hosts) if len(hosts) > 1]
 
 
 def update_by_one_process(whole):

@@ -3,7 +3,8 @@
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from parallel import model
+from ep_cases import in_order, shuffled
+from parallel import E, model
 from rank_setup import full, groups, mesh_of, same_bits
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -16,15 +17,25 @@ from pymoe import ep
 
 
 def made(spread_over):
-    """A model, its optimizer and its ranks: 0 for a whole one, "2x2" for a mesh with FSDP, else a number of ranks."""
+    """A model, its optimizer and its ranks: 0 for a whole one, "2x2" for a mesh with FSDP, else a number of ranks.
+
+    "3 placed" and "2x2 placed" have experts on other ranks than at first, so that they can be told from these.
+    """
     own, group = model(bias=True), None
-    if spread_over == "2x2":
+    where, _, placed = str(spread_over).partition(" ")
+    if where == "2x2":
         ep.data_parallel(ep.shard(own, mesh_of(2, 2)["ep"]), mesh_of(2, 2), kind="fsdp")
         group = dist.group.WORLD
     elif spread_over:
-        group = groups()[spread_over]
+        group = groups()[int(where)]
         ep.shard(own, group)
-    return own, torch.optim.AdamW(own.parameters(), 0.01, foreach=False), group
+    optimizer = torch.optim.AdamW(own.parameters(), 0.01, foreach=False)
+    if placed:
+        ranks = 2 if where == "2x2" else int(where)
+        names = ["1.0", "2"]
+        ep.redistribute(own, {name: shuffled(E, ranks, seed) for seed, name in enumerate(names)}, optimizer)
+        assert own[1][0].arrangement.order is not None
+    return own, optimizer, group
 
 
 def train(own, optimizer):
@@ -38,17 +49,22 @@ def train(own, optimizer):
 
 
 def state_of(own, optimizer):
-    """Parameters, buffers and what the optimizer keeps, by name."""
+    """Parameters, buffers and what the optimizer keeps, whole and by name, with each expert at its own place."""
     found = {name: value.detach() for name, value in (*own.named_parameters(), *own.named_buffers())}
     for name, parameter in own.named_parameters():
         found |= {f"{name}/{key}": value for key, value in optimizer.state[parameter].items()}
+    experts = {name: one for name, one in own.named_modules() if isinstance(one, ep.ShardedExperts)}
+    for name, value in found.items():
+        of = experts.get(name.rpartition(".")[0])
+        found[name] = full(value) if of is None or value.dim() == 0 else in_order(of, value)
     return found
 
 
 def takes_part(rank, spread_over):
     """Whether a rank has a share of the model."""
     groups()
-    return spread_over == "2x2" or rank < max(1, spread_over)
+    where = str(spread_over).partition(" ")[0]
+    return where == "2x2" or rank < max(1, int(where))
 
 
 def save(rank, world, folder, spread_over):
@@ -77,14 +93,14 @@ def load(rank, world, folder, spread_over):
     train(whole, its_optimizer)
     found, expected = state_of(own, optimizer), state_of(whole, its_optimizer)
     assert found.keys() == expected.keys()
-    return [name for name in expected if not same_bits(full(found[name]), expected[name])]
+    return [name for name in expected if not same_bits(found[name], expected[name])]
 
 
-def load_whole_state_dict(rank, world):
+def load_whole_state_dict(rank, world, spread_over):
     """What differs after ``load_state_dict`` of a whole model's, and how many names a wrong size is told by."""
     whole, optimizer, _ = made(0)
     train(whole, optimizer)
-    own, _, _ = made(world)
+    own, _, _ = made(spread_over)
     own.load_state_dict(whole.state_dict())
     names = [name for name, value in own.state_dict().items() if not same_bits(full(value), whole.state_dict()[name])]
     wrong = whole.state_dict()

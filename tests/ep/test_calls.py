@@ -3,11 +3,14 @@
 import calls
 import pytest
 
+CLONES = pytest.mark.parametrize("clones", [0, 1])
 
+
+@CLONES
 @pytest.mark.parametrize("scope", ["rank", "group"])
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_the_host_reads_once_a_call_and_never_in_a_backward_pass(ranks, chunks, scope):
-    assert ranks.run(calls.host_reads, chunks=chunks, scope=scope) == [[1, 0]] * 4
+def test_the_host_reads_once_a_call_and_never_in_a_backward_pass(ranks, chunks, scope, clones):
+    assert ranks.run(calls.host_reads, chunks=chunks, scope=scope, clones=clones) == [[1, 0]] * 4
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -17,32 +20,38 @@ def test_rows_sent_are_those_of_the_choices(ranks, chunks):
         assert rows == expected
 
 
-def test_second_derivatives_are_those_of_one_process(ranks):
-    for error, is_there in ranks.run(calls.second_derivative):
+@CLONES
+def test_second_derivatives_are_those_of_one_process(ranks, clones):
+    for error, is_there in ranks.run(calls.second_derivative, clones=clones):
         assert error < 1e-9
         assert is_there
 
 
+@CLONES
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_activation_checkpointing_changes_no_bit(ranks, chunks):
-    assert ranks.run(calls.checkpointed, chunks=chunks) == [[]] * 4
+def test_activation_checkpointing_changes_no_bit(ranks, chunks, clones):
+    assert ranks.run(calls.checkpointed, chunks=chunks, clones=clones) == [[]] * 4
 
 
-def test_a_graph_can_be_run_twice(ranks):
-    assert ranks.run(calls.twice_backward) == [[]] * 4
+@CLONES
+def test_a_graph_can_be_run_twice(ranks, clones):
+    assert ranks.run(calls.twice_backward, clones=clones) == [[]] * 4
 
 
-def test_in_autocast_rows_travel_in_its_dtype_and_bits_are_those_of_one_process(ranks):
-    assert ranks.run(calls.autocast) == [[[], ["bfloat16"]]] * 4
+@CLONES
+def test_in_autocast_rows_travel_in_its_dtype_and_bits_are_those_of_one_process(ranks, clones):
+    assert ranks.run(calls.autocast, clones=clones) == [[[], ["bfloat16"]]] * 4
 
 
-def test_without_gradients_outputs_are_the_same(ranks):
-    assert ranks.run(calls.without_gradients) == [[True, 4]] * 4
+@pytest.mark.parametrize(("clones", "exchanges"), [(0, 4), (1, 7)])
+def test_without_gradients_outputs_are_the_same(ranks, clones, exchanges):
+    assert ranks.run(calls.without_gradients, clones=clones) == [[True, exchanges]] * 4
 
 
+@CLONES
 @pytest.mark.parametrize("frozen", [["x"], ["experts"], ["x", "router"], ["x", "router", "shared"], ["x", "experts"]])
-def test_what_needs_no_gradient_may_differ_from_layer_to_layer(ranks, frozen):
-    assert ranks.run(calls.partly_frozen, frozen=frozen) == [[]] * 4
+def test_what_needs_no_gradient_may_differ_from_layer_to_layer(ranks, frozen, clones):
+    assert ranks.run(calls.partly_frozen, frozen=frozen, clones=clones) == [[]] * 4
 
 
 def test_chunks_travel_while_others_compute(ranks):

@@ -1,4 +1,7 @@
-"""Checkpoints are of the whole model: what some number of ranks has saved, any other loads, bit for bit."""
+"""Checkpoints are of the whole model: what some number of ranks has saved, any other loads, bit for bit.
+
+So do ranks that have other experts than at first.
+"""
 
 import pytest
 import saved
@@ -6,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from parallel import model
 
-SPREAD = [4, 3, 2, 1, 0, "2x2"]
+SPREAD = [4, 3, 2, 1, 0, "2x2", "3 placed", "2x2 placed"]
 
 
 @pytest.mark.parametrize("saved_on", SPREAD)
@@ -26,10 +29,11 @@ def test_a_process_without_a_group_loads_what_four_ranks_have_saved(ranks, tmp_p
     assert all(torch.equal(value, whole.state_dict()[name]) for name, value in own.state_dict().items())
 
 
-def test_ranks_take_their_share_of_a_whole_models_state_dict(ranks):
-    assert ranks.run(saved.load_whole_state_dict) == [[[], True]] * 4
+@pytest.mark.parametrize("spread_over", [4, "4 placed"])
+def test_ranks_take_their_share_of_a_whole_models_state_dict(ranks, spread_over):
+    assert ranks.run(saved.load_whole_state_dict, spread_over=spread_over) == [[[], True]] * 4
 
 
-@pytest.mark.parametrize("spread_over", [4, "2x2"])
+@pytest.mark.parametrize("spread_over", [4, "2x2", "3 placed", "2x2 placed"])
 def test_the_first_rank_gets_whole_tensors_for_other_formats(ranks, spread_over):
     assert all(ranks.run(saved.export, spread_over=spread_over))

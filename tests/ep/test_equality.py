@@ -1,7 +1,7 @@
 """A layer on 1, 2, 3 and 4 ranks equals the layer in one process that has the tokens of all ranks.
 
 Outputs, gradients of inputs and gradients of experts bit for bit; gradients of router and shared experts, which are
-sums over ranks, to rounding.
+sums over ranks, to rounding, and so those of experts of which ranks took clones.
 """
 
 import pytest
@@ -30,6 +30,22 @@ NAMED = {
     "groups of experts": {
         **{"world": 4, "tokens": [9, 7, 3, 1], "experts": 8, "top_k": 2},
         "options": {"num_groups": 4, "topk_groups": 2, "score": "sigmoid", "bias_update_rate": 0.05},
+    },
+    "clones": {
+        **{"world": 4, "tokens": [30, 11, 0, 20], "experts": 8, "top_k": 2, "clones": 2},
+        "options": {"bias": True, "num_shared_experts": 1},
+    },
+    "clones of the experts of another placement, in chunks": {
+        **{"world": 4, "tokens": [30, 11, 0, 20], "experts": 8, "top_k": 2, "clones": 1, "chunks": 2, "placed": True},
+    },
+    "ranks that have clones alone": {"world": 4, "tokens": [16, 3, 9, 8], "experts": 2, "top_k": 1, "clones": 2},
+    "clones where the group shares a capacity": {
+        **{"world": 3, "tokens": [20, 1, 11], "experts": 6, "top_k": 3, "scope": "group", "clones": 1, "chunks": 3},
+        "options": {"capacity_factor": 0.9, "num_shared_experts": 1},
+    },
+    "another placement": {
+        **{"world": 4, "tokens": [13, 5, 0, 9], "experts": 11, "top_k": 2, "chunks": 3, "placed": True},
+        "options": {"bias": True, "capacity_factor": 0.8},
     },
 }
 

@@ -1,5 +1,5 @@
 """examples/expert_parallel_lm.py, small: with experts over processes the losses are those of one, also after a
-resume.
+resume, and where experts move and are cloned meanwhile.
 """
 
 import pytest
@@ -15,8 +15,8 @@ def run(processes, *options):
 @pytest.mark.slow
 def test_losses_are_those_of_one_process_and_go_on_on_fewer(tmp_path):
     for processes, *options in (
-        (4, "--ep", "2", "--kind", "fsdp", "--save", str(tmp_path)),
-        (2, "--resume", str(tmp_path)),
+        (4, "--ep", "2", "--kind", "fsdp", "--move", "1", "--save", str(tmp_path)),
+        (2, "--resume", str(tmp_path), "--move", "2", "--clones", "1"),
     ):
         status, text = run(processes, *options)
         assert status == 0, text

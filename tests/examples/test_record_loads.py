@@ -22,3 +22,6 @@ def test_a_run_leaves_a_file_and_prints_what_it_would_cost(tmp_path, capsys, mon
     for ranks, each, once in re.findall(r"^(\d) ranks: .* once a rank: (\S+) or (\S+)$", out, re.MULTILINE):
         assert float(each) == pytest.approx(4 * (1 - 1 / int(ranks)), rel=0.1)
         assert float(once) <= min(float(each), int(ranks) - 1)
+    placed = re.findall(r"^blocks\S*: experts of 4 ranks: (.*)$", out, re.MULTILINE)
+    assert len(placed) == 2
+    assert all(sorted(map(int, re.findall(r"\d+", experts))) == list(range(16)) for experts in placed)

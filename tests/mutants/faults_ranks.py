@@ -5,6 +5,8 @@ from planting import PythonFault as Fault
 EQUALITY = "tests/ep/test_equality.py"
 GRADIENTS = "tests/ep/test_gradients.py"
 MISTAKES = "tests/ep/test_mistakes.py"
+CLONED = "tests/ep/test_cloned_calls.py"
+MOVED = "tests/ep/test_redistribute.py"
 
 FAULTS = [
     Fault(
@@ -90,5 +92,82 @@ FAULTS = [
         "if parameter is not None:",
         "if parameter is not None and not (arrangement and not arrangement.own):",
         (MISTAKES, "-k", "also_without_experts"),
+    ),
+    Fault(
+        "an expert is cloned for fewer rows than it is worth",
+        "pymoe/ep/cloned_plan.py",
+        "worth=arrangement.worth",
+        "worth=1",
+        (CLONED, "-k", "worth_its_way"),
+    ),
+    Fault(
+        "rows for clones are taken from the owner's",
+        "pymoe/ep/cloned_plan.py",
+        "token[:start] = routing.token[came_from]",
+        "token[:start] = routing.token[came_from.flip(0)]",
+        (EQUALITY, "-k", "clones"),
+    ),
+    Fault(
+        "of an expert's clones the last one's gradient is kept",
+        "pymoe/ep/lending.py",
+        "total.index_add_(0, index, rows)",
+        "total.index_copy_(0, index, rows)",
+        (CLONED, "-k", "order_of_ranks"),
+    ),
+    Fault(
+        "room does not count the rows for clones",
+        "pymoe/ep/plan.py",
+        "rows = self.rows_of_ranks()",
+        "rows = Plan.rows_of_ranks(self)",
+        (CLONED, "-k", "room"),
+    ),
+    Fault(
+        "what an optimizer keeps stays where it was",
+        "pymoe/ep/redistribute.py",
+        "state = stacked_state(optimizer, parameter, arrangement)",
+        "state = stacked_state(optimizer, parameter, arrangement) and {}",
+        (MOVED, "-k", "goes_on"),
+    ),
+    Fault(
+        "experts change before all have arrived",
+        "pymoe/ep/redistribute.py",
+        "[one.move(one.local) for one in moves]",
+        "[one.local.copy_(one.move(one.local)) for one in moves]",
+        (MOVED, "-k", "moved_nothing"),
+    ),
+    Fault(
+        "an optimizer that was left out goes on",
+        "pymoe/ep/optimizers.py",
+        "known != experts.moves and any",
+        "known > experts.moves and any",
+        (MOVED, "-k", "left_out"),
+    ),
+    Fault(
+        "files have experts in the order of their ranks",
+        "pymoe/ep/experts.py",
+        "as_in_one_process(spread, self.arrangement)",
+        "spread",
+        ("tests/ep/test_checkpoints.py",),
+    ),
+    Fault(
+        "files of optimizers have experts in the order of their ranks",
+        "pymoe/ep/optimizers.py",
+        "optimizer.register_state_dict_post_hook(_in_order_of_files)",
+        "pass",
+        (MOVED, "-k", "files"),
+    ),
+    Fault(
+        "experts that FSDP has cut are initialised as if it had not",
+        "pymoe/ep/experts.py",
+        "positions = layout_of(parameter, self.arrangement).own",
+        "positions = self.arrangement.spans[self.arrangement.rank][: len(local_part(parameter))]",
+        (MOVED, "-k", "initialised"),
+    ),
+    Fault(
+        "a layer is built whole before it is spread",
+        "pymoe/nn/moe.py",
+        'place["device"] = "meta"',
+        "pass",
+        ("tests/ep/test_built_spread.py",),
     ),
 ]
