@@ -72,8 +72,12 @@ class _Pack(torch.autograd.Function):
         if not any(ctx.lent) and not recorded:
             return None, None, *(None for _ in ctx.own)
         sizes = [shape[1:].numel() for shape, _ in ctx.own]
-        found = []
-        for (shape, dtype), part in zip(ctx.own, grad.split(sizes, dim=1), strict=True):
+        found: list[Tensor | None] = []
+        parts = zip(ctx.own, grad.split(sizes, dim=1), ctx.needs_input_grad[2:], strict=True)
+        for (shape, dtype), part, is_needed in parts:
+            if not is_needed:
+                found.append(None)
+                continue
             total = torch.zeros(shape, dtype=dtype, device=grad.device)
             # A rank takes an expert once, so the sums run in the order of ranks, whatever adds within a call.
             for experts, rows in zip(ctx.lent, part.split([len(experts) for experts in ctx.lent]), strict=True):

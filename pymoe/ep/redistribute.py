@@ -16,7 +16,7 @@ from pymoe.ep.arrangement import Arrangement
 from pymoe.ep.comparison import Described, compare
 from pymoe.ep.experts import ShardedExperts
 from pymoe.ep.layer import ShardedMoE, rearrange
-from pymoe.ep.layouts import Move, layout_of, local_part
+from pymoe.ep.layouts import Move, layout_of, local_of
 from pymoe.ep.optimizers import check_followed, follow, stacked_state, watch
 from pymoe.ep.placement import Placement
 
@@ -75,7 +75,8 @@ def redistribute(
             if isinstance(experts, FSDPModule):
                 experts.reshard()
             own = _stacked(experts, order, optimizer)
-            described["layer"][experts.arrangement.title] = {"placement": order} | {one.name: one.kind for one in own}
+            name = next(name for name, layer in layers.items() if layer.experts is experts)
+            described["layer"][name] = {"order of experts": order} | {one.name: one.kind for one in own}
             moves += own
     except (TypeError, ValueError) as error:
         problem = error
@@ -184,7 +185,8 @@ def _stacked(experts: ShardedExperts, order: tuple[int, ...] | None, optimizer: 
             tensors |= {f"{key} of {name}": state[key] for key in sorted(state)}
         for title, tensor in tensors.items():
             kind = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-            found.append(_Tensor(title, kind, local_part(tensor), move))
+            with torch.no_grad():  # the memory itself, in which autograd counts changes
+                found.append(_Tensor(title, kind, local_of(tensor), move))
     return found
 
 

@@ -46,7 +46,7 @@ def largest(rank, world):
 
     def spy(*args, **options):
         made = real(*args, **options)
-        sizes.append(0 if made.is_meta else made.numel())
+        sizes.append(made.numel() if made.is_floating_point() and not made.is_meta else 0)
         return made
 
     torch.empty = spy

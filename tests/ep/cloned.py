@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from calls import case, different, gradients, prepared
-from ep_cases import alone, in_order
+from ep_cases import Case, alone, in_order
 from rank_setup import exchanges, mesh_of, same_bits
 
 from pymoe import ep
@@ -15,9 +15,19 @@ from pymoe.ops import build_routing
 TOKENS = [24, 10, 0, 17]
 
 
+class Hot(Case):
+    """A layer of which every token chooses expert 1."""
+
+    def layer(self):
+        whole = super().layer()
+        with torch.no_grad():
+            whole.router.weight[1, 0] = 9.0  # feature 0 is positive in all tokens
+        return whole
+
+
 def hot(dtype="float32", **more):
-    """Eight experts on four ranks, a token's choices among few of them."""
-    return case(dtype, tokens=TOKENS, experts=8, **{"clones": 1, **more})
+    """Eight experts on four ranks."""
+    return Hot(**vars(case(dtype, tokens=TOKENS, experts=8, **{"clones": 1, **more})))
 
 
 def plan_of(layer):

@@ -35,10 +35,10 @@ def data(world, steps=1):
     return torch.randn(steps, world, ROWS, H, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def made(shape, kind, **options):
+def made(shape, kind, clones=0, **options):
     """The model over a mesh, and what is called."""
     mesh = mesh_of(*shape)
-    spread = ep.shard(model(**options), mesh if mesh.ndim == 1 else mesh["ep"], chunks=2)
+    spread = ep.shard(model(**options), mesh if mesh.ndim == 1 else mesh["ep"], chunks=2, clones=clones, worth=1)
     blocks = {"blocks": [spread[1]]} if kind == "fsdp" else {}
     return spread, ep.data_parallel(spread, mesh, kind=kind, **blocks)
 
@@ -49,9 +49,9 @@ def worst(pairs):
     return max((full(a) - b).abs().max().item() for a, b in pairs) / max(b.abs().max().item() for _, b in pairs)
 
 
-def gradients(rank, world, shape, kind, micro_batches):
-    """How far gradients of the mean loss are from those of one process, how large, and how many steps differ."""
-    whole, (spread, called) = model(), made(shape, kind)
+def gradients(rank, world, shape, kind, micro_batches, clones=0):
+    """How far gradients of the mean loss are from those of one process."""
+    whole, (spread, called) = model(), made(shape, kind, clones)
     x = data(world, micro_batches)
     (whole(x.flatten(0, 2)) ** 2).mean().backward()
     for number, own in enumerate(x[:, rank]):
@@ -110,12 +110,12 @@ def spread_over_a_group(rank, world):
     return worst((p.grad, expected[name].grad) for name, p in spread.named_parameters())
 
 
-def mixed_precision(rank, world, shape):
+def mixed_precision(rank, world, shape, clones):
     """How far gradients are where FSDP casts parameters to bfloat16, and their dtypes."""
     whole, spread = (model(dtype=torch.float32, experts=8) for _ in range(2))
     mesh = mesh_of(*shape)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    called = ep.data_parallel(ep.shard(spread, mesh["ep"]), mesh, kind="fsdp", mp_policy=policy)
+    called = ep.data_parallel(ep.shard(spread, mesh["ep"], clones=clones, worth=1), mesh, kind="fsdp", mp_policy=policy)
     x = data(world)[0].float()
     (whole(x.flatten(0, 1)) ** 2).mean().backward()
     (called(x[rank]) ** 2).mean().backward()

@@ -14,6 +14,12 @@ def test_gradients_are_those_of_the_mean_loss(ranks, shape, kind, micro_batches)
         assert error < 1e-12
 
 
+@pytest.mark.parametrize(("shape", "kind"), [((4,), "ddp"), ((2, 2), "ddp"), ((2, 2), "fsdp")])
+def test_gradients_of_experts_with_clones_are_those_of_the_mean_loss(ranks, shape, kind):
+    for error in ranks.run(parallel.gradients, shape=shape, kind=kind, micro_batches=2, clones=1):
+        assert error < 1e-12
+
+
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize("shape", [(2, 2), (4,)])
 def test_gradients_in_float32_are_those_of_the_mean_loss(ranks, shape, kind):
@@ -47,9 +53,9 @@ def test_experts_spread_over_a_process_group_are_cut_further(ranks):
     assert max(ranks.run(parallel.spread_over_a_group)) < 1e-12
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
-def test_fsdp_casts_experts_as_the_rest(ranks, shape):
-    for error, dtypes in ranks.run(parallel.mixed_precision, shape=shape):
+@pytest.mark.parametrize(("shape", "clones"), [((2, 2), 0), ((1, 4), 0), ((2, 2), 1)])
+def test_fsdp_casts_experts_as_the_rest(ranks, shape, clones):
+    for error, dtypes in ranks.run(parallel.mixed_precision, shape=shape, clones=clones):
         assert error < 0.1
         assert set(dtypes) == {"torch.float32"}
 

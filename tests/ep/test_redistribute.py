@@ -54,8 +54,11 @@ def test_a_call_that_fails_has_moved_nothing(ranks):
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ("placement", "the same layer '1.0"),
-        ("replicas", "must have one rank in 0..3 for every expert, got [0, 1, 2] for expert 0; for hot experts shard("),
+        ("placement", "the same layer '1.0', got order of experts ("),
+        (
+            "replicas",
+            "must have one rank in 0..3 for every expert, got [0, 1, 2, 3] for expert 0; for hot experts shard(",
+        ),
         ("optimizer", "got exp_avg of w_in "),
         ("gradients", "got gradient of w_in "),
     ],
@@ -82,7 +85,8 @@ def test_files_of_an_optimizer_that_is_made_later_have_experts_in_their_order(ra
 
 def test_a_backward_pass_of_a_graph_from_before_raises(ranks):
     for said in ranks.run(moved.graph_from_before):
-        assert "has been modified by an inplace operation" in said
+        assert "modified" in said
+        assert "inplace" in said
 
 
 @pytest.mark.parametrize(
