@@ -10,7 +10,8 @@ import torch
 
 from pymoe.ep.agreement import Announced
 from pymoe.ep.arrangement import Arrangement
-from pymoe.ep.clones import plan_clones
+from pymoe.ep.clones import balance
+from pymoe.ep.placement import divide_rows
 from pymoe.ep.plan import Loan, Plan
 from pymoe.reference.types import Routing
 
@@ -86,14 +87,15 @@ class ClonedPlan(Plan):
 
     def _owned(self) -> list[list[int]]:
         arrangement = self.arrangement
-        shares = plan_clones(
-            torch.tensor(self.kept), arrangement.clones, worth=arrangement.worth, owner=arrangement.owner
+        total = [sum(column) for column in zip(*self.kept, strict=True)]
+        hosts, quotas = balance(
+            total, arrangement.owner, arrangement.ranks, clones=arrangement.clones, worth=arrangement.worth
         )
-        self._rows: list[list[list[int]]] = shares.rows.tolist()  # (R, E, P), as Shares has them
+        self._rows = divide_rows(self.kept, hosts, quotas)  # (R, E, P), as Shares has them
         # By rank: its clones, and which host of its expert it is; sorted as their weights arrive.
         self._clones: list[list[tuple[int, int]]] = [[] for _ in range(arrangement.ranks)]
         for expert in arrangement.order or range(arrangement.num_experts):
-            for place, rank in enumerate(shares.hosts[expert][1:], 1):
+            for place, rank in enumerate(hosts[expert][1:], 1):
                 self._clones[rank].append((expert, place))
         return [[rows[0] for rows in of_rank] for of_rank in self._rows]
 

@@ -42,13 +42,27 @@ def plan_clones(counts: Tensor, clones: int, *, worth: int = 1, owner: Sequence[
     owners = contiguous(experts, ranks).owner if owner is None else tuple(owner)
     if len(owners) != experts or not all(0 <= rank < ranks for rank in owners):
         raise ValueError(f"plan_clones: owner must have {experts} ranks in 0..{ranks - 1}, got {list(owners)}")
-    held = _balanced(counts.sum(0).tolist(), owners, ranks, clones, worth)
+    return share_rows(counts.long(), *balance(counts.sum(0).tolist(), owners, ranks, clones, worth))
+
+
+def balance(
+    rows: Sequence[int], owners: Sequence[int], ranks: int, clones: int, worth: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the hosts of each expert, and how many of its rows each of them computes, as :func:`plan_clones` does.
+
+    Args:
+        rows: (E,), of each expert.
+        owners: (E,), the rank that holds each.
+        ranks: R.
+        clones: how many a rank may take.
+        worth: the fewest rows for which an expert is cloned.
+    """
+    held = _balanced(rows, owners, ranks, clones, worth)
     hosts = [sorted(at, key=lambda rank: (rank != owners[expert], rank)) for expert, at in enumerate(held)]
-    quotas = [[at[rank] for rank in its_hosts] for at, its_hosts in zip(held, hosts, strict=True)]
-    return share_rows(counts.long(), hosts, quotas)
+    return hosts, [[at[rank] for rank in its_hosts] for at, its_hosts in zip(held, hosts, strict=True)]
 
 
-def _balanced(rows: list[int], owners: Sequence[int], ranks: int, clones: int, worth: int) -> list[dict[int, int]]:
+def _balanced(rows: Sequence[int], owners: Sequence[int], ranks: int, clones: int, worth: int) -> list[dict[int, int]]:
     """For every expert the rows of it that each of its hosts computes."""
     held = [{rank: number} for rank, number in zip(owners, rows, strict=True)]
     filled = [0] * ranks

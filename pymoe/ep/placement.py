@@ -170,14 +170,21 @@ def share_rows(counts: Tensor, hosts: Sequence[Sequence[int]], quotas: Sequence[
         hosts: (E,), the ranks that compute each expert.
         quotas: for every expert the rows of each host; they sum to the rows of the expert.
     """
-    ranks, experts = counts.shape
+    return Shares(tuple(map(tuple, hosts)), torch.tensor(divide_rows(counts.tolist(), hosts, quotas)))
+
+
+def divide_rows(
+    counts: Sequence[Sequence[int]], hosts: Sequence[Sequence[int]], quotas: Sequence[Sequence[int]]
+) -> list[list[list[int]]]:
+    """Return the rows of :class:`Shares`, (R, E, P), as :func:`share_rows` does: lists of lists, as its arguments."""
     most = max(map(len, hosts))
-    rows = torch.zeros(ranks, experts, most, dtype=torch.int64)
-    rows[:, :, 0] = counts
+    rows = [[[number, *[0] * (most - 1)] for number in of_source] for of_source in counts]
     for expert, (its_hosts, its_quotas) in enumerate(zip(hosts, quotas, strict=True)):
         if len(its_hosts) > 1:
-            rows[:, expert, :] = torch.tensor(_fill(counts[:, expert].tolist(), its_hosts, its_quotas, most))
-    return Shares(tuple(map(tuple, hosts)), rows)
+            given = _fill([of_source[expert] for of_source in counts], its_hosts, its_quotas, most)
+            for of_source, own in zip(rows, given, strict=True):
+                of_source[expert] = own
+    return rows
 
 
 def check_counts(name: str, counts: Tensor) -> None:
