@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from pymoe._torch_private import FakeTensor
 from pymoe.nn.apply_experts import apply_experts_fused
@@ -27,10 +29,6 @@ from pymoe.reference import checks
 from pymoe.reference.autocast import autocast_enabled, cast_operands
 from pymoe.reference.expert_activation import is_gated
 from pymoe.reference.types import ActivationKind, RouterLosses, Score
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Stats(NamedTuple):
@@ -149,7 +147,7 @@ class MoE(nn.Module):
         backend: Backend = "native",
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
-        expert_parallel: DeviceMesh | ProcessGroup | None = None,
+        expert_parallel: DeviceMesh | dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         checks.integer("MoE", "num_shared_experts", num_shared_experts, 0, None, "at least 0")
@@ -276,7 +274,7 @@ class MoE(nn.Module):
         text = f"backend={self.backend!r}"
         return text if self.capacity_factor is None else f"capacity_factor={self.capacity_factor}, {text}"
 
-    def _spread(self, ranks: DeviceMesh | ProcessGroup) -> None:
+    def _spread(self, ranks: DeviceMesh | dist.ProcessGroup) -> None:
         """Keep this rank's experts, and give memory to what is not there yet."""
         import_module("pymoe.ep").shard(self, ranks)  # by its name: this package knows nothing of what is above it
         device = self.router.weight.device
