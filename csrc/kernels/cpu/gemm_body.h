@@ -46,8 +46,11 @@ void gemm(const Gemm<T>& g) {
   // is one block, or all of them.
   constexpr bool kInPlace = std::is_same_v<S, T>;
   const bool at_once = !kInPlace && g.k <= kBlockK<S> * kDepth, streams = at_once && g.leaves_cache;
-  const int64_t strip =
-      std::max(kColumns, g.m <= kInPlaceRows ? in_place_for<T>(std::max<int64_t>(1, g.m)).columns : 0);
+  // Few rows and a B whose rows are contiguous: so many columns of B at a time need not be packed.
+  const int64_t in_place = g.m > 0 && g.m <= kInPlaceRows && g.b_column_stride == 1
+                               ? in_place_columns<T>(std::min<int64_t>(g.m, kTileRows), g.n)
+                               : 0;
+  const int64_t strip = std::max(kColumns, in_place);
   constexpr int64_t kPartial = kInPlaceBytes / static_cast<int64_t>(sizeof(S));
   const int64_t sums = kInPlace ? 0 : at_once ? block_rows * strip : g.m * padded_columns;
   auto* memory = static_cast<S*>(gemm_buffer().reserve(
@@ -83,18 +86,21 @@ void gemm(const Gemm<T>& g) {
       pack<kTileRows>(g.a + row * g.a_row_stride + p * g.a_column_stride, g.a_row_stride, g.a_column_stride, rows, k,
                       panels_a);
       int64_t unpacked = 0;  // columns of B that need not be packed
-      if (g.m <= kInPlaceRows && g.b_column_stride == 1) {
-        const auto [kernel, most, multiple] = in_place_for<T>(g.m);
-        const int64_t all = g.n / multiple * multiple;
+      if (in_place > 0) {
+        const int64_t all = g.n / kInPlaceMultiple<T> * kInPlaceMultiple<T>;
         for (int64_t columns; unpacked < all; unpacked += columns) {
-          columns = std::min(most, all - unpacked);
-          kernel(k, panels_a, g.b + p * g.b_row_stride + unpacked, g.b_row_stride, columns, partial);
-          S* tile = sums_of(0, unpacked);
-          const S* start = p == 0 ? bias + unpacked : tile;
-          for (int64_t i = 0; i < g.m; ++i) {
-            for_vectors<S>(columns, [&](int64_t j, int) {
-              store(tile + i * c_stride + j, load(start + i * start_stride + j) + load(partial + i * columns + j));
-            });
+          columns = std::min(in_place, all - unpacked);
+          for (int64_t i = 0; i < g.m; i += kTileRows) {
+            const int64_t tile_rows = std::min<int64_t>(kTileRows, g.m - i);
+            in_place_kernel_for<T>(tile_rows)(k, panels_a + i * depth, g.b + p * g.b_row_stride + unpacked,
+                                              g.b_row_stride, columns, partial);
+            S* tile = sums_of(0, unpacked) + i * c_stride;
+            const S* start = p == 0 ? bias + unpacked : tile;
+            for (int64_t r = 0; r < tile_rows; ++r) {
+              for_vectors<S>(columns, [&](int64_t j, int) {
+                store(tile + r * c_stride + j, load(start + r * start_stride + j) + load(partial + r * columns + j));
+              });
+            }
           }
           if (at_once) finish(0, g.m, unpacked, columns);
         }
