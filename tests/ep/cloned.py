@@ -169,11 +169,11 @@ def order_of_events(rank, world):
     return forward, events
 
 
-def room(rank, world, clones):
-    """What is said where the fullest rank may receive as many rows as it has with a clone."""
+def room(rank, world, clones, less):
+    """What is said where a rank may receive as many rows as the fullest one has with a clone, or fewer."""
     layer, x, _ = prepared(rank, hot(clones=1))
     layer(x)
-    layer, x, _ = prepared(rank, hot(clones=clones), room=max(layer.last_rows))
+    layer, x, _ = prepared(rank, hot(clones=clones), room=max(layer.last_rows) - less)
     try:
         layer(x)
     except ep.GroupError as error:

@@ -101,11 +101,18 @@ FAULTS = [
         (CLONED, "-k", "worth_its_way"),
     ),
     Fault(
-        "rows for clones are taken from the owner's",
+        "rows for clones stay with those for the owner",
+        "pymoe/ep/cloned_plan.py",
+        "new_place[came_from] = places.int()",
+        "new_place[came_from] = came_from.int()",
+        (EQUALITY, "-k", "clones"),
+    ),
+    Fault(
+        "a plan says of rows for clones that they are other tokens'",
         "pymoe/ep/cloned_plan.py",
         "token[:start] = routing.token[came_from]",
-        "token[:start] = routing.token[came_from.flip(0)]",
-        (EQUALITY, "-k", "clones"),
+        "pass",
+        ("tests/ep/test_cloned_plan.py",),
     ),
     Fault(
         "of an expert's clones the last one's gradient is kept",
