@@ -32,14 +32,12 @@ def local_part(parameter: Tensor) -> Tensor:
 class Layout:
     """Which positions of a stacked parameter each rank of a group has."""
 
-    group: dist.ProcessGroup
+    own: range
+    """The positions of this rank."""
+    group: dist.ProcessGroup | None
+    """All ranks that have some; None if they are not known."""
     spans: list[range]
     """By rank of the group."""
-
-    @property
-    def own(self) -> range:
-        """The positions of this rank."""
-        return self.spans[dist.get_rank(self.group)]
 
 
 def layout_of(parameter: Tensor, arrangement: Arrangement) -> Layout:
@@ -58,15 +56,21 @@ def layout_of(parameter: Tensor, arrangement: Arrangement) -> Layout:
         raise ValueError(f"MoE {arrangement.title}: experts must be a DTensor cut along the experts, got {seen}")
     mesh = parameter.device_mesh
     if mesh.ndim == 1:
-        return Layout(arrangement.group, arrangement.spans)
-    assert arrangement.everyone is not None  # data_parallel has had FSDP cut it
+        return Layout(arrangement.spans[arrangement.rank], arrangement.group, arrangement.spans)
+    twins = mesh.size(0)
+    parts = [
+        [span[part.start : part.stop] for span in arrangement.spans for part in [shards(len(span), twins)[twin]]]
+        for twin in range(twins)
+    ]
+    own = parts[mesh.get_local_rank(0)][arrangement.rank]
+    if arrangement.everyone is None:
+        return Layout(own, None, [])
     group = arrangement.everyone.get_group()
-    spans = [range(0)] * arrangement.everyone.size()
-    for number, ranks in enumerate(mesh.mesh.tolist()):
-        for rank, span in zip(ranks, arrangement.spans, strict=True):
-            part = shards(len(span), mesh.size(0))[number]
-            spans[dist.get_group_rank(group, rank)] = span[part.start : part.stop]
-    return Layout(group, spans)
+    spans = [own] * arrangement.everyone.size()
+    for ranks, of_twin in zip(mesh.mesh.tolist(), parts, strict=True):
+        for rank, part in zip(ranks, of_twin, strict=True):
+            spans[dist.get_group_rank(group, rank)] = part
+    return Layout(own, group, spans)
 
 
 class Move:
@@ -76,9 +80,16 @@ class Move:
         layout: of the tensors.
         before: (E,), the expert at each position.
         after: (E,), the expert that is to be there.
+
+    Raises:
+        ValueError: nobody knows all ranks that have the positions.
     """
 
     def __init__(self, layout: Layout, before: Sequence[int], after: Sequence[int]) -> None:
+        if layout.group is None:
+            raise ValueError(
+                "MoE: experts that fully_shard has cut must have been given to pymoe.ep.data_parallel before they move"
+            )
         self._group = layout.group
         rank, ranks = dist.get_rank(layout.group), len(layout.spans)
         start = layout.own.start

@@ -176,6 +176,8 @@ def _stacked(experts: ShardedExperts, order: tuple[int, ...] | None, optimizer: 
     if optimizer is not None:
         check_followed(optimizer, experts)
     for name, parameter in experts.named_parameters():
+        if parameter.is_meta:
+            continue  # what is loaded or initialised later will be in the new order
         move = Move(layout_of(parameter, arrangement), arrangement.order or plain, order or plain)
         tensors: dict[str, Tensor] = {name: parameter}
         if parameter.grad is not None:

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from pymoe import ep
+from pymoe.ep.layouts import Move
+from pymoe.ep.placement import Placement
 from pymoe.nn import MoE
 
 RANKS, VICTIM = 3, 1
@@ -25,6 +27,8 @@ def train(rank, address, results, place=None, steps=100_000):
         for step in range(steps):
             if rank == VICTIM and step == 2 and place is not None:
                 plant(model[1], place)
+            if step == 2 and place == "between two steps":
+                ep.redistribute(model, Placement(((2,), (2,), (1,), (1,), (0,), (0,)), RANKS))
             model(torch.randn(5, 8, requires_grad=True)).sum().backward()
             results.send(("step", step))
     except ep.GroupError as error:
@@ -48,3 +52,5 @@ def plant(layer, place):
         layer.experts.register_forward_hook(die)
     elif place == "backward":
         layer.experts.w_out.register_hook(die)
+    elif place == "between two steps":
+        Move.__call__ = die

@@ -8,7 +8,7 @@ from ep_cases import in_order, shuffled
 from parallel import E, H, data, made, model
 from rank_setup import full, mesh_of, same_bits
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from pymoe import ep
 from pymoe.ep.placement import Placement, contiguous, place
@@ -246,6 +246,41 @@ def graph_from_before(rank, world):
         y.sum().backward()
     except RuntimeError as error:
         return str(error)
+
+
+def before_memory(rank, world):
+    """What differs from one process where experts have moved before they had memory."""
+    whole = model()
+    with torch.device("meta"):
+        spread = model()
+    ep.shard(spread, mesh_of(4))
+    ep.redistribute(spread, shuffled(E, 4))
+    spread.to_empty(device="cpu")
+    for one in (whole, spread):
+        torch.manual_seed(4)
+        one[2].reset_parameters()
+    expected = dict(whole[2].experts.named_parameters())
+    found = spread[2].experts.named_parameters()
+    return [name for name, one in found if not same_bits(in_order(spread[2].experts, one), expected[name])]
+
+
+def cut_by_hand(rank, world):
+    """What differs after an initialisation of experts that the user has had cut, and what a move of them says."""
+    mesh = mesh_of(2, 2)
+    whole, spread = model(), ep.shard(model(), mesh["ep"])
+    fully_shard(spread[2].experts, mesh=mesh["edp"])
+    for one in (whole[2].experts, spread[2].experts):
+        torch.manual_seed(4)
+        one.reset_parameters()
+    expected = dict(whole[2].experts.named_parameters())
+    own = slice((rank % 2) * 3 + (rank // 2) * 2, (rank % 2) * 3 + (2, 3)[rank // 2])
+    wrong = [
+        name for name, p in spread[2].experts.named_parameters() if not same_bits(p.to_local(), expected[name][own])
+    ]
+    try:
+        ep.redistribute(spread, {"2": shuffled(E, 2)})
+    except ValueError as error:
+        return wrong, str(error)
 
 
 def refused(rank, world, what):

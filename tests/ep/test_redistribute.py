@@ -113,3 +113,13 @@ def test_what_does_not_fit_is_refused(ranks, what, kind, text):
 
 def test_experts_that_fsdp_has_cut_are_initialised_as_in_one_process(ranks):
     assert ranks.run(moved.recut) == [[]] * 4
+
+
+def test_experts_may_move_before_they_have_memory(ranks):
+    assert ranks.run(moved.before_memory) == [[]] * 4
+
+
+def test_experts_cut_by_hand_are_initialised_and_do_not_move(ranks):
+    for wrong, said in ranks.run(moved.cut_by_hand):
+        assert not wrong
+        assert said.startswith("MoE: experts that fully_shard has cut must have been given to pymoe.ep.data_parallel")
