@@ -95,12 +95,13 @@ def table_of(cell: Record) -> Table:
     """Medians of a step, and ratios within rounds with their quartiles."""
     rows = []
     for name in SYSTEMS:
-        wall, processors, waits = (list(column) for column in zip(*cell["times"][name], strict=True))
+        wall, processors, waits, transport = (list(column) for column in zip(*cell["times"][name], strict=True))
         rows.append(
             [
                 name,
                 f"{statistics.median(wall) * 1e3:.1f}",
                 f"{statistics.median(processors) * 1e3:.1f}",
+                f"{statistics.median(transport) * 1e3:.1f}" if name != ALONE else "",
                 f"{statistics.median(waits) * 1e3:.1f}" if name.startswith("pymoe, EP 2") else "",
                 ratio(cell, ALONE, name, 1, inverse=True),
                 ratio(cell, PEER, name, 1),
@@ -109,7 +110,7 @@ def table_of(cell: Record) -> Table:
             ]
         )
     heading = [
-        *("system", "ms a step", "processor ms, all ranks", "ms that a rank waits"),
+        *("system", "ms a step", "processor ms, all ranks", "of these gloo's threads", "ms that a rank waits"),
         *("processor over one process", f"{PEER} over it", f"{PEER_MOVES} over it", "results"),
     ]
     return Table(heading, rows, left=frozenset({"system", "results"}), alarms=frozenset({"WRONG"}))

@@ -87,7 +87,11 @@ def leave() -> None:
 
 
 def measure(rank: int, cell: Cell, rounds: int, waits: Waits) -> dict[str, Any]:
-    """One cell: by system, a list of rounds with seconds of wall, processors and waits; and how results compare."""
+    """One cell: by system, a list of rounds with the seconds of steps; and how results compare.
+
+    Seconds are those of wall, of the processors of all ranks, of waits, and of all gloo's threads, which are among the
+    second.
+    """
     everyone = dist.group.WORLD
     assert everyone is not None
     alone = dist.new_group([rank], use_local_synchronization=True)
@@ -113,13 +117,13 @@ def measure(rank: int, cell: Cell, rounds: int, waits: Waits) -> dict[str, Any]:
                 results[name] = result
             if number:
                 there = [one for one in both if one is not None]
-                wall, processors, waited = zip(*there, strict=True)
-                times[name].append([max(wall), sum(processors), max(waited)])
+                wall, processors, waited, transport = zip(*there, strict=True)
+                times[name].append([max(wall), sum(processors), max(waited), sum(transport)])
     return {"cell": str(cell), "times": times, "verdicts": verdicts(rank, results)}
 
 
-def step(layer: nn.Module, rows: Tensor, waits: Waits) -> tuple[tuple[float, float, float], tuple[Tensor, Tensor]]:
-    """Forward and backward: seconds of wall, of this process's processor and of waits; output and input gradient."""
+def step(layer: nn.Module, rows: Tensor, waits: Waits) -> tuple[tuple[float, ...], tuple[Tensor, Tensor]]:
+    """Forward and backward: seconds of this process (see measure); output and input gradient."""
     x = rows.detach().clone().requires_grad_()
     direction = torch.ones_like(x)
     for parameter in layer.parameters():
@@ -127,10 +131,12 @@ def step(layer: nn.Module, rows: Tensor, waits: Waits) -> tuple[tuple[float, flo
     if not isinstance(layer, MoE) or isinstance(layer, ep.ShardedMoE):
         dist.barrier(getattr(getattr(layer, "arrangement", None), "group", None))
     waits.seconds = 0.0
-    wall, processor = time.perf_counter(), time.process_time()
+    wall, processor, thread = time.perf_counter(), time.process_time(), time.thread_time()
     y = layer(x)
     y.backward(direction)
-    spent = (time.perf_counter() - wall, time.process_time() - processor, waits.seconds)
+    processor = time.process_time() - processor
+    transport = processor - (time.thread_time() - thread)  # no other thread than gloo's computes
+    spent = (time.perf_counter() - wall, processor, waits.seconds, transport)
     assert x.grad is not None
     return spent, (y.detach(), x.grad)
 

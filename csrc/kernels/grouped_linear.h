@@ -9,16 +9,23 @@
 // expert without rows are zero. Every element of the output is written; the outputs are contiguous, the inputs may
 // have any strides (a stride is in elements).
 //
+// With an order the rows need not be sorted in memory: the r-th of them is row order[r] of x, y and grad.
+// What is said of rows past offsets[E] then holds for the rows that the first offsets[E] of the order do not name; what
+// it holds from there on is not read. These rows must be distinct. x and grad are contiguous then, and every bit is
+// that of sorted, contiguous rows: sums over an expert's rows run in the given order.
+//
 // Sums are kept in fp32 (fp64 for fp64) and rounded once. The terms of an output element are added in an order that
 // depends on the length of its sum and on the operands' strides alone: results are the same for any number of threads,
 // and a row of y does not depend on the rows around it. (Where torch's grouped GEMM makes the product,
 // ops/torch_grouped_mm.h, the order is torch's.) Where the processor multiplies bf16 (AVX512_BF16), the CPU twin of
 // bf16 takes subnormal operands for zero, and a sum that would be subnormal too.
 //
-// `offsets` must start at 0, not decrease, and end within S. The CPU twin throws std::invalid_argument or
-// std::out_of_range otherwise, before it touches any memory. The CUDA twin, which reads nothing on the host, takes 0
-// for the first and the greatest before it, or S, for one that decreases or passes S: it never reads or writes a row
-// outside of [0, S), and rows of experts whose offsets are right come out right.
+// `offsets` must start at 0, not decrease, and end within S; `order` must name rows in [0, S), none twice. The CPU twin
+// throws std::invalid_argument or std::out_of_range otherwise, before it touches any memory. The CUDA twin, which reads
+// nothing on the host, takes 0 for the first offset and the greatest before it, or S, for one that decreases or passes
+// S, and leaves out what an order names that does not exist: it never reads or writes a row outside of [0, S), and rows
+// of experts whose offsets are right come out right, unless the order names them twice. Of a wrong order rows of y may
+// be left as they were.
 //
 // Memory: the CPU twin keeps a few MiB a thread between calls; the CUDA twin works in `workspace`.
 #pragma once
@@ -37,14 +44,15 @@ struct MatrixView {
 
 // What all three have.
 struct GroupedArguments {
-  const int32_t* offsets;   // (E + 1,)
-  void* out;                // y (S, N), the gradient of the weight (E, N, H) or that of the bias (E, N)
-  int64_t rows;             // S
-  int64_t input_features;   // H; of no account to the gradient of the bias
-  int64_t output_features;  // N
-  int64_t experts;          // E, below 2^30
-  DType dtype;              // of every tensor
-  int32_t* workspace;       // cuda::grouped_linear_workspace(E) values, contents arbitrary; the CPU needs none
+  const int32_t* offsets;          // (E + 1,)
+  void* out;                       // y (S, N), the gradient of the weight (E, N, H) or that of the bias (E, N)
+  int64_t rows;                    // S
+  int64_t input_features;          // H; of no account to the gradient of the bias
+  int64_t output_features;         // N
+  int64_t experts;                 // E, below 2^30
+  DType dtype;                     // of every tensor
+  int32_t* workspace;              // cuda::grouped_linear_workspace(E) values, contents arbitrary; the CPU needs none
+  const int32_t* order = nullptr;  // (S,), or null: rows are sorted
 };
 
 struct GroupedLinearArguments : GroupedArguments {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "kernels/cpu/checked_offsets.h"
+#include "kernels/cpu/checked_order.h"
 #include "kernels/cpu/gemm.h"
 #include "kernels/cpu/parallel.h"
 
@@ -73,6 +74,17 @@ std::vector<Block> cut(int64_t experts, const RowsOf& rows_of, int64_t columns) 
   return blocks;
 }
 
+// Clears the rows of y that belong to no expert: those from the last offset on, or that the order does not name.
+void clear_rows_of_none(const GroupedLinearArguments& a, const std::vector<char>& named) {
+  const int64_t used = a.offsets[a.experts], row_bytes = a.output_features * size_of(a.dtype);
+  auto* y = static_cast<char*>(a.out);
+  if (a.order == nullptr) return fill_zero(y + used * row_bytes, (a.rows - used) * row_bytes);
+  if (used == a.rows) return;
+  for (int64_t row = 0; row < a.rows; ++row) {
+    if (named[static_cast<size_t>(row)] == 0) memset(y + row * row_bytes, 0, static_cast<size_t>(row_bytes));
+  }
+}
+
 template <typename T>
 void forward(const GroupedLinearArguments& a) {
   const int32_t* offsets = a.offsets;
@@ -81,11 +93,11 @@ void forward(const GroupedLinearArguments& a) {
   const auto gemm = PYMOE_SELECT_ISA_UP_TO_BF16(gemm<T>);
   parallel_tasks(static_cast<int64_t>(blocks.size()), [&](int64_t task) {
     const Block& block = blocks[static_cast<size_t>(task)];
-    const int64_t row = offsets[block.expert] + block.row;
+    const int64_t row = offsets[block.expert] + block.row, first = move_to(a.order, row, 1);
     const MatrixView weight{static_cast<const T*>(a.weight.data) + block.expert * a.weight_stride, a.weight.row_stride,
                             a.weight.column_stride};
     gemm({
-        .a = element<T>(a.x, row, 0),
+        .a = element<T>(a.x, first, 0),
         .a_row_stride = a.x.row_stride,
         .a_column_stride = a.x.column_stride,
         .b = element<T>(weight, block.column, 0),
@@ -93,15 +105,14 @@ void forward(const GroupedLinearArguments& a) {
         .b_column_stride = weight.row_stride,
         .bias = a.bias.data == nullptr ? nullptr : element<T>(a.bias, block.expert, block.column),
         .bias_stride = a.bias.column_stride,
-        .c = static_cast<T*>(a.out) + row * a.output_features + block.column,
+        .c = static_cast<T*>(a.out) + first * a.output_features + block.column,
         .c_row_stride = a.output_features,
         .m = block.rows,
         .n = block.columns,
         .k = a.input_features,
+        .rows = order_from(a.order, row),
     });
   });
-  const int64_t used = offsets[a.experts], row_bytes = a.output_features * size_of(a.dtype);
-  fill_zero(static_cast<char*>(a.out) + used * row_bytes, (a.rows - used) * row_bytes);
 }
 
 template <typename T>
@@ -111,12 +122,12 @@ void weight_grad(const GroupedWeightGradArguments& a) {
   const bool leaves_cache = a.experts * a.output_features * a.input_features * size_of(a.dtype) >= kLeavesCache;
   parallel_tasks(static_cast<int64_t>(blocks.size()), [&](int64_t task) {
     const Block& block = blocks[static_cast<size_t>(task)];
-    const int64_t row = a.offsets[block.expert];
+    const int64_t row = a.offsets[block.expert], first = move_to(a.order, row, 1);
     gemm({
-        .a = element<T>(a.grad, row, block.row),
+        .a = element<T>(a.grad, first, block.row),
         .a_row_stride = a.grad.column_stride,
         .a_column_stride = a.grad.row_stride,
-        .b = element<T>(a.x, row, block.column),
+        .b = element<T>(a.x, first, block.column),
         .b_row_stride = a.x.row_stride,
         .b_column_stride = a.x.column_stride,
         .bias = nullptr,
@@ -127,6 +138,7 @@ void weight_grad(const GroupedWeightGradArguments& a) {
         .n = block.columns,
         .k = int64_t{a.offsets[block.expert + 1]} - row,
         .leaves_cache = leaves_cache,
+        .steps = order_from(a.order, row),
     });
   });
 }
@@ -142,7 +154,7 @@ void bias_grad(const GroupedBiasGradArguments& a) {
                    const int64_t columns = std::min(kWidth, a.output_features - first);
                    accumulate_t<T> sum[kWidth] = {};
                    for (int64_t row = a.offsets[expert]; row < a.offsets[expert + 1]; ++row) {
-                     const T* from = element<T>(a.grad, row, first);
+                     const T* from = element<T>(a.grad, place_of(a.order, row), first);
                      for (int64_t j = 0; j < columns; ++j) sum[j] += to_accumulate(from[j * a.grad.column_stride]);
                    }
                    T* to = static_cast<T*>(a.out) + expert * a.output_features + first;
@@ -151,20 +163,28 @@ void bias_grad(const GroupedBiasGradArguments& a) {
                });
 }
 
+// Throws unless offsets and order keep their contract. Returns, by row, whether the order names it.
+std::vector<char> check(const GroupedArguments& a) {
+  check_offsets("grouped_linear", a.offsets, a.experts, a.rows);
+  if (a.order == nullptr) return {};
+  return check_order("grouped_linear", a.order, a.offsets[a.experts], a.rows);
+}
+
 }  // namespace
 
 void grouped_linear(const GroupedLinearArguments& arguments) {
-  check_offsets("grouped_linear", arguments.offsets, arguments.experts, arguments.rows);
+  const std::vector<char> named = check(arguments);
   visit_dtype(arguments.dtype, [&]<typename T>(TypeTag<T>) { forward<T>(arguments); });
+  clear_rows_of_none(arguments, named);
 }
 
 void grouped_linear_weight_grad(const GroupedWeightGradArguments& arguments) {
-  check_offsets("grouped_linear", arguments.offsets, arguments.experts, arguments.rows);
+  check(arguments);
   visit_dtype(arguments.dtype, [&]<typename T>(TypeTag<T>) { weight_grad<T>(arguments); });
 }
 
 void grouped_linear_bias_grad(const GroupedBiasGradArguments& arguments) {
-  check_offsets("grouped_linear", arguments.offsets, arguments.experts, arguments.rows);
+  check(arguments);
   visit_dtype(arguments.dtype, [&]<typename T>(TypeTag<T>) { bias_grad<T>(arguments); });
 }
 

@@ -7,6 +7,9 @@
 // that follow each other take the columns of the same rows, whose x stays in L1 and L2. kernels/cuda/tile_gemm.h has
 // the rest.
 //
+// Rows that an order gives are read and written at their places: of an operand, the loader looks up what its packs do
+// not run along. The first row or depth of a tile is one of the order, so tiles and sums are those of sorted rows.
+//
 // Where torch's grouped GEMM makes the product, the plan's bounds are its offsets and the two complete_ kernels add
 // what it leaves out; they return at once for tiles and experts that lack nothing.
 #include <algorithm>
@@ -23,13 +26,16 @@ namespace {
 
 constexpr const char* kName = "grouped_linear";
 
-// Writes a tile's part of the output: rows of `pitch` elements that begin at `to`. f(row, column) gives what to add.
-template <typename T, typename Tile>
-PYMOE_DEVICE void write_tile(const Tile& tile, T* to, int64_t pitch, int rows, int columns, const T* bias,
-                             int64_t bias_step, bool in_runs) {
+// Writes a tile's part of the output: rows of `pitch` elements that begin at `to`, at their places. f(row, column)
+// gives what to add.
+template <typename T, typename Tile, typename Places>
+PYMOE_DEVICE void write_tile(const Tile& tile, T* to, int64_t pitch, const Places& places, int rows, int columns,
+                             const T* bias, int64_t bias_step, bool in_runs) {
   tile.each([&](int row, int column, const accumulate_t<T>* sums) {
     if (row >= rows) return;
-    T* const run = to + row * pitch + column;
+    const int64_t place = places(row);
+    if (Places::kGiven && place < 0) return;
+    T* const run = to + place * pitch + column;
     Pack<T, Tile::kRun> values;
 #pragma unroll
     for (int i = 0; i < Tile::kRun; ++i) {
@@ -49,9 +55,9 @@ PYMOE_DEVICE void write_tile(const Tile& tile, T* to, int64_t pitch, int rows, i
   });
 }
 
-template <typename T>
+template <typename T, typename Places>
 __global__ void __launch_bounds__(tile_for<T>::kThreads, tile_for<T>::kBlocks)
-    linear_kernel(Operand<T> x, Operand<T> weight, int64_t weight_stride, const T* PYMOE_RESTRICT bias,
+    linear_kernel(Operand<T, Places> x, Operand<T> weight, int64_t weight_stride, const T* PYMOE_RESTRICT bias,
                   int64_t bias_row_stride, int64_t bias_step, GroupPlan plan, T* PYMOE_RESTRICT y, int64_t rows,
                   int64_t input_features, int64_t output_features, int experts, int column_tiles, bool in_runs) {
   using Tile = tile_for<T>;
@@ -60,25 +66,37 @@ __global__ void __launch_bounds__(tile_for<T>::kThreads, tile_for<T>::kBlocks)
   const int64_t column = static_cast<int64_t>(static_cast<int>(blockIdx.x) % column_tiles) * kTileColumns;
   const int64_t columns_left = output_features - column;
   const int columns = columns_left < kTileColumns ? static_cast<int>(columns_left) : kTileColumns;
-  T* const to = y + tile.first * output_features + column;
-  if (tile.expert == experts) {  // rows of no expert, or no rows
-    for (int i = static_cast<int>(threadIdx.x); i < tile.rows * kTileColumns; i += Tile::kThreads) {
+  T* const to = y + x.places.moves(tile.first) * output_features + column;
+  if (tile.expert == experts) {  // rows of no expert, or no rows; those that an order leaves out are clear
+    const int count = Places::kGiven ? 0 : tile.rows * kTileColumns;
+    for (int i = static_cast<int>(threadIdx.x); i < count; i += Tile::kThreads) {
       if (i % kTileColumns < columns) to[i / kTileColumns * output_features + i % kTileColumns] = T{};
     }
     return;
   }
-  x.data += tile.first * x.row_stride;
+  x.begin_at(tile.first, x.row_stride);
   weight.data += tile.expert * weight_stride + column * weight.row_stride;
   if (bias != nullptr) bias += tile.expert * bias_row_stride + column * bias_step;
   Tile sums;
   sums.run(x, weight, tile.rows, columns, input_features, reinterpret_cast<T*>(shared));
-  write_tile(sums, to, output_features, tile.rows, columns, bias, bias_step, in_runs);
+  write_tile(sums, to, output_features, x.places, tile.rows, columns, bias, bias_step, in_runs);
+}
+
+constexpr int kClearThreads = 256;
+
+// Clears y if it has rows of no expert, before the others are written at their places.
+template <typename T>
+__global__ void __launch_bounds__(kClearThreads)
+    clear_kernel(T* y, GroupPlan plan, int experts, int64_t rows, int64_t output_features) {
+  if (plan.bounds[experts] == rows) return;
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kClearThreads, count = rows * output_features;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kClearThreads + threadIdx.x; i < count; i += stride) y[i] = T{};
 }
 
 // The output's rows are grad's features, its columns x's, its depth the expert's rows.
-template <typename T>
+template <typename T, typename Places>
 __global__ void __launch_bounds__(tile_for<T>::kThreads, tile_for<T>::kBlocks)
-    weight_grad_kernel(Operand<T> grad, Operand<T> x, GroupPlan plan, T* PYMOE_RESTRICT weight_grad,
+    weight_grad_kernel(Operand<T, Places> grad, Operand<T, Places> x, GroupPlan plan, T* PYMOE_RESTRICT weight_grad,
                        int64_t input_features, int64_t output_features, int64_t row_tiles, int64_t column_tiles,
                        bool in_runs) {
   using Tile = tile_for<T>;
@@ -89,22 +107,24 @@ __global__ void __launch_bounds__(tile_for<T>::kThreads, tile_for<T>::kBlocks)
   const int rows = rows_left < kTileRows ? static_cast<int>(rows_left) : kTileRows;
   const int columns = columns_left < kTileColumns ? static_cast<int>(columns_left) : kTileColumns;
   const int64_t begin = plan.bounds[expert], end = plan.bounds[expert + 1];
-  grad.data += begin * grad.depth_stride + row * grad.row_stride;
-  x.data += begin * x.depth_stride + column * x.row_stride;
+  grad.begin_at(begin, grad.depth_stride);
+  x.begin_at(begin, x.depth_stride);
+  grad.data += row * grad.row_stride;
+  x.data += column * x.row_stride;
   Tile sums;
   sums.run(grad, x, rows, columns, end - begin, reinterpret_cast<T*>(shared));
-  write_tile<T>(sums, weight_grad + (expert * output_features + row) * input_features + column, input_features, rows,
-                columns, nullptr, 0, in_runs);
+  write_tile<T>(sums, weight_grad + (expert * output_features + row) * input_features + column, input_features,
+                InSequence{}, rows, columns, nullptr, 0, in_runs);
 }
 
 constexpr int kBiasThreads = 256, kBiasWarps = kBiasThreads / kWarp;
 
 // A block sums one expert's rows in 32 columns. Warp w adds rows w, w + 8, w + 16, ... in turn; then the warps' sums
 // are added in order.
-template <typename T>
+template <typename T, typename Places>
 __global__ void __launch_bounds__(kBiasThreads)
-    bias_grad_kernel(const T* PYMOE_RESTRICT grad, int64_t row_stride, int64_t column_stride, GroupPlan plan,
-                     T* PYMOE_RESTRICT bias_grad, int64_t output_features, int64_t strips) {
+    bias_grad_kernel(const T* PYMOE_RESTRICT grad, int64_t row_stride, int64_t column_stride, Places places,
+                     GroupPlan plan, T* PYMOE_RESTRICT bias_grad, int64_t output_features, int64_t strips) {
   using Sum = accumulate_t<T>;
   PYMOE_SHARED(Sum, sums, kBiasThreads);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarp, lane = thread % kWarp;
@@ -113,16 +133,20 @@ __global__ void __launch_bounds__(kBiasThreads)
   Sum sum = 0;
   if (column < output_features) {
     const T* from = grad + column * column_stride;
+    const auto value_of = [&](int64_t row) {
+      const int64_t place = places(row);
+      return Places::kGiven && place < 0 ? T{} : from[place * row_stride];
+    };
     constexpr int kAhead = 8;  // loads in flight
     int64_t row = int64_t{plan.bounds[expert]} + warp;
     for (; row + (kAhead - 1) * kBiasWarps < end; row += kAhead * kBiasWarps) {
       T values[kAhead];
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) values[i] = from[(row + i * kBiasWarps) * row_stride];
+      for (int i = 0; i < kAhead; ++i) values[i] = value_of(row + i * kBiasWarps);
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) sum += to_accumulate(values[i]);
     }
-    for (; row < end; row += kBiasWarps) sum += to_accumulate(from[row * row_stride]);
+    for (; row < end; row += kBiasWarps) sum += to_accumulate(value_of(row));
   }
   sums[thread] = sum;
   __syncthreads();
@@ -162,11 +186,18 @@ bool in_runs(const void* output, int64_t features) {
   return widest_access({output}, features * static_cast<int64_t>(sizeof(T))) >= kBytes;
 }
 
-template <typename T>
-void linear(const GroupedLinearArguments& a, void* stream) {
+template <typename T, typename Places>
+void linear(const GroupedLinearArguments& a, const Places& places, void* stream) {
+  if (Places::kGiven) {
+    constexpr int64_t kMostBlocks = 1024, kShare = 8;  // elements a thread, before blocks take more
+    launch(kName, clear_kernel<T>,
+           {std::min(ceil_div(a.rows * a.output_features, kShare * kClearThreads), kMostBlocks), kClearThreads}, stream,
+           a.out, group_plan(a.workspace, a.experts), a.experts, a.rows, a.output_features);
+  }
   const int64_t column_tiles = ceil_div(a.output_features, kTileColumns);
-  launch(kName, linear_kernel<T>, {most_row_tiles(a.rows, a.experts, kTileRows) * column_tiles, tile_for<T>::kThreads},
-         stream, operand<T>(a.x.data, a.x.row_stride, a.x.column_stride, a.rows, a.input_features, Cut::kRows),
+  launch(kName, linear_kernel<T, Places>,
+         {most_row_tiles(a.rows, a.experts, kTileRows) * column_tiles, tile_for<T>::kThreads}, stream,
+         operand<T>(a.x.data, a.x.row_stride, a.x.column_stride, a.rows, a.input_features, Cut::kRows, 0, places),
          operand<T>(a.weight.data, a.weight.row_stride, a.weight.column_stride, a.output_features, a.input_features,
                     Cut::kNone, a.weight_stride),
          a.weight_stride, a.bias.data, a.bias.row_stride, a.bias.column_stride, group_plan(a.workspace, a.experts),
@@ -174,22 +205,30 @@ void linear(const GroupedLinearArguments& a, void* stream) {
          in_runs<T>(a.out, a.output_features));
 }
 
-template <typename T>
-void weight_grad(const GroupedWeightGradArguments& a, void* stream) {
+template <typename T, typename Places>
+void weight_grad(const GroupedWeightGradArguments& a, const Places& places, void* stream) {
   const int64_t row_tiles = ceil_div(a.output_features, kTileRows);
   const int64_t column_tiles = ceil_div(a.input_features, kTileColumns);
-  launch(kName, weight_grad_kernel<T>, {a.experts * row_tiles * column_tiles, tile_for<T>::kThreads}, stream,
-         operand<T>(a.grad.data, a.grad.column_stride, a.grad.row_stride, a.output_features, a.rows, Cut::kDepth),
-         operand<T>(a.x.data, a.x.column_stride, a.x.row_stride, a.input_features, a.rows, Cut::kDepth),
+  launch(kName, weight_grad_kernel<T, Places>, {a.experts * row_tiles * column_tiles, tile_for<T>::kThreads}, stream,
+         operand<T>(a.grad.data, a.grad.column_stride, a.grad.row_stride, a.output_features, a.rows, Cut::kDepth, 0,
+                    places),
+         operand<T>(a.x.data, a.x.column_stride, a.x.row_stride, a.input_features, a.rows, Cut::kDepth, 0, places),
          group_plan(a.workspace, a.experts), a.out, a.input_features, a.output_features, row_tiles, column_tiles,
          in_runs<T>(a.out, a.input_features));
 }
 
-template <typename T>
-void bias_grad(const GroupedBiasGradArguments& a, void* stream) {
+template <typename T, typename Places>
+void bias_grad(const GroupedBiasGradArguments& a, const Places& places, void* stream) {
   const int64_t strips = ceil_div(a.output_features, kWarp);
-  launch(kName, bias_grad_kernel<T>, {a.experts * strips, kBiasThreads}, stream, a.grad.data, a.grad.row_stride,
-         a.grad.column_stride, group_plan(a.workspace, a.experts), a.out, a.output_features, strips);
+  launch(kName, bias_grad_kernel<T, Places>, {a.experts * strips, kBiasThreads}, stream, a.grad.data, a.grad.row_stride,
+         a.grad.column_stride, places, group_plan(a.workspace, a.experts), a.out, a.output_features, strips);
+}
+
+// f(TypeTag of the dtype, where the rows are).
+template <typename F>
+void for_kind(const GroupedArguments& a, F&& f) {
+  visit_dtype(a.dtype,
+              [&](auto type) { a.order == nullptr ? f(type, InSequence{}) : f(type, ByOrder{a.order, a.rows}); });
 }
 
 }  // namespace
@@ -211,19 +250,19 @@ void plan_grouped_linear(const GroupedArguments& a, void* stream) {
 void grouped_linear(const GroupedLinearArguments& a, void* stream) {
   if (a.rows == 0 || a.output_features == 0) return;
   plan_grouped_linear(a, stream);
-  visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) { linear<T>(a, stream); });
+  for_kind(a, [&]<typename T>(TypeTag<T>, const auto& places) { linear<T>(a, places, stream); });
 }
 
 void grouped_linear_weight_grad(const GroupedWeightGradArguments& a, void* stream) {
   if (a.experts == 0 || a.output_features == 0 || a.input_features == 0) return;
   plan_grouped_linear(a, stream);
-  visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) { weight_grad<T>(a, stream); });
+  for_kind(a, [&]<typename T>(TypeTag<T>, const auto& places) { weight_grad<T>(a, places, stream); });
 }
 
 void grouped_linear_bias_grad(const GroupedBiasGradArguments& a, void* stream) {
   if (a.experts == 0 || a.output_features == 0) return;
   plan_grouped_linear(a, stream);
-  visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) { bias_grad<T>(a, stream); });
+  for_kind(a, [&]<typename T>(TypeTag<T>, const auto& places) { bias_grad<T>(a, places, stream); });
 }
 
 void complete_grouped_linear(const GroupedLinearArguments& a, void* stream) {

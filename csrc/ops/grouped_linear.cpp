@@ -2,7 +2,8 @@
 // pymoe/reference/grouped_linear.py for the contract. Inputs may have any strides.
 //
 // On CUDA torch's grouped GEMM makes the products that it takes without the host (ops/torch_grouped_mm.h), and kernels
-// of ours make its offsets safe and add what it leaves out; all other products are made by our own kernel.
+// of ours make its offsets safe and add what it leaves out; all other products are made by our own kernel, those of
+// rows that an order gives among them.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -27,6 +28,7 @@ MatrixView checked_matrix(const char* argument, const Tensor& tensor, int64_t ro
           " must have shape (", rows, ", ", columns, "), got ", tensor);
   require_dtype(kName, argument, tensor, like.scalar_type());
   require_same_device(kName, argument, tensor, like);
+  if (tensor.is_contiguous()) return {tensor.const_data_ptr(), columns, 1};  // one column or row may say otherwise
   return {tensor.const_data_ptr(), tensor.strides()[0], tensor.strides()[1]};
 }
 
@@ -74,8 +76,8 @@ Tensor by_torch(Arguments a, const Tensor& left, const Tensor& right, const Tens
 #endif
 
 // The part that all arguments have; `out` is still to come.
-GroupedArguments grouped(const Tensor& offsets, int64_t rows, int64_t input_features, int64_t output_features,
-                         DType dtype, const Workspace& workspace) {
+GroupedArguments grouped(const Tensor& offsets, const std::optional<Tensor>& order, int64_t rows,
+                         int64_t input_features, int64_t output_features, DType dtype, const Workspace& workspace) {
   return {static_cast<const int32_t*>(offsets.const_data_ptr()),
           nullptr,
           rows,
@@ -83,14 +85,24 @@ GroupedArguments grouped(const Tensor& offsets, int64_t rows, int64_t input_feat
           output_features,
           offsets.size(0) - 1,
           dtype,
-          static_cast<int32_t*>(workspace.data())};
+          static_cast<int32_t*>(workspace.data()),
+          order ? static_cast<const int32_t*>(order->const_data_ptr()) : nullptr};
+}
+
+// `rows` as the kernels take them: contiguous where an order gives them. The order is checked against them.
+Tensor placed(const Tensor& rows, const std::optional<Tensor>& order) {
+  if (!order) return rows;
+  require_tensor(kName, "order", *order, ScalarType::Int, {rows.size(0)}, rows);
+  return torch::stable::contiguous(rows);
 }
 
 }  // namespace
 
-Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offsets, const std::optional<Tensor>& bias) {
-  const DType dtype = floating_dtype(kName, "x", x);
-  require(x.dim() == 2, kName, "x must have shape (S, H), got ", x);
+Tensor grouped_linear(const Tensor& any_x, const Tensor& weight, const Tensor& offsets,
+                      const std::optional<Tensor>& bias, const std::optional<Tensor>& order) {
+  const DType dtype = floating_dtype(kName, "x", any_x);
+  require(any_x.dim() == 2, kName, "x must have shape (S, H), got ", any_x);
+  const Tensor x = placed(any_x, order);
   require(weight.dim() == 3, kName, "weight must have shape (E, N, H), got ", weight);
   const int64_t rows = x.size(0), input_features = x.size(1);
   const int64_t experts = weight.size(0), output_features = weight.size(1);
@@ -101,7 +113,7 @@ Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offse
           offsets.size(0));
   const Workspace workspace = plan_for(experts, x);
   GroupedLinearArguments arguments{
-      grouped(offsets, rows, input_features, output_features, dtype, workspace),
+      grouped(offsets, order, rows, input_features, output_features, dtype, workspace),
       checked_matrix("x", x, rows, input_features, x),
       {weight.const_data_ptr(), weight.strides()[1], weight.strides()[2]},
       weight.strides()[0],
@@ -121,15 +133,17 @@ Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offse
 
 namespace {
 
-Tensor weight_grad(const Tensor& grad, const Tensor& x, const Tensor& offsets) {
-  const DType dtype = floating_dtype(kName, "grad", grad);
-  require(grad.dim() == 2, kName, "grad must have shape (S, N), got ", grad);
-  require(x.dim() == 2, kName, "x must have shape (S, H), got ", x);
+Tensor weight_grad(const Tensor& any_grad, const Tensor& any_x, const Tensor& offsets,
+                   const std::optional<Tensor>& order) {
+  const DType dtype = floating_dtype(kName, "grad", any_grad);
+  require(any_grad.dim() == 2, kName, "grad must have shape (S, N), got ", any_grad);
+  require(any_x.dim() == 2, kName, "x must have shape (S, H), got ", any_x);
+  const Tensor grad = placed(any_grad, order), x = placed(any_x, order);
   const int64_t rows = grad.size(0), output_features = grad.size(1), input_features = x.size(1);
   const int64_t experts = checked_experts(offsets, grad);
   const Workspace workspace = plan_for(experts, grad);
   GroupedWeightGradArguments arguments{
-      grouped(offsets, rows, input_features, output_features, dtype, workspace),
+      grouped(offsets, order, rows, input_features, output_features, dtype, workspace),
       checked_matrix("grad", grad, rows, output_features, grad),
       checked_matrix("x", x, rows, input_features, grad),
   };
@@ -145,14 +159,15 @@ Tensor weight_grad(const Tensor& grad, const Tensor& x, const Tensor& offsets) {
   return weight_grad;
 }
 
-Tensor bias_grad(const Tensor& grad, const Tensor& offsets) {
-  const DType dtype = floating_dtype(kName, "grad", grad);
-  require(grad.dim() == 2, kName, "grad must have shape (S, N), got ", grad);
+Tensor bias_grad(const Tensor& any_grad, const Tensor& offsets, const std::optional<Tensor>& order) {
+  const DType dtype = floating_dtype(kName, "grad", any_grad);
+  require(any_grad.dim() == 2, kName, "grad must have shape (S, N), got ", any_grad);
+  const Tensor grad = placed(any_grad, order);
   const int64_t rows = grad.size(0), output_features = grad.size(1), experts = checked_experts(offsets, grad);
   Tensor bias_grad = empty({experts, output_features}, grad.scalar_type(), grad);
   const Workspace workspace = plan_for(experts, grad);
   GroupedBiasGradArguments arguments{
-      grouped(offsets, rows, 0, output_features, dtype, workspace),
+      grouped(offsets, order, rows, 0, output_features, dtype, workspace),
       checked_matrix("grad", grad, rows, output_features, grad),
   };
   arguments.out = bias_grad.mutable_data_ptr();
@@ -160,9 +175,11 @@ Tensor bias_grad(const Tensor& grad, const Tensor& offsets) {
   return bias_grad;
 }
 
-PYMOE_OPERATOR("grouped_linear", grouped_linear, "(Tensor x, Tensor weight, Tensor offsets, Tensor? bias) -> Tensor")
-PYMOE_OPERATOR("grouped_linear_weight_grad", weight_grad, "(Tensor grad, Tensor x, Tensor offsets) -> Tensor")
-PYMOE_OPERATOR("grouped_linear_bias_grad", bias_grad, "(Tensor grad, Tensor offsets) -> Tensor")
+PYMOE_OPERATOR("grouped_linear", grouped_linear,
+               "(Tensor x, Tensor weight, Tensor offsets, Tensor? bias, Tensor? order=None) -> Tensor")
+PYMOE_OPERATOR("grouped_linear_weight_grad", weight_grad,
+               "(Tensor grad, Tensor x, Tensor offsets, Tensor? order=None) -> Tensor")
+PYMOE_OPERATOR("grouped_linear_bias_grad", bias_grad, "(Tensor grad, Tensor offsets, Tensor? order=None) -> Tensor")
 
 }  // namespace
 }  // namespace pymoe::ops::grouped_linear_op

@@ -23,7 +23,8 @@ Tensor dispatch(const Tensor& x, const Tensor& slot, const Tensor& offsets);
 }
 
 namespace grouped_linear_op {
-Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offsets, const std::optional<Tensor>& bias);
+Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offsets, const std::optional<Tensor>& bias,
+                      const std::optional<Tensor>& order = std::nullopt);
 }
 
 namespace quantized_linear_op {

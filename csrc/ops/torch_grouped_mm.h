@@ -3,7 +3,8 @@
 // Its fast kernel is for bf16 on compute capability 9.x and 10.x; it wants 16-byte alignment of all rows and of every
 // expert's part, at most 1023 experts, and runs on the stream alone. All else it gives to a loop over experts that
 // copies the offsets to the host, which no CUDA graph can hold, so all else is refused here. It trusts its offsets, it
-// leaves rows past the last one unwritten, and it rounds before anyone could add a bias, so that is refused too.
+// leaves rows past the last one unwritten, it takes sorted rows alone, and it rounds before anyone could add a bias, so
+// order and bias are refused too.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -44,14 +45,16 @@ inline bool takes_sizes(DType dtype, int capability, int64_t experts, int64_t ro
 
 inline bool torch_takes(const GroupedLinearArguments& a, int capability) {
   using namespace torch_grouped_mm;
-  return takes_sizes(a.dtype, capability, a.experts, a.rows, a.input_features, a.output_features) &&
+  return a.order == nullptr &&
+         takes_sizes(a.dtype, capability, a.experts, a.rows, a.input_features, a.output_features) &&
          a.bias.data == nullptr && takes_matrix(a.x, a.rows, a.input_features) &&
          takes_matrix(a.weight, a.output_features, a.input_features, true) && aligned({a.weight_stride});
 }
 
 inline bool torch_takes(const GroupedWeightGradArguments& a, int capability) {
   using namespace torch_grouped_mm;
-  return takes_sizes(a.dtype, capability, a.experts, a.rows, a.input_features, a.output_features) &&
+  return a.order == nullptr &&
+         takes_sizes(a.dtype, capability, a.experts, a.rows, a.input_features, a.output_features) &&
          takes_matrix(a.grad, a.rows, a.output_features) && takes_matrix(a.x, a.rows, a.input_features);
 }
 

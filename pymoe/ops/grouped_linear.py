@@ -21,29 +21,30 @@ from pymoe.reference.grouped_linear import grouped_linear as reference
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """y[r] = weight[e] @ x[r] + bias[e] for the expert e of row r."""
+    """y[r] = weight[e] @ x[r] + bias[e] for the expert e of row r; rows are sorted, or an order says where they are."""
 
     # A pipeline may ask for dx first and for the others later: pymoe.pipe.split_backward.
     backward_in_parts = True
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.ops.pymoe.grouped_linear(x, weight, offsets, bias)
+    def forward(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, order: Tensor | None) -> Tensor:
+        return torch.ops.pymoe.grouped_linear(x, weight, offsets, bias, order)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, offsets, _ = inputs
-        ctx.save_for_backward(x, weight, offsets)
+        x, weight, offsets, _, order = inputs
+        ctx.save_for_backward(x, weight, offsets, order)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight, offsets = ctx.saved_tensors
-        needs_x, needs_weight, _, needs_bias = ctx.needs_input_grad
+        x, weight, offsets, order = ctx.saved_tensors
+        needs_x, needs_weight, _, needs_bias, _ = ctx.needs_input_grad
         return (
-            call(_GroupedLinear, grad, weight.transpose(1, 2), offsets, None) if needs_x else None,
-            _weight_grad(grad, x, offsets, weight) if needs_weight else None,
+            call(_GroupedLinear, grad, weight.transpose(1, 2), offsets, None, order) if needs_x else None,
+            _weight_grad(grad, x, offsets, order, weight) if needs_weight else None,
             None,
-            call(_BiasGrad, grad, offsets) if needs_bias else None,
+            call(_BiasGrad, grad, offsets, order) if needs_bias else None,
+            None,
         )
 
 
@@ -51,77 +52,83 @@ class _WeightGrad(torch.autograd.Function):
     """dweight[e] = sum of the outer products grad[r] x[r] over the rows r of expert e."""
 
     @staticmethod
-    def forward(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-        return torch.ops.pymoe.grouped_linear_weight_grad(grad, x, offsets)
+    def forward(grad: Tensor, x: Tensor, offsets: Tensor, order: Tensor | None) -> Tensor:
+        return torch.ops.pymoe.grouped_linear_weight_grad(grad, x, offsets, order)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        grad, x, offsets = ctx.saved_tensors
-        needs_grad, needs_x, _ = ctx.needs_input_grad
+        grad, x, offsets, order = ctx.saved_tensors
+        needs_grad, needs_x, _, _ = ctx.needs_input_grad
         return (
-            call(_GroupedLinear, x, cotangent, offsets, None) if needs_grad else None,
-            call(_GroupedLinear, grad, cotangent.transpose(1, 2), offsets, None) if needs_x else None,
+            call(_GroupedLinear, x, cotangent, offsets, None, order) if needs_grad else None,
+            call(_GroupedLinear, grad, cotangent.transpose(1, 2), offsets, None, order) if needs_x else None,
+            None,
             None,
         )
 
 
-def _weight_grad(grad: Tensor, x: Tensor, offsets: Tensor, weight: Tensor) -> Tensor:
+def _weight_grad(grad: Tensor, x: Tensor, offsets: Tensor, order: Tensor | None, weight: Tensor) -> Tensor:
     """Return the gradient of ``weight``, in its order of dimensions in memory: else autograd would copy it there.
 
     A transposed view of an (E, H, N) parameter gets a transposed view of an (E, H, N) gradient. The bits are the same:
     of every product the factors change places.
     """
     if weight.stride(1) < weight.stride(2):
-        return call(_WeightGrad, x, grad, offsets).transpose(1, 2)  # type: ignore[no-any-return]
-    return call(_WeightGrad, grad, x, offsets)  # type: ignore[no-any-return]
+        return call(_WeightGrad, x, grad, offsets, order).transpose(1, 2)  # type: ignore[no-any-return]
+    return call(_WeightGrad, grad, x, offsets, order)  # type: ignore[no-any-return]
 
 
 class _BiasGrad(torch.autograd.Function):
     """dbias[e] = sum of grad[r] over the rows r of expert e."""
 
     @staticmethod
-    def forward(grad: Tensor, offsets: Tensor) -> Tensor:
-        return torch.ops.pymoe.grouped_linear_bias_grad(grad, offsets)
+    def forward(grad: Tensor, offsets: Tensor, order: Tensor | None) -> Tensor:
+        return torch.ops.pymoe.grouped_linear_bias_grad(grad, offsets, order)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        grad, offsets = inputs
+        grad, offsets, order = inputs
         ctx.rows = grad.shape[0]
-        ctx.save_for_backward(offsets)
+        ctx.save_for_backward(offsets, order)
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        (offsets,) = ctx.saved_tensors
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        offsets, order = ctx.saved_tensors
         # Every row gets its expert's cotangent: a grouped linear without input features, which is its bias alone.
         nothing = cotangent.new_empty((ctx.rows, 0))
         no_weight = cotangent.new_empty((*cotangent.shape, 0))
-        return call(_GroupedLinear, nothing, no_weight, offsets, cotangent), None
+        return call(_GroupedLinear, nothing, no_weight, offsets, cotangent, order), None, None
 
 
-def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
+def grouped_linear(
+    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, *, order: Tensor | None = None
+) -> Tensor:
     x, weight, bias = cast_operands(x, weight, bias)  # type: ignore[assignment]
-    check(x, weight, offsets, bias)
+    check(x, weight, offsets, bias, order=order)
     index_checks.offsets_in_range("grouped_linear", offsets, x.shape[0])
-    return call(_GroupedLinear, x, weight, offsets.contiguous(), bias)
+    if order is not None:
+        index_checks.order_in_range("grouped_linear", order, offsets)
+        order = order.contiguous()
+    return call(_GroupedLinear, x, weight, offsets.contiguous(), bias, order)
 
 
 grouped_linear.__doc__ = reference.__doc__
 
 
 @torch.library.register_fake("pymoe::grouped_linear")
-def _(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
+def _(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, order: Tensor | None = None) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[1]))
 
 
 @torch.library.register_fake("pymoe::grouped_linear_weight_grad")
-def _(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+def _(grad: Tensor, x: Tensor, offsets: Tensor, order: Tensor | None = None) -> Tensor:
     return grad.new_empty((offsets.shape[0] - 1, grad.shape[1], x.shape[1]))
 
 
 @torch.library.register_fake("pymoe::grouped_linear_bias_grad")
-def _(grad: Tensor, offsets: Tensor) -> Tensor:
+def _(grad: Tensor, offsets: Tensor, order: Tensor | None = None) -> Tensor:
     return grad.new_empty((offsets.shape[0] - 1, grad.shape[1]))

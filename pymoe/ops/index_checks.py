@@ -15,7 +15,7 @@ from torch import Tensor
 from pymoe._torch_private import FakeTensor
 from pymoe.reference import checks
 from pymoe.reference.build_routing import check_experts
-from pymoe.reference.grouped_linear import check_offsets
+from pymoe.reference.grouped_linear import check_offsets, check_order
 
 VARIABLE = "PYMOE_CHECK_INDICES"
 
@@ -102,3 +102,9 @@ def offsets_in_range(operator: str, offsets: Tensor, rows: int) -> None:
     """In debug mode, raise if offsets do not partition ``rows`` rows."""
     if _to_check(operator, offsets):
         check_offsets(offsets.tolist(), rows, operator)
+
+
+def order_in_range(operator: str, order: Tensor, offsets: Tensor) -> None:
+    """In debug mode, raise if what ``offsets`` use of an order does not name distinct rows."""
+    if _to_check(operator, order):
+        check_order(order[: int(offsets[-1])].tolist(), order.shape[0], operator)

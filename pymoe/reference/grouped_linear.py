@@ -11,8 +11,10 @@ from pymoe.reference import checks
 from pymoe.reference.autocast import cast_operands
 
 
-def check(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> None:
-    """Raise if the arguments of :func:`grouped_linear` break its contract (all but the values of ``offsets``)."""
+def check(
+    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, *, order: Tensor | None = None
+) -> None:
+    """Raise if the arguments of :func:`grouped_linear` break its contract (all but the values of indices)."""
     name = "grouped_linear"
     checks.floating(name, "x", x)
     checks.rank(name, "x", x, "(S, H)")
@@ -26,6 +28,11 @@ def check(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> No
     checks.same_device(name, "offsets", offsets, "x", x)
     if bias is not None:
         check_bias(name, x, bias, weight.shape[0], "E of weight", weight.shape[1], "N of weight")
+    if order is not None:
+        checks.dtype(name, "order", order, torch.int32)
+        checks.rank(name, "order", order, "(S,)")
+        checks.size(name, "order", order, 0, x.shape[0], "S of x")
+        checks.same_device(name, "order", order, "x", x)
 
 
 def check_bias(
@@ -50,12 +57,36 @@ def check_offsets(bounds: list[int], rows: int, operator: str = "grouped_linear"
         raise IndexError(f"{operator}: offsets must lie in [0, S] (S = {rows}), got {bounds[-1]}")
 
 
-def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
+def check_order(places: list[int], rows: int, operator: str = "grouped_linear") -> None:
+    """Raise unless ``places`` name distinct rows (the native kernels check the same, on CUDA in debug mode).
+
+    Args:
+        places: the values of ``order`` that are used.
+        rows: S.
+        operator: whose error it is.
+    """
+    seen = set()
+    for at, row in enumerate(places):
+        if not 0 <= row < rows:
+            raise IndexError(f"{operator}: order must lie in [0, S) (S = {rows}), got {row} at [{at}]")
+        if row in seen:
+            raise ValueError(f"{operator}: order must not name a row twice, got {row} at [{at}] again")
+        seen.add(row)
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, *, order: Tensor | None = None
+) -> Tensor:
     """Apply the linear layer of expert e to the rows ``offsets[e]`` to ``offsets[e + 1]``.
 
     ``y[r] = weight[e] @ x[r] + bias[e]`` for the expert e that owns row r. Rows past ``offsets[-1]`` belong to no
     expert: their ``y`` is zero, their ``x`` is never read, and no gradient comes from or reaches them. An expert may
     own no rows; the gradients of its weight and bias are then zero.
+
+    With ``order`` the rows need not be sorted in memory: the r-th of them is row ``order[r]``, of ``x`` and of ``y``
+    alike, so ``y[order[r]] = weight[e] @ x[order[r]] + bias[e]``. Rows that ``order[:offsets[-1]]`` does not name
+    belong to no expert. This saves a sorted copy of ``x`` and the way back, and changes no bit of outputs or gradients:
+    sums over an expert's rows run in the given order. ``Routing.token`` is an order where every token has one choice.
 
     Sums are kept in float32 (float64 for float64) over the whole of H and rounded once to the dtype of ``x``; the
     same holds for the gradients, whose sums run over N (``x``) or over an expert's rows (``weight``, ``bias``). A row
@@ -67,19 +98,27 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | No
         weight: (E, N, H), the dtype of ``x``. Any strides: a transposed view of an (E, H, N) tensor is read in place.
         offsets: (E + 1,) int32, starting at 0, non-decreasing, at most S.
         bias: (E, N), the dtype of ``x``, or None.
+        order: (S,) int32, or None for rows that are sorted. The first ``offsets[-1]`` values lie in [0, S) and name no
+            row twice; the others are not read. An ``x`` that is not contiguous is copied first.
 
     Returns:
         (S, N), the dtype of ``x``. Differentiable in ``x``, ``weight`` and ``bias``, any number of times.
 
     Raises:
         TypeError: a dtype is not as above.
-        ValueError: a rank, size or device does not fit, or ``offsets`` does not start at 0 or decreases.
-        IndexError: ``offsets`` ends past S.
+        ValueError: a rank, size or device does not fit, ``offsets`` does not start at 0 or decreases, or ``order``
+            names a row twice.
+        IndexError: ``offsets`` ends past S, or ``order`` names a row that does not exist.
     """
     x, weight, bias = cast_operands(x, weight, bias)  # type: ignore[assignment]
-    check(x, weight, offsets, bias)
+    check(x, weight, offsets, bias, order=order)
     bounds = offsets.tolist()
     check_offsets(bounds, x.shape[0])
+    if order is not None:
+        places = order[: bounds[-1]].long()
+        check_order(places.tolist(), x.shape[0])
+        y = x.new_zeros(x.shape[0], weight.shape[1])
+        return y.index_copy(0, places, grouped_linear(x[places], weight, offsets, bias))
     accumulate = torch.promote_types(x.dtype, torch.float32)
     with torch.autocast(x.device.type, enabled=False):
         blocks = []

@@ -88,6 +88,50 @@ void check_linear(std::vector<int32_t> offsets, int64_t rows, int64_t input, int
       });
 }
 
+// Rows that an order gives have the bits of sorted ones, whatever they lie beside.
+template <typename T>
+void check_order(std::vector<int32_t> offsets, int64_t rows, int64_t input, int64_t output, bool transposed = false) {
+  const auto experts = static_cast<int64_t>(offsets.size()) - 1;
+  const auto x = random_values<T>(rows * input, 1), weight = random_values<T>(experts * output * input, 2);
+  const auto bias = random_values<T>(experts * output, 3), grad = random_values<T>(rows * output, 4);
+  std::vector<int32_t> order(static_cast<size_t>(rows));
+  for (size_t r = 0; r < order.size(); ++r) order[r] = static_cast<int32_t>((r * 101 + 5) % order.size());
+  const auto sorted = [&](const auto* from, int64_t width) {
+    std::vector<T> to(static_cast<size_t>(rows * width));
+    for (size_t i = 0; i < to.size(); ++i) {
+      const int64_t at = static_cast<int64_t>(i);
+      to[i] = from[order[static_cast<size_t>(at / width)] * width + at % width];
+    }
+    return to;
+  };
+  const auto sorted_x = sorted(x.data(), input), sorted_grad = sorted(grad.data(), output);
+  const MatrixView weight_view =
+      transposed ? MatrixView{weight.data(), 1, output} : MatrixView{weight.data(), input, 1};
+  const auto results = [&](const std::vector<T>& from_x, const std::vector<T>& from_grad, const int32_t* by) {
+    return same_on_threads(
+        [&] {
+          return std::tuple(Buffer<T>(rows * output), Buffer<T>(experts * output * input), Buffer<T>(experts * output));
+        },
+        [&](auto& y, auto& weight_grad, auto& bias_grad) {
+          const auto common = [&](auto& result) {
+            return GroupedArguments{offsets.data(), result.data(), rows,    input, output,
+                                    experts,        dtype_of<T>(), nullptr, by};
+          };
+          cpu::grouped_linear(
+              {common(y), {from_x.data(), input, 1}, weight_view, output * input, {bias.data(), output, 1}});
+          cpu::grouped_linear_weight_grad(
+              {common(weight_grad), {from_grad.data(), output, 1}, {from_x.data(), input, 1}});
+          cpu::grouped_linear_bias_grad({common(bias_grad), {from_grad.data(), output, 1}});
+        });
+  };
+  const auto [y, weight_grad, bias_grad] = results(x, grad, order.data());
+  const auto [sorted_y, sorted_weight_grad, sorted_bias_grad] = results(sorted_x, sorted_grad, nullptr);
+  const auto found = sorted(y.data(), output);
+  CHECK(memcmp(found.data(), sorted_y.data(), found.size() * sizeof(T)) == 0);
+  CHECK(weight_grad.same(sorted_weight_grad));
+  CHECK(bias_grad.same(sorted_bias_grad));
+}
+
 }  // namespace
 
 TEST_CASE("expert_activation, forward and backward") {
@@ -128,6 +172,31 @@ TEST_CASE("grouped_linear of many rows, with a weight that is contiguous along i
   check_linear<BFloat16>({0, 65, 200}, 200, 45, 70);
   check_linear<BFloat16>({0, 17, 61}, 61, 2077, 39);
   check_linear<Float16>({0, 64, 133}, 133, 2061, 33);
+}
+
+TEST_CASE("grouped_linear of rows that an order gives") {
+  for (const bool transposed : {false, true}) {
+    check_order<float>({0, 1, 3, 3, 20, 90, 300}, 310, 210, 139, transposed);
+    check_order<BFloat16>({0, 2, 9, 24, 94, 300}, 300, 435, 70, transposed);
+    check_order<Float16>({0, 4, 9, 80}, 83, 47, 131, transposed);
+    check_order<double>({0, 1, 12, 200}, 200, 601, 34, transposed);
+  }
+  check_order<float>({0, 400}, 400, 1100, 50, true);
+  check_order<BFloat16>({0, 800, 800}, 801, 1, 1);
+}
+
+TEST_CASE("grouped_linear refuses orders that name no row, or one twice") {
+  const auto x = random_values<float>(4 * 8, 1), weight = random_values<float>(4 * 8, 2);
+  const std::vector<int32_t> offsets{0, 3};
+  for (const std::vector<int32_t>& order : {std::vector<int32_t>{0, 4, 1, 2}, {0, 1, -1, 2}, {3, 1, 3, 2}}) {
+    Buffer<float> y(4 * 4);
+    CHECK_THROWS(cpu::grouped_linear({{offsets.data(), y.data(), 4, 8, 4, 1, DType::kFloat32, nullptr, order.data()},
+                                      {x.data(), 8, 1},
+                                      {weight.data(), 8, 1},
+                                      32,
+                                      {nullptr, 0, 0}}));
+    CHECK(y.intact());
+  }
 }
 
 TEST_CASE("grouped_linear refuses offsets that do not cut the rows") {

@@ -3,7 +3,9 @@
 // within rounding.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "cuda_on_cpu/harness.h"
 #include "kernels/cuda/launch.h"
@@ -91,27 +93,34 @@ struct Problem {
   Matrix<T> x, grad, bias;
   Matrix<T> weight;  // (E N, H): expert e's begins weight_stride * e elements in
   int64_t weight_stride;
-  bool has_bias, exact;
-  Buffer<int32_t> workspace;
+  bool has_bias, exact, ordered;
+  Buffer<int32_t> workspace, order;
 
-  Problem(Random& random, Shape s)
+  Problem(Random& random, Shape s, bool by_order = false)
       : shape(s),
-        x(random, s.rows, s.input),
-        grad(random, s.rows, s.output),
+        x(by_order ? Matrix<T>(random, s.rows, s.input, 0, random.one_of<int64_t>({0, 0, 1}))
+                   : Matrix<T>(random, s.rows, s.input)),
+        grad(by_order ? Matrix<T>(random, s.rows, s.output, 0, random.one_of<int64_t>({0, 0, 1}))
+                      : Matrix<T>(random, s.rows, s.output)),
         bias(random, s.experts, s.output),
         weight(random, s.experts * s.output, s.input),
         weight_stride(s.output * weight.row_stride),
         has_bias(random.chance(0.5)),
         exact(random.chance(0.6)),
-        workspace(cuda::grouped_linear_workspace(s.experts)) {
+        ordered(by_order),
+        workspace(cuda::grouped_linear_workspace(s.experts)),
+        order(s.rows) {
+    for (int64_t r = 0; r < s.rows; ++r) order[r] = static_cast<int32_t>(r);
+    for (int64_t r = s.rows; r-- > 1;) std::swap(order[r], order[random.between(0, r)]);
     for (Buffer<T>* buffer : {&x.buffer, &grad.buffer, &bias.buffer, &weight.buffer}) {
       exact ? fill_integers(*buffer, random) : fill(*buffer, random, random.chance(0.1) ? 0.01 : 0.0);
     }
   }
 
   GroupedArguments common(const Buffer<int32_t>& offsets, Buffer<T>& out) {
-    return {offsets.data(), out.data(),    shape.rows,    shape.input,
-            shape.output,   shape.experts, dtype_of<T>(), workspace.data()};
+    return {offsets.data(), out.data(),       shape.rows,
+            shape.input,    shape.output,     shape.experts,
+            dtype_of<T>(),  workspace.data(), ordered ? order.data() : nullptr};
   }
   GroupedLinearArguments forward(const Buffer<int32_t>& offsets, Buffer<T>& y) {
     return {common(offsets, y), x.view(), weight.view(), weight_stride, has_bias ? bias.view() : MatrixView{}};
@@ -145,6 +154,7 @@ struct Problem {
   void check(Random& random, const Buffer<int32_t>& offsets, const Buffer<int32_t>& bounds) {
     const int64_t shift = random.chance(0.3) ? random.between(1, 3) : 0;
     const auto [experts, rows, input, output] = shape;
+    for (int64_t r = bounds[experts]; r < rows; ++r) order[r] = random.one_of<int32_t>({-1, 0, INT32_MIN, INT32_MAX});
     Buffer<T> y(rows * output, shift), expected_y(rows * output);
     cuda::grouped_linear(forward(offsets, y), nullptr);
     cpu::grouped_linear(forward(bounds, expected_y));
@@ -252,6 +262,93 @@ TEST_CASE("grouped_linear: offsets that hold anything touch no row outside, and 
         }
       }
       problem.check(random, offsets, bounds_of(offsets, rows));
+    });
+  });
+}
+
+TEST_CASE("grouped_linear: rows that an order gives, in any shape and dtype, with offsets right and wrong") {
+  for_cases("grouped_linear order", 60, [](Random& random) {
+    with_random_dtype(random, [&](auto tag) {
+      Problem<typename decltype(tag)::type> problem(random, random_shape(random), true);
+      auto offsets = random_offsets(random, problem.shape.experts, problem.shape.rows);
+      if (random.chance(0.3))
+        offsets[random.between(0, problem.shape.experts)] = random.one_of<int32_t>({-1, INT32_MAX});
+      problem.check(random, offsets, bounds_of(offsets, problem.shape.rows));
+    });
+  });
+}
+
+TEST_CASE("grouped_linear: every bit of rows that an order gives is that of sorted rows") {
+  for_cases("grouped_linear order bits", 24, [](Random& random) {
+    with_random_dtype(random, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      Problem<T> problem(random, random_shape(random), true);
+      const auto [experts, rows, input, output] = problem.shape;
+      auto offsets = random_offsets(random, experts, rows);
+      offsets[experts] = static_cast<int32_t>(rows);
+      for (T& value : problem.x.buffer)
+        value = round_to<T>(static_cast<accumulate_t<T>>(random.between(-99, 99) / 7.0));
+      const auto gathered = [&](const Buffer<T>& from, int64_t width) {
+        Buffer<T> to(rows * width);
+        for (int64_t i = 0; i < to.size(); ++i) to[i] = from[problem.order[i / width] * width + i % width];
+        return to;
+      };
+      const auto sorted_x = gathered(problem.x.buffer, input), sorted_grad = gathered(problem.grad.buffer, output);
+      Buffer<T> y(rows * output), sorted_y(rows * output), dw(experts * output * input), sorted_dw(dw.size());
+      Buffer<T> db(experts * output), sorted_db(db.size());
+      cuda::grouped_linear(problem.forward(offsets, y), nullptr);
+      cuda::grouped_linear_weight_grad(problem.weight_grad(offsets, dw), nullptr);
+      cuda::grouped_linear_bias_grad(problem.bias_grad(offsets, db), nullptr);
+      problem.ordered = false;
+      auto linear = problem.forward(offsets, sorted_y);
+      linear.x.data = sorted_x.data();
+      cuda::grouped_linear(linear, nullptr);
+      cuda::grouped_linear_weight_grad(
+          {problem.common(offsets, sorted_dw), {sorted_grad.data(), output, 1}, {sorted_x.data(), input, 1}}, nullptr);
+      cuda::grouped_linear_bias_grad({problem.common(offsets, sorted_db), {sorted_grad.data(), output, 1}}, nullptr);
+      CHECK(gathered(y, output).same(sorted_y));
+      CHECK(dw.same(sorted_dw));
+      CHECK(db.same(sorted_db));
+    });
+  });
+}
+
+TEST_CASE("grouped_linear: rows that an order names and that do not exist are left out") {
+  for_cases("grouped_linear hostile order", 30, [](Random& random) {
+    with_random_dtype(random, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      Problem<T> problem(random, random_shape(random), true);
+      const auto [experts, rows, input, output] = problem.shape;
+      const auto offsets = random_offsets(random, experts, rows);
+      for (Buffer<T>* buffer :
+           {&problem.x.buffer, &problem.grad.buffer, &problem.bias.buffer, &problem.weight.buffer}) {
+        fill_integers(*buffer, random);
+      }
+      Buffer<T> expected_y(rows * output), y(rows * output), expected_dw(experts * output * input);
+      Buffer<T> dw(expected_dw.size()), db(experts * output), expected_db(db.size());
+      cpu::grouped_linear(problem.forward(offsets, expected_y));
+      const std::vector<int32_t> good(problem.order.begin(), problem.order.end());
+      for (int64_t place = 0; place < offsets[experts]; ++place) {
+        if (!random.chance(0.3)) continue;
+        const int64_t row = good[static_cast<size_t>(place)];
+        problem.order[place] =
+            random.one_of<int32_t>({-1, -2, static_cast<int32_t>(rows), INT32_MIN, INT32_MAX, 1 << 30});
+        for (int64_t i = 0; i < output; ++i) problem.grad.buffer[row * output + i] = expected_y[row * output + i] = T{};
+      }
+      cuda::grouped_linear(problem.forward(offsets, y), nullptr);
+      for (int64_t place = 0; place < offsets[experts]; ++place) {
+        const int64_t row = good[static_cast<size_t>(place)], at = row * output;
+        if (problem.order[place] != row) continue;
+        CHECK(memcmp(&y[at], &expected_y[at], static_cast<size_t>(output) * sizeof(T)) == 0);
+      }
+      CHECK(y.intact());
+      cuda::grouped_linear_weight_grad(problem.weight_grad(offsets, dw), nullptr);
+      cuda::grouped_linear_bias_grad(problem.bias_grad(offsets, db), nullptr);
+      std::copy(good.begin(), good.end(), problem.order.begin());
+      cpu::grouped_linear_weight_grad(problem.weight_grad(offsets, expected_dw));
+      cpu::grouped_linear_bias_grad(problem.bias_grad(offsets, expected_db));
+      CHECK(dw.same(expected_dw));
+      CHECK(db.same(expected_db));
     });
   });
 }

@@ -11,6 +11,7 @@ EQUAL = "tests/ops/test_native_equals_reference.py"
 RANDOM = "tests/ops/test_properties.py"
 PLAN_RUN = "pymoe/pipe/execution/step_state.py"
 RUNS = "tests/pipe/test_pipeline_run.py"
+ORDER = "tests/ops/test_grouped_linear_order.py"
 
 FAULTS = [
     *TRANSFORMERS,
@@ -49,6 +50,34 @@ FAULTS = [
         "if (a.foreign && experts[i] >= 0) continue;",
         "if (experts[i] >= 0) continue;",
         ("tests/ops/test_memory_safety.py", "-k", "expert_outside"),
+    ),
+    Fault(
+        "the second half of a pair is the next row in memory, whatever the order",
+        "csrc/kernels/cpu/gemm_pack.h",
+        "(place_of(steps, std::min(p * kDepth + 1, k - 1)) - place) * k_stride;",
+        "k_stride;",
+        (ORDER,),
+    ),
+    Fault(
+        "rows of an order are taken for neighbours if the last one is",
+        "csrc/kernels/cpu/gemm_nt.h",
+        "in_order &= place_of(",
+        "in_order = place_of(",
+        (ORDER,),
+    ),
+    Fault(
+        "sums of the next block of rows go to the places of the first",
+        "csrc/kernels/cpu/gemm_body.h",
+        "return kInPlace ? order_from(g.rows, row) : nullptr;",
+        "return kInPlace ? g.rows : nullptr;",
+        (ORDER,),
+    ),
+    Fault(
+        "a row named twice is found only where it is the last",
+        "csrc/kernels/cpu/checked_order.h",
+        "named[static_cast<size_t>(row)] = 1;",
+        "named[static_cast<size_t>(row)] = at + 2 >= used;",
+        ("tests/ops/test_errors.py", "-k", "order"),
     ),
     Fault(
         "a clamped up has a gradient",

@@ -50,8 +50,12 @@ def offsets(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def grouped_linear(api, *bounds):
-    return api.grouped_linear(torch.ones(8, HIDDEN), torch.ones(EXPERTS, 3, HIDDEN), offsets(*bounds))
+def grouped_linear(api, *bounds, order=None):
+    return api.grouped_linear(torch.ones(8, HIDDEN), torch.ones(EXPERTS, 3, HIDDEN), offsets(*bounds), order=order)
+
+
+def ordered(api, *order):
+    return grouped_linear(api, 0, 2, 2, 6, 7, order=torch.tensor(order, dtype=torch.int32))
 
 
 BAD_CALLS = {
@@ -69,6 +73,9 @@ BAD_CALLS = {
     "grouped_linear-start": lambda api: grouped_linear(api, 1, 2, 4, 6, 8),
     "grouped_linear-order": lambda api: grouped_linear(api, 0, 3, 2, 6, 8),
     "grouped_linear-end": lambda api: grouped_linear(api, 0, 2, 4, 6, 9),
+    "grouped_linear-below": lambda api: ordered(api, 7, 6, 5, -1, 3, 2, 1, 0),
+    "grouped_linear-S": lambda api: ordered(api, 7, 6, 5, 4, 3, 2, 8, 0),
+    "grouped_linear-twice": lambda api: ordered(api, 7, 6, 5, 4, 3, 7, 1, 0),
 }
 GOOD_CALLS = {
     "build_routing": lambda: pymoe.ops.build_routing(experts(), EXPERTS),
@@ -77,6 +84,7 @@ GOOD_CALLS = {
     "dispatch-dropped": lambda: pymoe.ops.dispatch(torch.ones(TOKENS, HIDDEN), routing(-1)),
     "combine": lambda: pymoe.ops.combine(torch.ones(ROWS, HIDDEN), routing()),
     "grouped_linear": lambda: grouped_linear(pymoe.ops, 0, 2, 2, 6, 8),
+    "grouped_linear-ordered": lambda: ordered(pymoe.ops, 7, 6, 5, 4, 3, 2, 1, -9),
 }
 
 

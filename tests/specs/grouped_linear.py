@@ -29,6 +29,14 @@ def random_sample(
     return Sample(name, (*args, uniform(experts, outputs, dtype=dtype, generator=generator)) if bias else args)
 
 
+def ordered(sample: Sample, generator: torch.Generator) -> Sample:
+    """The sample with its rows in a random order; places past the last offset name rows that do not exist."""
+    x, _, offsets = sample.args[:3]
+    order = torch.randperm(x.shape[0], generator=generator).int()
+    order[int(offsets[-1]) :] = 2**31 - 1
+    return Sample(f"{sample.name}_ordered", sample.args, {**sample.kwargs, "order": order})
+
+
 def _samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     def make(name: str, counts: list[int], sizes: tuple[int, int], bias: bool = True, past_the_end: int = 0) -> Sample:
         return random_sample(name, counts, sizes, dtype, generator, bias, past_the_end)
@@ -55,6 +63,19 @@ def _samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]
     yield make("several_blocks_of_rows", [1000, 3], (18, 9))
     yield make("several_blocks_of_columns", [3, 20], (1100, 9))
 
+    for counts, sizes, past in (
+        ([5, 0, 17, 2], (17, 33), 0),
+        ([1, 40], (9, 1), 3),
+        ([70, 3], (1, 9), 0),
+        ([30, 0, 100], (64, 256), 5),
+        ([0, 0], (4, 5), 6),
+        ([0, 0], (4, 5), 0),
+        ([2, 3], (4, 0), 1),
+        ([2, 3], (0, 4), 1),
+    ):
+        name = f"rows_{'_'.join(map(str, counts))}_N{sizes[0]}_H{sizes[1]}_past_{past}"
+        yield ordered(make(name, counts, sizes, True, past), generator)
+
     base = make("base", [4, 0, 9], (19, 23))
     x, weight, offsets, bias = base.args
     for name, view in layouts(x):
@@ -66,6 +87,14 @@ def _samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]
     yield Sample("x_expanded", (expanded(x, 13), weight, offsets, bias))
     yield Sample("weight_expanded", (x, expanded(weight, 3), offsets, bias))
     yield Sample("bias_by_name", (x, weight, offsets), {"bias": bias})
+    for name, view in layouts(x):
+        yield ordered(Sample(f"x_{name}", (view, weight, offsets, bias)), generator)
+    yield ordered(Sample("x_expanded", (expanded(x, 13), weight, offsets, bias)), generator)
+    yield ordered(
+        Sample("weight_transposed", (x, weight.transpose(1, 2).contiguous().transpose(1, 2), offsets)), generator
+    )
+    for name, view in layouts(torch.randperm(13, generator=generator).int()):
+        yield Sample(f"order_{name}", (x, weight, offsets, bias), {"order": view})
 
     for name, value in (("nan", float("nan")), ("inf", float("inf")), ("minus_inf", -float("inf"))):
         marked = x.clone()
@@ -114,6 +143,20 @@ def _error_inputs() -> Iterator[ErrorInput]:
     yield wrong("bias_E", ValueError, "E of weight", x, weight, offsets, bias[:1])
     yield wrong("bias_N", ValueError, "N of weight", x, weight, offsets, bias[:, :3])
 
+    def wrong_order(name: str, error: type[Exception], match: str, order: object) -> ErrorInput:
+        return ErrorInput(Sample(f"order_{name}", (x, weight, offsets), {"order": order}), error, match)
+
+    order = cuts(4, 2, 0, 1, 3)
+    yield wrong_order("not_tensor", TypeError, "order must be a tensor", [4, 2, 0, 1, 3])
+    yield wrong_order("dtype", TypeError, "order must have dtype int32", order.long())
+    yield wrong_order("rank", ValueError, "order must have shape (S,)", order[None])
+    yield wrong_order("size", ValueError, "S of x", order[:4])
+    yield wrong_order("device", ValueError, "order must be on the device", order.to("meta"))
+    yield wrong_order("negative", IndexError, "order must lie in [0, S)", cuts(4, 2, -1, 1, 3))
+    yield wrong_order("past_the_end", IndexError, "order must lie in [0, S)", cuts(4, 2, 5, 1, 3))
+    yield wrong_order("huge", IndexError, "order must lie in [0, S)", cuts(4, 2, 2**31 - 1, 1, 3))
+    yield wrong_order("twice", ValueError, "order must not name a row twice", cuts(4, 2, 0, 2, 3))
+
 
 def _gradient_samples(generator: torch.Generator) -> Iterator[Sample]:
     for name, counts, sizes, past in (
@@ -125,7 +168,9 @@ def _gradient_samples(generator: torch.Generator) -> Iterator[Sample]:
         for bias in (False, True):
             sample = random_sample(name, counts, sizes, torch.float64, generator, bias, past)
             args = tuple(value.requires_grad_() if value.is_floating_point() else value for value in sample.args)
-            yield Sample(f"{name}_{'bias' if bias else 'no_bias'}", args)
+            sample = Sample(f"{name}_{'bias' if bias else 'no_bias'}", args)
+            yield sample
+            yield ordered(sample, generator)
 
 
 def _raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
@@ -139,6 +184,10 @@ def _raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
             yield RawCall(f"transposed_{name}", "grouped_linear", (grad, weight.transpose(1, 2), offsets, None))
             yield RawCall(f"weight_grad_{name}", "grouped_linear_weight_grad", (grad, x, offsets))
             yield RawCall(f"bias_grad_{name}", "grouped_linear_bias_grad", (grad, offsets))
+            order = torch.randperm(x.shape[0], generator=generator).int()
+            yield RawCall(f"ordered_{name}", "grouped_linear", (x, weight, offsets, bias, order))
+            yield RawCall(f"ordered_weight_grad_{name}", "grouped_linear_weight_grad", (grad, x, offsets, order))
+            yield RawCall(f"ordered_bias_grad_{name}", "grouped_linear_bias_grad", (grad, offsets, order))
 
 
 SPECS = [

@@ -2,7 +2,8 @@
 //
 // A is (m, k), B is (k, n), both with any strides; C is (m, n) with contiguous rows. fp64 sums in fp64, every other
 // dtype in fp32, rounded once. The order of an element's sum depends on k and on what is contiguous along it alone, not
-// on m, n or where in C it lies: a caller may cut C into any tiles.
+// on m, n or where in C it lies: a caller may cut C into any tiles. The rows of A and C, or the steps of k, may lie in
+// any order, which an index gives: the bits are those of operands that lie one after the other.
 //
 //   gemm_nt.h             A and B contiguous along k: nothing is packed, a sum is kept in the lanes of a vector
 //   gemm_nt_packed.h      the same sums for many rows, from panels that hold a lane's elements together
@@ -29,6 +30,7 @@
 #endif
 
 #include "core/dtype.h"
+#include "core/macros.h"
 
 namespace pymoe::cpu {
 
@@ -48,7 +50,24 @@ struct Gemm {
   int64_t n;
   int64_t k;
   bool leaves_cache = false;  // C is not read soon: what is rounded to 16 bits may be written past the caches
+
+  // Row i of A and of C is rows[i] rows from their begin, and step p of k is steps[p] columns of A and rows of B from
+  // theirs; null: in order. With `rows` a row of A is contiguous, with `steps` a column of A and a row of B.
+  const int32_t* rows = nullptr;
+  const int32_t* steps = nullptr;
 };
+
+// The place of number i in an order that may be null.
+PYMOE_INLINE int64_t place_of(const int32_t* order, int64_t i) { return order == nullptr ? i : order[i]; }
+
+// To begin with number i: what is left of an order, and how far a pointer moves. What an order gives counts from where
+// its first number did, so with one the pointer stays.
+PYMOE_INLINE const int32_t* order_from(const int32_t* order, int64_t i) {
+  return order == nullptr ? nullptr : order + i;
+}
+PYMOE_INLINE int64_t move_to(const int32_t* order, int64_t i, int64_t stride) {
+  return order == nullptr ? i * stride : 0;
+}
 
 // Blocks of C of this size repay the packing of their operands, which a caller who cuts C smaller does more often.
 inline constexpr int64_t kGemmBlockRows = 768;

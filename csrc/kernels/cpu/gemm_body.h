@@ -25,7 +25,8 @@ inline constexpr int64_t kBlockRows =
 
 template <typename T>
 void gemm(const Gemm<T>& g) {
-  if (g.a_column_stride == 1 && g.b_row_stride == 1) {
+  // Two vectors are contiguous along k as across it: they go the way of matrices that are contiguous across it.
+  if (g.a_column_stride == 1 && g.b_row_stride == 1 && !(g.a_row_stride == 1 && g.b_column_stride == 1)) {
     if constexpr (kNtPacks<T>) {
       if (nt_packs<T>(g.m, g.k)) return gemm_nt_packed(g);
     }
@@ -47,7 +48,7 @@ void gemm(const Gemm<T>& g) {
   constexpr bool kInPlace = std::is_same_v<S, T>;
   const bool at_once = !kInPlace && g.k <= kBlockK<S> * kDepth, streams = at_once && g.leaves_cache;
   // Few rows and a B whose rows are contiguous: so many columns of B at a time need not be packed.
-  const int64_t in_place = g.m > 0 && g.m <= kInPlaceRows && g.b_column_stride == 1
+  const int64_t in_place = g.m > 0 && g.m <= kInPlaceRows && g.b_column_stride == 1 && g.steps == nullptr
                                ? in_place_columns<T>(std::min<int64_t>(g.m, kTileRows), g.n)
                                : 0;
   const int64_t strip = std::max(kColumns, in_place);
@@ -61,17 +62,19 @@ void gemm(const Gemm<T>& g) {
   S* bias = carve(memory, padded_columns);
   S* partial = carve(memory, kPartial);  // sums of a block of k, in place
   const int64_t c_stride = kInPlace ? g.c_row_stride : at_once ? strip : padded_columns;
+  // The sums of the rows from `row` on, which lie in the order of sums_order(row).
+  const auto sums_order = [&](int64_t row) { return kInPlace ? order_from(g.rows, row) : nullptr; };
   const auto sums_of = [&](int64_t row, int64_t column) {
     if constexpr (kInPlace) {
-      return g.c + row * c_stride + column;
+      return g.c + move_to(g.rows, row, c_stride) + column;
     } else {
       return at_once ? memory : memory + row * c_stride + column;
     }
   };
   const auto finish = [&](int64_t row, int64_t rows, int64_t column, int64_t columns) {
     const S* from = sums_of(row, column);
-    T* to = g.c + row * g.c_row_stride + column;
-    for (int64_t i = 0; i < rows; ++i, from += c_stride, to += g.c_row_stride) {
+    for (int64_t i = row; i < row + rows; ++i, from += c_stride) {
+      T* to = g.c + place_of(g.rows, i) * g.c_row_stride + column;
       streams ? stream_row(to, from, columns) : store_row(to, from, columns);
     }
   };
@@ -83,8 +86,10 @@ void gemm(const Gemm<T>& g) {
     const int64_t start_stride = p == 0 ? 0 : c_stride;
     for (int64_t row = 0; row < g.m; row += kBlockRows<S>) {
       const int64_t rows = std::min(kBlockRows<S>, g.m - row);
-      pack<kTileRows>(g.a + row * g.a_row_stride + p * g.a_column_stride, g.a_row_stride, g.a_column_stride, rows, k,
-                      panels_a);
+      const int32_t* order = sums_order(row);
+      pack<kTileRows>(g.a + move_to(g.rows, row, g.a_row_stride) + move_to(g.steps, p, g.a_column_stride),
+                      g.a_row_stride, g.a_column_stride, rows, k, panels_a, order_from(g.rows, row),
+                      order_from(g.steps, p));
       int64_t unpacked = 0;  // columns of B that need not be packed
       if (in_place > 0) {
         const int64_t all = g.n / kInPlaceMultiple<T> * kInPlaceMultiple<T>;
@@ -94,11 +99,13 @@ void gemm(const Gemm<T>& g) {
             const int64_t tile_rows = std::min<int64_t>(kTileRows, g.m - i);
             in_place_kernel_for<T>(tile_rows)(k, panels_a + i * depth, g.b + p * g.b_row_stride + unpacked,
                                               g.b_row_stride, columns, partial);
-            S* tile = sums_of(0, unpacked) + i * c_stride;
+            S* tile = sums_of(0, unpacked) + move_to(order, i, c_stride);
             const S* start = p == 0 ? bias + unpacked : tile;
             for (int64_t r = 0; r < tile_rows; ++r) {
+              const int64_t place = place_of(order_from(order, i), r);
               for_vectors<S>(columns, [&](int64_t j, int) {
-                store(tile + r * c_stride + j, load(start + r * start_stride + j) + load(partial + r * columns + j));
+                store(tile + place * c_stride + j,
+                      load(start + place * start_stride + j) + load(partial + r * columns + j));
               });
             }
           }
@@ -110,23 +117,27 @@ void gemm(const Gemm<T>& g) {
         const int64_t at = j - unpacked;
         P* panel_b = panels_b + (keeps_b ? at : at % ahead) * depth;
         if (row == 0 && at % ahead == 0) {
-          pack<kTileColumns<S>>(g.b + p * g.b_row_stride + j * g.b_column_stride, g.b_column_stride, g.b_row_stride,
-                                std::min(ahead, g.n - j), k, panel_b);
+          pack<kTileColumns<S>>(g.b + move_to(g.steps, p, g.b_row_stride) + j * g.b_column_stride, g.b_column_stride,
+                                g.b_row_stride, std::min(ahead, g.n - j), k, panel_b, nullptr, order_from(g.steps, p));
           if (g.b_column_stride == 1) {
             // What is packed next: further columns, or the first ones further along k.
             const bool here = j + ahead < g.n;
             const int64_t column = here ? j + ahead : unpacked, begin = here ? p : p + k;
             const int64_t tiles = ahead / kColumns * ((rows + kTileRows - 1) / kTileRows);
-            next = {g.b + begin * g.b_row_stride + column, std::min(ahead, g.n - column), g.b_row_stride,
+            const int64_t place = begin < g.k ? place_of(g.steps, begin) : 0;
+            next = {g.b + place * g.b_row_stride + column, std::min(ahead, g.n - column), g.b_row_stride,
                     here ? k : std::min(kBlockK<S> * kDepth, g.k - begin), tiles * (depth / kAskEvery)};
           }
         }
         const int columns = static_cast<int>(std::min(kColumns, g.n - j));
         for (int64_t i = 0; i < rows; i += kTileRows) {
-          S* tile = sums_of(row, j) + i * c_stride;
-          const auto kernel = micro_kernel_for<T>(static_cast<int>(std::min<int64_t>(kTileRows, rows - i)));
-          kernel(depth, panels_a + i * depth, panel_b, p == 0 ? bias + j : tile, start_stride, tile, c_stride, columns,
-                 next);
+          const int64_t tile_rows = std::min<int64_t>(kTileRows, rows - i);
+          const auto kernel = micro_kernel_for<T>(static_cast<int>(tile_rows));
+          for_tile<S>(sums_of(row, j) + move_to(order, i, c_stride), c_stride, order_from(order, i), tile_rows, columns,
+                      p > 0, [&](S* tile, int64_t stride) {
+                        kernel(depth, panels_a + i * depth, panel_b, p == 0 ? bias + j : tile, p == 0 ? 0 : stride,
+                               tile, stride, columns, next);
+                      });
         }
         if (at_once) finish(row, rows, j, columns);
       }

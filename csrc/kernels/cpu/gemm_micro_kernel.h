@@ -164,6 +164,23 @@ void micro_kernel(int64_t k, const panel_t<T>* PYMOE_RESTRICT a, const panel_t<T
   }
 }
 
+// run(c, c_stride) for a tile of C whose rows an order gives, or null: where they lie, as long as one follows the
+// other, else in a copy, so that kernels know nothing of orders. `reads`: what was in C counts.
+template <typename S, typename E, typename Run>
+PYMOE_INLINE void for_tile(E* c, int64_t c_stride, const int32_t* order, int64_t rows, int64_t columns, bool reads,
+                           const Run& run) {
+  if (order == nullptr) return run(c, c_stride);
+  bool follow = true;
+  for (int64_t i = 1; i < rows; ++i) follow &= order[i] == order[0] + i;
+  if (follow) return run(c + order[0] * c_stride, c_stride);
+  constexpr int64_t kStride = kTileColumns<S>;
+  const size_t bytes = static_cast<size_t>(columns) * sizeof(E);
+  E copy[kTileRows * kStride];
+  for (int64_t i = 0; reads && i < rows; ++i) memcpy(copy + i * kStride, c + order[i] * c_stride, bytes);
+  run(copy, kStride);
+  for (int64_t i = 0; i < rows; ++i) memcpy(c + order[i] * c_stride, copy + i * kStride, bytes);
+}
+
 // The kernel for a tile of `rows` rows, 1 <= rows <= kTileRows: at the lower edge fewer rows are computed, not
 // padding.
 template <typename T>

@@ -228,23 +228,27 @@ NtTile<T> nt_stream_for(int64_t rows) {
   }(std::make_integer_sequence<int, kNtStreamRows<T>>{});
 }
 
-// Rows of A, from `first` on, as the product takes them: where they lie, or widened to `scratch`.
+// Rows of A, from `first` on, as the product takes them: where they lie, or widened and in their order in `scratch`.
 template <typename T>
 PYMOE_INLINE std::pair<const typename NtProduct<T>::Row*, int64_t> nt_rows(const Gemm<T>& g, int64_t first,
                                                                            int64_t rows, int64_t p, int64_t k,
                                                                            typename NtProduct<T>::Row* scratch) {
-  const T* from = g.a + first * g.a_row_stride + p;
+  const int64_t begin = place_of(g.rows, first), stride = round_up(k, 16);
   if constexpr (std::is_same_v<typename NtProduct<T>::Row, T>) {
-    return {from, g.a_row_stride};
-  } else {
-    const int64_t stride = round_up(k, 16);
-    for (int64_t i = 0; i < rows; ++i) {
-      for_vectors<T>(k, [&](int64_t q, int count) {
-        store_count(scratch + i * stride + q, load_count(from + i * g.a_row_stride + q, count), count);
-      });
-    }
-    return {scratch, stride};
+    bool in_order = true;
+    for (int64_t i = 1; i < rows; ++i) in_order &= place_of(g.rows, first + i) == begin + i;
+    if (in_order) return {g.a + begin * g.a_row_stride + p, g.a_row_stride};
   }
+  for (int64_t i = 0; i < rows; ++i) {
+    const T* from = g.a + place_of(g.rows, first + i) * g.a_row_stride + p;
+    if constexpr (std::is_same_v<typename NtProduct<T>::Row, T>) {
+      memcpy(scratch + i * stride, from, static_cast<size_t>(k) * sizeof(T));
+    } else {
+      for_vectors<T>(
+          k, [&](int64_t q, int count) { store_count(scratch + i * stride + q, load_count(from + q, count), count); });
+    }
+  }
+  return {scratch, stride};
 }
 
 // C from the sums of a pass, four columns of all its rows after the other.
@@ -252,9 +256,9 @@ template <typename T>
 void nt_finish(const Gemm<T>& g, int64_t row, int64_t rows, int64_t first, int64_t end, const accumulate_t<T>* sum,
                const accumulate_t<T>* bias) {
   for (int64_t j = first; j < end; j += kNtColumns) {
-    T* to = g.c + row * g.c_row_stride + j;
     const int64_t columns = std::min<int64_t>(kNtColumns, g.n - j);
-    for (int64_t i = 0; i < rows; ++i, sum += kNtColumns, to += g.c_row_stride) {
+    for (int64_t i = row; i < row + rows; ++i, sum += kNtColumns) {
+      T* to = g.c + place_of(g.rows, i) * g.c_row_stride + j;
       if (columns == kNtColumns) {
         for (int c = 0; c < kNtColumns; c += baseline::kStep<T>) {
           baseline::store(to + c, baseline::load(bias + j + c) + baseline::load(sum + c));

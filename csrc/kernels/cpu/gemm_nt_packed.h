@@ -46,14 +46,18 @@ struct LanePanels {
   }
 };
 
-// Where there is no item any one is packed, since nobody reads what comes of it; k ends in zeros.
+// Where there is no item any one is packed, since nobody reads what comes of it; k ends in zeros. Items may have an
+// order.
 template <int kPanel, typename T>
-void pack_lanes(const T* source, int64_t item_stride, int64_t items, int64_t k, panel_t<T>* target) {
+void pack_lanes(const T* source, int64_t item_stride, int64_t items, int64_t k, panel_t<T>* target,
+                const int32_t* order = nullptr) {
   constexpr int64_t kElements = LanePanels<T>::kElements;
   const int64_t stride = LanePanels<T>::lane_stride(k) * kPanel;
   for (int first = 0; first < kPanel; first += kLaneCount) {
     const T* rows[kLaneCount];
-    for (int i = 0; i < kLaneCount; ++i) rows[i] = source + std::min<int64_t>(first + i, items - 1) * item_stride;
+    for (int i = 0; i < kLaneCount; ++i) {
+      rows[i] = source + place_of(order, std::min<int64_t>(first + i, items - 1)) * item_stride;
+    }
     panel_t<T>* to = target + first;
     const auto pack_step = [&](const auto& load_at) __attribute__((always_inline)) {
       vfloat block[kLaneCount];
@@ -146,8 +150,9 @@ void gemm_nt_packed(const Gemm<T>& g) {
   for (int64_t begin = 0; begin < tiles; begin += block_tiles) {
     const int64_t end = std::min(tiles, begin + block_tiles);
     for (int64_t tile = begin; tile < end; ++tile) {
-      pack_lanes<kTileRows>(g.a + row_of(tile) * g.a_row_stride, g.a_row_stride, row_of(tile + 1) - row_of(tile), g.k,
-                            panels + (tile - begin) * panel_a);
+      const int64_t row = row_of(tile);
+      pack_lanes<kTileRows>(g.a + move_to(g.rows, row, g.a_row_stride), g.a_row_stride, row_of(tile + 1) - row, g.k,
+                            panels + (tile - begin) * panel_a, order_from(g.rows, row));
     }
     const int64_t pauses = (end - begin) * kLaneCount * (Panels::steps(g.k) / kAskEvery);
     for (int64_t j = 0; j < g.n; j += kColumns) {
@@ -156,10 +161,12 @@ void gemm_nt_packed(const Gemm<T>& g) {
       RowsAhead ahead(g.b + next * g.b_column_stride, g.k, g.b_column_stride, std::min(kColumns, g.n - j - columns),
                       pauses);
       for (int64_t tile = begin; tile < end; ++tile) {
-        const int64_t row = row_of(tile);
-        nt_packed_tile_for<T>(row_of(tile + 1) - row)(g.k, panels + (tile - begin) * panel_a, b, bias + j,
-                                                      g.c + row * g.c_row_stride + j, g.c_row_stride,
+        const int64_t row = row_of(tile), rows = row_of(tile + 1) - row;
+        for_tile<float>(g.c + move_to(g.rows, row, g.c_row_stride) + j, g.c_row_stride, order_from(g.rows, row), rows,
+                        columns, false, [&](T* c, int64_t stride) {
+                          nt_packed_tile_for<T>(rows)(g.k, panels + (tile - begin) * panel_a, b, bias + j, c, stride,
                                                       static_cast<int>(columns), ahead);
+                        });
       }
     }
   }

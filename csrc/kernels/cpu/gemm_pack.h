@@ -1,7 +1,7 @@
 // Packing for gemm (see gemm.h; no include guard on purpose).
 //
-// pack<kPanel>(source, item_stride, k_stride, items, k, target) copies a matrix of `items` x `k` elements to panels of
-// kPanel items, k-major inside a panel, as elements of Panel<T> (gemm_micro_kernel.h), of which there are
+// pack<kPanel>(source, item_stride, k_stride, items, k, target, ...) copies a matrix of `items` x `k` elements to
+// panels of kPanel items, k-major inside a panel, as elements of Panel<T> (gemm_micro_kernel.h), of which there are
 // depth = ceil(k / kDepth) for an item:
 //
 //     target[(item / kPanel) * kPanel * depth + p * kPanel + item % kPanel] = source[item * item_stride + p * k_stride]
@@ -9,7 +9,8 @@
 // and zero for the items that the last panel lacks, and for the second half of a pair that k ends in. Items are rows
 // of A or columns of B. Where k is contiguous in memory, blocks are transposed in registers; where items are, vectors
 // are copied. The vectors of a step may be wider than the panel: the surplus lands where the next step writes, so
-// `target` needs kPackSlack elements past its end.
+// `target` needs kPackSlack elements past its end. Items that are contiguous along k may come in an order of their own,
+// and steps of k along which items are contiguous (gemm.h).
 
 namespace pymoe::cpu::PYMOE_ISA {
 
@@ -205,7 +206,8 @@ PYMOE_INLINE void store_panel(panel_t<T>* target, vector_t<T> value) {
 // k contiguous. A panel's rows are read a cache line at a time, as many rows together as a vector has lanes: rows
 // that lie a power of two apart share a set of the first-level cache, which holds no more lines than that.
 template <int kPanel, typename T>
-void pack_transposed(const T* source, int64_t item_stride, int64_t items, int64_t k, panel_t<T>* target) {
+void pack_transposed(const T* source, int64_t item_stride, int64_t items, int64_t k, panel_t<T>* target,
+                     const int32_t* order) {
   using S = accumulate_t<T>;
   constexpr int kWidth = kLanes<S>;
   constexpr int kGroups = (kPanel + kWidth - 1) / kWidth;
@@ -216,7 +218,7 @@ void pack_transposed(const T* source, int64_t item_stride, int64_t items, int64_
   for (int64_t first = 0; first < items; first += kPanel, target += kPanel * depth) {
     const T* rows[kGroups * kWidth];
     for (int i = 0; i < kGroups * kWidth; ++i) {
-      rows[i] = i < kPanel && first + i < items ? source + (first + i) * item_stride : zeros;
+      rows[i] = i < kPanel && first + i < items ? source + place_of(order, first + i) * item_stride : zeros;
     }
     int64_t p = 0;
     if constexpr (kPanel % kWidth == 0) {
@@ -265,19 +267,26 @@ void pack_transposed(const T* source, int64_t item_stride, int64_t items, int64_
 // Items contiguous. A few steps of k go through all panels before the next few: both sides then move along lines that
 // are in the cache.
 template <int kPanel, typename T>
-void pack_copied(const T* source, int64_t k_stride, int64_t items, int64_t k, panel_t<T>* target) {
+void pack_copied(const T* source, int64_t k_stride, int64_t items, int64_t k, panel_t<T>* target,
+                 const int32_t* steps) {
   constexpr int kWidth = kLanes<accumulate_t<T>>;
   constexpr int kGroups = (kPanel + kWidth - 1) / kWidth;
   constexpr int kDepth = Panel<T>::kDepth;
   constexpr int64_t kSteps = 8;
-  const int64_t depth = (k + kDepth - 1) / kDepth, step_stride = kDepth * k_stride;
+  const int64_t depth = (k + kDepth - 1) / kDepth;
   for (int64_t p0 = 0; p0 < depth; p0 += kSteps) {
     const int64_t p1 = p0 + kSteps < depth ? p0 + kSteps : depth;
+    const T* begins[kSteps];    // of the items in a step
+    int64_t to_second[kSteps];  // ... and how far on the second half of their pairs is
+    for (int64_t p = p0; p < p1; ++p) {
+      const int64_t place = place_of(steps, p * kDepth);
+      begins[p - p0] = source + place * k_stride;
+      to_second[p - p0] = (place_of(steps, std::min(p * kDepth + 1, k - 1)) - place) * k_stride;
+    }
     panel_t<T>* panel = target;
     for (int64_t first = 0; first < items; first += kPanel, panel += kPanel * depth) {
-      const T* from = source + first;
       const auto element = [&](int64_t p, int64_t i) {
-        return panel_element(from + p * step_stride + i, k_stride, k - p * kDepth);
+        return panel_element(begins[p - p0] + first + i, to_second[p - p0], k - p * kDepth);
       };
       if (first + kGroups * kWidth <= items) {
         // The last step has no next one to cover its surplus, which would fall on the next panel's first.
@@ -285,11 +294,11 @@ void pack_copied(const T* source, int64_t k_stride, int64_t items, int64_t k, pa
         for (int64_t p = p0; p < whole; ++p) {
           vector_t<T> step[kGroups];
           if constexpr (kGroups == 2) {
-            load_two(from + p * step_stride, k_stride, k - p * kDepth, step);
+            load_two(begins[p - p0] + first, to_second[p - p0], k - p * kDepth, step);
           } else {
 #pragma GCC unroll 16
             for (int group = 0; group < kGroups; ++group) {
-              step[group] = panel_vector(from + p * step_stride + group * kWidth, k_stride, k - p * kDepth);
+              step[group] = panel_vector(begins[p - p0] + first + group * kWidth, to_second[p - p0], k - p * kDepth);
             }
           }
 #pragma GCC unroll 16
@@ -324,11 +333,12 @@ void pack_strided(const T* source, int64_t item_stride, int64_t k_stride, int64_
 }
 
 template <int kPanel, typename T>
-void pack(const T* source, int64_t item_stride, int64_t k_stride, int64_t items, int64_t k, panel_t<T>* target) {
-  if (k_stride == 1) {
-    pack_transposed<kPanel>(source, item_stride, items, k, target);
+void pack(const T* source, int64_t item_stride, int64_t k_stride, int64_t items, int64_t k, panel_t<T>* target,
+          const int32_t* order = nullptr, const int32_t* steps = nullptr) {
+  if (k_stride == 1 && steps == nullptr) {
+    pack_transposed<kPanel>(source, item_stride, items, k, target, order);
   } else if (item_stride == 1) {
-    pack_copied<kPanel>(source, k_stride, items, k, target);
+    pack_copied<kPanel>(source, k_stride, items, k, target, steps);
   } else {
     pack_strided<kPanel>(source, item_stride, k_stride, items, k, target);
   }

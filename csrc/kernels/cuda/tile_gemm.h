@@ -49,14 +49,14 @@ struct TensorCoreTile {
   static constexpr int kThreads = 128, kBlocks = 3;  // and how many blocks share a multiprocessor
   static constexpr int kRun = 2;                     // neighbouring columns that a thread holds
 
-  using ALoader = TileLoader<T, kTileRows, kThreads, false>;
-  using BLoader = TileLoader<T, kTileColumns, kThreads, false>;
-  static constexpr int kDepth = ALoader::kDepth;
+  template <int kRows, typename Places = InSequence>
+  using Loader = TileLoader<T, kRows, kThreads, false, Places>;
+  static constexpr int kDepth = Loader<kTileRows>::kDepth;
   // An operand's tile lies as it came: rows of 32 + 8 elements, or depths of 64 + 8 or 128 + 8. With this padding the
   // eight rows of 16 bytes that ldmatrix reads together lie in different banks.
   static constexpr int kPadding = 8, kPitch = kDepth + kPadding;
   static constexpr int kASize = kTileRows * kPitch, kBSize = kTileColumns * kPitch;
-  static constexpr int kSharedPacks = 2 * (kASize + kBSize) / ALoader::kPack;  // of 16 bytes, where they are aligned
+  static constexpr int kSharedPacks = 2 * (kASize + kBSize) / Loader<kTileRows>::kPack;  // of 16 bytes, where aligned
 
   float sum[2][8][4] = {};
   int warp_row = static_cast<int>(threadIdx.x) / kWarp / 2 * 32;
@@ -89,9 +89,11 @@ struct TensorCoreTile {
     }
   };
 
-  PYMOE_DEVICE void run(const Operand<T>& a, const Operand<T>& b, int rows, int columns, int64_t depth, T* shared) {
-    ALoader a_loader(a, rows);
-    BLoader b_loader(b, columns);
+  template <typename APlaces, typename BPlaces>
+  PYMOE_DEVICE void run(const Operand<T, APlaces>& a, const Operand<T, BPlaces>& b, int rows, int columns,
+                        int64_t depth, T* shared) {
+    Loader<kTileRows, APlaces> a_loader(a, rows);
+    Loader<kTileColumns, BPlaces> b_loader(b, columns);
     const TileLayout a_layout = layout(a.along_rows, kTileRows), b_layout = layout(b.along_rows, kTileColumns);
     const Blocks a_blocks(a_layout, a.along_rows, warp_row), b_blocks(b_layout, b.along_rows, warp_column);
     const bool idle = warp_row >= rows || warp_column >= columns;  // the same for a whole warp
@@ -142,13 +144,13 @@ struct CudaCoreTile {
   static constexpr int kThreads = 256, kBlocks = 1;
   static constexpr int kRun = 16 / static_cast<int>(sizeof(T));
 
-  using ALoader = TileLoader<T, kTileRows, kThreads, true>;
-  using BLoader = TileLoader<T, kTileColumns, kThreads, true>;
-  static constexpr int kDepth = ALoader::kDepth;
+  template <int kRows, typename Places = InSequence>
+  using Loader = TileLoader<T, kRows, kThreads, true, Places>;
+  static constexpr int kDepth = Loader<kTileRows>::kDepth;
   // Tiles lie depth by depth, so that a thread reads neighbouring rows in packs.
   static constexpr int kAPitch = kTileRows + kRun, kBPitch = kTileColumns + kRun;
   static constexpr int kASize = kDepth * kAPitch, kBSize = kDepth * kBPitch;
-  static constexpr int kSharedPacks = 2 * (kASize + kBSize) / ALoader::kPack;  // of 16 bytes, where they are aligned
+  static constexpr int kSharedPacks = 2 * (kASize + kBSize) / Loader<kTileRows>::kPack;  // of 16 bytes, where aligned
 
   T sum[4][8] = {};
   int thread_row, thread_column;
@@ -168,9 +170,11 @@ struct CudaCoreTile {
     }
   }
 
-  PYMOE_DEVICE void run(const Operand<T>& a, const Operand<T>& b, int rows, int columns, int64_t depth, T* shared) {
-    ALoader a_loader(a, rows);
-    BLoader b_loader(b, columns);
+  template <typename APlaces, typename BPlaces>
+  PYMOE_DEVICE void run(const Operand<T, APlaces>& a, const Operand<T, BPlaces>& b, int rows, int columns,
+                        int64_t depth, T* shared) {
+    Loader<kTileRows, APlaces> a_loader(a, rows);
+    Loader<kTileColumns, BPlaces> b_loader(b, columns);
     const bool idle = thread_row >= rows || thread_column >= columns;
     for_each_step(a_loader, b_loader, depth, shared, kASize, {1, kAPitch}, shared + 2 * kASize, kBSize, {1, kBPitch},
                   [&](const T* a_tile, const T* b_tile) {

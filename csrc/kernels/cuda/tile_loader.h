@@ -9,30 +9,65 @@
 
 namespace pymoe::cuda {
 
+// Where the rows or the depths of an operand lie: one after the other, or as an order says. An order that goes on from
+// its i-th number counts from where the whole did.
+struct InSequence {
+  static constexpr bool kGiven = false;
+  PYMOE_DEVICE int64_t operator()(int64_t i) const { return i; }
+  PYMOE_DEVICE InSequence from(int64_t) const { return {}; }
+  PYMOE_DEVICE int64_t moves(int64_t i) const { return i; }  // what a pointer moves by, to go on from i
+};
+struct ByOrder {
+  static constexpr bool kGiven = true;
+  const int32_t* order;
+  int64_t count;
+  // -1: there is none.
+  PYMOE_DEVICE int64_t operator()(int64_t i) const {
+    const int64_t place = order[i];
+    return place < count ? place : -1;
+  }
+  PYMOE_DEVICE ByOrder from(int64_t i) const { return {order + i, count}; }
+  PYMOE_DEVICE int64_t moves(int64_t) const { return 0; }
+};
+
 // One operand: element (row, depth) is data[row * row_stride + depth * depth_stride]. The product sums over the depth.
-template <typename T>
+// `places` are those of the rows, or of the depths where packs run along rows.
+template <typename T, typename Places = InSequence>
 struct Operand {
   const T* data;
   int64_t row_stride;
   int64_t depth_stride;
   bool along_rows;  // a pack holds elements of neighbouring rows, not of neighbouring depths
   bool whole;       // ... and is one access: neighbours in memory, aligned, and all or none of it exists
+  Places places;
+
+  // Lets the operand begin at its i-th row or depth, which are `stride` apart: in the direction of its places.
+  PYMOE_DEVICE void begin_at(int64_t i, int64_t stride) {
+    data += places.moves(i) * stride;
+    places = places.from(i);
+  }
 };
 
 // In which direction blocks of the operand may start anywhere; in the other they start at multiples of a tile.
 enum class Cut : int8_t { kNone, kRows, kDepth };
 
 // How to read the matrix of `rows` x `depth` (any number in the direction of the cut) that begins at `data`, or those
-// that follow at multiples of `jump` elements.
-template <typename T>
-Operand<T> operand(const void* data, int64_t row_stride, int64_t depth_stride, int64_t rows, int64_t depth, Cut cut,
-                   int64_t jump = 0) {
-  const bool along_rows = row_stride == 1 && depth_stride != 1;
+// that follow at multiples of `jump` elements. An order is one of the direction of the cut, and the elements along the
+// other are contiguous.
+template <typename T, typename Places = InSequence>
+Operand<T, Places> operand(const void* data, int64_t row_stride, int64_t depth_stride, int64_t rows, int64_t depth,
+                           Cut cut, int64_t jump = 0, const Places& places = {}) {
+  const bool along_rows = Places::kGiven ? cut == Cut::kDepth : row_stride == 1 && depth_stride != 1;
   const bool neighbours = along_rows || depth_stride == 1;
   const bool cut_in_packs = cut == (along_rows ? Cut::kRows : Cut::kDepth);
   const int64_t steps = (along_rows ? depth_stride | rows : row_stride | depth) | jump;
   const bool aligned = widest_access({data}, steps * static_cast<int64_t>(sizeof(T))) == 16;
-  return {static_cast<const T*>(data), row_stride, depth_stride, along_rows, neighbours && !cut_in_packs && aligned};
+  return {static_cast<const T*>(data),
+          row_stride,
+          depth_stride,
+          along_rows,
+          neighbours && !cut_in_packs && aligned,
+          places};
 }
 
 // Where element (row, depth) of a tile lies in shared memory: at row * row_step + depth * depth_step.
@@ -44,28 +79,30 @@ struct TileLayout {
 // Brings kRows rows and 64 bytes of depth at a time: whole packs by way of registers, where they wait while the tile
 // before is multiplied, others element by element. What lies outside of the operand counts as zero and is not read.
 // kDepthByDepth: the tile in shared memory always lies so, else as the operand does, so that packs stay whole.
-template <typename T, int kRows, int kThreads, bool kDepthByDepth>
+template <typename T, int kRows, int kThreads, bool kDepthByDepth, typename Places>
 struct TileLoader {
   static constexpr int kPack = 16 / static_cast<int>(sizeof(T)), kDepth = 4 * kPack;
   static constexpr int kPacks = kRows * 4 / kThreads;  // a thread's
   static_assert(kPacks * kThreads == kRows * 4);
 
   uint4 packs[kPacks];       // as loads leave them: to take them apart would be to wait for them
-  const T* from;             // the thread's first pack of the next tile
-  int64_t pack_step;         // in memory, from a thread's pack to its next
+  const T* from;             // the thread's first pack of the next tile; by an order, if that were at place 0
+  int64_t pack_step;         // in memory, from a thread's pack to its next; by an order, from a place to the next
   int64_t tile_step;         // ... and to the next tile
   int64_t element_step;      // ... and from element to element of a pack
   int row, depth;            // of the thread's first pack in a tile
   int row_step, depth_step;  // to its next pack
   int rows;                  // that the operand has
   bool along_rows, whole;
+  Places places;  // of the thread's packs: its first is number 0
 
-  PYMOE_DEVICE TileLoader(const Operand<T>& operand, int rows_there)
+  PYMOE_DEVICE TileLoader(const Operand<T, Places>& operand, int rows_there)
       : tile_step(kDepth * operand.depth_stride),
         element_step(operand.along_rows ? operand.row_stride : operand.depth_stride),
         rows(rows_there),
         along_rows(operand.along_rows),
-        whole(operand.whole) {
+        whole(operand.whole),
+        places(operand.places) {
     const int thread = static_cast<int>(threadIdx.x);
     if (along_rows) {
       constexpr int kAcross = kRows / kPack;  // packs of one depth
@@ -82,8 +119,34 @@ struct TileLoader {
       row_step = kThreads / 4;
       depth_step = 0;
     }
-    from = operand.data + row * operand.row_stride + depth * operand.depth_stride;
-    pack_step = row_step * operand.row_stride + depth_step * operand.depth_stride;
+    if constexpr (Places::kGiven) {
+      places = places.from(along_rows ? depth : row);
+      from = operand.data + (along_rows ? row : depth);
+      pack_step = along_rows ? operand.depth_stride : operand.row_stride;
+    } else {
+      from = operand.data + row * operand.row_stride + depth * operand.depth_stride;
+      pack_step = row_step * operand.row_stride + depth_step * operand.depth_stride;
+    }
+  }
+
+  // The thread's pack i of the next tile; null if an order has none there.
+  PYMOE_DEVICE const T* pack_at(int i) const {
+    if constexpr (Places::kGiven) {
+      const int64_t place = places(i * (row_step + depth_step));
+      return place < 0 ? nullptr : from + place * pack_step;
+    } else {
+      return from + i * pack_step;
+    }
+  }
+
+  PYMOE_DEVICE void advance() {
+    if constexpr (Places::kGiven) {
+      if (along_rows) {
+        places = places.from(kDepth);
+        return;
+      }
+    }
+    from += tile_step;
   }
 
   // Reads the next tile, of which `left` depths exist. Only packs come this early.
@@ -94,9 +157,11 @@ struct TileLoader {
     for (int i = 0; i < kPacks; ++i) {
       const bool inside = i * row_step < rows_left && i * depth_step < depths_left;
       packs[i] = uint4{};
-      if (inside) packs[i] = *reinterpret_cast<const uint4*>(from + i * pack_step);
+      if (!inside) continue;
+      const T* const at = pack_at(i);
+      if (!Places::kGiven || at != nullptr) packs[i] = *reinterpret_cast<const uint4*>(at);
     }
-    from += tile_step;
+    advance();
   }
 
   // Writes the tile that was read. `left`: as it was for fetch.
@@ -120,14 +185,16 @@ struct TileLoader {
     const int rows_left = rows - row, depths_left = (left < kDepth ? static_cast<int>(left) : kDepth) - depth;
 #pragma unroll 1
     for (int i = 0; i < kPacks; ++i) {
+      const T* at = nullptr;
+      if (!Places::kGiven || (i * row_step < rows_left && i * depth_step < depths_left)) at = pack_at(i);
 #pragma unroll 4
       for (int j = 0; j < kPack; ++j) {
-        const bool inside =
-            i * row_step + (along_rows ? j : 0) < rows_left && i * depth_step + (along_rows ? 0 : j) < depths_left;
-        to[i * shared_step + j * element] = inside ? from[i * pack_step + j * element_step] : T{};
+        const bool inside = i * row_step + (along_rows ? j : 0) < rows_left &&
+                            i * depth_step + (along_rows ? 0 : j) < depths_left && (!Places::kGiven || at != nullptr);
+        to[i * shared_step + j * element] = inside ? at[j * element_step] : T{};
       }
     }
-    from += tile_step;
+    advance();
   }
 };
 
