@@ -10,10 +10,10 @@ MOVED = "tests/ep/test_redistribute.py"
 
 FAULTS = [
     Fault(
-        "received rows stay in the order of ranks",
+        "received rows are taken for sorted",
         "pymoe/ep/experts.py",
-        "moves = number > 1 and self.arrangement.ranks > 1",
-        "moves = False",
+        "order = None if moves or sorted_rows else routing.token",
+        "order = None",
         (EQUALITY,),
     ),
     Fault(
