@@ -21,7 +21,7 @@ def model():
     return nn.Sequential(*(layer for block in blocks for layer in block)).double()
 
 
-def gradients(rank, world, schedule, checkpoint):
+def gradients(rank, world, schedule, checkpoint, clones=0):
     """The largest difference from one process with the rows of both pipes, over the largest gradient."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
     stage_number, place = mesh.get_coordinate()
@@ -30,7 +30,7 @@ def gradients(rank, world, schedule, checkpoint):
     own = range(3 * stage_number, 3 * stage_number + 3)
     for index in own:
         if isinstance(spread[index], MoE):
-            ep.shard(spread[index], mesh["ep"], chunks=2)
+            ep.shard(spread[index], mesh["ep"], chunks=2, clones=clones, worth=1)
     pipe = pymoe.Pipe(spread, balance=[3, 3], checkpoint=checkpoint)
     stage = pipe.build_stage(stage_number, "cpu", mesh["pp"].get_group())
     kind = getattr(schedules, schedule)
