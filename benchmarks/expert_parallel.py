@@ -103,6 +103,7 @@ def table_of(cell: Record) -> Table:
                 f"{statistics.median(processors) * 1e3:.1f}",
                 f"{statistics.median(transport) * 1e3:.1f}" if name != ALONE else "",
                 f"{statistics.median(waits) * 1e3:.1f}" if name.startswith("pymoe, EP 2") else "",
+                f"{cell['sent'][name] / 2**20:.1f}" if name.startswith("pymoe, EP 2") else "",
                 ratio(cell, ALONE, name, 1, inverse=True),
                 ratio(cell, PEER, name, 1),
                 ratio(cell, PEER_MOVES, name, 1),
@@ -111,6 +112,7 @@ def table_of(cell: Record) -> Table:
         )
     heading = [
         *("system", "ms a step", "processor ms, all ranks", "of these gloo's threads", "ms that a rank waits"),
+        "MiB that it sends",
         *("processor over one process", f"{PEER} over it", f"{PEER_MOVES} over it", "results"),
     ]
     return Table(heading, rows, left=frozenset({"system", "results"}), alarms=frozenset({"WRONG"}))

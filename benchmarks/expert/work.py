@@ -20,7 +20,16 @@ from pymoe.ep import agreement, exchange
 from pymoe.nn import MoE
 
 ALONE, PEER, PEER_MOVES = "one process", "torch", "torch, pymoe's products"
-OURS = {"pymoe, EP 1": 1, "pymoe, EP 2": 1, "pymoe, EP 2, 2 chunks": 2, "pymoe, EP 2, 4 chunks": 4}
+OURS: dict[str, dict[str, Any]] = {
+    "pymoe, EP 1": {},
+    "pymoe, EP 2": {},
+    "pymoe, EP 2, 2 chunks": {"chunks": 2},
+    "pymoe, EP 2, 4 chunks": {"chunks": 4},
+    "pymoe, EP 2, deduplicated": {"deduplicate": True},
+    "pymoe, EP 2, padded": {"transport": "padded"},
+}
+ROOM = 1.5
+"""Of a rank in padded buffers, over what it receives of an even load."""
 SYSTEMS = (ALONE, *OURS, PEER, PEER_MOVES)
 ON_ONE_RANK = (ALONE, "pymoe, EP 1")
 
@@ -48,6 +57,21 @@ class Cell:
         return torch.randn(self.tokens, self.hidden, generator=torch.Generator().manual_seed(1))
 
 
+class Bytes:
+    """What this process sends to the other in exchanges of rows and of what travels beside them."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self._real = dist.all_to_all_single
+        dist.all_to_all_single = self._counted
+
+    def _counted(self, out: Tensor, rows: Tensor, received: list[int], sent: list[int], **options: Any) -> Any:
+        if len(sent) > 1:
+            row = rows.shape[1] * rows.element_size()
+            self.sent += row * (sum(sent) - sent[dist.get_rank()])
+        return self._real(out, rows, received, sent, **options)
+
+
 class Waits:
     """Seconds that this process waits for others: what the layer's exchanges and announcements take it."""
 
@@ -70,8 +94,8 @@ def rank_main(rank: int, folder: str, cells: list[Cell], rounds: int) -> None:
     """Measure all cells; rank 0 writes what both have found."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    waits = Waits()
-    found = [measure(rank, cell, rounds, waits) for cell in cells]
+    waits, traffic = Waits(), Bytes()
+    found = [measure(rank, cell, rounds, waits, traffic) for cell in cells]
     if rank == 0:
         (Path(folder) / "found.json").write_text(json.dumps(found))
     leave()
@@ -86,8 +110,8 @@ def leave() -> None:
     os._exit(0)
 
 
-def measure(rank: int, cell: Cell, rounds: int, waits: Waits) -> dict[str, Any]:
-    """One cell: by system, a list of rounds with the seconds of steps; and how results compare.
+def measure(rank: int, cell: Cell, rounds: int, waits: Waits, traffic: Bytes) -> dict[str, Any]:
+    """One cell: by system, a list of rounds with the seconds of steps; bytes; and how results compare.
 
     Seconds are those of wall, of the processors of all ranks, of waits, and of all gloo's threads, which are among the
     second.
@@ -96,8 +120,10 @@ def measure(rank: int, cell: Cell, rounds: int, waits: Waits) -> dict[str, Any]:
     assert everyone is not None
     alone = dist.new_group([rank], use_local_synchronization=True)
     layers: dict[str, nn.Module] = {ALONE: cell.layer()}
-    for name, chunks in OURS.items():
-        layers[name] = ep.shard(cell.layer(), alone if name in ON_ONE_RANK else everyone, chunks=chunks)
+    for name, options in OURS.items():
+        if options.get("transport") == "padded":
+            options = options | {"room": int(ROOM * cell.tokens // 2 * cell.top_k)}
+        layers[name] = ep.shard(cell.layer(), alone if name in ON_ONE_RANK else everyone, **options)
     layers |= {
         name: TorchExpertParallel(cell.layer(), everyone, kind)
         for name, kind in ((PEER, "torch"), (PEER_MOVES, "pymoe"))
@@ -106,11 +132,14 @@ def measure(rank: int, cell: Cell, rounds: int, waits: Waits) -> dict[str, Any]:
     own_rows = all_rows.chunk(2)[rank]
     times: dict[str, list[list[float]]] = {name: [] for name in SYSTEMS}
     results: dict[str, tuple[Tensor, Tensor]] = {}
+    sent: dict[str, int] = {}
     for number in range(rounds + 1):  # the first one warms up
         for name in SYSTEMS[:: -1 if number % 2 else 1]:
             works = name not in ON_ONE_RANK or rank == 0
             rows = all_rows if name in ON_ONE_RANK else own_rows
+            traffic.sent = 0
             seconds, result = step(layers[name], rows, waits) if works else (None, None)
+            sent[name] = traffic.sent
             both: list[Any] = [None, None]
             dist.all_gather_object(both, seconds)
             if result is not None:
@@ -119,7 +148,7 @@ def measure(rank: int, cell: Cell, rounds: int, waits: Waits) -> dict[str, Any]:
                 there = [one for one in both if one is not None]
                 wall, processors, waited, transport = zip(*there, strict=True)
                 times[name].append([max(wall), sum(processors), max(waited), sum(transport)])
-    return {"cell": str(cell), "times": times, "verdicts": verdicts(rank, results)}
+    return {"cell": str(cell), "times": times, "sent": sent, "verdicts": verdicts(rank, results)}
 
 
 def step(layer: nn.Module, rows: Tensor, waits: Waits) -> tuple[tuple[float, ...], tuple[Tensor, Tensor]]:

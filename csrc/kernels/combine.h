@@ -31,11 +31,12 @@ namespace pymoe {
 
 // What both have.
 struct CombineInput {
-  const void* y;        // (S, H), S = T * K; read by the backward for dweights only
+  const void* y;        // (S, H); read by the backward for dweights only
   const int32_t* slot;  // (T, K)
   const void* weights;  // (T, K) in accumulate type, or null: every weight is one; read by the backward for dy only
   int64_t tokens;       // T
   int64_t choices;      // K
+  int64_t rows;         // S, T * K or any other number
   int64_t hidden;       // H
   DType dtype;          // of all but weights and dweights
 };

@@ -10,6 +10,8 @@
 //
 // Bytes: (T + 2 S) rows, each once (998 MB for T 4096, K 8, H 7168 in bf16). Two blocks of 256 threads with 128 bytes
 // on their way each are 64 KB an SM, and as much again to be stored; some 25 KB are needed (combine_cuda.cu).
+#include <algorithm>
+
 #include "kernels/combine.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/pack.h"
@@ -96,7 +98,7 @@ struct Rows {
   const accumulate_t<T>* PYMOE_RESTRICT weights;
   T* PYMOE_RESTRICT dy;                      // or null
   accumulate_t<T>* PYMOE_RESTRICT dweights;  // or null
-  int64_t tokens, choices, hidden;
+  int64_t tokens, choices, rows, hidden;
   int64_t row_chunks;  // the last may be partial
   int group;           // threads a token
 };
@@ -104,7 +106,7 @@ struct Rows {
 // Clears the rows of dy that are not in use and fall to `token`.
 template <typename T, int kBytes>
 PYMOE_DEVICE void clear_rows(const Rows<T>& a, int64_t token, int64_t used, int lane) {
-  for (int64_t row = token; row < a.tokens * a.choices; row += a.tokens) {
+  for (int64_t row = token; row < a.rows; row += max(a.tokens, int64_t{1})) {
     if (row < used) continue;
     for (int64_t chunk = lane; chunk < a.row_chunks; chunk += a.group) {
       const int64_t column = chunk * kChunk<T>;
@@ -123,9 +125,8 @@ __global__ void __launch_bounds__(kRowThreads, kAtOnce <= 2 ? 4 : 2) combine_bac
   const int lane = static_cast<int>(threadIdx.x) % a.group, in_block = static_cast<int>(threadIdx.x) / a.group;
   const int64_t token = static_cast<int64_t>(blockIdx.x) * (blockDim.x / a.group) + in_block;
   const bool there = token < a.tokens;  // no early return: the block meets at barriers
-  const int64_t rows = a.tokens * a.choices;
   const bool with_rows = a.dy != nullptr, with_weights = a.dweights != nullptr;
-  const int64_t used = with_rows ? max(min(int64_t{*a.used}, rows), int64_t{0}) : 0;
+  const int64_t used = with_rows ? max(min(int64_t{*a.used}, a.rows), int64_t{0}) : 0;
   const T* grad = a.grad + token * a.hidden;
 
   for (int64_t begin = 0, round = 0; begin < a.choices; begin += kAtOnce, ++round) {
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(kRowThreads, kAtOnce <= 2 ? 4 : 2) combine_bac
     for (int k = 0; k < kAtOnce; ++k) {
       const bool chosen = there && begin + k < a.choices;
       const int32_t slot = chosen ? a.slots[token * a.choices + begin + k] : -1;
-      row[k] = slot < rows ? slot : -1;
+      row[k] = slot < a.rows ? slot : -1;
       weight[k] = chosen && with_rows ? a.weights[token * a.choices + begin + k] : S{0};
     }
     for (int64_t chunk = there ? lane : a.row_chunks; chunk < a.row_chunks; chunk += a.group) {
@@ -191,7 +192,8 @@ __global__ void __launch_bounds__(kRowThreads, kAtOnce <= 2 ? 4 : 2) combine_bac
       }
     }
   }
-  if (there && with_rows) clear_rows<T, kBytes>(a, token, used, lane);
+  // Without tokens the first group clears all rows.
+  if ((there || token == 0) && with_rows) clear_rows<T, kBytes>(a, token, used, lane);
 }
 
 template <typename T, int kBytes, int kAtOnce>
@@ -208,17 +210,18 @@ void launch_combine_backward(const CombineBackwardArguments& a, void* stream) {
                      static_cast<S*>(a.dweights),
                      a.tokens,
                      a.choices,
+                     a.rows,
                      a.hidden,
                      row_chunks,
                      group.threads};
   launch("combine_backward", combine_backward_kernel<T, kBytes, kAtOnce>,
-         {ceil_div(a.tokens, group.rows), group.block()}, stream, rows);
+         {ceil_div(std::max<int64_t>(a.tokens, 1), group.rows), group.block()}, stream, rows);
 }
 
 }  // namespace
 
 void combine_backward(const CombineBackwardArguments& a, void* stream) {
-  if ((a.dy == nullptr && a.dweights == nullptr) || a.tokens == 0 || a.choices == 0) return;
+  if ((a.dy == nullptr && a.dweights == nullptr) || (a.rows == 0 && a.tokens * a.choices == 0)) return;
   visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) {
     constexpr int kNarrow = static_cast<int>(sizeof(T));
     if (widest_access({a.grad, a.y, a.dy}, a.hidden * kNarrow) < 16) {

@@ -40,12 +40,12 @@ void combine(const CombineArguments& a) {
 
 void combine_backward(const CombineBackwardArguments& a) {
   if (a.dy == nullptr && a.dweights == nullptr) return;
-  const int64_t row_bytes = a.hidden * size_of(a.dtype), rows = a.tokens * a.choices;
+  const int64_t row_bytes = a.hidden * size_of(a.dtype);
   const auto run = PYMOE_SELECT_ISA(combine_backward_range);
   parallel_for(0, a.tokens, grain(2 * a.choices, row_bytes), [&](int64_t begin, int64_t end) { run(a, begin, end); });
   if (a.dy == nullptr || row_bytes == 0) return;
-  const int64_t used = std::clamp<int64_t>(*a.used, 0, rows);
-  parallel_for(used, rows, grain(0, row_bytes), [&](int64_t begin, int64_t end) {
+  const int64_t used = std::clamp<int64_t>(*a.used, 0, a.rows);
+  parallel_for(used, a.rows, grain(0, row_bytes), [&](int64_t begin, int64_t end) {
     memset(static_cast<char*>(a.dy) + begin * row_bytes, 0, static_cast<size_t>((end - begin) * row_bytes));
   });
 }

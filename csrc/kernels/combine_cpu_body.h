@@ -56,7 +56,7 @@ template <typename T, bool kWeighted>
 PYMOE_INLINE void find_choices(const CombineArguments& a, int64_t token, Choices<T>& choices) {
   choices.count = 0;
   for (int64_t choice = token * a.choices; choice < (token + 1) * a.choices; ++choice) {
-    const int64_t slot = checked_slot("combine", a.slot, choice, a.choices, a.tokens);
+    const int64_t slot = checked_slot("combine", a.slot, choice, a.choices, a.rows);
     if (slot < 0) continue;
     choices.rows[choices.count] = static_cast<const T*>(a.y) + slot * a.hidden;
     if constexpr (kWeighted) choices.weights[choices.count] = static_cast<const accumulate_t<T>*>(a.weights)[choice];
@@ -130,7 +130,7 @@ PYMOE_INLINE void combine_backward_tokens(const CombineBackwardArguments& a, int
   auto* dweights = static_cast<Accumulate*>(a.dweights);
   for (int64_t token = begin; token < end; ++token) {
     for (int64_t choice = token * a.choices; choice < (token + 1) * a.choices; ++choice) {
-      const int64_t slot = checked_slot("combine_backward", a.slot, choice, a.choices, a.tokens);
+      const int64_t slot = checked_slot("combine_backward", a.slot, choice, a.choices, a.rows);
       Accumulate product = 0;
       if (slot >= 0) {
         product = combine_backward_row<T, kRows, kWeights>(grad + token * a.hidden, y + slot * a.hidden,

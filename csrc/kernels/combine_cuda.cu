@@ -41,13 +41,12 @@ template <typename T, int kBytes, int kAtOnce>
 __global__ void __launch_bounds__(kRowThreads, kAtOnce <= 2 ? 5 : 3)
     combine_kernel(const T* PYMOE_RESTRICT y, const int32_t* PYMOE_RESTRICT slots,
                    const accumulate_t<T>* PYMOE_RESTRICT weights, T* PYMOE_RESTRICT out, int64_t tokens,
-                   int64_t choices, int64_t row_packs, int group) {
+                   int64_t choices, int64_t rows, int64_t row_packs, int group) {
   using S = accumulate_t<T>;
   constexpr int kElements = kBytes / static_cast<int>(sizeof(T));
   using P = Pack<T, kElements>;
   const int64_t token = static_cast<int64_t>(blockIdx.x) * (blockDim.x / group) + threadIdx.x / group;
   if (token >= tokens) return;
-  const int64_t rows = tokens * choices;
   slots += token * choices;
   if (weights != nullptr) weights += token * choices;
 
@@ -83,7 +82,7 @@ void launch_combine(const CombineArguments& a, void* stream) {
   const int64_t row_packs = a.hidden * static_cast<int64_t>(sizeof(T)) / kBytes;
   const RowGroup group = group_for(row_packs);
   launch("combine", combine_kernel<T, kBytes, kAtOnce>, {ceil_div(a.tokens, group.rows), group.block()}, stream, a.y,
-         a.slot, a.weights, a.out, a.tokens, a.choices, row_packs, group.threads);
+         a.slot, a.weights, a.out, a.tokens, a.choices, a.rows, row_packs, group.threads);
 }
 
 }  // namespace

@@ -3,6 +3,9 @@
 //     out[slot[t, k]] = x[t]     for every choice with slot[t, k] >= 0
 //     out[s] = 0                 for rows s >= *used
 //
+// S, the rows of `out`, is T * K for a routing of all choices; rows of an exchange may be fewer or more. A row below
+// *used that no slot names is left as it was.
+//
 // Source-major: a token's row is read once and written K times, so a call moves (T + S) * row_bytes bytes. Rows are
 // opaque bytes; any dtype is served by one kernel. Row offsets are 64-bit.
 //
@@ -20,9 +23,10 @@ struct DispatchArguments {
   const void* x;        // (T, row_bytes)
   const int32_t* slot;  // (T, K)
   const int32_t* used;  // one value: the number of rows in use, offsets[E]
-  void* out;            // (S, row_bytes), S = T * K
+  void* out;            // (S, row_bytes)
   int64_t tokens;       // T
   int64_t choices;      // K
+  int64_t rows;         // S
   int64_t row_bytes;    // H * element size
 };
 

@@ -52,16 +52,15 @@ void finish_streaming() {}
 void dispatch(const DispatchArguments& a) {
   const auto* x = static_cast<const char*>(a.x);
   auto* out = static_cast<char*>(a.out);
-  const int64_t rows = a.tokens * a.choices;
-  if (rows == 0 || a.row_bytes == 0) return;
-  const bool streaming = can_stream(out, a.row_bytes, rows * a.row_bytes);
+  if (a.row_bytes == 0) return;
+  const bool streaming = can_stream(out, a.row_bytes, a.rows * a.row_bytes);
   const int64_t grain = std::max<int64_t>(1, (int64_t{64} << 10) / (a.row_bytes * (1 + a.choices)));
 
   parallel_for(0, a.tokens, grain, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
       const char* row = x + token * a.row_bytes;
       for (int64_t choice = 0; choice < a.choices; ++choice) {
-        const int64_t slot = checked_slot("dispatch", a.slot, token * a.choices + choice, a.choices, a.tokens);
+        const int64_t slot = checked_slot("dispatch", a.slot, token * a.choices + choice, a.choices, a.rows);
         if (slot < 0) continue;
         char* target = out + slot * a.row_bytes;
         if (streaming) {
@@ -74,8 +73,8 @@ void dispatch(const DispatchArguments& a) {
     if (streaming) finish_streaming();
   });
 
-  const int64_t used = std::clamp<int64_t>(*a.used, 0, rows);
-  parallel_for(used, rows, std::max<int64_t>(1, (int64_t{256} << 10) / a.row_bytes), [&](int64_t begin, int64_t end) {
+  const int64_t used = std::clamp<int64_t>(*a.used, 0, a.rows);
+  parallel_for(used, a.rows, std::max<int64_t>(1, (int64_t{256} << 10) / a.row_bytes), [&](int64_t begin, int64_t end) {
     memset(out + begin * a.row_bytes, 0, static_cast<size_t>((end - begin) * a.row_bytes));
   });
 }

@@ -28,6 +28,7 @@ constexpr int64_t kLargerThanL2 = int64_t{64} << 20;
 struct Shape {
   int64_t tokens;
   int64_t choices;
+  int64_t rows;
   int64_t row_words;
   int group;      // threads that share a stretch of a row: kUnroll * group words
   int groups;     // of a block, one a token
@@ -71,8 +72,7 @@ __global__ void __launch_bounds__(kThreads, 5)
   for (int u = 0; u < kUnroll; ++u) {
     if (u < count) words[u] = from[u * shape.group];
   }
-  const int64_t rows = shape.tokens * shape.choices;
-  const int64_t in_use = named < 0 ? 0 : named < rows ? named : rows;
+  const int64_t in_use = named < 0 ? 0 : named < shape.rows ? named : shape.rows;
   if (count > 0) {
     const int32_t* const slots = slot + token * shape.choices;
     for (int64_t choice = 0; choice < shape.choices; choice += kSlots) {
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, 5)
     }
   }
 
-  const int64_t unused_words = (rows - in_use) * shape.row_words;
+  const int64_t unused_words = (shape.rows - in_use) * shape.row_words;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < unused_words; i += stride) {
     store_word<Word, kStreaming>(out + in_use * shape.row_words + i, Word{});
@@ -101,22 +101,23 @@ __global__ void __launch_bounds__(kThreads, 5)
 template <int kBytes, bool kStreaming>
 void dispatch_words(const DispatchArguments& a, void* stream) {
   using Word = word_of_bytes<kBytes>;
-  Shape shape{a.tokens, a.choices, a.row_bytes / kBytes, 0, 0, 0};
+  Shape shape{a.tokens, a.choices, a.rows, a.row_bytes / kBytes, 0, 0, 0};
   // Few stretches, and groups that fit them: whole warps, or as many threads as a short row has words.
   shape.stretches = static_cast<int>(ceil_div(shape.row_words, kUnroll * kThreads));
   const int64_t threads = ceil_div(ceil_div(shape.row_words, shape.stretches), kUnroll);
   shape.group = static_cast<int>(std::min(shape.row_words, ceil_div(threads, kWarp) * kWarp));
-  shape.groups = static_cast<int>(std::min<int64_t>(kThreads / shape.group, shape.tokens));
+  const int64_t tokens = std::max<int64_t>(shape.tokens, 1);  // without any there may still be rows to clear
+  shape.groups = static_cast<int>(std::min<int64_t>(kThreads / shape.group, tokens));
   launch("dispatch", dispatch_kernel<Word, kStreaming>,
-         {ceil_div(shape.tokens, shape.groups) * shape.stretches, shape.groups * shape.group}, stream, a.x, a.slot,
-         a.used, a.out, shape);
+         {ceil_div(tokens, shape.groups) * shape.stretches, shape.groups * shape.group}, stream, a.x, a.slot, a.used,
+         a.out, shape);
 }
 
 }  // namespace
 
 void dispatch(const DispatchArguments& a, void* stream) {
-  if (a.tokens == 0 || a.choices == 0 || a.row_bytes == 0) return;
-  const bool streaming = a.tokens * (a.choices + 1) * a.row_bytes > kLargerThanL2;
+  if (a.rows == 0 || a.row_bytes == 0) return;
+  const bool streaming = (a.tokens + a.rows) * a.row_bytes > kLargerThanL2;
   switch (widest_access({a.x, a.out}, a.row_bytes)) {
     case 16: return streaming ? dispatch_words<16, true>(a, stream) : dispatch_words<16, false>(a, stream);
     case 8: return dispatch_words<8, false>(a, stream);

@@ -17,7 +17,7 @@ namespace {
 CombineInput checked(const char* name, const Tensor& y, const Tensor& slot, const std::optional<Tensor>& weights) {
   const DType dtype = floating_dtype(name, "y", y);
   require_tensor(name, "slot", slot, ScalarType::Int, {-1, -1}, y);
-  require_shape(name, "y", y, {slot.numel(), -1});
+  require_shape(name, "y", y, {-1, -1});
   if (weights) {
     require_tensor(name, "weights", *weights, accumulate_scalar_type(dtype), {slot.size(0), slot.size(1)}, y);
   }
@@ -26,6 +26,7 @@ CombineInput checked(const char* name, const Tensor& y, const Tensor& slot, cons
           weights ? weights->const_data_ptr() : nullptr,
           slot.size(0),
           slot.size(1),
+          y.size(0),
           y.size(1),
           dtype};
 }

@@ -1,6 +1,8 @@
 // pymoe::dispatch: see kernels/dispatch.h for what it computes and pymoe/reference/dispatch.py for its contract.
 #include <torch/csrc/stable/library.h>
 
+#include <optional>
+
 #include "kernels/dispatch.h"
 #include "ops/allocate.h"
 #include "ops/check.h"
@@ -17,7 +19,7 @@ void dispatch_out(const Tensor& x, const Tensor& slot, const Tensor& offsets, Te
   require_shape(kName, "x", x, {-1, -1});
   require_tensor(kName, "slot", slot, ScalarType::Int, {x.size(0), -1}, x);
   const int32_t* bounds = checked_offsets(kName, offsets, x);
-  require_tensor(kName, "out", out, x.scalar_type(), {slot.numel(), x.size(1)}, x);
+  require_tensor(kName, "out", out, x.scalar_type(), {-1, x.size(1)}, x);
   const DispatchArguments arguments{
       x.const_data_ptr(),
       static_cast<const int32_t*>(slot.const_data_ptr()),
@@ -25,6 +27,7 @@ void dispatch_out(const Tensor& x, const Tensor& slot, const Tensor& offsets, Te
       out.mutable_data_ptr(),
       x.size(0),
       slot.size(1),
+      out.size(0),
       x.size(1) * static_cast<int64_t>(x.element_size()),
   };
   run(PYMOE_TWINS(dispatch), arguments, x);
@@ -32,14 +35,15 @@ void dispatch_out(const Tensor& x, const Tensor& slot, const Tensor& offsets, Te
 
 }  // namespace
 
-Tensor dispatch(const Tensor& x, const Tensor& slot, const Tensor& offsets) {
+Tensor dispatch(const Tensor& x, const Tensor& slot, const Tensor& offsets, std::optional<int64_t> rows) {
   require(x.dim() == 2, kName, "x must have shape (T, H), got ", x);
-  Tensor out = empty({slot.numel(), x.size(1)}, x.scalar_type(), x);
+  require(!rows || *rows >= 0, kName, "rows must be at least 0, got ", rows.value_or(0));
+  Tensor out = empty({rows.value_or(slot.numel()), x.size(1)}, x.scalar_type(), x);
   dispatch_out(x, slot, offsets, out);
   return out;
 }
 
-PYMOE_OPERATOR("dispatch", dispatch, "(Tensor x, Tensor slot, Tensor offsets) -> Tensor")
+PYMOE_OPERATOR("dispatch", dispatch, "(Tensor x, Tensor slot, Tensor offsets, SymInt? rows=None) -> Tensor")
 PYMOE_OPERATOR("dispatch_out", dispatch_out, "(Tensor x, Tensor slot, Tensor offsets, Tensor(a!) out) -> ()")
 
 }  // namespace pymoe::ops::dispatch_op

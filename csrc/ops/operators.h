@@ -19,7 +19,8 @@ std::tuple<Tensor, Tensor, Tensor> build_routing(const Tensor& experts, int64_t 
 }  // namespace build_routing_op
 
 namespace dispatch_op {
-Tensor dispatch(const Tensor& x, const Tensor& slot, const Tensor& offsets);
+// `rows`: S of the result; one for each choice if not given.
+Tensor dispatch(const Tensor& x, const Tensor& slot, const Tensor& offsets, std::optional<int64_t> rows = std::nullopt);
 }
 
 namespace grouped_linear_op {

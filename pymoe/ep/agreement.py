@@ -9,6 +9,7 @@ run those of several calls in different orders are not noticed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import struct
 import zlib
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from torch import Tensor
 from pymoe._errors import describe_error
 from pymoe.ep.arrangement import Arrangement
 from pymoe.ep.errors import GroupError
-from pymoe.ep.groups import most_experts
+from pymoe.ep.groups import most_announced
 from pymoe.reference import checks
 
 BLOCK = 512  # numbers: a message's length is a multiple of it
@@ -40,6 +41,7 @@ class Call(NamedTuple):
     dtype: int
     rows_need_gradients: int
     experts_need_gradients: int
+    weights_need_gradients: int
     top_k: int
     capacity: int
 
@@ -64,6 +66,7 @@ MEANING = {
     "dtype": "the dtype of its rows",
     "rows_need_gradients": "whether its rows need gradients",
     "experts_need_gradients": "whether its experts need gradients",
+    "weights_need_gradients": "whether the weights that travel need gradients",
     "top_k": "its top_k",
     "capacity": "its capacity_factor",
 }
@@ -77,16 +80,24 @@ class Announced(NamedTuple):
     """(R, E): for how many of its slots each rank chose each expert, before any were dropped."""
     tokens: list[int]
     """How many tokens each rank has."""
+    rows: list[list[int]]
+    """(R, n): how many rows each rank sends to each destination; none if that follows from the loads."""
 
 
 def call_of(
-    arrangement: Arrangement, rows_TH: Tensor, experts: list[Tensor], top_k: int, capacity_factor: float | None
+    arrangement: Arrangement,
+    rows_TH: Tensor,
+    weights_TK: Tensor,
+    experts: list[Tensor],
+    top_k: int,
+    capacity_factor: float | None,
 ) -> Call:
     """Return what this rank is about to do.
 
     Args:
         arrangement: of the layer.
         rows_TH: (T, H), the tokens as they will travel.
+        weights_TK: (T, K), of the gate.
         experts: the parameters of this rank's experts.
         top_k: K.
         capacity_factor: of the layer, or None. Compared as float32.
@@ -99,6 +110,7 @@ def call_of(
         checks.FLOATING.index(rows_TH.dtype),
         int(recorded and rows_TH.requires_grad),
         int(recorded and any(parameter.requires_grad for parameter in experts)),
+        int(recorded and arrangement.deduplicate and weights_TK.requires_grad),
         top_k,
         0 if capacity_factor is None else struct.unpack("<i", struct.pack("<f", min(capacity_factor, LARGEST)))[0],
     )
@@ -110,7 +122,8 @@ class Announcement:
     Args:
         arrangement: of the layer.
         call: what this rank is about to do; None if it cannot, and tells the others why.
-        load: (E,) int32, for how many slots each expert was chosen here.
+        numbers: (n,) int32, as many as the arrangement announces: for how many slots each expert was chosen here, and
+            rows for each destination.
         tokens: T.
         error: why this rank cannot go on.
     """
@@ -119,17 +132,17 @@ class Announcement:
         self,
         arrangement: Arrangement,
         call: Call | None,
-        load: Tensor | None = None,
+        numbers: Tensor | None = None,
         tokens: int = 0,
         error: BaseException | None = None,
     ) -> None:
         self._arrangement = arrangement
-        most = max(arrangement.num_experts, most_experts(arrangement.group))
+        most = max(arrangement.announced, most_announced(arrangement.group))
         length = -(-(HEADER + most) // BLOCK) * BLOCK
-        device = torch.device(arrangement.mesh.device_type) if load is None else load.device
-        if call is not None and load is not None:
-            head = torch.tensor([*call, 0, tokens], dtype=torch.int32).to(device, non_blocking=True)
-            mine = torch.cat([head, load, load.new_zeros(length - HEADER - load.shape[0])])
+        device = torch.device(arrangement.mesh.device_type) if numbers is None else numbers.device
+        if call is not None and numbers is not None:
+            head = _on_device((*call, 0, tokens), device)
+            mine = torch.cat([head, numbers, numbers.new_zeros(length - HEADER - numbers.shape[0])])
         else:
             mine = torch.tensor(_why(arrangement, error, length), dtype=torch.int32).to(device)
         self._all = mine.new_empty(arrangement.ranks * length)
@@ -139,6 +152,19 @@ class Announcement:
         except RuntimeError as lost:
             raise lost_rank(arrangement, "the announcement of its rows", lost) from lost
 
+    def wait(self) -> Tensor:
+        """Wait for what all ranks have said; return it, unread, as (R, n) int32.
+
+        Raises:
+            GroupError: a rank is gone.
+        """
+        arrangement = self._arrangement
+        try:
+            self._work.wait()
+        except RuntimeError as lost:
+            raise lost_rank(arrangement, "the announcement of its rows", lost) from lost
+        return self._all.view(arrangement.ranks, -1)
+
     def read(self) -> Announced:
         """Wait for what all ranks have said, and read it.
 
@@ -146,15 +172,12 @@ class Announcement:
             GroupError: ranks disagree, one of them cannot go on, or one is gone.
         """
         arrangement = self._arrangement
-        try:
-            self._work.wait()
-        except RuntimeError as lost:
-            raise lost_rank(arrangement, "the announcement of its rows", lost) from lost
-        said: list[list[int]] = self._all.view(arrangement.ranks, -1).tolist()  # the one read of a call
-        _raise_for_failures(arrangement, said)
-        _raise_for_disagreement(arrangement, [Call(*one[: len(MEANING)]) for one in said])
-        loads = [one[HEADER : HEADER + arrangement.num_experts] for one in said]
-        return Announced(loads, [one[HEADER - 1] for one in said])
+        said: list[list[int]] = self.wait().tolist()  # the one read of a call
+        raise_for_difference(arrangement, said)
+        rows, end = HEADER + arrangement.num_experts, HEADER + arrangement.announced
+        return Announced(
+            [one[HEADER:rows] for one in said], [one[HEADER - 1] for one in said], [one[rows:end] for one in said]
+        )
 
 
 def tell_failure(arrangement: Arrangement, error: BaseException) -> None:
@@ -202,6 +225,27 @@ def number_of(title: str) -> int:
     return number
 
 
+def raise_for_difference(arrangement: Arrangement, said: list[list[int]]) -> None:
+    """Raise unless all ranks are about to do the same.
+
+    Args:
+        arrangement: of the layer.
+        said: for every rank its message, or the first ``HEADER`` numbers of it.
+
+    Raises:
+        GroupError: ranks disagree, or one of them cannot go on.
+    """
+    _raise_for_failures(arrangement, said)
+    _raise_for_disagreement(arrangement, [Call(*one[: len(MEANING)]) for one in said])
+
+
+@functools.lru_cache(maxsize=256)
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return int32 numbers on a device; those of calls like earlier ones are there already."""
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
+
+
 def _why(arrangement: Arrangement, error: BaseException | None, length: int) -> list[int]:
     """Return a message that carries an error's text in place of a load, a character a number."""
     text = "" if error is None else describe_error(error)
@@ -212,7 +256,7 @@ def _why(arrangement: Arrangement, error: BaseException | None, length: int) -> 
 def _raise_for_failures(arrangement: Arrangement, said: list[list[int]]) -> None:
     failed = tuple(rank for rank, one in enumerate(said) if one[HEADER - 2] == FAILED)
     if failed:
-        text = "".join(map(chr, said[failed[0]][HEADER:])).rstrip("\0")
+        text = "".join(map(chr, said[failed[0]][HEADER:])).rstrip("\0") or "its own error says why"
         raise GroupError(
             f"MoE {arrangement.title}: rank {failed[0]} of the expert-parallel group failed before it sent rows: "
             f"{text}",

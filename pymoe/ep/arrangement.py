@@ -6,10 +6,11 @@ placement says which expert is at which position.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 Scope = Literal["rank", "group"]
 """Over whose tokens capacity and auxiliary losses are taken."""
+Transport = Literal["exact", "padded"]
+"""Whether ranks tell each other how many rows they send, or always send as many."""
+
+
+class Tables(NamedTuple):
+    """What an arrangement says of experts, as int32 tensors on a device."""
+
+    destination: torch.Tensor
+    """(E,): where their rows go: the chunk times R, and the rank."""
+    number: torch.Tensor
+    """(E,): their numbers among the experts of a chunk on a rank, from 0 on."""
+    first_row: torch.Tensor
+    """(chunks * R + 1,): where the rows for each destination begin, with :attr:`Arrangement.room_of_pair` for each."""
+    all_rows: torch.Tensor
+    """(2,): 0, and how many rows these are."""
 
 
 def shards(num_experts: int, ranks: int) -> list[range]:
@@ -57,6 +73,9 @@ class Arrangement:
     """(E,): the expert at each position, ascending within a rank; None while each is at its own."""
     everyone: DeviceMesh | None = None
     """One dimension: the ranks that have these experts or copies of them; None for those of the group alone."""
+    deduplicate: bool = False
+    """Whether a token travels once to a rank of which it chose several experts."""
+    transport: Transport = "exact"
 
     @cached_property
     def title(self) -> str:
@@ -124,6 +143,45 @@ class Arrangement:
         places = torch.empty(self.num_experts, dtype=torch.int32)
         places[torch.tensor(self.sent_order)] = torch.arange(self.num_experts, dtype=torch.int32)
         return places
+
+    @property
+    def destinations(self) -> int:
+        """How many there are for rows, a rank in a chunk each."""
+        return self.chunks * self.ranks
+
+    @property
+    def announced(self) -> int:
+        """How many numbers a rank announces: a load for each expert, and rows for each destination if they differ."""
+        return self.num_experts + (self.destinations if self.deduplicate else 0)
+
+    @property
+    def room_of_pair(self) -> int:
+        """How many rows a rank sends to another in a chunk, if that is always as many."""
+        return 0 if self.room is None else self.room // self.destinations
+
+    def tables(self, device: torch.device) -> Tables:
+        """Return the tables on a device; only the first time are they moved there."""
+        if device not in self._tables:
+            with torch.inference_mode(False):  # they outlive the call
+                self._tables[device] = self._made_on(device)
+        return self._tables[device]
+
+    @cached_property
+    def _tables(self) -> dict[torch.device, Tables]:
+        return {}
+
+    def _made_on(self, device: torch.device) -> Tables:
+        places = [
+            (expert, chunk * self.ranks + rank, number)
+            for chunk, cut in enumerate(self.cuts)
+            for rank, experts in enumerate(cut)
+            for number, expert in enumerate(experts)
+        ]
+        sizes = [self.room_of_pair if experts else 0 for cut in self.cuts for experts in cut]
+        first_row = [0, *itertools.accumulate(sizes)]
+        _, destination, number = zip(*sorted(places), strict=True)
+        columns = (destination, number, first_row, [0, first_row[-1]])
+        return Tables(*(torch.tensor(column, dtype=torch.int32).to(device) for column in columns))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Arrangement:
         """Return itself: a copy of the layer is on the same ranks."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pymoe.ep.agreement import lost_rank
-from pymoe.ep.plan import Plan
+from pymoe.ep.plan import Plan, RowCounts
 from pymoe.ops.function_calls import call
 
 
@@ -26,14 +26,15 @@ class Crossing:
     """One way of the rows of a call, and on demand the way back of their gradients.
 
     Args:
-        plan: of the call.
+        plan: of the call: how many rows each rank sends to each.
         total: S, rows of the tensor at home; those past what is sent are zero when it comes home.
         like: a tensor whose width, dtype and device the rows have.
         last_first: start the last chunk first: a backward pass needs it first.
     """
 
-    def __init__(self, plan: Plan, total: int, like: Tensor, *, last_first: bool = False) -> None:
-        self.plan, self.total, self.last_first = plan, total, last_first
+    def __init__(self, plan: Plan | RowCounts, total: int, like: Tensor, *, last_first: bool = False) -> None:
+        self.plan: Any = plan
+        self.total, self.last_first = total, last_first
         self.width, self.dtype, self.device = like.shape[1], like.dtype, like.device
         self._arrangement = plan.arrangement
         self._under_way: dict[int, tuple[Any, Tensor, Tensor]] = {}  # by chunk: work, what comes, what goes

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from pymoe.ep.arrangement import Arrangement
 from pymoe.ep.exchange import Crossing, arrive, send_back
+from pymoe.ep.labels import LabelledCrossing, apply_labelled
 from pymoe.ep.layouts import as_in_one_process, as_placed, layout_of, local_of, local_part
 from pymoe.ep.lending import Lent
 from pymoe.nn.experts import Experts
@@ -66,11 +67,13 @@ class ShardedExperts(Experts):
                     order = self.arrangement.order or range(self.num_experts)
                     _draw(parameter.shape, bound, local_part(parameter), [order[place] for place in positions])
 
-    def forward(self, tokens: tuple[Tensor, ...], crossing: Crossing, home: Crossing) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, tokens: tuple[Tensor, ...], crossing: Crossing | LabelledCrossing, home: Crossing
+    ) -> tuple[Tensor, ...]:
         """Apply to the rows of every chunk their experts, as soon as they are there, and send them back.
 
         Args:
-            tokens: of the chunks that are under way.
+            tokens: of the chunks that are under way, those of weights last.
             crossing: by which they come.
             home: by which they go back.
 
@@ -78,9 +81,15 @@ class ShardedExperts(Experts):
             The tokens of the way back.
         """
         own = [self._own(name) for name in NAMES]
+        by_chunk: list[Sequence[Any]] = list(zip(*map(self._by_chunk, own), strict=True))
+        if isinstance(crossing, LabelledCrossing):
+            how: dict[str, Any] = {"activation": self.activation, "ops": operators(self.backend)}
+            return tuple(
+                send_back(apply_labelled(crossing.arrive(tokens, chunk), *parts, **how), home, chunk)
+                for chunk, parts in enumerate(by_chunk)
+            )
         loan = crossing.plan.loan
         lent = None if loan is None else Lent(loan, own, crossing.dtype)
-        by_chunk = list(zip(*map(self._by_chunk, own), strict=True))
         back = []
         for chunk, token in enumerate(tokens):
             parts: Sequence[Any]

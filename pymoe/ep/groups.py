@@ -14,29 +14,26 @@ import torch.distributed as dist
 @dataclass
 class _Layers:
     models: int = 0
-    most_experts: int = 0
+    most_announced: int = 0
 
 
 _layers: WeakKeyDictionary[dist.ProcessGroup, _Layers] = WeakKeyDictionary()
 
 
-def join(group: dist.ProcessGroup, experts: int) -> int:
-    """Note that a model is spread over a group.
-
-    Args:
-        group: the ranks.
-        experts: the most that a layer of the model has.
-
-    Returns:
-        The number of the model among those of the group, from 1 on.
-    """
+def next_model(group: dist.ProcessGroup) -> int:
+    """Return the number of a model that is spread over a group: 1, then 2, ..."""
     layers = _layers.setdefault(group, _Layers())
     layers.models += 1
-    layers.most_experts = max(layers.most_experts, experts)
     return layers.models
 
 
-def most_experts(group: dist.ProcessGroup) -> int:
-    """Return the most experts that a layer over this group has; 0 if none was spread in this process."""
+def note_announced(group: dist.ProcessGroup, numbers: int) -> None:
+    """Note how many numbers a rank announces of a layer over a group."""
+    layers = _layers.setdefault(group, _Layers())
+    layers.most_announced = max(layers.most_announced, numbers)
+
+
+def most_announced(group: dist.ProcessGroup) -> int:
+    """Return the most numbers that a rank announces of a layer over this group; 0 if none was spread here."""
     layers = _layers.get(group)
-    return 0 if layers is None else layers.most_experts
+    return 0 if layers is None else layers.most_announced

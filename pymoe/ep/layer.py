@@ -1,7 +1,8 @@
 """ShardedMoE: the mixture-of-experts layer whose experts are spread over the ranks of a group.
 
 The order of a call: gate; loads announced to all ranks; rows gathered into the send buffer; one read of what all ranks
-have announced; rows sent; shared experts; chunk by chunk: wait, compute, send back; the weighted sum.
+have announced; rows sent; shared experts; chunk by chunk: wait, compute, send back; the weighted sum. With
+``transport="padded"`` nothing is read.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from torch.autograd import forward_ad
 
 from pymoe.ep.agreement import Announcement, call_of, tell_failure, while_others_wait
 from pymoe.ep.arrangement import Arrangement
-from pymoe.ep.cloned_plan import ClonedPlan
-from pymoe.ep.exchange import Crossing, collect, depart
+from pymoe.ep.duplicates import ShipmentOfTokens
+from pymoe.ep.exchange import collect
 from pymoe.ep.experts import ShardedExperts
+from pymoe.ep.padded import PaddedShipment
 from pymoe.ep.parameters import check_parameters
-from pymoe.ep.plan import Plan
+from pymoe.ep.shipment import Shipment
 from pymoe.nn.moe import MoE
 from pymoe.nn.options import operators
+from pymoe.nn.record import Record
 from pymoe.ops.transforms import in_torch_func
 from pymoe.reference.autocast import cast_operands
-from pymoe.reference.types import Gate, RouterLosses, Routing
+from pymoe.reference.types import Gate, RouterLosses
 
 
 class ShardedMoE(MoE):
@@ -36,7 +39,8 @@ class ShardedMoE(MoE):
     compared, and gradients are wrong where ranks run those of several calls in different orders. Attributes, options
     and ``state_dict`` keys are those of :class:`pymoe.nn.MoE`. ``stats`` are of this rank's tokens.
 
-    A rank that raises before its rows are announced (router, shapes, dtypes) tells the others. After that, and in
+    A rank that raises before its rows are announced (router, shapes, dtypes) tells the others, which read that unless
+    rows travel in padded buffers. After that, and in
     a backward pass, nothing can: they wait for rows that do not come, until that process ends or the group's timeout is
     over, and raise :class:`GroupError` then; the group cannot be used any more. So let a process end that has raised.
 
@@ -47,10 +51,28 @@ class ShardedMoE(MoE):
     experts: ShardedExperts
     arrangement: Arrangement
     """Which rank has which experts."""
-    last_loads: list[list[int]] | None = None
-    """(R, E): for how many slots of each rank each expert was chosen in the last call; None before the first."""
     last_rows: list[int] | None = None
-    """(R,): how many rows each rank computed in the last call, clones among them; None before the first."""
+    """(R,): how many rows each rank computed in the last call, clones among them; None before the first, and with
+    ``transport="padded"``."""
+    notes: Record
+    """What is noted on the device, with ``transport="padded"``."""
+    _loads: list[list[int]] | Tensor | None = None
+
+    @property
+    def last_loads(self) -> list[list[int]] | None:
+        """(R, E): for how many slots of each rank each expert was chosen in the last call; None before the first.
+
+        With ``transport="padded"`` this waits for the device.
+        """
+        return self._loads.tolist() if isinstance(self._loads, Tensor) else self._loads
+
+    @property
+    def overflowed(self) -> Tensor | None:
+        """Scalar int64 on the device: how many rows have not fitted, in all calls so far; None with "exact".
+
+        ``overflowed.zero_()`` begins anew. Calls that are recomputed count again.
+        """
+        return self.notes["overflowed"] if self.arrangement.transport == "padded" else None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
@@ -80,70 +102,61 @@ class ShardedMoE(MoE):
             (rows_TH,) = cast_operands(x_TH)  # type: ignore[assignment]
             check_parameters(arrangement, self.experts, self.shared, rows_TH)
             experts: list[Tensor] = list(self.experts.parameters())
-            call = call_of(arrangement, rows_TH, experts, self.top_k, self.capacity_factor)
+            call = call_of(arrangement, rows_TH, gate.weights, experts, self.top_k, self.capacity_factor)
+            shipment = self._shipment(gate)
         except Exception as error:
             tell_failure(arrangement, error)
             raise
-        announcement = Announcement(arrangement, call, gate.load, x_TH.shape[0])
+        announcement = Announcement(arrangement, call, shipment.announced, x_TH.shape[0])
         with while_others_wait(arrangement):
-            y_TH = self._exchanged(rows_TH, gate, logits_TE, announcement)
+            y_TH = self._exchanged(rows_TH, gate, logits_TE, shipment, announcement)
         output: Tensor = y_TH.reshape(x.shape)
         return output
 
     def extra_repr(self) -> str:
         arrangement = self.arrangement
         own = _shown(arrangement.own)
-        return f"{super().extra_repr()}, ranks={arrangement.ranks}, own experts: {own}"
+        way = ", deduplicate=True" if arrangement.deduplicate else ""
+        if arrangement.transport != "exact":
+            way = f", transport={arrangement.transport!r}, room={arrangement.room}"
+        return f"{super().extra_repr()}, ranks={arrangement.ranks}, own experts: {own}{way}"
 
     def _weight_of_input_dtype(self) -> Tensor:
         return self.router.weight  # the experts may be cut once more, in a wider dtype, until they are called
 
-    def _exchanged(self, rows_TH: Tensor, gate: Gate, logits_TE: Tensor, announcement: Announcement) -> Tensor:
-        """Return the layer's output (T, H) of rows that have been announced."""
-        routing, rows_SH, plan = self._send_buffer(rows_TH, gate, announcement)
-        weights_TK, losses = self._with_losses(gate, logits_TE, plan)
+    def _shipment(self, gate: Gate) -> Shipment:
+        arrangement = self.arrangement
+        options = arrangement, gate, self.top_k, self.capacity_factor, operators(self.backend)
+        if arrangement.transport == "padded":
+            return PaddedShipment(*options, self.notes)
+        return ShipmentOfTokens(*options) if arrangement.deduplicate else Shipment(*options)
 
-        crossing, home = (Crossing(plan, rows_SH.shape[0], rows_SH) for _ in range(2))
-        tokens = depart(rows_SH, crossing)
+    def _exchanged(
+        self, rows_TH: Tensor, gate: Gate, logits_TE: Tensor, shipment: Shipment, announcement: Announcement
+    ) -> Tensor:
+        """Return the layer's output (T, H) of rows that have been announced."""
+        shipment.pack(rows_TH, announcement)
+        weights_TK, losses = self._with_losses(gate, logits_TE, shipment)
+
+        tokens = shipment.depart(weights_TK)
         shared_TH = None if self.shared is None else self.shared(rows_TH)
-        y_SH = collect(self.experts(tokens, crossing, home), home)
-        y_TH = operators(self.backend).combine(y_SH, routing, weights_TK)
+        y_SH = collect(self.experts(tokens, shipment.crossing, shipment.home), shipment.home)
+        y_TH = shipment.unpack(y_SH, weights_TK)
         if shared_TH is not None:
             y_TH = y_TH + shared_TH
 
-        self.last_loads, self.last_rows = plan.loads, plan.rows_of_ranks()
-        dropped = torch.full((), plan.dropped, dtype=torch.int32, device=gate.load.device)
-        self.last.keep(load=gate.load, dropped=dropped, load_balancing_loss=losses.load_balancing, z_loss=losses.z)
+        self._loads, self.last_rows = shipment.loads, shipment.rows_of_ranks()
+        self.last.keep(
+            load=gate.load, dropped=shipment.dropped(), load_balancing_loss=losses.load_balancing, z_loss=losses.z
+        )
         return y_TH
 
-    def _send_buffer(self, rows_TH: Tensor, gate: Gate, announcement: Announcement) -> tuple[Routing, Tensor, Plan]:
-        """Gather rows into the order in which they are sent, and read meanwhile what all ranks have announced."""
-        ops = operators(self.backend)
-        arrangement = self.arrangement
-        positions = arrangement.positions
-        experts_TK = gate.experts if positions is None else positions.to(gate.experts.device)[gate.experts.long()]
-        of_group = self.capacity_factor is not None and arrangement.scope == "group"
-        capacity = None if of_group else self._capacity(rows_TH.shape[0])
-        routing = ops.build_routing(experts_TK, self.num_experts, capacity=capacity)
-        if not of_group and not arrangement.clones:  # where rows go does not depend on what the others announce
-            rows_SH = ops.dispatch(rows_TH, routing)
-            return routing, rows_SH, Plan(arrangement, announcement.read(), self.top_k, self.capacity_factor)
-        kind = ClonedPlan if arrangement.clones else Plan
-        plan = kind(arrangement, announcement.read(), self.top_k, self.capacity_factor)
-        if of_group:
-            routing = plan.without_dropped(routing, experts_TK)
-        if isinstance(plan, ClonedPlan):
-            routing = plan.in_order_of_travel(routing)
-        return routing, ops.dispatch(rows_TH, routing), plan
-
-    def _with_losses(self, gate: Gate, logits_TE: Tensor, plan: Plan) -> tuple[Tensor, RouterLosses]:
+    def _with_losses(self, gate: Gate, logits_TE: Tensor, shipment: Shipment) -> tuple[Tensor, RouterLosses]:
         if self.arrangement.scope == "rank":
             return self.losses(gate, logits_TE)  # type: ignore[no-any-return]
         # The mean over ranks of what each injects is the loss of all tokens, also where ranks have more or fewer of
         # them.
-        everyone = sum(plan.tokens)
-        share = self.arrangement.ranks * logits_TE.shape[0] / everyone if everyone else 1.0
-        load = torch.tensor(plan.group_load(), dtype=torch.int64).to(gate.load.device)
+        load, share = shipment.of_group()
         return self.losses(gate, logits_TE, load=load, share=share)  # type: ignore[no-any-return]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +28,18 @@ class Loan:
     """(1, R): of how many experts of each rank this one takes a clone."""
 
 
+class RowCounts(NamedTuple):
+    """The rows of a call that travel between each two ranks."""
+
+    arrangement: Arrangement
+    sent: list[list[int]]
+    """(chunks, R): those that this rank sends to each."""
+    received: list[list[int]]
+    """(chunks, R): those that it receives from each."""
+
+
 class Plan:
-    """The rows of one call of a layer.
+    """The rows of one call of a layer, one for each choice.
 
     Args:
         arrangement: of the layer.
@@ -47,7 +58,7 @@ class Plan:
         self, arrangement: Arrangement, announced: Announced, top_k: int, capacity_factor: float | None
     ) -> None:
         self.arrangement = arrangement
-        self.loads, self.tokens = announced
+        self.loads, self.tokens, self.rows = announced
         self.kept = self.loads
         """(R, E): the rows that each rank sends to each expert."""
         if capacity_factor is not None:

@@ -12,11 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from pymoe.ep.agreement import number_of
-from pymoe.ep.arrangement import Arrangement, Scope
+from pymoe.ep.arrangement import Arrangement, Scope, Transport
 from pymoe.ep.comparison import compare
 from pymoe.ep.experts import ShardedExperts
-from pymoe.ep.groups import join
+from pymoe.ep.groups import next_model, note_announced
 from pymoe.ep.layer import ShardedMoE
+from pymoe.ep.padded import notes_of
 from pymoe.nn.experts import Experts
 from pymoe.nn.moe import MoE
 from pymoe.nn.quantize import lost_with
@@ -32,6 +33,8 @@ def shard(
     room: int | None = None,
     clones: int = 0,
     worth: int | None = None,
+    deduplicate: bool = False,
+    transport: Transport = "exact",
 ) -> nn.Module:
     """Spread the experts of every :class:`pymoe.nn.MoE` in ``model`` over the ranks of a group, in place.
 
@@ -43,11 +46,12 @@ def shard(
     then.
 
     A call of a layer is collective (:class:`ShardedMoE`). Rows go to the ranks of their experts and come back, with one
-    read of numbers by the host; the rank of a token sums its choices, in their order. Sums of rows over an expert run
-    in the order of ranks. So outputs, gradients of inputs and gradients of experts are, bit for bit, those of one
-    process with the tokens of all ranks, rank after rank, if its router and shared experts are ``row_invariant``, as
-    ``shard`` makes them here. Exceptions, equal to rounding: gradients of router and shared experts, which you sum over
-    the ranks; and what the auxiliary losses of a ``scope="group"`` add to gradients of inputs.
+    read of numbers by the host or none; the rank of a token sums its choices, in their order. Sums of rows over an
+    expert run in the order of ranks. So outputs, gradients of inputs and gradients of experts are, bit for bit, those
+    of one process with the tokens of all ranks, rank after rank, if its router and shared experts are
+    ``row_invariant``, as ``shard`` makes them here. Exceptions, equal to rounding: gradients of router and shared
+    experts, which you sum over the ranks; what the auxiliary losses of a ``scope="group"`` add to gradients of inputs;
+    and what ``clones`` and ``deduplicate`` say below.
 
     Args:
         model: any module; layers inside that are quantised, of subclasses of ``MoE`` or ``Experts``, or with hooks on
@@ -61,8 +65,9 @@ def shard(
         scope: over whose tokens capacity and auxiliary losses are taken. ``"rank"``: each rank's own, as data
             parallelism does. ``"group"``: all of them, as one process does; tokens of lower ranks come first, and the
             mean over ranks of the losses is that of all tokens.
-        room: the most rows that a rank may receive in a call. If one would receive more, every rank raises
-            :class:`GroupError` before anything is allocated for them. None: no limit.
+        room: the most rows that a rank may receive in a call, a row for each choice also with ``deduplicate``. If one
+            would receive more, every rank raises :class:`GroupError` before anything is allocated for them. None: no
+            limit. With ``transport="padded"`` see there.
         clones: how many experts of other ranks a rank may take clones of, for one call (FasterMoE's shadow experts).
             Every call's clones are planned from its own loads by :func:`pymoe.ep.clones.plan_clones`, without another
             message. The weights of a clone travel to its rank once and their gradients once back, in one more exchange
@@ -76,6 +81,20 @@ def shard(
             from which on the weights take no longer than the rows: 1.5 F for gated experts. That is where a clone pays
             on a wire that takes as long for a row as a rank computes on it; where a rank computes φ operations in the
             time of a byte on its wire, take b φ / 3 for numbers of b bytes.
+        deduplicate: send a token once to each rank of which it chose experts (in every chunk in which it did), and
+            their weighted sum back, in place of a row for each choice. Numbers of experts and weights travel beside
+            the rows, 12 K bytes a row in a forward and backward pass (20 K in float64). Sums are grouped by rank:
+            outputs and gradients of inputs equal one process's to rounding, an output to (K + 3) u times the sum of
+            its terms' sizes, u being the unit roundoff of the dtype. Gradients of experts keep their bits. Not with
+            ``clones``.
+        transport: ``"exact"``: ranks tell each other how many rows they send, and the host reads these numbers, once a
+            call. ``"padded"``: every rank sends every other ``room // (R * chunks)`` rows in each chunk, filled or not,
+            and the host reads nothing, so shapes follow from shapes. ``room`` must be given: 2 T K for ranks of at most
+            T tokens leaves each pair twice its even share. Of the rows from a rank to a rank in a chunk, those past
+            that number are dropped, in the order of tokens and choices, after those past a capacity and like them;
+            ``stats.dropped`` counts them in, and :attr:`ShardedMoE.overflowed` adds them up. Where nothing is dropped
+            so, all bits are those of ``"exact"``. Ranks that disagree are not noticed before rows travel:
+            :func:`check_calls`. Not with ``clones`` or ``deduplicate``.
 
     Returns:
         ``model``.
@@ -83,8 +102,8 @@ def shard(
     Raises:
         TypeError: an argument, or a layer's class, is of the wrong kind.
         ValueError: ``mesh`` has several dimensions, another order than its group, or not this rank; a number is out of
-            range; ``model`` holds no layer, one that has been sharded before, or one with a hook on its experts or a
-            ``forward`` of its own.
+            range, or options do not fit each other; ``model`` holds no layer, one that has been sharded before, or one
+            with a hook on its experts or a ``forward`` of its own.
         GroupError: the ranks do not give equal arguments and layers, their routers or shared experts differ, or one of
             them has failed; so every rank raises.
     """
@@ -100,20 +119,36 @@ def shard(
         checks.integer("shard", "clones", clones, 0, None, "at least 0")
         if worth is not None:
             checks.integer("shard", "worth", worth, 1, None, "None or at least 1")
+        checks.flag("shard", "deduplicate", deduplicate)
+        checks.choice("shard", "transport", transport, ("exact", "padded"))
+        if deduplicate and clones:
+            raise ValueError(f"shard: clones must be 0 with deduplicate=True, got {clones}")
         layers = _layers_of(model)
+        if transport == "padded":
+            _check_padded(mesh, layers, chunks, room, clones, deduplicate)
     except (TypeError, ValueError) as error:
         problem = error
     options = {"chunks": chunks, "scope": scope, "room": room, "clones": clones, "worth": worth}
+    options |= {"deduplicate": deduplicate, "transport": transport}
     described = {name: _described(layer) for name, layer in layers.items()}
     compare("shard", mesh.get_group(), {"argument": options, "layer": described}, problem)
-    number = join(mesh.get_group(), max(layer.num_experts for layer in layers.values()))
+    number = next_model(mesh.get_group())
     made: dict[int, nn.Parameter] = {}
     for name, layer in layers.items():
-        most = -(-layer.num_experts // mesh.size())
-        fewest = _worth_of(layer.experts) if worth is None else worth
         arrangement = Arrangement(
-            name, mesh, layer.num_experts, min(chunks, most), scope, room, number, clones, worth=fewest
+            name,
+            mesh,
+            layer.num_experts,
+            _chunks_of(layer, mesh, chunks),
+            scope,
+            room,
+            number,
+            clones,
+            worth=_worth_of(layer.experts) if worth is None else worth,
+            deduplicate=deduplicate,
+            transport=transport,
         )
+        note_announced(mesh.get_group(), arrangement.announced)
         layer.router.row_invariant = True
         if layer.shared is not None:
             layer.shared.row_invariant = True
@@ -125,7 +160,31 @@ def shard(
         sharded: Any = layer
         sharded.__class__ = ShardedMoE
         sharded.arrangement = arrangement
+        if transport == "padded":
+            sharded.notes = notes_of(arrangement, layer.router.weight.device)
     return model
+
+
+def _chunks_of(layer: MoE, mesh: DeviceMesh, chunks: int) -> int:
+    return min(chunks, -(-layer.num_experts // mesh.size()))
+
+
+def _check_padded(
+    mesh: DeviceMesh, layers: dict[str, MoE], chunks: int, room: int | None, clones: int, deduplicate: bool
+) -> None:
+    """Raise unless options fit ``transport="padded"``."""
+    if clones:
+        raise ValueError(f"shard: clones must be 0 with transport='padded', got {clones}")
+    if deduplicate:
+        raise ValueError("shard: deduplicate must be False with transport='padded', got True")
+    if room is None:
+        raise ValueError("shard: room must be given with transport='padded', got None")
+    least = mesh.size() * max(_chunks_of(layer, mesh, chunks) for layer in layers.values())
+    if room < least:
+        raise ValueError(
+            f"shard: room must be at least {least} with transport='padded', a row from each rank in each chunk, got "
+            f"{room}"
+        )
 
 
 def _worth_of(experts: Experts) -> int:

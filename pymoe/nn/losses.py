@@ -78,7 +78,7 @@ class AuxiliaryLosses(nn.Module):
         """Factor of what is injected; see :func:`set_aux_loss_scale`."""
 
     def forward(
-        self, gate: Gate, logits_TE: Tensor, *, load: Tensor | None = None, share: float = 1.0
+        self, gate: Gate, logits_TE: Tensor, *, load: Tensor | None = None, share: float | Tensor = 1.0
     ) -> tuple[Tensor, RouterLosses]:
         """Return the gate's weights (T, K), now carrying the losses, and the losses themselves, detached.
 

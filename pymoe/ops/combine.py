@@ -70,7 +70,7 @@ class _CombineBackward(torch.autograd.Function):
 
 def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
     check(y, routing, weights)
-    index_checks.slots_in_range("combine", routing[0])
+    index_checks.slots_in_range("combine", routing)
     if weights is None:
         return sum_choices(y, routing)
     slot, _, offsets = routing

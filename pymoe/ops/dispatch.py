@@ -18,7 +18,7 @@ from pymoe.reference.types import Routing
 
 def dispatch(x: Tensor, routing: Routing, *, out: Tensor | None = None) -> Tensor:
     check(x, routing)
-    index_checks.slots_in_range("dispatch", routing[0])
+    index_checks.slots_in_range("dispatch", routing)
     if out is None:
         return spread_rows(x, routing)
     check_out(x, routing, out)
@@ -33,8 +33,8 @@ dispatch.__doc__ = reference.__doc__
 
 
 @torch.library.register_fake("pymoe::dispatch")
-def _(x: Tensor, slot: Tensor, offsets: Tensor) -> Tensor:
-    return x.new_empty((slot.numel(), x.shape[1]))
+def _(x: Tensor, slot: Tensor, offsets: Tensor, rows: int | None = None) -> Tensor:
+    return x.new_empty((slot.numel() if rows is None else rows, x.shape[1]))
 
 
 @torch.library.register_fake("pymoe::dispatch_out")

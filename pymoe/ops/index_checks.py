@@ -16,6 +16,7 @@ from pymoe._torch_private import FakeTensor
 from pymoe.reference import checks
 from pymoe.reference.build_routing import check_experts
 from pymoe.reference.grouped_linear import check_offsets, check_order
+from pymoe.reference.types import Routing
 
 VARIABLE = "PYMOE_CHECK_INDICES"
 
@@ -92,10 +93,10 @@ def experts_in_range(operator: str, experts: Tensor, num_experts: int, foreign_e
         check_experts(operator, experts, num_experts, foreign_experts)
 
 
-def slots_in_range(operator: str, slot: Tensor) -> None:
+def slots_in_range(operator: str, routing: Routing) -> None:
     """In debug mode, raise if a slot is neither -1 nor a row."""
-    if _to_check(operator, slot):
-        checks.slots_in_range(operator, slot)
+    if _to_check(operator, routing[0]):
+        checks.slots_in_range(operator, routing)
 
 
 def offsets_in_range(operator: str, offsets: Tensor, rows: int) -> None:

@@ -24,7 +24,7 @@ class _MovesRows(torch.autograd.Function):
 class _SpreadRows(_MovesRows):
     @staticmethod
     def forward(x: Tensor, slot: Tensor, token: Tensor, offsets: Tensor) -> Tensor:
-        return torch.ops.pymoe.dispatch(x, slot, offsets)
+        return torch.ops.pymoe.dispatch(x, slot, offsets, token.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]

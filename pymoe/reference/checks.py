@@ -87,16 +87,15 @@ def routing(operator: str, value: Routing, rows_argument: str, rows: Tensor) -> 
     """Raise unless ``value`` is a routing on the device of ``rows`` whose parts fit each other."""
     if not (isinstance(value, tuple) and len(value) == 3):
         raise TypeError(f"{operator}: routing must be a Routing, got {type(value).__name__}")
-    slot, token_of_row, offsets = value
+    slot, token, offsets = value
     for argument, part, layout in (
         ("routing.slot", slot, "(T, K)"),
-        ("routing.token", token_of_row, "(S,)"),
+        ("routing.token", token, "(S,)"),
         ("routing.offsets", offsets, "(E + 1,)"),
     ):
         dtype(operator, argument, part, torch.int32)
         rank(operator, argument, part, layout)
         same_device(operator, argument, part, rows_argument, rows)
-    size(operator, "routing.token", token_of_row, 0, slot.shape[0] * slot.shape[1], "T * K of routing.slot")
     if offsets.shape[0] < 2:
         seen = tuple(offsets.shape)
         raise ValueError(f"{operator}: routing.offsets must have shape (E + 1,) with E >= 1, got {seen}")
@@ -116,6 +115,6 @@ def in_range(operator: str, argument: str, indices: Tensor, low: int, end: int, 
         )
 
 
-def slots_in_range(operator: str, slot: Tensor) -> None:
+def slots_in_range(operator: str, routing: Routing) -> None:
     """Raise unless every slot is -1 or a row."""
-    in_range(operator, "routing.slot", slot, -1, slot.numel(), "S")
+    in_range(operator, "routing.slot", routing[0], -1, routing[1].shape[0], "S")

@@ -16,8 +16,8 @@ def check(y: Tensor, routing: Routing, weights: Tensor | None) -> None:
     checks.floating("combine", "y", y)
     checks.rank("combine", "y", y, "(S, H)")
     checks.routing("combine", routing, "y", y)
-    slot = routing[0]
-    checks.size("combine", "y", y, 0, slot.shape[0] * slot.shape[1], "T * K of routing.slot")
+    slot, token, _ = routing
+    checks.size("combine", "y", y, 0, token.shape[0], "S of routing.token")
     if weights is not None:
         checks.floating("combine", "weights", weights)
         if weights.dtype == torch.float64 and y.dtype != torch.float64:
@@ -37,15 +37,15 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
     nothing, whatever its weight.
 
     Args:
-        y: (S, H) with S = T * K, any floating dtype; rows past ``routing.offsets[-1]`` are never read.
-        routing: from :func:`build_routing`.
+        y: (S, H), S as ``routing.token`` has it, any floating dtype; rows past ``routing.offsets[-1]`` are never read.
+        routing: from :func:`build_routing`, or made by hand: ``slot`` names each row at most once.
         weights: (T, K), usually float32 as :func:`gate_topk` makes them; any floating dtype that widens without loss to
             the dtype of the sum (so float64 for float64 ``y`` only). ``None`` for a plain sum.
 
     Returns:
         (T, H), the dtype of ``y``. Differentiable in ``y`` (the gradient of a row is its weight times the gradient
-        of its token, zero past ``routing.offsets[-1]``) and in ``weights`` (the inner product of the token's gradient
-        and the choice's row; zero where dropped).
+        of its token; zero past ``routing.offsets[-1]``, and unspecified where no choice owns a row before that) and in
+        ``weights`` (the inner product of the token's gradient and the choice's row; zero where dropped).
 
     Raises:
         TypeError: a dtype is not as above.
@@ -54,8 +54,10 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
     """
     check(y, routing, weights)
     slot = routing[0]
-    checks.slots_in_range("combine", slot)
+    checks.slots_in_range("combine", routing)
     dtype = accumulate_dtype(y.dtype)
+    if y.shape[0] == 0:  # a row to name where nothing is read
+        y = torch.cat([y, y.new_zeros(1, y.shape[1])])
     weights_TK = None if weights is None else weights.to(dtype)
     total = torch.zeros(slot.shape[0], y.shape[1], dtype=dtype, device=y.device)
     for choice in range(slot.shape[1]):

@@ -23,7 +23,7 @@ def check_out(x: Tensor, routing: Routing, out: Tensor) -> None:
     """Raise if ``out`` is not a buffer that :func:`dispatch` may fill."""
     checks.dtype("dispatch", "out", out, x.dtype)
     checks.rank("dispatch", "out", out, "(S, H)")
-    checks.size("dispatch", "out", out, 0, routing[1].shape[0], "T * K of routing.slot")
+    checks.size("dispatch", "out", out, 0, routing[1].shape[0], "S of routing.token")
     checks.size("dispatch", "out", out, 1, x.shape[1], "H of x")
     checks.same_device("dispatch", "out", out, "x", x)
     if not out.is_contiguous():
@@ -53,18 +53,20 @@ def dispatch(x: Tensor, routing: Routing, *, out: Tensor | None = None) -> Tenso
     """Copy every token's row to the rows that its choices own.
 
     ``out[routing.slot[t, k]] = x[t]`` for every choice that was not dropped; rows past ``routing.offsets[-1]`` are
-    zero. The copy is exact, for every dtype and every bit pattern.
+    zero, and rows before that which no choice owns are unspecified. The copy is exact, for every dtype and every bit
+    pattern.
 
     Args:
         x: (T, H), any floating dtype.
-        routing: from :func:`build_routing` for the same T.
+        routing: from :func:`build_routing` for the same T, or made by hand: ``slot`` names each row at most once.
         out: (S, H), contiguous, the dtype and device of ``x``, not overlapping it: a buffer to fill instead of fresh
             memory. Nothing is recorded for the backward, so neither tensor may require a gradient then (except under
             :func:`torch.no_grad`).
 
     Returns:
-        (S, H) with S = T * K, the dtype of ``x``; ``out`` where it was given. Differentiable in ``x``: the gradient
-        of a token is the sum over its choices, in the order of the choices (:func:`combine` without weights).
+        (S, H), S as ``routing.token`` has it, the dtype of ``x``; ``out`` where it was given. Differentiable in ``x``:
+        the gradient of a token is the sum over its choices, in the order of the choices (:func:`combine` without
+        weights).
 
     Raises:
         TypeError: a dtype is not as above.
@@ -74,7 +76,7 @@ def dispatch(x: Tensor, routing: Routing, *, out: Tensor | None = None) -> Tenso
     """
     check(x, routing)
     slot, token, _ = routing
-    checks.slots_in_range("dispatch", slot)
+    checks.slots_in_range("dispatch", routing)
     if out is not None:
         check_out(x, routing, out)
     # One copy for each choice, so that a token's gradients are added in the order of its choices.
@@ -83,5 +85,9 @@ def dispatch(x: Tensor, routing: Routing, *, out: Tensor | None = None) -> Tenso
     kept = slot_S >= 0
     choice_of_row = torch.zeros_like(token, dtype=torch.int64)
     choice_of_row[slot_S[kept].long()] = kept.nonzero()[:, 0]
-    rows = torch.where(token[:, None] >= 0, copies_SH[choice_of_row], torch.zeros((), dtype=x.dtype, device=x.device))
+    if slot_S.shape[0] == 0:
+        rows = torch.cat([x[:0], x.new_zeros(token.shape[0], x.shape[1])])
+    else:
+        zero = torch.zeros((), dtype=x.dtype, device=x.device)
+        rows = torch.where(token[:, None] >= 0, copies_SH[choice_of_row], zero)
     return rows if out is None else out.copy_(rows)

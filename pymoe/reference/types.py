@@ -43,12 +43,15 @@ class Gate(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Where every choice's row lies when rows are sorted by expert; made by :func:`build_routing`."""
+    """Where every choice's row lies when rows are sorted by expert; made by :func:`build_routing`.
+
+    One made by hand may have fewer or more than T * K rows, for a buffer with another order or with room to spare.
+    """
 
     slot: Tensor
     """(T, K) int32: the row of each choice, stable in (token, choice) order within an expert; -1 where dropped."""
     token: Tensor
-    """(S,) int32, S = T * K: the token of each row; -1 for the rows past ``offsets[-1]``."""
+    """(S,) int32, S = T * K of :func:`build_routing`: the token of each row; -1 for the rows past ``offsets[-1]``."""
     offsets: Tensor
     """(E + 1,) int32: rows ``offsets[e]`` to ``offsets[e + 1]`` belong to expert e."""
 

@@ -20,7 +20,7 @@ using test::WithThreads;
 namespace {
 
 struct Case {
-  int64_t tokens, choices, row_bytes, dropped;
+  int64_t tokens, choices, row_bytes, dropped, rows;
   std::vector<unsigned char> x;
   std::vector<int32_t> slot;
   int32_t used;
@@ -30,6 +30,7 @@ struct Case {
         choices(choices),
         row_bytes(row_bytes),
         dropped(dropped),
+        rows(tokens * choices),
         x(static_cast<size_t>(tokens * row_bytes)),
         slot(static_cast<size_t>(tokens * choices)),
         used(static_cast<int32_t>(tokens * choices - dropped)) {
@@ -43,17 +44,17 @@ struct Case {
   }
 
   DispatchArguments arguments(Buffer<unsigned char>& out) const {
-    return {x.data(), slot.data(), &used, out.data(), tokens, choices, row_bytes};
+    return {x.data(), slot.data(), &used, out.data(), tokens, choices, rows, row_bytes};
   }
 
   int64_t wrong_rows(const Buffer<unsigned char>& out) const {
-    std::vector<int64_t> owner(slot.size(), -1);
+    std::vector<int64_t> owner(static_cast<size_t>(rows), -1);
     for (size_t i = 0; i < slot.size(); ++i) {
       if (slot[i] >= 0) owner[static_cast<size_t>(slot[i])] = static_cast<int64_t>(i) / choices;
     }
     const std::vector<unsigned char> zeros(static_cast<size_t>(row_bytes));
     int64_t wrong = 0;
-    for (int64_t row = 0; row < tokens * choices; ++row) {
+    for (int64_t row = 0; row < rows; ++row) {
       const int64_t token = owner[static_cast<size_t>(row)];
       const unsigned char* expected = token < 0 ? zeros.data() : x.data() + token * row_bytes;
       wrong += memcmp(out.data() + row * row_bytes, expected, static_cast<size_t>(row_bytes)) != 0;
@@ -103,4 +104,26 @@ TEST_CASE("dispatch takes any count of used rows") {
     cpu::dispatch(c.arguments(out));
     CHECK(out.intact());
   }
+}
+
+TEST_CASE("dispatch fills a buffer of any number of rows") {
+  for (const int64_t rows : {0, 7, 20, 61, 5000}) {
+    for (const int threads : {1, 4}) {
+      const WithThreads backend(threads);
+      Case c(10, 2, 2048, 20 - std::min<int64_t>(rows, 20));
+      c.rows = rows;
+      Buffer<unsigned char> out(rows * 2048);
+      cpu::dispatch(c.arguments(out));
+      CHECK(out.intact());
+      CHECK(c.wrong_rows(out) == 0);
+      if (rows > 0) c.slot[3] = static_cast<int32_t>(rows);
+      if (rows > 0) CHECK_THROWS_AS(cpu::dispatch(c.arguments(out)), std::out_of_range);
+      CHECK(out.intact());
+    }
+  }
+  Case none(0, 2, 48);
+  none.rows = 9;
+  Buffer<unsigned char> out(9 * 48);
+  cpu::dispatch(none.arguments(out));
+  CHECK(none.wrong_rows(out) == 0);
 }

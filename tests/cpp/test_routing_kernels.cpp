@@ -41,7 +41,7 @@ void check_combine(int64_t tokens, int64_t choices, int64_t hidden) {
   const auto y = random_values<T>(rows * hidden, 1), grad = random_values<T>(tokens * hidden, 2);
   const auto weights = random_values<accumulate_t<T>>(rows, 3);
 
-  const CombineInput input{y.data(), slot.data(), weights.data(), tokens, choices, hidden, dtype_of<T>()};
+  const CombineInput input{y.data(), slot.data(), weights.data(), tokens, choices, rows, hidden, dtype_of<T>()};
   const auto [out] = same_on_threads([&] { return std::tuple(Buffer<T>(tokens * hidden)); },
                                      [&](auto& result) { cpu::combine({input, result.data()}); });
   int64_t wrong = 0;
@@ -117,7 +117,7 @@ TEST_CASE("combine refuses a slot outside [-1, S)") {
     slot[7] = hostile;
     const WithThreads backend(4);
     Buffer<float> out(10 * 16);
-    CHECK_THROWS_AS(cpu::combine({{y.data(), slot.data(), nullptr, 10, 2, 16, DType::kFloat32}, out.data()}),
+    CHECK_THROWS_AS(cpu::combine({{y.data(), slot.data(), nullptr, 10, 2, 20, 16, DType::kFloat32}, out.data()}),
                     std::out_of_range);
     CHECK(out.intact());
   }

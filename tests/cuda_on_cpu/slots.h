@@ -26,6 +26,9 @@ struct Slots {
     }
   }
 
+  // The rows of a buffer: one a choice, or any number that holds those in use.
+  int64_t rows(Random& random) const { return random.chance(0.5) ? slot.size() : used[0] + random.between(0, 9); }
+
   // Some slots, and perhaps the number of rows in use, name what is not there or what another choice owns.
   void spoil(Random& random) {
     const auto rows = static_cast<int32_t>(slot.size());

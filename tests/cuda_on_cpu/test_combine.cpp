@@ -31,7 +31,7 @@ struct Shape {
         hidden(random_hidden(random)),
         shift(random.chance(0.7) ? 0 : random.between(1, 7)) {}
 
-  int64_t rows() const { return tokens * choices; }
+  int64_t slots() const { return tokens * choices; }
 };
 
 // Within so many roundings of one another: two sums of `hidden` products in different orders.
@@ -65,14 +65,16 @@ TEST_CASE("combine: the emulated kernel gives the CPU twin's bits") {
       using T = typename decltype(tag)::type;
       const Shape shape(random);
       Slots slots(random, shape.tokens, shape.choices, random.one_of({0.0, 0.3, 1.0}));
-      Buffer<T> y(shape.rows() * shape.hidden, shape.shift);
-      Buffer<accumulate_t<T>> weights(shape.rows());
+      const int64_t rows = slots.rows(random);
+      Buffer<T> y(rows * shape.hidden, shape.shift);
+      Buffer<accumulate_t<T>> weights(shape.slots());
       fill(y, random, random.one_of({0.0, 0.02}));
       fill(weights, random, random.one_of({0.0, 0.02}));
       Buffer<T> expected(shape.tokens * shape.hidden), out(shape.tokens * shape.hidden, shape.shift);
       const void* const given = random.chance(0.8) ? weights.data() : nullptr;
-      CombineArguments a{{y.data(), slots.slot.data(), given, shape.tokens, shape.choices, shape.hidden, dtype_of<T>()},
-                         expected.data()};
+      CombineArguments a{
+          {y.data(), slots.slot.data(), given, shape.tokens, shape.choices, rows, shape.hidden, dtype_of<T>()},
+          expected.data()};
       cpu::combine(a);
       a.out = out.data();
       cuda::combine(a, nullptr);
@@ -84,7 +86,7 @@ TEST_CASE("combine: the emulated kernel gives the CPU twin's bits") {
 
 TEST_CASE("combine: tokens without choices are zero") {
   Buffer<float> out(3 * 5);
-  cuda::combine({{nullptr, nullptr, nullptr, 3, 0, 5, DType::kFloat32}, out.data()}, nullptr);
+  cuda::combine({{nullptr, nullptr, nullptr, 3, 0, 0, 5, DType::kFloat32}, out.data()}, nullptr);
   for (const float value : out) CHECK(bit_cast<uint32_t>(value) == 0);
 }
 
@@ -96,16 +98,16 @@ TEST_CASE("combine: a slot that points outside adds nothing") {
       if (shape.tokens == 0) return;
       Slots slots(random, shape.tokens, shape.choices, 0.2);
       slots.spoil(random);
-      Buffer<T> y(shape.rows() * shape.hidden, shape.shift);
-      Buffer<accumulate_t<T>> weights(shape.rows());
+      Buffer<T> y(shape.slots() * shape.hidden, shape.shift);
+      Buffer<accumulate_t<T>> weights(shape.slots());
       fill(y, random);
       fill(weights, random);
       Buffer<T> expected(shape.tokens * shape.hidden), out(shape.tokens * shape.hidden, shape.shift);
-      CombineArguments a{
-          {y.data(), slots.slot.data(), weights.data(), shape.tokens, shape.choices, shape.hidden, dtype_of<T>()},
-          out.data()};
+      CombineArguments a{{y.data(), slots.slot.data(), weights.data(), shape.tokens, shape.choices, shape.slots(),
+                          shape.hidden, dtype_of<T>()},
+                         out.data()};
       cuda::combine(a, nullptr);
-      for (int32_t& slot : slots.slot) slot = slot < shape.rows() ? std::max(slot, -1) : -1;
+      for (int32_t& slot : slots.slot) slot = slot < shape.slots() ? std::max(slot, -1) : -1;
       a.out = expected.data();
       cpu::combine(a);
       CHECK(same_values(out, expected));
@@ -120,17 +122,17 @@ TEST_CASE("combine_backward: the emulated kernel gives the CPU twin's dy, and dw
       using T = typename decltype(tag)::type;
       const Shape shape(random);
       Slots slots(random, shape.tokens, shape.choices, random.one_of({0.0, 0.3, 1.0}));
-      const int64_t elements = shape.rows() * shape.hidden;
+      const int64_t count = slots.rows(random), elements = count * shape.hidden;
       Buffer<T> grad(shape.tokens * shape.hidden, shape.shift), y(elements, shape.shift);
-      Buffer<accumulate_t<T>> weights(shape.rows());
+      Buffer<accumulate_t<T>> weights(shape.slots());
       fill(grad, random);
       fill(y, random);
       fill(weights, random, random.one_of({0.0, 0.1}));
       const bool rows = random.chance(0.8), sums = !rows || random.chance(0.8);
       Buffer<T> expected_dy(elements), dy(elements, shape.shift);
-      Buffer<accumulate_t<T>> expected_dweights(shape.rows()), dweights(shape.rows()), again(shape.rows());
+      Buffer<accumulate_t<T>> expected_dweights(shape.slots()), dweights(shape.slots()), again(shape.slots());
       CombineBackwardArguments a{{sums ? y.data() : nullptr, slots.slot.data(), rows ? weights.data() : nullptr,
-                                  shape.tokens, shape.choices, shape.hidden, dtype_of<T>()},
+                                  shape.tokens, shape.choices, count, shape.hidden, dtype_of<T>()},
                                  grad.data(),
                                  slots.used.data(),
                                  rows ? expected_dy.data() : nullptr,
@@ -166,28 +168,28 @@ TEST_CASE("combine_backward: slots and a row count that point outside touch noth
       Slots slots(random, shape.tokens, shape.choices, 0.2);
       slots.spoil(random);
       // Rows that two choices own are written by both: one owner each, for the search for races.
-      std::vector<bool> owned(static_cast<size_t>(shape.rows()));
+      std::vector<bool> owned(static_cast<size_t>(shape.slots()));
       for (int32_t& slot : slots.slot) {
-        if (slot < 0 || slot >= shape.rows()) continue;
+        if (slot < 0 || slot >= shape.slots()) continue;
         if (owned[slot])
           slot = INT32_MIN;
         else
           owned[slot] = true;
       }
-      Buffer<T> grad(shape.tokens * shape.hidden, shape.shift), y(shape.rows() * shape.hidden, shape.shift);
-      Buffer<accumulate_t<T>> weights(shape.rows()), dweights(shape.rows()), expected_dweights(shape.rows());
+      Buffer<T> grad(shape.tokens * shape.hidden, shape.shift), y(shape.slots() * shape.hidden, shape.shift);
+      Buffer<accumulate_t<T>> weights(shape.slots()), dweights(shape.slots()), expected_dweights(shape.slots());
       fill(grad, random);
       fill(y, random);
       fill(weights, random);
       Buffer<T> dy(y.size(), shape.shift), expected_dy(y.size());
-      CombineBackwardArguments a{
-          {y.data(), slots.slot.data(), weights.data(), shape.tokens, shape.choices, shape.hidden, dtype_of<T>()},
-          grad.data(),
-          slots.used.data(),
-          dy.data(),
-          dweights.data()};
+      CombineBackwardArguments a{{y.data(), slots.slot.data(), weights.data(), shape.tokens, shape.choices,
+                                  shape.slots(), shape.hidden, dtype_of<T>()},
+                                 grad.data(),
+                                 slots.used.data(),
+                                 dy.data(),
+                                 dweights.data()};
       cuda::combine_backward(a, nullptr);
-      for (int32_t& slot : slots.slot) slot = slot < shape.rows() ? std::max(slot, -1) : -1;
+      for (int32_t& slot : slots.slot) slot = slot < shape.slots() ? std::max(slot, -1) : -1;
       a.dy = expected_dy.data();
       a.dweights = expected_dweights.data();
       cpu::combine_backward(a);
@@ -214,7 +216,7 @@ TEST_CASE("combine and its backward: rows past 2^31 elements") {
     elements(y)[kTarget * kHidden + column] = round_to<BFloat16>(3);
     elements(grad)[column] = round_to<BFloat16>(7);
   }
-  const CombineInput input{y.data(), slot.data(), weights.data(), 1, kChoices, kHidden, DType::kBFloat16};
+  const CombineInput input{y.data(), slot.data(), weights.data(), 1, kChoices, kChoices, kHidden, DType::kBFloat16};
   cuda::combine({input, out.data()}, nullptr);
   cuda::combine_backward({input, grad.data(), used.data(), dy.data(), dweights.data()}, nullptr);
   for (const int64_t column : {int64_t{5}, kHidden - 1}) {

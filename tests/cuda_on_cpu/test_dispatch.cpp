@@ -1,31 +1,10 @@
 // dispatch: the emulated CUDA kernel moves the bytes that the CPU twin moves.
 #include "cuda_on_cpu/harness.h"
+#include "cuda_on_cpu/slots.h"
 #include "kernels/dispatch.h"
 
 using namespace pymoe;
 using namespace pymoe::test;
-
-namespace {
-
-// A random permutation of the rows, some choices dropped: the rows in use come first.
-struct Slots {
-  Buffer<int32_t> slot, used;
-  Slots(Random& random, int64_t tokens, int64_t choices, double dropped) : slot(tokens * choices), used(1) {
-    std::vector<int32_t> rows;
-    for (int64_t i = 0; i < slot.size(); ++i) {
-      slot[i] = random.chance(dropped) ? -1 : 0;
-      if (slot[i] == 0) rows.push_back(static_cast<int32_t>(rows.size()));
-    }
-    used[0] = static_cast<int32_t>(rows.size());
-    std::shuffle(rows.begin(), rows.end(), random.engine());
-    size_t next = 0;
-    for (int32_t& value : slot) {
-      if (value == 0) value = rows[next++];
-    }
-  }
-};
-
-}  // namespace
 
 TEST_CASE("dispatch: the emulated kernel equals the CPU twin, byte for byte") {
   for_cases("dispatch", 120, [](Random& random) {
@@ -34,11 +13,11 @@ TEST_CASE("dispatch: the emulated kernel equals the CPU twin, byte for byte") {
     const int64_t row = unit * random.between(0, random.chance(0.2) ? 700 : 40);
     const int64_t x_shift = unit * random.between(0, 3), out_shift = unit * random.between(0, 3);
     Slots slots(random, tokens, choices, random.one_of({0.0, 0.3, 1.0}));
-    Buffer<unsigned char> x(tokens * row, x_shift), expected(tokens * choices * row);
-    Buffer<unsigned char> out(tokens * choices * row, out_shift);
+    const int64_t rows = slots.rows(random);
+    Buffer<unsigned char> x(tokens * row, x_shift), expected(rows * row), out(rows * row, out_shift);
     for (auto& byte : x) byte = static_cast<unsigned char>(random.between(0, 255));
-    cpu::dispatch({x.data(), slots.slot.data(), slots.used.data(), expected.data(), tokens, choices, row});
-    cuda::dispatch({x.data(), slots.slot.data(), slots.used.data(), out.data(), tokens, choices, row}, nullptr);
+    cpu::dispatch({x.data(), slots.slot.data(), slots.used.data(), expected.data(), tokens, choices, rows, row});
+    cuda::dispatch({x.data(), slots.slot.data(), slots.used.data(), out.data(), tokens, choices, rows, row}, nullptr);
     CHECK(out.same(expected));
     CHECK(out.intact());
   });
@@ -51,8 +30,10 @@ TEST_CASE("dispatch: rows of several stretches, and of as many words as a block 
     Slots slots(random, tokens, choices, random.one_of({0.0, 0.6}));
     Buffer<unsigned char> x(tokens * row), expected(tokens * choices * row), out(tokens * choices * row);
     for (auto& byte : x) byte = static_cast<unsigned char>(random.between(0, 255));
-    cpu::dispatch({x.data(), slots.slot.data(), slots.used.data(), expected.data(), tokens, choices, row});
-    cuda::dispatch({x.data(), slots.slot.data(), slots.used.data(), out.data(), tokens, choices, row}, nullptr);
+    cpu::dispatch(
+        {x.data(), slots.slot.data(), slots.used.data(), expected.data(), tokens, choices, tokens * choices, row});
+    cuda::dispatch({x.data(), slots.slot.data(), slots.used.data(), out.data(), tokens, choices, tokens * choices, row},
+                   nullptr);
     CHECK(out.same(expected));
     CHECK(out.intact());
   });
@@ -69,7 +50,8 @@ TEST_CASE("dispatch: slots and a row count that point outside touch nothing outs
     slots.used[0] = random.one_of<int32_t>({-1, 0, rows, rows + 1, INT32_MIN, INT32_MAX});
     Buffer<unsigned char> x(tokens * row), out(rows * row);
     for (auto& byte : x) byte = static_cast<unsigned char>(random.between(0, 255));
-    cuda::dispatch({x.data(), slots.slot.data(), slots.used.data(), out.data(), tokens, choices, row}, nullptr);
+    cuda::dispatch({x.data(), slots.slot.data(), slots.used.data(), out.data(), tokens, choices, tokens * choices, row},
+                   nullptr);
     CHECK(out.intact());
     const std::vector<unsigned char> zeros(static_cast<size_t>(row));
     int64_t wrong = 0;
@@ -91,8 +73,10 @@ TEST_CASE("dispatch: a slot of a row that is not in use is skipped, as the row i
     slots.used[0] = static_cast<int32_t>(random.between(0, rows));
     Buffer<unsigned char> x(tokens * row), expected(rows * row), out(rows * row);
     for (auto& byte : x) byte = static_cast<unsigned char>(random.between(1, 255));
-    cpu::dispatch({x.data(), slots.slot.data(), slots.used.data(), expected.data(), tokens, choices, row});
-    cuda::dispatch({x.data(), slots.slot.data(), slots.used.data(), out.data(), tokens, choices, row}, nullptr);
+    cpu::dispatch(
+        {x.data(), slots.slot.data(), slots.used.data(), expected.data(), tokens, choices, tokens * choices, row});
+    cuda::dispatch({x.data(), slots.slot.data(), slots.used.data(), out.data(), tokens, choices, tokens * choices, row},
+                   nullptr);
     CHECK(out.same(expected));
   });
 }
@@ -111,7 +95,7 @@ TEST_CASE("dispatch: more than 2^31 bytes and rows past them") {
     static_cast<unsigned char*>(x.data())[at] = 7;
     auto* const bytes = static_cast<unsigned char*>(out.data());
     memset(bytes + (target + 1) * row, 0xa5, static_cast<size_t>((choices - target - 1) * row));
-    cuda::dispatch({x.data(), slot.data(), used.data(), out.data(), 1, choices, row}, nullptr);
+    cuda::dispatch({x.data(), slot.data(), used.data(), out.data(), 1, choices, choices, row}, nullptr);
     CHECK(bytes[target * row + at] == 7);
     CHECK((choices - 1 == target || bytes[row * choices - 1] == (used[0] == choices ? 0xa5 : 0)));
   });

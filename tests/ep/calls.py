@@ -14,6 +14,9 @@ from pymoe.ep.exchange import Crossing
 from pymoe.nn import MoE
 
 TOKENS = [13, 5, 0, 9]
+PADDED = {"transport": "padded", "room": 4 * 2 * 13 * 2}
+"""Room for all rows, in two chunks."""
+ONCE = {"deduplicate": True}
 
 
 def case(dtype="float32", **more):
@@ -29,11 +32,11 @@ def prepared(rank, one, **options):
     return layer, x.clone().requires_grad_(), directions
 
 
-def host_reads(rank, world, chunks, scope, clones):
+def host_reads(rank, world, chunks, scope, **way):
     """Of a forward, and of a backward pass."""
     options = {"capacity_factor": 0.8, "aux_loss_coef": 0.1, "z_loss_coef": 0.1}
-    one = case(chunks=chunks, scope=scope, clones=clones, options=options)
-    layer, x, directions = prepared(rank, one, room=1000)
+    one = case(chunks=chunks, scope=scope, options=options)
+    layer, x, directions = prepared(rank, one, **{"room": 1000, **way})
     with HostReads() as forward:
         y = layer(x)
     with HostReads() as backward:
@@ -55,9 +58,9 @@ def sent(rank, world, chunks):
     return [forward, len(seen), rows, [there + back, 2 * (there + back)]]
 
 
-def second_derivative(rank, world, clones):
+def second_derivative(rank, world, **way):
     """Whether the gradient of a gradient is that of one process."""
-    one = case("float64", options={"activation": "gelu"}, chunks=2, clones=clones)
+    one = case("float64", options={"activation": "gelu"}, chunks=2)
     whole = one.layer()
     whole.router.row_invariant = whole.shared.row_invariant = True
 
@@ -66,7 +69,7 @@ def second_derivative(rank, world, clones):
         (second,) = torch.autograd.grad(first.square().sum(), x)
         return first, second
 
-    layer, x, _ = prepared(rank, one)
+    layer, x, _ = prepared(rank, one, **way)
     found = derivatives(layer, x)
     expected = derivatives(whole, torch.cat(one.rows()[0]).requires_grad_())
     pairs = zip(found, expected, strict=True)
@@ -87,9 +90,9 @@ def differing(a, b):
     return [name for name in a if not same_bits(a[name], b[name])]
 
 
-def checkpointed(rank, world, chunks, clones):
+def checkpointed(rank, world, chunks, **way):
     """What activation checkpointing changes."""
-    layer, x, directions = prepared(rank, case(chunks=chunks, clones=clones, options={"bias_update_rate": 0.1}))
+    layer, x, directions = prepared(rank, case(chunks=chunks, options={"bias_update_rate": 0.1}), **way)
     y = layer(x)
     (y * directions).sum().backward()
     plain, load = gradients(layer, x), layer.router.counted["load"].clone()
@@ -102,9 +105,9 @@ def checkpointed(rank, world, chunks, clones):
     ]
 
 
-def twice_backward(rank, world, clones):
+def twice_backward(rank, world, **way):
     """What a second pass over a kept graph changes."""
-    layer, x, directions = prepared(rank, case(chunks=2, clones=clones))
+    layer, x, directions = prepared(rank, case(chunks=2), **way)
     loss = (layer(x) * directions).sum()
     loss.backward(retain_graph=True)
     first = gradients(layer, x)
@@ -112,13 +115,13 @@ def twice_backward(rank, world, clones):
     return differing(first, gradients(layer, x))
 
 
-def autocast(rank, world, clones):
+def autocast(rank, world, **way):
     """Differences from one process in autocast, and the dtypes in which rows and weights travel."""
-    one = case(chunks=2, clones=clones)
+    one = case(chunks=2)
     whole = one.layer()
     whole.router.row_invariant = whole.shared.row_invariant = True
     all_x = torch.cat(one.rows()[0]).requires_grad_()
-    layer, x, _ = prepared(rank, one)
+    layer, x, _ = prepared(rank, one, **way)
     with exchanges() as seen:
         with torch.autocast("cpu", torch.bfloat16):
             y, expected = layer(x), whole(all_x)
@@ -127,29 +130,32 @@ def autocast(rank, world, clones):
     parts = {"y": (y, expected.split(TOKENS)[rank]), "dx": (x.grad, all_x.grad.split(TOKENS)[rank])}
     expected = dict(whole.experts.named_parameters())
     experts = {name: (full(p.grad), expected[name].grad) for name, p in layer.experts.named_parameters()}
-    return different(parts, experts, clones), sorted({one["dtype"] for one in seen})
+    return different(parts, experts, way), sorted({one["dtype"] for one in seen})
 
 
-def different(parts, experts, clones):
-    """The names of parts that differ; of experts to rounding where clones' gradients are added."""
-    if clones:
-        far = [name for name, (a, b) in experts.items() if not torch.allclose(a, b, rtol=2e-2, atol=2e-2)]
-        return far + different(parts, {}, 0)
-    return [name for name, (a, b) in (parts | experts).items() if not same_bits(a, b)]
+def different(parts, experts, way):
+    """The names of parts that differ; those to rounding that are summed in another order than in one process."""
+    far = {}
+    if way.get("clones"):
+        far, experts = experts, {}
+    elif way.get("deduplicate"):
+        far, parts, experts = parts | experts, {}, {}
+    found = [name for name, (a, b) in far.items() if not torch.allclose(a, b, rtol=2e-2, atol=2e-2)]
+    return found + [name for name, (a, b) in (parts | experts).items() if not same_bits(a, b)]
 
 
-def without_gradients(rank, world, clones):
+def without_gradients(rank, world, **way):
     """Differences from the recorded forward, and how many exchanges an evaluation makes."""
-    layer, x, _ = prepared(rank, case(chunks=2, clones=clones))
+    layer, x, _ = prepared(rank, case(chunks=2), **way)
     y = layer(x)
     with exchanges() as seen, torch.no_grad():
         again = layer.eval()(x)
     return same_bits(y, again) and not again.requires_grad, len(seen)
 
 
-def partly_frozen(rank, world, frozen, clones):
+def partly_frozen(rank, world, frozen, **way):
     """Differences from one process where some of a layer needs no gradient."""
-    one = case(chunks=2, clones=clones)
+    one = case(chunks=2)
 
     def freeze(layer, x):
         for name, parameter in layer.named_parameters():
@@ -160,7 +166,7 @@ def partly_frozen(rank, world, frozen, clones):
     whole.router.row_invariant = whole.shared.row_invariant = True
     all_x = freeze(whole, torch.cat(one.rows()[0]))
     (whole(all_x) * torch.cat(one.rows()[1])).sum().backward()
-    layer, x, directions = prepared(rank, one)
+    layer, x, directions = prepared(rank, one, **way)
     x = freeze(layer, x)
     (layer(x) * directions).sum().backward()
     parts = {} if "x" in frozen else {"dx": (x.grad, all_x.grad.split(TOKENS)[rank])}
@@ -168,7 +174,7 @@ def partly_frozen(rank, world, frozen, clones):
     expected = {name: parameter.grad for name, parameter in whole.experts.named_parameters()}
     wrong = [name for name, one in experts.items() if (one.grad is None) != (expected[name] is None)]
     pairs = {name: (full(one.grad), expected[name]) for name, one in experts.items() if one.grad is not None}
-    return wrong or different(parts, pairs, clones)
+    return wrong or different(parts, pairs, way)
 
 
 def order_of_events(rank, world):
@@ -207,16 +213,16 @@ def order_of_events(rank, world):
     return forward, events
 
 
-def compiled(rank, world):
+def compiled(rank, world, **way):
     """Whether a compiled model has the same bits."""
-    layer, x, _ = prepared(rank, case())
+    layer, x, _ = prepared(rank, case(), **way)
     model = nn.Sequential(layer, nn.Tanh())
     return same_bits(torch.compile(model, backend="eager")(x), model(x))
 
 
-def copied(rank, world):
+def copied(rank, world, **way):
     """Whether a copy has the same bits, and parameters of its own."""
-    layer, x, _ = prepared(rank, case())
+    layer, x, _ = prepared(rank, case(), **way)
     other = copy.deepcopy(layer)
     same = same_bits(layer(x), other(x))
     with torch.no_grad():

@@ -12,9 +12,11 @@ from pymoe.nn import set_aux_loss_scale, update_expert_biases
 ROUNDING = {"float64": 1e-11, "float32": 2e-4, "bfloat16": 6e-2}
 
 
-def sharded(case, group):
+def sharded(case, group, **way):
     """The case's layer on the ranks of a group, after one backward pass; output and gradient of the input."""
-    moe = case.spread(group)
+    if way.get("transport") == "padded":  # room for all rows of a rank between any two
+        way["room"] = max(1, max(case.tokens) * case.top_k) * case.world * case.chunks
+    moe = case.spread(group, **way)
     if case.scope == "group":
         set_aux_loss_scale(moe, 1 / case.world)  # gradients are summed below, not averaged
     x, directions = (parts[dist.get_rank(group)] for parts in case.rows())
@@ -24,19 +26,34 @@ def sharded(case, group):
     return moe, y.detach(), x.grad
 
 
-def one(rank, world, case):
-    """What differs from one process on this rank; None where the rank is not in the group."""
+def one(rank, world, case, **way):
+    """What differs from one process on this rank; None where the rank is not in the group.
+
+    With ``deduplicate``, outputs and gradients of inputs are compared to rounding, the rest as without. Cases have no
+    clones where rows travel in another way.
+    """
     case = Case(**case) if isinstance(case, dict) else drawn(case)
     group = groups()[case.world]
     if rank >= case.world:
         return None
     y, dx, whole = alone(case)
-    moe, own_y, own_dx = sharded(case, group)
+    case.clones = 0 if way else case.clones
+    moe, own_y, own_dx = sharded(case, group, **way)
     found = {}
+    if case.scope == "group" or case.options.get("capacity_factor") is None:
+        dropped = moe.stats.dropped.long()
+        dist.all_reduce(dropped, group=group)
+        if dropped != whole.stats.dropped:
+            found["dropped"] = dropped.item()
+    if moe.overflowed is not None and moe.overflowed != 0:
+        found["overflowed"] = moe.overflowed.item()
     bits = {"y": (own_y, y.split(case.tokens)[rank]), "dx": (own_dx, dx.split(case.tokens)[rank])}
     rounded, cloned = {}, experts_with_clones(case, moe)
     if case.has_losses and case.scope == "group":
         rounded["dx"] = bits.pop("dx")
+    if way.get("deduplicate"):
+        rounded |= bits
+        bits.clear()
     expected = dict(whole.named_parameters())
     for name, parameter in moe.named_parameters():
         if name.startswith("experts."):

@@ -11,18 +11,26 @@ from pymoe.nn import MoE
 TOKENS, HIDDEN, FFN, EXPERTS, TOP_K = 24, 8, 16, 10, 3
 
 
-def sent_in_a_step(rank, world, chunks):
-    """The choices of this rank's tokens, and for each exchange of rows whom it sent how many, and their bytes."""
+def sent_in_a_step(rank, world, chunks, deduplicate):
+    """The choices of this rank's tokens, and for each exchange of rows whom it sent how many, and their bytes ...
+
+    ... and how many bytes travelled to other ranks beside the rows: numbers of experts, and weights.
+    """
     layer = MoE(HIDDEN, FFN, EXPERTS, TOP_K, dtype=torch.float32)
     with torch.no_grad():
         layer.router.weight.mul_(torch.linspace(0.5, 4, EXPERTS)[:, None])  # some experts are chosen more often
-    layer = ep.shard(layer, dist.group.WORLD, chunks=chunks)
+    layer = ep.shard(layer, dist.group.WORLD, chunks=chunks, deduplicate=deduplicate)
     x = torch.randn(world, TOKENS, HIDDEN, dtype=torch.float32)[rank]
     recorder = LoadRecorder(layer)
     with exchanges() as seen:
         with recorder:
             y = layer(x.requires_grad_())
         y.sum().backward()
-    sent = [one["sent"] for one in seen]
-    widths = {one["width"] * getattr(torch, one["dtype"]).itemsize for one in seen}
-    return recorder.steps[0][0].tolist(), sent, sorted(widths)
+    rows = [one for one in seen if one["width"] == HIDDEN]
+    beside = sum(bytes_of(one) * (sum(one["sent"]) - one["sent"][rank]) for one in seen if one["width"] != HIDDEN)
+    return recorder.steps[0][0].tolist(), [one["sent"] for one in rows], sorted(set(map(bytes_of, rows))), beside
+
+
+def bytes_of(exchange):
+    """Of one row."""
+    return exchange["width"] * getattr(torch, exchange["dtype"]).itemsize

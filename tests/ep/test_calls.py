@@ -3,14 +3,16 @@
 import calls
 import pytest
 
-CLONES = pytest.mark.parametrize("clones", [0, 1])
+CLONES, PADDED, ONCE = {"clones": 1}, calls.PADDED, calls.ONCE
+WAYS = pytest.mark.parametrize("way", [{}, CLONES, PADDED, ONCE], ids=["plain", "clones", "padded", "deduplicated"])
 
 
-@CLONES
+@WAYS
 @pytest.mark.parametrize("scope", ["rank", "group"])
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_the_host_reads_once_a_call_and_never_in_a_backward_pass(ranks, chunks, scope, clones):
-    assert ranks.run(calls.host_reads, chunks=chunks, scope=scope, clones=clones) == [[1, 0]] * 4
+def test_the_host_reads_once_a_call_or_never_and_never_in_a_backward_pass(ranks, chunks, scope, way):
+    reads = 0 if way is PADDED else 1
+    assert ranks.run(calls.host_reads, chunks=chunks, scope=scope, **way) == [[reads, 0]] * 4
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -20,38 +22,38 @@ def test_rows_sent_are_those_of_the_choices(ranks, chunks):
         assert rows == expected
 
 
-@CLONES
-def test_second_derivatives_are_those_of_one_process(ranks, clones):
-    for error, is_there in ranks.run(calls.second_derivative, clones=clones):
+@WAYS
+def test_second_derivatives_are_those_of_one_process(ranks, way):
+    for error, is_there in ranks.run(calls.second_derivative, **way):
         assert error < 1e-9
         assert is_there
 
 
-@CLONES
+@WAYS
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_activation_checkpointing_changes_no_bit(ranks, chunks, clones):
-    assert ranks.run(calls.checkpointed, chunks=chunks, clones=clones) == [[]] * 4
+def test_activation_checkpointing_changes_no_bit(ranks, chunks, way):
+    assert ranks.run(calls.checkpointed, chunks=chunks, **way) == [[]] * 4
 
 
-@CLONES
-def test_a_graph_can_be_run_twice(ranks, clones):
-    assert ranks.run(calls.twice_backward, clones=clones) == [[]] * 4
+@WAYS
+def test_a_graph_can_be_run_twice(ranks, way):
+    assert ranks.run(calls.twice_backward, **way) == [[]] * 4
 
 
-@CLONES
-def test_in_autocast_rows_travel_in_its_dtype_and_bits_are_those_of_one_process(ranks, clones):
-    assert ranks.run(calls.autocast, clones=clones) == [[[], ["bfloat16"]]] * 4
+@pytest.mark.parametrize(("way", "more"), [({}, []), (CLONES, []), (PADDED, ["int32"]), (ONCE, ["float32", "int32"])])
+def test_in_autocast_rows_travel_in_its_dtype_and_bits_are_those_of_one_process(ranks, way, more):
+    assert ranks.run(calls.autocast, **way) == [[[], ["bfloat16", *more]]] * 4
 
 
-@pytest.mark.parametrize(("clones", "exchanges"), [(0, 4), (1, 7)])
-def test_without_gradients_outputs_are_the_same(ranks, clones, exchanges):
-    assert ranks.run(calls.without_gradients, clones=clones) == [[True, exchanges]] * 4
+@pytest.mark.parametrize(("way", "exchanges"), [({}, 4), (CLONES, 7), (PADDED, 6), (ONCE, 8)])
+def test_without_gradients_outputs_are_the_same(ranks, way, exchanges):
+    assert ranks.run(calls.without_gradients, **way) == [[True, exchanges]] * 4
 
 
-@CLONES
+@WAYS
 @pytest.mark.parametrize("frozen", [["x"], ["experts"], ["x", "router"], ["x", "router", "shared"], ["x", "experts"]])
-def test_what_needs_no_gradient_may_differ_from_layer_to_layer(ranks, frozen, clones):
-    assert ranks.run(calls.partly_frozen, frozen=frozen, clones=clones) == [[]] * 4
+def test_what_needs_no_gradient_may_differ_from_layer_to_layer(ranks, frozen, way):
+    assert ranks.run(calls.partly_frozen, frozen=frozen, **way) == [[]] * 4
 
 
 def test_chunks_travel_while_others_compute(ranks):
@@ -72,12 +74,14 @@ def test_chunks_travel_while_others_compute(ranks):
         assert backward.index("shared") > backward.index("finish 2")
 
 
-def test_a_compiled_model_has_the_same_bits(ranks):
-    assert all(ranks.run(calls.compiled))
+@WAYS
+def test_a_compiled_model_has_the_same_bits(ranks, way):
+    assert all(ranks.run(calls.compiled, **way))
 
 
-def test_a_copy_of_a_layer_is_on_the_same_ranks(ranks):
-    assert all(ranks.run(calls.copied))
+@WAYS
+def test_a_copy_of_a_layer_is_on_the_same_ranks(ranks, way):
+    assert all(ranks.run(calls.copied, **way))
 
 
 def test_a_layer_is_initialised_as_in_one_process(ranks):

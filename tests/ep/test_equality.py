@@ -1,7 +1,8 @@
 """A layer on 1, 2, 3 and 4 ranks equals the layer in one process that has the tokens of all ranks.
 
-Outputs, gradients of inputs and gradients of experts bit for bit; gradients of router and shared experts, which are
-sums over ranks, to rounding, and so those of experts of which ranks took clones.
+Outputs, gradients of inputs and gradients of experts bit for bit, also where rows travel in padded buffers; gradients
+of router and shared experts, which are sums over ranks, to rounding, and so those of experts of which ranks took clones.
+Where a token travels once to a rank, outputs and gradients of inputs to rounding, too.
 """
 
 import pytest
@@ -50,9 +51,12 @@ NAMED = {
 }
 
 
-def differences(ranks, case):
+WAYS = {"padded": {"transport": "padded"}, "deduplicated": {"deduplicate": True}}
+
+
+def differences(ranks, case, **way):
     """What differs, by rank."""
-    return {rank: found for rank, found in enumerate(ranks.run(one, case=case)) if found}
+    return {rank: found for rank, found in enumerate(ranks.run(one, case=case, **way)) if found}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -61,10 +65,23 @@ def test_a_layer_on_several_ranks_equals_one_process(ranks, name, dtype):
     assert not differences(ranks, {**NAMED[name], "dtype": dtype})
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", [name for name, case in NAMED.items() if "clones" not in case])
+def test_a_layer_with_another_exchange_equals_one_process(ranks, name, way):
+    assert not differences(ranks, {**NAMED[name], "dtype": "float32"}, **WAYS[way])
+
+
 @pytest.mark.thinned(30)
 @pytest.mark.parametrize("seed", range(220))
 def test_layers_drawn_by_chance_equal_one_process(ranks, seed):
     assert not differences(ranks, seed)
+
+
+@pytest.mark.thinned(40)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("seed", range(220))
+def test_layers_drawn_by_chance_with_another_exchange_equal_one_process(ranks, seed, way):
+    assert not differences(ranks, seed, **WAYS[way])
 
 
 @pytest.mark.parametrize(("ep_ranks", "chunks"), [(2, 1), (4, 2)])

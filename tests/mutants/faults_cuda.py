@@ -39,8 +39,8 @@ FAULTS = [
     Fault(
         "combine_backward takes slot S",
         COMBINE_BACKWARD,
-        "row[k] = slot < rows ? slot : -1;",
-        "row[k] = slot <= rows ? slot : -1;",
+        "row[k] = slot < a.rows ? slot : -1;",
+        "row[k] = slot <= a.rows ? slot : -1;",
         "address",
         "combine",
     ),

@@ -110,8 +110,8 @@ FAULTS = [
     Fault(
         "dispatch leaves the rows past the end as they are",
         "csrc/kernels/dispatch_cpu.cpp",
-        "std::clamp<int64_t>(*a.used, 0, rows)",
-        "std::clamp<int64_t>(*a.used + 1, 0, rows)",
+        "std::clamp<int64_t>(*a.used, 0, a.rows)",
+        "std::clamp<int64_t>(*a.used + 1, 0, a.rows)",
         (EQUAL, RANDOM, "-k", "dispatch"),
     ),
     Fault(
@@ -124,8 +124,8 @@ FAULTS = [
     Fault(
         "dispatch takes slot S",
         "csrc/kernels/dispatch_cpu.cpp",
-        "a.slot, token * a.choices + choice, a.choices, a.tokens)",
-        "a.slot, token * a.choices + choice, a.choices, a.tokens + 1)",
+        "a.slot, token * a.choices + choice, a.choices, a.rows)",
+        "a.slot, token * a.choices + choice, a.choices, a.rows + 1)",
         ("tests/ops/test_memory_safety.py", "-k", "slot_outside or hostile"),
     ),
     Fault(
@@ -166,8 +166,8 @@ FAULTS = [
     Fault(
         "combine_backward leaves the rows past the end as they are",
         "csrc/kernels/combine_cpu.cpp",
-        "parallel_for(used, rows, grain",
-        "parallel_for(used + 1, rows, grain",
+        "parallel_for(used, a.rows, grain",
+        "parallel_for(used + 1, a.rows, grain",
         (EQUAL, "tests/ops/test_gradients.py", "-k", "combine"),
     ),
     Fault(

@@ -7,6 +7,8 @@ GRADIENTS = "tests/ep/test_gradients.py"
 MISTAKES = "tests/ep/test_mistakes.py"
 CLONED = "tests/ep/test_cloned_calls.py"
 MOVED = "tests/ep/test_redistribute.py"
+DUPLICATES = "tests/ep/test_duplicates.py"
+PADDED = "tests/ep/test_padded.py"
 
 FAULTS = [
     Fault(
@@ -32,9 +34,9 @@ FAULTS = [
     ),
     Fault(
         "ranks with few tokens weigh as much in a group's losses",
-        "pymoe/ep/layer.py",
-        "if everyone else 1.0",
-        "if not everyone else 1.0",
+        "pymoe/ep/shipment.py",
+        "/ everyone if everyone else 1.0",
+        "/ everyone if not everyone else 1.0",
         (EQUALITY, "-k", "losses"),
     ),
     Fault(
@@ -75,8 +77,8 @@ FAULTS = [
     Fault(
         "layers of other sizes send messages of other lengths",
         "pymoe/ep/agreement.py",
-        "most = max(arrangement.num_experts, most_experts(arrangement.group))",
-        "most = arrangement.num_experts",
+        "most = max(arrangement.announced, most_announced(arrangement.group))",
+        "most = arrangement.announced",
         (MISTAKES, "-k", "many"),
     ),
     Fault(
@@ -176,5 +178,54 @@ FAULTS = [
         'place["device"] = "meta"',
         "pass",
         ("tests/ep/test_built_spread.py",),
+    ),
+    Fault(
+        "a token travels once to a rank for all chunks",
+        "pymoe/ep/duplicates.py",
+        "same_TKK = self._to_TK[:, :, None] == self._to_TK[:, None, :]",
+        "same_TKK = self._to_TK[:, :, None] % arrangement.ranks == self._to_TK[:, None, :] % arrangement.ranks",
+        (DUPLICATES, "-k", "travels_once"),
+    ),
+    Fault(
+        "choices past a rank's capacity have rows of their own",
+        "pymoe/ep/duplicates.py",
+        "self._to_TK = torch.where(kept_TK, self._to_TK, arrangement.destinations)\n        # The first",
+        "pass\n        # The first",
+        (DUPLICATES, "-k", "travels_once"),
+    ),
+    Fault(
+        "choices past a group's capacity are computed where a token travels once",
+        "pymoe/ep/duplicates.py",
+        "self._drop(self.plan.kept[self.arrangement.rank])",
+        "pass",
+        (EQUALITY, "-k", "another_exchange and group and deduplicated"),
+    ),
+    Fault(
+        "rows that do not fit are not counted",
+        "pymoe/ep/padded.py",
+        ".add_(kept - (slot_TK >= 0).sum())",
+        ".add_(0 * kept)",
+        (PADDED, "-k", "counted_over_calls"),
+    ),
+    Fault(
+        "choices past a capacity take room of others",
+        "pymoe/ep/padded.py",
+        "if kept_TK is not None:\n            to_TK",
+        "if False:\n            to_TK",
+        (PADDED, "-k", "do_not_fit"),
+    ),
+    Fault(
+        "a group's capacity counts this rank's own choices before they come, in padded buffers",
+        "pymoe/ep/padded.py",
+        "self.loads[: arrangement.rank].sum",
+        "self.loads[: arrangement.rank + 1].sum",
+        (EQUALITY, "-k", "another_exchange and capacity and padded"),
+    ),
+    Fault(
+        "what ranks say of a call in padded buffers is compared in part",
+        "pymoe/ep/padded.py",
+        "(headers[:, : HEADER - 1] != headers[:1, : HEADER - 1])",
+        "(headers[:, :1] != headers[:1, :1])",
+        (PADDED, "-k", "disagreed"),
     ),
 ]

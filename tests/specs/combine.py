@@ -51,6 +51,13 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     yield Sample("weights_bfloat16", (y, routing, weights.bfloat16()))
     for (name, slot), (_, token), (_, offsets) in zip(*map(layouts, routing), strict=False):
         yield Sample(f"routing_{name}", (y, Routing(slot, token, offsets), weights))
+    for rows in (60, 150):  # fewer and more than choices
+        in_rows = routings.in_rows(routing, rows)
+        y = uniform(rows, 40, dtype=dtype, generator=generator)
+        yield Sample(f"rows{rows}", (y, in_rows, weights))
+        yield Sample(f"rows{rows}_sum", (y, in_rows))
+    none = Routing(torch.full_like(routing.slot, -1), routing.token[:0], 0 * routing.offsets)
+    yield Sample("rows_none", (y[:0], none, weights))
     for k in (2, 5):
         routing = routings.Choices("", routings.skewed(1500, k, 16, generator), 16, 500).routing()
         y = uniform(1500 * k, 1024, dtype=dtype, generator=generator)
@@ -71,11 +78,11 @@ def error_inputs() -> Iterator[ErrorInput]:
         ("y_list", ([[1.0]], routing, weights), TypeError, "y must be a tensor, got list"),
         ("y_int", (y.int(), routing, weights), TypeError, "y must have dtype float32"),
         ("y_one_dimension", (y[0], routing, weights), ValueError, "y must have shape (S, H), got (3,)"),
-        ("y_short", (y[1:], routing, weights), ValueError, "y must have size 8 (T * K of routing.slot)"),
+        ("y_short", (y[1:], routing, weights), ValueError, "y must have size 8 (S of routing.token)"),
         ("routing_tensor", (y, slot, weights), TypeError, "routing must be a Routing, got Tensor"),
         ("slot_int64", (y, routing._replace(slot=slot.long())), TypeError, "routing.slot must have dtype int32"),
         ("slot_flat", (y, routing._replace(slot=slot.view(-1))), ValueError, "routing.slot must have shape (T, K)"),
-        ("token_short", (y, routing._replace(token=token[1:])), ValueError, "routing.token must have size 8"),
+        ("token_short", (y, routing._replace(token=token[1:])), ValueError, "y must have size 7 (S of routing.token)"),
         ("offsets_short", (y, routing._replace(offsets=offsets[:1])), ValueError, "with E >= 1, got (1,)"),
         ("other_device", (y.to("meta"), routing), ValueError, "must be on the device of y (meta), got cpu"),
         ("weights_list", (y, routing, [[1.0]]), TypeError, "weights must be a tensor, got list"),
@@ -102,6 +109,8 @@ def gradient_samples(generator: torch.Generator) -> Iterator[Sample]:
         yield Sample(f"{name}_rows", (y, routing, weights.detach()))
         yield Sample(f"{name}_weights", (y.detach(), routing, weights))
         yield Sample(f"{name}_sum", (y, routing))
+        y = uniform(13, 3, dtype=torch.float64, generator=generator).requires_grad_()
+        yield Sample(f"{name}_in_rows", (y, routings.in_rows(routing, 13), weights.detach().requires_grad_()))
 
 
 def raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
@@ -115,6 +124,7 @@ def raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
         for need in ((True, True), (True, False), (False, True)):
             name = f"{dtype}_{'dy' * need[0]}{'dweights' * need[1]}"
             yield RawCall(name, "combine_backward", (grad, y, weights, slot, offsets, *need))
+        yield RawCall(f"{dtype}_rows", "combine", (y[:9], slot, weights))
     yield RawCall("empty", "combine", (torch.zeros(0, 5), slot[:0], None))
 
 

@@ -36,6 +36,11 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     yield Sample("out", (x, routing), {"out": buffer})
     yield Sample("out_offset", (x, routing), {"out": next(layouts(buffer))[1]})
     yield Sample("out_empty", (x[:, :0], routing), {"out": buffer[:, :0].contiguous()})
+    for rows in (40, 150):  # fewer and more than choices
+        buffers = routings.in_rows(choices.routing(), rows)
+        yield Sample(f"rows{rows}", (x, buffers))
+        yield Sample(f"rows{rows}_out", (x, buffers), {"out": torch.full((rows, 40), float("nan"), dtype=dtype)})
+    yield Sample("rows_without_tokens", (x[:0], Routing(routing.slot[:0], routing.token, 0 * routing.offsets)))
     large = routings.Choices("", routings.skewed(1200, 4, 16, generator), 16)
     x = uniform(1200, 1024, dtype=dtype, generator=generator)
     yield Sample("large", (x, large.routing()))
@@ -61,7 +66,8 @@ def error_inputs() -> Iterator[ErrorInput]:
         ("routing_tensor", (x, slot), {}, TypeError, "routing must be a Routing, got Tensor"),
         ("slot_int64", (x, routing._replace(slot=slot.long())), {}, TypeError, "routing.slot must have dtype int32"),
         ("slot_flat", (x, routing._replace(slot=slot.view(-1))), {}, ValueError, "routing.slot must have shape"),
-        ("token_short", (x, routing._replace(token=token[1:])), {}, ValueError, "routing.token must have size 8"),
+        ("token_short", (x, routing._replace(token=token[1:])), {}, IndexError, "in [-1, S) (S = 7), got 7 at"),
+        ("token_rank", (x, routing._replace(token=token[None])), {}, ValueError, "routing.token must have shape (S,)"),
         ("offsets_int64", (x, routing._replace(offsets=offsets.long())), {}, TypeError, "routing.offsets must have"),
         ("offsets_short", (x, routing._replace(offsets=offsets[:1])), {}, ValueError, "with E >= 1, got (1,)"),
         ("other_device", (x.to("meta"), routing), {}, ValueError, "must be on the device of x (meta), got cpu"),
@@ -84,6 +90,7 @@ def gradient_samples(generator: torch.Generator) -> Iterator[Sample]:
         routing = routings.Choices("", routings.distinct(5, 2, 3, generator), 3, capacity).routing()
         x = uniform(5, 3, dtype=torch.float64, generator=generator)
         yield Sample(name, (x.requires_grad_(), routing))
+        yield Sample(f"{name}_rows", (x.detach().requires_grad_(), routings.in_rows(routing, 13)))
     routing = routings.Choices("", routings.skewed(4, 3, 6, generator), 6).routing()
     x = uniform(3, 4, dtype=torch.float64, generator=generator)
     yield Sample("transposed", (x.t().requires_grad_(), routing))
@@ -94,6 +101,7 @@ def raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
     for dtype in (torch.float32, torch.bfloat16):
         x = uniform(6, 5, dtype=dtype, generator=generator)
         yield RawCall(str(dtype), "dispatch", (x, slot, offsets))
+        yield RawCall(f"{dtype}_rows", "dispatch", (x, slot, offsets, 17))
         yield RawCall(str(dtype), "dispatch_out", (x, slot, offsets, torch.zeros(12, 5, dtype=dtype)))
     yield RawCall("empty", "dispatch", (torch.zeros(0, 5), slot[:0], offsets))
 

@@ -25,6 +25,17 @@ class Choices(NamedTuple):
         return build_routing(self.experts, self.num_experts, capacity=self.capacity)
 
 
+def in_rows(routing: Routing, rows: int) -> Routing:
+    """The routing in a buffer of so many rows: choices past them are dropped, or rows are left over."""
+    slot, token, offsets = routing
+    kept = token[:rows]
+    return Routing(
+        torch.where(slot < rows, slot, -1),
+        torch.cat([kept, kept.new_full((rows - len(kept),), -1)]),
+        offsets.clamp(max=rows),
+    )
+
+
 # (T, K, E): no tokens, one of everything, K = E, more experts than slots, sizes that are not powers of two.
 SHAPES = (
     (0, 2, 8),

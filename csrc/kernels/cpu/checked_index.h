@@ -22,10 +22,10 @@ namespace pymoe::cpu {
   throw_bad_index(operator_name, "experts must lie in [0, E) (E = ", num_experts, expert, place, choices);
 }
 
-// The slot of a choice: -1, or a row.
+// The slot of a choice: -1, or one of `rows` rows.
 PYMOE_INLINE int64_t checked_slot(const char* operator_name, const int32_t* slots, int64_t place, int64_t choices,
-                                  int64_t tokens) {
-  const int64_t slot = slots[place], rows = tokens * choices;
+                                  int64_t rows) {
+  const int64_t slot = slots[place];
   if (slot < -1 || slot >= rows) {
     throw_bad_index(operator_name, "routing.slot must lie in [-1, S) (S = ", rows, slot, place, choices);
   }

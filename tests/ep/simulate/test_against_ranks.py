@@ -10,23 +10,30 @@ from pymoe.ep.simulate.balance import plans, spreads
 WORLD = 4
 
 
+@pytest.mark.parametrize("deduplicate", [False, True])
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_four_ranks_send_what_is_counted(ranks, chunks):
-    answers = ranks.run(sent_rows.sent_in_a_step, chunks=chunks)
+def test_four_ranks_send_what_is_counted(ranks, chunks, deduplicate):
+    answers = ranks.run(sent_rows.sent_in_a_step, chunks=chunks, deduplicate=deduplicate)
     block = Block("ranks", sent_rows.HIDDEN, sent_rows.FFN, sent_rows.EXPERTS, sent_rows.TOP_K, dtype="float32")
-    load = Load("ranks", ((torch.cat([torch.tensor(chosen) for chosen, _, _ in answers]),),), sent_rows.EXPERTS)
-    assert all(widths == [block.row_bytes] for _, _, widths in answers)
+    load = Load("ranks", ((torch.cat([torch.tensor(chosen) for chosen, *_ in answers]),),), sent_rows.EXPERTS)
+    assert all(widths == [block.row_bytes] for _, _, widths, _ in answers)
 
     machine, network = MACHINES["h100"], NETWORKS["nvlink"]
     found = simulate(block, WORLD, sent_rows.TOKENS, load, machine, network, chunks=(chunks,))
-    away = [sum(sum(to) - to[rank] for to in sent) for rank, (_, sent, _) in enumerate(answers)]
-    assert found.traffic[0].bytes == pytest.approx(sum(away) / WORLD * block.row_bytes)
+    away = [sum(sum(to) - to[rank] for to in sent) for rank, (_, sent, *_) in enumerate(answers)]
+    if chunks == 1 or not deduplicate:  # what travels is of one chunk
+        assert found.traffic[deduplicate].bytes == pytest.approx(sum(away) / WORLD * block.row_bytes)
+    # 4 bytes for a number, its weight, and the weight's gradient; a row travels four times, these once each.
+    beside = sum(answer[3] for answer in answers)
+    assert beside == (3 * 4 * sent_rows.TOP_K * sum(away) // 4 if deduplicate else 0)
 
     (spread,) = spreads("as it is", plans(1)["as it is"], load, WORLD, sent_rows.TOKENS)
-    cut = Layer(block, WORLD, machine, network).cut(spread, sent_rows.TOKENS, chunks, deduplicate=False)
-    dispatched = torch.tensor([sent[:chunks] for _, sent, _ in answers])  # (source, chunk, destination)
+    cut = Layer(block, WORLD, machine, network).cut(spread, sent_rows.TOKENS, chunks, deduplicate=deduplicate)
+    dispatched = torch.tensor([sent[:chunks] for _, sent, *_ in answers])  # (source, chunk, destination)
     for chunk in range(chunks):
-        assert cut.chunks[chunk].rows.tolist() == dispatched[:, chunk].sum(0).tolist()
+        assert cut.chunks[chunk].received.tolist() == dispatched[:, chunk].sum(0).tolist()
         assert cut.chunks[chunk].gathered * WORLD == int(dispatched[:, chunk].sum())
+    if deduplicate:
+        return
     filled = dispatched.sum((0, 1))
     assert found.balance.imbalance == pytest.approx(float(filled.max() / filled.double().mean()))
