@@ -87,7 +87,7 @@ class PaddedShipment(Shipment):
 
     def of_group(self) -> tuple[Tensor, Tensor]:
         own, everyone = self.gate.experts.shape[0], self._tokens_of_group()
-        share = torch.where(everyone > 0, self.arrangement.ranks * own / everyone, 1.0).float()
+        share = torch.where(everyone > 0, self.arrangement.ranks * own / everyone, 1.0).double()
         return self.loads.sum(0, dtype=torch.int64), share
 
     def _tokens_of_group(self) -> Tensor:
