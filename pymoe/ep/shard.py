@@ -128,7 +128,7 @@ def shard(
             _check_padded(mesh, layers, chunks, room, clones, deduplicate)
     except (TypeError, ValueError) as error:
         problem = error
-    options = {"chunks": chunks, "scope": scope, "room": room, "clones": clones, "worth": worth}
+    options: dict[str, Any] = {"chunks": chunks, "scope": scope, "room": room, "clones": clones, "worth": worth}
     options |= {"deduplicate": deduplicate, "transport": transport}
     described = {name: _described(layer) for name, layer in layers.items()}
     compare("shard", mesh.get_group(), {"argument": options, "layer": described}, problem)
