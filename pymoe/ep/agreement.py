@@ -1,9 +1,10 @@
 """What ranks tell each other before rows travel: how many rows go where, and that all of them make the same call.
 
-One all-gather of int32 numbers a call of a layer, and one read of them by the host. Its length is the same for all
-layers of a group, so that ranks in different layers understand each other, too: whoever disagrees in a forward makes
-every rank raise, where the rows' exchange would hang or mix them up. Backward passes announce nothing: ranks that
-run those of several calls in different orders are not noticed.
+One all-gather of int32 numbers a call of a layer, and one read of them by the host, unless rows travel in padded
+buffers (:mod:`pymoe.ep.padded`). Its length is the same for all layers of a group, so that ranks in different layers
+understand each other, too: whoever disagrees in a forward makes every rank raise, where the rows' exchange would hang
+or mix them up. Backward passes announce nothing: ranks that run those of several calls in different orders are not
+noticed.
 """
 
 from __future__ import annotations

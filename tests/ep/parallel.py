@@ -35,10 +35,10 @@ def data(world, steps=1):
     return torch.randn(steps, world, ROWS, H, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def made(shape, kind, clones=0, **options):
+def made(shape, kind, way=None, **options):
     """The model over a mesh, and what is called."""
     mesh = mesh_of(*shape)
-    spread = ep.shard(model(**options), mesh if mesh.ndim == 1 else mesh["ep"], chunks=2, clones=clones, worth=1)
+    spread = ep.shard(model(**options), mesh if mesh.ndim == 1 else mesh["ep"], chunks=2, worth=1, **(way or {}))
     blocks = {"blocks": [spread[1]]} if kind == "fsdp" else {}
     return spread, ep.data_parallel(spread, mesh, kind=kind, **blocks)
 
@@ -49,9 +49,9 @@ def worst(pairs):
     return max((full(a) - b).abs().max().item() for a, b in pairs) / max(b.abs().max().item() for _, b in pairs)
 
 
-def gradients(rank, world, shape, kind, micro_batches, clones=0):
+def gradients(rank, world, shape, kind, micro_batches, **way):
     """How far gradients of the mean loss are from those of one process."""
-    whole, (spread, called) = model(), made(shape, kind, clones)
+    whole, (spread, called) = model(), made(shape, kind, way)
     x = data(world, micro_batches)
     (whole(x.flatten(0, 2)) ** 2).mean().backward()
     for number, own in enumerate(x[:, rank]):

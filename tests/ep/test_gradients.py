@@ -20,6 +20,13 @@ def test_gradients_of_experts_with_clones_are_those_of_the_mean_loss(ranks, shap
         assert error < 1e-12
 
 
+@pytest.mark.parametrize("way", [{"deduplicate": True}, {"transport": "padded", "room": 200}])
+@pytest.mark.parametrize(("shape", "kind"), [((2, 2), "ddp"), ((2, 2), "fsdp"), ((4,), "fsdp")])
+def test_gradients_with_another_exchange_are_those_of_the_mean_loss(ranks, shape, kind, way):
+    for error in ranks.run(parallel.gradients, shape=shape, kind=kind, micro_batches=2, **way):
+        assert error < 1e-12
+
+
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize("shape", [(2, 2), (4,)])
 def test_gradients_in_float32_are_those_of_the_mean_loss(ranks, shape, kind):
