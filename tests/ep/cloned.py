@@ -137,7 +137,7 @@ def without_need(rank, world, worth):
     _, dx, whole = alone(one)
     expected = {name: p.grad for name, p in whole.experts.named_parameters()}
     experts = {name: (in_order(layer.experts, p.grad), expected[name]) for name, p in layer.experts.named_parameters()}
-    return len(seen), different({"dx": (x.grad, dx.split(TOKENS)[rank])}, experts, 0)
+    return len(seen), different({"dx": (x.grad, dx.split(TOKENS)[rank])}, experts, {})
 
 
 def order_of_events(rank, world):
