@@ -32,6 +32,7 @@ from pymoe.runtime.gradients import all_finite
 
 IDLE_CHECK_PERIOD_S = 2.0  # a wait looks this often whether a runtime serves the pools
 FULL_POOL_RETRY_S = 0.002  # a wait looks this often whether a full pool has room
+SAME_DEADLINE_S = 0.05  # a pool's clock may find a request's time to be over so much before the wait's does
 
 
 class GivenUp(TimeoutError):
@@ -239,6 +240,7 @@ def _collect(
         left = seconds_left(deadline)
         try:
             index, ended, when = pending.get(IDLE_CHECK_PERIOD_S if left is None else min(IDLE_CHECK_PERIOD_S, left))
+            left = seconds_left(deadline)
         except queue.Empty:
             if seconds_left(deadline) == 0:
                 return
@@ -257,6 +259,11 @@ def _collect(
                 answers.add(index, result)
         elif isinstance(why, TimeoutError) and seconds_left(deadline) == 0:
             return  # the pool has dropped it, as we are about to
+        elif isinstance(why, TimeoutError) and left is not None and left <= SAME_DEADLINE_S:
+            request.to.count("given_up")
+            request.member.backoff.timed_out()
+            answers.fail(index, GivenUp(f"no answer within {when - sent.pop(index):.3g} s"))
+            continue
         else:
             request.to.count("failed")
             answers.fail(index, why)

@@ -10,7 +10,7 @@ from typing import Any
 
 from pymoe.mixture.options import NAME, Rules
 from pymoe.mixture.stats import BackendLog, BackendStats, Pass
-from pymoe.runtime.backend import ExpertBackend
+from pymoe.runtime.protocols import Backend
 
 MAX_BACKOFF_DOUBLINGS = 6
 
@@ -46,7 +46,7 @@ class Backoff:
 class Member:
     """A backend in its slot."""
 
-    def __init__(self, slot: int, backend: ExpertBackend) -> None:
+    def __init__(self, slot: int, backend: Backend) -> None:
         self.slot = slot
         self.backend = backend
         self.name: str = backend.get_info()["name"]
@@ -67,15 +67,21 @@ class Member:
 
 
 def members_to_ask(members: Sequence[Member], rules: Rules) -> Sequence[Member]:
-    """Return those of ``members`` that do not back off, or all if fewer than ``k_min`` would be left.
+    """Return those of ``members`` that are served and do not back off.
 
-    A member backs off after ``rest_after`` timeouts in a row (None: never), for ``rest`` seconds at first; every
-    further timeout doubles that, up to 64 times.
+    If fewer than ``k_min`` would be left, those that are served; if these are too few, all. A member whose server is
+    gone is left out from the moment that its pool knows, and asked again from the moment that it is back. A member
+    backs off after ``rest_after`` timeouts in a row (None: never), for ``rest`` seconds at first; every further timeout
+    doubles that, up to 64 times.
     """
-    if rules.rest_after is None:
-        return members
-    found = [member for member in members if member.backoff.seconds_left(rules.rest_after, rules.rest) == 0]
-    return members if len(found) < rules.k_min else found
+    served = [member for member in members if member.forward.pool.served]
+    found: Sequence[Member] = served
+    if rules.rest_after is not None:
+        found = [member for member in served if member.backoff.seconds_left(rules.rest_after, rules.rest) == 0]
+    for choice in (found, served):
+        if len(choice) >= rules.k_min:
+            return choice
+    return members
 
 
 class Slots:
@@ -89,7 +95,7 @@ class Slots:
         self.members: tuple[Member, ...] = ()
         self._lock = threading.Lock()
 
-    def find(self, which: str | ExpertBackend) -> Member:
+    def find(self, which: str | Backend) -> Member:
         """Return the member that is, or is named, ``which``; raises KeyError if there is none."""
         for member in self.members:
             if which is member.backend or which == member.name:
@@ -125,7 +131,7 @@ class Slots:
             raise ValueError(f"{NAME}: slot must be one of the free slots {free}, got {slot}")
         return slot
 
-    def add(self, backend: ExpertBackend, slot: int | None, prepare: Callable[[int], None] | None = None) -> Member:
+    def add(self, backend: Backend, slot: int | None, prepare: Callable[[int], None] | None = None) -> Member:
         """Give ``backend`` the given or first free slot, after ``prepare(slot)``; raises as :meth:`_free_slot`."""
         with self._lock:  # held by prepare too: the slot must stay free until the backend is in it
             slot = self._free_slot(slot, backend.name)
@@ -135,13 +141,13 @@ class Slots:
             self._set([*self.members, made])
         return made
 
-    def remove(self, which: str | ExpertBackend) -> Member:
+    def remove(self, which: str | Backend) -> Member:
         with self._lock:
             found = self.find(which)
             self._set([member for member in self.members if member is not found])
         return found
 
-    def replace(self, which: str | ExpertBackend, backend: ExpertBackend) -> Member:
+    def replace(self, which: str | Backend, backend: Backend) -> Member:
         with self._lock:
             found = self.find(which)
             others = [member for member in self.members if member is not found]

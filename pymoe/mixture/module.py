@@ -19,11 +19,11 @@ from pymoe.mixture.stats import BackendStats
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.reference.checks import FLOATING
 from pymoe.reference.types import Gate, RouterLosses
-from pymoe.runtime.backend import ExpertBackend
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 from pymoe.runtime.client import ServedCall
 from pymoe.runtime.gradients import all_finite
 from pymoe.runtime.nested import nested_pack
+from pymoe.runtime.protocols import Backend
 from pymoe.runtime.schema import RequestSchema, tensor_protos
 
 
@@ -49,7 +49,8 @@ class MixtureOfExpertBackends(nn.Module):
     **Backoff.** A backend that times out ``rest_after`` times in a row is not asked for ``rest`` seconds; if it times
     out again after that, for twice as long, and so on up to 64 times ``rest``. Rows choose among the other backends
     meanwhile, as long as there are ``k_min``; otherwise all are asked. An answer in time ends the backoff, and so does
-    an error.
+    an error. A backend that nobody serves, or whose server cannot be reached, is left out in the same way, at once, and
+    comes back at once.
 
     **Slots.** The gate always has ``max_experts`` columns. A backend takes one of them; free ones are never chosen.
     Backends may be added, removed and replaced at any time and from any thread; pending calls continue with the
@@ -66,7 +67,8 @@ class MixtureOfExpertBackends(nn.Module):
     auxiliary losses.
 
     Args:
-        backends: with distinct names and equal schemas. All outputs must be tensors of float32, float64, bfloat16 or
+        backends: with distinct names and equal schemas, of this process (:class:`~pymoe.runtime.ExpertBackend`) or of
+            others (:func:`pymoe.remote.connect`). All outputs must be tensors of float32, float64, bfloat16 or
             float16; tensors among the inputs may have any dtype.
         top_k: K, how many backends a row asks. If there are fewer, it asks all.
         gate: called with the first tensor (rows, ...), returns logits (rows, max_experts), where minus infinity is
@@ -104,7 +106,7 @@ class MixtureOfExpertBackends(nn.Module):
 
     def __init__(
         self,
-        backends: Sequence[ExpertBackend],
+        backends: Sequence[Backend],
         *,
         top_k: int,
         gate: nn.Module | None = None,
@@ -155,7 +157,7 @@ class MixtureOfExpertBackends(nn.Module):
     # --- backends ---
 
     @property
-    def backends(self) -> dict[str, ExpertBackend]:
+    def backends(self) -> dict[str, Backend]:
         """The current backends by name, in the order of their slots."""
         return {member.name: member.backend for member in self._slots.members}
 
@@ -164,7 +166,7 @@ class MixtureOfExpertBackends(nn.Module):
         """The slot of each backend."""
         return self._slots.names()
 
-    def add_backend(self, backend: ExpertBackend, slot: int | None = None) -> int:
+    def add_backend(self, backend: Backend, slot: int | None = None) -> int:
         """Let rows choose ``backend`` from now on, and reset its column of the gate if the gate has ``reset_slot``.
 
         Args:
@@ -175,13 +177,13 @@ class MixtureOfExpertBackends(nn.Module):
             Its slot.
 
         Raises:
-            TypeError: ``backend`` is not an ExpertBackend, or ``slot`` not an int.
+            TypeError: ``backend`` is not a :class:`~pymoe.runtime.Backend`, or ``slot`` not an int.
             ValueError: the slot is not free, or no slot is; the name is taken; or the schemas are not the others'.
         """
         check_schemas(backend, self._schemas)
         return self._slots.add(backend, slot, prepare=self._reset).slot
 
-    def remove_backend(self, backend: str | ExpertBackend) -> ExpertBackend:
+    def remove_backend(self, backend: str | Backend) -> Backend:
         """Stop choosing ``backend``, and return it. Pending calls still get its answers, while it is served.
 
         Raises:
@@ -189,7 +191,7 @@ class MixtureOfExpertBackends(nn.Module):
         """
         return self._slots.remove(backend).backend
 
-    def replace_backend(self, old: str | ExpertBackend, new: ExpertBackend, *, keep_gate: bool = True) -> int:
+    def replace_backend(self, old: str | Backend, new: Backend, *, keep_gate: bool = True) -> int:
         """Let ``new`` take the slot of ``old``, and return the slot.
 
         Args:

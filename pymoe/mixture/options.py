@@ -9,9 +9,9 @@ from torch import Tensor
 
 from pymoe.reference import checks
 from pymoe.reference.checks import FLOATING
-from pymoe.runtime.backend import ExpertBackend
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 from pymoe.runtime.nested import nested_compare, nested_flatten, nested_map, nested_pack
+from pymoe.runtime.protocols import check_backend
 from pymoe.runtime.schema import under_autocast
 
 NAME = "MixtureOfExpertBackends"
@@ -62,11 +62,10 @@ def check_schemas(backend: Any, expected: tuple[Any, Any] | None = None) -> tupl
     """Return the forward and outputs schemas of ``backend``, a new member of a mixture.
 
     Raises:
-        TypeError: ``backend`` is not an ExpertBackend.
+        TypeError: ``backend`` is not a :class:`~pymoe.runtime.Backend`.
         ValueError: its schemas are not ``expected``, those of the others, or its outputs cannot be weighted.
     """
-    if not isinstance(backend, ExpertBackend):
-        raise TypeError(f"{NAME}: a backend must be an ExpertBackend, got {type(backend).__name__}")
+    check_backend(NAME, backend)
     info = backend.get_info()
     schemas = info["forward_schema"], info["outputs_schema"]
     for leaf in nested_flatten(schemas[1]):

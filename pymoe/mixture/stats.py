@@ -9,7 +9,7 @@ from collections import Counter, deque
 from typing import NamedTuple
 
 from pymoe._errors import describe_error
-from pymoe.runtime.task_pool import TaskPool
+from pymoe.runtime.protocols import RequestPool
 
 LOG_PERIOD_S = 60.0  # between two lines about one backend
 KEPT_LATENCIES = 1000
@@ -63,7 +63,7 @@ class BackendStats(NamedTuple):
 class Pass:
     """One of the two passes of a backend: the pool to ask, and what became of the requests. Thread-safe."""
 
-    def __init__(self, name: str, pool: TaskPool) -> None:
+    def __init__(self, name: str, pool: RequestPool) -> None:
         self.name = name
         self.pool = pool
         self._lock = threading.Lock()

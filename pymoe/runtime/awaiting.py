@@ -14,6 +14,7 @@ import asyncio
 import functools
 import weakref
 from collections.abc import Generator
+from contextlib import suppress
 from typing import Any
 
 from pymoe._runtime import Mailbox, RequestFuture
@@ -21,20 +22,20 @@ from pymoe._runtime import Mailbox, RequestFuture
 _mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = weakref.WeakKeyDictionary()
 
 
-def outcome(future: RequestFuture, seconds: float | None = None) -> Generator[Any, None, Any]:
+def outcome(future: Any, seconds: float | None = None) -> Generator[Any, None, Any]:
     """What ``await future`` iterates over. Cancelling the task cancels the request, as do ``seconds`` when over.
+
+    ``future`` is that of a pool of this process, or one that Python completes and that has ``add_done_callback``.
 
     Raises:
         TimeoutError: the request is not done within ``seconds``.
     """
     if not future.done():
         loop = asyncio.get_running_loop()
-        if (mailbox := _mailboxes.get(loop)) is None:
-            mailbox = _mailboxes[loop] = Mailbox(functools.partial(_call_loop, weakref.ref(loop)))
         waiter = loop.create_future()
         timer = None if seconds is None else loop.call_later(seconds, Mailbox.wake, waiter)
         try:
-            mailbox.expect(future, waiter)
+            _expect(future, loop, waiter)
             yield from waiter
         except asyncio.CancelledError:
             future.cancel()
@@ -49,6 +50,20 @@ def outcome(future: RequestFuture, seconds: float | None = None) -> Generator[An
         return future.result()
     finally:
         del future  # what it raises has this frame in its traceback: they would hold each other
+
+
+def _expect(future: Any, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[Any]) -> None:
+    """Have the loop wake ``waiter`` once the future is done."""
+    if not isinstance(future, RequestFuture):
+
+        def wake(_: Any) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(Mailbox.wake, waiter)
+
+        return future.add_done_callback(wake)
+    if (mailbox := _mailboxes.get(loop)) is None:
+        mailbox = _mailboxes[loop] = Mailbox(functools.partial(_call_loop, weakref.ref(loop)))
+    return mailbox.expect(future, waiter)
 
 
 def _call_loop(loop_of: weakref.ref[asyncio.AbstractEventLoop], mailbox: Mailbox) -> None:

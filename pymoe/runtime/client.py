@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pymoe.runtime.awaiting import outcome
-from pymoe.runtime.backend import ExpertBackend
 from pymoe.runtime.future import Future, deadline_after, seconds_left, wait
+from pymoe.runtime.protocols import Backend, RequestPool, check_backend
 from pymoe.runtime.schema import RequestSchema
-from pymoe.runtime.task_pool import TaskPool
 
 logger = logging.getLogger("pymoe.runtime")
 
@@ -57,8 +56,9 @@ class ExpertClient(nn.Module):
         Exception: whatever the expert raised.
     """
 
-    def __init__(self, backend: ExpertBackend, *, timeout: float | None = None) -> None:
+    def __init__(self, backend: Backend, *, timeout: float | None = None) -> None:
         super().__init__()
+        check_backend("ExpertClient", backend)
         info = backend.get_info()
         self.name: str = info["name"]
         self.timeout = timeout
@@ -70,7 +70,7 @@ class ExpertClient(nn.Module):
         self._warned = False
 
     @property
-    def backend(self) -> ExpertBackend:
+    def backend(self) -> Backend:
         """Whose pools are asked."""
         return self._backend[0]
 
@@ -121,11 +121,11 @@ class ExpertClient(nn.Module):
         gradients: Sequence[Tensor] = self._ask(self._backward_pool, [*_values(inputs), *grads])
         return [grad if need else None for grad, need in zip(gradients, needed, strict=True)]
 
-    def _ask(self, pool: TaskPool, tensors: Sequence[Any]) -> Any:
+    def _ask(self, pool: RequestPool, tensors: Sequence[Any]) -> Any:
         deadline = deadline_after(self.timeout)
         return self._wait(pool, pool.submit_task(*tensors, timeout=self.timeout), deadline)
 
-    def _wait(self, pool: TaskPool, future: Future, deadline: float | None) -> Any:
+    def _wait(self, pool: RequestPool, future: Future, deadline: float | None) -> Any:
         try:
             if deadline is None and not (self._warned or pool.served):
                 self._wait_for_a_runtime(pool, future)
@@ -136,7 +136,7 @@ class ExpertClient(nn.Module):
                 self._explain(error, pool, future)
             raise
 
-    def _wait_for_a_runtime(self, pool: TaskPool, future: Future) -> None:
+    def _wait_for_a_runtime(self, pool: RequestPool, future: Future) -> None:
         """Wait for a while, then log what may be wrong. A thread that waits with a limit runs no batch itself."""
         wait([future], timeout=UNSERVED_WARNING_DELAY_S)
         if not (future.done() or pool.served):
@@ -144,7 +144,7 @@ class ExpertClient(nn.Module):
             pool._idle_is_known()
             logger.warning("%s: a client waits for an answer, but no Runtime serves the pool", pool.name)
 
-    def _explain(self, error: TimeoutError, pool: TaskPool, future: Future) -> None:
+    def _explain(self, error: TimeoutError, pool: RequestPool, future: Future) -> None:
         """Raise another TimeoutError that says more, unless ``error`` is what the expert raised."""
         if not future.done() or future.cancelled():
             why = "" if pool.served else "; no Runtime serves the pool"

@@ -40,6 +40,11 @@ class GradientRule:
         self.skipped = 0
         self.forget()
 
+    @property
+    def last_update(self) -> int:
+        """The number of the update that holds the last batch: the next one while gradients accumulate for it."""
+        return self.updates + (1 if self._batches else 0)
+
     def forget(self) -> None:
         """Drop what was accumulated."""
         self._sums: dict[nn.Parameter, Tensor] = {}

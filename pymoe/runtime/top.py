@@ -1,9 +1,10 @@
 """A live view of runtimes in a terminal.
 
-    python -m pymoe.runtime.top [--once] [--interval SECONDS] [SOCKET or FOLDER]
+    python -m pymoe.runtime.top [--once] [--interval SECONDS] [SOCKET or FOLDER, or --address HOST:PORT]
 
 shows the pools of every process of this user whose runtime has a monitor (``Runtime(..., monitor=True)``, or
-``PYMOE_MONITOR=1`` in its environment). ``--once`` prints one plain table. In the program itself,
+``PYMOE_MONITOR=1`` in its environment). ``--once`` prints one plain table, ``--address`` shows a server
+of :mod:`pymoe.remote`, on whichever machine. In the program itself,
 
     with pymoe.runtime.top.live(runtime):
         train()
@@ -14,6 +15,7 @@ draws the same view. With rich installed (``pip install rich``) it has colours a
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import socket
 import struct
@@ -152,10 +154,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("where", nargs="?", type=Path, metavar="SOCKET|FOLDER", help="default: this user's runtimes")
     parser.add_argument("--once", action="store_true", help="print one plain table and end")
     parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two views (default: 1)")
+    parser.add_argument("--address", metavar="HOST:PORT", help="a server of pymoe.remote")
+    for name, about in (
+        ("ca", "authorities of its certificate"),
+        ("cert", "to show it"),
+        ("key", "of the certificate"),
+    ):
+        parser.add_argument(f"--tls-{name}", type=Path, metavar="FILE", help=about)
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="holds the token that it asks for")
     options = parser.parse_args(arguments)
     if not options.interval > 0:
         parser.error("--interval must be positive")
-    watched = Watched(private_folder() if options.where is None else options.where)
+    if options.address is not None and options.where is not None:
+        parser.error("expected SOCKET|FOLDER or --address, got both")
+    try:
+        watched = watch(options)
+    except (ImportError, OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
     try:
         if not watched.read() and (options.once or options.where is not None):
             print(f"no runtime with a monitor at {watched.where}; see Runtime(..., monitor=True)", file=sys.stderr)
@@ -175,6 +191,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     finally:
         watched.close()
+
+
+def watch(options: argparse.Namespace) -> Any:
+    """Return what the options ask to look at; raises ImportError, OSError or ValueError if a server is not there."""
+    if options.address is None:
+        return Watched(private_folder() if options.where is None else options.where)
+    security_of = importlib.import_module("pymoe.remote.cli").security_of  # a package above this one
+    return importlib.import_module("pymoe.remote.viewer").WatchedServer(options.address, **security_of(options))
 
 
 @contextmanager

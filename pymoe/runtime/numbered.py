@@ -1,0 +1,36 @@
+"""A pool of backward passes that says in which update each row's gradient is.
+
+Whoever saves an expert, and must know which requests the saved state holds, compares the number of a request's update
+with that of the state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pymoe.runtime.backend import ExpertBackend
+from pymoe.runtime.task_pool import TaskPool
+
+
+def numbered_backward_pool(backend: ExpertBackend) -> TaskPool:
+    """Return another pool of the backend's backward pass, of the same options, that excludes its forward pool.
+
+    A result is that of ``backend.backward_pool`` and behind it an int64 tensor (rows,): the number of the update that
+    holds, or with ``accumulate_steps`` will hold, the gradient of the row. A state with ``updates`` of that number or
+    more has seen it. A batch that made no update, since its gradients were not finite and are skipped, has the number
+    of the update before it.
+    """
+
+    def backward(*tensors: Tensor) -> tuple[Tensor, ...]:
+        with backend._lock:  # it is re-entrant: no other pass comes between the update and its number
+            gradients = backend.backward(*tensors)
+            number = backend._rule.last_update
+        return (*gradients, torch.full((len(tensors[0]),), number, dtype=torch.int64))
+
+    options: dict[str, Any] = backend._pool_options
+    schema = backend._schema.inputs + backend._schema.outputs
+    name = f"{backend.name}_keyed_backward"
+    return TaskPool(backward, name=name, schema=schema, exclusive_with=backend.forward_pool, **options)
