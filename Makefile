@@ -1,6 +1,6 @@
 # pymoe: every target makes what it needs, so each works on a fresh clone. Options go through ARGS:
 #     make train ARGS="--steps 200 --ffn dense"
-.PHONY: help train check test test-all docs wheel bench bench-layers bench-runtime bench-parallel bench-pipeline bench-distributed bench-expert-parallel lint format clean
+.PHONY: help train check test test-all docs wheel bench bench-layers bench-runtime bench-parallel bench-pipeline bench-distributed bench-expert-parallel bench-remote lint format clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -29,6 +29,7 @@ help:
 	@echo 'make bench-pipeline  pipeline schedules beside torchgpipe, torch and the simulated ideal; in build/pipeline_schedules/'
 	@echo 'make bench-distributed  captured models in 1, 2 and 4 processes beside torch; in build/pipeline_distributed/'
 	@echo 'make bench-expert-parallel  a layer with experts on two processes beside one and plain torch; in build/expert_parallel/'
+	@echo 'make bench-remote    experts of another process beside hivemind and Ray; in build/remote_load/'
 	@echo 'make lint    ruff, clang-format and mypy'
 	@echo 'make format  lay out the sources, write the type stub again'
 	@echo 'make clean   remove what was built, and the virtual environment'
@@ -90,6 +91,18 @@ bench-distributed: $(INSTALLED)
 
 bench-expert-parallel: $(INSTALLED)
 	$(RUN) -m benchmarks.expert_parallel $(ARGS)
+
+# Ray, too, lives in an environment of its own.
+RAY := build/ray
+
+bench-remote: $(INSTALLED) $(HIVEMIND)/.packages $(RAY)/.packages
+	$(RUN) -m benchmarks.remote_load --hivemind $(HIVEMIND)/bin/python --ray $(RAY)/bin/python $(ARGS)
+
+$(RAY)/.packages: benchmarks/remote/requirements-ray.txt
+	@echo '== Ray into $(RAY)'
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
 
 $(VENV)/.torchgpipe: benchmarks/pipeline/requirements-torchgpipe.txt $(PACKAGES)
 	@echo '== torchgpipe into $(VENV)'

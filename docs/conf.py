@@ -55,7 +55,9 @@ maximum_signature_line_length = 100
 
 # References must resolve, but for those to other projects, and to aliases in signatures.
 nitpicky = True
-OTHER_PROJECTS = r"(torch|nn|numpy|prometheus_client|transformers|collections|concurrent|typing|pathlib|enum)\..*"
+OTHER_PROJECTS = (
+    r"(torch|nn|numpy|grpc|msgspec|prometheus_client|transformers|collections|concurrent|typing|pathlib|enum)\..*"
+)
 IN_SIGNATURES = r"(Tensor|Module|ProcessGroup|Metric|CollectorRegistry|SplitPolicy|Spec)"
 nitpick_ignore_regex = [(r"py:.*", OTHER_PROJECTS), (r"py:class", IN_SIGNATURES)]
 

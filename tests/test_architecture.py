@@ -3,10 +3,10 @@
 C++     core -> kernels -> ops;  core, kernels -> runtime -> bindings  (right may use left); no torch and no Python
         below ops and bindings.
 Python  reference -> ops -> nn -> ep;  autograd -> {parallel, runtime, pipe};  {runtime, ops, nn} -> mixture;  all of
-        these but ep -> integrations;  nn -> bench. The reference imports torch alone, and the package at import time
-        torch and numpy alone. Of pipe, the file auxiliary.py alone knows layers of nn, whose injected losses it
-        weights; of ep, the folder simulate/ prints tables of bench. No two files import each other, nor do longer
-        circles exist.
+        these but ep -> integrations;  nn -> bench;  runtime -> remote. The reference imports torch alone, and the
+        package at import time torch and numpy alone; what remote is made of comes with it. Of pipe, the file
+        auxiliary.py alone knows layers of nn, whose injected losses it weights; of ep, the folder simulate/ prints
+        tables of bench. No two files import each other, nor do longer circles exist.
 """
 
 import ast
@@ -51,12 +51,14 @@ PYTHON_MAY_USE = {
     "mixture": {"autograd", "reference", "ops", "nn", "runtime", "mixture", "_errors", "_native", "_runtime"},
     "pipe": {"autograd", "pipe", "_errors", "_native", "_runtime", "_torch_private"},
     "pipe/auxiliary": {"nn", "pipe"},
-    "integrations": {"reference", "ops", "nn", "parallel", "runtime", "mixture", "pipe", "integrations"},
+    "remote": {"runtime", "remote", "_errors"},
+    "integrations": {"reference", "ops", "nn", "parallel", "runtime", "mixture", "pipe", "remote", "integrations"},
     "ep/simulate": {"reference", "ops", "nn", "ep", "bench"},
     "bench": {"reference", "ops", "nn", "bench"},
 }
 ALWAYS_INSTALLED = {"torch", "numpy", "pymoe"}
-MAY_IMPORT_LAZILY = {"bench", "ep", "ep/simulate", "integrations", "runtime", "mixture", "pipe"}
+INSTALLED_WITH = {"remote": {"grpc", "msgspec"}}
+MAY_IMPORT_LAZILY = {"bench", "ep", "ep/simulate", "integrations", "runtime", "mixture", "pipe", "remote"}
 
 
 def cpp_faults(file, text):
@@ -123,6 +125,8 @@ def python_faults(file, text):
         elif root not in sys.stdlib_module_names:
             if layer == "reference" and root != "torch":
                 yield f"{file} imports {module}: the reference imports torch alone"
+            elif root in INSTALLED_WITH.get(layer, ()):
+                continue
             elif root not in ALWAYS_INSTALLED and (at_import_time or layer not in MAY_IMPORT_LAZILY):
                 yield f"{file} imports {module}: not among the package's requirements"
 
@@ -247,6 +251,10 @@ def test_a_planted_include_is_found(file, line):
         ("pymoe/ep/simulate/picture.py", "import matplotlib"),
         ("pymoe/bench/calls.py", "from pymoe.pipe import Pipe"),
         ("pymoe/bench/calls.py", "import hypothesis"),
+        ("pymoe/runtime/pool.py", "import grpc"),
+        ("pymoe/runtime/pool.py", "from pymoe.remote import connect"),
+        ("pymoe/remote/server.py", "from pymoe.mixture import MixtureOfExpertBackends"),
+        ("pymoe/remote/server.py", "import ray"),
         ("pymoe/runtime/pool.py", "from pymoe.pipe import Pipe"),
         ("pymoe/runtime/pool.py", "from pymoe.ops import dispatch"),
         ("pymoe/mixture/routing.py", "from pymoe.pipe import Pipe"),

@@ -24,11 +24,11 @@ class PeerError(RuntimeError):
     """The worker's process ended, or did not answer."""
 
 
-def version(python: Path) -> str:
-    """The version of hivemind in that environment; raises :class:`PeerError` where it is not installed."""
+def version(python: Path, worker: str = WORKER) -> str:
+    """The peer's version in that environment; raises :class:`PeerError` where it is not installed."""
     try:
         found = subprocess.run(
-            [python, "-m", WORKER], cwd=ROOT, capture_output=True, text=True, timeout=ANSWER_LIMIT_S, check=False
+            [python, "-m", worker], cwd=ROOT, capture_output=True, text=True, timeout=ANSWER_LIMIT_S, check=False
         )
     except OSError as error:
         raise PeerError(f"no environment of its own ({error.strerror}): make bench-runtime sets it up") from None
@@ -40,9 +40,9 @@ def version(python: Path) -> str:
 class HivemindProcess:
     """A contender whose server and clients live in the worker's process."""
 
-    def __init__(self, expert: str, python: Path) -> None:
+    def __init__(self, expert: str, python: Path, worker: str = WORKER) -> None:
         self.process = subprocess.Popen(
-            [python, "-m", WORKER, expert],
+            [python, "-m", worker, expert],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -1,4 +1,5 @@
-"""Metrics of runtimes for Prometheus, through the package prometheus-client (``pip install prometheus-client``).
+"""Metrics of runtimes and of servers of experts for Prometheus, through the package prometheus-client (``pip install
+prometheus-client``).
 
 ::
 
@@ -8,7 +9,9 @@
     register(runtime)
     start_http_server(9100, addr="127.0.0.1")
 
-Every series has the labels ``runtime`` (its name in :func:`register`) and ``pool``; the documentation's page
+``register`` takes a :class:`pymoe.remote.ExpertServer` as well: the series of its runtime, and those of its calls.
+
+Every series of a pool has the labels ``runtime`` (its name in :func:`register`) and ``pool``; the documentation's page
 "Prometheus metrics" lists them all. Time buckets end at 2^n nanoseconds, from a microsecond to about 70 seconds, as
 those of the runtime's own histograms do, so that counts are exact.
 """
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
-__all__ = ["RuntimeCollector", "register"]
+__all__ = ["RuntimeCollector", "register", "serve"]
 
 MISSING = "pymoe.integrations.prometheus needs prometheus-client: pip install prometheus-client"
 LABELS = ("runtime", "pool")
@@ -37,8 +40,9 @@ class RuntimeCollector:
     """A collector for prometheus-client that reads the pools whenever it is scraped.
 
     Args:
-        runtimes: a :class:`pymoe.runtime.Runtime`, or several by name; the name is the label ``runtime``, and that of
-            a single one is ``default``.
+        runtimes: a :class:`pymoe.runtime.Runtime` or :class:`pymoe.remote.ExpertServer`, or several by name; the name
+        is
+            the label ``runtime``, and that of a single one is ``default``.
 
     Raises:
         ImportError: prometheus-client is not installed.
@@ -51,7 +55,9 @@ class RuntimeCollector:
             raise ImportError(MISSING) from error
         self._core = prometheus_client.core
         by_name = runtimes if isinstance(runtimes, Mapping) else {"default": runtimes}
-        self._readers = {name: StatsReader(pools_followed(one)) for name, one in by_name.items()}
+        self._servers = {name: one for name, one in by_name.items() if hasattr(one, "runtime")}
+        found = {name: getattr(one, "runtime", one) for name, one in by_name.items()}
+        self._readers = {name: StatsReader(pools_followed(one)) for name, one in found.items()}
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metric families, as prometheus-client asks for them."""
@@ -90,6 +96,24 @@ class RuntimeCollector:
                 found: Distribution = getattr(stats, field)
                 times.add_metric(labels, cumulative(found.buckets, SECOND_ENDS), sum_value=found.sum)
             yield times
+        if self._servers:
+            yield from self._of_servers()
+
+    def _of_servers(self) -> Iterator[Metric]:
+        calls = self._core.CounterMetricFamily(
+            "pymoe_remote_calls", "Calls to a server of experts", labels=("runtime", "outcome")
+        )
+        updates = self._core.GaugeMetricFamily(
+            "pymoe_remote_expert_updates", "Updates that an expert has seen", labels=("runtime", "expert")
+        )
+        held = self._core.GaugeMetricFamily("pymoe_remote_bytes", "Bytes of calls under way", labels=("runtime",))
+        for name, server in self._servers.items():
+            for outcome, count in sorted(server.counts.items()):
+                calls.add_metric((name, outcome), count)
+            for expert, backend in server.experts.items():
+                updates.add_metric((name, expert), backend.updates)
+            held.add_metric((name,), server.bytes_in_flight)
+        yield from (calls, updates, held)
 
 
 def register(runtimes: Any, *, registry: CollectorRegistry | None = None) -> RuntimeCollector:
@@ -104,6 +128,22 @@ def register(runtimes: Any, *, registry: CollectorRegistry | None = None) -> Run
         registry = REGISTRY
     registry.register(collector)
     return collector
+
+
+def serve(runtimes: Any, port: int) -> None:
+    """Serve the metrics of ``runtimes``, as :class:`RuntimeCollector` takes them, at http://127.0.0.1:PORT/metrics.
+
+    Raises:
+        ImportError: prometheus-client is not installed.
+        OSError: the port is taken.
+    """
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+    except ImportError as error:
+        raise ImportError(MISSING) from error
+    registry = CollectorRegistry()
+    register(runtimes, registry=registry)
+    start_http_server(port, addr="127.0.0.1", registry=registry)
 
 
 def cumulative(buckets: Sequence[Bucket], ends: tuple[float, ...]) -> list[tuple[str, float]]:

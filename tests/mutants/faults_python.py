@@ -2,6 +2,7 @@
 
 from faults_quantized import FAULTS as OF_QUANTIZED_WEIGHTS
 from faults_ranks import FAULTS as RANKS
+from faults_remote import FAULTS as REMOTE
 from faults_transformers import FAULTS as TRANSFORMERS
 from planting import PythonFault as Fault
 
@@ -16,6 +17,7 @@ ORDER = "tests/ops/test_grouped_linear_order.py"
 FAULTS = [
     *TRANSFORMERS,
     *RANKS,
+    *REMOTE,
     Fault(
         "build_routing keeps one row too many",
         ROUTING,

@@ -1,0 +1,182 @@
+"""A channel to a server: whether it is there, what it says of itself, and what all requests over it have in common."""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import grpc
+
+from pymoe.remote import wire
+from pymoe.remote.encodings import check_encoding
+from pymoe.remote.errors import ProtocolError, ServerLost, WireError, from_status
+from pymoe.remote.security import TLS, authorization, check_client
+from pymoe.remote.wire import SERVING
+
+LOOK_AGAIN_S = 5.0
+"""Between two looks at a server that answers and cannot be stayed with."""
+OPTIONS = (
+    ("grpc.max_receive_message_length", wire.MOST_BYTES),
+    ("grpc.max_send_message_length", wire.MOST_BYTES),
+    ("grpc.enable_retries", 0),  # gRPC's own know nothing of keys
+    ("grpc.compression_enabled_algorithms_bitset", 1),  # what a server sends is not decompressed, either
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),  # for as long an attempt to connect may last
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class Channel:
+    """A channel of gRPC with what all requests over it share. Thread-safe.
+
+    The arguments are those of :func:`pymoe.remote.connect`, and so are the errors.
+
+    Attributes:
+        address: of the server.
+        client: the name by which the server knows this channel, with which its backward requests are numbered.
+        metadata: what every call shows.
+        methods: of the service, by name: callables of gRPC.
+        counts: ``attempts``, ``retries`` and ``lost`` (attempts that ended with the connection).
+        closed: whether :meth:`close` was called.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        tls: TLS | None,
+        token: str | None,
+        timeout: float,
+        encoding: str,
+        gradient_encoding: str,
+        coalesce: bool,
+        retries: bool,
+    ) -> None:
+        check_client(address, tls, token)
+        self.address, self.timeout, self.coalesce, self.retries = address, timeout, coalesce, retries
+        self.encoding = check_encoding("connect", encoding)
+        self.gradient_encoding = check_encoding("connect", gradient_encoding)
+        self.client = uuid.uuid4().hex
+        self.metadata = authorization(token)
+        self.counts: Counter[str] = Counter()
+        self.closed = False
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._reachable = True
+        if tls is None:
+            self._channel = grpc.insecure_channel(address, OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(address, tls.client_credentials(), OPTIONS)
+        names = ("Forward", "Backward", "Info", "Stay", "Drain")
+        self.methods = {name: self._channel.unary_unary(f"/{wire.SERVICE}/{name}") for name in names}
+        self._health = self._channel.unary_unary(wire.HEALTH)
+
+    # --- whether the server is there ---
+
+    @property
+    def reachable(self) -> bool:
+        """Whether the server can be reached, as far as the channel knows: not from a refusal until it is back."""
+        return self._reachable and not self.closed
+
+    def watch(self) -> None:
+        """Follow whether the server is there, from now to the end, and have the channel connect whenever it is not.
+
+        A call of health waits until the server is there; then another stays with it, and ends when the connection does,
+        or the server drains. (gRPC's own subscriptions to a channel's state do not survive that it is closed.)
+        """
+        self._start(self._health, self._found, wait_for_ready=True)
+
+    def _start(self, method: Any, ended: Callable[[Any], None], **options: Any) -> None:
+        with suppress(ValueError):  # the channel was closed
+            method.future(b"", metadata=self.metadata, **options).add_done_callback(ended)
+
+    def _found(self, health: Any) -> None:
+        if self.closed:
+            return
+        if health.code() is grpc.StatusCode.OK and health.result() == SERVING:
+            self._reachable = True
+            self._start(self.methods["Stay"], self._left)
+        else:
+            self._look_later()
+
+    def _left(self, stay: Any) -> None:
+        if self.closed:
+            return
+        if stay.code() in (grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE):
+            self._reachable = False
+            self.watch()
+        else:  # too many stay already, or the token has changed: calls themselves will tell
+            self._look_later()
+
+    def _look_later(self) -> None:
+        timer = threading.Timer(LOOK_AGAIN_S, self.watch)
+        timer.daemon = True
+        timer.start()
+
+    def check_usable(self) -> None:
+        """Raise RuntimeError in a fork, whose threads of gRPC are gone; ServerLost once it is closed."""
+        if os.getpid() != self._process:
+            raise RuntimeError(f"{self.address}: a connection cannot be used in a fork: connect() again in the child")
+        if self.closed:
+            raise ServerLost(f"{self.address}: the connection is closed")
+
+    def count(self, what: str) -> None:
+        """Count an event in ``counts``."""
+        with self._lock:
+            self.counts[what] += 1
+
+    # --- what the server has ---
+
+    def info(self, timeout: float | None = None) -> wire.Info:
+        """Return what the server says of itself.
+
+        Args:
+            timeout: seconds; None: that of the connection.
+
+        Raises:
+            ServerLost: it cannot be reached; the message has gRPC's reason.
+            PermissionError: it wants another token.
+            ProtocolError: it is no ExpertServer, or one of another version.
+            TimeoutError: it does not answer.
+        """
+        return self._ask("Info", timeout)
+
+    def drain(self, timeout: float | None = None) -> wire.Info:
+        """Have the server refuse further requests, answer those under way, save, and stop; return at once.
+
+        Raises what :meth:`info` does.
+        """
+        return self._ask("Drain", timeout)
+
+    def _ask(self, method: str, timeout: float | None) -> wire.Info:
+        self.check_usable()
+        seconds = self.timeout if timeout is None else timeout
+        try:
+            message = self.methods[method](b"", timeout=seconds, metadata=self.metadata)
+        except grpc.RpcError as failed:
+            raise from_status(failed, self.address) from None
+        try:
+            return wire.decode(message, wire.Info)
+        except WireError as error:
+            raise ProtocolError(f"{self.address}: {error}") from None
+
+    def close(self) -> bool:
+        """End what is under way with :class:`~pymoe.remote.ServerLost`, and hang up; return False if that was done
+        before.
+
+        In a fork it leaves the parent's connection alone.
+        """
+        with self._lock:
+            if self.closed or os.getpid() != self._process:
+                return False
+            self.closed = True
+        self._channel.close()
+        return True

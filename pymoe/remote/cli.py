@@ -1,0 +1,186 @@
+"""Servers of experts from a terminal.
+
+- ``python -m pymoe.remote serve MODULE:FUNCTION`` serves the experts that a function returns, until SIGTERM or Ctrl-C;
+- ``python -m pymoe.remote info HOST:PORT`` shows what a server says of itself;
+- ``python -m pymoe.remote drain HOST:PORT`` has a server answer what is under way, save, and end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from pymoe.remote import wire
+from pymoe.remote.connection import Connection, connect
+from pymoe.remote.errors import ProtocolError, ServerLost
+from pymoe.remote.schemas import read_schema
+from pymoe.remote.security import TLS
+from pymoe.remote.server import ExpertServer
+from pymoe.runtime import ExpertBackend
+from pymoe.runtime.top import printable
+
+PROGRAM = "python -m pymoe.remote"
+DRAIN_CHECK_S = 0.1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status: 1 where there is no such server, or it cannot serve."""
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=(__doc__ or "").partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_serve(commands)
+    for name, about in (("info", "what a server says of itself"), ("drain", "have a server save and end")):
+        command = commands.add_parser(name, help=about, description=about)
+        command.add_argument("address", metavar="HOST:PORT")
+        _add_security(command, "authorities that the server's certificate must be signed by")
+        command.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="(default: 10)")
+        if name == "info":
+            command.add_argument("--json", action="store_true", help="as JSON")
+    options = parser.parse_args(arguments)
+    try:
+        return {"serve": serve, "info": info, "drain": drain}[options.command](options)
+    except (OSError, ValueError, TypeError, RuntimeError, LookupError, ImportError) as error:
+        print(f"{PROGRAM} {options.command}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def _add_serve(commands: Any) -> None:
+    about = "serve the experts that a function returns"
+    parser = commands.add_parser("serve", help=about, description=about)
+    parser.add_argument("factory", metavar="MODULE:FUNCTION", help="returns one or several ExpertBackends")
+    parser.add_argument("--listen", default="127.0.0.1:7000", metavar="HOST:PORT", help="(default: 127.0.0.1:7000)")
+    _add_security(parser, "authorities that clients' certificates must be signed by")
+    parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="where experts are saved, and loaded from")
+    parser.add_argument("--save-every", type=float, default=60.0, metavar="SECONDS", help="(default: 60)")
+    parser.add_argument("--workers", type=int, metavar="N", help="threads that run batches (default: one an expert)")
+    parser.add_argument("--threads", type=int, metavar="N", help="torch's threads within a batch (default: torch's)")
+    parser.add_argument(
+        "--grace", type=float, default=10.0, metavar="SECONDS", help="for requests under way at the end"
+    )
+    parser.add_argument("--metrics-port", type=int, metavar="PORT", help="for Prometheus, on 127.0.0.1")
+
+
+def _add_security(parser: argparse.ArgumentParser, authorities: str) -> None:
+    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="this side's certificate")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key")
+    parser.add_argument("--tls-ca", type=Path, metavar="FILE", help=authorities)
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="holds the token")
+
+
+def security_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return ``tls`` and ``token`` as a command's options say them. A token comes from a file: ``ps`` shows options."""
+    files = (options.tls_cert, options.tls_key, options.tls_ca)
+    tls = TLS(*files) if any(files) else None
+    token = None if options.token_file is None else options.token_file.read_text().strip()
+    return {"tls": tls, "token": token}
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Serve until a signal, or a client's ``drain``, ends it."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    _say(f"making the experts of {options.factory}")
+    backends = made_by(options.factory)
+    _say(f"{len(backends)} made: {', '.join(one.name for one in backends)}")
+    server = ExpertServer(
+        backends,
+        options.listen,
+        **security_of(options),
+        checkpoints=options.checkpoints,
+        save_every=options.save_every,
+        workers=options.workers,
+        grace=options.grace,
+    )
+    if options.metrics_port is not None:
+        prometheus = importlib.import_module("pymoe.integrations.prometheus")
+        prometheus.serve(server, options.metrics_port)
+        _say(f"metrics for Prometheus at http://127.0.0.1:{options.metrics_port}/metrics")
+    server.run(ready=lambda: _say(f"serving at {server.address}; Ctrl-C or SIGTERM ends it"))
+    _say(f"served {server.counts['forward']} forward and {server.counts['backward']} backward requests")
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def made_by(factory: str) -> list[ExpertBackend]:
+    """Return the backends that ``MODULE:FUNCTION`` returns; modules of the current folder are found.
+
+    Raises:
+        ValueError: no function is named.
+        ImportError, AttributeError: there is none.
+        TypeError: it returns something else.
+    """
+    module, colon, function = factory.partition(":")
+    if not (module and colon and function):
+        raise ValueError(f"expected MODULE:FUNCTION, got {factory!r}")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    make = getattr(importlib.import_module(module), function, None)
+    if not callable(make):
+        raise ImportError(f"there is no function {function!r} in {module}")
+    made = make()
+    backends = [made] if isinstance(made, ExpertBackend) else list(made) if isinstance(made, Iterable) else [made]
+    for one in backends:
+        if not isinstance(one, ExpertBackend):
+            raise TypeError(f"{factory} must return ExpertBackends, got {type(one).__name__}")
+    return backends
+
+
+def _connection(options: argparse.Namespace) -> Connection:
+    return connect(options.address, timeout=options.timeout, coalesce=False, **security_of(options))
+
+
+def info(options: argparse.Namespace) -> int:
+    """Print what a server says of itself."""
+    with _connection(options) as there:
+        found = there.info()
+    if options.json:
+        print(json.dumps(msgspec.to_builtins(found), indent=2))
+    else:
+        print(described(options.address, found))
+    return 0
+
+
+def described(address: str, found: wire.Info) -> str:
+    """Return what a server says of itself, as text."""
+    state = "draining" if found.draining else "serving"
+    lines = [f"{address}: {state} for {found.seconds:.0f} s, pymoe {found.version}, process {found.pid}"]
+    for name, one in found.experts.items():
+        trains = f"{one.updates} updates" if one.trains else "does not train"
+        try:
+            takes, returns = read_schema(one.forward_schema), read_schema(one.outputs_schema)
+        except ValueError as error:
+            raise ProtocolError(f"{address}: the schema of {name!r} cannot be read: {error}") from None
+        lines.append(f"  {name}: {trains}; takes {takes!r}, returns {returns!r}")
+    if found.counts:
+        lines.append("  calls: " + ", ".join(f"{count} {what}" for what, count in sorted(found.counts.items())))
+    return "\n".join(map(printable, lines))
+
+
+def drain(options: argparse.Namespace) -> int:
+    """Have a server drain, and wait for its end."""
+    with _connection(options) as there:
+        there.drain()
+        _say(f"{options.address} drains")
+        deadline = time.monotonic() + options.timeout
+        while time.monotonic() < deadline:
+            time.sleep(DRAIN_CHECK_S)
+            try:
+                there.info(timeout=options.timeout)
+            except ServerLost:
+                _say(f"{options.address} has ended")
+                return 0
+    print(f"{options.address} still answers after {options.timeout:g} s", file=sys.stderr)
+    return 1

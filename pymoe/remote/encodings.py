@@ -1,0 +1,149 @@
+"""Tensors as bytes: as they are, in bfloat16, or in 8 bits with a scale for each block of 256 numbers.
+
+How far a number x of float32 or float64 may be from what arrives:
+
+- ``raw``: not at all.
+- ``bf16``: at most ``2^-8 * abs(x)``, for normal numbers up to 3.38e38; half the bytes of float32. Infinity and NaN
+  stay.
+- ``int8``: at most ``m / 254`` for the largest absolute value m of x's block, but for rounding in float32 (a relative
+  2^-20 of m) and blocks with m < 1.5e-36, whose error is at most 6e-39; about a quarter of the bytes of float32. In a
+  block with NaN, infinity or a number beyond float32 everything becomes NaN: nothing passes for a number that is none.
+
+16-bit floating-point tensors stay as they are under ``bf16``; their values are rounded to their dtype on arrival under
+``int8``. Integers, booleans and complex numbers are always sent raw.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pymoe.remote.errors import WireError
+
+ENCODINGS = ("raw", "bf16", "int8")
+BLOCK = 256
+"""Numbers that share one scale in ``int8``."""
+MOST_DIMENSIONS = 8
+LONGEST_DIMENSION = 1 << 31
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+
+DTYPES = {
+    "f32": torch.float32,
+    "f64": torch.float64,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "i64": torch.int64,
+    "i32": torch.int32,
+    "i16": torch.int16,
+    "i8": torch.int8,
+    "u8": torch.uint8,
+    "bool": torch.bool,
+    "c64": torch.complex64,
+    "c128": torch.complex128,
+}
+"""Names of dtypes on the wire."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of ``dtype`` on the wire; raises TypeError for one that cannot be sent."""
+    if dtype not in NAMES:
+        raise TypeError(f"pymoe.remote: a tensor of {dtype} cannot be sent; expected one of {list(NAMES)}")
+    return NAMES[dtype]
+
+
+def check_encoding(owner: str, encoding: Any) -> str:
+    """Return ``encoding``; raises ValueError if there is none of that name."""
+    if encoding not in ENCODINGS:
+        raise ValueError(f"{owner}: encoding must be one of {', '.join(map(repr, ENCODINGS))}, got {encoding!r}")
+    return str(encoding)
+
+
+def encoding_for(dtype: torch.dtype, encoding: str) -> str:
+    """Return how numbers of ``dtype`` are sent where ``encoding`` is asked for."""
+    if not dtype.is_floating_point or (encoding == "bf16" and dtype.itemsize <= 2):
+        return "raw"
+    return encoding
+
+
+def encoded_size(dtype: torch.dtype, encoding: str, count: int) -> int:
+    """Return the bytes of ``count`` numbers."""
+    if encoding == "raw":
+        return count * dtype.itemsize
+    return count * 2 if encoding == "bf16" else 4 * -(-count // BLOCK) + count
+
+
+def encode(tensor: Tensor, encoding: str) -> memoryview:
+    """Return the bytes of a tensor: with ``raw`` those of its memory, without a copy, where it is contiguous."""
+    tensor = tensor.detach().to("cpu").contiguous()
+    if encoding == "bf16":
+        tensor = tensor.to(torch.bfloat16)
+    elif encoding == "int8":
+        tensor = _to_int8(tensor.reshape(-1).float())
+    if not tensor.numel():
+        return memoryview(b"")
+    array: Any = tensor.resolve_conj().resolve_neg().view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def decode(data: memoryview, dtype: torch.dtype, shape: list[int], encoding: str) -> Tensor:
+    """Return the tensor in memory of its own, aligned and writable: one copy of the bytes, for ``raw`` the only one.
+
+    Raises:
+        WireError: no such encoding of this dtype, a shape that no tensor has, or another number of bytes.
+    """
+    if encoding not in ENCODINGS or (encoding != "raw" and not dtype.is_floating_point):
+        raise WireError(f"there is no encoding {encoding[:32]!r} of {dtype}")
+    if len(shape) > MOST_DIMENSIONS or not all(0 <= length <= LONGEST_DIMENSION for length in shape):
+        raise WireError(f"a tensor cannot have the shape {shape[: MOST_DIMENSIONS + 1]}")
+    count = math.prod(shape)
+    if not count:
+        shape = [min(length, LONGEST_DIMENSION) for length in shape]
+    expected = encoded_size(dtype, encoding, count)
+    if data.nbytes != expected:
+        raise WireError(
+            f"expected {expected} bytes for {dtype} of shape {tuple(shape)} as {encoding}, got {data.nbytes}"
+        )
+    if not count:
+        if math.prod(max(length, 1) for length in shape) > LONGEST_DIMENSION:
+            raise WireError(f"a tensor without elements cannot have the shape {tuple(shape)}")
+        return torch.empty(shape, dtype=dtype)
+    if encoding == "int8":
+        scales = _own(data[: expected - count], torch.float32)
+        flat = _from_int8(_own(data[expected - count :], torch.int8), scales).to(dtype)
+    elif encoding == "bf16":
+        flat = _own(data, torch.bfloat16).to(dtype)
+    elif dtype is torch.bool:
+        flat = _own(data, torch.uint8) != 0  # whatever else a byte holds: a bool of any other value is undefined
+    else:
+        flat = _own(data, dtype)
+    return flat.view(shape)
+
+
+def _own(data: memoryview, dtype: torch.dtype) -> Tensor:
+    """Return the bytes as numbers in new memory: the received ones are unaligned, and not to be written to."""
+    memory = torch.empty(data.nbytes, dtype=torch.uint8)
+    memory.numpy()[:] = np.frombuffer(data, np.uint8)
+    return memory.view(dtype)
+
+
+def _blocks(flat: Tensor) -> Tensor:
+    return torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+
+
+def _to_int8(flat: Tensor) -> Tensor:
+    """Return, as bytes, the scales of all blocks and behind them the codes: whole numbers from -127 to 127."""
+    blocks = _blocks(flat)
+    largest = blocks.abs().amax(1) if len(blocks) else blocks.new_empty(0)
+    scales = (largest / 127).clamp(min=SMALLEST_SCALE)  # clamp() keeps NaN
+    codes = (blocks / scales[:, None]).nan_to_num(0.0, 0.0, 0.0).round_().clamp_(-127, 127).to(torch.int8)
+    return torch.cat([scales.view(torch.uint8), codes.view(-1)[: len(flat)].view(torch.uint8)])
+
+
+def _from_int8(codes: Tensor, scales: Tensor) -> Tensor:
+    scales = torch.where(scales.isfinite(), scales, torch.nan)
+    return (_blocks(codes.float()) * scales[:, None]).view(-1)[: len(codes)]

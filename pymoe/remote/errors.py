@@ -1,0 +1,112 @@
+"""What goes wrong between machines, as exceptions here and as status codes on the wire.
+
+A server says which exception it means in the trailing metadata ``pymoe-error``. A status without it comes from gRPC
+itself: the connection, a deadline, a server of another kind. Only types that :data:`KNOWN` lists are ever raised by
+name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpc import StatusCode
+
+from pymoe._errors import describe_error
+from pymoe.runtime.gradients import NonFiniteGradientError
+from pymoe.runtime.task_pool import QueueFull
+
+KIND_KEY = "pymoe-error"
+MOST_TEXT = 1000
+"""Characters of a message that travel: all of a reply's metadata must fit into 8 KiB."""
+
+
+class ServerLost(ConnectionError):
+    """The server could not be reached, or went away, in the time that the request had.
+
+    A backward request that raises this may have been applied, once, or not at all.
+    """
+
+
+class ProtocolError(ConnectionError):
+    """What answers is no server of this protocol, or breaks it."""
+
+
+class WireError(ValueError):
+    """Bytes that are no message of this protocol."""
+
+
+class AppliedError(RuntimeError):
+    """A backward request was applied, or may have been, and its answer is gone. It is not applied again."""
+
+
+class RemoteExpertError(RuntimeError):
+    """The expert raised, on its server, an exception of a type that is not sent by name; the message begins with it."""
+
+
+_KINDS: tuple[type[Exception], ...] = (
+    *(
+        AppliedError,
+        RemoteExpertError,
+        ServerLost,
+        WireError,
+        QueueFull,
+        NonFiniteGradientError,
+        TimeoutError,
+        PermissionError,
+    ),
+    *(ValueError, TypeError, RuntimeError, NotImplementedError, AssertionError, MemoryError),
+    *(LookupError, IndexError, KeyError),
+    *(ArithmeticError, FloatingPointError, OverflowError, ZeroDivisionError),
+)
+KNOWN = {kind.__name__: kind for kind in _KINDS}
+"""Exceptions that keep their type on the way from a server."""
+
+CODES: dict[type[BaseException], StatusCode] = {
+    AppliedError: StatusCode.ABORTED,
+    PermissionError: StatusCode.UNAUTHENTICATED,
+    QueueFull: StatusCode.RESOURCE_EXHAUSTED,
+    ServerLost: StatusCode.UNAVAILABLE,
+    TimeoutError: StatusCode.DEADLINE_EXCEEDED,
+    LookupError: StatusCode.NOT_FOUND,
+    TypeError: StatusCode.INVALID_ARGUMENT,
+    ValueError: StatusCode.INVALID_ARGUMENT,
+    WireError: StatusCode.INVALID_ARGUMENT,
+}
+"""Status codes for other programs that speak gRPC; clients of this package read the name in the metadata."""
+
+_OF_GRPC: dict[StatusCode, type[Exception]] = {
+    StatusCode.DEADLINE_EXCEEDED: TimeoutError,
+    StatusCode.RESOURCE_EXHAUSTED: QueueFull,
+    StatusCode.UNIMPLEMENTED: ProtocolError,
+    StatusCode.UNAUTHENTICATED: PermissionError,
+    StatusCode.PERMISSION_DENIED: PermissionError,
+}
+
+
+def to_status(error: BaseException) -> tuple[StatusCode, str, tuple[tuple[str, str], ...]]:
+    """Return status code, message and trailing metadata that stand for ``error``; of its traceback nothing."""
+    kind = type(error)
+    if kind.__name__ in KNOWN and KNOWN[kind.__name__] is kind:
+        # str() of a KeyError is the repr of its key.
+        text = str(error.args[0]) if isinstance(error, KeyError) and error.args else _text(error)
+        return CODES.get(kind, StatusCode.UNKNOWN), text[:MOST_TEXT], ((KIND_KEY, kind.__name__),)
+    return StatusCode.UNKNOWN, describe_error(error)[:MOST_TEXT], ((KIND_KEY, RemoteExpertError.__name__),)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
+def from_status(call: Any, where: str) -> Exception:
+    """Return the exception that the failed ``call`` means; ``where`` begins its message."""
+    text = f"{where}: {call.details() or 'no reason was given'}"
+    trailing = dict(call.trailing_metadata() or ())
+    if (kind := trailing.get(KIND_KEY)) is not None:
+        return KNOWN.get(str(kind), RemoteExpertError)(text)
+    code = call.code()
+    if code is StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:
+        return ValueError(text)
+    return _OF_GRPC.get(code, ServerLost)(text)

@@ -1,0 +1,137 @@
+"""An expert on its server: requests that came over the wire, to its pools; and its checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from pymoe._errors import describe_error
+from pymoe.remote import wire
+from pymoe.remote.checkpoints import Checkpoint, folder_of, read_newest, write_checkpoint
+from pymoe.remote.errors import RemoteExpertError
+from pymoe.remote.journal import IN_PART, Applied, Journal
+from pymoe.remote.schemas import write_schema
+from pymoe.runtime import ExpertBackend, QueueFull, TaskPool
+from pymoe.runtime.numbered import numbered_backward_pool
+
+
+class HostedExpert:
+    """A backend, a pool for its keyed backward requests, and the journal of their keys.
+
+    Raises:
+        TypeError: ``backend`` is not an ExpertBackend, or its schemas cannot be described to other machines.
+    """
+
+    def __init__(self, backend: ExpertBackend, incarnation: str) -> None:
+        if not isinstance(backend, ExpertBackend):
+            raise TypeError(f"ExpertServer: expected an ExpertBackend to serve, got {type(backend).__name__}")
+        if not 0 < len(backend.name) <= wire.MOST_NAME:
+            raise ValueError(f"ExpertServer: a name has 1 to {wire.MOST_NAME} characters, got {backend.name!r}")
+        self.backend = backend
+        self.name: str = backend.name
+        self.journal = Journal(incarnation)
+        self.keyed_pool = numbered_backward_pool(backend)
+        info = backend.get_info()
+        self._schemas = write_schema(self.name, info["forward_schema"]), write_schema(self.name, info["outputs_schema"])
+        self._saved_updates: int | None = None
+        self._saving = asyncio.Lock()  # a state that was taken earlier must not be written later
+
+    def get_pools(self) -> tuple[TaskPool, ...]:
+        """Return the pools that a runtime must serve: the backend's own, and that of keyed requests."""
+        return (*self.backend.get_pools(), self.keyed_pool)
+
+    def info(self) -> wire.ExpertInfo:
+        """Return what clients must know."""
+        backend = self.backend
+        return wire.ExpertInfo(*self._schemas, backend.trains, backend.updates, self.keyed_pool.max_batch_size)
+
+    # --- requests ---
+
+    async def forward(self, request: wire.Request, tensors: Sequence[Tensor], seconds: float) -> list[Tensor]:
+        """Return the tensors among the expert's outputs. A request that has not begun within ``seconds`` never runs."""
+        future = admit(self.backend.forward_pool, tensors, seconds)
+        try:
+            leaves = await future
+        except (Exception, asyncio.CancelledError):
+            raise
+        except BaseException as error:
+            raise RemoteExpertError(describe_error(error)) from None
+        return self.backend._schema.output_tensors(leaves)
+
+    async def backward(
+        self, request: wire.Request, tensors: Sequence[Tensor], seconds: float
+    ) -> tuple[Sequence[Tensor], bool]:
+        """Return the gradients of the inputs, from this or an earlier attempt, and whether from an earlier one.
+
+        Raises:
+            ValueError: no key.
+            AppliedError: see :meth:`pymoe.remote.journal.Journal.once`.
+        """
+        if not 0 < len(request.client) <= wire.MOST_NAME or request.seq < 0:
+            raise ValueError(f"{self.name}: a backward request needs a key: client and seq")
+
+        def run() -> tuple[Awaitable[Applied], Callable[[], Any]]:
+            future = admit(self.keyed_pool, tensors, seconds)
+            return self._applied(future, len(tensors[0])), future.cancel
+
+        return await self.journal.once(
+            request.client, request.seq, request.ack, run, attempt=request.attempt, incarnation=request.incarnation
+        )
+
+    async def _applied(self, future: Any, rows: int) -> Applied:
+        try:
+            *gradients, numbers = await future
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            # A request of several batches, or one whose update broke off, may be applied in part.
+            broken = getattr(error, "pymoe_may_retry", True) is False
+            in_part = broken or rows > self.keyed_pool.max_batch_size
+            if not isinstance(error, Exception):  # SystemExit and its like would end the event loop
+                error = RemoteExpertError(describe_error(error))
+            return Applied(IN_PART if in_part else None, error=error)
+        update = int(numbers.max()) if rows else self.backend.updates
+        return Applied(update, [one.clone() for one in gradients])  # a view would keep the whole batch's rows
+
+    # --- checkpoints ---
+
+    async def save(self, root: Path) -> bool:
+        """Write a checkpoint; return False, without one, if nothing was updated since the last."""
+        loop = asyncio.get_running_loop()
+        async with self._saving:
+            if self._saved_updates == self.backend.updates:
+                return False
+            # The state first: whatever it holds was running by then, and once that has settled its keys are known.
+            state = await loop.run_in_executor(None, self.backend.state_dict)
+            updates: int = state["_extra_state"]["updates"]
+            await self.journal.settled()
+            checkpoint = Checkpoint(state, updates, self.journal.keys(updates))
+            await loop.run_in_executor(None, write_checkpoint, folder_of(root, self.name), checkpoint)
+            self._saved_updates = updates
+            return True
+
+    def load(self, root: Path) -> bool:
+        """Load the newest checkpoint, before the expert is served; return False if there is none.
+
+        Raises:
+            RuntimeError: the state of another expert.
+        """
+        found = read_newest(folder_of(root, self.name))
+        if found is None:
+            return False
+        self.backend.load_state_dict(found.state)
+        self.journal.restore(found.keys)
+        self._saved_updates = found.updates
+        return True
+
+
+def admit(pool: TaskPool, tensors: Sequence[Tensor], seconds: float) -> Any:
+    """Submit a request; raises QueueFull where there is no room: its client tries again, and nobody here waits."""
+    future = pool._try_submit(*tensors, timeout=seconds)
+    if future is None:
+        raise QueueFull(f"{pool.name}: the queue has no room")
+    return future

@@ -1,0 +1,209 @@
+"""The pools of an expert on another machine: requests go there one by one, or the rows of many callers in one call."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from pymoe.remote.calls import Call, Method, ask
+from pymoe.remote.expert import KnownExpert
+from pymoe.remote.wire import MOST_BYTES
+from pymoe.runtime import BatchTensorProto, QueueFull, TaskPool
+from pymoe.runtime.awaiting import outcome
+
+MOST_UNDER_WAY = 1024
+"""Requests that a :class:`DirectPool` has sent and that are not answered."""
+LOOK_FOR_ROOM_S = 0.005
+
+
+class CoalescingPool(TaskPool):
+    """Puts the rows of all callers that wait into one call, as a local pool does; one call is under way at a time.
+
+    A caller who is alone waits for nobody. A call has the time of the most patient request that is not done, and
+    ``future.cancel()`` takes a request back as long as its call has not begun: after that it is as with a batch that
+    runs. A request of more rows than the server runs at once is sent in several calls.
+    """
+
+    def __init__(self, expert: KnownExpert, method: Method, protos: Sequence[BatchTensorProto]) -> None:
+        row = sum(proto.make_empty(1, device="cpu").nbytes for proto in protos)
+        rows = max(1, min(expert.max_batch_size, MOST_BYTES // 2 // max(row, 1)))
+        name = f"{expert.name}_{method.lower()}"
+        self._expert, self._method = expert, method
+        self._open: dict[object, tuple[float, Any]] = {}  # deadlines and futures of requests that may not be done
+        super().__init__(self._ask, name=name, schema=protos, max_batch_size=rows)
+
+    def _ask(self, *tensors: Tensor) -> tuple[Any, ...]:
+        # A future is done a moment before its callback has run.
+        patience = max(until for until, future in list(self._open.values()) if future is None or not future.done())
+        return ask(self._expert, self._method, tensors, patience)
+
+    def _submit(
+        self, submit: Callable[..., Any], tensors: Sequence[Any], timeout: float | None, priority: float
+    ) -> Any:
+        seconds = self._expert.channel.timeout if timeout is None else timeout
+        ticket, deadline, future = object(), time.monotonic() + seconds, None
+        self._open[ticket] = deadline, None  # before its batch can begin
+        try:
+            future = submit(*tensors, timeout=seconds, priority=priority)
+        finally:
+            if future is None:  # refused, or there is no room
+                del self._open[ticket]
+        if future is not None:
+            self._open[ticket] = deadline, future
+            future.add_done_callback(lambda _: self._open.pop(ticket, None))
+        return future
+
+    @property
+    def served(self) -> bool:
+        """Whether the server can be reached, as far as is known, and the connection is open."""
+        return self._expert.channel.reachable and super().served
+
+    def submit_task(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> Any:
+        """Queue a request and return its future; as :meth:`pymoe.runtime.TaskPool.submit_task`."""
+        return self._submit(super().submit_task, tensors, timeout, priority)
+
+    def _try_submit(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> Any:
+        return self._submit(super()._try_submit, tensors, timeout, priority)
+
+
+class RemoteFuture(concurrent.futures.Future):
+    """The outcome of a request that was sent on its own. ``cancel()`` takes it out of the server's queue, too."""
+
+    _call: Any = None  # of gRPC
+
+    def cancel(self) -> bool:
+        """Cancel the request; False if it is done. Over there one that has begun ends without its client."""
+        cancelled = super().cancel()
+        if cancelled and self._call is not None:
+            self._call.cancel()
+        return cancelled
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        """Wait in an event loop; cancelling the task that awaits cancels the request."""
+        return outcome(self)
+
+
+class DirectPool:
+    """Sends each request on its own, at once. For few callers with long requests, and for cancelling each alone."""
+
+    def __init__(self, expert: KnownExpert, method: Method, protos: Sequence[BatchTensorProto]) -> None:
+        self._expert, self._method = expert, method
+        self._protos = [proto.replace(device=None) for proto in protos]
+        self.name = f"{expert.name}_{method.lower()}"
+        self._room = threading.BoundedSemaphore(MOST_UNDER_WAY)
+
+    @property
+    def served(self) -> bool:
+        """Whether the server can be reached, as far as is known, and the connection is open."""
+        return self._expert.channel.reachable
+
+    def submit_task(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> RemoteFuture:
+        """Send a request and return its future; as :meth:`pymoe.runtime.TaskPool.submit_task`, without priorities.
+
+        Raises:
+            QueueFull: too many requests are under way for as long as this one has.
+        """
+        self._check(tensors)
+        seconds = self._expert.channel.timeout if timeout is None else timeout
+        deadline = time.monotonic() + seconds
+        if not self._room.acquire(timeout=seconds):
+            raise QueueFull(f"{self.name}: {MOST_UNDER_WAY} requests are under way")
+        return self._send(tensors, deadline)
+
+    def _try_submit(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> RemoteFuture | None:
+        self._check(tensors)
+        seconds = self._expert.channel.timeout if timeout is None else timeout
+        if not self._room.acquire(blocking=False):
+            return None
+        return self._send(tensors, time.monotonic() + seconds)
+
+    async def _queue(self, tensors: Sequence[Any], timeout: float | None, priority: float = 0.0) -> RemoteFuture:
+        deadline = time.monotonic() + (self._expert.channel.timeout if timeout is None else timeout)
+        while True:
+            future = self._try_submit(*tensors, timeout=max(0.0, deadline - time.monotonic()))
+            if future is not None:
+                return future
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"{self.name}: there was no room for the request in time")
+            await asyncio.sleep(LOOK_FOR_ROOM_S)
+
+    async def submit_async(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> Any:
+        """Send a request and await the answer, without blocking the event loop while too many are under way."""
+        return await (await self._queue(tensors, timeout))
+
+    def __call__(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> Any:
+        """Send a request and wait for the answer."""
+        return self.submit_task(*tensors, timeout=timeout).result()
+
+    def _idle_is_known(self) -> None:
+        """Nothing: requests have deadlines, and end."""
+
+    def _check(self, tensors: Sequence[Any]) -> None:
+        if len(tensors) != len(self._protos):
+            raise ValueError(f"{self.name}: expected {len(self._protos)} tensors, got {len(tensors)}")
+        for place, (proto, tensor) in enumerate(zip(self._protos, tensors, strict=True)):
+            proto.check(tensor, f"{self.name}: tensor {place}")
+        rows = [len(tensor) for tensor in tensors]
+        if len(set(rows)) > 1:
+            raise ValueError(f"{self.name}: all tensors must have as many rows as the first, got {rows}")
+
+    def _send(self, tensors: Sequence[Tensor], deadline: float) -> RemoteFuture:
+        future = RemoteFuture()
+        try:
+            call = Call(self._expert, self._method, [one.detach() for one in tensors], deadline)
+        except BaseException:
+            self._room.release()
+            raise
+        _Attempts(call, future, self._room).send()
+        return future
+
+    def __repr__(self) -> str:
+        return f"DirectPool({self.name!r} at {self._expert.channel.address})"
+
+
+class _Attempts:
+    """Sends a call, again and again if need be, and completes its future; on gRPC's threads and those of timers."""
+
+    def __init__(self, call: Call, future: RemoteFuture, room: threading.BoundedSemaphore) -> None:
+        self._call, self._future, self._room = call, future, room
+
+    def send(self) -> None:
+        if self._future.cancelled():
+            return self._end(None)
+        try:
+            under_way = self._call.send(self._call.channel.methods[self._call.method].future)
+        except Exception as error:
+            return self._end(error)
+        self._future._call = under_way
+        if self._future.cancelled():  # before it could be told
+            under_way.cancel()
+        under_way.add_done_callback(self._ended)
+        return None
+
+    def _ended(self, under_way: Any) -> None:
+        if self._future.cancelled():
+            return self._end(None)
+        try:
+            if under_way.exception() is None:
+                return self._end(None, self._call.answer(under_way.result()))
+            timer = threading.Timer(self._call.pause_after(under_way), self.send)
+        except Exception as error:
+            return self._end(error)
+        timer.daemon = True
+        return timer.start()
+
+    def _end(self, error: Exception | None, result: Any = None) -> None:
+        self._call.end()
+        self._room.release()
+        if self._future.cancelled() or not self._future.set_running_or_notify_cancel():
+            return
+        if error is None:
+            self._future.set_result(result)
+        else:
+            self._future.set_exception(error)

@@ -1,0 +1,350 @@
+"""ExpertServer: the experts of this process, for other machines."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from pymoe.remote import encodings, event_loop, wire
+from pymoe.remote.hosted import HostedExpert
+from pymoe.remote.security import TLS, check_server
+from pymoe.remote.service import Service
+from pymoe.runtime import ExpertBackend, Runtime
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+logger = logging.getLogger("pymoe.remote")
+
+LOOK_FOR_SIGNALS_S = 1.0
+MOST_CALLS = 8192
+"""Calls under way at a time, those that stay included; more are refused with ``QueueFull``."""
+OPTIONS = (
+    ("grpc.max_receive_message_length", wire.MOST_BYTES),
+    ("grpc.max_send_message_length", wire.MOST_BYTES),
+    ("grpc.max_metadata_size", 16 << 10),
+    ("grpc.so_reuseport", 0),
+    # Identity alone: a small message that grows a thousandfold when it is decompressed is refused as it is.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
+    ("grpc.server_handshake_timeout_ms", 20_000),
+    # Clients ask whether the server lives while a long request runs; that is no reason to hang up.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+
+
+class ExpertServer:
+    """Serves experts to clients on other machines, which :func:`pymoe.remote.connect` to it.
+
+    ::
+
+        with pymoe.remote.ExpertServer([backend], "127.0.0.1:7000") as server:
+            server.wait()
+
+    It has a :class:`~pymoe.runtime.Runtime` of its own, which batches the requests of all clients, and of this process.
+    A request has the deadline that its client gave it, and never begins after that; one whose client has gone is taken
+    out of its queue. Every backward request is applied once, however often its client has to send it, also when the
+    server is killed and comes back with its checkpoints.
+
+    **Checkpoints.** An expert's state and the keys of the requests that it holds are one file. A server that is killed
+    comes back with the last one: updates after that are lost, at most ``save_every`` seconds of them, though their
+    clients may have had answers. :meth:`drain` and the end of the ``with`` block save what is there.
+
+    Args:
+        backends: one or several; others may follow (:meth:`add`). They must not be served by another Runtime.
+        address: ``HOST:PORT``, port 0 for any free one; or ``unix:PATH``. An address that other machines can reach
+            needs ``tls``, and a ``token`` or ``TLS(ca=)``.
+        tls: the server's certificate, and whom clients' certificates must be signed by.
+        token: what clients must show; without it, everybody who can connect may train.
+        checkpoints: a folder; the newest checkpoint of each expert is loaded from there when it is added.
+        save_every: seconds between checkpoints.
+        workers: threads that run batches; more than the experts that may hang at a time. None: one an expert, two at
+            least.
+        grace: seconds that requests have left when the server drains.
+
+    Attributes:
+        address: where it listens, with the port that it got.
+        runtime: for statistics.
+        counts: calls by what became of them: ``forward``, ``backward``, ``repeated`` (backward requests that had been
+            applied by an earlier attempt), ``failed``, ``malformed``, ``shed``, ``unauthenticated``, ``saved``,
+            ``save_failed``.
+
+    Raises:
+        ValueError: strangers would be let in, or listen; two experts of one name; or with ``checkpoints`` experts that
+            share parameters, which two files would hold at two times.
+        TypeError: a backend that is not an ExpertBackend, or whose schemas cannot be described to other machines.
+    """
+
+    def __init__(
+        self,
+        backends: ExpertBackend | Iterable[ExpertBackend],
+        address: str = "127.0.0.1:0",
+        *,
+        tls: TLS | None = None,
+        token: str | None = None,
+        checkpoints: str | Path | None = None,
+        save_every: float = 60.0,
+        workers: int | None = None,
+        grace: float = 10.0,
+    ) -> None:
+        check_server(address, tls, token)
+        for name, seconds in (("save_every", save_every), ("grace", grace)):
+            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
+                raise ValueError(f"ExpertServer: {name} must be a number of seconds, got {seconds!r}")
+        members = [backends] if isinstance(backends, ExpertBackend) else list(backends)
+        self.address = address
+        self.incarnation = uuid.uuid4().hex
+        self._tls = tls
+        self._checkpoints = None if checkpoints is None else Path(checkpoints)
+        self._save_every, self._grace = save_every, grace
+        self._service = Service(token, self.info, self._drain_soon)
+        self._service.incarnation = self.incarnation
+        self.counts: Counter[str] = self._service.counts
+        self._server: Any = None
+        self._saver: asyncio.Task[None] | None = None
+        self._changes = threading.RLock()
+        self._began = time.monotonic()
+        self._drained = threading.Event()
+        hosted = [HostedExpert(backend, self.incarnation) for backend in members]
+        for one in hosted:
+            self._check(one)
+            self._service.hosted[one.name] = one
+        self.runtime = Runtime(hosted, num_workers=max(2, len(hosted)) if workers is None else workers)
+        for one in hosted:
+            self._load(one)
+
+    def _check(self, coming: HostedExpert) -> None:
+        if coming.name in self._service.hosted:
+            raise ValueError(f"ExpertServer: expected names that differ, got two experts {coming.name!r}")
+        if self._checkpoints is None:
+            return
+        own = set(map(id, coming.backend.parameters()))
+        for other in self._service.hosted.values():
+            if own & set(map(id, other.backend.parameters())):
+                raise ValueError(
+                    f"ExpertServer: {coming.name!r} and {other.name!r} share parameters, which checkpoints of each "
+                    f"would hold at different times: serve them without checkpoints="
+                )
+
+    def _load(self, hosted: HostedExpert) -> None:
+        if self._checkpoints is not None and hosted.load(self._checkpoints):
+            logger.info("%s: restored after %d updates", hosted.name, hosted.backend.updates)
+
+    # --- life ---
+
+    def start(self) -> None:
+        """Listen and serve.
+
+        Raises:
+            OSError: the address is taken, or not one of this machine.
+            RuntimeError: it was drained, or a backend is served by another Runtime.
+        """
+        with self._changes:
+            if self._drained.is_set():
+                raise RuntimeError("ExpertServer: a server that was drained does not start again; make another")
+            if self._server is not None:
+                return
+            self.runtime.start()
+            try:
+                event_loop.run(self._listen())
+            except BaseException:
+                self.runtime.shutdown(drain=False)
+                raise
+
+    async def _listen(self) -> None:
+        server = grpc.aio.server(options=OPTIONS, maximum_concurrent_rpcs=MOST_CALLS)
+        server.add_generic_rpc_handlers((self._service,))
+        try:
+            if self._tls is None:
+                port = server.add_insecure_port(self.address)
+            else:
+                port = server.add_secure_port(self.address, self._tls.server_credentials())
+        except RuntimeError as error:
+            raise OSError(f"ExpertServer: cannot listen at {self.address}: {error}") from None
+        await server.start()
+        if not self.address.startswith("unix"):
+            self.address = f"{self.address.rpartition(':')[0]}:{port}"
+        self._server, self._began = server, time.monotonic()
+        if self._checkpoints is not None and self._save_every > 0:
+            self._saver = asyncio.ensure_future(self._save_again_and_again())
+
+    def drain(self, grace: float | None = None) -> None:
+        """Refuse further requests, answer those under way, save, and stop. May be called again, and from any thread.
+
+        Args:
+            grace: seconds for requests under way; then they are cancelled. None: as the server was made.
+        """
+        grace = self._grace if grace is None else grace
+        with self._changes:
+            if self._server is not None:
+                try:
+                    event_loop.run(self._stop(self._server, grace))
+                finally:
+                    self._server = None
+                    self.runtime.shutdown(drain=False)
+            self._drained.set()
+
+    async def _stop(self, server: Any, grace: float) -> None:
+        await self._service.begin_to_drain()
+        if self._saver is not None:
+            self._saver.cancel()
+        await server.stop(grace)
+        if self._checkpoints is not None:
+            # What still runs then is an expert that hangs: its checkpoint would wait for it.
+            saves = [asyncio.ensure_future(self._save(one)) for one in list(self._service.hosted.values())]
+            done, late = await asyncio.wait(saves, timeout=max(grace, 1.0)) if saves else ((), ())
+            for save in late:
+                save.cancel()
+                logger.error("an expert that does not answer was not saved")
+            for save in done:
+                if (error := save.exception()) is not None:
+                    logger.error("an expert was not saved", exc_info=error)
+
+    def _drain_soon(self) -> None:
+        threading.Thread(target=self.drain, name="pymoe-drain", daemon=True).start()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the server has drained; return False if that takes more than ``timeout`` seconds."""
+        return self._drained.wait(timeout)
+
+    def run(self, ready: Callable[[], Any] = lambda: None) -> None:
+        """Start, call ``ready``, and serve until the server has drained; SIGTERM and Ctrl-C drain it.
+
+        For the main thread of a program. Raises what :meth:`start` and ``ready`` do, and ValueError in another thread.
+        """
+        signals = (signal.SIGTERM, signal.SIGINT)
+        before = {one: signal.signal(one, lambda *_: self._drain_soon()) for one in signals}
+        try:
+            self.start()
+            ready()
+            while not self.wait(LOOK_FOR_SIGNALS_S):
+                pass
+        finally:
+            self.drain()
+            for one, handler in before.items():
+                signal.signal(one, handler)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.drain(grace=None if kind is None else 0.0)
+
+    # --- experts ---
+
+    @property
+    def experts(self) -> dict[str, ExpertBackend]:
+        """The backends that are served, by name."""
+        return {name: one.backend for name, one in self._service.hosted.items()}
+
+    def add(self, backend: ExpertBackend) -> None:
+        """Serve another expert as well, with its newest checkpoint.
+
+        Raises:
+            ValueError, TypeError: as when the server is made.
+            RuntimeError: another Runtime serves it, or the server is draining.
+        """
+        with self._changes:
+            hosted = HostedExpert(backend, self.incarnation)
+            self._check(hosted)
+            self._load(hosted)
+            self.runtime.add(hosted)
+            self._service.hosted[hosted.name] = hosted
+
+    def remove(self, backend: str | ExpertBackend) -> ExpertBackend:
+        """Refuse further requests of an expert, answer those under way, save it, and serve it no longer.
+
+        Raises:
+            KeyError: there is no such expert.
+        """
+        name = backend if isinstance(backend, str) else backend.name
+        with self._changes:
+            if name not in self._service.hosted:
+                raise KeyError(f"ExpertServer: there is no expert {name!r}, only {sorted(self._service.hosted)}")
+            hosted = self._service.hosted.pop(name)
+            self.runtime.remove(hosted)
+            if self._checkpoints is not None and self._server is not None:
+                event_loop.run(self._save(hosted))
+            return hosted.backend
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Of the calls that are being read or answered."""
+        return self._service.room.used
+
+    # --- checkpoints ---
+
+    def save(self) -> int:
+        """Write a checkpoint of every expert that was updated since its last; return how many these were.
+
+        Raises:
+            ValueError: the server was made without ``checkpoints``.
+            OSError: one cannot be written. The earlier ones are as they were.
+        """
+        if self._checkpoints is None:
+            raise ValueError("ExpertServer.save: the server has no folder: expected checkpoints=, got None")
+        return sum(event_loop.run(self._save_all()))
+
+    async def _save_all(self) -> list[bool]:
+        return [await self._save(one) for one in list(self._service.hosted.values())]
+
+    async def _save(self, hosted: HostedExpert) -> bool:
+        assert self._checkpoints is not None
+        try:
+            saved = await hosted.save(self._checkpoints)
+        except Exception:
+            self.counts["save_failed"] += 1
+            raise
+        self.counts["saved"] += saved
+        return saved
+
+    async def _save_again_and_again(self) -> None:
+        while True:
+            await asyncio.sleep(self._save_every)
+            for one in list(self._service.hosted.values()):
+                try:
+                    await self._save(one)
+                except Exception:
+                    logger.exception(
+                        "%s: no checkpoint was written; the next try is in %g s", one.name, self._save_every
+                    )
+
+    # --- what it says of itself ---
+
+    def info(self) -> wire.Info:
+        """Return what ``python -m pymoe.remote info`` shows and clients ask for."""
+        from pymoe import __version__
+
+        pools = {pool.name: pool._statistics() for pool in self.runtime.pools}
+        return wire.Info(
+            incarnation=self.incarnation,
+            version=__version__,
+            encodings=list(encodings.ENCODINGS),
+            experts={name: one.info() for name, one in list(self._service.hosted.items())},
+            draining=self._service.draining,
+            counts=dict(self.counts),
+            seconds=time.monotonic() - self._began,
+            pid=os.getpid(),
+            pools={name: dict(found) for name, found in pools.items()},
+        )
+
+    def __repr__(self) -> str:
+        state = "draining" if self._service.draining else "not serving" if self._server is None else "serving"
+        return f"<ExpertServer at {self.address}: {state} {', '.join(self._service.hosted)}>"

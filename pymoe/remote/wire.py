@@ -1,0 +1,167 @@
+"""Messages: typed msgpack, checked before anything is made of them.
+
+Decoding never runs code, raises :class:`~pymoe.remote.errors.WireError` and nothing else, and allocates at most
+:data:`MOST_BYTES` for the tensors of a message. Fields that a side does not know are ignored, so that later versions
+may add some; what an old side must not ignore makes a new service, and the number in :data:`SERVICE` goes up.
+
+A tensor's bytes are copied once on the way into a message and once on the way out, beside the copies that gRPC makes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from torch import Tensor
+
+from pymoe.remote import encodings
+from pymoe.remote.errors import WireError
+
+SERVICE = "pymoe.Experts1"
+HEALTH = "/grpc.health.v1.Health/Check"
+SERVING, NOT_SERVING = b"\x08\x01", b"\x08\x02"
+"""HealthCheckResponse of grpc.health.v1 with its only field, ``status``."""
+MOST_BYTES = 256 << 20
+"""Of a message, and of the tensors in it once they are decoded."""
+MOST_TENSORS = 256
+MOST_NAME = 256
+
+MessageT = TypeVar("MessageT", bound=msgspec.Struct)
+
+
+class Packed(msgspec.Struct, array_like=True):
+    """A tensor: ``[dtype, shape, encoding, bytes]``."""
+
+    dtype: str
+    shape: list[int]
+    encoding: str
+    data: memoryview
+
+
+class Request(msgspec.Struct, omit_defaults=True):
+    """A forward request: inputs. A backward request: inputs, gradients of the outputs, and its key."""
+
+    expert: str
+    tensors: list[Packed]
+    reply_encoding: str = "raw"
+    client: str = ""
+    """With ``seq`` the key of a backward request: a random name of the connection that asks."""
+    seq: int = -1
+    ack: int = 0
+    """The client will not ask again for keys below."""
+    attempt: int = 0
+    """How often this request was sent before."""
+    incarnation: str = ""
+    """Of the server from which the client last had an answer to a backward request, when it first sent this one."""
+
+
+class Reply(msgspec.Struct, omit_defaults=True):
+    """Outputs, or gradients of the inputs."""
+
+    tensors: list[Packed]
+    incarnation: str
+    updates: int
+    """How many updates the expert has seen."""
+
+
+class ExpertInfo(msgspec.Struct, omit_defaults=True):
+    """What a client must know of one expert."""
+
+    forward_schema: Any
+    """As :mod:`pymoe.remote.trees` writes it, like ``outputs_schema``."""
+    outputs_schema: Any
+    trains: bool
+    updates: int
+    max_batch_size: int
+
+
+Histogram = tuple[list[int], int, int]
+Counters = dict[str, int | Histogram]
+
+
+class Info(msgspec.Struct, omit_defaults=True):
+    """What a server says of itself."""
+
+    incarnation: str
+    version: str
+    """Of pymoe."""
+    encodings: list[str]
+    experts: dict[str, ExpertInfo]
+    draining: bool = False
+    counts: dict[str, int] = {}
+    seconds: float = 0.0
+    """Since it began to serve."""
+    pid: int = 0
+    pools: dict[str, Counters] = {}
+    """Counters of its pools, by name, as :mod:`pymoe.runtime.monitoring.statistics` reads them."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders: dict[type[msgspec.Struct], msgspec.msgpack.Decoder] = {
+    kind: msgspec.msgpack.Decoder(kind) for kind in (Request, Reply, Info)
+}
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """Return a message as bytes.
+
+    Raises:
+        ValueError: it is longer than :data:`MOST_BYTES`.
+    """
+    found = _encoder.encode(message)
+    if len(found) > MOST_BYTES:
+        raise ValueError(f"pymoe.remote: expected a message of at most {MOST_BYTES} bytes, got {len(found)}")
+    return found
+
+
+def decode(data: bytes, kind: type[MessageT]) -> MessageT:
+    """Return the message of that kind; its tensors are views of ``data``, to be unpacked. Raises WireError."""
+    try:
+        found: MessageT = _decoders[kind].decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, MemoryError) as error:
+        raise WireError(f"expected a {kind.__name__} of {SERVICE}: {error}") from None
+    return found
+
+
+def pack(tensors: Sequence[Tensor], encoding: str) -> list[Packed]:
+    """Return tensors as parts of a message that is to be encoded before they change.
+
+    Raises:
+        TypeError: a dtype that cannot be sent.
+        ValueError: together they have more than :data:`MOST_BYTES` bytes, or there are too many.
+    """
+    size = sum(tensor.nbytes for tensor in tensors)
+    if size > MOST_BYTES or len(tensors) > MOST_TENSORS:
+        raise ValueError(
+            f"pymoe.remote: expected at most {MOST_TENSORS} tensors of {MOST_BYTES} bytes in all, got {len(tensors)} "
+            f"of {size}: ask for fewer rows at a time"
+        )
+    packed = []
+    for tensor in tensors:
+        name = encodings.dtype_name(tensor.dtype)
+        how = encodings.encoding_for(tensor.dtype, encoding)
+        packed.append(Packed(name, list(tensor.shape), how, encodings.encode(tensor, how)))
+    return packed
+
+
+def unpacked_size(packed: Sequence[Packed]) -> int:
+    """Return the bytes of the tensors of a message, before they are unpacked. Raises WireError."""
+    size = 0
+    for one in packed:
+        dtype = encodings.DTYPES.get(one.dtype)
+        if dtype is None:
+            raise WireError(f"there is no dtype {one.dtype[:32]!r}")
+        size += max(0, math.prod(one.shape[: encodings.MOST_DIMENSIONS]) * dtype.itemsize)
+    return size
+
+
+def unpack(packed: Sequence[Packed]) -> list[Tensor]:
+    """Return the tensors of a message, in memory of their own. Raises WireError."""
+    if len(packed) > MOST_TENSORS:
+        raise WireError(f"expected at most {MOST_TENSORS} tensors, got {len(packed)}")
+    size = unpacked_size(packed)
+    if size > MOST_BYTES:
+        raise WireError(f"expected tensors of at most {MOST_BYTES} bytes, got {size}")
+    return [encodings.decode(one.data, encodings.DTYPES[one.dtype], one.shape, one.encoding) for one in packed]

@@ -1,0 +1,135 @@
+"""Faults of requests between machines that the tests must notice."""
+
+from planting import PythonFault as Fault
+
+CALLS = "pymoe/remote/calls.py"
+CHECKPOINTS = "pymoe/remote/checkpoints.py"
+HOSTED = "pymoe/remote/hosted.py"
+JOURNAL = "pymoe/remote/journal.py"
+SERVICE = "pymoe/remote/service.py"
+HISTORIES = "tests/remote/test_journal.py"
+ONCE = "tests/remote/test_exactly_once.py"
+FAILURES = "tests/remote/test_failures.py"
+SECURITY = "tests/remote/test_security.py"
+
+FAULTS = [
+    Fault(
+        "every attempt has a key of its own",
+        CALLS,
+        "            self._request.ack = self.expert.keys.ack()\n",
+        "            self._request.seq = self.expert.keys.new()\n",
+        (ONCE, "-k", "connections_are_cut or key_of_the_one_before"),
+    ),
+    Fault(
+        "a client acknowledges the request that it sends",
+        "pymoe/remote/keys.py",
+        "return min(self._open, default=self._next)",
+        "return min(self._open, default=self._next - 1) + 1",
+        (HISTORIES, ONCE, "-k", "ack or histories or cut"),
+    ),
+    Fault(
+        "a server forgets one key too many",
+        JOURNAL,
+        "if seq < ack]:",
+        "if seq <= ack]:",
+        (HISTORIES,),
+    ),
+    Fault(
+        "a server takes a late attempt for a new request",
+        JOURNAL,
+        "if seq < known.low:\n                raise",
+        "if seq < known.low - 1:\n                raise",
+        (HISTORIES,),
+    ),
+    Fault(
+        "keys are not saved",
+        HOSTED,
+        "self.journal.keys(updates))",
+        "{})",
+        (ONCE, "-k", "restarted_server"),
+    ),
+    Fault(
+        "keys are not loaded",
+        HOSTED,
+        "        self.journal.restore(found.keys)\n",
+        "",
+        (ONCE, "-k", "restarted_server"),
+    ),
+    Fault(
+        "saved keys are newer than the parameters",
+        JOURNAL,
+        "if update <= updates))",
+        "if update <= updates + 1))",
+        (HISTORIES, ONCE, "-k", "snapshot or next_update"),
+    ),
+    Fault(
+        "keys are listed before what the state holds has settled",
+        HOSTED,
+        "            await self.journal.settled()\n",
+        "",
+        (ONCE, "-k", "still_under_way"),
+    ),
+    Fault(
+        "gradients that wait for others count as applied",
+        "pymoe/runtime/gradients.py",
+        "return self.updates + (1 if self._batches else 0)",
+        "return self.updates",
+        (ONCE, "-k", "next_update"),
+    ),
+    Fault(
+        "a second attempt runs beside the first",
+        JOURNAL,
+        "running = known.running.get(seq)",
+        "running = None",
+        (HISTORIES,),
+    ),
+    Fault(
+        "a request ends with the client that asked first",
+        JOURNAL,
+        "return await asyncio.shield(running.done)",
+        "return await running.done",
+        (HISTORIES,),
+    ),
+    Fault(
+        "a checkpoint is written under its own name",
+        CHECKPOINTS,
+        "        save_file(tensors, temporary, metadata)\n",
+        "        save_file(tensors, path, metadata)\n        save_file(tensors, temporary, metadata)\n",
+        ("tests/remote/test_checkpoints.py", "-k", "could_not_be_written"),
+    ),
+    Fault(
+        "a call has the patience of requests that are done",
+        "pymoe/remote/pools.py",
+        "if future is None or not future.done())",
+        ")",
+        ("tests/remote/test_serving.py", "-k", "patience"),
+    ),
+    Fault(
+        "the token is looked at after the message",
+        SERVICE,
+        "            return self._refusal\n",
+        "            return self._methods.get(details.method)\n",
+        (SECURITY, "-k", "token"),
+    ),
+    Fault(
+        "messages are decompressed",
+        "pymoe/remote/server.py",
+        '    ("grpc.compression_enabled_algorithms_bitset", 1),\n',
+        "",
+        (SECURITY, "-k", "compressed"),
+    ),
+    Fault(
+        "an update that broke off is tried again",
+        HOSTED,
+        "in_part = broken or rows",
+        "in_part = rows",
+        (FAILURES, "-k", "broke_off"),
+    ),
+    Fault(
+        "a dead server is asked again and again",
+        "pymoe/remote/channel.py",
+        "            self._reachable = False\n            self.watch()",
+        "            self.watch()",
+        ("tests/remote/test_mixtures.py", FAILURES, "-k", "death_in_a_step or gone_and_back"),
+    ),
+]

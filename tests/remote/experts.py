@@ -1,0 +1,118 @@
+"""Experts for tests. Functions without arguments are what ``python -m pymoe.remote serve experts:NAME`` calls."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import torch
+from limits import LONG
+from torch import Tensor, nn
+
+from pymoe.runtime import BatchTensorProto, ExpertBackend
+
+WIDTH = 8
+ROW = BatchTensorProto(WIDTH)
+KEYS = 1 << 14
+
+
+def mlp(name: str, seed: int = 0, optimizer: Any = torch.optim.Adam, lr: float = 1e-2, **options: Any) -> ExpertBackend:
+    """A small network; the same for the same seed, in every process."""
+    torch.manual_seed(seed)
+    expert = nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, WIDTH))
+    opt = None if optimizer is None else optimizer(expert.parameters(), lr)
+    return ExpertBackend(name, expert, opt, args_schema=[ROW], outputs_schema=ROW, **options)
+
+
+class Counting(nn.Module):
+    """Row i of its weight grows by 1 whenever a gradient of -1 for index i is applied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(KEYS, 1))
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.weight[index[:, 0]]
+
+
+def counting(name: str = "counting", **options: Any) -> ExpertBackend:
+    expert = Counting()
+    opt = torch.optim.SGD(expert.parameters(), 1.0)
+    proto = BatchTensorProto(1, dtype=torch.int64)
+    return ExpertBackend(name, expert, opt, args_schema=[proto], outputs_schema=BatchTensorProto(1), **options)
+
+
+def counted(backend: Any, keys: int) -> Tensor:
+    """How often each gradient is in the parameters, as its expert says."""
+    (weight,) = backend.forward_pool.submit_task(torch.arange(keys)[:, None]).result()
+    return weight.flatten().round().long()
+
+
+def count(backend: Any, key: int, **options: Any) -> Any:
+    """The request to apply the gradient number ``key``."""
+    return backend.backward_pool.submit_task(torch.tensor([[key]]), torch.tensor([[-1.0]]), **options)
+
+
+class Held(nn.Module):
+    """Holds whoever comes until it is opened; counts how many came in. Opened from the start if told so."""
+
+    def __init__(self, opened: bool = False) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+        self.begun, self.open, self.calls = threading.Event(), threading.Event(), 0
+        if opened:
+            self.open.set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.begun.set()
+        assert self.open.wait(LONG)
+        return self.factor * x
+
+
+def of(module: nn.Module, name: str = "expert", lr: float | None = 0.1, **options: Any) -> ExpertBackend:
+    opt = None if lr is None else torch.optim.SGD(module.parameters(), lr)
+    return ExpertBackend(name, module, opt, args_schema=[ROW], outputs_schema=ROW, **options)
+
+
+class Raising(nn.Module):
+    """Raises what it is given."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.factor, self.error = nn.Parameter(torch.ones(())), error
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise self.error
+
+
+class Slow(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.factor, self.seconds = nn.Parameter(torch.ones(())), seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return self.factor * x
+
+
+# --- for processes ---
+
+
+def two() -> list[ExpertBackend]:
+    return [mlp("a", 1), mlp("b", 2)]
+
+
+def named() -> list[ExpertBackend]:
+    """Those whose names are in the environment."""
+    return [mlp(name, sum(map(ord, name))) for name in os.environ["EXPERTS"].split(",")]
+
+
+def counter() -> ExpertBackend:
+    return counting()
+
+
+def broken() -> list[ExpertBackend]:
+    raise RuntimeError("no experts today")

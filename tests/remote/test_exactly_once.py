@@ -1,0 +1,266 @@
+"""Gradients counted one by one, through cut connections and killed servers: none is applied twice."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from cutting_proxy import CuttingProxy
+from experts import KEYS, count, counted, counting, mlp
+from limits import LONG, rounds
+from server_processes import ServerProcesses
+
+from pymoe.remote import AppliedError, ExpertServer, RemoteBackend, ServerLost, calls, connect
+
+X = torch.randn(4, 8)
+
+
+def train(backend: RemoteBackend, keys: range, threads: int) -> tuple[set[int], Counter[str]]:
+    """Ask for one gradient a key; return the keys that were answered, and what became of the others."""
+    answered: set[int] = set()
+    others: Counter[str] = Counter()
+    lock = threading.Lock()
+
+    def one(key: int) -> None:
+        try:
+            backend.backward_pool.submit_task(torch.tensor([[key]]), torch.tensor([[-1.0]])).result()
+        except (AppliedError, ServerLost, TimeoutError) as error:
+            with lock:
+                others[type(error).__name__] += 1
+        else:
+            with lock:
+                answered.add(key)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(one, keys))
+    return answered, others
+
+
+@pytest.mark.parametrize("coalesce", [True, False], ids=["coalesced", "direct"])
+def test_nothing_is_lost_or_applied_twice_where_connections_are_cut(coalesce: bool) -> None:
+    keys = rounds(300, 4000)
+    backend = counting()
+    with ExpertServer(backend) as server, CuttingProxy(server.address, mean=0.03) as proxy:
+        deadline = time.monotonic() + LONG
+        while True:
+            try:
+                there = connect(proxy.address, coalesce=coalesce, timeout=LONG)
+                (remote,) = there.backends()
+                break
+            except (ServerLost, TimeoutError):
+                assert time.monotonic() < deadline
+        with there:
+            answered, others = train(remote, range(keys), threads=4)
+        counts = counted(backend, keys)
+        assert not others
+        assert len(answered) == keys
+        assert torch.equal(counts, torch.ones(keys, dtype=torch.int64))
+        assert proxy.cuts > 5
+        assert there.counts["retries"] > 0
+
+
+def test_nothing_is_applied_twice_where_the_server_is_killed(processes: ServerProcesses, tmp_path: Path) -> None:
+    """Gradients that were answered after the last checkpoint may be lost with a kill; none is there twice."""
+    kills, keys = rounds(2, 20), rounds(1000, 12_000)
+    options = ["experts:counter", "--checkpoints", str(tmp_path / "saved"), "--save-every", "0.1"]
+    server = processes.start(tmp_path / "0", *options)
+    address = server.address
+    with CuttingProxy(address, mean=0.3) as proxy:
+        there = connect(address, timeout=LONG)  # for what it says
+        (counter,) = there.backends()
+        with connect(proxy.address, timeout=LONG, wait=LONG) as trainer, ThreadPoolExecutor(1) as thread:
+            (remote,) = trainer.backends()
+            job = thread.submit(train, remote, range(keys), 8)
+            for number in range(kills):
+                while not job.done() and remote._expert.keys._next < (number + 1) / (kills + 1) * keys / 4:
+                    time.sleep(0.01)
+                server.kill()
+                server = processes.start(tmp_path / str(number + 1), *options, "--listen", address)
+                assert server.address == address
+            answered, others = job.result()
+        counts = counted(counter, keys)
+        there.close()
+    assert int(counts.max()) == 1, "a gradient was applied twice"
+    assert len(answered) + sum(others.values()) == keys
+    assert set(others) <= {"AppliedError"}
+    lost = [key for key in answered if not counts[key]]
+    assert len(lost) < len(answered), "checkpoints hold something"
+    print(f"{keys} gradients, {kills} kills, {proxy.cuts} cuts: {len(lost)} answered ones lost, {dict(others)}")
+
+
+def test_a_restarted_server_has_the_parameters_and_the_keys_of_its_checkpoint(tmp_path: Path) -> None:
+    backend = counting()
+    options = {"checkpoints": tmp_path, "save_every": 0}
+    with ExpertServer(backend, **options) as server, connect(server.address, coalesce=False) as there:
+        (remote,) = there.backends()
+        for key in range(3):
+            remote.backward_pool.submit_task(torch.tensor([[key]]), torch.tensor([[-1.0]])).result()
+        assert server.save() == 1
+        assert server.save() == 0, "nothing has changed"
+        client = there.client
+    again = counting()
+    with ExpertServer(again, checkpoints=tmp_path) as server:
+        assert again.updates == 3
+        assert counted(again, 4).tolist() == [1, 1, 1, 0]
+        with connect(server.address, coalesce=False) as there:
+            there.client = client
+            (remote,) = there.backends()
+            remote._expert.keys._next = 2  # another attempt of the last request, whose answer never came
+            with pytest.raises(AppliedError, match="answer is gone"):
+                remote.backward_pool.submit_task(torch.tensor([[2]]), torch.tensor([[-1.0]])).result()
+        assert counted(again, 4).tolist() == [1, 1, 1, 0]
+
+
+def test_the_end_of_a_server_saves_what_is_there(tmp_path: Path) -> None:
+    backend = mlp("e")
+    with ExpertServer(backend, checkpoints=tmp_path) as server, connect(server.address) as there:
+        there.backends()[0].backward_pool(X, X)
+        assert not list(tmp_path.iterdir())
+    again = mlp("e", seed=5)
+    ExpertServer(again, checkpoints=tmp_path)
+    assert again.updates == 1
+    assert torch.equal(again.forward(X)[0], backend.forward(X)[0])
+
+
+def test_a_removed_expert_is_saved_and_an_added_one_loaded(tmp_path: Path) -> None:
+    with ExpertServer([mlp("a"), mlp("b")], checkpoints=tmp_path) as server, connect(server.address) as there:
+        there.backends("b")[0].backward_pool(X, X)
+        b = server.remove("b")
+        again = mlp("b", seed=5)
+        server.add(again)
+        assert torch.equal(again.forward(X)[0], b.forward(X)[0])
+
+
+def test_gradients_that_wait_for_others_belong_to_the_next_update(tmp_path: Path) -> None:
+    """With accumulate_steps, a key is saved with the update that its gradient is in, and lost with it."""
+    backend = counting(accumulate_steps=2)
+    with ExpertServer(backend, checkpoints=tmp_path) as server, connect(server.address) as there:
+        (remote,) = there.backends()
+        journal = server._service.hosted["counting"].journal
+        for key in range(3):
+            remote.backward_pool(torch.tensor([[key]]), torch.tensor([[-1.0]]))
+        assert backend.updates == 1
+        ((_, keys),) = journal.keys(1).values()
+        assert 2 not in keys
+        ((low, keys),) = journal.keys(2).values()
+        assert 2 in keys
+        assert low == 2
+
+
+def test_a_checkpoint_holds_the_key_of_a_request_that_is_still_under_way(tmp_path: Path) -> None:
+    """The state is copied after an update and before its request has settled: the key waits for that, and is there."""
+    backend = counting()
+    with ExpertServer(backend, checkpoints=tmp_path, save_every=0) as server:
+        hosted = server._service.hosted["counting"]
+        real, copied = backend.state_dict, threading.Event()
+
+        def state_dict(*args: object, **kwargs: object) -> object:
+            state = real(*args, **kwargs)
+            copied.set()
+            return state
+
+        backend.state_dict = state_dict  # type: ignore[method-assign]
+        applied = hosted._applied
+
+        async def later(future: object, rows: int) -> object:
+            found = await applied(future, rows)
+            while not copied.is_set():
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.05)
+            return found
+
+        hosted._applied = later  # type: ignore[method-assign]
+        with connect(server.address, coalesce=False) as there:
+            request = count(there.backends()[0], 7)
+            while not backend.updates:
+                time.sleep(0.001)
+            server.save()
+            request.result()
+    again = counting()
+    journal = ExpertServer(again, checkpoints=tmp_path)._service.hosted["counting"].journal
+    assert (again.updates, [keys for _, keys in journal.keys(1).values()]) == (1, [[0]])
+
+
+def test_saving_does_not_stop_training(tmp_path: Path) -> None:
+    with ExpertServer(counting(), checkpoints=tmp_path, save_every=0.01) as server, connect(server.address) as there:
+        (remote,) = there.backends()
+        deadline = time.monotonic() + LONG
+        key = 0
+        while server.counts["saved"] < 4:
+            assert time.monotonic() < deadline
+            remote.backward_pool(torch.tensor([[key % KEYS]]), torch.tensor([[-1.0]]))
+            key += 1
+    assert server.counts["backward"] == key
+
+
+def test_a_checkpoint_that_cannot_be_written_is_said_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real, full = os.fsync, [True]
+
+    def fsync(descriptor: int) -> None:
+        if full[0]:
+            raise OSError(28, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with ExpertServer(counting(), checkpoints=tmp_path, save_every=0.01) as server, connect(server.address) as there:
+        there.backends()[0].backward_pool(torch.tensor([[0]]), torch.tensor([[-1.0]]))
+        deadline = time.monotonic() + LONG
+        while server.counts["save_failed"] < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        with pytest.raises(OSError, match="No space left"):
+            server.save()
+        full[0] = False
+        while not server.counts["saved"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+    assert "no checkpoint was written" in caplog.text
+
+
+def test_experts_that_share_parameters_are_not_saved_apart(tmp_path: Path) -> None:
+    first = mlp("a")
+    second = type(first)("b", first.expert, first.opt, args_schema=first.args_schema)
+    with pytest.raises(ValueError, match="share parameters"):
+        ExpertServer([first, second], checkpoints=tmp_path)
+    ExpertServer([first, second])
+
+
+def test_saving_needs_a_folder() -> None:
+    with pytest.raises(ValueError, match="expected checkpoints="):
+        ExpertServer(mlp("a")).save()
+
+
+def test_an_attempt_has_the_key_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first attempt's answer is thrown away: the second is told the same, and nothing more is applied."""
+    backend = counting()
+    with ExpertServer(backend) as server, connect(server.address, timeout=LONG) as there:
+        (remote,) = there.backends()
+        real, thrown = calls.Call.answer, []
+
+        def answer(self: calls.Call, message: bytes) -> object:
+            if not thrown:
+                thrown.append(message)
+                again = self.send(self.channel.methods["Backward"])
+                assert wire_tensors(again) == wire_tensors(message)
+                return real(self, again)
+            return real(self, message)
+
+        monkeypatch.setattr(calls.Call, "answer", answer)
+        remote.backward_pool(torch.tensor([[7]]), torch.tensor([[-1.0]]))
+        assert counted(backend, 8)[7] == 1
+        assert server.counts["repeated"] == 1
+
+
+def wire_tensors(message: bytes) -> list[list[float]]:
+    from pymoe.remote import wire
+
+    return [one.tolist() for one in wire.unpack(wire.decode(message, wire.Reply).tensors)]

@@ -1,0 +1,317 @@
+"""The table of failures in the documentation: what a client sees, row by row."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from experts import WIDTH, Held, Raising, Slow, mlp, of
+from limits import LONG
+from server_processes import ServerProcesses
+
+from pymoe.remote import (
+    AppliedError,
+    ExpertServer,
+    ProtocolError,
+    RemoteExpertError,
+    ServerLost,
+    connect,
+)
+from pymoe.remote import errors as errors_module
+from pymoe.runtime import NonFiniteGradientError, QueueFull
+
+X = torch.randn(4, WIDTH)
+SOON = 0.3  # seconds: for what is meant to run out
+WAYS = pytest.mark.parametrize("coalesce", [True, False], ids=["coalesced", "direct"])
+
+
+def eventually(check: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + LONG
+    while not check():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@WAYS
+def test_gone_and_back_within_the_deadline(processes: ServerProcesses, tmp_path: Path, coalesce: bool) -> None:
+    first = processes.start(tmp_path / "1", "experts:two")
+    with connect(first.address, timeout=LONG, coalesce=coalesce) as there:
+        a, b = there.backends()
+        (before,) = b.forward_pool.submit_task(X).result()
+        first.kill()
+        eventually(lambda: not a.forward_pool.served)
+        request = b.forward_pool.submit_task(X)
+        trained = a.backward_pool.submit_task(X, X)
+        time.sleep(0.1)
+        assert not request.done()
+        processes.start(tmp_path / "2", "experts:two", "--listen", first.address)
+        assert torch.equal(request.result()[0], before)
+        trained.result()
+        assert there.counts["retries"] > 0
+        eventually(lambda: a.forward_pool.served)
+
+
+@WAYS
+def test_gone_without_retries_and_until_the_deadline(coalesce: bool) -> None:
+    with ExpertServer(mlp("a")) as server:
+        hasty = connect(server.address, retries=False, coalesce=coalesce)
+        patient = connect(server.address, timeout=SOON, coalesce=coalesce)
+        (a,), (b,) = hasty.backends(), patient.backends()
+    with hasty, patient:
+        with pytest.raises(ServerLost, match=r"a_forward@127.0.0.1.*(refused|connect|Socket)"):
+            a.forward_pool.submit_task(X).result()
+        begin = time.monotonic()
+        with pytest.raises(ServerLost, match="a_backward@127"):
+            b.backward_pool.submit_task(X, X).result()
+        assert time.monotonic() - begin >= SOON - 0.01
+        assert patient.counts["retries"] > 0
+        assert hasty.counts["retries"] == 0
+
+
+@WAYS
+def test_a_frozen_server_times_out_and_never_runs_the_late_request(
+    processes: ServerProcesses, tmp_path: Path, coalesce: bool
+) -> None:
+    server = processes.start(tmp_path / "1", "experts:two")
+    with connect(server.address, timeout=LONG, coalesce=coalesce) as there:
+        (a, _) = there.backends()
+        a.forward_pool.submit_task(X).result()
+        server.send(signal.SIGSTOP)
+        try:
+            for request in (
+                a.forward_pool.submit_task(X, timeout=SOON),
+                a.backward_pool.submit_task(X, X, timeout=SOON),
+            ):
+                with pytest.raises(TimeoutError):
+                    request.result()
+        finally:
+            server.send(signal.SIGCONT)
+        a.forward_pool.submit_task(X).result()
+        assert there.info().experts["a"].updates == 0
+
+
+def test_a_request_that_has_not_begun_by_its_deadline_is_taken_out_of_the_queue() -> None:
+    held = Held()
+    backend = of(held)
+    with ExpertServer(backend, workers=2) as server, connect(server.address, coalesce=False) as there:
+        (remote,) = there.backends()
+        running = remote.forward_pool.submit_task(X, timeout=LONG)
+        assert held.begun.wait(LONG)
+        late = remote.backward_pool.submit_task(X, X, timeout=SOON)
+        with pytest.raises(TimeoutError):
+            late.result()
+        held.open.set()
+        running.result()
+        remote.forward_pool.submit_task(X, timeout=LONG).result()
+        assert (held.calls, backend.updates) == (2, 0)
+
+
+@WAYS
+def test_more_requests_than_allowed(monkeypatch: pytest.MonkeyPatch, coalesce: bool) -> None:
+    held = Held()
+    backend = of(held, capacity=1)
+    with ExpertServer(backend, workers=2) as server:
+        with connect(server.address, coalesce=False, retries=False, timeout=LONG) as other:
+            (first,) = other.backends()
+            running = [first.forward_pool.submit_task(X)]
+            assert held.begun.wait(LONG)
+            running.append(first.forward_pool.submit_task(X))
+            eventually(lambda: backend.forward_pool._statistics()["queued"] == 1)
+            with pytest.raises(QueueFull, match="the queue has no room"):
+                first.forward_pool.submit_task(X).result()
+            with connect(server.address, coalesce=coalesce, timeout=LONG) as there:  # overloaded is not broken
+                (second,) = there.backends()
+                patient = second.forward_pool.submit_task(X)
+                eventually(lambda: there.counts["retries"] > 1)
+                held.open.set()
+                assert torch.equal(patient.result()[0], X)
+            for one in running:
+                one.result()
+        assert server.counts["shed"] > 1
+
+
+def test_a_drain_answers_what_is_under_way_and_refuses_what_is_new() -> None:
+    held = Held()
+    with ExpertServer(of(held), workers=2, grace=LONG) as server:
+        there = connect(server.address, coalesce=False, retries=False)
+        (remote,) = there.backends()
+        under_way = remote.backward_pool.submit_task(X, X, timeout=LONG)
+        assert held.begun.wait(LONG)
+        draining = threading.Thread(target=server.drain)
+        draining.start()
+        eventually(lambda: isinstance(_error_of(remote), ServerLost))
+        assert not server.wait(0)
+        held.open.set()
+        assert torch.equal(under_way.result()[0], X)
+        draining.join(LONG)
+        assert server.wait(0)
+        assert server.experts["expert"].updates == 1
+        there.close()
+
+
+def _error_of(remote: Any) -> BaseException | None:
+    return remote.forward_pool.submit_task(X, timeout=SOON).exception()  # type: ignore[no-any-return]
+
+
+@WAYS
+def test_an_unknown_expert_and_tensors_that_do_not_fit(coalesce: bool) -> None:
+    with ExpertServer(mlp("a")) as server, connect(server.address, coalesce=coalesce) as there:
+        with pytest.raises(LookupError, match=r"there is no expert 'x', only \['a'\]"):
+            there.backends("x")
+        (a,) = there.backends()
+        sent = there.counts["attempts"]
+        with pytest.raises(ValueError, match="shape"):
+            a.forward_pool.submit_task(torch.randn(4, WIDTH + 1)).result()
+        with pytest.raises(TypeError, match="float64"):
+            a.forward_pool.submit_task(X.double()).result()
+        with pytest.raises(ValueError):
+            a.backward_pool.submit_task(X).result()
+        with pytest.raises(ValueError, match="rows"):
+            a.backward_pool.submit_task(X, X[:2]).result()
+        assert there.counts["attempts"] == sent, "nothing was sent"
+        server.remove("a")
+        with pytest.raises(LookupError, match="no expert 'a' is served here"):
+            a.forward_pool.submit_task(X).result()
+
+
+class Unheard(Exception):
+    """Of a type that clients do not know."""
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ValueError("bad row"), ValueError),
+        (ZeroDivisionError("by zero"), ZeroDivisionError),
+        (KeyError("missing"), KeyError),
+        (TimeoutError("the expert's own"), TimeoutError),
+        (NonFiniteGradientError("nan"), NonFiniteGradientError),
+        (Unheard("secret path"), RemoteExpertError),
+    ],
+)
+def test_an_expert_that_raises(error: BaseException, kind: type[Exception], coalesce: bool) -> None:
+    backend = of(Raising(error))
+    with ExpertServer(backend) as server, connect(server.address, coalesce=coalesce, timeout=LONG) as there:
+        (remote,) = there.backends()
+        for request in (remote.forward_pool.submit_task(X), remote.backward_pool.submit_task(X, X)):
+            with pytest.raises(kind) as found:
+                request.result()
+            assert str(error.args[0]) in str(found.value)
+            assert "experts.py" not in str(found.value), "nothing of the server's traceback"
+            assert type(found.value) is kind
+        assert there.counts["retries"] == 0
+        assert backend.updates == 0
+
+
+def test_an_update_that_broke_off_is_not_tried_again() -> None:
+    backend = mlp("a")
+
+    def broken() -> None:
+        raise RuntimeError("half way")
+
+    backend.opt.step = broken  # type: ignore[union-attr,method-assign]
+    with ExpertServer(backend) as server, connect(server.address) as there:
+        (remote,) = there.backends()
+        with pytest.raises(RuntimeError, match="half way"):
+            remote.backward_pool.submit_task(X, X).result()
+        ((_, keys),) = server._service.hosted["a"].journal.keys(0).values()
+        assert keys == [0]
+
+
+def test_applied_and_the_answer_lost() -> None:
+    """The server has applied the request and forgotten its answer: it is not applied again."""
+    backend = mlp("a")
+    with ExpertServer(backend) as server, connect(server.address, coalesce=False) as there:
+        (remote,) = there.backends()
+        remote.backward_pool.submit_task(X, X).result()
+        journal = server._service.hosted["a"].journal
+        journal.restore(journal.keys(backend.updates))
+        remote._expert.keys._next = 0  # what a retry would send
+        with pytest.raises(AppliedError, match="answer is gone"):
+            remote.backward_pool.submit_task(X, X).result()
+        assert backend.updates == 1
+
+
+def test_nobody_listens() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises(ServerLost, match=r"127\.0\.0\.1.*[Cc]onnect"):
+        connect(address)
+    begin = time.monotonic()
+    with pytest.raises(ServerLost):
+        connect(address, wait=SOON)
+    assert time.monotonic() - begin > SOON / 3
+
+
+def test_a_server_of_another_kind() -> None:
+    def answer(listener: socket.socket) -> None:
+        for _ in range(20):
+            try:
+                one, _ = listener.accept()
+            except OSError:
+                return
+            one.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+            one.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=answer, args=(listener,), daemon=True).start()
+        with pytest.raises((ServerLost, ProtocolError), match=r"127\.0\.0\.1"):
+            connect(f"127.0.0.1:{listener.getsockname()[1]}", timeout=LONG)
+
+
+def test_a_server_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExpertServer(mlp("a")) as server:
+        monkeypatch.setattr("pymoe.remote.wire.SERVICE", "pymoe.Experts2")
+        with pytest.raises(ProtocolError, match="Method not found"):
+            connect(server.address)
+
+
+def test_an_answer_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExpertServer(mlp("a")) as server, connect(server.address, coalesce=False) as there:
+        (remote,) = there.backends()
+        monkeypatch.setattr("pymoe.remote.service.Service._reply", lambda *_: b"\xc1nonsense")
+        with pytest.raises(ProtocolError, match="expected a Reply"):
+            remote.forward_pool.submit_task(X).result()
+        monkeypatch.setattr("pymoe.remote.calls.wire.unpack", lambda _: [torch.zeros(4, 3)])
+        monkeypatch.undo()
+        remote.forward_pool.submit_task(X).result()
+
+
+def test_a_connection_that_is_closed() -> None:
+    slow = Slow(LONG / 100)
+    with ExpertServer(of(slow), grace=0) as server:
+        for coalesce in (True, False):
+            there = connect(server.address, coalesce=coalesce, timeout=LONG)
+            (remote,) = there.backends()
+            request = remote.forward_pool.submit_task(X)
+            time.sleep(0.05)
+            there.close()
+            there.close()
+            with pytest.raises((ServerLost, errors_module.ServerLost, Exception)):
+                request.result(LONG)
+            assert not remote.forward_pool.served
+            with pytest.raises(ServerLost, match="closed"):
+                there.info()
+        slow.seconds = 0
+
+
+def test_an_address_that_is_taken() -> None:
+    with ExpertServer(mlp("a")) as server, pytest.raises(OSError, match="cannot listen at"):
+        ExpertServer(mlp("b"), server.address).start()
+
+
+def test_a_server_that_was_drained_does_not_start_again() -> None:
+    server = ExpertServer(mlp("a"))
+    with server:
+        pass
+    with pytest.raises(RuntimeError, match="does not start again"):
+        server.start()
