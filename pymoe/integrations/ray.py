@@ -1,0 +1,207 @@
+"""Servers of experts that Ray places on machines and starts again, through the package ray (``pip install ray``).
+
+::
+
+    from pymoe.integrations import ray as pymoe_ray
+
+    for number in range(4):
+        pymoe_ray.serve(f"experts-{number}", make_experts, checkpoints="/shared/experts", num_cpus=2)
+    with pymoe_ray.ServedExperts([f"experts-{number}" for number in range(4)]) as served:
+        mixture = pymoe.MixtureOfExpertBackends(served.backends(), top_k=2, forward_timeout=1, backward_timeout=1)
+        served.follow(mixture)  # as actors die and come back elsewhere
+        train(mixture)
+
+Each server is in an actor with a name. Ray starts it again when it or its machine dies, where the resources are that it
+asks for, and it goes on from its newest checkpoint, if the folder is one that all machines see. Requests do not pass
+through Ray: they go to the server over gRPC.
+
+Ray's own messages are pickles: whoever can reach a cluster's ports can run code on it. It is for clusters that are cut
+off from strangers, whatever this package does.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from pymoe.mixture import MixtureOfExpertBackends
+    from pymoe.remote import TLS, Connection, RemoteBackend
+
+__all__ = ["ServedExperts", "serve"]
+
+MISSING = "pymoe.integrations.ray needs ray: pip install ray"
+FOREVER = -1
+"""Of Ray's ``max_restarts`` and ``max_task_retries``."""
+
+logger = logging.getLogger("pymoe.remote")
+
+
+class ExpertActor:
+    """An actor that hosts a server; its arguments are those of :func:`serve`."""
+
+    def __init__(self, make: Callable[[], Any], host: str, options: dict[str, Any]) -> None:
+        from pymoe.remote import ExpertServer
+
+        self._server = ExpertServer(make(), f"{host or own_address()}:0", **options)
+        self._server.start()
+
+    def address(self) -> str:
+        """Return where the server listens, in this life of the actor."""
+        return self._server.address
+
+    def save(self) -> int:
+        """Save the experts; return how many were updated since the last time."""
+        return self._server.save()
+
+    def drain(self) -> None:
+        """Answer what is under way, save, and stop."""
+        self._server.drain()
+
+
+def own_address() -> str:
+    """Return the address of this machine that the others of the cluster use."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def serve(
+    name: str,
+    make: Callable[[], Any],
+    *,
+    host: str = "127.0.0.1",
+    tls: TLS | None = None,
+    token: str | None = None,
+    checkpoints: str | Path | None = None,
+    save_every: float = 60.0,
+    namespace: str | None = None,
+    **options: Any,
+) -> Any:
+    """Start an actor that serves the experts that ``make()`` returns, and return its handle, of Ray.
+
+    Args:
+        name: by which clients find it; its experts are saved in a folder of that name.
+        make: returns one or several :class:`~pymoe.runtime.ExpertBackend`; called again whenever the actor starts.
+        host: where it listens: an address of its machine; empty for the one that other machines know it by, which needs
+            ``tls`` and ``token``.
+        tls: see :class:`~pymoe.remote.ExpertServer`; the files are read where the actor runs. So are the next three.
+        token: what clients must show.
+        checkpoints: a folder that every machine sees on which it may run.
+        save_every: seconds between checkpoints.
+        namespace: of Ray, for the name.
+        options: of Ray's actors: ``num_cpus``, ``num_gpus``, ``resources``, ``scheduling_strategy``...
+            It is started again without end (``max_restarts=-1``) unless they say otherwise.
+
+    Raises:
+        ImportError: ray is not installed.
+        ValueError: the name is taken.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError(MISSING) from error
+    folder = None if checkpoints is None else str(Path(checkpoints) / name)
+    of_server = {"tls": tls, "token": token, "checkpoints": folder, "save_every": save_every}
+    of_actor = {"max_restarts": FOREVER, "max_task_retries": FOREVER, **options}
+    if namespace is not None:
+        of_actor["namespace"] = namespace
+    return ray.remote(ExpertActor).options(name=name, **of_actor).remote(make, host, of_server)
+
+
+class ServedExperts:
+    """The experts of servers that Ray runs, wherever these are.
+
+    Args:
+        names: of :func:`serve`.
+        namespace: of Ray.
+        timeout: seconds to wait for each actor at first.
+        options: of :func:`pymoe.remote.connect`; requests are not sent again (``retries=False``) unless they say so.
+
+    Raises:
+        ImportError: ray is not installed.
+        ValueError: there is no actor of that name.
+        ServerLost, PermissionError, ProtocolError, TimeoutError: see :func:`pymoe.remote.connect`.
+    """
+
+    def __init__(
+        self, names: Iterable[str], *, namespace: str | None = None, timeout: float = 60.0, **options: Any
+    ) -> None:
+        self._options = {"retries": False, **options}
+        self._namespace = namespace
+        self._connections: dict[str, Connection] = {}
+        self._end = threading.Event()
+        self._followers: list[threading.Thread] = []
+        for name in names:
+            self._connections[name] = self._connect(self._address(name, timeout))
+
+    def _connect(self, address: str) -> Connection:
+        from pymoe.remote import connect
+
+        return connect(address, **self._options)
+
+    def _address(self, name: str, timeout: float) -> str:
+        try:
+            import ray
+        except ImportError as error:
+            raise ImportError(MISSING) from error
+        actor = ray.get_actor(name, namespace=self._namespace)
+        return str(ray.get(actor.address.remote(), timeout=timeout))
+
+    def backends(self) -> Sequence[RemoteBackend]:
+        """Return the experts of all servers, as they are now."""
+        return [backend for there in self._connections.values() for backend in there.backends()]
+
+    def follow(self, mixture: MixtureOfExpertBackends, every: float = 1.0) -> None:
+        """Replace backends of ``mixture`` by those of the same name whenever an actor has come back elsewhere.
+
+        A thread looks every ``every`` seconds, until :meth:`close`. Meanwhile the mixture leaves out what is gone.
+        """
+        thread = threading.Thread(target=self._follow, args=(mixture, every), name="pymoe-ray", daemon=True)
+        self._followers.append(thread)
+        thread.start()
+
+    def _follow(self, mixture: MixtureOfExpertBackends, every: float) -> None:
+        while not self._end.wait(every):
+            for name in list(self._connections):
+                if self._connections[name].reachable:
+                    continue
+                try:
+                    self._move(name, mixture, every)
+                except Exception as error:  # it is not back yet
+                    logger.debug("%s: %s: %s", name, type(error).__name__, error)
+
+    def _move(self, name: str, mixture: MixtureOfExpertBackends, timeout: float) -> None:
+        before = self._connections[name]
+        address = self._address(name, timeout)
+        if address == before.address:
+            return  # the connection comes back by itself
+        there = self._connect(address)
+        for backend in there.backends():
+            if backend.name in mixture.backends:
+                mixture.replace_backend(backend.name, backend)
+        self._connections[name] = there
+        before.close()
+        logger.info("%s: now at %s", name, address)
+
+    def close(self) -> None:
+        """Follow no longer, and hang up. The actors go on."""
+        self._end.set()
+        for thread in self._followers:
+            thread.join()
+        for there in self._connections.values():
+            there.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,98 @@
+"""Servers in actors of a local Ray: found by name, killed, started again with their checkpoint, followed."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from limits import LONG
+from torch import nn
+
+import pymoe
+from pymoe.integrations import ray as pymoe_ray
+
+WIDTH = 8
+
+
+def experts_of(name: str) -> Callable[[], Any]:
+    """A function that Ray sends by value: the actor's process does not know this file."""
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        expert = nn.Linear(WIDTH, WIDTH)
+        optimizer = torch.optim.SGD(expert.parameters(), 0.1)
+        return pymoe.ExpertBackend(name, expert, optimizer, args_schema=[pymoe.BatchTensorProto(WIDTH)])
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    ray = pytest.importorskip("ray", reason="ray is not installed")
+    pytest.importorskip("grpc", reason="pymoe.remote needs grpcio")
+    paths = [one for one in sys.path if one]
+    environment = {"env_vars": {"PYTHONPATH": ":".join(paths)}}
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env=environment)
+    yield ray
+    ray.shutdown()
+
+
+def eventually(check: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + LONG
+    while not check():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_mixture_follows_an_actor_that_is_killed_and_starts_again(ray: Any, tmp_path: Path) -> None:
+    actors = {
+        name: pymoe_ray.serve(name, experts_of(name), checkpoints=tmp_path, save_every=0.1, num_cpus=1)
+        for name in ("left", "right")
+    }
+    with pymoe_ray.ServedExperts(actors, timeout=LONG) as served:
+        mixture = pymoe.MixtureOfExpertBackends(
+            served.backends(), top_k=2, forward_timeout=LONG, backward_timeout=LONG, timeout_after_k_min=None
+        )
+        served.follow(mixture, every=0.1)
+        x = torch.randn(16, WIDTH)
+        for _ in range(3):
+            mixture(x).square().sum().backward()
+        left = mixture.backends["left"]
+        assert left.updates == 3
+        eventually(lambda: ray.get(actors["left"].save.remote()) == 0)  # all of it is saved
+        ray.kill(actors["left"], no_restart=False)
+        eventually(lambda: not left.get_pools()[0].served)
+        mixture(x).sum().backward()  # goes on without it
+        eventually(lambda: mixture.backends["left"] is not left)
+        again = mixture.backends["left"]
+        assert again.updates == 3, "from its checkpoint"
+        before = mixture.stats()["left"].forward.answered
+        mixture(x).sum().backward()
+        assert mixture.stats()["left"].forward.answered == before + 1
+    for actor in actors.values():
+        ray.get(actor.drain.remote())
+        ray.kill(actor)
+
+
+@pytest.mark.slow
+def test_a_name_that_is_not_there_and_one_that_is_taken(ray: Any) -> None:
+    with pytest.raises(ValueError, match="nobody"):
+        pymoe_ray.ServedExperts(["nobody"])
+    actor = pymoe_ray.serve("taken", experts_of("e"), num_cpus=1, namespace="ours")
+    with pytest.raises(ValueError, match="taken"):
+        ray.get(pymoe_ray.serve("taken", experts_of("e"), num_cpus=1, namespace="ours").address.remote())
+    ray.kill(actor)
+
+
+def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match="pip install ray"):
+        pymoe_ray.serve("x", experts_of("x"))
+    with pytest.raises(ImportError, match="pip install ray"):
+        pymoe_ray.ServedExperts(["x"])
