@@ -1,0 +1,124 @@
+"""hivemind's RemoteExpert over its p2pd on loopback: server and clients, in hivemind's own environment.
+
+    python -m benchmarks.remote.hivemind_worker EXPERT
+
+Speaks what benchmarks/runtime/hivemind_worker.py does. Without arguments it names hivemind's version.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import hivemind
+import torch
+from hivemind.moe.client.expert import create_remote_experts
+from hivemind.moe.expert_uid import ExpertInfo
+from hivemind.moe.server import ModuleBackend, Server
+from hivemind.p2p import PeerID
+from hivemind.utils.tensor_descr import BatchTensorDescriptor
+from torch import Tensor
+
+from benchmarks.runtime.clients import Ask, AskAsync, Effort
+from benchmarks.runtime.scenario import Cell, Expert
+from benchmarks.runtime.serving import InProcess
+
+LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
+ALONE = {"host_maddrs": LOOPBACK, "use_relay": False, "use_auto_relay": False}
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def serve(name: str, pipe: Connection) -> None:
+    """The server's process: an expert behind hivemind's Server."""
+    os.setpgid(0, 0)
+    torch.set_num_threads(1)
+    dht = hivemind.DHT(start=True, **ALONE)
+    expert = Expert(name)
+    row = BatchTensorDescriptor(expert.hidden)
+    options = {"args_schema": (row,), "outputs_schema": row, "max_batch_size": 4096}
+    backend = ModuleBackend("expert.0", expert.module, optimizer=expert.optimizer, **options)
+    server = Server(dht, {"expert.0": backend}, num_connection_handlers=1)
+    server.start()
+    server.ready.wait()
+    pipe.send([str(one) for one in dht.get_visible_maddrs()])
+    time.sleep(1e6)
+
+
+class RemoteExpertServer:
+    """What asks hivemind's server."""
+
+    def __init__(self, expert: Expert) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(expert.name, theirs))
+        self.process.start()
+        if not ours.poll(90):
+            raise TimeoutError("hivemind's server did not start within 90 s")
+        peers = ours.recv()
+        dht = hivemind.DHT(start=True, initial_peers=peers, client_mode=True, **ALONE)
+        peer = PeerID.from_base58(peers[0].split("/p2p/")[1])
+        self.expert = create_remote_experts([ExpertInfo("expert.0", peer)], dht)[0]
+
+    def ask(self, direction: str) -> Ask:
+        def forward(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                return self.expert(x)
+
+        graphs: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def backward(x: Tensor, grad: Tensor) -> Tensor:
+            if id(x) not in graphs:  # the forward request is made once: a backward request each is what is measured
+                leaf = x.clone().requires_grad_()
+                graphs[id(x)] = leaf, self.expert(leaf)
+            leaf, y = graphs[id(x)]
+            return torch.autograd.grad(y, leaf, grad, retain_graph=True)[0]
+
+        return forward if direction == "forward" else backward
+
+    def ask_async(self, direction: str) -> AskAsync:
+        raise NotImplementedError
+
+    def cpu(self) -> float:
+        """Seconds of processor time of all processes of both sides."""
+        groups = {os.getpgid(0), os.getpgid(self.process.pid)}
+        total = 0
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = path.read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if int(fields[2]) in groups:
+                total += int(fields[11]) + int(fields[12])
+        return total / TICKS
+
+    def close(self) -> None:
+        os.killpg(os.getpgid(self.process.pid), 9)
+
+
+def main() -> None:
+    if len(sys.argv) == 1:
+        print(hivemind.__version__)
+        return
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed must not come between the replies
+    os.setpgid(0, 0)
+    torch.set_num_threads(1)
+    expert = Expert(sys.argv[1])
+    server = RemoteExpertServer(expert)
+    contender = InProcess(server, expert, server.cpu)
+    for line in sys.stdin:
+        wanted = json.loads(line)
+        reply = contender.measure(Cell(**wanted["cell"]), Effort(**wanted["effort"]))
+        print(json.dumps(asdict(reply)), file=replies, flush=True)
+    contender.close()
+    os.killpg(os.getpgid(0), 9)  # its threads and processes do not all end by themselves
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""A server of pymoe.remote in a process of its own, and its clients in this one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks.runtime.clients import Ask, AskAsync
+
+ROOT = Path(__file__).parents[2]
+TICKS = os.sysconf("SC_CLK_TCK")
+TOKEN = "a-token-of-the-benchmark"
+
+
+class RemoteServer:
+    """A server that is started, connected to, and asked. Direct: a call a request. With TLS: and a token.
+
+    Attributes:
+        pools: of the small expert, by direction.
+        echo: the forward pool of the echo.
+    """
+
+    def __init__(self, *, coalesce: bool = True, secure: bool = False) -> None:
+        from pymoe.remote import TLS, connect
+
+        self.folder = tempfile.TemporaryDirectory()
+        listen = "localhost:0" if secure else "127.0.0.1:0"
+        command = [sys.executable, "-m", "pymoe.remote", "serve", "benchmarks.remote.served:make"]
+        command += ["--listen", listen, "--threads", "1"]
+        options: dict[str, Any] = {}
+        if secure:
+            key, cert, token = (Path(self.folder.name, name) for name in ("key", "cert", "token"))
+            make_certificate(key, cert)
+            token.write_text(TOKEN)
+            command += ["--tls-cert", str(cert), "--tls-key", str(key), "--token-file", str(token)]
+            options = {"tls": TLS(ca=cert), "token": TOKEN}
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        address = next(found[1] for line in self.process.stdout if (found := re.match(r"serving at (\S+);", line)))
+        self.connection = connect(address, coalesce=coalesce, timeout=60, **options)
+        expert, echo = self.connection.backends("expert", "echo")
+        self.pools = {"forward": expert.forward_pool, "backward": expert.backward_pool}
+        self.echo = echo.forward_pool
+
+    def ask(self, direction: str) -> Ask:
+        submit = self.pools[direction].submit_task
+        return lambda *tensors: submit(*tensors).result()[0]
+
+    def ask_async(self, direction: str) -> AskAsync:
+        submit = self.pools[direction].submit_task
+
+        async def ask(*tensors: Tensor) -> Tensor:
+            return (await submit(*tensors))[0]
+
+        return ask
+
+    def cpu(self) -> float:
+        """Seconds of processor time of both processes."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return time.process_time() + (int(fields[11]) + int(fields[12])) / TICKS
+
+    def close(self) -> None:
+        self.connection.close()
+        self.process.terminate()
+        self.process.communicate(timeout=60)
+        self.folder.cleanup()
+
+
+def make_certificate(key: Path, cert: Path) -> None:
+    """Make one for localhost that signs itself."""
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-keyout", str(key), "-out", str(cert), "-days", "2", "-subj", "/CN=localhost"]
+    subprocess.run([*command, "-addext", "subjectAltName=DNS:localhost"], check=True, capture_output=True)

@@ -1,0 +1,74 @@
+"""The same expert in an actor of Ray: a call a request, on a local Ray, in Ray's own environment.
+
+    python -m benchmarks.remote.ray_worker EXPERT
+
+Speaks what benchmarks/runtime/hivemind_worker.py does. Without arguments it names Ray's version.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+
+import ray
+import torch
+from torch import Tensor
+
+from benchmarks.runtime.clients import Ask, AskAsync, Effort
+from benchmarks.runtime.scenario import Cell, Expert
+from benchmarks.runtime.serving import InProcess
+
+
+class Actor:
+    """Serves the expert."""
+
+    def __init__(self, name: str) -> None:
+        torch.set_num_threads(1)
+        self.expert = Expert(name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.expert.forward(x)
+
+    def backward(self, x: Tensor, grad: Tensor) -> Tensor:
+        return self.expert.backward(x, grad)
+
+
+class RayServer:
+    """What asks the actor."""
+
+    def __init__(self, expert: Expert) -> None:
+        ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+        self.actor = ray.remote(Actor).options(max_concurrency=1).remote(expert.name)
+
+    def ask(self, direction: str) -> Ask:
+        method = getattr(self.actor, direction)
+        return lambda *tensors: ray.get(method.remote(*tensors))
+
+    def ask_async(self, direction: str) -> AskAsync:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        ray.shutdown()
+
+
+def main() -> None:
+    if len(sys.argv) == 1:
+        print(ray.__version__)
+        return
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed must not come between the replies
+    torch.set_num_threads(1)
+    expert = Expert(sys.argv[1])
+    contender = InProcess(RayServer(expert), expert, time.process_time)
+    for line in sys.stdin:
+        wanted = json.loads(line)
+        reply = contender.measure(Cell(**wanted["cell"]), Effort(**wanted["effort"]))
+        print(json.dumps(asdict(reply)), file=replies, flush=True)
+    contender.close()
+
+
+if __name__ == "__main__":
+    main()

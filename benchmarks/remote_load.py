@@ -1,0 +1,197 @@
+"""Many callers ask an expert of another process: pymoe.remote beside the expert in process, hivemind and Ray.
+
+    python -m benchmarks.remote_load [--quick] [--systems NAME,...] [--output DIR]
+
+Everything is on this machine, over loopback. Closed-loop threads ask for one row of the small expert of
+benchmarks/runtime at a time; windows of all systems take turns, answers are checked, and every ratio is one between
+windows of the same round. Then messages of several lengths go to an expert that returns what it gets. Writes JSON and
+Markdown tables. `make bench-remote` sets up the environments of the peers, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.output import WORDS, as_markdown, command, measured, parser_of, save
+from benchmarks.remote.ours import RemoteServer
+from benchmarks.remote.served import ECHO_WIDTH
+from benchmarks.runtime.clients import Effort, Sample
+from benchmarks.runtime.hivemind_peer import PYTHON, HivemindProcess, version
+from benchmarks.runtime.ours import BackendServer
+from benchmarks.runtime.report import rate
+from benchmarks.runtime.scenario import Cell, Expert
+from benchmarks.runtime.serving import Contender, InProcess
+from benchmarks.runtime_load import in_a_line, record_of
+from pymoe.bench.environment import environment
+from pymoe.bench.report import Table
+
+LOCAL, DIRECT, COALESCED, SECURE = "in process", "direct", "coalesced", "coalesced, TLS"
+HIVEMIND, RAY = "hivemind", "Ray actor"
+WORKERS = {HIVEMIND: "benchmarks.remote.hivemind_worker", RAY: "benchmarks.remote.ray_worker"}
+RAY_PYTHON = PYTHON.parents[2] / "ray" / "bin" / "python"
+CELLS = [Cell("small", way, 1, clients, "threads") for way in ("forward", "backward") for clients in (1, 8, 64)]
+EFFORT, QUICK = Effort(0.2, 0.8), Effort(0.05, 0.2)
+MESSAGES = {"64 KiB": 1, "256 KiB": 4, "4 MiB": 64, "64 MiB": 1024}
+"""Rows of the echo, each of 64 KiB."""
+TARGETS = (
+    (COALESCED, HIVEMIND, "forward", 64, 30.0),
+    (COALESCED, HIVEMIND, "backward", 64, 20.0),
+    (COALESCED, HIVEMIND, "forward", 8, 8.0),
+    (COALESCED, HIVEMIND, "forward", 1, 4.0),
+    (COALESCED, LOCAL, "forward", 64, 0.6),
+    (SECURE, COALESCED, "forward", 64, 0.8),
+)
+"""Whose rate is to be how many times whose, in which cell."""
+Record = dict[str, Any]
+
+
+def main() -> int:
+    """Measure the chosen systems; 1 if somebody's answer is wrong."""
+    options = parse()
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    rounds = options.rounds or (2 if options.quick else 5)
+    effort = QUICK if options.quick else EFFORT
+    result: Record = {
+        "command": command("remote_load"),
+        "environment": environment(),
+        "settings": asdict(effort) | {"rounds": rounds},
+        "absent": {},
+        "versions": {},
+    }
+    contenders: dict[str, Contender] = {}
+    for name in options.systems:
+        try:
+            contenders[name] = open_system(name, options, result["versions"])
+        except Exception as error:  # a peer that fails must not keep the others from being measured
+            result["absent"][name] = in_a_line(error)
+    print(f"measured: {', '.join(contenders)}; not: {result['absent']}", file=sys.stderr, flush=True)
+    result["cells"] = [measure(cell, contenders, effort, rounds) for cell in CELLS]
+    result["messages"] = messages(contenders, 1 if options.quick else 5)
+    for one in contenders.values():
+        one.close()
+    result["targets"] = judged(result["cells"])
+    result["settings"]["load_after"] = environment()["load"]
+    result["wall_seconds"] = round(time.perf_counter() - start, 1)
+    stem = options.output / "remote_load"
+    options.output.mkdir(parents=True, exist_ok=True)
+    text = markdown(result)
+    save(result, text, stem)
+    print(text)
+    return int(any(one["verdict"] == "WRONG" for cell in result["cells"] for one in cell["systems"].values()))
+
+
+def parse() -> argparse.Namespace:
+    """The options."""
+    names = [LOCAL, DIRECT, COALESCED, SECURE, HIVEMIND, RAY]
+    parser = parser_of("remote_load", __doc__)
+    parser.add_argument("--quick", action="store_true", help="short windows, and few")
+    parser.add_argument(
+        "--systems", type=lambda text: text.split(";"), default=names, metavar="NAME;...", help=f"of {'; '.join(names)}"
+    )
+    parser.add_argument("--rounds", type=int, metavar="N", help="windows of each system in a cell (default: 5)")
+    parser.add_argument("--hivemind", type=Path, default=PYTHON, metavar="PYTHON", help="the interpreter that has it")
+    parser.add_argument("--ray", type=Path, default=RAY_PYTHON, metavar="PYTHON", help="the interpreter that has it")
+    return parser.parse_args()
+
+
+def open_system(name: str, options: argparse.Namespace, versions: dict[str, str]) -> Contender:
+    """Start a system; raises what keeps it from starting."""
+    if name in WORKERS:
+        python = options.hivemind if name == HIVEMIND else options.ray
+        versions[name] = version(python, WORKERS[name])
+        return HivemindProcess("small", python, WORKERS[name])
+    expert = Expert("small")
+    if name == LOCAL:
+        return InProcess(BackendServer(expert), expert, time.process_time)
+    server = RemoteServer(coalesce=name != DIRECT, secure=name == SECURE)
+    return InProcess(server, expert, server.cpu)
+
+
+def measure(cell: Cell, contenders: dict[str, Contender], effort: Effort, rounds: int) -> Record:
+    """Windows of all contenders, in turns. One that fails is measured no more."""
+    samples: dict[str, list[Sample]] = {name: [] for name in contenders}
+    for i in range(rounds):
+        names = list(contenders)
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            try:
+                samples[name].append(contenders[name].measure(cell, effort))
+            except Exception as error:
+                samples[name].append(Sample(0, 0, 0, 0, 0, error=in_a_line(error)))
+                del contenders[name]
+    record = record_of(cell, samples)
+    print(cell, {name: rate(record, name) for name in samples}, file=sys.stderr, flush=True)
+    return record
+
+
+def messages(contenders: dict[str, Contender], rounds: int) -> list[Record]:
+    """For each length the bytes a second, there and back, of one caller; medians over calls that take turns."""
+    pools = {name: one.server.echo for name, one in contenders.items() if hasattr(getattr(one, "server", None), "echo")}
+    found = []
+    for name, rows in MESSAGES.items():
+        x = torch.randn(rows, ECHO_WIDTH)
+        times: dict[str, list[float]] = {system: [] for system in pools}
+        for i in range(rounds + 1):
+            for system, pool in pools.items():
+                begin = time.perf_counter()
+                pool.submit_task(x).result()
+                taken = time.perf_counter() - begin
+                times[system] += [taken] if i else []  # the first warms up
+        rates = {system: 2 * x.nbytes / statistics.median(taken) for system, taken in times.items()}
+        found.append({"message": name, "bytes_per_second": rates})
+    return found
+
+
+def judged(cells: list[Record]) -> list[Record]:
+    """Each target with the ratio that was found, and whether it is met; None: not measured."""
+    verdicts = []
+    for mine, other, way, clients, wanted in TARGETS:
+        found = None
+        for record in cells:
+            if (record["cell"]["direction"], record["cell"]["clients"]) == (way, clients):
+                ratio = record["systems"].get(mine, {}).get("over", {}).get(other)
+                found = None if ratio is None else ratio["median"]
+        met = None if found is None else found >= wanted
+        verdicts.append({"what": f"{mine} / {other}, {way}, {clients}", "wanted": wanted, "found": found, "met": met})
+    return verdicts
+
+
+def markdown(result: Record) -> str:
+    """The run as Markdown."""
+    names = list(result["cells"][0]["systems"])
+    heading = ["pass", "callers", *names]
+    rows = [
+        [one["cell"]["direction"], str(one["cell"]["clients"]), *(rate(one, name) for name in names)]
+        for one in result["cells"]
+    ]
+    peers = ", ".join(f"{name} {number}" for name, number in result["versions"].items()) or "none"
+    about = f"Requests per second, median [quartiles]. Peers: {peers}; absent: {result['absent'] or 'nobody'}."
+    lines = ["# Experts of another process", "", measured(result, about), "", "## Requests of one row", ""]
+    lines += as_markdown(Table(heading, rows, frozenset({"pass"})))
+    lines += ["", "## Messages", "", "Megabytes per second, there and back, of one caller.", ""]
+    if result["messages"]:
+        systems = list(result["messages"][0]["bytes_per_second"])
+        rows = [
+            [one["message"], *(f"{one['bytes_per_second'][name] / 1e6:,.0f}" for name in systems)]
+            for one in result["messages"]
+        ]
+        lines += as_markdown(Table(["message", *systems], rows, frozenset({"message"})))
+    lines += ["", "## Targets", ""]
+    rows = [
+        [one["what"], f"{one['wanted']:g}", "-" if one["found"] is None else f"{one['found']:.3g}", WORDS[one["met"]]]
+        for one in result["targets"]
+    ]
+    lines += as_markdown(Table(["ratio", "wanted", "found", "is"], rows, frozenset({"ratio", "is"})))
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
