@@ -39,8 +39,8 @@ OPTIONS = (
     # Identity alone: a small message that grows a thousandfold when it is decompressed is refused as it is.
     ("grpc.compression_enabled_algorithms_bitset", 1),
     ("grpc.server_handshake_timeout_ms", 20_000),
-    # Clients ask whether the server lives while a long request runs; that is no reason to hang up.
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    # Clients ask whether the server lives while they wait for it: that is no reason to hang up, however often they do.
+    ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),

@@ -22,6 +22,7 @@ from pymoe.remote import (
     ProtocolError,
     RemoteExpertError,
     ServerLost,
+    channel,
     connect,
 )
 from pymoe.remote import errors as errors_module
@@ -284,6 +285,19 @@ def test_an_answer_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("pymoe.remote.calls.wire.unpack", lambda _: [torch.zeros(4, 3)])
         monkeypatch.undo()
         remote.forward_pool.submit_task(X).result()
+
+
+def test_a_client_that_asks_whether_the_server_lives_is_not_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    often = [(name, 50 if name == "grpc.keepalive_time_ms" else value) for name, value in channel.OPTIONS]
+    monkeypatch.setattr(channel, "OPTIONS", often)
+    left: list[Any] = []
+    monkeypatch.setattr(channel.Channel, "_left", lambda self, stay: left.append(stay))
+    with ExpertServer(mlp("a")) as server, connect(server.address, retries=False) as there:
+        (a,) = there.backends()
+        for _ in range(10):
+            time.sleep(0.1)
+            a.forward_pool.submit_task(X).result()
+        assert not left
 
 
 def test_a_connection_that_is_closed() -> None:
