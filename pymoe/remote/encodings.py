@@ -29,7 +29,7 @@ BLOCK = 256
 """Numbers that share one scale in ``int8``."""
 MOST_DIMENSIONS = 8
 LONGEST_DIMENSION = 1 << 31
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+SMALLEST_SCALE, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 DTYPES = {
     "f32": torch.float32,
@@ -146,4 +146,5 @@ def _to_int8(flat: Tensor) -> Tensor:
 
 def _from_int8(codes: Tensor, scales: Tensor) -> Tensor:
     scales = torch.where(scales.isfinite(), scales, torch.nan)
-    return (_blocks(codes.float()) * scales[:, None]).view(-1)[: len(codes)]
+    numbers = (_blocks(codes.float()) * scales[:, None]).view(-1)[: len(codes)]
+    return numbers.clamp_(-LARGEST, LARGEST)  # 127 * scale may round up to infinity; NaN stays

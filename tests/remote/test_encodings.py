@@ -74,6 +74,12 @@ def test_int8_keeps_numbers_to_a_254th_of_their_block_s_largest(values: list[flo
         assert (block - came).abs().max().item() <= bound
 
 
+def test_int8_does_not_make_infinity_of_the_largest_number() -> None:
+    largest = torch.finfo(torch.float32).max
+    for number in (largest, -largest, 3.4028e38):
+        assert bool(sent(torch.tensor([number]), "int8").isfinite().all())
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_numbers_of_16_bits_are_rounded_to_their_dtype_on_arrival(dtype: torch.dtype) -> None:
     x = torch.randn(4, 300).to(dtype)
