@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -68,7 +68,11 @@ class ShardedExperts(Experts):
                     _draw(parameter.shape, bound, local_part(parameter), [order[place] for place in positions])
 
     def forward(  # type: ignore[override]
-        self, tokens: tuple[Tensor, ...], crossing: Crossing | LabelledCrossing, home: Crossing
+        self,
+        tokens: tuple[Tensor, ...],
+        crossing: Crossing | LabelledCrossing,
+        home: Crossing,
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Tensor, ...]:
         """Apply to the rows of every chunk their experts, as soon as they are there, and send them back.
 
@@ -76,6 +80,7 @@ class ShardedExperts(Experts):
             tokens: of the chunks that are under way, those of weights last.
             crossing: by which they come.
             home: by which they go back.
+            meanwhile: what there is to do once the weights of clones are under way.
 
         Returns:
             The tokens of the way back.
@@ -90,6 +95,8 @@ class ShardedExperts(Experts):
             )
         loan = crossing.plan.loan
         lent = None if loan is None else Lent(loan, own, crossing.dtype)
+        if meanwhile is not None:
+            meanwhile()
         back = []
         for chunk, token in enumerate(tokens):
             parts: Sequence[Any]

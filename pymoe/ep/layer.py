@@ -139,10 +139,20 @@ class ShardedMoE(MoE):
         weights_TK, losses = self._with_losses(gate, logits_TE, shipment)
 
         tokens = shipment.depart(weights_TK)
-        shared_TH = None if self.shared is None else self.shared(rows_TH)
-        y_SH = collect(self.experts(tokens, shipment.crossing, shipment.home), shipment.home)
+        shared: list[Tensor] = []
+
+        def compute_shared() -> None:
+            if self.shared is not None:
+                shared.append(self.shared(rows_TH))
+
+        # Weights of clones leave when the experts are called, where FSDP has gathered them; without clones shared
+        # experts do not wait for that.
+        meanwhile = compute_shared if self.arrangement.clones else None
+        if meanwhile is None:
+            compute_shared()
+        y_SH = collect(self.experts(tokens, shipment.crossing, shipment.home, meanwhile), shipment.home)
         y_TH = shipment.unpack(y_SH, weights_TK)
-        if shared_TH is not None:
+        for shared_TH in shared:
             y_TH = y_TH + shared_TH
 
         self._loads, self.last_rows = shipment.loads, shipment.rows_of_ranks()

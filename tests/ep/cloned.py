@@ -160,6 +160,8 @@ def order_of_events(rank, world):
     ep.ShardedExperts._apply_to_chunk = computed
     try:
         layer, x, directions = prepared(rank, hot(chunks=2))
+        layer.shared.register_forward_hook(lambda *_: events.append("shared"))
+        layer.shared.w_in.register_hook(lambda grad: events.append("shared") or grad)
         y = layer(x)
         forward, events[:] = list(events), []
         (y * directions).sum().backward()

@@ -33,16 +33,17 @@ def test_without_a_clone_that_is_worth_its_way_nothing_changes(ranks):
     assert ranks.run(cloned.without_need, worth=1000) == [[4, []]] * 4
 
 
-def test_weights_travel_while_ranks_compute_with_their_own_experts(ranks):
+def test_weights_travel_while_ranks_compute_with_shared_experts_and_their_own(ranks):
     for forward, backward in ranks.run(cloned.order_of_events):
         assert forward == [
-            *("start 0", "start 1", "start 2", "start weights"),
+            *("start 0", "start 1", "start 2", "start weights", "shared"),
             *("finish 0", "compute 0", "start 0", "finish 1", "compute 1", "start 1"),
             *("finish 2", "finish weights", "compute 2", "start 2", "finish 0", "finish 1", "finish 2"),
         ]
         assert backward == [
             *("start 2", "start 1", "start 0", "finish 2", "start 2", "start weights"),
-            *("finish 1", "start 1", "finish 0", "start 0", "finish weights", "finish 0", "finish 1", "finish 2"),
+            *("finish 1", "start 1", "finish 0", "start 0", "shared"),
+            *("finish weights", "finish 0", "finish 1", "finish 2"),
         ]
 
 
