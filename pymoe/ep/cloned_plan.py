@@ -12,7 +12,7 @@ from pymoe.ep.agreement import Announced
 from pymoe.ep.arrangement import Arrangement
 from pymoe.ep.clones import balance
 from pymoe.ep.placement import divide_rows
-from pymoe.ep.plan import Loan, Plan
+from pymoe.ep.plan import Loan, Plan, RowCounts
 from pymoe.reference.types import Routing
 
 
@@ -106,4 +106,4 @@ class ClonedPlan(Plan):
         received = [0] * arrangement.ranks
         for expert, _ in self._clones[arrangement.rank]:
             received[arrangement.owner[expert]] += 1
-        return Loan(arrangement, lent, [[len(experts) for experts in lent]], [received])
+        return Loan(lent, RowCounts(arrangement, [[len(experts) for experts in lent]], [received]))

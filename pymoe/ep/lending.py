@@ -28,11 +28,10 @@ class Lent:
 
     def __init__(self, loan: Loan, own: Sequence[Tensor | None], dtype: torch.dtype) -> None:
         self._shapes = [None if one is None else one.shape[1:] for one in own]
-        place = {expert: place for place, expert in enumerate(loan.arrangement.own)}
+        place = {expert: place for place, expert in enumerate(loan.rows.arrangement.own)}
         lent = [[place[expert] for expert in experts] for experts in loan.lent]
         rows: Tensor = call(_Pack, lent, dtype, *(one for one in own if one is not None))
-        travel: Any = loan
-        self._crossing = Crossing(travel, rows.shape[0], rows)
+        self._crossing = Crossing(loan.rows, rows.shape[0], rows)
         (self._token,) = depart(rows, self._crossing)
 
     def arrive(self, token: Tensor, crossing: Crossing, chunk: int) -> tuple[Tensor, list[Tensor | None]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,19 +14,6 @@ from pymoe.ep.errors import GroupError
 from pymoe.reference.types import Routing
 
 
-@dataclass(frozen=True)
-class Loan:
-    """The experts whose weights travel in a call; what a :class:`pymoe.ep.exchange.Crossing` knows of its plan."""
-
-    arrangement: Arrangement
-    lent: list[list[int]]
-    """(R,): the experts of this rank that each takes a clone of."""
-    sent: list[list[int]]
-    """(1, R): how many those are."""
-    received: list[list[int]]
-    """(1, R): of how many experts of each rank this one takes a clone."""
-
-
 class RowCounts(NamedTuple):
     """The rows of a call that travel between each two ranks."""
 
@@ -36,6 +22,15 @@ class RowCounts(NamedTuple):
     """(chunks, R): those that this rank sends to each."""
     received: list[list[int]]
     """(chunks, R): those that it receives from each."""
+
+
+class Loan(NamedTuple):
+    """The experts whose weights travel in a call."""
+
+    lent: list[list[int]]
+    """(R,): the experts of this rank that each takes a clone of."""
+    rows: RowCounts
+    """How many those are, a row for each, and of how many experts of each rank this one takes a clone."""
 
 
 class Plan:

@@ -45,7 +45,7 @@ def calls(draw):
 def plans(fields, experts, choices):
     """The plan of every rank."""
     loads = [torch.bincount(one.flatten(), minlength=experts).tolist() for one in choices]
-    announced = Announced(loads, [len(one) for one in choices])
+    announced = Announced(loads, [len(one) for one in choices], [[] for _ in choices])
     options = {"layer": "", "num_experts": experts, "scope": "rank", "room": None, **fields}
     return [
         ClonedPlan(Arrangement(mesh=Mesh(len(choices), rank), **options), announced, 1, None)
@@ -60,7 +60,9 @@ def test_ranks_receive_what_others_send(call):
     for rank, one in enumerate(made):
         for other, its in enumerate(made):
             assert [sent[other] for sent in one.sent] == [received[rank] for received in its.received]
-            lent, taken = (0, 0) if one.loan is None else (one.loan.sent[0][other], its.loan.received[0][rank])
+            lent, taken = (
+                (0, 0) if one.loan is None else (one.loan.rows.sent[0][other], its.loan.rows.received[0][rank])
+            )
             assert lent == taken
     assert len({plan.loan is None for plan in made}) == 1
 
@@ -114,5 +116,5 @@ def test_a_hot_expert_is_divided(rank):
     plan = plans({"chunks": 1, "clones": 1}, 2, hot)[rank]
     assert plan.sent == ([[4, 0], [0, 2]] if rank == 0 else [[0, 0], [0, 2]])
     assert plan.loan.lent == ([[], [0]] if rank == 0 else [[], []])
-    assert plan.loan.received == ([[0, 0]] if rank == 0 else [[1, 0]])
+    assert plan.loan.rows.received == ([[0, 0]] if rank == 0 else [[1, 0]])
     assert plan.lengths(1) == ([[], []] if rank == 0 else [[2], [2]])
