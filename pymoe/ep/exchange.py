@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pymoe.ep.agreement import lost_rank
+from pymoe.ep.memory import empty_rows
 from pymoe.ep.plan import Plan, RowCounts
 from pymoe.ops.function_calls import call
 
@@ -63,7 +64,7 @@ class Crossing:
         parts = self._parts(rows_SH.contiguous())
         for chunk in sorted(range(self.chunks), reverse=self.last_first):
             rows, received = parts[chunk], self.plan.received[chunk]
-            out = rows.new_empty(sum(received), self.width)
+            out = empty_rows(sum(received), self.width, self.dtype, self.device)
             self._start(chunk, out, rows, received, self.plan.sent[chunk])
 
     def arrive(self, chunk: int) -> Tensor:
@@ -73,7 +74,7 @@ class Crossing:
     def send_back(self, chunk: int, rows: Tensor) -> None:
         """Start a chunk towards home."""
         if self._home is None:
-            self._home = torch.empty(self.total, self.width, dtype=self.dtype, device=self.device)
+            self._home = empty_rows(self.total, self.width, self.dtype, self.device)
             self._home[sum(map(sum, self.plan.sent)) :].zero_()
         out = self._parts(self._home)[chunk]
         self._start(chunk, out, rows.contiguous(), self.plan.sent[chunk], self.plan.received[chunk])
