@@ -72,10 +72,10 @@ def shard(
             Every call's clones are planned from its own loads by :func:`pymoe.ep.clones.plan_clones`, without another
             message. The weights of a clone travel to its rank once and their gradients once back, in one more exchange
             either way; their rows travel in one more chunk, the last, so that weights come while ranks compute with
-            their own experts. ``moe.last_rows`` tells the rows that each rank computed. Outputs and gradients of inputs
-            keep their bits. The gradient of an expert that had clones is the sum of a gradient a rank, the clones'
-            added in the order of ranks and then to the owner's: that of one process to rounding, the same in every run.
-            Rows are gathered after the loads have been read, not meanwhile.
+            shared experts and their own. ``moe.last_rows`` tells the rows that each rank computed. Outputs and
+            gradients of inputs keep their bits. The gradient of an expert that had clones is the sum of a gradient a
+            rank, the clones' added in the order of ranks and then to the owner's: that of one process to rounding, the
+            same in every run. Rows are gathered after the loads have been read, not meanwhile.
         worth: the fewest rows for which an expert is cloned, at least 1. A clone moves P numbers twice, forward and
             back, and each row that it takes off the fullest rank moves H numbers four times. None: P / (2 H) rows,
             from which on the weights take no longer than the rows: 1.5 F for gated experts. That is where a clone pays
