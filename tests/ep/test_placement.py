@@ -52,6 +52,13 @@ def test_placement_never_makes_the_fullest_rank_fuller(load, ranks, replicas):
     assert max(filled) <= max(rows_of_ranks(rows, contiguous(len(load), ranks)))
 
 
+@MANY
+@given(LOADS, RANKS)
+def test_without_replicas_every_rank_has_as_many_experts_as_before(load, ranks):
+    placed = place(torch.tensor(load), ranks)
+    assert [len(held) for held in placed.held] == [len(held) for held in contiguous(len(load), ranks).held]
+
+
 def test_nothing_moves_where_nothing_is_gained():
     even = torch.full((16,), 7)
     assert place(even, 4, replicas=2) == contiguous(16, 4)
