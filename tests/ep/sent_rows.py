@@ -11,15 +11,15 @@ from pymoe.nn import MoE
 TOKENS, HIDDEN, FFN, EXPERTS, TOP_K = 24, 8, 16, 10, 3
 
 
-def sent_in_a_step(rank, world, chunks, deduplicate):
+def sent_in_a_step(rank, world, chunks, deduplicate=False, clones=0):
     """The choices of this rank's tokens, and for each exchange of rows whom it sent how many, and their bytes ...
 
-    ... and how many bytes travelled to other ranks beside the rows: numbers of experts, and weights.
+    ... and how many bytes travelled to other ranks beside the rows: numbers of experts and weights, or clones.
     """
     layer = MoE(HIDDEN, FFN, EXPERTS, TOP_K, dtype=torch.float32)
     with torch.no_grad():
         layer.router.weight.mul_(torch.linspace(0.5, 4, EXPERTS)[:, None])  # some experts are chosen more often
-    layer = ep.shard(layer, dist.group.WORLD, chunks=chunks, deduplicate=deduplicate)
+    layer = ep.shard(layer, dist.group.WORLD, chunks=chunks, deduplicate=deduplicate, clones=clones, worth=1)
     x = torch.randn(world, TOKENS, HIDDEN, dtype=torch.float32)[rank]
     recorder = LoadRecorder(layer)
     with exchanges() as seen:

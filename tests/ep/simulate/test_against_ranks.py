@@ -37,3 +37,20 @@ def test_four_ranks_send_what_is_counted(ranks, chunks, deduplicate):
         return
     filled = dispatched.sum((0, 1))
     assert found.balance.imbalance == pytest.approx(float(filled.max() / filled.double().mean()))
+
+
+@pytest.mark.parametrize("clones", [1, 2])
+def test_four_ranks_with_clones_send_what_is_counted(ranks, clones):
+    answers = ranks.run(sent_rows.sent_in_a_step, chunks=2, clones=clones)
+    block = Block("ranks", sent_rows.HIDDEN, sent_rows.FFN, sent_rows.EXPERTS, sent_rows.TOP_K, dtype="float32")
+    load = Load("ranks", ((torch.cat([torch.tensor(chosen) for chosen, *_ in answers]),),), sent_rows.EXPERTS)
+    name = f"{clones} clone{'s' * (clones > 1)} a rank"
+    options = {"machine": MACHINES["h100"], "network": NETWORKS["nvlink"], "spread": name, "worth": 1}
+    found = simulate(block, WORLD, sent_rows.TOKENS, load, **options)
+    assert found.balance.clones > 0
+    assert found.clones_bytes == sum(answer[3] for answer in answers) / WORLD
+    (spread,) = spreads(name, plans(1)[name], load, WORLD, sent_rows.TOKENS)
+    dispatched = torch.tensor([sent[:3] for _, sent, *_ in answers]).sum(1)  # (source, destination)
+    assert dispatched.tolist() == spread.pairs(False).tolist()
+    filled = dispatched.sum(0)
+    assert found.balance.imbalance == pytest.approx(float(filled.max() / filled.double().mean()))
