@@ -109,11 +109,18 @@ class Spread:
     def chunk_of_choices(self, chunks: int) -> tuple[Tensor, Tensor]:
         """Return (N, K) int64, the chunk of each choice, and (chunks, R) int64, the experts of each chunk and rank.
 
-        A chunk is the same share of each rank's experts: of n experts those from ``c * n // chunks`` on.
+        A chunk is the same share of each rank's experts: of n experts those from ``c * n // chunks`` on. Clones that
+        travel are one more chunk, the last.
         """
+        travel = bool(self.clones.any())
         chunk = torch.zeros(self.ranks, len(self.shares.hosts), dtype=torch.int64)
-        number = torch.zeros(chunks, self.ranks, dtype=torch.int64)
+        number = torch.zeros(chunks + travel, self.ranks, dtype=torch.int64)
         for rank, experts in enumerate(self.held):
+            if travel:
+                cloned = [expert for expert in experts if self.shares.hosts[expert][0] != rank]
+                chunk[rank, cloned] = chunks
+                number[chunks, rank] = len(cloned)
+                experts = [expert for expert in experts if self.shares.hosts[expert][0] == rank]
             for part in range(chunks):
                 own = experts[part * len(experts) // chunks : (part + 1) * len(experts) // chunks]
                 chunk[rank, own] = part

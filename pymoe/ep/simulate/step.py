@@ -44,6 +44,7 @@ class Cut:
     tokens: float
     """T."""
     chunks: tuple[Chunk, ...]
+    """That of clones last, if they travel."""
     clones_wire: float | None
     """Seconds in which the busiest rank sends and receives the weights of clones, without latency; None: no clones."""
 
@@ -61,7 +62,7 @@ class Layer:
         """Return ``spread``, which is of ``tokens`` a rank, in chunks; a row a rank is then a row a rank and chunk."""
         chunk_TK, experts = spread.chunk_of_choices(chunks)
         found = []
-        for chunk in range(chunks):
+        for chunk in range(len(experts)):
             chosen = chunk_TK == chunk
             plain = spread.pairs(False, chosen)
             pairs = spread.pairs(True, chosen) if deduplicate else plain
@@ -83,19 +84,23 @@ class Layer:
         """Return the seconds of a pass with ``tokens`` a rank, which scale those of ``cut``.
 
         The backward sends the gradients of the outputs to the experts and those of the inputs back, so it has the
-        exchanges of the forward; its products cost twice as much; it knows the counts.
+        exchanges of the forward; its products cost twice as much; it knows the counts. Clones come first there, so that
+        their gradients leave early.
         """
         block, machine = self.block, self.machine
         scale = tokens / cut.tokens
         experts = []
-        for chunk in cut.chunks:
+        chunks = cut.chunks
+        if backward and cut.clones_wire is not None:
+            chunks = (chunks[-1], *chunks[:-1])
+        for chunk in chunks:
             work = machine.experts_seconds(block, scale * chunk.rows, chunk.experts, backward)
             if cut.deduplicated:  # rows are copied for each expert where they arrive, and summed there
                 work = work + 2 * machine.move_seconds(block, scale * chunk.rows, scale * chunk.received)
             experts.append(work)
         move = float(machine.move_seconds(block, scale * sum(chunk.gathered for chunk in cut.chunks), tokens))
         gate = machine.gate_seconds(block, tokens, backward)
-        wire = tuple(scale * chunk.wire for chunk in cut.chunks)
+        wire = tuple(scale * chunk.wire for chunk in chunks)
         clones = 0.0 if cut.clones_wire is None else self.network.latency + cut.clones_wire
         return Phases(
             gate=0.0 if backward else gate,

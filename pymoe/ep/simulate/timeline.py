@@ -47,7 +47,7 @@ class Phases:
     counts: float
     """The exchange of counts, latency included; 0 where they are known."""
     gather: float
-    """Rows into the send buffer, beside the exchange of counts."""
+    """Rows into the send buffer, beside the exchange of counts, or after it if clones are planned from these."""
     latency: float
     """Of every exchange of rows."""
     dispatch: tuple[float, ...]
@@ -61,14 +61,19 @@ class Phases:
     sum: float
     """The weighted sum of the rows that came back."""
     clones: float = 0.0
-    """Weights of clones, latency included; behind the first dispatch, before any experts."""
+    """Weights of clones, latency included; behind the dispatches, before the experts of the last chunk."""
     clones_back: float = 0.0
-    """Gradients of clones, latency included; behind the last combine."""
+    """Gradients of clones, latency included; behind the first combine."""
 
     @property
     def chunks(self) -> int:
         """In how many parts rows travel."""
         return len(self.dispatch)
+
+    @property
+    def gathered(self) -> float:
+        """When the rows are in the send buffer."""
+        return self.gate + self.gather + (self.counts if self.clones else 0.0)
 
 
 @dataclass(frozen=True)
@@ -136,42 +141,43 @@ def run(tasks: Sequence[Task]) -> tuple[Event, ...]:
 def tasks_of(phases: Phases) -> Iterator[Task]:
     """Yield the tasks of a pass in the order of launches.
 
-    Gate; counts beside the gather; all dispatches, the weights of clones behind the first; the shared experts; then of
-    each chunk the experts and the way back; the sum. Every exchange has the whole latency. The clones' weights are
-    needed by the first chunk, and their gradients, in a backward, leave last.
+    Gate; counts beside the gather, or before it with clones; all dispatches, and the weights of clones; the shared
+    experts; then of each chunk the experts and the way back; the sum. Every exchange has the whole latency. The clones'
+    weights are needed by the last chunk, and their gradients, in a backward, leave behind the first.
     """
     yield Task("gate", PROCESSOR, phases.gate)
     yield Task("counts", WIRE, phases.counts, ("gate",))
-    yield Task("gather", PROCESSOR, phases.gather, ("gate",))
+    yield Task("gather", PROCESSOR, phases.gather, ("gate", "counts") if phases.clones else ("gate",))
     for chunk, seconds in enumerate(phases.dispatch):
         yield Task(f"dispatch {chunk}", WIRE, phases.latency + seconds, ("counts", "gather"))
-        if chunk == 0 and phases.clones:
-            yield Task("clones", WIRE, phases.clones, ("counts",))
+    if phases.clones:
+        yield Task("clones", WIRE, phases.clones, ("counts",))
     yield Task("shared", PROCESSOR, phases.shared, ("gather",))
-    weights = ("clones",) if phases.clones else ()
     for chunk, work in enumerate(phases.experts):
+        weights = ("clones",) if phases.clones and chunk == phases.chunks - 1 else ()
         yield Task(f"experts {chunk}", PROCESSOR, work, (f"dispatch {chunk}", *weights))
+    back = [f"combine {chunk}" for chunk in range(phases.chunks)]
     for chunk, seconds in enumerate(phases.combine):
         yield Task(f"combine {chunk}", WIRE, phases.latency + seconds, (f"experts {chunk}",))
-    yield Task("sum", PROCESSOR, phases.sum, tuple(f"combine {chunk}" for chunk in range(phases.chunks)))
-    if phases.clones_back:
-        yield Task("clones back", WIRE, phases.clones_back, (f"experts {phases.chunks - 1}",))
+        if chunk == 0 and phases.clones_back:
+            back.append("clones back")
+            yield Task("clones back", WIRE, phases.clones_back, ("experts 0",))
+    yield Task("sum", PROCESSOR, phases.sum, tuple(back))
 
 
 def best_possible(phases: Phases) -> float:
     """Return the least seconds in which any run of these tasks in this order can end.
 
-    The longer of two chains, and then the sum: the wire, busy with all rows without a pause once they are gathered; and
-    the processor of the fullest rank, busy from the arrival of the first chunk (or the end of the shared experts) to
-    the last, which then has to travel back. The gradients of clones leave while the sum runs.
+    The longer of two chains, and then the sum: the wire, busy with all rows and clones without a pause once rows are
+    gathered; and the processor of the fullest rank, busy from the arrival of the first chunk (or the end of the shared
+    experts) to the last, which then has to travel back.
     """
-    before = phases.gate + max(phases.counts, phases.gather)
-    wire = 2 * phases.chunks * phases.latency + sum(phases.dispatch) + sum(phases.combine) + phases.clones
-    arrival = before + phases.latency + phases.dispatch[0] + phases.clones
-    ready = max(arrival, phases.gate + phases.gather + phases.shared)
+    before = max(phases.gate + phases.counts, phases.gathered)
+    wire = 2 * phases.chunks * phases.latency + sum(phases.dispatch) + sum(phases.combine)
+    ready = max(before + phases.latency + phases.dispatch[0], phases.gathered + phases.shared)
     work = float(np.max(np.sum(np.broadcast_arrays(*phases.experts), axis=0)))
     back = phases.latency + phases.combine[-1]
-    return max(before + wire, ready + work + back) + max(phases.sum, phases.clones_back)
+    return max(before + wire + phases.clones + phases.clones_back, ready + work + back) + phases.sum
 
 
 def timeline(phases: Phases) -> Timeline:

@@ -50,7 +50,10 @@ def test_four_ranks_with_clones_send_what_is_counted(ranks, clones):
     assert found.balance.clones > 0
     assert found.clones_bytes == sum(answer[3] for answer in answers) / WORLD
     (spread,) = spreads(name, plans(1)[name], load, WORLD, sent_rows.TOKENS)
-    dispatched = torch.tensor([sent[:3] for _, sent, *_ in answers]).sum(1)  # (source, destination)
-    assert dispatched.tolist() == spread.pairs(False).tolist()
-    filled = dispatched.sum(0)
+    cut = Layer(block, WORLD, MACHINES["h100"], NETWORKS["nvlink"]).cut(spread, sent_rows.TOKENS, 2, deduplicate=False)
+    dispatched = torch.tensor([sent[:3] for _, sent, *_ in answers])  # (source, chunk, destination)
+    for chunk, its in enumerate(cut.chunks):
+        assert its.received.tolist() == dispatched[:, chunk].sum(0).tolist()
+    assert dispatched.sum(1).tolist() == spread.pairs(False).tolist()
+    filled = dispatched.sum((0, 1))
     assert found.balance.imbalance == pytest.approx(float(filled.max() / filled.double().mean()))

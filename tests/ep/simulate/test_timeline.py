@@ -71,10 +71,21 @@ def test_counts_travel_beside_the_gather():
     assert seconds(1, gate=3, counts=2, gather=5, dispatch=1) == 9
 
 
-def test_clones_come_before_the_experts_and_their_gradients_leave_last():
+def test_weights_of_clones_are_needed_by_the_last_chunk():
     assert seconds(1, dispatch=10, clones=6, experts=20, combine=10, sum=1) == 47
-    assert seconds(1, dispatch=10, experts=20, combine=10, sum=1, clones_back=6) == 46
-    assert seconds(1, dispatch=10, experts=20, combine=10, sum=9, clones_back=6) == 49
+    assert seconds(2, dispatch=10, clones=6, experts=40, combine=10) == seconds(2, dispatch=10, experts=40, combine=10)
+    assert seconds(2, dispatch=10, clones=26, experts=40, combine=10) == 36 + 20 + 5
+
+
+def test_gradients_of_clones_leave_behind_the_first_chunk_and_the_sum_waits_for_them():
+    assert seconds(1, dispatch=10, experts=20, combine=10, sum=1, clones_back=6) == 47
+    assert seconds(2, dispatch=10, experts=40, combine=10, sum=1, clones_back=6) == 5 + 40 + 5 + 1
+    assert seconds(2, dispatch=10, experts=40, combine=10, sum=1, clones_back=26) == 5 + 20 + 5 + 26 + 5 + 1
+
+
+def test_rows_are_gathered_when_clones_are_planned():
+    assert seconds(1, counts=4, gather=5, dispatch=1) == 6
+    assert seconds(1, counts=4, gather=5, dispatch=1, clones=2) == 4 + 5 + 1 + 2
 
 
 def test_the_events_of_two_parts():
@@ -120,10 +131,11 @@ def test_a_part_without_rows_hides_nothing():
 @examples(200)
 @given(TIMES)
 def test_one_part_takes_the_sum_of_what_waits_for_each_other(times):
-    gathered = times["gate"] + max(times["counts"], times["gather"])
-    arrived = gathered + times["latency"] + times["dispatch"] + times["clones"]
-    shared = times["gate"] + times["gather"] + times["shared"]
-    after = times["experts"] + times["latency"] + times["combine"] + max(times["sum"], times["clones_back"])
+    gathered = times["gate"] + times["gather"] + (times["counts"] if times["clones"] else 0)
+    known = max(times["gate"] + times["counts"], gathered)
+    arrived = known + times["latency"] + times["dispatch"] + times["clones"]
+    shared = gathered + times["shared"]
+    after = times["experts"] + times["latency"] + times["combine"] + times["clones_back"] + times["sum"]
     assert seconds(1, **times) == max(arrived, shared) + after
 
 
