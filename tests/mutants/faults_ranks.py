@@ -194,11 +194,11 @@ FAULTS = [
         (DUPLICATES, "-k", "travels_once"),
     ),
     Fault(
-        "choices past a group's capacity are computed where a token travels once",
+        "of an expert's choices one less is left than a group's capacity allows",
         "pymoe/ep/duplicates.py",
-        "self._drop(self.plan.kept[self.arrangement.rank])",
-        "pass",
-        (EQUALITY, "-k", "another_exchange and group and deduplicated"),
+        "slot - offsets[chosen] < limit_E[chosen]",
+        "slot - offsets[chosen] + 1 < limit_E[chosen]",
+        (EQUALITY, "-k", "another_exchange and group"),
     ),
     Fault(
         "rows that do not fit are not counted",
