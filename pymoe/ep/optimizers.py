@@ -84,7 +84,7 @@ def _left_out(optimizer: Optimizer, experts: ShardedExperts) -> str:
     name = type(optimizer).__name__
     return (
         f"MoE {experts.arrangement.title}: an optimizer must be given to the call of redistribute that moves its "
-        f"experts, got {name} with what it kept for them before; make a new one, or load a checkpoint"
+        f"experts, got {name} with what it kept for them before; make a new one"
     )
 
 

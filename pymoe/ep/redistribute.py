@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,9 @@ from pymoe.ep.placement import Placement
 
 
 def redistribute(
-    model: nn.Module, placement: Placement | Mapping[str, Placement], optimizer: Optimizer | None = None
+    model: nn.Module,
+    placement: Placement | Mapping[str, Placement],
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
 ) -> nn.Module:
     """Move experts to the ranks that a placement names, with their gradients and what an optimizer keeps for them.
 
@@ -41,7 +43,8 @@ def redistribute(
     the experts. They compare what they are about to move and to where; then experts travel, and when all have arrived,
     every rank puts them in their places. If a rank raises or dies before that, nothing has changed on any of them. It
     takes memory for weights, gradients and optimizer state of a rank's experts once more. Call it between
-    ``optimizer.step()`` and the next forward: a backward pass of a graph from before raises.
+    ``optimizer.step()`` and the next forward: a backward pass of a graph from before raises, and gradients that FSDP
+    has yet to sum over ranks (``set_requires_gradient_sync(False)``) stay where they are.
 
     Args:
         model: what :func:`shard` has been called with; also within ``DistributedDataParallel``.
@@ -49,8 +52,9 @@ def redistribute(
             :func:`pymoe.ep.placement.place` makes it of loads, as ``torch.tensor(layer.last_loads).sum(0)`` and those
             of :class:`pymoe.ep.simulate.LoadRecorder`. Without replicas, and with as many experts on each rank as
             ``torch.chunk`` gives it. :func:`pymoe.ep.placement.contiguous` brings all back.
-        optimizer: the optimizer of these experts. One that keeps something for them and is left out raises at its next
-            step; one that is made later works.
+        optimizer: the optimizer of these experts, or several. One that keeps something for them and is left out raises
+            at its next step. One that is made later works; if it is to load a state before its first step, give it to
+            this function first, with the placement that is in force. (``set_state_dict`` makes a step before.)
 
     Returns:
         ``model``.
@@ -67,35 +71,39 @@ def redistribute(
     orders: dict[ShardedExperts, tuple[int, ...] | None] = {}
     problem: Exception | None = None
     described: Described = {"layer": {}}
+    optimizers: list[Optimizer] = []
     try:
         orders = _orders(layers, placement)
-        if optimizer is not None and not isinstance(optimizer, Optimizer):
-            raise TypeError(f"redistribute: optimizer must be an Optimizer or None, got {type(optimizer).__name__}")
+        optimizers = _several(optimizer)
+        for layer in layers.values():
+            for one in optimizers:
+                check_followed(one, layer.experts)
         for experts, order in orders.items():
             if isinstance(experts, FSDPModule):
                 experts.reshard()
-            own = _stacked(experts, order, optimizer)
+            own = _stacked(experts, order, optimizers)
             name = next(name for name, layer in layers.items() if layer.experts is experts)
-            described["layer"][name] = {"order of experts": order} | {one.name: one.kind for one in own}
+            described["layer"][name] = {"order of experts": order} | {moved.name: moved.kind for moved in own}
             moves += own
     except (TypeError, ValueError) as error:
         problem = error
     for group in _groups(layers):
         compare("redistribute", group, described, problem)
     try:
-        arrived = [one.move(one.local) for one in moves]
+        arrived = [moved.move(moved.local) for moved in moves]
         for group in _groups(layers):
             dist.barrier(group)  # a rank may fail until then, and none has changed anything
     except RuntimeError as lost:
         raise lost_rank(next(iter(layers.values())).arrangement, "experts that change their ranks", lost) from lost
     with torch.no_grad():
-        for one, rows in zip(moves, arrived, strict=True):
-            one.local.copy_(rows)
+        for moved, rows in zip(moves, arrived, strict=True):
+            moved.local.copy_(rows)
     for experts, order in orders.items():
         rearrange(model, {experts}, order=order)
         experts.moves += 1
-        if optimizer is not None:
-            follow(optimizer, experts)
+    for layer in layers.values():
+        for optimizer in optimizers:
+            follow(optimizer, layer.experts)
     watch()
     return model
 
@@ -168,13 +176,21 @@ def _order(name: str, placement: Any, arrangement: Arrangement) -> tuple[int, ..
     return None if order == tuple(range(experts)) else order
 
 
-def _stacked(experts: ShardedExperts, order: tuple[int, ...] | None, optimizer: Optimizer | None) -> list[_Tensor]:
+def _several(optimizer: Any) -> list[Optimizer]:
+    if optimizer is None:
+        return []
+    found = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+    for one in found:
+        if not isinstance(one, Optimizer):
+            raise TypeError(f"redistribute: optimizer must be an Optimizer, several or None, got {type(one).__name__}")
+    return found
+
+
+def _stacked(experts: ShardedExperts, order: tuple[int, ...] | None, optimizers: list[Optimizer]) -> list[_Tensor]:
     """Return all that moves with some experts, by name, in one order on all ranks."""
     arrangement = experts.arrangement
     plain = range(arrangement.num_experts)
     found = []
-    if optimizer is not None:
-        check_followed(optimizer, experts)
     for name, parameter in experts.named_parameters():
         if parameter.is_meta:
             continue  # what is loaded or initialised later will be in the new order
@@ -182,7 +198,7 @@ def _stacked(experts: ShardedExperts, order: tuple[int, ...] | None, optimizer: 
         tensors: dict[str, Tensor] = {name: parameter}
         if parameter.grad is not None:
             tensors[f"gradient of {name}"] = parameter.grad
-        if optimizer is not None:
+        for optimizer in optimizers:
             state = stacked_state(optimizer, parameter, arrangement)
             tensors |= {f"{key} of {name}": state[key] for key in sorted(state)}
         for title, tensor in tensors.items():

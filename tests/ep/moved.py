@@ -68,6 +68,44 @@ def plainly(shape):
     return spread, spread
 
 
+def several_optimizers(rank, world):
+    """What differs where experts have two optimizers."""
+    spreads = []
+    for moves in (False, True):
+        spread = ep.shard(model(bias=True), mesh_of(4))
+        first = [one for name, one in spread.named_parameters() if "w_in" in name]
+        rest = [one for name, one in spread.named_parameters() if "w_in" not in name]
+        optimizers = [OPTIMIZERS["momentum"](first), OPTIMIZERS["adamw"](rest)]
+        for step, x in enumerate(data(world, 4)):
+            if moves and step == 2:
+                ep.redistribute(spread, shuffled(E, 4), optimizers)
+            (spread(x[rank]) ** 2).mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        spreads.append(spread)
+    return differing(*spreads)
+
+
+def loaded_before_a_step(rank, world):
+    """What differs where an optimizer is made after a move and loads the state of another before its first step."""
+    spreads = []
+    for moves in (False, True):
+        spread = ep.shard(model(), mesh_of(4))
+        optimizer = OPTIMIZERS["adamw"](spread.parameters())
+        for step, x in enumerate(data(world, 4)):
+            if moves and step == 2:
+                ep.redistribute(spread, shuffled(E, 4), optimizer)
+                saved, optimizer = optimizer.state_dict(), OPTIMIZERS["adamw"](spread.parameters())
+                ep.redistribute(spread, shuffled(E, 4), optimizer)
+                optimizer.load_state_dict(saved)
+            (spread(x[rank]) ** 2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        spreads.append(spread)
+    return differing(*spreads), spreads[1][2].experts.moves
+
+
 def mixed_precision(rank, world):
     """What differs after steps in which FSDP casts parameters, on one mesh of ranks and copies."""
     mesh = mesh_of(2, 2)

@@ -14,6 +14,14 @@ def test_training_goes_on_as_if_experts_had_stayed(ranks, shape, kind, optimizer
         assert moves == 3
 
 
+def test_experts_may_have_several_optimizers(ranks):
+    assert ranks.run(moved.several_optimizers) == [[]] * 4
+
+
+def test_an_optimizer_that_is_made_later_may_load_a_state_before_its_first_step(ranks):
+    assert ranks.run(moved.loaded_before_a_step) == [[[], 1]] * 4
+
+
 def test_experts_move_where_fsdp_casts_and_keeps_whole_parameters(ranks):
     assert ranks.run(moved.mixed_precision) == [[]] * 4
 
@@ -99,7 +107,7 @@ def test_a_backward_pass_of_a_graph_from_before_raises(ranks):
         ("sizes", "ValueError", "must have [2, 2, 2, 0] experts on the ranks, as torch.chunk cuts them, got [2, 2, 1"),
         ("name", "ValueError", "placement must name layers of model, ['1.0', '2'], got '1'"),
         ("kind", "TypeError", "placement must be a Placement, or some by names of layers, got list"),
-        ("optimizer", "TypeError", "optimizer must be an Optimizer or None, got str"),
+        ("optimizer", "TypeError", "optimizer must be an Optimizer, several or None, got str"),
         ("no layer", "ValueError", "model must hold a layer sharded before, got a Linear without"),
         ("no module", "TypeError", "model must be a module, got NoneType"),
         ("state", "ValueError", "must be numbers, or DTensors that are cut as the parameters are, got 'scales' of"),

@@ -140,8 +140,8 @@ FAULTS = [
     Fault(
         "experts change before all have arrived",
         "pymoe/ep/redistribute.py",
-        "[one.move(one.local) for one in moves]",
-        "[one.local.copy_(one.move(one.local)) for one in moves]",
+        "[moved.move(moved.local) for moved in moves]",
+        "[moved.local.copy_(moved.move(moved.local)) for moved in moves]",
         (MOVED, "-k", "moved_nothing"),
     ),
     Fault(
