@@ -32,6 +32,13 @@ def test_rows_that_did_not_fit_are_counted_over_calls(ranks):
         assert dropped == first
 
 
+def test_a_layer_is_trained_after_a_call_in_inference_mode(ranks):
+    for tokens, (same, overflow, load) in zip(ways.TOKENS, ranks.run(ways.evaluated_first), strict=True):
+        assert same
+        assert overflow == 0
+        assert sum(load) == 2 * tokens
+
+
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [

@@ -175,6 +175,16 @@ def overflow_adds_up(rank, world):
     return [*counts, layer.overflowed.item(), layer.stats.dropped.item()]
 
 
+def evaluated_first(rank, world):
+    """Whether a call in inference mode has the bits of one that is trained afterwards."""
+    layer, x, directions = prepared(rank, case(), transport="padded", room=300)
+    with torch.inference_mode():
+        y = layer(x)
+    again = layer(x)
+    (again * directions).sum().backward()
+    return same_bits(y.clone(), again.detach()), layer.overflowed.item(), layer.last_loads[rank]
+
+
 def disagreeing(rank, world, wrong):
     """What check_calls says after calls in which one rank did otherwise, and when it is asked again."""
     torch.manual_seed(0)
