@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from limits import rounds
+from limits import LONG, rounds
 
 from pymoe.remote import journal as journal_module
 from pymoe.remote.errors import AppliedError
@@ -42,7 +42,7 @@ class Request:
 
 def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     def run() -> None:
-        asyncio.run(test())
+        asyncio.run(asyncio.wait_for(test(), LONG))
 
     run.__name__, run.__doc__ = test.__name__, test.__doc__
     return run
@@ -356,11 +356,14 @@ class World:
             self.chance.choice(steps)()
             await asyncio.sleep(self.chance.choice([0, 0, 1e-4, 1e-3]))
             self.look()
-        while self.attempts:  # at the end everything is asked for until it is answered
+        for _ in range(5000):  # at the end everything is asked for until it is answered
+            if not self.attempts:
+                break
             self.again()
             self.apply()
             await asyncio.sleep(1e-3)
             self.look()
+        assert not self.attempts, "a request is never answered"
         for _, task in self.tasks:
             task.cancel()
         if self.saving:
