@@ -1,4 +1,4 @@
-"""A server behind a network that delays and loses packets, in a network namespace of its own."""
+"""A server in a network namespace of its own, behind a wire that delays and loses packets where the system has one."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ HERE, THERE = "10.87.0.1", "10.87.0.2"
 NETEM = ["netem", "delay", "25ms", "5ms", "loss", "1%"]
 
 
-@pytest.fixture
-def namespace() -> Iterator[str]:
-    """A namespace at the other end of a wire with 50 ms there and back, and 1 % loss each way."""
+@pytest.fixture(params=[False, True], ids=["a plain wire", "a wire that delays and loses"])
+def namespace(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A namespace at the other end of a wire: a plain one, or one with 50 ms there and back, and 1 % loss each way."""
     name, wire = f"pymoe-{os.getpid()}", f"py{os.getpid()}"
     ours, theirs = f"{wire}a", f"{wire}b"
     within = ["ip", "netns", "exec", name]
@@ -36,9 +36,10 @@ def namespace() -> Iterator[str]:
         ["ip", "link", "set", ours, "up"],
         [*within, "ip", "address", "add", f"{THERE}/24", "dev", theirs],
         [*within, "ip", "link", "set", theirs, "up"],
-        ["tc", "qdisc", "add", "dev", ours, "root", *NETEM],
-        [*within, "tc", "qdisc", "add", "dev", theirs, "root", *NETEM],
     ]
+    if request.param:
+        commands.append(["tc", "qdisc", "add", "dev", ours, "root", *NETEM])
+        commands.append([*within, "tc", "qdisc", "add", "dev", theirs, "root", *NETEM])
     try:
         for command in commands:
             try:
@@ -55,9 +56,7 @@ def namespace() -> Iterator[str]:
 
 @pytest.mark.exhaustive
 @pytest.mark.only_on("cpu")
-def test_a_mixture_trains_over_a_network_that_loses_packets(
-    namespace: str, certificates: Certificates, tmp_path: Path
-) -> None:
+def test_a_mixture_trains_over_a_network(namespace: str, certificates: Certificates, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("correct-horse")
     root = Path(__file__).parents[2]
