@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from pymoe.remote.journal import IN_PART, Applied, Journal
 from pymoe.remote.schemas import write_schema
 from pymoe.runtime import ExpertBackend, QueueFull, TaskPool
 from pymoe.runtime.numbered import numbered_backward_pool
+
+_journals: weakref.WeakKeyDictionary[ExpertBackend, Journal] = weakref.WeakKeyDictionary()
+"""Of every backend that was served: who takes one out of a server and into one again must know what it holds."""
 
 
 class HostedExpert:
@@ -33,7 +37,8 @@ class HostedExpert:
             raise ValueError(f"ExpertServer: a name has 1 to {wire.MOST_NAME} characters, got {backend.name!r}")
         self.backend = backend
         self.name: str = backend.name
-        self.journal = Journal(incarnation)
+        self.journal = _journals.setdefault(backend, Journal(incarnation))
+        self.journal.incarnation = incarnation
         self.keyed_pool = numbered_backward_pool(backend)
         info = backend.get_info()
         self._schemas = write_schema(self.name, info["forward_schema"]), write_schema(self.name, info["outputs_schema"])
@@ -94,7 +99,8 @@ class HostedExpert:
             if not isinstance(error, Exception):  # SystemExit and its like would end the event loop
                 error = RemoteExpertError(describe_error(error))
             return Applied(IN_PART if in_part else None, error=error)
-        update = int(numbers.max()) if rows else self.backend.updates
+        # Of a request of several batches the first update: a state that has seen that one holds a part of it.
+        update = int(numbers.min()) if rows else self.backend.updates
         return Applied(update, [one.clone() for one in gradients])  # a view would keep the whole batch's rows
 
     # --- checkpoints ---

@@ -47,7 +47,7 @@ class Applied:
     """What a backward request that ran has done."""
 
     update: int | None
-    """The number of the update that holds it; None: nothing was applied; :data:`IN_PART`."""
+    """The number of the first update that holds any of it; None: nothing was applied; :data:`IN_PART`."""
     answer: Sequence[Tensor] | None = None
     error: BaseException | None = None
 
@@ -64,7 +64,7 @@ class _Client:
     seen: float
     low: int = 0
     running: dict[int, _Running] = field(default_factory=dict)
-    applied: dict[int, int] = field(default_factory=dict)  # seq -> number of the update that holds it
+    applied: dict[int, int] = field(default_factory=dict)  # seq -> number of the first update that holds any of it
 
 
 class Journal:
