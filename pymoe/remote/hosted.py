@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pymoe._errors import describe_error
 from pymoe.remote import wire
-from pymoe.remote.checkpoints import Checkpoint, folder_of, read_newest, write_checkpoint
+from pymoe.remote.checkpoints import Checkpoint, check_state, folder_of, read_newest, write_checkpoint
 from pymoe.remote.errors import RemoteExpertError
 from pymoe.remote.journal import IN_PART, Applied, Journal
 from pymoe.remote.schemas import write_schema
@@ -125,9 +125,12 @@ class HostedExpert:
 
         Raises:
             RuntimeError: the state of another expert.
+            ValueError: all checkpoints are damaged.
+            TypeError: there is none, and the expert's state cannot be saved.
         """
         found = read_newest(folder_of(root, self.name))
         if found is None:
+            check_state(self.name, self.backend.state_dict())
             return False
         self.backend.load_state_dict(found.state)
         self.journal.restore(found.keys)

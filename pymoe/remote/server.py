@@ -85,8 +85,9 @@ class ExpertServer:
 
     Raises:
         ValueError: strangers would be let in, or listen; two experts of one name; or with ``checkpoints`` experts that
-            share parameters, which two files would hold at two times.
-        TypeError: a backend that is not an ExpertBackend, or whose schemas cannot be described to other machines.
+            share parameters, which two files would hold at two times, or one whose checkpoints are all damaged.
+        TypeError: a backend that is not an ExpertBackend, or whose schemas cannot be described to other machines; or
+            with ``checkpoints`` one whose state holds what cannot be saved.
     """
 
     def __init__(

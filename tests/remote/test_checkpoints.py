@@ -7,13 +7,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors
 import torch
 from experts import mlp
 from torch import Tensor
 
-from pymoe.remote import checkpoints
+from pymoe.remote import ExpertServer, checkpoints
 from pymoe.remote.checkpoints import Checkpoint, folder_of, read_checkpoint, read_newest, write_checkpoint
 
 KEYS = {"client": (3, [3, 5])}
@@ -81,20 +82,50 @@ def test_the_newest_two_are_kept(tmp_path: Path) -> None:
     assert found.updates == 4
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "text"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "keys", "empty", "text"])
 def test_a_damaged_file_is_passed_over_for_the_one_before(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write_checkpoint(tmp_path, Checkpoint({"a": torch.ones(100)}, 1, {}))
-    path = write_checkpoint(tmp_path, Checkpoint({"a": torch.ones(100)}, 2, {}))
+    write_checkpoint(tmp_path, Checkpoint({"a": torch.ones(100)}, 1, KEYS))
+    path = write_checkpoint(tmp_path, Checkpoint({"a": torch.ones(100)}, 2, KEYS))
     data = bytearray(path.read_bytes())
     if damage == "flipped":
         data[-10] ^= 1
-    path.write_bytes({"cut": data[:-5], "flipped": data, "empty": b"", "text": b"hello" * 100}[damage])
+    keys = bytes(data).replace(b"[3, [3, 5]]", b"[3, [3, 4]]")
+    path.write_bytes({"cut": data[:-5], "flipped": data, "keys": keys, "empty": b"", "text": b"hello" * 100}[damage])
     found = read_newest(tmp_path)
     assert found is not None
     assert found.updates == 1
     assert "is damaged, and passed over" in caplog.text
+
+
+def test_a_folder_whose_checkpoints_are_all_damaged_is_not_begun_anew(tmp_path: Path) -> None:
+    path = write_checkpoint(folder_of(tmp_path, "e"), Checkpoint({}, 1, {}))
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match="expected a checkpoint that can be read, got 1 that are damaged"):
+        ExpertServer(mlp("e"), checkpoints=tmp_path)
+    assert path.exists()
+
+
+def test_a_server_refuses_at_once_an_expert_that_cannot_be_saved(tmp_path: Path) -> None:
+    backend = mlp("e")
+    backend.opt.param_groups[0]["lr"] = np.float64(0.1)  # type: ignore[union-attr]
+    with pytest.raises(TypeError, match="'e' cannot be saved in checkpoints: a state to save holds a float64"):
+        ExpertServer(backend, checkpoints=tmp_path)
+
+
+def test_a_clock_that_is_set_back_does_not_make_a_checkpoint_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or another machine, whose clock is slow: the file that was just written was taken for the oldest and removed."""
+    for updates in range(3):
+        write_checkpoint(tmp_path, Checkpoint({}, updates, {}))
+    monkeypatch.setattr(checkpoints.time, "time_ns", lambda: 10**18)
+    path = write_checkpoint(tmp_path, Checkpoint({}, 3, {}))
+    found = read_newest(tmp_path)
+    assert path.exists()
+    assert found is not None
+    assert found.updates == 3
 
 
 def test_nothing_is_left_of_a_checkpoint_that_could_not_be_written(
@@ -131,8 +162,9 @@ def test_a_state_that_is_neither_tensors_nor_json_is_named(tmp_path: Path) -> No
         write_checkpoint(tmp_path, Checkpoint({"a": torch.device("cpu")}, 1, {}))
 
 
-@pytest.mark.parametrize("name", ["../../etc", ".", "a/b", "ü é", "x" * 60])
+@pytest.mark.parametrize("name", ["../../etc", ".", "a/b", "ü é", "x" * 256, "字" * 256])
 def test_any_name_has_a_folder_of_its_own_inside(tmp_path: Path, name: str) -> None:
     folder = folder_of(tmp_path, name)
+    folder.mkdir()
     assert folder.resolve().parent == tmp_path.resolve()
     assert folder != folder_of(tmp_path, name + "2")
