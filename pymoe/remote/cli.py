@@ -11,6 +11,7 @@ import argparse
 import importlib
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -107,6 +108,10 @@ def serve(options: argparse.Namespace) -> int:
         _say(f"metrics for Prometheus at http://127.0.0.1:{options.metrics_port}/metrics")
     server.run(ready=lambda: _say(f"serving at {server.address}; Ctrl-C or SIGTERM ends it"))
     _say(f"served {server.counts['forward']} forward and {server.counts['backward']} backward requests")
+    if server.stuck:
+        _say("an expert hangs: the process ends without it")
+        logging.shutdown()
+        os._exit(1)
     return 0
 
 

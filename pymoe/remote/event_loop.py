@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -38,3 +38,28 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     except BaseException:
         future.cancel()
         raise
+
+
+async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """Return ``function(*arguments)``, called on a thread of its own.
+
+    One that never returns holds up neither the calls of others, as it would in an executor of a few threads, nor the
+    end of the process.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+        if not done.done():  # nobody waits any more
+            set_outcome(outcome)
+
+    def call() -> None:
+        try:
+            result = function(*arguments)
+        except BaseException as error:
+            loop.call_soon_threadsafe(settle, done.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(settle, done.set_result, result)
+
+    threading.Thread(target=call, name="pymoe-remote-call", daemon=True).start()
+    return await done

@@ -14,6 +14,7 @@ from pymoe._errors import describe_error
 from pymoe.remote import wire
 from pymoe.remote.checkpoints import Checkpoint, check_state, folder_of, read_newest, write_checkpoint
 from pymoe.remote.errors import RemoteExpertError
+from pymoe.remote.event_loop import in_thread
 from pymoe.remote.journal import IN_PART, Applied, Journal
 from pymoe.remote.schemas import write_schema
 from pymoe.runtime import ExpertBackend, QueueFull, TaskPool
@@ -105,18 +106,22 @@ class HostedExpert:
 
     # --- checkpoints ---
 
+    @property
+    def saving(self) -> bool:
+        """Whether a checkpoint is being made: with an expert that hangs, for as long as it does."""
+        return self._saving.locked()
+
     async def save(self, root: Path) -> bool:
         """Write a checkpoint; return False, without one, if nothing was updated since the last."""
-        loop = asyncio.get_running_loop()
         async with self._saving:
             if self._saved_updates == self.backend.updates:
                 return False
             # The state first: whatever it holds was running by then, and once that has settled its keys are known.
-            state = await loop.run_in_executor(None, self.backend.state_dict)
+            state = await in_thread(self.backend.state_dict)
             updates: int = state["_extra_state"]["updates"]
             await self.journal.settled()
             checkpoint = Checkpoint(state, updates, self.journal.keys(updates))
-            await loop.run_in_executor(None, write_checkpoint, folder_of(root, self.name), checkpoint)
+            await in_thread(write_checkpoint, folder_of(root, self.name), checkpoint)
             self._saved_updates = updates
             return True
 

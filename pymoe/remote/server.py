@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pymoe.remote")
 
 LOOK_FOR_SIGNALS_S = 1.0
+PATIENCE_S = 5.0
+"""How long an expert that may hang holds up the checkpoints of others, or the end of its server."""
 MOST_CALLS = 8192
 """Calls under way at a time, those that stay included; more are refused with ``QueueFull``."""
 OPTIONS = (
@@ -79,6 +81,7 @@ class ExpertServer:
     Attributes:
         address: where it listens, with the port that it got.
         runtime: for statistics.
+        stuck: whether an expert hung when the server drained. Its thread would hold up the end of the process, too.
         counts: calls by what became of them: ``forward``, ``backward``, ``repeated`` (backward requests that had been
             applied by an earlier attempt), ``failed``, ``malformed``, ``shed``, ``unauthenticated``, ``saved``,
             ``save_failed``.
@@ -116,10 +119,11 @@ class ExpertServer:
         self._service.incarnation = self.incarnation
         self.counts: Counter[str] = self._service.counts
         self._server: Any = None
-        self._saver: asyncio.Task[None] | None = None
+        self._saving: set[asyncio.Task[Any]] = set()  # tasks that nobody holds may be collected
         self._changes = threading.RLock()
         self._began = time.monotonic()
         self._drained = threading.Event()
+        self.stuck = False
         hosted = [HostedExpert(backend, self.incarnation) for backend in members]
         for one in hosted:
             self._check(one)
@@ -181,28 +185,42 @@ class ExpertServer:
             self.address = f"{self.address.rpartition(':')[0]}:{port}"
         self._server, self._began = server, time.monotonic()
         if self._checkpoints is not None and self._save_every > 0:
-            self._saver = asyncio.ensure_future(self._save_again_and_again())
+            self._keep(asyncio.ensure_future(self._save_again_and_again()))
+
+    def _keep(self, task: asyncio.Task[Any]) -> asyncio.Task[Any]:
+        self._saving.add(task)
+        task.add_done_callback(self._saving.discard)
+        return task
 
     def drain(self, grace: float | None = None) -> None:
         """Refuse further requests, answer those under way, save, and stop. May be called again, and from any thread.
+
+        An expert that hangs is neither saved nor waited for.
 
         Args:
             grace: seconds for requests under way; then they are cancelled. None: as the server was made.
         """
         grace = self._grace if grace is None else grace
         with self._changes:
-            if self._server is not None:
-                try:
+            try:
+                if self._server is not None:
                     event_loop.run(self._stop(self._server, grace))
-                finally:
+            finally:
+                if self._server is not None:
                     self._server = None
-                    self.runtime.shutdown(drain=False)
-            self._drained.set()
+                    self._end_runtime(max(grace, PATIENCE_S))
+                self._drained.set()
+
+    def _end_runtime(self, patience: float) -> None:
+        ending = threading.Thread(target=self.runtime.shutdown, kwargs={"drain": False}, daemon=True)
+        ending.start()
+        ending.join(patience)
+        if ending.is_alive():
+            self.stuck = True
+            logger.error("a batch of an expert does not end, and is waited for no longer")
 
     async def _stop(self, server: Any, grace: float) -> None:
-        await self._service.begin_to_drain()
-        if self._saver is not None:
-            self._saver.cancel()
+        await self._service.begin_to_drain()  # which ends _save_again_and_again(), too
         await server.stop(grace)
         if self._checkpoints is not None:
             # What still runs then is an expert that hangs: its checkpoint would wait for it.
@@ -260,9 +278,11 @@ class ExpertServer:
 
         Raises:
             ValueError, TypeError: as when the server is made.
-            RuntimeError: another Runtime serves it, or the server is draining.
+            RuntimeError: another Runtime serves it, or the server was drained.
         """
         with self._changes:
+            if self._service.draining or self._drained.is_set():
+                raise RuntimeError(f"ExpertServer.add: expected a server that serves, got {self!r}")
             hosted = HostedExpert(backend, self.incarnation)
             self._check(hosted)
             self._load(hosted)
@@ -317,15 +337,16 @@ class ExpertServer:
         return saved
 
     async def _save_again_and_again(self) -> None:
-        while True:
-            await asyncio.sleep(self._save_every)
+        while not await self._service.drains_within(self._save_every):
             for one in list(self._service.hosted.values()):
-                try:
-                    await self._save(one)
-                except Exception:
-                    logger.exception(
-                        "%s: no checkpoint was written; the next try is in %g s", one.name, self._save_every
-                    )
+                if not one.saving:  # one after the other, but for those that hang
+                    await asyncio.wait([self._keep(asyncio.ensure_future(self._try_to_save(one)))], timeout=PATIENCE_S)
+
+    async def _try_to_save(self, hosted: HostedExpert) -> None:
+        try:
+            await self._save(hosted)
+        except Exception:
+            logger.exception("%s: no checkpoint was written; the next try is in %g s", hosted.name, self._save_every)
 
     # --- what it says of itself ---
 

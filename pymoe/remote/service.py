@@ -10,6 +10,7 @@ import asyncio
 import functools
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import grpc
@@ -69,6 +70,12 @@ class Service(grpc.GenericRpcHandler):
     async def begin_to_drain(self) -> None:
         """Refuse further requests, and tell who stays."""
         self._over.set()
+
+    async def drains_within(self, seconds: float) -> bool:
+        """Return, after ``seconds`` at most, whether further requests are refused."""
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._over.wait(), seconds)
+        return self.draining
 
     def service(self, details: Any) -> Any:
         """Return the handler of a call, before anything but its metadata is read."""

@@ -110,6 +110,10 @@ def named() -> list[ExpertBackend]:
     return [mlp(name, sum(map(ord, name))) for name in os.environ["EXPERTS"].split(",")]
 
 
+def one_that_hangs() -> list[ExpertBackend]:
+    return [mlp("a", 1), of(Held(), "held")]
+
+
 def counter() -> ExpertBackend:
     return counting()
 
