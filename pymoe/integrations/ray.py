@@ -22,6 +22,7 @@ off from strangers, whatever this package does.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -137,9 +138,15 @@ class ServedExperts:
         self._namespace = namespace
         self._connections: dict[str, Connection] = {}
         self._end = threading.Event()
-        self._followers: list[threading.Thread] = []
-        for name in names:
-            self._connections[name] = self._connect(self._address(name, timeout))
+        self._mixtures: list[MixtureOfExpertBackends] = []
+        self._every = math.inf
+        self._follower: threading.Thread | None = None
+        try:
+            for name in names:
+                self._connections[name] = self._connect(self._address(name, timeout))
+        except BaseException:
+            self.close()
+            raise
 
     def _connect(self, address: str) -> Connection:
         from pymoe.remote import connect
@@ -162,30 +169,38 @@ class ServedExperts:
         """Replace backends of ``mixture`` by those of the same name whenever an actor has come back elsewhere.
 
         A thread looks every ``every`` seconds, until :meth:`close`. Meanwhile the mixture leaves out what is gone.
+        Several mixtures may be followed, then with the shortest of their times.
         """
-        thread = threading.Thread(target=self._follow, args=(mixture, every), name="pymoe-ray", daemon=True)
-        self._followers.append(thread)
-        thread.start()
+        self._mixtures.append(mixture)
+        self._every = min(self._every, every)
+        if self._follower is None:
+            self._follower = threading.Thread(target=self._follow, name="pymoe-ray", daemon=True)
+            self._follower.start()
 
-    def _follow(self, mixture: MixtureOfExpertBackends, every: float) -> None:
-        while not self._end.wait(every):
-            for name in list(self._connections):
-                if self._connections[name].reachable:
+    def _follow(self) -> None:
+        while not self._end.wait(self._every):
+            for name, there in list(self._connections.items()):
+                if there.reachable:
                     continue
                 try:
-                    self._move(name, mixture, every)
+                    self._move(name)
                 except Exception as error:  # it is not back yet
                     logger.debug("%s: %s: %s", name, type(error).__name__, error)
 
-    def _move(self, name: str, mixture: MixtureOfExpertBackends, timeout: float) -> None:
+    def _move(self, name: str) -> None:
         before = self._connections[name]
-        address = self._address(name, timeout)
+        address = self._address(name, self._every)
         if address == before.address:
             return  # the connection comes back by itself
         there = self._connect(address)
-        for backend in there.backends():
-            if backend.name in mixture.backends:
-                mixture.replace_backend(backend.name, backend)
+        try:
+            for backend in there.backends():
+                for mixture in self._mixtures:
+                    if backend.name in mixture.backends:
+                        mixture.replace_backend(backend.name, backend)
+        except BaseException:
+            there.close()
+            raise
         self._connections[name] = there
         before.close()
         logger.info("%s: now at %s", name, address)
@@ -193,8 +208,8 @@ class ServedExperts:
     def close(self) -> None:
         """Follow no longer, and hang up. The actors go on."""
         self._end.set()
-        for thread in self._followers:
-            thread.join()
+        if self._follower is not None:
+            self._follower.join()
         for there in self._connections.values():
             there.close()
 

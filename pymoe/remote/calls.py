@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pymoe.remote import wire
 from pymoe.remote.admission import SIZE_KEY
+from pymoe.remote.channel import LONGEST_S
 from pymoe.remote.errors import KIND_KEY, ProtocolError, ServerLost, WireError, from_status
 from pymoe.remote.expert import KnownExpert
 from pymoe.runtime import QueueFull
@@ -77,7 +78,7 @@ class Call:
         message = wire.encode(self._request)
         self._request.attempt += 1
         metadata = (*self.channel.metadata, (SIZE_KEY, str(len(message))))
-        left = self.seconds_left()
+        left = min(self.seconds_left(), LONGEST_S)
         self.channel.count("attempts")
         try:
             return how(message, timeout=left, metadata=metadata)

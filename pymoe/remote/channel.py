@@ -15,9 +15,11 @@ import grpc
 from pymoe.remote import wire
 from pymoe.remote.encodings import check_encoding
 from pymoe.remote.errors import ProtocolError, ServerLost, WireError, from_status
-from pymoe.remote.security import TLS, authorization, check_client
+from pymoe.remote.security import TLS, authorization, check_client, is_local
 from pymoe.remote.wire import SERVING
 
+LONGEST_S = 1e8
+"""Seconds to a deadline that gRPC can tell."""
 LOOK_AGAIN_S = 5.0
 """Between two looks at a server that answers and cannot be stayed with."""
 OPTIONS = (
@@ -71,10 +73,12 @@ class Channel:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._reachable = True
+        # $http_proxy is not for this machine: its proxy would read what need not be encrypted here, the token first.
+        options = (*OPTIONS, ("grpc.enable_http_proxy", 0)) if is_local(address) else OPTIONS
         if tls is None:
-            self._channel = grpc.insecure_channel(address, OPTIONS)
+            self._channel = grpc.insecure_channel(address, options)
         else:
-            self._channel = grpc.secure_channel(address, tls.client_credentials(), OPTIONS)
+            self._channel = grpc.secure_channel(address, tls.client_credentials(), options)
         names = ("Forward", "Backward", "Info", "Stay", "Drain")
         self.methods = {name: self._channel.unary_unary(f"/{wire.SERVICE}/{name}") for name in names}
         self._health = self._channel.unary_unary(wire.HEALTH)
@@ -158,7 +162,7 @@ class Channel:
 
     def _ask(self, method: str, timeout: float | None) -> wire.Info:
         self.check_usable()
-        seconds = self.timeout if timeout is None else timeout
+        seconds = min(self.timeout if timeout is None else timeout, LONGEST_S)
         try:
             message = self.methods[method](b"", timeout=seconds, metadata=self.metadata)
         except grpc.RpcError as failed:

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return {"serve": serve, "info": info, "drain": drain}[options.command](options)
     except (OSError, ValueError, TypeError, RuntimeError, LookupError, ImportError) as error:
-        print(f"{PROGRAM} {options.command}: {type(error).__name__}: {error}", file=sys.stderr)
+        print(printable(f"{PROGRAM} {options.command}: {type(error).__name__}: {error}"), file=sys.stderr)
         return 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from types import TracebackType
@@ -48,17 +49,18 @@ class Connection(Channel):
             if name not in experts:
                 raise LookupError(f"{self.address}: there is no expert {name!r}, only {sorted(experts)}")
         with self._changes:
+            self.check_usable()  # or nobody would end the runtime
             wanted = list(names or experts)
             new = [RemoteBackend(self, name, experts[name]) for name in wanted if name not in self._backends]
             if new and self.coalesce:
-                self._serve(new)
+                self._serve(new, len(experts))
             self._backends.update({one.name: one for one in new})
             return [self._backends[name] for name in wanted]
 
-    def _serve(self, new: list[RemoteBackend]) -> None:
-        """Give the pools of new backends a runtime: each call waits in one of its threads."""
+    def _serve(self, new: list[RemoteBackend], experts: int) -> None:
+        """Give the pools of new backends a runtime: each call waits in one of its threads, enough for all experts."""
         if self._runtime is None:
-            self._runtime = Runtime(new, num_workers=min(2 * max(len(new), 2), MOST_THREADS), monitor=False)
+            self._runtime = Runtime(new, num_workers=min(2 * max(experts, 2), MOST_THREADS), monitor=False)
             self._runtime.start()
         else:
             for one in new:
@@ -72,8 +74,10 @@ class Connection(Channel):
         """
         if not super().close():
             return False
-        if self._runtime is not None:
-            self._runtime.shutdown(drain=False)
+        with self._changes:
+            runtime = self._runtime
+        if runtime is not None:
+            runtime.shutdown()  # calls that have not begun raise ServerLost as they do
         return True
 
     def __enter__(self) -> Self:
@@ -129,8 +133,8 @@ def connect(
         TimeoutError: it does not answer.
         ValueError: no such encoding, or a token that would be sent in clear.
     """
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise ValueError(f"connect: timeout must be a positive number of seconds, got {timeout!r}")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
+        raise ValueError(f"connect: timeout must be a positive, finite number of seconds, got {timeout!r}")
     made = Connection(
         address, tls=tls, token=token, timeout=timeout, encoding=encoding, gradient_encoding=gradient_encoding,
         coalesce=coalesce, retries=retries,

@@ -16,8 +16,8 @@ from pymoe.runtime.gradients import NonFiniteGradientError
 from pymoe.runtime.task_pool import QueueFull
 
 KIND_KEY = "pymoe-error"
-MOST_TEXT = 1000
-"""Characters of a message that travel: all of a reply's metadata must fit into 8 KiB."""
+MOST_TEXT = 3000
+"""Bytes of a message that travel: all of a reply's metadata must fit into 8 KiB."""
 
 
 class ServerLost(ConnectionError):
@@ -89,8 +89,20 @@ def to_status(error: BaseException) -> tuple[StatusCode, str, tuple[tuple[str, s
     if kind.__name__ in KNOWN and KNOWN[kind.__name__] is kind:
         # str() of a KeyError is the repr of its key.
         text = str(error.args[0]) if isinstance(error, KeyError) and error.args else _text(error)
-        return CODES.get(kind, StatusCode.UNKNOWN), text[:MOST_TEXT], ((KIND_KEY, kind.__name__),)
-    return StatusCode.UNKNOWN, describe_error(error)[:MOST_TEXT], ((KIND_KEY, RemoteExpertError.__name__),)
+        return CODES.get(kind, StatusCode.UNKNOWN), _short(text), ((KIND_KEY, kind.__name__),)
+    return StatusCode.UNKNOWN, _short(describe_error(error)), ((KIND_KEY, RemoteExpertError.__name__),)
+
+
+def _short(text: str) -> str:
+    """Return the beginning of ``text`` that fits, without what UTF-8 does not know."""
+    text = text[:MOST_TEXT].encode(errors="replace").decode()
+    left = MOST_TEXT
+    for place, character in enumerate(text):
+        # gRPC sends a byte that is not printable ASCII as three: %C3.
+        left -= 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode())
+        if left < 0:
+            return text[:place]
+    return text
 
 
 def _text(error: BaseException) -> str:

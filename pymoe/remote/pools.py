@@ -201,7 +201,7 @@ class _Attempts:
     def _end(self, error: Exception | None, result: Any = None) -> None:
         self._call.end()
         self._room.release()
-        if self._future.cancelled() or not self._future.set_running_or_notify_cancel():
+        if not self._future.set_running_or_notify_cancel():  # which tells those who wait for cancelled ones
             return
         if error is None:
             self._future.set_result(result)

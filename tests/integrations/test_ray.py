@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,10 @@ from torch import nn
 
 import pymoe
 from pymoe.integrations import ray as pymoe_ray
+
+pytest.importorskip("grpc", reason="pymoe.remote needs grpcio")
+
+from pymoe.remote import Connection, ExpertServer
 
 WIDTH = 8
 
@@ -96,3 +101,59 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPa
         pymoe_ray.serve("x", experts_of("x"))
     with pytest.raises(ImportError, match="pip install ray"):
         pymoe_ray.ServedExperts(["x"])
+
+
+class Moved:
+    """Stands for Ray: says where each server is now."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **servers: ExpertServer) -> None:
+        self.servers = servers
+        monkeypatch.setattr(pymoe_ray.ServedExperts, "_address", lambda _, name, timeout: self.servers[name].address)
+
+
+def server_of(name: str) -> ExpertServer:
+    server = ExpertServer(experts_of(name)())
+    server.start()
+    return server
+
+
+def test_all_mixtures_follow_a_server_that_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each had a thread, and the first that saw the new address kept it from the others."""
+    moved = Moved(monkeypatch, left=server_of("left"))
+    with pymoe_ray.ServedExperts(["left"]) as served:
+        mixtures = [pymoe.MixtureOfExpertBackends(served.backends(), top_k=1, max_experts=1) for _ in range(2)]
+        for mixture in mixtures:
+            served.follow(mixture, every=0.02)
+        before, moved.servers["left"] = moved.servers["left"], server_of("left")
+        before.drain()
+        address = moved.servers["left"].address
+        eventually(lambda: all(mixture.backends["left"].address == address for mixture in mixtures))
+        assert sum(one.name == "pymoe-ray" for one in threading.enumerate()) == 1
+    moved.servers["left"].drain()
+
+
+def test_connections_that_come_to_nothing_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those before a name that was not there stayed open; and one a second where a mixture does not take what came."""
+    made: list[Connection] = []
+    real = pymoe_ray.ServedExperts._connect
+
+    def connect(self: Any, address: str) -> Connection:
+        made.append(real(self, address))
+        return made[-1]
+
+    monkeypatch.setattr(pymoe_ray.ServedExperts, "_connect", connect)
+    moved = Moved(monkeypatch, left=server_of("left"))
+    with pytest.raises(KeyError, match="nobody"):
+        pymoe_ray.ServedExperts(["left", "nobody"])
+    assert [one.closed for one in made] == [True]
+    with pymoe_ray.ServedExperts(["left"]) as served:
+        mixture = pymoe.MixtureOfExpertBackends(served.backends(), top_k=1, max_experts=1)
+        other = pymoe.ExpertBackend("left", nn.Linear(3, 3), args_schema=[pymoe.BatchTensorProto(3)])
+        before, moved.servers["left"] = moved.servers["left"], ExpertServer(other)
+        with moved.servers["left"]:
+            before.drain()
+            served._mixtures.append(mixture)
+            with pytest.raises(ValueError, match="but the other backends"):
+                served._move("left")
+            assert [one.closed for one in made] == [True, False, True]
+        assert mixture.backends["left"].address == made[1].address

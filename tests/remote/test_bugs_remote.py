@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import math
 import signal
 import threading
 import time
+import tracemalloc
+import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
-from experts import WIDTH, Held, count, counted, counting, mlp, of
+from experts import WIDTH, Held, Raising, count, counted, counting, mlp, of
 from limits import LONG
 from server_processes import ServerProcesses
 
-from pymoe.remote import ExpertServer, calls, connect
+from pymoe.remote import ExpertServer, ProtocolError, ServerLost, WireError, calls, cli, connect, errors, wire
 from pymoe.remote import server as server_module
 
 X = torch.randn(4, WIDTH)
@@ -124,3 +129,106 @@ def test_a_server_that_was_drained_takes_no_expert() -> None:
         pass
     with pytest.raises(RuntimeError, match=r"expected a server that serves, got <ExpertServer at .*draining a>"):
         server.add(mlp("b"))
+
+
+@pytest.mark.parametrize("many", ["tensors", "dimensions"])
+def test_a_message_of_many_small_parts_takes_no_memory(many: str) -> None:
+    """They were counted after they had been decoded, at 50 bytes of memory for one of the message."""
+    count, one = 50_000, msgspec.msgpack.encode(["f32", [], "raw", b""])
+    if many == "tensors":
+        parts = b"\xdd" + count.to_bytes(4, "big") + one * count
+    else:
+        parts = b"\x91\x94\xa3f32\xdd" + count.to_bytes(4, "big") + b"\x01" * count + b"\xa3raw\xc4\x00"
+    message = b"\x82\xa6expert\xa1a\xa7tensors" + parts
+    tracemalloc.start()
+    try:
+        with pytest.raises(WireError, match="Expected `array` of length <="):
+            wire.decode(message, wire.Request)
+        assert tracemalloc.get_traced_memory()[1] < len(message) // 4
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("text", ["🦆" * 3000, "%" * 3000, "half a character: \ud800"], ids=["wide", "percent", "half"])
+def test_the_message_of_an_exception_travels_whatever_its_characters(text: str) -> None:
+    """A text of 1000 characters was more than a reply's metadata hold, and one that is no UTF-8 had no status at all:
+    the client waited until its deadline.
+    """
+    with (
+        ExpertServer(of(Raising(ValueError(text)))) as server,
+        connect(server.address, coalesce=False, timeout=LONG) as there,
+    ):
+        (remote,) = there.backends()
+        with pytest.raises(ValueError) as found:
+            remote.forward_pool.submit_task(X).result()
+        said = str(found.value).partition("_forward@")[2].partition(": ")[2]
+        assert said == text.replace("\ud800", "?")[: len(said)]
+        assert len(said) >= 18
+    assert len(urllib.parse.quote(errors.to_status(ValueError(text))[1])) < 4000, "as gRPC sends it"
+
+
+def test_concurrent_futures_waits_for_cancelled_requests() -> None:
+    """They stayed CANCELLED and never became CANCELLED_AND_NOTIFIED: who waited for them waited for ever."""
+    held = Held()
+    with ExpertServer(of(held), grace=0) as server, connect(server.address, coalesce=False, timeout=LONG) as there:
+        (remote,) = there.backends()
+        requests = [remote.forward_pool.submit_task(X) for _ in range(2)]
+        assert held.begun.wait(LONG)
+        assert requests[1].cancel()
+        assert concurrent.futures.wait(requests[1:], timeout=LONG).done == {requests[1]}
+        held.open.set()
+        assert len(list(concurrent.futures.as_completed(requests, timeout=LONG))) == 2
+
+
+def test_requests_that_wait_for_their_call_end_with_the_connection() -> None:
+    """They were cancelled, which is not what the table of failures says."""
+    held = Held()
+    with ExpertServer(of(held), grace=0) as server:
+        there = connect(server.address, timeout=LONG)
+        (remote,) = there.backends()
+        requests = [remote.forward_pool.submit_task(X)]
+        assert held.begun.wait(LONG)
+        requests += [remote.forward_pool.submit_task(X) for _ in range(2)]
+        there.close()
+        assert [type(one.exception(LONG)) for one in requests] == [ServerLost] * 3
+        held.open.set()
+
+
+@pytest.mark.parametrize("coalesce", [True, False])
+def test_a_request_may_have_all_the_time_there_is(coalesce: bool) -> None:
+    """GRPC took a deadline that is infinitely far away for one that had passed."""
+    with ExpertServer(mlp("a")) as server, connect(server.address, coalesce=coalesce) as there:
+        (a,) = there.backends()
+        assert a.forward_pool.submit_task(X, timeout=math.inf).result(LONG)[0].shape == X.shape
+        assert there.info(timeout=math.inf).experts
+        with pytest.raises(ValueError, match="positive, finite number of seconds, got inf"):
+            connect(server.address, timeout=math.inf)
+
+
+def test_a_server_on_this_machine_is_not_asked_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """$http_proxy got the token of a server on this machine, in clear, and the requests."""
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")  # where nobody listens
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("no_grpc_proxy", raising=False)
+    with ExpertServer(mlp("a"), token="secret") as server, connect(server.address, token="secret") as there:
+        assert there.backends()[0].forward_pool(X)[0].shape == X.shape
+
+
+def test_experts_that_come_later_have_workers_too() -> None:
+    """A connection had as many as its first call of backends() had experts."""
+    with ExpertServer([mlp(name) for name in "abcd"]) as server, connect(server.address) as there:
+        there.backends("a")
+        assert there._runtime is not None
+        assert there._runtime.num_workers == 8
+
+
+def test_the_command_prints_what_a_server_says_without_what_a_terminal_obeys(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(options: object) -> None:
+        raise ProtocolError("\x1b]0;owned\x07")
+
+    monkeypatch.setattr(cli, "info", refused)
+    assert cli.main(["info", "127.0.0.1:1"]) == 1
+    assert capsys.readouterr().err == "python -m pymoe.remote info: ProtocolError: ?]0;owned?\n"
