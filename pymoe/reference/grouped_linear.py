@@ -85,8 +85,9 @@ def grouped_linear(
 
     With ``order`` the rows need not be sorted in memory: the r-th of them is row ``order[r]``, of ``x`` and of ``y``
     alike, so ``y[order[r]] = weight[e] @ x[order[r]] + bias[e]``. Rows that ``order[:offsets[-1]]`` does not name
-    belong to no expert. This saves a sorted copy of ``x`` and the way back, and changes no bit of outputs or gradients:
-    sums over an expert's rows run in the given order. ``Routing.token`` is an order where every token has one choice.
+    belong to no expert. This saves a sorted copy of ``x`` and the way back, and changes no bit of outputs or gradients,
+    since sums over an expert's rows run in the given order; but on CUDA torch may make products of sorted rows in
+    bfloat16, and rounds its sums otherwise. ``Routing.token`` is an order where every token has one choice.
 
     Sums are kept in float32 (float64 for float64) over the whole of H and rounded once to the dtype of ``x``; the
     same holds for the gradients, whose sums run over N (``x``) or over an expert's rows (``weight``, ``bias``). A row
