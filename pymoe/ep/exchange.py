@@ -92,6 +92,9 @@ class Crossing:
         return home_SH[: sum(sizes)].split(sizes)
 
     def _start(self, chunk: int, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> None:
+        if chunk in self._under_way:
+            # Of a backward pass for other gradients, which did not wait for it. It writes to the same memory.
+            self._finish(chunk)
         try:
             group = self._arrangement.group
             work = dist.all_to_all_single(out, rows, received, sent, group=group, async_op=True)

@@ -40,9 +40,9 @@ class ShardedMoE(MoE):
     and ``state_dict`` keys are those of :class:`pymoe.nn.MoE`. ``stats`` are of this rank's tokens.
 
     A rank that raises before its rows are announced (router, shapes, dtypes) tells the others, which read that unless
-    rows travel in padded buffers. After that, and in
-    a backward pass, nothing can: they wait for rows that do not come, until that process ends or the group's timeout is
-    over, and raise :class:`GroupError` then; the group cannot be used any more. So let a process end that has raised.
+    rows travel in padded buffers. After that, and in a backward pass, nothing can: they wait for rows that do not come,
+    until that process ends or the group's timeout is over, and raise :class:`GroupError` then; the group cannot be used
+    any more. So let a process end that has raised.
 
     It works under ``torch.utils.checkpoint``, autocast and ``torch.compile`` (which leaves a gap in the graph for it),
     and can be differentiated any number of times; not inside the transforms of :mod:`torch.func`, nor in forward mode.

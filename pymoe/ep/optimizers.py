@@ -1,8 +1,9 @@
 """Optimizers whose experts have changed their ranks: what they keep moves along, and their files do not show it.
 
 ``state_dict()`` of an optimizer has the state of every expert at its own place, as that of the layer has its weights;
-``load_state_dict`` takes it so. An optimizer that is made after a move is found at its first step. One that was there
-before and was left out would go on with the state of other experts: its next step raises.
+``load_state_dict`` takes it so. An optimizer that is made after a move is found at its first step, or in the next call
+of ``redistribute``. One that was left out of a move, or has loaded a state before it was found, would go on with the
+state of other experts: its next step raises.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def _left_out(optimizer: Optimizer, experts: ShardedExperts) -> str:
     name = type(optimizer).__name__
     return (
         f"MoE {experts.arrangement.title}: an optimizer must be given to the call of redistribute that moves its "
-        f"experts, got {name} with what it kept for them before; make a new one"
+        f"experts, got {name} with what it kept or loaded for them before; make a new one, and give it to redistribute "
+        f"before it loads a state"
     )
 
 

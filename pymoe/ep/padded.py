@@ -87,7 +87,7 @@ class PaddedShipment(Shipment):
 
     def of_group(self) -> tuple[Tensor, Tensor]:
         own, everyone = self.gate.experts.shape[0], self._tokens_of_group()
-        share = torch.where(everyone > 0, self.arrangement.ranks * own / everyone, 1.0).double()
+        share = torch.where(everyone > 0, self.arrangement.ranks * own / everyone.double(), 1.0)
         return self.loads.sum(0, dtype=torch.int64), share
 
     def _tokens_of_group(self) -> Tensor:
@@ -157,15 +157,17 @@ def check_calls(model: nn.Module) -> None:
         model: any module; layers with ``transport="exact"`` have nothing to check.
 
     Raises:
-        GroupError: ranks disagreed, or one failed before it sent rows; it says about what first.
+        GroupError: ranks disagreed, or one failed before it sent rows; it tells of one layer.
     """
     layers: list[Any] = [layer for layer in model.modules() if isinstance(getattr(layer, "notes", None), Record)]
     found: list[tuple[Arrangement, Record]] = [(layer.arrangement, layer.notes) for layer in layers]
     if not found:
         return
     headers = torch.stack([notes["headers"].flatten().any() for _, notes in found]).tolist()
+    said = []
     for (arrangement, notes), differ in zip(found, headers, strict=True):
         if differ:
-            said = notes["headers"].tolist()
+            said.append((arrangement, notes["headers"].tolist()))
             notes["headers"].zero_()
-            raise_for_difference(arrangement, said)
+    for one in said:
+        raise_for_difference(*one)

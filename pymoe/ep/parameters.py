@@ -14,13 +14,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from pymoe.ep.arrangement import Arrangement
-from pymoe.nn.experts import Experts, SharedExperts
+from pymoe.ep.experts import ShardedExperts
+from pymoe.nn.experts import SharedExperts
 from pymoe.reference import checks
 from pymoe.reference.autocast import autocast_enabled
 from pymoe.reference.expert_activation import is_gated
 
 
-def check_parameters(arrangement: Arrangement, experts: Experts, shared: SharedExperts | None, rows_TH: Tensor) -> None:
+def check_parameters(
+    arrangement: Arrangement, experts: ShardedExperts, shared: SharedExperts | None, rows_TH: Tensor
+) -> None:
     """Check shapes, devices and dtypes of parameters, without a read of their values.
 
     Args:
@@ -30,9 +33,15 @@ def check_parameters(arrangement: Arrangement, experts: Experts, shared: SharedE
         rows_TH: (T, H), the tokens as they will travel.
 
     Raises:
-        ValueError: a parameter has not the shape that the layer has of it on this rank, or is on another device.
+        ValueError: a parameter has not the shape that the layer has of it on this rank, or is on another device; or
+            experts that layers share have moved with another of them alone.
         TypeError: it has another dtype than the rows, and autocast does not cast it.
     """
+    if arrangement.order is not experts.arrangement.order and arrangement.order != experts.arrangement.order:
+        raise ValueError(
+            f"MoE {arrangement.title}: layers that share experts must have one placement, got experts that have moved "
+            f"with another layer; call redistribute for a model that holds both"
+        )
     with torch.no_grad():
         _check_module("experts", experts, rows_TH, arrangement)
         if shared is not None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from pymoe.ep.agreement import lost_rank
 from pymoe.ep.arrangement import Arrangement
 from pymoe.ep.comparison import Described, compare
-from pymoe.ep.experts import ShardedExperts
+from pymoe.ep.experts import ShardedExperts, everywhere
 from pymoe.ep.layer import ShardedMoE, rearrange
 from pymoe.ep.layouts import Move, layout_of, local_of
 from pymoe.ep.optimizers import check_followed, follow, stacked_state, watch
@@ -44,7 +44,8 @@ def redistribute(
     every rank puts them in their places. If a rank raises or dies before that, nothing has changed on any of them. It
     takes memory for weights, gradients and optimizer state of a rank's experts once more. Call it between
     ``optimizer.step()`` and the next forward: a backward pass of a graph from before raises, and gradients that FSDP
-    has yet to sum over ranks (``set_requires_gradient_sync(False)``) stay where they are.
+    has yet to sum over ranks (``set_requires_gradient_sync(False)``) stay where they are. Copies of the model, those
+    with moving averages among them, keep their placement until they are moved, too.
 
     Args:
         model: what :func:`shard` has been called with; also within ``DistributedDataParallel``.
@@ -61,9 +62,9 @@ def redistribute(
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: ``model`` holds no sharded layer or not one that ``placement`` names; a placement does not fit a
-            layer, or has replicas; ``optimizer`` keeps what is not stacked as the parameters are, or has been left out
-            before.
+        ValueError: ``model`` holds no sharded layer, not one that ``placement`` names, or not all that share
+            parameters; a placement does not fit a layer, or has replicas; ``optimizer`` keeps what is not stacked as
+            the parameters are, or has been left out before.
         GroupError: ranks give unequal arguments, or one of them cannot go on.
     """
     layers = _layers_of(model)
@@ -146,7 +147,20 @@ def _orders(layers: dict[str, ShardedMoE], placement: Any) -> dict[ShardedExpert
                 )
         if order != arrangement.order:
             found[layer.experts] = order
+    _check_all_owners(layers, found)
     return found
+
+
+def _check_all_owners(layers: dict[str, ShardedMoE], moving: Iterable[ShardedExperts]) -> None:
+    """Raise unless what moves belongs to these layers alone."""
+    parameters = {parameter for experts in moving for parameter in experts.parameters()}
+    own = {layer.experts for layer in layers.values()}
+    for experts in everywhere:
+        if experts not in own and not parameters.isdisjoint(experts.parameters()):
+            raise ValueError(
+                f"redistribute: model must hold all layers that share parameters, got one without "
+                f"{experts.arrangement.title}"
+            )
 
 
 def _order(name: str, placement: Any, arrangement: Arrangement) -> tuple[int, ...] | None:

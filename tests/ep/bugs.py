@@ -1,0 +1,93 @@
+"""What ranks do for test_bugs_ep.py."""
+
+import torch
+from calls import case, prepared
+from ep_cases import shuffled
+from failures import told, without_models
+from parallel import E, data, model
+from rank_setup import mesh_of, same_bits
+
+from pymoe import ep
+from pymoe.ep.exchange import Crossing
+from pymoe.ep.placement import contiguous
+
+
+def shares_of_losses(rank, world, **way):
+    """The share of a rank in losses over the group, in hexadecimal, so that all bits are seen."""
+    layer, x, _ = prepared(rank, case("float64", scope="group", options={"aux_loss_coef": 0.1}), **way)
+    shares = []
+    layer.losses.register_forward_pre_hook(lambda _, args, options: shares.append(options["share"]), with_kwargs=True)
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        layer(x)
+    finally:
+        torch.set_default_dtype(usual)
+    return [float(share).hex() for share in shares]
+
+
+def two_layers_that_disagree(rank, world):
+    """What check_calls says, asked twice, where ranks disagreed in both layers of a model."""
+    spread = ep.shard(model(), mesh_of(4), transport="padded", room=200)
+    layers = [one for one in spread.modules() if isinstance(one, ep.ShardedMoE)]
+    for layer in layers:
+        layer.capacity_factor = 1.5 if rank == 2 else None
+    spread(data(world)[0, rank])
+    return [told(ep.check_calls, spread) for _ in range(2)]
+
+
+def other_gradients_first(rank, world, **way):
+    """Exchanges that were begun where one was under way, and gradients that differ, after passes for some of them."""
+    overtaken, awaited, start, finish = [], [], Crossing._start, Crossing._finish
+
+    def started(self, chunk, *args):
+        before = self._under_way.get(chunk)
+        start(self, chunk, *args)
+        if before is not None and all(before[0] is not work for work in awaited):
+            overtaken.append(chunk)
+
+    def finished(self, chunk):
+        awaited.append(self._under_way[chunk][0])
+        return finish(self, chunk)
+
+    def leaves(layer, x):
+        return [x, *layer.experts.parameters()]
+
+    found = []
+    for asks_before in (False, True):
+        layer, x, directions = prepared(rank, case(chunks=2), worth=1, **way)
+        y = layer(x)
+        if asks_before:
+            Crossing._start, Crossing._finish = started, finished
+            try:
+                torch.autograd.grad(y.sum(), x, retain_graph=True)
+                torch.autograd.grad(y.sum(), list(layer.experts.parameters()), retain_graph=True)
+                (y * directions).sum().backward()
+            finally:
+                Crossing._start, Crossing._finish = start, finish
+        else:
+            (y * directions).sum().backward()
+        found.append([one.grad for one in leaves(layer, x)])
+    return overtaken, [place for place, pair in enumerate(zip(*found, strict=True)) if not same_bits(*map(local, pair))]
+
+
+def local(tensor):
+    """The part of a tensor that is on this rank."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def moved_without_another_layer(rank, world, tied):
+    """What is said where one of two layers that share experts, or a weight of them, is moved alone, and afterwards."""
+    spread = model(tied=tied)
+    if not tied:
+        spread[2].experts = spread[1][0].experts
+    ep.shard(spread, mesh_of(4))
+    x = data(world)[0, rank]
+    y = spread(x)
+    moving = told(ep.redistribute, spread[2], shuffled(E, 4))
+    calling = told(spread, x)
+    for said in (moving, calling):
+        if said is not None:
+            said[1] = without_models(said[1])
+    ep.redistribute(spread, contiguous(E, 4))
+    return moving, calling, same_bits(spread(x), y)
