@@ -31,6 +31,22 @@ inline torch::stable::Tensor empty(const std::vector<int64_t>& shape, torch::hea
   return tensor;
 }
 
+// A matrix like those of `empty`, in the memory of `used` if that has room for it and is worth the detour: of a tensor
+// whose values nobody needs any more. Memory that has just been written needs no page that is fresh.
+inline torch::stable::Tensor empty_in(const torch::stable::Tensor* used, int64_t rows, int64_t columns,
+                                      const torch::stable::Tensor& like) {
+  constexpr int64_t kWorth = int64_t{4} << 20;  // bytes
+  const int64_t count = rows * columns;
+  if (used == nullptr || used->numel() < count || used->scalar_type() != like.scalar_type() ||
+      used->device() != like.device() || !used->is_contiguous() ||
+      count * static_cast<int64_t>(like.element_size()) < kWorth) {
+    return empty({rows, columns}, like.scalar_type(), like);
+  }
+  torch::stable::Tensor all = torch::stable::flatten(*used);
+  const int64_t shape[] = {rows, columns};
+  return torch::stable::view(torch::stable::narrow(all, 0, 0, count), {shape, 2});
+}
+
 // Scratch memory of a call, alive as long as this; none where `count` is 0.
 struct Workspace {
   std::optional<torch::stable::Tensor> values;

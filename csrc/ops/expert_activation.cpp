@@ -18,7 +18,7 @@ constexpr const char* kName = "expert_activation";
 // The forward, or the backward where there is a `grad`. `kind` counts the kinds in the order of
 // pymoe.reference.expert_activation.KINDS.
 Tensor run_checked(Twins<ExpertActivationArguments> twins, const std::optional<Tensor>& grad, const Tensor& h,
-                   int64_t kind, SwigluClamp<double> clamp, bool interleaved) {
+                   int64_t kind, SwigluClamp<double> clamp, bool interleaved, const Tensor* used = nullptr) {
   const DType dtype = floating_dtype(kName, "h", h);
   constexpr auto kLast = Activation::kClampedSwiglu;
   require(kind >= 0 && kind <= static_cast<int64_t>(kLast), kName, "kind must be in 0..", static_cast<int64_t>(kLast),
@@ -29,7 +29,7 @@ Tensor run_checked(Twins<ExpertActivationArguments> twins, const std::optional<T
   require(!gated || h.size(1) % 2 == 0, kName, "h must have shape (S, 2F) with an even second size, got ", h);
   const int64_t rows = h.size(0), features = gated ? h.size(1) / 2 : h.size(1);
   if (grad) require_tensor(kName, "grad", *grad, h.scalar_type(), {rows, features}, h);
-  Tensor out = empty({rows, grad ? h.size(1) : features}, h.scalar_type(), h);
+  Tensor out = empty_in(used, rows, grad ? h.size(1) : features, h);
   const ExpertActivationArguments arguments{grad ? grad->const_data_ptr() : nullptr,
                                             h.const_data_ptr(),
                                             out.mutable_data_ptr(),
@@ -45,12 +45,17 @@ Tensor run_checked(Twins<ExpertActivationArguments> twins, const std::optional<T
 
 }  // namespace
 
-Tensor expert_activation(const Tensor& h, int64_t kind, double limit, double alpha, double up_offset,
-                         bool interleaved) {
-  return run_checked(PYMOE_TWINS(expert_activation), std::nullopt, h, kind, {limit, alpha, up_offset}, interleaved);
+Tensor expert_activation(const Tensor& h, int64_t kind, double limit, double alpha, double up_offset, bool interleaved,
+                         const Tensor* used) {
+  return run_checked(PYMOE_TWINS(expert_activation), std::nullopt, h, kind, {limit, alpha, up_offset}, interleaved,
+                     used);
 }
 
 namespace {
+
+Tensor forward(const Tensor& h, int64_t kind, double limit, double alpha, double up_offset, bool interleaved) {
+  return expert_activation(h, kind, limit, alpha, up_offset, interleaved);
+}
 
 Tensor expert_activation_backward(const Tensor& grad, const Tensor& h, int64_t kind, double limit, double alpha,
                                   double up_offset, bool interleaved) {
@@ -58,7 +63,7 @@ Tensor expert_activation_backward(const Tensor& grad, const Tensor& h, int64_t k
 }
 
 PYMOE_OPERATOR(
-    "expert_activation", expert_activation,
+    "expert_activation", forward,
     "(Tensor h, int kind, float limit=0., float alpha=1., float up_offset=0., bool interleaved=False) -> Tensor")
 PYMOE_OPERATOR("expert_activation_backward", expert_activation_backward,
                "(Tensor grad, Tensor h, int kind, float limit=0., float alpha=1., float up_offset=0., bool "

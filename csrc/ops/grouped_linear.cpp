@@ -99,7 +99,7 @@ Tensor placed(const Tensor& rows, const std::optional<Tensor>& order) {
 }  // namespace
 
 Tensor grouped_linear(const Tensor& any_x, const Tensor& weight, const Tensor& offsets,
-                      const std::optional<Tensor>& bias, const std::optional<Tensor>& order) {
+                      const std::optional<Tensor>& bias, const std::optional<Tensor>& order, const Tensor* used) {
   const DType dtype = floating_dtype(kName, "x", any_x);
   require(any_x.dim() == 2, kName, "x must have shape (S, H), got ", any_x);
   const Tensor x = placed(any_x, order);
@@ -125,7 +125,7 @@ Tensor grouped_linear(const Tensor& any_x, const Tensor& weight, const Tensor& o
                     &cuda::complete_grouped_linear);
   }
 #endif
-  Tensor y = empty({rows, output_features}, x.scalar_type(), x);
+  Tensor y = empty_in(used, rows, output_features, x);
   arguments.out = y.mutable_data_ptr();
   run(PYMOE_TWINS(grouped_linear), arguments, x);
   return y;
@@ -175,7 +175,12 @@ Tensor bias_grad(const Tensor& any_grad, const Tensor& offsets, const std::optio
   return bias_grad;
 }
 
-PYMOE_OPERATOR("grouped_linear", grouped_linear,
+Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& offsets, const std::optional<Tensor>& bias,
+              const std::optional<Tensor>& order) {
+  return grouped_linear(x, weight, offsets, bias, order);
+}
+
+PYMOE_OPERATOR("grouped_linear", linear,
                "(Tensor x, Tensor weight, Tensor offsets, Tensor? bias, Tensor? order=None) -> Tensor")
 PYMOE_OPERATOR("grouped_linear_weight_grad", weight_grad,
                "(Tensor grad, Tensor x, Tensor offsets, Tensor? order=None) -> Tensor")

@@ -20,7 +20,7 @@ constexpr int64_t kMostFeatures = int64_t{1} << 40;  // so that no count of byte
 }  // namespace
 
 Tensor quantized_linear(const Tensor& x, const Tensor& packed, const Tensor& offsets, const std::optional<Tensor>& bias,
-                        int64_t bits, int64_t output_features) {
+                        int64_t bits, int64_t output_features, const Tensor* used) {
   const DType dtype = floating_dtype(kName, "x", x);
   require(dtype != DType::kFloat64, kName, "x must have dtype float32, bfloat16 or float16, got double");
   require_shape(kName, "x", x, {-1, -1});
@@ -34,7 +34,7 @@ Tensor quantized_linear(const Tensor& x, const Tensor& packed, const Tensor& off
   require_tensor(kName, "packed", packed, ScalarType::Byte,
                  {experts, quantized_tiles(output_features), quantized_tile_bytes(bits, inputs)}, x);
   if (bias) require_tensor(kName, "bias", *bias, x.scalar_type(), {experts, output_features}, x);
-  Tensor y = empty({rows, output_features}, x.scalar_type(), x);
+  Tensor y = empty_in(used, rows, output_features, x);
   const Workspace workspace(quantized_linear_workspace(rows, inputs), ScalarType::Byte, x);
   cpu::quantized_linear({x.const_data_ptr(), static_cast<const uint8_t*>(packed.const_data_ptr()),
                          static_cast<const int32_t*>(offsets.const_data_ptr()), bias ? bias->const_data_ptr() : nullptr,
@@ -44,7 +44,12 @@ Tensor quantized_linear(const Tensor& x, const Tensor& packed, const Tensor& off
 
 namespace {
 
-PYMOE_OPERATOR_OF_THE_CPU("quantized_linear", quantized_linear,
+Tensor linear(const Tensor& x, const Tensor& packed, const Tensor& offsets, const std::optional<Tensor>& bias,
+              int64_t bits, int64_t output_features) {
+  return quantized_linear(x, packed, offsets, bias, bits, output_features);
+}
+
+PYMOE_OPERATOR_OF_THE_CPU("quantized_linear", linear,
                           "(Tensor x, Tensor packed, Tensor offsets, Tensor? bias, int bits, int output_features) "
                           "-> Tensor")
 

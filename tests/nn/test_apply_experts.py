@@ -69,6 +69,21 @@ def test_one_call_returns_the_bits_of_the_separate_operators(kind, dtype, fused_
     assert fused_calls[0] == made
 
 
+@pytest.mark.parametrize("capacity", [None, 3000])
+@pytest.mark.parametrize(("hidden", "ffn"), [(128, 128), (64, 128), (192, 64)], ids=str)
+def test_large_results_in_memory_that_was_used_before_have_the_same_bits(hidden, ffn, capacity, device):
+    """From 4 MiB on a result lies where the input of its input was, if it fits there: in each, one or none of them."""
+    random = torch.Generator().manual_seed(0)
+    x, choice = torch.randn(4096, hidden, generator=random), torch.rand(4096, EXPERTS, generator=random)
+    experts, weights = choice.argsort(dim=1)[:, :4].int(), torch.rand(4096, 4, generator=random)
+    w_in = torch.randn(EXPERTS, 2 * ffn, hidden, generator=random)
+    w_out = torch.randn(EXPERTS, hidden, ffn, generator=random)
+    args = [one.to(device) for one in (x, experts, weights, w_in, w_out)]
+    found = apply_experts(*args, activation="swiglu", capacity=capacity)
+    assert_same_bits(found, separately(*args, activation="swiglu", capacity=capacity))
+    assert_same_bits(args[0].cpu(), x)
+
+
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 def test_foreign_experts_add_nothing(index):
     args, keywords = arguments(20)
