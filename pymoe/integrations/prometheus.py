@@ -40,9 +40,8 @@ class RuntimeCollector:
     """A collector for prometheus-client that reads the pools whenever it is scraped.
 
     Args:
-        runtimes: a :class:`pymoe.runtime.Runtime` or :class:`pymoe.remote.ExpertServer`, or several by name; the name
-        is
-            the label ``runtime``, and that of a single one is ``default``.
+        runtimes: a :class:`pymoe.runtime.Runtime` or :class:`pymoe.remote.ExpertServer`, or several by name; the
+            name is the label ``runtime``, and that of a single one is ``default``.
 
     Raises:
         ImportError: prometheus-client is not installed.

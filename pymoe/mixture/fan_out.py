@@ -246,7 +246,7 @@ def _collect(
                 return
             for request in [answers.requests[index] for index in sent]:
                 if not request.to.pool.served:
-                    request.member.log.idle(request.to.pool.name)
+                    request.member.log.idle(request.to.pool)
             continue
         request = answers.requests[index]
         why, result = outcome_of(ended)
@@ -260,9 +260,10 @@ def _collect(
         elif isinstance(why, TimeoutError) and seconds_left(deadline) == 0:
             return  # the pool has dropped it, as we are about to
         elif isinstance(why, TimeoutError) and left is not None and left <= SAME_DEADLINE_S:
+            begin = sent.pop(index)
             request.to.count("given_up")
             request.member.backoff.timed_out()
-            answers.fail(index, GivenUp(f"no answer within {when - sent.pop(index):.3g} s"))
+            answers.fail(index, GivenUp(f"no answer within {when - begin:.3g} s"))
             continue
         else:
             request.to.count("failed")

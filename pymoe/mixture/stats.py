@@ -110,10 +110,10 @@ class BackendLog:
         error = describe_error(why)
         logger.warning("a mixture continues without the %s answer of %s: %s%s", pass_name, self._name, error, more)
 
-    def idle(self, pool: str) -> None:
-        """Log, once, that requests wait in a pool that no runtime serves."""
+    def idle(self, pool: RequestPool) -> None:
+        """Log, once, that requests wait in a pool that nobody serves."""
         with self._lock:
             if self._idle_logged:
                 return
             self._idle_logged = True
-        logger.warning("%s: a mixture waits for an answer, but no Runtime serves the pool", pool)
+        logger.warning("%s: a mixture waits for an answer, but %s", pool.name, pool.why_unserved)

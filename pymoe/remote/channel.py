@@ -90,6 +90,11 @@ class Channel:
         """Whether the server can be reached, as far as the channel knows: not from a refusal until it is back."""
         return self._reachable and not self.closed
 
+    @property
+    def why_not_reachable(self) -> str:
+        """What to say while it is not."""
+        return "the connection is closed" if self.closed else f"the server at {self.address} cannot be reached"
+
     def watch(self) -> None:
         """Follow whether the server is there, from now to the end, and have the channel connect whenever it is not.
 

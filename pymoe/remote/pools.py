@@ -64,6 +64,11 @@ class CoalescingPool(TaskPool):
         """Whether the server can be reached, as far as is known, and the connection is open."""
         return self._expert.channel.reachable and super().served
 
+    @property
+    def why_unserved(self) -> str:
+        """What clients say while it is not."""
+        return self._expert.channel.why_not_reachable
+
     def submit_task(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> Any:
         """Queue a request and return its future; as :meth:`pymoe.runtime.TaskPool.submit_task`."""
         return self._submit(super().submit_task, tensors, timeout, priority)
@@ -102,6 +107,11 @@ class DirectPool:
     def served(self) -> bool:
         """Whether the server can be reached, as far as is known, and the connection is open."""
         return self._expert.channel.reachable
+
+    @property
+    def why_unserved(self) -> str:
+        """What clients say while it is not."""
+        return self._expert.channel.why_not_reachable
 
     def submit_task(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> RemoteFuture:
         """Send a request and return its future; as :meth:`pymoe.runtime.TaskPool.submit_task`, without priorities.

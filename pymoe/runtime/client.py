@@ -142,12 +142,12 @@ class ExpertClient(nn.Module):
         if not (future.done() or pool.served):
             self._warned = True
             pool._idle_is_known()
-            logger.warning("%s: a client waits for an answer, but no Runtime serves the pool", pool.name)
+            logger.warning("%s: a client waits for an answer, but %s", pool.name, pool.why_unserved)
 
     def _explain(self, error: TimeoutError, pool: RequestPool, future: Future) -> None:
         """Raise another TimeoutError that says more, unless ``error`` is what the expert raised."""
         if not future.done() or future.cancelled():
-            why = "" if pool.served else "; no Runtime serves the pool"
+            why = "" if pool.served else f"; {pool.why_unserved}"
             raise TimeoutError(f"{pool.name}: the request is not done within {self.timeout} s{why}") from error
 
     def __copy__(self) -> ExpertClient:

@@ -21,12 +21,16 @@ def numbered_backward_pool(backend: ExpertBackend) -> TaskPool:
     A result is that of ``backend.backward_pool`` and behind it an int64 tensor (rows,): the number of the update that
     holds, or with ``accumulate_steps`` will hold, the gradient of the row. A state with ``updates`` of that number or
     more has seen it. A batch that made no update, since its gradients were not finite and are skipped, has the number
-    of the update before it.
+    of the update before it. Of a subclass whose own ``backward`` counts no updates every batch is one.
     """
+    counts_itself = type(backend).backward is ExpertBackend.backward or not backend.trains
 
     def backward(*tensors: Tensor) -> tuple[Tensor, ...]:
         with backend._lock:  # it is re-entrant: no other pass comes between the update and its number
+            before = backend.updates
             gradients = backend.backward(*tensors)
+            if not counts_itself and backend.updates == before:
+                backend._rule.updates += 1
             number = backend._rule.last_update
         return (*gradients, torch.full((len(tensors[0]),), number, dtype=torch.int64))
 

@@ -17,6 +17,10 @@ class RequestPool(Protocol):
     def served(self) -> bool:
         """Whether somebody answers, as far as is known."""
 
+    @property
+    def why_unserved(self) -> str:
+        """What to say where it is not: a clause."""
+
     def submit_task(self, *tensors: Any, timeout: float | None = None, priority: float = 0.0) -> Any:
         """Queue a request and return its future, which is used like a :class:`~pymoe.runtime.Future`."""
 

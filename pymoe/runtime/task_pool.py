@@ -144,6 +144,11 @@ class TaskPool(_runtime.TaskPool):
         return executor is not None and executor.running()
 
     @property
+    def why_unserved(self) -> str:
+        """What clients say while it is not."""
+        return "no Runtime serves the pool"
+
+    @property
     def empty(self) -> bool:
         """True while no request waits in the queue."""
         return self._statistics()["queued"] == 0

@@ -16,12 +16,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from experts import WIDTH, Held, Raising, count, counted, counting, mlp, of
+from experts import ROW, WIDTH, Held, Raising, count, counted, counting, mlp, of
 from limits import LONG
 from server_processes import ServerProcesses
+from torch import Tensor, nn
 
 from pymoe.remote import ExpertServer, ProtocolError, ServerLost, WireError, calls, cli, connect, errors, wire
 from pymoe.remote import server as server_module
+from pymoe.runtime import ExpertBackend, ExpertClient
 
 X = torch.randn(4, WIDTH)
 
@@ -232,3 +234,46 @@ def test_the_command_prints_what_a_server_says_without_what_a_terminal_obeys(
     monkeypatch.setattr(cli, "info", refused)
     assert cli.main(["info", "127.0.0.1:1"]) == 1
     assert capsys.readouterr().err == "python -m pymoe.remote info: ProtocolError: ?]0;owned?\n"
+
+
+@pytest.mark.parametrize("coalesce", [True, False])
+def test_a_client_of_a_server_that_is_gone_says_so(coalesce: bool) -> None:
+    """It said that no Runtime serves the pool."""
+    with ExpertServer(mlp("a")) as server:
+        there = connect(server.address, coalesce=coalesce, timeout=LONG)
+        (a,) = there.backends()
+        client = ExpertClient(a, timeout=0.2)
+    with there:
+        eventually(lambda: not a.forward_pool.served)
+        with pytest.raises((TimeoutError, ServerLost)) as found:
+            client(X)
+        assert "no Runtime" not in str(found.value)
+        assert a.forward_pool.why_unserved == f"the server at {server.address} cannot be reached"
+    assert a.forward_pool.why_unserved == "the connection is closed"
+
+
+class OwnUpdates(ExpertBackend):
+    """Has a backward pass of its own, which says nothing of its updates."""
+
+    def backward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        _, grad = inputs
+        with torch.no_grad():
+            self.expert.weight += 1
+        return (grad @ self.expert.weight,)
+
+
+def test_an_expert_that_counts_no_updates_is_saved_too(tmp_path: Path) -> None:
+    """It was saved once, before it had learned anything; then nothing seemed to have changed."""
+    experts = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    backend, again = (
+        OwnUpdates("own", one, torch.optim.SGD(one.parameters(), 0.1), args_schema=[ROW], outputs_schema=ROW)
+        for one in experts
+    )
+    with ExpertServer(backend, checkpoints=tmp_path, save_every=0) as server, connect(server.address) as there:
+        server.save()
+        (remote,) = there.backends()
+        for _ in range(3):
+            remote.backward_pool(X, X)
+        assert [keys for _, keys in server._service.hosted["own"].journal.keys(2).values()] == [[]]
+    ExpertServer(again, checkpoints=tmp_path)
+    assert torch.equal(experts[1].weight, experts[0].weight)
