@@ -1,6 +1,6 @@
 """Many callers ask an expert of another process: pymoe.remote beside the expert in process, hivemind and Ray.
 
-    python -m benchmarks.remote_load [--quick] [--systems NAME,...] [--output DIR]
+    python -m benchmarks.remote_load [--quick] [--systems 'NAME;...'] [--output DIR]
 
 Everything is on this machine, over loopback. Closed-loop threads ask for one row of the small expert of
 benchmarks/runtime at a time; windows of all systems take turns, answers are checked, and every ratio is one between

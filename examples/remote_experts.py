@@ -90,7 +90,7 @@ def train(servers, ports, folder):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step % (options.steps // 6) == 0:
+        if step % max(1, options.steps // 6) == 0:
             there = [name for name, backend in mixture.backends.items() if backend.forward_pool.served]
             print(f"step {step:3d}  loss {loss.item():.3f}  reachable: {', '.join(there)}")
     for name, stats in mixture.stats().items():

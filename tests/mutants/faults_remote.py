@@ -63,6 +63,13 @@ FAULTS = [
         (HISTORIES, ONCE, "-k", "snapshot or next_update"),
     ),
     Fault(
+        "a request of several updates is saved with the last of them",
+        HOSTED,
+        "int(numbers.min())",
+        "int(numbers.max())",
+        ("tests/remote/test_bugs_remote.py", "-k", "several_updates"),
+    ),
+    Fault(
         "keys are listed before what the state holds has settled",
         HOSTED,
         "            await self.journal.settled()\n",

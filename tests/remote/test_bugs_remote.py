@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from pymoe.remote import ExpertServer, ProtocolError, ServerLost, WireError, calls, cli, connect, errors, wire
 from pymoe.remote import server as server_module
+from pymoe.remote.service import Service
 from pymoe.runtime import ExpertBackend, ExpertClient
 
 X = torch.randn(4, WIDTH)
@@ -277,3 +278,30 @@ def test_an_expert_that_counts_no_updates_is_saved_too(tmp_path: Path) -> None:
         assert [keys for _, keys in server._service.hosted["own"].journal.keys(2).values()] == [[]]
     ExpertServer(again, checkpoints=tmp_path)
     assert torch.equal(experts[1].weight, experts[0].weight)
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_an_answer_of_another_kind_of_number_is_none(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only its shapes were compared with the schema: whole numbers went on as outputs, and as gradients."""
+    real = Service._reply
+    monkeypatch.setattr(Service, "_reply", lambda self, one, got, how: real(self, one, [x.long() for x in got], how))
+    with ExpertServer(mlp("a")) as server, connect(server.address, coalesce=False, timeout=LONG) as there:
+        (a,) = there.backends()
+        request = a.forward_pool.submit_task(X) if way == "forward" else a.backward_pool.submit_task(X, X)
+        with pytest.raises(ProtocolError, match=r"expected an answer of torch\.float32, got torch\.int64"):
+            request.result()
+
+
+class Doubling(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).double()
+
+
+def test_an_answer_of_an_expert_that_was_converted_is_taken() -> None:
+    """As a local one is: the schema says float32, the expert returns float64."""
+    backend = of(Doubling(WIDTH, WIDTH))
+    backend._schema.any_dtype = True  # as _apply() sets it
+    with ExpertServer(backend) as server, connect(server.address, timeout=LONG) as there:
+        (remote,) = there.backends()
+        assert torch.equal(remote.forward_pool(X)[0], backend.forward(X)[0])
+        assert remote.forward_pool(X)[0].dtype is torch.float64
