@@ -79,7 +79,7 @@ void clear_rows_of_none(const GroupedLinearArguments& a, const std::vector<char>
   const int64_t used = a.offsets[a.experts], row_bytes = a.output_features * size_of(a.dtype);
   auto* y = static_cast<char*>(a.out);
   if (a.order == nullptr) return fill_zero(y + used * row_bytes, (a.rows - used) * row_bytes);
-  if (used == a.rows) return;
+  if (used == a.rows || row_bytes == 0) return;  // memory of nothing may be at no address
   for (int64_t row = 0; row < a.rows; ++row) {
     if (named[static_cast<size_t>(row)] == 0) memset(y + row * row_bytes, 0, static_cast<size_t>(row_bytes));
   }
