@@ -1,6 +1,8 @@
 // pymoe::dispatch: see kernels/dispatch.h for what it computes and pymoe/reference/dispatch.py for its contract.
 #include <torch/csrc/stable/library.h>
 
+#include <cstdint>
+
 #include <optional>
 
 #include "kernels/dispatch.h"
@@ -37,7 +39,9 @@ void dispatch_out(const Tensor& x, const Tensor& slot, const Tensor& offsets, Te
 
 Tensor dispatch(const Tensor& x, const Tensor& slot, const Tensor& offsets, std::optional<int64_t> rows) {
   require(x.dim() == 2, kName, "x must have shape (T, H), got ", x);
-  require(!rows || *rows >= 0, kName, "rows must be at least 0, got ", rows.value_or(0));
+  constexpr int64_t kMostRows = INT32_MAX;  // what a slot can name
+  require(!rows || (*rows >= 0 && *rows <= kMostRows), kName, "rows must be at least 0 and at most ", kMostRows,
+          ", got ", rows.value_or(0));
   Tensor out = empty({rows.value_or(slot.numel()), x.size(1)}, x.scalar_type(), x);
   dispatch_out(x, slot, offsets, out);
   return out;
