@@ -74,8 +74,8 @@ void multiply(const QuantizedLinearArguments& a) {
                     a.outputs, std::min(kQuantizedTile, a.outputs - output));
     }
   });
-  std::memset(static_cast<T*>(a.out) + used * a.outputs, 0,
-              static_cast<size_t>((a.rows - used) * a.outputs) * sizeof(T));
+  const int64_t unused = (a.rows - used) * a.outputs;
+  if (unused > 0) std::memset(static_cast<T*>(a.out) + used * a.outputs, 0, static_cast<size_t>(unused) * sizeof(T));
 }
 
 }  // namespace
