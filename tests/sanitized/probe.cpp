@@ -65,6 +65,7 @@ void read_past_end(const Tensor& x, const Tensor& slot, const Tensor& used, Tens
       out.mutable_data_ptr(),
       2 * x.size(0),
       slot.size(1),
+      out.size(0),
       x.size(1) * static_cast<int64_t>(x.element_size()),
   });
 }
