@@ -242,7 +242,7 @@ PYMOE_INLINE std::pair<const typename NtProduct<T>::Row*, int64_t> nt_rows(const
   for (int64_t i = 0; i < rows; ++i) {
     const T* from = g.a + place_of(g.rows, first + i) * g.a_row_stride + p;
     if constexpr (std::is_same_v<typename NtProduct<T>::Row, T>) {
-      memcpy(scratch + i * stride, from, static_cast<size_t>(k) * sizeof(T));
+      if (k > 0) memcpy(scratch + i * stride, from, static_cast<size_t>(k) * sizeof(T));
     } else {
       for_vectors<T>(
           k, [&](int64_t q, int count) { store_count(scratch + i * stride + q, load_count(from + q, count), count); });
