@@ -25,10 +25,11 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 ROOT = Path(__file__).parent.resolve()
+sys.path.append(str(ROOT / "csrc"))
+import nvcc_flags  # noqa: E402
+
 # The oldest libtorch whose stable ABI the operators may use.
 TORCH_TARGET_VERSION = "0x020b000000000000"
-# Machine code for sm_80 runs on every 8.x and for sm_90 on every Hopper; PTX serves what comes after.
-DEFAULT_ARCH_LIST = "8.0;9.0+PTX"
 
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
 
@@ -255,8 +256,9 @@ def compile_options(cuda_home):
         f"-DPYMOE_WITH_CUDA={int(bool(cuda_home))}",
     ]
     if cuda_home:
-        arch_list = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCH_LIST)
-        defines.append(f'-DPYMOE_CUDA_VERSION="{nvcc_version(cuda_home)}"')
+        toolkit = nvcc_version(cuda_home)
+        arch_list = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", nvcc_flags.default_arch_list(toolkit))
+        defines.append(f'-DPYMOE_CUDA_VERSION="{toolkit}"')
         defines.append(f'-DPYMOE_CUDA_ARCHITECTURES="{arch_list}"')
     return {
         # pybind11 of its own package comes before the copy among torch's headers.
@@ -277,13 +279,7 @@ CXX_FLAGS = [
     "-Wextra",
     "-Wno-unused-parameter",  # torch's own headers
 ]
-NVCC_FLAGS = [
-    "-O3",
-    "-std=c++20",
-    "--fmad=false",  # host and device share the arithmetic that decides results
-    "--expt-relaxed-constexpr",
-    "-Xcompiler=-fvisibility=hidden",
-]
+NVCC_FLAGS = [*nvcc_flags.FLAGS, "-Xcompiler=-fvisibility=hidden"]
 LINK_FLAGS = ["-s"]
 # libtorch.so is empty, so linkers that keep only what is used leave it out. But in a CUDA build of torch it is what
 # brings libtorch_cuda.so into the operators' reach: without it the weak symbol of ops/twins.h is never found.

@@ -106,7 +106,7 @@ def all_steps(level: str) -> list[Step]:
         ),
         Step(
             "cuda-compile",
-            "CUDA kernels for sm_80, sm_90 and PTX: no warning, no spill (table in build/cuda/registers.md)",
+            "CUDA kernels for every GPU that ships, and PTX: no warning, no spill (table in build/cuda/registers.md)",
             [[PYTHON, "tests/cuda_on_cpu/compile_gate.py"]],
         ),
         cpp_step("plain", "C++ tests", "", MANY_SEEDS if level == "exhaustive" else ""),

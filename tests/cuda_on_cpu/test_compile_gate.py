@@ -7,6 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 import compile_gate as gate
+import machine_code
 
 REPORT = """
 ptxas info    : 0 bytes gmem
@@ -59,3 +60,26 @@ def test_planted_faults_are_found(tmp_path, monkeypatch, capsys, source, complai
     monkeypatch.setattr(gate, "FOLDER", tmp_path / "build")
     assert gate.main() == 1
     assert complaint in capsys.readouterr().out
+
+
+def test_a_source_is_compiled_again_where_a_header_that_it_includes_has_changed(tmp_path):
+    nvcc = gate.find_nvcc()
+    if nvcc is None:
+        pytest.xfail("there is no nvcc to compile with")
+    kernels = tmp_path / "csrc" / "kernels"
+    kernels.mkdir(parents=True)
+    (kernels / "a_cuda.cu").write_text('#include "kernels/first.h"\n__global__ void a(float* x) { *x = kOne; }\n')
+    (kernels / "first.h").write_text('#pragma once\n#include "second.h"\n')
+    (kernels / "second.h").write_text("#pragma once\nconstexpr float kOne = 1;\n")
+
+    def compiled():
+        (one,) = machine_code.compile_all(nvcc, root=tmp_path, folder=tmp_path / "build")
+        assert not one.complaint
+        return one
+
+    before = compiled()
+    assert compiled() == machine_code.Compiled(before.source, before.folder, "", 0.0)
+    assert all(before.cubin(name).exists() for name in machine_code.architectures(nvcc))
+    (kernels / "second.h").write_text("#pragma once\nconstexpr float kOne = 2;\n")
+    assert compiled().folder != before.folder
+    assert not before.folder.exists()

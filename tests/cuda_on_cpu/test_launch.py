@@ -1,13 +1,10 @@
 """kernels/cuda/launch.h as nvcc compiles it, on a CUDA runtime that is pretended (pretended_runtime.h)."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from compile_gate import find_nvcc
+from machine_code import find_nvcc
 
 HERE = Path(__file__).parent
 

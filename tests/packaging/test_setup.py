@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from machine_code import FLAGS
 
 import pymoe
 
@@ -158,7 +159,8 @@ def planned(tmp_path: Path):
         shutil.copy(ROOT / name, source / name)
     (source / "README.md").touch()
     toolkit = tmp_path / "toolkit"
-    executable(toolkit / "bin" / "nvcc", 'echo "Cuda compilation tools, release 13.0, V13.0.88"')
+    nvcc = toolkit / "bin" / "nvcc"
+    executable(nvcc, 'echo "Cuda compilation tools, release ${TOOLKIT:-13.0}, V13.0.88"')
     (toolkit / "include").mkdir()
     (toolkit / "include" / "cuda_runtime.h").touch()
     executable(tmp_path / "bin" / "ninja", '[ "$1" = --version ] && echo 1.11.0 && exit 0\nexit 1')
@@ -173,12 +175,30 @@ def planned(tmp_path: Path):
     return plan
 
 
-def test_the_default_architectures(planned, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("toolkit", "written", "listed"),
+    [
+        ("12.6", "8.0;9.0+PTX", "80:sm 90:sm 90:compute"),
+        ("12.8", "8.0;9.0;10.0+PTX;12.0", "80:sm 90:sm 100:sm 100:compute 120:sm"),
+        ("13.0", "8.0;9.0;10.0+PTX;12.0", "80:sm 90:sm 100:sm 100:compute 120:sm"),
+    ],
+)
+def test_the_default_architectures(
+    planned, monkeypatch: pytest.MonkeyPatch, toolkit: str, written: str, listed: str
+) -> None:
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    text = planned(TOOLKIT=toolkit)
+    flags = set(re.findall(r"-gencode=arch=(compute_\d+,code=\w+)", text))
+    assert flags == {f"compute_{number},code={kind}_{number}" for number, kind in re.findall(r"(\d+):(\w+)", listed)}
+    assert f'-DPYMOE_CUDA_ARCHITECTURES="{written}"' in text.replace("\\", "").replace("'", "")
+
+
+def test_kernels_are_compiled_with_the_flags_that_the_checks_of_machine_code_use(planned) -> None:
+    """tests/machine_code.py compiles with FLAGS; a flag that only one of the two had would not be checked."""
     text = planned()
-    for flag in ("compute_80,code=sm_80", "compute_90,code=sm_90", "compute_90,code=compute_90"):
-        assert flag in text
-    assert '-DPYMOE_CUDA_ARCHITECTURES="8.0;9.0+PTX"' in text.replace("\\", "").replace("'", "")
+    (line,) = [line for line in text.splitlines() if line.startswith("cuda_post_cflags")]
+    assert " ".join(FLAGS) in line.replace("'", "")
+    assert "--fmad=false" in FLAGS
 
 
 def test_the_architecture_list_is_honoured(planned) -> None:

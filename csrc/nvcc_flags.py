@@ -1,0 +1,39 @@
+"""How nvcc compiles the kernels: flags and architectures.
+
+``setup.py`` builds with what stands here, and the tests that read the compiler's output compile with the same, so that
+they judge what ships. The standard library alone is imported: ``setup.py`` comes here before anything is installed.
+"""
+
+from __future__ import annotations
+
+FLAGS = [
+    "-O3",
+    "-std=c++20",
+    "--fmad=false",  # host and device share the arithmetic that decides results
+    "--expt-relaxed-constexpr",
+]
+
+OLDEST_FOR_BLACKWELL = (12, 8)
+"""The first toolkit that knows Blackwell."""
+
+
+def default_arch_list(toolkit: str) -> str:
+    """Return the architectures for a toolkit such as ``"13.0"``, as TORCH_CUDA_ARCH_LIST spells them.
+
+    Machine code for sm_80 runs on every 8.x, for sm_90 on every Hopper, for sm_100 on every 10.x and for sm_120 on
+    every 12.x. The PTX serves what comes after, where the driver is at least as new as the toolkit; it is that of the
+    data-center GPU, because a later architecture than 12.0 need not have a larger number (11.0 is newer).
+    """
+    version = tuple(int(part) for part in toolkit.split(".")[:2])
+    return "8.0;9.0;10.0+PTX;12.0" if version >= OLDEST_FOR_BLACKWELL else "8.0;9.0+PTX"
+
+
+def gencode(arch_list: str) -> list[str]:
+    """Return nvcc's options for a list of architectures such as ``"8.0;9.0+PTX"``."""
+    options = []
+    for architecture in arch_list.split(";"):
+        number = architecture.removesuffix("+PTX").replace(".", "")
+        options.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+        if architecture.endswith("+PTX"):
+            options.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+    return options

@@ -1,0 +1,148 @@
+"""What nvcc makes of the kernels: machine code for every architecture, PTX, and the compiler's report.
+
+Each source is compiled once for what it holds (its text, that of the headers it includes, the flags, the toolkit) and
+kept in build/cuda, one folder a source: ``sm_80.cubin`` ..., ``compute_80.ptx`` ..., ``report.txt``. The flags are
+those of the build, ``csrc/nvcc_flags.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "build" / "cuda"
+sys.path.insert(0, str(ROOT / "csrc"))
+from nvcc_flags import FLAGS, default_arch_list, gencode  # noqa: E402
+
+# The build's flags, and stricter: none of these changes the code.
+STRICT = ["-lineinfo", "-Werror=all-warnings", "-Xptxas=-v", "-Xcompiler=-Wall,-Wextra"]
+INCLUDED = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One source, compiled: its folder, or what the compiler complains of, and the seconds that it took now."""
+
+    source: Path
+    folder: Path
+    complaint: str
+    seconds: float
+
+    @property
+    def report(self) -> str:
+        """What ptxas says of each kernel for each architecture."""
+        return (self.folder / "report.txt").read_text()
+
+    def cubin(self, architecture: str) -> Path:
+        """The machine code for an architecture such as ``"sm_90"``."""
+        return self.folder / f"{architecture}.cubin"
+
+    def ptx(self, architecture: str) -> Path:
+        """The PTX that becomes the machine code of an architecture such as ``"sm_90"``."""
+        return self.folder / f"{architecture.replace('sm', 'compute')}.ptx"
+
+
+def find_nvcc() -> str | None:
+    """Find nvcc on the path or in CUDA_HOME."""
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    return shutil.which("nvcc") or shutil.which(f"{home}/bin/nvcc")
+
+
+def toolkit_version(nvcc: str) -> str:
+    """Return the toolkit's release, such as ``"13.0"``."""
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    return text.split("release ")[1].split(",")[0]
+
+
+def architectures(nvcc: str) -> list[str]:
+    """Return the architectures whose machine code ships, such as ``"sm_80"``."""
+    listed = default_arch_list(toolkit_version(nvcc)).replace("+PTX", "").split(";")
+    return [f"sm_{one.replace('.', '')}" for one in listed]
+
+
+def sources(root: Path = ROOT) -> list[Path]:
+    """Every source of kernels, the one that takes longest first, so that all processors end together."""
+    return sorted(root.glob("csrc/kernels/*.cu"), key=lambda path: -path.stat().st_size)
+
+
+def compile_all(
+    nvcc: str, paths: list[Path] | None = None, *, root: Path = ROOT, folder: Path = FOLDER, flags: list[str] = FLAGS
+) -> list[Compiled]:
+    """Compile the sources, or fetch what was compiled of the same before; as many at a time as there are processors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    version = toolkit_version(nvcc)
+    command = [nvcc, *flags, *STRICT, *gencode(default_arch_list(version)), f"-I{root / 'csrc'}"]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        return list(pool.map(lambda path: compile_one(command, path, root, folder), paths or sources(root)))
+
+
+def compile_one(command: list[str], source: Path, root: Path, folder: Path) -> Compiled:
+    """Compile a source, or find its folder; what was kept of the source's former contents is removed."""
+    start = time.monotonic()
+    target = folder / f"{source.stem}-{digest(command, source, root)}"
+    if target.exists():
+        return Compiled(source, target, "", 0.0)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=f".{source.stem}-") as name:
+        scratch, kept = Path(name) / "scratch", Path(name) / "kept"
+        scratch.mkdir()
+        kept.mkdir()
+        keep = ["--keep", f"--keep-dir={scratch}", "-c", str(source), "-o", str(scratch / "object.o")]
+        result = subprocess.run([*command, *keep], capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            complaint = f"{source.name}: {result.stdout}{result.stderr}"
+            return Compiled(source, target, complaint, time.monotonic() - start)
+        (kept / "report.txt").write_text(result.stderr + result.stdout)
+        for path in scratch.iterdir():  # X.compute_80.cubin, X.compute_100.sm_100.cubin, X.compute_80.ptx
+            number = re.search(r"\.compute_(\w+)\.", path.name)
+            if number and path.suffix in (".cubin", ".ptx"):
+                path.rename(kept / f"{'sm' if path.suffix == '.cubin' else 'compute'}_{number[1]}{path.suffix}")
+        for old in folder.glob(f"{source.stem}-*"):
+            shutil.rmtree(old, ignore_errors=True)
+        try:
+            kept.rename(target)
+        except OSError:  # another process was faster
+            if not target.exists():
+                raise
+    return Compiled(source, target, "", time.monotonic() - start)
+
+
+def digest(command: list[str], source: Path, root: Path) -> str:
+    """Return a hash of all that decides what the compiler makes of a source."""
+    version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True).stdout
+    parts = [version, *command[1:], *(path.read_text() for path in closure(source, root))]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def closure(source: Path, root: Path) -> list[Path]:
+    """Return the source and the headers of ``csrc`` that it includes, through others too."""
+    found: dict[Path, None] = {}
+    left = [source]
+    while left:
+        path = left.pop()
+        if path in found or not path.exists():
+            continue
+        found[path] = None
+        for name in INCLUDED.findall(path.read_text()):
+            left += [path.parent / name, root / "csrc" / name]
+    return sorted(found)
+
+
+def demangle(names: list[str]) -> list[str]:
+    """Return the names as C++ writes them, without namespaces and parameters."""
+    tool = shutil.which("c++filt")
+    if tool is None or not names:
+        return names
+    text = subprocess.run([tool], input="\n".join(names), capture_output=True, text=True, check=True).stdout
+    return [
+        re.sub(r"\(anonymous namespace\)::|pymoe::|cuda::|^void ", "", line).split("(")[0] for line in text.splitlines()
+    ]
