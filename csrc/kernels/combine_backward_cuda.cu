@@ -8,8 +8,10 @@
 // down; the warps in turn. The number of threads follows from H and the dtype alone, and a chunk has 16 bytes whatever
 // the alignment of the tensors, so a result depends on neither grid nor address.
 //
-// Bytes: (T + 2 S) rows, each once (998 MB for T 4096, K 8, H 7168 in bf16). Two blocks of 256 threads with 128 bytes
-// on their way each are 64 KB an SM, and as much again to be stored; some 25 KB are needed (combine_cuda.cu).
+// Bytes: (T + 2 S) rows, each once (998 MB for T 4096, K 8, H 7168 in bf16). Two blocks of 256 threads with 144 bytes
+// on their way each are 72 KB an SM, and as much again to be stored; some 25 KB are needed (combine_cuda.cu). Up to two
+// and up to four choices have kernels of their own, with fewer loads a thread and more blocks. An element costs six to
+// seven instructions a choice (bf16 on sm_90), half of what the SMs can issue meanwhile.
 #include <algorithm>
 
 #include "kernels/combine.h"
@@ -105,7 +107,7 @@ struct Rows {
 
 // Clears the rows of dy that are not in use and fall to `token`.
 template <typename T, int kBytes>
-PYMOE_DEVICE void clear_rows(const Rows<T>& a, int64_t token, int64_t used, int lane) {
+PYMOE_DEVICE void clear_rows(const Rows<T>& a, int64_t token, int32_t used, int lane) {
   for (int64_t row = token; row < a.rows; row += max(a.tokens, int64_t{1})) {
     if (row < used) continue;
     for (int64_t chunk = lane; chunk < a.row_chunks; chunk += a.group) {
@@ -116,8 +118,15 @@ PYMOE_DEVICE void clear_rows(const Rows<T>& a, int64_t token, int64_t used, int 
   }
 }
 
+// Blocks a multiprocessor: as many registers a thread as keep everything out of local memory.
 template <typename T, int kBytes, int kAtOnce>
-__global__ void __launch_bounds__(kRowThreads, kAtOnce <= 2 ? 4 : 2) combine_backward_kernel(const Rows<T> a) {
+inline constexpr int kResident = kAtOnce <= 2                                    ? 4
+                                 : kAtOnce <= 4 && sizeof(T) < 8 && kBytes == 16 ? 3
+                                                                                 : 2;
+
+template <typename T, int kBytes, int kAtOnce>
+__global__ void __launch_bounds__(kRowThreads, (kResident<T, kBytes, kAtOnce>))
+    combine_backward_kernel(const Rows<T> a) {
   using S = accumulate_t<T>;
   constexpr int kWarps = kRowThreads / kWarp;
   PYMOE_SHARED(S, shared_sums, 2 * kWarps * kAtOnce);
@@ -126,7 +135,7 @@ __global__ void __launch_bounds__(kRowThreads, kAtOnce <= 2 ? 4 : 2) combine_bac
   const int64_t token = static_cast<int64_t>(blockIdx.x) * (blockDim.x / a.group) + in_block;
   const bool there = token < a.tokens;  // no early return: the block meets at barriers
   const bool with_rows = a.dy != nullptr, with_weights = a.dweights != nullptr;
-  const int64_t used = with_rows ? max(min(int64_t{*a.used}, a.rows), int64_t{0}) : 0;
+  const int32_t used = with_rows ? *a.used : 0;  // on its way together with the slots
   const T* grad = a.grad + token * a.hidden;
 
   for (int64_t begin = 0, round = 0; begin < a.choices; begin += kAtOnce, ++round) {
@@ -135,10 +144,11 @@ __global__ void __launch_bounds__(kRowThreads, kAtOnce <= 2 ? 4 : 2) combine_bac
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       const bool chosen = there && begin + k < a.choices;
-      const int32_t slot = chosen ? a.slots[token * a.choices + begin + k] : -1;
-      row[k] = slot < a.rows ? slot : -1;
+      row[k] = chosen ? a.slots[token * a.choices + begin + k] : -1;
       weight[k] = chosen && with_rows ? a.weights[token * a.choices + begin + k] : S{0};
     }
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) row[k] = row[k] < a.rows ? row[k] : -1;
     for (int64_t chunk = there ? lane : a.row_chunks; chunk < a.row_chunks; chunk += a.group) {
       const int64_t column = chunk * kChunk<T>;
       const int count = static_cast<int>(min(a.hidden - column, int64_t{kChunk<T>}));
@@ -147,23 +157,24 @@ __global__ void __launch_bounds__(kRowThreads, kAtOnce <= 2 ? 4 : 2) combine_bac
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
         // Where there is nothing to read, grad once more: a load behind a branch would not be issued with the others.
-        const T* const from = with_weights && row[k] >= 0 ? a.y + row[k] * a.hidden : grad;
+        const T* const from = with_weights && row[k] >= 0 ? a.y + static_cast<uint32_t>(row[k]) * a.hidden : grad;
         of_y[k] = load_chunk<kBytes>(from + column, count);
       }
       S g[kChunk<T>];
-      for (int i = 0; i < kChunk<T>; ++i) g[i] = to_accumulate(of_grad[i]);
+      widen(of_grad, g);
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        if (row[k] < 0) continue;
+        // The sum of products is made whether it counts or not: behind a branch the compiler would put its load, too.
         S products[kChunk<T>];
-        if (row[k] < used) {  // with_rows, that is
-          for (int i = 0; i < kChunk<T>; ++i) products[i] = weight[k] * g[i];
-          store_chunk<kBytes>(a.dy + row[k] * a.hidden + column, narrow<T>(products), count);
-        }
-        if (with_weights) {
-          for (int i = 0; i < kChunk<T>; ++i) products[i] = g[i] * to_accumulate(of_y[k][i]);
-          sums[k] = sums[k] + tree_sum(products);
-        }
+        widen(of_y[k], products);
+#pragma unroll
+        for (int i = 0; i < kChunk<T>; ++i) products[i] = g[i] * products[i];
+        const S sum = sums[k] + tree_sum(products);
+        sums[k] = row[k] >= 0 ? sum : sums[k];
+        if (row[k] < 0 || row[k] >= used) continue;  // without dy none is used
+#pragma unroll
+        for (int i = 0; i < kChunk<T>; ++i) products[i] = weight[k] * g[i];
+        store_chunk<kBytes>(a.dy + static_cast<uint32_t>(row[k]) * a.hidden + column, narrow<T>(products), count);
       }
     }
     if (!with_weights) continue;
@@ -228,6 +239,8 @@ void combine_backward(const CombineBackwardArguments& a, void* stream) {
       launch_combine_backward<T, kNarrow, 4>(a, stream);
     } else if (a.choices <= 2) {
       launch_combine_backward<T, 16, 2>(a, stream);
+    } else if (a.choices <= 4) {
+      launch_combine_backward<T, 16, 4>(a, stream);
     } else {
       launch_combine_backward<T, 16, kMostAtOnce<T>>(a, stream);
     }

@@ -5,10 +5,13 @@
 //
 // The bytes decide: (S + T) rows move, each once (528 MB for T 4096, K 8, H 7168 in bf16). To keep an H200's memory
 // busy some 25 KB must be on their way in every SM (4.8 TB/s for 0.7 us over 132 SMs). Eight loads of 16 bytes are
-// 128 bytes a thread; at most 85 registers let three blocks of 256 threads share an SM: 96 KB. With one or two choices
-// a thread has little to load, so they have a kernel of their own that needs half the registers: five blocks, 40 KB.
-// An element costs three instructions a choice (widen, multiply, add), a third of what the SMs issue in the time that
-// the memory takes.
+// 128 bytes a thread, and 80 registers at most let three blocks of 256 threads share an SM: 96 KB. (nvcc 13 needs 72
+// for bf16 on sm_80, 90 and 100: there a fourth of the blocks of 224 threads that H 7168 makes fits.) Up to two and up
+// to four choices have kernels of their own, with fewer loads a thread and more blocks.
+//
+// An element costs four to five instructions a choice, of which three are inevitable (widen, multiply, add): a third
+// of what the SMs can issue in the time that the memory takes. So there is no branch between the choices: one that has
+// no row adds 0 * 0, which changes no sum, not even in the sign of a zero, since no sum that began at +0 is -0.
 #include "kernels/combine.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/pack.h"
@@ -21,7 +24,7 @@ namespace {
 template <typename S, int kAtOnce>
 struct Choices {
   int32_t row[kAtOnce];
-  S weight[kAtOnce];
+  S weight[kAtOnce];  // 0 where there is nothing to add: an infinite weight times 0 would be NaN
 };
 
 // Choices `begin` and on. Reads no slot past the token's last.
@@ -31,14 +34,22 @@ PYMOE_DEVICE void read_choices(Choices<S, kAtOnce>& now, const int32_t* slots, c
 #pragma unroll
   for (int k = 0; k < kAtOnce; ++k) {
     const bool there = begin + k < choices;
-    const int32_t slot = there ? slots[begin + k] : -1;
-    now.row[k] = slot < rows ? slot : -1;
+    now.row[k] = there ? slots[begin + k] : -1;
     now.weight[k] = there && weights != nullptr ? weights[begin + k] : S{1};  // times one is exact
+  }
+#pragma unroll
+  for (int k = 0; k < kAtOnce; ++k) {
+    if (now.row[k] >= 0 && now.row[k] < rows) continue;
+    now.row[k] = -1;
+    now.weight[k] = 0;
   }
 }
 
-template <typename T, int kBytes, int kAtOnce>
-__global__ void __launch_bounds__(kRowThreads, kAtOnce <= 2 ? 5 : 3)
+// kInRounds: more choices than kAtOnce, which are read again for every column.
+template <typename T, int kBytes, int kAtOnce, bool kInRounds>
+__global__ void __launch_bounds__(kRowThreads, kAtOnce <= 2   ? 5
+                                               : kAtOnce <= 4 ? 4
+                                                              : 3)
     combine_kernel(const T* PYMOE_RESTRICT y, const int32_t* PYMOE_RESTRICT slots,
                    const accumulate_t<T>* PYMOE_RESTRICT weights, T* PYMOE_RESTRICT out, int64_t tokens,
                    int64_t choices, int64_t rows, int64_t row_packs, int group) {
@@ -51,38 +62,37 @@ __global__ void __launch_bounds__(kRowThreads, kAtOnce <= 2 ? 5 : 3)
   if (weights != nullptr) weights += token * choices;
 
   Choices<S, kAtOnce> now;
-  read_choices(now, slots, weights, 0, choices, rows);
+  if constexpr (!kInRounds) read_choices(now, slots, weights, 0, choices, rows);
   for (int64_t column = threadIdx.x % group; column < row_packs; column += group) {
     S total[kElements] = {};
-    for (int64_t begin = 0;;) {
+    int64_t begin = 0;
+    do {
+      if constexpr (kInRounds) read_choices(now, slots, weights, begin, choices, rows);
       P values[kAtOnce];
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        values[k] = P{};
-        if (now.row[k] >= 0) values[k] = load_pack_streaming<P>(y + (now.row[k] * row_packs + column) * kElements);
+        const auto row = static_cast<uint32_t>(now.row[k]);
+        values[k] = load_pack_streaming_if<P>(now.row[k] >= 0, y + (row * row_packs + column) * kElements);
       }
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        if (now.row[k] < 0) continue;
+        S value[kElements];
+        widen(values[k], value);
 #pragma unroll
-        for (int i = 0; i < kElements; ++i) total[i] = total[i] + now.weight[k] * to_accumulate(values[k][i]);
+        for (int i = 0; i < kElements; ++i) total[i] = total[i] + now.weight[k] * value[i];
       }
-      // The usual case: the choices stay in registers for all columns. The small kernel has no other.
-      if (kAtOnce <= 2 || choices <= kAtOnce) break;
       begin += kAtOnce;
-      read_choices(now, slots, weights, begin < choices ? begin : 0, choices, rows);
-      if (begin >= choices) break;
-    }
+    } while (kInRounds && begin < choices);
     store_pack(out + (token * row_packs + column) * kElements, narrow<T>(total));
   }
 }
 
-template <typename T, int kBytes, int kAtOnce>
+template <typename T, int kBytes, int kAtOnce, bool kInRounds>
 void launch_combine(const CombineArguments& a, void* stream) {
   const int64_t row_packs = a.hidden * static_cast<int64_t>(sizeof(T)) / kBytes;
   const RowGroup group = group_for(row_packs);
-  launch("combine", combine_kernel<T, kBytes, kAtOnce>, {ceil_div(a.tokens, group.rows), group.block()}, stream, a.y,
-         a.slot, a.weights, a.out, a.tokens, a.choices, a.rows, row_packs, group.threads);
+  launch("combine", combine_kernel<T, kBytes, kAtOnce, kInRounds>, {ceil_div(a.tokens, group.rows), group.block()},
+         stream, a.y, a.slot, a.weights, a.out, a.tokens, a.choices, a.rows, row_packs, group.threads);
 }
 
 }  // namespace
@@ -93,11 +103,15 @@ void combine(const CombineArguments& a, void* stream) {
     constexpr int kNarrow = static_cast<int>(sizeof(T));
     const int64_t width = widest_access({a.y, a.out}, a.hidden * kNarrow);
     if (width < 16) {
-      launch_combine<T, kNarrow, 8>(a, stream);
+      launch_combine<T, kNarrow, 8, true>(a, stream);
     } else if (a.choices <= 2) {
-      launch_combine<T, 16, 2>(a, stream);
+      launch_combine<T, 16, 2, false>(a, stream);
+    } else if (a.choices <= 4) {
+      launch_combine<T, 16, 4, false>(a, stream);
+    } else if (a.choices <= 8) {
+      launch_combine<T, 16, 8, false>(a, stream);
     } else {
-      launch_combine<T, 16, 8>(a, stream);
+      launch_combine<T, 16, 8, true>(a, stream);
     }
   });
 }

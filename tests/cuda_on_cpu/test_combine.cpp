@@ -27,7 +27,7 @@ struct Shape {
 
   explicit Shape(Random& random)
       : tokens(random.between(0, size(random.chance(0.3) ? 60 : 9, 5))),
-        choices(random.one_of<int64_t>({1, 2, 2, 3, 6, 8, 8, 9, 17})),
+        choices(random.one_of<int64_t>({1, 2, 2, 3, 4, 5, 8, 8, 9, 17})),
         hidden(random_hidden(random)),
         shift(random.chance(0.7) ? 0 : random.between(1, 7)) {}
 

@@ -10,6 +10,7 @@ GATE = "csrc/kernels/gate_topk_cuda.cu"
 GATE_BACKWARD = "csrc/kernels/gate_topk_backward_cuda.cu"
 COMBINE = "csrc/kernels/combine_cuda.cu"
 COMBINE_BACKWARD = "csrc/kernels/combine_backward_cuda.cu"
+PACK = "csrc/kernels/cuda/pack.h"
 EXPERT_ACTIVATION = "csrc/kernels/expert_activation_cuda.cu"
 ROUTER_LOSSES = "csrc/kernels/router_losses_cuda.cu"
 GROUPED_LINEAR = "csrc/kernels/grouped_linear_cuda.cu"
@@ -19,29 +20,62 @@ TILE_LOADER = "csrc/kernels/cuda/tile_loader.h"
 
 FAULTS = [
     *ROUTING_FAULTS,
-    Fault("combine takes slot S", COMBINE, "slot < rows ? slot", "slot <= rows ? slot", "address", "combine"),
+    Fault(
+        "combine takes slot S",
+        COMBINE,
+        "now.row[k] < rows) continue",
+        "now.row[k] <= rows) continue",
+        "address",
+        "combine",
+    ),
     Fault(
         "combine: an offset of 32 bits",
         COMBINE,
-        "y + (now.row[k] * row_packs + column) * kElements",
-        "y + static_cast<int32_t>((now.row[k] * row_packs + column) * kElements)",
+        "y + (row * row_packs + column) * kElements",
+        "y + static_cast<int32_t>((row * row_packs + column) * kElements)",
         "values",
         "combine",
     ),
     Fault(
         "combine forgets the choices past the sixteenth",
         COMBINE,
-        "if (begin >= choices) break;",
-        "if (begin >= 2 * kAtOnce || begin >= choices) break;",
+        "kInRounds && begin < choices",
+        "kInRounds && begin < choices && begin < 2 * kAtOnce",
+        "values",
+        "combine",
+    ),
+    Fault("combine forgets a fifth choice", COMBINE, "a.choices <= 4", "a.choices <= 5", "values", "combine"),
+    Fault("combine weighs a choice without a row", COMBINE, "    now.weight[k] = 0;\n", "", "values", "combine"),
+    Fault(
+        "combine: both elements of a pair are the lower one",
+        PACK,
+        "pairs[i] & 0xffff0000u",
+        "pairs[i] << 16",
         "values",
         "combine",
     ),
     Fault(
         "combine_backward takes slot S",
         COMBINE_BACKWARD,
-        "row[k] = slot < a.rows ? slot : -1;",
-        "row[k] = slot <= a.rows ? slot : -1;",
+        "row[k] = row[k] < a.rows ? row[k] : -1;",
+        "row[k] = row[k] <= a.rows ? row[k] : -1;",
         "address",
+        "combine",
+    ),
+    Fault(
+        "combine_backward adds the products of a choice without a row",
+        COMBINE_BACKWARD,
+        "sums[k] = row[k] >= 0 ? sum : sums[k];",
+        "sums[k] = sum;",
+        "values",
+        "combine",
+    ),
+    Fault(
+        "combine_backward writes rows that are not in use",
+        COMBINE_BACKWARD,
+        "if (row[k] < 0 || row[k] >= used) continue;",
+        "if (row[k] < 0) continue;",
+        "values",
         "combine",
     ),
     Fault(

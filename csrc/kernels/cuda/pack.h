@@ -47,9 +47,48 @@ PYMOE_DEVICE P load_pack_streaming(const T* from) {
   return bit_cast<P>(__ldcs(reinterpret_cast<const word_of<P>*>(from)));
 }
 
+// Zeros where there is nothing to load, and `from` is not read. One word is chosen, not one element after the other.
+template <typename P, typename T>
+PYMOE_DEVICE P load_pack_streaming_if(bool there, const T* from) {
+  word_of<P> word{};
+  if (there) word = __ldcs(reinterpret_cast<const word_of<P>*>(from));
+  return bit_cast<P>(word);
+}
+
+template <typename Word>
+PYMOE_DEVICE void store_word(Word* to, const Word& word) {
+  *to = word;
+}
+#if defined(__CUDA_ARCH__)
+// An assignment may be taken apart: ptxas has made four stores of 4 bytes of words that were put together from pairs.
+PYMOE_DEVICE void store_word(uint4* to, const uint4& word) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w)
+               : "memory");
+}
+#endif
+
+// To global memory.
 template <typename P, typename T>
 PYMOE_DEVICE void store_pack(T* to, const P& pack) {
-  *reinterpret_cast<word_of<P>*>(to) = bit_cast<word_of<P>>(pack);
+  store_word(reinterpret_cast<word_of<P>*>(to), bit_cast<word_of<P>>(pack));
+}
+
+// The elements of a pack in the type of their sums: to_accumulate of core/dtype.h. Two bfloat16 of a word are widened
+// by a shift and a mask, one instruction each; taken out of the word first they would cost two.
+template <typename T, int kCount>
+PYMOE_DEVICE void widen(const Pack<T, kCount>& pack, accumulate_t<T> (&to)[kCount]) {
+  if constexpr (std::is_same_v<T, BFloat16> && kCount % 2 == 0) {
+    uint32_t pairs[kCount / 2];
+    memcpy(pairs, &pack, sizeof(pairs));
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      to[2 * i] = bit_cast<float>(pairs[i] << 16);
+      to[2 * i + 1] = bit_cast<float>(pairs[i] & 0xffff0000u);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) to[i] = to_accumulate(pack[i]);
+  }
 }
 
 #if defined(__CUDA_ARCH__)
