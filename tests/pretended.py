@@ -4,11 +4,16 @@ The device is ``maia:0``: torch knows the name, and no build has it, so nothing 
 on a GPU, a pretended tensor does not meet a CPU tensor in one operation, unless that is a scalar or an index, or the
 operation is a copy. The operators of pymoe run their CPU kernels, whatever these are in the library that is loaded:
 those of the emulated library are the CUDA twins.
+
+:func:`cuda_tensor` makes another kind: tensors of ``cuda:0``, as which the runtime's C++ knows them, but without an
+operator that takes them. Tests give torch those that they need (:class:`torch.library.Library`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import hashlib
 import os
 import subprocess
 from contextlib import contextmanager
@@ -104,10 +109,11 @@ class Factories(TorchDispatchMode):
 
 
 @functools.cache
-def load_guard():
+def load_library() -> Path:
     """Autograd asks the guard of a tensor's device for its stream."""
     source = Path(__file__).with_suffix(".cpp")
-    library = source.parents[1] / "build" / "tests" / f"pretended-{torch.__version__}.so"
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:8]
+    library = source.parents[1] / "build" / "tests" / f"pretended-{torch.__version__}-{digest}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         unfinished = library.with_suffix(f".{os.getpid()}")
@@ -118,11 +124,27 @@ def load_guard():
         subprocess.run([*command, "-o", str(unfinished)], check=True)
         unfinished.rename(library)
     torch.ops.load_library(str(library))
+    return library
+
+
+def cuda_tensor(values: Tensor, index: int = 0) -> Tensor:
+    """Return a tensor of device ``cuda:index`` over the memory of ``values``: dense, of float32."""
+    assert values.is_contiguous()
+    assert values.dtype == torch.float32
+    make = ctypes.CDLL(str(load_library())).pretended_cuda_tensor
+    make.restype = ctypes.c_void_p
+    sizes = (ctypes.c_int64 * values.dim())(*values.shape)
+    made = make(ctypes.c_void_p(values.data_ptr()), ctypes.c_int64(values.dim()), sizes, ctypes.c_int(index))
+    wrap = ctypes.pythonapi.PyCapsule_New
+    wrap.restype, wrap.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(wrap(made, None, None))
+    tensor.memory = values
+    return tensor
 
 
 @contextmanager
 def pretended():
     """Inside, torch has the device."""
-    load_guard()
+    load_library()
     with Factories():
         yield

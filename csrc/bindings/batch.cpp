@@ -70,12 +70,16 @@ class Column {
     if (torch.gather_batch == nullptr) {
       raise(PyExc_RuntimeError, "torch.ops.pymoe.gather_batch is missing: import pymoe");
     }
+    // The batch is done for the client once its work is queued here: memory of another stream, whose client then lets
+    // go of it, must not be given to anybody else before this stream has read it.
+    const py::object stream = py::handle(torch.cuda).attr("current_stream")(position_.device.index);
+    const GradMode none(false);
     py::list tensors;
     for (const Slice& slice : batch_) {
       const py::handle tensor = request_of(slice).inputs()[index_].tensor;
+      tensor.attr("record_stream")(stream);
       tensors.append(slice.whole() ? borrow(tensor.ptr()) : tensor.attr("narrow")(0, slice.begin, rows_of(slice)));
     }
-    const GradMode none(false);
     return own(PyObject_CallOneArg(torch.gather_batch, tensors.ptr()));
   }
 

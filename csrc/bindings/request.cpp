@@ -86,7 +86,7 @@ std::shared_ptr<const Signature> Signatures::find(const dlpack::Tensor* tensors,
   if (const auto found = known_.find(positions); found != known_.end()) return last_ = found->second;
   if (schema_) check(tensors, count);  // runs Python only where it throws
   if (known_.size() >= most_known_) forget_unused();
-  last_ = std::make_shared<Signature>(Signature{next_kind_++, positions});
+  last_ = std::make_shared<Signature>(next_kind_++, positions);
   known_.emplace(std::move(positions), last_);
   return last_;
 }

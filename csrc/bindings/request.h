@@ -8,10 +8,12 @@
 #include "runtime/sync.h"
 #include "runtime/task_pool.h"
 
+#include <algorithm>
 #include <array>
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace pymoe::bindings {
@@ -47,8 +49,15 @@ struct Position {
 };
 
 struct Signature {
+  Signature(uint64_t number, std::vector<Position> of)
+      : kind(number), positions(std::move(of)), on_cpu(std::all_of(positions.begin(), positions.end(), is_on_cpu)) {}
+
   const uint64_t kind;
   const std::vector<Position> positions;
+  const bool on_cpu;  // every tensor
+
+ private:
+  static bool is_on_cpu(const Position& position) { return position.device.type == dlpack::kCpu; }
 };
 
 // One client's tensors. Everything Python is read and written under the GIL alone.

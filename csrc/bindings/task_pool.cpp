@@ -87,10 +87,8 @@ class PyTaskPool {
   PyTaskPool(const PyTaskPool&) = delete;
   PyTaskPool& operator=(const PyTaskPool&) = delete;
 
-  // A thread that helps runs the batch on its own current device and stream.
-  bool may_help(const Signature& signature) const {
-    return !pin_memory && signature.positions[0].device.type == dlpack::kCpu;
-  }
+  // A thread that helps runs the batch on its own current device and stream, so nothing may be there for a GPU to do.
+  bool may_help(const Signature& signature) const { return !pin_memory && signature.on_cpu; }
 
   const std::string where;  // for errors
   std::shared_ptr<PyBatchFunction> function;

@@ -11,6 +11,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "core/dtype.h"
 #include "core/score.h"
@@ -83,6 +84,20 @@ inline void require_tensor(const char* operator_name, const char* argument, cons
   require_dtype(operator_name, argument, tensor, dtype);
   require_shape(operator_name, argument, tensor, sizes);
   require_same_device(operator_name, argument, tensor, like);
+}
+
+// Both are contiguous. What a kernel writes must not be what it reads: threads would read what others have written.
+inline void require_apart(const char* operator_name, const char* written_name, const Tensor& written,
+                          const char* read_name, const Tensor& read) {
+  const auto range = [](const Tensor& tensor) {
+    const auto begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+    return std::pair(begin, begin + static_cast<uintptr_t>(tensor.numel()) * tensor.element_size());
+  };
+  if (written.numel() == 0 || read.numel() == 0) return;
+  const auto [begin, end] = range(written);
+  const auto [read_begin, read_end] = range(read);
+  require(end <= read_begin || read_end <= begin, operator_name, written_name, " must not overlap ", read_name,
+          " in memory");
 }
 
 // The E + 1 offsets of experts' rows.

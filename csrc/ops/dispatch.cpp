@@ -22,6 +22,9 @@ void dispatch_out(const Tensor& x, const Tensor& slot, const Tensor& offsets, Te
   require_tensor(kName, "slot", slot, ScalarType::Int, {x.size(0), -1}, x);
   const int32_t* bounds = checked_offsets(kName, offsets, x);
   require_tensor(kName, "out", out, x.scalar_type(), {-1, x.size(1)}, x);
+  require_apart(kName, "out", out, "x", x);
+  require_apart(kName, "out", out, "slot", slot);
+  require_apart(kName, "out", out, "offsets", offsets);
   const DispatchArguments arguments{
       x.const_data_ptr(),
       static_cast<const int32_t*>(slot.const_data_ptr()),
@@ -42,7 +45,7 @@ Tensor dispatch(const Tensor& x, const Tensor& slot, const Tensor& offsets, std:
   constexpr int64_t kMostRows = INT32_MAX;  // what a slot can name
   require(!rows || (*rows >= 0 && *rows <= kMostRows), kName, "rows must be at least 0 and at most ", kMostRows,
           ", got ", rows.value_or(0));
-  Tensor out = empty({rows.value_or(slot.numel()), x.size(1)}, x.scalar_type(), x);
+  Tensor out = empty({rows.value_or(slot.numel()), x.size(1)}, x.scalar_type(), x);  // memory of its own
   dispatch_out(x, slot, offsets, out);
   return out;
 }

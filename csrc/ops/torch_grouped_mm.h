@@ -4,13 +4,15 @@
 // expert's part, at most 1023 experts, and runs on the stream alone. All else it gives to a loop over experts that
 // copies the offsets to the host, which no CUDA graph can hold, so all else is refused here. It trusts its offsets, it
 // leaves rows past the last one unwritten, it takes sorted rows alone, and it rounds before anyone could add a bias, so
-// order and bias are refused too.
+// order and bias are refused too. PYMOE_TORCH_GROUPED_MM=0 refuses everything: all products are then our own kernel's.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
 
 #include <array>
+#include <cstdlib>
 #include <limits>
+#include <string_view>
 
 #include "kernels/grouped_linear.h"
 #include "ops/check.h"
@@ -28,6 +30,18 @@ inline bool aligned(std::initializer_list<int64_t> elements) {
   return true;
 }
 
+// Read once: what a process computes does not change under way.
+inline bool wanted() {
+  static const bool answer = [] {
+    const char* text = std::getenv("PYMOE_TORCH_GROUPED_MM");
+    const std::string_view value = text != nullptr ? text : "";
+    require(value.empty() || value == "0" || value == "1", "grouped_linear",
+            "PYMOE_TORCH_GROUPED_MM must be 0 or 1, got '", value, "'");
+    return value != "0";
+  }();
+  return answer;
+}
+
 // By rows, or (`either`) by columns.
 inline bool takes_matrix(const MatrixView& m, int64_t rows, int64_t columns, bool either = false) {
   const bool by_rows = m.column_stride == 1 && m.row_stride >= columns && aligned({m.row_stride});
@@ -36,8 +50,8 @@ inline bool takes_matrix(const MatrixView& m, int64_t rows, int64_t columns, boo
 }
 
 inline bool takes_sizes(DType dtype, int capability, int64_t experts, int64_t rows, int64_t input, int64_t output) {
-  return dtype == DType::kBFloat16 && (capability == 9 || capability == 10) && experts >= 1 && experts <= 1023 &&
-         rows >= 1 && rows <= std::numeric_limits<int32_t>::max() && input >= 1 && output >= 1 &&
+  return wanted() && dtype == DType::kBFloat16 && (capability == 9 || capability == 10) && experts >= 1 &&
+         experts <= 1023 && rows >= 1 && rows <= std::numeric_limits<int32_t>::max() && input >= 1 && output >= 1 &&
          aligned({input, output});
 }
 

@@ -64,15 +64,17 @@ class Placement:
         """
         home = tensors[0].device
         device = self.device or home
+        crossed = {device, home} if device != home else set()
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             try:
                 # From page-locked memory the copy runs while the host goes on; from other memory torch waits by itself.
                 if self._landmark is not None:
                     tensors = [tensor.to(device, non_blocking=True) for tensor in tensors]
                 leaves = function(tensors)
+                crossed |= {leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.device != home}
                 return tuple(leaf.to(home, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
             finally:  # a client may read what it gets, and reuse what it gave
-                for place in {device, home} if device != home else ():
+                for place in crossed:
                     if place.type == "cuda":
                         torch.cuda.current_stream(place).synchronize()
 

@@ -59,7 +59,9 @@ class TaskPool(_runtime.TaskPool):
     own rows of the result. A future can be awaited by several tasks; cancelling one of them cancels the request for
     all. It can stand in for a ``concurrent.futures.Future``. Requests of different dtypes, devices or row shapes never
     share a batch. Tensors on a GPU must be ready in its default stream: batches are assembled there, and results become
-    ready there.
+    ready there. A client with a stream of its own has the default stream wait for it before it submits, and has it wait
+    for the default stream before it reads a result, whose ``record_stream`` it calls; what it submitted it may drop
+    once the request is done.
 
     Args:
         process_func: called with one tensor per position, the rows of all requests one after the other in dimension

@@ -1,5 +1,10 @@
 """Run with the plugin ``emulated_ops``: every operator does reach its CUDA kernel there."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from specs import WITHOUT_CUDA, all_raw_calls
@@ -40,3 +45,30 @@ def test_grouped_linear_leaves_to_torch_what_torch_makes_without_the_host(dtype,
         assert calls == (3 if by_torch and ops is pymoe.ops else 0)  # y, dx and dweight
     for native, reference in zip(*results, strict=True):
         assert torch.equal(native, reference)
+
+
+SWITCHED = """
+import emulated_ops, torch, pymoe
+
+x, weight = torch.ones(8, 16).bfloat16(), torch.ones(2, 24, 16).bfloat16().requires_grad_()
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    y = pymoe.ops.grouped_linear(x.requires_grad_(), weight, torch.tensor([0, 3, 8], dtype=torch.int32))
+    torch.autograd.grad(y, [x, weight], torch.ones_like(y))
+assert (y == 16).all()
+print(sum(event.name == "aten::_grouped_mm" for event in profile.events()))
+"""
+
+
+@pytest.mark.parametrize(("value", "calls"), [(None, "3"), ("", "3"), ("1", "3"), ("0", "0"), ("no", "")])
+def test_a_variable_of_the_environment_keeps_products_away_from_torch(value, calls):
+    """So that our own kernel can be measured beside torch's, and can stand in for it, where torch's would be taken."""
+    environment = {name: text for name, text in os.environ.items() if name != "PYMOE_TORCH_GROUPED_MM"}
+    environment["PYTHONPATH"] = str(Path(__file__).parent)
+    if value is not None:
+        environment["PYMOE_TORCH_GROUPED_MM"] = value
+    done = subprocess.run(
+        [sys.executable, "-c", SWITCHED], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == calls, done.stderr
+    if value == "no":
+        assert "ValueError: grouped_linear: PYMOE_TORCH_GROUPED_MM must be 0 or 1, got 'no'" in done.stderr

@@ -161,6 +161,24 @@ def test_dispatch_refuses_a_buffer_that_overlaps_its_input():
     assert beside.data_ptr() == memory.data_ptr()
 
 
+@pytest.mark.parametrize("read", ["x", "slot", "offsets"])
+def test_the_raw_dispatch_refuses_a_buffer_that_overlaps_what_it_reads(read):
+    """The kernels give rows to threads in any order, which would read what others have written."""
+    slot, _, offsets = build_routing(distinct(4, 2, 4, generator()), 4)
+    values = {"x": torch.rand(4, 6), "slot": slot, "offsets": offsets}
+    memory = torch.zeros(100)
+    last = 4 + 48 - values[read].numel()
+    for start in (4, last):
+        inside = memory[start : start + values[read].numel()].view(values[read].dtype).view(values[read].shape)
+        overlapping = {**values, read: inside.copy_(values[read])}
+        with pytest.raises(ValueError, match=f"dispatch: out must not overlap {read} in memory"):
+            torch.ops.pymoe.dispatch_out(*overlapping.values(), memory[4:52].view(8, 6))
+    beside = memory[52 : 52 + values[read].numel()].view(values[read].dtype).view(values[read].shape)
+    torch.ops.pymoe.dispatch_out(*{**values, read: beside.copy_(values[read])}.values(), memory[4:52].view(8, 6))
+    before = memory[:4].view(torch.int32)[:3].copy_(torch.tensor([0, 4, 8]))  # offsets of two experts
+    torch.ops.pymoe.dispatch_out(values["x"], slot, before, memory[4:52].view(8, 6))
+
+
 def test_dispatch_refuses_to_lose_a_gradient_in_a_buffer():
     routing = build_routing(distinct(4, 2, 4, generator()), 4)
     x = torch.zeros(4, 6, requires_grad=True)
