@@ -7,17 +7,40 @@
 #include <sys/mman.h>
 #endif
 
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <vector>
 
 namespace pymoe::ops {
 
+// A new tensor of torch's. torch::stable::empty would look aten::empty up by its name in every call, and box its
+// arguments: a microsecond, and an operator for a few tokens makes up to ten tensors.
+inline torch::stable::Tensor contiguous(torch::headeronly::IntHeaderOnlyArrayRef shape,
+                                        torch::headeronly::ScalarType dtype, const torch::stable::Tensor& like) {
+  namespace conversions = torch::stable::detail;
+  std::vector<int64_t> strides(shape.size());
+  uint64_t stride = 1;  // may wrap where a size is 0, and is then the stride of nothing
+  for (size_t i = shape.size(); i-- > 0;) {
+    strides[i] = static_cast<int64_t>(stride);
+    stride *= static_cast<uint64_t>(std::max<int64_t>(shape[i], 1));
+  }
+  int32_t device = 0;
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
+                                                  conversions::to<int32_t>(conversions::from(dtype)), device,
+                                                  like.get_device_index(), &made));
+  return torch::stable::Tensor(made);
+}
+
 // An uninitialised tensor on the device of `like`. Large CPU outputs ask the kernel for huge pages: memory that comes
 // fresh from the system costs one page fault every 4 KiB on first touch, which was most of the time of a memory-bound
 // operator; with 2 MiB pages it is a 512th as many. Where the system has none, the advice changes nothing.
-inline torch::stable::Tensor empty(const std::vector<int64_t>& shape, torch::headeronly::ScalarType dtype,
+inline torch::stable::Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef shape, torch::headeronly::ScalarType dtype,
                                    const torch::stable::Tensor& like) {
-  torch::stable::Tensor tensor = torch::stable::empty({shape.data(), shape.size()}, dtype, std::nullopt, like.device());
+  torch::stable::Tensor tensor = contiguous(shape, dtype, like);
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr int64_t kHugePage = int64_t{2} << 20;
   const int64_t bytes = tensor.numel() * static_cast<int64_t>(tensor.element_size());

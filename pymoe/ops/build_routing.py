@@ -13,6 +13,8 @@ from pymoe.reference.build_routing import ROW_LIMIT, check
 from pymoe.reference.build_routing import build_routing as reference
 from pymoe.reference.types import Routing
 
+_BUILD_ROUTING = torch.ops.pymoe.build_routing.default
+
 
 def build_routing(
     experts: Tensor, num_experts: int, *, capacity: int | None = None, foreign_experts: bool = False
@@ -21,7 +23,7 @@ def build_routing(
     index_checks.experts_in_range("build_routing", experts, num_experts, foreign_experts)
     if capacity is not None:
         capacity = min(capacity, ROW_LIMIT)
-    return Routing(*torch.ops.pymoe.build_routing(experts.contiguous(), num_experts, capacity, foreign_experts))
+    return Routing(*_BUILD_ROUTING(experts.contiguous(), num_experts, capacity, foreign_experts))
 
 
 build_routing.__doc__ = reference.__doc__

@@ -17,13 +17,17 @@ from pymoe.ops.function_calls import call
 from pymoe.ops.row_moves import sum_choices
 from pymoe.reference.combine import check
 from pymoe.reference.combine import combine as reference
+from pymoe.reference.scores import accumulate_dtype
 from pymoe.reference.types import Routing
+
+_COMBINE = torch.ops.pymoe.combine.default
+_COMBINE_BACKWARD = torch.ops.pymoe.combine_backward.default
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(y: Tensor, weights: Tensor, slot: Tensor, offsets: Tensor) -> Tensor:
-        return torch.ops.pymoe.combine(y, slot, weights)
+        return _COMBINE(y, slot, weights)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -42,7 +46,7 @@ class _CombineBackward(torch.autograd.Function):
     def forward(
         grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor, offsets: Tensor, need_dy: bool, need_dweights: bool
     ) -> tuple[Tensor, Tensor]:
-        return torch.ops.pymoe.combine_backward(grad, y, weights, slot, offsets, need_dy, need_dweights)
+        return _COMBINE_BACKWARD(grad, y, weights, slot, offsets, need_dy, need_dweights)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -74,7 +78,9 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
     if weights is None:
         return sum_choices(y, routing)
     slot, _, offsets = routing
-    weights = weights.to(torch.float64 if y.dtype == torch.float64 else torch.float32)
+    wide = accumulate_dtype(y.dtype)
+    if weights.dtype != wide:  # mostly it is, and asking is cheaper than a cast to the same
+        weights = weights.to(wide)
     return call(_Combine, y.contiguous(), weights.contiguous(), slot.contiguous(), offsets.contiguous())
 
 

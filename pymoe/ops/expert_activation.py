@@ -18,6 +18,9 @@ from pymoe.reference.expert_activation import KINDS, check, clamped, gate_and_up
 from pymoe.reference.expert_activation import expert_activation as reference
 from pymoe.reference.types import ActivationKind, ClampedSwiglu
 
+_EXPERT_ACTIVATION = torch.ops.pymoe.expert_activation.default
+_EXPERT_ACTIVATION_BACKWARD = torch.ops.pymoe.expert_activation_backward.default
+
 _Options = tuple[int, float, float, float, bool]
 """Of the kernel: the kind's number and, of a ``ClampedSwiglu``, limit, alpha, offset of up, and whether interleaved."""
 
@@ -60,7 +63,7 @@ class _ExpertActivation(torch.autograd.Function):
     @staticmethod
     def forward(h: Tensor, kind: int, limit: float, alpha: float, up_offset: float, interleaved: bool) -> Tensor:
         # No *options: torch.compile without gradients hands a context to what takes any number of arguments.
-        return torch.ops.pymoe.expert_activation(h, kind, limit, alpha, up_offset, interleaved)
+        return _EXPERT_ACTIVATION(h, kind, limit, alpha, up_offset, interleaved)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -74,7 +77,7 @@ class _ExpertActivation(torch.autograd.Function):
             kind = _kind_of(*ctx.options)
             grad_h = gradients_again(lambda values: _activated(values, kind), (h,), grad)[0]
         else:
-            grad_h = torch.ops.pymoe.expert_activation_backward(grad.contiguous(), h, *ctx.options)
+            grad_h = _EXPERT_ACTIVATION_BACKWARD(grad.contiguous(), h, *ctx.options)
         return grad_h, *(None,) * len(ctx.options)
 
 

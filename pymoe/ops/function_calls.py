@@ -6,13 +6,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
-from pymoe._torch_private import are_functorch_transforms_active, unwrap_dead_wrappers
+from pymoe._torch_private import are_functorch_transforms_active, unwrap_if_dead
+
+_apply_of: dict[type[torch.autograd.Function], Callable[..., Any]] = {}
+"""The ``apply`` to which the public one of a Function leads."""
 
 
 def is_recorded(*values: Any) -> bool:
@@ -24,12 +29,12 @@ def is_recorded(*values: Any) -> bool:
     Args:
         values: the arguments of a call: tensors, and anything else.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         if torch.compiler.is_exporting():
             return True
     elif are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return True
-    return torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in values)
+    return is_grad_enabled() and _any_requires_grad(values)
 
 
 def call(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -42,8 +47,19 @@ def call(function: type[torch.autograd.Function], *args: Any) -> Any:
             view and ``forward`` alone would not.
         args: all arguments of its ``forward``.
     """
-    if torch.compiler.is_compiling() or are_functorch_transforms_active():
+    if is_compiling() or are_functorch_transforms_active():
         return function.apply(*args)
-    if not is_recorded(*args):
+    if not (forward_ad._current_level >= 0 or (is_grad_enabled() and _any_requires_grad(args))):
         return function.forward(*args)
-    return super(torch.autograd.Function, function).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]
+    apply = _apply_of.get(function)
+    if apply is None:
+        apply = _apply_of[function] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    # Tensors that left a transform are wrapped still.
+    return apply(*[unwrap_if_dead(value) if isinstance(value, Tensor) else value for value in args])
+
+
+def _any_requires_grad(values: tuple[Any, ...]) -> bool:
+    for value in values:  # noqa: SIM110  # a generator for any() would cost more than the answer
+        if isinstance(value, Tensor) and value.requires_grad:
+            return True
+    return False

@@ -18,6 +18,9 @@ from pymoe.reference.gate_topk import gate_topk as reference
 from pymoe.reference.scores import SUM_FLOOR, accumulate_dtype
 from pymoe.reference.types import Gate, Score
 
+_GATE_TOPK = torch.ops.pymoe.gate_topk.default
+_GATE_TOPK_BACKWARD = torch.ops.pymoe.gate_topk_backward.default
+
 
 class _GateTopk(torch.autograd.Function):
     @staticmethod
@@ -31,7 +34,7 @@ class _GateTopk(torch.autograd.Function):
         topk_groups: int,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.ops.pymoe.gate_topk(logits, bias, k, score, renormalize, num_groups, topk_groups, scale)
+        return _GATE_TOPK(logits, bias, k, score, renormalize, num_groups, topk_groups, scale)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -61,7 +64,7 @@ class _GateTopkBackward(torch.autograd.Function):
         chosen_on_logits: bool,
         scale: float,
     ) -> Tensor:
-        return torch.ops.pymoe.gate_topk_backward(grad, logits, experts, score, renormalize, chosen_on_logits, scale)
+        return _GATE_TOPK_BACKWARD(grad, logits, experts, score, renormalize, chosen_on_logits, scale)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

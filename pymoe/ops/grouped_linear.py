@@ -19,6 +19,10 @@ from pymoe.reference.autocast import cast_operands
 from pymoe.reference.grouped_linear import check
 from pymoe.reference.grouped_linear import grouped_linear as reference
 
+_GROUPED_LINEAR = torch.ops.pymoe.grouped_linear.default
+_GROUPED_LINEAR_WEIGHT_GRAD = torch.ops.pymoe.grouped_linear_weight_grad.default
+_GROUPED_LINEAR_BIAS_GRAD = torch.ops.pymoe.grouped_linear_bias_grad.default
+
 
 class _GroupedLinear(torch.autograd.Function):
     """y[r] = weight[e] @ x[r] + bias[e] for the expert e of row r; rows are sorted, or an order says where they are."""
@@ -28,7 +32,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, order: Tensor | None) -> Tensor:
-        return torch.ops.pymoe.grouped_linear(x, weight, offsets, bias, order)
+        return _GROUPED_LINEAR(x, weight, offsets, bias, order)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -53,7 +57,7 @@ class _WeightGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(grad: Tensor, x: Tensor, offsets: Tensor, order: Tensor | None) -> Tensor:
-        return torch.ops.pymoe.grouped_linear_weight_grad(grad, x, offsets, order)
+        return _GROUPED_LINEAR_WEIGHT_GRAD(grad, x, offsets, order)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
@@ -87,7 +91,7 @@ class _BiasGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(grad: Tensor, offsets: Tensor, order: Tensor | None) -> Tensor:
-        return torch.ops.pymoe.grouped_linear_bias_grad(grad, offsets, order)
+        return _GROUPED_LINEAR_BIAS_GRAD(grad, offsets, order)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

@@ -20,11 +20,14 @@ from pymoe.reference.router_losses import router_z_loss as reference_router_z_lo
 from pymoe.reference.scores import SUM_FLOOR, accumulate_dtype
 from pymoe.reference.types import RouterLosses, Score
 
+_ROUTER_LOSSES = torch.ops.pymoe.router_losses.default
+_ROUTER_LOSSES_BACKWARD = torch.ops.pymoe.router_losses_backward.default
+
 
 class _RouterLosses(torch.autograd.Function):
     @staticmethod
     def forward(logits: Tensor, load: Tensor | None, score: Score, with_z: bool) -> tuple[Tensor, Tensor]:
-        return torch.ops.pymoe.router_losses(logits, load, score, with_z)
+        return _ROUTER_LOSSES(logits, load, score, with_z)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -42,7 +45,7 @@ class _RouterLossesBackward(torch.autograd.Function):
     def forward(
         grad_balance: Tensor, grad_z: Tensor, logits: Tensor, load: Tensor | None, score: Score, with_z: bool
     ) -> Tensor:
-        return torch.ops.pymoe.router_losses_backward(grad_balance, grad_z, logits, load, score, with_z)
+        return _ROUTER_LOSSES_BACKWARD(grad_balance, grad_z, logits, load, score, with_z)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -13,6 +13,9 @@ from torch import Tensor
 from pymoe.ops.function_calls import call
 from pymoe.reference.types import Routing
 
+_DISPATCH = torch.ops.pymoe.dispatch.default
+_COMBINE = torch.ops.pymoe.combine.default
+
 
 class _MovesRows(torch.autograd.Function):
     @staticmethod
@@ -24,7 +27,7 @@ class _MovesRows(torch.autograd.Function):
 class _SpreadRows(_MovesRows):
     @staticmethod
     def forward(x: Tensor, slot: Tensor, token: Tensor, offsets: Tensor) -> Tensor:
-        return torch.ops.pymoe.dispatch(x, slot, offsets, token.shape[0])
+        return _DISPATCH(x, slot, offsets, token.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
@@ -34,7 +37,7 @@ class _SpreadRows(_MovesRows):
 class _SumChoices(_MovesRows):
     @staticmethod
     def forward(rows: Tensor, slot: Tensor, token: Tensor, offsets: Tensor) -> Tensor:
-        return torch.ops.pymoe.combine(rows, slot, None)
+        return _COMBINE(rows, slot, None)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]

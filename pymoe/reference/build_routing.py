@@ -14,6 +14,8 @@ ROW_LIMIT = 2**31
 
 def check(experts: Tensor, num_experts: int, capacity: int | None, foreign_experts: bool) -> None:
     """Raise if the arguments of :func:`build_routing` break its contract (but for the indices' range)."""
+    if _fits(experts, num_experts, capacity, foreign_experts):
+        return
     checks.dtype("build_routing", "experts", experts, torch.int32, torch.int64)
     checks.rank("build_routing", "experts", experts, "(T, K)")
     checks.integer("build_routing", "num_experts", num_experts, 1, ROW_LIMIT - 1, "in 1..2^31 - 1")
@@ -23,6 +25,19 @@ def check(experts: Tensor, num_experts: int, capacity: int | None, foreign_exper
     # Not for a traced size, on which it would be a guard; the native operator checks again when it runs.
     if not torch.compiler.is_compiling() and experts.shape[0] * experts.shape[1] >= ROW_LIMIT:
         raise ValueError(f"build_routing: experts must hold fewer than 2^31 choices, got {tuple(experts.shape)}")
+
+
+def _fits(experts: Tensor, num_experts: int, capacity: int | None, foreign_experts: bool) -> bool:
+    return (
+        isinstance(experts, Tensor)
+        and experts.dtype in (torch.int32, torch.int64)
+        and experts.dim() == 2
+        and type(num_experts) is int
+        and 1 <= num_experts < ROW_LIMIT
+        and (capacity is None or (type(capacity) is int and capacity >= 0))
+        and type(foreign_experts) is bool
+        and (torch.compiler.is_compiling() or experts.numel() < ROW_LIMIT)
+    )
 
 
 def check_experts(operator: str, experts: Tensor, num_experts: int, foreign_experts: bool) -> None:

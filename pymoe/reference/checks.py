@@ -3,6 +3,9 @@
 Every message names operator, argument, rule and what was seen. The caller's mistake decides the exception: a wrong
 kind of thing is a :class:`TypeError` (not a tensor, dtype), a wrong value a :class:`ValueError` (rank, size, device,
 range), an index that points outside an :class:`IndexError`.
+
+Naming what is wrong takes microseconds even where nothing is. An operator's ``check`` therefore first asks its own
+``_fits``, one expression that is true only of arguments that all the named checks accept.
 """
 
 from __future__ import annotations
@@ -36,6 +39,33 @@ def dtype(operator: str, argument: str, value: Tensor, *expected: torch.dtype) -
     if value.dtype not in expected:
         names = " or ".join(str(one).removeprefix("torch.") for one in expected)
         raise TypeError(f"{operator}: {argument} must have dtype {names}, got {value.dtype}")
+
+
+def is_matrix(value: object) -> bool:
+    """Return whether ``value`` is a tensor of two dimensions and one of the four floating dtypes."""
+    return isinstance(value, Tensor) and value.dtype in FLOATING and value.dim() == 2
+
+
+def is_index(value: object, dims: int, device: torch.device) -> bool:
+    """Return whether ``value`` is an int32 tensor of so many dimensions on ``device``."""
+    return isinstance(value, Tensor) and value.dtype == torch.int32 and value.dim() == dims and value.device == device
+
+
+def is_routing(value: object, device: torch.device) -> bool:
+    """Return whether :func:`routing` accepts ``value`` for rows on ``device``."""
+    if not (isinstance(value, tuple) and len(value) == 3):
+        return False
+    slot, token, offsets = value
+    return (
+        isinstance(slot, Tensor)
+        and isinstance(token, Tensor)
+        and isinstance(offsets, Tensor)
+        and slot.dtype == token.dtype == offsets.dtype == torch.int32
+        and slot.dim() == 2
+        and token.dim() == offsets.dim() == 1
+        and slot.device == token.device == offsets.device == device
+        and offsets.shape[0] >= 2
+    )
 
 
 def rank(operator: str, argument: str, value: Tensor, layout: str) -> None:

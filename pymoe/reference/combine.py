@@ -13,6 +13,8 @@ from pymoe.reference.types import Routing
 
 def check(y: Tensor, routing: Routing, weights: Tensor | None) -> None:
     """Raise if the arguments of :func:`combine` break its contract."""
+    if _fits(y, routing, weights):
+        return
     checks.floating("combine", "y", y)
     checks.rank("combine", "y", y, "(S, H)")
     checks.routing("combine", routing, "y", y)
@@ -26,6 +28,17 @@ def check(y: Tensor, routing: Routing, weights: Tensor | None) -> None:
         checks.size("combine", "weights", weights, 0, slot.shape[0], "T of routing.slot")
         checks.size("combine", "weights", weights, 1, slot.shape[1], "K of routing.slot")
         checks.same_device("combine", "weights", weights, "y", y)
+
+
+def _fits(y: Tensor, routing: Routing, weights: Tensor | None) -> bool:
+    if not (checks.is_matrix(y) and checks.is_routing(routing, y.device) and routing[1].shape[0] == y.shape[0]):
+        return False
+    return weights is None or (
+        checks.is_matrix(weights)
+        and weights.shape == routing[0].shape
+        and weights.device == y.device
+        and (weights.dtype != torch.float64 or y.dtype == torch.float64)
+    )
 
 
 def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:

@@ -13,10 +13,16 @@ from pymoe.reference.types import Routing
 
 def check(x: Tensor, routing: Routing) -> None:
     """Raise if the arguments of :func:`dispatch` break its contract."""
+    if _fits(x, routing):
+        return
     checks.floating("dispatch", "x", x)
     checks.rank("dispatch", "x", x, "(T, H)")
     checks.routing("dispatch", routing, "x", x)
     checks.size("dispatch", "routing.slot", routing[0], 0, x.shape[0], "T of x")
+
+
+def _fits(x: Tensor, routing: Routing) -> bool:
+    return checks.is_matrix(x) and checks.is_routing(routing, x.device) and routing[0].shape[0] == x.shape[0]
 
 
 def check_out(x: Tensor, routing: Routing, out: Tensor) -> None:

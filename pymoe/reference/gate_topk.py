@@ -24,6 +24,8 @@ def check(
     scale: float,
 ) -> None:
     """Raise if the arguments of :func:`gate_topk` break its contract."""
+    if num_groups is topk_groups is None and _fits(logits, k, score, renormalize, bias, scale):
+        return
     name = "gate_topk"
     checks.floating(name, "logits", logits)
     checks.rank(name, "logits", logits, "(T, E)")
@@ -57,6 +59,31 @@ def check(
         available = topk_groups * (num_experts // num_groups)
         if available < k:
             raise ValueError(f"{name}: topk_groups must leave at least k = {k} experts to choose from, got {available}")
+
+
+def _fits(logits: Tensor, k: int, score: Score, renormalize: bool, bias: Tensor | None, scale: float) -> bool:
+    """Return whether the arguments, with no groups, keep the contract."""
+    return (
+        checks.is_matrix(logits)
+        and type(k) is int
+        and 1 <= k <= logits.shape[1]
+        and (torch.compiler.is_compiling() or logits.shape[0] * k < 2**31)
+        and type(score) is str
+        and score in ("softmax", "sigmoid")
+        and type(renormalize) is bool
+        and type(scale) is float
+        and -sys.float_info.max <= scale <= sys.float_info.max
+        and (
+            bias is None
+            or (
+                isinstance(bias, Tensor)
+                and bias.dtype in checks.FLOATING
+                and bias.dim() == 1
+                and bias.shape[0] == logits.shape[1]
+                and bias.device == logits.device
+            )
+        )
+    )
 
 
 def _within_best_groups(choice: Tensor, num_groups: int, topk_groups: int) -> Tensor:

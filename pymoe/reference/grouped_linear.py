@@ -15,6 +15,8 @@ def check(
     x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, *, order: Tensor | None = None
 ) -> None:
     """Raise if the arguments of :func:`grouped_linear` break its contract (all but the values of indices)."""
+    if order is None and _fits(x, weight, offsets, bias):
+        return
     name = "grouped_linear"
     checks.floating(name, "x", x)
     checks.rank(name, "x", x, "(S, H)")
@@ -33,6 +35,30 @@ def check(
         checks.rank(name, "order", order, "(S,)")
         checks.size(name, "order", order, 0, x.shape[0], "S of x")
         checks.same_device(name, "order", order, "x", x)
+
+
+def _fits(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> bool:
+    """Return whether the arguments, with no order, keep the contract."""
+    if not (checks.is_matrix(x) and isinstance(weight, Tensor) and weight.dim() == 3):
+        return False
+    dtype, device = x.dtype, x.device
+    experts, outputs, inputs = weight.shape
+    return (
+        weight.dtype == dtype
+        and weight.device == device
+        and x.shape[1] == inputs
+        and checks.is_index(offsets, 1, device)
+        and offsets.shape[0] == experts + 1
+        and (
+            bias is None
+            or (
+                isinstance(bias, Tensor)
+                and bias.dtype == dtype
+                and bias.shape == (experts, outputs)
+                and bias.device == device
+            )
+        )
+    )
 
 
 def check_bias(

@@ -21,12 +21,27 @@ def check_logits(name: str, logits: Tensor) -> None:
 
 def check(name: str, logits: Tensor, load: Tensor, score: Score) -> None:
     """Raise if the arguments of the operator ``name`` break its contract."""
+    if _fits(logits, load, score):
+        return
     check_logits(name, logits)
     checks.dtype(name, "load", load, torch.int32, torch.int64)
     checks.rank(name, "load", load, "(E,)")
     checks.size(name, "load", load, 0, logits.shape[1], "E of logits")
     checks.same_device(name, "load", load, "logits", logits)
     checks.choice(name, "score", score, ("softmax", "sigmoid"))
+
+
+def _fits(logits: Tensor, load: Tensor, score: Score) -> bool:
+    return (
+        checks.is_matrix(logits)
+        and isinstance(load, Tensor)
+        and load.dtype in (torch.int32, torch.int64)
+        and load.dim() == 1
+        and load.shape[0] == logits.shape[1] > 0
+        and load.device == logits.device
+        and type(score) is str
+        and score in ("softmax", "sigmoid")
+    )
 
 
 def _load_balancing(values: Tensor, load: Tensor, score: Score) -> Tensor:

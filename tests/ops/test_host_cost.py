@@ -1,0 +1,110 @@
+"""What a call costs the host beside its kernel, in counts: they say the same on every machine, and times do not.
+
+A call for a few tokens takes some microseconds, of which the native call is half; every further function of Python in
+it takes a twentieth of one, and ``Function.apply`` of an ``autograd.Function`` ten.
+"""
+
+import sys
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pymoe.ops as ops
+
+pytestmark = pytest.mark.only_on("cpu")
+
+
+def functions_of(call):
+    """The names of pymoe's Python functions that one call of ``call`` runs, in order."""
+    call()  # what is looked up once is there
+    names = []
+
+    def note(frame, event, argument):
+        if event == "call" and frame.f_globals.get("__name__", "").startswith("pymoe."):
+            names.append(frame.f_code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return names
+
+
+class Called(TorchDispatchMode):
+    """Notes the operators that reach the dispatcher."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def calls():
+    torch.manual_seed(0)
+    x, logits = torch.randn(3, 8), torch.randn(3, 4)
+    gate = ops.gate_topk(logits, 2)
+    routing = ops.build_routing(gate.experts, 4)
+    rows, weight, h = ops.dispatch(x, routing), torch.randn(4, 6, 8), torch.randn(6, 10)
+    return {
+        "build_routing": lambda: ops.build_routing(gate.experts, 4),
+        "combine": lambda: ops.combine(rows, routing, gate.weights),
+        "dispatch": lambda: ops.dispatch(x, routing),
+        "expert_activation": lambda: ops.expert_activation(h, "swiglu"),
+        "gate_topk": lambda: ops.gate_topk(logits, 2),
+        "grouped_linear": lambda: ops.grouped_linear(rows, weight, routing.offsets),
+        "router_losses": lambda: ops.router_losses(logits, gate.load),
+    }
+
+
+CHECKED = ["check", "_fits", "is_matrix"]
+LOOKED_FOR_BAD_INDICES = "_to_check"
+FUNCTIONS = {
+    "build_routing": ["build_routing", "check", "_fits", "experts_in_range", LOOKED_FOR_BAD_INDICES],
+    "combine": [
+        *("combine", *CHECKED, "is_routing", "is_matrix", "slots_in_range", LOOKED_FOR_BAD_INDICES),
+        *("accumulate_dtype", "call", "_any_requires_grad", "forward"),
+    ],
+    "dispatch": [
+        *("dispatch", *CHECKED, "is_routing", "slots_in_range", LOOKED_FOR_BAD_INDICES, "spread_rows"),
+        *("call", "_any_requires_grad", "forward"),
+    ],
+    "expert_activation": [
+        *("expert_activation", *CHECKED, "kernel_options", "call", "_any_requires_grad", "forward"),
+    ],
+    "gate_topk": ["gate_topk", *CHECKED, "call", "_any_requires_grad", "forward"],
+    "grouped_linear": [
+        *("grouped_linear", "cast_operands", "autocast_enabled", *CHECKED, "is_index"),
+        *("offsets_in_range", LOOKED_FOR_BAD_INDICES, "call", "_any_requires_grad", "forward"),
+    ],
+    "router_losses": ["router_losses", *CHECKED, "call", "_any_requires_grad", "forward"],
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_call_runs_these_functions_of_python(name):
+    assert functions_of(calls()[name]) == FUNCTIONS[name]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_call_is_one_operator(name):
+    call = calls()[name]
+    with Called() as called:
+        call()
+    assert called.names == [f"pymoe.{name}.default"]
+
+
+@pytest.mark.parametrize("name", ["combine", "dispatch"])
+def test_a_recorded_call_binds_no_signature(name, monkeypatch):
+    """``Function.apply`` asks ``inspect.signature`` every time: 20 of its 30 microseconds."""
+    monkeypatch.setattr(torch.autograd.Function, "apply", lambda *_: pytest.fail("the slow way"))
+    x = torch.randn(3, 8, requires_grad=True)
+    gate = ops.gate_topk(torch.randn(3, 4, requires_grad=True), 2)
+    routing = ops.build_routing(gate.experts, 4)
+    rows = ops.dispatch(x, routing)
+    assert ops.combine(rows, routing, gate.weights).grad_fn is not None
