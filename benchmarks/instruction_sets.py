@@ -2,10 +2,10 @@
 
     python -m benchmarks.instruction_sets [--filter REGEX] [--rounds N] [--most-mib N] [--output DIR]
 
-Children with ``PYMOE_CPU_ISA=baseline``, ``v3``, ``v4`` and ``v4_bf16`` stay alive with the same inputs and take turns,
-round by round, each on one thread. Time is that which the thread computed, page faults included, so that other work on
-the machine shows little; ratios are taken within a round and shown as median and quartiles. What a processor offers no
-better than another is left out. Writes JSON and a Markdown table.
+Children with ``PYMOE_CPU_ISA=baseline``, ``v3``, ``v4``, ``v4_bf16`` and ``amx`` stay alive with the same inputs and
+take turns, round by round, each on one thread. Time is that which the thread computed, page faults included, so that
+other work on the machine shows little; ratios are taken within a round and shown as median and quartiles. What a
+processor offers no better than another is left out. Writes JSON and a Markdown table.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import IO, Any, cast
 
 from benchmarks.output import command, parser_of, save
 
-ISAS = ("baseline", "v3", "v4", "v4_bf16")
+ISAS = ("baseline", "v3", "v4", "v4_bf16", "amx")
 SPAN = 0.1
 """Seconds that a value rests on at least."""
 

@@ -89,8 +89,8 @@ def build_info() -> dict[str, Any]:
     Returns:
         A dictionary of strings and booleans: versions of pymoe, torch (running and built against), Python, CUDA
         toolkit and architectures of the compiled kernels, compiler (of the runtime: None where that cannot be
-        loaded), and the CPU instruction set in use (``baseline``, ``v3`` or ``v4``; the environment variable
-        ``PYMOE_CPU_ISA`` may lower it).
+        loaded), and the CPU instruction set in use (``baseline``, ``v3``, ``v4``, ``v4_bf16`` or ``amx``; the
+        environment variable ``PYMOE_CPU_ISA`` may lower it).
     """
     from pymoe import __version__
 

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "kernels/cpu/amx_tiles.h"
 #include "kernels/cpu/checked_offsets.h"
 #include "kernels/cpu/checked_order.h"
 #include "kernels/cpu/gemm.h"
@@ -25,6 +26,17 @@ void fill_zero(void* begin, int64_t bytes) {
   auto* data = static_cast<char*>(begin);
   parallel_for(0, bytes, int64_t{256} << 10,
                [&](int64_t from, int64_t to) { memset(data + from, 0, static_cast<size_t>(to - from)); });
+}
+
+// The gemm of the instruction set in use.
+template <typename T>
+auto chosen_gemm() {
+#if PYMOE_MULTIVERSION
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    if (best_isa() >= Isa::kAmx) return &v4_bf16::gemm_amx<AmxTiles>;
+  }
+#endif
+  return PYMOE_SELECT_ISA_UP_TO_BF16(gemm<T>);
 }
 
 // A block of the output of one expert: one task.
@@ -90,7 +102,7 @@ void forward(const GroupedLinearArguments& a) {
   const int32_t* offsets = a.offsets;
   const auto blocks =
       cut(a.experts, [&](int64_t e) { return int64_t{offsets[e + 1]} - offsets[e]; }, a.output_features);
-  const auto gemm = PYMOE_SELECT_ISA_UP_TO_BF16(gemm<T>);
+  const auto gemm = chosen_gemm<T>();
   parallel_tasks(static_cast<int64_t>(blocks.size()), [&](int64_t task) {
     const Block& block = blocks[static_cast<size_t>(task)];
     const int64_t row = offsets[block.expert] + block.row, first = move_to(a.order, row, 1);
@@ -118,7 +130,7 @@ void forward(const GroupedLinearArguments& a) {
 template <typename T>
 void weight_grad(const GroupedWeightGradArguments& a) {
   const auto blocks = cut(a.experts, [&](int64_t) { return a.output_features; }, a.input_features);
-  const auto gemm = PYMOE_SELECT_ISA_UP_TO_BF16(gemm<T>);
+  const auto gemm = chosen_gemm<T>();
   const bool leaves_cache = a.experts * a.output_features * a.input_features * size_of(a.dtype) >= kLeavesCache;
   parallel_tasks(static_cast<int64_t>(blocks.size()), [&](int64_t task) {
     const Block& block = blocks[static_cast<size_t>(task)];

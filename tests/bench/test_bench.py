@@ -337,7 +337,7 @@ def test_env_runs_as_a_module():
     )
     facts = json.loads(process.stdout)
     assert facts["torch"] == torch.__version__
-    assert facts["cpu_isa"] in ("baseline", "v3", "v4", "v4_bf16")
+    assert facts["cpu_isa"] in ("baseline", "v3", "v4", "v4_bf16", "amx")
 
 
 @pytest.mark.parametrize(

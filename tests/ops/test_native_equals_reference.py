@@ -22,7 +22,7 @@ import pymoe
 from pymoe.bench.calls import generator
 
 SPECS = {spec.name: spec for spec in all_specs()}
-ISAS = ["baseline", "v3", "v4", "v4_bf16"]
+ISAS = ["baseline", "v3", "v4", "v4_bf16", "amx"]
 IN_USE = pymoe.build_info()["cpu_isa"]
 
 

@@ -15,6 +15,9 @@
 //   gemm_in_place.h       few rows and a B whose rows are contiguous: B is read where it lies
 //   gemm_body.h           blocks of k, of rows and of columns that fit the caches, around those; chooses
 //
+// bf16 has a scheme of its own where the processor multiplies tiles: gemm_amx.h, with gemm_amx_pack.h,
+// gemm_amx_store.h and the instructions in amx_tiles.h.
+//
 // They are compiled once an instruction set: a file that calls gemm through PYMOE_SELECT_ISA_UP_TO_BF16 names
 // gemm_body.h as its PYMOE_ISA_BODY.
 #pragma once

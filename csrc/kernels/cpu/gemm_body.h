@@ -10,6 +10,9 @@
 #include "kernels/cpu/gemm_in_place.h"
 #include "kernels/cpu/gemm_nt.h"
 #include "kernels/cpu/gemm_nt_packed.h"
+#if PYMOE_ISA_HAS_BF16
+#include "kernels/cpu/gemm_amx.h"
+#endif
 // clang-format on
 
 namespace pymoe::cpu::PYMOE_ISA {

@@ -1,11 +1,38 @@
 #include "kernels/cpu/isa.h"
 
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
+#if PYMOE_MULTIVERSION
+#include <cpuid.h>
+#endif
+#if PYMOE_MULTIVERSION && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace pymoe::cpu {
 namespace {
+
+// Whether this process may use the tiles of AMX for bf16 and int8: the processor has them, the system saves them
+// (XCR0), and grants them, which Linux wants to be asked for since they make a thread's state 8 KiB larger.
+bool grants_tiles() {
+#if PYMOE_MULTIVERSION && defined(__linux__)
+  constexpr unsigned kTile = 1u << 24, kBf16 = 1u << 22, kInt8 = 1u << 25, kOsXsave = 1u << 27;
+  constexpr unsigned kTileState = 3u << 17;                    // configuration and data
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (__get_cpuid(1, &a, &b, &c, &d) == 0 || (c & kOsXsave) == 0) return false;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
+  if ((d & kTile) == 0 || (d & kBf16) == 0 || (d & kInt8) == 0) return false;
+  uint32_t low = 0, high = 0;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (low & kTileState) == kTileState && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 
 Isa offered() {
 #if PYMOE_MULTIVERSION
@@ -24,13 +51,14 @@ Isa offered() {
 }
 
 Isa chosen() {
-  const Isa best = offered();
+  Isa most = Isa::kAmx;
   const char* wish = std::getenv("PYMOE_CPU_ISA");
-  if (wish == nullptr) return best;
   for (const Isa isa : {Isa::kBaseline, Isa::kV3, Isa::kV4, Isa::kV4Bf16}) {
-    if (std::strcmp(wish, name_of(isa)) == 0) return isa < best ? isa : best;
+    if (wish != nullptr && std::strcmp(wish, name_of(isa)) == 0) most = isa;
   }
-  return best;
+  const Isa best = offered();
+  if (most == Isa::kAmx && best == Isa::kV4Bf16 && grants_tiles()) return Isa::kAmx;
+  return most < best ? most : best;
 }
 
 }  // namespace
@@ -42,6 +70,7 @@ Isa best_isa() {
 
 const char* name_of(Isa isa) {
   switch (isa) {
+    case Isa::kAmx: return "amx";
     case Isa::kV4Bf16: return "v4_bf16";
     case Isa::kV4: return "v4";
     case Isa::kV3: return "v3";

@@ -2,7 +2,10 @@
 //
 // A kernel whose loops gain from wider vectors puts them into a body file and has it compiled once an instruction
 // set (for_each_isa.h). `best_isa()` is what the processor offers, or less where the environment variable
-// PYMOE_CPU_ISA (baseline, v3, v4, v4_bf16) asks for it: tests run every body that the machine can run.
+// PYMOE_CPU_ISA (baseline, v3, v4, v4_bf16, amx) asks for it: tests run every body that the machine can run.
+//
+// amx is v4_bf16, but that products of bf16 take the tiles of AMX. Linux must grant them to the process, which it is
+// asked once; where it refuses, v4_bf16 is what there is.
 #pragma once
 
 namespace pymoe::cpu {
@@ -12,6 +15,7 @@ enum class Isa {
   kV3,        // x86-64-v3: AVX2, FMA, F16C, BMI
   kV4,        // x86-64-v4: AVX-512 F, BW, CD, DQ, VL
   kV4Bf16,    // v4 with AVX512_BF16 and AVX512_VNNI: Zen 4, Sapphire Rapids and later
+  kAmx,       // v4_bf16 with AMX_TILE, AMX_BF16 and AMX_INT8: Sapphire Rapids and later
 };
 
 Isa best_isa();
@@ -36,7 +40,7 @@ const char* name_of(Isa isa);
 #define PYMOE_SELECT_ISA_UP_TO_V3(...) \
   (::pymoe::cpu::best_isa() == ::pymoe::cpu::Isa::kBaseline ? &baseline::__VA_ARGS__ : &v3::__VA_ARGS__)
 #define PYMOE_SELECT_ISA_UP_TO_BF16(...) \
-  (::pymoe::cpu::best_isa() == ::pymoe::cpu::Isa::kV4Bf16 ? &v4_bf16::__VA_ARGS__ : PYMOE_SELECT_ISA(__VA_ARGS__))
+  (::pymoe::cpu::best_isa() >= ::pymoe::cpu::Isa::kV4Bf16 ? &v4_bf16::__VA_ARGS__ : PYMOE_SELECT_ISA(__VA_ARGS__))
 #else
 #define PYMOE_SELECT_ISA(...) (&baseline::__VA_ARGS__)
 #define PYMOE_SELECT_ISA_UP_TO_V3(...) (&baseline::__VA_ARGS__)

@@ -1,0 +1,147 @@
+// Tiles for gemm_amx.h from strided memory (see there; no include guard on purpose).
+//
+// An operand is a matrix of items, the rows of A or the columns of B, times k. Its tiles take 16 items by 32 steps of k
+// and 1 KiB: as a left factor, where a row is an item, or as a right one, where a row is a pair of steps. Where there
+// is no item, or no step, a tile holds zeros.
+
+namespace pymoe::cpu::PYMOE_ISA {
+
+inline constexpr int64_t kTileItems = 16, kTileDepth = 32;
+inline constexpr int64_t kTileElements = 512, kTileBytes = 1024;
+inline constexpr int64_t kTileSums = 256;  // of a tile of C
+
+// Item i is item items[i] of the operand, and step p is step steps[p]; null: in order. With `items` an item is
+// contiguous, with `steps` the items of a step are (gemm.h).
+struct TileSource {
+  const BFloat16* data;
+  int64_t item_stride;
+  int64_t k_stride;
+  const int32_t* items;
+  const int32_t* steps;
+
+  PYMOE_INLINE const BFloat16* at(int64_t item, int64_t p) const {
+    return data + place_of(items, item) * item_stride + place_of(steps, p) * k_stride;
+  }
+};
+
+// The 16 rows of a tile, 16 words of 32 bits each, from `count` elements, and zeros where a source is null.
+#if PYMOE_ISA_LEVEL == 4
+typedef vfloat TileRow;
+PYMOE_INLINE TileRow load_tile_row(const BFloat16* source) { return (vfloat)_mm512_loadu_si512(source); }
+PYMOE_INLINE TileRow load_tile_row(const BFloat16* source, int64_t count) {
+  if (source == nullptr) return TileRow{};
+  return (vfloat)_mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << count) - 1), source);
+}
+PYMOE_INLINE __m512i widen_half(const BFloat16* source) {
+  return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
+}
+PYMOE_INLINE __m512i widen_half(const BFloat16* source, int64_t count) {
+  if (source == nullptr) return _mm512_setzero_si512();
+  return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << count) - 1), source));
+}
+PYMOE_INLINE TileRow load_tile_pairs(const BFloat16* even, const BFloat16* odd) {
+  return (vfloat)_mm512_or_si512(widen_half(even), _mm512_slli_epi32(widen_half(odd), 16));
+}
+PYMOE_INLINE TileRow load_tile_pairs(const BFloat16* even, const BFloat16* odd, int64_t count) {
+  return (vfloat)_mm512_or_si512(widen_half(even, count), _mm512_slli_epi32(widen_half(odd, count), 16));
+}
+#else
+struct TileRow {
+  uint32_t words[16];
+};
+PYMOE_INLINE TileRow load_tile_row(const BFloat16* source, int64_t count = kTileDepth) {
+  TileRow row = {};
+  if (source != nullptr) memcpy(row.words, source, static_cast<size_t>(count) * sizeof(BFloat16));
+  return row;
+}
+PYMOE_INLINE TileRow load_tile_pairs(const BFloat16* even, const BFloat16* odd, int64_t count = kTileItems) {
+  TileRow row = {};
+  for (int64_t i = 0; i < count; ++i) {
+    if (even != nullptr) row.words[i] = even[i].bits;
+    if (odd != nullptr) row.words[i] |= static_cast<uint32_t>(odd[i].bits) << 16;
+  }
+  return row;
+}
+PYMOE_INLINE void transpose(TileRow (&rows)[16]) {
+  for (int i = 0; i < 16; ++i) {
+    for (int j = 0; j < i; ++j) std::swap(rows[i].words[j], rows[j].words[i]);
+  }
+}
+#endif
+
+PYMOE_INLINE void store_tile(const TileRow (&rows)[16], BFloat16* target) {
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) memcpy(target + i * kTileDepth, &rows[i], sizeof(rows[i]));
+}
+
+// A tile of items that are contiguous along k: `k` elements of each from lines[i] + p on, and zeros where that is null,
+// as is then every later one.
+template <bool kRight>
+PYMOE_INLINE void pack_lines(const BFloat16* const (&lines)[16], int64_t p, int64_t k, BFloat16* target) {
+  TileRow rows[16];
+  if (k == kTileDepth && lines[15] != nullptr) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) rows[i] = load_tile_row(lines[i] + p);
+  } else {
+    for (int i = 0; i < 16; ++i) rows[i] = load_tile_row(lines[i] == nullptr ? nullptr : lines[i] + p, k);
+  }
+  if constexpr (kRight) transpose(rows);
+  store_tile(rows, target);
+}
+
+// A tile of steps along which items are contiguous: `items` elements of each from lines[p] + first on, and zeros where
+// that is null, as is then every later one.
+template <bool kRight>
+PYMOE_INLINE void pack_pairs(const BFloat16* const (&lines)[32], int64_t first, int64_t items, BFloat16* target) {
+  TileRow rows[16];
+  if (items == kTileItems && lines[31] != nullptr) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) rows[i] = load_tile_pairs(lines[2 * i] + first, lines[2 * i + 1] + first);
+  } else {
+    const auto line = [&](int i) { return lines[i] == nullptr ? nullptr : lines[i] + first; };
+    for (int i = 0; i < 16; ++i) rows[i] = load_tile_pairs(line(2 * i), line(2 * i + 1), items);
+  }
+  if constexpr (!kRight) transpose(rows);
+  store_tile(rows, target);
+}
+
+// The tiles of `items` items from `first` on and `k` steps from `p` on: those of 16 items after each other, along k.
+// `ahead` is asked for a tile each.
+template <bool kRight>
+void pack_tiles(const TileSource& source, int64_t first, int64_t items, int64_t p, int64_t k, BFloat16* target,
+                RowsAhead& ahead) {
+  const int64_t depth = (k + kTileDepth - 1) / kTileDepth;
+  if (source.steps != nullptr ||
+      (source.k_stride != 1 && source.item_stride == 1)) {  // memory is read in the order in which it lies
+    for (int64_t q = 0; q < k; q += kTileDepth, target += kTileElements) {
+      const BFloat16* lines[kTileDepth];
+      for (int64_t i = 0; i < kTileDepth; ++i) lines[i] = q + i < k ? source.at(first, p + q + i) : nullptr;
+      for (int64_t i = 0; i < items; i += kTileItems) {
+        ahead.ask();
+        pack_pairs<kRight>(lines, i, std::min(kTileItems, items - i), target + i / kTileItems * depth * kTileElements);
+      }
+    }
+    return;
+  }
+  for (int64_t i = 0; i < items; i += kTileItems) {
+    const BFloat16* lines[kTileItems];
+    for (int64_t r = 0; r < kTileItems; ++r) lines[r] = i + r < items ? source.at(first + i + r, p) : nullptr;
+    for (int64_t q = 0; q < k; q += kTileDepth, target += kTileElements) {
+      const int64_t count = std::min(kTileDepth, k - q);
+      ahead.ask();
+      if (source.k_stride == 1) {
+        pack_lines<kRight>(lines, q, count, target);
+        continue;
+      }
+      BFloat16 copies[kTileItems][kTileDepth];
+      const BFloat16* lines_of_copies[kTileItems];
+      for (int64_t r = 0; r < kTileItems; ++r) {
+        lines_of_copies[r] = lines[r] == nullptr ? nullptr : copies[r];
+        for (int64_t c = 0; c < count && lines[r] != nullptr; ++c) copies[r][c] = lines[r][(q + c) * source.k_stride];
+      }
+      pack_lines<kRight>(lines_of_copies, 0, count, target);
+    }
+  }
+}
+
+}  // namespace pymoe::cpu::PYMOE_ISA

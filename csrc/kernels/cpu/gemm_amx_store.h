@@ -1,0 +1,63 @@
+// Rows of C from the sums of gemm_amx.h (see there; no include guard on purpose).
+//
+// Sums of 16 x 16 floats lie row by row. Two of them that are neighbours along a row of C make 16 rows of 32 columns:
+// bias added, rounded to bf16, and subnormal results taken for zero, as AVX512_BF16 rounds.
+
+namespace pymoe::cpu::PYMOE_ISA {
+
+// kTransposed: a row of the sums is a column of C. `bias` has 32 values.
+template <bool kTransposed>
+PYMOE_INLINE void round_sums(const float* first, const float* second, const float* bias, TileRow (&rows)[16]) {
+#if PYMOE_ISA_HAS_BF16
+  if constexpr (kTransposed) {
+    alignas(64) static constexpr uint16_t kPairs[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m512i pairs = _mm512_load_si512(kPairs);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {  // columns 2 i and 2 i + 1 of C
+      const float* from = (i < 8 ? first : second) + i % 8 * 32;
+      const vfloat even = broadcast(bias[2 * i]) + load(from), odd = broadcast(bias[2 * i + 1]) + load(from + 16);
+      const __m512bh rounded = _mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+      rows[i] = (vfloat)_mm512_permutexvar_epi16(pairs, (__m512i)rounded);
+    }
+    transpose(rows);
+  } else {
+    const vfloat left = load(bias), right = load(bias + 16);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      const vfloat low = left + load(first + i * 16), high = right + load(second + i * 16);
+      rows[i] = (vfloat)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+    }
+  }
+#else
+  for (int i = 0; i < 16; ++i) {
+    BFloat16 row[32];
+    for (int j = 0; j < 32; ++j) {
+      const float* sums = j < 16 ? first : second;
+      const float value = bias[j] + (kTransposed ? sums[j % 16 * 16 + i] : sums[i * 16 + j % 16]);
+      const uint32_t bits = bit_cast<uint32_t>(value);
+      row[j] =
+          (bits & 0x7f800000u) == 0 ? BFloat16{static_cast<uint16_t>(bits >> 16 & 0x8000u)} : round_to<BFloat16>(value);
+    }
+    memcpy(&rows[i], row, sizeof(row));
+  }
+#endif
+}
+
+// Stores `count` <= 32 elements; kStreams: a whole line past the caches.
+template <bool kStreams>
+PYMOE_INLINE void store_tile_row(BFloat16* target, TileRow row, int64_t count) {
+#if PYMOE_ISA_LEVEL == 4
+  if constexpr (kStreams) {
+    if (count == kTileDepth && reinterpret_cast<uintptr_t>(target) % 64 == 0) {
+      return _mm512_stream_si512(reinterpret_cast<__m512i*>(target), (__m512i)row);
+    }
+  }
+  if (count == kTileDepth) return _mm512_storeu_si512(target, (__m512i)row);
+  _mm512_mask_storeu_epi16(target, (1u << count) - 1, (__m512i)row);
+#else
+  memcpy(target, &row, static_cast<size_t>(count) * sizeof(BFloat16));
+#endif
+}
+
+}  // namespace pymoe::cpu::PYMOE_ISA

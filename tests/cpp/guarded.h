@@ -1,0 +1,40 @@
+// Guarded<T>: an array between two pages that nobody may touch, so that a single byte read or written outside of it
+// ends the process, by whatever instruction.
+#pragma once
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <new>
+
+namespace pymoe::test {
+
+// `count` elements that end where a page does, or that begin where one does.
+template <typename T>
+class Guarded {
+ public:
+  Guarded(int64_t count, bool at_end) {
+    const int64_t page = sysconf(_SC_PAGESIZE), bytes = count * static_cast<int64_t>(sizeof(T));
+    const int64_t inner = (bytes + page - 1) / page * page;
+    size_ = static_cast<size_t>(inner + 2 * page);
+    pages_ = mmap(nullptr, size_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (pages_ == MAP_FAILED) throw std::bad_alloc();
+    char* begin = static_cast<char*>(pages_) + page;
+    if (inner > 0 && mprotect(begin, static_cast<size_t>(inner), PROT_READ | PROT_WRITE) != 0) throw std::bad_alloc();
+    data_ = reinterpret_cast<T*>(begin + (at_end ? inner - bytes : 0));
+  }
+  Guarded(const Guarded&) = delete;
+  Guarded& operator=(const Guarded&) = delete;
+  ~Guarded() { munmap(pages_, size_); }
+
+  T* data() const { return data_; }
+  T& operator[](int64_t i) const { return data_[i]; }
+
+ private:
+  void* pages_;
+  size_t size_;
+  T* data_;
+};
+
+}  // namespace pymoe::test
