@@ -176,6 +176,16 @@ TEST_CASE("amx gemm: every element of random shapes, layouts, orders and values"
   }
 }
 
+TEST_CASE("amx gemm: few rows and columns of B that follow each other") {
+  std::mt19937 random(4);
+  for (int64_t m = 1; m <= 10; ++m) {
+    for (int turn = 0; turn < 4; ++turn) {
+      const int64_t n = 1 + static_cast<int64_t>(random() % 130), k = static_cast<int64_t>(random() % 140);
+      judge(Case(random, m, n, k, kLayouts[turn % 3], Layout::kAcross, turn == 0, turn % 2 == 0, turn > 1));
+    }
+  }
+}
+
 TEST_CASE("amx gemm: columns that are packed in several chunks, or read where they lie") {
   std::mt19937 random(2);
   for (int turn = 0; turn < 4; ++turn) {

@@ -9,8 +9,11 @@
 // whatever the number of rows, the layout and the blocks: sums that wait for the next block of k keep all their bits.
 //
 // `Tiles` is AmxTiles, or what the tests put in its place (tests/cpp/emulated_tiles.h).
+// clang-format off: each stands on those before it
 #include "kernels/cpu/gemm_amx_pack.h"
 #include "kernels/cpu/gemm_amx_store.h"
+#include "kernels/cpu/gemm_amx_few.h"
+// clang-format on
 
 namespace pymoe::cpu::PYMOE_ISA {
 
@@ -224,10 +227,13 @@ void gemm_amx_rows(const Gemm<BFloat16>& g, int64_t begin, int64_t end) {
 template <typename Tiles>
 void gemm_amx(const Gemm<BFloat16>& g) {
   if (g.m == 0 || g.n == 0) return;
+  const bool left_b = g.b_row_stride == 1 && g.steps == nullptr;
+#if PYMOE_ISA_LEVEL == 4
+  if (!left_b && g.m <= kAmxMostVectorRows && g.b_column_stride == 1 && g.steps == nullptr) return gemm_amx_few(g);
+#endif
   const int64_t fitting = kAmxPanelBytes / 2 / std::clamp<int64_t>(g.k, 1, kAmxDepth) / kAmxFewRows * kAmxFewRows;
   const int64_t rows = std::max(kAmxRows, fitting);
-  const auto multiply =
-      g.b_row_stride == 1 && g.steps == nullptr ? &gemm_amx_rows<true, Tiles> : &gemm_amx_rows<false, Tiles>;
+  const auto multiply = left_b ? &gemm_amx_rows<true, Tiles> : &gemm_amx_rows<false, Tiles>;
   for (int64_t row = 0; row < g.m; row += rows) multiply(g, row, std::min(g.m, row + rows));
 }
 

@@ -5,6 +5,26 @@
 
 namespace pymoe::cpu::PYMOE_ISA {
 
+// A row of 32 columns.
+PYMOE_INLINE BFloat16 round_sum(float value) {
+  const uint32_t bits = bit_cast<uint32_t>(value);
+  return (bits & 0x7f800000u) == 0 ? BFloat16{static_cast<uint16_t>(bits >> 16 & 0x8000u)} : round_to<BFloat16>(value);
+}
+#if PYMOE_ISA_LEVEL == 4
+PYMOE_INLINE TileRow round_row(vfloat low, vfloat high) {
+#if PYMOE_ISA_HAS_BF16
+  return (vfloat)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+#else
+  BFloat16 row[32];
+  for (int j = 0; j < 16; ++j) {
+    row[j] = round_sum(low[j]);
+    row[16 + j] = round_sum(high[j]);
+  }
+  return load_tile_row(row);
+#endif
+}
+#endif
+
 // kTransposed: a row of the sums is a column of C. `bias` has 32 values.
 template <bool kTransposed>
 PYMOE_INLINE void round_sums(const float* first, const float* second, const float* bias, TileRow (&rows)[16]) {
@@ -17,27 +37,20 @@ PYMOE_INLINE void round_sums(const float* first, const float* second, const floa
     for (int i = 0; i < 16; ++i) {  // columns 2 i and 2 i + 1 of C
       const float* from = (i < 8 ? first : second) + i % 8 * 32;
       const vfloat even = broadcast(bias[2 * i]) + load(from), odd = broadcast(bias[2 * i + 1]) + load(from + 16);
-      const __m512bh rounded = _mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
-      rows[i] = (vfloat)_mm512_permutexvar_epi16(pairs, (__m512i)rounded);
+      rows[i] = (vfloat)_mm512_permutexvar_epi16(pairs, (__m512i)round_row(even, odd));
     }
     transpose(rows);
   } else {
     const vfloat left = load(bias), right = load(bias + 16);
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) {
-      const vfloat low = left + load(first + i * 16), high = right + load(second + i * 16);
-      rows[i] = (vfloat)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-    }
+    for (int i = 0; i < 16; ++i) rows[i] = round_row(left + load(first + i * 16), right + load(second + i * 16));
   }
 #else
   for (int i = 0; i < 16; ++i) {
     BFloat16 row[32];
     for (int j = 0; j < 32; ++j) {
       const float* sums = j < 16 ? first : second;
-      const float value = bias[j] + (kTransposed ? sums[j % 16 * 16 + i] : sums[i * 16 + j % 16]);
-      const uint32_t bits = bit_cast<uint32_t>(value);
-      row[j] =
-          (bits & 0x7f800000u) == 0 ? BFloat16{static_cast<uint16_t>(bits >> 16 & 0x8000u)} : round_to<BFloat16>(value);
+      row[j] = round_sum(bias[j] + (kTransposed ? sums[j % 16 * 16 + i] : sums[i * 16 + j % 16]));
     }
     memcpy(&rows[i], row, sizeof(row));
   }
