@@ -39,11 +39,12 @@ Tensor apply_experts(const Tensor& x, const Tensor& experts, const Tensor& weigh
   require(w_in.dim() == 3, kName, "w_in must have shape (E, N, H), got ", w_in);
   require(w_out.dim() == 3 && w_out.size(0) == w_in.size(0), kName, "w_out must have shape (", w_in.size(0),
           ", O, F), got ", w_out);
+  const bool whole = !capacity.has_value() && !foreign;  // every choice has a row
   return apply(x, experts, weights, w_in.size(0), capacity, foreign, [&](const Tensor& rows, const Tensor& offsets) {
-    const Tensor inner = grouped_linear_op::grouped_linear(rows, w_in, offsets, b_in);
+    const Tensor inner = grouped_linear_op::grouped_linear(rows, w_in, offsets, b_in, std::nullopt, nullptr, whole);
     const Tensor active =
         expert_activation_op::expert_activation(inner, kind, limit, alpha, up_offset, interleaved, &rows);
-    return grouped_linear_op::grouped_linear(active, w_out, offsets, b_out, std::nullopt, &inner);
+    return grouped_linear_op::grouped_linear(active, w_out, offsets, b_out, std::nullopt, &inner, whole);
   });
 }
 

@@ -4,6 +4,10 @@
 // On CUDA torch's grouped GEMM makes the products that it takes without the host (ops/torch_grouped_mm.h), and kernels
 // of ours make its offsets safe and add what it leaves out; all other products are made by our own kernel, those of
 // rows that an order gives among them.
+//
+// `whole` is a promise of the caller: the offsets are those that build_routing made without a capacity, of choices that
+// all name an expert. So they need not be made safe, and no row is left out. A layer calls with it, for its own offsets
+// and for nothing else, and saves two launches a product; on the GPU nobody checks the promise, as nobody can.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -57,17 +61,17 @@ void run_on_cuda(void (*step)(const Arguments&, void*), const Arguments& argumen
   run(Twins<Arguments>{nullptr, step}, arguments, tensor);
 }
 
-// Plans, and gives torch's offsets: where the rows of each expert end.
-Tensor plan(const GroupedArguments& a, Tensor workspace) {
-  run_on_cuda(&cuda::plan_grouped_linear, a, workspace);
-  return torch::stable::narrow(workspace, 0, 1, a.experts);
-}
+// Where the rows of each expert end, as torch wants to know it.
+Tensor ends(Tensor offsets, int64_t experts) { return torch::stable::narrow(offsets, 0, 1, experts); }
 
 // torch's product of the two, completed as `a` wants it.
 template <typename Arguments>
-Tensor by_torch(Arguments a, const Tensor& left, const Tensor& right, const Tensor& workspace,
+Tensor by_torch(Arguments a, const Tensor& left, const Tensor& right, const Tensor& like,
                 void (*complete)(const Arguments&, void*)) {
-  Tensor product = call_torch_grouped_mm(left, right, plan(a, workspace));
+  const Workspace workspace = plan_for(a.experts, like);
+  a.workspace = static_cast<int32_t*>(workspace.data());
+  run_on_cuda<GroupedArguments>(&cuda::plan_grouped_linear, a, like);
+  Tensor product = call_torch_grouped_mm(left, right, ends(*workspace.values, a.experts));
   a.out = product.mutable_data_ptr();
   run_on_cuda(complete, a, product);
   return product;
@@ -75,9 +79,9 @@ Tensor by_torch(Arguments a, const Tensor& left, const Tensor& right, const Tens
 
 #endif
 
-// The part that all arguments have; `out` is still to come.
+// The part that all arguments have; `out` and the workspace are still to come.
 GroupedArguments grouped(const Tensor& offsets, const std::optional<Tensor>& order, int64_t rows,
-                         int64_t input_features, int64_t output_features, DType dtype, const Workspace& workspace) {
+                         int64_t input_features, int64_t output_features, DType dtype) {
   return {static_cast<const int32_t*>(offsets.const_data_ptr()),
           nullptr,
           rows,
@@ -85,7 +89,7 @@ GroupedArguments grouped(const Tensor& offsets, const std::optional<Tensor>& ord
           output_features,
           offsets.size(0) - 1,
           dtype,
-          static_cast<int32_t*>(workspace.data()),
+          nullptr,
           order ? static_cast<const int32_t*>(order->const_data_ptr()) : nullptr};
 }
 
@@ -99,7 +103,8 @@ Tensor placed(const Tensor& rows, const std::optional<Tensor>& order) {
 }  // namespace
 
 Tensor grouped_linear(const Tensor& any_x, const Tensor& weight, const Tensor& offsets,
-                      const std::optional<Tensor>& bias, const std::optional<Tensor>& order, const Tensor* used) {
+                      const std::optional<Tensor>& bias, const std::optional<Tensor>& order, const Tensor* used,
+                      bool whole) {
   const DType dtype = floating_dtype(kName, "x", any_x);
   require(any_x.dim() == 2, kName, "x must have shape (S, H), got ", any_x);
   const Tensor x = placed(any_x, order);
@@ -111,9 +116,8 @@ Tensor grouped_linear(const Tensor& any_x, const Tensor& weight, const Tensor& o
   require_same_device(kName, "weight", weight, x);
   require(checked_experts(offsets, x) == experts, kName, "offsets must have E + 1 = ", experts + 1, " entries, got ",
           offsets.size(0));
-  const Workspace workspace = plan_for(experts, x);
   GroupedLinearArguments arguments{
-      grouped(offsets, order, rows, input_features, output_features, dtype, workspace),
+      grouped(offsets, order, rows, input_features, output_features, dtype),
       checked_matrix("x", x, rows, input_features, x),
       {weight.const_data_ptr(), weight.strides()[1], weight.strides()[2]},
       weight.strides()[0],
@@ -121,12 +125,15 @@ Tensor grouped_linear(const Tensor& any_x, const Tensor& weight, const Tensor& o
   };
 #if PYMOE_WITH_CUDA
   if (on_cuda(x) && torch_takes(arguments, compute_capability(x))) {
-    return by_torch(arguments, x, torch::stable::transpose(weight, 1, 2), *workspace.values,
-                    &cuda::complete_grouped_linear);
+    const Tensor columns = torch::stable::transpose(weight, 1, 2);
+    if (whole) return call_torch_grouped_mm(x, columns, ends(offsets, experts));
+    return by_torch(arguments, x, columns, x, &cuda::complete_grouped_linear);
   }
 #endif
   Tensor y = empty_in(used, rows, output_features, x);
+  const Workspace workspace = plan_for(experts, x);
   arguments.out = y.mutable_data_ptr();
+  arguments.workspace = static_cast<int32_t*>(workspace.data());
   run(PYMOE_TWINS(grouped_linear), arguments, x);
   return y;
 }
@@ -134,25 +141,30 @@ Tensor grouped_linear(const Tensor& any_x, const Tensor& weight, const Tensor& o
 namespace {
 
 Tensor weight_grad(const Tensor& any_grad, const Tensor& any_x, const Tensor& offsets,
-                   const std::optional<Tensor>& order) {
+                   const std::optional<Tensor>& order, bool whole) {
   const DType dtype = floating_dtype(kName, "grad", any_grad);
   require(any_grad.dim() == 2, kName, "grad must have shape (S, N), got ", any_grad);
   require(any_x.dim() == 2, kName, "x must have shape (S, H), got ", any_x);
   const Tensor grad = placed(any_grad, order), x = placed(any_x, order);
   const int64_t rows = grad.size(0), output_features = grad.size(1), input_features = x.size(1);
   const int64_t experts = checked_experts(offsets, grad);
-  const Workspace workspace = plan_for(experts, grad);
   GroupedWeightGradArguments arguments{
-      grouped(offsets, order, rows, input_features, output_features, dtype, workspace),
+      grouped(offsets, order, rows, input_features, output_features, dtype),
       checked_matrix("grad", grad, rows, output_features, grad),
       checked_matrix("x", x, rows, input_features, grad),
   };
 #if PYMOE_WITH_CUDA
-  if (on_cuda(grad) && torch_takes(arguments, compute_capability(grad))) {
-    return by_torch(arguments, torch::stable::transpose(grad, 0, 1), x, *workspace.values,
-                    &cuda::complete_grouped_weight_grad);
+  const int capability = on_cuda(grad) ? compute_capability(grad) : 0;
+  if (on_cuda(grad) && torch_takes(arguments, capability)) {
+    const Tensor columns = torch::stable::transpose(grad, 0, 1);
+    if (whole && torch_clears_idle_experts(capability)) {
+      return call_torch_grouped_mm(columns, x, ends(offsets, experts));
+    }
+    return by_torch(arguments, columns, x, grad, &cuda::complete_grouped_weight_grad);
   }
 #endif
+  const Workspace workspace = plan_for(experts, grad);
+  arguments.workspace = static_cast<int32_t*>(workspace.data());
   Tensor weight_grad = empty({experts, output_features, input_features}, grad.scalar_type(), grad);
   arguments.out = weight_grad.mutable_data_ptr();
   run(PYMOE_TWINS(grouped_linear_weight_grad), arguments, grad);
@@ -167,23 +179,24 @@ Tensor bias_grad(const Tensor& any_grad, const Tensor& offsets, const std::optio
   Tensor bias_grad = empty({experts, output_features}, grad.scalar_type(), grad);
   const Workspace workspace = plan_for(experts, grad);
   GroupedBiasGradArguments arguments{
-      grouped(offsets, order, rows, 0, output_features, dtype, workspace),
+      grouped(offsets, order, rows, 0, output_features, dtype),
       checked_matrix("grad", grad, rows, output_features, grad),
   };
+  arguments.workspace = static_cast<int32_t*>(workspace.data());
   arguments.out = bias_grad.mutable_data_ptr();
   run(PYMOE_TWINS(grouped_linear_bias_grad), arguments, grad);
   return bias_grad;
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& offsets, const std::optional<Tensor>& bias,
-              const std::optional<Tensor>& order) {
-  return grouped_linear(x, weight, offsets, bias, order);
+              const std::optional<Tensor>& order, bool whole) {
+  return grouped_linear(x, weight, offsets, bias, order, nullptr, whole);
 }
 
 PYMOE_OPERATOR("grouped_linear", linear,
-               "(Tensor x, Tensor weight, Tensor offsets, Tensor? bias, Tensor? order=None) -> Tensor")
+               "(Tensor x, Tensor weight, Tensor offsets, Tensor? bias, Tensor? order=None, bool whole=False) -> Tensor")
 PYMOE_OPERATOR("grouped_linear_weight_grad", weight_grad,
-               "(Tensor grad, Tensor x, Tensor offsets, Tensor? order=None) -> Tensor")
+               "(Tensor grad, Tensor x, Tensor offsets, Tensor? order=None, bool whole=False) -> Tensor")
 PYMOE_OPERATOR("grouped_linear_bias_grad", bias_grad, "(Tensor grad, Tensor offsets, Tensor? order=None) -> Tensor")
 
 }  // namespace

@@ -26,7 +26,8 @@ Tensor dispatch(const Tensor& x, const Tensor& slot, const Tensor& offsets, std:
 
 namespace grouped_linear_op {
 Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offsets, const std::optional<Tensor>& bias,
-                      const std::optional<Tensor>& order = std::nullopt, const Tensor* used = nullptr);
+                      const std::optional<Tensor>& order = std::nullopt, const Tensor* used = nullptr,
+                      bool whole = false);
 }
 
 namespace quantized_linear_op {

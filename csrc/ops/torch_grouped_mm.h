@@ -72,6 +72,9 @@ inline bool torch_takes(const GroupedWeightGradArguments& a, int capability) {
          takes_matrix(a.grad, a.rows, a.output_features) && takes_matrix(a.x, a.rows, a.input_features);
 }
 
+// Whether the product below leaves zeros in the gradient of an expert without rows.
+inline bool torch_clears_idle_experts(int capability) { return capability == 9; }
+
 // (S, H) x (E, H, N) -> (S, N): rows up to ends[0] times the first matrix, and so on; or
 // (N, S) x (S, H) -> (E, N, H): the same rows summed over. A product like every other here: autograd does not see it.
 inline Tensor call_torch_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& ends) {

@@ -95,7 +95,8 @@ def apply_experts(
     _check(x, experts, weights, w_in, w_out, b_in, b_out, activation, capacity, foreign_experts)
     if not callable(activation) and not is_recorded(x, weights, w_in, w_out, b_in, b_out):
         return apply_experts_fused(x, experts, weights, w_in, w_out, b_in, b_out, activation, capacity, foreign_experts)
-    networks = grouped_networks(w_in, w_out, b_in, b_out, activation)
+    whole = capacity is None and not foreign_experts
+    networks = grouped_networks(w_in, w_out, b_in, b_out, activation, whole=whole)
     number = w_in.shape[0]
     return apply_networks(x, experts, weights, number, networks, capacity=capacity, foreign_experts=foreign_experts)
 

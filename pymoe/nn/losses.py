@@ -77,6 +77,10 @@ class AuxiliaryLosses(nn.Module):
         self.scale: float | Tensor = 1.0
         """Factor of what is injected; see :func:`set_aux_loss_scale`."""
 
+    def injects(self) -> bool:
+        """Return whether a forward injects a loss: in training, where a coefficient is not 0."""
+        return self.training and (self.aux_loss_coef > 0 or self.z_loss_coef > 0)
+
     def forward(
         self, gate: Gate, logits_TE: Tensor, *, load: Tensor | None = None, share: float | Tensor = 1.0
     ) -> tuple[Tensor, RouterLosses]:
@@ -88,7 +92,7 @@ class AuxiliaryLosses(nn.Module):
             load: (E,), in place of the gate's own: that of all ranks, for example.
             share: factor of what is injected, beside :attr:`scale`.
         """
-        injects = self.training and (self.aux_loss_coef > 0 or self.z_loss_coef > 0)
+        injects = self.injects()
         losses = operators(self.backend).router_losses(
             logits_TE if injects else _detached(logits_TE), gate.load if load is None else load, score=self.score
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from pymoe.nn.apply_quantized_experts import apply_quantized_experts
 from pymoe.nn.expert_bias import update_expert_biases
 from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.losses import AuxiliaryLosses
-from pymoe.nn.networks import apply_networks
+from pymoe.nn.networks import apply_networks, grouped_networks
 from pymoe.nn.options import MIN_STEPS_TO_WARN, Backend, check_number, operators, warn_once
 from pymoe.nn.plain_calls import is_called_plainly
 from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
@@ -29,6 +30,10 @@ from pymoe.reference import checks
 from pymoe.reference.autocast import autocast_enabled, cast_operands
 from pymoe.reference.expert_activation import is_gated
 from pymoe.reference.types import ActivationKind, RouterLosses, Score
+
+MOST_HELD_LOGITS = 1 << 20
+"""Bytes of logits that a forward without gradients leaves until somebody asks for its statistics; of more it computes
+the losses at once, which by then take longer than their launches."""
 
 
 class Stats(NamedTuple):
@@ -215,7 +220,9 @@ class MoE(nn.Module):
         x_TH = x.reshape(-1, self.hidden_size)
 
         gate, logits_TE = self.router(x_TH)
-        weights_TK, losses = self.losses(gate, logits_TE)
+        weights_TK, losses = gate.weights, None
+        if not is_called_plainly(self.losses, AuxiliaryLosses) or self.losses.injects():
+            weights_TK, losses = self.losses(gate, logits_TE)
         capacity = self._capacity(x_TH.shape[0])
         rows_TH: Tensor
         (rows_TH,) = cast_operands(x_TH)  # type: ignore[assignment]  # once a token, not once a choice
@@ -223,7 +230,7 @@ class MoE(nn.Module):
         if self.shared is not None:
             y_TH = y_TH + self.shared(rows_TH)
 
-        self._keep_stats(gate.load, capacity, losses)
+        self._keep_stats(gate.load, logits_TE, capacity, losses)
         output: Tensor = y_TH.reshape(x.shape)
         return output
 
@@ -321,6 +328,8 @@ class MoE(nn.Module):
             if not is_recorded(x_TH, weights_TK, *parameters):
                 arguments = (*cast_operands(*parameters), experts.activation, capacity)
                 return apply_experts_fused(x_TH, experts_TK, weights_TK, *arguments)
+            w_in, w_out, b_in, b_out = parameters
+            experts = grouped_networks(w_in, w_out, b_in, b_out, experts.activation, whole=capacity is None)
         whose = operators(self.backend)  # which also say what does not fit
         return apply_networks(
             x_TH, experts_TK, weights_TK, self.num_experts, experts, capacity=capacity, operators=whose
@@ -344,13 +353,17 @@ class MoE(nn.Module):
         sizes = (w_in.packed.shape[0], w_in.input_features, w_in.output_features)
         return sizes == (self.num_experts, self.hidden_size, inner)
 
-    def _keep_stats(self, load: Tensor, capacity: int | None, losses: RouterLosses) -> None:
+    def _keep_stats(self, load: Tensor, logits_TE: Tensor, capacity: int | None, losses: RouterLosses | None) -> None:
         # A transform allows no change of a tensor from outside, and may run a call many times at once; an exported
         # program holds the layer's parameters, and nothing that it could leave statistics in.
         if in_torch_func() or torch.compiler.is_exporting():
             return
-        dropped = load.new_zeros(()) if capacity is None else (load - capacity).clamp_(min=0).sum()
-        self.last.keep(load=load, dropped=dropped, load_balancing_loss=losses.load_balancing, z_loss=losses.z)
+        score, backend = self.losses.score, self.losses.backend
+        held = logits_TE.requires_grad  # for the backward pass anyway
+        if losses is None and not held and logits_TE.numel() * logits_TE.element_size() > MOST_HELD_LOGITS:
+            losses = operators(backend).router_losses(logits_TE, load, score=score)
+        logits = logits_TE.detach() if losses is None else None
+        self.last.keep_pending(partial(_statistics, load, logits, capacity, losses, score, backend), load)
 
     def _check_input(self, x: Tensor) -> None:
         checks.floating("MoE", "x", x)
@@ -368,6 +381,21 @@ class MoE(nn.Module):
     def _weight_of_input_dtype(self) -> Tensor:
         # Quantised weights are integers, and serve rows of every dtype.
         return self.router.weight if isinstance(self.experts, QuantizedExperts) else self.experts.w_in
+
+
+def _statistics(
+    load: Tensor,
+    logits_TE: Tensor | None,
+    capacity: int | None,
+    losses: RouterLosses | None,
+    score: Score,
+    backend: Backend,
+) -> dict[str, Tensor]:
+    """Return the fields of a call's :class:`Stats`: with losses that are there, or those of logits."""
+    if losses is None:
+        losses = operators(backend).router_losses(logits_TE, load, score=score)
+    dropped = load.new_zeros(()) if capacity is None else (load - capacity).clamp_(min=0).sum()
+    return {"load": load, "dropped": dropped, "load_balancing_loss": losses.load_balancing, "z_loss": losses.z}
 
 
 def _in_dtype_of(x: Tensor, bias: Tensor | None) -> Tensor | None:

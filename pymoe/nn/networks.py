@@ -8,6 +8,7 @@ from types import ModuleType
 from torch import Tensor
 
 from pymoe import ops
+from pymoe.ops.grouped_linear import linear_of_routing
 from pymoe.reference.types import ActivationKind
 
 Activation = ActivationKind | Callable[[Tensor], Tensor]
@@ -50,13 +51,22 @@ def apply_networks(
 
 
 def grouped_networks(
-    w_in: Tensor, w_out: Tensor, b_in: Tensor | None, b_out: Tensor | None, activation: Activation
+    w_in: Tensor, w_out: Tensor, b_in: Tensor | None, b_out: Tensor | None, activation: Activation, *, whole: bool
 ) -> Networks:
-    """Return the networks of :func:`pymoe.nn.apply_experts`, with its arguments."""
+    """Return the networks of :func:`pymoe.nn.apply_experts`, with its arguments, for :func:`apply_networks` to call.
+
+    Args:
+        w_in: (E, N, H).
+        w_out: (E, O, F).
+        b_in: (E, N), or None.
+        b_out: (E, O), or None.
+        activation: between the two products.
+        whole: whether every choice has a row, with neither a capacity nor experts elsewhere.
+    """
 
     def networks(rows: Tensor, offsets: Tensor) -> Tensor:
-        inner = activate(ops.grouped_linear(rows, w_in, offsets, b_in), activation)
-        return ops.grouped_linear(inner, w_out, offsets, b_out)
+        inner = activate(linear_of_routing(rows, w_in, offsets, b_in, whole=whole), activation)
+        return linear_of_routing(inner, w_out, offsets, b_out, whole=whole)
 
     return networks
 

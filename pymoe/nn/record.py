@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pymoe._torch_private import FakeTensor
 from pymoe.ops.function_calls import call
 
 
@@ -54,22 +55,26 @@ class Record(nn.Module):
 class LastCall(Record):
     """A :class:`Record` of what the last call of a layer left.
 
-    What a CUDA graph replays and what :func:`torch.compile` compiled runs without Python, so there the values of a call
-    are copied into the record's own tensors. On the CPU they are held as they are, which costs nothing. Nobody writes
-    to those: they may be saved for a backward pass.
+    The values are held as they are, or are computed when somebody asks for them, which costs a call nothing; nobody
+    writes to what is held, which may be saved for a backward pass. But what a CUDA graph replays and what
+    :func:`torch.compile` compiled runs without Python: there the values of a call are copied into the record's own
+    tensors, and so they are ever after a capture, since a replay leaves its values there and nowhere else.
     """
 
     def __init__(self, **tensors: Tensor) -> None:
         super().__init__(**tensors)
         self.held: dict[str, Tensor] = {}
+        self.pending: Callable[[], dict[str, Tensor]] | None = None
+        self.captured = False
 
     def __getitem__(self, name: str) -> Tensor:
+        self.settle()
         return self.held.get(name, self.tensors[name])
 
     def keep(self, **values: Tensor) -> None:
         """Take the values of a call, one for every name and all on one device."""
-        on_cpu = all(type(value) is Tensor and value.is_cpu for value in values.values())  # and no fake ones
-        if on_cpu and not torch.compiler.is_compiling():
+        self.pending = None
+        if self._may_hold(*values.values()):
             self.held = {name: value.detach() if value.requires_grad else value for name, value in values.items()}
             return
         self.held = {}
@@ -78,20 +83,54 @@ class LastCall(Record):
             for name, value in values.items():
                 self.tensors[name].copy_(value)
 
+    def keep_pending(self, compute: Callable[[], dict[str, Tensor]], *inputs: Tensor) -> None:
+        """Take what ``compute`` returns, the values of a call, when somebody asks for it; or at once where it must be.
+
+        Args:
+            compute: it may be called after the layer has run on, and holds ``inputs`` until then. To be copied with
+                the layer, it is a ``functools.partial`` of a module's function.
+            inputs: the tensors of the call that it reads.
+        """
+        if self._may_hold(*inputs):
+            self.held = {}
+            self.pending = compute
+        else:
+            self.keep(**compute())
+
+    def settle(self) -> None:
+        """Compute what is pending, and let go of what it is computed from."""
+        if self.pending is not None:
+            compute, self.pending = self.pending, None
+            with torch.no_grad():
+                self.held = compute()
+
     def copies(self) -> dict[str, Tensor]:
         """Return fresh copies of the values, in the dtypes of the record."""
         return {name: self[name].to(tensor.dtype, copy=True) for name, tensor in self.tensors.items()}
 
     def zero_(self) -> None:
         self.held = {}
+        self.pending = None
         super().zero_()
 
+    def _may_hold(self, *values: Tensor) -> bool:
+        if torch.compiler.is_compiling() or any(isinstance(value, FakeTensor) for value in values):
+            return False
+        if not self.captured and any(value.is_cuda for value in values):
+            self.captured = torch.cuda.is_current_stream_capturing()
+        return not self.captured
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self.settle()
         if self.held:
             with torch.inference_mode(False):  # the copies outlive the block, and later calls change them
                 self.tensors.update(self.copies())
             self.held = {}
         return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> Any:  # of copies and pickles, which are not to carry a call's logits
+        self.settle()
+        return super().__getstate__()  # type: ignore[no-untyped-call]
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

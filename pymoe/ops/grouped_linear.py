@@ -31,23 +31,26 @@ class _GroupedLinear(torch.autograd.Function):
     backward_in_parts = True
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, order: Tensor | None) -> Tensor:
-        return _GROUPED_LINEAR(x, weight, offsets, bias, order)
+    def forward(
+        x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, order: Tensor | None, whole: bool
+    ) -> Tensor:
+        return _GROUPED_LINEAR(x, weight, offsets, bias, order, whole)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, offsets, _, order = inputs
+        x, weight, offsets, _, order, ctx.whole = inputs
         ctx.save_for_backward(x, weight, offsets, order)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, offsets, order = ctx.saved_tensors
-        needs_x, needs_weight, _, needs_bias, _ = ctx.needs_input_grad
+        needs_x, needs_weight, _, needs_bias, _, _ = ctx.needs_input_grad
         return (
-            call(_GroupedLinear, grad, weight.transpose(1, 2), offsets, None, order) if needs_x else None,
-            _weight_grad(grad, x, offsets, order, weight) if needs_weight else None,
+            call(_GroupedLinear, grad, weight.transpose(1, 2), offsets, None, order, ctx.whole) if needs_x else None,
+            _weight_grad(grad, x, offsets, order, ctx.whole, weight) if needs_weight else None,
             None,
             call(_BiasGrad, grad, offsets, order) if needs_bias else None,
+            None,
             None,
         )
 
@@ -56,34 +59,37 @@ class _WeightGrad(torch.autograd.Function):
     """dweight[e] = sum of the outer products grad[r] x[r] over the rows r of expert e."""
 
     @staticmethod
-    def forward(grad: Tensor, x: Tensor, offsets: Tensor, order: Tensor | None) -> Tensor:
-        return _GROUPED_LINEAR_WEIGHT_GRAD(grad, x, offsets, order)
+    def forward(grad: Tensor, x: Tensor, offsets: Tensor, order: Tensor | None, whole: bool) -> Tensor:
+        return _GROUPED_LINEAR_WEIGHT_GRAD(grad, x, offsets, order, whole)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.whole = inputs
+        ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         grad, x, offsets, order = ctx.saved_tensors
-        needs_grad, needs_x, _, _ = ctx.needs_input_grad
+        needs_grad, needs_x, *_ = ctx.needs_input_grad
+        rest = (offsets, None, order, ctx.whole)
         return (
-            call(_GroupedLinear, x, cotangent, offsets, None, order) if needs_grad else None,
-            call(_GroupedLinear, grad, cotangent.transpose(1, 2), offsets, None, order) if needs_x else None,
+            call(_GroupedLinear, x, cotangent, *rest) if needs_grad else None,
+            call(_GroupedLinear, grad, cotangent.transpose(1, 2), *rest) if needs_x else None,
+            None,
             None,
             None,
         )
 
 
-def _weight_grad(grad: Tensor, x: Tensor, offsets: Tensor, order: Tensor | None, weight: Tensor) -> Tensor:
+def _weight_grad(grad: Tensor, x: Tensor, offsets: Tensor, order: Tensor | None, whole: bool, weight: Tensor) -> Tensor:
     """Return the gradient of ``weight``, in its order of dimensions in memory: else autograd would copy it there.
 
     A transposed view of an (E, H, N) parameter gets a transposed view of an (E, H, N) gradient. The bits are the same:
     of every product the factors change places.
     """
     if weight.stride(1) < weight.stride(2):
-        return call(_WeightGrad, x, grad, offsets, order).transpose(1, 2)  # type: ignore[no-any-return]
-    return call(_WeightGrad, grad, x, offsets, order)  # type: ignore[no-any-return]
+        return call(_WeightGrad, x, grad, offsets, order, whole).transpose(1, 2)  # type: ignore[no-any-return]
+    return call(_WeightGrad, grad, x, offsets, order, whole)  # type: ignore[no-any-return]
 
 
 class _BiasGrad(torch.autograd.Function):
@@ -105,7 +111,7 @@ class _BiasGrad(torch.autograd.Function):
         # Every row gets its expert's cotangent: a grouped linear without input features, which is its bias alone.
         nothing = cotangent.new_empty((ctx.rows, 0))
         no_weight = cotangent.new_empty((*cotangent.shape, 0))
-        return call(_GroupedLinear, nothing, no_weight, offsets, cotangent, order), None, None
+        return call(_GroupedLinear, nothing, no_weight, offsets, cotangent, order, False), None, None
 
 
 def grouped_linear(
@@ -117,19 +123,40 @@ def grouped_linear(
     if order is not None:
         index_checks.order_in_range("grouped_linear", order, offsets)
         order = order.contiguous()
-    return call(_GroupedLinear, x, weight, offsets.contiguous(), bias, order)
+    return call(_GroupedLinear, x, weight, offsets.contiguous(), bias, order, False)
 
 
 grouped_linear.__doc__ = reference.__doc__
 
 
+def linear_of_routing(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, *, whole: bool) -> Tensor:
+    """Return ``grouped_linear(x, weight, offsets, bias)`` for the offsets of a routing, as a layer calls it.
+
+    Offsets from anywhere are made safe on the GPU before torch's product reads them, and what they leave out is cleared
+    after it: two launches a product, which those that :func:`pymoe.ops.build_routing` has just made do not need.
+
+    Args:
+        x: (S, H).
+        weight: (E, N, H).
+        offsets: (E + 1,), of a routing that ``build_routing`` made of S choices.
+        bias: (E, N), or None.
+        whole: whether every choice has a row: no capacity, and no experts elsewhere. With ``False`` this is
+            ``grouped_linear``. The promise cannot be checked on the GPU; rows that it leaves out may hold anything.
+    """
+    if not whole:
+        return grouped_linear(x, weight, offsets, bias)
+    x, weight, bias = cast_operands(x, weight, bias)  # type: ignore[assignment]
+    check(x, weight, offsets, bias)
+    return call(_GroupedLinear, x, weight, offsets, bias, None, True)  # type: ignore[no-any-return]
+
+
 @torch.library.register_fake("pymoe::grouped_linear")
-def _(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, order: Tensor | None = None) -> Tensor:
+def _(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[1]))
 
 
 @torch.library.register_fake("pymoe::grouped_linear_weight_grad")
-def _(grad: Tensor, x: Tensor, offsets: Tensor, order: Tensor | None = None) -> Tensor:
+def _(grad: Tensor, x: Tensor, offsets: Tensor, *_: Any) -> Tensor:
     return grad.new_empty((offsets.shape[0] - 1, grad.shape[1], x.shape[1]))
 
 

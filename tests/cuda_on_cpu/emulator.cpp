@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -326,10 +327,12 @@ namespace {
 std::mutex settings;
 uint64_t next_seed = 1;
 std::map<std::string, int64_t> counts;
+std::vector<std::string> names;
 
 uint64_t note_launch(const char* name) {
   const std::lock_guard<std::mutex> lock(settings);
   ++counts[name];
+  names.emplace_back(name);
   return next_seed++;
 }
 
@@ -341,6 +344,14 @@ void set_seed(uint64_t seed) {
 }
 
 const std::map<std::string, int64_t>& launches() { return counts; }
+
+const std::vector<std::string>& history() { return names; }
+
+void clear(const char* name, void* memory, size_t bytes) {
+  const std::lock_guard<std::mutex> lock(settings);
+  names.push_back(std::string("memset of ") + name);
+  std::memset(memory, 0, bytes);
+}
 
 void launch(const char* name, int64_t blocks, int threads, int64_t shared_bytes, void (*body)(void*), void* context) {
   if (threads < 1 || threads > kMostThreads || shared_bytes < 0 || shared_bytes > kMostShared) {

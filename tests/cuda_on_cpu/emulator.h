@@ -23,6 +23,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <vector>
 
 namespace pymoe::emulator {
 
@@ -75,5 +76,9 @@ void launch(const char* name, int64_t blocks, int threads, int64_t shared_bytes,
 void set_seed(uint64_t seed);
 // How often each kernel (by the name given to its launch) has run in this process.
 const std::map<std::string, int64_t>& launches();
+// The names of those launches in their order, "memset of NAME" where a stream was asked to clear memory.
+const std::vector<std::string>& history();
+// Clears memory as cudaMemsetAsync does, which is a launch like any other.
+void clear(const char* name, void* memory, size_t bytes);
 
 }  // namespace pymoe::emulator

@@ -1,4 +1,4 @@
-// An operator of the emulated library alone: how often the emulator has run a kernel.
+// Operators of the emulated library alone: which kernels the emulator has run, and how often.
 #include <torch/csrc/stable/library.h>
 
 #include <cstdint>
@@ -17,10 +17,22 @@ int64_t launches(std::string name) {
   return count;
 }
 
-STABLE_TORCH_LIBRARY(pymoe_emulator, library) { library.def("launches(str name) -> int"); }
+// The names of all launches and memsets from the `first` one on, a line each, in their order.
+std::string history(int64_t first) {
+  std::string lines;
+  const auto& names = pymoe::emulator::history();
+  for (size_t i = static_cast<size_t>(first); i < names.size(); ++i) lines += names[i] + "\n";
+  return lines;
+}
+
+STABLE_TORCH_LIBRARY(pymoe_emulator, library) {
+  library.def("launches(str name) -> int");
+  library.def("history(int first) -> str");
+}
 
 STABLE_TORCH_LIBRARY_IMPL(pymoe_emulator, CompositeExplicitAutograd, library) {
   library.impl("launches", TORCH_BOX(&launches));
+  library.impl("history", TORCH_BOX(&history));
 }
 
 }  // namespace

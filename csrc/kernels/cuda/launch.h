@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 
 #include "kernels/cuda/platform.h"
 
@@ -71,9 +70,8 @@ inline void clear(const char* operator_name, void* pointer, int64_t bytes, void*
 #if defined(__CUDACC__)
   check(operator_name, cudaMemsetAsync(pointer, 0, static_cast<size_t>(bytes), static_cast<cudaStream_t>(stream)));
 #else
-  static_cast<void>(operator_name);
   static_cast<void>(stream);
-  std::memset(pointer, 0, static_cast<size_t>(bytes));
+  emulator::clear(operator_name, pointer, static_cast<size_t>(bytes));
 #endif
 }
 

@@ -103,7 +103,7 @@ def run_experts(
             foreign_experts=foreign_experts,
         )
     else:
-        networks = grouped_networks(w_in, w_out, b_in, b_out, activation)
+        networks = grouped_networks(w_in, w_out, b_in, b_out, activation, whole=not foreign_experts)
 
         def with_norm(rows: Tensor, offsets: Tensor) -> Tensor:
             return post_norm(networks(rows, offsets))
