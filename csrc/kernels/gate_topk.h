@@ -46,7 +46,7 @@ struct GateTopkArguments {
 };
 
 struct GateTopkBackwardArguments {
-  DType dtype;               // of logits and grad_logits
+  DType dtype;               // of logits and, unless they are narrow, of grad_logits
   const void* logits;        // (T, E)
   const int32_t* experts;    // (T, K)
   const void* grad_weights;  // (T, K) accumulated dtype
@@ -57,7 +57,15 @@ struct GateTopkBackwardArguments {
   bool chosen_on_logits;  // the best expert is among the chosen, so no floor and no full softmax to renormalise
   GateOptions options;
   void* workspace = nullptr;  // cuda::gate_topk_backward_workspace bytes, of the CUDA twin
+  bool narrow = false;        // float32 logits, and gradients rounded to bf16: operands of a product to come
 };
+
+// f(TypeTag of the logits, TypeTag of their gradients).
+template <typename F>
+void visit_gate_backward(const GateTopkBackwardArguments& a, F&& f) {
+  if (a.narrow) return f(TypeTag<float>{}, TypeTag<BFloat16>{});
+  visit_dtype(a.dtype, [&](auto type) { f(type, type); });
+}
 
 namespace cpu {
 void gate_topk(const GateTopkArguments& arguments);

@@ -41,8 +41,8 @@ PYMOE_INLINE S chosen_gradients(const GateOptions& options, int64_t choices, con
   return through;
 }
 
-template <typename T>
-void softmax_backward(const GateTopkBackwardArguments& a, const T* row, const int32_t* experts, T* out,
+template <typename T, typename Out>
+void softmax_backward(const GateTopkBackwardArguments& a, const T* row, const int32_t* experts, Out* out,
                       const ChosenScratch<accumulate_t<T>>& scratch) {
   using S = accumulate_t<T>;
   if (a.options.renormalize && a.chosen_on_logits) {
@@ -54,10 +54,10 @@ void softmax_backward(const GateTopkBackwardArguments& a, const T* row, const in
     S inner = 0;
     for (int64_t j = 0; j < a.choices; ++j) inner += scratch.delta[j] * (scratch.chosen[j] / sum);
     // 0, or NaN where the token's scores are NaN: NaN is never hidden.
-    const T rest = round_to<T>(sum * S{0});
+    const Out rest = round_to<Out>(sum * S{0});
     for (int64_t i = 0; i < a.num_experts; ++i) out[i] = rest;
     for (int64_t j = 0; j < a.choices; ++j) {
-      out[experts[j]] = round_to<T>((scratch.delta[j] - inner) * (scratch.chosen[j] / sum));
+      out[experts[j]] = round_to<Out>((scratch.delta[j] - inner) * (scratch.chosen[j] / sum));
     }
     return;
   }
@@ -69,8 +69,8 @@ void softmax_backward(const GateTopkBackwardArguments& a, const T* row, const in
   store_row(out, scratch.grad, a.num_experts);
 }
 
-template <typename T>
-void sigmoid_backward(const GateTopkBackwardArguments& a, const T* row, const int32_t* experts, T* out,
+template <typename T, typename Out>
+void sigmoid_backward(const GateTopkBackwardArguments& a, const T* row, const int32_t* experts, Out* out,
                       const ChosenScratch<accumulate_t<T>>& scratch) {
   using S = accumulate_t<T>;
   for (int64_t j = 0; j < a.choices; ++j) {
@@ -79,16 +79,16 @@ void sigmoid_backward(const GateTopkBackwardArguments& a, const T* row, const in
   chosen_gradients(a.options, a.choices, scratch.chosen, scratch.delta);
   for (int64_t i = 0; i < a.num_experts; ++i) {
     const S logit = to_accumulate(row[i]);
-    out[i] = round_to<T>(logit != logit ? logit : S{0});
+    out[i] = round_to<Out>(logit != logit ? logit : S{0});
   }
   for (int64_t j = 0; j < a.choices; ++j) {
     const S score = scratch.chosen[j];
-    out[experts[j]] = round_to<T>(scratch.delta[j] * (S{1} - score) * score);
+    out[experts[j]] = round_to<Out>(scratch.delta[j] * (S{1} - score) * score);
   }
 }
 
 void gate_backward_tokens(const GateTopkBackwardArguments& a, int64_t begin, int64_t end, double* memory) {
-  visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) {
+  visit_gate_backward(a, [&]<typename T, typename Out>(TypeTag<T>, TypeTag<Out>) {
     using S = accumulate_t<T>;
     S* scores = reinterpret_cast<S*>(memory);
     S* grad = scores + a.num_experts;
@@ -104,7 +104,7 @@ void gate_backward_tokens(const GateTopkBackwardArguments& a, int64_t begin, int
         }
         scratch.delta[j] = grad_weights[j] * scale;
       }
-      T* out = static_cast<T*>(a.grad_logits) + token * a.num_experts;
+      Out* out = static_cast<Out*>(a.grad_logits) + token * a.num_experts;
       if (a.options.score == Score::kSoftmax) {
         softmax_backward(a, row, experts, out, scratch);
       } else {

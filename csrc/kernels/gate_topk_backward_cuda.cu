@@ -187,7 +187,7 @@ PYMOE_DEVICE void write_rows(const accumulate_t<T>* rows, int64_t count, T* targ
   for (int64_t i = packs * P::kSize + threadIdx.x; i < count; i += blockDim.x) target[i] = round_to<T>(rows[i]);
 }
 
-template <typename T>
+template <typename T, typename Out>
 __global__ void __launch_bounds__(kThreads)
     gate_topk_backward_kernel(const GateTopkBackwardArguments a, const Layout layout) {
   using S = accumulate_t<T>;
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(kThreads)
       .backward();
   __syncthreads();
   write_rows(rows, min(tokens, a.tokens - first) * a.num_experts,
-             static_cast<T*>(a.grad_logits) + first * a.num_experts, layout.packed);
+             static_cast<Out*>(a.grad_logits) + first * a.num_experts, layout.packed);
 }
 
 struct Plan {
@@ -221,13 +221,13 @@ Plan plan_of(const GateTopkBackwardArguments& a) {
   return {{blocks, threads, 1}, blocks * tokens * token_bytes};
 }
 
-template <typename T>
+template <typename T, typename Out>
 void backward(const GateTopkBackwardArguments& a, void* stream) {
   const Plan plan = plan_of<accumulate_t<T>>(a);
-  const int64_t block_bytes = plan.shape.threads / kLanes * a.num_experts * int64_t{sizeof(T)};
+  const int64_t block_bytes = plan.shape.threads / kLanes * a.num_experts * int64_t{sizeof(Out)};
   const Layout layout{plan.workspace_bytes > 0 ? a.workspace : nullptr,
                       widest_access({a.grad_logits}, block_bytes) == 16};
-  launch(kName, gate_topk_backward_kernel<T>, plan.shape, stream, a, layout);
+  launch(kName, gate_topk_backward_kernel<T, Out>, plan.shape, stream, a, layout);
 }
 
 }  // namespace
@@ -237,7 +237,7 @@ int64_t gate_topk_backward_workspace(const GateTopkBackwardArguments& a) {
 }
 
 void gate_topk_backward(const GateTopkBackwardArguments& a, void* stream) {
-  visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) { backward<T>(a, stream); });
+  visit_gate_backward(a, [&]<typename T, typename Out>(TypeTag<T>, TypeTag<Out>) { backward<T, Out>(a, stream); });
 }
 
 }  // namespace pymoe::cuda

@@ -59,7 +59,7 @@ std::tuple<Tensor, Tensor, Tensor> gate_topk(const Tensor& logits, std::optional
 }
 
 Tensor gate_topk_backward(const Tensor& grad_weights, const Tensor& logits, const Tensor& experts, std::string score,
-                          bool renormalize, bool chosen_on_logits, double scale) {
+                          bool renormalize, bool chosen_on_logits, double scale, bool narrow) {
   constexpr const char* kName = "gate_topk_backward";
   GateTopkBackwardArguments a{};
   a.dtype = floating_dtype(kName, "logits", logits);
@@ -70,7 +70,10 @@ Tensor gate_topk_backward(const Tensor& grad_weights, const Tensor& logits, cons
   require_tensor(kName, "grad_weights", grad_weights, accumulate_scalar_type(a.dtype),
                  {logits.size(0), experts.size(1)}, logits);
 
-  Tensor grad_logits = empty({logits.size(0), logits.size(1)}, logits.scalar_type(), logits);
+  if (narrow) require_dtype(kName, "logits", logits, ScalarType::Float);
+  Tensor grad_logits =
+      empty({logits.size(0), logits.size(1)}, narrow ? ScalarType::BFloat16 : logits.scalar_type(), logits);
+  a.narrow = narrow;
   a.logits = logits.const_data_ptr();
   a.experts = static_cast<const int32_t*>(experts.const_data_ptr());
   a.grad_weights = grad_weights.const_data_ptr();
@@ -91,7 +94,7 @@ PYMOE_OPERATOR("gate_topk", gate_topk,
                "float scale) -> (Tensor, Tensor, Tensor)")
 PYMOE_OPERATOR("gate_topk_backward", gate_topk_backward,
                "(Tensor grad_weights, Tensor logits, Tensor experts, str score, bool renormalize, bool "
-               "chosen_on_logits, float scale) -> Tensor")
+               "chosen_on_logits, float scale, bool narrow=False) -> Tensor")
 
 }  // namespace
 }  // namespace pymoe::ops::gate_topk_op

@@ -219,7 +219,10 @@ class MoE(nn.Module):
         self._check_input(x)
         x_TH = x.reshape(-1, self.hidden_size)
 
-        gate, logits_TE = self.router(x_TH)
+        if is_called_plainly(self.router, Router):
+            gate, logits_TE, x_TH = self.router.route(x_TH, alone=self.shared is None)
+        else:
+            gate, logits_TE = self.router(x_TH)
         weights_TK, losses = gate.weights, None
         if not is_called_plainly(self.losses, AuxiliaryLosses) or self.losses.injects():
             weights_TK, losses = self.losses(gate, logits_TE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,10 +20,11 @@ from pymoe.nn.options import (
     warn_once,
 )
 from pymoe.nn.record import Record, count_on_backward
+from pymoe.nn.route import is_one_node, route
+from pymoe.nn.router_product import takes, wide_product, without_autocast
 from pymoe.nn.row_invariant import linear
 from pymoe.ops.transforms import in_torch_func
 from pymoe.reference import checks
-from pymoe.reference.autocast import autocast_enabled
 from pymoe.reference.types import Gate, Score
 
 
@@ -169,7 +169,6 @@ class Router(nn.Module):
             (T, E) float32 that it was made from; float64 in place of float32 if anything is float64.
         """
         logits_TE = self.logits(x_TH)
-        self.counted.follow(logits_TE.device)
         gate: Gate = operators(self.backend).gate_topk(
             logits_TE,
             self.top_k,
@@ -180,10 +179,30 @@ class Router(nn.Module):
             topk_groups=self.topk_groups,
             scale=self.scale,
         )
+        return self._counted(gate), logits_TE
+
+    def route(self, x_TH: Tensor, *, alone: bool) -> tuple[Gate, Tensor, Tensor]:
+        """Return what :meth:`forward` returns, and the tokens for the experts to take.
+
+        These are ``x_TH``, or pass through the same node of autograd as the logits: :mod:`pymoe.nn.route`.
+
+        Args:
+            x_TH: (T, H).
+            alone: whether :func:`pymoe.ops.dispatch` is all that will take the tokens.
+        """
+        if self.backend != "native" or self.row_invariant or not is_one_node(x_TH, self.weight):
+            return *self.forward(x_TH), x_TH
+        groups = (self.num_groups or 0, self.topk_groups or 0)
+        options = (self.top_k, self.score, self.renormalize, *groups, float(self.scale))
+        gate, logits_TE, x_TH = route(x_TH, self.weight, self.expert_bias, options, alone)
+        return self._counted(gate), logits_TE, x_TH
+
+    def _counted(self, gate: Gate) -> Gate:
+        self.counted.follow(gate.load.device)
         if self.training and self.expert_bias is not None and not in_torch_func():  # see MoE.stats
             weights_TK = count_on_backward(gate.weights, gate.load, self.counted["load"])
             gate = Gate(weights_TK, gate.experts, gate.load)
-        return gate, logits_TE
+        return gate
 
     def logits(self, x_TH: Tensor) -> Tensor:
         """Return the logits (T, E) of tokens, in float32 or float64, outside of autocast.
@@ -191,8 +210,10 @@ class Router(nn.Module):
         Args:
             x_TH: (T, H).
         """
+        if takes(x_TH, self.weight) and not self.row_invariant:
+            return wide_product(x_TH, self.weight)
         dtype = _at_least_float32(torch.promote_types(x_TH.dtype, self.weight.dtype))
-        with _without_autocast(x_TH.device.type):
+        with without_autocast(x_TH.device.type):
             return linear(x_TH.to(dtype), self.weight.to(dtype), row_invariant=self.row_invariant)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -238,12 +259,6 @@ def _version(weight: Tensor) -> int:
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
-
-
-def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    if autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
 
 
 def _check_groups(num_experts: int, top_k: int, num_groups: int | None, topk_groups: int | None) -> None:

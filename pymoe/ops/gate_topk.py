@@ -82,6 +82,23 @@ class _GateTopkBackward(torch.autograd.Function):
         return *gradients_again(first, (grad, logits), cotangent), *(None,) * 5
 
 
+def gate_backward(
+    grad: Tensor, logits: Tensor, experts: Tensor, options: tuple[Score, bool, bool, float], narrow: bool
+) -> Tensor:
+    """Return the gradient of a gate's logits (T, E) for that of its weights.
+
+    Args:
+        grad: (T, K), of the weights, contiguous.
+        logits: (T, E).
+        experts: (T, K), the choice.
+        options: score, renormalize, whether the logits alone decided (without bias and groups), and scale.
+        narrow: whether it is rounded to bfloat16, of float32 logits; it is not differentiable then.
+    """
+    if narrow:
+        return torch.ops.pymoe.gate_topk_backward(grad, logits, experts, *options, True)  # type: ignore[no-any-return]
+    return call(_GateTopkBackward, grad, logits, experts, *options)  # type: ignore[no-any-return]
+
+
 def _weights(logits: Tensor, experts: Tensor, score: Score, renormalize: bool, scale: float) -> Tensor:
     """Compute what the kernel does for chosen ``experts``, with torch operators."""
     values = logits.to(accumulate_dtype(logits.dtype))
@@ -124,5 +141,6 @@ def _(logits: Tensor, bias: Tensor | None, k: int, *_: Any) -> tuple[Tensor, Ten
 
 
 @torch.library.register_fake("pymoe::gate_topk_backward")
-def _(grad: Tensor, logits: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+def _(grad: Tensor, logits: Tensor, *options: Any) -> Tensor:
+    narrow = len(options) > 5 and options[5]
+    return logits.new_empty(logits.shape, dtype=torch.bfloat16 if narrow else None)

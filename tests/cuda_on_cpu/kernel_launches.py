@@ -36,10 +36,11 @@ LAUNCHES = {
     **{
         name: (f"torch: {name}",)
         for name in (
-            *("_to_copy", "add", "add_", "addmm", "clamp_", "clone", "copy_", "cumsum", "div", "fill_", "full", "mm"),
+            *("_to_copy", "add", "add_", "addmm_", "clamp_", "clone", "copy_", "cumsum", "div", "fill_", "full", "mm"),
             *("mul", "new_zeros", "new_ones", "ones", "ones_like", "sub", "sum", "zero_", "zeros", "zeros_like"),
         )
     },
+    "addmm": ("torch: copy what is added to", "torch: addmm"),
     "_grouped_mm": GROUPED,
 }
 
@@ -84,6 +85,12 @@ def listening(names: list[str]) -> Iterator[None]:
         _listener = before
 
 
+def wide_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Multiply 16-bit matrices as cuBLAS does into float32: exact products, summed in float32."""
+    assert a.dtype == b.dtype != out_dtype == torch.float32
+    return a.float() @ b.float()
+
+
 def grouped_mm(a: Tensor, b: Tensor, offs=None, bias=None, out_dtype=None) -> Tensor:
     """Multiply groups as torch does, with NaN where its CUDA kernel writes nothing."""
     if _listener is not None:
@@ -102,6 +109,7 @@ def grouped_mm(a: Tensor, b: Tensor, offs=None, bias=None, out_dtype=None) -> Te
 
 _library = torch.library.Library("aten", "IMPL")
 _library.impl("_grouped_mm", grouped_mm, "CPU")
+_library.impl("mm.dtype", wide_mm, "CPU")
 
 
 @contextmanager

@@ -1,0 +1,111 @@
+"""Logits of 16-bit tokens and weights on a GPU: one product with float32 sums, in place of two casts and a float32 one.
+
+Products of two bfloat16 or float16 numbers are exact in float32, so the sum is all that rounds, as it is after casts:
+the logits are those of the float32 product but for the order of the sum, and equal it where that is exact.
+
+The gradients of ``logits = x @ weight.T`` are ``dlogits @ weight`` and ``dlogits.T @ x``, for float32 ``dlogits``:
+
+- In bfloat16 ``dlogits`` is rounded to bfloat16 first, as that of every bfloat16 linear layer is, so these products
+  run on tensor cores, too. With u = 2^-8, the rounding of bfloat16, an element of a gradient is then within
+  ``u * sum |dlogits| |weight|``, to first order, of what it is in exact arithmetic, before it is itself rounded; the
+  weight's the same with ``|x|``. bfloat16 has the range of float32: nothing overflows or is lost that would not be.
+- float16 does not: gradients that are scaled by a loss scale may pass 65504, and without one may lie below its least
+  numbers. There ``dlogits`` stay float32 and the operands are cast, as everywhere else.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pymoe.ops.function_calls import call
+from pymoe.reference.autocast import autocast_enabled
+
+DEVICES = {"cuda"}
+"""Types of devices for which torch has ``torch.mm`` of 16-bit operands with a float32 result."""
+
+
+def takes(x_TH: Tensor, weight: Tensor) -> bool:
+    """Return whether :func:`wide_product` computes the logits of these operands."""
+    return (
+        x_TH.dtype == weight.dtype
+        and x_TH.dtype in (torch.bfloat16, torch.float16)
+        and x_TH.device.type == weight.device.type
+        and x_TH.device.type in DEVICES
+    )
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Return a block in which ``torch.autocast`` is off for this type of device."""
+    if autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
+def wide_product(x_TH: Tensor, weight: Tensor) -> Tensor:
+    """Return ``x_TH @ weight.T`` (T, E) in float32, differentiable any number of times.
+
+    Args:
+        x_TH: (T, H), bfloat16 or float16.
+        weight: (E, H), the same dtype.
+    """
+    return call(_WideProduct, x_TH, weight)  # type: ignore[no-any-return]
+
+
+def gradients_of(
+    grad: Tensor, x_TH: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of ``x_TH`` and ``weight`` for that of the logits, (T, E) float32 or already bfloat16."""
+    if torch.is_grad_enabled():
+        dx = call(_NarrowProduct, grad, weight) if needs_x else None
+        return dx, call(_NarrowProduct, grad.t(), x_TH) if needs_weight else None
+    with without_autocast(grad.device.type):
+        if weight.dtype == torch.bfloat16:
+            grad = grad.to(torch.bfloat16)  # once for both
+        dx = _narrow(grad, weight) if needs_x else None
+        return dx, _narrow(grad.t(), x_TH) if needs_weight else None
+
+
+class _WideProduct(torch.autograd.Function):
+    """x @ weight.T in float32, of 16-bit operands."""
+
+    @staticmethod
+    def forward(x_TH: Tensor, weight: Tensor) -> Tensor:
+        return torch.mm(x_TH, weight.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return gradients_of(grad, *ctx.saved_tensors, *ctx.needs_input_grad)
+
+
+class _NarrowProduct(torch.autograd.Function):
+    """grad @ right in the dtype of ``right``, which is 16-bit; its own gradients are the two products again."""
+
+    @staticmethod
+    def forward(grad: Tensor, right: Tensor) -> Tensor:
+        with without_autocast(grad.device.type):
+            return _narrow(grad, right)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        grad, right = ctx.saved_tensors
+        needs_grad, needs_right = ctx.needs_input_grad
+        dgrad = call(_WideProduct, cotangent, right).to(grad.dtype) if needs_grad else None
+        return dgrad, call(_NarrowProduct, grad.t(), cotangent) if needs_right else None
+
+
+def _narrow(grad: Tensor, right: Tensor) -> Tensor:
+    if right.dtype == torch.bfloat16:
+        return torch.mm(grad.to(torch.bfloat16), right)
+    return torch.mm(grad.float(), right.float()).to(right.dtype)
