@@ -25,6 +25,8 @@ from torch.utils import cpp_extension
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
+from pymoe.nn import router_product
+
 DEVICE = torch.device("maia", 0)
 MAY_MIX = ("aten::copy_", "aten::_to_copy", "aten::to")
 INDEXING = ("aten::index.", "aten::index_put", "aten::_index_put")
@@ -142,9 +144,36 @@ def cuda_tensor(values: Tensor, index: int = 0) -> Tensor:
     return tensor
 
 
+def wide_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Multiply 16-bit matrices as cuBLAS does into float32: exact products, summed in float32."""
+    assert a.dtype == b.dtype != out_dtype == torch.float32, (a.dtype, b.dtype, out_dtype)
+    return a.float() @ b.float()
+
+
+@functools.cache
+def give_the_cpu_wide_products() -> torch.library.Library:
+    """From now on ``torch.mm(..., out_dtype=torch.float32)``, which torch has for GPUs alone, works on the CPU."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("mm.dtype", wide_mm, "CPU")
+    return library
+
+
+@contextmanager
+def wide_products(device_type: str):
+    """Inside, routers on this type of device multiply as they do on a GPU."""
+    give_the_cpu_wide_products()
+    there = device_type in router_product.DEVICES
+    router_product.DEVICES.add(device_type)
+    try:
+        yield
+    finally:
+        if not there:
+            router_product.DEVICES.discard(device_type)
+
+
 @contextmanager
 def pretended():
     """Inside, torch has the device."""
     load_library()
-    with Factories():
+    with wide_products(DEVICE.type), Factories():
         yield

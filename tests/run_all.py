@@ -65,9 +65,10 @@ def clang_format(*options: str) -> list[str]:
 
 CPP = {".cpp", ".h", ".cu"}
 XDIST = ["-n", str(min(os.cpu_count() or 1, 8)), "--dist=worksteal"]
-# What runs on the emulated kernels: check_emulated.py is collected here alone.
+# What runs on the emulated kernels: the two files that begin with check_ are collected here alone.
 EMULATED = [
     "tests/cuda_on_cpu/check_emulated.py",
+    "tests/cuda_on_cpu/check_launches.py",
     "tests/ops/test_native_equals_reference.py",
     "tests/nn/test_moe_values.py",
     "tests/nn/test_moe_losses.py",

@@ -98,9 +98,15 @@ class AuxiliaryLosses(nn.Module):
         )
         weights_TK = gate.weights
         if injects:
-            loss = self.aux_loss_coef * losses.load_balancing + self.z_loss_coef * losses.z
-            weights_TK = inject_loss(weights_TK, self.scale * share * loss)
+            weights_TK = inject_loss(weights_TK, self._weighted(losses, self.scale * share))
         return weights_TK, RouterLosses(_detached(losses.load_balancing), _detached(losses.z))
+
+    def _weighted(self, losses: RouterLosses, factor: float | Tensor) -> Tensor:
+        """Return the sum of the losses times their coefficients; every step of it is a launch, or two, on a GPU."""
+        pairs = ((self.aux_loss_coef, losses.load_balancing), (self.z_loss_coef, losses.z))
+        terms = [coefficient * loss for coefficient, loss in pairs if coefficient > 0]
+        total = sum(terms[1:], terms[0])
+        return total if isinstance(factor, float) and factor == 1 else factor * total
 
     def extra_repr(self) -> str:
         return f"aux_loss_coef={self.aux_loss_coef}, z_loss_coef={self.z_loss_coef}"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pymoe.nn.router_product import gradients_of, takes, without_autocast
+from pymoe.nn.router_product import gradients_of, multiply, takes, without_autocast
 from pymoe.ops.function_calls import is_recorded
 from pymoe.ops.gate_topk import gate_backward
 from pymoe.ops.transforms import in_torch_func
@@ -66,7 +66,7 @@ class _Route(torch.autograd.Function):
         topk_groups: int,
         scale: float,
     ) -> tuple[Tensor, ...]:
-        logits_TE = torch.mm(x_TH, weight.t(), out_dtype=torch.float32)
+        logits_TE = multiply(x_TH, weight)
         options = (k, score, renormalize, num_groups, topk_groups, scale)
         return x_TH.view_as(x_TH), logits_TE, *torch.ops.pymoe.gate_topk(logits_TE, bias, *options)
 
@@ -95,9 +95,9 @@ class _Route(torch.autograd.Function):
             adds_to_dx = dx is not None and needs_x and not again
             dlogits = dlogits if again else dlogits.to(torch.bfloat16)
             of_router, dweight = gradients_of(dlogits, x_TH, weight, needs_x and not adds_to_dx, needs_weight)
-            if dx is None or of_router is not None:
-                dx = of_router if dx is None else dx + of_router
-            elif adds_to_dx:
+            if dx is not None and adds_to_dx:
                 with without_autocast(weight.device.type):
                     dx = (dx.addmm_ if ctx.alone else dx.addmm)(dlogits, weight)
+            elif of_router is not None:
+                dx = of_router if dx is None else dx + of_router
         return dx if needs_x else None, dweight, *(None for _ in others)

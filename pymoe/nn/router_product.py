@@ -55,6 +55,12 @@ def wide_product(x_TH: Tensor, weight: Tensor) -> Tensor:
     return call(_WideProduct, x_TH, weight)  # type: ignore[no-any-return]
 
 
+def multiply(x_TH: Tensor, weight: Tensor) -> Tensor:
+    """Return what :func:`wide_product` returns, for a node of autograd to differentiate."""
+    with without_autocast(x_TH.device.type):
+        return torch.mm(x_TH, weight.t(), out_dtype=torch.float32)
+
+
 def gradients_of(
     grad: Tensor, x_TH: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -74,7 +80,7 @@ class _WideProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(x_TH: Tensor, weight: Tensor) -> Tensor:
-        return torch.mm(x_TH, weight.t(), out_dtype=torch.float32)
+        return multiply(x_TH, weight)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 
-import pretended
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -85,12 +84,6 @@ def listening(names: list[str]) -> Iterator[None]:
         _listener = before
 
 
-def wide_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Multiply 16-bit matrices as cuBLAS does into float32: exact products, summed in float32."""
-    assert a.dtype == b.dtype != out_dtype == torch.float32
-    return a.float() @ b.float()
-
-
 def grouped_mm(a: Tensor, b: Tensor, offs=None, bias=None, out_dtype=None) -> Tensor:
     """Multiply groups as torch does, with NaN where its CUDA kernel writes nothing."""
     if _listener is not None:
@@ -109,11 +102,3 @@ def grouped_mm(a: Tensor, b: Tensor, offs=None, bias=None, out_dtype=None) -> Te
 
 _library = torch.library.Library("aten", "IMPL")
 _library.impl("_grouped_mm", grouped_mm, "CPU")
-_library.impl("mm.dtype", wide_mm, "CPU")
-
-
-@contextmanager
-def launches() -> Iterator[list[str]]:
-    """Give the list of names, in the world of the pretended device."""
-    with pretended.pretended(), Launches() as mode:
-        yield mode.names
