@@ -193,8 +193,9 @@ Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& offsets, cons
   return grouped_linear(x, weight, offsets, bias, order, nullptr, whole);
 }
 
-PYMOE_OPERATOR("grouped_linear", linear,
-               "(Tensor x, Tensor weight, Tensor offsets, Tensor? bias, Tensor? order=None, bool whole=False) -> Tensor")
+PYMOE_OPERATOR(
+    "grouped_linear", linear,
+    "(Tensor x, Tensor weight, Tensor offsets, Tensor? bias, Tensor? order=None, bool whole=False) -> Tensor")
 PYMOE_OPERATOR("grouped_linear_weight_grad", weight_grad,
                "(Tensor grad, Tensor x, Tensor offsets, Tensor? order=None, bool whole=False) -> Tensor")
 PYMOE_OPERATOR("grouped_linear_bias_grad", bias_grad, "(Tensor grad, Tensor offsets, Tensor? order=None) -> Tensor")

@@ -9,6 +9,7 @@ import torch
 
 from pymoe import ops
 from pymoe.integrations.transformers import disable, enable
+from pymoe.nn import networks
 
 OUTSIDE = {
     "dbrx": "transformer.blocks.{}.ffn.experts",
@@ -21,10 +22,12 @@ OUTSIDE = {
 
 @pytest.fixture
 def products(monkeypatch):
-    """Counts the calls of grouped_linear."""
+    """Counts the calls of grouped_linear, and of a layer's own way to it."""
     seen = []
-    product = ops.grouped_linear
-    monkeypatch.setattr(ops, "grouped_linear", lambda *arguments: seen.append(1) or product(*arguments))
+    for module, name in ((ops, "grouped_linear"), (networks, "linear_of_routing")):
+        product = getattr(module, name)
+        counted = lambda *args, product=product, **options: seen.append(1) or product(*args, **options)  # noqa: E731
+        monkeypatch.setattr(module, name, counted)
     return seen
 
 

@@ -13,6 +13,7 @@ import pymoe.integrations.transformers
 from pymoe import ops
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import fused_activation
+from pymoe.nn import networks
 
 MIXTRAL = ExpertsClass("mixtral", "MixtralExperts")
 GPT_OSS = ExpertsClass("gpt_oss", "GptOssExperts")
@@ -41,8 +42,14 @@ def eager(experts, *arguments):
 def test_weights_are_read_where_they_lie(one, monkeypatch):
     experts = build(one)
     read = []
-    product = ops.grouped_linear
-    monkeypatch.setattr(ops, "grouped_linear", lambda x, w, *rest: read.append(w.data_ptr()) or product(x, w, *rest))
+    for module, name in ((ops, "grouped_linear"), (networks, "linear_of_routing")):
+        product = getattr(module, name)
+
+        def noted(x, w, *rest, product=product, **options):
+            read.append(w.data_ptr())
+            return product(x, w, *rest, **options)
+
+        monkeypatch.setattr(module, name, noted)
     experts(*inputs(experts))
     expected = [experts.gate_up_proj.data_ptr(), experts.down_proj.data_ptr()]
     assert read == expected
