@@ -72,7 +72,9 @@ inline bool torch_takes(const GroupedWeightGradArguments& a, int capability) {
          takes_matrix(a.grad, a.rows, a.output_features) && takes_matrix(a.x, a.rows, a.input_features);
 }
 
-// Whether the product below leaves zeros in the gradient of an expert without rows.
+// Whether the product below leaves zeros in the gradient of an expert without rows. For 9.x torch's kernels clear every
+// sum before they ask whether there is a row: so in the machine code of torch 2.11, 2.12 and 2.13. For 10.x they may
+// leave anything (pytorch/pytorch#172439).
 inline bool torch_clears_idle_experts(int capability) { return capability == 9; }
 
 // (S, H) x (E, H, N) -> (S, N): rows up to ends[0] times the first matrix, and so on; or

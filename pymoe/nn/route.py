@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from pymoe.nn.router_product import gradients_of, multiply, takes, without_autocast
-from pymoe.ops.function_calls import is_recorded
+from pymoe.ops.function_calls import call, is_recorded
 from pymoe.ops.gate_topk import gate_backward
 from pymoe.ops.transforms import in_torch_func
 from pymoe.reference.types import Gate, Score
+
+_GATE_TOPK = torch.ops.pymoe.gate_topk.default
 
 Options = tuple[int, Score, bool, int, int, float]
 """Of the gate: k, score, renormalize, groups, groups to choose from (0 for none), scale."""
@@ -48,7 +50,7 @@ def route(
         alone: whether :func:`pymoe.ops.dispatch` is all that takes the returned tokens. What its backward has just
             made is then added to in place: nothing else can hold it.
     """
-    passed_TH, logits_TE, *gate = _Route.apply(x_TH, weight, bias, alone, *options)  # type: ignore[no-untyped-call]
+    passed_TH, logits_TE, *gate = call(_Route, x_TH, weight, bias, alone, *options)
     return Gate(*gate), logits_TE, passed_TH
 
 
@@ -68,7 +70,7 @@ class _Route(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         logits_TE = multiply(x_TH, weight)
         options = (k, score, renormalize, num_groups, topk_groups, scale)
-        return x_TH.view_as(x_TH), logits_TE, *torch.ops.pymoe.gate_topk(logits_TE, bias, *options)
+        return x_TH.view_as(x_TH), logits_TE, *_GATE_TOPK(logits_TE, bias, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

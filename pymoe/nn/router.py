@@ -33,7 +33,9 @@ class Router(nn.Module):
 
     Logits are computed in float32 (float64 for float64), whatever the dtype of the weights and also inside
     ``torch.autocast``: half precision changes which experts are chosen (selective precision, Switch Transformer,
-    arXiv 2101.03961). The choice and its options are those of :func:`pymoe.ops.gate_topk`.
+    arXiv 2101.03961). On a GPU the product of 16-bit tokens and weights, exact in float32, is summed there without a
+    cast before it; in bfloat16 its gradient is rounded to bfloat16 for the products of the backward pass, as that of
+    every bfloat16 linear layer is. The choice and its options are those of :func:`pymoe.ops.gate_topk`.
 
     With ``bias_update_rate > 0`` the router balances its experts without an auxiliary loss (arXiv 2408.15664,
     DeepSeek-V3): a buffer ``expert_bias`` is added to the scores for the choice, never to the weights, and

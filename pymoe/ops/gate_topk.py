@@ -95,7 +95,7 @@ def gate_backward(
         narrow: whether it is rounded to bfloat16, of float32 logits; it is not differentiable then.
     """
     if narrow:
-        return torch.ops.pymoe.gate_topk_backward(grad, logits, experts, *options, True)  # type: ignore[no-any-return]
+        return _GATE_TOPK_BACKWARD(grad, logits, experts, *options, True)  # type: ignore[no-any-return]
     return call(_GateTopkBackward, grad, logits, experts, *options)  # type: ignore[no-any-return]
 
 

@@ -118,3 +118,22 @@ if torch.cuda.is_available():
         close(x.grad, x_cpu.grad, TOLERANCE[dtype])
         for found, expected in zip(layer.parameters(), on_cpu.parameters(), strict=True):
             close(found.grad, expected.grad, TOLERANCE[dtype])
+
+    @pytest.mark.only_on("cuda")
+    @pytest.mark.parametrize("sizes", [(64, 48), (2048, 1024)], ids=str)
+    def test_an_expert_without_tokens_gets_the_gradient_zero_in_memory_that_held_other_numbers(sizes):
+        """Torch's product is not asked to clear it, and does: its memory is given NaN first."""
+        hidden, ffn = sizes
+        layer = make_layer(hidden_size=hidden, ffn_size=ffn, num_experts=8, top_k=2, dtype=torch.bfloat16)
+        with torch.no_grad():
+            layer.router.weight[3] = 0
+            layer.router.weight[3, 0] = -100
+        x = make_input(300, hidden_size=hidden, dtype=torch.bfloat16).detach()
+        x[:, 0] = 1
+        for _ in range(3):
+            used = [torch.full_like(weight, float("nan")) for weight in (layer.experts.w_in, layer.experts.w_out)]
+            del used
+            gradients = torch.autograd.grad(layer(x.requires_grad_()).sum(), list(layer.parameters()))
+            assert int(layer.stats.load[3]) == 0
+            assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+            assert not any(bool(gradient[3].any()) for gradient in gradients[1:3])
