@@ -5,8 +5,9 @@
 // for one another, so they come by these numbers in one of two ways:
 //
 //   one launch    every block counts all choices itself. It reads 4 S bytes from L2, which for the S = 32768 of 4096
-//                 tokens and 8 choices is 128 KiB a block, and makes S additions in shared memory. A lane adds in a
-//                 column of its own, which is one bank, and to both numbers at once, 16 bits each.
+//                 tokens and 8 choices is 128 KiB a block, and makes S additions in shared memory, of some seven
+//                 instructions each (sm_90). A lane adds in a column of its own, which is one bank, and to both
+//                 numbers at once, 16 bits each.
 //   two launches  a first kernel writes every tile's histogram to the workspace, and every block of the second one
 //                 sums them. Twice the launches, but the work of a block no longer grows with S.
 //
@@ -84,47 +85,53 @@ struct Tile {
 
 // --- how many choices an expert has: in all, and before this tile ---
 
-// Adds choices that lie on one side of the tile's begin to a column of counts: in all in the low half of a word, in
-// earlier tiles in the high half. There is no branch: a choice of no expert is counted before the column, where the
-// scan has its words later.
+// What a choice adds to a count: one in all, in the low half of a word, and one in the high half if it lies in an
+// earlier tile.
+PYMOE_DEVICE unsigned count_of(int choice, int tile_begin) { return choice < tile_begin ? 0x10001u : 1u; }
+
+// Adds choices to a column of counts, `stride` bytes from expert to expert. There is no branch: a choice of no expert
+// is counted before the column, where the scan has its words later.
 template <typename Index, int kCount>
-PYMOE_DEVICE void count_choices(const Pack<Index, kCount>& named, bool earlier, int experts, int columns,
-                                unsigned* column) {
+PYMOE_DEVICE void count_choices(const Pack<Index, kCount>& named, unsigned count, int experts, int stride,
+                                unsigned char* column) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    atomicAdd(&column[expert_of(named[i], experts) * columns], earlier ? 0x10001u : 1u);
+    atomicAdd(reinterpret_cast<unsigned*>(column + expert_of(named[i], experts) * stride), count);
   }
 }
 
-// total[e], before[e] of all choices. `scratch` holds experts * warps words. A tile begins at a multiple of a pack.
+// total[e], before[e] of all choices, of which there are at most kOneLaunchRows. `scratch` holds experts * warps words.
+// A tile begins at a multiple of a pack.
 template <typename Index>
-PYMOE_DEVICE void count_all(const Index* PYMOE_RESTRICT named, int64_t rows, int64_t tile_begin, int experts,
-                            int32_t* scratch, int32_t* total, int32_t* before) {
+PYMOE_DEVICE void count_all(const Index* PYMOE_RESTRICT named, int rows, int tile_begin, int experts, int32_t* scratch,
+                            int32_t* total, int32_t* before) {
   constexpr int kWide = 16 / static_cast<int>(sizeof(Index)), kLoads = 4;
   using Wide = Pack<Index, kWide>;
   auto* counts = reinterpret_cast<unsigned*>(scratch);
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const int columns = threads / kWarp;  // a power of two
-  unsigned* const column = counts + (thread & (columns - 1));
+  const int stride = columns * static_cast<int>(sizeof(unsigned));
+  auto* const column = reinterpret_cast<unsigned char*>(counts + (thread & (columns - 1)));
   for (int i = thread; i < experts * columns; i += threads) counts[i] = 0;
   __syncthreads();
 
-  const int64_t packs = reinterpret_cast<uintptr_t>(named) % sizeof(Wide) == 0 ? rows / kWide : 0;
-  for (int64_t batch = thread; batch < packs; batch += kLoads * threads) {
+  // All loads of a batch are on their way at once; what a pack past the last one holds counts 0.
+  const int packs = reinterpret_cast<uintptr_t>(named) % sizeof(Wide) == 0 ? rows / kWide : 0;
+  for (int batch = thread; batch < packs; batch += kLoads * threads) {
     Wide loaded[kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      const int64_t pack = batch + i * threads;
-      if (pack < packs) loaded[i] = load_pack<Wide>(named + pack * kWide);
+      loaded[i] = load_pack<Wide>(named + min(batch + i * threads, packs - 1) * kWide);
     }
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      const int64_t pack = batch + i * threads;
-      if (pack < packs) count_choices(loaded[i], pack * kWide < tile_begin, experts, columns, column);
+      const int pack = batch + i * threads;
+      const unsigned count = pack < packs ? count_of(pack * kWide, tile_begin) : 0;
+      count_choices(loaded[i], count, experts, stride, column);
     }
   }
-  for (int64_t i = packs * kWide + thread; i < rows; i += threads) {
-    count_choices(Pack<Index, 1>{{named[i]}}, i < tile_begin, experts, columns, column);
+  for (int i = packs * kWide + thread; i < rows; i += threads) {
+    count_choices(Pack<Index, 1>{{named[i]}}, count_of(i, tile_begin), experts, stride, column);
   }
   __syncthreads();
 
@@ -260,7 +267,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp)
   int32_t* const first = limit + experts;
 
   if constexpr (kOneLaunch) {
-    count_all(named, rows, tile.begin, experts, of_warps, limit, first);
+    count_all(named, static_cast<int>(rows), static_cast<int>(tile.begin), experts, of_warps, limit, first);
   } else {
     sum_histograms(workspace, tiles, blockIdx.x, experts, limit, first);
   }

@@ -7,10 +7,12 @@
 // with one, a chunk never crosses from gate to up. Where the tensors or F do not allow accesses of 16 bytes, elements
 // are moved one by one.
 //
-// A swiglu element costs some 45 instructions (counted in sm_90's code for bf16; 26 are e^x, ten the division), about
-// as many as the SMs can issue while its six bytes pass: hence one_plus_exp, which leaves out what 1 + e^x cannot show.
+// A swiglu element costs some 45 instructions (counted in sm_90's code for bf16; 26 are e^x, ten the division), and its
+// share of what a thread does once five more, about as many as the SMs can issue while its six bytes pass: hence
+// one_plus_exp, which leaves out what 1 + e^x cannot show.
 #include <cstdint>
 #include <initializer_list>
+#include <type_traits>
 
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/pack.h"
@@ -30,64 +32,123 @@ struct Strips {
   uint32_t tiles;          // blocks that share a row; more than one only where a block has one row
   RowGroup group;
   int64_t blocks;
+
+  PYMOE_DEVICE int64_t to_up() const { return step == 1 ? features : 1; }  // from an element of gate to its up
 };
 
 // A thread's chunks.
 template <typename T>
 struct Place {
   int64_t row, column[kShare];
-  int count[kShare];   // elements in the chunk, 0: none
-  bool whole[kShare];  // one access moves it
+  int count[kShare];  // elements in the chunk, 0: none
+  bool whole;         // one access moves a chunk, each of them
 };
 
 template <typename T>
 PYMOE_DEVICE Place<T> find_place(const Strips& s) {
   Place<T> place;
-  const int thread = static_cast<int>(threadIdx.x), share = s.group.threads * kShare;
-  place.row = static_cast<int64_t>(blockIdx.x / s.tiles) * s.group.rows + thread / s.group.threads;
-  const int64_t first = static_cast<int64_t>(blockIdx.x % s.tiles) * share + thread % s.group.threads;
+  // Of the two divisions at most one is made.
+  const int thread = static_cast<int>(threadIdx.x), in_block = s.group.rows == 1 ? 0 : thread / s.group.threads;
+  const uint32_t of_rows = s.tiles == 1 ? blockIdx.x : blockIdx.x / s.tiles, tile = blockIdx.x - of_rows * s.tiles;
+  place.row = static_cast<int64_t>(of_rows) * s.group.rows + in_block;
+  place.whole = s.whole;
+  const int64_t first = static_cast<int64_t>(tile) * s.group.threads * kShare + (thread - in_block * s.group.threads);
 #pragma unroll
   for (int j = 0; j < kShare; ++j) {
     place.column[j] = (first + j * s.group.threads) * kChunk<T>;
     const int64_t rest = place.row < s.rows ? s.features - place.column[j] : 0;
     place.count[j] = static_cast<int>(max(min(rest, int64_t{kChunk<T>}), int64_t{0}));
-    place.whole[j] = s.whole && place.count[j] == kChunk<T>;
+    place.whole = place.whole && (place.count[j] == 0 || place.count[j] == kChunk<T>);
   }
   return place;
 }
 
-// The chunks of the row that begins at `row`, where one access moves them. These loads are issued together; the others
-// have their turn after them, in load_parts.
-template <typename T>
-PYMOE_DEVICE void load_whole(const T* row, const Place<T>& place, Chunk<T> (&to)[kShare]) {
+// Chunks `first` and on of the row that begins at `row`; zeros past its end. All loads are issued together.
+template <bool kWhole, typename T, int kCount>
+PYMOE_DEVICE void load_chunks(const T* PYMOE_RESTRICT row, const Place<T>& place, int first, int step,
+                              Chunk<T> (&to)[kCount]) {
 #pragma unroll
-  for (int j = 0; j < kShare; ++j) {
-    to[j] = Chunk<T>{};
-    if (place.whole[j]) to[j] = load_pack_streaming<Chunk<T>>(row + place.column[j]);
-  }
-}
-
-template <typename T>
-PYMOE_DEVICE void load_parts(const T* row, const Place<T>& place, Chunk<T> (&to)[kShare], int step = 1) {
+  for (int j = 0; j < kCount; ++j) {
+    const int64_t column = place.column[first + j];
+    const int count = place.count[first + j];
+    if constexpr (kWhole) {
+      to[j] = load_pack_streaming_if<Chunk<T>>(count > 0, row + column);
+    } else {
+      to[j] = Chunk<T>{};
 #pragma unroll
-  for (int j = 0; j < kShare; ++j) {
-    if (place.whole[j]) continue;
-#pragma unroll
-    for (int i = 0; i < kChunk<T>; ++i) {
-      if (i < place.count[j]) to[j][i] = row[(place.column[j] + i) * step];
+      for (int i = 0; i < kChunk<T>; ++i) {
+        if (i < count) to[j][i] = row[(column + i) * step];
+      }
     }
   }
 }
 
-template <typename T>
-PYMOE_DEVICE void store_chunk(T* row, const Place<T>& place, int j, const Chunk<T>& chunk, int step = 1) {
-  if (place.whole[j]) {
+template <bool kWhole, typename T>
+PYMOE_DEVICE void store_chunk(T* row, const Place<T>& place, int j, int step, const Chunk<T>& chunk) {
+  if constexpr (kWhole) {
     store_pack(row + place.column[j], chunk);
-    return;
-  }
+  } else {
 #pragma unroll
-  for (int i = 0; i < kChunk<T>; ++i) {
-    if (i < place.count[j]) row[(place.column[j] + i) * step] = chunk[i];
+    for (int i = 0; i < kChunk<T>; ++i) {
+      if (i < place.count[j]) row[(place.column[j] + i) * step] = chunk[i];
+    }
+  }
+}
+
+// f(kWhole, kCount, first): a thread's chunks, all together where they are whole, else one by one. That is asked once:
+// code that served both would put each chunk together from elements, with an instruction or two for each.
+template <typename T, typename F>
+PYMOE_DEVICE void each_chunk(const Place<T>& place, const F& f) {
+  if (place.whole) return f(std::true_type{}, std::integral_constant<int, kShare>{}, 0);
+#pragma unroll
+  for (int j = 0; j < kShare; ++j) f(std::false_type{}, std::integral_constant<int, 1>{}, j);
+}
+
+template <Activation kind, bool kWhole, int kCount, typename T>
+PYMOE_DEVICE void activate_chunks(int first, const T* of_row, T* out, const Place<T>& place, const Strips& strips,
+                                  const SwigluClamp<accumulate_t<T>>& clamp) {
+  using S = accumulate_t<T>;
+  constexpr bool kGated = is_gated(kind);
+  Chunk<T> x[kCount], up[kCount];
+  load_chunks<kWhole>(of_row, place, first, strips.step, x);
+  if constexpr (kGated) load_chunks<kWhole>(of_row + strips.to_up(), place, first, strips.step, up);
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    if (place.count[first + j] == 0) continue;
+    S of_x[kChunk<T>], of_up[kChunk<T>] = {}, results[kChunk<T>];
+    widen(x[j], of_x);
+    if constexpr (kGated) widen(up[j], of_up);
+#pragma unroll
+    for (int i = 0; i < kChunk<T>; ++i) results[i] = activate<kind>(of_x[i], of_up[i], clamp);
+    store_chunk<kWhole>(out, place, first + j, 1, narrow<T>(results));
+  }
+}
+
+template <Activation kind, bool kWhole, int kCount, typename T>
+PYMOE_DEVICE void differentiate_chunks(int first, const T* of_grad, const T* of_row, T* grad_row, const Place<T>& place,
+                                       const Strips& strips, const SwigluClamp<accumulate_t<T>>& clamp) {
+  using S = accumulate_t<T>;
+  constexpr bool kGated = is_gated(kind);
+  Chunk<T> g[kCount], x[kCount], up[kCount];
+  load_chunks<kWhole>(of_grad, place, first, 1, g);
+  load_chunks<kWhole>(of_row, place, first, strips.step, x);
+  if constexpr (kGated) load_chunks<kWhole>(of_row + strips.to_up(), place, first, strips.step, up);
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    if (place.count[first + j] == 0) continue;
+    S of_g[kChunk<T>], of_x[kChunk<T>], of_up[kChunk<T>] = {};
+    widen(g[j], of_g);
+    widen(x[j], of_x);
+    if constexpr (kGated) widen(up[j], of_up);
+#pragma unroll
+    for (int i = 0; i < kChunk<T>; ++i) {
+      S by_up = 0;
+      of_x[i] = differentiate<kind>(of_g[i], of_x[i], of_up[i], by_up, clamp);
+      of_up[i] = by_up;
+    }
+    store_chunk<kWhole>(grad_row, place, first + j, strips.step, narrow<T>(of_x));
+    if constexpr (kGated)
+      store_chunk<kWhole>(grad_row + strips.to_up(), place, first + j, strips.step, narrow<T>(of_up));
   }
 }
 
@@ -95,62 +156,24 @@ template <Activation kind, typename T>
 __global__ void __launch_bounds__(kRowThreads, 4)
     expert_activation_kernel(const T* PYMOE_RESTRICT h, T* PYMOE_RESTRICT out, const Strips strips,
                              const SwigluClamp<accumulate_t<T>> clamp) {
-  using S = accumulate_t<T>;
-  constexpr bool kGated = is_gated(kind);
   const Place<T> place = find_place<T>(strips);
-  const T* const of_row = h + place.row * strips.features * (kGated ? 2 : 1);
-  Chunk<T> x[kShare], up[kShare];
-  const int64_t to_up = strips.step == 1 ? strips.features : 1;
-  load_whole(of_row, place, x);
-  if constexpr (kGated) load_whole(of_row + to_up, place, up);
-  if (!place.whole[kShare - 1] || !place.whole[0]) {
-    load_parts(of_row, place, x, strips.step);
-    if constexpr (kGated) load_parts(of_row + to_up, place, up, strips.step);
-  }
-#pragma unroll
-  for (int j = 0; j < kShare; ++j) {
-    if (place.count[j] == 0) continue;
-    S results[kChunk<T>];
-#pragma unroll
-    for (int i = 0; i < kChunk<T>; ++i) {
-      results[i] = activate<kind>(to_accumulate(x[j][i]), kGated ? to_accumulate(up[j][i]) : S{0}, clamp);
-    }
-    store_chunk(out + place.row * strips.features, place, j, narrow<T>(results));
-  }
+  const T* const of_row = h + place.row * strips.features * (is_gated(kind) ? 2 : 1);
+  T* const out_row = out + place.row * strips.features;
+  each_chunk(place, [&](auto whole, auto count, int first) {
+    activate_chunks<kind, whole(), count()>(first, of_row, out_row, place, strips, clamp);
+  });
 }
 
 template <Activation kind, typename T>
 __global__ void __launch_bounds__(kRowThreads, 3)
     expert_activation_backward_kernel(const T* PYMOE_RESTRICT grad, const T* PYMOE_RESTRICT h, T* PYMOE_RESTRICT grad_h,
                                       const Strips strips, const SwigluClamp<accumulate_t<T>> clamp) {
-  using S = accumulate_t<T>;
-  constexpr bool kGated = is_gated(kind);
   const Place<T> place = find_place<T>(strips);
-  const int64_t base = place.row * strips.features * (kGated ? 2 : 1);
-  const T* const of_row = h + base;
+  const int64_t base = place.row * strips.features * (is_gated(kind) ? 2 : 1);
   const T* const of_grad = grad + place.row * strips.features;
-  Chunk<T> g[kShare], x[kShare], up[kShare];
-  load_whole(of_grad, place, g);
-  const int64_t to_up = strips.step == 1 ? strips.features : 1;
-  load_whole(of_row, place, x);
-  if constexpr (kGated) load_whole(of_row + to_up, place, up);
-  if (!place.whole[kShare - 1] || !place.whole[0]) {
-    load_parts(of_grad, place, g);
-    load_parts(of_row, place, x, strips.step);
-    if constexpr (kGated) load_parts(of_row + to_up, place, up, strips.step);
-  }
-#pragma unroll
-  for (int j = 0; j < kShare; ++j) {
-    if (place.count[j] == 0) continue;
-    S of_x[kChunk<T>], of_up[kChunk<T>];
-#pragma unroll
-    for (int i = 0; i < kChunk<T>; ++i) {
-      of_x[i] = differentiate<kind>(to_accumulate(g[j][i]), to_accumulate(x[j][i]),
-                                    kGated ? to_accumulate(up[j][i]) : S{0}, of_up[i], clamp);
-    }
-    store_chunk(grad_h + base, place, j, narrow<T>(of_x), strips.step);
-    if constexpr (kGated) store_chunk(grad_h + base + to_up, place, j, narrow<T>(of_up), strips.step);
-  }
+  each_chunk(place, [&](auto whole, auto count, int first) {
+    differentiate_chunks<kind, whole(), count()>(first, of_grad, h + base, grad_h + base, place, strips, clamp);
+  });
 }
 
 // `addresses` are those of all tensors.

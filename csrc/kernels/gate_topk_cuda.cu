@@ -1,9 +1,10 @@
 // The router's gate on the GPU, in one launch.
 //
 // A group of 4 to 32 lanes owns a token. Element l + n * kLanes of the row belongs to lane l: consecutive lanes load
-// consecutive elements, so that every load fills its sectors for any E and any alignment, all loads of a row are in
-// flight at once, and a lane owns whole lanes of the sums in core/score.h. Rows of up to 512 experts stay in registers
-// as 32-bit keys; longer ones and fp64 in a buffer (shared memory, or the workspace where that is too small).
+// consecutive elements, so that every load fills its sectors for any E and any alignment, and a lane owns whole lanes
+// of the sums in core/score.h. Rows of up to 512 experts stay in registers as 32-bit keys, and all loads of a row are
+// in flight at once; longer ones and fp64 stay in a buffer (shared memory, or the workspace where that is too small),
+// with eight loads a lane in flight. A bias is loaded as the row is.
 //
 // The limit is instructions, not bytes: peers spend K dependent passes over the row. Here (choose.h) maxima of parts of
 // the row give a bound that leaves little more than K candidates, and these are ranked against each other. One or two
@@ -38,23 +39,42 @@ struct Layout {
   void* rows;  // buffered keys, a token of a block after the other; null: in shared memory
 };
 
+// values[expert]; past the row's end another of them, if kClamped, or else V{}, as where there are no values.
+template <bool kClamped, typename V>
+PYMOE_DEVICE V value_near(const V* PYMOE_RESTRICT values, uint32_t expert, uint32_t size) {
+  if constexpr (kClamped) return values[min(expert, size - 1)];
+  return values != nullptr && expert < size ? values[expert] : V{};
+}
+
 // A row in registers.
 template <typename S, int kLanes, int kHeld>
 struct HeldRow {
   order_key_t<S> slots[kHeld];
+  uint32_t size;
 
-  PYMOE_DEVICE explicit HeldRow(const GateTopkArguments&, order_key_t<S>*) {}
+  PYMOE_DEVICE HeldRow(const GateTopkArguments& a, order_key_t<S>*) : size(static_cast<uint32_t>(a.num_experts)) {}
+  PYMOE_DEVICE static uint32_t expert_of(int i) { return threadIdx.x % kLanes + i * kLanes; }
 
   // slot = f(slot, expert, step) for all slots of the lane, those past the row's end too.
   template <typename F>
   PYMOE_DEVICE void map(const F& f) {
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) slots[i] = f(slots[i], static_cast<int32_t>(threadIdx.x % kLanes) + i * kLanes, i);
+    for (int i = 0; i < kHeld; ++i) slots[i] = f(slots[i], static_cast<int32_t>(expert_of(i)), i);
+  }
+  // slot = f(slot, expert, step, value of the expert). All loads are on their way before f uses the first: one that
+  // stood beside the conversion of its value would be waited for before the next is issued.
+  template <bool kClamped, typename V, typename F>
+  PYMOE_DEVICE void map_with(const V* PYMOE_RESTRICT values, const F& f) {
+    V loaded[kHeld];
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) loaded[i] = value_near<kClamped>(values, expert_of(i), size);
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) slots[i] = f(slots[i], static_cast<int32_t>(expert_of(i)), i, loaded[i]);
   }
   template <typename F>
   PYMOE_DEVICE void each(const F& f) const {
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) f(slots[i], static_cast<int32_t>(threadIdx.x % kLanes) + i * kLanes, i);
+    for (int i = 0; i < kHeld; ++i) f(slots[i], static_cast<int32_t>(expert_of(i)), i);
   }
 };
 
@@ -70,28 +90,54 @@ struct HeldRow<S, kLanes, 0> {
 
   template <typename F>
   PYMOE_DEVICE void map(const F& f) {
-    for (uint32_t first = threadIdx.x % kLanes, begin = 0; begin < size; begin += kAtOnce * kLanes) {
+    each_stretch([&](uint32_t first) {
       order_key_t<S> slots[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const uint32_t expert = begin + first + i * kLanes;
-        slots[i] = f(expert < size ? buffer[expert] : kNoKey<S>, static_cast<int32_t>(expert), i);
+        const uint32_t expert = first + i * kLanes;
+        slots[i] = f(slot_of(expert), static_cast<int32_t>(expert), i);
       }
+      store(first, slots);
+    });
+  }
+  template <bool kClamped, typename V, typename F>
+  PYMOE_DEVICE void map_with(const V* PYMOE_RESTRICT values, const F& f) {
+    each_stretch([&](uint32_t first) {
+      V loaded[kAtOnce];
+      order_key_t<S> slots[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) loaded[i] = value_near<kClamped>(values, first + i * kLanes, size);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const uint32_t expert = begin + first + i * kLanes;
-        if (expert < size) buffer[expert] = slots[i];
+        const uint32_t expert = first + i * kLanes;
+        slots[i] = f(slot_of(expert), static_cast<int32_t>(expert), i, loaded[i]);
       }
-    }
+      store(first, slots);
+    });
   }
   template <typename F>
   PYMOE_DEVICE void each(const F& f) const {
-    for (uint32_t first = threadIdx.x % kLanes, begin = 0; begin < size; begin += kAtOnce * kLanes) {
+    each_stretch([&](uint32_t first) {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const uint32_t expert = begin + first + i * kLanes;
-        f(expert < size ? buffer[expert] : kNoKey<S>, static_cast<int32_t>(expert), i);
+        const uint32_t expert = first + i * kLanes;
+        f(slot_of(expert), static_cast<int32_t>(expert), i);
       }
+    });
+  }
+
+ private:
+  // f(first expert) for the stretches of kAtOnce experts of this lane.
+  template <typename F>
+  PYMOE_DEVICE void each_stretch(const F& f) const {
+    for (uint32_t first = threadIdx.x % kLanes, begin = 0; begin < size; begin += kAtOnce * kLanes) f(begin + first);
+  }
+  PYMOE_DEVICE order_key_t<S> slot_of(uint32_t expert) const { return expert < size ? buffer[expert] : kNoKey<S>; }
+  PYMOE_DEVICE void store(uint32_t first, const order_key_t<S> (&slots)[kAtOnce]) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const uint32_t expert = first + i * kLanes;
+      if (expert < size) buffer[expert] = slots[i];
     }
   }
 };
@@ -148,8 +194,11 @@ class Token {
   // Slots hold the bits of the logits; -infinity past the end.
   PYMOE_DEVICE void load_row() {
     with_logits<S>(a_, token_, [&](const auto* PYMOE_RESTRICT logits) {
-      row_.map([&](Key, int32_t expert, int) {
-        return bit_cast<Key>(inside(expert) ? to_accumulate(logits[expert]) : -std::numeric_limits<S>::infinity());
+      // In the larger kernels the compiler makes one branch of both questions whether an expert is inside, with the
+      // load and the widening behind it, unless the first is not asked.
+      constexpr bool kClamped = kScoresRow && sizeof(*logits) == 2;
+      row_.template map_with<kClamped>(logits, [&](Key, int32_t expert, int, auto logit) {
+        return bit_cast<Key>(inside(expert) ? to_accumulate(logit) : -std::numeric_limits<S>::infinity());
       });
     });
   }
@@ -179,13 +228,11 @@ class Token {
       });
       return;
     }
-    const auto* bias = static_cast<const S*>(a_.bias);
-    row_.map([&](Key slot, int32_t expert, int) {
-      if (!inside(expert)) return kNoKey<S>;
+    // Without a bias 0 is added, which changes no score: none is -0.
+    row_.template map_with<false>(static_cast<const S*>(a_.bias), [&](Key slot, int32_t expert, int, S bias) {
       const S value = bit_cast<S>(slot);
-      S score = softmax() ? value / sum_ : sigmoid_in_fixed_steps(value);
-      if (bias != nullptr) score += bias[expert];
-      return order_key(score);
+      const S score = softmax() ? value / sum_ : sigmoid_in_fixed_steps(value);
+      return inside(expert) ? order_key(score + bias) : kNoKey<S>;
     });
     if (layout_.group_size > 0) keep_best_groups();
   }
@@ -320,12 +367,11 @@ class Token {
   HeldRow<S, kLanes, kHeld> row_;
 };
 
-// Blocks a multiprocessor: as many registers a thread as keep everything out of local memory.
-template <int kLanes, int kHeld, bool kScoresRow>
-inline constexpr int kResident = kLanes == kWarp || (kHeld == 16 && !kScoresRow) ? 2 : 3;
+// Blocks a multiprocessor: with room for a third, nvcc 13 puts registers into local memory on sm_120.
+inline constexpr int kResident = 2;
 
 template <typename S, int kLanes, int kHeld, bool kScoresRow>
-__global__ void __launch_bounds__(kThreads, (kResident<kLanes, kHeld, kScoresRow>))
+__global__ void __launch_bounds__(kThreads, kResident)
     gate_topk_kernel(const GateTopkArguments a, const Layout layout) {
   PYMOE_DYNAMIC_SHARED(unsigned char, memory);
   const int tokens = blockDim.x / kLanes, slot = threadIdx.x / kLanes;

@@ -104,7 +104,8 @@ def plant(fault: CudaFault, folder: Path, place: Path) -> Path:
     others = [str(path) for path in objects if path.name != f"{source.name}.o"]
     sanitize = [word for word in command if word.startswith("-fsanitize=")]
     program = place / "tests"
-    finish([command[0], *sanitize, *others, str(place / "kernel.o"), str(folder / "libpymoe_core.a"), "-pthread",
+    # The planted object comes first: of a header's function that several objects have, the linker keeps the first.
+    finish([command[0], *sanitize, str(place / "kernel.o"), *others, str(folder / "libpymoe_core.a"), "-pthread",
             "-o", str(program)], fault)  # fmt: skip
     return program
 

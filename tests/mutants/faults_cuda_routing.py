@@ -60,9 +60,25 @@ FAULTS = [
     Fault(
         "build_routing counts a tile's own choices among the earlier ones",
         ROUTING,
-        "count_choices(loaded[i], pack * kWide < tile_begin, experts",
-        "count_choices(loaded[i], pack * kWide <= tile_begin, experts",
+        "return choice < tile_begin ? 0x10001u : 1u;",
+        "return choice <= tile_begin ? 0x10001u : 1u;",
         "values",
+        "build_routing",
+    ),
+    Fault(
+        "build_routing counts the last pack again for each that is missing",
+        ROUTING,
+        "pack < packs ? count_of(pack * kWide, tile_begin) : 0;",
+        "count_of(pack * kWide, tile_begin);",
+        "values",
+        "build_routing",
+    ),
+    Fault(
+        "build_routing loads a pack past the last",
+        ROUTING,
+        "min(batch + i * threads, packs - 1)",
+        "min(batch + i * threads, packs)",
+        "address",
         "build_routing",
     ),
     Fault(
