@@ -52,3 +52,23 @@ def test_the_reference_of_gelu_does_not_depend_on_the_processor():
     for expert_activation in (pymoe.ops.expert_activation, pymoe.reference.expert_activation):
         y = expert_activation(h, "gelu")
         assert torch.equal(y.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
+
+
+@pytest.mark.parametrize("name", ["expert_activation", "gate_topk", "router_losses"])
+def test_what_vjp_returned_is_called_after_its_transform(name):
+    """Its tensors are still wrapped then: the gradient of a gradient was sought in a graph without one, and raised."""
+    torch.manual_seed(0)
+    load = torch.tensor([1, 2, 3, 0], dtype=torch.int32)
+    function = {
+        "expert_activation": lambda values: pymoe.ops.expert_activation(values, "swiglu"),
+        "gate_topk": lambda values: pymoe.ops.gate_topk(values, 2).weights,
+        "router_losses": lambda values: sum(pymoe.ops.router_losses(values, load)),
+    }[name]
+    values = torch.randn(3, 4, dtype=torch.float64)
+    y, pulled = torch.func.vjp(function, values)
+    cotangent = torch.randn(y.shape, dtype=y.dtype)
+    (found,) = pulled(cotangent)
+    leaf = values.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(function(leaf), leaf, cotangent)
+    torch.testing.assert_close(found, expected)
+    assert not found.requires_grad

@@ -24,6 +24,8 @@ from pymoe.reference import checks
 from pymoe.reference.autocast import cast_operands
 from pymoe.reference.types import ActivationKind, QuantizedWeight
 
+APPLY_EXPERTS = torch.ops.pymoe.apply_experts.default
+
 
 def apply_experts(
     x: Tensor,
@@ -116,7 +118,7 @@ def apply_experts_fused(
     """Return what :func:`apply_experts` returns, for arguments that fit and are not recorded, outside of autocast."""
     experts, weights, capacity = choice_for_kernels(x, experts, weights, w_in.shape[0], capacity, foreign_experts)
     number, *numbers = kernel_options(activation)
-    return torch.ops.pymoe.apply_experts(  # type: ignore[no-any-return]
+    return APPLY_EXPERTS(  # type: ignore[no-any-return]
         x.contiguous(),
         experts,
         weights,

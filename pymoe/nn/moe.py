@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pymoe._torch_private import FakeTensor
 from pymoe.nn.apply_experts import apply_experts_fused
 from pymoe.nn.apply_quantized_experts import apply_quantized_experts
+from pymoe.nn.direct import forward_directly
 from pymoe.nn.expert_bias import update_expert_biases
 from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.losses import AuxiliaryLosses
@@ -216,6 +217,10 @@ class MoE(nn.Module):
                 with other parameters, which autocast does not cast.
             ValueError: the last dimension of ``x`` is not H.
         """
+        if type(self) is MoE:
+            direct = forward_directly(self, x)
+            if direct is not None:
+                return direct
         self._check_input(x)
         x_TH = x.reshape(-1, self.hidden_size)
 
@@ -363,11 +368,14 @@ class MoE(nn.Module):
         # program holds the layer's parameters, and nothing that it could leave statistics in.
         if in_torch_func() or torch.compiler.is_exporting():
             return
-        score, backend = self.losses.score, self.losses.backend
+        auxiliary = self.losses
+        score, backend = auxiliary.score, auxiliary.backend
         held = logits_TE.requires_grad  # for the backward pass anyway
         if losses is None and not held and logits_TE.numel() * logits_TE.element_size() > MOST_HELD_LOGITS:
             losses = operators(backend).router_losses(logits_TE, load, score=score)
-        logits = logits_TE.detach() if losses is None else None
+        logits = None
+        if losses is None:
+            logits = logits_TE.detach() if held else logits_TE
         self.last.keep_pending(partial(_statistics, load, logits, capacity, losses, score, backend), load)
 
     def _check_input(self, x: Tensor) -> None:

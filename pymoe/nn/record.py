@@ -92,8 +92,8 @@ class LastCall(Record):
             inputs: the tensors of the call that it reads.
         """
         if self._may_hold(*inputs):
-            self.held = {}
-            self.pending = compute
+            # In every call: Module.__setattr__ first looks for parameters, buffers and modules of these names.
+            vars(self).update(held={}, pending=compute)
         else:
             self.keep(**compute())
 
@@ -114,10 +114,13 @@ class LastCall(Record):
         super().zero_()
 
     def _may_hold(self, *values: Tensor) -> bool:
-        if torch.compiler.is_compiling() or any(isinstance(value, FakeTensor) for value in values):
+        if torch.compiler.is_compiling():
             return False
-        if not self.captured and any(value.is_cuda for value in values):
-            self.captured = torch.cuda.is_current_stream_capturing()
+        for value in values:
+            if isinstance(value, FakeTensor):
+                return False
+            if value.is_cuda and not self.captured:
+                self.captured = torch.cuda.is_current_stream_capturing()
         return not self.captured
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

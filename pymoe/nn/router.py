@@ -25,7 +25,11 @@ from pymoe.nn.router_product import takes, wide_product, without_autocast
 from pymoe.nn.row_invariant import linear
 from pymoe.ops.transforms import in_torch_func
 from pymoe.reference import checks
+from pymoe.reference.autocast import autocast_enabled
 from pymoe.reference.types import Gate, Score
+
+_WIDE = (torch.float32, torch.float64)
+"""The dtypes of logits, which operands of the same dtype need no cast to."""
 
 
 class Router(nn.Module):
@@ -212,11 +216,14 @@ class Router(nn.Module):
         Args:
             x_TH: (T, H).
         """
-        if takes(x_TH, self.weight) and not self.row_invariant:
-            return wide_product(x_TH, self.weight)
-        dtype = _at_least_float32(torch.promote_types(x_TH.dtype, self.weight.dtype))
+        weight = self.weight
+        if takes(x_TH, weight) and not self.row_invariant:
+            return wide_product(x_TH, weight)
+        if x_TH.dtype == weight.dtype in _WIDE and not autocast_enabled(x_TH.device.type):
+            return linear(x_TH, weight, row_invariant=self.row_invariant)
+        dtype = _at_least_float32(torch.promote_types(x_TH.dtype, weight.dtype))
         with without_autocast(x_TH.device.type):
-            return linear(x_TH.to(dtype), self.weight.to(dtype), row_invariant=self.row_invariant)
+            return linear(x_TH.to(dtype), weight.to(dtype), row_invariant=self.row_invariant)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         bias = self.expert_bias

@@ -18,7 +18,7 @@ from pymoe.reference.gate_topk import gate_topk as reference
 from pymoe.reference.scores import SUM_FLOOR, accumulate_dtype
 from pymoe.reference.types import Gate, Score
 
-_GATE_TOPK = torch.ops.pymoe.gate_topk.default
+GATE_TOPK = torch.ops.pymoe.gate_topk.default
 _GATE_TOPK_BACKWARD = torch.ops.pymoe.gate_topk_backward.default
 
 
@@ -34,7 +34,7 @@ class _GateTopk(torch.autograd.Function):
         topk_groups: int,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _GATE_TOPK(logits, bias, k, score, renormalize, num_groups, topk_groups, scale)
+        return GATE_TOPK(logits, bias, k, score, renormalize, num_groups, topk_groups, scale)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -70,6 +70,11 @@ class check_indices:
         _enabled = self._former
 
 
+def are_on() -> bool:
+    """Return whether the mode is on, for calls of raw operators: those above check where they are called."""
+    return _enabled
+
+
 def _kernel_checks(index: Tensor) -> bool:
     """Return whether the kernel that will read ``index`` reports bad values itself."""
     return not index.is_cuda

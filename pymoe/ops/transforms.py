@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from pymoe._torch_private import are_functorch_transforms_active
+from pymoe._torch_private import are_functorch_transforms_active, unwrap_if_dead
 
 
 def in_torch_func() -> bool:
@@ -28,6 +28,9 @@ def gradients_again(function: Callable[..., Tensor], inputs: tuple[Tensor, ...],
     if in_torch_func():
         return torch.func.vjp(function, *inputs)[1](grad)  # type: ignore[no-any-return]
     create_graph = torch.is_grad_enabled()
+    if not torch.compiler.is_compiling():  # what torch.func.vjp returned is called when its transform is over
+        grad, *inputs = (unwrap_if_dead(value) for value in (grad, *inputs))  # type: ignore[assignment]
+        create_graph = create_graph and any(value.requires_grad for value in (grad, *inputs))
     with torch.enable_grad():
         # Aliases, because one of the inputs may have been computed from another.
         aliases = [value.view_as(value) if value.requires_grad else value.detach().requires_grad_() for value in inputs]

@@ -1,0 +1,106 @@
+"""A forward of MoE by its native calls alone, where nothing is differentiated and nothing stands between its parts.
+
+For a few tokens the parts of a layer cost more in calls of modules, look-ups of their attributes and checks than in
+kernels. What holds for the whole call is therefore asked once, here; whatever is out of the ordinary takes the usual
+way, from part to part, and has the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from pymoe.nn.apply_experts import APPLY_EXPERTS
+from pymoe.nn.experts import Experts
+from pymoe.nn.losses import AuxiliaryLosses
+from pymoe.nn.plain_calls import is_called_plainly
+from pymoe.nn.router import Router
+from pymoe.ops import index_checks
+from pymoe.ops.expert_activation import kernel_options
+from pymoe.ops.function_calls import is_recorded
+from pymoe.ops.gate_topk import GATE_TOPK
+from pymoe.reference.autocast import autocast_enabled
+from pymoe.reference.checks import FLOATING
+from pymoe.reference.scores import accumulate_dtype
+
+if TYPE_CHECKING:
+    from pymoe.nn.moe import MoE
+
+_PLAIN = (nn.Parameter, Tensor)
+"""The types of tensors that are what they seem: a subclass may have operators of its own."""
+
+
+def forward_directly(layer: MoE, x: Tensor) -> Tensor | None:
+    """Return what the parts of ``layer`` would, or None where they have to be called.
+
+    Args:
+        layer: exactly a :class:`pymoe.nn.MoE`, not of a class derived from it.
+        x: whatever ``forward`` was given.
+    """
+    if is_compiling() or type(x) not in _PLAIN:
+        return None
+    parts: Any = layer._modules
+    router, experts = parts["router"], parts["experts"]
+    if not (
+        layer.backend == "native"
+        and isinstance(router, Router)
+        and isinstance(experts, Experts)
+        and router.backend == experts.backend == "native"
+        and is_called_plainly(router, Router)
+        and is_called_plainly(experts, Experts)
+        and is_called_plainly(parts["losses"], AuxiliaryLosses)
+    ):
+        return None
+    try:  # past Module.__getattr__, which costs half a microsecond a name
+        weight, bias = router._parameters["weight"], router._buffers["expert_bias"]
+        own = experts._parameters
+        w_in, w_out, b_in, b_out = own["w_in"], own["w_out"], own["b_in"], own["b_out"]
+    except KeyError:  # something else has taken its place
+        return None
+    if is_recorded(x, weight, w_in, w_out, b_in, b_out) or not _fit(layer, x, weight, bias, w_in, w_out):
+        return None
+
+    x_TH = x.contiguous() if x.dim() == 2 else x.reshape(-1, layer.hidden_size).contiguous()
+    logits_TE = router.logits(x_TH)
+    weights_TK, experts_TK, load = GATE_TOPK(
+        logits_TE,
+        bias,
+        router.top_k,
+        router.score,
+        router.renormalize,
+        router.num_groups or 0,
+        router.topk_groups or 0,
+        router.scale,
+    )
+    capacity = layer._capacity(x_TH.shape[0])
+    kind, *numbers = kernel_options(experts.activation)
+    y_TH: Tensor = APPLY_EXPERTS(
+        x_TH, experts_TK, weights_TK, w_in, b_in, w_out, b_out, kind, capacity, False, *numbers
+    )
+    shared = layer.shared
+    if shared is not None:
+        y_TH = y_TH + shared(x_TH)
+    router.counted.follow(load.device)
+    layer._keep_stats(load, logits_TE, capacity, None)
+    return y_TH if x.dim() == 2 else y_TH.reshape(x.shape)
+
+
+def _fit(layer: MoE, x: Tensor, weight: Any, bias: Tensor | None, w_in: Any, w_out: Any) -> bool:
+    """Return whether the native calls take these as they are; they look at the rest themselves."""
+    if not (type(weight) in _PLAIN and type(w_in) in _PLAIN and type(w_out) in _PLAIN):
+        return False
+    dtype, device = x.dtype, x.device
+    return (
+        x.dim() > 0
+        and x.shape[-1] == layer.hidden_size
+        and w_in.dim() == 3
+        and w_in.shape[0] == layer.num_experts
+        and dtype in FLOATING
+        and weight.dtype == w_in.dtype == w_out.dtype == dtype
+        and weight.device == w_in.device == w_out.device == device
+        and (x.is_cpu or (x.is_cuda and not index_checks.are_on()))
+        and not autocast_enabled(device.type)
+        and (bias is None or (bias.dtype == accumulate_dtype(dtype) and bias.is_contiguous()))
+    )
