@@ -43,23 +43,22 @@ def forward_directly(layer: MoE, x: Tensor) -> Tensor | None:
         return None
     parts: Any = layer._modules
     router, experts = parts["router"], parts["experts"]
-    if not (
-        layer.backend == "native"
-        and isinstance(router, Router)
-        and isinstance(experts, Experts)
-        and router.backend == experts.backend == "native"
-        and is_called_plainly(router, Router)
-        and is_called_plainly(experts, Experts)
-        and is_called_plainly(parts["losses"], AuxiliaryLosses)
-    ):
-        return None
     try:  # past Module.__getattr__, which costs half a microsecond a name
         weight, bias = router._parameters["weight"], router._buffers["expert_bias"]
         own = experts._parameters
         w_in, w_out, b_in, b_out = own["w_in"], own["w_out"], own["b_in"], own["b_out"]
     except KeyError:  # something else has taken its place
         return None
-    if is_recorded(x, weight, w_in, w_out, b_in, b_out) or not _fit(layer, x, weight, bias, w_in, w_out):
+    if (
+        is_recorded(x, weight, w_in, w_out, b_in, b_out)
+        or not (
+            is_called_plainly(router, Router)
+            and is_called_plainly(experts, Experts)
+            and is_called_plainly(parts["losses"], AuxiliaryLosses)
+            and layer.backend == router.backend == experts.backend == "native"
+        )
+        or not _fit(layer, x, weight, bias, w_in, w_out)
+    ):
         return None
 
     x_TH = x.contiguous() if x.dim() == 2 else x.reshape(-1, layer.hidden_size).contiguous()

@@ -379,6 +379,8 @@ class MoE(nn.Module):
         self.last.keep_pending(partial(_statistics, load, logits, capacity, losses, score, backend), load)
 
     def _check_input(self, x: Tensor) -> None:
+        if isinstance(x, Tensor) and self._fits(x):
+            return
         checks.floating("MoE", "x", x)
         if x.dim() < 1 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"MoE: x must have shape (..., H) with H = {self.hidden_size}, got {tuple(x.shape)}")
@@ -391,9 +393,21 @@ class MoE(nn.Module):
                 f"MoE: x must not be float64 where the parameters are {weight.dtype}: autocast leaves float64 as it is"
             )
 
+    def _fits(self, x: Tensor) -> bool:
+        """Return whether ``x`` passes all checks, in one expression; see :mod:`pymoe.reference.checks`."""
+        weight = self._weight_of_input_dtype()
+        return (
+            x.dtype == weight.dtype
+            and x.dtype in checks.FLOATING
+            and x.dim() > 0
+            and x.shape[-1] == self.hidden_size
+            and x.device == weight.device
+        )
+
     def _weight_of_input_dtype(self) -> Tensor:
         # Quantised weights are integers, and serve rows of every dtype.
-        return self.router.weight if isinstance(self.experts, QuantizedExperts) else self.experts.w_in
+        experts = self.experts
+        return self.router.weight if isinstance(experts, QuantizedExperts) else experts.w_in
 
 
 def _statistics(

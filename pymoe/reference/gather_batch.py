@@ -17,14 +17,18 @@ def check_tensors(tensors: Sequence[Tensor]) -> None:
     if len(tensors) == 0:
         raise ValueError("gather_batch: tensors must hold at least one tensor, got none")
     first = tensors[0]
+    checks.tensor("gather_batch", "tensors[0]", first)
+    dims, dtype, device, trailing = first.dim(), first.dtype, first.device, first.shape[1:]
+    if dims == 0:
+        _refuse("tensors[0]", first, first)
     for position, tensor in enumerate(tensors):
         # One cheap test for tensors that fit; names and messages are made only for those that do not.
         if not (
             isinstance(tensor, Tensor)
-            and tensor.dim() > 0
-            and tensor.dtype == first.dtype
-            and tensor.shape[1:] == first.shape[1:]
-            and tensor.device == first.device
+            and tensor.dtype == dtype
+            and tensor.dim() == dims
+            and (dims == 1 or tensor.shape[1:] == trailing)
+            and tensor.device == device
         ):
             _refuse(f"tensors[{position}]", tensor, first)
 

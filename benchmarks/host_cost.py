@@ -1,0 +1,188 @@
+"""What a call costs the host beside its kernel: every operator, raw and from Python, and a layer; beside torch.add.
+
+    python -m benchmarks.host_cost [--budget S] [--output DIR]
+
+The kernels have almost nothing to do (H 16, F 16, E 8, K 2, one token), so what is left is the way to them: checks,
+Python, autograd, the dispatcher, memory for outputs. Processor time of one thread; candidates take turns, each with
+many calls in a row. "Raw" is the native operator by itself, "recorded" the same call where a gradient is asked for. Writes
+JSON and Markdown tables.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from benchmarks.output import as_markdown, command, measured, parser_of, save
+from pymoe import ops
+from pymoe.bench.environment import environment
+from pymoe.bench.report import Table, show
+from pymoe.bench.timing import WallTimer, measure
+from pymoe.nn import MoE
+
+HIDDEN, FFN, EXPERTS, CHOICES = 16, 16, 8, 2
+TOKENS = (1, 4, 16)
+ROW = 50
+"""Calls in a row, in a loop of Python: the first ones after another candidate find cold caches."""
+
+UNIT = "torch.add"
+WAYS = ("raw", "Python", "recorded")
+LAYER_WAYS = ("native calls", "no gradients", "recorded", "forward + backward")
+
+Call = Callable[[], object]
+Candidates = dict[tuple[str, str], Call]
+"""By what is called and the way."""
+
+
+def main() -> None:
+    """Run what the command line says."""
+    parser = parser_of("host_cost", __doc__ or "")
+    parser.add_argument("--budget", type=float, default=20.0, help="seconds for all calls together")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    facts = environment()
+    records = timed(operator_calls() | layer_calls(), options.budget)
+    result = {
+        "command": command("host_cost"),
+        "environment": facts,
+        "settings": {"budget": options.budget, "load_after": environment()["load"]},
+        "wall_seconds": round(time.perf_counter() - start),
+        "microseconds": records,
+    }
+    tables = as_tables(records)
+    for table in tables:
+        show(table)
+    save(result, report(result, tables), options.output / "host_cost")
+
+
+def timed(candidates: Candidates, budget: float) -> list[dict[str, Any]]:
+    """Return the microseconds of one call of each candidate as a record."""
+
+    def in_a_row(call: Call) -> Call:
+        def calls() -> None:
+            for _ in range(ROW):
+                call()
+
+        return calls
+
+    rows = {f"{what}/{way}": in_a_row(call) for (what, way), call in candidates.items()}
+    timings = measure(rows, budget=budget, timer=WallTimer(time.thread_time))
+    return [
+        {"call": what, "way": way, **asdict(timings[f"{what}/{way}"].spread.scaled(1e6 / ROW))}
+        for what, way in candidates
+    ]
+
+
+def operator_calls() -> Candidates:
+    """Return every operator's calls with one token, and that of the unit."""
+    torch.manual_seed(0)
+    native: Any = torch.ops.pymoe
+    x, logits, weight = torch.randn(1, HIDDEN), torch.randn(1, EXPERTS), torch.randn(EXPERTS, 2 * FFN, HIDDEN)
+    gate = ops.gate_topk(logits, CHOICES)
+    routing = ops.build_routing(gate.experts, EXPERTS)
+    slot, _, offsets = routing
+    rows, h = ops.dispatch(x, routing), torch.randn(CHOICES, 2 * FFN)
+    many = [torch.randn(1, HIDDEN) for _ in range(64)]
+    leaf = [value.clone().requires_grad_() for value in (x, logits, weight, rows, h, gate.weights)]
+    x_leaf, logits_leaf, weight_leaf, rows_leaf, h_leaf, weights_leaf = leaf
+    return {
+        (UNIT, "Python"): lambda: torch.add(x, x),
+        (UNIT, "recorded"): lambda: torch.add(x_leaf, x),
+        ("gate_topk", "raw"): lambda: native.gate_topk.default(logits, None, CHOICES, "softmax", True, 0, 0, 1.0),
+        ("gate_topk", "Python"): lambda: ops.gate_topk(logits, CHOICES),
+        ("gate_topk", "recorded"): lambda: ops.gate_topk(logits_leaf, CHOICES),
+        ("build_routing", "raw"): lambda: native.build_routing.default(gate.experts, EXPERTS, None, False),
+        ("build_routing", "Python"): lambda: ops.build_routing(gate.experts, EXPERTS),
+        ("dispatch", "raw"): lambda: native.dispatch.default(x, slot, offsets, CHOICES),
+        ("dispatch", "Python"): lambda: ops.dispatch(x, routing),
+        ("dispatch", "recorded"): lambda: ops.dispatch(x_leaf, routing),
+        ("grouped_linear", "raw"): lambda: native.grouped_linear.default(rows, weight, offsets, None),
+        ("grouped_linear", "Python"): lambda: ops.grouped_linear(rows, weight, offsets),
+        ("grouped_linear", "recorded"): lambda: ops.grouped_linear(rows, weight_leaf, offsets),
+        ("expert_activation", "raw"): lambda: native.expert_activation.default(h, 0, 0.0, 1.0, 0.0, False),
+        ("expert_activation", "Python"): lambda: ops.expert_activation(h, "swiglu"),
+        ("expert_activation", "recorded"): lambda: ops.expert_activation(h_leaf, "swiglu"),
+        ("combine", "raw"): lambda: native.combine.default(rows, slot, gate.weights),
+        ("combine", "Python"): lambda: ops.combine(rows, routing, gate.weights),
+        ("combine", "recorded"): lambda: ops.combine(rows_leaf, routing, weights_leaf),
+        ("router_losses", "raw"): lambda: native.router_losses.default(logits, gate.load, "softmax", True),
+        ("router_losses", "Python"): lambda: ops.router_losses(logits, gate.load),
+        ("router_losses", "recorded"): lambda: ops.router_losses(logits_leaf, gate.load),
+        ("gather_batch of 64", "raw"): lambda: native.gather_batch.default(many),
+        ("gather_batch of 64", "Python"): lambda: ops.gather_batch(many),
+    }
+
+
+def layer_calls() -> Candidates:
+    """Return the calls of a layer."""
+    found: Candidates = {}
+    for tokens in TOKENS:
+        torch.manual_seed(0)
+        layer, x, ones = MoE(HIDDEN, FFN, EXPERTS, CHOICES), torch.randn(tokens, HIDDEN), torch.ones(tokens, HIDDEN)
+        for way, call in calls_of(layer, x, ones).items():
+            found[f"MoE, T {tokens}", way] = call
+    return found
+
+
+def calls_of(layer: MoE, x: torch.Tensor, ones: torch.Tensor) -> dict[str, Call]:
+    """Return the calls of one layer with so many tokens."""
+    native: Any = torch.ops.pymoe
+    router, w_in, w_out = layer.router.weight.detach(), layer.experts.w_in.detach(), layer.experts.w_out.detach()
+    leaf = x.clone().requires_grad_()
+
+    def native_calls() -> None:
+        logits = F.linear(x, router)
+        weights, chosen, _ = native.gate_topk.default(logits, None, CHOICES, "softmax", True, 0, 0, 1.0)
+        native.apply_experts.default(x, chosen, weights, w_in, None, w_out, None, 0, None, False)
+
+    return {
+        "native calls": native_calls,
+        "no gradients": torch.no_grad()(lambda: layer(x)),
+        "recorded": lambda: layer(leaf),
+        "forward + backward": lambda: layer(leaf).backward(ones),
+    }
+
+
+def as_tables(records: list[dict[str, Any]]) -> tuple[Table, Table]:
+    """Return the table of operators, and that of the layer."""
+    median = {(one["call"], one["way"]): one["median"] for one in records}
+    unit = median[UNIT, "Python"]
+    names = list(dict.fromkeys(one["call"] for one in records))
+
+    def rows(names: list[str], ways: tuple[str, ...], compared: str) -> list[list[str]]:
+        found = []
+        for name in names:
+            cells = [f"{median[name, way]:.1f}" if (name, way) in median else "" for way in ways]
+            found.append([name, *cells, f"{median[name, compared] / unit:.1f}"])
+        return found
+
+    of_layer = [name for name in names if name.startswith("MoE")]
+    operators = [name for name in names if name not in of_layer]
+    left = frozenset({"µs"})
+    return (
+        Table(["µs", *WAYS, f"Python / {UNIT}"], rows(operators, WAYS, "Python"), left=left),
+        Table(["µs", *LAYER_WAYS, f"no gradients / {UNIT}"], rows(of_layer, LAYER_WAYS, "no gradients"), left=left),
+    )
+
+
+def report(result: dict[str, Any], tables: tuple[Table, Table]) -> str:
+    """Return the Markdown of a run."""
+    about = (
+        f"H {HIDDEN}, F {FFN}, E {EXPERTS}, K {CHOICES}, float32, on the CPU; operators with one token. Medians of "
+        f'processor time of a call. "Raw" is the native operator by itself, "recorded" a call whose gradient is asked '
+        f"for, and the last column the call's time over that of `{UNIT}` of as many numbers."
+    )
+    lines = ["# What calls cost the host", "", measured(result, about), ""]
+    for table in tables:
+        lines += [*as_markdown(table), ""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
