@@ -4,8 +4,8 @@
 
 The kernels have almost nothing to do (H 16, F 16, E 8, K 2, one token), so what is left is the way to them: checks,
 Python, autograd, the dispatcher, memory for outputs. Processor time of one thread; candidates take turns, each with
-many calls in a row. "Raw" is the native operator by itself, "recorded" the same call where a gradient is asked for. Writes
-JSON and Markdown tables.
+many calls in a row. "Raw" is the native operator by itself, "recorded" the same call where a gradient is asked for.
+Writes JSON and Markdown tables.
 """
 
 from __future__ import annotations

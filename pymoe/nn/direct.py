@@ -7,7 +7,7 @@ way, from part to part, and has the same bits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling
@@ -25,23 +25,20 @@ from pymoe.reference.autocast import autocast_enabled
 from pymoe.reference.checks import FLOATING
 from pymoe.reference.scores import accumulate_dtype
 
-if TYPE_CHECKING:
-    from pymoe.nn.moe import MoE
-
 _PLAIN = (nn.Parameter, Tensor)
 """The types of tensors that are what they seem: a subclass may have operators of its own."""
 
 
-def forward_directly(layer: MoE, x: Tensor) -> Tensor | None:
+def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
     """Return what the parts of ``layer`` would, or None where they have to be called.
 
     Args:
-        layer: exactly a :class:`pymoe.nn.MoE`, not of a class derived from it.
+        layer: a :class:`pymoe.nn.MoE`, not of a class derived from it. (That module imports this one.)
         x: whatever ``forward`` was given.
     """
     if is_compiling() or type(x) not in _PLAIN:
         return None
-    parts: Any = layer._modules
+    parts = layer._modules
     router, experts = parts["router"], parts["experts"]
     try:  # past Module.__getattr__, which costs half a microsecond a name
         weight, bias = router._parameters["weight"], router._buffers["expert_bias"]
@@ -86,7 +83,7 @@ def forward_directly(layer: MoE, x: Tensor) -> Tensor | None:
     return y_TH if x.dim() == 2 else y_TH.reshape(x.shape)
 
 
-def _fit(layer: MoE, x: Tensor, weight: Any, bias: Tensor | None, w_in: Any, w_out: Any) -> bool:
+def _fit(layer: Any, x: Tensor, weight: Any, bias: Tensor | None, w_in: Any, w_out: Any) -> bool:
     """Return whether the native calls take these as they are; they look at the rest themselves."""
     if not (type(weight) in _PLAIN and type(w_in) in _PLAIN and type(w_out) in _PLAIN):
         return False
