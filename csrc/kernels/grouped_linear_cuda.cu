@@ -1,14 +1,22 @@
 // Grouped products on the GPU, safe under CUDA graphs: nothing is read on the host. A launch of one block turns the
-// offsets into a plan (kernels/cuda/group_plan.h); then every block takes one 64 x 128 tile of the output and finds its
-// expert in the plan. The grid is the most tiles that any offsets could make, so blocks may find no tile and end. A
-// tile runs over the whole depth of its sum: results know nothing of the grid. 64 rows, since experts see few rows.
+// offsets into a plan (kernels/cuda/group_plan.h); then every block takes one tile of the output and finds its expert
+// in the plan. The grid is the most tiles that any offsets could make, so blocks may find no tile and end. A tile runs
+// over the whole depth of its sum, in the same steps whatever its size: results know nothing of the grid.
 //
-// Per step of 32 depths a tile of 16-bit floats reads 12 KiB and multiplies 0.5 MFLOP: 43 FLOP a byte from L2. Blocks
-// that follow each other take the columns of the same rows, whose x stays in L1 and L2. kernels/cuda/tile_gemm.h has
-// the rest.
+// 16-bit floats go through the tensor cores (kernels/cuda/tensor_tile.h) in tiles of 128 x 128, or of 64 x 128 where
+// experts have fewer than 128 rows on average. There the weight's bytes count: 64 rows make 64 FLOP of a byte, so that
+// at 3.35 TB/s a third of what mma.sync can do keeps up with memory, and tiles of fewer rows would gain nothing. fp32
+// and fp64 go through the CUDA cores (kernels/cuda/tile_gemm.h).
 //
-// Rows that an order gives are read and written at their places: of an operand, the loader looks up what its packs do
-// not run along. The first row or depth of a tile is one of the order, so tiles and sums are those of sorted rows.
+// What the tiles of 128 x 128 can reach on an H100 SXM, worked out and not measured (132 multiprocessors at 1.755 GHz):
+// a step of 32 depths is 524,288 multiplications of a block. The tensor cores take 256 cycles at their full rate, and
+// 410 at the five eighths of it that mma.sync is known for (590 TFLOPS); shared memory, 128 bytes a cycle, takes 384
+// for the 32 KiB that ldmatrix reads and the 16 KiB that cp.async writes (630 TFLOPS); 16 KiB from L2 take 670 where
+// all multiprocessors together get 5.7 TB/s, which is the bound: 360 TFLOPS. (Of tiles of 64 x 128 it is 240.)
+//
+// Rows that an order gives are read and written at their places, which a thread looks up once for a tile, or for every
+// depth of a weight's gradient. The first row or depth of a tile is one of the order, so tiles and sums are those of
+// sorted rows.
 //
 // Where torch's grouped GEMM makes the product, the plan's bounds are its offsets and the two complete_ kernels add
 // what it leaves out; they return at once for tiles and experts that lack nothing.
@@ -18,6 +26,7 @@
 #include "kernels/cuda/group_plan.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/pack.h"
+#include "kernels/cuda/tensor_tile.h"
 #include "kernels/cuda/tile_gemm.h"
 #include "kernels/grouped_linear.h"
 
@@ -55,31 +64,85 @@ PYMOE_DEVICE void write_tile(const Tile& tile, T* to, int64_t pitch, const Place
   });
 }
 
-template <typename T, typename Places>
-__global__ void __launch_bounds__(tile_for<T>::kThreads, tile_for<T>::kBlocks)
-    linear_kernel(Operand<T, Places> x, Operand<T> weight, int64_t weight_stride, const T* PYMOE_RESTRICT bias,
-                  int64_t bias_row_stride, int64_t bias_step, GroupPlan plan, T* PYMOE_RESTRICT y, int64_t rows,
-                  int64_t input_features, int64_t output_features, int experts, int column_tiles, bool in_runs) {
-  using Tile = tile_for<T>;
+// Clears the tile of y that begins at `to`; rows that an order leaves out are clear.
+template <typename T, int kThreads>
+PYMOE_DEVICE void clear_tile(T* to, int64_t pitch, int rows, int columns) {
+  for (int i = static_cast<int>(threadIdx.x); i < rows * kTileColumns; i += kThreads) {
+    if (i % kTileColumns < columns) to[i / kTileColumns * pitch + i % kTileColumns] = T{};
+  }
+}
+
+// Where y goes, and what it is made of beside its operands.
+template <typename T>
+struct Output {
+  T* y;
+  const T* bias;  // or null
+  int64_t bias_row_stride, bias_step;
+  int64_t rows, features;
+  int experts, column_tiles;
+  bool in_runs;
+
+  PYMOE_DEVICE int columns_of(const GroupTile& tile) const {
+    const int64_t left = features - static_cast<int64_t>(tile.column) * kTileColumns;
+    return left < kTileColumns ? static_cast<int>(left) : kTileColumns;
+  }
+  PYMOE_DEVICE const T* bias_of(const GroupTile& tile) const {
+    if (bias == nullptr) return nullptr;
+    return bias + tile.expert * bias_row_stride + static_cast<int64_t>(tile.column) * kTileColumns * bias_step;
+  }
+};
+
+template <int kTileRows>
+inline constexpr int kTensorBlocks = kTileRows == 128 ? 2 : 3;  // that share a multiprocessor
+
+template <typename T, int kTileRows, bool kWeightAlongRows>
+__global__ void __launch_bounds__(kTensorThreads, kTensorBlocks<kTileRows>)
+    tensor_linear_kernel(TensorOperand<T> x, TensorOperand<T> weight, int64_t weight_stride, GroupPlan plan,
+                         Output<T> out, int64_t input_features) {
+  using Tile = TensorTile<T, kTileRows, false, kWeightAlongRows>;
   PYMOE_SHARED(uint4, shared, Tile::kSharedPacks);
-  const RowTile tile = find_row_tile(plan, experts, rows, kTileRows, static_cast<int>(blockIdx.x) / column_tiles);
-  const int64_t column = static_cast<int64_t>(static_cast<int>(blockIdx.x) % column_tiles) * kTileColumns;
-  const int64_t columns_left = output_features - column;
-  const int columns = columns_left < kTileColumns ? static_cast<int>(columns_left) : kTileColumns;
-  T* const to = y + x.places.moves(tile.first) * output_features + column;
-  if (tile.expert == experts) {  // rows of no expert, or no rows; those that an order leaves out are clear
-    const int count = Places::kGiven ? 0 : tile.rows * kTileColumns;
-    for (int i = static_cast<int>(threadIdx.x); i < count; i += Tile::kThreads) {
-      if (i % kTileColumns < columns) to[i / kTileColumns * output_features + i % kTileColumns] = T{};
-    }
+  const GroupTile tile = find_tile(plan, out.experts, out.rows, kTileRows, blockIdx.x, out.column_tiles);
+  if (tile.rows == 0) return;
+  const int64_t column = static_cast<int64_t>(tile.column) * kTensorColumns;
+  const int columns = out.columns_of(tile);
+  const bool by_order = x.order != nullptr;
+  T* const to = out.y + (by_order ? 0 : tile.first) * out.features + column;
+  if (tile.expert == out.experts) {  // rows of no expert
+    if (!by_order) clear_tile<T, kTensorThreads>(to, out.features, tile.rows, columns);
+    return;
+  }
+  x.begin_at(tile.first);
+  weight.data += tile.expert * weight_stride + column * (kWeightAlongRows ? weight.element_stride : weight.line_stride);
+  Tile sums;
+  sums.run(x, weight, tile.rows, columns, input_features, reinterpret_cast<T*>(shared));
+  const auto places = [&](int row) -> int64_t {
+    if (!by_order) return row;
+    const int64_t place = x.order[row];
+    return place < x.count ? place : -1;
+  };
+  sums.write(to, out.features, tile.rows, columns, out.in_runs, places, out.bias_of(tile), out.bias_step);
+}
+
+template <typename T, typename Places>
+__global__ void __launch_bounds__(CudaCoreTile<T>::kThreads)
+    linear_kernel(Operand<T, Places> x, Operand<T> weight, int64_t weight_stride, GroupPlan plan, Output<T> out,
+                  int64_t input_features) {
+  using Tile = CudaCoreTile<T>;
+  PYMOE_SHARED(uint4, shared, Tile::kSharedPacks);
+  const GroupTile tile = find_tile(plan, out.experts, out.rows, kTileRows, blockIdx.x, out.column_tiles);
+  if (tile.rows == 0) return;
+  const int64_t column = static_cast<int64_t>(tile.column) * kTileColumns;
+  const int columns = out.columns_of(tile);
+  T* const to = out.y + x.places.moves(tile.first) * out.features + column;
+  if (tile.expert == out.experts) {  // rows of no expert
+    if (!Places::kGiven) clear_tile<T, Tile::kThreads>(to, out.features, tile.rows, columns);
     return;
   }
   x.begin_at(tile.first, x.row_stride);
   weight.data += tile.expert * weight_stride + column * weight.row_stride;
-  if (bias != nullptr) bias += tile.expert * bias_row_stride + column * bias_step;
   Tile sums;
   sums.run(x, weight, tile.rows, columns, input_features, reinterpret_cast<T*>(shared));
-  write_tile(sums, to, output_features, x.places, tile.rows, columns, bias, bias_step, in_runs);
+  write_tile(sums, to, out.features, x.places, tile.rows, columns, out.bias_of(tile), out.bias_step, out.in_runs);
 }
 
 constexpr int kClearThreads = 256;
@@ -93,28 +156,58 @@ __global__ void __launch_bounds__(kClearThreads)
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kClearThreads + threadIdx.x; i < count; i += stride) y[i] = T{};
 }
 
-// The output's rows are grad's features, its columns x's, its depth the expert's rows.
+// Of a gradient of a weight: the output's rows are grad's features, its columns x's, its depth the expert's rows.
+struct WeightTile {
+  int64_t expert, row, column, begin, depth, place;  // place: of its first element in the gradient
+  int rows, columns;
+
+  PYMOE_DEVICE WeightTile(const GroupPlan& plan, int64_t input_features, int64_t output_features, int tile_rows,
+                          int64_t row_tiles, int64_t column_tiles) {
+    const int64_t block = blockIdx.x;
+    expert = block / (row_tiles * column_tiles);
+    row = block / column_tiles % row_tiles * tile_rows;
+    column = block % column_tiles * kTileColumns;
+    begin = plan.bounds[expert];
+    depth = plan.bounds[expert + 1] - begin;
+    place = (expert * output_features + row) * input_features + column;
+    rows = static_cast<int>(min(output_features - row, int64_t{tile_rows}));
+    columns = static_cast<int>(min(input_features - column, int64_t{kTileColumns}));
+  }
+};
+
+template <typename T>
+__global__ void __launch_bounds__(kTensorThreads, kTensorBlocks<128>)
+    tensor_weight_grad_kernel(TensorOperand<T> grad, TensorOperand<T> x, GroupPlan plan, T* PYMOE_RESTRICT weight_grad,
+                              int64_t input_features, int64_t output_features, int64_t row_tiles, int64_t column_tiles,
+                              bool in_runs) {
+  using Tile = TensorTile<T, 128, true, true>;
+  PYMOE_SHARED(uint4, shared, Tile::kSharedPacks);
+  const WeightTile tile(plan, input_features, output_features, 128, row_tiles, column_tiles);
+  grad.begin_at(tile.begin);
+  x.begin_at(tile.begin);
+  grad.data += tile.row * grad.element_stride;
+  x.data += tile.column * x.element_stride;
+  Tile sums;
+  sums.run(grad, x, tile.rows, tile.columns, tile.depth, reinterpret_cast<T*>(shared));
+  sums.write(weight_grad + tile.place, input_features, tile.rows, tile.columns, in_runs, InSequence{});
+}
+
 template <typename T, typename Places>
-__global__ void __launch_bounds__(tile_for<T>::kThreads, tile_for<T>::kBlocks)
+__global__ void __launch_bounds__(CudaCoreTile<T>::kThreads)
     weight_grad_kernel(Operand<T, Places> grad, Operand<T, Places> x, GroupPlan plan, T* PYMOE_RESTRICT weight_grad,
                        int64_t input_features, int64_t output_features, int64_t row_tiles, int64_t column_tiles,
                        bool in_runs) {
-  using Tile = tile_for<T>;
+  using Tile = CudaCoreTile<T>;
   PYMOE_SHARED(uint4, shared, Tile::kSharedPacks);
-  const int64_t block = blockIdx.x, expert = block / (row_tiles * column_tiles);
-  const int64_t row = block / column_tiles % row_tiles * kTileRows, column = block % column_tiles * kTileColumns;
-  const int64_t rows_left = output_features - row, columns_left = input_features - column;
-  const int rows = rows_left < kTileRows ? static_cast<int>(rows_left) : kTileRows;
-  const int columns = columns_left < kTileColumns ? static_cast<int>(columns_left) : kTileColumns;
-  const int64_t begin = plan.bounds[expert], end = plan.bounds[expert + 1];
-  grad.begin_at(begin, grad.depth_stride);
-  x.begin_at(begin, x.depth_stride);
-  grad.data += row * grad.row_stride;
-  x.data += column * x.row_stride;
+  const WeightTile tile(plan, input_features, output_features, kTileRows, row_tiles, column_tiles);
+  grad.begin_at(tile.begin, grad.depth_stride);
+  x.begin_at(tile.begin, x.depth_stride);
+  grad.data += tile.row * grad.row_stride;
+  x.data += tile.column * x.row_stride;
   Tile sums;
-  sums.run(grad, x, rows, columns, end - begin, reinterpret_cast<T*>(shared));
-  write_tile<T>(sums, weight_grad + (expert * output_features + row) * input_features + column, input_features,
-                InSequence{}, rows, columns, nullptr, 0, in_runs);
+  sums.run(grad, x, tile.rows, tile.columns, tile.depth, reinterpret_cast<T*>(shared));
+  write_tile<T>(sums, weight_grad + tile.place, input_features, InSequence{}, tile.rows, tile.columns, nullptr, 0,
+                in_runs);
 }
 
 constexpr int kBiasThreads = 256, kBiasWarps = kBiasThreads / kWarp;
@@ -179,42 +272,85 @@ __global__ void __launch_bounds__(kCompleteThreads)
   }
 }
 
-// May threads store their runs of `features` columns as one access each?
+// May threads store their runs of `features` columns as one access each, of 16 bytes?
 template <typename T>
 bool in_runs(const void* output, int64_t features) {
-  constexpr int64_t kBytes = tile_for<T>::kRun * sizeof(T);
-  return widest_access({output}, features * static_cast<int64_t>(sizeof(T))) >= kBytes;
+  return widest_access({output}, features * static_cast<int64_t>(sizeof(T))) == 16;
+}
+
+// How many rows a tile of y has. All that a layer makes of the same rows has tiles of the same rows.
+int tile_rows_of(const GroupedArguments& a) {
+  return size_of(a.dtype) == 2 && a.rows >= 128 * a.experts ? 128 : kTileRows;
+}
+
+template <typename T, int kTileRows>
+void tensor_linear(const GroupedLinearArguments& a, const Output<T>& out, int64_t blocks, void* stream) {
+  const TensorOperand<T> x =
+      tensor_operand<T>(a.x.data, a.x.row_stride, a.x.column_stride, 0, a.order, a.order != nullptr ? a.rows : 0);
+  const auto run = [&](auto kernel, int64_t line_stride, int64_t element_stride) {
+    launch(kName, kernel, {blocks, kTensorThreads}, stream, x,
+           tensor_operand<T>(a.weight.data, line_stride, element_stride, a.weight_stride), a.weight_stride,
+           group_plan(a.workspace, a.experts), out, a.input_features);
+  };
+  if (a.weight.row_stride == 1 && a.weight.column_stride != 1) {
+    run(tensor_linear_kernel<T, kTileRows, true>, a.weight.column_stride, a.weight.row_stride);
+  } else {
+    run(tensor_linear_kernel<T, kTileRows, false>, a.weight.row_stride, a.weight.column_stride);
+  }
 }
 
 template <typename T, typename Places>
 void linear(const GroupedLinearArguments& a, const Places& places, void* stream) {
+  const GroupPlan plan = group_plan(a.workspace, a.experts);
   if (Places::kGiven) {
     constexpr int64_t kMostBlocks = 1024, kShare = 8;  // elements a thread, before blocks take more
     launch(kName, clear_kernel<T>,
            {std::min(ceil_div(a.rows * a.output_features, kShare * kClearThreads), kMostBlocks), kClearThreads}, stream,
-           a.out, group_plan(a.workspace, a.experts), a.experts, a.rows, a.output_features);
+           a.out, plan, a.experts, a.rows, a.output_features);
   }
   const int64_t column_tiles = ceil_div(a.output_features, kTileColumns);
-  launch(kName, linear_kernel<T, Places>,
-         {most_row_tiles(a.rows, a.experts, kTileRows) * column_tiles, tile_for<T>::kThreads}, stream,
-         operand<T>(a.x.data, a.x.row_stride, a.x.column_stride, a.rows, a.input_features, Cut::kRows, 0, places),
-         operand<T>(a.weight.data, a.weight.row_stride, a.weight.column_stride, a.output_features, a.input_features,
-                    Cut::kNone, a.weight_stride),
-         a.weight_stride, a.bias.data, a.bias.row_stride, a.bias.column_stride, group_plan(a.workspace, a.experts),
-         a.out, a.rows, a.input_features, a.output_features, a.experts, column_tiles,
-         in_runs<T>(a.out, a.output_features));
+  const int64_t blocks = most_row_tiles(a.rows, a.experts, tile_rows_of(a)) * column_tiles;
+  const Output<T> out{static_cast<T*>(a.out),
+                      static_cast<const T*>(a.bias.data),
+                      a.bias.row_stride,
+                      a.bias.column_stride,
+                      a.rows,
+                      a.output_features,
+                      static_cast<int>(a.experts),
+                      static_cast<int>(column_tiles),
+                      in_runs<T>(a.out, a.output_features)};
+  if constexpr (sizeof(T) == 2) {
+    tile_rows_of(a) == 128 ? tensor_linear<T, 128>(a, out, blocks, stream)
+                           : tensor_linear<T, 64>(a, out, blocks, stream);
+  } else {
+    launch(kName, linear_kernel<T, Places>, {blocks, CudaCoreTile<T>::kThreads}, stream,
+           operand<T>(a.x.data, a.x.row_stride, a.x.column_stride, a.rows, a.input_features, Cut::kRows, 0, places),
+           operand<T>(a.weight.data, a.weight.row_stride, a.weight.column_stride, a.output_features, a.input_features,
+                      Cut::kNone, a.weight_stride),
+           a.weight_stride, plan, out, a.input_features);
+  }
 }
 
 template <typename T, typename Places>
 void weight_grad(const GroupedWeightGradArguments& a, const Places& places, void* stream) {
-  const int64_t row_tiles = ceil_div(a.output_features, kTileRows);
-  const int64_t column_tiles = ceil_div(a.input_features, kTileColumns);
-  launch(kName, weight_grad_kernel<T, Places>, {a.experts * row_tiles * column_tiles, tile_for<T>::kThreads}, stream,
-         operand<T>(a.grad.data, a.grad.column_stride, a.grad.row_stride, a.output_features, a.rows, Cut::kDepth, 0,
-                    places),
-         operand<T>(a.x.data, a.x.column_stride, a.x.row_stride, a.input_features, a.rows, Cut::kDepth, 0, places),
-         group_plan(a.workspace, a.experts), a.out, a.input_features, a.output_features, row_tiles, column_tiles,
-         in_runs<T>(a.out, a.input_features));
+  constexpr int kRows = sizeof(T) == 2 ? 128 : kTileRows;
+  const GroupPlan plan = group_plan(a.workspace, a.experts);
+  const int64_t row_tiles = ceil_div(a.output_features, kRows);
+  const int64_t column_tiles = ceil_div(a.input_features, kTileColumns), blocks = a.experts * row_tiles * column_tiles;
+  const bool runs = in_runs<T>(a.out, a.input_features);
+  if constexpr (sizeof(T) == 2) {
+    const auto by_rows = [&](const MatrixView& m) {
+      return tensor_operand<T>(m.data, m.row_stride, m.column_stride, 0, a.order, a.order != nullptr ? a.rows : 0);
+    };
+    launch(kName, tensor_weight_grad_kernel<T>, {blocks, kTensorThreads}, stream, by_rows(a.grad), by_rows(a.x), plan,
+           a.out, a.input_features, a.output_features, row_tiles, column_tiles, runs);
+  } else {
+    launch(kName, weight_grad_kernel<T, Places>, {blocks, CudaCoreTile<T>::kThreads}, stream,
+           operand<T>(a.grad.data, a.grad.column_stride, a.grad.row_stride, a.output_features, a.rows, Cut::kDepth, 0,
+                      places),
+           operand<T>(a.x.data, a.x.column_stride, a.x.row_stride, a.input_features, a.rows, Cut::kDepth, 0, places),
+           plan, a.out, a.input_features, a.output_features, row_tiles, column_tiles, runs);
+  }
 }
 
 template <typename T, typename Places>
@@ -244,7 +380,7 @@ int compute_capability(int device) {
 void plan_grouped_linear(const GroupedArguments& a, void* stream) {
   constexpr int64_t kMostRows = std::numeric_limits<int32_t>::max();
   launch(kName, plan_groups_kernel, {1, kPlanThreads}, stream, a.offsets, group_plan(a.workspace, a.experts), a.experts,
-         a.rows < kMostRows ? a.rows : kMostRows, kTileRows);
+         a.rows < kMostRows ? a.rows : kMostRows, tile_rows_of(a));
 }
 
 void grouped_linear(const GroupedLinearArguments& a, void* stream) {

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <vector>
 
+#include "kernels/cuda/async_copy.h"
 #include "kernels/cuda/launch.h"
 
 namespace {
@@ -61,6 +62,39 @@ __global__ void waits_for_later_block(const int*, int* out) {
   atomicExch(&out[blockIdx.x], 1);
 }
 
+// Copies that nobody waits for, or to where none may go.
+__global__ void copy_without_wait(const int* x, int*) {
+  PYMOE_SHARED(uint4, to, 16);
+  if (threadIdx.x < 4) pymoe::cuda::copy_async(to + threadIdx.x, x + 4 * threadIdx.x, 16);
+  pymoe::cuda::commit_copies();
+}
+
+__global__ void misaligned_copy(const int* x, int*) {
+  PYMOE_SHARED(uint4, to, 16);
+  pymoe::cuda::copy_async(to, x + 1, 16);
+  pymoe::cuda::commit_copies();
+  pymoe::cuda::wait_for_copies<0>();
+}
+
+// A thread reads what another one has copied and waited for, and no barrier lies between.
+__global__ void copy_without_barrier(const int* x, int* out) {
+  PYMOE_SHARED(uint4, to, 16);
+  if (threadIdx.x < 16) pymoe::cuda::copy_async(to + threadIdx.x, x + 4 * threadIdx.x, 16);
+  pymoe::cuda::commit_copies();
+  pymoe::cuda::wait_for_copies<0>();
+  out[threadIdx.x] = reinterpret_cast<const int*>(to)[63 - threadIdx.x];
+}
+
+// A copy of more than there is.
+__global__ void copy_out_of_bounds(const int* x, int* out) {
+  PYMOE_SHARED(uint4, to, 17);
+  if (threadIdx.x < 17) pymoe::cuda::copy_async(to + threadIdx.x, x + 4 * threadIdx.x, threadIdx.x < 16 ? 16 : 2);
+  pymoe::cuda::commit_copies();
+  pymoe::cuda::wait_for_copies<0>();
+  __syncthreads();
+  out[threadIdx.x] = static_cast<int>(to[threadIdx.x % 17].x);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -77,6 +111,10 @@ int main(int argc, char** argv) {
   run("out_of_bounds", out_of_bounds, 1, 64);
   run("shared_out_of_bounds", shared_out_of_bounds, 1, 64);
   run("waits_for_later_block", waits_for_later_block, 64, 1024);
+  run("copy_without_wait", copy_without_wait, 1, 32);
+  run("misaligned_copy", misaligned_copy, 1, 32);
+  run("copy_without_barrier", copy_without_barrier, 1, 64);
+  run("copy_out_of_bounds", copy_out_of_bounds, 1, 64);
   if (std::strcmp(name, "missing_fence") == 0) {
     x[0] = 0;
     launch(name, missing_fence, {2, 32}, nullptr, x.data(), out.data());

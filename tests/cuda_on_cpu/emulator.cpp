@@ -41,11 +41,21 @@ class Random {
 
 struct Block;
 
+// The copies of a thread, in the order in which it began them, and where its groups end.
+struct Copies {
+  static constexpr int kMost = 64;
+  Copy under_way[kMost];
+  int count = 0;
+  int ends[kMost];  // of each group, counted from the first copy that is under way
+  int groups = 0;
+};
+
 struct Thread {
   Fiber* fiber = nullptr;
   Block* block = nullptr;
   unsigned index = 0;
   bool done = false;
+  Copies* copies = nullptr;
   // What it waits for, for the report of a kernel that is broken.
   const char* waits_at = nullptr;
   Site site{};
@@ -184,6 +194,10 @@ void end_thread(Thread* thread) {
     }
   }
   if (block->came > 0) broken("a thread has ended while others of its block wait at a barrier");
+  if (thread->copies != nullptr) {
+    if (thread->copies->count > 0) broken("a thread has ended without waiting for its copies");
+    delete thread->copies;
+  }
   if (++block->ended == grid->threads) end_block(block);
 }
 
@@ -300,6 +314,45 @@ void warp_exchange(const char* name, unsigned mask, const void* mine, void* all,
     if ((mask >> i & 1u) != 0) copy_bytes(static_cast<unsigned char*>(all) + i * size, meeting->brought[i], size);
   }
   leave_meeting(meeting);
+}
+
+void begin_copy(const Copy& copy, Site site) {
+  const Unwatched unwatched;
+  Thread* me = grid->current;
+  me->site = site;
+  me->waits_at = "cp.async";
+  if (copy.bytes < 0 || copy.bytes > kCopied) broken("a copy of fewer than 0 or more than 16 bytes");
+  const auto misaligned = [](const void* address) { return reinterpret_cast<uintptr_t>(address) % kCopied != 0; };
+  if (misaligned(copy.to) || misaligned(copy.from)) broken("a copy from or to an address that is not a multiple of 16");
+  if (me->copies == nullptr) me->copies = new Copies;
+  if (me->copies->count == Copies::kMost) broken("more copies under way than the emulator has room for");
+  me->copies->under_way[me->copies->count++] = copy;
+  me->waits_at = nullptr;
+}
+
+void commit_copies() {
+  const Unwatched unwatched;
+  Thread* me = grid->current;
+  if (me->copies == nullptr) me->copies = new Copies;
+  Copies& copies = *me->copies;
+  if (copies.groups == Copies::kMost) broken("more groups of copies than the emulator has room for");
+  copies.ends[copies.groups++] = copies.count;
+}
+
+bool next_copy(int pending, Copy& copy) {
+  const Unwatched unwatched;
+  if (grid->current->copies == nullptr) return false;
+  Copies& copies = *grid->current->copies;
+  while (copies.groups > pending && copies.ends[0] == 0) {  // the first group has arrived
+    std::copy(copies.ends + 1, copies.ends + copies.groups, copies.ends);
+    --copies.groups;
+  }
+  if (copies.groups <= pending) return false;
+  copy = copies.under_way[0];
+  std::copy(copies.under_way + 1, copies.under_way + copies.count, copies.under_way);
+  --copies.count;
+  for (int i = 0; i < copies.groups; ++i) --copies.ends[i];
+  return true;
 }
 
 void* shared_memory(const void* declaration, size_t bytes) {

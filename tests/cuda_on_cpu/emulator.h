@@ -6,7 +6,8 @@
 //
 // What it finds, beside wrong values:
 //   - barriers and collectives that not all threads reach, or that they reach at different places of the source, or
-//     after some have ended: the process stops with a message and status kBroken;
+//     after some have ended, copies to shared memory that are misaligned or that nobody waits for: the process stops
+//     with a message and status kBroken;
 //   - kernels that never end (the same way), and launches that a GPU would refuse (std::runtime_error);
 //   - with AddressSanitizer: accesses outside global, shared and local memory (every array is its own heap block);
 //   - with ThreadSanitizer: data races, also those whose values come out right. Order comes only from what CUDA says
@@ -65,6 +66,19 @@ void fence();
 void* shared_memory(const void* declaration, size_t bytes);
 // The array whose size the launch gave.
 void* dynamic_shared_memory();
+
+// Copies of a thread that are under way (async_copy.h moves the bytes, where sanitizers see it).
+inline constexpr int kCopied = 16;  // bytes that a copy fills
+struct Copy {
+  unsigned char* to;
+  const unsigned char* from;
+  int bytes;  // to copy; the others are cleared
+};
+void begin_copy(const Copy& copy, Site site);
+void commit_copies();
+// The earliest copy that has not arrived and belongs to a group other than the `pending` latest; false if there is
+// none.
+bool next_copy(int pending, Copy& copy);
 
 void launch(const char* name, int64_t blocks, int threads, int64_t shared_bytes, void (*body)(void*), void* context);
 template <typename Body>

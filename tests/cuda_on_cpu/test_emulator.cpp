@@ -2,6 +2,7 @@
 #include <numeric>
 #include "cuda_on_cpu/harness.h"
 
+#include "kernels/cuda/async_copy.h"
 #include "kernels/cuda/launch.h"
 
 using namespace pymoe;
@@ -72,7 +73,52 @@ __global__ void dynamic_shared(int* out, int size) {
   out[blockIdx.x * blockDim.x + threadIdx.x] = memory[threadIdx.x];
 }
 
+// Every thread begins three groups of one copy, the second of them empty, and looks at what has come after each wait.
+__global__ void copies(const unsigned char* from, const int* bytes, uint32_t* seen) {
+  PYMOE_SHARED(uint4, to, 32 * 2);
+  const int thread = static_cast<int>(threadIdx.x);
+  uint4* const mine = to + 2 * thread;
+  mine[0] = mine[1] = uint4{1, 1, 1, 1};
+  cuda::copy_async(mine, from + 16 * thread, bytes[thread]);
+  cuda::commit_copies();
+  cuda::commit_copies();
+  cuda::copy_async(mine + 1, from + 16 * thread, 16);
+  uint32_t* out = seen + 10 * thread;
+  *out++ = mine[0].x;
+  cuda::wait_for_copies<2>();  // two groups so far: nothing to wait for
+  *out++ = mine[0].x;
+  cuda::commit_copies();
+  cuda::wait_for_copies<2>();
+  for (const uint32_t word : {mine[0].x, mine[0].y, mine[0].z, mine[0].w}) *out++ = word;
+  *out++ = mine[1].x;
+  cuda::wait_for_copies<1>();
+  *out++ = mine[1].x;
+  cuda::wait_for_copies<0>();
+  *out++ = mine[1].x;
+  *out++ = mine[1].w;
+}
+
 }  // namespace
+
+TEST_CASE("emulator: copies to shared memory arrive when they are waited for, and not before") {
+  for_cases("emulator copies", 10, [](Random& random) {
+    Buffer<unsigned char> from(32 * 16);
+    for (auto& byte : from) byte = static_cast<unsigned char>(random.between(1, 200));
+    Buffer<int> bytes(32);
+    for (int& count : bytes) count = static_cast<int>(random.between(0, 16));
+    Buffer<uint32_t> seen(32 * 10);
+    cuda::launch("emulator: copies", copies, {1, 32}, nullptr, from.data(), bytes.data(), seen.data());
+    for (int64_t thread = 0; thread < 32; ++thread) {
+      unsigned char part[16] = {};
+      memcpy(part, from.data() + 16 * thread, static_cast<size_t>(bytes[thread]));
+      uint32_t words[4], whole[4];
+      memcpy(words, part, 16);
+      memcpy(whole, from.data() + 16 * thread, 16);
+      const uint32_t expected[10] = {~0u, ~0u, words[0], words[1], words[2], words[3], ~0u, ~0u, whole[0], whole[3]};
+      for (int64_t i = 0; i < 10; ++i) CHECK(seen[10 * thread + i] == expected[i]);
+    }
+  });
+}
 
 TEST_CASE("emulator: a block's sum through shared memory") {
   for_cases("emulator sum", 20, [](Random& random) {

@@ -10,6 +10,7 @@
 #include "cuda_on_cpu/harness.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/mma.h"
+#include "kernels/cuda/tensor_tile.h"
 #include "kernels/grouped_linear.h"
 
 using namespace pymoe;
@@ -240,6 +241,38 @@ TEST_CASE("grouped_linear: the tensor core's instructions have the PTX ISA's lay
   });
 }
 
+// Shared memory serves eight 16-byte accesses at once if their places differ modulo eight.
+template <int kRows, bool kAlongRows>
+void check_banks() {
+  using Layout = cuda::TensorLayout<kRows, kAlongRows>;
+  const auto differ = [](auto place_of) {
+    unsigned banks = 0;
+    for (int i = 0; i < 8; ++i) banks |= 1u << place_of(i) % 8;
+    return banks == 0xff;
+  };
+  std::vector<bool> used(Layout::kPacks);
+  constexpr int kLines = Layout::kPacks / Layout::kAcross;
+  for (int line = 0; line < kLines; ++line) {
+    for (int across = 0; across < Layout::kAcross; ++across) {
+      const auto place = static_cast<size_t>(Layout::place(line, across));
+      REQUIRE(place < used.size());
+      CHECK(!used[place]);
+      used[place] = true;
+      // ldmatrix reads a pack of eight lines; a row of a matrix is one of a line.
+      if (line % 8 == 0) CHECK(differ([&](int i) { return Layout::place(line + i, across); }));
+    }
+  }
+  for (int thread = 0; thread < Layout::kPacks; thread += 8) {  // cp.async writes packs in the order of threads
+    CHECK(differ([&](int i) { return Layout::place((thread + i) / Layout::kAcross, (thread + i) % Layout::kAcross); }));
+  }
+}
+
+TEST_CASE("grouped_linear: packs that are read or written together lie in different banks") {
+  check_banks<64, false>();
+  check_banks<128, false>();
+  check_banks<128, true>();
+}
+
 TEST_CASE("grouped_linear: the emulated kernels equal the CPU twins in any shape, layout and dtype") {
   for_cases("grouped_linear", 60, [](Random& random) {
     with_random_dtype(random, [&](auto tag) {
@@ -247,6 +280,53 @@ TEST_CASE("grouped_linear: the emulated kernels equal the CPU twins in any shape
       const auto offsets = random_offsets(random, problem.shape.experts, problem.shape.rows);
       problem.check(random, offsets, offsets);
     });
+  });
+}
+
+// Few experts with many rows, so that tiles are the larger ones, with more of them than a band has.
+TEST_CASE("grouped_linear: large tiles equal the CPU twins in any shape, layout and dtype, by order too") {
+  for_cases("grouped_linear large", 24, [](Random& random) {
+    const auto check = [&](auto tag) {
+      Shape shape = random_shape(random);
+      shape.experts = random.between(1, 2);
+      shape.rows = 128 * shape.experts + random.between(0, size(200, 20));
+      if (random.chance(0.1)) shape = {1, 128 * 9 + 1, 8, 136};
+      Problem<typename decltype(tag)::type> problem(random, shape, random.chance(0.3));
+      const auto offsets = random_offsets(random, shape.experts, shape.rows);
+      problem.check(random, offsets, offsets);
+    };
+    random.chance(0.5) ? check(TypeTag<BFloat16>{}) : check(TypeTag<Float16>{});
+  });
+}
+
+TEST_CASE("grouped_linear: a row's bits do not depend on the rows beside it, nor on the size of the tiles") {
+  for_cases("grouped_linear alone", 12, [](Random& random) {
+    const auto check = [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      Shape shape = random_shape(random);
+      shape.experts = 1;
+      shape.rows = 128 + random.between(0, 40);
+      Problem<T> many(random, shape, false);
+      const auto [experts, rows, input, output] = shape;
+      fill(many.x.buffer, random, 0.0);
+      fill(many.weight.buffer, random, 0.0);
+      Buffer<int32_t> offsets(2), one(2);
+      offsets[0] = one[0] = 0;
+      offsets[1] = static_cast<int32_t>(rows);
+      one[1] = 1;
+      Buffer<T> y(rows * output), alone(output);
+      cuda::grouped_linear(many.forward(offsets, y), nullptr);
+      for (const int64_t row : {int64_t{0}, random.between(0, rows - 1), rows - 1}) {
+        auto arguments = many.forward(one, alone);
+        arguments.rows = 1;
+        arguments.x.data = many.x.buffer.data() + row * many.x.row_stride;
+        cuda::grouped_linear(arguments, nullptr);
+        bool same = true;
+        for (int64_t i = 0; i < output; ++i) same = same && memcmp(&alone[i], &y[row * output + i], sizeof(T)) == 0;
+        CHECK(same);
+      }
+    };
+    random.chance(0.5) ? check(TypeTag<BFloat16>{}) : check(TypeTag<Float16>{});
   });
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from faults_cuda_routing import FAULTS as ROUTING_FAULTS
+from faults_cuda_tiles import FAULTS as TILE_FAULTS
 from planting import CudaFault as Fault
 
 CHOOSE = "csrc/kernels/cuda/choose.h"
@@ -20,6 +21,7 @@ TILE_LOADER = "csrc/kernels/cuda/tile_loader.h"
 
 FAULTS = [
     *ROUTING_FAULTS,
+    *TILE_FAULTS,
     Fault(
         "combine takes slot S",
         COMBINE,
@@ -220,22 +222,6 @@ FAULTS = [
         "buffer ^= 1",
         "buffer ^= 0",
         "thread",
-        "grouped_linear",
-    ),
-    Fault(
-        "grouped_linear: warps without rows leave before the barrier",
-        TILE_GEMM,
-        "const bool idle = warp_row >= rows || warp_column >= columns;",
-        "const bool idle = warp_row >= rows || warp_column >= columns;\n    if (idle) return;",
-        "values",
-        "grouped_linear",
-    ),
-    Fault(
-        "grouped_linear takes a block of b for its neighbour",
-        TILE_GEMM,
-        "a_block[i], b_block[0], b_block[2]",
-        "a_block[i], b_block[0], b_block[1]",
-        "values",
         "grouped_linear",
     ),
     Fault(

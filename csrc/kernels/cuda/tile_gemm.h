@@ -1,19 +1,16 @@
-// A block's share of a matrix product: c = a * b^T for 64 rows of a and 128 rows of b, which are the columns of c.
-// 16-bit floats go through the tensor cores, fp32 and fp64 through the CUDA cores in full precision. Sums are kept in
-// fp32 (fp64) and run over the depth in its order, whatever the tile's place in c.
+// A block's share of a matrix product on the CUDA cores: c = a * b^T for 64 rows of a and 128 rows of b, which are the
+// columns of c, of fp32 or fp64 in full precision. (tensor_tile.h has 16-bit floats.) Sums run over the depth in its
+// order, whatever the tile's place in c.
 //
 // A step of 64 bytes of depth is read into registers while the step before it is multiplied; there are two tiles of
-// each operand in shared memory, so one barrier a step is enough. A thread holds its part of c in registers: 64 values
-// on the tensor cores, 32 on the CUDA cores.
+// each operand in shared memory, so one barrier a step is enough. A thread holds 32 values of c in registers.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
-#include <type_traits>
 
 #include "core/dtype.h"
 #include "kernels/cuda/launch.h"
-#include "kernels/cuda/mma.h"
 #include "kernels/cuda/tile_loader.h"
 
 namespace pymoe::cuda {
@@ -43,109 +40,17 @@ PYMOE_DEVICE void for_each_step(A& a, B& b, int64_t depth, T* a_shared, int a_si
   }
 }
 
-// The tensor cores: 4 warps, each 32 rows x 64 columns.
-template <typename T>
-struct TensorCoreTile {
-  static constexpr int kThreads = 128, kBlocks = 3;  // and how many blocks share a multiprocessor
-  static constexpr int kRun = 2;                     // neighbouring columns that a thread holds
-
-  template <int kRows, typename Places = InSequence>
-  using Loader = TileLoader<T, kRows, kThreads, false, Places>;
-  static constexpr int kDepth = Loader<kTileRows>::kDepth;
-  // An operand's tile lies as it came: rows of 32 + 8 elements, or depths of 64 + 8 or 128 + 8. With this padding the
-  // eight rows of 16 bytes that ldmatrix reads together lie in different banks.
-  static constexpr int kPadding = 8, kPitch = kDepth + kPadding;
-  static constexpr int kASize = kTileRows * kPitch, kBSize = kTileColumns * kPitch;
-  static constexpr int kSharedPacks = 2 * (kASize + kBSize) / Loader<kTileRows>::kPack;  // of 16 bytes, where aligned
-
-  float sum[2][8][4] = {};
-  int warp_row = static_cast<int>(threadIdx.x) / kWarp / 2 * 32;
-  int warp_column = static_cast<int>(threadIdx.x) / kWarp % 2 * 64;
-
-  static PYMOE_DEVICE TileLayout layout(bool along_rows, int rows) {
-    return along_rows ? TileLayout{1, rows + kPadding} : TileLayout{kPitch, 1};
-  }
-
-  // Where the 16 x 16 blocks of a tile are, seen from this lane: offset + i * rows_16 + k * depths_16.
-  struct Blocks {
-    bool along_rows;
-    int offset, rows_16, depths_16;
-
-    PYMOE_DEVICE Blocks(TileLayout layout, bool transposed, int first_row) : along_rows(transposed) {
-      const int lane = static_cast<int>(threadIdx.x) % kWarp;
-      offset =
-          first_row * layout.row_step + (along_rows ? (lane % 8 + lane / 16 * 8) * layout.depth_step + lane / 8 % 2 * 8
-                                                    : lane % 16 * layout.row_step + lane / 16 * 8);
-      rows_16 = 16 * layout.row_step;
-      depths_16 = 16 * layout.depth_step;
-    }
-    PYMOE_DEVICE void load(uint32_t (&to)[4], const T* tile, int i, int k) const {
-      const int at = offset + i * rows_16 + k * depths_16;
-      if (along_rows) {
-        load_matrices_transposed(to, tile, at);
-      } else {
-        load_matrices(to, tile, at);
-      }
-    }
-  };
-
-  template <typename APlaces, typename BPlaces>
-  PYMOE_DEVICE void run(const Operand<T, APlaces>& a, const Operand<T, BPlaces>& b, int rows, int columns,
-                        int64_t depth, T* shared) {
-    Loader<kTileRows, APlaces> a_loader(a, rows);
-    Loader<kTileColumns, BPlaces> b_loader(b, columns);
-    const TileLayout a_layout = layout(a.along_rows, kTileRows), b_layout = layout(b.along_rows, kTileColumns);
-    const Blocks a_blocks(a_layout, a.along_rows, warp_row), b_blocks(b_layout, b.along_rows, warp_column);
-    const bool idle = warp_row >= rows || warp_column >= columns;  // the same for a whole warp
-    for_each_step(a_loader, b_loader, depth, shared, kASize, a_layout, shared + 2 * kASize, kBSize, b_layout,
-                  [&](const T* a_tile, const T* b_tile) {
-                    if (idle) return;
-#pragma unroll
-                    for (int k = 0; k < kDepth / 16; ++k) {
-                      uint32_t a_block[2][4];
-#pragma unroll
-                      for (int i = 0; i < 2; ++i) a_blocks.load(a_block[i], a_tile, i, k);
-#pragma unroll
-                      for (int j = 0; j < 8; j += 2) {
-                        uint32_t b_block[4];
-                        b_blocks.load(b_block, b_tile, j / 2, k);
-#pragma unroll
-                        for (int i = 0; i < 2; ++i) {
-                          multiply_add(TypeTag<T>{}, sum[i][j], a_block[i], b_block[0], b_block[2]);
-                          multiply_add(TypeTag<T>{}, sum[i][j + 1], a_block[i], b_block[1], b_block[3]);
-                        }
-                      }
-                    }
-                  });
-  }
-
-  // Calls f(row, column, sums of kRun columns) for all that the thread holds.
-  template <typename F>
-  PYMOE_DEVICE void each(F&& f) const {
-    const int lane = static_cast<int>(threadIdx.x) % kWarp;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const int row = warp_row + 16 * i + lane / 4, column = warp_column + 8 * j + lane % 4 * 2;
-        f(row, column, &sum[i][j][0]);
-        f(row + 8, column, &sum[i][j][2]);
-      }
-    }
-  }
-};
-
 PYMOE_DEVICE float fused_multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 PYMOE_DEVICE double fused_multiply_add(double a, double b, double c) { return fma(a, b, c); }
 
-// The CUDA cores: 8 warps, each 16 rows x 64 columns, of which a thread holds 4 rows x (4 + 4) columns.
+// 8 warps, each 16 rows x 64 columns, of which a thread holds 4 rows x (4 + 4) columns.
 template <typename T>
 struct CudaCoreTile {
   static constexpr int kThreads = 256, kBlocks = 1;
   static constexpr int kRun = 16 / static_cast<int>(sizeof(T));
 
   template <int kRows, typename Places = InSequence>
-  using Loader = TileLoader<T, kRows, kThreads, true, Places>;
+  using Loader = TileLoader<T, kRows, kThreads, Places>;
   static constexpr int kDepth = Loader<kTileRows>::kDepth;
   // Tiles lie depth by depth, so that a thread reads neighbouring rows in packs.
   static constexpr int kAPitch = kTileRows + kRun, kBPitch = kTileColumns + kRun;
@@ -205,9 +110,5 @@ struct CudaCoreTile {
     }
   }
 };
-
-// The one that multiplies elements of T.
-template <typename T>
-using tile_for = std::conditional_t<sizeof(T) == 2, TensorCoreTile<T>, CudaCoreTile<T>>;
 
 }  // namespace pymoe::cuda

@@ -1,4 +1,4 @@
-// Operands of a tiled matrix product on their way from memory to shared memory.
+// Operands of a tiled matrix product on the CUDA cores on their way from memory to shared memory.
 #pragma once
 
 #include <cstdint>
@@ -78,8 +78,7 @@ struct TileLayout {
 
 // Brings kRows rows and 64 bytes of depth at a time: whole packs by way of registers, where they wait while the tile
 // before is multiplied, others element by element. What lies outside of the operand counts as zero and is not read.
-// kDepthByDepth: the tile in shared memory always lies so, else as the operand does, so that packs stay whole.
-template <typename T, int kRows, int kThreads, bool kDepthByDepth, typename Places>
+template <typename T, int kRows, int kThreads, typename Places>
 struct TileLoader {
   static constexpr int kPack = 16 / static_cast<int>(sizeof(T)), kDepth = 4 * kPack;
   static constexpr int kPacks = kRows * 4 / kThreads;  // a thread's
@@ -172,7 +171,7 @@ struct TileLoader {
     if (whole) {
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
-        if (!kDepthByDepth || along_rows) {
+        if (along_rows) {
           store_16_bytes(to + i * shared_step, packs[i]);
         } else {
           const auto elements = bit_cast<Pack<T, kPack>>(packs[i]);
