@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import grpc
@@ -12,9 +12,9 @@ from grpc import StatusCode
 from torch import Tensor
 
 from pymoe.remote import wire
-from pymoe.remote.admission import SIZE_KEY
 from pymoe.remote.channel import LONGEST_S
 from pymoe.remote.errors import KIND_KEY, ProtocolError, ServerLost, WireError, from_status
+from pymoe.remote.exchange import NoStream
 from pymoe.remote.expert import KnownExpert
 from pymoe.runtime import QueueFull
 
@@ -47,12 +47,13 @@ class Call:
         packed = wire.pack(tensors[:count], channel.encoding)
         if len(tensors) > count:
             packed += wire.pack(tensors[count:], channel.gradient_encoding)
+        self._tail = wire.detach_long(packed)
         backward = method == "Backward"
         reply = channel.gradient_encoding if backward else channel.encoding
         self._request = wire.Request(expert.name, packed, reply)
         if backward:
             self._request.client, self._request.incarnation = channel.client, expert.answered_by
-            self._request.seq = expert.keys.new()
+            self._request.seq, self._request.backward = expert.keys.new(), True
 
     def end(self) -> None:
         """Let the server forget the request."""
@@ -71,19 +72,40 @@ class Call:
             raise self._why or TimeoutError(f"{self._where}: the request is not done in time")
         return left
 
-    def send(self, how: Callable[..., Any]) -> Any:
-        """Return ``how(message, timeout=, metadata=)`` for the next attempt: a call of gRPC, or what it returns."""
+    def _next_attempt(self) -> tuple[bytes, float]:
+        """Return the message of the next attempt, and the seconds that it has."""
         if self._request.seq >= 0:
             self._request.ack = self.expert.keys.ack()
+        self._request.seconds = left = min(self.seconds_left(), LONGEST_S)
         message = wire.encode(self._request)
         self._request.attempt += 1
-        metadata = (*self.channel.metadata, (SIZE_KEY, str(len(message))))
-        left = min(self.seconds_left(), LONGEST_S)
         self.channel.count("attempts")
+        return message, left
+
+    def send(self) -> Any:
+        """Send the next attempt as a call of its own; return that, a future of gRPC."""
+        head, left = self._next_attempt()
         try:
-            return how(message, timeout=left, metadata=metadata)
+            return self.channel.call(self.method, head, self._tail, left)
         except ValueError as error:  # gRPC's way to say that the channel was closed
             raise ServerLost(f"{self._where}: {error}") from None
+
+    def ask(self) -> tuple[Any, ...]:
+        """Send the next attempt on a stream, wait, and return what :meth:`answer` does.
+
+        Raises:
+            grpc.RpcError: there is none: :meth:`pause_after` says what to do.
+        """
+        head, left = self._next_attempt()
+        try:
+            reply, tail = self.channel.streams.ask(head, self._tail, left, self.channel.metadata)
+        except NoStream:
+            return self.read(self.channel.call(self.method, head, self._tail, left).result())
+        except WireError as error:
+            raise ProtocolError(f"{self._where}: {error}") from None
+        except ValueError as error:  # gRPC's way to say that the channel was closed
+            raise ServerLost(f"{self._where}: {error}") from None
+        return self.answer(reply, tail)
 
     def pause_after(self, failed: Any) -> float:
         """Return how many seconds after a failed attempt the next one is to follow.
@@ -107,21 +129,30 @@ class Call:
         self.channel.count("retries")
         return wait
 
-    def answer(self, message: bytes) -> tuple[Any, ...]:
+    def read(self, message: bytes) -> tuple[Any, ...]:
+        """Return what :meth:`answer` does for a reply that is one message."""
+        try:
+            return self.answer(wire.decode(message, wire.Reply))
+        except WireError as error:
+            raise ProtocolError(f"{self._where}: {error}") from None
+
+    def answer(self, reply: wire.Reply, tail: wire.Tail | None = None) -> tuple[Any, ...]:
         """Return the flat outputs, or the gradients of the flat inputs, where the first input was.
 
         Raises:
-            ProtocolError: the message is no such answer.
+            ProtocolError: the reply is no such answer.
         """
         schema = self.expert.schema
         protos = schema.inputs if self.method == "Backward" else schema.outputs
         try:
-            reply = wire.decode(message, wire.Reply)
-            tensors = wire.unpack(reply.tensors)
+            tensors = wire.unpack(reply.tensors, tail)
         except WireError as error:
             raise ProtocolError(f"{self._where}: {error}") from None
-        shapes = [(self._rows, *proto.size) for proto in protos]
-        if [tuple(one.shape) for one in tensors] != shapes:
+        if len(tensors) != len(protos) or any(
+            one.shape[:1] != (self._rows,) or one.shape[1:] != proto.size
+            for proto, one in zip(protos, tensors, strict=True)
+        ):
+            shapes = [(self._rows, *proto.size) for proto in protos]
             found = [tuple(one.shape) for one in tensors]
             raise ProtocolError(f"{self._where}: expected an answer of shapes {shapes}, got {found}")
         for proto, one in zip(protos, tensors, strict=True):
@@ -129,7 +160,7 @@ class Call:
             if one.dtype != proto.dtype and not (one.is_floating_point() and proto.dtype.is_floating_point):
                 raise ProtocolError(f"{self._where}: expected an answer of {proto.dtype}, got {one.dtype}")
         self.expert.heard(reply.incarnation, reply.updates, self.method)
-        at_home = [one.to(self._home) for one in tensors]
+        at_home = tensors if self._home.type == "cpu" else [one.to(self._home) for one in tensors]
         return tuple(at_home) if self.method == "Backward" else self.expert.with_constants(at_home)
 
     @property
@@ -152,11 +183,9 @@ def ask(expert: KnownExpert, method: Method, tensors: Sequence[Tensor], deadline
     try:
         while True:
             try:
-                message = call.send(expert.channel.methods[method])
+                return call.ask()
             except grpc.RpcError as failed:
                 pause = call.pause_after(failed)
-            else:
-                return call.answer(message)
             time.sleep(pause)
     finally:
         call.end()

@@ -6,15 +6,18 @@ import os
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import grpc
 
 from pymoe.remote import wire
+from pymoe.remote.admission import SIZE_KEY
 from pymoe.remote.encodings import check_encoding
 from pymoe.remote.errors import ProtocolError, ServerLost, WireError, from_status
+from pymoe.remote.exchange import Streams
 from pymoe.remote.security import TLS, authorization, check_client, is_local
 from pymoe.remote.wire import SERVING
 
@@ -46,6 +49,7 @@ class Channel:
         client: the name by which the server knows this channel, with which its backward requests are numbered.
         metadata: what every call shows.
         methods: of the service, by name: callables of gRPC.
+        streams: that carry requests for whose answers a thread waits.
         counts: ``attempts``, ``retries`` and ``lost`` (attempts that ended with the connection).
         closed: whether :meth:`close` was called.
     """
@@ -81,6 +85,8 @@ class Channel:
             self._channel = grpc.secure_channel(address, tls.client_credentials(), options)
         names = ("Forward", "Backward", "Info", "Stay", "Drain")
         self.methods = {name: self._channel.unary_unary(f"/{wire.SERVICE}/{name}") for name in names}
+        self._long = {name: self._channel.stream_unary(f"/{wire.SERVICE}/{name}") for name in names[:2]}
+        self.streams = Streams(self._channel.stream_stream(f"/{wire.SERVICE}/Exchange"))
         self._health = self._channel.unary_unary(wire.HEALTH)
 
     # --- whether the server is there ---
@@ -142,6 +148,14 @@ class Channel:
         with self._lock:
             self.counts[what] += 1
 
+    def call(self, method: str, head: bytes, tail: Sequence[memoryview], seconds: float) -> Any:
+        """Send a request as a call of its own, and return the call, a future of gRPC."""
+        size = len(head) + sum(data.nbytes for data in tail)
+        options = {"timeout": seconds, "metadata": (*self.metadata, (SIZE_KEY, str(size)))}
+        if not tail:
+            return self.methods[method].future(head, **options)
+        return self._long[method].future(chain((head,), wire.frames(tail)), **options)
+
     # --- what the server has ---
 
     def info(self, timeout: float | None = None) -> wire.Info:
@@ -187,5 +201,6 @@ class Channel:
             if self.closed or os.getpid() != self._process:
                 return False
             self.closed = True
+        self.streams.close()
         self._channel.close()
         return True

@@ -46,6 +46,16 @@ DTYPES = {
     "c128": torch.complex128,
 }
 """Names of dtypes on the wire."""
+_OF_NUMPY = {
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -65,6 +75,8 @@ def check_encoding(owner: str, encoding: Any) -> str:
 
 def encoding_for(dtype: torch.dtype, encoding: str) -> str:
     """Return how numbers of ``dtype`` are sent where ``encoding`` is asked for."""
+    if encoding == "raw":
+        return "raw"
     if not dtype.is_floating_point or (encoding == "bf16" and dtype.itemsize <= 2):
         return "raw"
     return encoding
@@ -79,6 +91,9 @@ def encoded_size(dtype: torch.dtype, encoding: str, count: int) -> int:
 
 def encode(tensor: Tensor, encoding: str) -> memoryview:
     """Return the bytes of a tensor: with ``raw`` those of its memory, without a copy, where it is contiguous."""
+    if encoding == "raw" and _is_plain(tensor):
+        numbers: Any = tensor.detach().numpy().reshape(-1).view(np.uint8)
+        return memoryview(numbers)
     tensor = tensor.detach().to("cpu").contiguous()
     if encoding == "bf16":
         tensor = tensor.to(torch.bfloat16)
@@ -90,8 +105,10 @@ def encode(tensor: Tensor, encoding: str) -> memoryview:
     return memoryview(array)
 
 
-def decode(data: memoryview, dtype: torch.dtype, shape: list[int], encoding: str) -> Tensor:
-    """Return the tensor in memory of its own, aligned and writable: one copy of the bytes, for ``raw`` the only one.
+def decode(data: memoryview | Tensor, dtype: torch.dtype, shape: list[int], encoding: str) -> Tensor:
+    """Return the tensor in memory of its own, aligned and writable.
+
+    Bytes of a message are copied, for ``raw`` once. Bytes that are a tensor already become a part of the result.
 
     Raises:
         WireError: no such encoding of this dtype, a shape that no tensor has, or another number of bytes.
@@ -117,6 +134,10 @@ def decode(data: memoryview, dtype: torch.dtype, shape: list[int], encoding: str
         flat = _from_int8(_own(data[expected - count :], torch.int8), scales).to(dtype)
     elif encoding == "bf16":
         flat = _own(data, torch.bfloat16).to(dtype)
+    elif dtype in _OF_NUMPY and not isinstance(data, Tensor):
+        made = torch.empty(shape, dtype=dtype)
+        made.numpy().reshape(-1).view(np.uint8)[:] = np.frombuffer(data, np.uint8)
+        return made
     elif dtype is torch.bool:
         flat = _own(data, torch.uint8) != 0  # whatever else a byte holds: a bool of any other value is undefined
     else:
@@ -124,8 +145,15 @@ def decode(data: memoryview, dtype: torch.dtype, shape: list[int], encoding: str
     return flat.view(shape)
 
 
-def _own(data: memoryview, dtype: torch.dtype) -> Tensor:
-    """Return the bytes as numbers in new memory: the received ones are unaligned, and not to be written to."""
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether the memory of a tensor is at hand, and holds its numbers one after the other and as they are."""
+    return tensor.dtype in _OF_NUMPY and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
+
+
+def _own(data: memoryview | Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the bytes as numbers, in new memory where those of a message are unaligned, and not to be written to."""
+    if isinstance(data, Tensor):
+        return data.view(dtype)
     memory = torch.empty(data.nbytes, dtype=torch.uint8)
     memory.numpy()[:] = np.frombuffer(data, np.uint8)
     return memory.view(dtype)

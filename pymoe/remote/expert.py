@@ -47,6 +47,8 @@ class KnownExpert:
             raise ProtocolError(f"{channel.address}: the schema of {name!r} cannot be read: {error}") from None
         if not self.schema.inputs:
             raise ProtocolError(f"{channel.address}: {name!r} takes no tensor")
+        self._leaves = nested_flatten(self.outputs_schema)
+        self._constants = any(not isinstance(leaf, BatchTensorProto) for leaf in self._leaves)
         self.forward_schema: tuple[tuple[Any, ...], dict[str, Any]] = args, kwargs
         self.keys = Keys()
         self.answered_by = ""
@@ -59,6 +61,7 @@ class KnownExpert:
 
     def with_constants(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         """Return the flat outputs: the tensors, and in their places what the schema has as constants."""
+        if not self._constants:
+            return tuple(tensors)
         rest = iter(tensors)
-        leaves = nested_flatten(self.outputs_schema)
-        return tuple(next(rest) if isinstance(leaf, BatchTensorProto) else leaf for leaf in leaves)
+        return tuple(next(rest) if isinstance(leaf, BatchTensorProto) else leaf for leaf in self._leaves)

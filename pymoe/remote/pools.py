@@ -187,7 +187,7 @@ class _Attempts:
         if self._future.cancelled():
             return self._end(None)
         try:
-            under_way = self._call.send(self._call.channel.methods[self._call.method].future)
+            under_way = self._call.send()
         except Exception as error:
             return self._end(error)
         self._future._call = under_way
@@ -201,7 +201,7 @@ class _Attempts:
             return self._end(None)
         try:
             if under_way.exception() is None:
-                return self._end(None, self._call.answer(under_way.result()))
+                return self._end(None, self._call.read(under_way.result()))
             timer = threading.Timer(self._call.pause_after(under_way), self.send)
         except Exception as error:
             return self._end(error)

@@ -34,7 +34,7 @@ PATIENCE_S = 5.0
 MOST_CALLS = 8192
 """Calls under way at a time, those that stay included; more are refused with ``QueueFull``."""
 OPTIONS = (
-    ("grpc.max_receive_message_length", wire.MOST_BYTES),
+    ("grpc.max_receive_message_length", wire.MOST_READ),
     ("grpc.max_send_message_length", wire.MOST_BYTES),
     ("grpc.max_metadata_size", 16 << 10),
     ("grpc.so_reuseport", 0),

@@ -1,15 +1,17 @@
 """The methods of the service: what a server does with each call, and whom it lets in.
 
 A call passes, in this order, the token, the draining server's refusal, and the room for its bytes. Only then is its
-body read: handlers are those of streams, whose messages gRPC fetches when they are asked for.
+body read: handlers are those of streams, whose messages gRPC fetches when they are asked for, and no longer than
+:data:`~pymoe.remote.wire.MOST_READ`. What a stream of requests sends is read up to that length, and finds room then.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -18,13 +20,15 @@ import grpc
 from pymoe.remote import wire
 from pymoe.remote.admission import Room, said_size
 from pymoe.remote.encodings import check_encoding
-from pymoe.remote.errors import ServerLost, WireError, to_status
+from pymoe.remote.errors import KIND_KEY, ServerLost, WireError, to_status
 from pymoe.remote.hosted import HostedExpert
 from pymoe.remote.security import shows_token
 from pymoe.runtime import QueueFull
 
 MOST_STAYING = 4096
 """Connections that are told at once when the server drains."""
+MOST_STREAMS = 1024
+"""Streams of requests: each may hold a message, as long as may be read, that has found no room yet."""
 LONGEST_REQUEST_S = 3600.0
 """The deadline of a request whose client names none, or a later one."""
 LONG_MESSAGE = 1 << 18
@@ -47,6 +51,8 @@ class Service(grpc.GenericRpcHandler):
         self.hosted: dict[str, HostedExpert] = {}
         self._over = asyncio.Event()
         self._staying = 0
+        self._streams = 0
+        self._idle: set[asyncio.Task[Any]] = set()  # streams that wait for a request
         self.room = Room()
         self.counts: Counter[str] = Counter()
         self.incarnation = ""
@@ -55,6 +61,7 @@ class Service(grpc.GenericRpcHandler):
         self._methods = {
             f"/{wire.SERVICE}/Forward": handler(self._guarded(self._forward)),
             f"/{wire.SERVICE}/Backward": handler(self._guarded(self._backward)),
+            f"/{wire.SERVICE}/Exchange": grpc.stream_stream_rpc_method_handler(self._guarded(self._exchange)),
             f"/{wire.SERVICE}/Info": handler(self._guarded(self._tell)),
             f"/{wire.SERVICE}/Stay": handler(self._guarded(self._let_stay)),
             f"/{wire.SERVICE}/Drain": handler(self._guarded(self._begin_to_drain)),
@@ -68,8 +75,10 @@ class Service(grpc.GenericRpcHandler):
         return self._over.is_set()
 
     async def begin_to_drain(self) -> None:
-        """Refuse further requests, and tell who stays."""
+        """Refuse further requests, tell who stays, and end the streams that wait for a request."""
         self._over.set()
+        for task in self._idle:
+            task.cancel()
 
     async def drains_within(self, seconds: float) -> bool:
         """Return, after ``seconds`` at most, whether further requests are refused."""
@@ -93,68 +102,128 @@ class Service(grpc.GenericRpcHandler):
         self.counts["unauthenticated"] += 1
         await context.abort(*to_status(PermissionError("a token is needed, and this is not it")))
 
-    def _guarded(self, answer: Callable[[Any], Awaitable[bytes]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    def _guarded(self, answer: Callable[[Any], Awaitable[bytes | None]]) -> Callable[[Any, Any], Awaitable[Any]]:
         """Return a handler that turns exceptions into statuses."""
 
         async def handle(messages: Any, context: Any) -> bytes | None:
             try:
                 return await answer(context)
-            except WireError as error:
-                self.counts["malformed"] += 1
-                status = to_status(error)
-            except QueueFull as error:
-                self.counts["shed"] += 1
-                status = to_status(error)
             except Exception as error:
-                self.counts["failed"] += 1
-                status = to_status(error)
+                status = self._status_of(error)
             await context.abort(*status)
             return None
 
         return handle
 
-    # --- the methods ---
+    def _status_of(self, error: Exception) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
+        """Count an exception, and return what stands for it."""
+        kinds = (WireError, "malformed"), (QueueFull, "shed")
+        self.counts[next((name for kind, name in kinds if isinstance(error, kind)), "failed")] += 1
+        return to_status(error)
+
+    # --- requests ---
 
     async def _forward(self, context: Any) -> bytes:
-        async def run(hosted: HostedExpert, request: wire.Request, tensors: Any, seconds: float) -> Any:
-            self.counts["forward"] += 1
-            return await hosted.forward(request, tensors, seconds)
-
-        return await self._run(context, run)
+        return await self._single(context, backward=False)
 
     async def _backward(self, context: Any) -> bytes:
-        async def run(hosted: HostedExpert, request: wire.Request, tensors: Any, seconds: float) -> Any:
-            gradients, repeated = await hosted.backward(request, tensors, seconds)
-            self.counts["repeated" if repeated else "backward"] += 1
-            return gradients
+        return await self._single(context, backward=True)
 
-        return await self._run(context, run)
-
-    async def _run(self, context: Any, run: Callable[..., Awaitable[Any]]) -> bytes:
-        if self.draining:
-            raise ServerLost("the server is draining")
+    async def _single(self, context: Any, backward: bool) -> bytes:
+        """Answer a request that is a call of its own."""
+        self._refuse_when_draining()
         size = said_size(context.invocation_metadata())
         with self.room.take(size):
-            message = await context.read()
-            if not isinstance(message, bytes):
-                raise WireError("expected a message, got none")
-            if len(message) > size:
-                raise WireError(f"expected a message of {size} bytes, as its metadata say, got {len(message)}")
-            request = wire.decode(message, wire.Request)
-            check_encoding("reply_encoding", request.reply_encoding)
-            hosted = self.hosted.get(request.expert)
-            if hosted is None:
-                raise LookupError(f"no expert {request.expert[: wire.MOST_NAME]!r} is served here")
-            with self.room.take(min(wire.unpacked_size(request.tensors), wire.MOST_BYTES)):
-                tensors = await _aside(len(message), wire.unpack, request.tensors)
-                left = context.time_remaining()
-                seconds = LONGEST_REQUEST_S if left is None else min(left, LONGEST_REQUEST_S)
-                outputs = await run(hosted, request, tensors, seconds)
-                size = sum(one.nbytes for one in outputs)
-                return await _aside(size, self._reply, hosted, outputs, request.reply_encoding)
+            head = _message(await context.read())
+            request = wire.decode(head, wire.Request)
+            whole = len(head) + wire.following(request.tensors)
+            if whole > size:
+                raise WireError(f"expected a message of {size} bytes, as its metadata say, got {whole}")
+            tail = await _read_tail(context, request.tensors)
+            left = context.time_remaining()
+            request.backward, request.seconds = backward, LONGEST_REQUEST_S if left is None else left
+            return wire.encode(await self._answer(request, tail))
 
-    def _reply(self, hosted: HostedExpert, outputs: Any, encoding: str) -> bytes:
-        return wire.encode(wire.Reply(wire.pack(outputs, encoding), self.incarnation, hosted.backend.updates))
+    async def _exchange(self, context: Any) -> None:
+        """Answer requests one after the other, until the client ends the stream or the server drains."""
+        if self._streams >= MOST_STREAMS:
+            raise QueueFull(f"{MOST_STREAMS} streams of requests are open")
+        self._streams += 1
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            while not self.draining:
+                self._idle.add(task)
+                try:
+                    head = await context.read()
+                except asyncio.CancelledError:
+                    if self.draining:
+                        return
+                    raise
+                finally:
+                    self._idle.discard(task)
+                if head is grpc.aio.EOF or not await self._exchange_one(context, head):
+                    return
+        finally:
+            self._streams -= 1
+
+    async def _exchange_one(self, context: Any, head: bytes) -> bool:
+        """Answer a request of a stream; return whether another can follow."""
+        missing = 0
+        try:
+            with self.room.take(len(head)):
+                request = wire.decode(head, wire.Request)
+                self._refuse_when_draining()
+                missing = wire.following(request.tensors)
+                if not missing:
+                    reply = await self._answer(request, None)
+                else:
+                    with self.room.take(missing):
+                        begun = time.monotonic()
+                        reading = _read_tail(context, request.tensors)
+                        tail = await asyncio.wait_for(reading, _limited(request.seconds))
+                        missing = 0
+                        request.seconds -= time.monotonic() - begun
+                        reply = await self._answer(request, tail)
+        except Exception as error:
+            code, text, metadata = self._status_of(error)
+            reply = wire.Reply([], status=code.value[0], details=text, kind=dict(metadata).get(KIND_KEY, ""))
+        following = wire.detach_long(reply.tensors)
+        await context.write(wire.encode(reply))
+        for frame in wire.frames(following):
+            await context.write(frame)
+        return not missing  # frames that nobody has read would be taken for requests
+
+    def _refuse_when_draining(self) -> None:
+        if self.draining:
+            raise ServerLost("the server is draining")
+
+    async def _answer(self, request: wire.Request, tail: wire.Tail | None) -> wire.Reply:
+        check_encoding("reply_encoding", request.reply_encoding)
+        hosted = self.hosted.get(request.expert)
+        if hosted is None:
+            raise LookupError(f"no expert {request.expert[: wire.MOST_NAME]!r} is served here")
+        unpacked = wire.unpacked_size(request.tensors)
+        with self.room.take(min(unpacked, wire.MOST_BYTES)):
+            if unpacked < LONG_MESSAGE:
+                tensors = wire.unpack(request.tensors, tail)
+            else:
+                tensors = await _aside(wire.unpack, request.tensors, tail)
+            seconds = _limited(request.seconds)
+            if request.backward:
+                outputs, repeated = await hosted.backward(request, tensors, seconds)
+                self.counts["repeated" if repeated else "backward"] += 1
+            else:
+                self.counts["forward"] += 1
+                outputs = await hosted.forward(request, tensors, seconds)
+            if sum([one.nbytes for one in outputs]) < LONG_MESSAGE:
+                return self._reply(hosted, outputs, request.reply_encoding)
+            return await _aside(self._reply, hosted, outputs, request.reply_encoding)
+
+    def _reply(self, hosted: HostedExpert, outputs: Any, encoding: str) -> wire.Reply:
+        return wire.Reply(wire.pack(outputs, encoding), self.incarnation, hosted.backend.updates)
+
+    # --- the others ---
 
     async def _tell(self, context: Any) -> bytes:
         return wire.encode(self._info())
@@ -175,8 +244,25 @@ class Service(grpc.GenericRpcHandler):
         return wire.encode(self._info())
 
 
-async def _aside(size: int, function: Callable[..., T], *arguments: Any) -> T:
-    """Return ``function(*arguments)``, called on another thread if it has ``size`` bytes to copy and these are many."""
-    if size < LONG_MESSAGE:
-        return function(*arguments)
+def _message(found: Any) -> bytes:
+    if not isinstance(found, bytes):
+        raise WireError("expected a message, got none")
+    return found
+
+
+async def _read_tail(context: Any, packed: Sequence[wire.Packed]) -> wire.Tail:
+    """Read what follows a message."""
+    tail = wire.Tail(packed)
+    while tail.missing:
+        tail.take(_message(await context.read()))
+    return tail
+
+
+def _limited(seconds: float) -> float:
+    """Return the seconds that a request has here; of no number, which would pass for any, none."""
+    return min(seconds, LONGEST_REQUEST_S) if seconds > 0 else 0.0
+
+
+async def _aside(function: Callable[..., T], *arguments: Any) -> T:
+    """Return ``function(*arguments)``, called on another thread."""
     return await asyncio.get_running_loop().run_in_executor(None, functools.partial(function, *arguments))

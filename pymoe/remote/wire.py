@@ -4,16 +4,21 @@ Decoding never runs code, raises :class:`~pymoe.remote.errors.WireError` and not
 :data:`MOST_BYTES` for the tensors of a message. Fields that a side does not know are ignored, so that later versions
 may add some; what an old side must not ignore makes a new service, and the number in :data:`SERVICE` goes up.
 
-A tensor's bytes are copied once on the way into a message and once on the way out, beside the copies that gRPC makes.
+Short tensors travel inside their message. The bytes of long ones follow it in **frames** of at most :data:`FRAME`
+bytes, one tensor after the other: neither side ever holds a long message in one piece beside its tensors, and the
+pieces are short enough to be made of memory that was used before. A tensor's bytes are copied once on the way into a
+message or frame and once on the way out, beside the copies that gRPC makes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+import numpy as np
+import torch
 from torch import Tensor
 
 from pymoe.remote import encodings
@@ -24,7 +29,11 @@ HEALTH = "/grpc.health.v1.Health/Check"
 SERVING, NOT_SERVING = b"\x08\x01", b"\x08\x02"
 """HealthCheckResponse of grpc.health.v1 with its only field, ``status``."""
 MOST_BYTES = 256 << 20
-"""Of a message, and of the tensors in it once they are decoded."""
+"""Of a message with its frames, and of the tensors in it once they are decoded."""
+FRAME = 256 << 10
+"""Bytes of a frame, and of the tensors that travel inside a message."""
+MOST_READ = FRAME + (64 << 10)
+"""Bytes that a server reads in one piece: a message with short tensors, or a frame."""
 MOST_TENSORS = 256
 MOST_NAME = 256
 
@@ -32,12 +41,14 @@ MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
 
 class Packed(msgspec.Struct, array_like=True):
-    """A tensor: ``[dtype, shape, encoding, bytes]``."""
+    """A tensor: ``[dtype, shape, encoding, bytes, following]``."""
 
     dtype: str
     shape: Annotated[list[int], msgspec.Meta(max_length=encodings.MOST_DIMENSIONS)]
     encoding: str
     data: memoryview
+    following: Annotated[int, msgspec.Meta(ge=0, le=MOST_BYTES)] = 0
+    """How many bytes follow in frames, in place of ``data``."""
 
 
 # Limits are in the types, and so known before memory is taken: a Packed of 10 bytes takes 500 once it is decoded.
@@ -59,15 +70,24 @@ class Request(msgspec.Struct, omit_defaults=True):
     """How often this request was sent before."""
     incarnation: str = ""
     """Of the server from which the client last had an answer to a backward request, when it first sent this one."""
+    backward: bool = False
+    """Of a request on a stream: which pass. Otherwise the method says it."""
+    seconds: float = 0.0
+    """Of a request on a stream: the time that it has. Otherwise the call's deadline says it."""
 
 
 class Reply(msgspec.Struct, omit_defaults=True):
-    """Outputs, or gradients of the inputs."""
+    """Outputs, or gradients of the inputs; or, on a stream, why there are none."""
 
     tensors: Tensors
-    incarnation: str
-    updates: int
+    incarnation: str = ""
+    updates: int = 0
     """How many updates the expert has seen."""
+    status: int = 0
+    """On a stream: the code of gRPC that a call would have ended with."""
+    details: str = ""
+    kind: str = ""
+    """Of the exception, as in the metadata ``pymoe-error``."""
 
 
 class ExpertInfo(msgspec.Struct, omit_defaults=True):
@@ -150,6 +170,62 @@ def pack(tensors: Sequence[Tensor], encoding: str) -> list[Packed]:
     return packed
 
 
+def detach_long(packed: Sequence[Packed]) -> list[memoryview]:
+    """Take the bytes out of a message's tensors, if these are long, and return them: they follow in :func:`frames`."""
+    if sum([one.data.nbytes for one in packed]) <= FRAME:
+        return []
+    tail = [one.data for one in packed if one.data.nbytes]
+    for one in packed:
+        one.following, one.data = one.data.nbytes, memoryview(b"")
+    return tail
+
+
+def frames(tail: Sequence[memoryview]) -> Iterator[bytes]:
+    """Yield the bytes of a message's long tensors, each frame when it is wanted."""
+    for data in tail:
+        for begin in range(0, data.nbytes, FRAME):
+            yield bytes(data[begin : begin + FRAME])
+
+
+class Tail:
+    """The bytes of a message's long tensors, while they come.
+
+    Attributes:
+        missing: how many are not here yet.
+        data: of each tensor of the message: what came inside it, or, as a tensor, what comes behind it.
+
+    Raises:
+        WireError: there are to be more than a message may have.
+    """
+
+    def __init__(self, packed: Sequence[Packed]) -> None:
+        self.missing = following(packed)
+        if self.missing > MOST_BYTES:
+            raise WireError(f"expected tensors of at most {MOST_BYTES} bytes, got {self.missing}")
+        # Untouched memory costs nothing: it is there only as far as frames have come.
+        self.data = [torch.empty(one.following, dtype=torch.uint8) if one.following else one.data for one in packed]
+        self._open = [one.numpy() for one in self.data if isinstance(one, Tensor)]
+        self._filled = 0
+
+    def take(self, frame: bytes) -> None:
+        """Copy a frame to where it belongs. Raises WireError if it is empty, or does not end with its tensor."""
+        into = self._open[0] if self._open else np.empty(0, np.uint8)
+        end = self._filled + len(frame)
+        if not frame or end > len(into):
+            raise WireError(f"expected a frame of at most {len(into) - self._filled} bytes, got {len(frame)}")
+        into[self._filled : end] = np.frombuffer(frame, np.uint8)
+        self.missing -= len(frame)
+        self._filled = end
+        if end == len(into):
+            self._filled = 0
+            del self._open[0]
+
+
+def following(packed: Sequence[Packed]) -> int:
+    """Return how many bytes follow a message."""
+    return sum([one.following for one in packed])
+
+
 def unpacked_size(packed: Sequence[Packed]) -> int:
     """Return the bytes of the tensors of a message, before they are unpacked. Raises WireError."""
     size = 0
@@ -161,11 +237,15 @@ def unpacked_size(packed: Sequence[Packed]) -> int:
     return size
 
 
-def unpack(packed: Sequence[Packed]) -> list[Tensor]:
-    """Return the tensors of a message, in memory of their own. Raises WireError."""
+def unpack(packed: Sequence[Packed], tail: Tail | None = None) -> list[Tensor]:
+    """Return the tensors of a message, in memory of their own, given what has come behind it. Raises WireError."""
     if len(packed) > MOST_TENSORS:
         raise WireError(f"expected at most {MOST_TENSORS} tensors, got {len(packed)}")
     size = unpacked_size(packed)
     if size > MOST_BYTES:
         raise WireError(f"expected tensors of at most {MOST_BYTES} bytes, got {size}")
-    return [encodings.decode(one.data, encodings.DTYPES[one.dtype], one.shape, one.encoding) for one in packed]
+    came: Sequence[Any] = [one.data for one in packed] if tail is None else tail.data
+    return [
+        encodings.decode(data, encodings.DTYPES[one.dtype], one.shape, one.encoding)
+        for one, data in zip(packed, came, strict=True)
+    ]

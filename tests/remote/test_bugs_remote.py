@@ -280,12 +280,13 @@ def test_an_expert_that_counts_no_updates_is_saved_too(tmp_path: Path) -> None:
     assert torch.equal(experts[1].weight, experts[0].weight)
 
 
+@pytest.mark.parametrize("coalesce", [True, False])
 @pytest.mark.parametrize("way", ["forward", "backward"])
-def test_an_answer_of_another_kind_of_number_is_none(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_of_another_kind_of_number_is_none(way: str, coalesce: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only its shapes were compared with the schema: whole numbers went on as outputs, and as gradients."""
     real = Service._reply
     monkeypatch.setattr(Service, "_reply", lambda self, one, got, how: real(self, one, [x.long() for x in got], how))
-    with ExpertServer(mlp("a")) as server, connect(server.address, coalesce=False, timeout=LONG) as there:
+    with ExpertServer(mlp("a")) as server, connect(server.address, coalesce=coalesce, timeout=LONG) as there:
         (a,) = there.backends()
         request = a.forward_pool.submit_task(X) if way == "forward" else a.backward_pool.submit_task(X, X)
         with pytest.raises(ProtocolError, match=r"expected an answer of torch\.float32, got torch\.int64"):

@@ -24,6 +24,7 @@ from pymoe.remote import (
     ServerLost,
     channel,
     connect,
+    wire,
 )
 from pymoe.runtime import NonFiniteGradientError, QueueFull
 
@@ -275,13 +276,15 @@ def test_a_server_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
             connect(server.address)
 
 
-def test_an_answer_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    with ExpertServer(mlp("a")) as server, connect(server.address, coalesce=False) as there:
+@pytest.mark.parametrize("coalesce", [True, False])
+def test_an_answer_that_is_none(coalesce: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = wire.encode
+    nonsense = lambda message: b"\xc1nonsense" if isinstance(message, wire.Reply) else real(message)  # noqa: E731
+    with ExpertServer(mlp("a")) as server, connect(server.address, coalesce=coalesce) as there:
         (remote,) = there.backends()
-        monkeypatch.setattr("pymoe.remote.service.Service._reply", lambda *_: b"\xc1nonsense")
+        monkeypatch.setattr(wire, "encode", nonsense)
         with pytest.raises(ProtocolError, match="expected a Reply"):
             remote.forward_pool.submit_task(X).result()
-        monkeypatch.setattr("pymoe.remote.calls.wire.unpack", lambda _: [torch.zeros(4, 3)])
         monkeypatch.undo()
         remote.forward_pool.submit_task(X).result()
 

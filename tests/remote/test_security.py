@@ -126,7 +126,7 @@ def test_health_needs_no_token_and_tells_nothing_else(guarded: ExpertServer, cer
     with grpc.secure_channel(guarded.address, certificates.client().client_credentials()) as channel:
         answer = channel.unary_unary(wire.HEALTH)(b"", timeout=LONG)
         assert answer == wire.SERVING
-        for method in ("Forward", "Backward", "Info", "Drain"):
+        for method in ("Forward", "Backward", "Exchange", "Info", "Drain"):
             with pytest.raises(grpc.RpcError) as refused:
                 channel.unary_unary(f"/{wire.SERVICE}/{method}")(b"", timeout=LONG)
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED

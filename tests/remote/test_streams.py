@@ -1,0 +1,267 @@
+"""Requests on streams that stay open: what a call of its own would do, they do, and long messages go in frames."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from experts import WIDTH, Held, mlp, of
+from limits import LONG
+from test_security import MIB, TOKEN, X, memory, pymoe_options
+
+from pymoe.remote import ExpertServer, ServerLost, WireError, connect, wire
+from pymoe.remote.exchange import Deadlines
+from pymoe.remote.wire import FRAME, Tail
+from pymoe.runtime import QueueFull
+
+LONG_ROWS = 3 * FRAME // (4 * WIDTH) + 5
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+# --- streams ---
+
+
+def test_one_caller_keeps_one_stream() -> None:
+    with ExpertServer(mlp("a")) as server, connect(server.address) as there:
+        (a,) = there.backends()
+        for _ in range(20):
+            a.forward_pool(X)
+            a.backward_pool(X, X)
+        assert server._service._streams == 1
+        assert len(there.streams._idle) == 1
+        there.close()
+        until(lambda: server._service._streams == 0)
+
+
+def test_an_error_of_a_request_leaves_its_stream_open() -> None:
+    with ExpertServer(mlp("a")) as server, connect(server.address, retries=False) as there:
+        (a,) = there.backends()
+        a.forward_pool(X)
+        (stream,) = there.streams._idle
+        server._service.room.most = 1
+        with pytest.raises(QueueFull):
+            a.forward_pool(X)
+        server._service.room.most = MIB
+        a.forward_pool(X)
+        assert there.streams._idle == [stream]
+
+
+def test_a_request_that_times_out_ends_its_stream_and_no_other() -> None:
+    held = Held()
+    with ExpertServer([of(held, "held"), mlp("a")]) as server, connect(server.address, timeout=LONG) as there:
+        slow, quick = there.backends("held", "a")
+        waiting = threading.Thread(target=lambda: quick.forward_pool(X))
+        first = slow.forward_pool.submit_task(X, timeout=0.2)
+        waiting.start()
+        with pytest.raises(TimeoutError, match=r"held_forward@"):
+            first.result()
+        waiting.join(LONG)
+        assert server._service.counts["forward"] == 2
+        until(lambda: server._service._streams <= 1)
+        held.open.set()
+        assert slow.forward_pool(X)[0].shape == X.shape
+
+
+def test_a_caller_who_gives_up_takes_the_request_out_of_the_server_s_queue() -> None:
+    held = Held()
+    with ExpertServer(of(held), workers=1) as server, connect(server.address, timeout=LONG) as there:
+        (remote,) = there.backends()
+        pool = server.experts["expert"].forward_pool
+        running = pool.submit_task(X)
+        assert held.begun.wait(LONG)
+        late = remote.forward_pool.submit_task(X, timeout=0.3)
+        until(lambda: pool._statistics()["queued"] == 1)
+        with pytest.raises(TimeoutError):
+            late.result()
+        until(lambda: pool._statistics()["queued"] == 0)
+        held.open.set()
+        running.result()
+        assert held.calls == 1
+
+
+def test_streams_that_wait_do_not_hold_up_a_drain() -> None:
+    with ExpertServer(mlp("a"), grace=LONG) as server, connect(server.address, retries=False) as there:
+        (a,) = there.backends()
+        a.forward_pool(X)
+        begun = time.monotonic()
+        server.drain()
+        assert time.monotonic() - begun < LONG / 2
+        with pytest.raises(ServerLost):
+            a.forward_pool(X)
+
+
+def test_a_stream_that_ended_while_it_was_idle_is_not_used_again() -> None:
+    """Without retries a request would fail though the server is there again."""
+    with ExpertServer(mlp("a")) as server:
+        address = server.address
+        there = connect(address, retries=False)
+        (a,) = there.backends()
+        a.forward_pool(X)
+    with there, ExpertServer(mlp("a"), address):
+        until(lambda: there.reachable)
+        assert a.forward_pool(X)[0].shape == X.shape
+
+
+def test_clients_beyond_the_most_streams_are_served_by_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pymoe.remote.service.MOST_STREAMS", 1)
+    x = torch.randn(LONG_ROWS, WIDTH)
+    with (
+        ExpertServer(mlp("a", max_batch_size=1 << 17)) as server,
+        connect(server.address, retries=False) as first,
+        connect(server.address, retries=False) as second,
+    ):
+        (a,), (b,) = first.backends(), second.backends()
+        for _ in range(2):
+            assert torch.equal(a.forward_pool(x)[0], b.forward_pool(x)[0])
+            b.backward_pool(X, X)
+        assert server._service._streams == 1
+
+
+def test_a_stream_without_the_token_is_refused_before_it_is_read() -> None:
+    with (
+        ExpertServer(mlp("a"), token=TOKEN) as server,
+        grpc.insecure_channel(server.address, pymoe_options()) as channel,
+    ):
+        before = memory()
+        streams = [channel.stream_stream(f"/{wire.SERVICE}/Exchange")(iter([bytes(64 * MIB)])) for _ in range(4)]
+        for stream in streams:
+            assert stream.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert memory() - before < 400 * MIB  # that of the client, which is this process: 64 MiB each, and no more
+
+
+def test_a_stream_reads_no_more_than_a_frame_before_there_is_room() -> None:
+    with ExpertServer(mlp("a")) as server, grpc.insecure_channel(server.address, pymoe_options()) as channel:
+        stream = channel.stream_stream(f"/{wire.SERVICE}/Exchange")(iter([bytes(wire.MOST_READ + 1)]))
+        assert stream.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        said = wire.Request("a", [wire.Packed("f32", [1 << 20, WIDTH], "raw", memoryview(b""), 4 * WIDTH << 20)])
+        server._service.room.most = MIB
+        stream = channel.stream_stream(f"/{wire.SERVICE}/Exchange")(iter([wire.encode(said)]))
+        reply = wire.decode(next(stream), wire.Reply)
+        assert reply.kind == "QueueFull"
+        assert next(stream, None) is None, "what follows would be taken for requests"
+
+
+@pytest.mark.parametrize("frames", [[b""], [bytes(31)], [bytes(33)], [bytes(16), bytes(17)], []])
+def test_frames_that_are_not_what_was_said_end_the_stream(frames: list[bytes]) -> None:
+    packed = [wire.Packed("f32", [1, WIDTH], "raw", memoryview(b""), 4 * WIDTH)]
+    head = wire.encode(wire.Request("a", packed, seconds=LONG))
+    with ExpertServer(mlp("a")) as server, grpc.insecure_channel(server.address) as channel:
+        stream = channel.stream_stream(f"/{wire.SERVICE}/Exchange")(iter([head, *frames]))
+        assert wire.decode(next(stream), wire.Reply).kind == "WireError"
+        assert next(stream, None) is None
+        assert server.counts["malformed"] == 1
+        assert server.bytes_in_flight == 0
+
+
+def test_a_client_that_stops_in_the_middle_of_a_message_gives_its_room_back() -> None:
+    packed = [wire.Packed("f32", [1, WIDTH], "raw", memoryview(b""), 4 * WIDTH)]
+    head = wire.encode(wire.Request("a", packed, seconds=0.2))
+    silent = threading.Event()
+
+    def messages() -> Any:
+        yield head
+        silent.wait(LONG)
+
+    with ExpertServer(mlp("a")) as server, grpc.insecure_channel(server.address) as channel:
+        stream = channel.stream_stream(f"/{wire.SERVICE}/Exchange")(messages())
+        assert wire.decode(next(stream), wire.Reply).kind == "TimeoutError"
+        assert server.bytes_in_flight == 0
+        silent.set()
+
+
+# --- frames ---
+
+
+@pytest.mark.parametrize("coalesce", [True, False])
+@pytest.mark.parametrize("encoding", ["raw", "bf16", "int8"])
+def test_long_messages_arrive_as_they_were_sent(coalesce: bool, encoding: str) -> None:
+    backend = mlp("a", optimizer=None, max_batch_size=1 << 17)
+    x = torch.randn(LONG_ROWS, WIDTH)
+    options = {"coalesce": coalesce, "encoding": encoding, "gradient_encoding": encoding, "timeout": LONG}
+    with ExpertServer(backend) as server, connect(server.address, **options) as there:
+        (remote,) = there.backends()
+        (y,), (local,) = remote.forward_pool(x), backend.forward(x)
+        (grad,), (local_grad,) = remote.backward_pool(x, x), backend.backward(x, x)
+        assert server.bytes_in_flight == 0
+    for found, wanted in ((y, local), (grad, local_grad)):
+        if encoding == "raw":
+            assert torch.equal(found, wanted)
+        else:  # an input that is a little off may be on the other side of a ReLU
+            assert (found - wanted).abs().mean() < 0.01
+
+
+def test_tensors_are_cut_at_frames_and_put_together_again() -> None:
+    x, y, none = torch.arange(FRAME // 4 + 7), torch.randn(5), torch.empty(0, 3)
+    packed = wire.pack([x, none, y], "raw")
+    tail = wire.detach_long(packed)
+    cut = list(wire.frames(tail))
+    assert [len(one) for one in cut] == [FRAME, FRAME, 8 * 7, 4 * 5]
+    request = wire.decode(wire.encode(wire.Request("e", packed)), wire.Request)
+    came = Tail(request.tensors)
+    for frame in cut:
+        assert came.missing
+        came.take(frame)
+    assert not came.missing
+    for found, wanted in zip(wire.unpack(request.tensors, came), [x, none, y], strict=True):
+        assert torch.equal(found, wanted)
+    with pytest.raises(WireError, match="at most 0 bytes"):
+        came.take(b"x")
+
+
+def test_short_messages_are_one() -> None:
+    packed = wire.pack([torch.zeros(FRAME // 8), torch.zeros(FRAME // 8)], "raw")
+    assert wire.detach_long(packed) == []
+    assert all(one.following == 0 for one in packed)
+
+
+def test_more_is_not_announced_than_a_message_may_have() -> None:
+    packed = [wire.Packed("f32", [1], "raw", memoryview(b""), wire.MOST_BYTES)] * 2
+    with pytest.raises(WireError, match="at most 268435456 bytes"):
+        Tail(packed)
+    packed[0].following = wire.MOST_BYTES + 1
+    with pytest.raises(WireError):
+        wire.decode(wire.encode(wire.Request("e", packed)), wire.Request)
+
+
+def test_what_was_announced_takes_no_memory_until_it_comes() -> None:
+    before = memory()
+    tails = [Tail([wire.Packed("f32", [1], "raw", memoryview(b""), wire.MOST_BYTES)]) for _ in range(8)]
+    assert len(tails) == 8
+    assert memory() - before < 64 * MIB
+
+
+# --- deadlines ---
+
+
+def test_streams_are_cancelled_by_their_own_deadlines_alone() -> None:
+    class Watched:
+        def __init__(self) -> None:
+            self.overdue, self.cancelled = False, threading.Event()
+
+        def cancel(self) -> None:
+            self.cancelled.set()
+
+    deadlines, now = Deadlines(), time.monotonic()
+    late, soon, ended = (Watched() for _ in range(3))
+    deadlines.begin(late, now + 2 * LONG)  # type: ignore[arg-type]
+    deadlines.begin(ended, now + 0.05)  # type: ignore[arg-type]
+    deadlines.end(ended)  # type: ignore[arg-type]
+    deadlines.begin(soon, now + 0.1)  # type: ignore[arg-type]
+    assert soon.cancelled.wait(LONG)
+    assert soon.overdue
+    assert not late.cancelled.is_set()
+    assert not ended.cancelled.is_set()
+    deadlines.close()
+    assert deadlines._thread is not None
+    deadlines._thread.join(LONG)
+    assert not deadlines._thread.is_alive()
