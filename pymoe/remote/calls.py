@@ -179,7 +179,7 @@ def ask(expert: KnownExpert, method: Method, tensors: Sequence[Tensor], deadline
         ValueError, TypeError, LookupError, PermissionError: the server refuses it.
         Exception: what the expert raised.
     """
-    call = Call(expert, method, [one.detach() for one in tensors], deadline)
+    call = Call(expert, method, tensors, deadline)
     try:
         while True:
             try:

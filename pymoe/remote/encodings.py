@@ -47,15 +47,13 @@ DTYPES = {
 }
 """Names of dtypes on the wire."""
 _OF_NUMPY = {
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
+    **{torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16, torch.uint8: np.uint8},
+    **{torch.int64: np.int64, torch.int32: np.int32, torch.int16: np.int16, torch.int8: np.int8},
 }
+"""What numpy knows, too. Short tensors are coded by numpy alone: an operator of torch lets go of the interpreter's
+lock, and the other threads of a busy process take it."""
+ALIGNMENT = 64
+"""Of new memory, in bytes: as torch's own."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -92,8 +90,8 @@ def encoded_size(dtype: torch.dtype, encoding: str, count: int) -> int:
 def encode(tensor: Tensor, encoding: str) -> memoryview:
     """Return the bytes of a tensor: with ``raw`` those of its memory, without a copy, where it is contiguous."""
     if encoding == "raw" and _is_plain(tensor):
-        numbers: Any = tensor.detach().numpy().reshape(-1).view(np.uint8)
-        return memoryview(numbers)
+        numbers: Any = (tensor.detach() if tensor.requires_grad else tensor).numpy()
+        return memoryview(numbers.reshape(-1).view(np.uint8))
     tensor = tensor.detach().to("cpu").contiguous()
     if encoding == "bf16":
         tensor = tensor.to(torch.bfloat16)
@@ -135,14 +133,21 @@ def decode(data: memoryview | Tensor, dtype: torch.dtype, shape: list[int], enco
     elif encoding == "bf16":
         flat = _own(data, torch.bfloat16).to(dtype)
     elif dtype in _OF_NUMPY and not isinstance(data, Tensor):
-        made = torch.empty(shape, dtype=dtype)
-        made.numpy().reshape(-1).view(np.uint8)[:] = np.frombuffer(data, np.uint8)
-        return made
+        memory = aligned(expected)
+        memory[:] = np.frombuffer(data, np.uint8)
+        return torch.from_numpy(memory.view(_OF_NUMPY[dtype]).reshape(shape))
     elif dtype is torch.bool:
         flat = _own(data, torch.uint8) != 0  # whatever else a byte holds: a bool of any other value is undefined
     else:
         flat = _own(data, dtype)
     return flat.view(shape)
+
+
+def aligned(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return new memory of ``size`` bytes, aligned as that of torch's tensors is."""
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    begin = -memory.__array_interface__["data"][0] % ALIGNMENT
+    return memory[begin : begin + size]
 
 
 def _is_plain(tensor: Tensor) -> bool:

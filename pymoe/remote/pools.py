@@ -6,6 +6,8 @@ import asyncio
 import concurrent.futures
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -22,10 +24,32 @@ MOST_UNDER_WAY = 1024
 LOOK_FOR_ROOM_S = 0.005
 
 
+class _Waiting:
+    """A request of a :class:`CoalescingPool` that may not have been in a call yet.
+
+    Attributes:
+        deadline: on the monotonic clock.
+        rows: of its tensors, once it is queued.
+        future: its future, once it is queued, and as long as anybody else has it: results are not kept here.
+        refused: whether it was not queued after all.
+    """
+
+    __slots__ = ("deadline", "future", "refused", "rows")
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline, self.rows, self.refused = deadline, 0, False
+        self.future: weakref.ref[Any] | None = None
+
+    def is_done(self) -> bool:
+        """Whether it was refused or cancelled, or failed before its call began, as far as is known."""
+        future = None if self.future is None else self.future()
+        return self.refused or (future is not None and future.done())
+
+
 class CoalescingPool(TaskPool):
     """Puts the rows of all callers that wait into one call, as a local pool does; one call is under way at a time.
 
-    A caller who is alone waits for nobody. A call has the time of the most patient request that is not done, and
+    A caller who is alone waits for nobody. A call has the time of its most patient request, and
     ``future.cancel()`` takes a request back as long as its call has not begun: after that it is as with a batch that
     runs. A request of more rows than the server runs at once is sent in several calls.
     """
@@ -35,28 +59,41 @@ class CoalescingPool(TaskPool):
         rows = max(1, min(expert.max_batch_size, MOST_BYTES // 2 // max(row, 1)))
         name = f"{expert.name}_{method.lower()}"
         self._expert, self._method = expert, method
-        self._open: dict[object, tuple[float, Any]] = {}  # deadlines and futures of requests that may not be done
+        self._waiting: deque[_Waiting] = deque()  # requests that may not have been in a call yet
         super().__init__(self._ask, name=name, schema=protos, max_batch_size=rows)
 
     def _ask(self, *tensors: Tensor) -> tuple[Any, ...]:
-        # A future is done a moment before its callback has run.
-        patience = max(until for until, future in list(self._open.values()) if future is None or not future.done())
-        return ask(self._expert, self._method, tensors, patience)
+        return ask(self._expert, self._method, tensors, self._patience(len(tensors[0])))
+
+    def _patience(self, rows: int) -> float:
+        """Return the deadline of the most patient request of the call that is about to be made, which has ``rows``.
+
+        Nobody says which requests these are. Mostly they are all that wait; where they are not, those that wait count
+        as well. (To be told when each request is done would cost more than all else that is done for it here.)
+        """
+        found = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        waiting = [one for one in found if not one.is_done()]
+        here = [one for one in waiting if one.future is not None]
+        all_go = sum([one.rows for one in here]) == rows or self.empty
+        self._waiting.extend([one for one in waiting if one.future is None] if all_go else waiting)
+        patience = [one.deadline for one in waiting]
+        return max(patience, default=time.monotonic() + self._expert.channel.timeout)  # none: an interrupt's second try
 
     def _submit(
         self, submit: Callable[..., Any], tensors: Sequence[Any], timeout: float | None, priority: float
     ) -> Any:
         seconds = self._expert.channel.timeout if timeout is None else timeout
-        ticket, deadline, future = object(), time.monotonic() + seconds, None
-        self._open[ticket] = deadline, None  # before its batch can begin
+        waiting = _Waiting(time.monotonic() + seconds)
+        self._waiting.append(waiting)  # before its call can begin
         try:
             future = submit(*tensors, timeout=seconds, priority=priority)
-        finally:
-            if future is None:  # refused, or there is no room
-                del self._open[ticket]
-        if future is not None:
-            self._open[ticket] = deadline, future
-            future.add_done_callback(lambda _: self._open.pop(ticket, None))
+        except BaseException:
+            waiting.refused = True
+            raise
+        if future is None:  # there is no room
+            waiting.refused = True
+            return None
+        waiting.rows, waiting.future = tensors[0].shape[0], weakref.ref(future)
         return future
 
     @property

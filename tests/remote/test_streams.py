@@ -243,6 +243,52 @@ def test_what_was_announced_takes_no_memory_until_it_comes() -> None:
 # --- deadlines ---
 
 
+def test_a_call_has_the_time_of_its_most_patient_request_and_of_no_other() -> None:
+    held = Held()
+    with ExpertServer(of(held), grace=0) as server, connect(server.address, timeout=LONG) as there:
+        pool = there.backends()[0].forward_pool
+        given: list[float] = []
+        real = pool._patience
+
+        def patience(rows: int) -> float:
+            given.append((until_then := real(rows)) - time.monotonic())
+            return until_then
+
+        pool._patience = patience  # type: ignore
+        held.open.set()
+        pool.submit_task(X, timeout=10 * LONG).result()
+        assert 9 * LONG < given.pop() <= 10 * LONG
+        held.open.clear()
+        begun = time.monotonic()
+        with pytest.raises(TimeoutError):  # not that of the one before
+            pool.submit_task(X, timeout=0.3).result()
+        assert time.monotonic() - begun < LONG
+        gone = pool.submit_task(X, timeout=0.2)  # its call begins
+        until(lambda: len(given) == 2)
+        waiting = [pool.submit_task(X, timeout=seconds) for seconds in (1.0, 2 * LONG, 3 * LONG)]
+        cancelled = waiting.pop()
+        assert cancelled.cancel()
+        with pytest.raises(TimeoutError):
+            gone.result()
+        until(lambda: len(given) == 3)
+        assert LONG < given.pop() <= 2 * LONG
+        held.open.set()
+        assert [one.result()[0].shape for one in waiting] == [X.shape] * 2
+        assert not pool._waiting
+
+
+def test_what_is_not_queued_is_not_waited_for() -> None:
+    with ExpertServer(mlp("a")) as server, connect(server.address, timeout=1.0) as there:
+        pool = there.backends()[0].forward_pool
+        for wrong in ([X, X], [X[:, 1:]], [None], []):
+            with pytest.raises((TypeError, ValueError)):
+                pool.submit_task(*wrong, timeout=LONG)
+        waiting = list(pool._waiting)
+        assert all(one.is_done() for one in waiting)
+        pool(X)
+        assert not pool._waiting
+
+
 def test_streams_are_cancelled_by_their_own_deadlines_alone() -> None:
     class Watched:
         def __init__(self) -> None:
