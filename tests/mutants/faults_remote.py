@@ -107,9 +107,23 @@ FAULTS = [
     Fault(
         "a call has the patience of requests that are done",
         "pymoe/remote/pools.py",
-        "if future is None or not future.done())",
-        ")",
+        "extend([one for one in waiting if one.future is None] if all_go else waiting)",
+        "extend(waiting)",
         ("tests/remote/test_serving.py", "-k", "patience"),
+    ),
+    Fault(
+        "frames of a message that was refused are taken for requests",
+        SERVICE,
+        "return not missing",
+        "return True",
+        ("tests/remote/test_streams.py", "-k", "room"),
+    ),
+    Fault(
+        "a stream that has ended is used again",
+        "pymoe/remote/exchange.py",
+        "if stream.metadata is metadata and stream.open:",
+        "if stream.metadata is metadata:",
+        ("tests/remote/test_streams.py", "-k", "used_again"),
     ),
     Fault(
         "the token is looked at after the message",

@@ -145,7 +145,7 @@ def test_a_stream_reads_no_more_than_a_frame_before_there_is_room() -> None:
         assert stream.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         said = wire.Request("a", [wire.Packed("f32", [1 << 20, WIDTH], "raw", memoryview(b""), 4 * WIDTH << 20)])
         server._service.room.most = MIB
-        stream = channel.stream_stream(f"/{wire.SERVICE}/Exchange")(iter([wire.encode(said)]))
+        stream = channel.stream_stream(f"/{wire.SERVICE}/Exchange")(iter([wire.encode(said), bytes(100)]))
         reply = wire.decode(next(stream), wire.Reply)
         assert reply.kind == "QueueFull"
         assert next(stream, None) is None, "what follows would be taken for requests"
