@@ -41,7 +41,7 @@ class Call:
         channel.check_usable()
         self.expert, self.channel, self.method, self.deadline = expert, channel, method, deadline
         self._rows, self._home = len(tensors[0]), tensors[0].device
-        self._pause = FIRST_PAUSE_S
+        self._begun, self._pause = time.monotonic(), FIRST_PAUSE_S
         self._why: Exception | None = None
         count = len(expert.schema.inputs)
         packed = wire.pack(tensors[:count], channel.encoding)
@@ -77,6 +77,7 @@ class Call:
         if self._request.seq >= 0:
             self._request.ack = self.expert.keys.ack()
         self._request.seconds = left = min(self.seconds_left(), LONGEST_S)
+        self._request.age = time.monotonic() - self._begun if self._request.attempt else 0.0
         message = wire.encode(self._request)
         self._request.attempt += 1
         self.channel.count("attempts")

@@ -85,8 +85,9 @@ class HostedExpert:
             return self._applied(future, len(tensors[0])), future.cancel
 
         return await self.journal.once(
-            request.client, request.seq, request.ack, run, attempt=request.attempt, incarnation=request.incarnation
-        )
+            request.client, request.seq, request.ack, run,
+            attempt=request.attempt, incarnation=request.incarnation, age=request.age,
+        )  # fmt: skip
 
     async def _applied(self, future: Any, rows: int) -> Applied:
         try:

@@ -91,6 +91,7 @@ class Journal:
         *,
         attempt: int = 0,
         incarnation: str = "",
+        age: float = 0.0,
     ) -> tuple[Sequence[Tensor], bool]:
         """Return the answer to the request, which ``run`` begins if the key is new, and whether this is a repetition.
 
@@ -103,13 +104,15 @@ class Journal:
             attempt: how often the client has sent the request before.
             incarnation: that of the server from which the client last had the answer to a backward request; empty
                 before the first. A server of this life that does not know such a client has forgotten it.
+            age: seconds since the client sent it first. A client is not forgotten so soon after it spoke; if more time
+                has passed, one that is not known may be one that was forgotten.
 
         Raises:
             AppliedError: it was applied, or may have been, and the answer is gone.
             QueueFull: the client leaves too many keys open, or there are too many clients.
             BaseException: what ``run`` raises or reports. The key is new again then, unless some rows were applied.
         """
-        known = self._know(client, ack, attempt, incarnation)
+        known = self._know(client, ack, attempt, incarnation, age)
         while True:
             if seq < known.low:
                 raise AppliedError(f"the request {seq} was acknowledged before, and is not run again")
@@ -123,10 +126,11 @@ class Journal:
                 return found.answer, True
             # The first attempt has failed, or was cancelled when its connection broke: nothing was applied.
 
-    def _know(self, name: str, ack: int, attempt: int, incarnation: str) -> _Client:
+    def _know(self, name: str, ack: int, attempt: int, incarnation: str, age: float) -> _Client:
         known = self._clients.get(name)
         if known is None:
-            if attempt and incarnation == self.incarnation:
+            # Half of the time: the client's clock began before the message arrived, and need not run as this one does.
+            if attempt and (incarnation == self.incarnation or not age < KEEP_CLIENT_S / 2):
                 raise AppliedError(f"the client {name!r} was forgotten, and with it whether the request was applied")
             self._make_room()
             known = self._clients[name] = _Client(self._now())

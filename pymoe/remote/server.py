@@ -312,19 +312,31 @@ class ExpertServer:
 
     # --- checkpoints ---
 
-    def save(self) -> int:
+    def save(self, timeout: float | None = None) -> int:
         """Write a checkpoint of every expert that was updated since its last; return how many these were.
+
+        Args:
+            timeout: seconds to wait for experts that are busy; None: as long as it takes, with one that hangs for ever.
 
         Raises:
             ValueError: the server was made without ``checkpoints``.
             OSError: one cannot be written. The earlier ones are as they were.
+            TimeoutError: an expert did not answer in time. The others were saved.
         """
         if self._checkpoints is None:
             raise ValueError("ExpertServer.save: the server has no folder: expected checkpoints=, got None")
-        return sum(event_loop.run(self._save_all()))
+        return sum(event_loop.run(self._save_all(timeout)))
 
-    async def _save_all(self) -> list[bool]:
-        return [await self._save(one) for one in list(self._service.hosted.values())]
+    async def _save_all(self, timeout: float | None) -> list[bool]:
+        saves = {asyncio.ensure_future(self._save(one)): one.name for one in list(self._service.hosted.values())}
+        done, late = await asyncio.wait(saves, timeout=timeout) if saves else (set(), set())
+        for save in late:
+            save.cancel()
+        saved = [save.result() for save in done]
+        if late:
+            names = ", ".join(sorted(repr(saves[save]) for save in late))
+            raise TimeoutError(f"ExpertServer.save: {names} did not answer within {timeout:g} s, and was not saved")
+        return saved
 
     async def _save(self, hosted: HostedExpert) -> bool:
         assert self._checkpoints is not None

@@ -70,6 +70,8 @@ class Request(msgspec.Struct, omit_defaults=True):
     """How often this request was sent before."""
     incarnation: str = ""
     """Of the server from which the client last had an answer to a backward request, when it first sent this one."""
+    age: float = 0.0
+    """Seconds since it was first sent."""
     backward: bool = False
     """Of a request on a stream: which pass. Otherwise the method says it."""
     seconds: float = 0.0

@@ -13,7 +13,7 @@ from pymoe.runtime.future import Future, as_completed, wait
 from pymoe.runtime.gradients import NonFiniteGradientError
 from pymoe.runtime.monitoring.statistics import PoolStats, StatsReader
 from pymoe.runtime.nested import nested_compare, nested_flatten, nested_map, nested_pack
-from pymoe.runtime.protocols import Backend, RequestPool
+from pymoe.runtime.protocols import Backend
 from pymoe.runtime.runtime import Runtime, TesseractRuntime
 from pymoe.runtime.task_pool import QueueFull, TaskPool
 
@@ -48,7 +48,6 @@ __all__ = [
     "PassStats",
     "PoolStats",
     "QueueFull",
-    "RequestPool",
     "Runtime",
     "StatsReader",
     "TaskPool",

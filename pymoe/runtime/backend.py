@@ -313,7 +313,7 @@ class ExpertBackend(nn.Module):
                     self._rule.updates = before + 1
             return gradients
         except BaseException as error:
-            _mark(error, may_retry=not changing)
+            mark(error, may_retry=not changing)
             raise
         finally:
             self._clears_itself = False
@@ -442,6 +442,7 @@ def look_again(backend: ExpertBackend, incompatible_keys: Any) -> None:
     backend._look_again()
 
 
-def _mark(error: BaseException, *, may_retry: bool) -> None:
+def mark(error: BaseException, *, may_retry: bool) -> None:
+    """Have ``error`` say whether the batch that raised it may run again."""
     with suppress(AttributeError):  # an exception that takes no attributes
         setattr(error, _MAY_RETRY, may_retry)

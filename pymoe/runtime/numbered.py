@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pymoe.runtime.backend import ExpertBackend
+from pymoe.runtime.backend import ExpertBackend, mark
 from pymoe.runtime.task_pool import TaskPool
 
 
@@ -21,14 +21,22 @@ def numbered_backward_pool(backend: ExpertBackend) -> TaskPool:
     A result is that of ``backend.backward_pool`` and behind it an int64 tensor (rows,): the number of the update that
     holds, or with ``accumulate_steps`` will hold, the gradient of the row. A state with ``updates`` of that number or
     more has seen it. A batch that made no update, since its gradients were not finite and are skipped, has the number
-    of the update before it. Of a subclass whose own ``backward`` counts no updates every batch is one.
+    of the update before it. Of a subclass whose own ``backward`` counts no updates every batch is one. Where that
+    raises, an update may have been made: the exception says that nothing may run again, unless ``may_retry`` knows
+    better.
     """
-    counts_itself = type(backend).backward is ExpertBackend.backward or not backend.trains
+    overridden = type(backend).backward is not ExpertBackend.backward
+    counts_itself = not overridden or not backend.trains
 
     def backward(*tensors: Tensor) -> tuple[Tensor, ...]:
         with backend._lock:  # it is re-entrant: no other pass comes between the update and its number
             before = backend.updates
-            gradients = backend.backward(*tensors)
+            try:
+                gradients = backend.backward(*tensors)
+            except BaseException as error:
+                if overridden and not backend.may_retry(error):
+                    mark(error, may_retry=False)
+                raise
             if not counts_itself and backend.updates == before:
                 backend._rule.updates += 1
             number = backend._rule.last_update

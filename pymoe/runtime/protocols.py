@@ -7,7 +7,10 @@ from typing import Any, Protocol, runtime_checkable
 
 
 class RequestPool(Protocol):
-    """Takes requests of one pass of an expert. :class:`~pymoe.runtime.TaskPool` is one."""
+    """Takes requests of one pass of an expert. :class:`~pymoe.runtime.TaskPool` is one.
+
+    For this package alone: clients and mixtures use what pools do not offer to others.
+    """
 
     @property
     def name(self) -> str:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from pymoe.remote import ExpertServer, ProtocolError, ServerLost, WireError, calls, cli, connect, errors, wire
 from pymoe.remote import server as server_module
+from pymoe.remote.journal import IN_PART
 from pymoe.remote.service import Service
 from pymoe.runtime import ExpertBackend, ExpertClient
 
@@ -306,3 +307,47 @@ def test_an_answer_of_an_expert_that_was_converted_is_taken() -> None:
         (remote,) = there.backends()
         assert torch.equal(remote.forward_pool(X)[0], backend.forward(X)[0])
         assert remote.forward_pool(X)[0].dtype is torch.float64
+
+
+class BreaksOff(OwnUpdates):
+    """Raises when it has made its update."""
+
+    def backward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        super().backward(*inputs)
+        raise ArithmeticError("too late")
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_a_backward_pass_of_ones_own_that_raises_may_have_made_its_update(isolate: bool) -> None:
+    """Such a request counted as not applied: with ``isolate`` a batch ran again, and so could another attempt."""
+    expert = nn.Linear(WIDTH, WIDTH)
+    before = expert.weight.detach().clone()
+    schemas: dict[str, Any] = {"args_schema": [ROW], "outputs_schema": ROW, "isolate": isolate}
+    backend = BreaksOff("own", expert, torch.optim.SGD(expert.parameters(), 0.1), **schemas)
+    with ExpertServer(backend) as server, connect(server.address, coalesce=False, timeout=LONG) as there:
+        (remote,) = there.backends()
+        with pytest.raises(ArithmeticError, match="too late"):
+            remote.backward_pool(X, X)
+        (client,) = server._service.hosted["own"].journal._clients.values()
+        assert list(client.applied.values()) == [IN_PART]
+    assert torch.equal(expert.weight, before + 1)
+
+
+def test_saving_waits_for_an_expert_that_hangs_no_longer_than_it_is_told_to(tmp_path: Path) -> None:
+    """It waited for ever, and the experts behind it were not saved."""
+    held = Held(opened=True)
+    experts = [of(held, "held"), mlp("a")]
+    with ExpertServer(experts, checkpoints=tmp_path, save_every=0) as server, connect(server.address) as there:
+        hangs, answers = there.backends()
+        for one in (hangs, answers):
+            one.backward_pool(X, X)
+        held.open.clear()
+        held.begun.clear()
+        waiting = hangs.forward_pool.submit_task(X)
+        assert held.begun.wait(LONG)
+        with pytest.raises(TimeoutError, match=r"'held' did not answer within 0\.3 s"):
+            server.save(timeout=0.3)
+        assert server.counts["saved"] == 1
+        held.open.set()
+        waiting.result()
+        assert server.save(timeout=LONG) == 1

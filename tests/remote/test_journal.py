@@ -207,6 +207,23 @@ async def test_a_client_that_said_nothing_for_long_is_forgotten_and_told_so() ->
 
 
 @in_loop
+async def test_a_client_that_was_forgotten_before_its_first_answer_is_told_so() -> None:
+    """It knows no server's life yet. Soon after its first attempt it is new; much later it may have been forgotten."""
+    for age, refused in ((0.0, False), (journal_module.KEEP_CLIENT_S / 3, False), (journal_module.KEEP_CLIENT_S, True)):
+        request = Request()
+        request.end(Applied(1, ANSWER))
+        asked = Journal("life").once("c", 0, 0, request.run, attempt=1, incarnation="", age=age)
+        if refused:
+            with pytest.raises(AppliedError, match="was forgotten"):
+                await asked
+        else:
+            await asked
+        assert request.begun == (not refused)
+    with pytest.raises(AppliedError):
+        await Journal("life").once("c", 0, 0, request.run, attempt=1, age=float("nan"))
+
+
+@in_loop
 async def test_what_is_remembered_has_an_end() -> None:
     most, journal_module.MOST_OPEN, clients, journal_module.MOST_CLIENTS = (
         journal_module.MOST_OPEN,
