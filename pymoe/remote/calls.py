@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Literal
 
 import grpc
@@ -12,6 +13,7 @@ from grpc import StatusCode
 from torch import Tensor
 
 from pymoe.remote import wire
+from pymoe.remote.admission import SIZE_KEY
 from pymoe.remote.channel import LONGEST_S
 from pymoe.remote.errors import KIND_KEY, ProtocolError, ServerLost, WireError, from_status
 from pymoe.remote.exchange import NoStream
@@ -83,11 +85,19 @@ class Call:
         self.channel.count("attempts")
         return message, left
 
+    def _begin(self, head: bytes, seconds: float) -> Any:
+        """Send a message as a call of its own; return that, a future of gRPC."""
+        size = len(head) + sum([data.nbytes for data in self._tail])
+        options = {"timeout": seconds, "metadata": (*self.channel.metadata, (SIZE_KEY, str(size)))}
+        if not self._tail:
+            return self.channel.methods[self.method].future(head, **options)
+        return self.channel.long_methods[self.method].future(chain((head,), wire.frames(self._tail)), **options)
+
     def send(self) -> Any:
         """Send the next attempt as a call of its own; return that, a future of gRPC."""
         head, left = self._next_attempt()
         try:
-            return self.channel.call(self.method, head, self._tail, left)
+            return self._begin(head, left)
         except ValueError as error:  # gRPC's way to say that the channel was closed
             raise ServerLost(f"{self._where}: {error}") from None
 
@@ -101,7 +111,7 @@ class Call:
         try:
             reply, tail = self.channel.streams.ask(head, self._tail, left, self.channel.metadata)
         except NoStream:
-            return self.read(self.channel.call(self.method, head, self._tail, left).result())
+            return self.read(self._begin(head, left).result())
         except WireError as error:
             raise ProtocolError(f"{self._where}: {error}") from None
         except ValueError as error:  # gRPC's way to say that the channel was closed

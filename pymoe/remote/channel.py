@@ -6,15 +6,13 @@ import os
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from itertools import chain
 from typing import Any
 
 import grpc
 
 from pymoe.remote import wire
-from pymoe.remote.admission import SIZE_KEY
 from pymoe.remote.encodings import check_encoding
 from pymoe.remote.errors import ProtocolError, ServerLost, WireError, from_status
 from pymoe.remote.exchange import Streams
@@ -49,6 +47,7 @@ class Channel:
         client: the name by which the server knows this channel, with which its backward requests are numbered.
         metadata: what every call shows.
         methods: of the service, by name: callables of gRPC.
+        long_methods: those for a message that frames follow.
         streams: that carry requests for whose answers a thread waits.
         counts: ``attempts``, ``retries`` and ``lost`` (attempts that ended with the connection).
         closed: whether :meth:`close` was called.
@@ -85,7 +84,7 @@ class Channel:
             self._channel = grpc.secure_channel(address, tls.client_credentials(), options)
         names = ("Forward", "Backward", "Info", "Stay", "Drain")
         self.methods = {name: self._channel.unary_unary(f"/{wire.SERVICE}/{name}") for name in names}
-        self._long = {name: self._channel.stream_unary(f"/{wire.SERVICE}/{name}") for name in names[:2]}
+        self.long_methods = {name: self._channel.stream_unary(f"/{wire.SERVICE}/{name}") for name in names[:2]}
         self.streams = Streams(self._channel.stream_stream(f"/{wire.SERVICE}/Exchange"))
         self._health = self._channel.unary_unary(wire.HEALTH)
 
@@ -147,14 +146,6 @@ class Channel:
         """Count an event in ``counts``."""
         with self._lock:
             self.counts[what] += 1
-
-    def call(self, method: str, head: bytes, tail: Sequence[memoryview], seconds: float) -> Any:
-        """Send a request as a call of its own, and return the call, a future of gRPC."""
-        size = len(head) + sum(data.nbytes for data in tail)
-        options = {"timeout": seconds, "metadata": (*self.metadata, (SIZE_KEY, str(size)))}
-        if not tail:
-            return self.methods[method].future(head, **options)
-        return self._long[method].future(chain((head,), wire.frames(tail)), **options)
 
     # --- what the server has ---
 
