@@ -11,7 +11,9 @@
 // choices, more choices than maxima, and rows with too many ties at the bound take passes, which need no memory.
 //
 // Weights are computed by the lanes of the group in parallel, in the operations and order of the CPU twin: all outputs
-// have its bits. Loads are counted in shared memory, then one integer atomic an expert a block: order-free.
+// have its bits. Loads are counted in shared memory, then one integer atomic an expert a block: order-free. The zeroes
+// that those begin from are a memset before the launch, except where one block has all tokens and writes what it has
+// counted: no block may wait for another, so none can be the one that clears for all.
 #include <algorithm>
 #include <type_traits>
 

@@ -385,7 +385,7 @@ FAULTS = [
         "gate_topk",
     ),
     Fault(
-        "gate_topk reads the logit past the row",
+        "gate_topk takes the expert past the row's end for one",
         GATE,
         "static_cast<uint32_t>(expert) < a_.num_experts;",
         "static_cast<uint32_t>(expert) <= a_.num_experts;",
