@@ -45,11 +45,15 @@ PYMOE_DEVICE void read_choices(Choices<S, kAtOnce>& now, const int32_t* slots, c
   }
 }
 
+// Blocks a multiprocessor: as many registers a thread as the loads and sums need.
+template <int kAtOnce>
+inline constexpr int kResident = kAtOnce <= 2   ? 5
+                                 : kAtOnce <= 4 ? 4
+                                                : 3;
+
 // kInRounds: more choices than kAtOnce, which are read again for every column.
 template <typename T, int kBytes, int kAtOnce, bool kInRounds>
-__global__ void __launch_bounds__(kRowThreads, kAtOnce <= 2   ? 5
-                                               : kAtOnce <= 4 ? 4
-                                                              : 3)
+__global__ void __launch_bounds__(kRowThreads, kResident<kAtOnce>)
     combine_kernel(const T* PYMOE_RESTRICT y, const int32_t* PYMOE_RESTRICT slots,
                    const accumulate_t<T>* PYMOE_RESTRICT weights, T* PYMOE_RESTRICT out, int64_t tokens,
                    int64_t choices, int64_t rows, int64_t row_packs, int group) {
