@@ -39,19 +39,19 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
     if is_compiling() or type(x) not in _PLAIN:
         return None
     parts = layer._modules
-    router, experts = parts["router"], parts["experts"]
     try:  # past Module.__getattr__, which costs half a microsecond a name
+        router, experts, losses = parts["router"], parts["experts"], parts["losses"]
         weight, bias = router._parameters["weight"], router._buffers["expert_bias"]
         own = experts._parameters
         w_in, w_out, b_in, b_out = own["w_in"], own["w_out"], own["b_in"], own["b_out"]
     except KeyError:  # something else has taken its place
         return None
     if (
-        is_recorded(x, weight, w_in, w_out, b_in, b_out)
+        is_recorded(x, weight, bias, w_in, w_out, b_in, b_out)
         or not (
             is_called_plainly(router, Router)
             and is_called_plainly(experts, Experts)
-            and is_called_plainly(parts["losses"], AuxiliaryLosses)
+            and is_called_plainly(losses, AuxiliaryLosses)
             and layer.backend == router.backend == experts.backend == "native"
         )
         or not _fit(layer, x, weight, bias, w_in, w_out)
