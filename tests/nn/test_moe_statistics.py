@@ -1,0 +1,126 @@
+"""Statistics are computed when somebody asks for them: what a layer holds until then, and that they are the same."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from moe_layers import make_input, make_layer
+
+from pymoe import ops
+from pymoe.nn import moe
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """Counts the calls of router_losses."""
+    seen, router_losses = [], ops.router_losses
+
+    def counted(*args, **options):
+        seen.append(1)
+        return router_losses(*args, **options)
+
+    monkeypatch.setattr(ops, "router_losses", counted)
+    return seen
+
+
+def expected(layer, x):
+    """The statistics of ``layer(x)``, from the router's logits."""
+    gate, logits = layer.router(x.detach())
+    losses = ops.router_losses(logits.detach(), gate.load, score=layer.losses.score)
+    capacity = layer._capacity(x.shape[0])
+    dropped = gate.load.new_zeros(()) if capacity is None else (gate.load - capacity).clamp(min=0).sum()
+    return gate.load, dropped, losses.load_balancing, losses.z
+
+
+def same(stats, wanted):
+    return all(torch.equal(value, other.to(value.dtype)) for value, other in zip(stats, wanted, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"score": "sigmoid", "capacity_factor": 0.5}, {"aux_loss_coef": 0.1}], ids=str)
+@pytest.mark.parametrize("recorded", [True, False])
+def test_they_are_those_of_the_last_forward(options, recorded):
+    layer, first, last = make_layer(**options), make_input(9), make_input(20, seed=2)
+    with torch.set_grad_enabled(recorded):
+        layer(first)
+        layer(last)
+    assert same(layer.stats, expected(layer, last))
+
+
+def test_losses_that_nobody_asks_for_are_not_computed(computed):
+    layer, x = make_layer(), make_input(9)
+    layer(x).sum().backward()
+    with torch.no_grad():
+        layer(x)
+    assert not computed
+    first, second = layer.stats, layer.stats
+    assert len(computed) == 1
+    assert same(first, second)
+
+
+def test_a_coefficient_has_them_computed_once(computed):
+    layer, x = make_layer(z_loss_coef=0.1), make_input(9)
+    layer(x).sum().backward()
+    layer.stats  # noqa: B018
+    assert len(computed) == 1
+
+
+def test_many_logits_are_held_where_a_backward_pass_holds_them_and_nowhere_else(computed, monkeypatch):
+    monkeypatch.setattr(moe, "MOST_HELD_LOGITS", 9 * 8 * 8)
+    layer = make_layer()
+    for tokens, recorded, at_once in ((9, False, 0), (10, False, 1), (10, True, 0)):
+        computed.clear()
+        x = make_input(tokens)
+        with torch.set_grad_enabled(recorded):
+            layer(x)
+        assert len(computed) == at_once
+        assert same(layer.stats, expected(layer, x))
+
+
+def test_what_they_are_computed_from_is_let_go():
+    layer, x = make_layer(), make_input(9)
+    layer(x)
+    assert layer.last.pending is not None
+    layer.stats  # noqa: B018
+    assert layer.last.pending is None
+    layer(x)
+    layer.last.zero_()
+    assert layer.last.pending is None
+    assert not any(bool(value.any()) for value in layer.stats)
+
+
+@pytest.mark.parametrize(
+    "other", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["copy", "pickle"]
+)
+def test_copies_take_the_numbers_along_and_not_what_they_come_from(other):
+    layer, x = make_layer(), make_input(9)
+    layer(x)
+    twin = other(layer)
+    assert twin.last.pending is None
+    assert same(twin.stats, layer.stats)
+    assert same(layer.stats, expected(layer, x))
+
+
+@pytest.mark.only_on("cpu", "cuda")  # there are no inference tensors on the pretended device
+def test_they_survive_a_move_and_inference_mode():
+    layer, x = make_layer(), make_input(9)
+    with torch.inference_mode():
+        layer(x.detach())
+    wanted = expected(layer, x)
+    assert same(layer.stats, wanted)
+    with torch.inference_mode():
+        layer(x.detach())
+    layer.to(torch.float64)
+    assert same(layer.stats, wanted)
+    layer(x).sum().backward()
+
+
+def test_a_saved_layer_does_not_grow_with_its_tokens():
+    layer, sizes = make_layer(), []
+    for tokens in (1, 5000):
+        layer(make_input(tokens))
+        file = io.BytesIO()
+        torch.save(layer, file)
+        sizes.append(len(file.getvalue()))
+    assert sizes[1] < 1.1 * sizes[0]
