@@ -260,10 +260,9 @@ class MoE(nn.Module):
         """Load, dropped slots and losses of the last forward, in training or evaluation; zero before the first.
 
         They are detached copies, which do not change when the layer runs again; losses are computed when they are asked
-        for, from logits that the layer holds until its next forward unless these are large and nothing else needs
-        them. Under activation checkpointing the
-        recomputation leaves the same values. A forward inside a transform of :mod:`torch.func` and a program of
-        :func:`torch.export` leave none.
+        for, from logits that the layer holds until its next forward, unless these are large and nothing else needs
+        them. Under activation checkpointing the recomputation leaves the same values. A forward inside a transform of
+        :mod:`torch.func` and a program of :func:`torch.export` leave none.
         """
         return Stats(**self.last.copies())
 

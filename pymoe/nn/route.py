@@ -15,11 +15,9 @@ from torch import Tensor
 
 from pymoe.nn.router_product import gradients_of, multiply, takes, without_autocast
 from pymoe.ops.function_calls import call, is_recorded
-from pymoe.ops.gate_topk import gate_backward
+from pymoe.ops.gate_topk import GATE_TOPK, gate_backward
 from pymoe.ops.transforms import in_torch_func
 from pymoe.reference.types import Gate, Score
-
-_GATE_TOPK = torch.ops.pymoe.gate_topk.default
 
 Options = tuple[int, Score, bool, int, int, float]
 """Of the gate: k, score, renormalize, groups, groups to choose from (0 for none), scale."""
@@ -70,7 +68,7 @@ class _Route(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         logits_TE = multiply(x_TH, weight)
         options = (k, score, renormalize, num_groups, topk_groups, scale)
-        return x_TH.view_as(x_TH), logits_TE, *_GATE_TOPK(logits_TE, bias, *options)
+        return x_TH.view_as(x_TH), logits_TE, *GATE_TOPK(logits_TE, bias, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
