@@ -181,7 +181,10 @@ class Service(grpc.GenericRpcHandler):
                     with self.room.take(missing):
                         begun = time.monotonic()
                         reading = _read_tail(context, request.tensors)
-                        tail = await asyncio.wait_for(reading, _limited(request.seconds))
+                        try:
+                            tail = await asyncio.wait_for(reading, _limited(request.seconds))
+                        except asyncio.TimeoutError:  # before Python 3.11 not that of other waits
+                            raise TimeoutError("the message did not come in time") from None
                         missing = 0
                         request.seconds -= time.monotonic() - begun
                         reply = await self._answer(request, tail)

@@ -174,7 +174,8 @@ def test_a_client_that_stops_in_the_middle_of_a_message_gives_its_room_back() ->
 
     with ExpertServer(mlp("a")) as server, grpc.insecure_channel(server.address) as channel:
         stream = channel.stream_stream(f"/{wire.SERVICE}/Exchange")(messages())
-        assert wire.decode(next(stream), wire.Reply).kind == "TimeoutError"
+        reply = wire.decode(next(stream), wire.Reply)
+        assert (reply.kind, reply.details) == ("TimeoutError", "the message did not come in time")
         assert server.bytes_in_flight == 0
         silent.set()
 

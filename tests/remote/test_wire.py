@@ -141,6 +141,7 @@ def test_mutated_messages_are_refused_or_well_formed() -> None:
         try:
             for one in decoded(data):
                 assert one.nbytes <= 8 * len(data) + 64
+            assert wire.Tail(wire.decode(data, Request).tensors).missing <= wire.MOST_BYTES
         except WireError:
             refused += 1
     assert refused > 1000
