@@ -1,8 +1,8 @@
 """What nvcc makes of the kernels: machine code for every architecture, PTX, and the compiler's report.
 
 Each source is compiled once for what it holds (its text, that of the headers it includes, the flags, the toolkit) and
-kept in build/cuda, one folder a source: ``sm_80.cubin`` ..., ``compute_80.ptx`` ..., ``report.txt``. The flags are
-those of the build, ``csrc/nvcc_flags.py``.
+kept in build/cuda, one folder a source: ``sm_80.cubin`` ..., ``compute_80.ptx`` ..., ``report.txt``, ``object.o``. The
+flags are those of the build, ``csrc/nvcc_flags.py``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ from nvcc_flags import FLAGS, default_arch_list, gencode  # noqa: E402
 
 # The build's flags, and stricter: none of these changes the code.
 STRICT = ["-lineinfo", "-Werror=all-warnings", "-Xptxas=-v", "-Xcompiler=-Wall,-Wextra"]
+KEPT = "machine code, PTX, report, object"
+ENTRY = re.compile(r"Compiling entry function '(\w+)' for 'sm_(\d+)'")
+FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+USED = re.compile(r"Used (\d+) registers")
+SHARED = re.compile(r"(\d+) bytes smem")
 INCLUDED = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
@@ -47,9 +52,46 @@ class Compiled:
         """The machine code for an architecture such as ``"sm_90"``."""
         return self.folder / f"{architecture}.cubin"
 
+    @property
+    def object(self) -> Path:
+        """The object file, for programs that call its host functions."""
+        return self.folder / "object.o"
+
     def ptx(self, architecture: str) -> Path:
         """The PTX that becomes the machine code of an architecture such as ``"sm_90"``."""
         return self.folder / f"{architecture.replace('sm', 'compute')}.ptx"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What ptxas says of one kernel for one architecture; sizes in bytes."""
+
+    file: str
+    name: str
+    architecture: str
+    registers: int
+    shared: int
+    stack: int
+    spilled: int
+
+
+def parse(report: str, file: str) -> list[Kernel]:
+    """Return the kernels in ptxas' report of one file."""
+    kernels = []
+    parts = ENTRY.split(report)[1:]
+    for name, architecture, text in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+        # What follows is about device functions, if there are any; the kernel's own lines come first.
+        frame, used = FRAME.search(text), USED.search(text)
+        if frame is None or used is None:
+            raise ValueError(f"{file}: ptxas' report of {name} is not understood:\n{text}")
+        shared = SHARED.search(text)
+        stack, stores, loads = map(int, frame.groups())
+        kernels.append(
+            Kernel(
+                file, name, f"sm_{architecture}", int(used[1]), int(shared[1]) if shared else 0, stack, stores + loads
+            )
+        )
+    return kernels
 
 
 def find_nvcc() -> str | None:
@@ -79,7 +121,6 @@ def compile_all(
     nvcc: str, paths: list[Path] | None = None, *, root: Path = ROOT, folder: Path = FOLDER, flags: list[str] = FLAGS
 ) -> list[Compiled]:
     """Compile the sources, or fetch what was compiled of the same before; as many at a time as there are processors."""
-    folder.mkdir(parents=True, exist_ok=True)
     version = toolkit_version(nvcc)
     command = [nvcc, *flags, *STRICT, *gencode(default_arch_list(version)), f"-I{root / 'csrc'}"]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
@@ -92,6 +133,7 @@ def compile_one(command: list[str], source: Path, root: Path, folder: Path) -> C
     target = folder / f"{source.stem}-{digest(command, source, root)}"
     if target.exists():
         return Compiled(source, target, "", 0.0)
+    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=f".{source.stem}-") as name:
         scratch, kept = Path(name) / "scratch", Path(name) / "kept"
         scratch.mkdir()
@@ -102,9 +144,12 @@ def compile_one(command: list[str], source: Path, root: Path, folder: Path) -> C
             complaint = f"{source.name}: {result.stdout}{result.stderr}"
             return Compiled(source, target, complaint, time.monotonic() - start)
         (kept / "report.txt").write_text(result.stderr + result.stdout)
-        for path in scratch.iterdir():  # X.compute_80.cubin, X.compute_100.sm_100.cubin, X.compute_80.ptx
-            number = re.search(r"\.compute_(\w+)\.", path.name)
-            if number and path.suffix in (".cubin", ".ptx"):
+        alone = re.search(r"arch=compute_(\w+)", " ".join(command))
+        for path in scratch.iterdir():  # X.compute_80.cubin, X.compute_100.sm_100.cubin; X.cubin of the only one
+            number = re.search(r"\.compute_(\w+)\.", path.name) or alone
+            if path.suffix == ".o":
+                path.rename(kept / path.name)
+            elif number and path.suffix in (".cubin", ".ptx"):
                 path.rename(kept / f"{'sm' if path.suffix == '.cubin' else 'compute'}_{number[1]}{path.suffix}")
         for old in folder.glob(f"{source.stem}-*"):
             shutil.rmtree(old, ignore_errors=True)
@@ -119,7 +164,7 @@ def compile_one(command: list[str], source: Path, root: Path, folder: Path) -> C
 def digest(command: list[str], source: Path, root: Path) -> str:
     """Return a hash of all that decides what the compiler makes of a source."""
     version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True).stdout
-    parts = [version, *command[1:], *(path.read_text() for path in closure(source, root))]
+    parts = [version, KEPT, *command[1:], *(path.read_text() for path in closure(source, root))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

@@ -110,6 +110,11 @@ def all_steps(level: str) -> list[Step]:
             "CUDA kernels for every GPU that ships, and PTX: no warning, no spill (table in build/cuda/registers.md)",
             [[PYTHON, "tests/cuda_on_cpu/compile_gate.py"]],
         ),
+        Step(
+            "cuda-static",
+            "their machine code: held to bars, faults planted in it noticed (predicted times in build/cuda/static.md)",
+            [[PYTHON, "tests/cuda_static/check.py"], [PYTHON, "tests/mutants/run.py", "static"]],
+        ),
         cpp_step("plain", "C++ tests", "", MANY_SEEDS if level == "exhaustive" else ""),
         cpp_step("thread", "C++ tests under ThreadSanitizer, planted races included", "thread"),
         cpp_step("address", "C++ tests under AddressSanitizer and UBSan, planted errors included", "address"),

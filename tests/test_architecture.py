@@ -287,6 +287,54 @@ FORBIDDEN_IN_KERNELS = {
 }
 
 
+# Blocks of a launch run in any order, not all at once, and none waits for another or reads what it wrote: so no memory
+# model of a GPU need be trusted. tests/cuda_static looks for the same in the machine code.
+BETWEEN_BLOCKS = {
+    r"__threadfence(?!_block\b)|__nv_atomic_thread_fence|atomic_thread_fence": "a fence that reaches beyond the block",
+    r"atomicCAS|__nv_atomic_compare_exchange": "a lock, or a loop until another thread has written",
+    r"(?<!asm )\bvolatile\b|__nanosleep|cuda::(atomic|barrier|latch|semaphore)": "waits for what others write",
+    r"cudaLaunchCooperativeKernel|cudaLaunchAttributeCooperative|grid\.sync|this_grid": "a barrier of the whole grid",
+    r"(?i)cluster": "blocks of a cluster, which may reach into each other's shared memory",
+}
+MAY_USE_CLUSTERS: dict[str, str] = {}
+"""Files, and what their blocks tell each other."""
+
+
+def communication_faults(name, text):
+    """What the file csrc/kernels/``name`` holds with which blocks could wait for, or listen to, each other."""
+    code = re.sub(r"//.*", "", text)
+    for pattern, why in BETWEEN_BLOCKS.items():
+        if re.search(pattern, code) and not ("cluster" in pattern and name in MAY_USE_CLUSTERS):
+            yield f"csrc/kernels/{name}: {why}"
+
+
+def test_blocks_do_not_communicate():
+    kernels = ROOT / "csrc" / "kernels"
+    seen = [*kernels.glob("*.cu"), *(kernels / "cuda").rglob("*.h")]
+    assert len(seen) > 15
+    names = {path: path.relative_to(kernels).as_posix() for path in seen}
+    faults = [fault for path in seen for fault in communication_faults(names[path], path.read_text())]
+    assert not faults, "\n".join(faults)
+    assert set(MAY_USE_CLUSTERS) <= set(names.values())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "__threadfence();",
+        "__threadfence_system();",
+        "while (atomicCAS(lock, 0, 1) != 0) {}",
+        "volatile int* flag = flags;",
+        "cudaLaunchCooperativeKernel(kernel, 1, 1, nullptr);",
+        "__cluster_dims__(8)",
+        "cuda::atomic_ref<int> ready(*flag);",
+    ],
+)
+def test_planted_communication_is_found(line):
+    assert list(communication_faults("combine_cuda.cu", f"void f() {{\n  {line}\n}}\n"))
+    assert not list(communication_faults("combine_cuda.cu", f'// {line}\n__threadfence_block(); asm volatile("");\n'))
+
+
 def kernel_faults(text):
     """What a CUDA kernel file holds that it must not."""
     code = re.sub(r"//.*", "", text)

@@ -9,9 +9,10 @@ sys.path.insert(0, str(Path(__file__).parent / "mutants"))
 from faults_cuda import FAULTS as CUDA
 from faults_python import FAULTS as PYTHON
 from faults_schedules import FAULTS as SCHEDULES
+from faults_static import FAULTS as STATIC
 from planting import Fault, Kind, plant
 
-FAULTS = [*CUDA, *PYTHON, *SCHEDULES]
+FAULTS = [*CUDA, *PYTHON, *SCHEDULES, *STATIC]
 
 
 def test_every_fault_fits_the_sources():
@@ -26,7 +27,7 @@ def test_every_fault_fits_the_sources():
 
 def test_there_are_many_and_their_names_differ():
     assert min(len(CUDA), len(SCHEDULES)) >= 20
-    for faults in (CUDA, PYTHON, SCHEDULES):
+    for faults in (CUDA, PYTHON, SCHEDULES, STATIC):
         assert len({fault.name for fault in faults}) == len(faults)
 
 

@@ -24,6 +24,8 @@ def markdown(folder: Path, machine: Record, outcomes: Sequence[Record], note: st
         ("compute-sanitizer", sanitizer(folder)),
         ("Rates", rates(folder)),
         ("The lines with targets", bench(folder / "design_rows.json")),
+        ("Predicted and measured", predictions(folder, machine)),
+        ("The router's product, and the launches of a layer", parts(folder)),
         ("Layer, forward and backward", bench(folder / "layer.json")),
         ("Operators", bench(folder / "operators.json")),
         ("Layer beside its peers", peers(folder)),
@@ -135,6 +137,55 @@ def rates(folder: Path) -> Iterator[str]:
             for dtype, rate in found["mm_flops_per_second"].items():
                 yield f"- `torch.mm`, dense, {dtype}: {rate / 1e12:.1f} TFLOP/s"
             return
+
+
+PREDICTIONS = Path(__file__).with_name("predictions.json")
+PREDICTED = {
+    "gate": "gate_topk T4096 E128 K8 softmax float32",
+    "gate, bf16 logits": "gate_topk T4096 E128 K8 softmax bfloat16",
+    "build_routing": "build_routing T4096 K8 E128 int32",
+    "dispatch": "dispatch T4096 H7168 K8 into a buffer bfloat16",
+    "combine": "combine T4096 H7168 K8 bfloat16",
+}
+"""The lines of the benchmark that a prediction is about."""
+
+
+def predictions(folder: Path, machine: Record) -> Iterator[str]:
+    """What the model of tests/cuda_static predicts, beside what was measured in a graph (or called, without one)."""
+    result = read_json(folder / "design_rows.json")
+    stored = read_json(PREDICTIONS)
+    if not result or not stored:
+        return
+    measured = {f"{one['operator']} {one['case']} {one['dtype']}": one for one in result["lines"]}
+    gpu = next((name for name in ("H200", "H100") if name in (machine["gpu"] or "")), "H200")
+    numbers = f"predicted for {gpu} (us), measured (us), measured over predicted"
+    yield from heading(f"call, limit in the model, {numbers}", numbers)
+    for name, line in PREDICTED.items():
+        one = measured.get(line)
+        if one is None or name not in stored:
+            continue
+        timing = one["native_in_graph"] or one["native"]
+        us, expected = 1e6 * timing["median"], stored[name]["us"][gpu]
+        yield row(line, stored[name]["limit"], f"{expected:.2f}", f"{us:.2f}", f"{us / expected:.2f}")
+    if gpu not in (machine["gpu"] or ""):
+        yield "\nThe model knows the H100 and the H200: the predictions are not this machine's."
+
+
+def parts(folder: Path) -> Iterator[str]:
+    """What benchmarks.gpu.parts measured and counted."""
+    found = read_json(folder / "parts.json") or {}
+    if "router" in found:
+        tokens, hidden, experts = found["router"]["shape"]
+        yield f"x ({tokens}, {hidden}) times weight ({experts}, {hidden}), bfloat16:\n"
+        yield from heading("way, us, quartiles, largest error", "us, quartiles, largest error")
+        for name, one in found["router"]["ways"].items():
+            error = f"{one['largest_error']:.2g}" if one["largest_error"] is not None else "-"
+            yield row(name, f"{one['us']:.1f}", f"{one['low']:.1f} to {one['high']:.1f}", error)
+    if "launches" in found:
+        counts = found["launches"]
+        for part in ("forward", "backward"):
+            names = ", ".join(f"{name} {count}" for name, count in counts[part].items())
+            yield f"\n{part}: {sum(counts[part].values())} {counts['counted']} ({names})"
 
 
 NUMBERS = "called, in a graph, MB, of the copy bandwidth, of the floor, over the reference, over torch"

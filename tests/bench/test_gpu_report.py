@@ -21,6 +21,7 @@ from pymoe.bench import cli
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
+from benchmarks.gpu import markdown as gpu_markdown  # noqa: E402
 from benchmarks.gpu import report, sanitize  # noqa: E402
 from benchmarks.gpu.markdown import markdown  # noqa: E402
 from benchmarks.gpu.stages import Stage, run_stages, scrubbed  # noqa: E402
@@ -116,6 +117,43 @@ def test_the_report_holds_every_outcome_and_the_last_words(planted):
     assert "| failing | planted: failing | **failed**: exit status 7 |" in text
     assert "| hanging | planted: hanging | **timed out**: after 3 s |" in text
     assert "failing:\n\n```\nat file.py on host" in text
+
+
+def test_predictions_stand_beside_what_was_measured(tmp_path):
+    line = {"operator": "combine", "case": "T4096 H7168 K8", "dtype": "bfloat16", "native": {"median": 3e-4}}
+    lines = [line | {"native_in_graph": {"median": 2e-4}}]
+    (tmp_path / "design_rows.json").write_text(json.dumps({"lines": lines}))
+    (tmp_path / "stored.json").write_text(json.dumps({"combine": {"us": {"H200": 100.0}, "limit": "bandwidth"}}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_markdown, "PREDICTIONS", tmp_path / "stored.json")
+        text = "\n".join(gpu_markdown.predictions(tmp_path, MACHINE | {"gpu": "NVIDIA H200"}))
+        other = "\n".join(gpu_markdown.predictions(tmp_path, MACHINE | {"gpu": "NVIDIA L4"}))
+    assert "| combine T4096 H7168 K8 bfloat16 | bandwidth | 100.00 | 200.00 | 2.00 |" in text
+    assert "not this machine's" not in text
+    assert "not this machine's" in other
+
+
+def test_predictions_are_stored_for_every_line_that_the_report_names():
+    stored = json.loads(gpu_markdown.PREDICTIONS.read_text())
+    wanted = {f"{line.name.removesuffix(' forward')}" for line in selected("cuda", report.LINES["design_rows"][0])}
+    assert set(gpu_markdown.PREDICTED) <= set(stored)
+    assert set(gpu_markdown.PREDICTED.values()) <= wanted
+
+
+@pytest.mark.slow
+def test_the_router_and_the_launches_have_their_part(tmp_path):
+    file = tmp_path / "parts.json"
+    command = [sys.executable, "-m", "benchmarks.gpu.parts", "--device", "cpu", "--budget", "0.05", "--output", file]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+    found = json.loads(file.read_text())
+    assert found["launches"]["forward"]["pymoe::combine"] == 1
+    assert found["launches"]["backward"]["pymoe::combine_backward"] == 1
+    ways = found["router"]["ways"]
+    assert len(ways) == 4
+    assert all(one["largest_error"] < 1e-4 for one in ways.values() if one["largest_error"] is not None)
+    text = "\n".join(gpu_markdown.parts(tmp_path))
+    assert "| as the layer does it |" in text
+    assert "operators called (" in text
 
 
 def run_script(*arguments, **environment):

@@ -1,8 +1,8 @@
 """Faults that are planted in the sources one at a time, so that it is known that tests notice them.
 
-A kind of faults (python.py, schedules.py, cuda.py) says which faults there are, how one is built and run, and what
-its tests said. What is common stands here: what a fault is, that its text is found exactly once, running several at
-the same time, and the report in ``build/mutants/KIND.md``.
+A kind of faults (python.py, schedules.py, cuda.py, static.py) says which faults there are, how one is built and run,
+and what its tests said. What is common stands here: what a fault is, that its text is found exactly once, running
+several at the same time, and the report in ``build/mutants/KIND.md``.
 """
 
 from __future__ import annotations
@@ -70,6 +70,18 @@ class CudaFault(Fault):
 
 
 @dataclass(frozen=True)
+class StaticFault(Fault):
+    """A fault that shows in the machine code, for tests/cuda_static."""
+
+    source: str
+    """The file of kernels that is compiled with it."""
+    architectures: str
+    """For which, as TORCH_CUDA_ARCH_LIST spells them; 9.0 is among them, for which launches are traced."""
+    said: str
+    """A part of the complaint that notices it."""
+
+
+@dataclass(frozen=True)
 class Kind:
     """Faults of one kind, and how it is found out whether they are noticed."""
 
@@ -108,6 +120,9 @@ def plant(kind: Kind, words: Sequence[str]) -> bool:
         for fault in faults:
             fault.planted()
         shared = kind.prepare(faults)
+    except LookupError as missing:  # a tool that these faults need
+        print(missing)
+        return True
     except (RuntimeError, ValueError) as error:
         print(f"error: {error}")
         return False

@@ -1,0 +1,135 @@
+"""The router's product in its ways, and the kernels that a layer launches, counted.
+
+    python -m benchmarks.gpu.parts --device cuda --output FILE.json
+
+The router multiplies x (4096, 7168) by its weight (256, 7168), both bfloat16, to float32 logits: as the layer does it,
+and as casts to float32 and a float32 product; forward, and forward and backward, in turns. The launches of a bfloat16
+layer's forward and backward are those that torch's profiler sees on the GPU; on the CPU, where nothing is launched, the
+operators that the layer calls are counted in their place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.gpu.stages import write_json
+from pymoe.bench.timing import measure, timer_for
+from pymoe.nn import MoE, Router
+
+GPU_SHAPE, CPU_SHAPE = (4096, 7168, 256), (64, 256, 16)
+VIEWS = {
+    "alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand", "narrow", "new_empty", "permute",
+    "select", "slice", "split", "squeeze", "t", "transpose", "unsqueeze", "view", "_unsafe_view", "_reshape_alias",
+}  # fmt: skip
+"""Operators of torch that launch nothing."""
+
+
+def router_product(device: torch.device, budget: float) -> dict[str, Any]:
+    """Time the product; microseconds with their spread, and how far the logits lie from float64's."""
+    tokens, hidden, experts = GPU_SHAPE if device.type == "cuda" else CPU_SHAPE
+    torch.manual_seed(0)
+    router = Router(hidden, experts, 8, device=device, dtype=torch.bfloat16)
+    x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight = router.weight
+    grad = torch.randn(tokens, experts, device=device)
+
+    def in_float32() -> torch.Tensor:
+        return x.float() @ weight.float().T
+
+    def both(logits: Callable[[], torch.Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(logits(), (x, weight), grad)
+
+    ways = {"as the layer does it": lambda: router.logits(x), "casts, and a float32 product": in_float32}
+    timings = measure(
+        {**ways, **{f"{name}, with backward": both(way) for name, way in ways.items()}},
+        budget=budget,
+        timer=timer_for(device),
+    )
+    exact = x.detach().double() @ weight.detach().double().T
+    errors = {name: float((way().detach().double() - exact).abs().max()) for name, way in ways.items()}
+    return {
+        "shape": [tokens, hidden, experts],
+        "ways": {
+            name: {
+                "us": 1e6 * one.median, "low": 1e6 * one.spread.low, "high": 1e6 * one.spread.high,
+                "largest_error": errors.get(name),
+            }
+            for name, one in timings.items()
+        },
+    }  # fmt: skip
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that are called inside, but for those that launch nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, name = func._schema.name.split("::")
+        if namespace != "aten" or name not in VIEWS:
+            self.names[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def launched(device: torch.device, function: Callable[[], Any]) -> Counter[str]:
+    """Count the kernels and memory operations that a call puts on the GPU, by name; on the CPU, operators."""
+    if device.type != "cuda":
+        with Operators() as seen:
+            function()
+        return seen.names
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize(device)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        function()
+        torch.cuda.synchronize(device)
+    on_gpu = [one for one in found.events() if one.device_type == torch.autograd.DeviceType.CUDA]
+    return Counter(one.name.split("<")[0].split("(")[0] for one in on_gpu)
+
+
+def launches_of_a_layer(device: torch.device) -> dict[str, Any]:
+    """Count the launches of a layer's forward and backward, after a call that is not counted."""
+    hidden, ffn = (1024, 512) if device.type == "cuda" else (64, 32)
+    layer = MoE(hidden, ffn, 64, 8, device=device, dtype=torch.bfloat16)
+    x = torch.randn(256, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+    layer(x).sum().backward()
+    outputs: list[torch.Tensor] = []
+    forward = launched(device, lambda: outputs.append(layer(x)))
+    grad = torch.ones_like(outputs[0])
+    parameters = [x, *(one for one in layer.parameters() if one.requires_grad)]
+    backward = launched(device, lambda: torch.autograd.grad(outputs[0], parameters, grad, allow_unused=True))
+    counted = "kernels and memory operations on the GPU" if device.type == "cuda" else "operators called"
+    return {"counted": counted, "forward": dict(forward.most_common()), "backward": dict(backward.most_common())}
+
+
+def main() -> int:
+    """Measure and count; writes after each part."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--budget", type=float, default=2.0, metavar="SECONDS", help="for the router's product")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    found: dict[str, Any] = {"launches": launches_of_a_layer(device)}
+    write_json(options.output, found)
+    found["router"] = router_product(device, options.budget)
+    write_json(options.output, found)
+    for part in ("forward", "backward"):
+        print(f"{part}: {sum(found['launches'][part].values())} {found['launches']['counted']}")
+    for name, one in found["router"]["ways"].items():
+        print(f"router's product, {name}: {one['us']:.1f} us")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

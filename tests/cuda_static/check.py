@@ -1,0 +1,230 @@
+"""Holds what nvcc makes of the kernels to bars, and predicts what they take on a GPU.
+
+    python tests/cuda_static/check.py            # writes build/cuda/static.md
+    python tests/cuda_static/check.py --write    # stores the predictions, which pages and reports show
+
+For every architecture that ships: no spill, no store of 4 bytes where one of 16 is meant, no fused multiply-add where
+sums must have the CPU's bits, no communication between blocks. For sm_90 the shapes of the design are traced (warp.py)
+and held to bars.json: registers, instructions, epochs, sectors, predicted times. Without nvcc or nvdisasm nothing can
+be checked, and it says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import recorded
+import sass
+from cases import WORK
+from counters import Line, Statics, lines, statics
+from machine_code import FOLDER, ROOT, Compiled, architectures, compile_all, find_nvcc, parse
+from model import START_US
+
+BARS = Path(__file__).with_name("bars.json")
+PREDICTIONS = ROOT / "benchmarks" / "gpu" / "predictions.json"
+IDEAL = {"epochs a round": 1.0, "bytes a sector": 32.0, "narrowest store, bytes": 16.0, "launches": 1, "memsets": 0}
+IDEAL_INSTRUCTIONS = {"combine": 6.0, "swiglu": 46.0}
+"""What a bar cannot ask more of, or what the design asks for; a bar that asks for less says why."""
+PAGE = ROOT / "docs" / "concepts" / "predicted_gpu_times.md"
+MARKS = ("<!-- predictions: written by tests/cuda_static/check.py -->\n", "<!-- end of predictions -->")
+DRIFT = 0.05
+"""Stored predictions may differ from those of the present code by this part."""
+ROUNDING = 0.005
+
+# Kernels whose results go out in packs of 16 bytes alone, and those whose sums have the CPU's bits and no division.
+PACKED = re.compile(r"(dispatch_kernel<uint4|combine_kernel<\w+, 16,|expert_activation\w*<.*(BFloat16|Float16)>)")
+UNFUSED = re.compile(r"(dispatch_kernel|combine_kernel|combine_backward_kernel)<")
+# Blocks of these tell each other something, for the reason that stands beside the name.
+MAY_COMMUNICATE: dict[str, str] = {}
+
+
+def ideals(case: str) -> dict[str, float]:
+    """Return what the figures of a call should be at best."""
+    found = dict(IDEAL)
+    if case in IDEAL_INSTRUCTIONS:
+        found["instructions an element"] = IDEAL_INSTRUCTIONS[case]
+    goal = WORK[case].goal_us
+    if goal is not None:
+        found["predicted us, H200"] = goal
+    return found
+
+
+def static_complaints(found: list[Statics]) -> list[str]:
+    """Return what is wrong with the code of kernels for one architecture."""
+    complaints = []
+    for one in found:
+        where = f"{one.name} on {one.kernel.architecture}"
+        if one.kernel.spilled:
+            complaints.append(f"{where} spills {one.kernel.spilled} bytes")
+        if PACKED.match(one.name) and one.narrow_stores:
+            complaints.append(f"{where} stores 4 bytes in {one.narrow_stores} places where a pack of 16 is meant")
+        if UNFUSED.match(one.name) and one.fused:
+            complaints.append(
+                f"{where} has {one.fused} fused multiply-adds, whose bits are not the CPU's: was it compiled with "
+                "--fmad=false?"
+            )
+        if one.to_others and not any(one.name.startswith(name) for name in MAY_COMMUNICATE):
+            complaints.append(f"{where} communicates between blocks: {', '.join(one.to_others)}")
+    return complaints
+
+
+def bar_complaints(figures: dict[str, dict[str, float]], bars: dict[str, Any]) -> list[str]:
+    """Return the figures that are worse than their bars, and those without one."""
+    complaints = [f"{case}: bars.json has bars for it, but nothing was traced" for case in bars if case not in figures]
+    for case, found in figures.items():
+        for name, value in found.items():
+            bar = bars.get(case, {}).get(name)
+            if bar is None:
+                complaints.append(f"{case}: no bar for {name} (it is {value:.4g})")
+            elif "most" in bar and value > bar["most"] * (1 + ROUNDING):
+                complaints.append(f"{case}: {name} is {value:.4g}, and may be {bar['most']} at most")
+            elif "least" in bar and value < bar["least"] * (1 - ROUNDING):
+                complaints.append(f"{case}: {name} is {value:.4g}, and must be {bar['least']} at least")
+    return complaints
+
+
+def figures_of(traced: list[Line], cases: dict[str, recorded.Case]) -> dict[str, dict[str, float]]:
+    """Return the figures of every call; of one with several launches the last, which does most, and their number."""
+    figures: dict[str, dict[str, float]] = {}
+    for line in traced:
+        figures[line.case] = dict(line.figures)
+    for name, case in cases.items():
+        figures[name] |= {
+            "launches": len(case.launches),
+            "memsets": len(case.memsets),
+            "predicted us, H200": predicted(traced, name, "H200"),
+        }
+    return figures
+
+
+def predicted(traced: list[Line], case: str, gpu: str) -> float:
+    """Return the predicted time of a call: all its launches, and the start of what only clears memory."""
+    found = [line for line in traced if line.case == case]
+    return sum(line.predictions[gpu].total for line in found) + START_US * found[0].memsets
+
+
+def stored_form(traced: list[Line]) -> dict[str, Any]:
+    """Return what is stored of the predictions: what tables show, in the order of the cases."""
+    stored: dict[str, Any] = {}
+    for line in traced:
+        work, figures = WORK[line.case], line.figures
+        stored[line.case] = {
+            "shape": work.shape,
+            "kernel": line.kernel,
+            "registers": line.registers,
+            "blocks a multiprocessor": line.held.blocks,
+            "KiB in flight": round(line.in_flight / 1024, 1),
+            "epochs a round": figures.get("epochs a round"),
+            "element": work.element,
+            "instructions an element": round(figures["instructions an element"], 2),
+            "bytes a sector": round(figures["bytes a sector"], 1) if "bytes a sector" in figures else None,
+            "us": {gpu: round(predicted(traced, line.case, gpu), 2) for gpu in line.predictions},
+            "limit": line.predictions["H200"].limit,
+            "goal us, H200": work.goal_us,
+        }
+    return stored
+
+
+HEAD = [
+    "operator", "shape", "registers", "blocks an SM", "KiB in flight an SM", "epochs", "instructions an element",
+    "bytes a sector", "H100, µs", "H200, µs", "limit", "goal, H200, µs",
+]  # fmt: skip
+
+
+def table(stored: dict[str, Any]) -> str:
+    """Return the stored predictions as a table in Markdown."""
+
+    def cell(value: Any) -> str:
+        return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+    rows = [
+        [
+            name, one["shape"], one["registers"], one["blocks a multiprocessor"], one["KiB in flight"] or None,
+            one["epochs a round"], f"{one['instructions an element']:g} ({one['element']})", one["bytes a sector"],
+            one["us"]["H100"], one["us"]["H200"], one["limit"], one["goal us, H200"],
+        ]
+        for name, one in stored.items()
+    ]  # fmt: skip
+    return "\n".join("| " + " | ".join(map(cell, row)) + " |" for row in [HEAD, ["---"] * len(HEAD), *rows]) + "\n"
+
+
+def page_with(text: str, page: str) -> str:
+    """Return the page with a table between its marks."""
+    before, rest = page.split(MARKS[0])
+    after = rest.split(MARKS[1])[1]
+    return f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}"
+
+
+def drift(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return where the stored predictions are not those of the present code."""
+    complaints = [f"{name} is stored, but nothing was traced" for name in stored if name not in now]
+    for name, one in now.items():
+        for gpu, us in one["us"].items():
+            before = stored.get(name, {}).get("us", {}).get(gpu)
+            if before is None or abs(us - before) > DRIFT * us:
+                complaints.append(f"{name} on {gpu}: {us} us are predicted, and {before} stored")
+    return [f"{one} (python tests/cuda_static/check.py --write)" for one in complaints]
+
+
+def judge(
+    nvcc: str, compiled: list[Compiled], of_architectures: list[str], *, folder: Path = FOLDER, only: str = ""
+) -> tuple[list[str], list[Line], list[Statics]]:
+    """Read the code of all kernels, or of the source ``only``.
+
+    Returns:
+        What is wrong with the code, the launches that were traced, and what stands in the code of each kernel.
+    """
+    read = [one for one in compiled if only in one.source.name]
+    every = statics(read, of_architectures)
+    complaints = static_complaints(every)
+    cases = recorded.record(nvcc, compiled, folder)
+    names = {kernel.name for one in read for kernel in parse(one.report, one.source.name)}
+    cases = {name: case for name, case in cases.items() if {launch.kernel for launch in case.launches} <= names}
+    traced = lines(read, cases)
+    bars = {name: of for name, of in json.loads(BARS.read_text()).items() if not only or name in cases}
+    complaints += bar_complaints(figures_of(traced, cases), bars)
+    return complaints, traced, every
+
+
+def main() -> int:
+    """Compile, read, judge and write; 1 if something is worse than it may be."""
+    parser = argparse.ArgumentParser(description="Bars for the machine code of the CUDA kernels, and predicted times.")
+    parser.add_argument("--write", action="store_true", help=f"store the predictions in {PREDICTIONS.name}")
+    options = parser.parse_args()
+    nvcc = find_nvcc()
+    missing = [name for name, tool in (("nvcc", nvcc), ("nvdisasm", sass.find_nvdisasm())) if tool is None]
+    if nvcc is None or missing:
+        print(f"no {' and no '.join(missing)}: the machine code was not read (checks passed: none)")
+        return 0
+    compiled = compile_all(nvcc)
+    bad = [one.complaint for one in compiled if one.complaint]
+    if bad:
+        print("\n".join(f"error: {one}" for one in bad))
+        return 1
+    complaints, traced, every = judge(nvcc, compiled, architectures(nvcc))
+    stored = stored_form(traced)
+    if options.write:
+        PREDICTIONS.write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n")
+        PAGE.write_text(page_with(table(stored), PAGE.read_text()))
+    else:
+        complaints += drift(json.loads(PREDICTIONS.read_text()) if PREDICTIONS.exists() else {}, stored)
+    (FOLDER / "static.md").write_text(table(stored))
+    (FOLDER / "static.json").write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n")
+    print(table(stored))
+    for complaint in complaints:
+        print(f"error: {complaint}")
+    if complaints:
+        return 1
+    print(f"checks passed: {len(every)} kernels read, {len(traced)} launches traced; none is worse than its bars")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

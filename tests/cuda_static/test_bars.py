@@ -1,0 +1,86 @@
+"""Bars, stored predictions and the pages that show them, without a compiler; and the model's arithmetic."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import check
+from cases import WORK
+from counters import Statics
+from machine_code import Kernel
+from model import Gpu, Occupancy, Prediction, occupancy
+
+BARS = json.loads(check.BARS.read_text())
+
+
+def test_every_shape_has_bars_and_every_loose_bar_a_reason():
+    assert set(BARS) == set(WORK)
+    for case, bars in BARS.items():
+        ideals = check.ideals(case)
+        for name, bar in bars.items():
+            ((way, value), *rest) = bar.items()
+            assert way in ("most", "least"), (case, name)
+            ideal = ideals.get(name)
+            loose = ideal is not None and (value > ideal if way == "most" else value < ideal)
+            assert [key for key, _ in rest] == (["why"] if loose else []), (case, name, bar)
+            assert not loose or len(bar["why"]) > 20, (case, name)
+
+
+def test_a_figure_that_is_worse_than_its_bar_is_an_error():
+    bars = {"combine": {"epochs a round": {"most": 1}, "bytes a sector": {"least": 32}}}
+    good = {"combine": {"epochs a round": 1.0, "bytes a sector": 32.0}}
+    assert not check.bar_complaints(good, bars)
+    worse = {"combine": {"epochs a round": 2.0, "bytes a sector": 8.0}}
+    assert len(check.bar_complaints(worse, bars)) == 2
+    assert "no bar for registers" in check.bar_complaints({"combine": good["combine"] | {"registers": 80}}, bars)[0]
+    assert "nothing was traced" in check.bar_complaints({}, bars)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "spilled", "narrow", "fused", "others", "said"),
+    [
+        ("gate_topk_kernel<float, 8, 16, true>", 72, 0, 0, (), "spills 72 bytes"),
+        ("combine_kernel<BFloat16, 16, 8, false>", 0, 4, 0, (), "stores 4 bytes in 4 places"),
+        ("combine_backward_kernel<float, 16, 8>", 0, 0, 3, (), "3 fused multiply-adds"),
+        ("count_kernel<int, true>", 0, 0, 0, ("MEMBAR.SC.GPU",), "communicates between blocks: MEMBAR.SC.GPU"),
+    ],
+)
+def test_what_must_not_stand_in_code_is_an_error(name, spilled, narrow, fused, others, said):
+    kernel = Kernel("x.cu", name, "sm_120", 80, 0, 0, spilled)
+    (complaint,) = check.static_complaints([Statics(kernel, name, narrow, fused, others)])
+    assert said in complaint
+    assert "sm_120" in complaint
+    clean = Statics(Kernel("x.cu", name, "sm_120", 80, 0, 0, 0), name, 0, 0, ())
+    assert not check.static_complaints([clean])
+
+
+def test_stored_predictions_that_are_not_the_codes_are_an_error():
+    stored = json.loads(check.PREDICTIONS.read_text())
+    assert not check.drift(stored, stored)
+    changed = json.loads(json.dumps(stored))
+    changed["combine"]["us"]["H200"] *= 1.2
+    assert len(check.drift(stored, changed)) == 1
+    assert "nothing was traced" in check.drift(stored, {})[0]
+
+
+def test_the_page_shows_the_stored_predictions():
+    stored = json.loads(check.PREDICTIONS.read_text())
+    assert check.table(stored) in check.PAGE.read_text(), "python tests/cuda_static/check.py --write"
+    assert set(stored) == set(WORK)
+
+
+@pytest.mark.parametrize(
+    ("registers", "threads", "shared", "blocks"),
+    [(32, 1024, 0, 2), (80, 224, 0, 3), (168, 128, 0, 3), (48, 256, 0, 5), (16, 32, 0, 32), (32, 256, 100 << 10, 2)],
+)
+def test_what_fits_on_a_multiprocessor(registers, threads, shared, blocks):
+    assert occupancy(registers, threads, shared) == Occupancy(blocks, blocks * (threads // 32))
+
+
+def test_a_launch_takes_as_long_as_its_slowest_part():
+    found = Prediction(bandwidth=3.0, issue=5.0, latency=1.0, chain=2.0)
+    assert (found.total, found.limit) == (6.5, "issue")
+    assert Gpu("a", 1, 1.0, 1.0).multiprocessors == 1
