@@ -30,10 +30,11 @@ def compiler() -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """A file and the flags that it alone is compiled with."""
+    """A file and the flags that it alone is compiled with; another ``compiler`` than C++'s knows no others."""
 
     file: Path
     flags: str = ""
+    compiler: str = ""
 
 
 def sources(*patterns: str) -> list[Path]:
@@ -103,13 +104,18 @@ def write_recipe(folder: Path, flags: str, sources: Sequence[Source], link_flags
         f"  command = {compiler()} -MMD -MF $out.d $flags $own -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
+        "rule compile_otherwise",
+        f"  command = $compiler -MMD -MF $out.d $own -I{ROOT / 'csrc'} -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
         "rule link",
         f"  command = {compiler()} -shared {link_flags} $in -o $out "
         + " ".join(f"-L{path} -Wl,-rpath,{path}" for path in libraries)
         + " -lc10 -ltorch -ltorch_cpu",
     ]
     for source, target in objects.items():
-        lines += [f"build {target}: compile {source.file}", f"  own = {source.flags}"]
+        rule = "compile_otherwise" if source.compiler else "compile"
+        lines += [f"build {target}: {rule} {source.file}", f"  own = {source.flags}", f"  compiler = {source.compiler}"]
     lines += [f"build {name}.so: link " + " ".join(objects.values()), ""]
     recipe = folder / "build.ninja"
     text = "\n".join(lines)

@@ -134,6 +134,11 @@ def all_steps(level: str) -> list[Step]:
             [[PYTHON, "-m", "pytest", "-p", "emulated_ops", "-k", ON_CUDA, *cases, *XDIST, *EMULATED]],
             {"PYTHONPATH": str(ROOT / "tests" / "cuda_on_cpu")},
         ),
+        Step(
+            "cuda-ptx",
+            "the PTX that nvcc makes of the kernels, run by an interpreter (without nvcc: the interpreter's own tests)",
+            [[PYTHON, "tests/cuda_ptx/run_ptx.py", "--durations=10", *cases, *XDIST]],
+        ),
         pytest_step("packaging", "sdist, installation into new environments, the built files", "-m", "build"),
     ]
     return [step for step in steps if level != "quick" or step.name in QUICK]

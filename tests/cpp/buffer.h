@@ -8,6 +8,15 @@
 
 namespace pymoe::test {
 
+// The PTX interpreter (tests/cuda_ptx) lets kernels touch only memory that it was told of.
+#if defined(PYMOE_WATCHED_MEMORY)
+void watch_memory(const void* begin, int64_t bytes);
+void unwatch_memory(const void* begin);
+#else
+inline void watch_memory(const void*, int64_t) {}
+inline void unwatch_memory(const void*) {}
+#endif
+
 // `count` elements in a heap block that ends where they end, so that a sanitizer sees the first byte past them; it
 // starts `shift` elements off 16-byte alignment. Without a sanitizer, bands before and after are watched: check
 // intact(). Filled with an arbitrary pattern.
@@ -20,6 +29,8 @@ class Buffer {
         bytes_(lead_ + count * static_cast<int64_t>(sizeof(T)) + kTrail),
         storage_(static_cast<unsigned char*>(std::malloc(static_cast<size_t>(bytes_)))) {
     memset(storage_.get(), kPattern, static_cast<size_t>(bytes_));
+    storage_.get_deleter().watched = data();
+    watch_memory(data(), count * static_cast<int64_t>(sizeof(T)));
   }
 
   T* data() { return reinterpret_cast<T*>(storage_.get() + lead_); }
@@ -53,7 +64,11 @@ class Buffer {
   static constexpr int64_t kLead = 512, kTrail = 512;  // 64 of the widest elements
 #endif
   struct Free {
-    void operator()(unsigned char* p) const { std::free(p); }
+    const void* watched = nullptr;
+    void operator()(unsigned char* p) const {
+      unwatch_memory(watched);
+      std::free(p);
+    }
   };
 
   int64_t count_, lead_, bytes_;

@@ -33,6 +33,14 @@ inline constexpr bool kSlow = true;
 inline constexpr bool kSlow = false;
 #endif
 
+// On the PTX (tests/cuda_ptx) kernels have CUDA's own logarithm and erfc; on the emulator the C library's, as the CPU
+// twins have.
+#if defined(PYMOE_WATCHED_MEMORY)
+inline constexpr bool kOwnFunctions = true;
+#else
+inline constexpr bool kOwnFunctions = false;
+#endif
+
 // PYMOE_EMULATED_SEED=n repeats a failing run; PYMOE_EMULATED_SCALE=10 runs ten times as many cases.
 inline uint64_t base_seed() {
   const char* text = std::getenv("PYMOE_EMULATED_SEED");

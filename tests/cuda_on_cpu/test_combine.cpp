@@ -210,6 +210,7 @@ TEST_CASE("combine and its backward: rows past 2^31 elements") {
   Buffer<float> weights(kChoices), dweights(kChoices);
   for (int32_t& value : slot) value = -1;
   slot[60] = kTarget;
+  for (float& weight : weights) weight = 1;
   used[0] = kChoices;
   weights[60] = 2;
   for (const int64_t column : {int64_t{5}, kHidden - 1}) {

@@ -39,6 +39,14 @@ struct Shape {
     return {grad, h, out, rows, features, kind, dtype_of<T>(), {0.75, 1.702, 1.0}, interleaved};
   }
   int64_t inputs() const { return outputs() * (is_gated(kind) ? 2 : 1); }
+
+  // Same bits; within some roundings where fp64 takes a library's erfc, and the libraries are two.
+  template <typename T>
+  bool agree(const Buffer<T>& got, const Buffer<T>& expected) const {
+    const bool by_library = kind == Activation::kGelu || kind == Activation::kGeglu;
+    if (kOwnFunctions && by_library && std::is_same_v<T, double>) return worst_error(got, expected, 1e-12, 1e-12) <= 1;
+    return same_values(got, expected);
+  }
 };
 
 }  // namespace
@@ -52,7 +60,7 @@ TEST_CASE("expert_activation: the emulated kernels give the CPU twin's bits, for
       fill_wide(h, random);
       cpu::expert_activation(shape.arguments<T>(nullptr, h.data(), expected.data()));
       cuda::expert_activation(shape.arguments<T>(nullptr, h.data(), out.data()), nullptr);
-      CHECK(same_values(out, expected));
+      CHECK(shape.agree(out, expected));
       CHECK(out.intact());
 
       Buffer<T> grad(shape.outputs(), random.chance(0.8) ? shape.shift : 0);
@@ -60,7 +68,7 @@ TEST_CASE("expert_activation: the emulated kernels give the CPU twin's bits, for
       fill(grad, random, random.one_of({0.0, 0.05}));
       cpu::expert_activation_backward(shape.arguments<T>(grad.data(), h.data(), expected_h.data()));
       cuda::expert_activation_backward(shape.arguments<T>(grad.data(), h.data(), grad_h.data()), nullptr);
-      CHECK(same_values(grad_h, expected_h));
+      CHECK(shape.agree(grad_h, expected_h));
       CHECK(grad_h.intact());
     });
   });

@@ -1,0 +1,172 @@
+"""Run with the plugin ``ptx_ops``: the kernels' PTX does what the CPU twins do, and what is broken in it is noticed.
+
+The cases are those of the emulated kernels (tests/cuda_on_cpu/test_*.cpp), each against the CPU twin and under its
+promise. Faults are planted in the PTX, or in the flags that it is compiled with.
+"""
+
+import ctypes
+import os
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+from limits import EXHAUSTIVE
+from machine_code import find_nvcc
+from ptx_library import FLAGS, FOLDER, ROOT, architecture
+from ptx_ops import runtime
+
+FILES = sorted(path.stem for path in ROOT.glob("tests/cuda_on_cpu/test_*.cpp") if "__global__" not in path.read_text())
+# How many of the cases that the emulator runs: so many that every kernel is launched, fewer of those that take long.
+SCALES = {"test_grouped_linear": 0.4, "test_expert_activation": 4, "test_combine": 2, "test_gate_topk": 1.5}
+
+
+def run_cases(*options, scale=0.3):
+    """Whether the cases that doctest's ``options`` choose pass; prints what doctest prints."""
+    os.environ["PYMOE_EMULATED_SCALE"] = str(scale)
+    words = [word.encode() for word in ("cases", *options)]
+    return runtime.pymoe_ptx_cases(len(words), (ctypes.c_char_p * len(words))(*words)) == 0
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_kernels_equal_their_cpu_twins(file):
+    before = runtime.pymoe_ptx_launches(b"")
+    most = [] if EXHAUSTIVE else ["--test-case-exclude=combine*past 2^31*"]  # 2.3 billion products
+    scale = SCALES.get(file, 1) * (3 if EXHAUSTIVE else 1)
+    assert run_cases(f"--source-file=*{file}.cpp", *most, scale=scale)
+    assert runtime.pymoe_ptx_launches(b"") > before
+
+
+def module_of(kernel):
+    """The PTX that has a kernel of this name."""
+    text = runtime.pymoe_ptx_module(kernel.encode()).decode()
+    assert text, f"no kernel {kernel}"
+    return text
+
+
+@pytest.fixture
+def plant():
+    """Give a function that puts a module in the place of another; afterwards all is as before."""
+    planted = []
+
+    def put(text, other):
+        assert text != other, "nothing was planted"
+        runtime.pymoe_ptx_replace(text.encode(), other.encode())
+        planted.append((text, other))
+
+    yield put
+    for text, other in planted:
+        runtime.pymoe_ptx_replace(other.encode(), text.encode())
+
+
+def entries(text):
+    """The module's kernels, by name."""
+    parts = re.split(r"^(?=(?:\.visible )?\.entry )", text, flags=re.MULTILINE)
+    return {re.search(r"\.entry (\S+)\(", part)[1]: part for part in parts[1:]}
+
+
+def edited(text, kernel, pattern, replacement, which=0):
+    """The module with one match of ``pattern`` replaced in every kernel whose name contains ``kernel``."""
+    for name, body in entries(text).items():
+        found = list(re.finditer(pattern, body, re.MULTILINE))
+        if kernel in name and len(found) > which % max(len(found), 1):
+            match = found[which % len(found)]
+            text = text.replace(body, body[: match.start()] + match.expand(replacement) + body[match.end() :])
+    return text
+
+
+NOTHING = r"membar.cta;"
+# Of a pack, or of its first word.
+LOAD = r"(ld\.global\.nc[\w.]*\.u32\s+[^\[]*\[%rd\d+)\]"
+# The kernel, what is looked for in it, what comes in its place, the cases that must fail, and what they must say.
+FAULTS = {
+    "a barrier is gone (routing)": (
+        "place_kernel", r"\bbar\.sync\s+0;", NOTHING, "build_routing: one launch equals*", "last barrier|never written",
+    ),
+    "a barrier is gone (products)": (
+        "linear", r"\bbar\.sync\s+0;", NOTHING, "grouped_linear: the emulated kernels equal*",
+        "last barrier|never written",
+    ),
+    "a barrier of a warp is gone (gate)": (
+        "gate_topk", r"\bbar\.warp\.sync\s+-1;", NOTHING, "gate_topk: the emulated kernel equals*",
+        "last barrier|never written|NOT correct",
+    ),
+    "a store is gone": (
+        "combine_kernel", r"st\.global[\w.]* *\t*\[[^;]*;", NOTHING, "combine: the emulated kernel gives*",
+        "NOT correct",
+    ),
+    "a store writes less": (
+        "dispatch", r"st\.(\S+?)\.v4\.u32\s+\[([^\]]*)\], \{([^,]*), ([^,]*), [^;]*;", r"st.\1.v2.u32 [\2], {\3, \4};",
+        "dispatch: *", "NOT correct",
+    ),
+    "a load is an element off": (
+        "combine_kernel", LOAD, r"\1+2]",
+        "combine: the emulated kernel gives*", "is not a multiple of",
+    ),
+    "a load is a vector off": (
+        "combine_kernel", LOAD, r"\1+16]",
+        "combine: the emulated kernel gives*", "is in no tensor|NOT correct",
+    ),
+    "shared memory is read unwritten": (
+        "linear", r"st\.shared\.v4\.u32\s+\[[^;]*;|cp\.async\.c[ag]\.shared\.global[^;]*;", NOTHING,
+        "grouped_linear: the emulated kernels equal*", "never written",
+    ),
+    "a lane stays away from a shuffle": (
+        "gate_topk", r"(shfl\.sync\.bfly)", r"@%p1 \1", "gate_topk: the emulated kernel equals*",
+        "do not come|ended before|takes no part|NOT correct",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_noticed(name, plant, capfd):
+    kernel, pattern, replacement, cases, message = FAULTS[name]
+    text = module_of(kernel)
+    plant(text, edited(text, kernel, pattern, replacement))
+    assert not run_cases(f"--test-case={cases}")
+    assert re.search(message, capfd.readouterr().out)
+
+
+@cache
+def fused_combine():
+    """The PTX of combine, compiled without --fmad=false."""
+    flags = [flag for flag in FLAGS if flag != "--fmad=false"]
+    assert len(flags) == len(FLAGS) - 1
+    target = FOLDER / f"combine_fused_{os.getpid()}.ptx"
+    code = f"-gencode=arch=compute_{architecture()},code=compute_{architecture()}"
+    source = ROOT / "csrc" / "kernels" / "combine_cuda.cu"
+    command = [find_nvcc(), *flags, code, "-ptx", f"-I{ROOT / 'csrc'}", str(source), "-o", str(target)]
+    subprocess.run(command, check=True)
+    text = target.read_text()
+    target.unlink()
+    return text
+
+
+def with_names_of(text, other):
+    """``text`` with the names of ``other``: those of an unnamed namespace have a number of the compilation."""
+    unnamed = re.compile(r"_GLOBAL__N__\w{8}_\d+_\w+?_cu_\w{8}")
+    return unnamed.sub(unnamed.search(other)[0], text)
+
+
+def test_a_build_without_fmad_false_is_noticed(plant, capfd):
+    """Fused products give other bits; a product that the assembler may fuse later is refused before."""
+    text = module_of("combine_kernel")
+    fused = with_names_of(fused_combine(), text)
+    assert "fma.rn.f32" in fused
+    assert "fma.rn.f32" not in text
+    plant(text, fused)
+    assert not run_cases("--test-case=combine: the emulated kernel gives*")
+    assert "unknown instruction: mul.f32" in capfd.readouterr().out or "mul.f32" not in fused
+    # The same with each instruction rounded by itself, as if nothing were fused any more: the bits are wrong already.
+    rounded = re.sub(r"\b(add|sub|mul)\.(f32|f64)\b", r"\1.rn.\2", fused)
+    if rounded != fused:
+        plant(fused, rounded)
+    assert not run_cases("--test-case=combine: the emulated kernel gives*")
+    assert "same_values" in capfd.readouterr().out
+
+
+def test_launches_come_from_the_library():
+    """The stand-in for the CUDA runtime has no launch of its own: grids and arguments are the host code's."""
+    source = (Path(__file__).parent / "runtime.cpp").read_text()
+    assert not re.search(r"<<<|combine|dispatch|gate_topk", source)

@@ -1,0 +1,222 @@
+#include "cuda_ptx/decode.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "cuda_ptx/machine.h"
+#include "cuda_ptx/table.h"
+
+namespace pymoe::ptx {
+namespace {
+
+const std::map<std::string, Special>& specials() {
+  static const std::map<std::string, Special> all = {
+      {"%tid.x", Special::kThread},
+      {"%ntid.x", Special::kThreads},
+      {"%ctaid.x", Special::kBlock},
+      {"%nctaid.x", Special::kBlocks},
+      {"%laneid", Special::kLane},
+      {"%warpid", Special::kWarp},
+      {"%lanemask_lt", Special::kLanesBelow},
+      {"%lanemask_le", Special::kLanesUpTo},
+      {"%lanemask_gt", Special::kLanesAbove},
+      {"%lanemask_ge", Special::kLanesFrom},
+      {"%lanemask_eq", Special::kLaneBit},
+      {"%cluster_ctarank", Special::kRank},
+      {"%cluster_ctaid.x", Special::kRank},
+      {"%cluster_nctarank", Special::kRanks},
+      {"%cluster_nctaid.x", Special::kRanks},
+      {"%dynamic_smem_size", Special::kDynamicBytes},
+  };
+  return all;
+}
+
+// 12, -1, 0x1F, 0f3F800000, 0d3FF0000000000000
+bool parse_number(const std::string& text, uint64_t& bits) {
+  if (text.empty()) return false;
+  char* end = nullptr;
+  if (text.size() > 2 && text[0] == '0' && (text[1] == 'f' || text[1] == 'F' || text[1] == 'd' || text[1] == 'D')) {
+    bits = std::strtoull(text.c_str() + 2, &end, 16);
+  } else if (text[0] == '-') {
+    bits = static_cast<uint64_t>(std::strtoll(text.c_str(), &end, 0));
+  } else {
+    bits = std::strtoull(text.c_str(), &end, 0);
+  }
+  if (*end == 'U') ++end;
+  return *end == 0;
+}
+
+void lay_out_shared(Program& program) {
+  int64_t end = 0;
+  for (const auto& [name, array] : program.kernel.shared) {
+    end = (end + array.alignment - 1) / array.alignment * array.alignment + array.bytes;
+  }
+  program.static_shared = end;
+  program.dynamic_begin = (end + 15) / 16 * 16;
+}
+
+// The offset of an array in shared memory, or -1.
+int64_t shared_offset(const Program& program, const std::string& name) {
+  if (name == program.kernel.dynamic_shared) return program.dynamic_begin;
+  int64_t end = 0;
+  for (const auto& [other, array] : program.kernel.shared) {
+    end = (end + array.alignment - 1) / array.alignment * array.alignment;
+    if (name == other) return end;
+    end += array.bytes;
+  }
+  return -1;
+}
+
+}  // namespace
+
+std::vector<std::string> parts_of(const std::string& opcode) {
+  std::vector<std::string> parts(1);
+  for (const char c : opcode) {
+    if (c == ':' && parts.back().ends_with(':')) {
+      parts.back().pop_back();
+      parts.back() += '/';  // "shared::cta" -> "shared/cta"
+    } else if (c == '.') {
+      parts.emplace_back();
+    } else {
+      parts.back() += c;
+    }
+  }
+  return parts;
+}
+
+uint32_t Decoder::place(int width) {
+  const uint32_t found = program_.register_bytes;
+  program_.register_bytes += width == 0 ? 8 : static_cast<uint32_t>(width) * kWarpSize;
+  return found;
+}
+
+uint32_t Decoder::any_result(const std::string& name, uint8_t& width) {
+  if (name == "_") throw Error("a result that nobody wants is not supported");
+  if (!is_register(name)) throw Error("not a register: " + name);
+  width = static_cast<uint8_t>(program_.kernel.registers.at(name));
+  const auto found = places_.find(name);
+  return found != places_.end() ? found->second : places_[name] = place(width);
+}
+
+int Decoder::width_of(const Operand& operand) const {
+  const auto found = program_.kernel.registers.find(operand.items[0]);
+  return found == program_.kernel.registers.end() ? -1 : found->second;
+}
+
+uint32_t Decoder::result(const std::string& name, int width) {
+  uint8_t found = 0;
+  const uint32_t where = any_result(name, found);
+  if (found != width) throw Error("expected a register of " + std::to_string(width) + " bytes, got " + name);
+  return where;
+}
+
+uint32_t Decoder::any_source(const std::string& name, int width, uint8_t& found) {
+  if (is_register(name)) return any_result(name, found);
+  found = static_cast<uint8_t>(width);
+  const std::string key = name + "/" + std::to_string(width);
+  if (const auto known = places_.find(key); known != places_.end()) return known->second;
+  if (const auto special = specials().find(name); special != specials().end()) {
+    if (width != 4) throw Error(name + " has 4 bytes");
+    program_.specials.emplace_back(place(4), special->second);
+    return places_[key] = program_.specials.back().first;
+  }
+  uint64_t bits = 0;
+  if (name == "%tid.y" || name == "%tid.z" || name == "%ctaid.y" || name == "%ctaid.z") {
+    bits = 0;
+  } else if (name == "%ntid.y" || name == "%ntid.z" || name == "%nctaid.y" || name == "%nctaid.z") {
+    bits = 1;
+  } else if (const int64_t offset = shared_offset(program_, name); offset >= 0) {
+    bits = static_cast<uint64_t>(offset) + SharedMemory::kBegin;
+  } else if (const auto& all = program_.kernel.parameters;
+             std::any_of(all.begin(), all.end(), [&](const Parameter& one) { return one.name == name; })) {
+    bits = static_cast<uint64_t>(
+        std::find_if(all.begin(), all.end(), [&](const Parameter& one) { return one.name == name; })->offset);
+  } else if (!parse_number(name, bits)) {
+    throw Error("unknown operand " + name);
+  }
+  program_.constants.push_back({place(width), width, width == 0 ? (bits != 0 ? ~uint64_t{0} : 0) : bits});
+  return places_[key] = program_.constants.back().place;
+}
+
+uint32_t Decoder::source(const std::string& name, int width) {
+  uint8_t found = 0;
+  const uint32_t where = any_source(name, width, found);
+  if (found != width) throw Error("expected an operand of " + std::to_string(width) + " bytes, got " + name);
+  return where;
+}
+
+void Decoder::address(const Operand& operand, Instruction& to, int number) {
+  if (operand.kind != Operand::kAddress) throw Error("expected an address");
+  uint64_t offset = 0;
+  if (!parse_number(operand.items[1], offset)) throw Error("unknown offset " + operand.items[1]);
+  to.offset = static_cast<int64_t>(offset);
+  to.at[number] = any_source(operand.items[0], 8, to.width[number]);
+  to.wide_address = to.width[number] == 8;
+  if (to.width[number] != 4 && to.width[number] != 8) throw Error("not an address: " + operand.items[0]);
+}
+
+int32_t Decoder::label(const std::string& name) const {
+  const auto found = program_.kernel.labels.find(name);
+  if (found == program_.kernel.labels.end()) throw Error("unknown label " + name);
+  return static_cast<int32_t>(found->second);
+}
+
+bool decode_table(const Statement& statement, Decoder& decoder, Instruction& to) {
+  static const Table table = [] {
+    Table all;
+    add_integer(all);
+    add_bits(all);
+    add_float(all);
+    add_comparison(all);
+    add_conversion(all);
+    return all;
+  }();
+  auto found = table.find(statement.opcode);
+  if (statement.opcode.starts_with("cvt.") && statement.operands.size() == 2) {
+    const auto wider = table.find(statement.opcode + "/" + std::to_string(decoder.width_of(statement.operands[1])));
+    if (wider != table.end()) found = wider;
+  }
+  if (found == table.end()) return false;
+  const Meaning& meaning = found->second;
+  if (statement.operands.size() != meaning.widths.size()) throw Error("a wrong number of operands");
+  for (size_t i = 0; i < meaning.widths.size(); ++i) {
+    const Operand& operand = statement.operands[i];
+    if (operand.kind != Operand::kPlain || operand.items.size() != 1) return false;
+    to.at[i] = i == 0 ? decoder.result(operand.items[0], meaning.widths[i])
+                      : decoder.source(operand.items[0], meaning.widths[i]);
+  }
+  to.run = meaning.run;
+  return true;
+}
+
+Program decode(Kernel kernel) {
+  Program program;
+  program.kernel = std::move(kernel);
+  program.register_bytes = 64;  // place 0 is nobody's
+  lay_out_shared(program);
+  Decoder decoder(program);
+  for (const Statement& statement : program.kernel.statements) {
+    Instruction instruction;
+    instruction.statement = &statement;
+    try {
+      instruction.negated = statement.negated;
+      if (!statement.guard.empty()) instruction.guard = decoder.source(statement.guard, 0);
+      static constexpr Family kFamilies[] = {decode_table,   decode_move, decode_access,     decode_atomic,
+                                             decode_control, decode_copy, decode_collective, decode_matrix};
+      if (!std::any_of(std::begin(kFamilies), std::end(kFamilies),
+                       [&](Family family) { return family(statement, decoder, instruction); })) {
+        throw Error("unknown instruction");
+      }
+    } catch (const Error& error) {
+      throw Error("line " + std::to_string(statement.line) + ": " + error.what() + ": " + statement.text);
+    }
+    program.code.push_back(std::move(instruction));
+  }
+  static const Statement end{0, "end of the kernel", "", false, "ret", {}};
+  program.code.emplace_back();
+  program.code.back().kind = Instruction::kExit;
+  program.code.back().statement = &end;
+  return program;
+}
+
+}  // namespace pymoe::ptx

@@ -1,0 +1,116 @@
+// Runs a kernel: every thread has its place in the code, and a seed decides who goes on.
+//
+// Threads of a warp go side by side where they stand at the same instruction, or apart: at random, a part of a warp
+// runs ahead until it meets a collective. Warps of a block take turns of random length, blocks become live in random
+// order. What CUDA does not promise is thus not there: lanes in step without bar.warp.sync, warps in any order between
+// barriers, one block before another. (Conflicts in shared memory are found whatever the order: shared.h.)
+//
+// Errors, thrown with the instruction and the thread: an access outside the memory that was made known, or not aligned
+// to its size, or of bytes that nothing has written; a conflict in shared memory; a barrier or collective that not all
+// threads reach; a wait that never ends; an instruction without a meaning here.
+#pragma once
+
+#include <array>
+#include <bit>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "cuda_ptx/decode.h"
+#include "cuda_ptx/memory.h"
+#include "cuda_ptx/shared.h"
+
+namespace pymoe::ptx {
+
+inline constexpr int kWarpSize = 32;
+
+struct LaunchShape {
+  int64_t blocks = 1;
+  int threads = 1;
+  int64_t shared_bytes = 0;  // dynamic
+  int64_t cluster = 1;       // blocks a cluster
+};
+
+struct Block;
+struct Launch;
+
+// A copy that cp.async has begun.
+struct AsyncCopy {
+  uint64_t shared, global;
+  int bytes, read;  // what is not read becomes zero
+};
+
+// A fault of one lane; the machine says where.
+struct Fault {
+  int lane;
+  std::string what;
+};
+
+struct Warp {
+  Block* block = nullptr;
+  int index = 0;  // in the block
+  unsigned char* registers = nullptr;
+  uint32_t all = 0;       // lanes that the launch asked for
+  uint32_t alive = 0;     // lanes that have not ended
+  uint32_t waiting = 0;   // lanes at a collective or barrier
+  uint32_t turn = 0;      // lanes that may run before the others of the warp
+  uint16_t barriers = 0;  // bar.warp.sync that the warp has passed
+  std::array<int32_t, kWarpSize> place{};
+  const Instruction* current = nullptr;
+  std::array<std::vector<std::vector<AsyncCopy>>, kWarpSize>
+      copies;  // of each lane: committed groups, the last is open
+
+  template <typename T>
+  T* at(uint32_t offset) const {
+    return reinterpret_cast<T*>(registers + offset);
+  }
+  uint32_t& predicate(uint32_t offset) const { return *at<uint32_t>(offset); }
+  Moment moment(int lane) const;
+  Launch& launch() const;
+};
+
+struct Block {
+  Launch* launch = nullptr;
+  int64_t index = 0;
+  uint32_t barriers = 0;
+  SharedMemory shared;
+  std::vector<unsigned char> registers;
+  std::vector<Warp> warps;
+  std::vector<Block*> cluster;  // by rank; itself alone, usually
+  int arrived = 0;              // threads at the cluster's barrier
+  bool ended = false;
+
+  Block(Launch& launch, int64_t index);
+};
+
+struct Launch {
+  const Program& program;
+  LaunchShape shape;
+  std::vector<unsigned char> parameters;
+  std::mt19937_64 random;
+  std::vector<Stretch> touched;  // by each instruction: the stretch of global memory that it touched last
+  int64_t executed = 0;
+};
+
+inline Launch& Warp::launch() const { return *block->launch; }
+inline Moment Warp::moment(int lane) const {
+  return {static_cast<uint16_t>(index * kWarpSize + lane), barriers, block->barriers};
+}
+
+// Calls f(lane) for the lanes of a mask.
+template <typename F>
+inline void for_lanes(uint32_t lanes, F&& f) {
+  if (lanes == ~0u) {
+    for (int lane = 0; lane < kWarpSize; ++lane) f(lane);
+  } else {
+    for (; lanes != 0; lanes &= lanes - 1) f(std::countr_zero(lanes));
+  }
+}
+
+// Runs the whole grid. `arguments` are the bytes of the kernel's parameters. Throws Error.
+void run(const Program& program, const LaunchShape& shape, std::vector<unsigned char> arguments, uint64_t seed);
+
+}  // namespace pymoe::ptx

@@ -1,0 +1,27 @@
+// The global memory that a kernel may touch: stretches that were made known, and nothing between them.
+//
+// Memory of the process is used as it is. What has never been written is known by its contents: whoever makes a stretch
+// known fills it with kPoison, and eight aligned bytes that all still are kPoison were never written (or were copied
+// from such, which is as bad).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace pymoe::ptx {
+
+inline constexpr unsigned char kPoison = 0xa5;
+inline constexpr uint64_t kPoisonWord = 0xa5a5a5a5a5a5a5a5u;
+
+// Safe to call from several threads. Stretches do not overlap; `add` of no bytes does nothing.
+void add_memory(const void* begin, int64_t bytes);
+void remove_memory(const void* begin);
+
+struct Stretch {
+  uint64_t begin = 0, end = 0;
+  bool holds(uint64_t address, uint64_t bytes) const { return address >= begin && address + bytes <= end; }
+};
+// The stretch that holds these bytes, or an empty one.
+Stretch find_memory(uint64_t address, uint64_t bytes);
+
+}  // namespace pymoe::ptx

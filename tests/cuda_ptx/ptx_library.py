@@ -1,0 +1,77 @@
+"""Builds the interpreter, and an operator library whose CPU operators run the kernels' PTX on it.
+
+    python tests/cuda_ptx/ptx_library.py     # writes build/cuda_ptx; compiles only what changed
+
+nvcc compiles the ``.cu`` files as the build does (``csrc/nvcc_flags.py``), host code included, and leaves the PTX of
+one architecture in it (PYMOE_PTX_ARCHITECTURE, 90 unless set). Linked with ``runtime.cpp`` in the place of the CUDA
+runtime they launch as they do on a GPU, and the interpreter runs what they launch. The pytest plugin ``ptx_ops`` puts
+the library in the place of ``pymoe._ops``:
+
+    PYTHONPATH=tests/cuda_ptx:tests python -m pytest -p ptx_ops tests/ops/test_native_equals_reference.py
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+from machine_code import FLAGS, find_nvcc  # noqa: E402
+from ninja_library import Source, build_library, kernel_sources, operator_sources  # noqa: E402
+
+HERE = ROOT / "tests" / "cuda_ptx"
+FOLDER = ROOT / "build" / "cuda_ptx"
+# What needs CUDA's headers, torch or the kernels; all else is the interpreter.
+AROUND = ("runtime", "torch_memory", "control_api", "cases")
+# -O2 and no fusing: the interpreter's own arithmetic is the yardstick.
+INTERPRETER = f"-O2 -g0 -fvisibility=default -I{ROOT / 'tests'}"
+
+
+def architecture() -> str:
+    """The architecture whose PTX is run, such as ``"90"``."""
+    return os.environ.get("PYMOE_PTX_ARCHITECTURE", "90")
+
+
+def build_interpreter() -> Path:
+    """The interpreter alone, with the functions of ``api.cpp``; needs no nvcc."""
+    sources = [Source(file) for file in sorted(HERE.glob("*.cpp")) if file.stem not in AROUND]
+    return build_library(FOLDER / "interpreter", INTERPRETER, sources, name="libptx")
+
+
+def nvcc_options() -> str:
+    """The build's flags, with which host code and PTX are made."""
+    code = f"arch=compute_{architecture()},code=compute_{architecture()}"
+    # Uncompressed, so that the runtime can read the text; host code as in a library, its warnings the build's affair.
+    return " ".join([*FLAGS, "-Xcompiler=-fPIC,-w", "-Xfatbin=--compress=false", f"-gencode={code}"])
+
+
+def build() -> Path:
+    """The operator library; raises RuntimeError with the compiler's output when that fails, or without nvcc."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise RuntimeError("there is no nvcc, whose PTX could be run")
+    interpreter = build_interpreter()
+    around = "-DPYMOE_WATCHED_MEMORY"
+    # Those that have kernels of their own are about the emulator.
+    cases = [file for file in sorted(ROOT.glob("tests/cuda_on_cpu/test_*.cpp")) if "__global__" not in file.read_text()]
+    sources = [
+        # What takes longest is begun first.
+        *(Source(file, nvcc_options(), nvcc) for file in sorted(ROOT.glob("csrc/kernels/*.cu"), reverse=True)),
+        *operator_sources(),
+        # nvcc knows where CUDA's headers are; of C++ it hands all to the host's compiler.
+        Source(HERE / "runtime.cpp", f"-std=c++20 -O1 -Xcompiler=-fPIC -I{ROOT / 'tests'}", nvcc),
+        # torch's allocators are no part of its stable ABI.
+        Source(HERE / "torch_memory.cpp", "-UTORCH_TARGET_VERSION"),
+        *(Source(HERE / f"{name}.cpp", around) for name in ("control_api", "cases")),
+        *(Source(file, around) for file in cases),
+        *(Source(one.file, "-O1") for one in kernel_sources()),
+    ]
+    flags = f"-O1 -g0 -I{ROOT / 'tests'} -DPYMOE_WITH_CUDA=1 -DPYMOE_CUDA_ON_CPU=1"
+    link = f"-Wl,--no-as-needed {interpreter} -Wl,-rpath,{interpreter.parent}"
+    return build_library(FOLDER / f"compute_{architecture()}", flags, sources, link)
+
+
+if __name__ == "__main__":
+    print(build())

@@ -1,0 +1,84 @@
+"""Runs the PTX of all kernels, and the tests of the interpreter that runs it.
+
+    python tests/cuda_ptx/run_ptx.py [--exhaustive] [PYTEST'S OPTIONS ...]
+
+Without nvcc there is no PTX: the interpreter's own tests run then, and it says so. At the end of a run without ``-k``
+every kernel of the library must have been launched.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+HERE = ROOT / "tests" / "cuda_ptx"
+sys.path.insert(0, str(ROOT / "tests"))
+from machine_code import find_nvcc  # noqa: E402
+
+INTERPRETER = ["check_arithmetic.py", "check_machine.py"]
+# On the operators whose CPU tensors go to the kernels; the second line is thousands of cases.
+LAYERS = ["tests/nn/test_moe_values.py", "tests/nn/test_moe_losses.py"]
+OPERATORS = ["tests/ops/test_native_equals_reference.py"]
+ON_CUDA = "not narrower and not asked_for and not quantize"
+
+
+def pytest(arguments: list[str], environment: dict[str, str] | None = None) -> bool:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    paths = os.pathsep.join([str(HERE), str(ROOT / "tests")])
+    return (
+        subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths, **(environment or {})}).returncode
+        == 0
+    )
+
+
+def never_launched(folder: Path) -> list[str]:
+    """Kernels of the library that no process has launched."""
+    everything, launched = set(), set()
+    for path in folder.glob("*.txt"):
+        for line in path.read_text().splitlines():
+            count, name = line.split()
+            everything.add(name)
+            if count != "0":
+                launched.add(name)
+    return sorted(everything - launched)
+
+
+def main() -> int:
+    options = sys.argv[1:]
+    checks = [str(HERE / name) for name in INTERPRETER]
+    if find_nvcc() is None:
+        passed = pytest([*options, *checks])
+        print("no nvcc: the kernels' PTX was not run" + (" (checks passed: the interpreter's own)" if passed else ""))
+        return 0 if passed else 1
+    launched = ROOT / "build" / "cuda_ptx" / "launched"
+    shutil.rmtree(launched, ignore_errors=True)
+    launched.mkdir(parents=True)
+    from ptx_library import build
+
+    build()  # once, before several processes ask for it
+    selected = [str(ROOT / name) for name in [*LAYERS, *(OPERATORS if "--exhaustive" in options else [])]]
+    if "-k" in options:
+        place = options.index("-k") + 1
+        options[place] = f"({options[place]}) and {ON_CUDA}"
+    else:
+        options = ["-k", ON_CUDA, *options]
+    passed = pytest(
+        ["-p", "ptx_ops", *options, *checks, str(HERE / "check_kernels.py"), *selected],
+        {"PYMOE_PTX_LAUNCHED": str(launched)},
+    )
+    missing = [] if "-k" in options else never_launched(launched)
+    for name in missing:
+        print(f"error: no test has launched {re.sub('_GLOBAL__N__.*?_cu_[0-9a-f]{8}', '', name)}")
+    if not passed or missing:
+        return 1
+    print("checks passed: the PTX of the kernels gives what the CPU twins give")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
