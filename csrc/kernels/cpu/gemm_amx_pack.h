@@ -105,6 +105,24 @@ PYMOE_INLINE void pack_pairs(const BFloat16* const (&lines)[32], int64_t first, 
   store_tile(rows, target);
 }
 
+#if PYMOE_ISA_LEVEL == 4
+// Two right tiles of 16 items each, from the whole lines lines[p] + first.
+PYMOE_INLINE void pack_two_right(const BFloat16* const (&lines)[32], int64_t first, BFloat16* target,
+                                 BFloat16* second_target) {
+  alignas(64) static constexpr uint16_t kOrder[64] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                      8,  40, 9,  41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47,
+                                                      16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,
+                                                      24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
+  const __m512i low = _mm512_load_si512(kOrder), high = _mm512_load_si512(kOrder + 32);
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; ++i) {
+    const __m512i even = _mm512_loadu_si512(lines[2 * i] + first), odd = _mm512_loadu_si512(lines[2 * i + 1] + first);
+    _mm512_store_si512(target + i * kTileDepth, _mm512_permutex2var_epi16(even, low, odd));
+    _mm512_store_si512(second_target + i * kTileDepth, _mm512_permutex2var_epi16(even, high, odd));
+  }
+}
+#endif
+
 // The tiles of `items` items from `first` on and `k` steps from `p` on: those of 16 items after each other, along k.
 // `ahead` is asked for a tile each.
 template <bool kRight>
@@ -116,7 +134,16 @@ void pack_tiles(const TileSource& source, int64_t first, int64_t items, int64_t 
     for (int64_t q = 0; q < k; q += kTileDepth, target += kTileElements) {
       const BFloat16* lines[kTileDepth];
       for (int64_t i = 0; i < kTileDepth; ++i) lines[i] = q + i < k ? source.at(first, p + q + i) : nullptr;
-      for (int64_t i = 0; i < items; i += kTileItems) {
+      int64_t i = 0;
+#if PYMOE_ISA_LEVEL == 4
+      for (; kRight && i + 2 * kTileItems <= items && lines[kTileDepth - 1] != nullptr; i += 2 * kTileItems) {
+        BFloat16* const tile = target + i / kTileItems * depth * kTileElements;
+        ahead.ask();
+        ahead.ask();
+        pack_two_right(lines, i, tile, tile + depth * kTileElements);
+      }
+#endif
+      for (; i < items; i += kTileItems) {
         ahead.ask();
         pack_pairs<kRight>(lines, i, std::min(kTileItems, items - i), target + i / kTileItems * depth * kTileElements);
       }
