@@ -101,7 +101,8 @@ void finish_tiles(const Gemm<BFloat16>& g, const TileSums& block, const float* b
   for (int64_t ta = 0; ta < block.tiles_a; ++ta) {
     const int64_t row = block.row + ta * kTileItems, rows = std::min(kTileItems, g.m - row);
     for (int64_t tb = 0; tb < block.tiles_b; tb += 2) {
-      const int64_t column = block.column + tb * kTileItems, columns = std::min(2 * kTileItems, g.n - column);
+      const int64_t column = block.column + tb * kTileItems,
+                    columns = std::min(std::min<int64_t>(2, block.tiles_b - tb) * kTileItems, g.n - column);
       TileRow rounded[16];
       round_sums<kLeftB>(block.at(ta, tb), block.at(ta, std::min(tb + 1, block.tiles_b - 1)), bias + column, rounded);
       for (int64_t r = 0; r < rows; ++r) {
@@ -119,8 +120,9 @@ void gemm_amx_rows(const Gemm<BFloat16>& g, int64_t begin, int64_t end) {
   const TileSource a{g.a, g.a_row_stride, g.a_column_stride, g.rows, g.steps};
   const TileSource b{g.b, g.b_column_stride, g.b_row_stride, nullptr, g.steps};
   const auto tiles_of = [](int64_t items) { return (items + kTileItems - 1) / kTileItems; };
-  // Tiles of A and of B that are multiplied together.
-  const int64_t side_a = m <= kTileItems ? 1 : 2, side_b = 4 / side_a;
+  // Tiles of A and of B that are multiplied together. Of B read for few rows of A one: the fewer rows of B are read at
+  // a time, the more the memory gives.
+  const int64_t side_a = m <= kTileItems ? 1 : 2, side_b = kLeftB && side_a == 1 ? 1 : 4 / side_a;
   const int64_t block_m = side_a * kTileItems, block_n = side_b * kTileItems;
   const int64_t groups_a = tiles_of(m), groups_b = tiles_of(g.n), padded_n = round_up(g.n, 2 * kTileItems);
   const int64_t fitting = kAmxPanelBytes / (groups_a * kTileBytes) * kTileDepth;
@@ -153,6 +155,9 @@ void gemm_amx_rows(const Gemm<BFloat16>& g, int64_t begin, int64_t end) {
   do {
     const int64_t k = std::min(block_k, g.k - p), depth = (k + kTileDepth - 1) / kTileDepth;
     RowsAhead ahead{};
+    if (kLeftB && p == 0 && k > 0) {  // the first columns: nobody has asked for them
+      ahead = RowsAhead(b.at(0, p), k, g.b_column_stride, std::min(chunk, g.n), groups_a * depth);
+    }
     pack_tiles<kLeftB>(a, begin, m, p, k, panels_a, ahead);
     for (int64_t j0 = 0; j0 < g.n; j0 += chunk) {
       const int64_t columns = std::min(chunk, g.n - j0);
