@@ -103,6 +103,20 @@ FAULTS = [
         ("tests/ops/test_quick_checks.py", "-k", "named_checks_do and combine"),
     ),
     Fault(
+        "the direct way of a layer does not ask for autocast",
+        "pymoe/nn/direct.py",
+        "and not autocast_enabled(device.type)",
+        "",
+        ("tests/nn/test_moe_direct.py", "-k", "autocast"),
+    ),
+    Fault(
+        "the direct way of a layer passes the hooks of its losses",
+        "pymoe/nn/direct.py",
+        "is_called_plainly(losses, AuxiliaryLosses)",
+        "True",
+        ("tests/nn/test_moe_direct.py", "-k", "fires_in_every_call"),
+    ),
+    Fault(
         "one native call for all is made past the hooks of the experts",
         "pymoe/nn/plain_calls.py",
         "and not (module._forward_hooks or module._forward_pre_hooks)",
