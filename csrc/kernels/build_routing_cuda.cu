@@ -253,8 +253,9 @@ __global__ void __launch_bounds__(kMostWarps* kWarp)
   }
 }
 
+// One block a multiprocessor is enough, and is said: without it ptxas makes room for two on sm_80, and spills.
 template <typename Index, bool kInShared, bool kOneLaunch>
-__global__ void __launch_bounds__(kMostWarps* kWarp)
+__global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     place_kernel(const Index* PYMOE_RESTRICT named, int32_t* slot, int32_t* token, int32_t* offsets, int32_t* workspace,
                  int64_t rows, int64_t choices, int rounds, int64_t tiles, int experts, int64_t capacity) {
   PYMOE_DYNAMIC_SHARED(int32_t, shared);
