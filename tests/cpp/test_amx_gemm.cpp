@@ -3,6 +3,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -182,6 +183,47 @@ TEST_CASE("amx gemm: few rows and columns of B that follow each other") {
     for (int turn = 0; turn < 4; ++turn) {
       const int64_t n = 1 + static_cast<int64_t>(random() % 130), k = static_cast<int64_t>(random() % 140);
       judge(Case(random, m, n, k, kLayouts[turn % 3], Layout::kAcross, turn == 0, turn % 2 == 0, turn > 1));
+    }
+  }
+}
+
+// Sums that are -0 before their last tile, whose few products are -0, too: +0 where the tile multiplies zeros after
+// them, which shows with a bias of -0.
+TEST_CASE("amx gemm: the sign of a zero does not depend on the number of rows") {
+  const auto power = [](float factor, int exponent) { return round_to<BFloat16>(std::ldexp(factor, exponent)); };
+  for (int64_t last = 1; last <= 32; ++last) {  // steps of the last tile
+    const int64_t k = 64 + last, most = 9, n = 2;
+    std::vector<BFloat16> a(static_cast<size_t>(most * k), BFloat16{0}), b(static_cast<size_t>(k * n), power(1, -63));
+    for (int64_t i = 0; i < most; ++i) {
+      a[static_cast<size_t>(i * k)] = power(-1.5, -63);
+      a[static_cast<size_t>(i * k + 32)] = power(1, -63);
+      for (int64_t p = 64; p < k; ++p) a[static_cast<size_t>(i * k + p)] = power(-1, -66);
+    }
+    const std::vector<BFloat16> bias(static_cast<size_t>(n), BFloat16{0x8000});
+    for (const int64_t m : {1, 4, 8, 9}) {
+      std::vector<BFloat16> c(static_cast<size_t>(m * n));
+      const Gemm<BFloat16> g{.a = a.data(),
+                             .a_row_stride = k,
+                             .a_column_stride = 1,
+                             .b = b.data(),
+                             .b_row_stride = n,
+                             .b_column_stride = 1,
+                             .bias = bias.data(),
+                             .bias_stride = 1,
+                             .c = c.data(),
+                             .c_row_stride = n,
+                             .m = m,
+                             .n = n,
+                             .k = k};
+      for (int number = 0; number < 4; ++number) {
+        for (const Variant& variant : variants(number)) {
+          CAPTURE(variant.name);
+          CAPTURE(last);
+          CAPTURE(m);
+          variant.run(g);
+          for (const BFloat16 value : c) CHECK(value.bits == expected(g, 0, 0).bits);
+        }
+      }
     }
   }
 }

@@ -34,7 +34,9 @@ __attribute__((noinline)) void add_tile_rows(const float* a, const BFloat16* b, 
     const auto mask = static_cast<__mmask32>((uint64_t{1} << count) - 1);
     vfloat chain[2][kRows][2] = {};  // of even and of odd steps
     const BFloat16* line = b + j;
-    for (int64_t p = 0; p < steps; p += 2) {
+    // A tile multiplies zeros where it has no step, which makes a chain of -0 one of +0; for that one step is enough.
+    const int64_t until = std::min(kTileDepth, steps + 2);
+    for (int64_t p = 0; p < until; p += 2) {
 #pragma GCC unroll 2
       for (int64_t q = 0; q < 2; ++q) {
         // A step that is not there multiplies zeros.
