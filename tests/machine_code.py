@@ -164,7 +164,8 @@ def compile_one(command: list[str], source: Path, root: Path, folder: Path) -> C
 def digest(command: list[str], source: Path, root: Path) -> str:
     """Return a hash of all that decides what the compiler makes of a source."""
     version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True).stdout
-    parts = [version, KEPT, *command[1:], *(path.read_text() for path in closure(source, root))]
+    of_environment = [os.environ.get(name, "") for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")]
+    parts = [version, KEPT, *of_environment, *command[1:], *(path.read_text() for path in closure(source, root))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -187,7 +188,6 @@ def demangle(names: list[str]) -> list[str]:
     tool = shutil.which("c++filt")
     if tool is None or not names:
         return names
-    text = subprocess.run([tool], input="\n".join(names), capture_output=True, text=True, check=True).stdout
-    return [
-        re.sub(r"\(anonymous namespace\)::|pymoe::|cuda::|^void ", "", line).split("(")[0] for line in text.splitlines()
-    ]
+    # -p: without parameters, of which the first bracket need not be one: kernel<(Activation)0, BFloat16>.
+    text = subprocess.run([tool, "-p"], input="\n".join(names), capture_output=True, text=True, check=True).stdout
+    return [re.sub(r"\(anonymous namespace\)::|pymoe::|cuda::", "", line) for line in text.splitlines()]

@@ -39,8 +39,13 @@ DRIFT = 0.05
 ROUNDING = 0.005
 
 # Kernels whose results go out in packs of 16 bytes alone, and those whose sums have the CPU's bits and no division.
-PACKED = re.compile(r"(dispatch_kernel<uint4|combine_kernel<\w+, 16,|expert_activation\w*<.*(BFloat16|Float16)>)")
-UNFUSED = re.compile(r"(dispatch_kernel|combine_kernel|combine_backward_kernel)<")
+PACKED_NAMES = (
+    "dispatch_kernel<uint4", r"combine_kernel<\w+, 16,", "expert_activation_kernel<.*(BFloat16|Float16)>",
+    "expert_activation_backward_kernel<.*(BFloat16|Float16)>",
+)  # fmt: skip
+UNFUSED_NAMES = ("dispatch_kernel<", "combine_kernel<", "combine_backward_kernel<")
+PACKED = re.compile("|".join(PACKED_NAMES))
+UNFUSED = re.compile("|".join(UNFUSED_NAMES))
 # Blocks of these tell each other something, for the reason that stands beside the name.
 MAY_COMMUNICATE: dict[str, str] = {}
 
@@ -73,6 +78,16 @@ def static_complaints(found: list[Statics]) -> list[str]:
         if one.to_others and not any(one.name.startswith(name) for name in MAY_COMMUNICATE):
             complaints.append(f"{where} communicates between blocks: {', '.join(one.to_others)}")
     return complaints
+
+
+def forgotten(found: list[Statics]) -> list[str]:
+    """Return the rules for kernels of some name that no kernel has: these would be kept by nobody."""
+    names = [one.name for one in found]
+    return [
+        f"no kernel is called {pattern!r}, for which there is a rule"
+        for pattern in (*PACKED_NAMES, *UNFUSED_NAMES)
+        if not any(re.match(pattern, name) for name in names)
+    ]
 
 
 def bar_complaints(figures: dict[str, dict[str, float]], bars: dict[str, Any]) -> list[str]:
@@ -209,6 +224,7 @@ def main() -> int:
         print("\n".join(f"error: {one}" for one in bad))
         return 1
     complaints, traced, every = judge(nvcc, compiled, architectures(nvcc))
+    complaints += forgotten(every)
     stored = stored_form(traced)
     if options.write:
         PREDICTIONS.write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n")

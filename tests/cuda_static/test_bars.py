@@ -1,6 +1,7 @@
 """Bars, stored predictions and the pages that show them, without a compiler; and the model's arithmetic."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import check
 from cases import WORK
 from counters import Statics
-from machine_code import Kernel
+from machine_code import Kernel, demangle
 from model import Gpu, Occupancy, Prediction, occupancy
 
 BARS = json.loads(check.BARS.read_text())
@@ -44,6 +45,7 @@ def test_a_figure_that_is_worse_than_its_bar_is_an_error():
     [
         ("gate_topk_kernel<float, 8, 16, true>", 72, 0, 0, (), "spills 72 bytes"),
         ("combine_kernel<BFloat16, 16, 8, false>", 0, 4, 0, (), "stores 4 bytes in 4 places"),
+        ("expert_activation_kernel<(Activation)0, BFloat16>", 0, 4, 0, (), "stores 4 bytes in 4 places"),
         ("combine_backward_kernel<float, 16, 8>", 0, 0, 3, (), "3 fused multiply-adds"),
         ("count_kernel<int, true>", 0, 0, 0, ("MEMBAR.SC.GPU",), "communicates between blocks: MEMBAR.SC.GPU"),
     ],
@@ -55,6 +57,25 @@ def test_what_must_not_stand_in_code_is_an_error(name, spilled, narrow, fused, o
     assert "sm_120" in complaint
     clean = Statics(Kernel("x.cu", name, "sm_120", 80, 0, 0, 0), name, 0, 0, ())
     assert not check.static_complaints([clean])
+
+
+def test_a_rule_for_kernels_that_are_called_otherwise_is_an_error():
+    names = [
+        "dispatch_kernel<uint4, true>", "combine_kernel<float, 16, 8, false>", "combine_backward_kernel<float, 16, 8>",
+        "expert_activation_kernel<(Activation)0, Float16>", "expert_activation_backward_kernel<(Activation)2, Float16>",
+    ]  # fmt: skip
+    found = [Statics(Kernel("x.cu", name, "sm_90", 80, 0, 0, 0), name, 0, 0, ()) for name in names]
+    assert not check.forgotten(found)
+    assert [len(check.forgotten(found[:i] + found[i + 1 :])) for i in range(len(found))] == [2, 2, 1, 1, 1]
+
+
+def test_names_keep_the_arguments_of_their_templates():
+    if shutil.which("c++filt") is None:
+        pytest.xfail("there is no c++filt")
+    # One of nvcc's, whose unnamed namespace has a number: expert_activation_kernel<Activation(1), BFloat16>(BFloat16*).
+    unnamed = "_GLOBAL__N__1234abcd_25_expert_activation_cuda_cu_5678abcd"
+    name = f"_ZN5pymoe4cuda{len(unnamed)}{unnamed}24expert_activation_kernelILNS_10ActivationE1ENS_8BFloat16EEEvPKT0_"
+    assert demangle([name]) == ["expert_activation_kernel<(Activation)1, BFloat16>"]
 
 
 def test_stored_predictions_that_are_not_the_codes_are_an_error():
