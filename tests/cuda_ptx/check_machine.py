@@ -1,7 +1,12 @@
 """What the interpreter says of memory, order and collectives: kernels of a few lines that break one rule each."""
 
+import sys
+from pathlib import Path
+
 import numpy as np
+import ptx_library
 import pytest
+import run_ptx
 from ptx_text import PtxError, aligned, run_kernel, unwritten
 
 SHARED = ".shared .align 16 .b8 tile[512];\n"
@@ -279,3 +284,26 @@ def test_clusters():
     assert out.tolist() == [1, 0, 3, 2, 5, 4]
     errors = "never written|since the last barrier|a block that has ended"
     refuses(errors, write + read + meet, [words(6)], blocks=6, threads=1, cluster=2)
+
+
+@pytest.mark.parametrize(
+    ("counts", "options", "status"),
+    [(b"1 a\n0 b\n", [], 1), (b"1 a\n2 b\n", [], 0), (b"0 b\n", ["-k", "x"], 0)],
+)
+def test_a_kernel_that_no_test_has_launched_is_an_error(tmp_path, monkeypatch, counts, options, status):
+    def pretended(arguments, environment):
+        assert arguments.count("-k") == 1
+        Path(environment["PYMOE_PTX_LAUNCHED"], "1.txt").write_bytes(counts)
+        return True
+
+    monkeypatch.setattr(run_ptx, "ROOT", tmp_path)
+    monkeypatch.setattr(run_ptx, "find_nvcc", lambda: "nvcc")
+    monkeypatch.setattr(run_ptx, "pytest", pretended)
+    monkeypatch.setattr(ptx_library, "build", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["run_ptx.py", *options])
+    assert run_ptx.main() == status
+
+
+def test_processes_that_do_not_say_what_they_launched_are_an_error(tmp_path):
+    with pytest.raises(RuntimeError, match="no process has left"):
+        run_ptx.never_launched(tmp_path)
