@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
+import shlex
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -26,6 +29,13 @@ FLAGS = " ".join(
 
 def compiler() -> str:
     return os.environ.get("CXX", "g++")
+
+
+@cache
+def stamp(of_compiler: str) -> str:
+    """What makes all anew where the compiler or torch is another one: ninja sees commands and our own headers alone."""
+    said = subprocess.run([*shlex.split(of_compiler), "--version"], capture_output=True, text=True, check=True).stdout
+    return hashlib.sha256(f"{said}\0{torch.__version__}".encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -93,12 +103,11 @@ def build_library(
 
 
 def write_recipe(folder: Path, flags: str, sources: Sequence[Source], link_flags: str, name: str) -> None:
-    """Write build.ninja, unless it is there with the same text: a new one makes ninja build anew."""
+    """Write build.ninja, unless it is there with the same text."""
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
     libraries = cpp_extension.library_paths()
     objects = {source: f"{source.file.parent.name}_{source.file.stem}.o" for source in sources}
     lines = [
-        f"# torch {torch.__version__}",
         f"flags = {flags} " + " ".join(f"-isystem {path}" for path in includes) + f" -I{ROOT / 'csrc'}",
         "rule compile",
         f"  command = {compiler()} -MMD -MF $out.d $flags $own -c $in -o $out",
@@ -115,7 +124,8 @@ def write_recipe(folder: Path, flags: str, sources: Sequence[Source], link_flags
     ]
     for source, target in objects.items():
         rule = "compile_otherwise" if source.compiler else "compile"
-        lines += [f"build {target}: {rule} {source.file}", f"  own = {source.flags}", f"  compiler = {source.compiler}"]
+        own = f"-DPYMOE_COMPILED_BY={stamp(source.compiler or compiler())} {source.flags}"
+        lines += [f"build {target}: {rule} {source.file}", f"  own = {own}", f"  compiler = {source.compiler}"]
     lines += [f"build {name}.so: link " + " ".join(objects.values()), ""]
     recipe = folder / "build.ninja"
     text = "\n".join(lines)
