@@ -98,11 +98,14 @@ class LastCall(Record):
             self.keep(**compute())
 
     def settle(self) -> None:
-        """Compute what is pending, and let go of what it is computed from."""
-        if self.pending is not None:
-            compute, self.pending = self.pending, None
+        """Compute what is pending, and let go of what it is computed from; where that raises, it stays pending."""
+        compute = self.pending
+        if compute is not None:
             with torch.no_grad():
-                self.held = compute()
+                held = compute()
+            # Another thread may have asked as well, and found the same, or the layer has run on.
+            if self.pending is compute:
+                self.held, self.pending = held, None
 
     def copies(self) -> dict[str, Tensor]:
         """Return fresh copies of the values, in the dtypes of the record."""

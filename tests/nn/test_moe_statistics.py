@@ -10,6 +10,7 @@ from moe_layers import make_input, make_layer
 
 from pymoe import ops
 from pymoe.nn import moe
+from pymoe.nn.record import LastCall
 
 
 @pytest.fixture
@@ -124,3 +125,34 @@ def test_a_saved_layer_does_not_grow_with_its_tokens():
         torch.save(layer, file)
         sizes.append(len(file.getvalue()))
     assert sizes[1] < 1.1 * sizes[0]
+
+
+def test_two_that_ask_at_once_get_the_same():
+    """The second got the values of the record, zeros, while the first computed."""
+    last, other = LastCall(load=torch.zeros(1)), []
+
+    def compute():
+        if not other:
+            other.append(None)
+            other[0] = last["load"]  # as another thread would
+        return {"load": torch.ones(1)}
+
+    last.keep_pending(compute, torch.ones(1))
+    assert last["load"] == other[0] == 1
+    assert last.pending is None
+
+
+def test_what_cannot_be_computed_now_can_be_later():
+    last = LastCall(load=torch.zeros(1))
+    outcomes = [RuntimeError("no memory"), {"load": torch.ones(1)}]
+
+    def compute():
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    last.keep_pending(compute, torch.ones(1))
+    with pytest.raises(RuntimeError, match="no memory"):
+        last["load"]
+    assert last["load"] == 1
