@@ -14,10 +14,12 @@ from typing import Any
 from torch import Tensor
 
 from pymoe.remote.calls import Call, Method, ask
+from pymoe.remote.errors import AppliedError
 from pymoe.remote.expert import KnownExpert
 from pymoe.remote.wire import MOST_BYTES
 from pymoe.runtime import BatchTensorProto, QueueFull, TaskPool
 from pymoe.runtime.awaiting import outcome
+from pymoe.runtime.interrupts import interrupt_soon, uninterrupted
 
 MOST_UNDER_WAY = 1024
 """Requests that a :class:`DirectPool` has sent and that are not answered."""
@@ -41,17 +43,19 @@ class _Waiting:
         self.future: weakref.ref[Any] | None = None
 
     def is_done(self) -> bool:
-        """Whether it was refused or cancelled, or failed before its call began, as far as is known."""
-        future = None if self.future is None else self.future()
-        return self.refused or (future is not None and future.done())
+        """Whether it was refused or is done, as far as is known, or nobody has its future, to wait for it, any more."""
+        if self.future is None:
+            return self.refused
+        future = self.future()
+        return future is None or future.done()
 
 
 class CoalescingPool(TaskPool):
     """Puts the rows of all callers that wait into one call, as a local pool does; one call is under way at a time.
 
-    A caller who is alone waits for nobody. A call has the time of its most patient request, and
-    ``future.cancel()`` takes a request back as long as its call has not begun: after that it is as with a batch that
-    runs. A request of more rows than the server runs at once is sent in several calls.
+    A caller who is alone waits for nobody. A call has the time of its most patient request whose future somebody has,
+    and ``future.cancel()`` takes a request back as long as its call has not begun: after that it is as with a batch
+    that runs. A request of more rows than the server runs at once is sent in several calls.
     """
 
     def __init__(self, expert: KnownExpert, method: Method, protos: Sequence[BatchTensorProto]) -> None:
@@ -63,7 +67,16 @@ class CoalescingPool(TaskPool):
         super().__init__(self._ask, name=name, schema=protos, max_batch_size=rows)
 
     def _ask(self, *tensors: Tensor) -> tuple[Any, ...]:
-        return ask(self._expert, self._method, tensors, self._patience(len(tensors[0])))
+        patience = self._patience(len(tensors[0]))
+        if self._method == "Forward":
+            return ask(self._expert, self._method, tensors, patience)
+        # A batch that is interrupted is put back, and would be sent again under another key.
+        try:
+            with uninterrupted():
+                return ask(self._expert, self._method, tensors, patience)
+        except KeyboardInterrupt:  # the second one, which does not wait
+            interrupt_soon()
+            raise AppliedError(f"{self.name}: interrupted; the request may have been applied") from None
 
     def _patience(self, rows: int) -> float:
         """Return the deadline of the most patient request of the call that is about to be made, which has ``rows``.
@@ -77,7 +90,8 @@ class CoalescingPool(TaskPool):
         all_go = sum([one.rows for one in here]) == rows or self.empty
         self._waiting.extend([one for one in waiting if one.future is None] if all_go else waiting)
         patience = [one.deadline for one in waiting]
-        return max(patience, default=time.monotonic() + self._expert.channel.timeout)  # none: an interrupt's second try
+        # None: a forward's second try after an interrupt, or requests whose futures nobody has.
+        return max(patience, default=time.monotonic() + self._expert.channel.timeout)
 
     def _submit(
         self, submit: Callable[..., Any], tensors: Sequence[Any], timeout: float | None, priority: float

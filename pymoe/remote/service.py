@@ -31,6 +31,8 @@ MOST_STREAMS = 1024
 """Streams of requests: each may hold a message, as long as may be read, that has found no room yet."""
 LONGEST_REQUEST_S = 3600.0
 """The deadline of a request whose client names none, or a later one."""
+SLOW_REPLY_S = 10.0
+"""How long after the end of its request's time a client may take to read a long reply."""
 LONG_MESSAGE = 1 << 18
 """Bytes from which on a message is coded on another thread, so that short ones need not wait for it."""
 
@@ -169,10 +171,11 @@ class Service(grpc.GenericRpcHandler):
 
     async def _exchange_one(self, context: Any, head: bytes) -> bool:
         """Answer a request of a stream; return whether another can follow."""
-        missing = 0
+        missing, until = 0, time.monotonic()
         try:
             with self.room.take(len(head)):
                 request = wire.decode(head, wire.Request)
+                until += _limited(request.seconds)
                 self._refuse_when_draining()
                 missing = wire.following(request.tensors)
                 if not missing:
@@ -191,11 +194,33 @@ class Service(grpc.GenericRpcHandler):
         except Exception as error:
             code, text, metadata = self._status_of(error)
             reply = wire.Reply([], status=code.value[0], details=text, kind=dict(metadata).get(KIND_KEY, ""))
-        following = wire.detach_long(reply.tensors)
-        await context.write(wire.encode(reply))
-        for frame in wire.frames(following):
-            await context.write(frame)
+        await self._write(context, reply, until)
         return not missing  # frames that nobody has read would be taken for requests
+
+    async def _write(self, context: Any, reply: wire.Reply, until: float) -> None:
+        """Write a reply to a stream. A long one takes room, and its client has to read it in time.
+
+        Raises:
+            TimeoutError: it has not: the stream ends, and with it what it held.
+        """
+        following = wire.detach_long(reply.tensors)
+        head = wire.encode(reply)
+        if not following:
+            return await context.write(head)  # type: ignore[no-any-return]
+
+        async def write_all() -> None:
+            await context.write(head)
+            for frame in wire.frames(following):
+                await context.write(frame)
+
+        size = sum([one.nbytes for one in following])
+        self.room.used += size  # there may be too little: what is computed is not thrown away, but nothing else begins
+        try:
+            await asyncio.wait_for(write_all(), max(0.0, until - time.monotonic()) + SLOW_REPLY_S)
+        except asyncio.TimeoutError:  # before Python 3.11 not that of other waits
+            raise TimeoutError("the reply was not read in time") from None
+        finally:
+            self.room.used -= size
 
     def _refuse_when_draining(self) -> None:
         if self.draining:

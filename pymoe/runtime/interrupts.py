@@ -31,12 +31,19 @@ class uninterrupted:
             return
         signal.signal(signal.SIGINT, self._handler)
         if self._pending:
-            # Not here, where it would end the batch like an error of its own, but when that has handed out results.
-            later = threading.Timer(DELAY_S, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
-            later.daemon = True
-            later.start()
+            interrupt_soon()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._pending = not self._pending
         if not self._pending:
             self._handler(number, frame)
+
+
+def interrupt_soon() -> None:
+    """Have Ctrl-C come to this thread again, when the batch that it runs has handed out its results.
+
+    Not at once, where it would end the batch like an error of its own.
+    """
+    later = threading.Timer(DELAY_S, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+    later.daemon = True
+    later.start()

@@ -21,7 +21,18 @@ from limits import LONG
 from server_processes import ServerProcesses
 from torch import Tensor, nn
 
-from pymoe.remote import ExpertServer, ProtocolError, ServerLost, WireError, calls, cli, connect, errors, wire
+from pymoe.remote import (
+    AppliedError,
+    ExpertServer,
+    ProtocolError,
+    ServerLost,
+    WireError,
+    calls,
+    cli,
+    connect,
+    errors,
+    wire,
+)
 from pymoe.remote import server as server_module
 from pymoe.remote.journal import IN_PART
 from pymoe.remote.service import Service
@@ -351,3 +362,31 @@ def test_saving_waits_for_an_expert_that_hangs_no_longer_than_it_is_told_to(tmp_
         held.open.set()
         waiting.result()
         assert server.save(timeout=LONG) == 1
+
+
+@pytest.mark.parametrize("interrupts", [1, 2])
+def test_a_backward_call_that_is_interrupted_is_not_sent_again_under_another_key(interrupts: int) -> None:
+    """Ctrl-C in a main thread that ran a batch put it back, and its gradients were sent and applied a second time."""
+    held = Held()
+    with ExpertServer(of(held), grace=0) as server, connect(server.address, timeout=LONG) as there:
+        pool: Any = there.backends()[0].backward_pool
+
+        def interrupt() -> None:
+            assert held.begun.wait(LONG)
+            for _ in range(interrupts):
+                signal.pthread_kill(main, signal.SIGINT)
+                time.sleep(0.2)  # two at once are one
+            held.open.set()
+
+        main = threading.get_ident()
+        other = threading.Thread(target=interrupt)
+        other.start()
+        if interrupts == 1:
+            assert len(pool._ask(X, X)) == 1
+        else:
+            with pytest.raises(AppliedError, match="may have been applied"):
+                pool._ask(X, X)
+        with pytest.raises(KeyboardInterrupt):
+            time.sleep(LONG)
+        other.join()
+        assert there.counts["attempts"] == 1

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import pytest
 import torch
-from experts import WIDTH, Held, mlp, of
+from experts import ROW, WIDTH, Held, mlp, of
 from limits import LONG
 from test_security import MIB, TOKEN, X, memory, pymoe_options
+from torch import Tensor, nn
 
-from pymoe.remote import ExpertServer, ServerLost, WireError, connect, wire
+from pymoe.remote import ExpertServer, ServerLost, WireError, connect, service, wire
 from pymoe.remote.exchange import Deadlines
 from pymoe.remote.wire import FRAME, Tail
-from pymoe.runtime import QueueFull
+from pymoe.runtime import BatchTensorProto, ExpertBackend, QueueFull
 
 LONG_ROWS = 3 * FRAME // (4 * WIDTH) + 5
+
+
+class Wide(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :1].repeat(1, 4 * MIB)
 
 
 def until(condition: Any) -> None:
@@ -241,6 +248,29 @@ def test_what_was_announced_takes_no_memory_until_it_comes() -> None:
     assert memory() - before < 64 * MIB
 
 
+def test_a_long_reply_that_nobody_reads_takes_room_and_is_held_no_longer_than_its_request_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was held beside the room, as long as its client stayed."""
+    monkeypatch.setattr(service, "SLOW_REPLY_S", 0.5)
+    size = 16 * MIB
+    backend = ExpertBackend("wide", Wide(), None, args_schema=[ROW], outputs_schema=BatchTensorProto(size // 4))
+    with ExpertServer(backend) as server, grpc.insecure_channel(server.address) as channel:
+        request = wire.Request("wide", wire.pack([torch.ones(1, WIDTH)], "raw"), seconds=0.5)
+        ended = threading.Event()
+
+        def requests() -> Iterator[bytes]:
+            yield wire.encode(request)
+            ended.wait()
+
+        stream = channel.stream_stream(f"/{wire.SERVICE}/Exchange")(requests())
+        until(lambda: server.bytes_in_flight >= size)
+        until(lambda: server.bytes_in_flight == 0 and server._service._streams == 0)
+        assert server.counts["failed"] == 1
+        ended.set()
+        stream.cancel()
+
+
 # --- deadlines ---
 
 
@@ -276,6 +306,29 @@ def test_a_call_has_the_time_of_its_most_patient_request_and_of_no_other() -> No
         held.open.set()
         assert [one.result()[0].shape for one in waiting] == [X.shape] * 2
         assert not pool._waiting
+
+
+def test_a_future_that_nobody_has_counts_for_nobody() -> None:
+    """Whoever cancelled a request and let go of it gave the next call its deadline; and requests that were done, and
+    let go of, were remembered while the queue was never empty.
+    """
+    held = Held()
+    with ExpertServer(of(held, max_batch_size=2), grace=0) as server, connect(server.address, timeout=LONG) as there:
+        pool = there.backends()[0].forward_pool
+        first = pool.submit_task(X[:2], timeout=LONG)  # its call begins
+        until(held.begun.is_set)
+        assert pool.submit_task(X[:1], timeout=9 * LONG).cancel()
+        waiting = [pool.submit_task(X[:2], timeout=2 * LONG) for _ in range(3)]
+        assert pool._patience(2) <= time.monotonic() + 2 * LONG
+        assert len(pool._waiting) == 3
+        held.open.set()
+        for future in (first, *waiting):
+            future.result()
+        del future, first, waiting
+        last = pool.submit_task(X[:1])
+        pool._patience(2)
+        assert len(pool._waiting) <= 1
+        last.result()
 
 
 def test_what_is_not_queued_is_not_waited_for() -> None:
