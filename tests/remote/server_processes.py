@@ -64,6 +64,18 @@ class ServerProcess:
     def send(self, what: signal.Signals) -> None:
         os.kill(self.pid, what)
 
+    def freeze(self) -> None:
+        """``kill -STOP``, and wait until it has reached every thread: until then they go on."""
+        self.send(signal.SIGSTOP)
+        deadline = time.monotonic() + LONG
+        while {self._state(thread) for thread in Path(f"/proc/{self.pid}/task").iterdir()} != {"T"}:
+            assert time.monotonic() < deadline, "the server does not stop"
+            time.sleep(0.001)
+
+    @staticmethod
+    def _state(thread: Path) -> str:
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0]
+
     def wait(self) -> int:
         """The exit status."""
         if self.status is None:

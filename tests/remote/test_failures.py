@@ -84,7 +84,7 @@ def test_a_frozen_server_times_out_and_never_runs_the_late_request(
     with connect(server.address, timeout=LONG, coalesce=coalesce) as there:
         (a, _) = there.backends()
         a.forward_pool.submit_task(X).result()
-        server.send(signal.SIGSTOP)
+        server.freeze()
         try:
             for request in (
                 a.forward_pool.submit_task(X, timeout=SOON),

@@ -189,6 +189,11 @@ def assert_is_model(pipe, model, x):
     torch.testing.assert_close(pipe(x), model(x), rtol=0, atol=1e-12)
 
 
+def assert_is_model_of_chunks(pipe, model, x):
+    # Bit for bit, so chunk by chunk: on some processors the bits of a product depend on its number of rows.
+    assert torch.equal(pipe(x), torch.cat([model(chunk) for chunk in x.chunk(2)]))
+
+
 @pytest.mark.thinned(36)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", CHANGES)
@@ -293,11 +298,11 @@ def test_another_precision_is_another_capture_where_the_code_asks_for_it(layer):
         pipe.to(dtype)
         x = rows(4).to(dtype)
         assert pipe(x).dtype == dtype
-        assert torch.equal(pipe(x), model(x))
+        assert_is_model_of_chunks(pipe, model, x)
     assert len(pipe.staged._variants) == 2
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    assert torch.equal(pipe(x), model(x))
+    assert_is_model_of_chunks(pipe, model, x)
 
 
 def test_another_default_dtype_is_seen():
@@ -306,7 +311,7 @@ def test_another_default_dtype_is_seen():
     assert_is_model(pipe, model, rows(4))
     x = rows(4)
     torch.set_default_dtype(torch.float32)  # the fixture puts it back
-    assert torch.equal(pipe(x), model(x))
+    assert_is_model_of_chunks(pipe, model, x)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
