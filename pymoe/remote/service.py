@@ -23,6 +23,7 @@ from pymoe.remote.encodings import check_encoding
 from pymoe.remote.errors import KIND_KEY, ServerLost, WireError, to_status
 from pymoe.remote.hosted import HostedExpert
 from pymoe.remote.security import shows_token
+from pymoe.remote.stalls import Stalls
 from pymoe.runtime import QueueFull
 
 MOST_STAYING = 4096
@@ -59,6 +60,7 @@ class Service(grpc.GenericRpcHandler):
         self.counts: Counter[str] = Counter()
         self.incarnation = ""
         self._info, self._drain = info, drain
+        self._stalls = Stalls()
         handler = grpc.stream_unary_rpc_method_handler
         self._methods = {
             f"/{wire.SERVICE}/Forward": handler(self._guarded(self._forward)),
@@ -151,6 +153,7 @@ class Service(grpc.GenericRpcHandler):
         if self._streams >= MOST_STREAMS:
             raise QueueFull(f"{MOST_STREAMS} streams of requests are open")
         self._streams += 1
+        self._stalls.watch()
         task = asyncio.current_task()
         assert task is not None
         try:
@@ -164,10 +167,14 @@ class Service(grpc.GenericRpcHandler):
                     raise
                 finally:
                     self._idle.discard(task)
-                if head is grpc.aio.EOF or not await self._exchange_one(context, head):
+                if head is grpc.aio.EOF:
+                    return
+                await self._stalls.settle()
+                if not await self._exchange_one(context, head):
                     return
         finally:
             self._streams -= 1
+            self._stalls.unwatch()
 
     async def _exchange_one(self, context: Any, head: bytes) -> bool:
         """Answer a request of a stream; return whether another can follow."""
