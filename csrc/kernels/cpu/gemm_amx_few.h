@@ -2,7 +2,8 @@
 // on purpose).
 //
 // As tiles such a B must be packed, which takes longer than reading it; fused multiply-adds of as few rows do not. They
-// add up what amx_tiles.h says, in the same order and with subnormals taken for zero, and so have the same bits.
+// add up what amx_tiles.h says, in the same order and with subnormals taken for zero, and so have the same bits, NaN
+// apart.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
