@@ -50,6 +50,7 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
         is_recorded(x, weight, bias, w_in, w_out, b_in, b_out)
         or not (
             is_called_plainly(router, Router)
+            and "logits" not in router.__dict__
             and is_called_plainly(experts, Experts)
             and is_called_plainly(losses, AuxiliaryLosses)
             and layer.backend == router.backend == experts.backend == "native"
@@ -93,10 +94,12 @@ def _fit(layer: Any, x: Tensor, weight: Any, bias: Tensor | None, w_in: Any, w_o
         and x.shape[-1] == layer.hidden_size
         and w_in.dim() == 3
         and w_in.shape[0] == layer.num_experts
+        and w_out.dim() == 3
+        and w_out.shape[1] == layer.hidden_size
         and dtype in FLOATING
         and weight.dtype == w_in.dtype == w_out.dtype == dtype
         and weight.device == w_in.device == w_out.device == device
         and (x.is_cpu or (x.is_cuda and not index_checks.are_on()))
         and not autocast_enabled(device.type)
-        and (bias is None or (bias.dtype == accumulate_dtype(dtype) and bias.is_contiguous()))
+        and (bias is None or (bias.dtype == accumulate_dtype(dtype) and bias.device == device and bias.is_contiguous()))
     )
