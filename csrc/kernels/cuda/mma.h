@@ -11,8 +11,8 @@
 //                             c: (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1).
 //   store_16_bytes            one access to shared memory at a 16-byte boundary; compilers like to make four of it.
 // What load_matrices brings from a 16 x 16 block is `a` if it takes the quarters in the order (0, 0), (8, 0), (0, 8),
-// (8, 8). Of a block of b, as rows of columns, in the order (0, 0), (0, 8), (8, 0), (8, 8), it is b of columns 0 to 7 in
-// to[0], to[1] and of columns 8 to 15 in to[2], to[3].
+// (8, 8). Of a block of b, as rows of columns, in the order (0, 0), (0, 8), (8, 0), (8, 8), it is b of columns 0 to 7
+// in to[0], to[1] and of columns 8 to 15 in to[2], to[3].
 #pragma once
 
 #include <cstdint>
