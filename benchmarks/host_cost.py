@@ -11,30 +11,24 @@ Writes JSON and Markdown tables.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
+from benchmarks.host_calls import Call, microseconds, native_calls
 from benchmarks.output import as_markdown, command, measured, parser_of, save
 from pymoe import ops
 from pymoe.bench.environment import environment
 from pymoe.bench.report import Table, show
-from pymoe.bench.timing import WallTimer, measure
 from pymoe.nn import MoE
 
 HIDDEN, FFN, EXPERTS, CHOICES = 16, 16, 8, 2
 TOKENS = (1, 4, 16)
-ROW = 50
-"""Calls in a row, in a loop of Python: the first ones after another candidate find cold caches."""
-
 UNIT = "torch.add"
 WAYS = ("raw", "Python", "recorded")
 LAYER_WAYS = ("native calls", "no gradients", "recorded", "forward + backward")
 
-Call = Callable[[], object]
 Candidates = dict[tuple[str, str], Call]
 """By what is called and the way."""
 
@@ -47,7 +41,8 @@ def main() -> None:
     torch.set_num_threads(1)
     start = time.perf_counter()
     facts = environment()
-    records = timed(operator_calls() | layer_calls(), options.budget)
+    timings = microseconds(operator_calls() | layer_calls(), options.budget)
+    records = [{"call": what, "way": way, **asdict(spread)} for (what, way), spread in timings.items()]
     result = {
         "command": command("host_cost"),
         "environment": facts,
@@ -59,24 +54,6 @@ def main() -> None:
     for table in tables:
         show(table)
     save(result, report(result, tables), options.output / "host_cost")
-
-
-def timed(candidates: Candidates, budget: float) -> list[dict[str, Any]]:
-    """Return the microseconds of one call of each candidate as a record."""
-
-    def in_a_row(call: Call) -> Call:
-        def calls() -> None:
-            for _ in range(ROW):
-                call()
-
-        return calls
-
-    rows = {f"{what}/{way}": in_a_row(call) for (what, way), call in candidates.items()}
-    timings = measure(rows, budget=budget, timer=WallTimer(time.thread_time))
-    return [
-        {"call": what, "way": way, **asdict(timings[f"{what}/{way}"].spread.scaled(1e6 / ROW))}
-        for what, way in candidates
-    ]
 
 
 def operator_calls() -> Candidates:
@@ -132,17 +109,9 @@ def layer_calls() -> Candidates:
 
 def calls_of(layer: MoE, x: torch.Tensor, ones: torch.Tensor) -> dict[str, Call]:
     """Return the calls of one layer with so many tokens."""
-    native: Any = torch.ops.pymoe
-    router, w_in, w_out = layer.router.weight.detach(), layer.experts.w_in.detach(), layer.experts.w_out.detach()
     leaf = x.clone().requires_grad_()
-
-    def native_calls() -> None:
-        logits = F.linear(x, router)
-        weights, chosen, _ = native.gate_topk.default(logits, None, CHOICES, "softmax", True, 0, 0, 1.0)
-        native.apply_experts.default(x, chosen, weights, w_in, None, w_out, None, 0, None, False)
-
     return {
-        "native calls": native_calls,
+        "native calls": native_calls(layer, x),
         "no gradients": torch.no_grad()(lambda: layer(x)),
         "recorded": lambda: layer(leaf),
         "forward + backward": lambda: layer(leaf).backward(ones),

@@ -4,27 +4,26 @@
 
 Where text is generated token by token, a layer's own work may be less than the calls that start it. Here it is almost
 nothing (H 64, F 64, E 8, K 2), so what is left is the calls. Processor time of one thread; candidates take turns, each
-with many calls in a row. The line "native calls" is the layer's operators without anything around them. Writes JSON and
-a Markdown table.
+with many calls in a row. The line "native calls" is what the layer asks of native code, without anything around it, and
+"experts" the larger part of that. "router" and "losses" are modules of the layer, called by themselves; it needs the
+losses when somebody asks for its statistics. Writes JSON and a Markdown table.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from importlib import metadata, util
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from benchmarks.host_calls import Call, microseconds, native_calls
 from benchmarks.layers.blocks import Block, mixtral
 from benchmarks.output import as_markdown, command, measured, parser_of, save
 from pymoe.bench.environment import environment
 from pymoe.bench.report import Table, show
-from pymoe.bench.timing import Timing, WallTimer, measure
 from pymoe.nn import MoE
 
 BLOCK = Block("tiny", hidden=64, ffn=64, experts=8, choices=2, build=mixtral)
@@ -32,10 +31,7 @@ TOKENS = (1, 16)
 IMPLEMENTATIONS = ("eager", "grouped_mm", "pymoe")
 """How transformers runs the experts of its blocks."""
 
-ROW = 50
-"""Calls in a row, in a loop of Python: the first ones after another candidate find cold caches."""
-
-Candidates = dict[str, Callable[[], object]]
+Candidates = dict[str, Call]
 
 
 def main() -> None:
@@ -47,10 +43,10 @@ def main() -> None:
     start = time.perf_counter()
     facts = environment()
     records = [
-        {"mode": mode, "tokens": tokens, "name": name, **asdict(timing.scaled(1e6 / ROW))}
+        {"mode": mode, "tokens": tokens, "name": name, **asdict(spread)}
         for mode, candidates_of in (("inference", inference), ("training", training))
         for tokens in TOKENS
-        for name, timing in spreads(candidates_of(tokens), options.budget)
+        for name, spread in microseconds(candidates_of(tokens), options.budget).items()
     ]
     result = {
         "command": command("layer_overhead"),
@@ -62,21 +58,6 @@ def main() -> None:
     table = as_table(records)
     show(table)
     save(result, report(result, table), options.output / "layer_overhead")
-
-
-def spreads(candidates: Candidates, budget: float) -> list[tuple[str, Any]]:
-    """Return the name of each candidate, and the seconds of so many calls as a spread over the rounds."""
-
-    def in_a_row(call: Callable[[], object]) -> Callable[[], None]:
-        def calls() -> None:
-            for _ in range(ROW):
-                call()
-
-        return calls
-
-    rows = {name: in_a_row(call) for name, call in candidates.items()}
-    timings: dict[str, Timing] = measure(rows, budget=budget, timer=WallTimer(time.thread_time))
-    return [(name, timing.spread) for name, timing in timings.items()]
 
 
 def make_layer(tokens: int) -> tuple[MoE, Tensor]:
@@ -94,16 +75,10 @@ def inference(tokens: int) -> Candidates:
     with torch.no_grad():
         gate, logits = router(x)
 
-    def native_calls() -> None:
-        logits = F.linear(x, router.weight)
-        weights, chosen, load = native.gate_topk(logits, None, BLOCK.choices, "softmax", True, 0, 0, 1.0)
-        native.router_losses(logits, load, "softmax", True)
-        native.apply_experts(x, chosen, weights, w_in, None, w_out, None, 0, None, False)
-
     candidates: Candidates = {
         "MoE": lambda: layer(x),
-        "native calls": native_calls,
-        "of them experts": lambda: native.apply_experts(
+        "native calls": native_calls(layer, x),
+        "experts": lambda: native.apply_experts.default(
             x, gate.experts, gate.weights, w_in, None, w_out, None, 0, None, False
         ),
         "router": lambda: router(x),

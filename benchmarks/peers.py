@@ -50,6 +50,10 @@ class Absent:
     reason: str
 
 
+class LeftOut(Exception):
+    """Says why somebody who could be asked is not: no failure, and printed without its type."""
+
+
 @dataclass(frozen=True)
 class Task:
     """What everyone is given."""
@@ -84,6 +88,8 @@ def made(name: str, make: Callable[[], Contender | Absent]) -> Contender | Absen
 
 def failure(error: Exception) -> str:
     """An exception in one line."""
+    if isinstance(error, LeftOut):
+        return str(error)
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
 

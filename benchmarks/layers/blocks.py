@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.peers import LeftOut
 from pymoe.nn import MoE
 
 PATTERN = 1_048_573
@@ -215,11 +216,11 @@ def as_moe(one: Built) -> MoE:
     """Return the layer of pymoe that computes the same, on the very parameters of ``one``.
 
     Raises:
-        NotImplementedError: no option of the layer does.
+        LeftOut: no option of the layer does.
     """
     block, options = one.block, one.block.options
     if options is None:
-        raise NotImplementedError(f"no option of pymoe.nn.MoE computes {block.title}, whose router has a bias")
+        raise LeftOut(f"no option of pymoe.nn.MoE computes {block.title}, whose router has a bias")
     layer = nn.utils.skip_init(
         MoE, block.hidden, block.ffn, block.experts, block.choices, dtype=one.dtype, device="cpu", **options
     )

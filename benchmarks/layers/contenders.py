@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from benchmarks.layers.blocks import Built, as_moe
 from benchmarks.layers.exact import Choice
 from benchmarks.layers.ktransformers import KtExperts
-from benchmarks.peers import Absent, failure, free_gib
+from benchmarks.peers import Absent, LeftOut, failure, free_gib
 from pymoe import nn as pymoe_nn
 
 TRANSFORMERS = ("transformers eager", "transformers grouped_mm", "transformers batched_mm")
@@ -77,11 +77,7 @@ def contenders(plan: Plan) -> Iterator[Contender | Absent]:
         try:
             yield plan.made[name] if name in plan.made else make()
         except Exception as error:
-            yield Absent(name, str(error) if isinstance(error, LeftOut) else failure(error))
-
-
-class LeftOut(Exception):
-    """Says why a contender is not asked."""
+            yield Absent(name, failure(error))
 
 
 def of_transformers(plan: Plan, name: str) -> Contender:
@@ -115,9 +111,6 @@ def whole_layer(plan: Plan) -> Contender:
 
 def quantised(plan: Plan, bits: int) -> Contender:
     """The same with quantised experts; where the layer has no counterpart, the block behind transformers' router."""
-    quantize = getattr(pymoe_nn, "quantize_experts", None)
-    if quantize is None:
-        raise LeftOut("this pymoe has no quantize_experts")
     name, tolerance = f"pymoe int{bits}", QUANTISED_TOLERANCE[bits]
     layer: nn.Module
     if plan.one.block.options is None:
@@ -127,7 +120,7 @@ def quantised(plan: Plan, bits: int) -> Contender:
     else:
         layer = pymoe_layer(plan)
         forward, choice = layer, choice_of(layer)
-    quantize(layer, bits=bits)
+    pymoe_nn.quantize_experts(layer, bits=bits)
     plan.made[name] = Contender(name, forward, layer, choice, tolerance)
     return plan.made[name]
 
@@ -149,10 +142,7 @@ def kt_kernel(plan: Plan) -> Contender:
 
 def pymoe_layer(plan: Plan) -> pymoe_nn.MoE:
     """The layer on the block's parameters, in the mode that is measured."""
-    try:
-        return as_moe(plan.one).train(plan.train)
-    except NotImplementedError as error:
-        raise LeftOut(str(error)) from error
+    return as_moe(plan.one).train(plan.train)
 
 
 def choice_of(layer: pymoe_nn.MoE) -> Choice:

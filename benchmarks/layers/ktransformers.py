@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.layers.blocks import Built
+from benchmarks.peers import LeftOut
 from pymoe.bench.environment import cpu_flags
 
 MOST_TOKENS = 4096
@@ -33,14 +34,14 @@ class KtExperts:
 
     Raises:
         ImportError: the wheel is not installed, or has no build for this processor.
-        NotImplementedError: it cannot compute the block.
+        LeftOut: it does not compute such blocks.
     """
 
     def __init__(self, one: Built) -> None:
         block = one.block
         plain = not one.experts.has_bias and not one.experts.is_transposed
         if one.dtype != torch.bfloat16 or not plain:
-            raise NotImplementedError("kt-kernel: computes bf16 blocks with a plain swiglu")
+            raise LeftOut("computes bf16 blocks with a plain swiglu")
         extension, variant = load()
         w_in, w_out = (weight.detach() for weight in one.touched)
         gate, up = (half.contiguous() for half in w_in.chunk(2, dim=1))

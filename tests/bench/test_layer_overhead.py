@@ -13,7 +13,7 @@ def test_every_line_is_measured(tmp_path):
     subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True, capture_output=True)
     result = json.loads((tmp_path / "layer_overhead.json").read_text())
     seen = {(one["mode"], one["tokens"], one["name"]) for one in result["microseconds"]}
-    parts = {"native calls", "of them experts", "router", "losses"}
+    parts = {"native calls", "experts", "router", "losses"}
     for tokens in (1, 16):
         of_inference, of_training = (
             {name for m, t, name in seen if (m, t) == (mode, tokens)} for mode in ("inference", "training")

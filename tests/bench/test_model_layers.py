@@ -105,7 +105,7 @@ def test_quantised_experts_are_made_once_a_block(name, monkeypatch):
         model.experts.quantised = bits
         return 1, 2, 1
 
-    monkeypatch.setattr(pymoe_nn, "quantize_experts", quantize, raising=False)
+    monkeypatch.setattr(pymoe_nn, "quantize_experts", quantize)
     one, made = built(TINY[name], torch.float32), {}
     for tokens in (1, 2):
         case = cases.run_case(Plan(one, tokens, False, made=made), "decode", effort())
@@ -123,6 +123,13 @@ def test_ktransformers_is_left_out_where_it_is_not_installed(monkeypatch):
     plan = Plan(one, 1, False, processor_time=True)
     absent = {found.name: found.reason for found in contenders.contenders(plan) if not_there(found)}
     assert "processor time" in absent["kt-kernel"]
+
+
+def test_a_reason_to_leave_somebody_out_is_said_without_the_type_of_an_error():
+    one = built(TINY["tiny-gptoss"], torch.float32)
+    absent = {found.name: found.reason for found in contenders.contenders(Plan(one, 1, False)) if not_there(found)}
+    assert absent["kt-kernel"] == "computes bf16 blocks with a plain swiglu"
+    assert absent["pymoe.nn.MoE"].startswith("no option of pymoe.nn.MoE computes")
 
 
 def not_there(found):

@@ -8,12 +8,12 @@ import copy
 
 import pytest
 import torch
+from called import Operators
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_layers import make_input, make_layer
 from pretended import wide_products
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pymoe.nn import Router
 from pymoe.nn.router_product import wide_product
@@ -28,18 +28,6 @@ TINY = {torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24, torch.float32: 2.0**
 def wide():
     with wide_products("cpu"):
         yield
-
-
-class Names(TorchDispatchMode):
-    """The operators of a block: ``mm.dtype``, for example."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(str(func).removeprefix("aten.").removesuffix(".default"))
-        return func(*args, **(kwargs or {}))
 
 
 def narrow_layer(dtype=torch.bfloat16, **options):
@@ -97,10 +85,10 @@ def test_exact_sums_give_the_bits_and_the_choice_of_the_float32_product(dtype):
 def test_no_operand_is_cast(dtype):
     layer = narrow_layer(dtype)
     x = make_input(5, hidden_size=16, dtype=dtype)
-    with Names() as names:
+    with Operators() as called:
         layer.router(x)
-    assert "mm.dtype" in names.seen
-    assert "_to_copy" not in names.seen
+    assert "aten.mm.dtype" in called.names
+    assert "aten._to_copy.default" not in called.names
 
 
 @pytest.mark.parametrize(
@@ -111,9 +99,9 @@ def test_no_operand_is_cast(dtype):
 def test_other_dtypes_are_multiplied_in_float32_as_before(x_dtype, weight_dtype):
     router = Router(16, 8, 2, dtype=weight_dtype)
     x = torch.randn(5, 16).to(x_dtype)
-    with Names() as names:
+    with Operators() as called:
         logits = router.logits(x)
-    assert "mm.dtype" not in names.seen
+    assert "aten.mm.dtype" not in called.names
     assert torch.equal(logits, F.linear(x.float(), router.weight.float()))
 
 
