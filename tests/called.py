@@ -18,7 +18,7 @@ class Operators(TorchDispatchMode):
 
 
 def functions_of(call):
-    """Return module and name of every function of Python that a call runs, which is not the first of its kind."""
+    """Return module and name of every function of Python that a call runs the second time."""
     call()  # what is looked up once is there
     found = []
 

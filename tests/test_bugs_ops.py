@@ -1,5 +1,7 @@
 """Bugs of operators that were met and mended, each with its story."""
 
+import copy
+
 import pytest
 import torch
 
@@ -72,3 +74,23 @@ def test_what_vjp_returned_is_called_after_its_transform(name):
     (expected,) = torch.autograd.grad(function(leaf), leaf, cotangent)
     torch.testing.assert_close(found, expected)
     assert not found.requires_grad
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [torch.func.grad, torch.func.vmap, torch.func.functionalize, lambda f: torch.func.vmap(torch.func.grad(f))],
+    ids=["grad", "vmap", "functionalize", "both"],
+)
+def test_statistics_that_are_asked_for_inside_a_transform_outlive_it(transform):
+    """They were computed as part of it: ``vmap`` raised, and ``grad`` left its wrappers in the layer, which no
+    ``copy.deepcopy``, pickle or numpy could read.
+    """
+    torch.manual_seed(0)
+    layer, x = pymoe.nn.MoE(8, 8, 4, 2), torch.randn(5, 8)
+    layer(x)
+    expected = layer.stats
+    layer(x)
+    transform(lambda values: (values * layer.stats.z_loss).sum())(torch.ones(3, 3))
+    for one in (layer, copy.deepcopy(layer)):
+        for value, wanted in zip(one.stats, expected, strict=True):
+            assert value.numpy() == pytest.approx(wanted.numpy())

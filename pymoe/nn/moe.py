@@ -32,9 +32,9 @@ from pymoe.reference.autocast import autocast_enabled, cast_operands
 from pymoe.reference.expert_activation import is_gated
 from pymoe.reference.types import ActivationKind, RouterLosses, Score
 
-MOST_HELD_LOGITS = 1 << 20
-"""Bytes of logits that a forward without gradients leaves until somebody asks for its statistics; of more it computes
-the losses at once, which by then take longer than their launches."""
+MOST_HELD_LOGITS = 1 << 22
+"""Bytes of logits that a forward leaves until somebody asks for its statistics: those of 4096 tokens and 256 experts in
+float32. Of more it computes the losses at once, which by then take about as long as the host needs to ask for them."""
 
 
 class Stats(NamedTuple):
@@ -259,10 +259,11 @@ class MoE(nn.Module):
     def stats(self) -> Stats:
         """Load, dropped slots and losses of the last forward, in training or evaluation; zero before the first.
 
-        They are detached copies, which do not change when the layer runs again; losses are computed when they are asked
-        for, from logits that the layer holds until its next forward, unless these are large and nothing else needs
-        them. Under activation checkpointing the recomputation leaves the same values. A forward inside a transform of
-        :mod:`torch.func` and a program of :func:`torch.export` leave none.
+        They are detached copies, which do not change when the layer runs again. Losses without a coefficient are
+        computed when they are asked for: until then, or its next forward, the layer holds the router's logits, if they
+        take at most 4 MiB; of more it computes the losses in the forward. Under activation checkpointing the
+        recomputation leaves the same values. A forward inside a transform of :mod:`torch.func` and a program of
+        :func:`torch.export` leave none.
         """
         return Stats(**self.last.copies())
 
@@ -369,12 +370,12 @@ class MoE(nn.Module):
             return
         auxiliary = self.losses
         score, backend = auxiliary.score, auxiliary.backend
-        held = logits_TE.requires_grad  # for the backward pass anyway
-        if losses is None and not held and logits_TE.numel() * logits_TE.element_size() > MOST_HELD_LOGITS:
-            losses = operators(backend).router_losses(logits_TE, load, score=score)
         logits = None
         if losses is None:
-            logits = logits_TE.detach() if held else logits_TE
+            logits = logits_TE.detach() if logits_TE.requires_grad else logits_TE
+            # A backward pass lets go of its own when it is over, and may come long before the next forward.
+            if logits_TE.numel() * logits_TE.element_size() > MOST_HELD_LOGITS:
+                losses, logits = operators(backend).router_losses(logits, load, score=score), None
         self.last.keep_pending(partial(_statistics, load, logits, capacity, losses, score, backend), load)
 
     def _check_input(self, x: Tensor) -> None:

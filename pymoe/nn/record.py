@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pymoe._torch_private import FakeTensor
+from pymoe._torch_private import FakeTensor, temporarily_clear_interpreter_stack
 from pymoe.ops.function_calls import call
+from pymoe.ops.transforms import in_torch_func
 
 
 class Record(nn.Module):
@@ -101,7 +103,9 @@ class LastCall(Record):
         """Compute what is pending, and let go of what it is computed from; where that raises, it stays pending."""
         compute = self.pending
         if compute is not None:
-            with torch.no_grad():
+            # Not in a transform of torch.func, which would wrap what stays here when it is over.
+            outside = temporarily_clear_interpreter_stack() if in_torch_func() else nullcontext()
+            with torch.no_grad(), outside:
                 held = compute()
             # Another thread may have asked as well, and found the same, or the layer has run on.
             if self.pending is compute:

@@ -7,6 +7,8 @@ import pickle
 import pytest
 import torch
 from moe_layers import make_input, make_layer
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pymoe import ops
 from pymoe.nn import moe
@@ -67,16 +69,45 @@ def test_a_coefficient_has_them_computed_once(computed):
     assert len(computed) == 1
 
 
-def test_many_logits_are_held_where_a_backward_pass_holds_them_and_nowhere_else(computed, monkeypatch):
+def test_the_losses_of_many_logits_are_computed_at_once(computed, monkeypatch):
     monkeypatch.setattr(moe, "MOST_HELD_LOGITS", 9 * 8 * 8)
     layer = make_layer()
-    for tokens, recorded, at_once in ((9, False, 0), (10, False, 1), (10, True, 0)):
+    for tokens, recorded, at_once in ((9, False, 0), (10, False, 1), (9, True, 0), (10, True, 1)):
         computed.clear()
         x = make_input(tokens)
         with torch.set_grad_enabled(recorded):
             layer(x)
         assert len(computed) == at_once
         assert same(layer.stats, expected(layer, x))
+
+
+class Product(TorchDispatchMode):
+    """Keeps hold of the memory of the last matrix product, the router's, without keeping it alive."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default:
+            self.memory = StorageWeakRef(result.untyped_storage())
+        return result
+
+
+@pytest.mark.only_on("cpu", "cuda")  # a pretended tensor is a wrapper, whose own storage is empty
+def test_logits_outlive_a_step_only_where_they_are_few_and_nobody_asked(monkeypatch):
+    """A layer held those of its last training step, however many, until its next forward."""
+    layer = make_layer()
+    monkeypatch.setattr(moe, "MOST_HELD_LOGITS", 10 * 8 * 8)
+    for tokens, asked, gone in ((11, False, True), (11, True, True), (10, False, False), (10, True, True)):
+        x = make_input(tokens)
+        with Product() as product:
+            y = layer(x)
+        assert not product.memory.expired(), "the backward pass needs them"
+        if asked:
+            layer.stats  # noqa: B018
+        y.sum().backward()
+        del y
+        assert product.memory.expired() == gone
+        assert same(layer.stats, expected(layer, x))
+        assert product.memory.expired()
 
 
 def test_what_they_are_computed_from_is_let_go():
