@@ -9,16 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from pymoe.ep.arrangement import Arrangement
 from pymoe.ep.experts import ShardedExperts
 from pymoe.nn.experts import SharedExperts
-from pymoe.reference import checks
-from pymoe.reference.autocast import autocast_enabled
-from pymoe.reference.expert_activation import is_gated
+from pymoe.nn.parameters import check_parameter
 
 
 def check_parameters(
@@ -52,26 +50,9 @@ def _check_module(kind: str, module: Any, rows_TH: Tensor, arrangement: Arrangem
     """Check one module; one without an arrangement is not spread."""
     if isinstance(module, FSDPModule):
         return  # until it is called, its parameters are cut once more, elsewhere, and in a wider dtype
-    inner = (2 if is_gated(module.activation) else 1) * module.ffn_size
-    sizes = {
-        "w_in": (inner, module.hidden_size),
-        "w_out": (module.hidden_size, module.ffn_size),
-        "b_in": (inner,),
-        "b_out": (module.hidden_size,),
-    }
-    for name, size in sizes.items():
+    for name, size in module.sizes().items():
         parameter = getattr(module, name)
         if parameter is not None:
+            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             expected = size if arrangement is None else (len(arrangement.own), *size)
-            _check(f"{kind}.{name}", parameter, expected, rows_TH)
-
-
-def _check(name: str, parameter: nn.Parameter, shape: tuple[int, ...], rows_TH: Tensor) -> None:
-    own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    if own.shape != shape:
-        raise ValueError(f"MoE: {name} must have shape {shape} on this rank, got {tuple(own.shape)}")
-    checks.same_device("MoE", name, own, "x", rows_TH)
-    if own.dtype == rows_TH.dtype:
-        return
-    if not autocast_enabled(rows_TH.device.type) or own.dtype == torch.float64:
-        raise TypeError(f"MoE: {name} must have the dtype of the rows ({rows_TH.dtype}), got {own.dtype}")
+            check_parameter(f"{kind}.{name}", own, expected, rows_TH, " on this rank")

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from pymoe.nn.apply_experts import APPLY_EXPERTS
-from pymoe.nn.experts import Experts
+from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.losses import AuxiliaryLosses
+from pymoe.nn.parameters import check_networks
 from pymoe.nn.plain_calls import is_called_plainly
 from pymoe.nn.router import Router
 from pymoe.ops import index_checks
@@ -23,6 +25,7 @@ from pymoe.ops.function_calls import is_recorded
 from pymoe.ops.gate_topk import GATE_TOPK
 from pymoe.reference.autocast import autocast_enabled
 from pymoe.reference.checks import FLOATING
+from pymoe.reference.expert_activation import is_gated
 from pymoe.reference.scores import accumulate_dtype
 
 _PLAIN = (nn.Parameter, Tensor)
@@ -55,22 +58,13 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
             and is_called_plainly(losses, AuxiliaryLosses)
             and layer.backend == router.backend == experts.backend == "native"
         )
-        or not _fit(layer, x, weight, bias, w_in, w_out)
+        or not _fit(layer, x, weight, bias, w_in, w_out, b_in, b_out)
     ):
         return None
 
     x_TH = x.contiguous() if x.dim() == 2 else x.reshape(-1, layer.hidden_size).contiguous()
     logits_TE = router.logits(x_TH)
-    weights_TK, experts_TK, load = GATE_TOPK(
-        logits_TE,
-        bias,
-        router.top_k,
-        router.score,
-        router.renormalize,
-        router.num_groups or 0,
-        router.topk_groups or 0,
-        router.scale,
-    )
+    weights_TK, experts_TK, load = GATE_TOPK(logits_TE, bias, *router.gate_options())
     capacity = layer._capacity(x_TH.shape[0])
     kind, *numbers = kernel_options(experts.activation)
     y_TH: Tensor = APPLY_EXPERTS(
@@ -78,28 +72,47 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
     )
     shared = layer.shared
     if shared is not None:
+        if type(shared) is SharedExperts:
+            check_networks("shared", shared, (), x_TH)
         y_TH = y_TH + shared(x_TH)
     router.counted.follow(load.device)
     layer._keep_stats(load, logits_TE, capacity, None)
     return y_TH if x.dim() == 2 else y_TH.reshape(x.shape)
 
 
-def _fit(layer: Any, x: Tensor, weight: Any, bias: Tensor | None, w_in: Any, w_out: Any) -> bool:
-    """Return whether the native calls take these as they are; they look at the rest themselves."""
+def _fit(
+    layer: Any,
+    x: Tensor,
+    weight: Any,
+    bias: Tensor | None,
+    w_in: Any,
+    w_out: Any,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+) -> bool:
+    """Return whether the native calls take these as they are; what does not fit is named on the usual way."""
     if not (type(weight) in _PLAIN and type(w_in) in _PLAIN and type(w_out) in _PLAIN):
         return False
     dtype, device = x.dtype, x.device
+    sizes = layer.num_experts, layer.hidden_size
+    experts = layer.experts
+    inner = (2 if is_gated(experts.activation) else 1) * experts.ffn_size
     return (
         x.dim() > 0
         and x.shape[-1] == layer.hidden_size
-        and w_in.dim() == 3
-        and w_in.shape[0] == layer.num_experts
-        and w_out.dim() == 3
-        and w_out.shape[1] == layer.hidden_size
+        and weight.shape == sizes
+        and w_in.shape == (layer.num_experts, inner, layer.hidden_size)
+        and w_out.shape == (*sizes, experts.ffn_size)
         and dtype in FLOATING
         and weight.dtype == w_in.dtype == w_out.dtype == dtype
         and weight.device == w_in.device == w_out.device == device
         and (x.is_cpu or (x.is_cuda and not index_checks.are_on()))
         and not autocast_enabled(device.type)
-        and (bias is None or (bias.dtype == accumulate_dtype(dtype) and bias.device == device and bias.is_contiguous()))
+        and (bias is None or (_is(bias, sizes[:1], accumulate_dtype(dtype), device) and bias.is_contiguous()))
+        and (b_in is None or _is(b_in, (layer.num_experts, inner), dtype, device))
+        and (b_out is None or _is(b_out, sizes, dtype, device))
     )
+
+
+def _is(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    return tensor.shape == shape and tensor.dtype == dtype and tensor.device == device

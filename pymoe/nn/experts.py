@@ -14,6 +14,8 @@ from pymoe.reference.types import ActivationKind
 class _FeedForward(nn.Module):
     """The parameters of two linear layers with an activation between them, each shaped ``(*stack, ...)``."""
 
+    w_in: nn.Parameter
+    w_out: nn.Parameter
     b_in: nn.Parameter | None
     b_out: nn.Parameter | None
 
@@ -37,16 +39,20 @@ class _FeedForward(nn.Module):
         self.stack = stack
         self.activation = activation
         self.backend = backend
-        inner = 2 * ffn_size if is_gated(activation) else ffn_size
-
-        def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(*stack, *shape, device=device, dtype=dtype))
-
-        self.w_in = parameter(inner, hidden_size)
-        self.w_out = parameter(hidden_size, ffn_size)
-        self.register_parameter("b_in", parameter(inner) if bias else None)
-        self.register_parameter("b_out", parameter(hidden_size) if bias else None)
+        for name, size in self.sizes().items():
+            empty = torch.empty(*stack, *size, device=device, dtype=dtype) if bias or name[0] == "w" else None
+            self.register_parameter(name, None if empty is None else nn.Parameter(empty))
         self.reset_parameters()
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Return the sizes of every parameter, also of a bias that is not there, without those of the stack."""
+        inner = (2 if is_gated(self.activation) else 1) * self.ffn_size
+        return {
+            "w_in": (inner, self.hidden_size),
+            "w_out": (self.hidden_size, self.ffn_size),
+            "b_in": (inner,),
+            "b_out": (self.hidden_size,),
+        }
 
     def reset_parameters(self) -> None:
         """Initialise every network as two ``nn.Linear``: uniform in ±1/sqrt(inputs)."""

@@ -21,6 +21,7 @@ from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.nn.networks import apply_networks, grouped_networks
 from pymoe.nn.options import MIN_STEPS_TO_WARN, Backend, check_number, operators, warn_once
+from pymoe.nn.parameters import check_layer
 from pymoe.nn.plain_calls import is_called_plainly
 from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
 from pymoe.nn.record import LastCall
@@ -213,15 +214,17 @@ class MoE(nn.Module):
             The shape and dtype of ``x`` (the autocast dtype inside ``torch.autocast``).
 
         Raises:
-            TypeError: ``x`` is not a tensor of the dtype of the parameters, or float64 inside ``torch.autocast``
-                with other parameters, which autocast does not cast.
-            ValueError: the last dimension of ``x`` is not H.
+            TypeError: ``x`` is not a tensor of the dtype of the parameters, these differ, or it is float64 inside
+                ``torch.autocast`` with other parameters, which autocast does not cast.
+            ValueError: the last dimension of ``x`` is not H, or a parameter has not the layer's sizes or is on another
+                device than ``x``.
         """
         if type(self) is MoE:
             direct = forward_directly(self, x)
             if direct is not None:
                 return direct
         self._check_input(x)
+        check_layer(self, x)
         x_TH = x.reshape(-1, self.hidden_size)
 
         if is_called_plainly(self.router, Router):
@@ -235,6 +238,9 @@ class MoE(nn.Module):
         rows_TH: Tensor
         (rows_TH,) = cast_operands(x_TH)  # type: ignore[assignment]  # once a token, not once a choice
         y_TH = self._apply_experts(rows_TH, gate.experts, weights_TK, capacity)
+        if y_TH.shape[1] != self.hidden_size:  # of experts that the layer did not make
+            seen = y_TH.shape[1]
+            raise ValueError(f"MoE: experts must return rows (S, H) with H = {self.hidden_size}, got {seen} features")
         if self.shared is not None:
             y_TH = y_TH + self.shared(rows_TH)
 
@@ -333,7 +339,7 @@ class MoE(nn.Module):
                 *(experts.activation, capacity),
             )
             return apply_quantized_experts(x_TH, experts_TK, weights_TK, *arguments)
-        if self._stands_in_for(experts, Experts) and experts.w_in.shape[0] == self.num_experts:
+        if self._stands_in_for(experts, Experts):
             parameters = (experts.w_in, experts.w_out, experts.b_in, experts.b_out)
             if not is_recorded(x_TH, weights_TK, *parameters):
                 arguments = (*cast_operands(*parameters), experts.activation, capacity)

@@ -15,12 +15,9 @@ from torch import Tensor
 
 from pymoe.nn.router_product import gradients_of, multiply, takes, without_autocast
 from pymoe.ops.function_calls import call, is_recorded
-from pymoe.ops.gate_topk import GATE_TOPK, gate_backward
+from pymoe.ops.gate_topk import GATE_TOPK, Options, backward_options, gate_backward
 from pymoe.ops.transforms import in_torch_func
-from pymoe.reference.types import Gate, Score
-
-Options = tuple[int, Score, bool, int, int, float]
-"""Of the gate: k, score, renormalize, groups, groups to choose from (0 for none), scale."""
+from pymoe.reference.types import Gate
 
 
 def is_one_node(x_TH: Tensor, weight: Tensor) -> bool:
@@ -48,36 +45,24 @@ def route(
         alone: whether :func:`pymoe.ops.dispatch` is all that takes the returned tokens. What its backward has just
             made is then added to in place: nothing else can hold it.
     """
-    passed_TH, logits_TE, *gate = call(_Route, x_TH, weight, bias, alone, *options)
+    passed_TH, logits_TE, *gate = call(_Route, x_TH, weight, bias, options, alone)
     return Gate(*gate), logits_TE, passed_TH
 
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(
-        x_TH: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        alone: bool,
-        k: int,
-        score: Score,
-        renormalize: bool,
-        num_groups: int,
-        topk_groups: int,
-        scale: float,
-    ) -> tuple[Tensor, ...]:
+    def forward(x_TH: Tensor, weight: Tensor, bias: Tensor | None, options: Options, alone: bool) -> tuple[Tensor, ...]:
         logits_TE = multiply(x_TH, weight)
-        options = (k, score, renormalize, num_groups, topk_groups, scale)
         return x_TH.view_as(x_TH), logits_TE, *GATE_TOPK(logits_TE, bias, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x_TH, weight, bias, ctx.alone, _, score, renormalize, num_groups, _, scale = inputs
+        x_TH, weight, bias, options, ctx.alone = inputs
         _, logits_TE, _, experts_TK, load = output
         ctx.mark_non_differentiable(experts_TK, load)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x_TH, weight, logits_TE, experts_TK)
-        ctx.options = (score, renormalize, bias is None and num_groups == 0, scale)
+        ctx.options = backward_options(bias, options)
 
     @staticmethod
     def backward(  # type: ignore[override]
@@ -88,7 +73,7 @@ class _Route(torch.autograd.Function):
         again = torch.is_grad_enabled()  # the gradients are to be differentiated
         if dweights is not None:
             narrow = dlogits is None and not again
-            through_gate = gate_backward(dweights.contiguous(), logits_TE, experts_TK, ctx.options, narrow)
+            through_gate = gate_backward(dweights.contiguous(), logits_TE, experts_TK, ctx.options, narrow=narrow)
             dlogits = through_gate if dlogits is None else through_gate + dlogits
         dweight = None
         if dlogits is not None:

@@ -23,6 +23,7 @@ from pymoe.nn.record import Record, count_on_backward
 from pymoe.nn.route import is_one_node, route
 from pymoe.nn.router_product import takes, wide_product, without_autocast
 from pymoe.nn.row_invariant import linear
+from pymoe.ops.gate_topk import Options
 from pymoe.ops.transforms import in_torch_func
 from pymoe.reference import checks
 from pymoe.reference.autocast import autocast_enabled
@@ -198,10 +199,13 @@ class Router(nn.Module):
         """
         if self.backend != "native" or self.row_invariant or not is_one_node(x_TH, self.weight):
             return *self.forward(x_TH), x_TH
-        groups = (self.num_groups or 0, self.topk_groups or 0)
-        options = (self.top_k, self.score, self.renormalize, *groups, float(self.scale))
-        gate, logits_TE, x_TH = route(x_TH, self.weight, self.expert_bias, options, alone)
+        gate, logits_TE, x_TH = route(x_TH, self.weight, self.expert_bias, self.gate_options(), alone)
         return self._counted(gate), logits_TE, x_TH
+
+    def gate_options(self) -> Options:
+        """Return the options of the choice as the native gate takes them."""
+        groups = (self.num_groups or 0, self.topk_groups or 0)
+        return (self.top_k, self.score, self.renormalize, *groups, float(self.scale))
 
     def _counted(self, gate: Gate) -> Gate:
         self.counted.follow(gate.load.device)

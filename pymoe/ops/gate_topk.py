@@ -21,6 +21,18 @@ from pymoe.reference.types import Gate, Score
 GATE_TOPK = torch.ops.pymoe.gate_topk.default
 _GATE_TOPK_BACKWARD = torch.ops.pymoe.gate_topk_backward.default
 
+Options = tuple[int, Score, bool, int, int, float]
+"""Of a checked call: k, score, renormalize, groups, groups to choose from (0 for none), scale."""
+
+BackwardOptions = tuple[Score, bool, bool, float]
+"""Of its backward: score, renormalize, whether the logits alone decided, scale."""
+
+
+def backward_options(bias: Tensor | None, options: Options) -> BackwardOptions:
+    """Return what of a call its backward has to know."""
+    _, score, renormalize, num_groups, _, scale = options
+    return score, renormalize, bias is None and num_groups == 0, scale
+
 
 class _GateTopk(torch.autograd.Function):
     @staticmethod
@@ -38,19 +50,19 @@ class _GateTopk(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        logits, bias, _, score, renormalize, num_groups, _, scale = inputs
+        logits, bias, *options = inputs
         _, experts, load = output
         ctx.mark_non_differentiable(experts, load)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits, experts)
-        ctx.options = (score, renormalize, bias is None and num_groups == 0, scale)
+        ctx.options = backward_options(bias, tuple(options))  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if grad is None:
             return (None,) * 8
         logits, experts = ctx.saved_tensors
-        return call(_GateTopkBackward, grad.contiguous(), logits, experts, *ctx.options), *(None,) * 7
+        return gate_backward(grad.contiguous(), logits, experts, ctx.options), *(None,) * 7
 
 
 class _GateTopkBackward(torch.autograd.Function):
@@ -83,7 +95,7 @@ class _GateTopkBackward(torch.autograd.Function):
 
 
 def gate_backward(
-    grad: Tensor, logits: Tensor, experts: Tensor, options: tuple[Score, bool, bool, float], narrow: bool
+    grad: Tensor, logits: Tensor, experts: Tensor, options: BackwardOptions, *, narrow: bool = False
 ) -> Tensor:
     """Return the gradient of a gate's logits (T, E) for that of its weights.
 
@@ -91,7 +103,7 @@ def gate_backward(
         grad: (T, K), of the weights, contiguous.
         logits: (T, E).
         experts: (T, K), the choice.
-        options: score, renormalize, whether the logits alone decided (without bias and groups), and scale.
+        options: of the backward.
         narrow: whether it is rounded to bfloat16, of float32 logits; it is not differentiable then.
     """
     if narrow:

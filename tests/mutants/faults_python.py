@@ -117,6 +117,20 @@ FAULTS = [
         ("tests/nn/test_moe_direct.py", "-k", "fires_in_every_call"),
     ),
     Fault(
+        "the direct way of a layer takes a router's weight of other sizes",
+        "pymoe/nn/direct.py",
+        "and weight.shape == sizes",
+        "",
+        ("tests/nn/test_moe_parameters.py", "-k", "another_size and router"),
+    ),
+    Fault(
+        "a layer holds all the logits of a step until its next forward",
+        "pymoe/nn/moe.py",
+        "> MOST_HELD_LOGITS:",
+        "> MOST_HELD_LOGITS and not logits_TE.requires_grad:",
+        ("tests/nn/test_moe_statistics.py", "-k", "outlive_a_step"),
+    ),
+    Fault(
         "one native call for all is made past the hooks of the experts",
         "pymoe/nn/plain_calls.py",
         "and not (module._forward_hooks or module._forward_pre_hooks)",
