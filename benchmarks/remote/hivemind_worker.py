@@ -25,7 +25,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils.tensor_descr import BatchTensorDescriptor
 from torch import Tensor
 
-from benchmarks.runtime.clients import Ask, AskAsync, Effort
+from benchmarks.runtime.clients import Ask, Effort
 from benchmarks.runtime.scenario import Cell, Expert
 from benchmarks.runtime.serving import InProcess
 
@@ -80,14 +80,6 @@ class RemoteExpertServer:
             return torch.autograd.grad(y, leaf, grad, retain_graph=True)[0]
 
         return forward if direction == "forward" else backward
-
-    def ask_async(self, direction: str) -> AskAsync:
-        """Clients are threads here."""
-
-        async def ask(*tensors: Tensor) -> Tensor:
-            raise NotImplementedError
-
-        return ask
 
     def cpu(self) -> float:
         """Seconds of processor time of all processes of both sides."""

@@ -17,7 +17,7 @@ import ray
 import torch
 from torch import Tensor
 
-from benchmarks.runtime.clients import Ask, AskAsync, Effort
+from benchmarks.runtime.clients import Ask, Effort
 from benchmarks.runtime.scenario import Cell, Expert
 from benchmarks.runtime.serving import InProcess
 
@@ -46,14 +46,6 @@ class RayServer:
     def ask(self, direction: str) -> Ask:
         method = getattr(self.actor, direction)
         return lambda *tensors: ray.get(method.remote(*tensors))
-
-    def ask_async(self, direction: str) -> AskAsync:
-        """Clients are threads here."""
-
-        async def ask(*tensors: Tensor) -> Tensor:
-            raise NotImplementedError
-
-        return ask
 
     def close(self) -> None:
         ray.shutdown()

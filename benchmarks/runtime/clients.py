@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from benchmarks.runtime.scenario import Cell, Request, is_right
+from benchmarks.runtime.scenario import Request, is_right
 
 Ask = Callable[..., Tensor]
 AskAsync = Callable[..., Awaitable[Tensor]]
@@ -192,20 +192,3 @@ def summary(window: Window, logs: list[Log], expected: list[list[Tensor]]) -> Sa
         starved=len(logs) - len(moving),
         error=f"{type(error).__name__}: {error}".split("\n")[0][:200] if error else "",
     )
-
-
-def measure(
-    cell: Cell,
-    ask: Ask,
-    ask_async: AskAsync,
-    asked: list[list[Request]],
-    expected: list[list[Tensor]],
-    effort: Effort,
-    cpu: Clock = time.process_time,
-) -> Sample:
-    """One window of a cell's load."""
-    if cell.kind == "threads":
-        window, logs = with_threads(ask, asked, effort, cpu)
-    else:
-        window, logs = with_coroutines(ask_async, asked, effort, cpu)
-    return summary(window, logs, expected)

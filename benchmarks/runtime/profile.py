@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.runtime.clients import Effort, summary, with_coroutines, with_threads
+from benchmarks.runtime.clients import Effort, summary
 from benchmarks.runtime.ours import BackendServer
 from benchmarks.runtime.scenario import Cell, Expert, call, prepared
+from benchmarks.runtime.serving import load
 
 TASKS = Path("/proc/self/task")
 SECONDS = 1.0
@@ -71,10 +72,7 @@ def under_load(cell: Cell, server: BackendServer, seconds: float) -> list[dict[s
         return time.process_time()
 
     server.runtime.stats()
-    if cell.kind == "threads":
-        window, logs = with_threads(server.ask(cell.direction), asked, effort, cpu)
-    else:
-        window, logs = with_coroutines(server.ask_async(cell.direction), asked, effort, cpu)
+    window, logs = load(server, cell, asked, effort, cpu)
     pool = next(one for name, one in server.runtime.stats().items() if name.endswith(cell.direction))
     sample = summary(window, logs, expected)
     micro = 1e6 / (sample.rate * (window.end - window.begin))  # seconds of the window to us per request

@@ -8,12 +8,23 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from benchmarks.runtime.clients import Ask, AskAsync, Clock, Effort, Sample, measure
+from benchmarks.runtime.clients import (
+    Ask,
+    AskAsync,
+    Clock,
+    Effort,
+    Log,
+    Sample,
+    Window,
+    summary,
+    with_coroutines,
+    with_threads,
+)
 from benchmarks.runtime.scenario import (
     DIRECTIONS,
     TOLERANCE,
@@ -34,11 +45,16 @@ class Server(Protocol):
     def ask(self, direction: str) -> Ask:
         """A function that sends one request, waits, and returns its answer."""
 
-    def ask_async(self, direction: str) -> AskAsync:
-        """The same for coroutines."""
-
     def close(self) -> None:
         """Ends what was started."""
+
+
+@runtime_checkable
+class AsyncServer(Server, Protocol):
+    """One that coroutines can ask, too."""
+
+    def ask_async(self, direction: str) -> AskAsync:
+        """What ``ask`` does, for coroutines."""
 
 
 class Contender(Protocol):
@@ -59,11 +75,21 @@ class InProcess:
 
     def measure(self, cell: Cell, effort: Effort) -> Sample:
         asked, expected = prepared(cell)
-        ask, ask_async = self.server.ask(cell.direction), self.server.ask_async(cell.direction)
-        return measure(cell, ask, ask_async, asked, expected, effort, self.cpu)
+        return summary(*load(self.server, cell, asked, effort, self.cpu), expected)
 
     def close(self) -> None:
         self.server.close()
+
+
+def load(
+    server: Server, cell: Cell, asked: list[list[Request]], effort: Effort, cpu: Clock
+) -> tuple[Window, list[Log]]:
+    """One window of a cell's load, by clients of its kind."""
+    if cell.kind == "threads":
+        return with_threads(server.ask(cell.direction), asked, effort, cpu)
+    if not isinstance(server, AsyncServer):
+        raise TypeError(f"{cell}: expected a server that coroutines can ask, got {type(server).__name__}")
+    return with_coroutines(server.ask_async(cell.direction), asked, effort, cpu)
 
 
 def check(serve: Callable[[Expert], Server], patience: float = 30.0) -> str:
