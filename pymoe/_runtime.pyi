@@ -22,6 +22,7 @@ __all__: list[str] = [
     "identity_of_this_thread",
     "must_help",
     "parallel_for",
+    "patience_of_batch",
     "set_plain_runner",
     "thread_is_plain",
 ]
@@ -116,6 +117,7 @@ class TaskPool:
         exclusive_with: typing.Any,
         schema: collections.abc.Sequence | None,
         pin_memory: bool,
+        request_timeout: typing.SupportsFloat | typing.SupportsIndex | None,
     ) -> None:
         """``schema``: tensors like those of a request."""
     def _idle_is_known(self) -> None:
@@ -262,6 +264,12 @@ def parallel_for(
             not started are left out and the others waited for; a second one does not wait.
         concurrent.futures.CancelledError: the pool was stopped before all calls had started, and none raised.
         RuntimeError: the pool was shut down, or belongs to the parent of this process.
+    """
+
+def patience_of_batch() -> float | None:
+    """
+    Seconds until the latest deadline among the requests of the batch that this thread runs, but for those
+    whose futures nobody has any more; infinity where one has none. None: nobody has any, or it runs none.
     """
 
 def set_plain_runner(function: collections.abc.Callable[..., typing.Any]) -> None:

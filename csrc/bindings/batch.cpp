@@ -2,7 +2,9 @@
 
 #include <pybind11/typing.h>
 
+#include <algorithm>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
 
@@ -19,6 +21,7 @@ namespace {
 using Slice = runtime::Slice<SystemSync>;
 
 thread_local PyObject* interrupt = nullptr;
+thread_local Batch running;  // that this thread runs; the innermost
 PyObject* plain_runner = nullptr;
 
 TensorRequest& request_of(const Slice& slice) { return static_cast<TensorRequest&>(*slice.request); }
@@ -173,6 +176,31 @@ class WholeStack {
   const int used_;
 };
 
+// The batch is the one that this thread runs, while this lives.
+class Running {
+ public:
+  explicit Running(Batch batch) : outer_(std::exchange(running, batch)) {}
+  ~Running() { running = outer_; }
+  Running(const Running&) = delete;
+  Running& operator=(const Running&) = delete;
+
+ private:
+  const Batch outer_;
+};
+
+// Under the GIL, as all that reads `dropped`.
+std::optional<double> patience_of_batch() {
+  std::optional<Clock::time_point> latest;
+  for (const Slice& slice : running) {
+    const TensorRequest& request = request_of(slice);
+    if (request.dropped) continue;
+    if (!request.deadline) return std::numeric_limits<double>::infinity();
+    latest = latest ? std::max(*latest, *request.deadline) : *request.deadline;
+  }
+  if (!latest) return std::nullopt;
+  return std::chrono::duration<double>(*latest - Clock::now()).count();
+}
+
 // Gives every request of the batch what is its own; those that are complete need their inputs no more. All or nothing:
 // what may raise comes first, since requests whose batch raised may run again.
 void hand_out(Batch batch, std::vector<py::object> results) {
@@ -312,7 +340,7 @@ void PyBatchFunction::run(Batch batch) {
                           : pin_memory_     ? column.pinned_tensor()
                                             : column.tensor());
       }
-      const py::object output = call(tensors);
+      const py::object output = call(batch, tensors);
       tensors.clear();
       hand_out(batch, split_structure(output, rows, where_.c_str()));
     } catch (const py::error_already_set& error) {
@@ -342,11 +370,12 @@ bool PyBatchFunction::may_retry(const std::exception_ptr& error) {
   }
 }
 
-py::object PyBatchFunction::call(const std::vector<py::object>& tensors) const {
+py::object PyBatchFunction::call(Batch batch, const std::vector<py::object>& tensors) const {
   if (function_ == nullptr) raise(PyExc_RuntimeError, "%s: the pool was collected", where_.c_str());
   const py::object function = borrow(function_);
   std::vector<PyObject*> arguments(tensors.size() + 1);
   for (size_t i = 0; i < tensors.size(); ++i) arguments[i + 1] = tensors[i].ptr();
+  const Running now(batch);
   const EmptyContext context;
   const WholeStack stack;
   const GradMode enabled(true);
@@ -363,6 +392,9 @@ void bind_batches(py::module_& module) {
       py::arg("function"),
       "Choose what calls a function (its first argument) on a thread in the state in which threads begin, from a\n"
       "thread in another state.");
+  module.def("patience_of_batch", patience_of_batch,
+             "Seconds until the latest deadline among the requests of the batch that this thread runs, but for those\n"
+             "whose futures nobody has any more; infinity where one has none. None: nobody has any, or it runs none.");
   module.def(
       "buffer_statistics",
       [] {

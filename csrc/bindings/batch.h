@@ -34,7 +34,7 @@ class PyBatchFunction final : public runtime::BatchFunction<SystemSync> {
   void clear() { Py_CLEAR(function_); }
 
  private:
-  py::object call(const std::vector<py::object>& tensors) const;
+  py::object call(Batch batch, const std::vector<py::object>& tensors) const;
 
   const std::string where_;  // "TaskPool 'name'"
   PyObject* function_;       // null once its pool was collected

@@ -110,13 +110,13 @@ void wait_until_done(FutureObject* self, const char* where, std::optional<Clock:
     std::optional<Place> place;
     const auto ended = [&](Clock::time_point until) {
       leave_turnstile();
-      // Whoever must look after deadlines, or may be the only one who can go on, waits with the pool.
-      if (help != runtime::Help::kYes || self->request->deadline) return self->pool->wait(self->request, until, help);
+      // Whoever may be the only one who can go on waits with the pool.
+      if (help != runtime::Help::kYes) return self->pool->wait(self->request, until, help);
       if (!place) {
         if (self->pool->help(self->request)) return true;
         place.emplace(*self->request);
       }
-      return place->wait_until(until);
+      return self->pool->wait(self->request, until, [&](Clock::time_point at) { place->wait_until(at); });
     };
     if (ended_soon_or_served(*self->pool, ended, deadline)) return;
     if (!wait_interruptibly(ended, deadline)) {

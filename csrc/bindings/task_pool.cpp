@@ -53,13 +53,14 @@ class PyTaskPool {
   PyTaskPool(const py::object& process_func, const std::string& name, int64_t min_batch_size, int64_t max_batch_size,
              std::optional<double> timeout, int64_t capacity, double linger, double priority, bool isolate,
              bool raise_when_full, const py::object& exclusive_with, const std::optional<py::sequence>& schema,
-             bool pin_memory)
+             bool pin_memory, std::optional<double> request_timeout)
       : where("TaskPool '" + name + "'"),
         function(std::make_shared<PyBatchFunction>(name, require_callable(process_func), pin_memory)),
         signatures(name, read_schema(schema)),
         priority(priority),
         raise_when_full(raise_when_full),
-        pin_memory(pin_memory) {
+        pin_memory(pin_memory),
+        request_timeout(request_timeout) {
     torch_calls();
     runtime::BatchingOptions<SystemSync> options;
     options.min_batch_size = min_batch_size;
@@ -67,6 +68,9 @@ class PyTaskPool {
     options.capacity = capacity;
     options.linger = to_duration(linger, "linger");
     options.isolate = isolate;
+    if (request_timeout && std::isnan(*request_timeout)) {
+      raise(PyExc_ValueError, "TaskPool: request_timeout must be a number of seconds, got nan");
+    }
     if (timeout) options.timeout = to_duration(*timeout, "timeout");
     to_duration(priority, "priority");
     auto strand = exclusive_with.is_none() ? std::make_shared<runtime::Strand<SystemSync>>()
@@ -97,6 +101,7 @@ class PyTaskPool {
   const double priority;  // seconds
   const bool raise_when_full;
   const bool pin_memory;
+  const std::optional<double> request_timeout;  // of requests that have none of their own
   const int created = generation();
 };
 
@@ -234,7 +239,7 @@ std::shared_ptr<TensorRequest> submit(PyTaskPool& state, PyObject* const* args, 
   require_this_process(state.created, state.where.c_str(), "TaskPool");
   drop_deferred();
   const Options options = names != nullptr ? read_options(args + count, names) : Options();
-  const auto deadline = deadline_after(options.timeout);
+  const auto deadline = deadline_after(options.timeout ? options.timeout : state.request_timeout);
   const double priority = state.priority + options.priority;
   Arguments arguments(state, args, count);
   auto signature = state.signatures.find(arguments.tensors(), arguments.count());
@@ -334,11 +339,11 @@ void bind_task_pool(py::module_& module) {
   pool_type = reinterpret_cast<PyTypeObject*>(type.ptr());
   using Seconds = std::optional<double>;
   type.def(py::init<const py::object&, const std::string&, int64_t, int64_t, Seconds, int64_t, double, double, bool,
-                    bool, const py::object&, const std::optional<py::sequence>&, bool>(),
+                    bool, const py::object&, const std::optional<py::sequence>&, bool, Seconds>(),
            py::arg("process_func"), py::kw_only(), py::arg("name"), py::arg("min_batch_size"),
            py::arg("max_batch_size"), py::arg("timeout"), py::arg("capacity"), py::arg("linger"), py::arg("priority"),
            py::arg("isolate"), py::arg("raise_when_full"), py::arg("exclusive_with"), py::arg("schema"),
-           py::arg("pin_memory"), "``schema``: tensors like those of a request.");
+           py::arg("pin_memory"), py::arg("request_timeout"), "``schema``: tensors like those of a request.");
   for (PyMethodDef& method : submit_methods) type.attr(method.ml_name) = own(PyDescr_NewMethod(pool_type, &method));
   type.def(
           "_is_exclusive_with",

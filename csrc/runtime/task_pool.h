@@ -19,6 +19,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <concepts>
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -98,6 +99,15 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
 
   // True once the request is done, false if it is not by `until`.
   bool wait(const RequestPointer& request, Time until, Help help = Help::kNo) {
+    return wait(request, until, [&](Time at) { strand_->wait(*request, at, help); });
+  }
+
+  // The same for a thread that has a way of its own to wait for the end of the request: rest(at), which returns by
+  // `at`.
+  template <typename Rest>
+  bool wait(const RequestPointer& request, Time until, const Rest& rest)
+    requires std::invocable<const Rest&, Time>
+  {
     while (!request->done()) {
       // A pool whose executor has not been started has nobody else to notice.
       const Time now = Sync::now();
@@ -108,7 +118,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
         continue;
       }
       if (now >= until) return request->done();
-      strand_->wait(*request, watch ? *request->deadline : until, help);
+      rest(watch ? *request->deadline : until);
     }
     return true;
   }

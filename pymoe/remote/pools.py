@@ -6,13 +6,12 @@ import asyncio
 import concurrent.futures
 import threading
 import time
-import weakref
-from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from pymoe._runtime import patience_of_batch
 from pymoe.remote.calls import Call, Method, ask
 from pymoe.remote.errors import AppliedError
 from pymoe.remote.expert import KnownExpert
@@ -26,30 +25,6 @@ MOST_UNDER_WAY = 1024
 LOOK_FOR_ROOM_S = 0.005
 
 
-class _Waiting:
-    """A request of a :class:`CoalescingPool` that may not have been in a call yet.
-
-    Attributes:
-        deadline: on the monotonic clock.
-        rows: of its tensors, once it is queued.
-        future: its future, once it is queued, and as long as anybody else has it: results are not kept here.
-        refused: whether it was not queued after all.
-    """
-
-    __slots__ = ("deadline", "future", "refused", "rows")
-
-    def __init__(self, deadline: float) -> None:
-        self.deadline, self.rows, self.refused = deadline, 0, False
-        self.future: weakref.ref[Any] | None = None
-
-    def is_done(self) -> bool:
-        """Whether it was refused or is done, as far as is known, or nobody has its future, to wait for it, any more."""
-        if self.future is None:
-            return self.refused
-        future = self.future()
-        return future is None or future.done()
-
-
 class CoalescingPool(TaskPool):
     """Puts the rows of all callers that wait into one call, as a local pool does; one call is under way at a time.
 
@@ -60,14 +35,19 @@ class CoalescingPool(TaskPool):
 
     def __init__(self, expert: KnownExpert, method: Method, protos: Sequence[BatchTensorProto]) -> None:
         row = sum(proto.make_empty(1, device="cpu").nbytes for proto in protos)
-        rows = max(1, min(expert.max_batch_size, MOST_BYTES // 2 // max(row, 1)))
-        name = f"{expert.name}_{method.lower()}"
         self._expert, self._method = expert, method
-        self._waiting: deque[_Waiting] = deque()  # requests that may not have been in a call yet
-        super().__init__(self._ask, name=name, schema=protos, max_batch_size=rows)
+        super().__init__(
+            self._ask,
+            name=f"{expert.name}_{method.lower()}",
+            schema=protos,
+            max_batch_size=max(1, min(expert.max_batch_size, MOST_BYTES // 2 // max(row, 1))),
+            request_timeout=expert.channel.timeout,
+        )
 
     def _ask(self, *tensors: Tensor) -> tuple[Any, ...]:
-        patience = self._patience(len(tensors[0]))
+        left = patience_of_batch()
+        # None: nobody has a future any more.
+        patience = time.monotonic() + (self._expert.channel.timeout if left is None else left)
         if self._method == "Forward":
             return ask(self._expert, self._method, tensors, patience)
         # A batch that is interrupted is put back, and would be sent again under another key.
@@ -78,38 +58,6 @@ class CoalescingPool(TaskPool):
             interrupt_soon()
             raise AppliedError(f"{self.name}: interrupted; the request may have been applied") from None
 
-    def _patience(self, rows: int) -> float:
-        """Return the deadline of the most patient request of the call that is about to be made, which has ``rows``.
-
-        Nobody says which requests these are. Mostly they are all that wait; where they are not, those that wait count
-        as well. (To be told when each request is done would cost more than all else that is done for it here.)
-        """
-        found = [self._waiting.popleft() for _ in range(len(self._waiting))]
-        waiting = [one for one in found if not one.is_done()]
-        here = [one for one in waiting if one.future is not None]
-        all_go = sum([one.rows for one in here]) == rows or self.empty
-        self._waiting.extend([one for one in waiting if one.future is None] if all_go else waiting)
-        patience = [one.deadline for one in waiting]
-        # None: a forward's second try after an interrupt, or requests whose futures nobody has.
-        return max(patience, default=time.monotonic() + self._expert.channel.timeout)
-
-    def _submit(
-        self, submit: Callable[..., Any], tensors: Sequence[Any], timeout: float | None, priority: float
-    ) -> Any:
-        seconds = self._expert.channel.timeout if timeout is None else timeout
-        waiting = _Waiting(time.monotonic() + seconds)
-        self._waiting.append(waiting)  # before its call can begin
-        try:
-            future = submit(*tensors, timeout=seconds, priority=priority)
-        except BaseException:
-            waiting.refused = True
-            raise
-        if future is None:  # there is no room
-            waiting.refused = True
-            return None
-        waiting.rows, waiting.future = tensors[0].shape[0], weakref.ref(future)
-        return future
-
     @property
     def served(self) -> bool:
         """Whether the server can be reached, as far as is known, and the connection is open."""
@@ -119,13 +67,6 @@ class CoalescingPool(TaskPool):
     def why_unserved(self) -> str:
         """What clients say while it is not."""
         return self._expert.channel.why_not_reachable
-
-    def submit_task(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> Any:
-        """Queue a request and return its future; as :meth:`pymoe.runtime.TaskPool.submit_task`."""
-        return self._submit(super().submit_task, tensors, timeout, priority)
-
-    def _try_submit(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> Any:
-        return self._submit(super()._try_submit, tensors, timeout, priority)
 
 
 class RemoteFuture(concurrent.futures.Future):

@@ -85,6 +85,7 @@ class TaskPool(_runtime.TaskPool):
         schema: what the tensors of every request must look like, one prototype per position.
         pin_memory: gather tensors of the host in page-locked memory, for a function that copies them to a GPU.
         exclusive_with: a pool whose batches must never overlap with this one's.
+        request_timeout: the timeout of requests that are submitted without one; None: as long as it takes.
 
     Raises:
         ValueError: sizes, times or ``on_full`` are invalid.
@@ -107,6 +108,7 @@ class TaskPool(_runtime.TaskPool):
         schema: Sequence[BatchTensorProto] | None = None,
         pin_memory: bool = False,
         exclusive_with: _runtime.TaskPool | None = None,
+        request_timeout: float | None = None,
         **unknown: Any,
     ) -> None:
         for option in unknown:
@@ -132,6 +134,7 @@ class TaskPool(_runtime.TaskPool):
             schema=None if schema is None else [torch.empty((0, *one.size), dtype=one.dtype) for one in schema],
             pin_memory=pin_memory,
             exclusive_with=exclusive_with,
+            request_timeout=None if request_timeout is None else _check_number("request_timeout", request_timeout),
         )
         self.name = name
         self.process_func = process_func

@@ -105,10 +105,10 @@ FAULTS = [
         ("tests/remote/test_checkpoints.py", "-k", "could_not_be_written"),
     ),
     Fault(
-        "a call has the patience of requests that are done",
+        "a call has the time of the connection, and not that of its requests",
         "pymoe/remote/pools.py",
-        "extend([one for one in waiting if one.future is None] if all_go else waiting)",
-        "extend(waiting)",
+        "(self._expert.channel.timeout if left is None else left)",
+        "self._expert.channel.timeout",
         ("tests/remote/test_serving.py", "-k", "patience"),
     ),
     Fault(
@@ -121,7 +121,7 @@ FAULTS = [
     Fault(
         "a stream that has ended is used again",
         "pymoe/remote/exchange.py",
-        "if stream.metadata is metadata and stream.open:",
+        "if stream.metadata is metadata and stream.open and not stream.overdue:",
         "if stream.metadata is metadata:",
         ("tests/remote/test_streams.py", "-k", "used_again"),
     ),

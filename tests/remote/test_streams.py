@@ -15,7 +15,7 @@ from limits import LONG
 from test_security import MIB, TOKEN, X, memory, pymoe_options
 from torch import Tensor, nn
 
-from pymoe.remote import ExpertServer, ServerLost, WireError, connect, service, wire
+from pymoe.remote import ExpertServer, ProtocolError, ServerLost, WireError, connect, pools, service, wire
 from pymoe.remote.exchange import Deadlines
 from pymoe.remote.wire import FRAME, Tail
 from pymoe.runtime import BatchTensorProto, ExpertBackend, QueueFull
@@ -132,6 +132,58 @@ def test_clients_beyond_the_most_streams_are_served_by_calls(monkeypatch: pytest
             assert torch.equal(a.forward_pool(x)[0], b.forward_pool(x)[0])
             b.backward_pool(X, X)
         assert server._service._streams == 1
+
+
+def test_a_refusal_of_streams_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request tried a stream first, which the server counted as one that it had shed."""
+    monkeypatch.setattr("pymoe.remote.service.MOST_STREAMS", 0)
+    with ExpertServer(mlp("a")) as server, connect(server.address, retries=False) as there:
+        (a,) = there.backends()
+        for _ in range(20):
+            a.forward_pool(X)
+        assert server.counts["shed"] == 1
+        assert server.counts["forward"] == 20
+        monkeypatch.setattr("pymoe.remote.exchange.REFUSED_S", 0.0)
+        a.forward_pool(X)
+        assert server.counts["shed"] == 2, "it is forgotten after a while"
+        monkeypatch.setattr("pymoe.remote.service.MOST_STREAMS", 1)
+        for _ in range(2):
+            a.forward_pool(X)
+        assert server.counts["shed"] == 2
+        assert server._service._streams == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "raised"),
+    [(lambda: b"no reply", ProtocolError), (lambda: throw(ValueError("Cannot invoke RPC")), ServerLost)],
+    ids=["nonsense", "closed"],
+)
+def test_errors_of_a_call_in_place_of_a_stream_are_those_of_a_stream(
+    monkeypatch: pytest.MonkeyPatch, answer: Any, raised: type[Exception]
+) -> None:
+    monkeypatch.setattr("pymoe.remote.service.MOST_STREAMS", 0)
+    with ExpertServer(mlp("a")) as server, connect(server.address, retries=False) as there:
+        (a,) = there.backends()
+        future = type("Answered", (), {"result": lambda self: answer()})()
+        monkeypatch.setattr("pymoe.remote.calls.Call._begin", lambda *all_: future)
+        with pytest.raises(raised, match="a_forward@127"):
+            a.forward_pool(X)
+
+
+def throw(error: Exception) -> Any:
+    raise error
+
+
+def test_a_stream_that_nobody_uses_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that had once had many requests under way kept its streams, of which a server has 1,024, for ever."""
+    monkeypatch.setattr("pymoe.remote.exchange.IDLE_S", 0.1)
+    with ExpertServer(mlp("a")) as server, connect(server.address, retries=False) as there:
+        (a,) = there.backends()
+        for _ in range(3):
+            a.forward_pool(X)
+        until(lambda: server._service._streams == 0)
+        assert a.forward_pool(X)[0].shape == X.shape
+        assert server.counts["failed"] == 0
 
 
 def test_a_stream_without_the_token_is_refused_before_it_is_read() -> None:
@@ -274,18 +326,24 @@ def test_a_long_reply_that_nobody_reads_takes_room_and_is_held_no_longer_than_it
 # --- deadlines ---
 
 
-def test_a_call_has_the_time_of_its_most_patient_request_and_of_no_other() -> None:
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that each call was given."""
+    seconds: list[float] = []
+    real = pools.ask
+
+    def ask(*all_: Any) -> Any:
+        seconds.append(all_[-1] - time.monotonic())
+        return real(*all_)
+
+    monkeypatch.setattr(pools, "ask", ask)
+    return seconds
+
+
+def test_a_call_has_the_time_of_its_most_patient_request_and_of_no_other(given: list[float]) -> None:
     held = Held()
     with ExpertServer(of(held), grace=0) as server, connect(server.address, timeout=LONG) as there:
         pool = there.backends()[0].forward_pool
-        given: list[float] = []
-        real = pool._patience
-
-        def patience(rows: int) -> float:
-            given.append((until_then := real(rows)) - time.monotonic())
-            return until_then
-
-        pool._patience = patience  # type: ignore
         held.open.set()
         pool.submit_task(X, timeout=10 * LONG).result()
         assert 9 * LONG < given.pop() <= 10 * LONG
@@ -305,42 +363,49 @@ def test_a_call_has_the_time_of_its_most_patient_request_and_of_no_other() -> No
         assert LONG < given.pop() <= 2 * LONG
         held.open.set()
         assert [one.result()[0].shape for one in waiting] == [X.shape] * 2
-        assert not pool._waiting
 
 
-def test_a_future_that_nobody_has_counts_for_nobody() -> None:
-    """Whoever cancelled a request and let go of it gave the next call its deadline; and requests that were done, and
-    let go of, were remembered while the queue was never empty.
-    """
+def test_a_future_that_nobody_has_counts_for_nobody(given: list[float]) -> None:
+    """Whoever let go of a request gave the next call its deadline."""
     held = Held()
-    with ExpertServer(of(held, max_batch_size=2), grace=0) as server, connect(server.address, timeout=LONG) as there:
+    with ExpertServer(of(held, max_batch_size=8), grace=0) as server, connect(server.address, timeout=LONG) as there:
         pool = there.backends()[0].forward_pool
         first = pool.submit_task(X[:2], timeout=LONG)  # its call begins
         until(held.begun.is_set)
         assert pool.submit_task(X[:1], timeout=9 * LONG).cancel()
+        pool.submit_task(X[:1], timeout=8 * LONG)
         waiting = [pool.submit_task(X[:2], timeout=2 * LONG) for _ in range(3)]
-        assert pool._patience(2) <= time.monotonic() + 2 * LONG
-        assert len(pool._waiting) == 3
         held.open.set()
         for future in (first, *waiting):
             future.result()
-        del future, first, waiting
-        last = pool.submit_task(X[:1])
-        pool._patience(2)
-        assert len(pool._waiting) <= 1
-        last.result()
+        assert LONG < given[1] <= 2 * LONG
+        held.open.clear()
+        first = pool.submit_task(X[:2], timeout=3 * LONG)
+        until(lambda: len(given) == 3)
+        pool.submit_task(X[:1], timeout=5 * LONG)
+        pool.submit_task(X[:1], timeout=5 * LONG)
+        held.open.set()
+        first.result()
+        until(lambda: len(given) == 4)
+        assert given[3] <= LONG, "nobody has a future of the call: it has the time of the connection"
 
 
-def test_what_is_not_queued_is_not_waited_for() -> None:
+def test_what_is_not_queued_is_not_waited_for(given: list[float]) -> None:
     with ExpertServer(mlp("a")) as server, connect(server.address, timeout=1.0) as there:
         pool = there.backends()[0].forward_pool
         for wrong in ([X, X], [X[:, 1:]], [None], []):
             with pytest.raises((TypeError, ValueError)):
                 pool.submit_task(*wrong, timeout=LONG)
-        waiting = list(pool._waiting)
-        assert all(one.is_done() for one in waiting)
         pool(X)
-        assert not pool._waiting
+        (seconds,) = given
+        assert seconds <= 1.0
+
+
+def test_who_waits_for_ever_has_all_the_time(given: list[float]) -> None:
+    with ExpertServer(mlp("a")) as server, connect(server.address, timeout=1.0) as there:
+        pool = there.backends()[0].forward_pool
+        pool(X, timeout=float("inf"))
+        assert given.pop() == float("inf")
 
 
 def test_streams_are_cancelled_by_their_own_deadlines_alone() -> None:

@@ -312,6 +312,7 @@ def test_a_schema_is_checked_when_a_request_is_submitted() -> None:
         {"capacity": 0},
         {"timeout": -1.0},
         {"timeout": float("nan")},
+        {"request_timeout": float("nan")},
         {"linger": -0.1},
         {"priority": float("nan")},
         {"on_full": "explode"},
