@@ -109,9 +109,10 @@ class Call:
         """
         head, left = self._next_attempt()
         try:
-            reply, tail = self.channel.streams.ask(head, self._tail, left, self.channel.metadata)
-        except NoStream:
-            return self.read(self._begin(head, left).result())
+            try:
+                reply, tail = self.channel.streams.ask(head, self._tail, left, self.channel.metadata)
+            except NoStream:
+                reply, tail = wire.decode(self._begin(head, left).result(), wire.Reply), None
         except WireError as error:
             raise ProtocolError(f"{self._where}: {error}") from None
         except ValueError as error:  # gRPC's way to say that the channel was closed

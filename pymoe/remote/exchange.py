@@ -20,6 +20,10 @@ from grpc import StatusCode
 from pymoe.remote import wire
 from pymoe.remote.errors import KIND_KEY
 
+REFUSED_S = 5.0
+"""How long after the server has refused a stream none is opened, and requests are calls of their own."""
+IDLE_S = 60.0
+"""How long a stream without a request stays open."""
 _CODES: dict[int, StatusCode] = {code.value[0]: code for code in StatusCode}
 
 
@@ -44,7 +48,7 @@ class Ended(grpc.RpcError):
 
 
 class NoStream(Exception):
-    """The server opens no further stream. Nothing of the request has reached it."""
+    """The server opens no further stream, or has refused one lately. Nothing of the request has reached it."""
 
 
 class Stream:
@@ -117,6 +121,7 @@ class Streams:
         self._method = method
         self._lock = threading.Lock()
         self._idle: list[Stream] = []
+        self._refused = -REFUSED_S
         self._deadlines = Deadlines()
 
     def ask(
@@ -126,6 +131,7 @@ class Streams:
 
         Raises:
             Ended: also where there is no answer within ``seconds``.
+            NoStream: none is idle, and the server has its most; that is found out every :data:`REFUSED_S` seconds.
         """
         stream = self._take(metadata)
         try:
@@ -142,7 +148,9 @@ class Streams:
             else:
                 stream.cancel()
             raise
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, NoStream):
+                self._refused = time.monotonic()
             stream.cancel()
             raise
         self._give_back(stream)
@@ -152,14 +160,18 @@ class Streams:
         with self._lock:
             while self._idle:
                 stream = self._idle.pop()
-                if stream.metadata is metadata and stream.open:
+                self._deadlines.end(stream)
+                if stream.metadata is metadata and stream.open and not stream.overdue:
                     return stream
                 stream.cancel()
+        if time.monotonic() < self._refused + REFUSED_S:
+            raise NoStream
         return Stream(self._method, metadata)
 
     def _give_back(self, stream: Stream) -> None:
         if stream.open:
             with self._lock:
+                self._deadlines.begin(stream, time.monotonic() + IDLE_S)
                 self._idle.append(stream)
 
     def close(self) -> None:
@@ -170,7 +182,9 @@ class Streams:
 
 
 class Deadlines:
-    """Cancels streams whose requests are overdue. A thread waits for the earliest deadline, once there is one."""
+    """Cancels streams whose requests are overdue, or that are idle for too long. A thread waits for the earliest
+    deadline, once there is one.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -44,7 +44,9 @@ class HostedExpert:
         info = backend.get_info()
         self._schemas = write_schema(self.name, info["forward_schema"]), write_schema(self.name, info["outputs_schema"])
         self._saved_updates: int | None = None
-        self._saving = asyncio.Lock()  # a state that was taken earlier must not be written later
+        # A state that was taken earlier must not be written later, also where nobody waits for it any more.
+        self._saving, self._writing = asyncio.Lock(), asyncio.Lock()
+        self._writes: set[asyncio.Future[None]] = set()  # tasks that nobody holds may be collected
 
     def get_pools(self) -> tuple[TaskPool, ...]:
         """Return the pools that a runtime must serve: the backend's own, and that of keyed requests."""
@@ -109,11 +111,14 @@ class HostedExpert:
 
     @property
     def saving(self) -> bool:
-        """Whether a checkpoint is being made: with an expert that hangs, for as long as it does."""
-        return self._saving.locked()
+        """Whether a checkpoint is being made: with an expert or a folder that hangs, for as long as it does."""
+        return self._saving.locked() or self._writing.locked()
 
     async def save(self, root: Path) -> bool:
-        """Write a checkpoint; return False, without one, if nothing was updated since the last."""
+        """Write a checkpoint; return False, without one, if nothing was updated since the last.
+
+        Whoever is cancelled meanwhile leaves a checkpoint that is being written to be written.
+        """
         async with self._saving:
             if self._saved_updates == self.backend.updates:
                 return False
@@ -122,9 +127,16 @@ class HostedExpert:
             updates: int = state["_extra_state"]["updates"]
             await self.journal.settled()
             checkpoint = Checkpoint(state, updates, self.journal.keys(updates))
-            await in_thread(write_checkpoint, folder_of(root, self.name), checkpoint)
-            self._saved_updates = updates
+            write = asyncio.ensure_future(self._write(root, checkpoint))
+            self._writes.add(write)
+            write.add_done_callback(self._writes.discard)
+            await asyncio.shield(write)
             return True
+
+    async def _write(self, root: Path, checkpoint: Checkpoint) -> None:
+        async with self._writing:  # first come, first served
+            await in_thread(write_checkpoint, folder_of(root, self.name), checkpoint)
+            self._saved_updates = checkpoint.updates
 
     def load(self, root: Path) -> bool:
         """Load the newest checkpoint, before the expert is served; return False if there is none.

@@ -181,6 +181,7 @@ class ExpertServer:
         except RuntimeError as error:
             raise OSError(f"ExpertServer: cannot listen at {self.address}: {error}") from None
         await server.start()
+        self._service.stalls.begin()
         if not self.address.startswith("unix"):
             self.address = f"{self.address.rpartition(':')[0]}:{port}"
         self._server, self._began = server, time.monotonic()

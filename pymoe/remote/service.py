@@ -60,7 +60,7 @@ class Service(grpc.GenericRpcHandler):
         self.counts: Counter[str] = Counter()
         self.incarnation = ""
         self._info, self._drain = info, drain
-        self._stalls = Stalls()
+        self.stalls = Stalls()
         handler = grpc.stream_unary_rpc_method_handler
         self._methods = {
             f"/{wire.SERVICE}/Forward": handler(self._guarded(self._forward)),
@@ -81,6 +81,7 @@ class Service(grpc.GenericRpcHandler):
     async def begin_to_drain(self) -> None:
         """Refuse further requests, tell who stays, and end the streams that wait for a request."""
         self._over.set()
+        self.stalls.end()
         for task in self._idle:
             task.cancel()
 
@@ -153,7 +154,6 @@ class Service(grpc.GenericRpcHandler):
         if self._streams >= MOST_STREAMS:
             raise QueueFull(f"{MOST_STREAMS} streams of requests are open")
         self._streams += 1
-        self._stalls.watch()
         task = asyncio.current_task()
         assert task is not None
         try:
@@ -169,12 +169,10 @@ class Service(grpc.GenericRpcHandler):
                     self._idle.discard(task)
                 if head is grpc.aio.EOF:
                     return
-                await self._stalls.settle()
                 if not await self._exchange_one(context, head):
                     return
         finally:
             self._streams -= 1
-            self._stalls.unwatch()
 
     async def _exchange_one(self, context: Any, head: bytes) -> bool:
         """Answer a request of a stream; return whether another can follow."""
@@ -235,6 +233,7 @@ class Service(grpc.GenericRpcHandler):
 
     async def _answer(self, request: wire.Request, tail: wire.Tail | None) -> wire.Reply:
         check_encoding("reply_encoding", request.reply_encoding)
+        request.seconds -= await self.stalls.settle()
         hosted = self.hosted.get(request.expert)
         if hosted is None:
             raise LookupError(f"no expert {request.expert[: wire.MOST_NAME]!r} is served here")

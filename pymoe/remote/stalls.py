@@ -10,7 +10,7 @@ import asyncio
 import time
 
 BEAT_S = 0.05
-"""How often a server with open streams looks at the clock."""
+"""How often a server looks at the clock."""
 STALL_S = 0.2
 """Without a look for as long as this a server has stood still."""
 SETTLE_S = 0.05
@@ -18,30 +18,35 @@ SETTLE_S = 0.05
 
 
 class Stalls:
-    """Looks at the clock of a running event loop between :meth:`watch` and as many calls of :meth:`unwatch`."""
+    """Looks at the clock of the running event loop from :meth:`begin` to :meth:`end`."""
 
     def __init__(self) -> None:
-        self._watchers = 0
         self._looked = self._settled = 0.0
         self._next: asyncio.TimerHandle | None = None
 
-    def watch(self) -> None:
-        self._watchers += 1
-        if self._watchers == 1:
-            self._looked = time.monotonic()
-            self._schedule()
+    def begin(self) -> None:
+        """Look from now on."""
+        self._looked = time.monotonic()
+        self._schedule()
 
-    def unwatch(self) -> None:
-        self._watchers -= 1
-        if not self._watchers and self._next is not None:
+    def end(self) -> None:
+        """Look no more."""
+        if self._next is not None:
             self._next.cancel()
+            self._next = None
 
-    async def settle(self) -> None:
-        """Return at once, or, where the loop has just stood still, when it has read what came meanwhile."""
+    async def settle(self) -> float:
+        """Return at once, or, where the loop has just stood still, when it has read what came meanwhile; return the
+        seconds that this took.
+        """
+        if self._next is None:
+            return 0.0
         self._look()
         wait = self._settled - self._looked
-        if wait > 0:
-            await asyncio.sleep(wait)
+        if wait <= 0:
+            return 0.0
+        await asyncio.sleep(wait)
+        return wait
 
     def _look(self) -> None:
         now = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 import safetensors
 import torch
-from experts import mlp
+from experts import WIDTH, mlp
+from limits import LONG
 from torch import Tensor
 
-from pymoe.remote import ExpertServer, checkpoints
+from pymoe.remote import ExpertServer, checkpoints, connect
 from pymoe.remote.checkpoints import Checkpoint, folder_of, read_checkpoint, read_newest, write_checkpoint
 
 KEYS = {"client": (3, [3, 5])}
@@ -168,3 +170,35 @@ def test_any_name_has_a_folder_of_its_own_inside(tmp_path: Path, name: str) -> N
     folder.mkdir()
     assert folder.resolve().parent == tmp_path.resolve()
     assert folder != folder_of(tmp_path, name + "2")
+
+
+def test_a_write_that_nobody_waits_for_any_more_is_not_overtaken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that had timed out wrote its state after that of the next save, and so in front of it."""
+    stalled, go_on, written = threading.Event(), threading.Event(), []
+
+    def write(folder: Path, checkpoint: Checkpoint) -> Path:
+        if checkpoint.updates == 1:
+            stalled.set()
+            assert go_on.wait(LONG)
+        written.append(checkpoint.updates)
+        return write_checkpoint(folder, checkpoint)
+
+    monkeypatch.setattr("pymoe.remote.hosted.write_checkpoint", write)
+    with ExpertServer(mlp("e"), checkpoints=tmp_path, save_every=0) as server, connect(server.address) as there:
+        (e,) = there.backends()
+        e.backward_pool(torch.ones(1, WIDTH), torch.ones(1, WIDTH))
+        with pytest.raises(TimeoutError, match="'e' did not answer"):
+            server.save(timeout=0.1)
+        assert stalled.is_set()
+        e.backward_pool(torch.ones(1, WIDTH), torch.ones(1, WIDTH))
+        with pytest.raises(TimeoutError, match="'e' did not answer"):  # it waits for its turn
+            server.save(timeout=0.1)
+        assert not written
+        go_on.set()
+        server.save()
+    assert written == sorted(written)
+    found = read_newest(folder_of(tmp_path, "e"))
+    assert found is not None
+    assert found.updates == 2

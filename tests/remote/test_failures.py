@@ -98,6 +98,24 @@ def test_a_frozen_server_times_out_and_never_runs_the_late_request(
         assert there.info().experts["a"].updates == 0
 
 
+@WAYS
+def test_the_time_in_which_a_server_settles_is_the_requests_own(
+    coalesce: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After it stood still a server waits for the word that a client has given its request up, however it was sent."""
+
+    async def settle(stalls: Any) -> float:
+        return 1e9
+
+    with ExpertServer(mlp("a")) as server, connect(server.address, coalesce=coalesce, retries=False) as there:
+        (a,) = there.backends()
+        assert a.forward_pool(X)[0].shape == X.shape
+        monkeypatch.setattr("pymoe.remote.stalls.Stalls.settle", settle)
+        with pytest.raises(TimeoutError):
+            a.forward_pool(X)
+        assert server.runtime.stats()["a_forward"].expired == 1
+
+
 def test_a_request_that_has_not_begun_by_its_deadline_is_taken_out_of_the_queue() -> None:
     held = Held()
     backend = of(held)
