@@ -77,18 +77,14 @@ def child(most_bytes: float) -> None:
 
 
 class Child:
-    """A process that computes with one instruction set."""
+    """A process that computes with one instruction set, by ``python -m module arguments``.
 
-    def __init__(self, isa: str, most_bytes: float) -> None:
+    It prints the set, and then an answer to every line that it reads.
+    """
+
+    def __init__(self, isa: str, module: str, *arguments: str) -> None:
         environment = {**os.environ, "PYMOE_CPU_ISA": isa, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.instruction_sets",
-            "--child",
-            "--most-mib",
-            str(most_bytes / 2**20),
-        ]
+        command = [sys.executable, "-m", module, *arguments]
         self.process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -177,7 +173,7 @@ def main() -> None:
     facts = {"command": command("instruction_sets"), **environment()}
     children = {}
     for isa in ISAS:
-        one = Child(isa, most_bytes)
+        one = Child(isa, "benchmarks.instruction_sets", "--child", "--most-mib", str(options.most_mib))
         if one.isa == isa:
             children[isa] = one
         else:

@@ -44,9 +44,27 @@ struct RoundedBlock {
 inline constexpr int64_t kRoundedInputs = 128;
 inline constexpr int64_t kRoundedBytes = 2 * kRoundedInputs;
 
+// How the integers of a block lie: as the products by vectors take them, or those by tiles (quantized_linear_amx.h) of
+// weights in 8 or 4 bits. At 4 bits tiles take pairs of bf16.
+enum class Integers { kForVectors, kForTiles8, kForTiles4 };
+
+constexpr int64_t rounded_bytes(Integers integers) {
+  return integers == Integers::kForTiles4 ? 2 * kRoundedBytes : kRoundedBytes;
+}
+
+// Some rows of one expert, rounded: a block of each, then the next block.
+struct RoundedRows {
+  const int8_t* codes;
+  int64_t codes_stride;  // bytes from a block to the next
+  const RoundedBlock* rounded;
+  int64_t rounded_stride;
+  int64_t count;
+};
+
 constexpr int64_t rounded_blocks(int64_t inputs) { return (inputs + kRoundedInputs - 1) / kRoundedInputs; }
-constexpr int64_t quantized_linear_workspace(int64_t rows, int64_t inputs) {
-  return rows * rounded_blocks(inputs) * (kRoundedBytes + static_cast<int64_t>(sizeof(RoundedBlock)));
+constexpr int64_t quantized_linear_workspace(int64_t rows, int64_t inputs, int64_t bits) {
+  const int64_t codes = rounded_bytes(bits == 4 ? Integers::kForTiles4 : Integers::kForTiles8);
+  return rows * rounded_blocks(inputs) * (codes + static_cast<int64_t>(sizeof(RoundedBlock)));
 }
 
 namespace cpu {

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/cpu/amx_tiles.h"
 #include "kernels/cpu/checked_offsets.h"
 #include "kernels/cpu/parallel.h"
 #include "kernels/quantized_weight.h"
@@ -15,6 +16,42 @@
 
 namespace pymoe::cpu {
 namespace {
+
+// Rows of an expert for which tiles are faster than vectors.
+constexpr int64_t kFewestTileRows = 5;
+
+// How rows are rounded, and multiplied by a tile of weights.
+template <typename T>
+struct Way {
+  void (*round_block)(const T*, int64_t, int8_t*, RoundedBlock&);
+  void (*multiply_tile)(const uint8_t*, int64_t, const RoundedRows&, const T*, T*, int64_t, int64_t);
+  int64_t row_bytes;    // of a block's integers
+  int64_t panel_bytes;  // of integers of all blocks that a task takes: they pass by for each tile
+};
+
+template <typename T, int kBits>
+class Ways {
+ public:
+  const Way<T>& of(int64_t rows) const { return rows < kFewestTileRows ? few_ : many_; }
+  // The bytes that a block of a row has in memory.
+  int64_t row_bytes() const { return std::max(few_.row_bytes, many_.row_bytes); }
+
+ private:
+  Way<T> few_ = {PYMOE_SELECT_ISA_UP_TO_BF16(round_block<Integers::kForVectors, T>),
+                 PYMOE_SELECT_ISA_UP_TO_BF16(multiply_tile<kBits, T>), kRoundedBytes, int64_t{3} << 19};
+  Way<T> many_ = by_tiles();
+
+  Way<T> by_tiles() const {
+#if PYMOE_MULTIVERSION
+    constexpr Integers kIntegers = kBits == 8 ? Integers::kForTiles8 : Integers::kForTiles4;
+    if (best_isa() >= Isa::kAmx) {
+      return {&v4_bf16::round_block<kIntegers, T>, &v4_bf16::multiply_tile_by_tiles<kBits, T, AmxTiles>,
+              rounded_bytes(kIntegers), int64_t{1} << 20};
+    }
+#endif
+    return few_;
+  }
+};
 
 // Some tiles of an expert's outputs for some of its rows: one task.
 struct Task {
@@ -27,19 +64,23 @@ struct Task {
 
 // Cuts the work into tasks that read a quarter of a megabyte, or one tile for many rows. How it is cut does not show in
 // the results.
-std::vector<Task> cut(const QuantizedLinearArguments& a) {
-  constexpr int64_t kBytes = int64_t{256} << 10, kRows = 384;
+template <typename T, int kBits>
+std::vector<Task> cut(const QuantizedLinearArguments& a, const Ways<T, kBits>& ways) {
+  constexpr int64_t kBytes = int64_t{256} << 10, kFewestTogether = 96;
   const int64_t tiles = quantized_tiles(a.outputs);
   const int64_t bytes = std::max<int64_t>(1, quantized_tile_bytes(a.bits, a.inputs));
   std::vector<Task> tasks;
   for (int64_t expert = 0; expert < a.experts; ++expert) {
-    const int64_t end = a.offsets[expert + 1];
-    const int64_t rows = end - a.offsets[expert];
+    const int64_t end = a.offsets[expert + 1], rows = end - a.offsets[expert];
     if (rows == 0) continue;
+    const Way<T>& way = ways.of(rows);
+    const int64_t fitting = way.panel_bytes / (way.row_bytes * std::max<int64_t>(1, rounded_blocks(a.inputs)));
+    const int64_t most = std::max(kFewestTogether, fitting), parts = (rows + most - 1) / most;
     const int64_t together = std::max<int64_t>(1, kBytes / bytes * 4 / std::max<int64_t>(4, rows));
-    for (int64_t tile = 0; tile < tiles; tile += together) {
-      for (int64_t row = a.offsets[expert]; row < end; row += kRows) {
-        tasks.push_back({expert, row, std::min(kRows, end - row), tile, std::min(together, tiles - tile)});
+    for (int64_t part = 0, row = a.offsets[expert], size; part < parts; ++part, row += size) {
+      size = (end - row) / (parts - part);
+      for (int64_t tile = 0; tile < tiles; tile += together) {
+        tasks.push_back({expert, row, size, tile, std::min(together, tiles - tile)});
       }
     }
   }
@@ -48,30 +89,39 @@ std::vector<Task> cut(const QuantizedLinearArguments& a) {
 
 template <typename T, int kBits>
 void multiply(const QuantizedLinearArguments& a) {
-  const int64_t used = a.offsets[a.experts], blocks = rounded_blocks(a.inputs);
-  auto* codes = static_cast<int8_t*>(a.workspace);  // (blocks, used rows, 256 bytes)
-  auto* rounded = reinterpret_cast<RoundedBlock*>(codes + blocks * used * kRoundedBytes);
-  const auto round_block = PYMOE_SELECT_ISA_UP_TO_BF16(round_block<T>);
+  const Ways<T, kBits> ways;
+  const int64_t used = a.offsets[a.experts], blocks = rounded_blocks(a.inputs), row_bytes = ways.row_bytes();
+  auto* codes = static_cast<int8_t*>(a.workspace);  // (blocks, used rows, row_bytes)
+  auto* rounded = reinterpret_cast<RoundedBlock*>(codes + blocks * used * row_bytes);
+  // The rows of an expert begin where its first row does, and follow each other by what their way takes.
+  const auto codes_of = [&](int64_t expert, int64_t row) {
+    const int64_t begin = a.offsets[expert], its_bytes = ways.of(a.offsets[expert + 1] - begin).row_bytes;
+    return codes + begin * row_bytes + (row - begin) * its_bytes;
+  };
   parallel_for(0, used, std::max<int64_t>(1, 16384 / std::max<int64_t>(1, a.inputs)), [&](int64_t begin, int64_t end) {
+    int64_t expert = std::upper_bound(a.offsets, a.offsets + a.experts, begin) - a.offsets - 1;
     for (int64_t row = begin; row < end; ++row) {
+      while (row >= a.offsets[expert + 1]) ++expert;
+      const auto round_block = ways.of(a.offsets[expert + 1] - a.offsets[expert]).round_block;
       for (int64_t block = 0; block < blocks; ++block) {
         const int64_t first = block * kRoundedInputs;
         round_block(static_cast<const T*>(a.x) + row * a.inputs + first, std::min(kRoundedInputs, a.inputs - first),
-                    codes + (block * used + row) * kRoundedBytes, rounded[block * used + row]);
+                    codes_of(expert, row) + block * used * row_bytes, rounded[block * used + row]);
       }
     }
   });
-  const auto tasks = cut(a);
+  const auto tasks = cut(a, ways);
   const int64_t tiles = quantized_tiles(a.outputs), bytes = quantized_tile_bytes(a.bits, a.inputs);
-  const auto multiply_tile = PYMOE_SELECT_ISA_UP_TO_BF16(multiply_tile<kBits, T>);
   parallel_tasks(static_cast<int64_t>(tasks.size()), [&](int64_t index) {
     const Task& task = tasks[static_cast<size_t>(index)];
+    const Way<T>& way = ways.of(a.offsets[task.expert + 1] - a.offsets[task.expert]);
+    const RoundedRows x{codes_of(task.expert, task.row), used * row_bytes, rounded + task.row, used, task.rows};
     for (int64_t tile = task.tile; tile < task.tile + task.tiles; ++tile) {
       const int64_t output = tile * kQuantizedTile;
       const T* bias = a.bias == nullptr ? nullptr : static_cast<const T*>(a.bias) + task.expert * a.outputs + output;
-      multiply_tile(a.packed + (task.expert * tiles + tile) * bytes, a.inputs, codes + task.row * kRoundedBytes,
-                    rounded + task.row, task.rows, used, bias, static_cast<T*>(a.out) + task.row * a.outputs + output,
-                    a.outputs, std::min(kQuantizedTile, a.outputs - output));
+      way.multiply_tile(a.packed + (task.expert * tiles + tile) * bytes, a.inputs, x, bias,
+                        static_cast<T*>(a.out) + task.row * a.outputs + output, a.outputs,
+                        std::min(kQuantizedTile, a.outputs - output));
     }
   });
   const int64_t unused = (a.rows - used) * a.outputs;

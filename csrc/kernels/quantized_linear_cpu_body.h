@@ -3,53 +3,124 @@
 //
 // A vector holds a code, or a sum, of as many outputs as it has lanes of 32 bits: sums never run over lanes. Where the
 // processor multiplies bytes (AVX512_VNNI), an activation is two signed bytes, 256 * high + low, which are multiplied
-// one after the other with four codes a lane; elsewhere codes are widened to 16 bits and multiplied in pairs. The
-// integers are the same.
+// one after the other with four codes a lane; elsewhere codes are widened to 16 bits and multiplied in pairs. Many rows
+// go through the tiles of AMX (quantized_linear_amx.h). The integers are the same.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
 inline constexpr int kTileVectorsOfOutputs = static_cast<int>(kQuantizedTile) / kLanes<float>;
 
+PYMOE_INLINE vfloat to_float(vint32 value) { return __builtin_convertvector(value, vfloat); }
+
+PYMOE_INLINE vint32 load_integers(const int32_t* source) {
+  vint32 integers;
+  memcpy(&integers, source, sizeof(integers));
+  return integers;
+}
+
 // --- activations ---
 
-// Of a block of 128 inputs, `integers`: for every 4 inputs 8 bytes, which a step of the product takes as two words.
-PYMOE_INLINE void lay_out(const int32_t* integers, int8_t* codes) {
 #if PYMOE_ISA_HAS_BF16
-  for (int64_t quad = 0; quad < kRoundedInputs; quad += 4) {
-    for (int64_t i = 0; i < 4; ++i) {
-      const auto low = static_cast<int8_t>(integers[quad + i]);
-      codes[2 * quad + i] = static_cast<int8_t>((integers[quad + i] - low) >> 8);
-      codes[2 * quad + 4 + i] = low;
+template <Integers kIntegers>
+PYMOE_INLINE void lay_out(const int32_t* integers, int8_t* codes) {
+  if constexpr (kIntegers == Integers::kForTiles4) {  // 256 * high, then low, as bf16 in the order of RightCodes<4>
+    alignas(64) static constexpr uint16_t kUpperHalves[32] = {1,  5,  3,  7,  9,  13, 11, 15, 17, 21, 19,
+                                                              23, 25, 29, 27, 31, 33, 37, 35, 39, 41, 45,
+                                                              43, 47, 49, 53, 51, 55, 57, 61, 59, 63};
+    const __m512i order = _mm512_load_si512(kUpperHalves);
+    for (int64_t i = 0; i < kRoundedInputs; i += 32) {
+      const vint32 first = load_integers(integers + i), second = load_integers(integers + i + 16);
+      const vint32 low = first << 24 >> 24, next_low = second << 24 >> 24;
+      const auto as_bf16 = [&](vint32 a, vint32 b) {
+        return _mm512_permutex2var_epi16((__m512i)to_float(a), order, (__m512i)to_float(b));
+      };
+      _mm512_storeu_si512(codes + 2 * i, as_bf16(first - low, second - next_low));
+      _mm512_storeu_si512(codes + kRoundedBytes + 2 * i, as_bf16(low, next_low));
+    }
+  } else {  // 128 high bytes, then the low ones
+    for (int64_t i = 0; i < kRoundedInputs; i += 16) {
+      const vint32 some = load_integers(integers + i);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), _mm512_cvtepi32_epi8((__m512i)((some + 128) >> 8)));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + kRoundedInputs + i), _mm512_cvtepi32_epi8((__m512i)some));
     }
   }
+}
 #else
+template <Integers kIntegers>
+PYMOE_INLINE void lay_out(const int32_t* integers, int8_t* codes) {
   constexpr int kOrder[4] = {0, 2, 1, 3};  // widened codes come in even and odd pairs
   for (int64_t quad = 0; quad < kRoundedInputs; quad += 4) {
-    int16_t four[4];
-    for (int64_t i = 0; i < 4; ++i) four[i] = static_cast<int16_t>(integers[quad + kOrder[i]]);
-    memcpy(codes + 2 * quad, four, sizeof(four));
+    for (int64_t i = 0; i < 4; ++i) {
+      const int32_t integer = integers[quad + (kIntegers == Integers::kForTiles8 ? i : kOrder[i])];
+      const auto low = static_cast<int8_t>(integer);
+      if constexpr (kIntegers == Integers::kForVectors) {
+        const auto both = static_cast<int16_t>(integer);
+        memcpy(codes + 2 * (quad + i), &both, sizeof(both));
+      } else if constexpr (kIntegers == Integers::kForTiles8) {
+        codes[quad + i] = static_cast<int8_t>((integer - low) >> 8);
+        codes[kRoundedInputs + quad + i] = low;
+      } else {
+        const BFloat16 both[2] = {round_to<BFloat16>(static_cast<float>(integer - low)),
+                                  round_to<BFloat16>(static_cast<float>(low))};
+        memcpy(codes + 2 * (quad + i), &both[0], sizeof(BFloat16));
+        memcpy(codes + kRoundedBytes + 2 * (quad + i), &both[1], sizeof(BFloat16));
+      }
+    }
+  }
+}
+#endif
+
+// Reductions over lanes, spelled out where they would be most of what a block costs.
+PYMOE_INLINE int32_t largest_lane(vint32 value) {
+#if PYMOE_ISA_LEVEL == 4
+  return _mm512_reduce_max_epi32((__m512i)value);
+#else
+  int32_t largest = value[0];
+  for (int lane = 1; lane < kLanes<float>; ++lane) largest = value[lane] > largest ? value[lane] : largest;
+  return largest;
+#endif
+}
+
+// The sums over lanes, as the products take them.
+PYMOE_INLINE void sum_groups(const vint32 (&groups)[4], RoundedBlock& rounded) {
+#if PYMOE_ISA_LEVEL == 4
+  const auto a = (__m512i)groups[0], b = (__m512i)groups[1], c = (__m512i)groups[2], d = (__m512i)groups[3];
+  const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+  const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+  const __m512i parts = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+  const __m256i halves = _mm256_add_epi32(_mm512_castsi512_si256(parts), _mm512_extracti64x4_epi64(parts, 1));
+  const __m128i sums = _mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+  _mm_storeu_ps(rounded.sums, _mm_cvtepi32_ps(sums));
+  const __m128i two = _mm_add_epi32(sums, _mm_unpackhi_epi64(sums, sums));
+  rounded.zero = 128 * (_mm_cvtsi128_si32(two) + _mm_extract_epi32(two, 1));
+#else
+  rounded.zero = 0;
+  for (int group = 0; group < 4; ++group) {
+    const int32_t sum = sum_lanes(groups[group]);
+    rounded.sums[group] = static_cast<float>(sum);
+    rounded.zero += 128 * sum;
   }
 #endif
 }
 
 // Rounds `count` <= 128 values; the integers past them are zero.
-template <typename T>
+template <Integers kIntegers, typename T>
 void round_block(const T* x, int64_t count, int8_t* codes, RoundedBlock& rounded) {
-  alignas(64) float values[kRoundedInputs] = {};
-  alignas(64) int32_t integers[kRoundedInputs] = {};
-  vint32 largest{};
+  alignas(64) float values[kRoundedInputs];
+  alignas(64) int32_t integers[kRoundedInputs];
+  if (count < kRoundedInputs) memset(values, 0, sizeof(values));
+  vint32 largest = 0x0d800000 - vint32{};  // 2^-100
   for_vectors<T>(count, [&](int64_t first, int size) {
     const vfloat value = load_count(x + first, size);
     store(values + first, value);
     const vint32 magnitude = (vint32)value & 0x7fffffff;  // ordered as the values are, NaN and infinity above all
     largest = magnitude > largest ? magnitude : largest;
   });
-  int32_t bits = 0x0d800000;  // 2^-100
-  for (int lane = 0; lane < kLanes<float>; ++lane) bits = largest[lane] > bits ? largest[lane] : bits;
-  rounded = {};
+  const int32_t bits = largest_lane(largest);
   if (bits >= 0x7f800000) {
+    rounded = {};
     rounded.step = bit_cast<float>(0x7fc00000u);
-    memset(codes, 0, kRoundedBytes);
+    memset(codes, 0, kIntegers == Integers::kForTiles4 ? 2 * kRoundedBytes : kRoundedBytes);
     return;
   }
   int32_t exponent = (bits >> 23) - 14;
@@ -57,17 +128,17 @@ void round_block(const T* x, int64_t count, int8_t* codes, RoundedBlock& rounded
   rounded.step = bit_cast<float>(exponent << 23);
   const float inverse = bit_cast<float>((254 - exponent) << 23);
   const vfloat magic = broadcast(12582912.0f);  // 1.5 * 2^23, beside which only integers fit
-  for (int64_t i = 0; i < kRoundedInputs; i += kLanes<float>) {
-    const vint32 integer = (vint32)(load(values + i) * inverse + magic) - (vint32)magic;
-    memcpy(integers + i, &integer, sizeof(integer));
-  }
+  vint32 sums[4] = {};
+#pragma GCC unroll 4
   for (int64_t group = 0; group < 4; ++group) {
-    int32_t sum = 0;
-    for (int64_t i = 0; i < kQuantizedGroup; ++i) sum += integers[group * kQuantizedGroup + i];
-    rounded.sums[group] = static_cast<float>(sum);
-    rounded.zero += 128 * sum;
+    for (int64_t i = group * kQuantizedGroup; i < (group + 1) * kQuantizedGroup; i += kLanes<float>) {
+      const vint32 integer = (vint32)(load(values + i) * inverse + magic) - (vint32)magic;
+      memcpy(integers + i, &integer, sizeof(integer));
+      sums[group] += integer;
+    }
   }
-  lay_out(integers, codes);
+  sum_groups(sums, rounded);
+  lay_out<kIntegers>(integers, codes);
 }
 
 // --- products ---
@@ -83,8 +154,6 @@ PYMOE_INLINE vint32 broadcast_word(const int8_t* source) {
   memcpy(&word, source, sizeof(word));
   return word - vint32{};
 }
-
-PYMOE_INLINE vfloat to_float(vint32 value) { return __builtin_convertvector(value, vfloat); }
 
 #if PYMOE_ISA_HAS_BF16
 
@@ -109,7 +178,8 @@ PYMOE_INLINE void multiply(const vint32 (&codes)[kVectors], const int8_t* x, int
                            Sum (&sums)[kRows][kVectors]) {
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
-    const vint32 high = broadcast_word(x + r * row_stride), low = broadcast_word(x + r * row_stride + 4);
+    const vint32 high = broadcast_word(x + r * row_stride);
+    const vint32 low = broadcast_word(x + r * row_stride + kRoundedInputs);
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
       sums[r][v].high = (vint32)_mm512_dpbusd_epi32((__m512i)sums[r][v].high, (__m512i)codes[v], (__m512i)high);
@@ -117,8 +187,6 @@ PYMOE_INLINE void multiply(const vint32 (&codes)[kVectors], const int8_t* x, int
     }
   }
 }
-
-inline constexpr int64_t kFactorBytes = 8;
 
 #else
 
@@ -161,9 +229,10 @@ PYMOE_INLINE void multiply(const vint32 (&codes)[kVectors], const int8_t* x, int
   }
 }
 
-inline constexpr int64_t kFactorBytes = 4;
-
 #endif
+
+inline constexpr int64_t kFactorBytes =
+    4;  // of a row's integers; with AVX512_VNNI of its high bytes, and of its low ones
 
 // The rows that go through registers together, and how many vectors of outputs beside them: as many as the registers
 // hold, which with 4 bits also hold the scaled sums. Four vectors read whole words, and load less for each product.
@@ -278,25 +347,27 @@ PYMOE_INLINE void finish(const uint8_t* tile, const float* y, int64_t rows, cons
   }
 }
 
-// `rows` rows of one expert times one tile of its outputs. Blocks of rows are `block_stride` rows apart.
+// Rows of one expert times one tile of its outputs.
 template <int kBits, typename T>
-void multiply_tile(const uint8_t* tile, int64_t inputs, const int8_t* codes, const RoundedBlock* rounded, int64_t rows,
-                   int64_t block_stride, const T* bias, T* out, int64_t row_stride, int64_t count) {
+void multiply_tile(const uint8_t* tile, int64_t inputs, const RoundedRows& x, const T* bias, T* out, int64_t row_stride,
+                   int64_t count) {
   constexpr int64_t kChunk = 96;  // rows whose sums and activations of a block stay in the nearest caches
   constexpr int64_t kBlockGroups = kRoundedInputs / kQuantizedGroup;
   const int64_t groups = quantized_groups(inputs);
   alignas(64) float y[kChunk * kQuantizedTile];
-  for (int64_t chunk = 0; chunk < rows; chunk += kChunk) {
-    const int64_t size = rows - chunk < kChunk ? rows - chunk : kChunk;
+  for (int64_t chunk = 0; chunk < x.count; chunk += kChunk) {
+    const int64_t size = x.count - chunk < kChunk ? x.count - chunk : kChunk;
     const int64_t parts = (size + kMostRows<kBits> - 1) / kMostRows<kBits>;
     memset(y, 0, static_cast<size_t>(size * kQuantizedTile) * sizeof(float));
     const uint8_t* weight = tile + quantized_head_bytes(kBits);
     for (int64_t group = 0; group < groups; group += kBlockGroups) {
-      const int64_t first = group / kBlockGroups * block_stride + chunk;
+      const int64_t block = group / kBlockGroups;
+      const int8_t* codes = x.codes + block * x.codes_stride + chunk * kRoundedBytes;
+      const RoundedBlock* rounded = x.rounded + block * x.rounded_stride + chunk;
       const int64_t some = groups - group < kBlockGroups ? groups - group : kBlockGroups;
       for (int64_t part = 0, r = 0; part < parts; ++part) {
         const int64_t together = (size - r) / (parts - part);  // parts of equal size, as far as that goes
-        multiply_block_for<kBits>(together)(weight, some, codes + (first + r) * kRoundedBytes, rounded + first + r,
+        multiply_block_for<kBits>(together)(weight, some, codes + r * kRoundedBytes, rounded + r,
                                             y + r * kQuantizedTile);
         r += together;
       }
@@ -307,3 +378,7 @@ void multiply_tile(const uint8_t* tile, int64_t inputs, const int8_t* codes, con
 }
 
 }  // namespace pymoe::cpu::PYMOE_ISA
+
+#if PYMOE_ISA_HAS_BF16
+#include "kernels/quantized_linear_amx.h"
+#endif

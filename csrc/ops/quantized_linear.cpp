@@ -35,7 +35,7 @@ Tensor quantized_linear(const Tensor& x, const Tensor& packed, const Tensor& off
                  {experts, quantized_tiles(output_features), quantized_tile_bytes(bits, inputs)}, x);
   if (bias) require_tensor(kName, "bias", *bias, x.scalar_type(), {experts, output_features}, x);
   Tensor y = empty_in(used, rows, output_features, x);
-  const Workspace workspace(quantized_linear_workspace(rows, inputs), ScalarType::Byte, x);
+  const Workspace workspace(quantized_linear_workspace(rows, inputs, bits), ScalarType::Byte, x);
   cpu::quantized_linear({x.const_data_ptr(), static_cast<const uint8_t*>(packed.const_data_ptr()),
                          static_cast<const int32_t*>(offsets.const_data_ptr()), bias ? bias->const_data_ptr() : nullptr,
                          y.mutable_data_ptr(), rows, inputs, output_features, experts, bits, dtype, workspace.data()});

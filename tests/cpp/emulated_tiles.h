@@ -67,6 +67,19 @@ class EmulatedTiles {
       }
     }
   }
+  // Signed bytes on the left, unsigned ones on the right.
+  template <int kSum, int kLeft, int kRight>
+  void multiply_bytes() {
+    for (int64_t i = 0; i < left_rows_; ++i) {
+      for (int64_t j = 0; j < 16; ++j) {
+        for (int64_t p = 0; p < 64; ++p) {
+          const auto left = static_cast<int8_t>(tile_[kLeft][i][p / 4] >> (p % 4 * 8));
+          const auto right = static_cast<uint8_t>(tile_[kRight][p / 4][j] >> (p % 4 * 8));
+          tile_[kSum][i][j] += static_cast<uint32_t>(left * right);
+        }
+      }
+    }
+  }
 
  private:
   static BFloat16 half(uint32_t pair, int64_t p) { return BFloat16{static_cast<uint16_t>(pair >> (p % 2 * 16))}; }

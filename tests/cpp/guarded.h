@@ -14,7 +14,7 @@ namespace pymoe::test {
 template <typename T>
 class Guarded {
  public:
-  Guarded(int64_t count, bool at_end) {
+  Guarded(int64_t count, bool at_end) : count_(count) {
     const int64_t page = sysconf(_SC_PAGESIZE), bytes = count * static_cast<int64_t>(sizeof(T));
     const int64_t inner = (bytes + page - 1) / page * page;
     size_ = static_cast<size_t>(inner + 2 * page);
@@ -28,10 +28,12 @@ class Guarded {
   Guarded& operator=(const Guarded&) = delete;
   ~Guarded() { munmap(pages_, size_); }
 
+  int64_t size() const { return count_; }
   T* data() const { return data_; }
   T& operator[](int64_t i) const { return data_[i]; }
 
  private:
+  int64_t count_;
   void* pages_;
   size_t size_;
   T* data_;

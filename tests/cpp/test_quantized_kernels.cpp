@@ -79,7 +79,7 @@ void check_linear(std::vector<int32_t> offsets, int64_t rows, int64_t inputs, in
   const auto [y] =
       same_on_threads([&] { return std::tuple(Buffer<T>(rows * outputs)); },
                       [&](auto& out) {
-                        Buffer<char> workspace(quantized_linear_workspace(rows, inputs));
+                        Buffer<char> workspace(quantized_linear_workspace(rows, inputs, bits));
                         cpu::quantized_linear({x.data(), bytes.data(), offsets.data(), bias.data(), out.data(), rows,
                                                inputs, outputs, s.experts, bits, dtype_of<T>(), workspace.data()});
                         CHECK(workspace.intact());
@@ -145,7 +145,7 @@ TEST_CASE("quantized_linear, with empty experts and unused rows") {
 TEST_CASE("quantized_linear refuses offsets that do not cut the rows") {
   const auto x = random_values<float>(10 * 8, 1);
   const auto bytes = packed(random_values<float>(2 * 4 * 8, 2), {2, 4, 8}, 8);
-  Buffer<char> workspace(quantized_linear_workspace(10, 8));
+  Buffer<char> workspace(quantized_linear_workspace(10, 8, 8));
   for (const std::vector<int32_t>& offsets : {std::vector<int32_t>{1, 5, 10}, {0, 6, 5}, {0, 5, 11}, {0, -1, 10}}) {
     Buffer<float> y(10 * 4);
     CHECK_THROWS(cpu::quantized_linear({x.data(), bytes.data(), offsets.data(), nullptr, y.data(), 10, 8, 4, 2, 8,

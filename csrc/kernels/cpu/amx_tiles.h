@@ -1,5 +1,5 @@
-// The tile registers of AMX, as gemm_amx.h uses them: sums in tiles 0 to 3, left factors in 4 and 5, right ones in 6
-// and 7.
+// The tile registers of AMX, as gemm_amx.h and quantized_linear_amx.h use them: sums in tiles 0 to 3, left factors in 4
+// and 5, right ones in 6 and 7.
 //
 // A left tile is 16 rows of 32 bf16, or fewer rows; a right one 16 rows of 16 pairs, of which row p holds elements 2 p
 // and 2 p + 1 of 16 columns; a sum is as many rows as a left tile has, of 16 floats. A product adds to every sum
@@ -9,6 +9,9 @@
 // with fused multiply-adds that begin at zero, in this order. Every operation rounds to nearest even, takes subnormal
 // operands for zero and gives zero for subnormal results, whatever MXCSR says. tests/cpp/emulated_tiles.h does the same
 // in plain C++, bit for bit.
+//
+// Of bytes a left tile is 16 rows of 64 signed ones, a right one 16 rows of 16 times four unsigned ones, of which row p
+// holds elements 4 p to 4 p + 3 of 16 columns, and the sums are integers of 32 bits.
 //
 // The instructions are written as assembly: gcc's intrinsics do not tell the compiler that tiles are read from memory
 // and written to it. The assembler must know AMX (binutils 2.35, LLVM 11); the compiler need not be told of it.
@@ -53,6 +56,10 @@ class AmxTiles {
   template <int kSum, int kLeft, int kRight>
   PYMOE_INLINE void multiply() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kLeft), "i"(kRight));
+  }
+  template <int kSum, int kLeft, int kRight>
+  PYMOE_INLINE void multiply_bytes() {
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kLeft), "i"(kRight));
   }
 };
 

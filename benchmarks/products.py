@@ -1,0 +1,198 @@
+"""Products of bf16 rows with the weights of experts, by rows an expert: every level of instructions, and ``torch.mm``.
+
+    python -m benchmarks.products [--rows N ...] [--weights REGEX] [--rounds N] [--isas ISA ...] [--output DIR]
+
+A call multiplies the rows of several experts, as many as no cache of a core holds, with weights of shape (768, 2048):
+in bf16, contiguous along the inputs or along the outputs, or in 8 or 4 bits. Children with the levels of
+``PYMOE_CPU_ISA`` stay alive and take turns, one thread each, as in ``benchmarks.instruction_sets``; time is that which
+the thread computed. Up to 8 rows the reading of weights is what takes time, so the tables give bytes of weights a
+second there, and operations a second from 16 on: medians of the rounds. Writes JSON and Markdown tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.instruction_sets import ISAS, Child
+from benchmarks.output import as_markdown, command, parser_of, save
+
+OUTPUTS, INPUTS = 768, 2048
+MOST_EXPERTS = 32
+MOST_ROWS = 2048
+"""Of all experts together, as long as they are four at least."""
+READING = 8
+"""Rows an expert up to which a table gives bytes a second."""
+SPAN = 0.1
+"""Seconds that a value rests on at least."""
+TORCH = "torch.mm"
+WEIGHTS = {"bf16 (out, in)": 16.0, "bf16 (in, out)": 16.0, "int8": 8.0, "int4": 5.0}
+"""Kinds of weights, and bits of one, without the scales that an output row has once."""
+
+
+def experts_for(rows: int) -> int:
+    """Return how many experts a call has."""
+    return max(4, min(MOST_EXPERTS, MOST_ROWS // rows))
+
+
+class Calls:
+    """The calls of a child; weights of the last kind are kept."""
+
+    def __init__(self) -> None:
+        self.kind = ""
+        self.weight: Any = None
+
+    def of(self, kind: str, rows: int, peer: bool) -> Callable[[], object]:
+        """Return the call, by pymoe or as a loop of ``torch.mm``."""
+        import torch
+
+        from pymoe import ops
+        from pymoe.reference import QuantizedWeight
+
+        random = torch.Generator().manual_seed(0)
+        if kind != self.kind:
+            self.kind, self.weight = kind, None
+            weight = torch.randn(MOST_EXPERTS, OUTPUTS, INPUTS, generator=random).bfloat16()
+            if kind.startswith("int"):
+                self.weight = ops.quantize_weight(weight, int(kind[3:]))
+            elif kind.endswith("(in, out)"):
+                self.weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
+            else:
+                self.weight = weight
+        experts = experts_for(rows)
+        x = torch.randn(experts * rows, INPUTS, generator=random).bfloat16()
+        offsets = torch.arange(experts + 1, dtype=torch.int32) * rows
+        weight = self.weight
+        if peer:
+            pairs = [(x[e * rows : (e + 1) * rows], weight[e].T) for e in range(experts)]
+            return lambda: [torch.mm(left, right) for left, right in pairs]
+        if isinstance(weight, QuantizedWeight):
+            some = weight._replace(packed=weight.packed[:experts])
+            return lambda: ops.quantized_linear(x, some, offsets)
+        return lambda: ops.grouped_linear(x, weight[:experts], offsets)
+
+
+def child() -> None:
+    """Serve lines of ``prepare ROWS PEER KIND`` and ``run CALLS`` until the input ends."""
+    import torch
+
+    import pymoe
+
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    print(json.dumps(pymoe.build_info()["cpu_isa"]), flush=True)
+    calls, call = Calls(), int
+    for line in sys.stdin:
+        word, _, rest = line.rstrip("\n").partition(" ")
+        number = 1
+        if word == "prepare":
+            rows, peer, kind = rest.split(" ", 2)
+            call = calls.of(kind, int(rows), peer == "1")  # type: ignore[assignment]
+            call()
+            gc.collect()
+            gc.disable()
+        else:
+            number = int(rest)
+        start = time.thread_time()
+        for _ in range(number):
+            call()
+        print(json.dumps((time.thread_time() - start) / number), flush=True)
+
+
+def measured(children: dict[str, Child], kind: str, rows: int, rounds: int) -> dict[str, Any]:
+    """Return a record of one line: seconds of a call by level, the peer included, as medians and quartiles."""
+    from pymoe.bench.timing import Spread
+
+    asked = {isa: one for isa, one in children.items() if isa != TORCH or not kind.startswith("int")}
+    first = {isa: one.ask(f"prepare {rows} {int(isa == TORCH)} {kind}") for isa, one in asked.items()}
+    seconds: dict[str, list[float]] = {isa: [] for isa in asked}
+    isas = list(asked)
+    for number in range(rounds):
+        turn = number % len(isas)
+        for isa in isas[turn:] + isas[:turn]:
+            seconds[isa].append(asked[isa].ask(f"run {max(1, math.ceil(SPAN / max(first[isa], 1e-7)))}"))
+    spreads = {isa: Spread.of(values) for isa, values in seconds.items()}
+    return {
+        "kind": kind,
+        "rows": rows,
+        "experts": experts_for(rows),
+        "seconds": {isa: {"low": s.low, "median": s.median, "high": s.high} for isa, s in spreads.items()},
+    }
+
+
+def cell(record: dict[str, Any], isa: str) -> str:
+    """Return a figure of the table."""
+    if isa not in record["seconds"]:
+        return ""
+    per_expert = record["seconds"][isa]["median"] / record["experts"]
+    if record["rows"] <= READING:
+        return f"{WEIGHTS[record['kind']] / 8 * OUTPUTS * INPUTS / per_expert * 1e-9:.1f} GB/s"
+    return f"{2 * record['rows'] * OUTPUTS * INPUTS / per_expert * 1e-9:.0f}"
+
+
+def tables(facts: dict[str, Any], records: list[dict[str, Any]], isas: list[str], rounds: int) -> str:
+    """Return the result as Markdown."""
+    from pymoe.bench.report import Table
+
+    text = [
+        "# Products by rows an expert\n",
+        f"Made by `{facts['command']}`: {facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB; "
+        f"torch {facts['torch']}, compiler {facts['compiler']}; load {facts['load']}, {facts['date']}.\n",
+        f"Rows of bf16 times weights of shape ({OUTPUTS}, {INPUTS}), one thread, {rounds} rounds in which the levels "
+        f"take turns. Up to {READING} rows an expert GB/s of weights, from then on GFLOP/s; `{TORCH}` multiplies "
+        "each expert by itself, with the same bf16 weights.",
+    ]
+    for kind in WEIGHTS:
+        lines = [record for record in records if record["kind"] == kind]
+        if lines:
+            columns = [isa for isa in isas if isa in lines[0]["seconds"]]
+            rows = [[str(record["rows"]), *(cell(record, isa) for isa in columns)] for record in lines]
+            heading = ["rows", *(f"`{isa}`" if isa == TORCH else isa for isa in columns)]
+            text += [f"\n## {kind}\n", *as_markdown(Table(heading, rows, frozenset()))]
+    return "\n".join(text) + "\n"
+
+
+def main() -> None:
+    """Run what the command line says."""
+    parser = parser_of("products", __doc__ or "")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64, 128, 256, 512, 1024], metavar="N")
+    parser.add_argument("--weights", default="", metavar="REGEX", help=f"kinds of weights ({', '.join(WEIGHTS)})")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--isas", nargs="+", choices=ISAS, default=list(ISAS[1:]), metavar="ISA", help=", ".join(ISAS))
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        child()
+        return
+    from pymoe.bench.environment import environment
+
+    facts = {"command": command("products"), **environment()}
+    children = {}
+    for isa in [*options.isas, TORCH]:
+        one = Child(isa, "benchmarks.products", "--child")
+        if one.isa == isa or isa == TORCH:
+            children[isa] = one
+        else:
+            one.end()
+    records = []
+    for kind in WEIGHTS:
+        for rows in options.rows if re.search(options.weights, kind) else []:
+            records.append(measured(children, kind, rows, options.rounds))
+            figures = ", ".join(f"{isa} {cell(records[-1], isa)}" for isa in records[-1]["seconds"])
+            print(f"{kind}, {rows} rows: {figures}", flush=True)
+    for one in children.values():
+        one.end()
+    if records:
+        result = {"environment": facts, "rounds": options.rounds, "records": records}
+        save(result, tables(facts, records, list(children), options.rounds), options.output / "products")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+// The products of quantized_linear by the tiles of AMX, for many rows (see quantized_linear.h and cpu/amx_tiles.h; no
+// include guard on purpose).
+//
+// Integers are added up exactly, so tiles have the bits of vectors:
+//
+//     8 bits   an activation is two signed bytes, 256 * high + low, and codes are read where they lie, as right tiles
+//     of
+//              64 inputs: sums of 32 bits over a block of 128 inputs, one of the high bytes and one of the low ones
+//     4 bits   a group of 32 inputs has sums of less than 32 * 15 * 32768 < 2^24, so fp32 holds them and all sums on
+//     the
+//              way: 256 * high, low and the codes are bf16, and two products add them up to one sum, which is a float
+//              by then. The codes of a block are laid out as right tiles once for some rows.
+//
+// Up to 16 rows and 16 (4 bits) or 32 outputs are multiplied at a time, along one block of inputs. That makes four
+// tiles of sums, which are scaled and added to y while the next four are made.
+//
+// `Tiles` is AmxTiles, or what the tests put in its place (tests/cpp/emulated_tiles.h).
+
+namespace pymoe::cpu::PYMOE_ISA {
+
+inline constexpr int64_t kSumRows = 16, kSumOutputs = 16, kTileOfSums = kSumRows * kSumOutputs;
+inline constexpr int64_t kTileRowBytes = 64;
+
+// Lines that are asked for evenly, some at a time.
+class LinesAhead {
+ public:
+  LinesAhead(const uint8_t* begin, int64_t bytes, int64_t pauses)
+      : line_(reinterpret_cast<uintptr_t>(begin)), at_once_((bytes / 64 + pauses - 1) / pauses) {}
+  PYMOE_INLINE void ask() {
+    for (int64_t i = 0; i < at_once_; ++i, line_ += 64) __builtin_prefetch(reinterpret_cast<const char*>(line_));
+  }
+
+ private:
+  uintptr_t line_;  // an address: behind the last block nothing need be
+  int64_t at_once_;
+};
+
+// The codes of a block as right tiles: `take` a block, then multiply rows with it. Sums go to tiles 0 to 3.
+template <int kBits>
+struct RightCodes;
+
+// Tiles 0 and 1 are high and low sums of 16 outputs, 2 and 3 those of the next 16.
+template <>
+struct RightCodes<8> {
+  static constexpr int64_t kOutputs = 2 * kSumOutputs;
+  static constexpr int64_t kRowBytes = kQuantizedTile * 4, kStepBytes = 2 * quantized_group_bytes(8);
+
+  const uint8_t* begin;
+  int64_t whole;  // steps of 64 inputs
+  bool half;      // 32 inputs behind them: a copy, with zeros behind
+  alignas(64) uint8_t last[kStepBytes];
+
+  void take(const uint8_t* weight, int64_t groups) {
+    begin = weight;
+    whole = groups / 2;
+    half = groups % 2 != 0;
+    if (!half) return;
+    memcpy(last, weight + whole * kStepBytes, kStepBytes / 2);
+    memset(last + kStepBytes / 2, 0, kStepBytes / 2);
+  }
+
+  template <typename Tiles>
+  static PYMOE_INLINE void multiply_step(Tiles& tiles, const int8_t* x, const uint8_t* codes) {
+    tiles.template load<4>(x, kRoundedBytes);
+    tiles.template load<6>(codes, kRowBytes);
+    tiles.template multiply_bytes<0, 4, 6>();
+    tiles.template load<5>(x + kRoundedInputs, kRoundedBytes);
+    tiles.template multiply_bytes<1, 5, 6>();
+    tiles.template load<7>(codes + kSumOutputs * 4, kRowBytes);
+    tiles.template multiply_bytes<2, 4, 7>();
+    tiles.template multiply_bytes<3, 5, 7>();
+  }
+
+  template <typename Tiles>
+  PYMOE_INLINE void multiply(Tiles& tiles, const int8_t* x, int64_t output) const {
+    for (int64_t step = 0; step < whole; ++step) {
+      multiply_step(tiles, x + step * kTileRowBytes, begin + step * kStepBytes + output * 4);
+    }
+    if (half) multiply_step(tiles, x + whole * kTileRowBytes, last + output * 4);
+  }
+};
+
+PYMOE_INLINE void store_words(uint8_t* target, vuint32 words) { memcpy(target, &words, sizeof(words)); }
+
+// The codes of 4 bits in the low bits of 16-bit lanes as bf16; what the other bits hold does not matter.
+#if PYMOE_ISA_LEVEL == 4
+PYMOE_INLINE vuint32 codes_as_bf16(vuint32 codes) {
+  alignas(64) static constexpr uint16_t kValues[32] = {0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+                                                       0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
+                                                       0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+                                                       0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
+  return (vuint32)_mm512_permutexvar_epi16((__m512i)codes, _mm512_load_si512(kValues));
+}
+#else
+PYMOE_INLINE vuint32 codes_as_bf16(vuint32 codes) {
+  const auto even = (vuint32)to_float((vint32)(codes & 15)), odd = (vuint32)to_float((vint32)(codes >> 16 & 15));
+  return even >> 16 | odd;
+}
+#endif
+
+// Tile g is the sum of group g, of 16 outputs.
+template <>
+struct RightCodes<4> {
+  static constexpr int64_t kOutputs = kSumOutputs;
+  static constexpr int64_t kGroupBytes = 16 * kTileRowBytes;  // of the right tile of a group
+
+  int64_t groups;
+  alignas(64) uint8_t tiles[4][kQuantizedTile / kSumOutputs][kGroupBytes];
+
+  // Of 8 inputs a right tile has the pairs (0, 2), (1, 3), (4, 6), (5, 7): as they come out of a word.
+  void take(const uint8_t* weight, int64_t some) {
+    groups = some;
+    for (int64_t g = 0; g < some; ++g) {
+      const uint8_t* words = weight + g * quantized_group_bytes(4) + kQuantizedTile * 4;
+      for (int64_t first = 0; first < kQuantizedTile; first += kLanes<float>) {
+        uint8_t* to = tiles[g][first / kSumOutputs] + first % kSumOutputs * 4;
+#pragma GCC unroll 4
+        for (int64_t eight = 0; eight < 4; ++eight, to += 4 * kTileRowBytes) {
+          const auto word = (vuint32)load_words(words + eight * kQuantizedTile * 4 + first * 4);
+          store_words(to, codes_as_bf16(word));
+          store_words(to + kTileRowBytes, codes_as_bf16(word >> 8));
+          store_words(to + 2 * kTileRowBytes, codes_as_bf16(word >> 4));
+          store_words(to + 3 * kTileRowBytes, codes_as_bf16(word >> 12));
+        }
+      }
+    }
+  }
+
+  // Group kGroup, and with kTwo the next one: neither waits for the other.
+  template <int kGroup, bool kTwo, typename Tiles>
+  PYMOE_INLINE void multiply_groups(Tiles& t, const int8_t* x, int64_t column) const {
+    constexpr int64_t kRow = 2 * kRoundedBytes, kLow = kRoundedBytes, kStep = kTileRowBytes;
+    constexpr int kNext = kTwo ? kGroup + 1 : kGroup;
+    t.template load<6>(tiles[kGroup][column], kTileRowBytes);
+    if constexpr (kTwo) t.template load<7>(tiles[kNext][column], kTileRowBytes);
+    t.template load<4>(x + kGroup * kStep, kRow);
+    t.template multiply<kGroup, 4, 6>();
+    if constexpr (kTwo) {
+      t.template load<5>(x + kNext * kStep, kRow);
+      t.template multiply<kNext, 5, 7>();
+    }
+    t.template load<4>(x + kLow + kGroup * kStep, kRow);
+    t.template multiply<kGroup, 4, 6>();
+    if constexpr (kTwo) {
+      t.template load<5>(x + kLow + kNext * kStep, kRow);
+      t.template multiply<kNext, 5, 7>();
+    }
+  }
+
+  template <typename Tiles>
+  PYMOE_INLINE void multiply(Tiles& t, const int8_t* x, int64_t output) const {
+    const int64_t column = output / kSumOutputs;
+    groups > 1 ? multiply_groups<0, true>(t, x, column) : multiply_groups<0, false>(t, x, column);
+    if (groups > 2) {
+      groups > 3 ? multiply_groups<2, true>(t, x, column) : multiply_groups<2, false>(t, x, column);
+    }
+  }
+};
+
+// Four tiles of sums that are not in y yet.
+struct WaitingSums {
+  const int32_t* sums = nullptr;  // as RightCodes leaves them, one behind the other; null: there are none
+  const RoundedBlock* rounded;    // of the first row
+  const uint8_t* weight;          // the block's first group in the packed tile
+  int64_t groups;
+  int64_t first;  // row that is added to y: those before it are there already
+  int64_t rows;
+  int64_t output;
+  float* y;  // of the first row
+};
+
+PYMOE_INLINE void add_to_y(const WaitingSums& w, int64_t row, int64_t output, vfloat total) {
+  float* y = w.y + row * kQuantizedTile + output;
+  store(y, load(y) + total * w.rounded[row].step);
+}
+
+PYMOE_INLINE void add_sums_8(const WaitingSums& w) {
+  for (int64_t j = 0; j < 2 * kSumOutputs; j += kLanes<float>) {
+    const int32_t* high = w.sums + j / kSumOutputs * 2 * kTileOfSums + j % kSumOutputs;
+    for (int64_t r = w.first; r < w.rows; ++r) {
+      vuint32 upper, lower;
+      memcpy(&upper, high + r * kSumOutputs, sizeof(upper));
+      memcpy(&lower, high + kTileOfSums + r * kSumOutputs, sizeof(lower));
+      add_to_y(w, r, w.output + j, to_float((vint32)((upper << 8) + lower) - w.rounded[r].zero));
+    }
+  }
+}
+
+template <int kGroups>
+PYMOE_INLINE void add_sums_4(const WaitingSums& w) {
+  for (int64_t j = 0; j < kSumOutputs; j += kLanes<float>) {
+    vfloat scale[kGroups], minimum[kGroups];
+#pragma GCC unroll 4
+    for (int g = 0; g < kGroups; ++g) {
+      const auto* ends = reinterpret_cast<const BFloat16*>(w.weight + g * quantized_group_bytes(4)) + w.output + j;
+      scale[g] = load(ends);
+      minimum[g] = load(ends + kQuantizedTile);
+    }
+    const auto* sums = reinterpret_cast<const float*>(w.sums) + j;
+    for (int64_t r = w.first; r < w.rows; ++r) {
+      vfloat total{};
+#pragma GCC unroll 4
+      for (int g = 0; g < kGroups; ++g) {
+        const vfloat product = load(sums + g * kTileOfSums + r * kSumOutputs) * scale[g];
+        total = g == 0 ? product : total + product;  // plus zero: a sign of zero, which is lost in y
+        total = total + w.rounded[r].sums[g] * minimum[g];
+      }
+      add_to_y(w, r, w.output + j, total);
+    }
+  }
+}
+
+template <int kBits>
+PYMOE_INLINE void add_sums(const WaitingSums& w) {
+  if (w.sums == nullptr) return;
+  if constexpr (kBits == 8) {
+    add_sums_8(w);
+  } else {
+    w.groups == 4   ? add_sums_4<4>(w)
+    : w.groups == 3 ? add_sums_4<3>(w)
+    : w.groups == 2 ? add_sums_4<2>(w)
+                    : add_sums_4<1>(w);
+  }
+}
+
+// multiply_tile of quantized_linear_cpu_body.h, by tiles.
+template <int kBits, typename T, typename Tiles>
+void multiply_tile_by_tiles(const uint8_t* tile, int64_t inputs, const RoundedRows& x, const T* bias, T* out,
+                            int64_t row_stride, int64_t count) {
+  constexpr int64_t kChunk = 96;  // rows whose sums stay in the nearest caches
+  constexpr int64_t kBlockGroups = kRoundedInputs / kQuantizedGroup;
+  constexpr int64_t kRowBytes = (kBits == 8 ? 1 : 2) * kRoundedBytes;
+  const int64_t groups = quantized_groups(inputs);
+  alignas(64) float y[kChunk * kQuantizedTile];
+  alignas(64) int32_t sums[2][4 * kTileOfSums];
+  RightCodes<kBits> codes;
+  const int64_t chunks = (x.count + kChunk - 1) / kChunk;
+  for (int64_t chunk = 0, row = 0; chunk < chunks; ++chunk) {
+    const int64_t size = (x.count - row) / (chunks - chunk);  // of equal size, as far as that goes
+    const int64_t parts = (size + kSumRows - 1) / kSumRows, rows = (size + parts - 1) / parts;
+    Tiles tiles(rows);
+    memset(y, 0, static_cast<size_t>(size * kQuantizedTile) * sizeof(float));
+    WaitingSums waiting;
+    const uint8_t* weight = tile + quantized_head_bytes(kBits);
+    for (int64_t group = 0; group < groups; group += kBlockGroups) {
+      const int64_t block = group / kBlockGroups;
+      const int64_t some = groups - group < kBlockGroups ? groups - group : kBlockGroups;
+      const int64_t bytes = some * quantized_group_bytes(kBits);
+      LinesAhead ahead(weight + bytes, bytes, parts * (kQuantizedTile / codes.kOutputs));
+      codes.take(weight, some);
+      for (int64_t part = 0; part < parts; ++part) {
+        const int64_t wanted = part * rows, first = wanted + rows <= size ? wanted : size - rows;
+        for (int64_t output = 0; output < kQuantizedTile; output += codes.kOutputs) {
+          ahead.ask();
+          tiles.template zero<0>();
+          tiles.template zero<1>();
+          tiles.template zero<2>();
+          tiles.template zero<3>();
+          codes.multiply(tiles, x.codes + block * x.codes_stride + (row + first) * kRowBytes, output);
+          add_sums<kBits>(waiting);
+          int32_t* to = sums[waiting.sums == sums[0] ? 1 : 0];
+          tiles.template store<0>(to, kTileRowBytes);
+          tiles.template store<1>(to + kTileOfSums, kTileRowBytes);
+          tiles.template store<2>(to + 2 * kTileOfSums, kTileRowBytes);
+          tiles.template store<3>(to + 3 * kTileOfSums, kTileRowBytes);
+          waiting = {to,
+                     x.rounded + block * x.rounded_stride + row + first,
+                     weight,
+                     some,
+                     wanted - first,
+                     rows,
+                     output,
+                     y + first * kQuantizedTile};
+        }
+      }
+      weight += bytes;
+    }
+    add_sums<kBits>(waiting);
+    finish<kBits>(tile, y, size, bias, out + row * row_stride, row_stride, count);
+    row += size;
+  }
+}
+
+}  // namespace pymoe::cpu::PYMOE_ISA

@@ -1,0 +1,38 @@
+// A tile of weights times rows by vectors and by emulated tiles, compiled once an instruction set (for_each_isa.h).
+#include "kernels/quantized_linear_cpu_body.h"
+#if !PYMOE_ISA_HAS_BF16
+#include "kernels/quantized_linear_amx.h"
+#endif
+
+namespace pymoe::cpu::PYMOE_ISA {
+
+// Rounds the rows, and multiplies them: what quantized_linear does with the rows of one expert.
+template <Integers kIntegers, typename T>
+void multiply_rounded(const test::TileCall<T>& call,
+                      void (*multiply)(const uint8_t*, int64_t, const RoundedRows&, const T*, T*, int64_t, int64_t)) {
+  const int64_t blocks = rounded_blocks(call.inputs), bytes = rounded_bytes(kIntegers);
+  const test::Guarded<int8_t> codes(blocks * call.rows * bytes, true);
+  const test::Guarded<RoundedBlock> rounded(blocks * call.rows, true);
+  for (int64_t row = 0; row < call.rows; ++row) {
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t first = block * kRoundedInputs, count = call.inputs - first;
+      round_block<kIntegers>(call.x + row * call.inputs + first, count < kRoundedInputs ? count : kRoundedInputs,
+                             codes.data() + (block * call.rows + row) * bytes, rounded[block * call.rows + row]);
+    }
+  }
+  const RoundedRows rows{codes.data(), call.rows * bytes, rounded.data(), call.rows, call.rows};
+  multiply(call.tile, call.inputs, rows, call.bias, call.out, call.row_stride, call.count);
+}
+
+template <int kBits, typename T>
+void by_vectors(const test::TileCall<T>& call) {
+  multiply_rounded<Integers::kForVectors>(call, &multiply_tile<kBits, T>);
+}
+
+template <int kBits, typename T, typename Tiles>
+void by_tiles(const test::TileCall<T>& call) {
+  multiply_rounded<kBits == 8 ? Integers::kForTiles8 : Integers::kForTiles4>(call,
+                                                                             &multiply_tile_by_tiles<kBits, T, Tiles>);
+}
+
+}  // namespace pymoe::cpu::PYMOE_ISA

@@ -1,0 +1,184 @@
+// quantized_linear by tiles against quantized_linear by vectors, bit for bit, with every operand between pages that
+// nobody may touch: by emulated tiles with the loops of every instruction set of the machine, and by the processor's.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "emulated_tiles.h"
+#include "guarded.h"
+#include "kernels/cpu/amx_tiles.h"
+#include "kernels/quantized_linear.h"
+#include "kernels/quantized_weight.h"
+
+namespace pymoe::test {
+
+// Rows of one expert times one tile of its weights.
+template <typename T>
+struct TileCall {
+  const uint8_t* tile;
+  const T* x;  // (rows, inputs)
+  int64_t rows;
+  int64_t inputs;
+  const T* bias;  // may be null
+  T* out;
+  int64_t row_stride;
+  int64_t count;  // of outputs
+};
+
+}  // namespace pymoe::test
+
+#define PYMOE_ISA_BODY "quantized_checks_body.h"
+#define PYMOE_ISA_BF16
+#include "kernels/cpu/for_each_isa.h"
+
+namespace {
+
+using namespace pymoe;
+using cpu::Isa;
+using test::EmulatedTiles;
+using test::Guarded;
+using test::TileCall;
+
+template <typename T>
+struct Variant {
+  const char* name;
+  void (*run)(const TileCall<T>&);
+};
+
+// What case number `number` runs by: tiles that are emulated with one set of instructions at a time, and the machine's.
+template <int kBits, typename T>
+std::vector<Variant<T>> variants(int number) {
+  std::vector<Variant<T>> found = {{"emulated, baseline", &cpu::baseline::by_tiles<kBits, T, EmulatedTiles>}};
+#if PYMOE_MULTIVERSION
+  const Isa best = cpu::best_isa();
+  if (best >= Isa::kV3) found.push_back({"emulated, v3", &cpu::v3::by_tiles<kBits, T, EmulatedTiles>});
+  if (best >= Isa::kV4) found.push_back({"emulated, v4", &cpu::v4::by_tiles<kBits, T, EmulatedTiles>});
+  if (best >= Isa::kV4Bf16) found.push_back({"emulated, v4_bf16", &cpu::v4_bf16::by_tiles<kBits, T, EmulatedTiles>});
+  found = {found[static_cast<size_t>(number) % found.size()]};
+  if (best >= Isa::kV4Bf16) found.push_back({"vectors, v4_bf16", &cpu::v4_bf16::by_vectors<kBits, T>});
+  if (best >= Isa::kAmx) found.push_back({"amx", &cpu::v4_bf16::by_tiles<kBits, T, cpu::AmxTiles>});
+#endif
+  return found;
+}
+
+template <typename T>
+bool same(T a, T b) {
+  const float wide = to_accumulate(a), other = to_accumulate(b);
+  return memcmp(&a, &b, sizeof(T)) == 0 || (std::isnan(wide) && std::isnan(other));
+}
+
+enum class Values { kUsual, kSpecial, kLargest };
+
+template <typename T>
+void fill_rows(std::mt19937& random, Values values, int64_t inputs, Guarded<T>& x) {
+  for (int64_t i = 0; i < x.size(); ++i) {
+    const auto uniform = static_cast<float>(static_cast<int32_t>(random())) * 0x1p-30f;
+    float value = std::ldexp(uniform, static_cast<int>(i / std::max<int64_t>(1, inputs) % 7) * 9 - 27);
+    if (values == Values::kLargest) value = random() % 64 == 0 ? -32639.0f : 32639.0f;
+    if (values == Values::kSpecial && random() % 512 == 0) {
+      const float some[] = {std::nanf(""), std::numeric_limits<float>::infinity(), -3e38f, 1e-40f, -0.0f};
+      value = some[random() % 5];
+    }
+    x[i] = round_to<T>(value);
+  }
+}
+
+// Random bytes for codes: all of them, whatever quantize_weight would write.
+template <int kBits>
+void fill_tile(std::mt19937& random, Values values, int64_t inputs, Guarded<uint8_t>& tile) {
+  for (int64_t i = 0; i < tile.size(); ++i) {
+    tile[i] = values == Values::kLargest ? 255 : static_cast<uint8_t>(random());
+  }
+  if (kBits == 8) {
+    for (int64_t j = 0; j < kQuantizedTile; ++j) {
+      const float scale = static_cast<float>(random() % 1000) * 1e-3f;
+      memcpy(tile.data() + 4 * j, &scale, sizeof(scale));
+    }
+    return;
+  }
+  for (int64_t group = 0; group < quantized_groups(inputs); ++group) {
+    for (int64_t j = 0; j < 2 * kQuantizedTile; ++j) {
+      const BFloat16 end = {static_cast<uint16_t>((random() & (j < kQuantizedTile ? 0x1ff : 0x81ff)) + 0x3e00)};
+      memcpy(tile.data() + group * quantized_group_bytes(4) + 2 * j, &end, sizeof(end));
+    }
+  }
+}
+
+template <int kBits, typename T>
+void judge(std::mt19937& random, int64_t rows, int64_t inputs, int64_t count, Values values) {
+  Guarded<T> x(rows * inputs, true), bias(count, true);
+  Guarded<uint8_t> tile(quantized_tile_bytes(kBits, inputs), true);
+  fill_rows(random, values, inputs, x);
+  fill_rows(random, Values::kUsual, 1, bias);
+  fill_tile<kBits>(random, values, inputs, tile);
+  const bool biased = random() % 2 == 0;
+  const int64_t row_stride = count + static_cast<int64_t>(random() % 3) * 7;
+  const int64_t size = rows == 0 ? 0 : (rows - 1) * row_stride + count;
+  const T untouched = round_to<T>(-77.0f);
+  std::vector<T> expected(static_cast<size_t>(size), untouched);
+  TileCall<T> call{tile.data(),     x.data(),   rows, inputs, biased ? bias.data() : nullptr,
+                   expected.data(), row_stride, count};
+  cpu::baseline::by_vectors<kBits, T>(call);
+  static int number = 0;
+  for (const Variant<T>& variant : variants<kBits, T>(number++)) {
+    CAPTURE(variant.name);
+    CAPTURE(kBits);
+    CAPTURE(rows);
+    CAPTURE(inputs);
+    CAPTURE(count);
+    const Guarded<T> out(size, true);
+    std::fill(out.data(), out.data() + size, untouched);
+    call.out = out.data();
+    variant.run(call);
+    int64_t wrong = 0;
+    for (int64_t i = 0; i < size; ++i) wrong += !same(out[i], expected[static_cast<size_t>(i)]);
+    CHECK(wrong == 0);
+  }
+}
+
+template <int kBits, typename T>
+void judge_many(unsigned seed, Values values) {
+  std::mt19937 random(seed);
+  const auto below = [&](int64_t end) { return static_cast<int64_t>(random() % static_cast<uint64_t>(end)); };
+  for (int turn = 0; turn < 12; ++turn) {
+    judge<kBits, T>(random, 1 + below(turn % 4 == 0 ? 120 : 35), below(turn % 3 == 0 ? 420 : 140), 1 + below(64),
+                    values);
+  }
+}
+
+}  // namespace
+
+TEST_CASE("quantized_linear by tiles: the bits of vectors, for random rows, inputs and outputs") {
+  judge_many<8, float>(1, Values::kUsual);
+  judge_many<4, float>(2, Values::kUsual);
+  judge_many<8, BFloat16>(3, Values::kUsual);
+  judge_many<4, BFloat16>(4, Values::kUsual);
+  judge_many<8, Float16>(5, Values::kUsual);
+  judge_many<4, Float16>(6, Values::kUsual);
+}
+
+TEST_CASE("quantized_linear by tiles: rows that are not finite are nobody else's") {
+  judge_many<8, float>(7, Values::kSpecial);
+  judge_many<4, float>(8, Values::kSpecial);
+}
+
+TEST_CASE("quantized_linear by tiles: the largest integers and codes are still added up exactly") {
+  judge_many<8, float>(9, Values::kLargest);
+  judge_many<4, float>(10, Values::kLargest);
+}
+
+TEST_CASE("quantized_linear by tiles: every number of rows that share tiles, and every number of groups") {
+  std::mt19937 random(11);
+  for (int64_t rows = 1; rows <= 34; ++rows) {
+    judge<8, float>(random, rows, 32 * (rows % 9), 64, Values::kUsual);
+    judge<4, float>(random, rows, 32 * (rows % 9), 64, Values::kUsual);
+  }
+  for (const int64_t rows : {96, 97, 193}) {  // those after which sums begin anew
+    judge<8, float>(random, rows, 40, 33, Values::kUsual);
+    judge<4, float>(random, rows, 40, 33, Values::kUsual);
+  }
+}
