@@ -4,8 +4,8 @@
 // set (for_each_isa.h). `best_isa()` is what the processor offers, or less where the environment variable
 // PYMOE_CPU_ISA (baseline, v3, v4, v4_bf16, amx) asks for it: tests run every body that the machine can run.
 //
-// amx is v4_bf16, but that products of bf16 and of quantised weights take the tiles of AMX. Linux must grant them to the process, which it is
-// asked once; where it refuses, v4_bf16 is what there is.
+// amx is v4_bf16, but that products of bf16 and of quantised weights take the tiles of AMX. Linux must grant them to
+// the process, which it is asked once; where it refuses, v4_bf16 is what there is.
 #pragma once
 
 namespace pymoe::cpu {
