@@ -5,27 +5,17 @@
 Ends with status 0 and prints how many calls it made; a report of a sanitizer ends the process with another status.
 """
 
-import importlib.machinery
-import importlib.util
 import os
 import sys
 from pathlib import Path
 
 import torch
 
-
-def load(path):
-    """Import the library at ``path`` as pymoe._ops, before pymoe does."""
-    loader = importlib.machinery.ExtensionFileLoader("pymoe._ops", path)
-    spec = importlib.util.spec_from_file_location("pymoe._ops", path, loader=loader)
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    sys.modules["pymoe._ops"] = module
-
-
-load(sys.argv[1])
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from import_as import import_as
+
+import_as("pymoe._ops", sys.argv[1])
 
 from specs import all_raw_calls, all_specs, large_cases, samples_of, verify, with_grad  # noqa: E402
 from specs.expert_activation import ACTIVATIONS  # noqa: E402

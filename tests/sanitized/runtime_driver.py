@@ -7,8 +7,6 @@ another status.
 """
 
 import ctypes
-import importlib.machinery
-import importlib.util
 import sys
 import threading
 from pathlib import Path
@@ -20,19 +18,12 @@ GRAPHS = 28  # for each client: every function of random_calls.py four times
 SLICES = 40
 STEPS = 60
 
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS / "parallel"), str(TESTS / "pipe")]
 
-def load(path):
-    """Import the library at ``path`` as pymoe._runtime, before pymoe does."""
-    loader = importlib.machinery.ExtensionFileLoader("pymoe._runtime", path)
-    spec = importlib.util.spec_from_file_location("pymoe._runtime", path, loader=loader)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["pymoe._runtime"] = module
-    loader.exec_module(module)
+from import_as import import_as  # noqa: E402
 
-
-load(sys.argv[1])
-for folder in ("parallel", "pipe"):
-    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
+import_as("pymoe._runtime", sys.argv[1])
 
 from flaky import CHUNKS, Faults, Planted, expected_grads, grads_of, model, run_step  # noqa: E402
 from random_maps import outcome, serial  # noqa: E402
