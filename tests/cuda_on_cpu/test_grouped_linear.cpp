@@ -368,38 +368,46 @@ TEST_CASE("grouped_linear: a row's bits do not depend on the rows around it") {
   });
 }
 
+namespace {
+
+template <typename T>
+void check_far_strides(Random& random) {
+  constexpr auto kBytes = static_cast<int64_t>(sizeof(T));
+  const int64_t far = (int64_t{1} << 31) + 8, experts = 2, rows = 3, input = 16, output = 8;
+  SparseMemory x(3 * far * kBytes), weight(3 * far * kBytes), grad(3 * far * kBytes);
+  const auto at = [](const SparseMemory& memory, int64_t i) -> T& { return static_cast<T*>(memory.data())[i]; };
+  Buffer<T> near_x(rows * input), near_weight(experts * output * input), near_grad(rows * output);
+  for (Buffer<T>* buffer : {&near_x, &near_weight, &near_grad}) fill_integers(*buffer, random);
+  for (int64_t i = 0; i < near_x.size(); ++i) at(x, i / input * far + i % input) = near_x[i];
+  for (int64_t i = 0; i < near_grad.size(); ++i) at(grad, i / output * far + i % output) = near_grad[i];
+  for (int64_t i = 0; i < near_weight.size(); ++i) {
+    at(weight, i / (output * input) * far + i % (output * input)) = near_weight[i];
+  }
+  Buffer<int32_t> offsets(3), workspace(cuda::grouped_linear_workspace(experts));
+  offsets[0] = 0, offsets[1] = 1, offsets[2] = 3;
+  Buffer<T> y(rows * output), expected_y(rows * output), dw(near_weight.size()), expected_dw(near_weight.size());
+  Buffer<T> db(experts * output), expected_db(experts * output);
+  const auto common = [&](Buffer<T>& out) {
+    return GroupedArguments{offsets.data(), out.data(), rows, input, output, experts, dtype_of<T>(), workspace.data()};
+  };
+  cuda::grouped_linear({common(y), {x.data(), far, 1}, {weight.data(), input, 1}, far, {}}, nullptr);
+  cpu::grouped_linear(
+      {common(expected_y), {near_x.data(), input, 1}, {near_weight.data(), input, 1}, output * input, {}});
+  CHECK(y.same(expected_y));
+  cuda::grouped_linear_weight_grad({common(dw), {grad.data(), far, 1}, {x.data(), far, 1}}, nullptr);
+  cpu::grouped_linear_weight_grad({common(expected_dw), {near_grad.data(), output, 1}, {near_x.data(), input, 1}});
+  CHECK(dw.same(expected_dw));
+  cuda::grouped_linear_bias_grad({common(db), {grad.data(), far, 1}}, nullptr);
+  cpu::grouped_linear_bias_grad({common(expected_db), {near_grad.data(), output, 1}});
+  CHECK(db.same(expected_db));
+}
+
+}  // namespace
+
+// In both kinds of tile: 16-bit floats have other ones than float32.
 TEST_CASE("grouped_linear: strides past 2^31 elements") {
-  for_cases("grouped_linear large", 6, [](Random& random) {
-    using T = BFloat16;
-    const int64_t far = (int64_t{1} << 31) + 8, experts = 2, rows = 3, input = 16, output = 8;
-    SparseMemory x(3 * far * 2), weight(3 * far * 2), grad(3 * far * 2);
-    const auto at = [](const SparseMemory& memory, int64_t i) -> T& { return static_cast<T*>(memory.data())[i]; };
-    Buffer<T> near_x(rows * input), near_weight(experts * output * input), near_grad(rows * output);
-    for (Buffer<T>* buffer : {&near_x, &near_weight, &near_grad}) fill_integers(*buffer, random);
-    for (int64_t i = 0; i < near_x.size(); ++i) at(x, i / input * far + i % input) = near_x[i];
-    for (int64_t i = 0; i < near_grad.size(); ++i) at(grad, i / output * far + i % output) = near_grad[i];
-    for (int64_t i = 0; i < near_weight.size(); ++i) {
-      at(weight, i / (output * input) * far + i % (output * input)) = near_weight[i];
-    }
-    Buffer<int32_t> offsets(3), workspace(cuda::grouped_linear_workspace(experts));
-    offsets[0] = 0, offsets[1] = 1, offsets[2] = 3;
-    Buffer<T> y(rows * output), expected_y(rows * output), dw(near_weight.size()), expected_dw(near_weight.size());
-    Buffer<T> db(experts * output), expected_db(experts * output);
-    const auto common = [&](Buffer<T>& out) {
-      return GroupedArguments{offsets.data(),   out.data(),      rows, input, output, experts,
-                              DType::kBFloat16, workspace.data()};
-    };
-    cuda::grouped_linear({common(y), {x.data(), far, 1}, {weight.data(), input, 1}, far, {}}, nullptr);
-    cpu::grouped_linear(
-        {common(expected_y), {near_x.data(), input, 1}, {near_weight.data(), input, 1}, output * input, {}});
-    CHECK(y.same(expected_y));
-    cuda::grouped_linear_weight_grad({common(dw), {grad.data(), far, 1}, {x.data(), far, 1}}, nullptr);
-    cpu::grouped_linear_weight_grad({common(expected_dw), {near_grad.data(), output, 1}, {near_x.data(), input, 1}});
-    CHECK(dw.same(expected_dw));
-    cuda::grouped_linear_bias_grad({common(db), {grad.data(), far, 1}}, nullptr);
-    cpu::grouped_linear_bias_grad({common(expected_db), {near_grad.data(), output, 1}});
-    CHECK(db.same(expected_db));
-  });
+  for_cases("grouped_linear far", 4, check_far_strides<BFloat16>);
+  for_cases("grouped_linear far", 4, check_far_strides<float>);
 }
 
 TEST_CASE("grouped_linear: a plan is the offsets made safe, and a foreign product is completed by it") {

@@ -28,8 +28,11 @@ void check_written(uint64_t address, int bytes, const Stretch& stretch) {
   }
 }
 
-// Bytes by twos and fours are what the compiler copies of the gaps in a structure: nobody looks at them.
-bool copies_gaps(const Instruction& instruction) { return instruction.bytes == 1 && instruction.count > 1; }
+// Bytes by twos and fours, and words that go from shared memory back to it, are what the compiler copies of the gaps in
+// a structure: nobody looks at them.
+bool copies_gaps(const Instruction& instruction) {
+  return (instruction.bytes == 1 && instruction.count > 1) || instruction.only_copied;
+}
 
 unsigned char* global(Warp& warp, const Instruction& instruction, uint64_t address, int bytes, Purpose purpose) {
   Launch& launch = warp.launch();

@@ -16,6 +16,8 @@ PYMOE_EXPORT int64_t pymoe_ptx_launches(const char* part) {
   return count;
 }
 
+PYMOE_EXPORT int64_t pymoe_ptx_executed() { return pymoe::ptx::executed(); }
+
 // The text is valid until the next call.
 PYMOE_EXPORT const char* pymoe_ptx_module(const char* part) {
   static std::string text;

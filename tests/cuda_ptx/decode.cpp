@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <set>
 
 #include "cuda_ptx/machine.h"
 #include "cuda_ptx/table.h"
@@ -189,6 +190,30 @@ bool decode_table(const Statement& statement, Decoder& decoder, Instruction& to)
   return true;
 }
 
+namespace {
+
+// Finds words that are read from shared memory to be stored there again: a structure that is copied has its gaps
+// copied.
+void find_copies(Program& program) {
+  std::set<std::string_view> used, stored;
+  for (const Statement& statement : program.kernel.statements) {
+    used.insert(statement.guard);
+    const bool loads = statement.opcode.starts_with("ld."), stores = statement.opcode.starts_with("st.shared");
+    for (size_t i = 0; i < statement.operands.size(); ++i) {
+      if (loads && i == 0) continue;
+      for (const auto& item : statement.operands[i].items) (stores && i == 1 ? stored : used).insert(item);
+    }
+  }
+  for (Instruction& instruction : program.code) {
+    const Statement& statement = *instruction.statement;
+    if (!statement.opcode.starts_with("ld.shared") || instruction.count != 1 || instruction.bytes > 4) continue;
+    const std::string& result = statement.operands[0].items[0];
+    instruction.only_copied = stored.contains(result) && !used.contains(result);
+  }
+}
+
+}  // namespace
+
 Program decode(Kernel kernel) {
   Program program;
   program.kernel = std::move(kernel);
@@ -212,6 +237,7 @@ Program decode(Kernel kernel) {
     }
     program.code.push_back(std::move(instruction));
   }
+  find_copies(program);
   static const Statement end{0, "end of the kernel", "", false, "ret", {}};
   program.code.emplace_back();
   program.code.back().kind = Instruction::kExit;

@@ -39,6 +39,7 @@ struct Instruction {
   uint8_t count = 1;          // elements of a vector in memory
   bool wide_address = false;  // the address is 64 bits wide
   bool is_signed = false;     // what is read into a wider register keeps its sign
+  bool only_copied = false;   // what is read from shared memory goes back there and nowhere else
   int32_t target = -1;
   uint32_t guard = 0;      // its place; 0: none
   uint32_t mask = 0;       // the place of the lanes' mask

@@ -350,7 +350,7 @@ Block::Block(Launch& launch, int64_t index)
   }
 }
 
-void run(const Program& program, const LaunchShape& shape, std::vector<unsigned char> arguments, uint64_t seed) {
+int64_t run(const Program& program, const LaunchShape& shape, std::vector<unsigned char> arguments, uint64_t seed) {
   if (shape.blocks <= 0 || shape.threads <= 0 || shape.threads > program.kernel.most_threads ||
       shape.blocks % shape.cluster != 0) {
     throw Error(program.kernel.name + ": cannot be launched with " + std::to_string(shape.blocks) + " blocks of " +
@@ -358,6 +358,7 @@ void run(const Program& program, const LaunchShape& shape, std::vector<unsigned 
   }
   Launch launch{program, shape, std::move(arguments), std::mt19937_64(seed), std::vector<Stretch>(program.code.size())};
   Grid(launch).run();
+  return launch.executed;
 }
 
 }  // namespace pymoe::ptx

@@ -110,7 +110,8 @@ inline void for_lanes(uint32_t lanes, F&& f) {
   }
 }
 
-// Runs the whole grid. `arguments` are the bytes of the kernel's parameters. Throws Error.
-void run(const Program& program, const LaunchShape& shape, std::vector<unsigned char> arguments, uint64_t seed);
+// Runs the whole grid. `arguments` are the bytes of the kernel's parameters. Returns how many instructions warps have
+// executed. Throws Error.
+int64_t run(const Program& program, const LaunchShape& shape, std::vector<unsigned char> arguments, uint64_t seed);
 
 }  // namespace pymoe::ptx

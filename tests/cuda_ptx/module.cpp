@@ -111,11 +111,14 @@ Declared parse_array(std::string_view text) {
   Declared found;
   const auto parts = words(text);
   int64_t element = 0;
+  int64_t own_alignment = 0;
+  bool points = false;
   for (size_t i = 0; i < parts.size(); ++i) {
     if (parts[i] == ".align") {
-      found.array.alignment = number(parts.at(++i));
+      const int64_t alignment = number(parts.at(++i));
+      if (!points) own_alignment = alignment;
     } else if (parts[i] == ".ptr") {
-      continue;
+      points = true;  // what follows is said of the memory that it points to
     } else if (parts[i][0] == '.') {
       const int width =
           std::isdigit(static_cast<unsigned char>(parts[i].back())) ? width_of_type(parts[i].substr(1)) : 0;
@@ -133,7 +136,7 @@ Declared parse_array(std::string_view text) {
     }
   }
   if (found.name.empty() || element == 0) throw Error("a declaration is not understood: " + joined(text));
-  if (text.find(".align") == std::string_view::npos) found.array.alignment = element;
+  found.array.alignment = own_alignment != 0 ? own_alignment : element;
   return found;
 }
 

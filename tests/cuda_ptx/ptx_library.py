@@ -3,7 +3,7 @@
     python tests/cuda_ptx/ptx_library.py     # writes build/cuda_ptx; compiles only what changed
 
 nvcc compiles the ``.cu`` files as the build does (``csrc/nvcc_flags.py``), host code included, and leaves the PTX of
-one architecture in it (PYMOE_PTX_ARCHITECTURE, 90 unless set). Linked with ``runtime.cpp`` in the place of the CUDA
+one architecture in it. Linked with ``runtime.cpp`` in the place of the CUDA
 runtime they launch as they do on a GPU, and the interpreter runs what they launch. The pytest plugin ``ptx_ops`` puts
 the library in the place of ``pymoe._ops``:
 
@@ -12,7 +12,6 @@ the library in the place of ``pymoe._ops``:
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -23,15 +22,11 @@ from ninja_library import Source, build_library, kernel_sources, operator_source
 
 HERE = ROOT / "tests" / "cuda_ptx"
 FOLDER = ROOT / "build" / "cuda_ptx"
+ARCHITECTURE = "90"
 # What needs CUDA's headers, torch or the kernels; all else is the interpreter.
-AROUND = ("runtime", "torch_memory", "control_api", "cases")
+AROUND = ("runtime", "torch_memory", "control_api", "cases", "design_shapes")
 # -O2 and no fusing: the interpreter's own arithmetic is the yardstick.
 INTERPRETER = f"-O2 -g0 -fvisibility=default -I{ROOT / 'tests'}"
-
-
-def architecture() -> str:
-    """The architecture whose PTX is run, such as ``"90"``."""
-    return os.environ.get("PYMOE_PTX_ARCHITECTURE", "90")
 
 
 def build_interpreter() -> Path:
@@ -42,7 +37,7 @@ def build_interpreter() -> Path:
 
 def nvcc_options() -> str:
     """The build's flags, with which host code and PTX are made."""
-    code = f"arch=compute_{architecture()},code=compute_{architecture()}"
+    code = f"arch=compute_{ARCHITECTURE},code=compute_{ARCHITECTURE}"
     # Uncompressed, so that the runtime can read the text; host code as in a library, its warnings the build's affair.
     return " ".join([*FLAGS, "-Xcompiler=-fPIC,-w", "-Xfatbin=--compress=false", f"-gencode={code}"])
 
@@ -64,13 +59,13 @@ def build() -> Path:
         Source(HERE / "runtime.cpp", f"-std=c++20 -O1 -Xcompiler=-fPIC -I{ROOT / 'tests'}", nvcc),
         # torch's allocators are no part of its stable ABI.
         Source(HERE / "torch_memory.cpp", "-UTORCH_TARGET_VERSION"),
-        *(Source(HERE / f"{name}.cpp", around) for name in ("control_api", "cases")),
+        *(Source(HERE / f"{name}.cpp", around) for name in ("control_api", "cases", "design_shapes")),
         *(Source(file, around) for file in cases),
         *(Source(one.file, "-O1") for one in kernel_sources()),
     ]
     flags = f"-O1 -g0 -I{ROOT / 'tests'} -DPYMOE_WITH_CUDA=1 -DPYMOE_CUDA_ON_CPU=1"
     link = f"-Wl,--no-as-needed {interpreter} -Wl,-rpath,{interpreter.parent}"
-    return build_library(FOLDER / f"compute_{architecture()}", flags, sources, link)
+    return build_library(FOLDER / f"compute_{ARCHITECTURE}", flags, sources, link)
 
 
 if __name__ == "__main__":

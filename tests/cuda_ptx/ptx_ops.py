@@ -1,37 +1,49 @@
-"""A pytest plugin: ``pymoe._ops`` is the library whose CPU operators run the kernels' PTX (``ptx_library``)."""
+"""A pytest plugin: ``pymoe._ops`` is the library whose CPU operators run the kernels' PTX (``ptx_library``).
+
+With PYMOE_PTX_ARCHITECTURE=100 it is the PTX of that architecture (``architectures.py``), else that of 90.
+"""
 
 from __future__ import annotations
 
 import ctypes
-import importlib.machinery
-import importlib.util
 import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from ptx_library import build
-
-
-def load(path: Path) -> None:
-    """Import the library at ``path`` as pymoe._ops, before pymoe does."""
-    if "pymoe" in sys.modules:
-        raise RuntimeError("pymoe was imported before the plugin could take the place of its operators")
-    loader = importlib.machinery.ExtensionFileLoader("pymoe._ops", str(path))
-    spec = importlib.util.spec_from_file_location("pymoe._ops", path, loader=loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    sys.modules["pymoe._ops"] = module
-
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from import_as import import_as
+from ptx_library import ARCHITECTURE, build
 
 PATH = build()
-load(PATH)
+import_as("pymoe._ops", PATH)
 runtime = ctypes.CDLL(str(PATH))
 """The functions of ``control_api.cpp`` and ``cases.cpp``."""
-runtime.pymoe_ptx_launches.restype = ctypes.c_int64
+runtime.pymoe_ptx_launches.restype = runtime.pymoe_ptx_executed.restype = ctypes.c_int64
 runtime.pymoe_ptx_module.restype = ctypes.c_char_p
 runtime.pymoe_ptx_counts.restype = ctypes.c_char_p
+
+architecture = os.environ.get("PYMOE_PTX_ARCHITECTURE", ARCHITECTURE)
+
+
+def module_of(kernel: str) -> str:
+    """The PTX that runs and has a kernel with ``kernel`` in its name."""
+    text: str = runtime.pymoe_ptx_module(kernel.encode()).decode()
+    assert text, f"no kernel {kernel}"
+    return text
+
+
+def replacements(architecture: str) -> list[tuple[str, str]]:
+    """Every module that runs, and that of another architecture under the names by which the library knows it."""
+    from architectures import texts, with_names_of
+
+    own = {source: module_of(f"_{source}_cu_") for source in texts(architecture)}
+    return [(own[source], with_names_of(text, own[source])) for source, text in texts(architecture).items()]
+
+
+if architecture != ARCHITECTURE:
+    for text, other in replacements(architecture):
+        runtime.pymoe_ptx_replace(text.encode(), other.encode())
 
 
 def pytest_sessionfinish() -> None:

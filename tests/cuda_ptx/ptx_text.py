@@ -44,10 +44,13 @@ def aligned(values: np.ndarray) -> np.ndarray:
 
 def run_kernel(
     body: str, arrays: Sequence[np.ndarray], *, blocks: int = 1, threads: int = 32, shared: int = 0, cluster: int = 1,
-    seed: int = 1, outside: str = "",
+    seed: int = 1, outside: str = "", types: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Run a kernel whose parameters ``p0``, ``p1``, ... are the arrays' addresses, held by ``%q0``, ``%q1``, ..."""
-    parameters = ", ".join(f".param .u64 p{i}" for i in range(len(arrays)))
+    """Run a kernel whose parameters ``p0``, ``p1``, ... are the arrays' addresses, held by ``%q0``, ``%q1``, ...
+
+    ``types``: what the parameters are declared as, if not all as ``.u64``.
+    """
+    parameters = ", ".join(f".param {kind} p{i}" for i, kind in enumerate(types or [".u64"] * len(arrays)))
     loads = "".join(f"ld.param.u64 %q{i}, [p{i}];\n" for i in range(len(arrays)))
     registers = (
         ".reg .pred %p<20>;\n.reg .b16 %h<20>;\n.reg .b32 %r<60>;\n.reg .f32 %f<20>;\n"

@@ -8,6 +8,7 @@ every kernel of the library must have been launched.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -50,6 +51,15 @@ def never_launched(folder: Path) -> list[str]:
     return sorted(everything - launched)
 
 
+def narrowed(options: list[str]) -> tuple[list[str], bool]:
+    """Return the options with ``-k``, however it is spelt, narrowed to what concerns CUDA; and whether it was there."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-k", dest="words")
+    own, others = parser.parse_known_args(options)
+    words = ON_CUDA if own.words is None else f"({own.words}) and {ON_CUDA}"
+    return ["-k", words, *others], own.words is not None
+
+
 def main() -> int:
     options = sys.argv[1:]
     checks = [str(HERE / name) for name in INTERPRETER]
@@ -60,20 +70,19 @@ def main() -> int:
     launched = ROOT / "build" / "cuda_ptx" / "launched"
     shutil.rmtree(launched, ignore_errors=True)
     launched.mkdir(parents=True)
+    from architectures import kept, others
     from ptx_library import build
 
-    build()  # once, before several processes ask for it
-    selected = [str(ROOT / name) for name in [*LAYERS, *(OPERATORS if "--exhaustive" in options else [])]]
-    some = "-k" in options
-    if some:
-        place = options.index("-k") + 1
-        options[place] = f"({options[place]}) and {ON_CUDA}"
-    else:
-        options = ["-k", ON_CUDA, *options]
-    passed = pytest(
-        ["-p", "ptx_ops", *options, *checks, str(HERE / "check_kernels.py"), *selected],
-        {"PYMOE_PTX_LAUNCHED": str(launched)},
-    )
+    build()  # once, before several processes ask for it, as what the compile gate keeps
+    kept()
+    exhaustive = "--exhaustive" in options
+    selected = [str(ROOT / name) for name in [*LAYERS, *(OPERATORS if exhaustive else [])]]
+    options, some = narrowed(options)
+    kernels = ["-p", "ptx_ops", *options, str(HERE / "check_kernels.py"), *selected]
+    passed = pytest([*kernels, *checks], {"PYMOE_PTX_LAUNCHED": str(launched)})
+    for other in others() if exhaustive else []:
+        print(f"the same on the PTX of compute_{other}")
+        passed = pytest(kernels, {"PYMOE_PTX_ARCHITECTURE": other}) and passed
     missing = [] if some else never_launched(launched)
     for name in missing:
         print(f"error: no test has launched {re.sub('_GLOBAL__N__.*?_cu_[0-9a-f]{8}', '', name)}")

@@ -53,6 +53,7 @@ struct Runtime {
   std::vector<std::unique_ptr<Module>> modules;
   std::map<const void*, Function> functions;  // by the address of the host's stub
   std::map<std::string, int64_t> launches;
+  int64_t executed = 0;
   uint64_t seed = 1;
 };
 
@@ -134,7 +135,7 @@ cudaError_t start(const void* stub, const Configuration& how, int64_t cluster, v
     }
     ++all.launches[function.name];
     all.seed = all.seed * 6364136223846793005u + 1442695040888963407u;
-    run(program, {grid.x, static_cast<int>(block.x), dynamic, cluster}, std::move(bytes), all.seed);
+    all.executed += run(program, {grid.x, static_cast<int>(block.x), dynamic, cluster}, std::move(bytes), all.seed);
   } catch (const Error& error) {
     return refuse(cudaErrorLaunchFailure, error.what());
   }
@@ -151,6 +152,11 @@ void set_seed(uint64_t seed) {
 std::map<std::string, int64_t> launches() {
   const std::lock_guard lock(runtime().mutex);
   return runtime().launches;
+}
+
+int64_t executed() {
+  const std::lock_guard lock(runtime().mutex);
+  return runtime().executed;
 }
 
 std::string module_with(const std::string& part) {

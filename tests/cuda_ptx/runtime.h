@@ -13,6 +13,9 @@ void set_seed(uint64_t seed);
 // How often each kernel of the library, by its name in the PTX, has run in this process.
 std::map<std::string, int64_t> launches();
 
+// How many instructions warps have executed in this process.
+int64_t executed();
+
 // The PTX that has a kernel with `part` in its name, or nothing.
 std::string module_with(const std::string& part);
 // Has `other` run instead of the module with this text.

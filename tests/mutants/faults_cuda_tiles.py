@@ -76,6 +76,13 @@ FAULTS = [
             "address",
         ),
         (
+            "tiles: an offset of 32 bits",
+            TENSOR_TILE,
+            "data += i * line_stride;",
+            "data += static_cast<int32_t>(i * line_stride);",
+            "values",
+        ),
+        (
             "tiles: an order is trusted",
             TENSOR_TILE,
             "return place < operand_.count ? place : -1;",

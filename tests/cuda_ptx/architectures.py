@@ -1,0 +1,63 @@
+"""The PTX that becomes the machine code of each architecture, as the compile gate keeps it (``machine_code.py``).
+
+The library that runs has the text of one of them. The host code is the same for all, so another text can be put in its
+place, under the names that the library's compilation gave.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+from machine_code import Compiled, architectures, compile_all, find_nvcc
+
+OTHERS = ("100",)
+"""Run beside that of 90. No others are left: but for the target, sm_80 has the text of 90, and sm_120 that of 100."""
+
+
+@cache
+def kept() -> list[Compiled]:
+    """Every source as the gate compiles it; raises RuntimeError where the compiler complains."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise RuntimeError("there is no nvcc, whose PTX could be run")
+    compiled = compile_all(nvcc)
+    for one in compiled:
+        if one.complaint:
+            raise RuntimeError(one.complaint)
+    return compiled
+
+
+def shipped() -> list[str]:
+    """The architectures whose machine code ships with the toolkit at hand, such as ``"80"``."""
+    nvcc = find_nvcc()
+    return [] if nvcc is None else [name.removeprefix("sm_") for name in architectures(nvcc)]
+
+
+def others() -> list[str]:
+    """Those of OTHERS that the toolkit at hand knows."""
+    return [name for name in OTHERS if name in shipped()]
+
+
+def texts(architecture: str) -> dict[str, str]:
+    """Return by source, such as ``"combine_cuda"``, the PTX of an architecture without what is there for a debugger."""
+    return {one.source.stem: code_of(one.ptx(f"sm_{architecture}").read_text()) for one in kept()}
+
+
+def code_of(text: str) -> str:
+    """The kernels alone: no comments, no lines of the source, none of their labels; white space in one way."""
+    code = re.split(r"^\s*\.(?:file|section)\b", text, maxsplit=1, flags=re.MULTILINE)[0]
+    code = re.sub(r"//.*|^\s*\.loc\b.*|^\$L__tmp\d+:", "", code, flags=re.MULTILINE)
+    return "\n".join(" ".join(line.split()) for line in code.splitlines() if line.strip()) + "\n"
+
+
+def without_target(text: str) -> str:
+    return re.sub(r"^\.target.*\n", "", text, flags=re.MULTILINE)
+
+
+def with_names_of(text: str, other: str) -> str:
+    """``text`` with the names of ``other``: those of an unnamed namespace have numbers of the compilation."""
+    unnamed = re.compile(r"_GLOBAL__N__\w{8}_\d+_\w+?_cu_\w{8}")
+    found = unnamed.search(other)
+    assert found is not None
+    return unnamed.sub(found[0], text)
