@@ -157,8 +157,7 @@ def find_cuda_home():
 
 
 def nvcc_version(cuda_home):
-    text = subprocess.run([f"{cuda_home}/bin/nvcc", "--version"], capture_output=True, text=True, check=True).stdout
-    return text.split("release ")[1].split(",")[0]
+    return nvcc_flags.toolkit_version(f"{cuda_home}/bin/nvcc")
 
 
 def reason_to_leave_out(cuda_home):

@@ -6,6 +6,9 @@ they judge what ships. The standard library alone is imported: ``setup.py`` come
 
 from __future__ import annotations
 
+import subprocess
+from functools import cache
+
 FLAGS = [
     "-O3",
     "-std=c++20",
@@ -15,6 +18,17 @@ FLAGS = [
 
 OLDEST_FOR_BLACKWELL = (12, 8)
 """The first toolkit that knows Blackwell."""
+
+
+@cache
+def version_text(nvcc: str) -> str:
+    """Return what a compiler says of itself."""
+    return subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def toolkit_version(nvcc: str) -> str:
+    """Return the toolkit's release, such as ``"13.0"``."""
+    return version_text(nvcc).split("release ")[1].split(",")[0]
 
 
 def default_arch_list(toolkit: str) -> str:

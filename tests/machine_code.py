@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "cuda"
 sys.path.insert(0, str(ROOT / "csrc"))
-from nvcc_flags import FLAGS, default_arch_list, gencode  # noqa: E402
+from nvcc_flags import FLAGS, default_arch_list, gencode, toolkit_version, version_text  # noqa: E402
 
 # The build's flags, and stricter: none of these changes the code.
 STRICT = ["-lineinfo", "-Werror=all-warnings", "-Xptxas=-v", "-Xcompiler=-Wall,-Wextra"]
@@ -94,16 +94,17 @@ def parse(report: str, file: str) -> list[Kernel]:
     return kernels
 
 
+def complain(complaints: list[str]) -> int:
+    """Print what is wrong, and return the exit status that says so."""
+    for complaint in complaints:
+        print(f"error: {complaint}")
+    return 1
+
+
 def find_nvcc() -> str | None:
     """Find nvcc on the path or in CUDA_HOME."""
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     return shutil.which("nvcc") or shutil.which(f"{home}/bin/nvcc")
-
-
-def toolkit_version(nvcc: str) -> str:
-    """Return the toolkit's release, such as ``"13.0"``."""
-    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    return text.split("release ")[1].split(",")[0]
 
 
 def architectures(nvcc: str) -> list[str]:
@@ -163,9 +164,9 @@ def compile_one(command: list[str], source: Path, root: Path, folder: Path) -> C
 
 def digest(command: list[str], source: Path, root: Path) -> str:
     """Return a hash of all that decides what the compiler makes of a source."""
-    version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True).stdout
     of_environment = [os.environ.get(name, "") for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")]
-    parts = [version, KEPT, *of_environment, *command[1:], *(path.read_text() for path in closure(source, root))]
+    texts = [path.read_text() for path in closure(source, root)]
+    parts = [version_text(command[0]), KEPT, *of_environment, *command[1:], *texts]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

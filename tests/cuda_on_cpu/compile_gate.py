@@ -14,10 +14,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from machine_code import Kernel, architectures, compile_all, demangle, find_nvcc, parse
-
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "build" / "cuda"
+from machine_code import FOLDER, ROOT, Kernel, architectures, compile_all, complain, demangle, find_nvcc, parse
 
 
 def table(kernels: list[Kernel]) -> str:
@@ -56,10 +53,8 @@ def main() -> int:
         if one.spilled
     ]
     (FOLDER / "registers.md").write_text(table(kernels))
-    for complaint in complaints:
-        print(f"error: {complaint}")
     if complaints:
-        return 1
+        return complain(complaints)
     print(f"checks passed: {len(kernels)} kernels for {', '.join(wanted)}, none with a warning, none spills")
     return 0
 

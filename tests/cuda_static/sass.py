@@ -16,6 +16,10 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
+HOW_TO_GET_NVDISASM = (
+    "nvcc was found, but nvdisasm was not, and without it the machine code cannot be read: pip install -r "
+    "requirements-dev.txt has it (nvidia-cuda-nvdisasm), and so have CUDA toolkits in their folder bin"
+)
 SCOREBOARDS = 6
 NO_SCOREBOARD = 7
 SECTION = re.compile(r"^\.text\.(\S+):$", re.MULTILINE)
@@ -52,8 +56,8 @@ class Instruction:
 
     @cached_property
     def kind(self) -> str:
-        """The opcode without its modifiers."""
-        return self.opcode.split(".")[0]
+        """The opcode without its modifiers; ``F2F.F64`` widens, with the same ones as ``F2F``, which rounds."""
+        return "F2F.F64" if self.opcode.startswith("F2F.F64.") else self.opcode.split(".")[0]
 
     @cached_property
     def modifiers(self) -> frozenset[str]:
@@ -142,7 +146,7 @@ def disassemble(cubin: Path, encoding: bool = True) -> dict[str, Function]:
     """
     tool = find_nvdisasm()
     if tool is None:
-        raise FileNotFoundError("nvdisasm was not found: pip install nvidia-cuda-nvdisasm")
+        raise FileNotFoundError(HOW_TO_GET_NVDISASM)
     how = ["-hex"] if encoding else ["--no-dataflow"]
     done = subprocess.run([tool, *how, "-c", str(cubin)], capture_output=True, text=True, check=False)
     if done.returncode != 0:

@@ -49,8 +49,9 @@ __global__ void __launch_bounds__(1024, 2) spills(const float* x, float* out) {
 def compiled(tmp_path_factory):
     """The planted kernels; a function that compiles them with other flags comes with them."""
     nvcc = find_nvcc()
-    if nvcc is None or sass.find_nvdisasm() is None:
-        pytest.xfail("there is no nvcc, or no nvdisasm")
+    if nvcc is None:
+        pytest.xfail("there is no nvcc to compile with")
+    assert sass.find_nvdisasm(), sass.HOW_TO_GET_NVDISASM
     root = tmp_path_factory.mktemp("planted")
     source = root / "planted_cuda.cu"
     source.write_text(SOURCE)

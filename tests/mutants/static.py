@@ -23,8 +23,10 @@ import sass  # noqa: E402
 def prepare(faults: Sequence[Any]) -> tuple[str, dict[str, machine_code.Compiled]]:
     """Compile the unharmed sources, which must be as good as their bars."""
     nvcc = machine_code.find_nvcc()
-    if nvcc is None or sass.find_nvdisasm() is None:
-        raise LookupError("no nvcc, or no nvdisasm: the machine code was not read (checks passed: none)")
+    if nvcc is None:
+        raise LookupError("no nvcc: the machine code was not read (checks passed: none)")
+    if sass.find_nvdisasm() is None:
+        raise RuntimeError(sass.HOW_TO_GET_NVDISASM)
     compiled = machine_code.compile_all(nvcc)
     for one in compiled:
         if one.complaint:
