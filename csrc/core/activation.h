@@ -47,15 +47,15 @@ PYMOE_HOST_DEVICE PYMOE_INLINE S one_plus_exp(S x) {
   clamped = clamped < Steps::kHigh ? clamped : Steps::kHigh;
   const S shifted = clamped * Steps::kLog2E + Steps::kMagic;
   const S n = shifted - Steps::kMagic;
-  const S r = (clamped - n * Steps::kLn2High) - n * Steps::kLn2Low;
+  const S r = add_exact_product(-n, Steps::kLn2High, clamped) - n * Steps::kLn2Low;
   S p = Steps::polynomial(0);
   for (int i = 1; i < Steps::kTerms; ++i) p = p * r + Steps::polynomial(i);
-  p = (p * (r * r) + r) + S{1};
-  // The lower bits of `shifted` are n, whose upper ones the shift pushes out. 2 p * 2^(n - 1): for the greatest x 2^n
-  // would overflow before the result does.
+  const S twice = add_exact_product(p * (r * r) + r, S{2}, S{2});
+  // The lower bits of `shifted` are n, whose upper ones the shift pushes out. Twice e^r times 2^(n - 1): for the
+  // greatest x 2^n would overflow before the result does.
   using Unsigned = std::make_unsigned_t<Integer>;
   const Unsigned exponent = (bit_cast<Unsigned>(shifted) + static_cast<Unsigned>(Steps::kBias - 1)) << Steps::kMantissa;
-  return (p + p) * bit_cast<S>(exponent) + S{1};
+  return add_exact_product(twice, bit_cast<S>(exponent), S{1});
 }
 
 // The numbers of fp32's normal_cdf: for z = |x| / sqrt 2 and t = 1 / (1 + 0.3 z), 1 - Phi(|x|) = e^(-z^2) t P(t). P is

@@ -7,9 +7,10 @@
 // with one, a chunk never crosses from gate to up. Where the tensors or F do not allow accesses of 16 bytes, elements
 // are moved one by one.
 //
-// A swiglu element costs some 45 instructions (counted in sm_90's code for bf16; 26 are e^x, ten the division), and its
-// share of what a thread does once five more, about as many as the SMs can issue while its six bytes pass: hence
-// one_plus_exp, which leaves out what 1 + e^x cannot show.
+// A swiglu element costs 38 instructions (counted in sm_90's code for bf16; 24 are e^x, ten the division), and its
+// share of what a thread does once seven more, a few more than an H200's multiprocessors can issue while its six bytes
+// pass: hence one_plus_exp, which leaves out what 1 + e^x cannot show, products and sums that are fused where no bit
+// depends on it, and a row that is found without a division.
 #include <cstdint>
 #include <initializer_list>
 #include <type_traits>
@@ -23,6 +24,7 @@ namespace pymoe::cuda {
 namespace {
 
 constexpr int kShare = 2;  // chunks a thread
+constexpr int kInverseBits = 24;
 
 // Which thread takes which chunks of which row.
 struct Strips {
@@ -31,66 +33,70 @@ struct Strips {
   int step;                // from an element of gate to the next: 2 where gate and up are interleaved
   uint32_t tiles;          // blocks that share a row; more than one only where a block has one row
   RowGroup group;
+  uint32_t inverse;  // 2^24 over the threads of a row, rounded up: which row a thread has is a product, not a division
   int64_t blocks;
 
   PYMOE_DEVICE int64_t to_up() const { return step == 1 ? features : 1; }  // from an element of gate to its up
 };
 
-// A thread's chunks.
+// A thread's chunks: `stride` elements from one to the next.
 template <typename T>
 struct Place {
-  int64_t row, column[kShare];
-  int count[kShare];  // elements in the chunk, 0: none
-  bool whole;         // one access moves a chunk, each of them
+  int64_t row, column;  // of the first chunk
+  int stride, rest;     // rest: elements from `column` to the row's end, as far as the thread's chunks could reach
+  bool whole;           // one access moves a chunk, each of them
+
+  PYMOE_DEVICE int count(int j) const { return max(min(rest - j * stride, kChunk<T>), 0); }  // elements in chunk j
 };
 
-template <typename T>
+template <bool kGated, typename T>
 PYMOE_DEVICE Place<T> find_place(const Strips& s) {
-  Place<T> place;
-  // Of the two divisions at most one is made.
-  const int thread = static_cast<int>(threadIdx.x), in_block = s.group.rows == 1 ? 0 : thread / s.group.threads;
   const uint32_t of_rows = s.tiles == 1 ? blockIdx.x : blockIdx.x / s.tiles, tile = blockIdx.x - of_rows * s.tiles;
+  const int in_block = static_cast<int>(threadIdx.x * s.inverse >> kInverseBits);
+  const int lane = static_cast<int>(threadIdx.x) - in_block * s.group.threads;
+  Place<T> place;
   place.row = static_cast<int64_t>(of_rows) * s.group.rows + in_block;
+  place.stride = s.group.threads * kChunk<T>;
+  place.column = static_cast<int64_t>(tile) * kShare * place.stride + lane * kChunk<T>;
+  const int64_t rest = place.row < s.rows ? s.features - place.column : 0;
+  place.rest = static_cast<int>(min(rest, static_cast<int64_t>(kShare) * place.stride));
+  // Gate and up are whole chunks where they may be moved by one access at all; one long row may end within a chunk.
   place.whole = s.whole;
-  const int64_t first = static_cast<int64_t>(tile) * s.group.threads * kShare + (thread - in_block * s.group.threads);
 #pragma unroll
-  for (int j = 0; j < kShare; ++j) {
-    place.column[j] = (first + j * s.group.threads) * kChunk<T>;
-    const int64_t rest = place.row < s.rows ? s.features - place.column[j] : 0;
-    place.count[j] = static_cast<int>(max(min(rest, int64_t{kChunk<T>}), int64_t{0}));
-    place.whole = place.whole && (place.count[j] == 0 || place.count[j] == kChunk<T>);
+  for (int j = 0; j < (kGated ? 0 : kShare); ++j) {
+    place.whole = place.whole && (place.count(j) == 0 || place.count(j) == kChunk<T>);
   }
   return place;
 }
 
-// Chunks `first` and on of the row that begins at `row`; zeros past its end. All loads are issued together.
+// Chunks `first` and on of those that begin at `from`; zeros past the row's end. All loads are issued together.
 template <bool kWhole, typename T, int kCount>
-PYMOE_DEVICE void load_chunks(const T* PYMOE_RESTRICT row, const Place<T>& place, int first, int step,
+PYMOE_DEVICE void load_chunks(const T* PYMOE_RESTRICT from, const Place<T>& place, int first, int step,
                               Chunk<T> (&to)[kCount]) {
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {
-    const int64_t column = place.column[first + j];
-    const int count = place.count[first + j];
+    const int column = (first + j) * place.stride, count = place.count(first + j);
     if constexpr (kWhole) {
-      to[j] = load_pack_streaming_if<Chunk<T>>(count > 0, row + column);
+      to[j] = load_pack_streaming_if<Chunk<T>>(count > 0, from + column);
     } else {
       to[j] = Chunk<T>{};
 #pragma unroll
       for (int i = 0; i < kChunk<T>; ++i) {
-        if (i < count) to[j][i] = row[(column + i) * step];
+        if (i < count) to[j][i] = from[(column + i) * step];
       }
     }
   }
 }
 
 template <bool kWhole, typename T>
-PYMOE_DEVICE void store_chunk(T* row, const Place<T>& place, int j, int step, const Chunk<T>& chunk) {
+PYMOE_DEVICE void store_chunk(T* to, const Place<T>& place, int j, int step, const Chunk<T>& chunk) {
+  const int column = j * place.stride;
   if constexpr (kWhole) {
-    store_pack(row + place.column[j], chunk);
+    store_pack(to + column, chunk);
   } else {
 #pragma unroll
     for (int i = 0; i < kChunk<T>; ++i) {
-      if (i < place.count[j]) row[(place.column[j] + i) * step] = chunk[i];
+      if (i < place.count(j)) to[(column + i) * step] = chunk[i];
     }
   }
 }
@@ -114,7 +120,7 @@ PYMOE_DEVICE void activate_chunks(int first, const T* of_row, T* out, const Plac
   if constexpr (kGated) load_chunks<kWhole>(of_row + strips.to_up(), place, first, strips.step, up);
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {
-    if (place.count[first + j] == 0) continue;
+    if (place.count(first + j) == 0) continue;
     S of_x[kChunk<T>], of_up[kChunk<T>] = {}, results[kChunk<T>];
     widen(x[j], of_x);
     if constexpr (kGated) widen(up[j], of_up);
@@ -135,7 +141,7 @@ PYMOE_DEVICE void differentiate_chunks(int first, const T* of_grad, const T* of_
   if constexpr (kGated) load_chunks<kWhole>(of_row + strips.to_up(), place, first, strips.step, up);
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {
-    if (place.count[first + j] == 0) continue;
+    if (place.count(first + j) == 0) continue;
     S of_g[kChunk<T>], of_x[kChunk<T>], of_up[kChunk<T>] = {};
     widen(g[j], of_g);
     widen(x[j], of_x);
@@ -156,9 +162,9 @@ template <Activation kind, typename T>
 __global__ void __launch_bounds__(kRowThreads, 4)
     expert_activation_kernel(const T* PYMOE_RESTRICT h, T* PYMOE_RESTRICT out, const Strips strips,
                              const SwigluClamp<accumulate_t<T>> clamp) {
-  const Place<T> place = find_place<T>(strips);
-  const T* const of_row = h + place.row * strips.features * (is_gated(kind) ? 2 : 1);
-  T* const out_row = out + place.row * strips.features;
+  const Place<T> place = find_place<is_gated(kind), T>(strips);
+  const T* const of_row = h + place.row * strips.features * (is_gated(kind) ? 2 : 1) + place.column * strips.step;
+  T* const out_row = out + place.row * strips.features + place.column;
   each_chunk(place, [&](auto whole, auto count, int first) {
     activate_chunks<kind, whole(), count()>(first, of_row, out_row, place, strips, clamp);
   });
@@ -168,9 +174,9 @@ template <Activation kind, typename T>
 __global__ void __launch_bounds__(kRowThreads, 3)
     expert_activation_backward_kernel(const T* PYMOE_RESTRICT grad, const T* PYMOE_RESTRICT h, T* PYMOE_RESTRICT grad_h,
                                       const Strips strips, const SwigluClamp<accumulate_t<T>> clamp) {
-  const Place<T> place = find_place<T>(strips);
-  const int64_t base = place.row * strips.features * (is_gated(kind) ? 2 : 1);
-  const T* const of_grad = grad + place.row * strips.features;
+  const Place<T> place = find_place<is_gated(kind), T>(strips);
+  const int64_t base = place.row * strips.features * (is_gated(kind) ? 2 : 1) + place.column * strips.step;
+  const T* const of_grad = grad + place.row * strips.features + place.column;
   each_chunk(place, [&](auto whole, auto count, int first) {
     differentiate_chunks<kind, whole(), count()>(first, of_grad, h + base, grad_h + base, place, strips, clamp);
   });
@@ -198,6 +204,7 @@ Strips strips_for(std::initializer_list<const void*> addresses, const ExpertActi
           a.interleaved ? 2 : 1,
           static_cast<uint32_t>(tiles),
           group,
+          static_cast<uint32_t>(ceil_div(int64_t{1} << kInverseBits, group.threads)),
           ceil_div(rows, group.rows) * tiles};
 }
 

@@ -1,4 +1,7 @@
 // expert_activation and its backward: the emulated CUDA kernels give the CPU twin's bits.
+#include <cmath>
+#include <random>
+
 #include "cuda_on_cpu/harness.h"
 #include "kernels/expert_activation.h"
 
@@ -91,4 +94,31 @@ TEST_CASE("one_plus_exp: the bits of 1 + e^x for every x but NaN") {
     different += one_plus_exp(x) != exp_in_fixed_steps(x) + 1.0;
   }
   CHECK(different == 0);
+}
+
+// On a GPU these products and sums are fused, which must show in no bit: of n ln 2 in its upper part, of twice e^r, and
+// of e^r times a power of two, which may overflow.
+template <typename S>
+int differences_of_fused_steps() {
+  using Steps = ExpSteps<S>;
+  const auto differ = [](S a, S b, S c) { return std::fma(a, b, c) != a * b + c; };
+  std::mt19937 bits(2);
+  std::uniform_real_distribution<S> any(Steps::kLow, Steps::kHigh), fraction(S(-0.35), S(0.42));
+  int different = 0;
+  for (int n = static_cast<int>(Steps::kLow * S(1.5)); n <= Steps::kBias + 1; ++n) {
+    for (int i = 0; i < 100; ++i) {
+      const S less_one = fraction(bits), near = static_cast<S>(n) * S(0.6931471805599453) + less_one;
+      for (const S x : {any(bits), near}) different += differ(static_cast<S>(-n), Steps::kLn2High, x);
+      different += differ(less_one, S{2}, S{2});
+      const S power = std::ldexp(S{1}, n - 1);
+      if (n > 2 - Steps::kBias) different += differ(S{2} * less_one + S{2}, power, S{1});
+    }
+  }
+  return different;
+}
+
+TEST_CASE("add_exact_product: where it stands, a fused multiply-add has the bits of a product and a sum") {
+  CHECK(differences_of_fused_steps<float>() == 0);
+  CHECK(differences_of_fused_steps<double>() == 0);
+  CHECK(std::fma(1.1f, 1.1f, -1.21f) != 1.1f * 1.1f - 1.21f);  // elsewhere it has not
 }
