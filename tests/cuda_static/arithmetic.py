@@ -164,6 +164,15 @@ def least(r: Registers, operands: list[str], modifiers: frozenset[str], mask: La
     r.write(operands[0], np.where(r.predicate(operands[-1]), low, high).astype(np.int64).astype(U32), mask)
 
 
+@effect("VIADDMNMX")
+def least_of_sum(r: Registers, operands: list[str], modifiers: frozenset[str], mask: Lanes) -> None:
+    target, a, b, bound, which = operands
+    total = signed((r.integer(a) + r.integer(b) & M32).astype(U32))
+    other = signed(r.word(bound))
+    found = np.where(r.predicate(which), np.minimum(total, other), np.maximum(total, other))
+    r.write(target, (np.maximum(found, 0) if "RELU" in modifiers else found).astype(U32), mask)
+
+
 @effect("IABS")
 def absolute(r: Registers, operands: list[str], modifiers: frozenset[str], mask: Lanes) -> None:
     r.write(operands[0], np.abs(signed(r.word(operands[1]))).astype(U32), mask)
@@ -235,8 +244,20 @@ def write_outcome(
 
 @effect("FSETP", "HSETP2")
 def compare_floats(r: Registers, operands: list[str], modifiers: frozenset[str], mask: Lanes) -> None:
+    compare_numbers(r, operands, modifiers, mask, r.floating)
+
+
+@effect("DSETP")
+def compare_doubles(r: Registers, operands: list[str], modifiers: frozenset[str], mask: Lanes) -> None:
+    compare_numbers(r, operands, modifiers, mask, r.double)
+
+
+def compare_numbers(
+    r: Registers, operands: list[str], modifiers: frozenset[str], mask: Lanes, read: Callable[[str], Lanes]
+) -> None:
+    """Compare two floats; those that are no numbers are neither less nor greater, but unordered."""
     first, second, a, b, joined = operands
-    x, y = r.floating(a), r.floating(b)
+    x, y = read(a), read(b)
     unordered = np.isnan(x) | np.isnan(y)
     if "NAN" in modifiers:
         held = unordered
@@ -265,6 +286,28 @@ float_effect("FMUL", lambda a, b: a * b)
 float_effect("FFMA", lambda a, b, c: a.astype(np.float64) * b + c)
 
 
+def write_double(r: Registers, name: str, value: Lanes, mask: Lanes) -> None:
+    """Write a pair of registers."""
+    low, high = words(value.astype(np.float64).view(np.uint64).tolist())
+    r.write(name, low, mask, high)
+
+
+def double_effect(kind: str, compute: Callable[..., Lanes]) -> None:
+    """Register an instruction on floats of 64 bits."""
+
+    def run(r: Registers, operands: list[str], modifiers: frozenset[str], mask: Lanes) -> None:
+        with np.errstate(all="ignore"):
+            value = compute(*(r.double(name) for name in operands[1:] if not PREDICATE.match(name)))
+        write_double(r, operands[0], value, mask)
+
+    EFFECTS[kind] = run
+
+
+double_effect("DADD", lambda a, b: a + b)
+double_effect("DMUL", lambda a, b: a * b)
+double_effect("DFMA", lambda a, b, c: a * b + c)
+
+
 @effect("FMNMX")
 def least_float(r: Registers, operands: list[str], modifiers: frozenset[str], mask: Lanes) -> None:
     target, a, b, which = operands
@@ -281,6 +324,12 @@ SPECIAL = {
 
 @effect("MUFU")
 def special_function(r: Registers, operands: list[str], modifiers: frozenset[str], mask: Lanes) -> None:
+    if {"RCP64H", "RSQ64H"} & modifiers:  # the upper words of a double and of what is nearly the function of it
+        double = np.array([int(n) << 32 for n in r.word(operands[1])], np.uint64).view(np.float64)
+        with np.errstate(all="ignore"):
+            found = 1 / double if "RCP64H" in modifiers else 1 / np.sqrt(double)
+        r.write(operands[0], words(found.view(np.uint64).tolist())[1], mask)
+        return
     with np.errstate(all="ignore"):
         value = SPECIAL[next(iter(modifiers & set(SPECIAL)))](r.floating(operands[1]))
     r.write(operands[0], value.astype(np.float32).view(U32), mask)
@@ -294,10 +343,15 @@ def division_needs_care(r: Registers, operands: list[str], modifiers: frozenset[
 
 @effect("I2F", "I2FP")
 def to_float(r: Registers, operands: list[str], modifiers: frozenset[str], mask: Lanes) -> None:
-    if {"U64", "S64", "F64"} & modifiers:
-        raise UnknownInstruction("I2F of 64 bits")
-    word = r.word(operands[1])
-    exact = (word if "U32" in modifiers else signed(word)).astype(np.float64)
+    if {"U64", "S64"} & modifiers:
+        whole = np.array(r.wide(operands[1]), np.uint64)
+        exact = (whole if "U64" in modifiers else whole.view(np.int64)).astype(np.float64)
+    else:
+        word = r.word(operands[1])
+        exact = (word if "U32" in modifiers else signed(word)).astype(np.float64)
+    if "F64" in modifiers:
+        write_double(r, operands[0], exact, mask)
+        return
     value = exact.astype(np.float32)
     if "RP" in modifiers:
         value = np.where(value < exact, np.nextafter(value, np.float32(np.inf)), value)
@@ -306,10 +360,14 @@ def to_float(r: Registers, operands: list[str], modifiers: frozenset[str], mask:
 
 @effect("F2I")
 def to_integer(r: Registers, operands: list[str], modifiers: frozenset[str], mask: Lanes) -> None:
-    if {"U64", "S64", "F64"} & modifiers:
-        raise UnknownInstruction("F2I of 64 bits")
-    value = np.nan_to_num(r.floating(operands[1]).astype(np.float64))
-    whole = np.trunc(value) if "TRUNC" in modifiers else np.rint(value)
+    value = r.double(operands[1]) if "F64" in modifiers else r.floating(operands[1]).astype(np.float64)
+    number = np.nan_to_num(value)
+    whole = np.trunc(number) if "TRUNC" in modifiers else np.rint(number)
+    if {"U64", "S64"} & modifiers:
+        low, high = (0, (1 << 64) - 1) if "U64" in modifiers else (-(1 << 63), (1 << 63) - 1)
+        below, above = words([max(low, min(high, int(one))) for one in whole])
+        r.write(operands[0], below, mask, above)
+        return
     low, high = (0, M32) if "U32" in modifiers else (-(1 << 31), (1 << 31) - 1)
     r.write(operands[0], (np.clip(whole, low, high).astype(np.int64) & M32).astype(U32), mask)
 
@@ -319,8 +377,13 @@ def change_width(r: Registers, operands: list[str], modifiers: frozenset[str], m
     """Round a number of 64 bits to float32."""
     if modifiers != {"F32", "F64"}:
         raise UnknownInstruction("between these widths")
-    doubles = np.array(r.wide(operands[1]), np.uint64).view(np.float64)
-    r.write(operands[0], doubles.astype(np.float32).view(U32), mask)
+    with np.errstate(all="ignore"):
+        r.write(operands[0], r.double(operands[1]).astype(np.float32).view(U32), mask)
+
+
+@effect("F2F.F64")
+def widen(r: Registers, operands: list[str], modifiers: frozenset[str], mask: Lanes) -> None:
+    write_double(r, operands[0], r.floating(operands[1]).astype(np.float64), mask)
 
 
 @effect("F2FP")

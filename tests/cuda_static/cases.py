@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from launches import Result, run
 from memory import Buffer
-from recorded import Case
+from recorded import Case, Recorded
 from sass import Function
 
 DRAM_CYCLES, L2_CYCLES = 600, 270
@@ -17,7 +18,11 @@ TOKENS, CHOICES = 4096, 8
 
 @dataclass(frozen=True)
 class Work:
-    """One line of the tables. ``rounds``: how often a thread fetches, computes and stores."""
+    """One line of the tables.
+
+    ``rounds``: how often a thread fetches, computes and stores. ``traced``: how many blocks are run, 3 or 1 in the
+    middle. ``busy``: how many have work, the first of them (None: all); the others end at once.
+    """
 
     shape: str
     element: str
@@ -26,10 +31,31 @@ class Work:
     rounds: int
     goal_us: float | None = None
     in_l2: frozenset[str] = frozenset()
+    traced: int = 3
+    busy: int | None = None
 
 
 ROWS, HIDDEN = TOKENS * CHOICES, 7168
 MOVED = "T 4096, H 7168, K 8, E 256, bf16"
+PRODUCT, PRODUCTS = "S 32768, H 7168, N 4096, E 256, fp16", "1024 multiplications"
+ACTIVATIONS = {
+    "swiglu": True, "clamped_swiglu": True, "geglu": True, "geglu_tanh": True, "gelu": False, "gelu_tanh": False,
+    "relu": False, "relu_squared": False,
+}  # fmt: skip
+"""The kinds of expert_activation, and whether they are gated."""
+
+
+def activation(kind: str, gated: bool) -> Iterator[tuple[str, Work]]:
+    """Name the calls of a kind of activation, forward and backward."""
+    for dtype in ("bf16", "fp16", "fp32") if kind == "swiglu" else ("bf16",):
+        shape, suffix = f"S 32768, F 2048, {dtype}", "" if dtype == "bf16" else f", {dtype}"
+        yield kind + suffix, Work(shape, "result", ROWS * 2048, frozenset({"h"}), 1, traced=1)
+        yield (
+            f"{kind}_backward{suffix}",
+            Work(shape, "element of grad", ROWS * 2048, frozenset({"h", "grad"}), 1, traced=1),
+        )
+
+
 WORK = {
     "gate": Work("T 4096, E 128, K 8, fp32", "logit", TOKENS * 128, frozenset({"logits"}), 1, 4.0),
     "gate, bf16 logits": Work("T 4096, E 128, K 8, bf16", "logit", TOKENS * 128, frozenset({"logits"}), 1),
@@ -39,8 +65,21 @@ WORK = {
     "combine": Work(MOVED, "element of a row", ROWS * HIDDEN, frozenset({"y"}), 4, 128.0),
     "combine, float32": Work(MOVED.replace("bf16", "fp32"), "element of a row", ROWS * HIDDEN, frozenset({"y"}), 7),
     "combine_backward": Work(MOVED, "element of a row", ROWS * HIDDEN, frozenset({"y", "grad"}), 4, 260.0),
-    "swiglu": Work("S 32768, F 2048, bf16", "result", ROWS * 2048, frozenset({"h"}), 1),
-    "swiglu_backward": Work("S 32768, F 2048, bf16", "element of grad", ROWS * 2048, frozenset({"h", "grad"}), 1),
+    **{name: work for kind, gated in ACTIVATIONS.items() for name, work in activation(kind, gated)},
+    "gate_backward": Work(
+        "T 4096, E 128, K 8, fp32 to bf16", "logit", TOKENS * 128, frozenset({"logits"}), 1, traced=1
+    ),
+    "router_losses": Work("T 4096, E 128, fp32", "logit", TOKENS * 128, frozenset({"logits"}), 1, traced=1),
+    "router_losses_backward": Work("T 4096, E 128, fp32", "logit", TOKENS * 128, frozenset({"logits"}), 1, traced=1),
+    "grouped_linear": Work(PRODUCT, PRODUCTS, ROWS * HIDDEN * 4, frozenset(), 1, traced=1, busy=256 * 32),
+    "grouped_linear, gradient of x": Work(
+        PRODUCT, PRODUCTS, ROWS * HIDDEN * 4, frozenset(), 1, traced=1, busy=256 * 56
+    ),
+    "grouped_linear, gradient of the weight": Work(PRODUCT, PRODUCTS, ROWS * HIDDEN * 4, frozenset(), 1, traced=1),
+    "grouped_linear, gradient of the bias": Work(
+        "S 32768, N 4096, E 256, fp16", "element of grad", ROWS * 4096, frozenset({"grad"}), 2, traced=1
+    ),
+    "gather_batch": Work("64 rows of 4 KiB", "4 bytes", 64 * 1024, frozenset({"sources"}), 1),
 }
 
 
@@ -51,9 +90,14 @@ def contents(case: Case) -> list[Buffer]:
     slot = np.empty(ROWS, np.int32)
     slot[np.argsort(named, kind="stable")] = np.arange(ROWS, dtype=np.int32)
     values: dict[str, np.ndarray] = {"slot": slot, "used": np.array([ROWS], np.int32)}
+    if case.name.startswith("grouped_linear"):
+        values = {"offsets": np.arange(257, dtype=np.int32) * 128, "workspace": np.zeros(0, np.int32)}
+    if case.name == "gate_backward":
+        every = np.tile(np.arange(128, dtype=np.int32), (TOKENS, 1))
+        values = {"experts": np.ascontiguousarray(generator.permuted(every, axis=1)[:, :CHOICES])}
     if case.name == "build_routing":
         values = {"experts": named, **{name: np.zeros(0, np.int32) for name in ("slot", "token", "offsets")}}
-    if case.name.startswith("gate"):
+    if case.name.startswith("gate") and "backward" not in case.name:
         logits = generator.standard_normal((TOKENS, 128)).astype(np.float32)
         values = {"logits": logits if "bf16" not in case.name else (logits.view(np.uint32) >> 16).astype(np.uint16)}
     buffers = []
@@ -68,12 +112,18 @@ def contents(case: Case) -> list[Buffer]:
 
 
 def trace(case: Case, functions: dict[str, Function]) -> list[Result]:
-    """Run the first, a middle and the last block of every launch of a call."""
+    """Run some blocks of every launch of a call: the first, a middle and the last one, or fewer."""
     work = WORK[case.name]
     latency = {"otherwise": DRAM_CYCLES, **{name: L2_CYCLES for name in work.in_l2}}
     buffers = contents(case)
     results = []
     for launch in case.launches:
-        blocks = sorted({0, launch.blocks // 2, launch.blocks - 1})
+        count = blocks_with_work(work, launch)
+        blocks = sorted({0, count // 2, count - 1}) if work.traced == 3 else [count // 2]
         results.append(run(functions[launch.kernel], launch, buffers, work.payload, blocks, latency))
     return results
+
+
+def blocks_with_work(work: Work, launch: Recorded) -> int:
+    """Return how many blocks of a launch do something; of a plan or a sum over blocks there is one block."""
+    return min(launch.blocks, work.busy or launch.blocks)

@@ -5,8 +5,8 @@
 
 For every architecture that ships: no spill, no store of 4 bytes where one of 16 is meant, no fused multiply-add where
 sums must have the CPU's bits, no communication between blocks. For sm_90 the shapes of the design are traced (warp.py)
-and held to bars.json: registers, instructions, epochs, sectors, predicted times. Without nvcc or nvdisasm nothing can
-be checked, and it says so.
+and held to bars.json: registers, instructions, epochs, sectors, predicted times. Without nvcc nothing can be checked,
+and it says so; nvcc without nvdisasm is an error.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import pages
 import recorded
 import sass
-from cases import WORK
+from cases import ACTIVATIONS, WORK, activation
 from counters import Line, Statics, lines, statics
-from machine_code import FOLDER, ROOT, Compiled, architectures, compile_all, find_nvcc, parse
+from machine_code import FOLDER, ROOT, Compiled, architectures, compile_all, complain, find_nvcc, parse
 from model import START_US
 
 BARS = Path(__file__).with_name("bars.json")
 PREDICTIONS = ROOT / "benchmarks" / "gpu" / "predictions.json"
 IDEAL = {"epochs a round": 1.0, "bytes a sector": 32.0, "narrowest store, bytes": 16.0, "launches": 1, "memsets": 0}
-IDEAL_INSTRUCTIONS = {"combine": 6.0, "swiglu": 46.0}
+IDEAL_INSTRUCTIONS = {
+    "combine": 6.0,
+    **{name: 46.0 for kind, gated in ACTIVATIONS.items() for name, _ in activation(kind, gated) if "back" not in name},
+}
 """What a bar cannot ask more of, or what the design asks for; a bar that asks for less says why."""
-PAGE = ROOT / "docs" / "concepts" / "predicted_gpu_times.md"
-MARKS = ("<!-- predictions: written by tests/cuda_static/check.py -->\n", "<!-- end of predictions -->")
 DRIFT = 0.05
 """Stored predictions may differ from those of the present code by this part."""
 ROUNDING = 0.005
@@ -106,17 +108,20 @@ def bar_complaints(figures: dict[str, dict[str, float]], bars: dict[str, Any]) -
 
 
 def figures_of(traced: list[Line], cases: dict[str, recorded.Case]) -> dict[str, dict[str, float]]:
-    """Return the figures of every call; of one with several launches the last, which does most, and their number."""
+    """Return the figures of every call; of one with several launches those of the largest, and their number."""
     figures: dict[str, dict[str, float]] = {}
-    for line in traced:
-        figures[line.case] = dict(line.figures)
     for name, case in cases.items():
-        figures[name] |= {
+        figures[name] = largest(traced, name).figures | {
             "launches": len(case.launches),
             "memsets": len(case.memsets),
             "predicted us, H200": predicted(traced, name, "H200"),
         }
     return figures
+
+
+def largest(traced: list[Line], case: str) -> Line:
+    """Return the launch of a call that issues most instructions."""
+    return max((line for line in traced if line.case == case), key=lambda line: line.figures["instructions an element"])
 
 
 def predicted(traced: list[Line], case: str, gpu: str) -> float:
@@ -128,53 +133,25 @@ def predicted(traced: list[Line], case: str, gpu: str) -> float:
 def stored_form(traced: list[Line]) -> dict[str, Any]:
     """Return what is stored of the predictions: what tables show, in the order of the cases."""
     stored: dict[str, Any] = {}
-    for line in traced:
-        work, figures = WORK[line.case], line.figures
-        stored[line.case] = {
+    for case in dict.fromkeys(line.case for line in traced):
+        line, work = largest(traced, case), WORK[case]
+        figures = line.figures
+        stored[case] = {
             "shape": work.shape,
             "kernel": line.kernel,
             "registers": line.registers,
+            "launches": sum(other.case == case for other in traced),
             "blocks a multiprocessor": line.held.blocks,
             "KiB in flight": round(line.in_flight / 1024, 1),
             "epochs a round": figures.get("epochs a round"),
             "element": work.element,
             "instructions an element": round(figures["instructions an element"], 2),
             "bytes a sector": round(figures["bytes a sector"], 1) if "bytes a sector" in figures else None,
-            "us": {gpu: round(predicted(traced, line.case, gpu), 2) for gpu in line.predictions},
+            "us": {gpu: round(predicted(traced, case, gpu), 2) for gpu in line.predictions},
             "limit": line.predictions["H200"].limit,
             "goal us, H200": work.goal_us,
         }
     return stored
-
-
-HEAD = [
-    "operator", "shape", "registers", "blocks an SM", "KiB in flight an SM", "epochs", "instructions an element",
-    "bytes a sector", "H100, µs", "H200, µs", "limit", "goal, H200, µs",
-]  # fmt: skip
-
-
-def table(stored: dict[str, Any]) -> str:
-    """Return the stored predictions as a table in Markdown."""
-
-    def cell(value: Any) -> str:
-        return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-
-    rows = [
-        [
-            name, one["shape"], one["registers"], one["blocks a multiprocessor"], one["KiB in flight"] or None,
-            one["epochs a round"], f"{one['instructions an element']:g} ({one['element']})", one["bytes a sector"],
-            one["us"]["H100"], one["us"]["H200"], one["limit"], one["goal us, H200"],
-        ]
-        for name, one in stored.items()
-    ]  # fmt: skip
-    return "\n".join("| " + " | ".join(map(cell, row)) + " |" for row in [HEAD, ["---"] * len(HEAD), *rows]) + "\n"
-
-
-def page_with(text: str, page: str) -> str:
-    """Return the page with a table between its marks."""
-    before, rest = page.split(MARKS[0])
-    after = rest.split(MARKS[1])[1]
-    return f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}"
 
 
 def drift(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -214,30 +191,29 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help=f"store the predictions in {PREDICTIONS.name}")
     options = parser.parse_args()
     nvcc = find_nvcc()
-    missing = [name for name, tool in (("nvcc", nvcc), ("nvdisasm", sass.find_nvdisasm())) if tool is None]
-    if nvcc is None or missing:
-        print(f"no {' and no '.join(missing)}: the machine code was not read (checks passed: none)")
+    if nvcc is None:
+        print("no nvcc: the machine code was not read (checks passed: none)")
         return 0
+    if sass.find_nvdisasm() is None:
+        return complain([sass.HOW_TO_GET_NVDISASM])
     compiled = compile_all(nvcc)
     bad = [one.complaint for one in compiled if one.complaint]
     if bad:
-        print("\n".join(f"error: {one}" for one in bad))
-        return 1
+        return complain(bad)
     complaints, traced, every = judge(nvcc, compiled, architectures(nvcc))
     complaints += forgotten(every)
     stored = stored_form(traced)
     if options.write:
         PREDICTIONS.write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n")
-        PAGE.write_text(page_with(table(stored), PAGE.read_text()))
+        pages.write(stored)
     else:
         complaints += drift(json.loads(PREDICTIONS.read_text()) if PREDICTIONS.exists() else {}, stored)
-    (FOLDER / "static.md").write_text(table(stored))
+    text = "\n".join(pages.tables(stored).values())
+    (FOLDER / "static.md").write_text(text)
     (FOLDER / "static.json").write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n")
-    print(table(stored))
-    for complaint in complaints:
-        print(f"error: {complaint}")
+    print(text)
     if complaints:
-        return 1
+        return complain(complaints)
     print(f"checks passed: {len(every)} kernels read, {len(traced)} launches traced; none is worse than its bars")
     return 0
 

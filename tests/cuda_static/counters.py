@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import sass
-from cases import WORK, trace
+from cases import WORK, blocks_with_work, trace
 from launches import Result
 from machine_code import Compiled, Kernel, demangle, parse
 from model import GPUS, Occupancy, Prediction, bytes_in_flight, occupancy, predict
@@ -40,13 +40,12 @@ class Line:
 
     @property
     def figures(self) -> dict[str, float]:
-        """What bars are set for."""
+        """What bars are set for, of a launch."""
         work = WORK[self.case]
-        warps = self.launch.blocks * -(-self.launch.threads // 32)
+        warps = blocks_with_work(work, self.launch) * -(-self.launch.threads // 32)
         found: dict[str, float] = {
             "registers": self.registers,
             "instructions an element": self.result.instructions_a_warp * 32 * warps / work.elements,
-            "predicted us, H200": self.predictions["H200"].total,
         }
         if work.payload:
             found["epochs a round"] = self.result.epochs / work.rounds
@@ -78,7 +77,8 @@ def lines(compiled: list[Compiled], cases: dict[str, Case]) -> list[Line]:
             held = occupancy(report.registers, launch.threads, report.shared + launch.shared_bytes)
             work = WORK[case.name]
             predictions = {
-                gpu.name: predict(case, result, launch.blocks, launch.threads, held, work, gpu) for gpu in GPUS
+                gpu.name: predict(case, result, blocks_with_work(work, launch), launch.threads, held, work, gpu)
+                for gpu in GPUS
             }
             in_flight = bytes_in_flight(result, held, work)
             (name,) = demangle([launch.kernel])

@@ -67,19 +67,30 @@ class Memory:
         entry.sectors += len(np.union1d(first, last))
         entry.bytes += width * len(np.unique(addresses))
 
-    def load(self, addresses: np.ndarray, width: int, what: str) -> tuple[Buffer, np.ndarray]:
-        """Return the buffer and the bytes, one row a lane."""
-        buffer = self.buffer_of(addresses, width, what)
-        self.note("load", buffer, addresses, width)
-        if buffer.data is None:
-            return buffer, np.zeros((len(addresses), width), np.uint8)
-        at = (addresses - buffer.base)[:, None] + np.arange(width)
-        return buffer, buffer.data[at]
+    def parts(self, way: str, addresses: np.ndarray, width: int, what: str) -> list[tuple[Buffer, np.ndarray]]:
+        """Count an access, and return its buffers, mostly one, each with the numbers of its addresses."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for number, address in enumerate(addresses.tolist()):
+            near = [i for i, one in enumerate(self.buffers) if one.base <= address < one.base + one.size]
+            found[near[0] if near else -1].append(number)
+        parts = []
+        for numbers in found.values():
+            buffer = self.buffer_of(addresses[numbers], width, what)
+            self.note(way, buffer, addresses[numbers], width)
+            parts.append((buffer, np.array(numbers)))
+        return parts
 
-    def store(self, addresses: np.ndarray, width: int, values: np.ndarray, what: str) -> Buffer:
+    def load(self, addresses: np.ndarray, width: int, what: str) -> tuple[Buffer, np.ndarray]:
+        """Return the buffer (of the first address) and the bytes, one row a lane."""
+        parts = self.parts("load", addresses, width, what)
+        read = np.zeros((len(addresses), width), np.uint8)
+        for buffer, numbers in parts:
+            if buffer.data is not None:
+                read[numbers] = buffer.data[(addresses[numbers] - buffer.base)[:, None] + np.arange(width)]
+        return parts[0][0], read
+
+    def store(self, addresses: np.ndarray, width: int, values: np.ndarray, what: str) -> None:
         """Write one row of bytes a lane; of lanes that write to one place the last wins."""
-        buffer = self.buffer_of(addresses, width, what)
-        self.note("store", buffer, addresses, width)
-        if buffer.data is not None:
-            buffer.data[(addresses - buffer.base)[:, None] + np.arange(width)] = values
-        return buffer
+        for buffer, numbers in self.parts("store", addresses, width, what):
+            if buffer.data is not None:
+                buffer.data[(addresses[numbers] - buffer.base)[:, None] + np.arange(width)] = values[numbers]

@@ -1,20 +1,25 @@
 """What a call should take on a GPU, on paper. Nothing here was measured; ``docs`` explain the model under its name.
 
-A launch takes as long as the slowest of four things that a GPU does side by side, and starting it:
+A launch takes as long as the slowest of seven things that a GPU does side by side, and starting it:
 
 bandwidth   all bytes of its tensors, each once, at the part of the memory's bandwidth that copies reach
+L2          all sectors that its warps load and store, at what L2 gives all multiprocessors together
 issue       all instructions of all warps, one a cycle and scheduler
 latency     Little's law: the bytes that it loads, of which as many are on their way as resident warps load in an epoch
+shared      the bytes that its warps read and write in shared memory, as if no two lanes met in a bank
+matrix      its products of matrices, at the part of the tensor cores' rate that mma.sync reaches
 chain       waves of blocks, each as long as one warp takes alone, by the stalls and scoreboards of its code
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from statistics import fmean
 
 from cases import Work
 from launches import Result
+from memory import SECTOR
 from recorded import Case
 
 START_US = 1.5
@@ -23,6 +28,12 @@ LOADED_LATENCY_US = 0.7
 """Of a load while memory is busy: an assumption."""
 REACHED = 0.9
 """The part of the bandwidth that a copy reaches: an assumption."""
+L2_TERABYTES_A_SECOND = 5.7
+"""What all multiprocessors together get from L2: an assumption, from published measurements of the H100."""
+SHARED_BYTES_A_CYCLE = 128
+HMMA_CYCLES = 2048 / 512 / (5 / 8)
+"""Of a product of 16 x 16 by 16 x 8. A tensor core makes 512 multiplications a cycle, and mma.sync five eighths of
+them: published measurements of the H100."""
 SCHEDULERS = 4
 WARP_REGISTERS, ALL_REGISTERS, MOST_WARPS, MOST_BLOCKS = 256, 65536, 64, 32
 SHARED_BYTES, SHARED_A_BLOCK = 227 << 10, 1 << 10
@@ -66,17 +77,20 @@ class Prediction:
     issue: float
     latency: float
     chain: float
+    l2: float = 0.0
+    shared: float = 0.0
+    matrix: float = 0.0
 
     @property
     def total(self) -> float:
         """The time of the launch."""
-        return START_US + max(self.bandwidth, self.issue, self.latency, self.chain)
+        return START_US + max(asdict(self).values())
 
     @property
     def limit(self) -> str:
         """What it waits for."""
-        parts = {"bandwidth": self.bandwidth, "issue": self.issue, "latency": self.latency, "chain": self.chain}
-        return max(parts, key=lambda name: parts[name])
+        parts = asdict(self)
+        return max(parts, key=lambda name: parts[name]).replace("l2", "L2")
 
 
 def bytes_in_flight(result: Result, held: Occupancy, work: Work) -> float:
@@ -102,9 +116,16 @@ def predict(case: Case, result: Result, blocks: int, threads: int, held: Occupan
     # The busiest multiprocessor decides, where a launch does not fill them all.
     fullest = math.ceil(blocks / gpu.multiprocessors) * math.ceil(threads / 32)
     busiest = fullest if waves == 1 else warps / gpu.multiprocessors
+    cycles_a_us = gpu.clock_ghz * 1e3
+    sectors = sum(entry.sectors * share for (way, _), entry in result.traffic.items() if way != "atomic")
+    shared_bytes = fmean(one.shared_bytes for one in result.warps)
+    products = result.issued["HMMA"] / len(result.warps)
     return Prediction(
         bandwidth=of_tensors / (gpu.terabytes_a_second * REACHED * 1e6),
-        issue=busiest * result.instructions_a_warp / SCHEDULERS / (gpu.clock_ghz * 1e3),
+        issue=busiest * result.instructions_a_warp / SCHEDULERS / cycles_a_us,
         latency=loaded / gpu.multiprocessors / on_their_way * LOADED_LATENCY_US if on_their_way else 0.0,
-        chain=waves * result.cycles / (gpu.clock_ghz * 1e3),
+        chain=waves * result.cycles / cycles_a_us,
+        l2=sectors * SECTOR / (L2_TERABYTES_A_SECOND * 1e6),
+        shared=busiest * shared_bytes / SHARED_BYTES_A_CYCLE / cycles_a_us,
+        matrix=busiest * products * HMMA_CYCLES / SCHEDULERS / cycles_a_us,
     )

@@ -11,6 +11,7 @@
 #include <map>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels/build_routing.h"
@@ -18,6 +19,9 @@
 #include "kernels/dispatch.h"
 #include "kernels/expert_activation.h"
 #include "kernels/gate_topk.h"
+#include "kernels/gather_batch.h"
+#include "kernels/grouped_linear.h"
+#include "kernels/router_losses.h"
 
 namespace {
 
@@ -144,15 +148,140 @@ void combine_backward(const char* name, Shape s, DType dtype) {
 void activation(const char* name, int64_t rows, int64_t features, pymoe::Activation kind, DType dtype, bool backward) {
   std::printf("case %s\n", name);
   pymoe::ExpertActivationArguments a{};
-  const int64_t bytes = rows * features * bytes_of(dtype), gated = 2 * bytes;
-  a.h = buffer("h", gated);
+  const int64_t bytes = rows * features * bytes_of(dtype), of_h = pymoe::is_gated(kind) ? 2 * bytes : bytes;
+  a.h = buffer("h", of_h);
   if (backward) a.grad = buffer("grad", bytes);
-  a.out = buffer("out", backward ? gated : bytes);
+  a.out = buffer("out", backward ? of_h : bytes);
   a.rows = rows;
   a.features = features;
   a.kind = kind;
   a.dtype = dtype;
   backward ? pymoe::cuda::expert_activation_backward(a, nullptr) : pymoe::cuda::expert_activation(a, nullptr);
+}
+
+// One of grouped_linear's products, or one of its gradients, over `rows` rows.
+struct Product {
+  int64_t rows, inputs, outputs, experts;
+};
+
+void fill(pymoe::GroupedArguments& a, Product p, DType dtype) {
+  a.offsets = buffer<int32_t>("offsets", (p.experts + 1) * 4);
+  a.workspace = buffer<int32_t>("workspace", pymoe::cuda::grouped_linear_workspace(p.experts) * 4);
+  a.rows = p.rows;
+  a.input_features = p.inputs;
+  a.output_features = p.outputs;
+  a.experts = p.experts;
+  a.dtype = dtype;
+}
+
+void grouped_linear(const char* name, Product p, DType dtype, bool transposed) {
+  std::printf("case %s\n", name);
+  const int64_t bytes = bytes_of(dtype);
+  pymoe::GroupedLinearArguments a{};
+  fill(a, p, dtype);
+  a.out = buffer("y", p.rows * p.outputs * bytes);
+  a.x = {buffer("x", p.rows * p.inputs * bytes), p.inputs, 1};
+  const void* const weight = buffer("weight", p.experts * p.inputs * p.outputs * bytes);
+  a.weight = transposed ? pymoe::MatrixView{weight, 1, p.outputs} : pymoe::MatrixView{weight, p.inputs, 1};
+  a.weight_stride = p.inputs * p.outputs;
+  pymoe::cuda::grouped_linear(a, nullptr);
+}
+
+void weight_grad(const char* name, Product p, DType dtype) {
+  std::printf("case %s\n", name);
+  const int64_t bytes = bytes_of(dtype);
+  pymoe::GroupedWeightGradArguments a{};
+  fill(a, p, dtype);
+  a.out = buffer("dweight", p.experts * p.inputs * p.outputs * bytes);
+  a.grad = {buffer("grad", p.rows * p.outputs * bytes), p.outputs, 1};
+  a.x = {buffer("x", p.rows * p.inputs * bytes), p.inputs, 1};
+  pymoe::cuda::grouped_linear_weight_grad(a, nullptr);
+}
+
+void bias_grad(const char* name, Product p, DType dtype) {
+  std::printf("case %s\n", name);
+  pymoe::GroupedBiasGradArguments a{};
+  fill(a, p, dtype);
+  a.out = buffer("dbias", p.experts * p.outputs * bytes_of(dtype));
+  a.grad = {buffer("grad", p.rows * p.outputs * bytes_of(dtype)), p.outputs, 1};
+  pymoe::cuda::grouped_linear_bias_grad(a, nullptr);
+}
+
+void gate_backward(const char* name, Shape s, DType dtype) {
+  std::printf("case %s\n", name);
+  pymoe::GateTopkBackwardArguments a{};
+  a.dtype = dtype;
+  a.logits = buffer("logits", s.tokens * s.experts * bytes_of(dtype));
+  a.experts = buffer<int32_t>("experts", s.tokens * s.choices * 4);
+  a.grad_weights = buffer("grad_weights", s.tokens * s.choices * 4);
+  a.grad_logits = buffer("grad_logits", s.tokens * s.experts * 2);
+  a.tokens = s.tokens;
+  a.num_experts = s.experts;
+  a.choices = s.choices;
+  a.chosen_on_logits = true;
+  a.options = {pymoe::Score::kSoftmax, true, 1.0};
+  a.narrow = true;
+  pymoe::cuda::gate_topk_backward(a, nullptr);
+}
+
+void fill(pymoe::RouterLossesInput& a, Shape s) {
+  a.dtype = DType::kFloat32;
+  a.logits = buffer("logits", s.tokens * s.experts * 4);
+  a.tokens = s.tokens;
+  a.num_experts = s.experts;
+  a.load = buffer("load", s.experts * 4);
+  a.with_z = true;
+  a.score = pymoe::Score::kSoftmax;
+}
+
+void losses(const char* name, Shape s) {
+  std::printf("case %s\n", name);
+  pymoe::RouterLossesArguments a{};
+  fill(a, s);
+  a.balance = buffer("balance", 4);
+  a.z = buffer("z", 4);
+  a.workspace = buffer<double>("workspace", pymoe::router_losses_workspace(s.tokens) * 8);
+  pymoe::cuda::router_losses(a, nullptr);
+}
+
+void losses_backward(const char* name, Shape s) {
+  std::printf("case %s\n", name);
+  pymoe::RouterLossesBackwardArguments a{};
+  fill(a, s);
+  a.grad_balance = buffer("grad_balance", 4);
+  a.grad_z = buffer("grad_z", 4);
+  a.grad_logits = buffer("grad_logits", s.tokens * s.experts * 4);
+  pymoe::cuda::router_losses_backward(a, nullptr);
+}
+
+void gather(const char* name, int64_t requests, int64_t row_bytes) {
+  std::printf("case %s\n", name);
+  std::vector<const void*> sources;
+  std::vector<int64_t> starts{0};
+  const auto* const rows = static_cast<const char*>(buffer("sources", requests * row_bytes));
+  for (int64_t i = 0; i < requests; ++i) {
+    sources.push_back(rows + (requests - 1 - i) * row_bytes);
+    starts.push_back((i + 1) * row_bytes);
+  }
+  pymoe::cuda::gather_batch({sources.data(), starts.data(), buffer("out", requests * row_bytes), requests}, nullptr);
+}
+
+// Every kind of activation in bf16, and swiglu in the other dtypes that train: "geglu", "geglu_backward", ...
+void activations(int64_t rows, int64_t features) {
+  using pymoe::Activation;
+  const std::pair<const char*, Activation> kinds[] = {
+      {"swiglu", Activation::kSwiglu}, {"clamped_swiglu", Activation::kClampedSwiglu},
+      {"geglu", Activation::kGeglu},   {"geglu_tanh", Activation::kGegluTanh},
+      {"gelu", Activation::kGelu},     {"gelu_tanh", Activation::kGeluTanh},
+      {"relu", Activation::kRelu},     {"relu_squared", Activation::kReluSquared},
+  };
+  const auto both = [&](std::string name, const char* dtype_name, Activation kind, DType dtype) {
+    activation((name + dtype_name).c_str(), rows, features, kind, dtype, false);
+    activation((name + "_backward" + dtype_name).c_str(), rows, features, kind, dtype, true);
+  };
+  for (const auto& [name, kind] : kinds) both(name, "", kind, DType::kBFloat16);
+  both("swiglu", ", fp16", Activation::kSwiglu, DType::kFloat16);
+  both("swiglu", ", fp32", Activation::kSwiglu, DType::kFloat32);
 }
 
 }  // namespace
@@ -232,6 +361,14 @@ int main(int, char** arguments) {
   combine("combine", design, DType::kBFloat16);
   combine("combine, float32", design, DType::kFloat32);
   combine_backward("combine_backward", design, DType::kBFloat16);
-  activation("swiglu", 32768, 2048, pymoe::Activation::kSwiglu, DType::kBFloat16, false);
-  activation("swiglu_backward", 32768, 2048, pymoe::Activation::kSwiglu, DType::kBFloat16, true);
+  activations(32768, 2048);
+  gate_backward("gate_backward", router, DType::kFloat32);
+  losses("router_losses", router);
+  losses_backward("router_losses_backward", router);
+  const Product in{32768, 7168, 4096, 256};
+  grouped_linear("grouped_linear", in, DType::kFloat16, false);
+  grouped_linear("grouped_linear, gradient of x", {in.rows, in.outputs, in.inputs, in.experts}, DType::kFloat16, true);
+  weight_grad("grouped_linear, gradient of the weight", in, DType::kFloat16);
+  bias_grad("grouped_linear, gradient of the bias", in, DType::kFloat16);
+  gather("gather_batch", 64, 4096);
 }

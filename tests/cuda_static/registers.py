@@ -33,6 +33,7 @@ class Registers:
         self.uniform_predicates = np.zeros((8, LANES), bool)
         self.predicates[7] = self.uniform_predicates[7] = True
         self.constants = constants
+        self.active = np.ones(LANES, bool)  # the lanes in which the present instruction takes effect
 
     def constant(self, bank: int, offset: int, size: int = 4) -> int:
         """Read a constant; bank 0 holds the launch's shape and the kernel's arguments."""
@@ -89,9 +90,11 @@ class Registers:
             word = self.constant(int(found[1], 16), int(found[2], 16) + 4 * high)
             return np.full(LANES, word, U32)
         if found := INDEXED.match(name):
-            offset = int(found[3] or "0", 16) + 4 * high
-            read = [self.constant(int(found[1], 16), int(index) + offset) for index in self.raw(found[2])]
-            return np.array(read, U32)
+            bank, offset = int(found[1], 16), int(found[3] or "0", 16) + 4 * high
+            read = np.zeros(LANES, U32)
+            for lane in np.flatnonzero(self.active):  # what the others would read may be nowhere
+                read[lane] = self.constant(bank, int(self.raw(found[2])[lane]) + offset)
+            return read
         if INTEGER.match(name):
             number = int(name, 16)
             return np.full(LANES, (number >> 32 if high else number) & 0xFFFFFFFF, U32)
@@ -121,22 +124,29 @@ class Registers:
 
     def floating(self, name: str) -> Lanes:
         """Read an operand as float32."""
+        return self._number(name, np.float32, lambda bare: self.raw(bare).view(np.float32))
+
+    def double(self, name: str) -> Lanes:
+        """Read an operand as float64."""
+        return self._number(name, np.float64, lambda bare: np.array(self.wide(bare), np.uint64).view(np.float64))
+
+    def _number(self, name: str, dtype: type[np.floating], stored: Callable[[str], Lanes]) -> Lanes:
         sign = 1.0
         if name[0] == "-" and name not in FLOATS:
             sign, name = -1.0, name[1:]
         absolute = name[0] == "|"
         name = name.strip("|")
         if name in FLOATS:
-            value = np.full(LANES, FLOATS[name], np.float32)
+            value = np.full(LANES, FLOATS[name], dtype)
         elif REGISTER.match(name) or CONSTANT.match(name):
-            value = self.raw(name).view(np.float32)
+            value = stored(name)
         else:
-            value = np.full(LANES, float(name), np.float32)
-        return np.float32(sign) * (np.abs(value) if absolute else value)
+            value = np.full(LANES, float(name), dtype)
+        return dtype(sign) * (np.abs(value) if absolute else value)
 
 
-def half_pair(low: str, high: str) -> int:
-    """Return the word of two immediates of 16 bits, as instructions on pairs of halves write them."""
+def half_pair(high: str, low: str) -> int:
+    """Return the word of two immediates of 16 bits, of which nvdisasm prints the upper one first."""
     return int.from_bytes(struct.pack("<ee", float(low), float(high)), "little")
 
 

@@ -9,6 +9,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 import check
+import pages
+import products
 from cases import WORK
 from counters import Statics
 from machine_code import Kernel, demangle
@@ -69,6 +71,29 @@ def test_a_rule_for_kernels_that_are_called_otherwise_is_an_error():
     assert [len(check.forgotten(found[:i] + found[i + 1 :])) for i in range(len(found))] == [2, 2, 1, 1, 1]
 
 
+@pytest.mark.parametrize(("nvcc", "status", "said"), [(None, 0, "no nvcc"), ("nvcc", 1, "pip install")])
+def test_nvcc_without_nvdisasm_is_an_error(monkeypatch, capsys, nvcc, status, said):
+    """It once said that no check had passed, and that all was well."""
+    monkeypatch.setattr(check, "find_nvcc", lambda: nvcc)
+    monkeypatch.setattr(check.sass, "find_nvdisasm", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["check.py"])
+    assert check.main() == status
+    printed = capsys.readouterr().out
+    assert said in printed
+    assert printed.startswith("error: ") == (status == 1)
+
+
+@pytest.mark.parametrize(("nvcc", "error"), [(None, LookupError), ("nvcc", RuntimeError)])
+def test_faults_that_cannot_be_judged_for_want_of_nvdisasm_are_no_success(monkeypatch, nvcc, error):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "mutants")
+    import static
+
+    monkeypatch.setattr(static.machine_code, "find_nvcc", lambda: nvcc)
+    monkeypatch.setattr(static.sass, "find_nvdisasm", lambda: None)
+    with pytest.raises(error, match="no nvcc" if nvcc is None else "pip install"):
+        static.prepare([])
+
+
 def test_names_keep_the_arguments_of_their_templates():
     if shutil.which("c++filt") is None:
         pytest.xfail("there is no c++filt")
@@ -89,8 +114,35 @@ def test_stored_predictions_that_are_not_the_codes_are_an_error():
 
 def test_the_page_shows_the_stored_predictions():
     stored = json.loads(check.PREDICTIONS.read_text())
-    assert check.table(stored) in check.PAGE.read_text(), "python tests/cuda_static/check.py --write"
-    assert set(stored) == set(WORK)
+    page = pages.PAGE.read_text()
+    for name, table in pages.tables(stored).items():
+        assert table in page, f"{name}: python tests/cuda_static/check.py --write"
+    assert pages.page_with(page, pages.tables(stored)) == page
+    assert set(stored) == set(WORK) == set(json.loads(pages.BEFORE.read_text()))
+
+
+def test_a_change_is_shown_by_what_was_and_what_is():
+    stored = json.loads(check.PREDICTIONS.read_text())
+    before = json.loads(json.dumps(stored))
+    assert "→" not in pages.changes(before, stored)
+    before["combine"]["registers"] = 80
+    assert f"| 80 → {stored['combine']['registers']} |" in pages.changes(before, stored)
+
+
+@pytest.mark.parametrize("one", products.PRODUCTS, ids=lambda one: one.name)
+def test_a_product_of_torchs_takes_what_its_multiplications_or_its_bytes_do(one):
+    slow, bound = one.us(1e-3)
+    quick, _ = one.us(1e9)
+    assert bound == "bandwidth"
+    assert quick == pytest.approx(1.5 * one.launches + 2 * one.rows * one.depth * one.columns / (0.65 * 989e6))
+    assert slow > quick
+
+
+def test_the_bytes_of_a_product():
+    """(2, 3) by (3, 4) in 16 bits; of 5 experts, whose weights or whose gradients of weights are as many."""
+    assert products.Product("", 2, 3, 4).bytes == 2 * (6 + 12 + 8)
+    assert products.Product("", 2, 3, 4, experts=5).bytes == 2 * (6 + 5 * 12 + 8)
+    assert products.Product("", 2, 3, 4, experts=5, depth_is_shared=True).bytes == 2 * (6 + 12 + 5 * 8)
 
 
 @pytest.mark.parametrize(

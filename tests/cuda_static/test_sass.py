@@ -190,8 +190,8 @@ def test_arithmetic_that_carries():
 
 
 def test_what_is_not_known_is_an_error_that_names_it():
-    with pytest.raises(UnknownInstruction, match=r"HMMA\.16816 R4, R4, R6, R8: not known"):
-        trace(function(("HMMA.16816 R4, R4, R6, R8", {}), EXIT))
+    with pytest.raises(UnknownInstruction, match=r"IMMA\.16832 R4, R4, R6, R8: not known"):
+        trace(function(("IMMA.16832 R4, R4, R6, R8", {}), EXIT))
     with pytest.raises(UnknownInstruction, match="SR_CLOCKLO"):
         trace(function(("S2R R4, SR_CLOCKLO", {}), EXIT))
 
@@ -220,3 +220,110 @@ def test_what_was_recorded_is_read():
     assert lay_out([b"\1", b"\2" * 8], [1, 8]) == b"\1" + bytes(7) + b"\2" * 8
     with pytest.raises(ValueError, match="not understood"):
         parameters(".entry k(.param .texref a)")
+
+
+COPY = ("LDGSTS.E.BYPASS.128.ZFILL [R0+0x400], desc[UR4][R4.64], P0", {})
+
+
+@pytest.mark.parametrize(("still_on_their_way", "least", "most"), [("0x0", 600, 700), ("0x1", 0, 100)])
+def test_copies_arrive_when_their_group_is_waited_for(still_on_their_way, least, most):
+    """All lanes write 16 bytes of shared memory; those whose predicate is false write zeros, and read nothing."""
+    code = function(
+        *ADDRESS,
+        ("ISETP.LT.AND P0, PT, R0, 0x8, PT", {}),
+        COPY,
+        ("LDGDEPBAR", {}),
+        (f"DEPBAR.LE SB0, {still_on_their_way}", {}),
+        EXIT,
+    )
+    result = trace(code)
+    assert result.traffic["load", "x"].bytes == 8 * 16
+    assert result.warps[0].shared_bytes == 32 * 16
+    assert least < result.cycles < most
+
+
+def test_what_matrices_take_of_shared_memory():
+    code = function(
+        ("LDSM.16.M88.4 R4, [R0]", {}), ("LDSM.16.MT88.2 R8, [R0]", {}), ("HMMA.16816.F32 R4, R4, R8, R4", {}), EXIT
+    )
+    result = trace(code)
+    assert result.warps[0].shared_bytes == 512 + 256
+    assert result.issued["HMMA"] == 1
+
+
+def stored(*lines, words=1):
+    """Run code that leaves words from R8 on, and return them of each lane."""
+    data = np.zeros(128 * words, np.uint8)
+    width = {1: "", 2: ".64", 4: ".128"}[words]
+    place = ADDRESS[2][0].replace("0x10", hex(4 * words))
+    trace(
+        function(*ADDRESS[:2], (place, ADDRESS[2][1]), *lines, (f"STG.E{width} desc[UR4][R4.64], R8", {}), EXIT),
+        size=128 * words,
+        data=data,
+    )
+    return data
+
+
+def test_a_pair_of_halves_is_written_with_the_upper_one_first():
+    found = stored(("HFMA2.MMA R8, -RZ, RZ, 1, 5.9604644775390625e-08", {})).view(np.uint32)
+    assert set(found.tolist()) == {0x3C000001}
+
+
+def test_numbers_of_64_bits():
+    """-3 * 0.5 + 10 by DFMA, then back to an integer of 64 bits, rounded toward zero, and narrowed to float32."""
+    to_double = [
+        ("IMAD.MOV.U32 R6, RZ, RZ, -0x3", {}),
+        ("I2F.F64 R12, R6", {}),
+        ("DMUL R12, R12, 0.5", {}),
+        ("DADD R8, -|R12|, 10", {}),
+    ]
+    assert set(stored(*to_double, words=2).view(np.float64).tolist()) == {8.5}
+    whole = stored(*to_double, ("F2I.S64.F64.TRUNC R8, R8", {}), words=2)
+    assert set(whole.view(np.int64).tolist()) == {8}
+    narrowed = [("DFMA R8, R8, R12, 0.25", {}), ("F2F.F32.F64 R8, R8", {})]
+    assert set(stored(*to_double, *narrowed).view(np.float32).tolist()) == {8.5 * -1.5 + 0.25}
+    widened = stored(*to_double, *narrowed, ("F2F.F64.F32 R8, R8", {}), words=2)
+    assert set(widened.view(np.float64).tolist()) == {8.5 * -1.5 + 0.25}
+    less = stored(*to_double, ("DSETP.LT.AND P0, PT, R12, RZ, PT", {}), ("SEL R8, R6, RZ, P0", {}))
+    assert set(less.view(np.int32).tolist()) == {-3}
+
+
+def test_a_uniform_instruction_whose_predicate_is_false_does_nothing():
+    """It once took effect all the same, and an index came out one too large."""
+    found = stored(
+        ("UMOV UR4, 0x7", {}),
+        ("UISETP.GE.U32.AND UP0, UPT, UR4, 0x8, UPT", {}),
+        ("@UP0 UIADD3 UR4, UR4, 0x1, URZ", {}),
+        ("@!UP0 UIADD3 UR4, UR4, 0x10, URZ", {}),
+        ("IMAD.U32 R8, RZ, RZ, UR4", {}),
+    ).view(np.uint32)
+    assert set(found.tolist()) == {0x17}
+
+
+def test_the_least_of_a_sum():
+    found = stored(("VIADDMNMX.RELU R8, R0, -0x5, 0x8, PT", {})).view(np.int32)
+    assert found.tolist() == [min(max(lane - 5, 0), 8) for lane in range(32)]
+
+
+def test_a_constant_is_read_for_the_lanes_that_take_part():
+    """Lane 0 reads the kernel's argument; the others, which do not load, would read past the constants."""
+    found = stored(
+        ("IMAD R6, R0, 0x10000, RZ", {}),
+        ("ISETP.EQ.AND P0, PT, R0, RZ, PT", {}),
+        ("@P0 LDC R8, c[0x0][R6+0x210]", {}),
+    ).view(np.uint32)
+    assert found.tolist() == [(1 << 40) & 0xFFFFFFFF] + [0] * 31
+    with pytest.raises(UnknownInstruction, match="not among the constants"):
+        stored(("IMAD R6, R0, 0x10000, RZ", {}), ("LDC R8, c[0x0][R6+0x210]", {}))
+
+
+def test_lanes_that_reach_several_buffers_are_counted_for_each():
+    buffers = [Buffer("a", 0, 64, np.arange(64, dtype=np.uint8)), Buffer("b", 4096, 64)]
+    memory = Memory(buffers)
+    _, read = memory.load(np.array([4, 4096, 8]), 4, "LDG")
+    assert read.tolist() == [[4, 5, 6, 7], [0] * 4, [8, 9, 10, 11]]
+    assert memory.traffic["load", "a"].accesses == memory.traffic["load", "b"].accesses == 1
+    memory.store(np.array([4096, 0]), 4, np.full((2, 4), 7, np.uint8), "STG")
+    assert buffers[0].data[:8].tolist() == [7, 7, 7, 7, 4, 5, 6, 7]
+    with pytest.raises(OutsideOfMemory):
+        memory.load(np.array([4, 2048]), 4, "LDG")

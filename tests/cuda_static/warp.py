@@ -29,8 +29,9 @@ SHARED_WINDOW = 1 << 24
 GENERIC_SHARED = 0x7F00
 """The upper word of addresses that name shared memory where any memory may be named."""
 DONE_WITHOUT_EFFECT = {
-    "NOP", "YIELD", "WARPSYNC", "ENDCOLLECTIVE", "DEPBAR", "ERRBAR", "CCTL", "BMOV", "NANOSLEEP", "PREEXIT", "ACQBULK",
+    "NOP", "YIELD", "WARPSYNC", "ENDCOLLECTIVE", "ERRBAR", "CCTL", "BMOV", "NANOSLEEP", "PREEXIT", "ACQBULK", "HMMA",
 }  # fmt: skip
+"""What is counted alone. No address depends on a product of matrices, so that leaves its registers as they were."""
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Counts:
     epochs: int = 0
     loads_in_epoch: list[int] = field(default_factory=list)
     cycles: int = 0
+    shared_bytes: int = 0  # that it moved to and from shared memory
 
     @property
     def instructions(self) -> int:
@@ -66,6 +68,8 @@ class Warp:
         self.released = [0] * SCOREBOARDS
         self.outstanding: list[int] = [0] * SCOREBOARDS
         self.waited = True
+        self.copies: list[int] = []  # when each group of asynchronous copies will have arrived
+        self.copied_by = 0
 
     def run(self) -> Generator[None, None, None]:
         """Run to the end; yields at every barrier of the block."""
@@ -128,7 +132,8 @@ class Warp:
         if handler is None:
             kind = one.kind if one.kind in EFFECTS else one.kind.removeprefix("U")
             if kind in EFFECTS:
-                everywhere = np.ones(LANES, bool) if one.kind.startswith("U") else mask
+                everywhere = np.full(LANES, mask.any()) if one.kind.startswith("U") else mask
+                self.registers.active = everywhere
                 EFFECTS[kind](self.registers, one.operands, one.modifiers, everywhere)
             elif one.kind not in DONE_WITHOUT_EFFECT:
                 raise UnknownInstruction("not known to this executor")
@@ -326,12 +331,39 @@ class Warp:
         if mask.any():
             at = (self.addresses(one.operands[1], mask) % SHARED_WINDOW)[:, None] + np.arange(one.bytes)
             self.write_bytes(one.operands[0], self.shared[at], mask, one)
+            self.counts.shared_bytes += one.bytes * int(mask.sum())
         return False
 
     def do_sts(self, one: Instruction, active: Lanes, mask: Lanes) -> bool:
         if mask.any():
             at = (self.addresses(one.operands[0], mask) % SHARED_WINDOW)[:, None] + np.arange(one.bytes)
             self.shared[at] = self.read_bytes(one.operands[1], one.bytes, mask)
+            self.counts.shared_bytes += one.bytes * int(mask.sum())
+        return False
+
+    def do_ldsm(self, one: Instruction, active: Lanes, mask: Lanes) -> bool:
+        """Count the bytes of matrices of 8 rows of 16 bytes; their elements are read by products alone."""
+        self.counts.shared_bytes += 128 * next(int(name) for name in ("4", "2", "1") if name in one.modifiers)
+        return False
+
+    def do_ldgsts(self, one: Instruction, active: Lanes, mask: Lanes) -> bool:
+        """Count a copy from global to shared memory, whose predicate says which lanes read; the others write zeros."""
+        reads = mask & self.registers.predicate(one.operands[2])
+        if reads.any():
+            buffer, _ = self.memory.load(self.addresses(one.operands[1], reads), one.bytes, one.text)
+            self.copied_by = self.counts.cycles + self.latency.get(buffer.name, self.latency["otherwise"])
+        self.counts.shared_bytes += one.bytes * int(mask.sum())
+        return False
+
+    def do_ldgdepbar(self, one: Instruction, active: Lanes, mask: Lanes) -> bool:
+        """Make a group of the copies so far."""
+        self.copies.append(self.copied_by)
+        return False
+
+    def do_depbar(self, one: Instruction, active: Lanes, mask: Lanes) -> bool:
+        """Wait until no more than so many groups of copies are on their way."""
+        arrived = self.copies[: max(0, len(self.copies) - int(one.operands[1], 16))]
+        self.counts.cycles = max([self.counts.cycles, *arrived[-1:]])
         return False
 
     def do_atoms(self, one: Instruction, active: Lanes, mask: Lanes) -> bool:

@@ -45,4 +45,13 @@ FAULTS = [
         "9.0;12.0",
         "on sm_120 spills",
     ),
+    Fault(
+        "dispatch launches its kernel twice",
+        "csrc/kernels/dispatch_cuda.cu",
+        '  launch("dispatch", dispatch_kernel<Word, kStreaming>,',
+        '  for (int i = 0; i < 2; ++i) launch("dispatch", dispatch_kernel<Word, kStreaming>,',
+        "dispatch_cuda.cu",
+        "9.0",
+        "dispatch: launches is 2",
+    ),
 ]
