@@ -406,8 +406,8 @@ void check_far_strides(Random& random) {
 
 // In both kinds of tile: 16-bit floats have other ones than float32.
 TEST_CASE("grouped_linear: strides past 2^31 elements") {
-  for_cases("grouped_linear far", 4, check_far_strides<BFloat16>);
-  for_cases("grouped_linear far", 4, check_far_strides<float>);
+  for_cases("grouped_linear far", 6, check_far_strides<BFloat16>);
+  for_cases("grouped_linear far", 6, check_far_strides<float>);
 }
 
 TEST_CASE("grouped_linear: a plan is the offsets made safe, and a foreign product is completed by it") {

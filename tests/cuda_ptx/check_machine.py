@@ -119,6 +119,14 @@ def test_barriers_that_not_all_reach():
     # In two places of the code they do not meet.
     apart = some + "@%p1 bra $a;\nbar.sync 0;\nbra $b;\n$a:\nbar.sync 0;\n$b:\n"
     refuses("do not come", apart, threads=64)
+    wait = "barrier.cluster.wait.aligned;"
+    refuses("awaited by threads that had not arrived", wait, blocks=2, cluster=2)
+
+
+def test_launches_that_no_gpu_would_take():
+    refuses("cannot be launched with 1 blocks of 1056 threads", "mov.u32 %r1, 0;", threads=1056)
+    refuses("cannot be launched with 3 blocks", "mov.u32 %r1, 0;", blocks=3, cluster=2)
+    refuses("cannot be launched with 0 blocks", "mov.u32 %r1, 0;", blocks=0)
 
 
 def test_parts_of_a_warp_run_apart():
