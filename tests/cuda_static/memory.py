@@ -63,8 +63,7 @@ class Memory:
         entry = self.traffic[way, buffer.name]
         entry.accesses += 1
         entry.widths.add(width)
-        first, last = addresses // SECTOR, (addresses + width - 1) // SECTOR
-        entry.sectors += len(np.union1d(first, last))
+        entry.sectors += len(np.unique(addresses // SECTOR))  # one is aligned to its width, so within a sector
         entry.bytes += width * len(np.unique(addresses))
 
     def parts(self, way: str, addresses: np.ndarray, width: int, what: str) -> list[tuple[Buffer, np.ndarray]]:

@@ -3,7 +3,10 @@
 import json
 import shutil
 import sys
+from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,10 +14,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 import check
 import pages
 import products
-from cases import WORK
+from cases import WORK, Work
 from counters import Statics
+from launches import Result
 from machine_code import Kernel, demangle
-from model import Gpu, Occupancy, Prediction, occupancy
+from memory import Traffic
+from model import Gpu, Occupancy, Prediction, occupancy, predict
+from recorded import Case
+from warp import Counts
 
 BARS = json.loads(check.BARS.read_text())
 
@@ -157,3 +164,39 @@ def test_a_launch_takes_as_long_as_its_slowest_part():
     found = Prediction(bandwidth=3.0, issue=5.0, latency=1.0, chain=2.0)
     assert (found.total, found.limit) == (6.5, "issue")
     assert Gpu("a", 1, 1.0, 1.0).multiprocessors == 1
+
+
+def test_every_part_of_a_prediction():
+    """Eight blocks of two warps on two multiprocessors, which hold two blocks each: two waves. One block was run."""
+    warp = Counts(Counter({"FADD": 90, "HMMA": 10}), epochs=1, loads_in_epoch=[4], cycles=3000, shared_bytes=1280)
+    load, store = Traffic(8, 128, 4096, {16}), Traffic(8, 64, 1024, {4})
+    traffic = {("load", "x"): load, ("store", "y"): store, ("atomic", "x"): Traffic(1, 99, 4, {4})}
+    result = Result([warp, warp], traffic, 1, Counter({"FADD": 180, "HMMA": 20}))
+    case = Case("", [("x", 0, 1 << 20), ("y", 1 << 21, 1 << 20), ("never touched", 1 << 22, 1 << 20)])
+    work = Work("", "", 1, frozenset({"x"}), 1)
+    found = predict(case, result, 8, 64, Occupancy(2, 4), work, Gpu("a", 2, 1.0, 1.0))
+    on_their_way = 4 * 4 * 512  # resident warps, loads of each, bytes of a load
+    assert asdict(found) == pytest.approx(
+        {
+            "bandwidth": 2 * (1 << 20) / 0.9e6,
+            "issue": 8 * 100 / 4 / 1e3,  # a multiprocessor has four blocks, eight warps
+            "latency": 8 * 4096 / 2 / on_their_way * 0.7,
+            "chain": 2 * 3000 / 1e3,
+            "l2": 8 * (128 + 64) * 32 / 5.7e6,
+            "shared": 8 * 1280 / 128 / 1e3,
+            "matrix": 8 * 10 * 6.4 / 4 / 1e3,
+        }
+    )
+    assert (found.limit, found.total) == ("chain", 1.5 + 6.0)
+
+
+@pytest.mark.parametrize("part", ["bandwidth", "issue", "latency", "chain", "l2", "shared", "matrix"])
+def test_the_slowest_part_is_the_limit(part):
+    found = Prediction(**{name: 2.0 if name == part else 1.0 for name in asdict(Prediction(0, 0, 0, 0))})
+    assert (found.limit, found.total) == ("L2" if part == "l2" else part, 3.5)
+
+
+def test_the_largest_launch_of_a_call_gives_its_figures():
+    """Neither the first, a plan, nor the last, a sum of blocks' sums."""
+    small, large = (SimpleNamespace(case="a", figures={"instructions an element": n}) for n in (0.1, 50.0))
+    assert check.largest([small, large, small, SimpleNamespace(case="b")], "a") is large
