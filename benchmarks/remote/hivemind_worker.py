@@ -2,17 +2,16 @@
 
     python -m benchmarks.remote.hivemind_worker EXPERT
 
-Speaks what benchmarks/runtime/hivemind_worker.py does. Without arguments it names hivemind's version.
+Speaks what benchmarks/runtime/worker.py says. Without arguments it names hivemind's version.
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import sys
 import time
-from dataclasses import asdict
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -25,13 +24,13 @@ from hivemind.p2p import PeerID
 from hivemind.utils.tensor_descr import BatchTensorDescriptor
 from torch import Tensor
 
-from benchmarks.runtime.clients import Ask, Effort
-from benchmarks.runtime.scenario import Cell, Expert
+from benchmarks.runtime.clients import Ask
+from benchmarks.runtime.scenario import Expert
 from benchmarks.runtime.serving import InProcess
+from benchmarks.runtime.worker import answer_lines, group_and_seconds
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
 ALONE = {"host_maddrs": LOOPBACK, "use_relay": False, "use_auto_relay": False}
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def serve(name: str, pipe: Connection) -> None:
@@ -84,37 +83,29 @@ class RemoteExpertServer:
     def cpu(self) -> float:
         """Seconds of processor time of all processes of both sides."""
         groups = {os.getpgid(0), os.getpgid(self.process.pid)}
-        total = 0
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = path.read_text().rsplit(")", 1)[1].split()
-            except OSError:
-                continue
-            if int(fields[2]) in groups:
-                total += int(fields[11]) + int(fields[12])
-        return total / TICKS
+        total = 0.0
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                group, seconds = group_and_seconds(path.name)
+                total += seconds if group in groups else 0.0
+        return total
 
     def close(self) -> None:
         os.killpg(os.getpgid(self.process.pid), 9)
+
+
+def served(expert: Expert) -> InProcess:
+    server = RemoteExpertServer(expert)
+    return InProcess(server, expert, server.cpu)
 
 
 def main() -> None:
     if len(sys.argv) == 1:
         print(hivemind.__version__)
         return
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed must not come between the replies
     if os.getpgid(0) != os.getpid():
         os.setpgid(0, 0)  # to find, and to end, all that it starts
-    torch.set_num_threads(1)
-    expert = Expert(sys.argv[1])
-    server = RemoteExpertServer(expert)
-    contender = InProcess(server, expert, server.cpu)
-    for line in sys.stdin:
-        wanted = json.loads(line)
-        reply = contender.measure(Cell(**wanted["cell"]), Effort(**wanted["effort"]))
-        print(json.dumps(asdict(reply)), file=replies, flush=True)
-    contender.close()
+    answer_lines(served)
     os.killpg(os.getpgid(0), 9)  # its threads and processes do not all end by themselves
 
 

@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.runtime.clients import Ask, AskAsync
+from benchmarks.runtime.worker import group_and_seconds
 
 ROOT = Path(__file__).parents[2]
-TICKS = os.sysconf("SC_CLK_TCK")
 TOKEN = "a-token-of-the-benchmark"
 
 
@@ -65,8 +65,7 @@ class RemoteServer:
 
     def cpu(self) -> float:
         """Seconds of processor time of both processes."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return time.process_time() + (int(fields[11]) + int(fields[12])) / TICKS
+        return time.process_time() + group_and_seconds(self.process.pid)[1]
 
     def close(self) -> None:
         self.connection.close()

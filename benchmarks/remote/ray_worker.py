@@ -2,24 +2,22 @@
 
     python -m benchmarks.remote.ray_worker EXPERT
 
-Speaks what benchmarks/runtime/hivemind_worker.py does. Without arguments it names Ray's version.
+Speaks what benchmarks/runtime/worker.py says. Without arguments it names Ray's version.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
-from dataclasses import asdict
 
 import ray
 import torch
 from torch import Tensor
 
-from benchmarks.runtime.clients import Ask, Effort
-from benchmarks.runtime.scenario import Cell, Expert
+from benchmarks.runtime.clients import Ask
+from benchmarks.runtime.scenario import Expert
 from benchmarks.runtime.serving import InProcess
+from benchmarks.runtime.worker import answer_lines
 
 
 class Actor:
@@ -55,16 +53,7 @@ def main() -> None:
     if len(sys.argv) == 1:
         print(ray.__version__)
         return
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed must not come between the replies
-    torch.set_num_threads(1)
-    expert = Expert(sys.argv[1])
-    contender = InProcess(RayServer(expert), expert, time.process_time)
-    for line in sys.stdin:
-        wanted = json.loads(line)
-        reply = contender.measure(Cell(**wanted["cell"]), Effort(**wanted["effort"]))
-        print(json.dumps(asdict(reply)), file=replies, flush=True)
-    contender.close()
+    answer_lines(lambda expert: InProcess(RayServer(expert), expert, time.process_time))
 
 
 if __name__ == "__main__":

@@ -2,31 +2,25 @@
 
     python -m benchmarks.runtime.hivemind_worker EXPERT
 
-Reads a request a line from standard input and answers each with a line, both JSON: ``{"cell": …, "effort": …}`` with
-a sample, ``{"check": true}`` with what is wrong. Ends with its input. Without arguments it names hivemind's version.
+Speaks what benchmarks/runtime/worker.py says. Without arguments it names hivemind's version.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
-from dataclasses import asdict
-from pathlib import Path
 
-import torch
 from hivemind import __version__
 from hivemind.moe.server.module_backend import ModuleBackend
 from hivemind.moe.server.runtime import Runtime
 from hivemind.utils.tensor_descr import BatchTensorDescriptor
 from torch import Tensor
 
-from benchmarks.runtime.clients import Ask, AskAsync, Effort
-from benchmarks.runtime.scenario import Cell, Expert
+from benchmarks.runtime.clients import Ask, AskAsync
+from benchmarks.runtime.scenario import Expert
 from benchmarks.runtime.serving import InProcess, check
-
-TICKS = os.sysconf("SC_CLK_TCK")
+from benchmarks.runtime.worker import answer_lines, group_and_seconds
 
 
 class HivemindServer:
@@ -60,34 +54,22 @@ class HivemindServer:
 
     def cpu(self) -> float:
         """Seconds of processor time of this process and its pools' processes."""
-        total = time.process_time()
-        for pool in self.backend.get_pools():
-            fields = Path(f"/proc/{pool.pid}/stat").read_text().rsplit(")", 1)[1].split()
-            total += (int(fields[11]) + int(fields[12])) / TICKS
-        return total
+        return time.process_time() + sum(group_and_seconds(pool.pid)[1] for pool in self.backend.get_pools())
 
     def close(self) -> None:
         self.runtime.shutdown()
+
+
+def served(expert: Expert) -> InProcess:
+    server = HivemindServer(expert)
+    return InProcess(server, expert, server.cpu)
 
 
 def main() -> None:
     if len(sys.argv) == 1:
         print(__version__)
         return
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed must not come between the replies
-    torch.set_num_threads(1)
-    expert = Expert(sys.argv[1])
-    server = HivemindServer(expert)
-    contender = InProcess(server, expert, server.cpu)
-    for line in sys.stdin:
-        wanted = json.loads(line)
-        if "check" in wanted:
-            reply: object = check(HivemindServer)
-        else:
-            reply = asdict(contender.measure(Cell(**wanted["cell"]), Effort(**wanted["effort"])))
-        print(json.dumps(reply), file=replies, flush=True)
-    contender.close()
+    answer_lines(served, lambda: check(HivemindServer))
     os._exit(0)  # its threads and processes do not all end by themselves
 
 
