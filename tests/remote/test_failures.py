@@ -24,6 +24,8 @@ from pymoe.remote import (
     ServerLost,
     channel,
     connect,
+    event_loop,
+    stalls,
     wire,
 )
 from pymoe.runtime import NonFiniteGradientError, QueueFull
@@ -96,6 +98,18 @@ def test_a_frozen_server_times_out_and_never_runs_the_late_request(
             server.send(signal.SIGCONT)
         a.forward_pool.submit_task(X).result()
         assert there.info().experts["a"].updates == 0
+
+
+def test_a_server_notices_that_it_stood_still_as_long_as_it_serves() -> None:
+    with ExpertServer(mlp("a")) as server:
+
+        async def stand_still() -> float:
+            time.sleep(2 * stalls.STALL_S)  # the event loop with it
+            return await server._service.stalls.settle()
+
+        assert event_loop.run(stand_still()) > 0
+        server.drain()
+        assert event_loop.run(stand_still()) == 0, "nobody looks at the clock any more"
 
 
 @WAYS
