@@ -41,6 +41,12 @@ class ExpertClient(nn.Module):
 
     Under autocast, floating-point inputs are cast to the dtypes that the schema asks for.
 
+    On a GPU batches are assembled in the device's default stream, and results become ready there: call a client under
+    that stream (``torch.cuda.stream(torch.cuda.default_stream())``). Autograd then runs its backward pass there, too,
+    and orders it with what ran on other streams. A client that is called on a stream of one's own orders neither pass
+    with the server's work: both streams have to wait for each other around the call, and again around its node in the
+    backward pass, where the request of gradients is made.
+
     Args:
         backend: whose pools to ask.
         timeout: seconds that a request, of either pass and however it is waited for, may take; None: as long as it
