@@ -1,4 +1,16 @@
-"""pymoe: a mixture-of-experts runtime for PyTorch with a C++/CUDA core."""
+"""A mixture-of-experts runtime for PyTorch with a C++/CUDA core.
+
+- :mod:`pymoe.nn`: ``MoE``, a layer that takes the place of a dense feed-forward network, and its parts.
+- :mod:`pymoe.ops`: the operators under it; :mod:`pymoe.reference` is their specification in plain PyTorch.
+- :mod:`pymoe.ep`: the experts of layers, spread over the ranks of a process group.
+- :mod:`pymoe.runtime`: ``ExpertBackend`` and ``Runtime``, which serve experts to many clients in large batches;
+  :mod:`pymoe.mixture`: a gate over such experts; :mod:`pymoe.remote`: those of other machines.
+- :mod:`pymoe.parallel`: ``map_with_parallel_backward``, calls that run at once, forward and backward.
+- :mod:`pymoe.pipe`: ``Pipe`` and ``pipeline``, models cut into stages that run concurrently.
+- :mod:`pymoe.integrations`: adapters to transformers, Ray and Prometheus.
+
+What most programs need of them is here, too.
+"""
 
 from __future__ import annotations
 
@@ -65,13 +77,15 @@ __all__ = [
 
 
 _LAZY_PACKAGES = ("runtime", "parallel", "mixture", "pipe", "ep")
+_NEED_MORE = ("remote", "integrations")
+"""Packages for which something else has to be installed, and of which nothing is handed on here."""
 
 
 def __getattr__(name: str) -> Any:
     """Import what needs ``pymoe._runtime`` or ``torch.distributed`` when somebody asks for it: operators and layers
     work without.
     """
-    if name in _LAZY_PACKAGES:
+    if name in _LAZY_PACKAGES or name in _NEED_MORE:
         return importlib.import_module(f"pymoe.{name}")
     if name in __all__:
         homes = (importlib.import_module(f"pymoe.{package}") for package in _LAZY_PACKAGES)

@@ -50,3 +50,9 @@ def test_import_loads_torch_and_numpy_alone(measured):
     """Neither rich, matplotlib, transformers nor anything else that only benchmarks and examples need."""
     packages = set(measured[0]["packages"])
     assert packages - set(sys.stdlib_module_names) == {"pymoe"}
+
+
+def test_packages_that_need_more_are_there_by_their_names():
+    """``pymoe.remote`` was an AttributeError until somebody had imported it."""
+    words = "import pymoe; pymoe.remote.connect, pymoe.integrations; assert 'remote' not in pymoe.__all__"
+    subprocess.run([sys.executable, "-c", words], cwd=Path(pymoe.__file__).parents[1], check=True)

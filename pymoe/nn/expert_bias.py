@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pymoe.nn.options import warn_once
+from pymoe.nn.options import check_model, warn_once
 from pymoe.nn.router import Router
 
 
@@ -28,6 +28,7 @@ def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = Non
             ``expert_bias`` are skipped; if there is no other, a ``UserWarning`` is given once.
         group: the ranks of data parallelism, which share the model's tokens; ``None`` means all ranks.
     """
+    check_model("update_expert_biases", model)
     all_routers = [module for module in model.modules() if isinstance(module, Router)]
     routers = [router for router in all_routers if router.expert_bias is not None]
     if not routers:

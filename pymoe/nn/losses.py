@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pymoe.nn.options import Backend, check_backend, check_number, operators
+from pymoe.nn.options import Backend, check_backend, check_model, check_number, operators
 from pymoe.ops.function_calls import call
 from pymoe.reference import checks
 from pymoe.reference.types import Gate, RouterLosses, Score
@@ -130,6 +130,7 @@ def set_aux_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
         model: any module that holds :class:`pymoe.nn.MoE` layers.
         scale: a number, or a scalar tensor on the layers' device.
     """
+    check_model("set_aux_loss_scale", model)
     if not isinstance(scale, Tensor):
         check_number("set_aux_loss_scale", "scale", scale)
     elif scale.numel() != 1 or not scale.is_floating_point():

@@ -10,6 +10,8 @@ import warnings
 from types import ModuleType
 from typing import Literal
 
+from torch import nn
+
 from pymoe import ops, reference
 from pymoe.reference import checks
 from pymoe.reference.expert_activation import check_kind
@@ -53,6 +55,12 @@ def check_number(
     finite = -sys.float_info.max <= value <= sys.float_info.max  # an int may be too large for a float
     if not finite or low or (above is not None and value <= above):
         raise ValueError(f"{layer}: {argument} must be {rule}, got {value}")
+
+
+def check_model(function: str, value: object) -> None:
+    """Raise unless ``value`` is a module."""
+    if not isinstance(value, nn.Module):
+        raise TypeError(f"{function}: model must be a torch.nn.Module, got {type(value).__name__}")
 
 
 def check_flag(layer: str, argument: str, value: object) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pymoe.nn.experts import Experts
+from pymoe.nn.options import check_model
 from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
 from pymoe.reference.quantized_weight import check_bits
 
@@ -64,8 +65,7 @@ def quantize_experts(model: nn.Module, bits: int = 8) -> Quantized:
             require gradients; an :class:`Experts` has hooks or a ``forward`` of its own, which the
             :class:`QuantizedExperts` would not have; or a weight is not finite.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"quantize_experts: model must be a torch.nn.Module, got {type(model).__name__}")
+    check_model("quantize_experts", model)
     check_bits("quantize_experts", "bits", bits)
     if isinstance(model, Experts):
         raise ValueError(

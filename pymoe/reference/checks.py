@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pymoe.reference.types import Routing
+from pymoe.reference.types import Gate, Routing
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -115,7 +115,7 @@ def choice(operator: str, argument: str, value: object, allowed: tuple[str, ...]
 
 def routing(operator: str, value: Routing, rows_argument: str, rows: Tensor) -> None:
     """Raise unless ``value`` is a routing on the device of ``rows`` whose parts fit each other."""
-    if not (isinstance(value, tuple) and len(value) == 3):
+    if not (isinstance(value, tuple) and len(value) == 3) or isinstance(value, Gate):
         raise TypeError(f"{operator}: routing must be a Routing, got {type(value).__name__}")
     slot, token, offsets = value
     for argument, part, layout in (

@@ -27,6 +27,8 @@ def is_gated(kind: object) -> bool:
 def check_kind(name: str, argument: str, kind: object) -> None:
     """Raise unless ``kind`` is one of the kinds, or a :class:`ClampedSwiglu` of good numbers."""
     if not isinstance(kind, ClampedSwiglu):
+        if not isinstance(kind, str):
+            raise TypeError(f"{name}: {argument} must be a string or a ClampedSwiglu, got {type(kind).__name__}")
         checks.choice(name, argument, kind, KINDS)
         return
     for field, value in zip(("limit", "alpha", "up_offset"), kind, strict=False):

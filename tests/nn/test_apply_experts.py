@@ -198,7 +198,7 @@ ERRORS = [
     ({"b_in": torch.zeros(EXPERTS, FFN)}, ValueError, "b_in must have shape (5, 12), got (5, 6)"),
     ({"b_out": torch.zeros(EXPERTS, HIDDEN).half()}, TypeError, "b_out must have dtype float32"),
     ({"activation": "tanh"}, ValueError, "activation must be one of 'swiglu'"),
-    ({"activation": None}, TypeError, "activation must be a string, got NoneType"),
+    ({"activation": None}, TypeError, "activation must be a string or a ClampedSwiglu, got NoneType"),
     ({"capacity": -1}, ValueError, "capacity must be None or at least 0"),
     ({"foreign_experts": 1}, TypeError, "foreign_experts must be a bool, got int"),
 ]

@@ -6,7 +6,7 @@ from moe_layers import BACKENDS, assert_same, gradients, make_input, make_layer,
 from torch import nn
 
 from pymoe import reference
-from pymoe.nn import inject_loss, set_aux_loss_scale
+from pymoe.nn import inject_loss, quantize_experts, set_aux_loss_scale, update_expert_biases
 
 COEFFICIENTS = {"aux_loss_coef": 0.7, "z_loss_coef": 0.3}
 
@@ -109,6 +109,12 @@ def test_losses_of_two_layers_add_up():
     explicit_auxiliary(second, middle).backward()
     expected = without.router.weight.grad + second.router.weight.grad
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("call", [quantize_experts, update_expert_biases, lambda model: set_aux_loss_scale(model, 1.0)])
+def test_functions_of_a_model_say_what_they_take(call):
+    with pytest.raises(TypeError, match=r": model must be a torch\.nn\.Module, got list"):
+        call([make_layer()])
 
 
 def test_inject_loss_gives_the_loss_the_gradient_one():

@@ -241,7 +241,7 @@ BAD_ARGUMENTS = [
     ({"top_k": 0}, ValueError, r"top_k must be in 1..num_experts \(8\), got 0"),
     ({"top_k": 9}, ValueError, r"top_k must be in 1..num_experts \(8\), got 9"),
     ({"activation": "tanh"}, ValueError, r"activation must be one of 'swiglu', 'gelu', 'relu', .* got 'tanh'"),
-    ({"activation": torch.relu}, TypeError, "activation must be a string"),
+    ({"activation": torch.relu}, TypeError, "activation must be a string or a ClampedSwiglu, got "),
     ({"score": "entmax"}, ValueError, "score must be one of 'softmax', 'sigmoid', got 'entmax'"),
     ({"renormalize": 1}, TypeError, "renormalize must be a bool, got int"),
     ({"bias_update_rate": -0.1}, ValueError, "bias_update_rate must be finite and at least 0, got -0.1"),

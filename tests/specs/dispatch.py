@@ -8,7 +8,7 @@ import torch
 
 from pymoe.bench.calls import Sample
 from pymoe.bench.operators import uniform
-from pymoe.reference import Routing
+from pymoe.reference import Gate, Routing
 from specs import ErrorInput, RawCall, routings, specify
 from specs.samples import expanded, layouts, special_values, sprinkled
 
@@ -64,6 +64,7 @@ def error_inputs() -> Iterator[ErrorInput]:
         ("x_one_dimension", (x[0], routing), {}, ValueError, "x must have shape (T, H), got (3,)"),
         ("x_wrong_tokens", (x[:3], routing), {}, ValueError, "must have size 3 (T of x) in dimension 0"),
         ("routing_tensor", (x, slot), {}, TypeError, "routing must be a Routing, got Tensor"),
+        ("routing_gate", (x, Gate(x, slot, offsets)), {}, TypeError, "routing must be a Routing, got Gate"),
         ("slot_int64", (x, routing._replace(slot=slot.long())), {}, TypeError, "routing.slot must have dtype int32"),
         ("slot_flat", (x, routing._replace(slot=slot.view(-1))), {}, ValueError, "routing.slot must have shape"),
         ("token_short", (x, routing._replace(token=token[1:])), {}, IndexError, "in [-1, S) (S = 7), got 7 at"),
