@@ -2,7 +2,6 @@
 #include <torch/csrc/stable/library.h>
 
 #include <cstdint>
-
 #include <optional>
 
 #include "kernels/dispatch.h"
@@ -45,7 +44,7 @@ Tensor dispatch(const Tensor& x, const Tensor& slot, const Tensor& offsets, std:
   constexpr int64_t kMostRows = INT32_MAX;  // what a slot can name
   require(!rows || (*rows >= 0 && *rows <= kMostRows), kName, "rows must be at least 0 and at most ", kMostRows,
           ", got ", rows.value_or(0));
-  Tensor out = empty({rows.value_or(slot.numel()), x.size(1)}, x.scalar_type(), x);  // memory of its own
+  Tensor out = empty({rows.value_or(slot.numel()), x.size(1)}, x.scalar_type(), x);
   dispatch_out(x, slot, offsets, out);
   return out;
 }

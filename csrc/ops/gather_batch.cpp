@@ -2,7 +2,6 @@
 // contract.
 #include <torch/csrc/stable/library.h>
 
-#include <string>
 #include <vector>
 
 #include "kernels/gather_batch.h"

@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 from pymoe.nn.apply_experts import APPLY_EXPERTS
 from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.losses import AuxiliaryLosses
-from pymoe.nn.parameters import check_networks
+from pymoe.nn.parameters import check_networks, networks_fit
 from pymoe.nn.plain_calls import is_called_plainly
 from pymoe.nn.router import Router
 from pymoe.ops import index_checks
@@ -25,7 +25,6 @@ from pymoe.ops.function_calls import is_recorded
 from pymoe.ops.gate_topk import GATE_TOPK
 from pymoe.reference.autocast import autocast_enabled
 from pymoe.reference.checks import FLOATING
-from pymoe.reference.expert_activation import is_gated
 from pymoe.reference.scores import accumulate_dtype
 
 _PLAIN = (nn.Parameter, Tensor)
@@ -58,7 +57,7 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
             and is_called_plainly(losses, AuxiliaryLosses)
             and layer.backend == router.backend == experts.backend == "native"
         )
-        or not _fit(layer, x, weight, bias, w_in, w_out, b_in, b_out)
+        or not _fit(layer, x, weight, bias, w_in, w_out)
     ):
         return None
 
@@ -80,39 +79,24 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
     return y_TH if x.dim() == 2 else y_TH.reshape(x.shape)
 
 
-def _fit(
-    layer: Any,
-    x: Tensor,
-    weight: Any,
-    bias: Tensor | None,
-    w_in: Any,
-    w_out: Any,
-    b_in: Tensor | None,
-    b_out: Tensor | None,
-) -> bool:
+def _fit(layer: Any, x: Tensor, weight: Any, bias: Tensor | None, w_in: Any, w_out: Any) -> bool:
     """Return whether the native calls take these as they are; what does not fit is named on the usual way."""
     if not (type(weight) in _PLAIN and type(w_in) in _PLAIN and type(w_out) in _PLAIN):
         return False
-    dtype, device = x.dtype, x.device
-    sizes = layer.num_experts, layer.hidden_size
-    experts = layer.experts
-    inner = (2 if is_gated(experts.activation) else 1) * experts.ffn_size
+    dtype, device, experts = x.dtype, x.device, layer.num_experts
     return (
         x.dim() > 0
         and x.shape[-1] == layer.hidden_size
-        and weight.shape == sizes
-        and w_in.shape == (layer.num_experts, inner, layer.hidden_size)
-        and w_out.shape == (*sizes, experts.ffn_size)
+        and weight.shape == (experts, layer.hidden_size)
+        and networks_fit(layer.experts, (experts,), x)
         and dtype in FLOATING
-        and weight.dtype == w_in.dtype == w_out.dtype == dtype
-        and weight.device == w_in.device == w_out.device == device
+        and weight.dtype == dtype
+        and weight.device == device
         and (x.is_cpu or (x.is_cuda and not index_checks.are_on()))
         and not autocast_enabled(device.type)
-        and (bias is None or (_is(bias, sizes[:1], accumulate_dtype(dtype), device) and bias.is_contiguous()))
-        and (b_in is None or _is(b_in, (layer.num_experts, inner), dtype, device))
-        and (b_out is None or _is(b_out, sizes, dtype, device))
+        and (bias is None or _is_bias(bias, experts, accumulate_dtype(dtype), device))
     )
 
 
-def _is(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
-    return tensor.shape == shape and tensor.dtype == dtype and tensor.device == device
+def _is_bias(bias: Tensor, experts: int, dtype: torch.dtype, device: torch.device) -> bool:
+    return bias.shape == (experts,) and bias.dtype == dtype and bias.device == device and bias.is_contiguous()

@@ -19,7 +19,7 @@ from pymoe.nn.direct import forward_directly
 from pymoe.nn.expert_bias import update_expert_biases
 from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.losses import AuxiliaryLosses
-from pymoe.nn.networks import apply_networks, grouped_networks
+from pymoe.nn.networks import Networks, apply_networks, grouped_networks
 from pymoe.nn.options import MIN_STEPS_TO_WARN, Backend, check_number, operators, warn_once
 from pymoe.nn.parameters import check_layer
 from pymoe.nn.plain_calls import is_called_plainly
@@ -339,16 +339,17 @@ class MoE(nn.Module):
                 *(experts.activation, capacity),
             )
             return apply_quantized_experts(x_TH, experts_TK, weights_TK, *arguments)
+        networks: Networks = experts
         if self._stands_in_for(experts, Experts):
             parameters = (experts.w_in, experts.w_out, experts.b_in, experts.b_out)
             if not is_recorded(x_TH, weights_TK, *parameters):
                 arguments = (*cast_operands(*parameters), experts.activation, capacity)
                 return apply_experts_fused(x_TH, experts_TK, weights_TK, *arguments)
             w_in, w_out, b_in, b_out = parameters
-            experts = grouped_networks(w_in, w_out, b_in, b_out, experts.activation, whole=capacity is None)
-        whose = operators(self.backend)  # which also say what does not fit
+            networks = grouped_networks(w_in, w_out, b_in, b_out, experts.activation, whole=capacity is None)
+        whose = operators(self.backend)
         return apply_networks(
-            x_TH, experts_TK, weights_TK, self.num_experts, experts, capacity=capacity, operators=whose
+            x_TH, experts_TK, weights_TK, self.num_experts, networks, capacity=capacity, operators=whose
         )
 
     def _stands_in_for(self, part: Any, kind: type[nn.Module]) -> bool:

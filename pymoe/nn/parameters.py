@@ -15,6 +15,7 @@ from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.router import Router
 from pymoe.reference import checks
 from pymoe.reference.autocast import autocast_enabled
+from pymoe.reference.expert_activation import is_gated
 
 
 def check_layer(layer: Any, x: Tensor) -> None:
@@ -28,11 +29,14 @@ def check_layer(layer: Any, x: Tensor) -> None:
         ValueError: a parameter has not the layer's sizes, or is on another device than ``x``.
         TypeError: a parameter of experts has another dtype than ``x``, and autocast does not cast it.
     """
-    router, experts, shared = layer.router, layer.experts, layer.shared
+    # Of the modules' own dictionaries: Module.__getattr__ costs half a microsecond a name.
+    router, experts, shared = map(layer._modules.get, ("router", "experts", "shared"))
     if type(router) is Router:
-        _check_place("router.weight", router.weight, (layer.num_experts, layer.hidden_size), x)
-        if router.expert_bias is not None:
-            _check_place("router.expert_bias", router.expert_bias, (layer.num_experts,), x)
+        weight, bias = router._parameters.get("weight"), router._buffers.get("expert_bias")
+        if weight is not None:
+            _check_place("router.weight", weight, (layer.num_experts, layer.hidden_size), x)
+        if bias is not None:
+            _check_place("router.expert_bias", bias, (layer.num_experts,), x)
     if type(experts) is Experts:
         check_networks("experts", experts, (layer.num_experts,), x)
     if type(shared) is SharedExperts:
@@ -48,10 +52,33 @@ def check_networks(name: str, networks: Experts | SharedExperts, stack: tuple[in
         stack: the first sizes of each parameter.
         x: rows that they are to be applied to.
     """
+    if networks_fit(networks, stack, x):
+        return
     for parameter, size in networks.sizes().items():
         value = getattr(networks, parameter)
         if value is not None:
             check_parameter(f"{name}.{parameter}", value, (*stack, *size), x)
+
+
+def networks_fit(networks: Experts | SharedExperts, stack: tuple[int, ...], x: Tensor) -> bool:
+    """Return whether the parameters fit without a cast, in one expression; see :mod:`pymoe.reference.checks`."""
+    own = networks._parameters
+    try:
+        w_in, w_out, b_in, b_out = own["w_in"], own["w_out"], own["b_in"], own["b_out"]
+    except KeyError:  # something else has taken its place
+        return False
+    hidden, ffn, dtype, device = networks.hidden_size, networks.ffn_size, x.dtype, x.device
+    inner = 2 * ffn if is_gated(networks.activation) else ffn
+    return (
+        w_in is not None
+        and w_out is not None
+        and w_in.shape == (*stack, inner, hidden)
+        and w_out.shape == (*stack, hidden, ffn)
+        and w_in.dtype == w_out.dtype == dtype
+        and w_in.device == w_out.device == device
+        and (b_in is None or (b_in.shape == (*stack, inner) and b_in.dtype == dtype and b_in.device == device))
+        and (b_out is None or (b_out.shape == (*stack, hidden) and b_out.dtype == dtype and b_out.device == device))
+    )
 
 
 def check_parameter(name: str, parameter: Tensor, shape: tuple[int, ...], x: Tensor, whose: str = "") -> None:

@@ -119,7 +119,7 @@ FAULTS = [
     Fault(
         "the direct way of a layer takes a router's weight of other sizes",
         "pymoe/nn/direct.py",
-        "and weight.shape == sizes",
+        "and weight.shape == (experts, layer.hidden_size)",
         "",
         ("tests/nn/test_moe_parameters.py", "-k", "another_size and router"),
     ),

@@ -66,6 +66,29 @@ def test_it_has_the_bits_and_the_statistics_of_the_parts(options, dtype, ways):
         assert_same(layer.stats, stats)
 
 
+def test_tokens_need_not_be_contiguous(ways):
+    layer, x = make_layer(), make_input(5)
+    with torch.no_grad():
+        for strided in (x.t().contiguous().t(), x.repeat_interleave(2, dim=1)[:, ::2], x.expand(3, 5, 12)):
+            with ways.block():
+                expected = layer(strided)
+            assert torch.equal(layer(strided), expected)
+    assert ways == [False, True] * 3
+
+
+def test_counts_follow_a_layer_that_has_come_from_a_checkpoint(ways):
+    """``assign=True`` moves parameters off the meta device, and nothing tells the counts."""
+    trained = make_layer(bias_update_rate=0.01)
+    with torch.device("meta"):
+        layer = MoE(12, 10, 8, 2, bias_update_rate=0.01, dtype=torch.float64)
+    layer.load_state_dict(trained.state_dict(), assign=True)
+    with torch.no_grad():
+        layer(make_input(3))
+    layer.update_bias()
+    assert ways == [True]
+    assert torch.equal(layer.router.expert_bias, trained.router.expert_bias)
+
+
 def frozen(layer):
     layer.requires_grad_(False)
     return nullcontext()
@@ -164,6 +187,10 @@ def expert_bias_that_is_no_buffer(layer):
     layer.router.expert_bias = -bias
 
 
+def expert_bias_that_is_not_contiguous(layer):
+    layer.router._buffers["expert_bias"] = layer.router.expert_bias.repeat_interleave(2)[::2]
+
+
 def router_of_another_dtype(layer):
     layer.router.float()
 
@@ -176,12 +203,21 @@ def reference(layer):
     layer.backend = "reference"
 
 
+def reference_of_the_router(layer):
+    layer.router.backend = "reference"
+
+
+def reference_of_the_experts(layer):
+    layer.experts.backend = "reference"
+
+
 CHANGES = (
     *(make(part) for make in (hook_of, pre_hook_of) for part in ("router", "losses", "experts")),
     *(forward_of_the_router, another_class_of_router, another_class_of_layer, compiled_router),
     *(parametrized_weight_of_the_router, parametrized_experts),
     *(weight_that_is_no_parameter, bias_that_is_no_parameter, expert_bias_that_is_no_buffer),
-    *(router_of_another_dtype, subclass_of_tensor, reference),
+    *(expert_bias_that_is_not_contiguous, router_of_another_dtype, subclass_of_tensor),
+    *(reference, reference_of_the_router, reference_of_the_experts),
 )
 
 
