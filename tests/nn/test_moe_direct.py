@@ -76,17 +76,22 @@ def test_tokens_need_not_be_contiguous(ways):
     assert ways == [False, True] * 3
 
 
-def test_counts_follow_a_layer_that_has_come_from_a_checkpoint(ways):
-    """``assign=True`` moves parameters off the meta device, and nothing tells the counts."""
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_counts_follow_a_layer_that_has_come_from_a_checkpoint(mode, ways):
+    """``assign=True`` moves parameters off the meta device, and nothing tells the counts, which training changes."""
     trained = make_layer(bias_update_rate=0.01)
+    before = trained.router.expert_bias.clone()
     with torch.device("meta"):
         layer = MoE(12, 10, 8, 2, bias_update_rate=0.01, dtype=torch.float64)
     layer.load_state_dict(trained.state_dict(), assign=True)
-    with torch.no_grad():
-        layer(make_input(3))
-    layer.update_bias()
+    with mode():
+        layer(make_input(3).detach())
     assert ways == [True]
-    assert torch.equal(layer.router.expert_bias, trained.router.expert_bias)
+    assert layer.router.counted["load"].device == torch.device("cpu")
+    layer(make_input(4)).sum().backward()
+    assert torch.equal(layer.router.counted["load"], layer.stats.load.long())
+    layer.update_bias()
+    assert not torch.equal(layer.router.expert_bias, before)
 
 
 def frozen(layer):

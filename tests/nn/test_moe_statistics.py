@@ -148,6 +148,16 @@ def test_they_survive_a_move_and_inference_mode():
     layer(x).sum().backward()
 
 
+@pytest.mark.only_on("cpu", "cuda")
+def test_a_layer_that_moved_in_inference_mode_can_forget_them_outside():
+    layer, x = make_layer(), make_input(9)
+    with torch.inference_mode():
+        layer(x.detach())
+        layer.last.to(x.device)
+    layer.last.zero_()
+    assert not any(bool(value.any()) for value in layer.stats)
+
+
 def test_a_saved_layer_does_not_grow_with_its_tokens():
     layer, sizes = make_layer(), []
     for tokens in (1, 5000):

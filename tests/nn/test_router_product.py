@@ -158,6 +158,22 @@ def test_what_the_experts_leave_is_added_to_once_however_often_a_graph_runs():
     assert torch.equal(first, second)
 
 
+def test_a_gradient_that_shared_experts_see_stays_as_they_saw_it():
+    """Alone, the experts' gradient of the tokens is added to in place; a hook on what others take may keep it."""
+    layer, x = narrow_layer(num_shared_experts=1), make_input(9, hidden_size=16, dtype=torch.bfloat16)
+    seen = []
+
+    def watch(module, args):
+        args[0].register_hook(lambda grad: seen.append((grad, grad.clone())))
+
+    layer.shared.register_forward_pre_hook(watch)
+    layer(x).sum().backward()
+    (kept, copied), *others = seen
+    assert not others
+    assert torch.equal(kept, copied)
+    assert not torch.equal(kept, x.grad)
+
+
 def test_double_backward_is_that_of_the_float32_product():
     """A gradient penalty on the router: its second derivatives, closed over two products, against float64."""
     weight = torch.randn(5, 12, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
