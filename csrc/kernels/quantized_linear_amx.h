@@ -47,7 +47,7 @@ struct RightCodes<8> {
 
   const uint8_t* begin;
   int64_t whole;  // steps of 64 inputs
-  bool half;      // 32 inputs behind them: a copy, with zeros behind
+  bool half;      // 32 inputs behind them: a copy, and zeros where there is no input
   alignas(64) uint8_t last[kStepBytes];
 
   void take(const uint8_t* weight, int64_t groups) {
@@ -232,7 +232,7 @@ void multiply_tile_by_tiles(const uint8_t* tile, int64_t inputs, const RoundedRo
   constexpr int64_t kRowBytes = (kBits == 8 ? 1 : 2) * kRoundedBytes;
   const int64_t groups = quantized_groups(inputs);
   alignas(64) float y[kChunk * kQuantizedTile];
-  alignas(64) int32_t sums[2][4 * kTileOfSums];
+  alignas(64) int32_t sums[4 * kTileOfSums];
   RightCodes<kBits> codes;
   const int64_t chunks = (x.count + kChunk - 1) / kChunk;
   for (int64_t chunk = 0, row = 0; chunk < chunks; ++chunk) {
@@ -258,19 +258,14 @@ void multiply_tile_by_tiles(const uint8_t* tile, int64_t inputs, const RoundedRo
           tiles.template zero<3>();
           codes.multiply(tiles, x.codes + block * x.codes_stride + (row + first) * kRowBytes, output);
           add_sums<kBits>(waiting);
-          int32_t* to = sums[waiting.sums == sums[0] ? 1 : 0];
-          tiles.template store<0>(to, kTileRowBytes);
-          tiles.template store<1>(to + kTileOfSums, kTileRowBytes);
-          tiles.template store<2>(to + 2 * kTileOfSums, kTileRowBytes);
-          tiles.template store<3>(to + 3 * kTileOfSums, kTileRowBytes);
-          waiting = {to,
-                     x.rounded + block * x.rounded_stride + row + first,
-                     weight,
-                     some,
-                     wanted - first,
-                     rows,
-                     output,
-                     y + first * kQuantizedTile};
+          tiles.template store<0>(sums, kTileRowBytes);
+          tiles.template store<1>(sums + kTileOfSums, kTileRowBytes);
+          tiles.template store<2>(sums + 2 * kTileOfSums, kTileRowBytes);
+          tiles.template store<3>(sums + 3 * kTileOfSums, kTileRowBytes);
+          waiting = {sums,           x.rounded + block * x.rounded_stride + row + first,
+                     weight,         some,
+                     wanted - first, rows,
+                     output,         y + first * kQuantizedTile};
         }
       }
       weight += bytes;

@@ -245,7 +245,8 @@ TEST_CASE("amx gemm: sums that wait for the next block of k, and rows of A that 
     judge(Case(random, 1030, 17, 5, Layout::kAcross, kLayouts[turn % 3], false, true, false));
   }
   judge(Case(random, 33, 17, 8192 + 31, Layout::kAlongK, Layout::kAcross, true, true, false));
-  judge(Case(random, 270, 5, 2048 + 31, Layout::kAlongK, Layout::kAlongK, true, true, false));
+  judge(Case(random, 400, 5, 2048 + 31, Layout::kAlongK, Layout::kAlongK, true, true, false));
+  judge(Case(random, 770, 2, 2048, Layout::kAlongK, Layout::kAcross, true, true, false));
 }
 
 #if PYMOE_MULTIVERSION

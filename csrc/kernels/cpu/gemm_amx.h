@@ -236,8 +236,12 @@ void gemm_amx(const Gemm<BFloat16>& g) {
 #if PYMOE_ISA_LEVEL == 4
   if (!left_b && g.m <= kAmxMostVectorRows && g.b_column_stride == 1 && g.steps == nullptr) return gemm_amx_few(g);
 #endif
-  const int64_t fitting = kAmxPanelBytes / 2 / std::clamp<int64_t>(g.k, 1, kAmxDepth) / kAmxFewRows * kAmxFewRows;
-  const int64_t rows = std::max(kAmxRows, fitting);
+  // Passes over B with about as many rows of A as a panel holds, and with twice as many where B is packed for each: of
+  // equal size, so that none is made for the few rows that are left.
+  const int64_t fitting = kAmxPanelBytes / 2 / std::clamp<int64_t>(g.k, 1, kAmxDepth);
+  const int64_t wanted = std::max(kAmxRows, fitting) * (left_b ? 1 : 2);
+  const int64_t passes = std::max<int64_t>(1, (g.m + wanted / 2) / wanted);
+  const int64_t rows = round_up((g.m + passes - 1) / passes, kAmxFewRows);
   const auto multiply = left_b ? &gemm_amx_rows<true, Tiles> : &gemm_amx_rows<false, Tiles>;
   for (int64_t row = 0; row < g.m; row += rows) multiply(g, row, std::min(g.m, row + rows));
 }
