@@ -206,3 +206,16 @@ def test_bias_moves_in_a_layer_assigned_from_a_checkpoint(dtype):
     assert not torch.equal(layer.router.expert_bias, bias)
     twin = pickle.loads(pickle.dumps(copy.deepcopy(layer)))
     assert torch.equal(twin.router.expert_bias, layer.router.expert_bias)
+
+
+def test_reset_parameters_forgets_the_load_and_the_bias():
+    layer = biased_layer()
+    train_on(layer, make_input(12))
+    layer.update_bias()
+    train_on(layer, make_input(12))
+    assert layer.router.counted["load"].any()
+    assert layer.router.expert_bias.any()
+    layer.reset_parameters()
+    assert not layer.router.counted["load"].any()
+    assert not layer.router.expert_bias.any()
+    assert not any(bool(value.any()) for value in layer.stats)
