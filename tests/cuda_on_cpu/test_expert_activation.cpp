@@ -77,6 +77,20 @@ TEST_CASE("expert_activation: the emulated kernels give the CPU twin's bits, for
   });
 }
 
+// Two rows of 96 threads a block: the one number of threads that shares a block and is no power of two.
+TEST_CASE("expert_activation: every row of a block is found") {
+  Random random(1);
+  Shape shape(random);
+  shape.kind = Activation::kSwiglu;
+  shape.interleaved = false;
+  shape.rows = 5, shape.features = 720;
+  Buffer<float> h(shape.inputs()), expected(shape.outputs()), out(shape.outputs());
+  fill_wide(h, random);
+  cpu::expert_activation(shape.arguments<float>(nullptr, h.data(), expected.data()));
+  cuda::expert_activation(shape.arguments<float>(nullptr, h.data(), out.data()), nullptr);
+  CHECK(shape.agree(out, expected));
+}
+
 TEST_CASE("one_plus_exp: the bits of 1 + e^x for every x but NaN") {
   std::mt19937 bits(1);
   int different = 0;
