@@ -12,6 +12,8 @@
 
 #include <cstdint>
 
+#include "kernels/choice_counts.h"
+
 namespace pymoe {
 
 struct BuildRoutingArguments {
@@ -28,6 +30,11 @@ struct BuildRoutingArguments {
   bool foreign = false;  // experts of E or more are no error
 };
 
+struct CountedRoutingArguments : BuildRoutingArguments {  // int32 experts, all in [0, E); no workspace
+  ChoiceCounts counts;
+  int32_t* load;  // (E,), written: the sums of the counts
+};
+
 namespace cpu {
 int64_t build_routing_workspace(int64_t rows, int64_t num_experts);
 void build_routing(const BuildRoutingArguments& arguments);
@@ -38,6 +45,8 @@ int64_t build_routing_workspace(int64_t rows, int64_t num_experts);
 // Enqueues on `stream` (a cudaStream_t) and returns at once: one launch for up to 49152 choices and 1406 experts, else
 // two. Throws std::runtime_error if a launch is refused.
 void build_routing(const BuildRoutingArguments& arguments, void* stream);
+// The same for experts that the gate has chosen and counted, in one launch.
+void build_routing_counted(const CountedRoutingArguments& arguments, void* stream);
 }  // namespace cuda
 
 }  // namespace pymoe

@@ -15,6 +15,7 @@
 
 #include "core/dtype.h"
 #include "core/score.h"
+#include "kernels/choice_counts.h"
 
 namespace pymoe {
 
@@ -41,6 +42,7 @@ struct GateTopkArguments {
   // Of the CUDA twin. Results do not depend on the number of blocks.
   void* workspace = nullptr;  // cuda::gate_topk_workspace bytes
   int64_t most_blocks = 0;    // in the grid; 0: the twin's own choice
+  ChoiceCounts counts{};      // with memory: written in place of `load`, which then needs no memory that is cleared
 
   PYMOE_HOST_DEVICE bool chooses_on_logits() const { return bias == nullptr && num_groups == 0; }
 };
@@ -76,6 +78,8 @@ namespace cuda {
 // How many bytes of workspace a call needs: none in usual shapes, whose rows fit into shared memory.
 int64_t gate_topk_workspace(const GateTopkArguments& arguments);
 int64_t gate_topk_backward_workspace(const GateTopkBackwardArguments& arguments);
+// The counts that a call can write for build_routing, as yet without memory; no tiles where it cannot.
+ChoiceCounts gate_topk_counts(const GateTopkArguments& arguments);
 // Enqueue on `stream` (a cudaStream_t) and return at once; throw std::runtime_error if a launch is refused.
 void gate_topk(const GateTopkArguments& arguments, void* stream);
 void gate_topk_backward(const GateTopkBackwardArguments& arguments, void* stream);

@@ -18,6 +18,7 @@
 #include <type_traits>
 
 #include "kernels/cuda/choose.h"
+#include "kernels/cuda/held_row.h"
 #include "kernels/gate_topk.h"
 
 namespace pymoe::cuda {
@@ -26,122 +27,25 @@ namespace {
 constexpr const char* kName = "gate_topk";
 constexpr int kThreads = 256;
 constexpr int64_t kBlocks = 528;             // at most: what four blocks on each of an H200's 132 multiprocessors make
+constexpr int64_t kCountedBlocks = 256;      // the same where every block of build_routing reads the counts of each
 constexpr int64_t kMostCounted = 8192;       // experts whose slots are counted in shared memory
 constexpr int64_t kMostBuffered = 64 << 20;  // bytes of the workspace for rows; fewer blocks above it
+// Up to here 16 lanes a token, of which a block has 16, make two blocks on each of 132 multiprocessors at most: where
+// rows are scored a warp is done sooner than with 8 lanes, which need fewer instructions for many tokens.
+constexpr int64_t kFewTokens = 4224;
 constexpr int kHeldExperts = 512;
 constexpr int kHeldScores = 256;  // where the choice or the weights need the scores of the whole row
 
 // How a launch lays out its memory.
 struct Layout {
   int64_t tiles;       // of threads / kLanes tokens
+  int64_t each;        // of these tiles a block, one after the other
   int32_t capacity;    // candidates of a token that there is room for; 0: choose by passes
   int32_t group_size;  // experts a group; 0: no groups
   int64_t row_keys;    // keys a token buffers: E and one a group, or none
+  int64_t row_scores;  // scores that it keeps in shared memory: E and some more, or none
   bool counts_in_shared;
   void* rows;  // buffered keys, a token of a block after the other; null: in shared memory
-};
-
-// values[expert]; past the row's end another of them, if kClamped, or else V{}, as where there are no values.
-template <bool kClamped, typename V>
-PYMOE_DEVICE V value_near(const V* PYMOE_RESTRICT values, uint32_t expert, uint32_t size) {
-  if constexpr (kClamped) return values[min(expert, size - 1)];
-  return values != nullptr && expert < size ? values[expert] : V{};
-}
-
-// A row in registers.
-template <typename S, int kLanes, int kHeld>
-struct HeldRow {
-  order_key_t<S> slots[kHeld];
-  uint32_t size;
-
-  PYMOE_DEVICE HeldRow(const GateTopkArguments& a, order_key_t<S>*) : size(static_cast<uint32_t>(a.num_experts)) {}
-  PYMOE_DEVICE static uint32_t expert_of(int i) { return threadIdx.x % kLanes + i * kLanes; }
-
-  // slot = f(slot, expert, step) for all slots of the lane, those past the row's end too.
-  template <typename F>
-  PYMOE_DEVICE void map(const F& f) {
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) slots[i] = f(slots[i], static_cast<int32_t>(expert_of(i)), i);
-  }
-  // slot = f(slot, expert, step, value of the expert). All loads are on their way before f uses the first: one that
-  // stood beside the conversion of its value would be waited for before the next is issued.
-  template <bool kClamped, typename V, typename F>
-  PYMOE_DEVICE void map_with(const V* PYMOE_RESTRICT values, const F& f) {
-    V loaded[kHeld];
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) loaded[i] = value_near<kClamped>(values, expert_of(i), size);
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) slots[i] = f(slots[i], static_cast<int32_t>(expert_of(i)), i, loaded[i]);
-  }
-  template <typename F>
-  PYMOE_DEVICE void each(const F& f) const {
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) f(slots[i], static_cast<int32_t>(expert_of(i)), i);
-  }
-};
-
-// A row in a buffer, for any number of experts: kHeld = 0.
-template <typename S, int kLanes>
-struct HeldRow<S, kLanes, 0> {
-  static constexpr int kAtOnce = 8;
-  order_key_t<S>* buffer;
-  uint32_t size;
-
-  PYMOE_DEVICE HeldRow(const GateTopkArguments& a, order_key_t<S>* row)
-      : buffer(row), size(static_cast<uint32_t>(a.num_experts)) {}
-
-  template <typename F>
-  PYMOE_DEVICE void map(const F& f) {
-    each_stretch([&](uint32_t first) {
-      order_key_t<S> slots[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const uint32_t expert = first + i * kLanes;
-        slots[i] = f(slot_of(expert), static_cast<int32_t>(expert), i);
-      }
-      store(first, slots);
-    });
-  }
-  template <bool kClamped, typename V, typename F>
-  PYMOE_DEVICE void map_with(const V* PYMOE_RESTRICT values, const F& f) {
-    each_stretch([&](uint32_t first) {
-      V loaded[kAtOnce];
-      order_key_t<S> slots[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) loaded[i] = value_near<kClamped>(values, first + i * kLanes, size);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const uint32_t expert = first + i * kLanes;
-        slots[i] = f(slot_of(expert), static_cast<int32_t>(expert), i, loaded[i]);
-      }
-      store(first, slots);
-    });
-  }
-  template <typename F>
-  PYMOE_DEVICE void each(const F& f) const {
-    each_stretch([&](uint32_t first) {
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const uint32_t expert = first + i * kLanes;
-        f(slot_of(expert), static_cast<int32_t>(expert), i);
-      }
-    });
-  }
-
- private:
-  // f(first expert) for the stretches of kAtOnce experts of this lane.
-  template <typename F>
-  PYMOE_DEVICE void each_stretch(const F& f) const {
-    for (uint32_t first = threadIdx.x % kLanes, begin = 0; begin < size; begin += kAtOnce * kLanes) f(begin + first);
-  }
-  PYMOE_DEVICE order_key_t<S> slot_of(uint32_t expert) const { return expert < size ? buffer[expert] : kNoKey<S>; }
-  PYMOE_DEVICE void store(uint32_t first, const order_key_t<S> (&slots)[kAtOnce]) {
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const uint32_t expert = first + i * kLanes;
-      if (expert < size) buffer[expert] = slots[i];
-    }
-  }
 };
 
 // Calls f with the row of logits of a token, as a pointer to its dtype.
@@ -166,8 +70,8 @@ class Token {
 
  public:
   PYMOE_DEVICE Token(const GateTopkArguments& a, const Layout& layout, int64_t token, bool writes, Key* buffer,
-                     int32_t* counts)
-      : a_(a), layout_(layout), token_(token), writes_(writes), counts_(counts), buffer_(buffer), row_(a, buffer) {}
+                     S* row_scores, int32_t* counts)
+      : a_(a), layout_(layout), token_(token), writes_(writes), counts_(counts), buffer_(buffer), row_scores_(row_scores), row_(static_cast<uint32_t>(a.num_experts), buffer) {}
 
   PYMOE_DEVICE void gate(Candidate<S>* list, Candidate<S>* chosen, S* scores) {
     load_row();
@@ -199,9 +103,14 @@ class Token {
       // In the larger kernels the compiler makes one branch of both questions whether an expert is inside, with the
       // load and the widening behind it, unless the first is not asked.
       constexpr bool kClamped = kScoresRow && sizeof(*logits) == 2;
-      row_.template map_with<kClamped>(logits, [&](Key, int32_t expert, int, auto logit) {
+      const auto bits = [&](Key, int32_t expert, int, auto logit) {
         return bit_cast<Key>(inside(expert) ? to_accumulate(logit) : -std::numeric_limits<S>::infinity());
-      });
+      };
+      if (kScoresRow && !a_.chooses_on_logits()) {
+        row_.template map_with_two<kClamped>(logits, static_cast<const S*>(a_.bias), bits);
+      } else {
+        row_.template map_with<kClamped>(logits, bits);
+      }
     });
   }
 
@@ -230,12 +139,15 @@ class Token {
       });
       return;
     }
+    if (kHeld > 0) __syncwarp();  // all lanes have read the scores of the token before
     // Without a bias 0 is added, which changes no score: none is -0.
-    row_.template map_with<false>(static_cast<const S*>(a_.bias), [&](Key slot, int32_t expert, int, S bias) {
+    row_.map_with_second(static_cast<const S*>(a_.bias), [&](Key slot, int32_t expert, int, S bias) {
       const S value = bit_cast<S>(slot);
       const S score = softmax() ? value / sum_ : sigmoid_in_fixed_steps(value);
+      if (kHeld > 0 && inside(expert)) row_scores_[expert] = score;
       return inside(expert) ? order_key(score + bias) : kNoKey<S>;
     });
+    if (kHeld > 0) __syncwarp();  // scores are there
     if (layout_.group_size > 0) keep_best_groups();
   }
 
@@ -285,6 +197,7 @@ class Token {
 
   // The score of a chosen expert; e^(logit - best) where a common factor is divided away later.
   PYMOE_DEVICE S score_of(const Candidate<S>& candidate) const {
+    if (kScoresRow && kHeld > 0 && !a_.chooses_on_logits()) return row_scores_[candidate.expert()];
     S logit;
     if (!kScoresRow || a_.chooses_on_logits()) {
       logit = value_of_key<S>(candidate.key());
@@ -364,6 +277,7 @@ class Token {
   const bool writes_;
   int32_t* const counts_;
   Key* const buffer_;
+  S* const row_scores_;  // of rows in registers whose choice is made on more than the logits
   S greatest_ = 0;  // the greatest logit
   S sum_ = 1;       // of e^(logit - greatest) over the row, where that is needed
   HeldRow<S, kLanes, kHeld> row_;
@@ -392,19 +306,27 @@ __global__ void __launch_bounds__(kThreads, kResident)
     buffer = static_cast<order_key_t<S>*>(layout.rows) +
              (static_cast<int64_t>(blockIdx.x) * tokens + slot) * layout.row_keys;
   }
+  auto* const row_scores = array(S{}, layout.row_scores);
   auto* const counts = reinterpret_cast<int32_t*>(next);
   if (layout.counts_in_shared) {
     for (int64_t expert = threadIdx.x; expert < a.num_experts; expert += blockDim.x) counts[expert] = 0;
     __syncthreads();
   }
-  for (int64_t tile = blockIdx.x; tile < layout.tiles; tile += gridDim.x) {
+  const int64_t first = blockIdx.x * layout.each;
+  for (int64_t tile = first; tile < min(first + layout.each, layout.tiles); ++tile) {
     const int64_t token = tile * tokens + slot;
     // Groups past the last token repeat it and write nothing: the warp's collectives need all lanes.
-    Token<S, kLanes, kHeld, kScoresRow>(a, layout, min(token, a.tokens - 1), token < a.tokens, buffer, counts)
+    Token<S, kLanes, kHeld, kScoresRow>(a, layout, min(token, a.tokens - 1), token < a.tokens, buffer, row_scores, counts)
         .gate(list, chosen, scores);
   }
-  if (layout.counts_in_shared) {
-    __syncthreads();  // all have counted
+  if (!layout.counts_in_shared) return;
+  __syncthreads();  // all have counted
+  if (a.counts.values != nullptr) {
+    uint16_t* const written = a.counts.values + blockIdx.x * a.counts.stride;
+    for (int64_t expert = threadIdx.x; expert < a.counts.stride; expert += blockDim.x) {
+      written[expert] = expert < a.num_experts ? static_cast<uint16_t>(counts[expert]) : uint16_t{0};
+    }
+  } else {
     for (int64_t expert = threadIdx.x; expert < a.num_experts; expert += blockDim.x) {
       const int32_t count = counts[expert];
       if (gridDim.x == 1) {
@@ -419,18 +341,50 @@ __global__ void __launch_bounds__(kThreads, kResident)
 struct Plan {
   LaunchShape shape;
   Layout layout;
+  int64_t tokens;  // a tile
   int64_t workspace_bytes = 0;
 };
 
-template <typename S, int kLanes, int kHeld>
-Plan plan_of(const GateTopkArguments& a) {
-  constexpr int64_t kMaxima = Token<S, kLanes, kHeld, true>::kMaxima;
+// Which of the kernels serves a call.
+template <typename Sums, int kGroup, int kSlots, bool kWholeRow>
+struct Kernel {
+  using S = Sums;
+  static constexpr int kLanes = kGroup, kHeld = kSlots;
+  static constexpr bool kScoresRow = kWholeRow;
+};
+
+template <typename F>
+auto with_kernel(const GateTopkArguments& a, const F& f) {
+  if (a.dtype == DType::kFloat64) return f(Kernel<double, kWarp, 0, true>{});
+  const bool chosen_alone = a.chooses_on_logits() && (a.options.score == Score::kSigmoid || a.options.renormalize);
+  if (a.num_experts > (chosen_alone ? kHeldExperts : kHeldScores)) return f(Kernel<float, kWarp, 0, true>{});
+  if (!chosen_alone) {
+    if (a.num_experts <= 128 && a.tokens <= kFewTokens) return f(Kernel<float, 16, 8, true>{});
+    if (a.num_experts <= 128) return f(Kernel<float, 8, 16, true>{});
+    return f(Kernel<float, 16, 16, true>{});
+  }
+  if (a.num_experts <= 32) return f(Kernel<float, 4, 8, false>{});
+  if (a.num_experts <= 64) return f(Kernel<float, 8, 8, false>{});
+  if (a.num_experts <= 128) return f(Kernel<float, 8, 16, false>{});
+  if (a.num_experts <= 256) return f(Kernel<float, 16, 16, false>{});
+  return f(Kernel<float, kWarp, 16, false>{});
+}
+
+// `counted`: for build_routing.
+template <typename K>
+Plan plan_of(const GateTopkArguments& a, bool counted) {
+  using S = typename K::S;
+  constexpr int kLanes = K::kLanes;
+  constexpr int64_t kMaxima = Token<S, kLanes, K::kHeld, K::kScoresRow>::kMaxima;
   Layout layout{};
   const bool ranked = a.choices > 2 && a.choices <= kLanes * kMaxima;
   // An odd number, so that the lists of a warp's tokens begin in different banks.
   layout.capacity = ranked ? static_cast<int32_t>(std::max<int64_t>(4 * a.choices, 32) + 1) : 0;
   layout.group_size = a.num_groups > 0 ? static_cast<int32_t>(a.num_experts / a.num_groups) : 0;
-  if (kHeld == 0 || a.num_groups > 0) layout.row_keys = a.num_experts + a.num_groups;
+  if (K::kHeld == 0 || a.num_groups > 0) layout.row_keys = a.num_experts + a.num_groups;
+  if (K::kHeld > 0 && K::kScoresRow && !a.chooses_on_logits()) {
+    layout.row_scores = ceil_div(a.num_experts, kWarp) * kWarp + kLanes;  // the tokens of a warp begin in other banks
+  }
   layout.counts_in_shared = a.num_experts <= kMostCounted;
 
   const int64_t counts = layout.counts_in_shared ? a.num_experts * int64_t{sizeof(int32_t)} : 0;
@@ -438,48 +392,47 @@ Plan plan_of(const GateTopkArguments& a) {
                         (ranked ? a.choices : 0) * int64_t{sizeof(Candidate<S>) + sizeof(S)};
   const int64_t rows = layout.row_keys * int64_t{sizeof(S)};
   const bool rows_in_shared = kWarp / kLanes * (lists + rows) + counts <= kMostSharedBytes;
-  const int64_t token_bytes = lists + (rows_in_shared ? rows : 0);
+  const int64_t token_bytes = lists + (rows_in_shared ? rows : 0) + layout.row_scores * int64_t{sizeof(S)};
   int threads = kThreads;
   while (threads > kWarp && threads / kLanes * token_bytes + counts > kUsualSharedBytes) threads /= 2;
   const int64_t tokens = threads / kLanes;
   layout.tiles = ceil_div(a.tokens, tokens);
-  int64_t blocks = std::min(layout.tiles, a.most_blocks > 0 ? a.most_blocks : kBlocks);
+  int64_t blocks = std::min(layout.tiles, a.most_blocks > 0 ? a.most_blocks : counted ? kCountedBlocks : kBlocks);
   if (!rows_in_shared) blocks = std::clamp<int64_t>(kMostBuffered / (tokens * rows), 1, blocks);
-  Plan plan{{blocks, threads, std::max<int64_t>(tokens * token_bytes + counts, 1)}, layout};
+  layout.each = blocks == 0 ? 0 : ceil_div(layout.tiles, blocks);
+  if (blocks > 0) blocks = ceil_div(layout.tiles, layout.each);
+  Plan plan{{blocks, threads, std::max<int64_t>(tokens * token_bytes + counts, 1)}, layout, tokens};
   if (!rows_in_shared) plan.workspace_bytes = blocks * tokens * rows;
   return plan;
 }
 
-template <typename S, int kLanes, int kHeld, bool kScoresRow>
+template <typename K>
 void gate(const GateTopkArguments& a, void* stream) {
-  Plan plan = plan_of<S, kLanes, kHeld>(a);
+  const bool counted = a.counts.values != nullptr;
+  Plan plan = plan_of<K>(a, counted);
   if (plan.workspace_bytes > 0) plan.layout.rows = a.workspace;
-  if (plan.shape.blocks != 1 || !plan.layout.counts_in_shared) {
+  if (!counted && (plan.shape.blocks != 1 || !plan.layout.counts_in_shared)) {
     clear(kName, a.load, a.num_experts * int64_t{sizeof(int32_t)}, stream);
   }
-  launch(kName, gate_topk_kernel<S, kLanes, kHeld, kScoresRow>, plan.shape, stream, a, plan.layout);
+  launch(kName, gate_topk_kernel<typename K::S, K::kLanes, K::kHeld, K::kScoresRow>, plan.shape, stream, a,
+         plan.layout);
 }
 
 }  // namespace
 
 int64_t gate_topk_workspace(const GateTopkArguments& a) {
-  if (a.dtype == DType::kFloat64) return plan_of<double, kWarp, 0>(a).workspace_bytes;
-  return plan_of<float, kWarp, 0>(a).workspace_bytes;  // rows short enough for registers need none
+  return with_kernel(a, [&](auto kernel) { return plan_of<decltype(kernel)>(a, false).workspace_bytes; });
+}
+
+ChoiceCounts gate_topk_counts(const GateTopkArguments& a) {
+  if (a.tokens > ChoiceCounts::kMostTokens || a.num_experts > ChoiceCounts::kMostExperts) return {};
+  const Plan plan = with_kernel(a, [&](auto kernel) { return plan_of<decltype(kernel)>(a, true); });
+  constexpr int64_t kPack = ChoiceCounts::kCountPack;
+  return {nullptr, plan.shape.blocks, plan.layout.each * plan.tokens, ceil_div(a.num_experts, kPack) * kPack};
 }
 
 void gate_topk(const GateTopkArguments& a, void* stream) {
-  if (a.dtype == DType::kFloat64) return gate<double, kWarp, 0, true>(a, stream);
-  const bool chosen_alone = a.chooses_on_logits() && (a.options.score == Score::kSigmoid || a.options.renormalize);
-  if (a.num_experts > (chosen_alone ? kHeldExperts : kHeldScores)) return gate<float, kWarp, 0, true>(a, stream);
-  if (!chosen_alone) {
-    if (a.num_experts <= 128) return gate<float, 8, 16, true>(a, stream);
-    return gate<float, 16, 16, true>(a, stream);
-  }
-  if (a.num_experts <= 32) return gate<float, 4, 8, false>(a, stream);
-  if (a.num_experts <= 64) return gate<float, 8, 8, false>(a, stream);
-  if (a.num_experts <= 128) return gate<float, 8, 16, false>(a, stream);
-  if (a.num_experts <= 256) return gate<float, 16, 16, false>(a, stream);
-  return gate<float, kWarp, 16, false>(a, stream);
+  with_kernel(a, [&](auto kernel) { gate<decltype(kernel)>(a, stream); });
 }
 
 }  // namespace pymoe::cuda

@@ -5,13 +5,17 @@
 //
 //     y[t] = sum over k, in order, of weights[t, k] * network of experts[t, k] (x[t])
 //
-// pymoe::apply_quantized_experts: the same with quantised weights and quantized_linear. `layout` is bits and output
+// pymoe::apply_chosen_experts: gate_topk and apply_experts of its choice, for the same; (y, load).
+//
+// pymoe::apply_quantized_experts: apply_experts with quantised weights and quantized_linear. `layout` is bits and output
 // features of w_in, bits and output features of w_out.
 //
 // Tensors are contiguous, but for the weights and biases of networks that are not quantised.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
+#include <string>
+#include <tuple>
 #include <vector>
 
 #include "ops/check.h"
@@ -23,29 +27,70 @@ namespace {
 
 constexpr const char* kName = "apply_experts";
 
+using Routing = std::tuple<Tensor, Tensor, Tensor>;
+
 // `networks` takes rows sorted by expert and their offsets.
 template <typename Networks>
-Tensor apply(const Tensor& x, const Tensor& experts, const Tensor& weights, int64_t num_experts,
-             std::optional<int64_t> capacity, bool foreign, const Networks& networks) {
-  require_same_device(kName, "experts", experts, x);
-  const auto [slot, token, offsets] = build_routing_op::build_routing(experts, num_experts, capacity, foreign);
+Tensor apply(const Tensor& x, const Routing& routing, const Tensor& weights, const Networks& networks) {
+  const auto& [slot, token, offsets] = routing;
   return combine_op::combine(networks(dispatch_op::dispatch(x, slot, offsets), offsets), slot, weights);
+}
+
+Routing route(const Tensor& x, const Tensor& experts, int64_t num_experts, std::optional<int64_t> capacity,
+              bool foreign) {
+  require_same_device(kName, "experts", experts, x);
+  return build_routing_op::build_routing(experts, num_experts, capacity, foreign);
+}
+
+// The networks that are not quantised. `whole`: every choice has a row.
+struct Networks {
+  const Tensor &w_in, &w_out;
+  const std::optional<Tensor>&b_in, &b_out;
+  bool whole;
+  int64_t kind;
+  double limit, alpha, up_offset;
+  bool interleaved;
+
+  Tensor operator()(const Tensor& rows, const Tensor& offsets) const {
+    const Tensor inner = grouped_linear_op::grouped_linear(rows, w_in, offsets, b_in, std::nullopt, nullptr, whole);
+    const Tensor active =
+        expert_activation_op::expert_activation(inner, kind, limit, alpha, up_offset, interleaved, &rows);
+    return grouped_linear_op::grouped_linear(active, w_out, offsets, b_out, std::nullopt, &inner, whole);
+  }
+};
+
+void require_weights(const Tensor& w_in, const Tensor& w_out) {
+  require(w_in.dim() == 3, kName, "w_in must have shape (E, N, H), got ", w_in);
+  require(w_out.dim() == 3 && w_out.size(0) == w_in.size(0), kName, "w_out must have shape (", w_in.size(0),
+          ", O, F), got ", w_out);
 }
 
 Tensor apply_experts(const Tensor& x, const Tensor& experts, const Tensor& weights, const Tensor& w_in,
                      const std::optional<Tensor>& b_in, const Tensor& w_out, const std::optional<Tensor>& b_out,
                      int64_t kind, std::optional<int64_t> capacity, bool foreign, double limit, double alpha,
                      double up_offset, bool interleaved) {
-  require(w_in.dim() == 3, kName, "w_in must have shape (E, N, H), got ", w_in);
-  require(w_out.dim() == 3 && w_out.size(0) == w_in.size(0), kName, "w_out must have shape (", w_in.size(0),
-          ", O, F), got ", w_out);
-  const bool whole = !capacity.has_value() && !foreign;  // every choice has a row
-  return apply(x, experts, weights, w_in.size(0), capacity, foreign, [&](const Tensor& rows, const Tensor& offsets) {
-    const Tensor inner = grouped_linear_op::grouped_linear(rows, w_in, offsets, b_in, std::nullopt, nullptr, whole);
-    const Tensor active =
-        expert_activation_op::expert_activation(inner, kind, limit, alpha, up_offset, interleaved, &rows);
-    return grouped_linear_op::grouped_linear(active, w_out, offsets, b_out, std::nullopt, &inner, whole);
-  });
+  require_weights(w_in, w_out);
+  const bool whole = !capacity.has_value() && !foreign;
+  const Networks networks{w_in, w_out, b_in, b_out, whole, kind, limit, alpha, up_offset, interleaved};
+  return apply(x, route(x, experts, w_in.size(0), capacity, foreign), weights, networks);
+}
+
+std::tuple<Tensor, Tensor> apply_chosen_experts(const Tensor& x, const Tensor& logits,
+                                                const std::optional<Tensor>& bias, int64_t k, std::string score,
+                                                bool renormalize, int64_t num_groups, int64_t topk_groups, double scale,
+                                                const Tensor& w_in, const std::optional<Tensor>& b_in,
+                                                const Tensor& w_out, const std::optional<Tensor>& b_out, int64_t kind,
+                                                std::optional<int64_t> capacity, double limit, double alpha,
+                                                double up_offset, bool interleaved) {
+  constexpr const char* kName = "apply_chosen_experts";
+  require_weights(w_in, w_out);
+  require_same_device(kName, "logits", logits, x);
+  require(logits.dim() == 2 && logits.size(1) == w_in.size(0), kName, "logits must have shape (T, ", w_in.size(0),
+          "), got ", logits);
+  const auto chosen = gate_topk_op::choose(logits, bias, k, score, renormalize, num_groups, topk_groups, scale, true);
+  const Networks networks{w_in, w_out, b_in, b_out, !capacity, kind, limit, alpha, up_offset, interleaved};
+  const Routing routing = build_routing_op::build_routing_of(chosen, capacity);
+  return {apply(x, routing, chosen.weights, networks), chosen.load};
 }
 
 Tensor apply_quantized_experts(const Tensor& x, const Tensor& experts, const Tensor& weights, const Tensor& w_in,
@@ -55,7 +100,8 @@ Tensor apply_quantized_experts(const Tensor& x, const Tensor& experts, const Ten
                                double up_offset, bool interleaved) {
   require(layout.size() == 4, kName, "layout must have 4 entries, got ", layout.size());
   require(w_in.dim() == 3, kName, "w_in.packed must have shape (E, tiles, bytes), got ", w_in);
-  return apply(x, experts, weights, w_in.size(0), capacity, foreign, [&](const Tensor& rows, const Tensor& offsets) {
+  const Routing routing = route(x, experts, w_in.size(0), capacity, foreign);
+  return apply(x, routing, weights, [&](const Tensor& rows, const Tensor& offsets) {
     const Tensor inner = quantized_linear_op::quantized_linear(rows, w_in, offsets, b_in, layout[0], layout[1]);
     const Tensor active =
         expert_activation_op::expert_activation(inner, kind, limit, alpha, up_offset, interleaved, &rows);
@@ -67,6 +113,11 @@ PYMOE_OPERATOR("apply_experts", apply_experts,
                "(Tensor x, Tensor experts, Tensor weights, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, int "
                "kind, SymInt? capacity, bool foreign, float limit=0., float alpha=1., float up_offset=0., bool "
                "interleaved=False) -> Tensor")
+PYMOE_OPERATOR("apply_chosen_experts", apply_chosen_experts,
+               "(Tensor x, Tensor logits, Tensor? bias, int k, str score, bool renormalize, int num_groups, int "
+               "topk_groups, float scale, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, int kind, SymInt? "
+               "capacity, float limit=0., float alpha=1., float up_offset=0., bool interleaved=False) -> (Tensor, "
+               "Tensor)")
 PYMOE_OPERATOR_OF_THE_CPU("apply_quantized_experts", apply_quantized_experts,
                           "(Tensor x, Tensor experts, Tensor weights, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? "
                           "b_out, int[] layout, int kind, SymInt? capacity, bool foreign, float limit=0., float "

@@ -1,5 +1,5 @@
 // pymoe::gate_topk and its backward: see kernels/gate_topk.h for what they compute and pymoe/reference/gate_topk.py for
-// the contract.
+// the contract. pymoe::gate_routing: gate_topk, and build_routing of what it has chosen.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -9,14 +9,13 @@
 #include "kernels/gate_topk.h"
 #include "ops/allocate.h"
 #include "ops/check.h"
+#include "ops/operators.h"
 #include "ops/twins.h"
 
 namespace pymoe::ops::gate_topk_op {
-namespace {
 
-std::tuple<Tensor, Tensor, Tensor> gate_topk(const Tensor& logits, std::optional<Tensor> bias, int64_t k,
-                                             std::string score, bool renormalize, int64_t num_groups,
-                                             int64_t topk_groups, double scale) {
+Chosen choose(const Tensor& logits, const std::optional<Tensor>& bias, int64_t k, const std::string& score,
+              bool renormalize, int64_t num_groups, int64_t topk_groups, double scale, bool counted) {
   constexpr const char* kName = "gate_topk";
   constexpr int64_t kLimit = int64_t{1} << 31;  // experts and loads are int32
   GateTopkArguments a{};
@@ -45,17 +44,39 @@ std::tuple<Tensor, Tensor, Tensor> gate_topk(const Tensor& logits, std::optional
   }
   a.options = {score_named(kName, score), renormalize, scale};
 
-  Tensor weights = empty({a.tokens, k}, accumulated, logits);
-  Tensor experts = empty({a.tokens, k}, ScalarType::Int, logits);
-  Tensor load = empty({a.num_experts}, ScalarType::Int, logits);
+  Chosen chosen{empty({a.tokens, k}, accumulated, logits), empty({a.tokens, k}, ScalarType::Int, logits),
+                empty({a.num_experts}, ScalarType::Int, logits)};
   a.logits = logits.const_data_ptr();
-  a.weights = weights.mutable_data_ptr();
-  a.experts = static_cast<int32_t*>(experts.mutable_data_ptr());
-  a.load = static_cast<int32_t*>(load.mutable_data_ptr());
+  a.weights = chosen.weights.mutable_data_ptr();
+  a.experts = static_cast<int32_t*>(chosen.experts.mutable_data_ptr());
+  a.load = static_cast<int32_t*>(chosen.load.mutable_data_ptr());
+  if (counted) a.counts = PYMOE_BY_TWIN(logits, cuda::gate_topk_counts(a), ChoiceCounts{});
+  if (a.counts.tiles > 0) {
+    chosen.memory = empty({a.counts.size()}, ScalarType::Short, logits);  // of 16 bits
+    a.counts.values = static_cast<uint16_t*>(chosen.memory->mutable_data_ptr());
+  }
   const Workspace workspace(PYMOE_BY_TWIN(logits, cuda::gate_topk_workspace(a), 0), ScalarType::Byte, logits);
   a.workspace = workspace.data();
   run(PYMOE_TWINS(gate_topk), a, logits);
-  return {weights, experts, load};
+  chosen.counts = a.counts;
+  return chosen;
+}
+
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor> gate_topk(const Tensor& logits, std::optional<Tensor> bias, int64_t k,
+                                             std::string score, bool renormalize, int64_t num_groups,
+                                             int64_t topk_groups, double scale) {
+  const Chosen chosen = choose(logits, bias, k, score, renormalize, num_groups, topk_groups, scale, false);
+  return {chosen.weights, chosen.experts, chosen.load};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gate_routing(
+    const Tensor& logits, std::optional<Tensor> bias, int64_t k, std::string score, bool renormalize,
+    int64_t num_groups, int64_t topk_groups, double scale, std::optional<int64_t> capacity) {
+  const Chosen chosen = choose(logits, bias, k, score, renormalize, num_groups, topk_groups, scale, true);
+  const auto [slot, token, offsets] = build_routing_op::build_routing_of(chosen, capacity);
+  return {chosen.weights, chosen.experts, chosen.load, slot, token, offsets};
 }
 
 Tensor gate_topk_backward(const Tensor& grad_weights, const Tensor& logits, const Tensor& experts, std::string score,
@@ -92,6 +113,9 @@ Tensor gate_topk_backward(const Tensor& grad_weights, const Tensor& logits, cons
 PYMOE_OPERATOR("gate_topk", gate_topk,
                "(Tensor logits, Tensor? bias, int k, str score, bool renormalize, int num_groups, int topk_groups, "
                "float scale) -> (Tensor, Tensor, Tensor)")
+PYMOE_OPERATOR("gate_routing", gate_routing,
+               "(Tensor logits, Tensor? bias, int k, str score, bool renormalize, int num_groups, int topk_groups, "
+               "float scale, SymInt? capacity) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 PYMOE_OPERATOR("gate_topk_backward", gate_topk_backward,
                "(Tensor grad_weights, Tensor logits, Tensor experts, str score, bool renormalize, bool "
                "chosen_on_logits, float scale, bool narrow=False) -> Tensor")

@@ -7,16 +7,35 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <tuple>
+
+#include "kernels/choice_counts.h"
 
 namespace pymoe::ops {
 
 using torch::stable::Tensor;
 
+namespace gate_topk_op {
+// What the gate has chosen. Where `counts` has tiles, they are in `memory` and `load` is not written.
+struct Chosen {
+  Tensor weights, experts, load;
+  ChoiceCounts counts{};
+  std::optional<Tensor> memory{};
+};
+
+// `counted`: for build_routing, where the twin can.
+Chosen choose(const Tensor& logits, const std::optional<Tensor>& bias, int64_t k, const std::string& score,
+              bool renormalize, int64_t num_groups, int64_t topk_groups, double scale, bool counted);
+}  // namespace gate_topk_op
+
 namespace build_routing_op {
 // (slot, token, offsets)
 std::tuple<Tensor, Tensor, Tensor> build_routing(const Tensor& experts, int64_t num_experts,
                                                  std::optional<int64_t> capacity, bool foreign);
+// The same of the gate's choice, and its load if that is not written.
+std::tuple<Tensor, Tensor, Tensor> build_routing_of(const gate_topk_op::Chosen& chosen,
+                                                    std::optional<int64_t> capacity);
 }  // namespace build_routing_op
 
 namespace dispatch_op {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from pymoe.reference.autocast import cast_operands
 from pymoe.reference.types import ActivationKind, QuantizedWeight
 
 APPLY_EXPERTS = torch.ops.pymoe.apply_experts.default
+APPLY_CHOSEN_EXPERTS = torch.ops.pymoe.apply_chosen_experts.default
+"""The gate and the experts that it chooses: logits and the options of ``GATE_TOPK`` in place of a choice."""
 
 
 def apply_experts(
@@ -138,6 +141,12 @@ def _(
     x: Tensor, experts: Tensor, weights: Tensor, w_in: Tensor, b_in: Tensor | None, w_out: Tensor, *_: object
 ) -> Tensor:
     return x.new_empty((x.shape[0], w_out.shape[1]))
+
+
+@torch.library.register_fake("pymoe::apply_chosen_experts")
+def _(x: Tensor, logits: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    w_out = others[9]
+    return x.new_empty((x.shape[0], w_out.shape[1])), logits.new_empty((logits.shape[1],), dtype=torch.int32)
 
 
 def _check(

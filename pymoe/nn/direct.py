@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from pymoe.nn.apply_experts import APPLY_EXPERTS
+from pymoe.nn.apply_experts import APPLY_CHOSEN_EXPERTS
 from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.nn.parameters import check_networks, networks_fit
@@ -22,7 +22,6 @@ from pymoe.nn.router import Router
 from pymoe.ops import index_checks
 from pymoe.ops.expert_activation import kernel_options
 from pymoe.ops.function_calls import is_recorded
-from pymoe.ops.gate_topk import GATE_TOPK
 from pymoe.reference.autocast import autocast_enabled
 from pymoe.reference.checks import FLOATING
 from pymoe.reference.scores import accumulate_dtype
@@ -63,12 +62,11 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
 
     x_TH = x.contiguous() if x.dim() == 2 else x.reshape(-1, layer.hidden_size).contiguous()
     logits_TE = router.logits(x_TH)
-    weights_TK, experts_TK, load = GATE_TOPK(logits_TE, bias, *router.gate_options())
     capacity = layer._capacity(x_TH.shape[0])
     kind, *numbers = kernel_options(experts.activation)
-    y_TH: Tensor = APPLY_EXPERTS(
-        x_TH, experts_TK, weights_TK, w_in, b_in, w_out, b_out, kind, capacity, False, *numbers
-    )
+    networks = (w_in, b_in, w_out, b_out, kind, capacity, *numbers)
+    y_TH: Tensor
+    y_TH, load = APPLY_CHOSEN_EXPERTS(x_TH, logits_TE, bias, *router.gate_options(), *networks)
     shared = layer.shared
     if shared is not None:
         if type(shared) is SharedExperts:

@@ -31,7 +31,7 @@ from pymoe.ops.transforms import in_torch_func
 from pymoe.reference import checks
 from pymoe.reference.autocast import autocast_enabled, cast_operands
 from pymoe.reference.expert_activation import is_gated
-from pymoe.reference.types import ActivationKind, RouterLosses, Score
+from pymoe.reference.types import ActivationKind, RouterLosses, Routing, Score
 
 MOST_HELD_LOGITS = 1 << 22
 """Bytes of logits that a forward leaves until somebody asks for its statistics: those of 4096 tokens and 256 experts in
@@ -227,17 +227,18 @@ class MoE(nn.Module):
         check_layer(self, x)
         x_TH = x.reshape(-1, self.hidden_size)
 
+        capacity = self._capacity(x_TH.shape[0])
+        routing: Routing | None = None
         if is_called_plainly(self.router, Router):
-            gate, logits_TE, x_TH = self.router.route(x_TH, alone=self.shared is None)
+            gate, logits_TE, x_TH, routing = self.router.route(x_TH, capacity, alone=self.shared is None)
         else:
             gate, logits_TE = self.router(x_TH)
         weights_TK, losses = gate.weights, None
         if not is_called_plainly(self.losses, AuxiliaryLosses) or self.losses.injects():
             weights_TK, losses = self.losses(gate, logits_TE)
-        capacity = self._capacity(x_TH.shape[0])
         rows_TH: Tensor
         (rows_TH,) = cast_operands(x_TH)  # type: ignore[assignment]  # once a token, not once a choice
-        y_TH = self._apply_experts(rows_TH, gate.experts, weights_TK, capacity)
+        y_TH = self._apply_experts(rows_TH, gate.experts, weights_TK, capacity, routing)
         if y_TH.shape[1] != self.hidden_size:  # of experts that the layer did not make
             seen = y_TH.shape[1]
             raise ValueError(f"MoE: experts must return rows (S, H) with H = {self.hidden_size}, got {seen} features")
@@ -330,7 +331,9 @@ class MoE(nn.Module):
             return torch.sym_max(1, torch.sym_ite(slots > whole, whole + 1, whole))  # type: ignore[no-any-return]
         return max(1, math.ceil(slots))
 
-    def _apply_experts(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, capacity: int | None) -> Tensor:
+    def _apply_experts(
+        self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, capacity: int | None, routing: Routing | None
+    ) -> Tensor:
         experts: Any = self.experts
         if self._stands_in_for_quantized(experts):
             arguments: tuple[Any, ...] = (
@@ -349,7 +352,14 @@ class MoE(nn.Module):
             networks = grouped_networks(w_in, w_out, b_in, b_out, experts.activation, whole=capacity is None)
         whose = operators(self.backend)
         return apply_networks(
-            x_TH, experts_TK, weights_TK, self.num_experts, networks, capacity=capacity, operators=whose
+            x_TH,
+            experts_TK,
+            weights_TK,
+            self.num_experts,
+            networks,
+            capacity=capacity,
+            operators=whose,
+            routing=routing,
         )
 
     def _stands_in_for(self, part: Any, kind: type[nn.Module]) -> bool:

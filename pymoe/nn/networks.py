@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pymoe import ops
 from pymoe.ops.grouped_linear import linear_of_routing
-from pymoe.reference.types import ActivationKind
+from pymoe.reference.types import ActivationKind, Routing
 
 Activation = ActivationKind | Callable[[Tensor], Tensor]
 """A kind of :func:`pymoe.ops.expert_activation`, or a function of rows (S, N) that returns rows (S, F)."""
@@ -28,6 +28,7 @@ def apply_networks(
     capacity: int | None = None,
     foreign_experts: bool = False,
     operators: ModuleType = ops,
+    routing: Routing | None = None,
 ) -> Tensor:
     """Send every token through the networks chosen for it, and sum their weighted outputs.
 
@@ -40,11 +41,13 @@ def apply_networks(
         capacity: the most slots that an expert takes, or None.
         foreign_experts: whether values of E and above, which add nothing, are allowed.
         operators: :mod:`pymoe.ops` or :mod:`pymoe.reference`.
+        routing: of ``experts`` with ``capacity``, where it has been built.
 
     Returns:
         (T, O), the dtype of what ``networks`` returns.
     """
-    routing = operators.build_routing(experts, num_experts, capacity=capacity, foreign_experts=foreign_experts)
+    if routing is None:
+        routing = operators.build_routing(experts, num_experts, capacity=capacity, foreign_experts=foreign_experts)
     rows = networks(operators.dispatch(x, routing), routing.offsets)
     y: Tensor = operators.combine(rows, routing, weights)
     return y

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from pymoe.nn.router_product import gradients_of, multiply, takes, without_autocast
 from pymoe.ops.function_calls import call, is_recorded
-from pymoe.ops.gate_topk import GATE_TOPK, Options, backward_options, gate_backward
+from pymoe.ops.gate_topk import GATE_ROUTING, Options, backward_options, gate_backward
 from pymoe.ops.transforms import in_torch_func
-from pymoe.reference.types import Gate
+from pymoe.reference.types import Gate, Routing
 
 
 def is_one_node(x_TH: Tensor, weight: Tensor) -> bool:
@@ -33,33 +33,36 @@ def is_one_node(x_TH: Tensor, weight: Tensor) -> bool:
 
 
 def route(
-    x_TH: Tensor, weight: Tensor, bias: Tensor | None, options: Options, alone: bool
-) -> tuple[Gate, Tensor, Tensor]:
-    """Return the gate, the logits (T, E) in float32, and the tokens as the experts are to take them.
+    x_TH: Tensor, weight: Tensor, bias: Tensor | None, options: Options, capacity: int | None, alone: bool
+) -> tuple[Gate, Tensor, Tensor, Routing]:
+    """Return the gate, the logits (T, E) in float32, the tokens as the experts are to take them, and their routing.
 
     Args:
         x_TH: (T, H) bfloat16.
         weight: (E, H) bfloat16.
         bias: (E,) float32, added to the scores for the choice alone; or None.
         options: of the gate.
+        capacity: the most slots that an expert takes, or None.
         alone: whether :func:`pymoe.ops.dispatch` is all that takes the returned tokens. What its backward has just
             made is then added to in place: nothing else can hold it.
     """
-    passed_TH, logits_TE, *gate = call(_Route, x_TH, weight, bias, options, alone)
-    return Gate(*gate), logits_TE, passed_TH
+    passed_TH, logits_TE, *chosen = call(_Route, x_TH, weight, bias, options, capacity, alone)
+    return Gate(*chosen[:3]), logits_TE, passed_TH, Routing(*chosen[3:])
 
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(x_TH: Tensor, weight: Tensor, bias: Tensor | None, options: Options, alone: bool) -> tuple[Tensor, ...]:
+    def forward(
+        x_TH: Tensor, weight: Tensor, bias: Tensor | None, options: Options, capacity: int | None, alone: bool
+    ) -> tuple[Tensor, ...]:
         logits_TE = multiply(x_TH, weight)
-        return x_TH.view_as(x_TH), logits_TE, *GATE_TOPK(logits_TE, bias, *options)
+        return x_TH.view_as(x_TH), logits_TE, *GATE_ROUTING(logits_TE, bias, *options, capacity)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x_TH, weight, bias, options, ctx.alone = inputs
-        _, logits_TE, _, experts_TK, load = output
-        ctx.mark_non_differentiable(experts_TK, load)
+        x_TH, weight, bias, options, _, ctx.alone = inputs
+        _, logits_TE, _, experts_TK, *others = output
+        ctx.mark_non_differentiable(experts_TK, *others)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x_TH, weight, logits_TE, experts_TK)
         ctx.options = backward_options(bias, options)

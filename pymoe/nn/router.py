@@ -27,7 +27,7 @@ from pymoe.ops.gate_topk import Options
 from pymoe.ops.transforms import in_torch_func
 from pymoe.reference import checks
 from pymoe.reference.autocast import autocast_enabled
-from pymoe.reference.types import Gate, Score
+from pymoe.reference.types import Gate, Routing, Score
 
 _WIDE = (torch.float32, torch.float64)
 """The dtypes of logits, which operands of the same dtype need no cast to."""
@@ -188,19 +188,22 @@ class Router(nn.Module):
         )
         return self._counted(gate), logits_TE
 
-    def route(self, x_TH: Tensor, *, alone: bool) -> tuple[Gate, Tensor, Tensor]:
-        """Return what :meth:`forward` returns, and the tokens for the experts to take.
+    def route(self, x_TH: Tensor, capacity: int | None, *, alone: bool) -> tuple[Gate, Tensor, Tensor, Routing | None]:
+        """Return what :meth:`forward` returns, the tokens for the experts to take, and their routing.
 
-        These are ``x_TH``, or pass through the same node of autograd as the logits: :mod:`pymoe.nn.route`.
+        The tokens are ``x_TH``, and no routing has been built, or both pass through the same node of autograd as the
+        logits: :mod:`pymoe.nn.route`.
 
         Args:
             x_TH: (T, H).
+            capacity: the most slots that an expert takes, or None.
             alone: whether :func:`pymoe.ops.dispatch` is all that will take the tokens.
         """
         if self.backend != "native" or self.row_invariant or not is_one_node(x_TH, self.weight):
-            return *self.forward(x_TH), x_TH
-        gate, logits_TE, x_TH = route(x_TH, self.weight, self.expert_bias, self.gate_options(), alone)
-        return self._counted(gate), logits_TE, x_TH
+            return *self.forward(x_TH), x_TH, None
+        options = self.gate_options()
+        gate, logits_TE, x_TH, routing = route(x_TH, self.weight, self.expert_bias, options, capacity, alone)
+        return self._counted(gate), logits_TE, x_TH, routing
 
     def gate_options(self) -> Options:
         """Return the options of the choice as the native gate takes them."""

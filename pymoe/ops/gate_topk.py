@@ -19,6 +19,8 @@ from pymoe.reference.scores import SUM_FLOOR, accumulate_dtype
 from pymoe.reference.types import Gate, Score
 
 GATE_TOPK = torch.ops.pymoe.gate_topk.default
+GATE_ROUTING = torch.ops.pymoe.gate_routing.default
+"""The gate and :func:`pymoe.ops.build_routing` of its choice, which on a GPU sorts by what the gate has counted."""
 _GATE_TOPK_BACKWARD = torch.ops.pymoe.gate_topk_backward.default
 
 Options = tuple[int, Score, bool, int, int, float]
@@ -150,6 +152,14 @@ def _(logits: Tensor, bias: Tensor | None, k: int, *_: Any) -> tuple[Tensor, Ten
         logits.new_empty((tokens, k), dtype=torch.int32),
         logits.new_empty((num_experts,), dtype=torch.int32),
     )
+
+
+@torch.library.register_fake("pymoe::gate_routing")
+def _(logits: Tensor, bias: Tensor | None, k: int, *_: Any) -> tuple[Tensor, ...]:
+    tokens, num_experts = logits.shape
+    sizes = ((tokens, k), (num_experts,), (tokens, k), (tokens * k,), (num_experts + 1,))
+    weights = logits.new_empty((tokens, k), dtype=accumulate_dtype(logits.dtype))
+    return weights, *(logits.new_empty(size, dtype=torch.int32) for size in sizes)
 
 
 @torch.library.register_fake("pymoe::gate_topk_backward")

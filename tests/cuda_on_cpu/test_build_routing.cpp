@@ -1,4 +1,6 @@
 // build_routing: the emulated CUDA kernels sort as the CPU twin does, bit for bit.
+#include <algorithm>
+
 #include "cuda_on_cpu/harness.h"
 #include "kernels/build_routing.h"
 
@@ -181,5 +183,58 @@ TEST_CASE("build_routing: choices outside [0, E) are dropped, the others are as 
                              {-1, experts, INT64_MIN, INT64_MAX, int64_t{1} << 32, (int64_t{1} << 32) + experts - 1,
                               -(int64_t{1} << 32), INT32_MIN});
     }
+  });
+}
+
+namespace {
+
+// The gate's counts of choices, in tiles of so many tokens.
+struct Counted {
+  ChoiceCounts counts;
+  Buffer<uint16_t> values;
+
+  Counted(const Buffer<int32_t>& named, const Sizes& s, int64_t tokens)
+      : counts(sized(s, tokens)), values(counts.size()) {
+    std::fill(values.begin(), values.end(), uint16_t{0});
+    for (int64_t i = 0; i < s.rows(); ++i) ++values[i / s.choices / tokens * counts.stride + named[i]];
+    counts.values = values.data();
+  }
+
+  static ChoiceCounts sized(const Sizes& s, int64_t tokens) {
+    constexpr int64_t kPack = ChoiceCounts::kCountPack;
+    return {nullptr, (s.tokens + tokens - 1) / tokens, tokens, (s.experts + kPack - 1) / kPack * kPack};
+  }
+};
+
+}  // namespace
+
+TEST_CASE("build_routing: the gate's counts give what the CPU twin gives, and the load") {
+  for_cases("build_routing counted", 40, [](Random& random) {
+    const int64_t experts =
+        random.one_of<int64_t>({1, 2, 7, 60, 128, 129, 160, 256, size(744, 8), size(1021, 60), size(1024, 60)});
+    const int64_t choices = random.between(1, std::min<int64_t>(experts, size(9, 4)));
+    // One tile or many; of more tiles than 128 a block has several, and of large ones several rounds.
+    const int64_t tile = random.one_of<int64_t>({1, 8, 16, 32, size(100, 9)});
+    const int64_t tokens = random.between(0, tile * random.one_of<int64_t>({1, 3, size(40, 4), size(140, 5)}));
+    const Sizes s{tokens, choices, experts, random_capacity(random, tokens, choices, experts)};
+    INFO("T ", tokens, " K ", choices, " E ", experts, " capacity ", s.capacity, " tile ", tile);
+    Buffer<int32_t> named(s.rows());
+    fill_experts(named, random, experts);
+    for (int64_t i = 0; i < s.rows(); ++i) {  // a token's choices are distinct
+      const int64_t first = i / choices * choices;
+      while (std::find(named.begin() + first, named.begin() + i, named[i]) != named.begin() + i) {
+        named[i] = static_cast<int32_t>((named[i] + 1) % experts);
+      }
+    }
+    Routing expected(s.rows(), experts), got(s.rows(), experts);
+    Buffer<int32_t> cpu_workspace(cpu::build_routing_workspace(s.rows(), experts)), none(0), load(experts);
+    cpu::build_routing(arguments(named, expected, cpu_workspace, s));
+    const Counted counted(named, s, tile);
+    cuda::build_routing_counted({arguments(named, got, none, s), counted.counts, load.data()}, nullptr);
+    CHECK(got.same(expected));
+    CHECK((got.intact() && load.intact() && counted.values.intact()));
+    int64_t wrong = 0;
+    for (int64_t e = 0; e < experts; ++e) wrong += load[e] != std::count(named.begin(), named.end(), e);
+    CHECK(wrong == 0);
   });
 }

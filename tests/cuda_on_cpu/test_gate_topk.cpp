@@ -45,6 +45,30 @@ struct Outputs {
   }
 };
 
+// Counts in place of the load: the same choice, and of every tile of tokens how many choices its experts have.
+template <typename T>
+void check_counts(GateTopkArguments a, const Shape& s, const Outputs<T>& expected, Random& random) {
+  a.counts = cuda::gate_topk_counts(a);
+  const bool fits = s.tokens <= ChoiceCounts::kMostTokens && s.num_experts <= ChoiceCounts::kMostExperts;
+  CHECK((a.counts.tiles > 0) == (fits && s.tokens > 0));
+  if (!fits) return;
+  Outputs<T> out(s, random.between(0, 3));
+  Buffer<uint16_t> counts(a.counts.size());
+  out.write_from(a);
+  a.load = nullptr;
+  a.counts.values = counts.data();
+  cuda::gate_topk(a, nullptr);
+  CHECK(out.experts.same(expected.experts));
+  CHECK(same_values(out.weights, expected.weights));
+  CHECK((out.experts.intact() && out.weights.intact() && counts.intact()));
+  CHECK(a.counts.tiles * a.counts.tokens >= s.tokens);
+  std::vector<uint16_t> wanted(static_cast<size_t>(a.counts.size()));
+  for (int64_t i = 0; i < s.tokens * s.choices; ++i) {
+    ++wanted[static_cast<size_t>(i / s.choices / a.counts.tokens * a.counts.stride + expected.experts[i])];
+  }
+  CHECK(std::equal(wanted.begin(), wanted.end(), counts.begin()));
+}
+
 template <typename T>
 void check_gate(const Shape& s, Logits kind, bool biased, int64_t num_groups, int64_t topk_groups,
                 const GateOptions& options, Random& random, int64_t most_blocks = 0) {
@@ -78,6 +102,7 @@ void check_gate(const Shape& s, Logits kind, bool biased, int64_t num_groups, in
   CHECK(out.load.same(expected.load));
   CHECK(same_values(out.weights, expected.weights));
   CHECK((out.experts.intact() && out.load.intact() && out.weights.intact() && workspace.intact()));
+  check_counts<T>(a, s, expected, random);
 }
 
 template <typename T>

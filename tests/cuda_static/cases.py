@@ -60,7 +60,11 @@ WORK = {
     "gate": Work("T 4096, E 128, K 8, fp32", "logit", TOKENS * 128, frozenset({"logits"}), 1, 4.0),
     "gate, bf16 logits": Work("T 4096, E 128, K 8, bf16", "logit", TOKENS * 128, frozenset({"logits"}), 1),
     "gate, sigmoid and bias": Work("T 4096, E 128, K 8, fp32", "logit", TOKENS * 128, frozenset({"logits", "bias"}), 1),
-    "build_routing": Work("T 4096, K 8, E 128", "choice", ROWS, frozenset(), 1, 5.0, frozenset({"experts"})),
+    "gate alone": Work("T 4096, E 128, K 8, fp32", "logit", TOKENS * 128, frozenset({"logits"}), 1, 4.0),
+    "build_routing": Work(
+        "T 4096, K 8, E 128", "choice", ROWS, frozenset({"counts"}), 1, 5.0, frozenset({"experts", "counts"})
+    ),
+    "build_routing alone": Work("T 4096, K 8, E 128", "choice", ROWS, frozenset(), 1, 5.0, frozenset({"experts"})),
     "dispatch": Work(MOVED, "element of a row", ROWS * HIDDEN, frozenset({"x"}), 1, 135.0),
     "combine": Work(MOVED, "element of a row", ROWS * HIDDEN, frozenset({"y"}), 4, 128.0),
     "combine, float32": Work(MOVED.replace("bf16", "fp32"), "element of a row", ROWS * HIDDEN, frozenset({"y"}), 7),
@@ -95,8 +99,14 @@ def contents(case: Case) -> list[Buffer]:
     if case.name == "gate_backward":
         every = np.tile(np.arange(128, dtype=np.int32), (TOKENS, 1))
         values = {"experts": np.ascontiguousarray(generator.permuted(every, axis=1)[:, :CHOICES])}
-    if case.name == "build_routing":
-        values = {"experts": named, **{name: np.zeros(0, np.int32) for name in ("slot", "token", "offsets")}}
+    if case.name.startswith("build_routing"):
+        outputs = ("slot", "token", "offsets", "load")
+        values = {"experts": named, **{name: np.zeros(0, np.int32) for name in outputs}}
+        counts = next((size for name, _, size in case.buffers if name == "counts"), 0)
+        if counts:
+            tiles = counts // 2 // 128  # of the gate, which have equally many choices
+            of_tiles = [np.bincount(one, minlength=128) for one in named.reshape(tiles, -1)]
+            values["counts"] = np.array(of_tiles, np.uint16)
     if case.name.startswith("gate") and "backward" not in case.name:
         logits = generator.standard_normal((TOKENS, 128)).astype(np.float32)
         values = {"logits": logits if "bf16" not in case.name else (logits.view(np.uint32) >> 16).astype(np.uint16)}

@@ -65,7 +65,8 @@ struct Shape {
   int64_t tokens, choices, hidden, experts;
 };
 
-void gate(const char* name, Shape s, DType dtype, pymoe::Score score, bool biased) {
+// `counted`: for build_routing, as in a layer.
+void gate(const char* name, Shape s, DType dtype, pymoe::Score score, bool biased, bool counted) {
   std::printf("case %s\n", name);
   pymoe::GateTopkArguments a{};
   a.dtype = dtype;
@@ -73,30 +74,46 @@ void gate(const char* name, Shape s, DType dtype, pymoe::Score score, bool biase
   if (biased) a.bias = buffer("bias", s.experts * 4);
   a.weights = buffer("weights", s.tokens * s.choices * 4);
   a.experts = buffer<int32_t>("experts", s.tokens * s.choices * 4);
-  a.load = buffer<int32_t>("load", s.experts * 4);
   a.tokens = s.tokens;
   a.num_experts = s.experts;
   a.choices = s.choices;
   a.options = {score, true, 1.0};
+  if (counted) {
+    a.counts = pymoe::cuda::gate_topk_counts(a);
+    a.counts.values = buffer<uint16_t>("counts", a.counts.size() * 2);
+  } else {
+    a.load = buffer<int32_t>("load", s.experts * 4);
+  }
   if (const int64_t bytes = pymoe::cuda::gate_topk_workspace(a)) a.workspace = buffer("workspace", bytes);
   pymoe::cuda::gate_topk(a, nullptr);
 }
 
-void routing(const char* name, Shape s) {
+// `counted`: behind the gate, as in a layer.
+void routing(const char* name, Shape s, bool counted) {
   std::printf("case %s\n", name);
   const int64_t rows = s.tokens * s.choices;
-  pymoe::BuildRoutingArguments a{};
+  pymoe::CountedRoutingArguments a{};
   a.experts = buffer("experts", rows * 4);
   a.slot = buffer<int32_t>("slot", rows * 4);
   a.token = buffer<int32_t>("token", rows * 4);
   a.offsets = buffer<int32_t>("offsets", (s.experts + 1) * 4);
-  const int64_t words = pymoe::cuda::build_routing_workspace(rows, s.experts);
+  const int64_t words = counted ? 0 : pymoe::cuda::build_routing_workspace(rows, s.experts);
   if (words > 0) a.workspace = buffer<int32_t>("workspace", words * 4);
   a.tokens = s.tokens;
   a.choices = s.choices;
   a.num_experts = s.experts;
   a.capacity = rows;
-  pymoe::cuda::build_routing(a, nullptr);
+  if (!counted) return pymoe::cuda::build_routing(a, nullptr);
+  pymoe::GateTopkArguments gate{};
+  gate.dtype = DType::kFloat32;
+  gate.tokens = s.tokens;
+  gate.num_experts = s.experts;
+  gate.choices = s.choices;
+  gate.options = {pymoe::Score::kSoftmax, true, 1.0};
+  a.counts = pymoe::cuda::gate_topk_counts(gate);
+  a.counts.values = buffer<uint16_t>("counts", a.counts.size() * 2);
+  a.load = buffer<int32_t>("load", s.experts * 4);
+  pymoe::cuda::build_routing_counted(a, nullptr);
 }
 
 void dispatch(const char* name, Shape s, DType dtype) {
@@ -353,10 +370,12 @@ int main(int, char** arguments) {
     for (size_t size; words >> size;) of_kernel.push_back(size);
   }
   const Shape design{4096, 8, 7168, 256}, router{4096, 8, 0, 128};
-  gate("gate", router, DType::kFloat32, pymoe::Score::kSoftmax, false);
-  gate("gate, bf16 logits", router, DType::kBFloat16, pymoe::Score::kSoftmax, false);
-  gate("gate, sigmoid and bias", router, DType::kFloat32, pymoe::Score::kSigmoid, true);
-  routing("build_routing", router);
+  gate("gate", router, DType::kFloat32, pymoe::Score::kSoftmax, false, true);
+  gate("gate, bf16 logits", router, DType::kBFloat16, pymoe::Score::kSoftmax, false, true);
+  gate("gate, sigmoid and bias", router, DType::kFloat32, pymoe::Score::kSigmoid, true, true);
+  gate("gate alone", router, DType::kFloat32, pymoe::Score::kSoftmax, false, false);
+  routing("build_routing", router, true);
+  routing("build_routing alone", router, false);
   dispatch("dispatch", design, DType::kBFloat16);
   combine("combine", design, DType::kBFloat16);
   combine("combine, float32", design, DType::kFloat32);

@@ -8,6 +8,7 @@ from planting import CudaFault as Fault
 
 CHOOSE = "csrc/kernels/cuda/choose.h"
 GATE = "csrc/kernels/gate_topk_cuda.cu"
+HELD_ROW = "csrc/kernels/cuda/held_row.h"
 GATE_BACKWARD = "csrc/kernels/gate_topk_backward_cuda.cu"
 COMBINE = "csrc/kernels/combine_cuda.cu"
 COMBINE_BACKWARD = "csrc/kernels/combine_backward_cuda.cu"
@@ -402,7 +403,7 @@ FAULTS = [
     ),
     Fault(
         "gate_topk loads the logit past the row's end",
-        GATE,
+        HELD_ROW,
         "values != nullptr && expert < size",
         "values != nullptr && expert <= size",
         "address",
@@ -410,9 +411,57 @@ FAULTS = [
     ),
     Fault(
         "gate_topk clamps to the logit past the row's end",
-        GATE,
+        HELD_ROW,
         "values[min(expert, size - 1)]",
         "values[min(expert, size)]",
+        "address",
+        "gate_topk",
+    ),
+    Fault(
+        "gate_topk takes bias and logit of different experts",
+        HELD_ROW,
+        "seconds[i] = value_near<false>(others, expert_of(i), size);",
+        "seconds[i] = value_near<false>(others, expert_of(kHeld - 1 - i), size);",
+        "values",
+        "gate_topk",
+    ),
+    Fault(
+        "gate_topk writes scores over those that others still read",
+        GATE,
+        "if (kHeld > 0) __syncwarp();  // all lanes have read the scores of the token before\n",
+        "\n",
+        "thread",
+        "gate_topk",
+    ),
+    Fault(
+        "gate_topk reads scores before they are there",
+        GATE,
+        "    if (kHeld > 0) __syncwarp();  // scores are there\n",
+        "",
+        "thread",
+        "gate_topk",
+    ),
+    Fault(
+        "gate_topk leaves no room between the counts of tiles",
+        GATE,
+        "a.counts.values + blockIdx.x * a.counts.stride",
+        "a.counts.values + blockIdx.x * a.num_experts",
+        "values",
+        "gate_topk",
+    ),
+    Fault(
+        "gate_topk says that its tiles have fewer tokens than they have",
+        GATE,
+        "plan.layout.each * plan.tokens, ceil_div",
+        "plan.tokens, ceil_div",
+        "values",
+        "gate_topk",
+    ),
+    Fault(
+        "gate_topk gives the last block the tiles past the last one",
+        GATE,
+        "tile < min(first + layout.each, layout.tiles)",
+        "tile < first + layout.each",
         "address",
         "gate_topk",
     ),

@@ -348,12 +348,12 @@ def test_a_way_to_logits_of_the_routers_own_is_gone(ways):
     assert ways == [True, False]
 
 
-def test_it_makes_two_native_calls_and_the_product_of_the_router():
+def test_it_makes_the_product_of_the_router_and_one_native_call():
     layer, x = make_layer(), make_input(1)
     with torch.no_grad(), Operators() as called:
         layer(x)
     product = ["aten.t.default", "aten.mm.default"]
-    assert called.names == [*product, "pymoe.gate_topk.default", "pymoe.apply_experts.default"]
+    assert called.names == [*product, "pymoe.apply_chosen_experts.default"]
 
 
 def test_it_runs_few_functions_of_python():

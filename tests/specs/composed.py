@@ -26,8 +26,12 @@ def raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
         b_in, b_out = w_in[:, :, 0].contiguous(), w_out[:, :, 0].contiguous()
         network = (w_in, b_in, w_out, b_out, number)
         yield RawCall(name, "apply_experts", (x, experts, weights, *network, None, False, *numbers))
+        logits = uniform(6, 4, dtype=torch.float32, generator=generator)
+        gate = (None, 2, "softmax", True, 0, 0, 1.0)
+        yield RawCall(name, "apply_chosen_experts", (x, logits, *gate, *network, None, *numbers))
     one = (x[:1], experts[:1], weights[:1], w_in, None, w_out, None, number)
     yield RawCall("capacity", "apply_experts", (*one, 1, False, *numbers))
+    yield RawCall("capacity", "apply_chosen_experts", (x, logits, *gate, *network, 1, *numbers))
     yield RawCall("foreign", "apply_experts", (one[0], one[1].long() + 2, *one[2:], None, True, *numbers))
     for bits in (8, 4):
         w_in, w_out = (

@@ -151,10 +151,20 @@ def raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
             name = f"{dtype}_{score}"
             yield RawCall(name, "gate_topk", (logits, None, 2, score, True, 0, 0, 1.0))
             yield RawCall(f"{name}_bias", "gate_topk", (logits, bias, 2, score, False, 4, 2, 2.5))
+            yield RawCall(name, "gate_routing", (logits, None, 2, score, True, 0, 0, 1.0, None))
+            yield RawCall(f"{name}_bias", "gate_routing", (logits, bias, 3, score, False, 4, 2, 2.5, 2))
             for on_logits in (True, False):
                 args = (grad, logits, experts, score, True, on_logits, 1.0)
                 yield RawCall(f"{name}_{on_logits}", "gate_topk_backward", args)
     yield RawCall("empty", "gate_topk", (torch.zeros(0, 5), None, 2, "softmax", True, 0, 0, 1.0))
+    yield RawCall("empty", "gate_routing", (torch.zeros(0, 5), None, 2, "softmax", True, 0, 0, 1.0, 1))
+    wide = uniform(300, 65, dtype=torch.float32, generator=generator)  # several tiles of the gate
+    yield RawCall("tiles", "gate_routing", (wide, None, 8, "softmax", True, 0, 0, 1.0, 30))
+    yield RawCall(
+        "many experts",
+        "gate_routing",
+        (uniform(2, 1025, dtype=torch.float32, generator=generator), None, 8, "softmax", True, 0, 0, 1.0, None),
+    )
     yield RawCall("many", "gate_topk", (torch.zeros(3, 40), None, 20, "softmax", True, 0, 0, 1.0))
 
 
