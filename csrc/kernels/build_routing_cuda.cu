@@ -1,4 +1,5 @@
-// Stable counting sort on the GPU, in one launch for few choices and in two for many.
+// Stable counting sort on the GPU, in one launch for few choices and in two for many. (Where the gate has counted the
+// choices, build_routing_counted_cuda.cu takes its place.)
 //
 // Choices are cut into tiles, one block each. To place its tile's rows a block needs two numbers per expert: how many
 // choices the expert has in all (they give the offsets) and how many of them lie in earlier tiles. Blocks never wait

@@ -38,8 +38,8 @@ constexpr int kHeldScores = 256;  // where the choice or the weights need the sc
 
 // How a launch lays out its memory.
 struct Layout {
-  int64_t tiles;       // of threads / kLanes tokens
-  int64_t each;        // of these tiles a block, one after the other
+  int32_t tiles;       // of threads / kLanes tokens
+  int32_t each;        // of these tiles a block, one after the other
   int32_t capacity;    // candidates of a token that there is room for; 0: choose by passes
   int32_t group_size;  // experts a group; 0: no groups
   int64_t row_keys;    // keys a token buffers: E and one a group, or none
@@ -309,25 +309,27 @@ __global__ void __launch_bounds__(kThreads, kResident)
   auto* const row_scores = array(S{}, layout.row_scores);
   auto* const counts = reinterpret_cast<int32_t*>(next);
   if (layout.counts_in_shared) {
-    for (int64_t expert = threadIdx.x; expert < a.num_experts; expert += blockDim.x) counts[expert] = 0;
+    for (int expert = threadIdx.x; expert < static_cast<int>(a.num_experts); expert += blockDim.x) counts[expert] = 0;
     __syncthreads();
   }
-  const int64_t first = blockIdx.x * layout.each;
-  for (int64_t tile = first; tile < min(first + layout.each, layout.tiles); ++tile) {
-    const int64_t token = tile * tokens + slot;
+  const int first = static_cast<int>(blockIdx.x) * layout.each;
+  for (int tile = first; tile < min(first + layout.each, layout.tiles); ++tile) {
+    const int64_t token = static_cast<int64_t>(tile) * tokens + slot;
     // Groups past the last token repeat it and write nothing: the warp's collectives need all lanes.
     Token<S, kLanes, kHeld, kScoresRow>(a, layout, min(token, a.tokens - 1), token < a.tokens, buffer, row_scores, counts)
         .gate(list, chosen, scores);
   }
   if (!layout.counts_in_shared) return;
   __syncthreads();  // all have counted
+  const int experts = static_cast<int>(a.num_experts);
   if (a.counts.values != nullptr) {
-    uint16_t* const written = a.counts.values + blockIdx.x * a.counts.stride;
-    for (int64_t expert = threadIdx.x; expert < a.counts.stride; expert += blockDim.x) {
-      written[expert] = expert < a.num_experts ? static_cast<uint16_t>(counts[expert]) : uint16_t{0};
+    const int stride = static_cast<int>(a.counts.stride);
+    uint16_t* const written = a.counts.values + static_cast<int64_t>(blockIdx.x) * stride;
+    for (int expert = threadIdx.x; expert < stride; expert += blockDim.x) {
+      written[expert] = expert < experts ? static_cast<uint16_t>(counts[expert]) : uint16_t{0};
     }
   } else {
-    for (int64_t expert = threadIdx.x; expert < a.num_experts; expert += blockDim.x) {
+    for (int expert = threadIdx.x; expert < experts; expert += blockDim.x) {
       const int32_t count = counts[expert];
       if (gridDim.x == 1) {
         a.load[expert] = count;
@@ -396,11 +398,13 @@ Plan plan_of(const GateTopkArguments& a, bool counted) {
   int threads = kThreads;
   while (threads > kWarp && threads / kLanes * token_bytes + counts > kUsualSharedBytes) threads /= 2;
   const int64_t tokens = threads / kLanes;
-  layout.tiles = ceil_div(a.tokens, tokens);
-  int64_t blocks = std::min(layout.tiles, a.most_blocks > 0 ? a.most_blocks : counted ? kCountedBlocks : kBlocks);
+  const int64_t tiles = ceil_div(a.tokens, tokens);
+  int64_t blocks = std::min(tiles, a.most_blocks > 0 ? a.most_blocks : counted ? kCountedBlocks : kBlocks);
   if (!rows_in_shared) blocks = std::clamp<int64_t>(kMostBuffered / (tokens * rows), 1, blocks);
-  layout.each = blocks == 0 ? 0 : ceil_div(layout.tiles, blocks);
-  if (blocks > 0) blocks = ceil_div(layout.tiles, layout.each);
+  const int64_t each = blocks == 0 ? 1 : ceil_div(tiles, blocks);
+  blocks = ceil_div(tiles, each);
+  layout.tiles = static_cast<int32_t>(tiles);
+  layout.each = static_cast<int32_t>(each);
   Plan plan{{blocks, threads, std::max<int64_t>(tokens * token_bytes + counts, 1)}, layout, tokens};
   if (!rows_in_shared) plan.workspace_bytes = blocks * tokens * rows;
   return plan;

@@ -38,7 +38,6 @@ BACKWARD = [
     "torch: mm",  # the router's weight
     "torch: addmm_",  # the tokens, from the router
 ]
-MOST_FORWARD, MOST_BACKWARD = 12, 14
 
 
 @pytest.fixture(autouse=True)
@@ -73,10 +72,11 @@ def test_a_training_step_launches_this_and_no_more():
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 400])
-def test_any_number_of_tokens_stays_below_the_bar(tokens):
+def test_any_number_of_tokens_launches_the_same(tokens):
+    """A gate of several blocks had memory cleared for the counts that they add up."""
     forward, backward, _ = step(*make(tokens))
-    assert len(forward) <= MOST_FORWARD
-    assert len(backward) <= MOST_BACKWARD
+    assert forward == FORWARD
+    assert backward == BACKWARD
 
 
 def test_a_forward_without_gradients_launches_the_same():

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+from faults_cuda_gate import FAULTS as GATE_FAULTS
 from faults_cuda_routing import FAULTS as ROUTING_FAULTS
 from faults_cuda_tiles import FAULTS as TILE_FAULTS
 from planting import CudaFault as Fault
 
-CHOOSE = "csrc/kernels/cuda/choose.h"
-GATE = "csrc/kernels/gate_topk_cuda.cu"
-HELD_ROW = "csrc/kernels/cuda/held_row.h"
-GATE_BACKWARD = "csrc/kernels/gate_topk_backward_cuda.cu"
 COMBINE = "csrc/kernels/combine_cuda.cu"
 COMBINE_BACKWARD = "csrc/kernels/combine_backward_cuda.cu"
 PACK = "csrc/kernels/cuda/pack.h"
@@ -21,6 +18,7 @@ TILE_GEMM = "csrc/kernels/cuda/tile_gemm.h"
 TILE_LOADER = "csrc/kernels/cuda/tile_loader.h"
 
 FAULTS = [
+    *GATE_FAULTS,
     *ROUTING_FAULTS,
     *TILE_FAULTS,
     Fault(
@@ -328,198 +326,5 @@ FAULTS = [
         "    ends[thread] = end;",
         "thread",
         "grouped_linear",
-    ),
-    Fault(
-        "gate_topk forgets the keys that tie with the bound",
-        CHOOSE,
-        "if (key >= bound) *next++",
-        "if (key > bound) *next++",
-        "values",
-        "gate_topk",
-    ),
-    Fault(
-        "gate_topk gives tied candidates one place",
-        CHOOSE,
-        "return rank > other.rank;",
-        "return key() > other.key();",
-        "values",
-        "gate_topk",
-    ),
-    Fault(
-        "gate_topk takes the higher index of a tie in float64",
-        CHOOSE,
-        "id < other.id",
-        "id > other.id",
-        "values",
-        "gate_topk",
-    ),
-    Fault(
-        "gate_topk ranks candidates before all are gathered",
-        CHOOSE,
-        "  });\n  __syncwarp();\n\n",
-        "  });\n\n",
-        "thread",
-        "gate_topk",
-    ),
-    Fault(
-        "gate_topk gathers more candidates than there is room for",
-        CHOOSE,
-        "count > capacity)",
-        "count > 8 * capacity)",
-        "address",
-        "gate_topk",
-    ),
-    Fault(
-        "gate_topk loses counts of slots",
-        GATE,
-        "atomicAdd(counts_ + expert, 1);",
-        "counts_[expert] += 1;",
-        "thread",
-        "gate_topk",
-    ),
-    Fault(
-        "gate_topk loses the counts of a block",
-        GATE,
-        "atomicAdd(a.load + expert, count);",
-        "a.load[expert] += count;",
-        "thread",
-        "gate_topk",
-    ),
-    Fault(
-        "gate_topk adds up counts while others still count",
-        GATE,
-        "__syncthreads();  // all have counted",
-        "",
-        "thread",
-        "gate_topk",
-    ),
-    Fault(
-        "gate_topk takes the expert past the row's end for one",
-        GATE,
-        "static_cast<uint32_t>(expert) < a_.num_experts;",
-        "static_cast<uint32_t>(expert) <= a_.num_experts;",
-        "values",
-        "gate_topk",
-    ),
-    Fault(
-        "gate_topk loads the logit past the row's end",
-        HELD_ROW,
-        "values != nullptr && expert < size",
-        "values != nullptr && expert <= size",
-        "address",
-        "gate_topk",
-    ),
-    Fault(
-        "gate_topk clamps to the logit past the row's end",
-        HELD_ROW,
-        "values[min(expert, size - 1)]",
-        "values[min(expert, size)]",
-        "address",
-        "gate_topk",
-    ),
-    Fault(
-        "gate_topk takes bias and logit of different experts",
-        HELD_ROW,
-        "seconds[i] = value_near<false>(others, expert_of(i), size);",
-        "seconds[i] = value_near<false>(others, expert_of(kHeld - 1 - i), size);",
-        "values",
-        "gate_topk",
-    ),
-    Fault(
-        "gate_topk writes scores over those that others still read",
-        GATE,
-        "if (kHeld > 0) __syncwarp();  // all lanes have read the scores of the token before\n",
-        "\n",
-        "thread",
-        "gate_topk",
-    ),
-    Fault(
-        "gate_topk reads scores before they are there",
-        GATE,
-        "    if (kHeld > 0) __syncwarp();  // scores are there\n",
-        "",
-        "thread",
-        "gate_topk",
-    ),
-    Fault(
-        "gate_topk leaves no room between the counts of tiles",
-        GATE,
-        "a.counts.values + blockIdx.x * a.counts.stride",
-        "a.counts.values + blockIdx.x * a.num_experts",
-        "values",
-        "gate_topk",
-    ),
-    Fault(
-        "gate_topk says that its tiles have fewer tokens than they have",
-        GATE,
-        "plan.layout.each * plan.tokens, ceil_div",
-        "plan.tokens, ceil_div",
-        "values",
-        "gate_topk",
-    ),
-    Fault(
-        "gate_topk gives the last block the tiles past the last one",
-        GATE,
-        "tile < min(first + layout.each, layout.tiles)",
-        "tile < first + layout.each",
-        "address",
-        "gate_topk",
-    ),
-    Fault("gate_topk forgets the bias", GATE, "order_key(score + bias)", "order_key(score)", "values", "gate_topk"),
-    Fault(
-        "gate_topk writes past the last token",
-        GATE,
-        "min(token, a.tokens - 1), token < a.tokens,",
-        "token, true,",
-        "address",
-        "gate_topk",
-    ),
-    Fault(
-        "gate_topk prefers the higher of tied groups",
-        GATE,
-        "== key && other < group",
-        "== key && other > group",
-        "values",
-        "gate_topk",
-    ),
-    Fault(
-        "gate_topk_backward takes expert E",
-        GATE_BACKWARD,
-        "expert < a_.num_experts; }",
-        "expert <= a_.num_experts; }",
-        "address",
-        "gate_topk",
-    ),
-    Fault(
-        "gate_topk_backward writes rows before they are done",
-        GATE_BACKWARD,
-        "      .backward();\n  __syncthreads();",
-        "      .backward();",
-        "thread",
-        "gate_topk",
-    ),
-    Fault(
-        "gate_topk_backward writes a whole block of tokens at the end",
-        GATE_BACKWARD,
-        "write_rows(rows, min(tokens, a.tokens - first) *",
-        "write_rows(rows, tokens *",
-        "address",
-        "gate_topk",
-    ),
-    Fault(
-        "gate_topk_backward divides scores that others still add",
-        GATE_BACKWARD,
-        "sum_in_blocks(chosen_, a_.choices);\n    __syncwarp();",
-        "sum_in_blocks(chosen_, a_.choices);",
-        "thread",
-        "gate_topk",
-    ),
-    Fault(
-        "gate_topk_backward forgets what fills no pack",
-        GATE_BACKWARD,
-        "packs * P::kSize + threadIdx.x",
-        "packs * P::kSize + threadIdx.x + 1",
-        "values",
-        "gate_topk",
     ),
 ]
