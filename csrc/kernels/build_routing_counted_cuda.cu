@@ -1,9 +1,9 @@
 // Stable counting sort behind the gate, on the GPU, in one launch.
 //
 // Choices are cut into tiles, one block each: those of one tile of the gate, or of several. Where a tile's rows begin
-// follows from two numbers per expert, how many choices it has in all and how many of them lie in earlier tiles, and the
-// gate has counted them tile by tile (choice_counts.h). So every block adds the gate's counts up, instead of counting
-// all choices or asking for a launch that does; the first block writes the sums, `load`.
+// follows from two numbers per expert, how many choices it has in all and how many of them lie in earlier tiles, and
+// the gate has counted them tile by tile (choice_counts.h). So every block adds the gate's counts up, instead of
+// counting all choices or asking for a launch that does; the first block writes the sums, `load`.
 //
 // Sums are added by twos in words of 32 bits: a group of threads has a tile's counts, four experts a thread, and takes
 // every groups-th tile; then a thread has four experts and adds the groups' parts. The rest is as in
@@ -47,8 +47,8 @@ struct Sort {
   // i / choices. The rounding adds less than i * choices / 2^kShift, which is less than 1, so it changes no quotient's
   // whole part.
   static constexpr int kShift = 37;
-  static_assert(ChoiceCounts::kMostTokens * ChoiceCounts::kMostExperts * ChoiceCounts::kMostExperts <
-                int64_t{1} << kShift);
+  static_assert(ChoiceCounts::kMostTokens * ChoiceCounts::kMostExperts * ChoiceCounts::kMostExperts < int64_t{1}
+                                                                                                          << kShift);
   PYMOE_DEVICE int token_of(int i) const { return static_cast<int>(static_cast<uint64_t>(i) * reciprocal >> kShift); }
 
   PYMOE_HOST_DEVICE int stride() const { return packs * kPack; }
@@ -95,7 +95,8 @@ PYMOE_DEVICE void sum_tiles(const Sort& s, Sums* parts) {
   parts[(s.groups + group) * s.packs + pack] = counts.earlier;
 }
 
-// Turns every warp's count of an expert's choices into how many of them earlier warps have. By the threads from `first`.
+// Turns every warp's count of an expert's choices into how many of them earlier warps have. By the threads from
+// `first`.
 PYMOE_DEVICE void sum_warps(int first, int experts, int32_t* of_warps) {
   for (int expert = static_cast<int>(threadIdx.x) - first; expert < experts; expert += kThreads - first) {
     int32_t counts[kWarps];
@@ -227,7 +228,8 @@ void build_routing_counted(const CountedRoutingArguments& a, void* stream) {
   s.rows = static_cast<int>(a.tokens * a.choices);
   s.reciprocal = static_cast<uint64_t>(ceil_div(int64_t{1} << Sort::kShift, std::max<int64_t>(1, a.choices)));
   s.num_experts = static_cast<int>(a.num_experts);
-  s.capacity = static_cast<int>(std::min<int64_t>(a.capacity, ChoiceCounts::kMostTokens));  // which no expert has more of
+  s.capacity =
+      static_cast<int>(std::min<int64_t>(a.capacity, ChoiceCounts::kMostTokens));  // which no expert has more of
   s.tiles = static_cast<int>(counts.tiles);
   s.packs = static_cast<int>(packs);
   while ((1 << s.lanes_log2) < s.packs) ++s.lanes_log2;
@@ -237,8 +239,8 @@ void build_routing_counted(const CountedRoutingArguments& a, void* stream) {
   s.rounds = static_cast<int>(ceil_div(s.tile, kThreads));
   constexpr int64_t kWord = sizeof(int32_t);
   const int64_t shared_bytes = kWord * ((kWarps + 2) * s.stride() + kWarps) + s.parts() * int64_t{sizeof(Sums)};
-  launch("build_routing", place_counted_kernel, {std::max<int64_t>(1, ceil_div(counts.tiles, each)), kThreads, shared_bytes},
-         stream, s);
+  launch("build_routing", place_counted_kernel,
+         {std::max<int64_t>(1, ceil_div(counts.tiles, each)), kThreads, shared_bytes}, stream, s);
 }
 
 }  // namespace pymoe::cuda

@@ -71,7 +71,14 @@ class Token {
  public:
   PYMOE_DEVICE Token(const GateTopkArguments& a, const Layout& layout, int64_t token, bool writes, Key* buffer,
                      S* row_scores, int32_t* counts)
-      : a_(a), layout_(layout), token_(token), writes_(writes), counts_(counts), buffer_(buffer), row_scores_(row_scores), row_(static_cast<uint32_t>(a.num_experts), buffer) {}
+      : a_(a),
+        layout_(layout),
+        token_(token),
+        writes_(writes),
+        counts_(counts),
+        buffer_(buffer),
+        row_scores_(row_scores),
+        row_(static_cast<uint32_t>(a.num_experts), buffer) {}
 
   PYMOE_DEVICE void gate(Candidate<S>* list, Candidate<S>* chosen, S* scores) {
     load_row();
@@ -278,8 +285,8 @@ class Token {
   int32_t* const counts_;
   Key* const buffer_;
   S* const row_scores_;  // of rows in registers whose choice is made on more than the logits
-  S greatest_ = 0;  // the greatest logit
-  S sum_ = 1;       // of e^(logit - greatest) over the row, where that is needed
+  S greatest_ = 0;       // the greatest logit
+  S sum_ = 1;            // of e^(logit - greatest) over the row, where that is needed
   HeldRow<S, kLanes, kHeld> row_;
 };
 
@@ -316,7 +323,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
   for (int tile = first; tile < min(first + layout.each, layout.tiles); ++tile) {
     const int64_t token = static_cast<int64_t>(tile) * tokens + slot;
     // Groups past the last token repeat it and write nothing: the warp's collectives need all lanes.
-    Token<S, kLanes, kHeld, kScoresRow>(a, layout, min(token, a.tokens - 1), token < a.tokens, buffer, row_scores, counts)
+    Token<S, kLanes, kHeld, kScoresRow>(a, layout, min(token, a.tokens - 1), token < a.tokens, buffer, row_scores,
+                                        counts)
         .gate(list, chosen, scores);
   }
   if (!layout.counts_in_shared) return;

@@ -71,9 +71,11 @@ std::tuple<Tensor, Tensor, Tensor> gate_topk(const Tensor& logits, std::optional
   return {chosen.weights, chosen.experts, chosen.load};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gate_routing(
-    const Tensor& logits, std::optional<Tensor> bias, int64_t k, std::string score, bool renormalize,
-    int64_t num_groups, int64_t topk_groups, double scale, std::optional<int64_t> capacity) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gate_routing(const Tensor& logits,
+                                                                        std::optional<Tensor> bias, int64_t k,
+                                                                        std::string score, bool renormalize,
+                                                                        int64_t num_groups, int64_t topk_groups,
+                                                                        double scale, std::optional<int64_t> capacity) {
   const Chosen chosen = choose(logits, bias, k, score, renormalize, num_groups, topk_groups, scale, true);
   const auto [slot, token, offsets] = build_routing_op::build_routing_of(chosen, capacity);
   return {chosen.weights, chosen.experts, chosen.load, slot, token, offsets};
