@@ -105,7 +105,7 @@ def plant(fault: CudaFault, folder: Path, place: Path) -> Path:
     ]
     finish(compile_line, fault)
     # What the tests of one operator need, and no more: the linker's time counts, too.
-    kernels = [f"{fault.tests}_cuda.cu.o", f"{fault.tests}_backward_cuda.cu.o"]
+    kernels = [f"{fault.tests}{part}_cuda.cu.o" for part in ("", "_backward", "_counted")]
     needed = ["main.cpp.o", f"test_{fault.tests}.cpp.o", *kernels, "emulator.cpp.o", "fiber.cpp.o"]
     objects = [path for path in (folder / "CMakeFiles").rglob("*.o") if path.name in needed]
     others = [str(path) for path in objects if path.name != f"{source.name}.o"]
