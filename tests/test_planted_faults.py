@@ -1,11 +1,13 @@
 """Every fault that tests/mutants plants still fits the sources: its text is there exactly once."""
 
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "mutants"))
+MUTANTS = Path(__file__).parent / "mutants"
+sys.path.insert(0, str(MUTANTS))
 from faults_cuda import FAULTS as CUDA
 from faults_python import FAULTS as PYTHON
 from faults_schedules import FAULTS as SCHEDULES
@@ -48,3 +50,23 @@ def test_too_few_that_are_noticed_fail_the_run(monkeypatch, tmp_path, capsys, sh
     assert plant(kind, []) is enough
     assert f"{len(noticed)} of 2 planted faults noticed" in capsys.readouterr().out
     assert "| a | Makefile | yes | ? |" in (tmp_path / "some.md").read_text()
+
+
+def test_a_cuda_fault_is_linked_with_the_emulated_tests_alone(tmp_path):
+    """Where all targets had been built, main.cpp.o of the plain tests came along, and no fault's tests were linked."""
+    fault = next(fault for fault in CUDA if fault.tests == "combine")
+    kernels = ("combine_cuda.cu", "combine_backward_cuda.cu")
+    expected = [
+        *("pymoe_emulated_tests.dir/main.cpp.o", "pymoe_emulated_tests.dir/test_combine.cpp.o"),
+        *(f"pymoe_emulated_kernels.dir/{name}.o" for name in kernels),
+        *("pymoe_emulator.dir/emulator.cpp.o", "pymoe_fibers.dir/fiber.cpp.o"),
+    ]
+    others = ["pymoe_tests.dir/main.cpp.o", "pymoe_emulated_tests.dir/test_dispatch.cpp.o"]
+    for name in (*expected, *others):
+        path = tmp_path / "CMakeFiles" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    # Not imported: `cuda` is a name that others have, too.
+    objects_of = runpy.run_path(str(MUTANTS / "cuda.py"))["objects_of"]
+    found = [str(path.relative_to(tmp_path / "CMakeFiles")) for path in objects_of(fault, tmp_path)]
+    assert sorted(found) == sorted(expected)

@@ -38,6 +38,7 @@ SIGNS = {
     "Status: FAILURE": "wrong values",
     "no end within": "no end",
 }
+TARGETS = ("pymoe_emulated_tests", "pymoe_emulated_kernels", "pymoe_emulator", "pymoe_fibers")
 
 
 def build(how: str) -> Path:
@@ -104,17 +105,22 @@ def plant(fault: CudaFault, folder: Path, place: Path) -> Path:
         str(planted),
     ]
     finish(compile_line, fault)
-    # What the tests of one operator need, and no more: the linker's time counts, too.
-    kernels = [f"{fault.tests}{part}_cuda.cu.o" for part in ("", "_backward", "_counted")]
-    needed = ["main.cpp.o", f"test_{fault.tests}.cpp.o", *kernels, "emulator.cpp.o", "fiber.cpp.o"]
-    objects = [path for path in (folder / "CMakeFiles").rglob("*.o") if path.name in needed]
-    others = [str(path) for path in objects if path.name != f"{source.name}.o"]
+    others = [str(path) for path in objects_of(fault, folder) if path.name != f"{source.name}.o"]
     sanitize = [word for word in command if word.startswith("-fsanitize=")]
     program = place / "tests"
     # The planted object comes first: of a header's function that several objects have, the linker keeps the first.
     finish([command[0], *sanitize, str(place / "kernel.o"), *others, str(folder / "libpymoe_core.a"), "-pthread",
             "-o", str(program)], fault)  # fmt: skip
     return program
+
+
+def objects_of(fault: CudaFault, folder: Path) -> list[Path]:
+    """What the emulated tests of one operator need, and no more: the linker's time counts, too."""
+    kernels = [f"{fault.tests}{part}_cuda.cu.o" for part in ("", "_backward", "_counted")]
+    needed = ["main.cpp.o", f"test_{fault.tests}.cpp.o", *kernels, "emulator.cpp.o", "fiber.cpp.o"]
+    # Of these targets alone: where all were built, the plain tests have a main.cpp of their own.
+    built = [path for target in TARGETS for path in (folder / "CMakeFiles" / f"{target}.dir").rglob("*.o")]
+    return [path for path in built if path.name in needed]
 
 
 def finish(command: list[str], fault: CudaFault) -> None:
