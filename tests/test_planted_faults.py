@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-MUTANTS = Path(__file__).parent / "mutants"
-sys.path.insert(0, str(MUTANTS))
+sys.path.insert(0, str(Path(__file__).parent / "mutants"))
 from faults_cuda import FAULTS as CUDA
 from faults_python import FAULTS as PYTHON
 from faults_schedules import FAULTS as SCHEDULES
@@ -67,6 +66,6 @@ def test_a_cuda_fault_is_linked_with_the_emulated_tests_alone(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     # Not imported: `cuda` is a name that others have, too.
-    objects_of = runpy.run_path(str(MUTANTS / "cuda.py"))["objects_of"]
+    objects_of = runpy.run_path(str(Path(__file__).parent / "mutants" / "cuda.py"))["objects_of"]
     found = [str(path.relative_to(tmp_path / "CMakeFiles")) for path in objects_of(fault, tmp_path)]
     assert sorted(found) == sorted(expected)
