@@ -196,6 +196,14 @@ TEST_CASE("gate_topk: blocks that choose the same experts count together") {
   });
 }
 
+TEST_CASE("gate_topk: rows that are scored, of more tokens than have 16 lanes each") {
+  if (kSlow) return;
+  for_cases("gate_topk many tokens", 2, [](Random& random) {
+    const Shape s{4224 + random.between(1, 40), random.one_of<int64_t>({7, 40, 128}), random.between(1, 4)};
+    check_gate<float>(s, Logits::kTied, true, 0, 0, random_options(random), random);
+  });
+}
+
 TEST_CASE("gate_topk: rows too long for shared memory, and for counting in it") {
   if (kSlow) return;
   for_cases("gate_topk long", 6, [](Random& random) {
