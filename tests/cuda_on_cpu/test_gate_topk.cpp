@@ -196,6 +196,13 @@ TEST_CASE("gate_topk: blocks that choose the same experts count together") {
   });
 }
 
+TEST_CASE("gate_topk: a block scores the rows of one tile after those of another") {
+  for_cases("gate_topk tiles", 4, [](Random& random) {
+    const Shape s{size(80, 40), random.one_of<int64_t>({7, 20}), 2};
+    check_gate<float>(s, Logits::kNormal, true, 0, 0, random_options(random), random, 1);
+  });
+}
+
 TEST_CASE("gate_topk: rows that are scored, of more tokens than have 16 lanes each") {
   if (kSlow) return;
   for_cases("gate_topk many tokens", 2, [](Random& random) {
