@@ -51,19 +51,24 @@ def prepared(spec: Any, case: Any) -> Callable[[], object]:
 
 
 def child(most_bytes: float) -> None:
-    """Serve lines of ``prepare NAME`` and ``run CALLS`` until the input ends."""
+    """Serve the cases by name."""
+    by_name = {name_of(spec, case): (spec, case) for spec, case in lines(most_bytes)}
+    serve(lambda name: prepared(*by_name[name]))
+
+
+def serve(call_of: Callable[[str], Callable[[], object]]) -> None:
+    """Serve lines of ``prepare WHAT``, of which ``call_of`` makes a call, and ``run CALLS`` until the input ends."""
     import torch
 
     import pymoe
 
     torch.set_num_threads(1)
-    by_name = {name_of(spec, case): (spec, case) for spec, case in lines(most_bytes)}
     print(json.dumps(pymoe.build_info()["cpu_isa"]), flush=True)
     call: Callable[[], object] = int
     for line in sys.stdin:
         word, _, rest = line.rstrip("\n").partition(" ")
         if word == "prepare":
-            call = prepared(*by_name[rest])
+            call = call_of(rest)
             call()
             gc.collect()
             gc.disable()
@@ -107,18 +112,24 @@ class Child:
         self.process.wait()
 
 
-def measured(children: dict[str, Child], name: str, rounds: int) -> dict[str, Any]:
-    """A record of one line: seconds and the ratios to v3, as medians and quartiles."""
-    from pymoe.bench.timing import Spread
-
-    first = {isa: one.ask(f"prepare {name}") for isa, one in children.items()}
+def in_turns(children: dict[str, Child], what: dict[str, str], rounds: int) -> dict[str, list[float]]:
+    """Have children prepare what stands at their names; return by name the seconds of a call in each round."""
+    first = {isa: children[isa].ask(f"prepare {one}") for isa, one in what.items()}
     calls = {isa: max(1, math.ceil(SPAN / max(seconds, 1e-7))) for isa, seconds in first.items()}
-    seconds: dict[str, list[float]] = {isa: [] for isa in children}
-    isas = list(children)
+    seconds: dict[str, list[float]] = {isa: [] for isa in what}
+    isas = list(what)
     for number in range(rounds):
         turn = number % len(isas)
         for isa in isas[turn:] + isas[:turn]:
             seconds[isa].append(children[isa].ask(f"run {calls[isa]}"))
+    return seconds
+
+
+def measured(children: dict[str, Child], name: str, rounds: int) -> dict[str, Any]:
+    """A record of one line: seconds and the ratios to v3, as medians and quartiles."""
+    from pymoe.bench.timing import Spread
+
+    seconds = in_turns(children, dict.fromkeys(children, name), rounds)
 
     def spread(values: list[float]) -> list[float]:
         found = Spread.of(values)

@@ -12,16 +12,11 @@ second there, and operations a second from 16 on: medians of the rounds. Writes 
 from __future__ import annotations
 
 import argparse
-import gc
-import json
-import math
 import re
-import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.instruction_sets import ISAS, Child
+from benchmarks.instruction_sets import ISAS, Child, in_turns, serve
 from benchmarks.output import as_markdown, command, parser_of, save
 
 OUTPUTS, INPUTS = 768, 2048
@@ -30,8 +25,6 @@ MOST_ROWS = 2048
 """Of all experts together, as long as they are four at least."""
 READING = 8
 """Rows an expert up to which a table gives bytes a second."""
-SPAN = 0.1
-"""Seconds that a value rests on at least."""
 TORCH = "torch.mm"
 WEIGHTS = {"bf16 (out, in)": 16.0, "bf16 (in, out)": 16.0, "int8": 8.0, "int4": 5.0}
 """Kinds of weights, and bits of one, without the scales that an output row has once."""
@@ -80,44 +73,25 @@ class Calls:
 
 
 def child() -> None:
-    """Serve lines of ``prepare ROWS PEER KIND`` and ``run CALLS`` until the input ends."""
+    """Serve calls by their rows, whether the peer makes them, and the kind of weights."""
     import torch
 
-    import pymoe
-
-    torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    print(json.dumps(pymoe.build_info()["cpu_isa"]), flush=True)
-    calls, call = Calls(), int
-    for line in sys.stdin:
-        word, _, rest = line.rstrip("\n").partition(" ")
-        number = 1
-        if word == "prepare":
-            rows, peer, kind = rest.split(" ", 2)
-            call = calls.of(kind, int(rows), peer == "1")  # type: ignore[assignment]
-            call()
-            gc.collect()
-            gc.disable()
-        else:
-            number = int(rest)
-        start = time.thread_time()
-        for _ in range(number):
-            call()
-        print(json.dumps((time.thread_time() - start) / number), flush=True)
+    calls = Calls()
+
+    def call_of(what: str) -> Callable[[], object]:
+        rows, peer, kind = what.split(" ", 2)
+        return calls.of(kind, int(rows), peer == "1")
+
+    serve(call_of)
 
 
 def measured(children: dict[str, Child], kind: str, rows: int, rounds: int) -> dict[str, Any]:
     """Return a record of one line: seconds of a call by level, the peer included, as medians and quartiles."""
     from pymoe.bench.timing import Spread
 
-    asked = {isa: one for isa, one in children.items() if isa != TORCH or not kind.startswith("int")}
-    first = {isa: one.ask(f"prepare {rows} {int(isa == TORCH)} {kind}") for isa, one in asked.items()}
-    seconds: dict[str, list[float]] = {isa: [] for isa in asked}
-    isas = list(asked)
-    for number in range(rounds):
-        turn = number % len(isas)
-        for isa in isas[turn:] + isas[:turn]:
-            seconds[isa].append(asked[isa].ask(f"run {max(1, math.ceil(SPAN / max(first[isa], 1e-7)))}"))
+    asked = [isa for isa in children if isa != TORCH or not kind.startswith("int")]
+    seconds = in_turns(children, {isa: f"{rows} {int(isa == TORCH)} {kind}" for isa in asked}, rounds)
     spreads = {isa: Spread.of(values) for isa, values in seconds.items()}
     return {
         "kind": kind,
