@@ -148,9 +148,11 @@ class Streams:
             else:
                 stream.cancel()
             raise
-        except BaseException as error:
-            if isinstance(error, NoStream):
-                self._refused = time.monotonic()
+        except NoStream:
+            self._refused = time.monotonic()
+            stream.cancel()
+            raise
+        except BaseException:
             stream.cancel()
             raise
         self._give_back(stream)

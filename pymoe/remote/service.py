@@ -167,9 +167,7 @@ class Service(grpc.GenericRpcHandler):
                     raise
                 finally:
                     self._idle.discard(task)
-                if head is grpc.aio.EOF:
-                    return
-                if not await self._exchange_one(context, head):
+                if head is grpc.aio.EOF or not await self._exchange_one(context, head):
                     return
         finally:
             self._streams -= 1

@@ -121,8 +121,8 @@ FAULTS = [
     Fault(
         "a stream is tried with every request though the server has its most",
         "pymoe/remote/exchange.py",
-        "                self._refused = time.monotonic()\n",
-        "                pass\n",
+        "            self._refused = time.monotonic()\n",
+        "",
         ("tests/remote/test_streams.py", "-k", "remembered"),
     ),
     Fault(
