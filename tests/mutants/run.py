@@ -6,7 +6,7 @@
     python tests/mutants/run.py python                # in the CPU kernels and operators: pytest must (minutes a fault)
 
 Without a kind all run. Nothing in the source tree is changed. planting.py says what a fault is; faults_KIND.py
-holds them. The exit status is 1 if too few were noticed, or if one no longer fits the sources.
+holds them. The exit status is 1 if one was not noticed, or no longer fits the sources.
 """
 
 from __future__ import annotations
