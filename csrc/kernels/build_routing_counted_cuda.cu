@@ -24,8 +24,8 @@ constexpr int kThreads = kWarps * kWarp;
 constexpr int64_t kMostTiles = 128;
 constexpr int64_t kMostGroups = 32;  // whose parts a thread adds
 constexpr int kPack = ChoiceCounts::kCountPack;
-static_assert(kPack == 4 && ChoiceCounts::kMostExperts <= kPack * kThreads / 2);  // packs have threads, and half of the
-                                                                                  // warps are left for other things
+// Every pack has a thread, and half of the warps are left for other things.
+static_assert(kPack == 4 && ChoiceCounts::kMostExperts <= kPack * kThreads / 2);
 
 // Sums of the counts of four experts, 16 bits each; of numbers of tokens, none of which needs more.
 using Sums = Pack<unsigned, kPack / 2>;

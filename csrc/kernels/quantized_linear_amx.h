@@ -3,13 +3,12 @@
 //
 // Integers are added up exactly, so tiles have the bits of vectors:
 //
-//     8 bits   an activation is two signed bytes, 256 * high + low, and codes are read where they lie, as right tiles
-//     of
-//              64 inputs: sums of 32 bits over a block of 128 inputs, one of the high bytes and one of the low ones
-//     4 bits   a group of 32 inputs has sums of less than 32 * 15 * 32768 < 2^24, so fp32 holds them and all sums on
-//     the
-//              way: 256 * high, low and the codes are bf16, and two products add them up to one sum, which is a float
-//              by then. The codes of a block are laid out as right tiles once for some rows.
+//     8 bits   an activation is two signed bytes, 256 * high + low, and codes are read where they lie, as right
+//              tiles of 64 inputs: sums of 32 bits over a block of 128 inputs, one of the high bytes and one of the
+//              low ones
+//     4 bits   a group of 32 inputs has sums of less than 32 * 15 * 32768 < 2^24, so fp32 holds them and all sums
+//              on the way: 256 * high, low and the codes are bf16, and two products add them up to one sum, which is
+//              a float by then. The codes of a block are laid out as right tiles once for some rows.
 //
 // Up to 16 rows and 16 (4 bits) or 32 outputs are multiplied at a time, along one block of inputs. That makes four
 // tiles of sums, which are scaled and added to y while the next four are made.

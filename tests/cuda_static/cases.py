@@ -38,14 +38,11 @@ class Work:
 ROWS, HIDDEN = TOKENS * CHOICES, 7168
 MOVED = "T 4096, H 7168, K 8, E 256, bf16"
 PRODUCT, PRODUCTS = "S 32768, H 7168, N 4096, E 256, fp16", "1024 multiplications"
-ACTIVATIONS = {
-    "swiglu": True, "clamped_swiglu": True, "geglu": True, "geglu_tanh": True, "gelu": False, "gelu_tanh": False,
-    "relu": False, "relu_squared": False,
-}  # fmt: skip
-"""The kinds of expert_activation, and whether they are gated."""
+ACTIVATIONS = ("swiglu", "clamped_swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu", "relu_squared")
+"""The kinds of expert_activation."""
 
 
-def activation(kind: str, gated: bool) -> Iterator[tuple[str, Work]]:
+def activation(kind: str) -> Iterator[tuple[str, Work]]:
     """Name the calls of a kind of activation, forward and backward."""
     for dtype in ("bf16", "fp16", "fp32") if kind == "swiglu" else ("bf16",):
         shape, suffix = f"S 32768, F 2048, {dtype}", "" if dtype == "bf16" else f", {dtype}"
@@ -69,7 +66,7 @@ WORK = {
     "combine": Work(MOVED, "element of a row", ROWS * HIDDEN, frozenset({"y"}), 4, 128.0),
     "combine, float32": Work(MOVED.replace("bf16", "fp32"), "element of a row", ROWS * HIDDEN, frozenset({"y"}), 7),
     "combine_backward": Work(MOVED, "element of a row", ROWS * HIDDEN, frozenset({"y", "grad"}), 4, 260.0),
-    **{name: work for kind, gated in ACTIVATIONS.items() for name, work in activation(kind, gated)},
+    **{name: work for kind in ACTIVATIONS for name, work in activation(kind)},
     "gate_backward": Work(
         "T 4096, E 128, K 8, fp32 to bf16", "logit", TOKENS * 128, frozenset({"logits"}), 1, traced=1
     ),
