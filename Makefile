@@ -1,15 +1,20 @@
 # pymoe: every target makes what it needs, so each works on a fresh clone. Options go through ARGS:
 #     make train ARGS="--steps 200 --ffn dense"
-.PHONY: help train check test test-all docs wheel bench bench-layers bench-runtime bench-parallel bench-pipeline bench-distributed bench-expert-parallel bench-remote lint format clean
+.PHONY: help train check test test-deep test-all docs wheel bench bench-layers bench-runtime bench-parallel bench-pipeline bench-distributed bench-expert-parallel bench-remote lint format clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
 ARGS ?=
-VENV := .venv
+# Another torch than the pinned one gets an environment of its own.
+TORCH ?=
+VENV := .venv$(addprefix -torch-,$(TORCH))
 RUN := $(VENV)/bin/python
+# Kernels for CUDA are compiled where there is a GPU for them: elsewhere they would take three quarters of the build.
+export PYMOE_CUDA ?= $(if $(wildcard /dev/nvidia0 /dev/dxg),auto,0)
 # The tools of the environment come first: ninja is found also where the system has none.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
+TRAIN_PACKAGES := $(VENV)/.train-packages
 PACKAGES := $(VENV)/.packages
 INSTALLED := $(VENV)/.installed
 NATIVE := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
@@ -17,9 +22,10 @@ NATIVE := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 help:
 	@echo 'make train   train a mixture-of-experts language model (ARGS="--help" for its options); results in runs/'
 	@echo 'make check   lint, types, one case of every quick Python test, C++ tests: some five minutes on two cores'
-	@echo 'make test    lint, types, Python tests, C++ tests plain and under sanitizers, packaging: half an hour on two cores'
-	@echo 'make test-all   the same with every case of every grid and longer stress: before a release'
-	@echo '             (results of all three in build/tests/; ARGS="python types" names the steps)'
+	@echo 'make test    lint, types, docs, Python and C++ tests, the core of the others: twelve minutes on two cores'
+	@echo 'make test-deep  what make test leaves out: grids, sanitizers, planted faults, PTX, machine code: forty minutes'
+	@echo 'make test-all   both, with every case of every grid and longer stress: before a release'
+	@echo '             (results of all four in build/tests/; ARGS="python types" names the steps)'
 	@echo 'make docs    the documentation as web pages, with warnings as errors; in build/docs/'
 	@echo 'make wheel   a wheel for this Python and every torch >= 2.11; in dist/'
 	@echo 'make bench   benchmark every operator; results in build/bench.json (ARGS="--help" for its options)'
@@ -34,7 +40,8 @@ help:
 	@echo 'make format  lay out the sources, write the type stub again'
 	@echo 'make clean   remove what was built, and the virtual environment'
 	@echo
-	@echo 'PYMOE_CUDA=auto|0|1 says whether CUDA kernels are built (auto: if nvcc is found); PYTHON names the interpreter.'
+	@echo 'PYTHON names the interpreter; TORCH=2.15.0 another torch, in an environment of its own.'
+	@echo 'PYMOE_CUDA=auto|0|1 says whether CUDA kernels are built (auto: if nvcc is found); without a GPU it is 0 here.'
 
 train: $(INSTALLED)
 	$(RUN) examples/train_lm.py $(ARGS)
@@ -43,7 +50,7 @@ train: $(INSTALLED)
 # INSTALL_SYSTEM_PACKAGES=0 has it name them instead.
 define run_tests
 	@PYTHON=$(PYTHON) INSTALL_SYSTEM_PACKAGES=$${INSTALL_SYSTEM_PACKAGES:-1} bash tests/system_packages.sh test
-	@$(MAKE) --no-print-directory $(INSTALLED)
+	@$(MAKE) --no-print-directory $(PACKAGES) $(INSTALLED)
 	$(RUN) tests/run_all.py $(1) $(ARGS)
 endef
 
@@ -53,11 +60,14 @@ check:
 test:
 	$(call run_tests)
 
+test-deep:
+	$(call run_tests,--deep)
+
 test-all:
 	$(call run_tests,--exhaustive)
 
 # Warnings are errors: a reference that leads nowhere, a docstring that cannot be read.
-docs: $(INSTALLED)
+docs: $(PACKAGES) $(INSTALLED)
 	$(RUN) -m sphinx -W --keep-going -q -d build/doctrees docs build/docs
 	@echo 'build/docs/index.html'
 
@@ -71,7 +81,7 @@ wheel: $(PACKAGES)
 bench: $(INSTALLED)
 	$(RUN) -m pymoe.bench run --json build/bench.json $(ARGS)
 
-bench-layers: $(INSTALLED)
+bench-layers: $(PACKAGES) $(INSTALLED)
 	$(RUN) -m benchmarks.model_layers $(ARGS)
 
 # hivemind lives in an environment of its own, with the same torch.
@@ -95,7 +105,7 @@ bench-expert-parallel: $(INSTALLED)
 # Ray, too, lives in an environment of its own.
 RAY := build/ray
 
-bench-remote: $(INSTALLED) $(HIVEMIND)/.packages $(RAY)/.packages
+bench-remote: $(PACKAGES) $(INSTALLED) $(HIVEMIND)/.packages $(RAY)/.packages
 	$(RUN) -m benchmarks.remote_load --hivemind $(HIVEMIND)/bin/python --ray $(RAY)/bin/python $(ARGS)
 
 $(RAY)/.packages: benchmarks/remote/requirements-ray.txt
@@ -121,27 +131,38 @@ lint: $(PACKAGES)
 	find csrc tests benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.cu' | xargs $(VENV)/bin/clang-format --dry-run --Werror
 	$(RUN) -m mypy
 
-format: $(INSTALLED)
+format: $(PACKAGES) $(INSTALLED)
 	$(RUN) -m ruff check --fix-only --quiet .
 	$(RUN) -m ruff format .
 	find csrc tests benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.cu' | xargs $(VENV)/bin/clang-format -i
 	$(RUN) tests/write_stub.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info pymoe/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* build dist *.egg-info pymoe/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(PACKAGES): requirements-dev.txt
+# The packages of a list, with the torch that was asked for in place of the pinned one.
+define install
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' requirements-train.txt > $(VENV)/requirements-train.txt
+	cp requirements-dev.txt $(VENV)/
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r $(VENV)/$(1)
+	@touch $@
+endef
+
+$(TRAIN_PACKAGES): requirements-train.txt
 	@PYTHON=$(PYTHON) bash tests/system_packages.sh build
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the pinned packages need Python 3.11 or newer: name one with make PYTHON=...")'
 	@echo '== Python packages into $(VENV)'
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
-	@touch $@
+	$(call install,requirements-train.txt)
+
+$(PACKAGES): requirements-dev.txt $(TRAIN_PACKAGES)
+	@echo '== packages of the tests into $(VENV)'
+	$(call install,requirements-dev.txt)
 
 # Editable: what runs is what stands in the tree, and a change of Python code needs no new installation. That the
 # package also works when it is really installed is what tests/packaging/ shows.
-$(INSTALLED): $(PACKAGES) $(NATIVE) setup.py pyproject.toml
+$(INSTALLED): $(TRAIN_PACKAGES) $(NATIVE) setup.py pyproject.toml
 	@echo '== building pymoe'
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
 	$(RUN) -c 'import pymoe; print(*(f"   {name}: {fact}" for name, fact in pymoe.build_info().items()), sep="\n")'

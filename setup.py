@@ -8,8 +8,11 @@
 What is missing is said in words before anything is compiled. All sources are compiled with the same flags by one call
 of ninja, so that both modules share objects and no processor waits between them.
 
-Environment: PYMOE_CUDA=auto|0|1 (default auto: build CUDA kernels if nvcc is found), CUDA_HOME, TORCH_CUDA_ARCH_LIST,
-CXX (the C++ compiler), MAX_JOBS.
+CUDA kernels are compiled for the GPUs that torch sees, as torch's own extensions are, and for every supported
+generation where it sees none.
+
+Environment: PYMOE_CUDA=auto|0|1 (default auto: build CUDA kernels if nvcc is found), CUDA_HOME, TORCH_CUDA_ARCH_LIST
+(for which GPUs), CXX (the C++ compiler), MAX_JOBS.
 """
 
 import importlib.util
@@ -244,6 +247,15 @@ def runtime_extension():
     )
 
 
+def seen_capabilities():
+    """Return the compute capabilities of the GPUs that torch sees, such as ``{(9, 0)}``."""
+    import torch
+
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return set()
+    return {torch.cuda.get_device_capability(number) for number in range(torch.cuda.device_count())}
+
+
 def compile_options(cuda_home):
     """Folders and flags of every source of both modules."""
     import torch
@@ -256,7 +268,8 @@ def compile_options(cuda_home):
     ]
     if cuda_home:
         toolkit = nvcc_version(cuda_home)
-        arch_list = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", nvcc_flags.default_arch_list(toolkit))
+        wanted = nvcc_flags.arch_list_of(seen_capabilities(), toolkit)
+        arch_list = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", wanted)
         defines.append(f'-DPYMOE_CUDA_VERSION="{toolkit}"')
         defines.append(f'-DPYMOE_CUDA_ARCHITECTURES="{arch_list}"')
     return {

@@ -7,6 +7,7 @@ they judge what ships. The standard library alone is imported: ``setup.py`` come
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Collection
 from functools import cache
 
 FLAGS = [
@@ -40,6 +41,18 @@ def default_arch_list(toolkit: str) -> str:
     """
     version = tuple(int(part) for part in toolkit.split(".")[:2])
     return "8.0;9.0;10.0+PTX;12.0" if version >= OLDEST_FOR_BLACKWELL else "8.0;9.0+PTX"
+
+
+def arch_list_of(seen: Collection[tuple[int, int]], toolkit: str) -> str:
+    """Return the architectures to build for where GPUs of the compute capabilities ``seen`` are to run the kernels.
+
+    They are those of the default list that serve these GPUs, and PTX of the newest. The whole default list is returned
+    where no GPU is seen, or one whose generation is not in the list: its driver compiles the PTX.
+    """
+    majors = {str(major) for major, _ in seen}
+    default = default_arch_list(toolkit)
+    needed = [entry.removesuffix("+PTX") for entry in default.split(";") if entry.split(".")[0] in majors]
+    return ";".join(needed) + "+PTX" if needed and len(needed) == len(majors) else default
 
 
 def gencode(arch_list: str) -> list[str]:

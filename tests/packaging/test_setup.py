@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from machine_code import FLAGS
+from machine_code import FLAGS  # it also makes csrc importable
+from nvcc_flags import arch_list_of
 
 import pymoe
 
@@ -191,6 +192,35 @@ def test_the_default_architectures(
     flags = set(re.findall(r"-gencode=arch=(compute_\d+,code=\w+)", text))
     assert flags == {f"compute_{number},code={kind}_{number}" for number, kind in re.findall(r"(\d+):(\w+)", listed)}
     assert f'-DPYMOE_CUDA_ARCHITECTURES="{written}"' in text.replace("\\", "").replace("'", "")
+
+
+@pytest.mark.parametrize(
+    ("seen", "listed"),
+    [
+        ([], "8.0;9.0;10.0+PTX;12.0"),
+        ([(9, 0)], "9.0+PTX"),
+        ([(8, 9), (8, 9), (9, 0)], "8.0;9.0+PTX"),
+        ([(10, 3)], "10.0+PTX"),
+        ([(12, 1)], "12.0+PTX"),
+        ([(7, 5)], "8.0;9.0;10.0+PTX;12.0"),  # no kernel runs there
+        ([(9, 0), (11, 0)], "8.0;9.0;10.0+PTX;12.0"),  # the PTX runs on 11.0
+    ],
+)
+def test_kernels_are_built_for_the_gpus_that_are_seen(seen: list[tuple[int, int]], listed: str) -> None:
+    assert arch_list_of(set(seen), "13.0") == listed
+
+
+def test_setup_asks_torch_which_gpus_there_are(tmp_path: Path) -> None:
+    code = """
+import runpy, sys, torch
+torch.version.cuda, torch.cuda.is_available, torch.cuda.device_count = "13.0", lambda: True, lambda: 2
+torch.cuda.get_device_capability = lambda number: [(9, 0), (8, 6)][number]
+sys.argv = ["setup.py", "--name"]
+print(sorted(runpy.run_path("setup.py")["seen_capabilities"]()))
+"""
+    environment = {**os.environ, "PYMOE_CUDA": "0"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[(8, 6), (9, 0)]", done.stderr
 
 
 def test_kernels_are_compiled_with_the_flags_that_the_checks_of_machine_code_use(planned) -> None:
