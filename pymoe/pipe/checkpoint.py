@@ -29,7 +29,11 @@ INDEX = "model.safetensors.index.json"
 
 
 def stage_state_dict(pipe: Any, stages: Iterable[int] | None = None) -> dict[str, Any]:
-    """Return the stages' part of the model's ``state_dict``: their parameters and buffers under the model's names.
+    """Return the stages' part of the model's ``state_dict``, under the model's names.
+
+    It has all that their modules save: parameters, buffers, extra state, and what ``_save_to_state_dict`` or state-dict
+    hooks make instead of them (packed weights, clones). What belongs to no stage, as a parameter that the forward never
+    uses, is in the part of each.
 
     In a process that runs some of the stages the others keep their initial values, so ``pipe.state_dict()`` is out of
     date for them.
@@ -37,17 +41,57 @@ def stage_state_dict(pipe: Any, stages: Iterable[int] | None = None) -> dict[str
     Args:
         pipe: a :class:`pymoe.Pipe`.
         stages: their numbers; None: all.
+
+    Raises:
+        ValueError: the model makes a tensor of which cannot be said to which stages it belongs, and not all are asked
+            for.
     """
-    parts = [pipe.staged.parts[index] for index in (range(len(pipe)) if stages is None else stages)]
-    own = {id(module) for part in parts for module in part.modules()}
-    own |= {id(tensor) for part in parts for tensor in (*part.parameters(), *part.buffers())}
-    extra = {f"{name}._extra_state": module for name, module in pipe.named_modules()}
-    state = pipe.state_dict(keep_vars=True)
+    owned, state = _Owned(pipe, stages), pipe.state_dict(keep_vars=True)
     return {
         name: value.detach() if isinstance(value, torch.Tensor) else value
         for name, value in state.items()
-        if id(extra.get(name, value)) in own
+        if owned.has(name, value)
     }
+
+
+class _Owned:
+    """What belongs to some stages of a pipe, among all that its ``state_dict`` has names for."""
+
+    def __init__(self, pipe: Any, stages: Iterable[int] | None) -> None:
+        parts = pipe.staged.present_parts()
+        own = parts if stages is None else [parts[index] for index in stages]
+        self._is_all = {*map(id, own)} == {*map(id, parts)}
+        self._own, self._held = _ids(own), _ids(parts)
+        self._modules: dict[str, nn.Module] = dict(pipe.named_modules(remove_duplicate=False))
+        self._tensors: dict[str, torch.Tensor] = {
+            **dict(pipe.named_parameters(remove_duplicate=False)),
+            **dict(pipe.named_buffers(remove_duplicate=False)),
+        }
+        self._known = {*map(id, self._tensors.values())}
+
+    def has(self, name: str, value: Any = None) -> bool:
+        """Return whether ``value`` of this name, or what a module misses under this name, belongs to the stages."""
+        if id(value) in self._known:
+            about = {id(value)}
+        elif name in self._tensors:  # somebody has saved a copy
+            about = {id(self._tensors[name])}
+        else:
+            owner, _, last = name.rpartition(".")
+            while owner not in self._modules:
+                owner = owner.rpartition(".")[0]
+            module = self._modules[owner]
+            about = {id(module), *map(id, module._parameters.values()), *map(id, module._buffers.values())}
+            if not (self._is_all or about & self._held or value is None or last == "_extra_state"):
+                raise ValueError(
+                    f"pymoe.pipe.checkpoint: expected values of modules that are in one stage, got {name!r}, which "
+                    f"{owner or 'the model itself'} makes for several stages, for part of the stages; let the layers "
+                    "save it, or save all stages in one process"
+                )
+        return self._is_all or bool(about & self._own) or not about & self._held
+
+
+def _ids(parts: Iterable[nn.Module]) -> set[int]:
+    return {id(one) for part in parts for one in (*part.modules(), *part.parameters(), *part.buffers())}
 
 
 def save(
@@ -95,14 +139,22 @@ def load(
         group: as for :func:`save`.
 
     Raises:
-        torch.distributed.checkpoint.CheckpointException: files or keys are missing, or sizes differ.
+        torch.distributed.checkpoint.CheckpointException: files or keys are missing, there are keys that the model does
+            not have, or sizes differ.
+        RuntimeError: modules of these stages miss keys, or do not take some of those that they save.
     """
     from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-    state = _state(pipe, stages, optimizer)
-    state_dict_loader.load(state, checkpoint_id=folder, process_group=group, no_dist=not dist.is_initialized())
-    pipe.load_state_dict(state["model"], strict=False)
+    state, planner = _state(pipe, stages, optimizer), _planner(pipe)
+    alone = not dist.is_initialized()
+    state_dict_loader.load(state, checkpoint_id=folder, planner=planner, process_group=group, no_dist=alone)
+    owned, found = _Owned(pipe, stages), pipe.load_state_dict(state["model"], strict=False)
+    if faults := [*found.unexpected_keys, *[name for name in found.missing_keys if owned.has(name)]]:
+        raise RuntimeError(
+            "pymoe.pipe.checkpoint.load: expected modules that load the keys which they save, got modules that do not "
+            f"load, or miss: {', '.join(faults)}"
+        )
     if optimizer is not None:
         set_optimizer_state_dict(pipe, optimizer, state["optimizer"], options=_by_name())
 
@@ -114,6 +166,22 @@ def _state(pipe: Any, stages: Iterable[int] | None, optimizer: torch.optim.Optim
     if optimizer is not None:
         state["optimizer"] = get_optimizer_state_dict(pipe, optimizer, options=_by_name())
     return state
+
+
+def _planner(pipe: Any) -> Any:
+    """Return a planner that refuses files with more than the model loads."""
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    class Planner(DefaultLoadPlanner):
+        def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+            super().set_up_planner(state_dict, metadata, is_coordinator)
+            elsewhere = pipe.state_dict().keys() - state_dict["model"].keys()  # in other stages
+            saved = (metadata.planner_data or {}).items()
+            model = {key: path[1] for key, path in saved if path[0] == "model" and key not in self.mappings}
+            if unknown := sorted(key.removeprefix("model.") for key, name in model.items() if name not in elsewhere):
+                raise ValueError(f"expected a checkpoint of this model, got one with {', '.join(unknown)} as well")
+
+    return Planner()
 
 
 def _by_name() -> Any:

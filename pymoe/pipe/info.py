@@ -140,7 +140,7 @@ class Inspection(nn.Module):
             raise ValueError(
                 f"get_stage_module: invalid stage index, expected 0 to {self.num_stages - 1}, got {stage!r}"
             )
-        return self.staged.parts[stage]
+        return self.staged.present_parts()[stage]
 
     def __getattr__(self, name: str) -> Any:
         if name == "split_gm":
@@ -158,7 +158,7 @@ class Inspection(nn.Module):
     @property
     def replicated_params(self) -> list[dict[int, str]]:
         """For every parameter that several stages share, its name in each of them by the stage's number."""
-        return list(shared_parameters(self.staged.parts))
+        return list(shared_parameters(self.staged.present_parts()))
 
     def info(self) -> PipeInfo:
         """Return the stages and the edges between them; ``print(pipe.info())`` draws them."""
@@ -180,11 +180,11 @@ class Inspection(nn.Module):
 
     def __getitem__(self, index: int) -> nn.Module:
         """Return the module of a stage; of a sequential model its layers. As in any sequence -1 is the last."""
-        return self.staged.parts[index]
+        return self.staged.present_parts()[index]
 
     def __iter__(self) -> Iterator[nn.Module]:
         """Iterate over the modules of the stages."""
-        return iter(self.staged.parts)
+        return iter(self.staged.present_parts())
 
     @property
     def devices(self) -> tuple[torch.device | None, ...]:

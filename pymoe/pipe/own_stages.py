@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from pymoe.pipe.devices import place
-from pymoe.pipe.staged import StagedModel
+from pymoe.pipe.staged import LayersAsStages
 from pymoe.pipe.stages import INPUT, Pipeline, Source
 
 Taken = int | Source
 """What a stage takes: all that a stage returns, by its number, or one item of it."""
 
 
-class OwnStages(StagedModel):
+class OwnStages(LayersAsStages):
     """Modules as stages; :meth:`pymoe.Pipe.from_stages` documents the arguments and errors."""
 
     def __init__(
@@ -33,18 +33,23 @@ class OwnStages(StagedModel):
             takes = [[number - 1 if number else Source(INPUT, 0)] for number in range(len(stages))]
         if len(takes) != len(stages):
             raise ValueError(f"Pipe.from_stages: takes: expected one entry per stage ({len(stages)}), got {len(takes)}")
-        self.module = nn.ModuleList(stages)
-        self.parts = tuple(stages)
-        self.devices = place(self.parts, devices)
+        self._places = devices
         last: Taken = len(stages) - 1
         self._is_one = outputs is None or isinstance(outputs, (int, Source))
         found = [last if outputs is None else outputs] if self._is_one else list(outputs)  # type: ignore[arg-type]
         self._inputs = 1 + max(
             (t[1] for row in takes for t in row if isinstance(t, Source) and t[0] == INPUT), default=-1
         )
-        self._fixed_pipeline = self._pipeline_of(takes, found)
+        self._takes = [tuple(row) for row in takes]
+        self._outputs: list[Any] = found
+        super().__init__(stages if isinstance(stages, nn.ModuleList) else nn.ModuleList(stages))
 
-    def _pipeline_of(self, takes: Sequence[Sequence[Taken]], outputs: Sequence[Any]) -> Pipeline:
+    def _fill(self) -> Sequence[tuple[nn.Module, nn.Module]]:
+        self.parts = tuple(self.module._modules.values())  # type: ignore[arg-type]
+        return ()
+
+    def _make_pipeline(self) -> Pipeline:
+        self.devices = place(self.parts, self._places)
         items: list[dict[int | None, int]] = [{} for _ in self.parts]  # of every stage: what others take from it
 
         def source(taken: Taken, taker: int) -> Source:
@@ -57,8 +62,8 @@ class OwnStages(StagedModel):
                 raise ValueError(f"Pipe.from_stages: takes: {who} cannot take {taken!r}: expected {wanted}")
             return Source(stage, items[stage].setdefault(item, len(items[stage])))
 
-        inputs = [tuple(source(taken, number) for taken in row) for number, row in enumerate(takes)]
-        results = tuple(source(taken, len(self.parts)) for taken in outputs)
+        inputs = [tuple(source(taken, number) for taken in row) for number, row in enumerate(self._takes)]
+        results = tuple(source(taken, len(self.parts)) for taken in self._outputs)
         functions = [partial(_run, part, list(of_part)) for part, of_part in zip(self.parts, items, strict=True)]
         return Pipeline(self.stages_of(functions, inputs, map(len, items)), self._inputs, results)
 

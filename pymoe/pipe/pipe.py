@@ -14,7 +14,6 @@ from pymoe.autograd.compiler_disable import compiler_disable
 from pymoe.autograd.isolated_graph import functorch_is_active
 from pymoe.pipe.advice import warn_of_no_gain
 from pymoe.pipe.capture.errors import stack_level
-from pymoe.pipe.deferred_batch_norm import convert_deferred_batch_norm
 from pymoe.pipe.devices import refuse_moves
 from pymoe.pipe.execution.engine import Engine, run_in_one_graph
 from pymoe.pipe.execution.graph import have_tangents
@@ -52,7 +51,8 @@ class Pipe(Inspection):
         losses = pipe.step(x, target=y, loss_fn=nn.functional.cross_entropy)    # forward and backward in the pipeline
         optimizer.step()
 
-    Parameters stay those of the model, so optimizers, ``state_dict`` keys and hooks need no change. Gradients are those
+    Parameters stay those of the model, so optimizers, ``state_dict`` keys and hooks need no change; layers of the model
+    that are replaced later are run, at any depth. Gradients are those
     of ``loss_fn(model(x), y).backward()`` for a loss that is a mean over rows, with two exceptions: layers that look at
     a batch as a whole (a batch norm sees micro-batches), and random numbers (every micro-batch draws from its own
     stream in every stage: results depend on the seed, never on threads).
@@ -89,9 +89,7 @@ class Pipe(Inspection):
     ) -> None:
         super().__init__()
         self._choose(chunks, checkpoint)
-        if deferred_batch_norm and isinstance(module, nn.Sequential):
-            module = convert_deferred_batch_norm(module)
-        self._stand_on(SequentialModel(module, balance, devices))
+        self._stand_on(SequentialModel(module, balance, devices, deferred_batch_norm))
 
     @classmethod
     def of(cls, staged: StagedModel, chunks: int = 1, checkpoint: str = "except_last") -> Pipe:
@@ -159,7 +157,8 @@ class Pipe(Inspection):
         Parameters go by the number of the stage and their name in it.
 
         Args:
-            stages: the modules, in an order in which they can run.
+            stages: the modules, in an order in which they can run. A list is read once; stages that are replaced in an
+                ``nn.ModuleList``, or through the pipe (``setattr(pipe, "1", module)``), are run.
             takes: for every stage its positional arguments: ``n`` for what stage n returns, ``Source(n, k)`` for item k
                 of it, ``Source(INPUT, k)`` for argument k of the pipe. None: every stage takes what the one before
                 returns, the first the pipe's one argument.
@@ -208,7 +207,8 @@ class Pipe(Inspection):
             kwargs: the same by name.
 
         Raises:
-            TypeError: the model has no such arguments.
+            TypeError: the model has no such arguments, or has a ``forward`` of its own by now.
+            RuntimeError: layers of the model were appended, inserted or deleted, or replaced in a stage alone.
             ValueError: tensors have different numbers of rows; outputs of micro-batches cannot be put together.
             BaseException: what a stage raised first, with a note of stage and micro-batch.
         """

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from pymoe.pipe.deferred_batch_norm import convert_deferred_batch_norm
 from pymoe.pipe.devices import place
 from pymoe.pipe.skip import skip_routes, tracking, verify_skippables
 from pymoe.pipe.skip.tracker import InPlace, Key
-from pymoe.pipe.staged import StagedModel
+from pymoe.pipe.staged import LayersAsStages
 from pymoe.pipe.stages import INPUT, Pipeline, Source
 
 
-class SequentialModel(StagedModel):
+class SequentialModel(LayersAsStages):
     """An ``nn.Sequential``, cut between its layers. Takes one value and returns one.
 
     Hooks of a stage's module see micro-batches, those of the model itself whole mini-batches.
@@ -32,13 +33,14 @@ class SequentialModel(StagedModel):
         module: nn.Sequential,
         balance: Sequence[int] | None,
         devices: Sequence[torch.device | str | int] | None,
+        deferred_batch_norm: bool = False,
     ) -> None:
-        self.module = module
         self.parts = tuple(cut(module, balance))
-        self.devices = place(self.parts, devices)
-        verify_skippables(module)
-        self._fixed_pipeline = self._make_pipeline()
+        self._places = devices
+        self._deferred_batch_norm = deferred_batch_norm
+        super().__init__(module)
 
+    module: nn.Sequential
     hooks_are_pipes = True  # stages call the layers, and nothing calls the model
 
     def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -57,7 +59,23 @@ class SequentialModel(StagedModel):
     def extra_repr(self) -> str:
         return f"balance={[len(part._modules) for part in self.parts]}"
 
+    @property
+    def pipeline(self) -> Pipeline:
+        """The stages and edges, of the layers that the model has by now."""
+        refuse_own_call(self.module)
+        return super().pipeline
+
+    def _fill(self) -> Sequence[tuple[nn.Module, nn.Module]]:
+        verify_skippables(self.module)
+        rest = iter(self.module._modules.items())
+        for part in self.parts:
+            part._modules.update([next(rest) for _ in part._modules])
+        return [(part, self.module) for part in self.parts]
+
     def _make_pipeline(self) -> Pipeline:
+        if self._deferred_batch_norm:
+            convert_deferred_batch_norm(self.module)
+        self.devices = place(self.parts, self._places)
         parts = self.parts
         routes = skip_routes(parts)
         sends: list[list[Key]] = [[] for _ in parts]  # skips that leave the stage, as its outputs 1, 2, ...
@@ -88,8 +106,7 @@ def cut(module: nn.Sequential, balance: Sequence[int] | None) -> list[nn.Sequent
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"Pipe: the model must be an nn.Sequential, got {type(module).__name__}")
-    if type(module).forward is not nn.Sequential.forward:
-        raise TypeError(f"Pipe: {type(module).__name__} has a forward of its own, which would not run")
+    refuse_own_call(module)
     layers = list(module._modules.items())
     sizes = [1] * len(layers) if balance is None else list(balance)
     if not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
@@ -108,6 +125,15 @@ def cut(module: nn.Sequential, balance: Sequence[int] | None) -> list[nn.Sequent
         part.training = module.training
         parts.append(part)
     return parts
+
+
+def refuse_own_call(module: nn.Sequential) -> None:
+    """Raise TypeError if a call of the model does more than to call its layers: stages call these alone."""
+    kind = type(module)
+    is_own = kind.forward is not nn.Sequential.forward or kind.__call__ is not nn.Module.__call__
+    if is_own or "forward" in module.__dict__:
+        where = "" if is_own else ", put into the object,"
+        raise TypeError(f"Pipe: {kind.__name__} has a forward of its own{where} which would not run")
 
 
 def _run(part: nn.Module, value: Any) -> Sequence[Any]:

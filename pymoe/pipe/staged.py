@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from pymoe.pipe.auxiliary import with_auxiliary_losses
-from pymoe.pipe.execution.shared_layers import serialize_shared_layers
+from pymoe.pipe.execution.shared_layers import StageLock, serialize_shared_layers
 from pymoe.pipe.micro_batches import MicroBatches, join, mean, split
 from pymoe.pipe.stages import Pipeline, Source, Stage
+from pymoe.pipe.structure import Structure
 
 Function = Callable[..., Sequence[Any]]
 
@@ -32,13 +33,15 @@ class StagedModel(ABC):
 
     hooks_are_pipes = False
     """Whether hooks of ``module`` are those of a call of the pipe, as nothing else calls them."""
-    _fixed_pipeline: Pipeline
-    """Of a model that is the same in training and evaluation."""
 
     @property
+    @abstractmethod
     def pipeline(self) -> Pipeline:
-        """The stages and edges, for the mode that the modules are in by now: training or evaluation."""
-        return self._fixed_pipeline
+        """The stages and edges of the model as it is by now: in its present mode, with its present layers.
+
+        Raises:
+            RuntimeError: the model has other layers, and its stages are not cut for them.
+        """
 
     @property
     def loss(self) -> int | None:
@@ -57,6 +60,14 @@ class StagedModel(ABC):
     @abstractmethod
     def unflatten_outputs(self, values: Sequence[Any]) -> Any:
         """Return what the model returns, made of the values of the pipeline's outputs."""
+
+    def present_parts(self) -> tuple[nn.Module, ...]:
+        """Return ``parts``, with the layers that the model has by now.
+
+        Raises:
+            RuntimeError: the model has other layers, and its stages are not cut for them.
+        """
+        return self.parts
 
     def stages_of(
         self, functions: Iterable[Function], inputs: Iterable[tuple[Source, ...]], outputs: Iterable[int]
@@ -107,3 +118,49 @@ class StagedModel(ABC):
     def extra_repr(self) -> str:
         """Return how the model is cut, for ``repr`` of the pipe."""
         return f"stages={len(self.parts)}"
+
+
+class LayersAsStages(StagedModel):
+    """A model with its layers as stages, or several of them as one. A layer that is replaced later is run."""
+
+    module: nn.Sequential | nn.ModuleList
+
+    def __init__(self, module: nn.Sequential | nn.ModuleList) -> None:
+        self.module = module
+        self._one_at_a_time = StageLock()  # threads that find a layer replaced
+        self._stand()
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The stages and edges, of the layers that the model has by now."""
+        if self._made is None or self._structure.has_changed():
+            with self._one_at_a_time:
+                if self._made is None or self._structure.has_changed():
+                    self._structure.refuse_other_names()
+                    self._structure.refuse_edited_stages()
+                    self._stand()
+        assert self._made is not None
+        return self._made
+
+    def present_parts(self) -> tuple[nn.Module, ...]:
+        """Return ``parts``, with the layers that the model has by now."""
+        _ = self.pipeline
+        return self.parts
+
+    def _stand(self) -> None:
+        """Make the pipeline of the present layers; what was found out about others is forgotten with their stages."""
+        self._made: Pipeline | None = None
+        made = self._fill()
+        self._structure = Structure(self.module, self.parts, made)
+        self._made = self._make_pipeline()
+
+    @abstractmethod
+    def _fill(self) -> Sequence[tuple[nn.Module, nn.Module]]:
+        """Have ``parts`` hold the model's present layers.
+
+        Returns those of them that are not the model's own modules, each with the module that has its layers.
+        """
+
+    @abstractmethod
+    def _make_pipeline(self) -> Pipeline:
+        """Return the stages and edges."""

@@ -15,6 +15,7 @@ from pymoe.pipe.capture.external_values import ClassAttributes, ExternalValue, E
 from pymoe.pipe.capture.python_reads import Reads, ask
 from pymoe.pipe.capture.snapshots import MISSING, freeze, is_by_value, is_immutable
 from pymoe.pipe.module_hooks import CALL_HOOKS
+from pymoe.pipe.structure import have_same_items
 
 _STATE = ("_parameters", "_buffers")
 _About = tuple[str, Any]
@@ -64,9 +65,9 @@ class Guards:
         for variable, text in reads.environment.items():
             if os.environ.get(variable) != text:
                 return f"the environment variable {variable}"
-        if any(expected.empty) or any(dictionary != kept for dictionary, kept in expected.filled):
+        if any(expected.empty) or any([not have_same_items(*pair) for pair in expected.filled]):
             now = zip(self._dictionaries(), self._structure, strict=True)
-            return next((label for (label, dictionary), kept in now if dictionary != kept), None)
+            return next((label for (label, dictionary), kept in now if not have_same_items(dictionary, kept)), None)
         for dictionary, size in expected.sizes:
             if len(dictionary) != size:  # hasattr() may have been told that there is none
                 return "a parameter or buffer"
@@ -134,7 +135,10 @@ class Guards:
 
     def _questions(self) -> dict[_About, Callable[[], Any]]:
         """Return functions that tell how it is now, for what else must not change."""
-        found: dict[_About, Callable[[], Any]] = {("the mode of a module", None): self._modes_now}
+        found: dict[_About, Callable[[], Any]] = {
+            ("the mode of a module", None): self._modes_now,
+            ("the class of a module", None): self._classes_now,
+        }
         for place in ExternalValues(self._model, self._opaque).places:
             found[f"{place.label!r} outside of the model", None] = place.frozen
         for path, name in self._reads.attributes:
@@ -171,6 +175,10 @@ class Guards:
 
     def _modes_now(self) -> list[bool]:
         return [module.training for module in self._modules.values()]
+
+    def _classes_now(self) -> list[str]:
+        kinds = [type(module) for module in self._modules.values()]
+        return [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds]  # by name: copies cannot keep every class
 
     def _gradients_now(self) -> list[bool]:
         return [value.requires_grad for value in self._tensors() if value is not None]

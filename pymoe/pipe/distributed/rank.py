@@ -47,12 +47,15 @@ class Rank:
 
     def place(self, index: int, device: torch.device) -> None:
         """Add a stage to this rank. Its modules are moved to ``device``, and later what it takes."""
-        for module in self.staged.pipeline.stages[index].modules:
-            module.to(device)
+        self._devices[index] = device
+        self._move(self.staged.pipeline, index)
+        self._plans.clear()
+
+    def _move(self, pipeline: Pipeline, index: int) -> None:
+        for module in pipeline.stages[index].modules:
+            module.to(self._devices[index])
             if isinstance(module, StageModule):
                 module.update_model()
-        self._devices[index] = device
-        self._plans.clear()
 
     def begin(self, stage: int) -> None:
         """Begin a step. Schedules say so for each of their stages."""
@@ -136,6 +139,8 @@ class Rank:
         key = id(pipeline), rank_of
         found = self._plans.get(key)
         if found is None or found.made_for is not pipeline:
+            for index in self._devices:  # layers may have been replaced
+                self._move(pipeline, index)
             stages = [
                 replace(stage, device=self._devices[number]) if number in self._devices else stage
                 for number, stage in enumerate(pipeline.stages)

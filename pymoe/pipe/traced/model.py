@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,10 +23,11 @@ from pymoe.pipe.devices import place
 from pymoe.pipe.execution.shared_layers import StageLock
 from pymoe.pipe.micro_batches import MicroBatches, Whole
 from pymoe.pipe.staged import StagedModel
-from pymoe.pipe.stages import Pipeline
+from pymoe.pipe.stages import Pipeline, Stage
+from pymoe.pipe.structure import Structure
 from pymoe.pipe.traced.graph_passes import modules_as_arguments
 from pymoe.pipe.traced.losses import find_loss
-from pymoe.pipe.traced.partition import Partition, partition
+from pymoe.pipe.traced.partition import Partition, StageGraph, partition
 from pymoe.pipe.traced.shared_state import Spec, State, by_first_name
 from pymoe.pipe.traced.stage_module import StageModule, has, populate
 
@@ -112,10 +113,33 @@ class TracedModel(StagedModel):
 
     def _choose(self, leaves: Sequence[Any] | None = None) -> _Variant:
         """Return the capture that holds by now, a new one if there is none."""
-        if self._now.guards.broken(leaves) is not None:
+        if self._structure.has_changed() or self._now.guards.broken(leaves) is not None:
             with self._one_at_a_time:
+                self._structure.refuse_edited_stages()
                 self._choose_another(leaves)
+                self.present_parts()
+        if self._now.structure is not self._structure:
+            with self._one_at_a_time:
+                self._now = self._variants[self._now.number] = self._renewed(self._now)
         return self._now
+
+    def present_parts(self) -> tuple[nn.Module, ...]:
+        """Return the modules of the stages, with what the model has by now."""
+        if self._structure.has_changed():
+            self._structure.refuse_edited_stages()
+            self._populate()
+        return self.parts
+
+    def _renewed(self, variant: _Variant) -> _Variant:
+        """Return the capture with stages of the modules that these have by now."""
+        before = variant.pipeline
+        stages = self._stages(variant.number, before.stages)
+        return replace(variant, pipeline=Pipeline(stages, before.inputs, before.outputs), structure=self._structure)
+
+    def _stages(self, number: int, cut: Sequence[Stage | StageGraph]) -> tuple[Stage, ...]:
+        """Return the stages of capture ``number``, of the modules that are there by now."""
+        functions = [partial(part.run, number) for part in self.parts]
+        return self.stages_of(functions, [stage.inputs for stage in cut], [stage.outputs for stage in cut])
 
     def _choose_another(self, leaves: Sequence[Any] | None) -> None:
         change = self._now.guards.broken(leaves)
@@ -175,18 +199,19 @@ class TracedModel(StagedModel):
         for part, stage in zip(self.parts, made.stages, strict=True):
             part.add(stage.graph, captured.training)
             part.training = captured.training
-        if devices := [device for device in self.devices if device is not None]:
-            place(self.parts, devices)
-            for part in self.parts:
-                part.update_model()
-        functions = [partial(part.run, number) for part in self.parts]
-        inputs, outputs = [stage.inputs for stage in made.stages], [stage.outputs for stage in made.stages]
-        stages = self.stages_of(functions, inputs, outputs)
-        pipeline = Pipeline(stages, len(captured.arguments.names), made.outputs)
+        pipeline = Pipeline(self._stages(number, made.stages), len(captured.arguments.names), made.outputs)
         loss = self._find_loss(captured, made)
         guards = captured.guards(self.module)
         variant = _Variant(
-            number, captured.arguments, captured.input_checks, guards, captured.out_spec, made.leaves, pipeline, loss
+            number,
+            captured.arguments,
+            captured.input_checks,
+            guards,
+            captured.out_spec,
+            made.leaves,
+            pipeline,
+            loss,
+            self._structure,
         )
         self._variants.append(variant)
         return variant
@@ -196,6 +221,12 @@ class TracedModel(StagedModel):
         uses = [[name for name in of_stage if has(self.module, name)] for of_stage in self._uses]
         self._lacks_some = list(map(len, uses)) != list(map(len, self._uses))
         populate(self.parts, self.module, uses, self._constants)
+        if devices := [device for device in self.devices if device is not None]:
+            place(self.parts, devices)
+            for part in self.parts:
+                part.update_model()
+        made = [pair for part in self.parts for pair in part.made]
+        self._structure = Structure(self.module, self.parts, made)
 
     def _check_number(self, stages: int) -> None:
         if self.parts and stages != len(self.parts):
@@ -232,3 +263,5 @@ class _Variant:
     leaves: tuple[Any, ...]
     pipeline: Pipeline
     loss: int | None
+    structure: Structure
+    """What ``pipeline`` was made for."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.utils import parametrize
 
 from pymoe._torch_private import OpOverload, OpOverloadPacket
 from pymoe.pipe.capture.opaque import refuse_boundary
@@ -132,7 +133,11 @@ def _unknown(model: nn.Module, name: str) -> str:
 
 def _shallow(module: nn.Module) -> nn.Module:
     """Return a module with the same parameters and buffers, also later ones, and its own dictionary of the children."""
-    made = copy.copy(module)
+    if parametrize.is_parametrized(module):  # which torch does not copy
+        made = object.__new__(type(module))
+        made.__dict__.update(module.__dict__)
+    else:
+        made = copy.copy(module)
     made.__dict__["_modules"] = dict(module._modules)
     return made
 

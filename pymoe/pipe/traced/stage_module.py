@@ -33,6 +33,8 @@ class StageModule(nn.Module):
         self._modes: list[bool] = []
         # (where, which of its dictionaries, name, owner): what the model has there now is taken at every call.
         self._shared: list[tuple[nn.Module, str, str, nn.Module]] = []
+        self.made: list[tuple[nn.Module, nn.Module]] = []
+        """This, and the modules within that are no modules of the model, each with the one that it stands for."""
 
     def forward(self, *values: Any, variant: int | None = None) -> Sequence[Any]:
         """Return the values of the stage's outputs. ``variant``: which graph; None: the last that fits ``training``."""
@@ -98,12 +100,14 @@ class StageModule(nn.Module):
                     where._modules[name] = child
                 else:
                     where._modules[name] = holder = nn.Module()
+                    self.made.append((holder, child))
                     holder.training = child.training
                     hold(holder, child, below[name])
 
         for kind in (*_KINDS, "_modules"):
             self.__dict__[kind].clear()
         self._shared = []
+        self.made = [(self, model)]
         for name, constant in constants.items():
             self.register_buffer(name, constant, persistent=False)
         hold(self, model, paths)
