@@ -1,8 +1,9 @@
 """Fixtures of the whole suite, which of its tests run, and the devices that they run on.
 
-Without an option pytest runs what ``make test`` runs: all tests, of large grids the cases that represent them.
-``--exhaustive`` runs every case and longer stress (``make test-all``), ``--quick`` one case of every test that is not
-slow (``make check``).
+Without an option pytest runs what ``make test`` runs: every test that is not slow, by the cases that represent it.
+``--level=deep`` runs what that leaves out (``make test-deep``), ``--level=exhaustive`` every case and longer stress
+(``make test-all``), ``--level=quick`` one case of every test (``make check``). Tests that are named one by one, such as
+``test_x.py::test_y``, run with all their cases.
 """
 
 import importlib.util
@@ -25,9 +26,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.environ
 
 MARKERS = (
     "only_on(*devices): concerns these alone, of 'cpu', 'cuda' and 'pretended'",
-    "slow: takes more than a few seconds; left out by --quick",
-    "exhaustive: says what other cases say too, or for longer; runs with --exhaustive alone",
-    "thinned(count): a grid of which so many cases run, and all with --exhaustive",
+    "slow: takes more than a few seconds; left to --level=deep",
+    "exhaustive: says what other cases say too, or for longer; runs with --level=exhaustive alone",
+    "thinned(usual=, deep=): cases of a grid that the usual run has, and that it has together with --level=deep (or all)",
     "build: builds or installs the package (needs network access to the package registry)",
 )
 
@@ -57,12 +58,11 @@ def pytest_addoption(parser):
         help="run operators and layers on this device (may be repeated; default: on all that torch sees)",
     )
 
-    parser.addoption("--exhaustive", action="store_true", help="run every case of every test, and longer stress")
-    parser.addoption("--quick", action="store_true", help="run one case of every test, and none that is slow")
+    parser.addoption("--level", choices=selection.LEVELS, default="usual", help="see tests/selection.py")
 
 
 def pytest_configure(config):
-    if config.getoption("exhaustive"):
+    if config.getoption("level") == "exhaustive":
         limits.EXHAUSTIVE = True
         os.environ["PYMOE_EXHAUSTIVE"] = "1"  # for limits.py in the processes that tests start
     for line in MARKERS:
@@ -88,7 +88,9 @@ def pytest_generate_tests(metafunc):
 
 def pytest_collection_modifyitems(config, items):
     """Leave out what concerns none of the devices that are asked for, and what is for longer runs."""
-    left_out = set(items) - set(selection.chosen(items, quick=config.getoption("quick")))
+    level = config.getoption("level")
+    named = level == "usual" and all("::" in argument for argument in config.args)
+    left_out = set() if named else set(items) - set(selection.chosen(items, level))
     for item in items:
         name = item.callspec.params.get("device", "cpu") if hasattr(item, "callspec") else "cpu"
         if name not in wanted_devices(config) or not concerns(item, name):

@@ -11,7 +11,7 @@ import os
 LONG = int(300 * float(os.environ.get("PYMOE_TEST_TIME_SCALE", "1")))  # seconds
 
 EXHAUSTIVE = os.environ.get("PYMOE_EXHAUSTIVE") == "1"
-"""Whether every case is to run (``pytest --exhaustive``, which conftest.py turns into this variable)."""
+"""Whether every case is to run (``pytest --level=exhaustive``, which conftest.py turns into this variable)."""
 
 
 def rounds(usual: int, exhaustive: int) -> int:

@@ -1,10 +1,11 @@
 """Runs the checks of the project one after the other and ends with a summary.
 
     python tests/run_all.py [STEP ...]               # all steps, or those whose name contains a word: ``make test``
+    python tests/run_all.py --deep [STEP ...]        # what that leaves out, such as sanitizers: ``make test-deep``
     python tests/run_all.py --quick [STEP ...]       # lint, types, one case of each Python test, C++: ``make check``
-    python tests/run_all.py --exhaustive [STEP ...]  # every case of every grid, longer stress: ``make test-all``
+    python tests/run_all.py --exhaustive [STEP ...]  # all of it, every case, longer stress: ``make test-all``
 
-tests/conftest.py says which Python tests each of them runs. Each step's output goes to the terminal and to
+tests/selection.py says which Python tests each of them runs. Each step's output goes to the terminal and to
 build/tests/STEP.log. A step that fails does not keep the others from running; the exit status is 1 if any did.
 """
 
@@ -77,15 +78,32 @@ LAUNCHES = "tests/cuda_on_cpu/check_launches.py"
 ON_CUDA = "not narrower and not asked_for and not quantize"  # what concerns the CPU, or has no CUDA kernel
 
 
-QUICK = ("lint", "format", "types", "python", "cpp-plain")
 MANY_SEEDS = "20000"
 """Interleavings of each simulated scenario in an exhaustive run."""
 
 
-def all_steps(level: str) -> list[Step]:
-    """Return the steps of a run: ``quick``, ``usual`` or ``exhaustive``."""
-    cases = [] if level == "usual" else [f"--{level}"]
-    steps = [
+def steps_of(level: str) -> list[Step]:
+    """Return the steps of a run: ``quick``, ``usual``, ``deep`` or ``exhaustive``."""
+    if level == "exhaustive":
+        return [*usual_steps(level), *deep_steps(level)]
+    steps = deep_steps(level) if level == "deep" else usual_steps(level)
+    return [step for step in steps if level != "quick" or step.name in QUICK]
+
+
+QUICK = ("lint", "format", "types", "python", "cpp-plain")
+
+
+def python_step(level: str) -> Step:
+    return pytest_step(
+        "python-deep" if level == "deep" else "python",
+        "slow tests, and further cases of grids" if level == "deep" else "operators, layers, runtime, pipes, examples",
+        *("-m", "not build", f"--level={level}", *XDIST),
+    )
+
+
+def usual_steps(level: str) -> list[Step]:
+    """Return what shows that the package works: lint, types, docs, Python and C++ tests, an installation."""
+    return [
         Step("lint", "ruff: rules", [[PYTHON, "-m", "ruff", "check", "."]]),
         Step(
             "format",
@@ -93,19 +111,22 @@ def all_steps(level: str) -> list[Step]:
             [[PYTHON, "-m", "ruff", "format", "--check", "."], clang_format("--dry-run", "--Werror")],
         ),
         Step("types", "mypy --strict", [[PYTHON, "-m", "mypy"]]),
-        pytest_step(
-            "python",
-            "operators, layers, runtime, benchmark, examples, architecture, type stub",
-            "-m",
-            "not build",
-            *cases,
-            *XDIST,
-        ),
+        python_step(level),
         Step(
             "docs",
             "the documentation, every warning an error; in build/docs/",
             [[PYTHON, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", "build/doctrees", "docs", "build/docs"]],
         ),
+        cpp_step("plain", "C++ tests, the CUDA kernels on the CPU among them", "", MANY_SEEDS * (level == "exhaustive")),
+        pytest_step("packaging", "sdist, installation into new environments, the built files", "-m", "build"),
+    ]
+
+
+def deep_steps(level: str) -> list[Step]:
+    """Return what looks for faults that hide: sanitizers, planted faults, PTX, machine code, all cases of grids."""
+    cases = [f"--level={level}"] if level == "exhaustive" else []
+    return [
+        *([python_step(level)] if level == "deep" else []),
         Step(
             "cuda-compile",
             "CUDA kernels for every GPU that ships, and PTX: no warning, no spill (table in build/cuda/registers.md)",
@@ -116,7 +137,6 @@ def all_steps(level: str) -> list[Step]:
             "their machine code: held to bars, faults planted in it noticed (predicted times in build/cuda/static.md)",
             [[PYTHON, "tests/cuda_static/check.py"], [PYTHON, "tests/mutants/run.py", "static"]],
         ),
-        cpp_step("plain", "C++ tests", "", MANY_SEEDS if level == "exhaustive" else ""),
         cpp_step("thread", "C++ tests under ThreadSanitizer, planted races included", "thread"),
         cpp_step("address", "C++ tests under AddressSanitizer and UBSan, planted errors included", "address"),
         Step(
@@ -143,9 +163,7 @@ def all_steps(level: str) -> list[Step]:
             "the PTX that nvcc makes of the kernels, run by an interpreter (without nvcc: the interpreter's own tests)",
             [[PYTHON, "tests/cuda_ptx/run_ptx.py", "--durations=10", *cases, *XDIST]],
         ),
-        pytest_step("packaging", "sdist, installation into new environments, the built files", "-m", "build"),
     ]
-    return [step for step in steps if level != "quick" or step.name in QUICK]
 
 
 # The line of a log that says how it went.
@@ -191,11 +209,15 @@ def run(step: Step) -> tuple[bool, str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     level = parser.add_mutually_exclusive_group()
-    for name, about in (("quick", "some minutes: see QUICK"), ("exhaustive", "every case, longer stress: an hour")):
+    for name, about in (
+        ("quick", "some minutes: see QUICK"),
+        ("deep", "what a run without options leaves out"),
+        ("exhaustive", "both, with every case and longer stress"),
+    ):
         level.add_argument(f"--{name}", dest="level", action="store_const", const=name, default="usual", help=about)
     parser.add_argument("words", nargs="*", metavar="STEP", help="a part of the names of the steps to run")
     options = parser.parse_args()
-    steps = all_steps(options.level)
+    steps = steps_of(options.level)
     names = [step.name for step in steps]
     unknown = [word for word in options.words if not any(word in name for name in names)]
     if unknown:

@@ -1,29 +1,43 @@
-"""Which tests a run leaves to longer ones, by the markers that conftest.py explains."""
+"""Which tests a run has, and how cases represent a test.
+
+| level | tests |
+|---|---|
+| quick | one case of every test that is not slow |
+| usual | of every test that is not slow the cases that represent it: those of its ``thinned`` marker, or all |
+| deep | what the usual run leaves out: slow tests, and further cases of thinned ones |
+| exhaustive | all, those that are marked ``exhaustive`` included |
+
+conftest.py explains the markers.
+"""
 
 import random
 from collections import Counter
 
-import limits
-
+LEVELS = ("quick", "usual", "deep", "exhaustive")
 BUILDING = {"sanitized", "watched"}
 """Fixtures that compile a library first."""
 
 
-def chosen(items, *, quick):
-    """Return the tests that are not left to longer runs."""
-    if limits.EXHAUSTIVE:
+def chosen(items, level):
+    """Return the tests of a level, in their order."""
+    if level == "exhaustive":
         return items
-    usual = [item for item in items if not item.get_closest_marker("exhaustive")]
-    if quick:
-        usual = [i for i in usual if not (i.get_closest_marker("slow") or BUILDING.intersection(i.fixturenames))]
-    cases = {}
-    for item in usual:
-        cases.setdefault(item.nodeid.split("[")[0], []).append(item)
-    found = []
-    for own in cases.values():
-        marker = own[0].get_closest_marker("thinned")
-        found += own[:1] if quick else representatives(own, marker.args[0]) if marker else own
-    return found
+    tests = {}
+    for item in items:
+        if not item.get_closest_marker("exhaustive"):
+            tests.setdefault(item.nodeid.split("[")[0], []).append(item)
+    kept = set()
+    for cases in tests.values():
+        marker = cases[0].get_closest_marker("thinned")
+        counts = marker.kwargs if marker else {}
+        deep = representatives(cases, counts.get("deep", len(cases)))
+        usual = [] if is_slow(cases[0]) else representatives(deep, counts.get("usual", len(deep)))
+        kept.update(usual[:1] if level == "quick" else usual if level == "usual" else set(deep).difference(usual))
+    return [item for item in items if item in kept]
+
+
+def is_slow(item):
+    return item.get_closest_marker("slow") or BUILDING.intersection(item.fixturenames)
 
 
 def representatives(items, count):

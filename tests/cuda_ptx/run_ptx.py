@@ -1,6 +1,6 @@
 """Runs the PTX of all kernels, and the tests of the interpreter that runs it.
 
-    python tests/cuda_ptx/run_ptx.py [--exhaustive] [PYTEST'S OPTIONS ...]
+    python tests/cuda_ptx/run_ptx.py [--level=exhaustive] [PYTEST'S OPTIONS ...]
 
 Without nvcc there is no PTX: the interpreter's own tests run then, and it says so. At the end of a run without ``-k``
 every kernel of the library must have been launched.
@@ -75,7 +75,7 @@ def main() -> int:
 
     build()  # once, before several processes ask for it, as what the compile gate keeps
     kept()
-    exhaustive = "--exhaustive" in options
+    exhaustive = "--level=exhaustive" in options
     selected = [str(ROOT / name) for name in [*LAYERS, *(OPERATORS if exhaustive else [])]]
     options, some = narrowed(options)
     kernels = ["-p", "ptx_ops", *options, str(HERE / "check_kernels.py"), *selected]

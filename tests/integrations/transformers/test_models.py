@@ -20,7 +20,7 @@ USUAL = (
     "qwen2_moe",
     "qwen3_moe",
 )
-"""The models whose kinds of experts, routers and attention the others repeat; all run with --exhaustive."""
+"""The models whose kinds of experts, routers and attention the others repeat; all run with --level=exhaustive."""
 
 NEW_TOKENS = 8
 
