@@ -27,7 +27,7 @@ def effort():
     return cases.Effort(WallTimer(), limits.READERS["sum of int64"], 0.0, (1, 1))
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(usual=2, deep=6)
 @pytest.mark.parametrize("mode", ["decode", "prefill", "train"])
 @pytest.mark.parametrize("name", list(TINY))
 def test_everyone_computes_the_same_block(name, mode):

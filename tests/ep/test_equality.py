@@ -71,13 +71,13 @@ def test_a_layer_with_another_exchange_equals_one_process(ranks, name, way):
     assert not differences(ranks, {**NAMED[name], "dtype": "float32"}, **WAYS[way])
 
 
-@pytest.mark.thinned(30)
+@pytest.mark.thinned(usual=8, deep=30)
 @pytest.mark.parametrize("seed", range(220))
 def test_layers_drawn_by_chance_equal_one_process(ranks, seed):
     assert not differences(ranks, seed)
 
 
-@pytest.mark.thinned(40)
+@pytest.mark.thinned(usual=8, deep=40)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("seed", range(220))
 def test_layers_drawn_by_chance_with_another_exchange_equal_one_process(ranks, seed, way):

@@ -26,7 +26,7 @@ def test_a_rank_that_dies_inside_a_layer_or_while_experts_move_ends_the_others(p
 
 
 @pytest.mark.slow
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(deep=2)
 @pytest.mark.parametrize("seed", range(10))
 def test_a_rank_that_is_killed_at_any_time_ends_the_others(seed):
     with ranks(train, RANKS) as group:

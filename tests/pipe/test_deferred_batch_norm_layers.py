@@ -177,7 +177,7 @@ def convolutions() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(48, 2)).double()
 
 
-@pytest.mark.thinned(20)
+@pytest.mark.thinned(usual=6, deep=20)
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"])
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4, 8])

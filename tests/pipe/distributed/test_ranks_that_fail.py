@@ -133,7 +133,7 @@ def is_told_of_the_bug(told, rank, phase):
     assert "in work" in told[4], "the traceback is not there"
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(usual=2, deep=4)
 @pytest.mark.parametrize("attempt", range(10))
 def test_when_a_rank_is_killed_at_any_moment_the_others_end_and_name_it(attempt):
     random.seed(attempt)
@@ -149,7 +149,7 @@ def test_when_a_rank_is_killed_at_any_moment_the_others_end_and_name_it(attempt)
         assert phase in (None, "forward", "loss", "backward")
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(usual=4, deep=8)
 @pytest.mark.parametrize(("phase", "rank"), PLACES)
 @pytest.mark.parametrize("after", ["ends", "lingers"])
 def test_when_a_rank_raises_the_others_end_with_its_error(phase, rank, after):

@@ -5,7 +5,7 @@ from training import EXACT, SCHEDULES, steps
 
 
 @pytest.mark.slow
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(deep=8)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "ScheduleZBVZeroBubble"])
 def test_twenty_steps_equal_the_unsplit_model(ranks, schedule, world):

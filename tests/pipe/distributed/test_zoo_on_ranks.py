@@ -66,7 +66,7 @@ def train(rank, world, name):
 
 
 @pytest.mark.slow
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(deep=6)
 @pytest.mark.parametrize("name", CASES)
 def test_training_on_ranks_equals_that_of_the_model(ranks, name):
     world = 3 if CASES[name].marks or CASES[name].parts else 2

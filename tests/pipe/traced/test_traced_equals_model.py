@@ -47,7 +47,7 @@ def test_the_output_is_the_models_for_any_number_of_rows(kind):
         torch.testing.assert_close(pipe(*args, **kwargs), plain(*args, **kwargs), rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.thinned(20)
+@pytest.mark.thinned(usual=8, deep=20)
 @pytest.mark.parametrize("kind", STAGES)
 @pytest.mark.parametrize("checkpoint", CHECKPOINT)
 @pytest.mark.parametrize("schedule", SCHEDULES)
