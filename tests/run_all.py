@@ -117,8 +117,10 @@ def usual_steps(level: str) -> list[Step]:
             "the documentation, every warning an error; in build/docs/",
             [[PYTHON, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", "build/doctrees", "docs", "build/docs"]],
         ),
-        cpp_step("plain", "C++ tests, the CUDA kernels on the CPU among them", "", MANY_SEEDS * (level == "exhaustive")),
-        pytest_step("packaging", "sdist, installation into new environments, the built files", "-m", "build"),
+        cpp_step(
+            "plain", "C++ tests, the CUDA kernels on the CPU among them", "", MANY_SEEDS * (level == "exhaustive")
+        ),
+        pytest_step("packaging", "sdist, installation into new environments", "-m", "build", f"--level={level}"),
     ]
 
 
@@ -162,6 +164,11 @@ def deep_steps(level: str) -> list[Step]:
             "cuda-ptx",
             "the PTX that nvcc makes of the kernels, run by an interpreter (without nvcc: the interpreter's own tests)",
             [[PYTHON, "tests/cuda_ptx/run_ptx.py", "--durations=10", *cases, *XDIST]],
+        ),
+        *(
+            [pytest_step("packaging-deep", "a build with CUDA kernels", "-m", "build", "--level=deep")]
+            if level == "deep"
+            else []
         ),
     ]
 

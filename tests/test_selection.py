@@ -68,4 +68,7 @@ def test_a_quick_run_has_one_case_of_each_test_that_is_not_slow():
     items = [*grid(9, thinned={"usual": 5}), Item("test_slow", slow={}), Item("test_built", fixtures=("sanitized",))]
     items.append(Item("test_other"))
     quick = selection.chosen(items, "quick")
-    assert [item.nodeid.split("[")[0] for item in quick] == ["tests/test_x.py::test_grid", "tests/test_x.py::test_other"]
+    assert [item.nodeid.split("[")[0] for item in quick] == [
+        "tests/test_x.py::test_grid",
+        "tests/test_x.py::test_other",
+    ]

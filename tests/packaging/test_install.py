@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -181,6 +182,21 @@ def test_the_readmes_installation_works_in_the_checkout_and_elsewhere(checkout: 
     ):
         assert told.returncode == 0, told.stderr
         assert re.search(r"^cuda_kernels +False$", told.stdout, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_a_build_with_cuda_kernels_works_where_no_gpu_is(checkout: Checkout, tmp_path: Path) -> None:
+    wish = {"PYMOE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "9.0"}
+    options = ("--no-deps", "--no-build-isolation", "--target", str(tmp_path))
+    built = checkout.environment.pip_install(*options, str(checkout.folder), **wish)
+    assert built.returncode == 0, built.stdout + built.stderr
+    used = checkout.environment.run("-W", "error", "-c", USE, PYTHONPATH=str(tmp_path))
+    assert used.returncode == 0, used.stderr
+    facts = json.loads(used.stdout)
+    assert facts["file"].startswith(str(tmp_path))
+    assert facts["cuda_kernels"] is True
+    assert facts["cuda_architectures"] == "9.0"
 
 
 @pytest.mark.parametrize("isolation", [["--no-build-isolation"], []], ids=["in place", "isolated"])
