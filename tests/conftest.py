@@ -28,7 +28,7 @@ MARKERS = (
     "only_on(*devices): concerns these alone, of 'cpu', 'cuda' and 'pretended'",
     "slow: takes more than a few seconds; left to --level=deep",
     "exhaustive: says what other cases say too, or for longer; runs with --level=exhaustive alone",
-    "thinned(usual=, deep=): cases of a grid that the usual run has, and that it has together with --level=deep (or all)",
+    "thinned(usual=, deep=): how many cases of a grid the usual run has, and it and --level=deep together",
     "build: builds or installs the package (needs network access to the package registry)",
 )
 

@@ -3,7 +3,8 @@
 Outputs that are promised exactly are compared bit for bit, the others within the specification's tolerance. The same
 comparison runs once more in a child process for every narrower instruction set that the machine can run.
 
-All samples run in the first dtype of a specification, one of three in each other dtype; ``--level=exhaustive`` runs all.
+All samples run in the first dtype of a specification, one of three in each other dtype, and all in every dtype with
+``--level=exhaustive``.
 """
 
 import os
