@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_every_line_is_measured(tmp_path):
     arguments = ["-m", "benchmarks.host_cost", "--budget", "0.01", "--output", str(tmp_path)]
     subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True, capture_output=True)

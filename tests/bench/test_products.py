@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_every_line_is_measured(tmp_path):
     arguments = ["--rows", "2", "40", "--isas", "baseline", "--rounds", "1", "--weights", "int8|in, out"]
     command = [sys.executable, "-m", "benchmarks.products", *arguments, "--output", str(tmp_path)]

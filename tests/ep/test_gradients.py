@@ -6,6 +6,7 @@ import pytest
 SHAPES = [(2, 2), (1, 4), (4,), (4, 1)]
 
 
+@pytest.mark.thinned(usual=6)
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -82,6 +83,7 @@ def test_ranks_with_the_same_experts_sum_their_gradients_once_a_step(ranks):
         assert (with_sums, without) == (parameters, 0)
 
 
+@pytest.mark.thinned(usual=3)
 @pytest.mark.parametrize("clip", [0.1, 1e9])
 @pytest.mark.parametrize(("shape", "kind"), [((2, 2), "ddp"), ((2, 2), "fsdp"), ((4,), "fsdp")])
 def test_steps_with_clipping_and_expert_biases_are_those_of_one_process(ranks, shape, kind, clip):

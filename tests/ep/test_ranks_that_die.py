@@ -19,6 +19,7 @@ def are_told(ends):
         assert "did not arrive: a rank of the expert-parallel group has died, has left, or took longer than" in text
 
 
+@pytest.mark.thinned(usual=2)
 @pytest.mark.parametrize("place", ["gate", "experts", "after the experts", "backward", "between two steps"])
 def test_a_rank_that_dies_inside_a_layer_or_while_experts_move_ends_the_others(place):
     with ranks(train, RANKS, place=place) as group:

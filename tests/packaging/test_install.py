@@ -48,9 +48,10 @@ def new_environment(folder: Path) -> Environment:
 def with_these_packages(environment: Environment) -> Environment:
     """Lend an environment the packages of this one, except pymoe: a torch of its own would be a download of 5 GB."""
     (packages,) = environment.folder.glob("lib/python*/site-packages")
-    there = {path.name for path in packages.iterdir()}
+    for old in packages.glob("setuptools*"):  # of the interpreter's bundle
+        shutil.rmtree(old)
     for path in Path(torch.__file__).parents[1].iterdir():
-        if path.name not in there and "pymoe" not in path.name:
+        if "pymoe" not in path.name and not (packages / path.name).exists():
             (packages / path.name).symlink_to(path)
     return environment
 

@@ -59,11 +59,13 @@ def many_workers():
         yield
 
 
+@pytest.mark.thinned(usual=60)
 @pytest.mark.parametrize("seed", range(GRAPHS))
 def test_a_map_equals_the_loop(seed):
     assert differences(outcome(seed, pymoe.map_with_parallel_backward), outcome(seed, serial)) == []
 
 
+@pytest.mark.thinned(usual=6)
 @pytest.mark.parametrize("seed", range(REPEATED))
 def test_repeats_of_a_map_are_equal_to_the_bit(seed):
     """Calls sleep for random times, so that they end in another order each time."""

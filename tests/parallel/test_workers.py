@@ -63,6 +63,7 @@ def test_both_passes_run_at_once() -> None:
     assert x.grad.tolist() == [16.0, 16.0]
 
 
+@pytest.mark.slow
 def test_no_thread_before_the_first_call_and_workers_leave_when_their_number_changes() -> None:
     script = """
     import os, time, torch
@@ -95,6 +96,7 @@ EXITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("live", EXITS)
 def test_exit(live: str) -> None:
     done = run_python(f"import time, torch, pymoe\nx = torch.ones(3, requires_grad=True)\n{EXITS[live]}")

@@ -157,6 +157,7 @@ def gradients(model, call, x):
     return [x.grad, *[p.grad for p in model.parameters()], *[p.detach().clone() for p in model.parameters()]]
 
 
+@pytest.mark.thinned(usual=32)
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("name", MODELS)

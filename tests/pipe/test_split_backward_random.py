@@ -50,6 +50,7 @@ def random_stage(seed):
     return build
 
 
+@pytest.mark.thinned(usual=40)
 @pytest.mark.parametrize("seed", range(150))
 def test_random_graphs(seed):
     torch.manual_seed(seed)

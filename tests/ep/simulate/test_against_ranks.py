@@ -10,6 +10,7 @@ from pymoe.ep.simulate.balance import plans, spreads
 WORLD = 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deduplicate", [False, True])
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_four_ranks_send_what_is_counted(ranks, chunks, deduplicate):

@@ -98,6 +98,7 @@ def saved(ranks, tmp_path_factory):
     return folder, whole
 
 
+@pytest.mark.slow
 def test_the_unsplit_model_loads_it_with_torchs_own_calls(saved):
     folder, whole = saved
     model = build_model(seed=1)

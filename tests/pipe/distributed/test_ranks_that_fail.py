@@ -208,6 +208,7 @@ def test_a_rank_on_another_host_that_is_silent_for_longer_than_the_patience_has_
         assert told[4].startswith("nothing has been heard for ")
 
 
+@pytest.mark.slow
 def test_when_a_rank_hangs_until_the_timeout_of_the_group_the_others_say_where():
     with ranks(train, RANKS, hanging_rank=1, timeout_s=5.0) as started:
         ends = started.ends(RANKS - 1)

@@ -54,6 +54,7 @@ def test_skips_and_arguments_of_middle_stages(ranks, schedule):
         assert max(worst.values()) <= EXACT, worst
 
 
+@pytest.mark.thinned(usual=2)
 @pytest.mark.parametrize("transmit", [False, True])
 @pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
 def test_shared_parameters_that_are_replicated_or_transmitted(ranks, schedule, transmit):
