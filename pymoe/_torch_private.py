@@ -65,8 +65,10 @@ get_sequence_nr: Any = _C._autograd._get_sequence_nr
 get_current_graph_task_keep_graph: Any = _C._autograd._get_current_graph_task_keep_graph
 # Sets a tensor's version counter; ``autograd._unsafe_preserve_version_counter`` is as private, and a block.
 unsafe_set_version_counter: Any = _C._autograd._unsafe_set_version_counter
-# The base of ``autograd.Function`` to whose ``apply`` the public one leads.
+# The base of ``autograd.Function``, above which stands the ``apply`` to which the public one leads, and the class of
+# both, which ``apply`` asks for what it runs.
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction
+FunctionMeta = torch.autograd.function.FunctionMeta
 
 # --- What a thread has switched on. The public ways are context managers, which cannot be carried to another thread, or
 # cost microseconds where every call asks.

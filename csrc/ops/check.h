@@ -1,8 +1,7 @@
 // Guards of the operator layer. Python has checked the caller's arguments against the contract before it comes here
 // (pymoe/reference/checks.py), with its own errors; these guards keep memory safe when someone calls a raw operator.
 //
-// The dispatcher turns standard exceptions into Python's: std::invalid_argument becomes ValueError and
-// std::out_of_range IndexError.
+// In Python std::invalid_argument becomes ValueError (ops/twins.h) and std::out_of_range IndexError.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

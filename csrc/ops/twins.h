@@ -6,8 +6,10 @@
 #include <torch/csrc/stable/library.h>
 
 #include <stdexcept>
+#include <utility>
 
 #include "ops/check.h"
+#include "ops/value_error.h"
 
 // Weak: absent from a CPU build of torch, where no CUDA tensor can exist to ask for it.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
@@ -71,6 +73,20 @@ void run(Twins<Arguments> twins, const Arguments& arguments, const Tensor& tenso
 #endif
 }
 
+// The operator's function, with errors that Python sees as its own.
+template <auto kFunction, typename Signature = decltype(kFunction)>
+struct Translated;
+template <auto kFunction, typename Result, typename... Parameters>
+struct Translated<kFunction, Result (*)(Parameters...)> {
+  static Result call(Parameters... arguments) {
+    try {
+      return kFunction(std::forward<Parameters>(arguments)...);
+    } catch (const std::invalid_argument& error) {
+      throw pybind11::value_error(error.what());
+    }
+  }
+};
+
 // Declares torch.ops.pymoe.NAME(signature), which `function` serves on every device that the build has kernels for.
 #define PYMOE_OPERATOR(name, function, signature)      \
   PYMOE_OPERATOR_OF_THE_CPU(name, function, signature) \
@@ -78,10 +94,14 @@ void run(Twins<Arguments> twins, const Arguments& arguments, const Tensor& tenso
 // The same of an operator that has no CUDA kernel: CUDA tensors are refused (pymoe/ops/missing_cuda.py).
 #define PYMOE_OPERATOR_OF_THE_CPU(name, function, signature)                     \
   STABLE_TORCH_LIBRARY_FRAGMENT(pymoe, library) { library.def(name signature); } \
-  STABLE_TORCH_LIBRARY_IMPL(pymoe, CPU, library) { library.impl(name, TORCH_BOX(&function)); }
+  STABLE_TORCH_LIBRARY_IMPL(pymoe, CPU, library) {                               \
+    library.impl(name, TORCH_BOX(&::pymoe::ops::Translated<&function>::call));   \
+  }
 #if PYMOE_WITH_CUDA && !PYMOE_CUDA_ON_CPU
-#define PYMOE_IMPLEMENT_ON_CUDA(name, function) \
-  STABLE_TORCH_LIBRARY_IMPL(pymoe, CUDA, library) { library.impl(name, TORCH_BOX(&function)); }
+#define PYMOE_IMPLEMENT_ON_CUDA(name, function)                                \
+  STABLE_TORCH_LIBRARY_IMPL(pymoe, CUDA, library) {                            \
+    library.impl(name, TORCH_BOX(&::pymoe::ops::Translated<&function>::call)); \
+  }
 #else
 #define PYMOE_IMPLEMENT_ON_CUDA(name, function)
 #endif

@@ -89,8 +89,10 @@ def _remember(kind: tuple[str, int], short: bool) -> None:
 
 def likeness(func: Any) -> int:
     """Return a number that is equal for the same function; an equal one for another now and then does no harm."""
-    if isinstance(func, types.MethodType):  # ``apply`` of an autograd.Function, say
-        func = func.__self__
+    owner = getattr(func, "__self__", None)
+    # ``apply`` of an autograd.Function is a method, and from torch 2.15 on C code, made anew each time it is asked for.
+    if isinstance(func, types.MethodType) or (isinstance(owner, type) and issubclass(owner, torch.autograd.Function)):
+        func = owner
     return id(getattr(func, "__code__", func))
 
 

@@ -181,8 +181,9 @@ def _plain_surroundings(any_size: bool) -> Iterator[None]:
         torch.autocast("cpu", enabled=False),
         torch.autocast("cuda", enabled=False),
         torch.compiler.set_stance("force_eager"),
-        # It warns of what an error will say.
+        # They report what an error will say.
         patched((logging.getLogger("torch.fx.experimental.symbolic_shapes"), "disabled", True)),
+        patched((logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)),
         # Otherwise torch assumes that free dimensions are at least 2, and adds no guard for it.
         config.patch(backed_size_oblivious=any_size),
     ):

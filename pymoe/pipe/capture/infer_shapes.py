@@ -47,6 +47,7 @@ def infer_by_running(
     known = [(size, one, two) for size, one, two in known if one != two]
     known += [(one[0] * two[0], one[1] * two[1], one[2] * two[2]) for one, two in combinations(known, 2)]
     grad = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves) or _trains(function)
+    grad = grad and torch.is_grad_enabled()
     return pytree.tree_unflatten(
         [_fake(one, two, known, grad, fake_mode) for one, two in zip(first, second, strict=True)], form
     )

@@ -18,7 +18,6 @@ from pymoe._torch_private import (
     DisableTorchFunction,
     FakeTensor,
     HigherOrderOperator,
-    SingleLevelFunction,
     detect_fake_mode,
     disable_current_modes,
     get_current_function_mode_stack,
@@ -26,6 +25,7 @@ from pymoe._torch_private import (
     set_grad_enabled,
 )
 from pymoe.pipe.capture.errors import CaptureError
+from pymoe.pipe.capture.function_calls import FunctionCalls
 from pymoe.pipe.capture.infer_shapes import infer_by_running, symbolic_sizes
 from pymoe.pipe.capture.input_checks import where_sizes_are_asked
 from pymoe.pipe.capture.opaque import OpaqueCall, OpaqueModule, RealModule, calling_as_a_whole, without_boundaries
@@ -74,13 +74,15 @@ class OpaqueCalls:
         self._thread = threading.get_ident()
         self._inside = False
 
-    def intercepted(self, modules: Mapping[str, RealModule]) -> AbstractContextManager[None]:
+    @contextmanager
+    def intercepted(self, modules: Mapping[str, RealModule]) -> Iterator[None]:
         """Intercept calls within the block, which must be within :func:`attributes_restored` of these modules."""
         for path, module in modules.items():
             module.module.__dict__["_compiled_call_impl"] = self._module_call(path, module)
-        # The base class of autograd Functions is asked by all, also by ``apply = MyFunction.apply``.
-        base: Any = SingleLevelFunction
-        return patched((base, "apply", classmethod(self._function_call(base))))
+        functions = FunctionCalls(self._function_call, self._is_intercepted)
+        segments = (torch.utils.checkpoint.CheckpointFunction, "apply", staticmethod(self._segment_call()))
+        with patched(segments), functions.intercepted():
+            yield
 
     def _is_on(self) -> bool:
         return threading.get_ident() == self._thread and not self._inside
@@ -106,22 +108,21 @@ class OpaqueCalls:
 
         return call
 
-    def _function_call(self, base: Any) -> Callable[..., Any]:
-        """Return what is called in place of ``apply`` of autograd Functions."""
+    def _segment_call(self) -> Callable[..., Any]:
+        """Return what reentrant checkpoints call: their segments become part of the graph."""
+        apply = torch.utils.checkpoint.CheckpointFunction.apply
 
-        def apply(cls: Any, *args: Any) -> Any:
-            def run(*args: Any) -> Any:
-                above: Any = super(base, cls)
-                return above.apply(*args)
+        def call(segment: _Call, preserve: bool, *values: Any) -> Any:
+            return segment(*values) if self._is_on() else apply(segment, preserve, *values)
 
-            if not self._is_on() or cls.__module__ == _OF_OPERATORS:
-                return run(*args)
-            if cls is torch.utils.checkpoint.CheckpointFunction:
-                function, _preserve, *values = args
-                return function(*values)
-            return self._record(OpaqueCall(cls.__name__, cls.apply), run, lambda: run, args, {})
+        return call
 
-        return apply
+    def _is_intercepted(self, function: type) -> bool:
+        return self._is_on() and type.__getattribute__(function, "__module__") != _OF_OPERATORS
+
+    def _function_call(self, function: Any, apply: _Call, args: tuple[Any, ...]) -> Any:
+        """Make a call of an autograd Function."""
+        return self._record(OpaqueCall(function.__name__, apply), apply, lambda: apply, args, {})
 
     def _record(self, call: OpaqueCall, run: _Call | None, real: Callable[[], _Call], args: Any, kwargs: Any) -> Any:
         """Leave a node for the call, and return its fake result, as the node's value.

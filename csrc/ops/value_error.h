@@ -1,0 +1,32 @@
+// The exception that becomes Python's ValueError in every version of torch.
+//
+// torch's operators are called through pybind11, which turns std::invalid_argument into ValueError; but from 2.15 on
+// torch comes first, and makes a RuntimeError of it. Both leave pybind11's own exceptions to pybind11. Its headers
+// cannot be compiled against Python's limited API, so the two classes are declared here: exceptions of two libraries
+// are one where the names are, and these have not changed since pybind11 2.0. If they ever do, the error is a
+// RuntimeError.
+#pragma once
+
+#include <stdexcept>
+
+extern "C" {
+extern struct _object* PyExc_ValueError;
+void PyErr_SetString(struct _object* type, const char* message);
+}
+
+namespace pybind11 {
+
+class __attribute__((visibility("default"))) builtin_exception : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+  // Called with the GIL.
+  virtual void set_error() const = 0;
+};
+
+class __attribute__((visibility("default"))) value_error : public builtin_exception {
+ public:
+  using builtin_exception::builtin_exception;
+  void set_error() const override { PyErr_SetString(PyExc_ValueError, what()); }
+};
+
+}  // namespace pybind11
