@@ -19,12 +19,13 @@ from pymoe.pipe.execution.engine import Engine, run_in_one_graph
 from pymoe.pipe.execution.graph import have_tangents
 from pymoe.pipe.execution.recompute import recomputed
 from pymoe.pipe.info import Inspection
+from pymoe.pipe.loss_weights import Reduction, weigh
 from pymoe.pipe.module_hooks import ALL_HOOKS
 from pymoe.pipe.other_names import also_called
 from pymoe.pipe.own_stages import OwnStages, Taken
 from pymoe.pipe.schedules import Record, Schedule
 from pymoe.pipe.sequential import SequentialModel
-from pymoe.pipe.staged import StagedModel
+from pymoe.pipe.staged import Call, StagedModel
 from pymoe.pipe.traced.losses import LossWrapper
 from pymoe.pipe.traced.model import TracedModel
 from pymoe.pipe.traced.shared_state import Spec
@@ -52,10 +53,10 @@ class Pipe(Inspection):
         optimizer.step()
 
     Parameters stay those of the model, so optimizers, ``state_dict`` keys and hooks need no change; layers of the model
-    that are replaced later are run, at any depth. Gradients are those
-    of ``loss_fn(model(x), y).backward()`` for a loss that is a mean over rows, with two exceptions: layers that look at
-    a batch as a whole (a batch norm sees micro-batches), and random numbers (every micro-batch draws from its own
-    stream in every stage: results depend on the seed, never on threads).
+    that are replaced later are run, at any depth. Gradients are those of ``loss_fn(model(x), y).backward()``, with two
+    exceptions: layers and losses that look at a batch as a whole (a batch norm sees micro-batches), and random numbers
+    (every micro-batch draws from its own stream in every stage: results depend on the seed, never on threads). For
+    losses that are no means over rows see ``reduction`` of :meth:`step`.
 
     Args:
         module: the model. Its layers may be ``@skippable`` (:mod:`pymoe.pipe.skip`) and share parameters.
@@ -228,7 +229,7 @@ class Pipe(Inspection):
         loss_fn: Callable[..., torch.Tensor] | None = None,
         schedule: ScheduleName | str | Schedule = "1f1b",
         chunks: int | None = None,
-        reduction: Literal["mean", "sum"] = "mean",
+        reduction: Reduction = "mean",
         **kwargs: Any,
     ) -> torch.Tensor:
         """Run forward, loss and backward in the pipeline; adds gradients to ``.grad`` as ``loss.backward()`` would.
@@ -241,13 +242,20 @@ class Pipe(Inspection):
         Args:
             inputs: what the model takes; tensors have the rows of the mini-batch in dimension 0.
             target: cut like the inputs; None: ``loss_fn`` takes the output alone.
-            loss_fn: ``loss_fn(output, target)`` of a micro-batch, a tensor with one element. It runs in the last stage;
-                a module's parameters get gradients, too. None: the model's own loss, or its output, is minimised.
+            loss_fn: ``loss_fn(output, target)`` of a micro-batch, a tensor with one element. It runs after the last
+                stage, once for each micro-batch in their order, and is never recomputed, so it may have a state; its
+                parameters get gradients, too. None: the model's own loss, or its output, is minimised.
             schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved-1f1b"``, ``"zero-bubble"``, any other registered name,
                 or a :class:`pymoe.pipe.schedules.Schedule` of as many stages and micro-batches.
                 Torch's spellings ("GPipe", "1F1B", "Interleaved1F1B") are accepted.
             chunks: other than the pipe's own.
-            reduction: what ``loss_fn`` does with rows: ``"mean"`` or ``"sum"``.
+            reduction: ``"mean"``: losses are means over rows. ``"sum"``: they are sums. A function of a micro-batch's
+                target, which returns what its loss is divided by, a number or a tensor with one element: losses are
+                means over that, over tokens that are no padding, say (``lambda target: (target != -100).sum()``).
+                Without a target it gets the model's arguments. A micro-batch for which it returns 0 counts for nothing:
+                ``loss_fn`` is not called, and its loss is 0. Of torch's own losses, given as they are or by
+                ``functools.partial``, the step knows all this: sums, ``ignore_index``, class weights. Any other loss
+                is looked at, as far as its graph tells, before gradients are added.
             kwargs: what the model takes by name.
 
         Returns:
@@ -255,13 +263,15 @@ class Pipe(Inspection):
 
         Raises:
             TypeError: the model has no such arguments.
-            ValueError: an argument is out of range, or tensors have different numbers of rows.
+            ValueError: an argument is out of range, tensors have different numbers of rows, or losses are seen not to
+                be means over rows (they divide by the number of tokens that are no padding, by a mask or by class
+                weights; they are sums; they are functions of a mean, such as its root) and ``reduction`` is "mean".
             RuntimeError: the loss does not require gradients.
             NotImplementedError: tensors have tangents of forward-mode differentiation, which a step has no use for.
             BaseException: what a stage raised first, with a note of stage and micro-batch.
         """
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f"Pipe.step: reduction must be 'mean' or 'sum', got {reduction!r}")
+        if not callable(reduction) and reduction not in ("mean", "sum"):
+            raise ValueError(f"Pipe.step: reduction must be 'mean' or 'sum', or a function, got {reduction!r}")
         if have_tangents((inputs, target, kwargs), self):
             raise NotImplementedError(
                 "Pipe.step: forward-mode differentiation is not supported, and tangents would get lost; call the pipe "
@@ -272,6 +282,10 @@ class Pipe(Inspection):
         staged = self.staged
         micro_batches = staged.micro_batches(chunks, inputs, kwargs, (target,) * has_target)
         count = len(micro_batches.rows)
+        weighed: list[Call] = [((values[-1],), {}) for values in micro_batches.values] if has_target else []
+        if callable(reduction) and not has_target:
+            weighed = staged.arguments(chunks, inputs, kwargs)
+        weights = weigh(micro_batches, reduction, loss_fn if has_target else None, weighed)
         planned = self._engine.schedule(schedule, len(self), count)
         if not self._has_stepped:
             self._has_stepped = True
@@ -284,7 +298,8 @@ class Pipe(Inspection):
             loss_fn,
             has_target,
             staged.minimised if loss_fn is None else staged.unflatten_outputs,
-            reduction == "mean",
+            staged.loss or 0,
+            weights,
         )
 
     @also_called(stage_index="index")
@@ -411,7 +426,7 @@ def pipeline(
             qualified name. None: it is replicated, or between devices transmitted.
         output_loss_value_spec: where in the output the loss is, which ``step()`` then minimises: like the output, with
             True there and False elsewhere; of dictionaries the one name is enough, ``{"loss": True}``. The loss is a
-            mean over rows, or ``step(reduction="sum")``.
+            mean over rows, or ``step(reduction=...)`` says what it is.
         dynamic_shapes: which dimensions are free, as for ``torch.export.export``; by default all that the model's code
             does not fix.
         opaque: modules, by type or qualified name, that are called as they are, uncut.

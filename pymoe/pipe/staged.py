@@ -16,6 +16,7 @@ from pymoe.pipe.stages import Pipeline, Source, Stage
 from pymoe.pipe.structure import Structure
 
 Function = Callable[..., Sequence[Any]]
+Call = tuple[Sequence[Any], dict[str, Any]]
 
 
 class StagedModel(ABC):
@@ -86,12 +87,13 @@ class StagedModel(ABC):
     ) -> MicroBatches:
         """Return the values of the pipeline's inputs for every micro-batch, then ``others``, split the same way."""
         parts = split((*args, *kwargs.values(), *others), chunks)
-        first, last = len(args), len(args) + len(kwargs)
-        values = [
-            [*self.flatten_inputs(part[:first], dict(zip(kwargs, part[first:last], strict=True))), *part[last:]]
-            for part in parts.values
-        ]
+        last = len(args) + len(kwargs)
+        values = [[*self.flatten_inputs(*_call(part, args, kwargs)), *part[last:]] for part in parts.values]
         return MicroBatches(values, parts.rows)
+
+    def arguments(self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Call]:
+        """Return the arguments of the model for every micro-batch."""
+        return [_call(part, args, kwargs) for part in split((*args, *kwargs.values()), chunks).values]
 
     def output(self, outputs: Sequence[Sequence[Any]], weights: Sequence[float]) -> Any:
         """Return the output of a mini-batch, from those of its micro-batches and the weight of each."""
@@ -164,3 +166,9 @@ class LayersAsStages(StagedModel):
     @abstractmethod
     def _make_pipeline(self) -> Pipeline:
         """Return the stages and edges."""
+
+
+def _call(part: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """Return the arguments of a micro-batch, given as values in the order of those of the mini-batch."""
+    first, last = len(args), len(args) + len(kwargs)
+    return part[:first], dict(zip(kwargs, part[first:last], strict=True))

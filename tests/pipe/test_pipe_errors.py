@@ -135,7 +135,7 @@ def test_wrong_steps_are_refused():
         ({"schedule": "fastest"}, ValueError, "no schedule 'fastest'"),
         ({"schedule": build("gpipe", 2, 3)}, ValueError, "got one for 2 stages and 3 micro-batches"),
         ({"chunks": 0}, ValueError, "chunks"),
-        ({"reduction": "max"}, ValueError, "'mean' or 'sum', got 'max'"),
+        ({"reduction": "max"}, ValueError, "'mean' or 'sum', or a function, got 'max'"),
         ({"loss_fn": lambda a, b: a}, ValueError, r"one element, got a tensor of shape \(3, 5\)"),
         ({"loss_fn": lambda a, b: 1.0}, ValueError, "one element, got float"),
         ({"loss_fn": lambda a, b: a.sum().detach()}, RuntimeError, "does not require gradients"),

@@ -20,6 +20,7 @@ from pymoe.pipe.execution.shared_layers import lock_of
 from pymoe.pipe.execution.step_state import PlanRun, StepState
 from pymoe.pipe.execution.workers import Workers, inside
 from pymoe.pipe.loss import LossFunction, Structure, holds_no_tensors, with_loss
+from pymoe.pipe.loss_weights import LossWeights
 from pymoe.pipe.micro_batches import MicroBatches
 from pymoe.pipe.schedules import Kind, Record, Schedule, as_run, build
 from pymoe.pipe.stages import INPUT, Pipeline, Source
@@ -49,24 +50,26 @@ class Engine:
         loss_fn: LossFunction | None,
         has_target: bool,
         structure: Structure,
-        is_mean: bool,
+        own_loss: int,
+        weights: LossWeights,
     ) -> torch.Tensor:
         """Run forward, loss and backward of all micro-batches, interleaved; add gradients if nothing fails.
 
         The last of the values of ``micro_batches`` is the target if there is one; :func:`pymoe.pipe.loss.with_loss`
-        tells what the loss is made of. ``recomputed``: the micro-batches whose forward is recomputed. ``is_mean``: the
-        loss of a micro-batch is a mean over its rows. Returns (micro-batches,): the losses.
+        tells what the loss is made of. ``recomputed``: the micro-batches whose forward is recomputed. ``weights``: how
+        much their losses count. Returns (micro-batches,): the losses.
         """
-        arguments = pipeline, loss_fn, has_target, structure
+        arguments = pipeline, loss_fn, has_target, structure, own_loss, weights.uncounted, weights.are_rows
         known, ended = self._with_loss  # most steps have the arguments of the one before
         if ended is None or known != arguments:
             ended = with_loss(*arguments)
             self._with_loss = (arguments, ended) if holds_no_tensors(loss_fn) else ((), None)
         graphs = graphs_are_made()
-        weights = micro_batches.weights if is_mean else [1.0] * len(micro_batches.rows)
-        state = self._begin(ended, pipeline, micro_batches, graphs, recomputed, weights)
+        state = self._begin(ended, pipeline, micro_batches, graphs, recomputed, weights.shares)
         try:
             self._perform(state, schedule, ALL if graphs else FORWARD)
+            if weights.are_rows:
+                weights.check(state.readings, micro_batches)
             inputs, input_grads = state.inputs.tensors, state.inputs.grads
             leaves, grads = state.gradients()
             edited = state.inputs.edited()

@@ -26,6 +26,7 @@ from pymoe.pipe.execution.gradients import LeafSums, total
 from pymoe.pipe.execution.graph import BoundaryTensor, GradAccumulator, StageValue, is_fixed, pack
 from pymoe.pipe.execution.plan import Plan, TimedAction, calls_threads
 from pymoe.pipe.execution.recompute import StageRecompute
+from pymoe.pipe.loss_graph import LossReading
 from pymoe.pipe.micro_batches import MicroBatches
 from pymoe.pipe.schedules.schedule import Action, Kind
 from pymoe.pipe.stages import INPUT, Pipeline, Source
@@ -82,8 +83,8 @@ class StepState:
     ) -> None:
         """Take the values of the pipeline's inputs, whose forwards are recomputed for the micro-batches ``recomputed``.
 
-        ``graphs``: there will be backward passes. ``loss_weights``: the pipeline's output is a loss, whose gradient for
-        each micro-batch is this; None: it is not.
+        ``graphs``: there will be backward passes. ``loss_weights``: the pipeline ends in a loss, in a stage that no
+        schedule has, and the loss of each micro-batch has this gradient; None: it does not.
         """
         self.inputs = StepInputs()
         self._sums = [LeafSums() for _ in pipeline.stages]
@@ -107,6 +108,9 @@ class StepState:
         self._activations: list[list[Activation | None]] = [[None] * count for _ in pipeline.stages]
         self._keep = False
         self._loss_weights = loss_weights
+        self._last = len(pipeline.stages) - (1 if loss_weights is None else 2)  # of those in schedules
+        self.readings: list[LossReading | None] = [None] * count
+        """What the graphs of the losses tell; see :func:`pymoe.pipe.loss.with_loss`."""
         self._losses: list[torch.Tensor | None] = [None] * count
         self._loss_grads: dict[tuple[float, torch.dtype, torch.device, torch.Size], torch.Tensor] = {}
         if recomputed:
@@ -118,7 +122,11 @@ class StepState:
         stage, micro_batch, kind = action
         if kind is FORWARD:
             self._forward(stage, micro_batch)
+            if self._loss_weights is not None and stage == self._last:
+                self._forward(stage + 1, micro_batch)
             return
+        if self._loss_weights is not None and stage == self._last and kind is not Kind.BACKWARD_WEIGHT:
+            self._backward_loss(micro_batch)
         activation = self._activations[stage][micro_batch]
         assert activation is not None
         if kind is BACKWARD:
@@ -135,10 +143,13 @@ class StepState:
         stages, here, uses = self._pipeline.stages, self._values[index], self._uses
         stage = stages[number]
         received = [*map(here.__getitem__, stage.inputs)]
-        about = MicroBatch(index, len(self._weights), self._weights[index], False, False, number)
-        activation = Activation(stage, about, self._random, index * len(stages) + number, self._thread_state)
+        count, last = len(self._weights), self._last
+        is_loss = number > last
+        about = MicroBatch(index, count, self._weights[index], False, False, last if is_loss else number)
+        position = count * number + index if is_loss else index * (last + 1) + number
+        activation = Activation(stage, about, self._random, position, self._thread_state)
         sent = activation.forward(
-            received, self._graphs, self._recompute[number] if index in self._recomputed else None
+            received, self._graphs, self._recompute[number] if index in self._recomputed and not is_loss else None
         )
         if self._graphs:
             self._activations[number][index] = activation
@@ -150,8 +161,9 @@ class StepState:
                 if left[source]:
                     continue
             del here[source]
-        if self._loss_weights is not None and number == len(stages) - 1:
+        if is_loss:
             self._take_loss(index, sent[0].leaves[0])
+            self.readings[index] = sent[1].leaves[0]
         for source, value in zip(self._pipeline.made[number], sent, strict=False):
             if uses[source]:
                 here[source] = value
@@ -161,15 +173,23 @@ class StepState:
         tensor = self._losses[index] = loss.tensor
         if not self._graphs:
             return
-        if loss.accumulator is None:
-            raise RuntimeError("Pipe.step: the loss does not require gradients: nothing that it depends on does")
         assert self._loss_weights is not None
         weight = self._loss_weights[index]
+        if loss.accumulator is None:
+            if weight == 0.0:
+                return
+            raise RuntimeError("Pipe.step: the loss does not require gradients: nothing that it depends on does")
         kind = weight, tensor.dtype, tensor.device, tensor.shape
         grad = self._loss_grads.get(kind)
         if grad is None:
             grad = self._loss_grads[kind] = torch.full_like(tensor, weight)
         loss.accumulator.add_gradient(loss.number, grad)
+
+    def _backward_loss(self, index: int) -> None:
+        activations = self._activations[self._last + 1]
+        activation, activations[index] = activations[index], None
+        assert activation is not None
+        activation.backward(self._sums[self._last + 1])
 
     def losses(self) -> torch.Tensor:
         """Return (micro-batches,): the losses."""
