@@ -1,6 +1,7 @@
 """Experts on other machines: a server for the experts of a process, and connections that make backends of them.
 
-Needs the packages grpcio, msgspec and safetensors: ``pip install "pymoe-runtime[remote]"``.
+Needs the packages grpcio, msgspec and safetensors: ``pip install --no-build-isolation -e '.[remote]'`` in the source
+folder.
 """
 
 try:
@@ -8,7 +9,7 @@ try:
     import msgspec  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        'pymoe.remote needs grpcio, msgspec and safetensors: pip install "pymoe-runtime[remote]"'
+        "pymoe.remote needs grpcio, msgspec and safetensors: pip install grpcio msgspec safetensors"
     ) from error
 
 from pymoe.remote.backend import RemoteBackend

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 
 from pymoe.remote import wire
+from pymoe.remote.addresses import check_address
 from pymoe.remote.encodings import check_encoding
 from pymoe.remote.errors import ProtocolError, ServerLost, WireError, from_status
 from pymoe.remote.exchange import Streams
@@ -23,6 +24,10 @@ LONGEST_S = 1e8
 """Seconds to a deadline that gRPC can tell."""
 LOOK_AGAIN_S = 5.0
 """Between two looks at a server that answers and cannot be stayed with."""
+DRAINS_S = 0.2
+"""The same where it drains: it ends soon, and another may take its place."""
+HUNG_UP = ("Socket closed", "Connection reset")
+"""What gRPC says of a server that answers what it reads by hanging up."""
 OPTIONS = (
     ("grpc.max_receive_message_length", wire.MOST_BYTES),
     ("grpc.max_send_message_length", wire.MOST_BYTES),
@@ -65,6 +70,7 @@ class Channel:
         coalesce: bool,
         retries: bool,
     ) -> None:
+        check_address("connect", address, lowest_port=1)
         check_client(address, tls, token)
         self.address, self.timeout, self.coalesce, self.retries = address, timeout, coalesce, retries
         self.encoding = check_encoding("connect", encoding)
@@ -73,6 +79,7 @@ class Channel:
         self.metadata = authorization(token)
         self.counts: Counter[str] = Counter()
         self.closed = False
+        self._encrypted = tls is not None
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._reachable = True
@@ -119,7 +126,8 @@ class Channel:
             self._reachable = True
             self._start(self.methods["Stay"], self._left)
         else:
-            self._look_later()
+            drains = health.code() is grpc.StatusCode.OK
+            self._look_later(DRAINS_S if drains else LOOK_AGAIN_S)
 
     def _left(self, stay: Any) -> None:
         if self.closed:
@@ -128,10 +136,10 @@ class Channel:
             self._reachable = False
             self.watch()
         else:  # too many stay already, or the token has changed: calls themselves will tell
-            self._look_later()
+            self._look_later(LOOK_AGAIN_S)
 
-    def _look_later(self) -> None:
-        timer = threading.Timer(LOOK_AGAIN_S, self.watch)
+    def _look_later(self, seconds: float) -> None:
+        timer = threading.Timer(seconds, self.watch)
         timer.daemon = True
         timer.start()
 
@@ -164,11 +172,16 @@ class Channel:
         return self._ask("Info", timeout)
 
     def drain(self, timeout: float | None = None) -> wire.Info:
-        """Have the server refuse further requests, answer those under way, save, and stop; return at once.
+        """Have the server refuse further requests, answer those under way, save, and stop; return once it has saved.
 
-        Raises what :meth:`info` does.
+        Raises:
+            RuntimeError: experts were not saved; the message names them.
+            ServerLost, PermissionError, ProtocolError, TimeoutError: see :meth:`info`.
         """
-        return self._ask("Drain", timeout)
+        found = self._ask("Drain", timeout)
+        if found.not_saved:
+            raise RuntimeError(f"{self.address}: not saved: {'; '.join(found.not_saved.values())}")
+        return found
 
     def _ask(self, method: str, timeout: float | None) -> wire.Info:
         self.check_usable()
@@ -176,7 +189,10 @@ class Channel:
         try:
             message = self.methods[method](b"", timeout=seconds, metadata=self.metadata)
         except grpc.RpcError as failed:
-            raise from_status(failed, self.address) from None
+            error = from_status(failed, self.address)
+            if not self._encrypted and any(said in str(error) for said in HUNG_UP):
+                error = type(error)(f"{error}; does the server use TLS? (tls=TLS(ca=), --tls-ca)")
+            raise error from None
         try:
             return wire.decode(message, wire.Info)
         except WireError as error:

@@ -1,10 +1,10 @@
 """Checkpoints of served experts: state and keys of applied requests in one file, which is there whole or not at all.
 
-A file is in the safetensors format: the tensors of expert and optimizer, and in its metadata, as JSON, everything else
-of the state and the keys of :class:`~pymoe.remote.journal.Journal`. Reading one runs no code. It is written under
-another name, brought to the disk, and renamed. Each expert has a folder, in which the newest :data:`KEPT` files stay; a
-damaged file is passed over for the one before. Names sort by age, also where the clock was set back or another machine
-wrote the one before.
+A file is in the safetensors format: the tensors of expert and optimizer, and as JSON, in the bytes of one more tensor,
+everything else of the state and the keys of :class:`~pymoe.remote.journal.Journal`. Reading one runs no code. It is
+written under another name, compared with what it should hold, brought to the disk, and renamed. Each expert has a
+folder, in which the newest :data:`KEPT` files stay; a damaged file is passed over for the one before. Names sort by
+age, also where the clock was set back or another machine wrote the one before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import time
 import urllib.parse
 import uuid
 import zlib
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,11 +26,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pymoe._errors import describe_error
 from pymoe.remote.journal import Keys
 from pymoe.remote.trees import from_tree, to_tree
 
-FORMAT = 1
+FORMAT = 2
+"""Files of format 1, which have their JSON in the metadata of safetensors, are read as well."""
 KEPT = 2
+CONTENT = "content"
+"""The name of the tensor whose bytes are the JSON. Metadata may have 100 MB at most, and keys may have more."""
 LONGEST_FOLDER = 200
 """Characters of a quoted name; file systems take names of 255."""
 SUFFIX = ".safetensors"
@@ -40,7 +45,7 @@ logger = logging.getLogger("pymoe.remote")
 class Checkpoint(NamedTuple):
     """An expert between two updates."""
 
-    state: dict[str, Any]
+    state: Mapping[str, Any]
     """What ``state_dict()`` of its backend returned."""
     updates: int
     keys: Keys
@@ -59,33 +64,13 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
     Raises:
         OSError: no room, or no right to write there; the earlier checkpoints are as they were.
-        TypeError: the state holds something that is neither a tensor nor JSON.
+        TypeError: the state holds something that is neither a dense tensor nor JSON, or of a dtype that safetensors
+            does not have; the message says where.
     """
-    from safetensors.torch import save_file
-
-    tensors: dict[str, Tensor] = {}
-
-    def write(leaf: Any) -> str:
-        name = f"{len(tensors)}"
-        tensors[name] = _tensor(leaf).detach().to("cpu").clone(memory_format=torch.contiguous_format)
-        return name
-
-    content = json.dumps(
-        {
-            "state": to_tree(checkpoint.state, write),
-            "updates": checkpoint.updates,
-            "keys": {client: [low, applied] for client, (low, applied) in checkpoint.keys.items()},
-        }
-    )
-    metadata = {"pymoe.remote": content, "format": str(FORMAT), "crc32": str(_crc(content, tensors))}
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = folder / f".{uuid.uuid4().hex}.part"
-    newest = max((int(one.name.partition("-")[0]) for one in _newest_first(folder)), default=0)
-    path = folder / f"{max(time.time_ns(), newest + 1):020d}-{checkpoint.updates}{SUFFIX}"
+    temporary = _written(folder, checkpoint)
     try:
-        save_file(tensors, temporary, metadata)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
+        newest = max((int(one.name.partition("-")[0]) for one in _newest_first(folder)), default=0)
+        path = folder / f"{max(time.time_ns(), newest + 1):020d}-{checkpoint.updates}{SUFFIX}"
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -95,18 +80,82 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     return path
 
 
-def check_state(name: str, state: dict[str, Any]) -> None:
-    """Raise TypeError if the state of the expert ``name`` holds what :func:`write_checkpoint` does not take."""
+def try_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
+    """Raise what :func:`write_checkpoint` would; the folder's checkpoints stay as they are."""
+    _written(folder, checkpoint).unlink()
+
+
+def _written(folder: Path, checkpoint: Checkpoint) -> Path:
+    """Write a checkpoint under a name that is none of a checkpoint, and return its path."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Tensor] = {}
+
+    def write(leaf: Any, where: str) -> str:
+        name = f"{len(tensors)}"
+        tensors[name] = _dense(leaf, where)
+        return name
+
+    content = {
+        "state": to_tree(checkpoint.state, write),
+        "versions": to_tree(getattr(checkpoint.state, "_metadata", None), write),
+        "updates": checkpoint.updates,
+        "keys": {client: [low, applied] for client, (low, applied) in checkpoint.keys.items()},
+    }
     try:
-        to_tree(state, lambda leaf: str(_tensor(leaf).dtype))
-    except TypeError as error:
-        raise TypeError(f"ExpertServer: {name!r} cannot be saved in checkpoints: {error}") from None
+        text = json.dumps(content)
+        _checkpoint_of(json.loads(text), tensors)
+    except ValueError as error:  # an int of more digits than Python reads
+        raise TypeError(f"the state cannot be told by JSON: {error}") from None
+    tensors[CONTENT] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    metadata = {"format": str(FORMAT), "crc32": str(_crc(tensors))}
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = folder / f".{uuid.uuid4().hex}.part"
+    try:
+        try:
+            save_file(tensors, temporary, metadata)
+        except SafetensorError as error:
+            raise OSError(f"{temporary}: {error}") from None
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        _compare(temporary, tensors)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return temporary
 
 
-def _tensor(leaf: Any) -> Tensor:
+def _dense(leaf: Any, where: str) -> Tensor:
+    """Return a copy of ``leaf`` that safetensors can write, or raise TypeError."""
+    from safetensors.torch import save
+
     if not isinstance(leaf, Tensor):
-        raise TypeError(f"a state to save holds a {type(leaf).__name__}: expected tensors, numbers, text and None")
-    return leaf
+        raise TypeError(f"{where} holds a {type(leaf).__name__}: expected tensors, numbers, text and None")
+    # A tensor of a class with a dispatch of its own (DTensor, MaskedTensor...) keeps its numbers somewhere else.
+    own = type(leaf).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    if own or leaf.layout is not torch.strided or leaf.is_meta or leaf.is_quantized or leaf.is_nested:
+        kind = type(leaf).__name__ if own else "nested" if leaf.is_nested else str(leaf.layout)
+        raise TypeError(f"{where} holds a tensor of {leaf.dtype}, {kind}, on {leaf.device}: expected a dense one")
+    try:
+        dense = leaf.detach().to("cpu").clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
+        save({"": dense.flatten()[:0]})  # a dtype that safetensors does not have: here its place is known
+    except Exception as error:
+        reason = describe_error(error).partition("\n")[0]
+        raise TypeError(f"{where} holds a tensor of {leaf.dtype}, which cannot be written ({reason})") from None
+    return dense
+
+
+def _compare(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Raise OSError unless the file holds ``tensors``."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        for name, expected in tensors.items():
+            found = file.get_tensor(name)
+            alike = (found.dtype, found.shape) == (expected.dtype, expected.shape)
+            if not alike or not torch.equal(_bytes(found), _bytes(expected)):
+                raise OSError(f"{path}: what was read back is not what was written")
 
 
 def read_newest(folder: Path) -> Checkpoint | None:
@@ -115,7 +164,7 @@ def read_newest(folder: Path) -> Checkpoint | None:
     Raises:
         ValueError: there are checkpoints, and all of them are damaged: to begin anew would replace them.
     """
-    for left in folder.glob(".*.part"):  # of a writer that was killed
+    for left in (*folder.glob(".*.part"), *folder.glob(".tmp*")):  # of a writer that was killed: ours, or safetensors'
         with suppress(OSError):
             left.unlink()
     found = _newest_first(folder)
@@ -141,12 +190,24 @@ def read_checkpoint(path: Path) -> Checkpoint:
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    if metadata.get("format") != str(FORMAT):
+    if metadata.get("format") == "1":
+        content = metadata["pymoe.remote"].encode()
+        crc = _crc_of_format_1(content, tensors)
+    elif metadata.get("format") == str(FORMAT):
+        content = tensors[CONTENT].numpy().tobytes()
+        crc = _crc(tensors)
+    else:
         raise ValueError(f"{path}: expected a checkpoint of format {FORMAT}, got {metadata.get('format')!r}")
-    if str(_crc(metadata["pymoe.remote"], tensors)) != metadata.get("crc32"):
+    if str(crc) != metadata.get("crc32"):
         raise ValueError(f"{path}: the content is not what was written")
-    content = json.loads(metadata["pymoe.remote"])
-    state = from_tree(content["state"], lambda name: tensors[name])
+    return _checkpoint_of(json.loads(content), tensors)
+
+
+def _checkpoint_of(content: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
+    state: Any = OrderedDict(from_tree(content["state"], lambda name: tensors[name]))
+    versions = from_tree(content.get("versions"), lambda name: tensors[name])
+    if versions is not None:
+        state._metadata = versions  # without them a module takes its own state for that of an older version
     keys = {
         str(client): (int(low), [int(one) for one in applied]) for client, (low, applied) in content["keys"].items()
     }
@@ -157,13 +218,22 @@ def _newest_first(folder: Path) -> Sequence[Path]:
     return sorted(folder.glob(f"{'[0-9]' * 20}-*{SUFFIX}"), reverse=True)
 
 
-def _crc(content: str, tensors: dict[str, Tensor]) -> int:
-    found = zlib.crc32(content.encode())
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def _crc(tensors: dict[str, Tensor]) -> int:
+    found = 0
     for name in sorted(tensors):
-        if tensors[name].numel():
-            flat = tensors[name].resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-            array: Any = flat.numpy()
-            found = zlib.crc32(array, found)
+        found = zlib.crc32(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode(), found)
+        found = zlib.crc32(_bytes(tensors[name]).numpy(), found)  # type: ignore[arg-type]
+    return found
+
+
+def _crc_of_format_1(content: bytes, tensors: dict[str, Tensor]) -> int:
+    found = zlib.crc32(content)
+    for name in sorted(tensors):
+        found = zlib.crc32(_bytes(tensors[name]).numpy(), found)  # type: ignore[arg-type]
     return found
 
 

@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,9 @@ DRAIN_CHECK_S = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status: 1 where there is no such server, or it cannot serve."""
+    """Run the command; return its exit status: 1 where there is no such server, it cannot serve, or it has ended without
+    having saved its experts.
+    """
     parser = argparse.ArgumentParser(prog=PROGRAM, description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_serve(commands)
@@ -43,7 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=about, description=about)
         command.add_argument("address", metavar="HOST:PORT")
         _add_security(command, "authorities that the server's certificate must be signed by")
-        command.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="(default: 10)")
+        seconds = 10.0 if name == "info" else 60.0  # a server answers what is under way, and saves, before it ends
+        command.add_argument(
+            "--timeout", type=float, default=seconds, metavar="SECONDS", help=f"(default: {seconds:g})"
+        )
         if name == "info":
             command.add_argument("--json", action="store_true", help="as JSON")
     options = parser.parse_args(arguments)
@@ -90,8 +95,9 @@ def serve(options: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    make = function_of(options.factory)
     _say(f"making the experts of {options.factory}")
-    backends = made_by(options.factory)
+    backends = made_by(make, options.factory)
     _say(f"{len(backends)} made: {', '.join(one.name for one in backends)}")
     server = ExpertServer(
         backends,
@@ -106,7 +112,12 @@ def serve(options: argparse.Namespace) -> int:
         prometheus = importlib.import_module("pymoe.integrations.prometheus")
         prometheus.serve(server, options.metrics_port)
         _say(f"metrics for Prometheus at http://127.0.0.1:{options.metrics_port}/metrics")
-    server.run(ready=lambda: _say(f"serving at {server.address}; Ctrl-C or SIGTERM ends it"))
+    try:
+        server.run(ready=lambda: _say(f"serving at {server.address}; Ctrl-C or SIGTERM ends it"))
+    except Exception as error:
+        if not server.stuck:
+            raise
+        print(printable(f"{PROGRAM} serve: {error}"), file=sys.stderr, flush=True)
     _say(f"served {server.counts['forward']} forward and {server.counts['backward']} backward requests")
     if server.stuck:
         _say("an expert hangs: the process ends without it")
@@ -119,13 +130,12 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def made_by(factory: str) -> list[ExpertBackend]:
-    """Return the backends that ``MODULE:FUNCTION`` returns; modules of the current folder are found.
+def function_of(factory: str) -> Callable[[], Any]:
+    """Return the function that ``MODULE:FUNCTION`` names; modules of the current folder are found.
 
     Raises:
         ValueError: no function is named.
-        ImportError, AttributeError: there is none.
-        TypeError: it returns something else.
+        ImportError: there is none.
     """
     module, colon, function = factory.partition(":")
     if not (module and colon and function):
@@ -135,6 +145,11 @@ def made_by(factory: str) -> list[ExpertBackend]:
     make = getattr(importlib.import_module(module), function, None)
     if not callable(make):
         raise ImportError(f"there is no function {function!r} in {module}")
+    return make  # type: ignore[no-any-return]
+
+
+def made_by(make: Callable[[], Any], factory: str) -> list[ExpertBackend]:
+    """Return the backends that ``make`` returns. Raises TypeError if it returns something else."""
     made = make()
     backends = [made] if isinstance(made, ExpertBackend) else list(made) if isinstance(made, Iterable) else [made]
     for one in backends:
@@ -175,17 +190,22 @@ def described(address: str, found: wire.Info) -> str:
 
 
 def drain(options: argparse.Namespace) -> int:
-    """Have a server drain, and wait for its end."""
+    """Have a server drain, and wait for its end; return 1 if it has not saved all experts."""
+    deadline = time.monotonic() + options.timeout
     with _connection(options) as there:
-        there.drain()
         _say(f"{options.address} drains")
-        deadline = time.monotonic() + options.timeout
+        saved = True
+        try:
+            there.drain()
+        except RuntimeError as error:
+            saved = False
+            print(printable(f"{PROGRAM} drain: {error}"), file=sys.stderr)
         while time.monotonic() < deadline:
             time.sleep(DRAIN_CHECK_S)
             try:
                 there.info(timeout=options.timeout)
             except ServerLost:
                 _say(f"{options.address} has ended")
-                return 0
+                return 0 if saved else 1
     print(f"{options.address} still answers after {options.timeout:g} s", file=sys.stderr)
     return 1

@@ -121,4 +121,6 @@ def from_status(call: Any, where: str) -> Exception:
     code = call.code()
     if code is StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:
         return ValueError(text)
+    if code is StatusCode.UNAUTHENTICATED and "SSL server name" in text:
+        return ServerLost(text)  # by gRPC on this side: the server's certificate does not name the host
     return _OF_GRPC.get(code, ServerLost)(text)

@@ -17,11 +17,23 @@ _loop: asyncio.AbstractEventLoop | None = None
 _process = 0
 
 
+def check_process() -> None:
+    """Raise RuntimeError in a fork of a process that has served: gRPC's threads are there, and a server here would wait
+    for them for ever.
+    """
+    if _loop is not None and _process != os.getpid():
+        raise RuntimeError(
+            "ExpertServer: gRPC cannot serve in a fork of a process that has served experts: fork before the parent "
+            "starts its server, or start a process of its own (subprocess, or multiprocessing's 'spawn')"
+        )
+
+
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the loop, which runs from the first call to the end of the process. A fork has one of its own."""
+    """Return the loop, which runs from the first call to the end of the process. Raises what check_process() does."""
     global _loop, _process
+    check_process()
     with _lock:
-        if _loop is None or _process != os.getpid():
+        if _loop is None:
             _loop, _process = asyncio.new_event_loop(), os.getpid()
             threading.Thread(target=_loop.run_forever, name="pymoe-remote", daemon=True).start()
         return _loop
@@ -32,7 +44,12 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
     An interrupt (Ctrl-C) of the wait cancels the coroutine.
     """
-    future = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
+    try:
+        loop = event_loop()
+    except RuntimeError:
+        coroutine.close()
+        raise
+    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
     try:
         return future.result()
     except BaseException:

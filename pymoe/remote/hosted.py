@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import logging
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pymoe._errors import describe_error
 from pymoe.remote import wire
-from pymoe.remote.checkpoints import Checkpoint, check_state, folder_of, read_newest, write_checkpoint
+from pymoe.remote.checkpoints import Checkpoint, folder_of, read_newest, try_checkpoint, write_checkpoint
 from pymoe.remote.errors import RemoteExpertError
 from pymoe.remote.event_loop import in_thread
 from pymoe.remote.journal import IN_PART, Applied, Journal
 from pymoe.remote.schemas import write_schema
 from pymoe.runtime import ExpertBackend, QueueFull, TaskPool
 from pymoe.runtime.numbered import numbered_backward_pool
+
+logger = logging.getLogger("pymoe.remote")
 
 _journals: weakref.WeakKeyDictionary[ExpertBackend, Journal] = weakref.WeakKeyDictionary()
 """Of every backend that was served: who takes one out of a server and into one again must know what it holds."""
@@ -34,16 +39,20 @@ class HostedExpert:
     def __init__(self, backend: ExpertBackend, incarnation: str) -> None:
         if not isinstance(backend, ExpertBackend):
             raise TypeError(f"ExpertServer: expected an ExpertBackend to serve, got {type(backend).__name__}")
-        if not 0 < len(backend.name) <= wire.MOST_NAME:
-            raise ValueError(f"ExpertServer: a name has 1 to {wire.MOST_NAME} characters, got {backend.name!r}")
+        if not wire.is_name(backend.name):
+            raise ValueError(f"ExpertServer: a name has 1 to {wire.MOST_NAME} bytes, got {backend.name!r}")
         self.backend = backend
         self.name: str = backend.name
         self.journal = _journals.setdefault(backend, Journal(incarnation))
         self.journal.incarnation = incarnation
-        self.keyed_pool = numbered_backward_pool(backend)
+        self.keyed_pool, self._partly_applied = numbered_backward_pool(backend)
+        self._names = itertools.count(1)
         info = backend.get_info()
         self._schemas = write_schema(self.name, info["forward_schema"]), write_schema(self.name, info["outputs_schema"])
+        self._root: Path | None = None  # of checkpoints
         self._saved_updates: int | None = None
+        self._first: asyncio.Task[None] | None = None  # looks whether the state of the first update can be saved
+        self._unsavable: Exception | None = None
         # A state that was taken earlier must not be written later, also where nobody waits for it any more.
         self._saving, self._writing = asyncio.Lock(), asyncio.Lock()
         self._writes: set[asyncio.Future[None]] = set()  # tasks that nobody holds may be collected
@@ -78,31 +87,41 @@ class HostedExpert:
         Raises:
             ValueError: no key.
             AppliedError: see :meth:`pymoe.remote.journal.Journal.once`.
+            TypeError: the expert has a state by now that cannot be saved.
         """
-        if not 0 < len(request.client) <= wire.MOST_NAME or request.seq < 0:
+        if not wire.is_name(request.client) or request.seq < 0:
             raise ValueError(f"{self.name}: a backward request needs a key: client and seq")
 
         def run() -> tuple[Awaitable[Applied], Callable[[], Any]]:
-            future = admit(self.keyed_pool, tensors, seconds)
-            return self._applied(future, len(tensors[0])), future.cancel
+            if self._unsavable is not None:
+                raise TypeError(f"{self.name}: what it learns would be lost: {self._unsavable}")
+            rows = len(tensors[0])
+            name = next(self._names) if rows > self.keyed_pool.max_batch_size else 0
+            future = admit(self.keyed_pool, (*tensors, torch.full((rows,), name)), seconds)
+            return self._applied(future, rows, name), future.cancel
 
-        return await self.journal.once(
+        answer = await self.journal.once(
             request.client, request.seq, request.ack, run,
             attempt=request.attempt, incarnation=request.incarnation, age=request.age,
         )  # fmt: skip
+        if self._root is not None and self._first is None:
+            self._first = asyncio.ensure_future(self._try_first_update(self._root))
+        return answer
 
-    async def _applied(self, future: Any, rows: int) -> Applied:
+    async def _applied(self, future: Any, rows: int, name: int) -> Applied:
         try:
             *gradients, numbers = await future
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            # A request of several batches, or one whose update broke off, may be applied in part.
+            # An update that broke off has applied what nobody knows.
             broken = getattr(error, "pymoe_may_retry", True) is False
-            in_part = broken or rows > self.keyed_pool.max_batch_size
+            in_part = broken or name in self._partly_applied
             if not isinstance(error, Exception):  # SystemExit and its like would end the event loop
                 error = RemoteExpertError(describe_error(error))
             return Applied(IN_PART if in_part else None, error=error)
+        finally:
+            self._partly_applied.discard(name)
         # Of a request of several batches the first update: a state that has seen that one holds a part of it.
         update = int(numbers.min()) if rows else self.backend.updates
         return Applied(update, [one.clone() for one in gradients])  # a view would keep the whole batch's rows
@@ -114,29 +133,64 @@ class HostedExpert:
         """Whether a checkpoint is being made: with an expert or a folder that hangs, for as long as it does."""
         return self._saving.locked() or self._writing.locked()
 
+    @property
+    def unsaved(self) -> bool:
+        """Whether no checkpoint holds the expert as it is."""
+        return self._saved_updates != self.backend.updates
+
     async def save(self, root: Path) -> bool:
         """Write a checkpoint; return False, without one, if nothing was updated since the last.
 
         Whoever is cancelled meanwhile leaves a checkpoint that is being written to be written.
+
+        Raises:
+            OSError: it cannot be written there.
+            TypeError: the expert's state is none that can be saved; until it is, the expert is trained no more.
         """
         async with self._saving:
-            if self._saved_updates == self.backend.updates:
+            if not self.unsaved:
                 return False
-            # The state first: whatever it holds was running by then, and once that has settled its keys are known.
-            state = await in_thread(self.backend.state_dict)
-            updates: int = state["_extra_state"]["updates"]
-            await self.journal.settled()
-            checkpoint = Checkpoint(state, updates, self.journal.keys(updates))
-            write = asyncio.ensure_future(self._write(root, checkpoint))
-            self._writes.add(write)
-            write.add_done_callback(self._writes.discard)
-            await asyncio.shield(write)
+            try:
+                await self._save(root)
+            except Exception as error:
+                raise self._note(error, root) from error
+            self._unsavable = None
             return True
+
+    async def _save(self, root: Path) -> None:
+        # The state first: whatever it holds was running by then, and once that has settled its keys are known.
+        state = await in_thread(self.backend.state_dict)
+        updates: int = state["_extra_state"]["updates"]
+        await self.journal.settled()
+        checkpoint = Checkpoint(state, updates, self.journal.keys(updates))
+        write = asyncio.ensure_future(self._write(root, checkpoint))
+        self._writes.add(write)
+        write.add_done_callback(self._writes.discard)
+        await asyncio.shield(write)
 
     async def _write(self, root: Path, checkpoint: Checkpoint) -> None:
         async with self._writing:  # first come, first served
             await in_thread(write_checkpoint, folder_of(root, self.name), checkpoint)
             self._saved_updates = checkpoint.updates
+
+    async def _try_first_update(self, root: Path) -> None:
+        """Look whether the state can still be saved: what an optimizer keeps often comes with its first step."""
+        async with self._saving:
+            try:
+                await in_thread(self._try, root)
+            except Exception as error:
+                logger.error("%s", self._note(error, root))
+
+    def _try(self, root: Path) -> None:
+        try_checkpoint(folder_of(root, self.name), Checkpoint(self.backend.state_dict(), 0, {}))
+
+    def _note(self, error: Exception, root: Path) -> Exception:
+        """Return what to say of a checkpoint that was not written, and remember it where the state is why."""
+        text = f"{self.name!r} cannot be saved in {folder_of(root, self.name)}: {describe_error(error)}"
+        if isinstance(error, OSError):
+            return OSError(text)
+        self._unsavable = TypeError(text)
+        return TypeError(text)
 
     def load(self, root: Path) -> bool:
         """Load the newest checkpoint, before the expert is served; return False if there is none.
@@ -144,16 +198,22 @@ class HostedExpert:
         Raises:
             RuntimeError: the state of another expert.
             ValueError: all checkpoints are damaged.
-            TypeError: there is none, and the expert's state cannot be saved.
+            TypeError: the expert's state cannot be saved.
+            OSError: checkpoints cannot be written there.
         """
-        found = read_newest(folder_of(root, self.name))
-        if found is None:
-            check_state(self.name, self.backend.state_dict())
-            return False
-        self.backend.load_state_dict(found.state)
-        self.journal.restore(found.keys)
-        self._saved_updates = found.updates
-        return True
+        try:
+            found = read_newest(folder_of(root, self.name))
+            if found is not None:
+                self.backend.load_state_dict(found.state)
+                self.journal.restore(found.keys)
+                self._saved_updates = found.updates
+            if not hasattr(scheduler := self.backend.scheduler, "state_dict") and scheduler is not None:
+                raise TypeError(f"its scheduler, a {type(scheduler).__name__}, has no state_dict()")
+            self._try(root)
+        except (OSError, TypeError) as error:
+            raise self._note(error, root) from error
+        self._root = root
+        return found is not None
 
 
 def admit(pool: TaskPool, tensors: Sequence[Tensor], seconds: float) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import math
 import threading
 import time
 from collections.abc import Generator, Sequence
@@ -57,6 +58,25 @@ class CoalescingPool(TaskPool):
         except KeyboardInterrupt:  # the second one, which does not wait
             interrupt_soon()
             raise AppliedError(f"{self.name}: interrupted; the request may have been applied") from None
+
+    def submit_task(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> Any:
+        """Queue a request and return its future; as :meth:`pymoe.runtime.TaskPool.submit_task`.
+
+        Raises:
+            ServerLost: the connection is closed.
+        """
+        try:
+            return super().submit_task(*tensors, timeout=timeout, priority=priority)
+        except RuntimeError:
+            self._expert.channel.check_usable()
+            raise
+
+    def _try_submit(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> Any:
+        try:
+            return super()._try_submit(*tensors, timeout=timeout, priority=priority)
+        except RuntimeError:
+            self._expert.channel.check_usable()
+            raise
 
     @property
     def served(self) -> bool:
@@ -112,7 +132,7 @@ class DirectPool:
             QueueFull: too many requests are under way for as long as this one has.
         """
         self._check(tensors)
-        seconds = self._expert.channel.timeout if timeout is None else timeout
+        seconds = self._seconds(timeout)
         deadline = time.monotonic() + seconds
         if not self._room.acquire(timeout=seconds):
             raise QueueFull(f"{self.name}: {MOST_UNDER_WAY} requests are under way")
@@ -120,13 +140,13 @@ class DirectPool:
 
     def _try_submit(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> RemoteFuture | None:
         self._check(tensors)
-        seconds = self._expert.channel.timeout if timeout is None else timeout
+        seconds = self._seconds(timeout)
         if not self._room.acquire(blocking=False):
             return None
         return self._send(tensors, time.monotonic() + seconds)
 
     async def _queue(self, tensors: Sequence[Any], timeout: float | None, priority: float = 0.0) -> RemoteFuture:
-        deadline = time.monotonic() + (self._expert.channel.timeout if timeout is None else timeout)
+        deadline = time.monotonic() + self._seconds(timeout)
         while True:
             future = self._try_submit(*tensors, timeout=max(0.0, deadline - time.monotonic()))
             if future is not None:
@@ -146,11 +166,18 @@ class DirectPool:
     def _idle_is_known(self) -> None:
         """Nothing: requests have deadlines, and end."""
 
+    def _seconds(self, timeout: float | None) -> float:
+        if timeout is not None and math.isnan(timeout):
+            raise ValueError(f"timeout must be a number of seconds, got {timeout!r}")
+        return self._expert.channel.timeout if timeout is None else timeout
+
     def _check(self, tensors: Sequence[Any]) -> None:
         if len(tensors) != len(self._protos):
             raise ValueError(f"{self.name}: expected {len(self._protos)} tensors, got {len(tensors)}")
         for place, (proto, tensor) in enumerate(zip(self._protos, tensors, strict=True)):
             proto.check(tensor, f"{self.name}: tensor {place}")
+            if tensor.is_meta:
+                raise TypeError(f"{self.name}: tensor {place}: expected a tensor with numbers, got one on meta")
         rows = [len(tensor) for tensor in tensors]
         if len(set(rows)) > 1:
             raise ValueError(f"{self.name}: all tensors must have as many rows as the first, got {rows}")

@@ -16,7 +16,7 @@ def write_schema(name: str, schema: Any) -> Any:
         TypeError: a constant or a container that other machines could not have, or a dtype that cannot be sent.
     """
 
-    def write(leaf: Any) -> Any:
+    def write(leaf: Any, where: str) -> Any:
         if not isinstance(leaf, BatchTensorProto):
             raise TypeError(
                 f"ExpertServer: the schema of {name!r} holds a {type(leaf).__name__}, which cannot be described to "

@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from pymoe.remote import encodings, event_loop, wire
+from pymoe.remote.addresses import check_address, held_for_binding, why_not_free
 from pymoe.remote.hosted import HostedExpert
 from pymoe.remote.security import TLS, check_server
 from pymoe.remote.service import Service
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pymoe.remote")
 
 LOOK_FOR_SIGNALS_S = 1.0
+LAST_REPLIES_S = 1.0
+"""How long calls may take that are left when everything is saved."""
 PATIENCE_S = 5.0
 """How long an expert that may hang holds up the checkpoints of others, or the end of its server."""
 MOST_CALLS = 8192
@@ -64,7 +67,9 @@ class ExpertServer:
 
     **Checkpoints.** An expert's state and the keys of the requests that it holds are one file. A server that is killed
     comes back with the last one: updates after that are lost, at most ``save_every`` seconds of them, though their
-    clients may have had answers. :meth:`drain` and the end of the ``with`` block save what is there.
+    clients may have had answers. :meth:`drain` and the end of the ``with`` block save what is there, or raise. Whether
+    a state can be saved is tried when the server is made, and again after the expert's first update here; where it
+    cannot, further gradients for the expert are refused with TypeError.
 
     Args:
         backends: one or several; others may follow (:meth:`add`). They must not be served by another Runtime.
@@ -90,7 +95,9 @@ class ExpertServer:
         ValueError: strangers would be let in, or listen; two experts of one name; or with ``checkpoints`` experts that
             share parameters, which two files would hold at two times, or one whose checkpoints are all damaged.
         TypeError: a backend that is not an ExpertBackend, or whose schemas cannot be described to other machines; or
-            with ``checkpoints`` one whose state holds what cannot be saved.
+            with ``checkpoints`` one whose state holds what cannot be saved: anything that is neither a dense tensor of
+            a dtype that safetensors has, nor a number, text or None, in lists, tuples and dicts.
+        OSError: nothing can be written in the folder ``checkpoints``.
     """
 
     def __init__(
@@ -105,6 +112,7 @@ class ExpertServer:
         workers: int | None = None,
         grace: float = 10.0,
     ) -> None:
+        check_address("ExpertServer", address)
         check_server(address, tls, token)
         for name, seconds in (("save_every", save_every), ("grace", grace)):
             if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
@@ -124,6 +132,7 @@ class ExpertServer:
         self._began = time.monotonic()
         self._drained = threading.Event()
         self.stuck = False
+        self._not_saved: dict[str, BaseException] = {}  # by the last save of all, and why
         hosted = [HostedExpert(backend, self.incarnation) for backend in members]
         for one in hosted:
             self._check(one)
@@ -155,17 +164,20 @@ class ExpertServer:
         """Listen and serve.
 
         Raises:
-            OSError: the address is taken, or not one of this machine.
-            RuntimeError: it was drained, or a backend is served by another Runtime.
+            OSError: the address is taken, or not one of this machine; the folder of a socket is not there.
+            RuntimeError: it was drained, a backend is served by another Runtime, or the process is a fork of one that
+                has served.
         """
         with self._changes:
             if self._drained.is_set():
                 raise RuntimeError("ExpertServer: a server that was drained does not start again; make another")
             if self._server is not None:
                 return
+            event_loop.check_process()
             self.runtime.start()
             try:
-                event_loop.run(self._listen())
+                with held_for_binding(self.address):
+                    event_loop.run(self._listen())
             except BaseException:
                 self.runtime.shutdown(drain=False)
                 raise
@@ -178,8 +190,8 @@ class ExpertServer:
                 port = server.add_insecure_port(self.address)
             else:
                 port = server.add_secure_port(self.address, self._tls.server_credentials())
-        except RuntimeError as error:
-            raise OSError(f"ExpertServer: cannot listen at {self.address}: {error}") from None
+        except RuntimeError:
+            raise OSError(f"cannot listen at {self.address}: {why_not_free(self.address)}") from None
         await server.start()
         self._service.stalls.begin()
         if not self.address.startswith("unix"):
@@ -200,9 +212,15 @@ class ExpertServer:
 
         Args:
             grace: seconds for requests under way; then they are cancelled. None: as the server was made.
+
+        Raises:
+            OSError, TypeError, TimeoutError, RuntimeError: the server has stopped, and experts were not saved; see
+                :meth:`save`, which may be called again. Or RuntimeError: this is a fork, and the server its parent's.
         """
         grace = self._grace if grace is None else grace
         with self._changes:
+            if self._server is not None:
+                event_loop.check_process()
             try:
                 if self._server is not None:
                     event_loop.run(self._stop(self._server, grace))
@@ -211,6 +229,8 @@ class ExpertServer:
                     self._server = None
                     self._end_runtime(max(grace, PATIENCE_S))
                 self._drained.set()
+        if self._not_saved:
+            raise not_saved("ExpertServer.drain", self._not_saved)
 
     def _end_runtime(self, patience: float) -> None:
         ending = threading.Thread(target=self.runtime.shutdown, kwargs={"drain": False}, daemon=True)
@@ -221,21 +241,22 @@ class ExpertServer:
             logger.error("a batch of an expert does not end, and is waited for no longer")
 
     async def _stop(self, server: Any, grace: float) -> None:
-        await self._service.begin_to_drain()  # which ends _save_again_and_again(), too
-        await server.stop(grace)
+        # Nobody else can listen here until all is saved: who takes the place of this server would load what is older.
+        await self._service.drain(grace)  # which ends _save_again_and_again(), too
         if self._checkpoints is not None:
             # What still runs then is an expert that hangs: its checkpoint would wait for it.
-            saves = [asyncio.ensure_future(self._save(one)) for one in list(self._service.hosted.values())]
-            done, late = await asyncio.wait(saves, timeout=max(grace, 1.0)) if saves else ((), ())
-            for save in late:
-                save.cancel()
-                logger.error("an expert that does not answer was not saved")
-            for save in done:
-                if (error := save.exception()) is not None:
-                    logger.error("an expert was not saved", exc_info=error)
+            await self._save_all(max(grace, 1.0))
+        self._service.saved.set()
+        await server.stop(LAST_REPLIES_S)
 
     def _drain_soon(self) -> None:
-        threading.Thread(target=self.drain, name="pymoe-drain", daemon=True).start()
+        threading.Thread(target=self._drain_with_a_line, name="pymoe-drain", daemon=True).start()
+
+    def _drain_with_a_line(self) -> None:
+        try:
+            self.drain()
+        except Exception as error:  # whoever calls drain() again gets it, too
+            logger.error("%s", error)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the server has drained; return False if that takes more than ``timeout`` seconds."""
@@ -244,7 +265,8 @@ class ExpertServer:
     def run(self, ready: Callable[[], Any] = lambda: None) -> None:
         """Start, call ``ready``, and serve until the server has drained; SIGTERM and Ctrl-C drain it.
 
-        For the main thread of a program. Raises what :meth:`start` and ``ready`` do, and ValueError in another thread.
+        For the main thread of a program. Raises what :meth:`start`, ``ready`` and :meth:`drain` do, and ValueError in
+        another thread.
         """
         signals = (signal.SIGTERM, signal.SIGINT)
         before = {one: signal.signal(one, lambda *_: self._drain_soon()) for one in signals}
@@ -254,9 +276,11 @@ class ExpertServer:
             while not self.wait(LOOK_FOR_SIGNALS_S):
                 pass
         finally:
-            self.drain()
-            for one, handler in before.items():
-                signal.signal(one, handler)
+            try:
+                self.drain()
+            finally:
+                for one, handler in before.items():
+                    signal.signal(one, handler)
 
     def __enter__(self) -> Self:
         self.start()
@@ -265,7 +289,13 @@ class ExpertServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.drain(grace=None if kind is None else 0.0)
+        if kind is None:
+            self.drain()
+        else:
+            try:
+                self.drain(grace=0.0)
+            except Exception as not_saved:  # the error of the block is the one to raise
+                logger.error("%s", not_saved)
 
     # --- experts ---
 
@@ -321,23 +351,29 @@ class ExpertServer:
 
         Raises:
             ValueError: the server was made without ``checkpoints``.
-            OSError: one cannot be written. The earlier ones are as they were.
-            TimeoutError: an expert did not answer in time. The others were saved.
+            OSError: a checkpoint cannot be written. The earlier ones are as they were.
+            TypeError: an expert's state holds by now what cannot be saved.
+            TimeoutError: an expert did not answer in time.
+            RuntimeError: several of these. In all cases the message names the experts, and the others were saved.
         """
         if self._checkpoints is None:
             raise ValueError("ExpertServer.save: the server has no folder: expected checkpoints=, got None")
-        return sum(event_loop.run(self._save_all(timeout)))
+        saved = event_loop.run(self._save_all(timeout))
+        if self._not_saved:
+            raise not_saved("ExpertServer.save", self._not_saved)
+        return saved
 
-    async def _save_all(self, timeout: float | None) -> list[bool]:
-        saves = {asyncio.ensure_future(self._save(one)): one.name for one in list(self._service.hosted.values())}
+    async def _save_all(self, timeout: float | None) -> int:
+        """Save all experts; return how many were updated since their last checkpoint. The rest is in ``_not_saved``."""
+        saves = {asyncio.ensure_future(self._save(one)): one for one in list(self._service.hosted.values())}
         done, late = await asyncio.wait(saves, timeout=timeout) if saves else (set(), set())
+        failed = {saves[save].name: error for save in done if (error := save.exception()) is not None}
         for save in late:
             save.cancel()
-        saved = [save.result() for save in done]
-        if late:
-            names = ", ".join(sorted(repr(saves[save]) for save in late))
-            raise TimeoutError(f"ExpertServer.save: {names} did not answer within {timeout:g} s, and was not saved")
-        return saved
+            if (hosted := saves[save]).unsaved:
+                failed[hosted.name] = TimeoutError(f"{hosted.name!r} did not answer within {timeout:g} s")
+        self._not_saved = failed
+        return sum(save.result() for save in done if save.exception() is None)
 
     async def _save(self, hosted: HostedExpert) -> bool:
         assert self._checkpoints is not None
@@ -358,8 +394,8 @@ class ExpertServer:
     async def _try_to_save(self, hosted: HostedExpert) -> None:
         try:
             await self._save(hosted)
-        except Exception:
-            logger.exception("%s: no checkpoint was written; the next try is in %g s", hosted.name, self._save_every)
+        except Exception as error:
+            logger.error("%s; no checkpoint was written, and the next try is in %g s", error, self._save_every)
 
     # --- what it says of itself ---
 
@@ -378,8 +414,16 @@ class ExpertServer:
             seconds=time.monotonic() - self._began,
             pid=os.getpid(),
             pools={name: dict(found) for name, found in pools.items()},
+            not_saved={name: str(error) for name, error in self._not_saved.items()},
         )
 
     def __repr__(self) -> str:
         state = "draining" if self._service.draining else "not serving" if self._server is None else "serving"
         return f"<ExpertServer at {self.address}: {state} {', '.join(self._service.hosted)}>"
+
+
+def not_saved(where: str, errors: Mapping[str, BaseException]) -> Exception:
+    """Return one error of the kind that all ``errors`` of experts are."""
+    kinds = (TimeoutError, OSError, TypeError)
+    kind = next((kind for kind in kinds if all(isinstance(error, kind) for error in errors.values())), RuntimeError)
+    return kind(f"{where}: not saved: {'; '.join(map(str, errors.values()))}")

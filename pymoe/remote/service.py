@@ -34,6 +34,8 @@ LONGEST_REQUEST_S = 3600.0
 """The deadline of a request whose client names none, or a later one."""
 SLOW_REPLY_S = 10.0
 """How long after the end of its request's time a client may take to read a long reply."""
+CUT_S = 1.0
+"""How long a drain waits for requests to end that it has cancelled."""
 LONG_MESSAGE = 1 << 18
 """Bytes from which on a message is coded on another thread, so that short ones need not wait for it."""
 
@@ -55,7 +57,11 @@ class Service(grpc.GenericRpcHandler):
         self._over = asyncio.Event()
         self._staying = 0
         self._streams = 0
+        self._busy: set[asyncio.Task[Any]] = set()  # calls with requests, idle streams among them
         self._idle: set[asyncio.Task[Any]] = set()  # streams that wait for a request
+        self._cut: set[asyncio.Task[Any]] = set()
+        self.saved = asyncio.Event()
+        """When nothing more will be saved."""
         self.room = Room()
         self.counts: Counter[str] = Counter()
         self.incarnation = ""
@@ -63,9 +69,11 @@ class Service(grpc.GenericRpcHandler):
         self.stalls = Stalls()
         handler = grpc.stream_unary_rpc_method_handler
         self._methods = {
-            f"/{wire.SERVICE}/Forward": handler(self._guarded(self._forward)),
-            f"/{wire.SERVICE}/Backward": handler(self._guarded(self._backward)),
-            f"/{wire.SERVICE}/Exchange": grpc.stream_stream_rpc_method_handler(self._guarded(self._exchange)),
+            f"/{wire.SERVICE}/Forward": handler(self._guarded(self._waited_for(self._forward))),
+            f"/{wire.SERVICE}/Backward": handler(self._guarded(self._waited_for(self._backward))),
+            f"/{wire.SERVICE}/Exchange": grpc.stream_stream_rpc_method_handler(
+                self._guarded(self._waited_for(self._exchange))
+            ),
             f"/{wire.SERVICE}/Info": handler(self._guarded(self._tell)),
             f"/{wire.SERVICE}/Stay": handler(self._guarded(self._let_stay)),
             f"/{wire.SERVICE}/Drain": handler(self._guarded(self._begin_to_drain)),
@@ -78,12 +86,22 @@ class Service(grpc.GenericRpcHandler):
         """Whether further requests are refused."""
         return self._over.is_set()
 
-    async def begin_to_drain(self) -> None:
-        """Refuse further requests, tell who stays, and end the streams that wait for a request."""
+    async def drain(self, grace: float) -> None:
+        """Refuse further requests, tell who stays, end the streams that wait for a request, and wait for the requests
+        under way; cancel those that take longer than ``grace`` seconds.
+        """
         self._over.set()
         self.stalls.end()
-        for task in self._idle:
+        idle, busy = set(self._idle), set(self._busy)
+        for task in idle:
             task.cancel()
+        if busy:
+            _, late = await asyncio.wait(busy, timeout=grace)
+            self._cut = late - idle
+            for task in self._cut:
+                task.cancel()
+            if late:
+                await asyncio.wait(late, timeout=CUT_S)
 
     async def drains_within(self, seconds: float) -> bool:
         """Return, after ``seconds`` at most, whether further requests are refused."""
@@ -119,6 +137,23 @@ class Service(grpc.GenericRpcHandler):
             return None
 
         return handle
+
+    def _waited_for(self, answer: Callable[[Any], Awaitable[T]]) -> Callable[[Any], Awaitable[T]]:
+        """Return ``answer`` as what a drain waits for, and cuts off when its grace is over."""
+
+        async def answered(context: Any) -> T:
+            task = asyncio.current_task()
+            assert task is not None
+            self._busy.add(task)
+            task.add_done_callback(self._busy.discard)  # then its status has been sent, too
+            try:
+                return await answer(context)
+            except asyncio.CancelledError:
+                if task not in self._cut:
+                    raise
+                raise ServerLost("the server drained before the request was done") from None
+
+        return answered
 
     def _status_of(self, error: Exception) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
         """Count an exception, and return what stands for it."""
@@ -273,6 +308,7 @@ class Service(grpc.GenericRpcHandler):
 
     async def _begin_to_drain(self, context: Any) -> bytes:
         self._drain()
+        await self.saved.wait()
         return wire.encode(self._info())
 
 

@@ -14,22 +14,31 @@ MOST_DEPTH = 64
 _PLAIN = (bool, int, float, str)
 
 
-def to_tree(structure: Any, write: Callable[[Any], Any]) -> Any:
-    """Return ``structure`` as what JSON can hold; ``write`` returns that for leaves of other types.
+def to_tree(structure: Any, write: Callable[[Any, str], Any], where: str = "", depth: int = MOST_DEPTH) -> Any:
+    """Return ``structure`` as what JSON can hold; ``write`` returns that for leaves of other types, given the leaf and
+    its place: keys and indices, joined by dots.
 
     Raises:
-        TypeError: by ``write``; or a container or key that cannot be told by JSON, as a named tuple.
+        TypeError: by ``write``; a container or key that cannot be told by JSON, as a named tuple; or more containers
+            inside each other than :func:`from_tree` takes.
     """
     if structure is None or type(structure) in _PLAIN:
         return structure
+    if depth == 0:
+        raise TypeError(f"pymoe.remote: expected at most {MOST_DEPTH} containers inside each other, got more at {where}")
     if isinstance(structure, dict):
         for key in structure:
             if key is not None and type(key) not in _PLAIN:
-                raise TypeError(f"pymoe.remote: expected strings or numbers as keys, got {type(key).__name__}")
-        return {"dict": [[key, to_tree(value, write)] for key, value in structure.items()]}
+                raise TypeError(f"{where or 'pymoe.remote'}: expected strings or numbers as keys, got {type(key).__name__}")
+        return {"dict": [[key, to_tree(one, write, _inside(where, key), depth - 1)] for key, one in structure.items()]}
     if type(structure) in (list, tuple):
-        return {type(structure).__name__: [to_tree(one, write) for one in structure]}
-    return {"leaf": write(structure)}
+        members = [to_tree(one, write, _inside(where, place), depth - 1) for place, one in enumerate(structure)]
+        return {type(structure).__name__: members}
+    return {"leaf": write(structure, where)}
+
+
+def _inside(where: str, key: Any) -> str:
+    return f"{where}.{key}" if where else str(key)
 
 
 def from_tree(tree: Any, read: Callable[[Any], Any], depth: int = MOST_DEPTH) -> Any:

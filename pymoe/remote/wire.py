@@ -36,6 +36,7 @@ MOST_READ = FRAME + (64 << 10)
 """Bytes that a server reads in one piece: a message with short tensors, or a frame."""
 MOST_TENSORS = 256
 MOST_NAME = 256
+"""Bytes of the name of an expert or a client, in UTF-8."""
 
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
@@ -122,6 +123,13 @@ class Info(msgspec.Struct, omit_defaults=True):
     pid: int = 0
     pools: dict[str, Counters] = {}
     """Counters of its pools, by name, as :mod:`pymoe.runtime.monitoring.statistics` reads them."""
+    not_saved: dict[str, str] = {}
+    """Experts of which the last save of all has written no checkpoint, and why."""
+
+
+def is_name(name: str) -> bool:
+    """Return whether an expert or a client may have this name."""
+    return 0 < len(name.encode(errors="replace")) <= MOST_NAME
 
 
 _encoder = msgspec.msgpack.Encoder()

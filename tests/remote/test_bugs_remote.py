@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import math
 import signal
 import threading
@@ -115,7 +116,12 @@ def test_an_expert_that_hangs_holds_up_neither_other_checkpoints_nor_the_end(
             second.backward_pool.submit_task(X, X).result()
             eventually(lambda before=saved: server.counts["saved"] > before)
         second.backward_pool.submit_task(X, X).result()
-        ending = threading.Thread(target=server.drain)
+
+        def drain() -> None:
+            with contextlib.suppress(TimeoutError):  # unless the last update of the one that hangs was saved
+                server.drain()
+
+        ending = threading.Thread(target=drain)
         ending.start()
         ending.join(LONG)
         assert not ending.is_alive()

@@ -69,9 +69,9 @@ def test_schedulers_and_all_dtypes_are_saved(tmp_path: Path) -> None:
 def test_a_file_is_one_that_safetensors_reads(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, Checkpoint(mlp("e").state_dict(), 0, KEYS))
     with safetensors.safe_open(path, framework="pt") as file:
-        content = json.loads(file.metadata()["pymoe.remote"])
+        content = json.loads(file.get_tensor(checkpoints.CONTENT).numpy().tobytes())
         assert content["keys"] == {"client": [3, [3, 5]]}
-        assert len(file.keys()) == 4
+        assert len(file.keys()) == 5
     assert b"pickle" not in path.read_bytes()
 
 
@@ -112,7 +112,7 @@ def test_a_folder_whose_checkpoints_are_all_damaged_is_not_begun_anew(tmp_path: 
 def test_a_server_refuses_at_once_an_expert_that_cannot_be_saved(tmp_path: Path) -> None:
     backend = mlp("e")
     backend.opt.param_groups[0]["lr"] = np.float64(0.1)  # type: ignore[union-attr]
-    with pytest.raises(TypeError, match="'e' cannot be saved in checkpoints: a state to save holds a float64"):
+    with pytest.raises(TypeError, match=r"'e' cannot be saved in .*: _extra_state.opt.param_groups.0.lr holds a float64"):
         ExpertServer(backend, checkpoints=tmp_path)
 
 
@@ -152,15 +152,15 @@ def test_what_a_killed_writer_left_is_no_checkpoint_and_is_removed(tmp_path: Pat
 
 
 def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "FORMAT", 2)
+    monkeypatch.setattr(checkpoints, "FORMAT", 3)
     path = write_checkpoint(tmp_path, Checkpoint({}, 1, {}))
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="expected a checkpoint of format 1, got '2'"):
+    with pytest.raises(ValueError, match="expected a checkpoint of format 2, got '3'"):
         read_checkpoint(path)
 
 
 def test_a_state_that_is_neither_tensors_nor_json_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="holds a device: expected tensors"):
+    with pytest.raises(TypeError, match="^a holds a device: expected tensors"):
         write_checkpoint(tmp_path, Checkpoint({"a": torch.device("cpu")}, 1, {}))
 
 

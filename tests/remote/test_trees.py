@@ -24,7 +24,7 @@ TREES = st.recursive(
 )
 
 
-def refuse(leaf: Any) -> Any:
+def refuse(leaf: Any, where: str = "") -> Any:
     raise TypeError(type(leaf).__name__)
 
 
@@ -36,7 +36,7 @@ def test_a_structure_comes_back_as_it_was(structure: Any) -> None:
 
 def test_types_are_kept_and_leaves_are_the_caller_s() -> None:
     structure = {0: (1, [2.5, True]), "betas": (0.9, math.inf), "x": torch.ones(2), None: None}
-    tree = json.loads(json.dumps(to_tree(structure, lambda leaf: leaf.tolist())))
+    tree = json.loads(json.dumps(to_tree(structure, lambda leaf, where: leaf.tolist())))
     back = from_tree(tree, lambda leaf: ("tensor", leaf))
     assert back == {0: (1, [2.5, True]), "betas": (0.9, math.inf), "x": ("tensor", [1.0, 1.0]), None: None}
     assert type(back[0][1][1]) is bool
