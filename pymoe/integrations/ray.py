@@ -5,15 +5,17 @@
     from pymoe.integrations import ray as pymoe_ray
 
     for number in range(4):
-        pymoe_ray.serve(f"experts-{number}", make_experts, checkpoints="/shared/experts", num_cpus=2)
+        make = functools.partial(make_expert, f"expert-{number}")  # names that differ: a mixture tells experts by them
+        pymoe_ray.serve(f"experts-{number}", make, checkpoints="/shared/experts", num_cpus=2)
     with pymoe_ray.ServedExperts([f"experts-{number}" for number in range(4)]) as served:
         mixture = pymoe.MixtureOfExpertBackends(served.backends(), top_k=2, forward_timeout=1, backward_timeout=1)
         served.follow(mixture)  # as actors die and come back elsewhere
         train(mixture)
 
-Each server is in an actor with a name. Ray starts it again when it or its machine dies, where the resources are that it
-asks for, and it goes on from its newest checkpoint, if the folder is one that all machines see. Requests do not pass
-through Ray: they go to the server over gRPC.
+Each server is in an actor with a name. Ray starts it again when it or its machine dies, or when a client has its server
+drain (``python -m pymoe.remote drain``), where the resources are that it asks for, and it goes on from its newest
+checkpoint, if the folder is one that all machines see. ``ray.kill`` ends it for good. Requests do not pass through Ray:
+they go to the server over gRPC.
 
 Ray's own messages are pickles: whoever can reach a cluster's ports can run code on it. It is for clusters that are cut
 off from strangers, whatever this package does.
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
 __all__ = ["ServedExperts", "serve"]
 
 MISSING = "pymoe.integrations.ray needs ray: pip install ray"
+LOOK_S = 10.0
+"""The longest that one look at where an actor is may take."""
 FOREVER = -1
 """Of Ray's ``max_restarts`` and ``max_task_retries``."""
 
@@ -52,6 +57,16 @@ class ExpertActor:
 
         self._server = ExpertServer(make(), f"{host or own_address()}:0", **options)
         self._server.start()
+        self._drains = False
+        threading.Thread(target=self._end_with_server, name="pymoe-ray-actor", daemon=True).start()
+
+    def _end_with_server(self) -> None:
+        """End the process once a client has had the server drain: an actor without a server is none."""
+        self._server.wait()
+        if not self._drains:
+            logger.warning("a client has had the server drain: the actor ends")
+            logging.shutdown()
+            os._exit(1)  # which Ray takes for a failure, so that it starts the actor again
 
     def address(self) -> str:
         """Return where the server listens, in this life of the actor."""
@@ -62,7 +77,8 @@ class ExpertActor:
         return self._server.save()
 
     def drain(self) -> None:
-        """Answer what is under way, save, and stop."""
+        """Answer what is under way, save, and stop; the actor stays, for whoever calls this to end it."""
+        self._drains = True
         self._server.drain()
 
 
@@ -189,7 +205,7 @@ class ServedExperts:
 
     def _move(self, name: str) -> None:
         before = self._connections[name]
-        address = self._address(name, self._every)
+        address = self._address(name, LOOK_S)
         if address == before.address:
             return  # the connection comes back by itself
         there = self._connect(address)

@@ -19,6 +19,7 @@ from pymoe.remote.checkpoints import Checkpoint, folder_of, read_newest, try_che
 from pymoe.remote.errors import RemoteExpertError
 from pymoe.remote.event_loop import in_thread
 from pymoe.remote.journal import IN_PART, Applied, Journal
+from pymoe.remote.restoring import check_loadable, load_exactly
 from pymoe.remote.schemas import write_schema
 from pymoe.runtime import ExpertBackend, QueueFull, TaskPool
 from pymoe.runtime.numbered import numbered_backward_pool
@@ -153,7 +154,7 @@ class HostedExpert:
             try:
                 await self._save(root)
             except Exception as error:
-                raise self._note(error, root) from error
+                raise self._note(error, root) from None
             self._unsavable = None
             return True
 
@@ -186,7 +187,8 @@ class HostedExpert:
 
     def _note(self, error: Exception, root: Path) -> Exception:
         """Return what to say of a checkpoint that was not written, and remember it where the state is why."""
-        text = f"{self.name!r} cannot be saved in {folder_of(root, self.name)}: {describe_error(error)}"
+        reason = describe_error(error).partition("\n")[0]  # behind it torch may tell its own calls in C++
+        text = f"{self.name!r} cannot be saved in {folder_of(root, self.name)}: {reason}"
         if isinstance(error, OSError):
             return OSError(text)
         self._unsavable = TypeError(text)
@@ -201,17 +203,16 @@ class HostedExpert:
             TypeError: the expert's state cannot be saved.
             OSError: checkpoints cannot be written there.
         """
+        found = read_newest(folder_of(root, self.name))
+        if found is not None:
+            load_exactly(self.backend, found.state)
+            self.journal.restore(found.keys)
+            self._saved_updates = found.updates
         try:
-            found = read_newest(folder_of(root, self.name))
-            if found is not None:
-                self.backend.load_state_dict(found.state)
-                self.journal.restore(found.keys)
-                self._saved_updates = found.updates
-            if not hasattr(scheduler := self.backend.scheduler, "state_dict") and scheduler is not None:
-                raise TypeError(f"its scheduler, a {type(scheduler).__name__}, has no state_dict()")
+            check_loadable(self.backend)
             self._try(root)
-        except (OSError, TypeError) as error:
-            raise self._note(error, root) from error
+        except Exception as error:
+            raise self._note(error, root) from None
         self._root = root
         return found is not None
 

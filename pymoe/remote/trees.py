@@ -25,11 +25,12 @@ def to_tree(structure: Any, write: Callable[[Any, str], Any], where: str = "", d
     if structure is None or type(structure) in _PLAIN:
         return structure
     if depth == 0:
-        raise TypeError(f"pymoe.remote: expected at most {MOST_DEPTH} containers inside each other, got more at {where}")
+        raise TypeError(f"{where}: expected at most {MOST_DEPTH} containers inside each other, got more")
     if isinstance(structure, dict):
         for key in structure:
             if key is not None and type(key) not in _PLAIN:
-                raise TypeError(f"{where or 'pymoe.remote'}: expected strings or numbers as keys, got {type(key).__name__}")
+                owner = where or "pymoe.remote"
+                raise TypeError(f"{owner}: expected strings or numbers as keys, got {type(key).__name__}")
         return {"dict": [[key, to_tree(one, write, _inside(where, key), depth - 1)] for key, one in structure.items()]}
     if type(structure) in (list, tuple):
         members = [to_tree(one, write, _inside(where, place), depth - 1) for place, one in enumerate(structure)]

@@ -1,4 +1,4 @@
-"""A pool of backward passes that says in which update each row's gradient is, and of which requests it has applied rows.
+"""A pool of backward passes that says in which update each row's gradient is, and of which requests it applied rows.
 
 Whoever saves an expert, and must know which requests the saved state holds, compares the number of a request's update
 with that of the state. A request of several batches that failed has no such number, and some of its rows may have been

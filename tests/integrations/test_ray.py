@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -19,7 +21,7 @@ from pymoe.integrations import ray as pymoe_ray
 
 pytest.importorskip("grpc", reason="pymoe.remote needs grpcio")
 
-from pymoe.remote import Connection, ExpertServer
+from pymoe.remote import Connection, ExpertServer, cli
 
 WIDTH = 8
 
@@ -101,6 +103,66 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPa
         pymoe_ray.serve("x", experts_of("x"))
     with pytest.raises(ImportError, match="pip install ray"):
         pymoe_ray.ServedExperts(["x"])
+
+
+ACTOR = """
+import sys, threading
+from pymoe.integrations import ray as pymoe_ray
+sys.path.insert(0, {folder!r})
+from test_ray import experts_of
+actor = pymoe_ray.ExpertActor(experts_of("e"), "127.0.0.1", {{"checkpoints": {checkpoints!r}}})
+print(actor.address(), flush=True)
+if "drain" in sys.argv:
+    actor.drain()
+    print("drained", actor.address(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("who", ["a client", "the actor"])
+def test_an_actor_whose_server_was_drained_by_the_command_ends(tmp_path: Path, who: str) -> None:
+    """It lived on without a server, so that Ray had nothing to start again."""
+    program = ACTOR.format(folder=str(Path(__file__).parent), checkpoints=str(tmp_path))
+    paths = [str(Path(__file__).parents[1]), *(one for one in sys.path if one)]
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *(["drain"] if who == "the actor" else [])],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as actor:  # fmt: skip
+        assert actor.stdout
+        address = actor.stdout.readline().strip()
+        if who == "a client":
+            assert cli.main(["drain", address, "--timeout", str(LONG)]) == 0
+            assert actor.wait(LONG) == 1
+            assert list(tmp_path.glob("*/*.safetensors"))
+        else:
+            assert actor.stdout.readline().split() == ["drained", address]
+            actor.communicate()
+            assert actor.returncode == 0
+
+
+def test_the_documented_program_makes_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of its actors served an expert of one name, and a mixture takes none twice."""
+    page = (Path(__file__).parents[2] / "docs" / "tutorials" / "remote.md").read_text()
+    (program,) = [one for one in page.split("```python\n")[1:] if "pymoe_ray.serve" in one.partition("```")[0]]
+    (sorter,) = [one for one in page.split("```python\n")[1:] if "def sorter" in one.partition("```")[0]]
+    actors: dict[str, pymoe_ray.ExpertActor] = {}
+
+    def serve(name: str, make: Callable[[], Any], **options: Any) -> None:
+        monkeypatch.setattr(pymoe_ray.ExpertActor, "_end_with_server", lambda self: None)
+        actors[name] = pymoe_ray.ExpertActor(make, "127.0.0.1", {})
+
+    monkeypatch.setattr(pymoe_ray, "serve", serve)
+    monkeypatch.setattr(pymoe_ray.ServedExperts, "_address", lambda _, name, timeout: actors[name].address())
+    there: dict[str, Any] = {}
+    exec(sorter.partition("```")[0].partition("server =")[0] + program.partition("```")[0], there)
+    try:
+        assert list(there["mixture"].backends) == [f"sorter-{number}" for number in range(4)]
+        assert there["mixture"](torch.randn(4, WIDTH)).shape == (4, WIDTH)
+    finally:
+        there["served"].close()
+        for actor in actors.values():
+            actor.drain()
 
 
 class Moved:

@@ -112,7 +112,7 @@ def test_a_folder_whose_checkpoints_are_all_damaged_is_not_begun_anew(tmp_path: 
 def test_a_server_refuses_at_once_an_expert_that_cannot_be_saved(tmp_path: Path) -> None:
     backend = mlp("e")
     backend.opt.param_groups[0]["lr"] = np.float64(0.1)  # type: ignore[union-attr]
-    with pytest.raises(TypeError, match=r"'e' cannot be saved in .*: _extra_state.opt.param_groups.0.lr holds a float64"):
+    with pytest.raises(TypeError, match=r"'e' cannot be saved in .*opt.param_groups.0.lr holds a float64"):
         ExpertServer(backend, checkpoints=tmp_path)
 
 
@@ -160,7 +160,7 @@ def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_state_that_is_neither_tensors_nor_json_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="^a holds a device: expected tensors"):
+    with pytest.raises(TypeError, match=r"^a holds a device: expected tensors"):
         write_checkpoint(tmp_path, Checkpoint({"a": torch.device("cpu")}, 1, {}))
 
 

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 from cutting_proxy import CuttingProxy
-from experts import KEYS, count, counted, counting, mlp
+from experts import KEYS, Counting, count, counted, counting, mlp
 from limits import LONG, rounds
 from server_processes import ServerProcesses
 
-from pymoe.remote import AppliedError, ExpertServer, RemoteBackend, ServerLost, calls, connect
+from pymoe.remote import AppliedError, ExpertServer, RemoteBackend, RemoteExpertError, ServerLost, calls, connect
+from pymoe.runtime import BatchTensorProto, ExpertBackend
 
 X = torch.randn(4, 8)
 
@@ -222,7 +223,7 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_tried_again(
         while server.counts["save_failed"] < 2:
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        with pytest.raises(OSError, match="not saved: 'counting' .*No space left"):
+        with pytest.raises(OSError, match=r"not saved: 'counting' .*No space left"):
             server.save()
         full[0] = False
         while not server.counts["saved"]:
@@ -260,3 +261,66 @@ def test_an_attempt_has_the_key_of_the_one_before(monkeypatch: pytest.MonkeyPatc
         remote.backward_pool(torch.tensor([[7]]), torch.tensor([[-1.0]]))
         assert counted(backend, 8)[7] == 1
         assert server.counts["repeated"] == 1
+
+
+class Chosen(Counting):
+    """Holds the batch that has row 0, and raises for a batch that has row 9, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.open, self.raised = threading.Event(), threading.Event(), False
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            if (index == 0).any():
+                self.begun.set()
+                assert self.open.wait(LONG)
+            if (index == 9).any() and not self.raised:
+                self.raised = True
+                raise OSError("once")
+        return super().forward(index)
+
+
+def chosen() -> tuple[Chosen, ExpertBackend]:
+    expert = Chosen()
+    opt = torch.optim.SGD(expert.parameters(), 1.0)
+    proto = BatchTensorProto(1, dtype=torch.int64)
+    return expert, ExpertBackend(
+        "e", expert, opt, args_schema=[proto], outputs_schema=BatchTensorProto(1), max_batch_size=2
+    )
+
+
+@pytest.mark.parametrize("rows", [[1, 2, 3, 4], [9, 2, 3, 4], [1, 2, 9, 4]], ids=["in the queue", "at once", "later"])
+def test_only_a_request_of_which_something_was_applied_is_applied_in_part(
+    rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any end of a request of several batches counted, also where none of them had begun: its gradient was lost."""
+    expert, backend = chosen()
+    with ExpertServer(backend) as server, connect(server.address, coalesce=False, timeout=LONG) as there:
+        (remote,) = there.backends()
+        journal = server._service.hosted["e"].journal
+        first = count(remote, 0)
+        assert expert.begun.wait(LONG)
+        tensors = torch.tensor(rows)[:, None], -torch.ones(len(rows), 1)
+        request = remote.backward_pool.submit_task(*tensors)
+        while not any(client.running for client in journal._clients.values() if len(client.running) > 1):
+            time.sleep(0.001)
+        if 9 not in rows:
+            request.cancel()
+            while any(len(client.running) > 1 for client in journal._clients.values()):
+                time.sleep(0.001)
+        expert.open.set()
+        first.result()
+        if 9 in rows:
+            with pytest.raises(RemoteExpertError, match="once"):
+                request.result(LONG)
+        monkeypatch.setattr(remote._expert.keys, "new", lambda: 1)  # another attempt under its key
+        monkeypatch.setattr(remote._expert.keys, "ack", lambda: 0)
+        again = remote.backward_pool.submit_task(*tensors)
+        if rows[2] == 9:
+            with pytest.raises(AppliedError, match="in part"):
+                again.result(LONG)
+        else:
+            again.result(LONG)
+        expected = [int(row in rows and not (rows[2] == 9 and row in rows[2:])) for row in range(1, 10)]
+        assert counted(backend, 10)[1:].tolist() == expected
