@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pymoe._torch_private import pytree
-from pymoe.pipe.execution.graph import BoundaryTensor, GradAccumulator, StageValue, receive
+from pymoe.pipe.execution.graph import BoundaryTensor, GradAccumulator, StageValue, memory_of, receive
 
 
 class Subject(IntEnum):
@@ -50,8 +50,19 @@ class Layout(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    requires_grad: bool = False
+
+
+class Place(NamedTuple):
+    """Where a tensor among values is in the message."""
+
+    number: int
+    """Of the message's tensors."""
+    view: tuple[Layout, int] | None
+    """How and where it lies in the bytes of that tensor, which it shares with others; None: it is that tensor."""
+    requires_grad: bool
     """Whether the receiver sends back a gradient."""
+    is_fixed: bool
+    """Whether nobody may change it in place (:class:`.BoundaryTensor`)."""
 
 
 def describe_values(values: Sequence[StageValue]) -> tuple[bytes, list[torch.Tensor]]:
@@ -61,23 +72,22 @@ def describe_values(values: Sequence[StageValue]) -> tuple[bytes, list[torch.Ten
         TypeError: something in them cannot be sent to another process.
         RuntimeError: a stage that has taken one has changed it in place.
     """
-    tensors: list[torch.Tensor] = []
-    layouts: list[Layout] = []
-    described = []
-    for value in values:
-        leaves = list(value.leaves)
-        for place, leaf in enumerate(leaves):
-            if type(leaf) is BoundaryTensor:
-                tensor, leaves[place] = _lay_out(receive(leaf, None), leaf.accumulator is not None)
-                tensors.append(tensor)
-                layouts.append(leaves[place])
-        described.append((leaves, value.structure))
-    return _dump((layouts, described)), tensors
+    boundaries = [leaf for value in values for leaf in value.leaves if type(leaf) is BoundaryTensor]
+    sent, views = _lay_out_all([receive(boundary, None) for boundary in boundaries])
+    places = iter(
+        Place(number, view, boundary.accumulator is not None, boundary.is_fixed)
+        for boundary, (number, view) in zip(boundaries, views, strict=True)
+    )
+    described = [
+        ([next(places) if type(leaf) is BoundaryTensor else leaf for leaf in value.leaves], value.structure)
+        for value in values
+    ]
+    return _dump(([layout for _, layout in sent], described)), [tensor for tensor, _ in sent]
 
 
 def describe_tensors(tensors: Sequence[torch.Tensor | None]) -> tuple[bytes, list[torch.Tensor]]:
     """Return the description of tensors, some of which may be missing, and those that are there."""
-    there = [_lay_out(tensor) for tensor in tensors if tensor is not None]
+    there = [_lay_out(_checked(tensor)) for tensor in tensors if tensor is not None]
     description = [layout for _, layout in there], [tensor is not None for tensor in tensors]
     return _dump(description), [tensor for tensor, _ in there]
 
@@ -85,18 +95,26 @@ def describe_tensors(tensors: Sequence[torch.Tensor | None]) -> tuple[bytes, lis
 def read_values(
     described: Any, tensors: Sequence[torch.Tensor], accumulator: GradAccumulator | None
 ) -> list[StageValue]:
-    """Return the values; gradients of those that need one go to ``accumulator``, by their number in ``tensors``.
+    """Return the values; gradients of those that need one go to ``accumulator``, numbered in their order.
 
     A description is unpickled to the layouts of the tensors, and ``described``.
     """
-    arrived = enumerate(tensors)
     values = []
+    count = 0
     for leaves, structure in described:
         for place, leaf in enumerate(leaves):
-            if type(leaf) is Layout:
-                number, tensor = next(arrived)
-                leaves[place] = BoundaryTensor(tensor, accumulator if leaf.requires_grad else None, number)
+            if type(leaf) is Place:
+                tensor = tensors[leaf.number]
+                if leaf.view is not None:
+                    layout, offset = leaf.view
+                    whole = tensor[: tensor.numel() // layout.dtype.itemsize * layout.dtype.itemsize]
+                    tensor = whole.view(layout.dtype).as_strided(layout.shape, layout.stride, offset).detach()
+                receiver = accumulator if leaf.requires_grad else None
+                leaves[place] = BoundaryTensor(tensor, receiver, count, leaf.is_fixed)
+                count += 1
         values.append(StageValue(leaves, structure))
+    if accumulator is not None:
+        accumulator.grads = [None] * count
     return values
 
 
@@ -116,16 +134,81 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _lay_out(tensor: torch.Tensor, requires_grad: bool = False) -> tuple[torch.Tensor, Layout]:
-    """Return the tensor without gaps in its memory, and its layout."""
+def _lay_out_all(
+    tensors: Sequence[torch.Tensor],
+) -> tuple[list[tuple[torch.Tensor, Layout]], list[tuple[int, tuple[Layout, int] | None]]]:
+    """Return what is sent, and for every tensor the number of that and, if it is a part of it, which part.
+
+    Tensors that overlap in memory are sent as the bytes that they lie in, so that the receiver's overlap as well: one
+    that is changed in place there changes the others, or the change is refused, as in one process.
+    """
+    sent: list[tuple[torch.Tensor, Layout]] = []
+    found: list[tuple[int, tuple[Layout, int] | None]] = [(0, None)] * len(tensors)
+    for group in _overlapping([_checked(tensor) for tensor in tensors]):
+        number = len(sent)
+        if len(group) == 1:
+            sent.append(_lay_out(tensors[group[0]]))
+            found[group[0]] = number, None
+            continue
+        spans = [_span(tensors[one]) for one in group]
+        first, last = min(spans)[0] // ALIGNED * ALIGNED, max(end for _, end in spans)
+        storage = tensors[group[0]].untyped_storage()
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, first, (last - first,), (1,))
+        sent.append((whole, Layout(torch.uint8, (last - first,), (1,))))
+        for one in group:
+            tensor = tensors[one]
+            if tensor.is_conj() or tensor.is_neg():
+                raise TypeError("conjugates and negatives that share memory with other values cannot be sent: copy one")
+            layout = Layout(tensor.dtype, tuple(tensor.shape), tensor.stride())
+            found[one] = number, (layout, tensor.storage_offset() - first // tensor.itemsize)
+    return sent, found
+
+
+ALIGNED = 16
+"""Bytes: elements of all dtypes begin at multiples of a divisor of this."""
+
+
+def _overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Return the numbers of the tensors in groups of those whose stretches of memory overlap."""
+    groups: dict[int, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        groups.setdefault(memory_of(tensor) if tensor.numel() else -1 - number, []).append(number)
+    found: list[list[int]] = []
+    for group in groups.values():
+        if len(group) > 1:
+            end = -1
+            for number in sorted(group, key=lambda number: _span(tensors[number])):
+                if _span(tensors[number])[0] >= end:
+                    found.append([])
+                found[-1].append(number)
+                end = max(end, _span(tensors[number])[1])
+        else:
+            found.append(group)
+    return sorted(found)
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first byte of a strided tensor in its storage, and the one after its last."""
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = tensor.storage_offset() * tensor.itemsize
+    return first, first + elements * tensor.itemsize
+
+
+def _checked(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor. Raise TypeError if it cannot be sent."""
     is_plain = tensor.layout == torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter)
     if not is_plain or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
         what = f"a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}"
         raise TypeError(f"{what} cannot be sent between ranks: only dense strided tensors can")
+    return tensor
+
+
+def _lay_out(tensor: torch.Tensor) -> tuple[torch.Tensor, Layout]:
+    """Return the tensor without gaps in its memory, and its layout."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if torch.empty_like(tensor, device="meta").stride() != tensor.stride():  # which has no gaps
         tensor = tensor.contiguous()
-    return tensor, Layout(tensor.dtype, tuple(tensor.shape), tensor.stride(), requires_grad)
+    return tensor, Layout(tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
 class _Pickler(pickle.Pickler):

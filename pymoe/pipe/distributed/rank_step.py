@@ -270,7 +270,6 @@ class RankStep:
         message = self.receive(self.plan.rank_of[maker], Subject.VALUES, maker, micro_batch)
         self.rows[micro_batch] = message.notes[0]
         accumulator = self._received[maker, micro_batch] = GradAccumulator()
-        accumulator.grads = [None] * len(message.tensors)
         values = read_values(message.described, message.tensors, accumulator if self.graphs else None)
         for source, value in zip(self.plan.received[maker], values, strict=True):
             self._keep(micro_batch, source, value)

@@ -65,6 +65,45 @@ def test_a_tensor_arrives_as_it_lies_in_memory(tensor):
         assert found.stride() == tensor.stride()
 
 
+SHARING = {
+    "one tensor twice": lambda h: (h, h),
+    "a view": lambda h: (h, h.view(-1)),
+    "a transposed view": lambda h: (h.t(), h),
+    "parts that overlap": lambda h: (h[:3], h[1:]),
+    "halves of the columns": lambda h: (h[:, :3], h[:, 3:]),
+    "a row in the middle": lambda h: (h[2], h[1:]),
+    "another dtype": lambda h: (h, h.view(torch.int32)),
+    "a complex one and its parts": lambda h: (torch.view_as_complex(h.view(4, 3, 2)), h.view(4, 3, 2)[..., 0]),
+    "bytes": lambda h: (h[1:].view(torch.uint8)[:, 5:], h[2]),
+    "expanded": lambda h: (h[:, :1].expand(4, 6), h),
+    "three, two of which overlap": lambda h: (h[:2], h[1:2], h[3]),
+}
+
+
+@pytest.mark.parametrize("share", SHARING.values(), ids=SHARING.keys())
+@pytest.mark.parametrize("edited", [0, 1])
+def test_values_that_overlap_in_memory_overlap_where_they_arrive(share, edited):
+    values = share(torch.arange(24.0).reshape(4, 6))
+    found = through(values)
+    assert list(map(torch.equal, found, values)) == [True] * len(values)
+    for some in (values, found):
+        some[edited].select(-1, 0).zero_()
+    assert list(map(torch.equal, found, values)) == [True] * len(values)
+    assert found[0]._version == found[1]._version > 0  # so that autograd notices, too
+
+
+def test_what_cannot_share_memory_where_it_arrives_is_refused():
+    h = torch.ones(2, dtype=torch.complex64)
+    with pytest.raises(TypeError, match="copy one"):
+        through((h, h.conj()))
+
+
+def test_values_that_do_not_overlap_travel_without_what_is_between_them():
+    rows = torch.zeros(1000, 4)
+    _, tensors = describe_values([pack((rows[0], rows[-1]), BoundaryTensor)])
+    assert [tensor.numel() for tensor in tensors] == [4, 4]
+
+
 def test_structures_and_other_things_arrive_and_nothing_warns():
     value = {"a": [1, (torch.ones(2), None)], "b": Pair("text", slice(3)), "c": collections.OrderedDict(d=2.5)}
     with warnings.catch_warnings():

@@ -227,3 +227,56 @@ def buffers_on_their_way(rank, world, micro_batches):
 
 def test_a_buffer_that_is_sent_may_be_changed_by_the_next_forward(ranks):
     assert max(ranks(2).run(buffers_on_their_way, micro_batches=6)) <= EXACT
+
+
+class Sharing(nn.Linear):
+    """Returns values that share memory."""
+
+    def __init__(self, kind):
+        super().__init__(WIDTH, WIDTH)
+        self.kind = kind
+
+    def forward(self, x):
+        h = super().forward(x)
+        return {"same": (h, h), "view": (h, h.view(-1)), "apart": (h, h * 1), "counts": (h.detach(), h.detach())}[
+            self.kind
+        ]
+
+
+class Editing(nn.Linear):
+    """Changes the first of its values in place, and reads both."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, values):
+        one, other = values
+        one.mul_(self.weight[0] if one.requires_grad else 3.0)
+        return super().forward(one) + other.reshape(one.shape).square()
+
+
+def edits(rank, world, kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(Sharing(kind), Editing())
+    pipe = pymoe.Pipe(copy.deepcopy(model), checkpoint="never")
+    schedule, stages = make("GPipe", pipe, rank, world, 2, F.mse_loss)
+    (x, y), *_ = batches(1, [4])
+    F.mse_loss(torch.cat([model(part) for part in x.chunk(2)]), y).backward()
+    run(schedule, stages, (x,), target=y)
+    return compare(model, pipe, stages)
+
+
+@pytest.mark.parametrize("kind", ["same", "view"])
+def test_an_edit_of_a_value_that_shares_memory_is_refused_as_in_one_process(ranks, kind):
+    torch.manual_seed(0)
+    with pytest.raises(RuntimeError, match="shares its memory with another"):
+        pymoe.Pipe(nn.Sequential(Sharing(kind), Editing()), 2, "never").step(
+            torch.randn(4, WIDTH), loss_fn=torch.sum, reduction="sum"
+        )
+    with pytest.raises(AssertionError, match="shares its memory with another"):
+        ranks(2).run(edits, kind=kind)
+
+
+@pytest.mark.parametrize("kind", ["apart", "counts"])
+def test_an_edit_of_a_value_is_seen_where_the_model_sees_it(ranks, kind):
+    assert max(ranks(2).run(edits, kind=kind)) <= EXACT
