@@ -308,12 +308,16 @@ def test_isolated_passes_in_the_words_of_older_code() -> None:
     context, _ = run_isolated_forward(Squares, x)
     assert isinstance(context, EmulatedAutogradContext)
     assert context.saved_tensors[0].tolist() == [3.0, 3.0]
-    with pytest.raises(TypeError, match=r"expected \(context, \*grad_outputs\), got \(func, context"):
-        run_isolated_backward(Squares, context, torch.ones(2))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"context must be the IsolatedContext that .* got int"):
         run_isolated_backward(3)  # type: ignore[arg-type]
-    assert run_isolated_backward(context, torch.ones(2))[0].tolist() == [6.0, 6.0]
+    assert run_isolated_backward(Squares, context, torch.ones(2))[0].tolist() == [6.0, 6.0]
     assert context.saved_tensors == ()
+    by_hand = EmulatedAutogradContext()
+    assert by_hand.saved_tensors == ()
+    assert Squares.forward(by_hand, x).tolist() == [9.0, 9.0]
+    assert Squares.backward(by_hand, torch.ones(2)).tolist() == [6.0, 6.0]
+    with pytest.raises(TypeError, match="context must be the IsolatedContext"):
+        run_isolated_backward(by_hand, torch.ones(2))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("how", ["calls", "pipe"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 from pymoe._torch_private import FunctionBase, pytree
 from pymoe.autograd.graph_nodes import add_gradients
@@ -19,15 +21,28 @@ from pymoe.autograd.isolated_graph import (
 )
 
 
-class IsolatedContext:
+class EmulatedAutogradContext(FunctionCtx):
+    """A context for calls of ``Function.forward(ctx, ...)`` and ``Function.backward(ctx, ...)`` by hand.
+
+    It has what these use: ``save_for_backward`` and ``saved_tensors``, ``mark_dirty``, ``mark_non_differentiable``,
+    ``set_materialize_grads``, and any attributes. Contexts of :func:`run_isolated_forward` are instances, too.
+    """
+
+    to_save = ()
+
+    @property
+    def saved_tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """The arguments of ``save_for_backward``."""
+        return tuple(self.to_save)
+
+
+class IsolatedContext(EmulatedAutogradContext):
     """What :func:`run_isolated_forward` keeps for :func:`run_isolated_backward`.
 
     Attributes:
         leaves: the leaves that the call has reached without getting them as arguments (parameters, say).
         leaf_gradients: their gradients after the backward pass, None where there is none.
     """
-
-    __slots__ = ("_arguments", "_call", "_numbers", "_shapes", "leaf_gradients", "leaves")
 
     @property
     def saved_tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -46,9 +61,6 @@ class IsolatedContext:
         self._shapes = [tuple(output.shape) for output in fresh]
         self.leaves: tuple[torch.Tensor, ...] = () if call is None else tuple(call.leaves)
         self.leaf_gradients: tuple[torch.Tensor | None, ...] = (None,) * len(self.leaves)
-
-
-EmulatedAutogradContext = IsolatedContext  # its name in older code
 
 
 def run_isolated_forward(func: Any, *args: Any) -> tuple[IsolatedContext, tuple[Any, ...]]:
@@ -85,12 +97,13 @@ def run_isolated_forward(func: Any, *args: Any) -> tuple[IsolatedContext, tuple[
 
 
 def run_isolated_backward(
-    context: IsolatedContext, *grad_outputs: Any, retain_graph: bool = False
+    context: IsolatedContext | Callable[..., Any], *grad_outputs: Any, retain_graph: bool = False
 ) -> tuple[torch.Tensor | None, ...]:
     """Run the backward pass of a call of :func:`run_isolated_forward` on this thread; accumulate nothing.
 
     Args:
-        context: the context of the call.
+        context: the context of the call. The function may stand before it, ``run_isolated_backward(func, context,
+            *grad_outputs)``, as in older code.
         grad_outputs: for every output a tensor of its shape, or None; for a container a container of the same
             structure. Gradients of outputs that require none are ignored.
         retain_graph: keep the graph for another backward pass.
@@ -104,11 +117,9 @@ def run_isolated_backward(
         ValueError: the number of gradients, or the shape of one, differs from that of the outputs.
         RuntimeError: a second backward pass without ``retain_graph`` in the first; a saved tensor was modified.
     """
+    if grad_outputs and isinstance(grad_outputs[0], IsolatedContext) and callable(context):
+        context, *grad_outputs = grad_outputs  # type: ignore[assignment]
     if not isinstance(context, IsolatedContext):
-        if grad_outputs and isinstance(grad_outputs[0], IsolatedContext):
-            raise TypeError(
-                "run_isolated_backward: expected (context, *grad_outputs), got (func, context, *grad_outputs)"
-            )
         raise TypeError(
             "run_isolated_backward: context must be the IsolatedContext that run_isolated_forward returned, got "
             f"{type(context).__name__}"

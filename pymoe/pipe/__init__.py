@@ -10,12 +10,13 @@ from pymoe.pipe.pipe import Pipe, pipeline
 from pymoe.pipe.stages import INPUT, Source
 from pymoe.pipe.traced.losses import LossWrapper, TrivialLossWrapper
 from pymoe.pipe.traced.policies import split_by_flops, split_by_time, split_into_equal_parameters
-from pymoe.pipe.traced.shared_state import MultiUseParameterConfig
+from pymoe.pipe.traced.shared_state import MultiUseParameterConfig, MultiUseParamSpec
 from pymoe.pipe.traced.split_points import (
     PipeSequential,
     PipeSplitWrapper,
     SplitPoint,
     annotate_split_points,
+    aten_pipe_split_alias,
     mark_boundary,
     pipe_split,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "DeferredBatchNorm",
     "LossWrapper",
     "MicroBatch",
+    "MultiUseParamSpec",
     "MultiUseParameterConfig",
     "Pipe",
     "PipeSequential",
@@ -35,6 +37,7 @@ __all__ = [
     "TrivialLossWrapper",
     "Whole",
     "annotate_split_points",
+    "aten_pipe_split_alias",
     "balance",
     "convert_deferred_batch_norm",
     "is_checkpointing",

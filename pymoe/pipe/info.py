@@ -112,6 +112,25 @@ def _words(source: Source, taker: int) -> str:
     return f"stage {source.stage}: {source.number}{skip}"
 
 
+class ByStage(dict[int, str]):
+    """By the number of a stage; asked for ``"submod_0"``, as PiPPy names stages, it has the item of stage 0."""
+
+    def __missing__(self, key: Any) -> str:
+        number = key.removeprefix("submod_") if isinstance(key, str) else ""
+        if number.isdecimal() and int(number) in self:
+            return self[int(number)]
+        raise KeyError(key)
+
+
+ABSENT = {
+    "split_gm": "get_stage_module(0) is the module of a stage, info().graph has the stages as a graph, and "
+    "print_readable() prints what each does",
+    "executor": "a pipe runs its stages itself, pipe(x) and pipe.step(x, target=y, loss_fn=f), and last_run tells when "
+    "each of them ran",
+}
+"""What pipes of PiPPy and ``torch.distributed.pipelining`` have, and what does here what it is for."""
+
+
 class Inspection(nn.Module):
     """A module that runs a staged model, and answers questions about it."""
 
@@ -128,7 +147,9 @@ class Inspection(nn.Module):
     def get_stage_module(self, stage: int) -> nn.Module:
         """Return the module of a stage: what it uses of the model, under the model's names.
 
-        It can be compiled in place, ``get_stage_module(0).compile()``.
+        It can be compiled in place, ``get_stage_module(0).compile()``. The module of a captured stage takes the values
+        of ``info().stages[0].takes`` by position and returns a list, also of one value. It is no ``fx.GraphModule``: it
+        has a graph for every capture.
 
         Args:
             stage: its number, from 0 up.
@@ -143,11 +164,8 @@ class Inspection(nn.Module):
         return self.staged.present_parts()[stage]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "split_gm":
-            raise AttributeError(
-                "a Pipe has no split_gm: get_stage_module(0) is the module of a stage, info().graph has the stages as "
-                "a graph, and print_readable() prints what each does"
-            )
+        if name in ABSENT:
+            raise AttributeError(f"a Pipe has no {name}: {ABSENT[name]}")
         return super().__getattr__(name)
 
     @property
@@ -156,9 +174,17 @@ class Inspection(nn.Module):
         return self.staged.has_loss
 
     @property
+    def loss_spec(self) -> Any:
+        """Where in the model's output its loss is: the ``output_loss_value_spec`` of a captured model, else None."""
+        return self.staged.loss_spec
+
+    @property
     def replicated_params(self) -> list[dict[int, str]]:
-        """For every parameter that several stages share, its name in each of them by the stage's number."""
-        return list(shared_parameters(self.staged.present_parts()))
+        """For every parameter that several stages share, its name in each of them by the stage's number.
+
+        PiPPy's names of stages are accepted, too: ``replicated_params[0]["submod_0"]``.
+        """
+        return list(map(ByStage, shared_parameters(self.staged.present_parts())))
 
     def info(self) -> PipeInfo:
         """Return the stages and the edges between them; ``print(pipe.info())`` draws them."""

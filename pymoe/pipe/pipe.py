@@ -29,7 +29,7 @@ from pymoe.pipe.staged import Call, StagedModel
 from pymoe.pipe.traced.losses import LossWrapper
 from pymoe.pipe.traced.model import TracedModel
 from pymoe.pipe.traced.shared_state import Spec
-from pymoe.pipe.traced.split_points import SplitPoint
+from pymoe.pipe.traced.split_points import SplitPoint, was_annotated_in_vain
 from pymoe.pipe.traced.trace import SplitPolicy, Trace
 
 if TYPE_CHECKING:
@@ -437,15 +437,22 @@ def pipeline(
         ValueError: an argument does not fit the model.
 
     Warns:
-        UserWarning: ``split_spec`` or ``split_policy`` leave one stage; a module is called in one piece because it
-            changes its attributes; the model is captured again and again.
+        UserWarning: ``split_spec`` or ``split_policy`` leave one stage; what :func:`pymoe.pipe.annotate_split_points`
+            has returned for the model was dropped; a module is called in one piece because it changes its attributes;
+            the model is captured again and again.
     """
-    if split_spec and split_policy is not None:
+    if split_spec is not None and split_policy is not None:
         raise ValueError("pipeline: split_spec or split_policy, not both")
     if not isinstance(module, nn.Module):
         raise TypeError(f"pipeline: the model must be an nn.Module, got {type(module).__name__}")
     if not isinstance(mb_args, (tuple, list)):
         raise TypeError(f"pipeline: mb_args must be a tuple of arguments, got {type(mb_args).__name__}")
+    if was_annotated_in_vain(module) and split_spec is None and split_policy is None:
+        warnings.warn(
+            "pipeline: the model was given to annotate_split_points, which leaves it as it is and returns a marked "
+            "copy, and that copy was dropped: capture what annotate_split_points returns",
+            stacklevel=stack_level(),
+        )
     if output_loss_value_spec is None and isinstance(module, LossWrapper):
         output_loss_value_spec = module.loss_spec
     trace = Trace(split_spec, split_policy, dynamic_shapes, opaque or ())

@@ -97,6 +97,13 @@ class SequentialModel(LayersAsStages):
         return Pipeline(self.stages_of(functions, inputs, [1 + len(keys) for keys in sends]), 1, (before[-1],))
 
 
+ANY_MODEL = ": pymoe.pipeline(model, example_args) makes a pipe of any model that can be captured"
+COMPILED = (
+    ": give Pipe the model itself, and compile what stages call, pipe[0].compile() for each stage "
+    "(model.compile() compiles a call of the whole model, which no stage makes)"
+)
+
+
 def cut(module: nn.Sequential, balance: Sequence[int] | None) -> list[nn.Sequential]:
     """Cut a model into groups of layers of the sizes in ``balance``; None: of one layer each. Names are kept.
 
@@ -105,7 +112,10 @@ def cut(module: nn.Sequential, balance: Sequence[int] | None) -> list[nn.Sequent
         ValueError: the sizes do not add up to the number of layers, or one is less than 1.
     """
     if not isinstance(module, nn.Sequential):
-        raise TypeError(f"Pipe: the model must be an nn.Sequential, got {type(module).__name__}")
+        raise TypeError(
+            f"Pipe: the model must be an nn.Sequential, got {type(module).__name__}"
+            + (COMPILED if hasattr(module, "_orig_mod") else ANY_MODEL)
+        )
     refuse_own_call(module)
     layers = list(module._modules.items())
     sizes = [1] * len(layers) if balance is None else list(balance)

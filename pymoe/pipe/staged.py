@@ -32,6 +32,8 @@ class StagedModel(ABC):
     devices: tuple[torch.device | None, ...]
     """Where the stages are; None: where the model was."""
 
+    loss_spec: Any = None
+    """Where in the model's output the loss is, as far as the user has said."""
     hooks_are_pipes = False
     """Whether hooks of ``module`` are those of a call of the pipe, as nothing else calls them."""
 

@@ -52,17 +52,17 @@ class Positive(nn.Module):
         return weight.square()
 
 
-@skippable(stash=["skip"])
+@skippable(stash=["past"])
 class Stash(nn.Module):
     def forward(self, x):
-        yield stash("skip", x)
+        yield stash("past", x)
         return x.sin()
 
 
-@skippable(pop=["skip"])
+@skippable(pop=["past"])
 class Pop(nn.Module):
     def forward(self, x):
-        return x + (yield pop("skip"))
+        return x + (yield pop("past"))
 
 
 def inject_adapters(model):
@@ -360,5 +360,5 @@ def test_skips_that_no_longer_match_are_refused():
     pipe = pymoe.Pipe(model, chunks=CHUNKS)
     model[1] = nn.Tanh()
     for _ in range(2):
-        with pytest.raises(TypeError, match="'2' declared 'skip' as poppable but it was not stashed"):
+        with pytest.raises(TypeError, match="'2' declared 'past' as poppable but it was not stashed"):
             pipe(torch.randn(6, WIDTH))

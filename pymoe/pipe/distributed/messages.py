@@ -160,7 +160,7 @@ def _lay_out_all(
             if tensor.is_conj() or tensor.is_neg():
                 raise TypeError("conjugates and negatives that share memory with other values cannot be sent: copy one")
             layout = Layout(tensor.dtype, tuple(tensor.shape), tensor.stride())
-            found[one] = number, (layout, tensor.storage_offset() - first // tensor.itemsize)
+            found[one] = number, (layout, int(tensor.storage_offset()) - first // tensor.itemsize)
     return sent, found
 
 
@@ -190,8 +190,8 @@ def _overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first byte of a strided tensor in its storage, and the one after its last."""
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    first = tensor.storage_offset() * tensor.itemsize
-    return first, first + elements * tensor.itemsize
+    first = int(tensor.storage_offset()) * tensor.itemsize
+    return first, first + int(elements) * tensor.itemsize
 
 
 def _checked(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ Models"), with any number of pops for a stash.
 """
 
 from pymoe.pipe.skip.skippable import Skippable, pop, skippable, stash
-from pymoe.pipe.skip.tracker import Namespace, SkipTracker, current_tracker, tracking
+from pymoe.pipe.skip.tracker import Namespace, SkipTracker, current_skip_tracker, current_tracker, tracking
 from pymoe.pipe.skip.verify import SkipRoute, skip_routes, verify_skippables
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "SkipRoute",
     "SkipTracker",
     "Skippable",
+    "current_skip_tracker",
     "current_tracker",
     "pop",
     "skip_routes",

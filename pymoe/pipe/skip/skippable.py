@@ -43,6 +43,10 @@ class stash(Generic[Value]):
         """The value."""
         return self.value
 
+    @tensor.setter
+    def tensor(self, value: Value) -> None:
+        self.value = value
+
     def __repr__(self) -> str:
         return f"stash({self.name!r})"
 
@@ -64,7 +68,8 @@ class Skippable(nn.Module):
 
     Modules that were written for torchgpipe or ``torch.distributed.pipeline`` find ``module_cls``, ``namespaces``,
     ``namespaced(name)`` and ``dispatch(input, handle_stash, handle_pop)``, too, where the decorated class has nothing
-    of its own by these names.
+    of its own by these names. There is no ``module``, as nothing is wrapped: keys of ``state_dict`` lack ``module.``,
+    and those of the others are taken when they are loaded.
     """
 
     stashable_names: frozenset[str] = frozenset()
@@ -92,7 +97,22 @@ class Skippable(nn.Module):
                 return self.key_of
             if name == "dispatch":
                 return partial(_dispatch, self)
+            if name == "module":
+                raise AttributeError(
+                    f"{type(self).__name__} has no 'module': a skippable module is of a subclass of the decorated one "
+                    "and wraps none, so it has the parameters itself"
+                ) from None
             raise
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Take keys as torchgpipe and torch save them, whose skippable modules wrap the decorated one, too."""
+        wrapped = f"{prefix}module."
+        if "module" not in self._modules:
+            for name in [name for name in state_dict if name.startswith(wrapped)]:
+                own = prefix + name.removeprefix(wrapped)
+                if own not in state_dict:
+                    state_dict[own] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def stashable(self) -> list[Key]:
         """Return the names that the module stashes, each with its namespace; sorted by name."""
@@ -141,7 +161,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
         TypeError: a string was given instead of a list of strings, or what is decorated is not a class of modules.
         ValueError: a name is in both.
         RuntimeError: in a forward pass, for a name that was not declared or not stashed before, and for a declared name
-            that was not used or was used twice.
+            that was not used or was used twice. The ``yield`` raises it, so a forward may handle it and go on.
         TypeError: in a forward pass, if something other than ``stash`` and ``pop`` was yielded.
     """
     stashable, poppable = _names("skippable", "stash", stash), _names("skippable", "pop", pop)

@@ -108,6 +108,9 @@ def current_tracker() -> SkipTracker:
     return _current.tracker
 
 
+current_skip_tracker = current_tracker  # torchgpipe's name
+
+
 @contextmanager
 def tracking(tracker: SkipTracker) -> Iterator[None]:
     """Have modules that run in this thread within the block stash into ``tracker`` and pop from it."""

@@ -27,7 +27,9 @@ class MultiUseParameterConfig(enum.Enum):
     """Every stage that uses it holds it."""
 
 
-Spec = MultiUseParameterConfig | Mapping[str, MultiUseParameterConfig] | None
+MultiUseParamSpec = MultiUseParameterConfig | Mapping[str, MultiUseParameterConfig]
+"""For all parameters, or for some by qualified name."""
+Spec = MultiUseParamSpec | None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import difflib
 import enum
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import fx, nn
@@ -21,6 +22,10 @@ _library.define("split() -> ()", tags=(torch.Tag.pt2_compliant_tag,))
 _library.impl("split", lambda: None, "CompositeExplicitAutograd")
 _MARKER = torch.ops.pymoe_pipe.split.default
 fx.node.has_side_effect(_MARKER)  # or captures would leave it out
+aten_pipe_split_alias = _MARKER
+"""What :func:`pipe_split` becomes in a captured graph, under PiPPy's name: the target of the node."""
+
+_annotated: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()  # and the copy, until that is captured
 
 
 def pipe_split() -> None:
@@ -100,6 +105,7 @@ def annotate_split_points(model: nn.Module, spec: Mapping[str, SplitPoint]) -> n
 
     The given model stays as it is, so use what is returned: it has the same parameters, buffers and submodules, but for
     shallow copies of the named modules and of those around them, and the same ``state_dict`` keys.
+    :func:`pymoe.pipeline` warns if it gets the given model and the returned one was dropped.
 
     Args:
         model: any module.
@@ -109,6 +115,13 @@ def annotate_split_points(model: nn.Module, spec: Mapping[str, SplitPoint]) -> n
         TypeError: a value is not a ``SplitPoint``.
         ValueError: the model has no submodule of that name (an ``AttributeError`` as well).
     """
+    made = marked(model, spec)
+    _annotated[next((original for original, copied in _annotated.items() if copied() is model), model)] = ref(made)
+    return made
+
+
+def marked(model: nn.Module, spec: Mapping[str, SplitPoint]) -> nn.Module:
+    """Return what :func:`annotate_split_points` does, for a capture."""
     copies: dict[str, nn.Module] = {"": _shallow(model)}
     for name, point in spec.items():
         if not isinstance(point, SplitPoint):
@@ -123,6 +136,18 @@ def annotate_split_points(model: nn.Module, spec: Mapping[str, SplitPoint]) -> n
                 copies[path] = around._modules[step] = _shallow(original)
         _hook(copies[name], point)
     return copies[""]
+
+
+def was_annotated_in_vain(model: nn.Module) -> bool:
+    """Return whether the result of :func:`annotate_split_points` for this model, which is captured now, was dropped.
+
+    Forgets it then, and if ``model`` is such a result itself.
+    """
+    for original, copied in list(_annotated.items()):
+        if copied() is model or (original is model and copied() is None):
+            del _annotated[original]
+            return original is model
+    return False
 
 
 def _unknown(model: nn.Module, name: str) -> str:

@@ -13,7 +13,7 @@ from pymoe.pipe.capture import Captured, capture
 from pymoe.pipe.capture.graph import all_nodes
 from pymoe.pipe.traced.graph_passes import split_regions
 from pymoe.pipe.traced.partition import compute_nodes
-from pymoe.pipe.traced.split_points import SplitPoint, annotate_split_points, is_marker, mark
+from pymoe.pipe.traced.split_points import SplitPoint, is_marker, mark, marked
 
 SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
 Key = tuple[str, str, int]
@@ -41,8 +41,8 @@ class Trace:
             ValueError: a module that the specification names does not exist, or is not called.
         """
         spec = self.split_spec or {}
-        marked = annotate_split_points(module, spec) if spec else module
-        captured = capture(marked, args, kwargs, dynamic_shapes=self.dynamic_shapes, opaque=self.opaque)
+        module = marked(module, spec) if spec else module
+        captured = capture(module, args, kwargs, dynamic_shapes=self.dynamic_shapes, opaque=self.opaque)
         split_regions(captured.graph.graph)
         if spec:
             _check_calls(captured.graph, spec)

@@ -259,7 +259,7 @@ def edits(rank, world, kind):
     torch.manual_seed(0)
     model = nn.Sequential(Sharing(kind), Editing())
     pipe = pymoe.Pipe(copy.deepcopy(model), checkpoint="never")
-    schedule, stages = make("GPipe", pipe, rank, world, 2, F.mse_loss)
+    schedule, stages = make("ScheduleGPipe", pipe, rank, world, 2, F.mse_loss)
     (x, y), *_ = batches(1, [4])
     F.mse_loss(torch.cat([model(part) for part in x.chunk(2)]), y).backward()
     run(schedule, stages, (x,), target=y)
