@@ -210,6 +210,7 @@ def by_hand(layers, x):
     return torch.stack(losses).detach(), torch.cat([model(part) for part in x.chunk(CHUNKS)])
 
 
+@pytest.mark.thinned(usual=len(FOLLOWED) + 4)  # captures take seconds
 @pytest.mark.parametrize("edit", FOLLOWED)
 @pytest.mark.parametrize("kind", EDITABLE)
 def test_a_pipe_runs_the_model_that_its_parameters_show(kind, edit):
