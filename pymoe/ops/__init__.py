@@ -1,7 +1,7 @@
 """The native operators: the names and signatures of :mod:`pymoe.reference`, computed by kernels."""
 
 import pymoe._native  # registers the operators, before the files below describe them to torch.compile  # noqa: F401
-from pymoe.ops import missing_cuda
+from pymoe.ops import flops, missing_cuda
 from pymoe.ops.build_routing import build_routing
 from pymoe.ops.combine import combine
 from pymoe.ops.dispatch import dispatch
@@ -39,3 +39,4 @@ __all__ = [
 ]
 
 missing_cuda.register()
+flops.register()

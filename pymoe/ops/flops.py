@@ -1,0 +1,99 @@
+"""FLOPs of the native operators, for :class:`torch.utils.flop_counter.FlopCounterMode` and what is built on it.
+
+As torch counts its own operators, matrix products count two FLOPs for each multiplication and addition, and all else
+counts none. A formula knows shapes alone, so every choice counts, also one that a capacity drops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from pymoe.reference.expert_activation import GATED, KINDS
+
+Shape = tuple[int, ...]
+
+
+def _grouped_linear(x: Shape, weight: Shape, offsets: Shape, bias: Any, order: Shape | None = None, *_: Any) -> int:
+    return 2 * (x if order is None else order)[0] * weight[1] * weight[2]
+
+
+def _weight_grad(grad: Shape, x: Shape, offsets: Shape, order: Shape | None = None, *_: Any) -> int:
+    return 2 * (x if order is None else order)[0] * grad[1] * x[1]
+
+
+def _quantized_linear(x: Shape, packed: Shape, offsets: Shape, bias: Any, bits: int, output_features: int) -> int:
+    return 2 * x[0] * x[1] * output_features
+
+
+def _networks(rows: int, w_in: Shape, w_out: Shape) -> int:
+    return 2 * rows * (w_in[1] * w_in[2] + w_out[1] * w_out[2])
+
+
+def _apply_experts(x: Shape, experts: Shape, weights: Shape, w_in: Shape, b_in: Any, w_out: Shape, *_: Any) -> int:
+    return _networks(experts[0] * experts[1], w_in, w_out)
+
+
+def _apply_chosen_experts(
+    x: Shape, logits: Shape, bias: Any, k: int, score: str, renormalize: bool, num_groups: int, topk_groups: int,
+    scale: float, w_in: Shape, b_in: Any, w_out: Shape, *_: Any,
+) -> int:  # fmt: skip
+    return _networks(x[0] * k, w_in, w_out)
+
+
+def _apply_quantized_experts(
+    x: Shape, experts: Shape, weights: Shape, w_in: Shape, b_in: Any, w_out: Shape, b_out: Any, layout: list[int],
+    kind: int, *_: Any,
+) -> int:  # fmt: skip
+    _, hidden_out, _, output = layout
+    gated = kind == len(KINDS) or KINDS[kind] in GATED
+    return 2 * experts[0] * experts[1] * (x[1] * hidden_out + (hidden_out // 2 if gated else hidden_out) * output)
+
+
+def _none(*_: Any) -> int:
+    return 0
+
+
+FORMULAS: dict[str, Callable[..., int]] = {
+    "apply_chosen_experts": _apply_chosen_experts,
+    "apply_experts": _apply_experts,
+    "apply_quantized_experts": _apply_quantized_experts,
+    "grouped_linear": _grouped_linear,
+    "grouped_linear_weight_grad": _weight_grad,
+    "quantized_linear": _quantized_linear,
+    **dict.fromkeys(
+        (
+            "build_routing",
+            "combine",
+            "combine_backward",
+            "dispatch",
+            "dispatch_out",
+            "expert_activation",
+            "expert_activation_backward",
+            "gate_routing",
+            "gate_topk",
+            "gate_topk_backward",
+            "gather_batch",
+            "grouped_linear_bias_grad",
+            "quantize_weight",
+            "router_losses",
+            "router_losses_backward",
+        ),
+        _none,
+    ),
+}
+"""By the name of the operator: its formula, which takes its arguments with shapes in place of tensors."""
+
+
+def _registered(formula: Callable[..., int]) -> Callable[..., int]:
+    # torch hands the shape of the output by name, which no formula needs.
+    return lambda *shapes, out_shape=None, **named: formula(*shapes, **named)
+
+
+def register() -> None:
+    """Register the formula of every operator."""
+    for name, formula in FORMULAS.items():
+        register_flop_formula(getattr(torch.ops.pymoe, name))(_registered(formula))
