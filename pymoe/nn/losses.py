@@ -23,6 +23,10 @@ class _InjectLoss(torch.autograd.Function):
         ctx.save_for_backward(inputs[1])
 
     @staticmethod
+    def tangent(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        return tangent.view_as(tangent)
+
+    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         (loss,) = ctx.saved_tensors
         return grad, torch.ones_like(loss)

@@ -96,6 +96,10 @@ class MoE(nn.Module):
     ``DistributedDataParallel``, and built on the meta device. Calls of one layer must not run in several threads at
     once.
 
+    Under :mod:`torch.func` the native layer has ``grad``, ``vjp``, ``jacrev`` and ``vmap``, which computes one element
+    of the batch after the other. Forward mode (``jvp``, ``jacfwd``, ``hessian``, ``forward_ad``) raises
+    ``NotImplementedError``; the layer with ``backend="reference"`` has it, but no ``vmap`` over tokens or parameters.
+
     Args:
         hidden_size: H.
         ffn_size: F, of one expert.

@@ -162,6 +162,10 @@ class _CountOnBackward(torch.autograd.Function):
         ctx.total = total  # not saved: other micro-batches add to it before this one's backward
 
     @staticmethod
+    def tangent(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        return tangent.view_as(tangent)
+
+    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (load,) = ctx.saved_tensors
         ctx.total.add_(load)

@@ -5,10 +5,13 @@ Contract: :func:`pymoe.reference.build_routing`; kernel: csrc/kernels/build_rout
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from pymoe.ops import index_checks
+from pymoe.ops.function_calls import one_by_one
 from pymoe.reference.build_routing import ROW_LIMIT, check
 from pymoe.reference.build_routing import build_routing as reference
 from pymoe.reference.types import Routing
@@ -27,6 +30,7 @@ def build_routing(
 
 
 build_routing.__doc__ = reference.__doc__
+torch.library.register_vmap("pymoe::build_routing", partial(one_by_one, _BUILD_ROUTING))
 
 
 @torch.library.register_fake("pymoe::build_routing")

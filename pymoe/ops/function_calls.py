@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import cache, partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -16,8 +17,47 @@ from torch.compiler import is_compiling
 
 from pymoe._torch_private import are_functorch_transforms_active, unwrap_if_dead
 
-_apply_of: dict[type[torch.autograd.Function], Callable[..., Any]] = {}
+_Function = type[torch.autograd.Function]
+
+_apply_of: dict[_Function, Callable[..., Any]] = {}
 """The ``apply`` to which the public one of a Function leads."""
+
+
+def one_by_one(function: Callable[..., Any], info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+    """Call ``function`` for one element of a batch after the other: a rule for :func:`torch.vmap`.
+
+    Args:
+        function: takes ``args`` without their batch dimensions; it returns a tensor or a tuple of tensors.
+        info: from torch: the batch size is all that matters.
+        in_dims: the batch dimension of every argument; None: it is the same for all elements.
+        args: the arguments of the batch.
+
+    Returns:
+        The stacked outputs, and their batch dimensions.
+    """
+
+    def of(place: int) -> list[Any]:
+        return [value if dim is None else value.select(dim, place) for value, dim in zip(args, in_dims, strict=True)]
+
+    outputs = [function(*of(place)) for place in range(info.batch_size)]
+    if isinstance(outputs[0], Tensor):
+        return torch.stack(outputs), 0
+    return tuple(torch.stack(column) for column in zip(*outputs, strict=True)), (0,) * len(outputs[0])
+
+
+@cache
+def _transformable(function: _Function) -> _Function:
+    """Return the Function with what transforms ask for; torch.compile refuses Functions that have it."""
+
+    def refuse(ctx: Any, *tangents: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"pymoe.ops: {function.__name__.strip('_')} has no forward-mode derivative (jvp, jacfwd, hessian, "
+            "forward_ad); pymoe.reference and MoE(backend='reference') have it"
+        )
+
+    vmap, tangent = partial(one_by_one, partial(call, function)), getattr(function, "tangent", refuse)
+    methods = {"vmap": staticmethod(vmap), "jvp": staticmethod(tangent)}
+    return type(function.__name__, (function,), methods)
 
 
 def is_recorded(*values: Any) -> bool:
@@ -37,8 +77,11 @@ def is_recorded(*values: Any) -> bool:
     return is_grad_enabled() and _any_requires_grad(values)
 
 
-def call(function: type[torch.autograd.Function], *args: Any) -> Any:
+def call(function: _Function, *args: Any) -> Any:
     """Return ``function.apply(*args)``, or ``function.forward(*args)`` where nothing records it.
+
+    Under :func:`torch.vmap` the Function is called for one element of the batch after the other. Forward-mode
+    derivatives are those of its static method ``tangent(ctx, *tangents)``.
 
     Args:
         function: a Function with ``setup_context``, whose ``forward`` takes these arguments and changes none of them.
@@ -46,10 +89,17 @@ def call(function: type[torch.autograd.Function], *args: Any) -> Any:
             autograd follows changes of them in place. It never returns an argument itself, of which ``apply`` makes a
             view and ``forward`` alone would not.
         args: all arguments of its ``forward``.
+
+    Raises:
+        NotImplementedError: a forward-mode derivative is asked for, and the Function has no ``tangent``.
     """
-    if is_compiling() or are_functorch_transforms_active():
+    if is_compiling():
         return function.apply(*args)
-    if not (forward_ad._current_level >= 0 or (is_grad_enabled() and _any_requires_grad(args))):
+    if are_functorch_transforms_active():
+        return _transformable(function).apply(*args)
+    if forward_ad._current_level >= 0:
+        function = _transformable(function)
+    elif not (is_grad_enabled() and _any_requires_grad(args)):
         return function.forward(*args)
     apply = _apply_of.get(function)
     if apply is None:
