@@ -48,7 +48,7 @@ def _apply_quantized_experts(
     x: Shape, experts: Shape, weights: Shape, w_in: Shape, b_in: Any, w_out: Shape, b_out: Any, layout: list[int],
     kind: int, *_: Any,
 ) -> int:  # fmt: skip
-    _, hidden_out, _, output = layout
+    hidden_out, output = layout[1], layout[3]
     gated = kind == len(KINDS) or KINDS[kind] in GATED
     return 2 * experts[0] * experts[1] * (x[1] * hidden_out + (hidden_out // 2 if gated else hidden_out) * output)
 

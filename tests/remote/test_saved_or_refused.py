@@ -348,7 +348,7 @@ def test_a_module_knows_the_version_of_its_state(tmp_path: Path) -> None:
 
 
 def test_many_clients_with_long_names_are_saved(tmp_path: Path) -> None:
-    """Their keys were in the header, of which safetensors takes 100 MB: no save went through until they were forgotten."""
+    """Their keys were in the header, of which safetensors takes 100 MB: saves failed until they were forgotten."""
     keys = {f"{number:06d}" + "\U0001f600" * 60: (0, [1]) for number in range(1000)}
     path = write_checkpoint(tmp_path, Checkpoint({"a": torch.ones(3)}, 1, keys))
     assert int.from_bytes(path.read_bytes()[:8], "little") < 1000, "the header"
