@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -63,10 +63,16 @@ class Place(NamedTuple):
     """Whether the receiver sends back a gradient."""
     is_fixed: bool
     """Whether nobody may change it in place (:class:`.BoundaryTensor`)."""
+    taken_until: int
+    """The last stage on ranks other than the receiver's that takes the same memory; -1: none."""
 
 
-def describe_values(values: Sequence[StageValue]) -> tuple[bytes, list[torch.Tensor]]:
+def describe_values(
+    values: Sequence[StageValue], taken_until: Callable[[torch.Tensor], int] = lambda tensor: -1
+) -> tuple[bytes, list[torch.Tensor]]:
     """Return the description of values, and their tensors.
+
+    ``taken_until``: the last stage on ranks other than the receiver's that takes the memory of a tensor.
 
     Raises:
         TypeError: something in them cannot be sent to another process.
@@ -75,7 +81,7 @@ def describe_values(values: Sequence[StageValue]) -> tuple[bytes, list[torch.Ten
     boundaries = [leaf for value in values for leaf in value.leaves if type(leaf) is BoundaryTensor]
     sent, views = _lay_out_all([receive(boundary, None) for boundary in boundaries])
     places = iter(
-        Place(number, view, boundary.accumulator is not None, boundary.is_fixed)
+        Place(number, view, boundary.accumulator is not None, boundary.is_fixed, taken_until(boundary.tensor))
         for boundary, (number, view) in zip(boundaries, views, strict=True)
     )
     described = [
@@ -110,7 +116,8 @@ def read_values(
                     whole = tensor[: tensor.numel() // layout.dtype.itemsize * layout.dtype.itemsize]
                     tensor = whole.view(layout.dtype).as_strided(layout.shape, layout.stride, offset).detach()
                 receiver = accumulator if leaf.requires_grad else None
-                leaves[place] = BoundaryTensor(tensor, receiver, count, leaf.is_fixed)
+                leaves[place] = boundary = BoundaryTensor(tensor, receiver, count, leaf.is_fixed)
+                boundary.taken_until = leaf.taken_until
                 count += 1
         values.append(StageValue(leaves, structure))
     if accumulator is not None:

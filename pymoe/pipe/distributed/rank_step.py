@@ -29,7 +29,7 @@ from pymoe.pipe.distributed.messages import (
     read_tensors,
     read_values,
 )
-from pymoe.pipe.distributed.plan import Plan
+from pymoe.pipe.distributed.plan import Plan, maker_of
 from pymoe.pipe.distributed.tied import Tied
 from pymoe.pipe.distributed.transport import Message, Transport
 from pymoe.pipe.execution.activation import Activation
@@ -43,6 +43,7 @@ from pymoe.pipe.execution.graph import (
     memory_of,
     pack,
     receive_value,
+    refuse_unseen_edit,
 )
 from pymoe.pipe.execution.recompute import StageRecompute
 from pymoe.pipe.execution.step_state import StepInputs
@@ -122,14 +123,18 @@ class RankStep:
             made = activation.forward(received, self.graphs, recompute)
         if self.graphs:
             self._activations[stage, micro_batch] = activation
+        for boundary in boundaries_of(received):
+            refuse_unseen_edit(boundary, stage)
         del received
         for source in about.inputs:
             self._release(micro_batch, source)
         for source, value in zip(pipeline.made[stage], made, strict=False):
             self._keep(micro_batch, source, value)
         del made
-        for rank, sources in plan.sent[stage].items():
-            self._send_values(stage, micro_batch, rank, sources)
+        if plan.sent[stage]:
+            takers = self._takers(stage, micro_batch)
+            for rank, sources in plan.sent[stage].items():
+                self._send_values(stage, micro_batch, rank, sources, takers)
         for source in {source for sources in plan.sent[stage].values() for source in sources}:
             self._release(micro_batch, source)
         self.forwards += 1
@@ -244,10 +249,29 @@ class RankStep:
         self._random.has_drawn |= bool(has_drawn)
         return message
 
-    def _send_values(self, stage: int, micro_batch: int, rank: int, sources: Sequence[Source]) -> None:
+    def _takers(self, stage: int, micro_batch: int) -> dict[int, dict[int, int]]:
+        """Return by memory, of what the stage has made, and by rank the last stage that takes it there.
+
+        What is taken here gets to know the last stage elsewhere.
+        """
+        plan = self.plan
+        takers: dict[int, dict[int, int]] = {}
+        here = []
+        for taker, sources in enumerate(plan.takes):
+            made = [(micro_batch, source) for source in sources if maker_of(source) == stage]
+            for boundary in boundaries_of([self._values[key] for key in made if key in self._values]):
+                takers.setdefault(memory_of(boundary.tensor), {})[plan.rank_of[taker]] = taker
+                here.append(boundary)
+        for boundary in here:
+            boundary.taken_until = last_elsewhere(takers, boundary.tensor, plan.rank)
+        return takers
+
+    def _send_values(
+        self, stage: int, micro_batch: int, rank: int, sources: Sequence[Source], takers: dict[int, dict[int, int]]
+    ) -> None:
         values = [self._values[micro_batch, source] for source in sources]
         changing = self._may_change(stage, micro_batch, sources)
-        description, tensors = describe_values(values)
+        description, tensors = describe_values(values, lambda tensor: last_elsewhere(takers, tensor, rank))
         tensors = [tensor.clone() if memory_of(tensor) in changing else tensor for tensor in tensors]
         self.send(rank, Subject.VALUES, stage, micro_batch, description, tensors)
         if self.graphs:
@@ -286,3 +310,9 @@ class RankStep:
 def boundaries_of(values: Sequence[StageValue]) -> list[BoundaryTensor]:
     """Return the boundary tensors in values."""
     return [leaf for value in values for leaf in value.leaves if type(leaf) is BoundaryTensor]
+
+
+def last_elsewhere(takers: dict[int, dict[int, int]], tensor: torch.Tensor, rank: int) -> int:
+    """Return the last stage on ranks other than ``rank`` that takes the memory of a tensor; -1: none does."""
+    of_ranks = takers.get(memory_of(tensor), {})
+    return max((taker for other, taker in of_ranks.items() if other != rank), default=-1)

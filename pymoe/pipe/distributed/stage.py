@@ -78,6 +78,7 @@ class RankStage(PipelineStageBase):
         parts = rank.staged.parts
         super().__init__(parts[index], index, len(parts), device, group)  # type: ignore[arg-type]
         self._rank = rank
+        self._part = parts[index]
         # Of the schedules so far, the last one last, by whether there are backwards.
         self._chunks: dict[bool, list[int]] = {}
 
@@ -160,6 +161,9 @@ class RankStage(PipelineStageBase):
         rank_of = [self.stage_index_to_group_rank[stage] for stage in range(self.num_stages)]
         known = self._chunks.get(bool(self.has_backward), [])
         graphs = bool(self.has_backward) and graphs_are_made()
+        part, self._part = self._part, self._rank.staged.present_parts()[self.stage_index]
+        if self.submod is part:  # and not wrapped in something
+            self.submod = self._part  # that may have been replaced
         return self._rank.open(rank_of, self._count(), graphs, len(known) == 1)
 
     def _note_chunks(self, has_backward: bool, count: int) -> None:

@@ -44,10 +44,10 @@ class BoundaryTensor:
     """A tensor that crosses a boundary of stages.
 
     ``accumulator`` sums its gradients under ``number``; None: it needs none. ``is_fixed``: it shares the memory of a
-    leaf, so nobody may change it in place.
+    leaf, so nobody may change it in place. ``taken_until``: the last stage on other ranks that takes the same memory.
     """
 
-    __slots__ = ("accumulator", "is_fixed", "number", "tensor", "version")
+    __slots__ = ("accumulator", "is_fixed", "number", "taken_until", "tensor", "version")
 
     def __init__(
         self,
@@ -60,6 +60,7 @@ class BoundaryTensor:
         self.accumulator = accumulator
         self.number = number
         self.is_fixed = is_fixed
+        self.taken_until = -1
         self.version = -1 if tensor.is_inference() else tensor._version  # version_of(tensor), without a call
 
 
@@ -99,6 +100,19 @@ def version_of(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+_EDITED = (
+    "a tensor that goes to several stages was changed in place by one of them, which autograd could not tell the "
+    "others (micro-batches, too, share the memory of the pipe's input); change a copy there "
+    "(inplace=False, for example)"
+)
+
+
+def refuse_unseen_edit(boundary: BoundaryTensor, stage: int) -> None:
+    """Raise RuntimeError if ``stage`` has changed the tensor in place, and a later stage on another rank takes it."""
+    if stage < boundary.taken_until and boundary.version != version_of(boundary.tensor):
+        raise RuntimeError(_EDITED)
+
+
 def receive(boundary: BoundaryTensor, device: torch.device | None) -> torch.Tensor:
     """Return the tensor, on ``device`` if that is given.
 
@@ -107,11 +121,7 @@ def receive(boundary: BoundaryTensor, device: torch.device | None) -> torch.Tens
     """
     tensor = boundary.tensor
     if boundary.version != (-1 if tensor.is_inference() else tensor._version):
-        raise RuntimeError(
-            "a tensor that goes to several stages was changed in place by one of them, which autograd could not tell "
-            "the others (micro-batches, too, share the memory of the pipe's input); change a copy there "
-            "(inplace=False, for example)"
-        )
+        raise RuntimeError(_EDITED)
     return tensor if device is None or tensor.device == device else tensor.to(device, non_blocking=True)
 
 

@@ -6,10 +6,12 @@ import pytest
 import torch
 from pipe_models import WIDTH, batches, row_model
 from torch import nn
+from torch.distributed.pipelining import ScheduleGPipe
 from torch.nn import functional as F
 from training import EXACT, compare, every_schedule, make, parallel, run, stages_of
 
 import pymoe
+from pymoe.pipe.skip import pop, skippable, stash
 from pymoe.pipe.staged import StagedModel
 from pymoe.pipe.stages import INPUT, Pipeline, Source, Stage
 
@@ -280,3 +282,40 @@ def test_an_edit_of_a_value_that_shares_memory_is_refused_as_in_one_process(rank
 @pytest.mark.parametrize("kind", ["apart", "counts"])
 def test_an_edit_of_a_value_is_seen_where_the_model_sees_it(ranks, kind):
     assert max(ranks(2).run(edits, kind=kind)) <= EXACT
+
+
+class Twice(nn.Module):
+    """Returns what it takes, which is stashed as well."""
+
+    def forward(self, x):
+        yield stash("past", x)
+        return x
+
+
+class InPlace(nn.Linear):
+    def forward(self, x):
+        x.mul_(2.0)
+        return super().forward(x)
+
+
+class Later(nn.Module):
+    def forward(self, x):
+        return x + (yield pop("past")).square()
+
+
+def edits_past_others(rank, world, grads):
+    """A value goes to the next stage, which changes it in place, and past that to a later one."""
+    torch.manual_seed(0)
+    first = nn.Linear(WIDTH, WIDTH).requires_grad_(grads)
+    made = skippable(stash=["past"])(Twice)(), InPlace(WIDTH, WIDTH), skippable(pop=["past"])(Later)()
+    pipe = pymoe.Pipe(nn.Sequential(nn.Sequential(first, made[0]), *made[1:]), checkpoint="never")
+    stages = [pipe.build_stage(rank, "cpu")]
+    schedule = ScheduleGPipe(stages[0], 2, loss_fn=F.mse_loss)
+    (x, y), *_ = batches(1, [4])
+    run(schedule, stages, (x,), target=y)
+
+
+@pytest.mark.parametrize("grads", [True, False])
+def test_an_edit_that_a_later_stage_on_another_rank_would_not_see_is_refused(ranks, grads):
+    with pytest.raises(AssertionError, match="a tensor that goes to several stages was changed in place"):
+        ranks(3).run(edits_past_others, grads=grads)
