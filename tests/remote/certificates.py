@@ -36,9 +36,10 @@ def make_certificates(folder: Path) -> Certificates:
         openssl(
             "req", "-x509", *KEY, "-keyout", f"{authority}.key", "-out", f"{authority}.crt", "-subj", f"/CN={authority}"
         )
-    for name, authority in (("server", "ca"), ("client", "ca"), ("stranger", "strange-ca")):
+    for name, authority in (("server", "ca"), ("client", "ca"), ("stranger", "strange-ca"), ("127.0.0.1", "ca")):
         openssl("req", *KEY, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-        (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1,IP:10.87.0.2\n")
+        names = "subjectAltName=DNS:localhost,IP:127.0.0.1,IP:10.87.0.2\n"  # the last says it as CN alone
+        (folder / "names").write_text("basicConstraints=CA:FALSE\n" if name == "127.0.0.1" else names)
         signed_by = ["-CA", f"{authority}.crt", "-CAkey", f"{authority}.key", "-CAcreateserial", "-days", "2"]
         openssl("x509", "-req", "-in", f"{name}.csr", *signed_by, "-out", f"{name}.crt", "-extfile", "names")
     return Certificates(folder)

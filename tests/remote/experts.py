@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import threading
 import time
@@ -98,7 +99,21 @@ class Slow(nn.Module):
         return self.factor * x
 
 
+class Unsavable(torch.optim.SGD):
+    """Has, from its first step on, a state that no checkpoint can hold."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["history"] = collections.deque([1.0])
+
+
 # --- for processes ---
+
+
+def unsavable() -> ExpertBackend:
+    expert = nn.Linear(WIDTH, WIDTH)
+    return ExpertBackend("e", expert, Unsavable(expert.parameters(), 0.1), args_schema=[ROW], outputs_schema=ROW)
 
 
 def two() -> list[ExpertBackend]:

@@ -55,6 +55,26 @@ def test_info_and_drain(processes: ServerProcesses, tmp_path: Path, capsys: pyte
     assert "ServerLost" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("by", ["drain", "SIGTERM"])
+def test_commands_fail_that_could_not_save_and_name_the_experts(
+    processes: ServerProcesses, tmp_path: Path, by: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both ended with status 0, and what the expert had learned was gone."""
+    server = processes.start(tmp_path / "said", "experts:unsavable", "--checkpoints", str(tmp_path / "saved"))
+    with connect(server.address, timeout=LONG) as there:
+        there.backends()[0].backward_pool(X, X)
+    if by == "drain":
+        assert main(["drain", server.address, "--timeout", str(LONG)]) == 1
+        said = capsys.readouterr()
+        assert "not saved: 'e' cannot be saved in" in said.err
+        assert f"{server.address} has ended" in said.out
+    else:
+        server.send(signal.SIGTERM)
+    assert server.wait() == 1
+    assert "not saved: 'e' cannot be saved in" in server.said()
+    assert "Traceback" not in server.said()
+
+
 def test_a_server_with_tls_and_a_token_is_reached_by_files(
     processes: ServerProcesses, tmp_path: Path, certificates: Certificates, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -73,6 +93,8 @@ def test_a_server_with_tls_and_a_token_is_reached_by_files(
     assert "a_keyed_backward" in capsys.readouterr().out
     assert top.main(["--address", server.address, *ca, "--once"]) == 1
     assert "a token is needed" in capsys.readouterr().err
+    assert main(["info", server.address]) == 1
+    assert "does the server use TLS? (tls=TLS(ca=), --tls-ca)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -81,6 +103,11 @@ def test_a_server_with_tls_and_a_token_is_reached_by_files(
         (["no_such_module:make"], "ModuleNotFoundError"),
         (["experts:no_such_function"], "there is no function 'no_such_function' in experts"),
         (["experts"], "expected MODULE:FUNCTION, got 'experts'"),
+        (["experts:two", "--listen", "127.0.0.1"], "expected HOST:PORT with a port from 0 to 65535"),
+        (
+            ["experts:two", "--checkpoints", "/proc/nowhere"],
+            "'a' cannot be saved in /proc/nowhere/expert-a: FileNotFound",
+        ),
         (["experts:broken"], "RuntimeError: no experts today"),
         (["experts:WIDTH"], "there is no function 'WIDTH'"),
         (["experts:two", "--listen", "0.0.0.0:0"], "expected tls="),
@@ -92,7 +119,8 @@ def test_what_cannot_be_served_is_said_in_a_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", *arguments]) == 1
-    error = capsys.readouterr().err
+    said, error = capsys.readouterr()
+    assert ("making the experts" in said) == ("made:" in said or "broken" in arguments[0])
     assert message in error
     assert "Traceback" not in error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import socket
 import threading
@@ -359,3 +360,14 @@ def test_a_server_that_was_drained_does_not_start_again() -> None:
         pass
     with pytest.raises(RuntimeError, match="does not start again"):
         server.start()
+
+
+@pytest.mark.parametrize("coalesce", [True, False])
+def test_what_no_request_can_have(coalesce: bool) -> None:
+    with ExpertServer(mlp("a")) as server, connect(server.address, coalesce=coalesce) as there:
+        pool = there.backends()[0].forward_pool
+        with pytest.raises(ValueError, match="timeout must be a number of seconds, got nan"):
+            pool.submit_task(X, timeout=math.nan)
+        for tensor in (X.to("meta"), X.to_sparse()):
+            with pytest.raises(TypeError, match="tensor 0"):
+                pool.submit_task(tensor)

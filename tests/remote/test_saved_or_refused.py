@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import safetensors
 import torch
-from experts import ROW, WIDTH, mlp, of
+from experts import ROW, WIDTH, mlp, of, unsavable
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -238,22 +238,6 @@ def test_a_sibling_that_is_lost_is_noticed(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(checkpoints, "_dense", lambda leaf, where: real(leaf.sign(), where))
     with pytest.raises(AssertionError):
         outcome(tmp_path / "other numbers", "buffer", lambda number: torch.full((3,), 2.0 + number))
-
-
-class Unsavable(torch.optim.SGD):
-    """Has, from its first step on, a state that no checkpoint can hold; unless it is told to forget it."""
-
-    forgets = False
-
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter] = {} if self.forgets else {"history": collections.deque([1.0])}
-
-
-def unsavable(name: str = "e") -> ExpertBackend:
-    expert = nn.Linear(WIDTH, WIDTH)
-    return ExpertBackend(name, expert, Unsavable(expert.parameters(), 0.1), args_schema=[ROW], outputs_schema=ROW)
 
 
 def test_a_state_that_arises_later_is_refused_when_it_arises(tmp_path: Path) -> None:

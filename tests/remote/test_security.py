@@ -179,6 +179,16 @@ def test_a_client_accepts_only_a_server_whose_authority_it_knows(
         connect(guarded.address)  # which speaks no TLS
 
 
+def test_a_certificate_without_the_name_of_its_host_is_no_wrong_token(certificates: Certificates) -> None:
+    """GRPC's status for it is that of a token."""
+    tls = TLS(certificates.file("127.0.0.1.crt"), certificates.file("127.0.0.1.key"))
+    with (
+        ExpertServer(mlp("a"), "127.0.0.1:0", tls=tls, token=TOKEN) as server,
+        pytest.raises(ServerLost, match="does not match SSL server name"),
+    ):
+        connect(server.address, tls=certificates.client(), token=TOKEN)
+
+
 def test_mutual_tls_refuses_who_has_no_certificate_or_a_stranger_s(certificates: Certificates) -> None:
     with ExpertServer(mlp("a"), "localhost:0", tls=certificates.server(asks=True)) as server:
         with connect(server.address, tls=certificates.client("client")) as there:
