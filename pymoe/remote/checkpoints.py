@@ -104,11 +104,10 @@ def _written(folder: Path, checkpoint: Checkpoint) -> Path:
         "keys": {client: [low, applied] for client, (low, applied) in checkpoint.keys.items()},
     }
     try:
-        text = json.dumps(content)
-        _checkpoint_of(json.loads(text), tensors)
+        _checkpoint_of(json.loads(json.dumps({**content, "keys": {}})), tensors)
     except ValueError as error:  # an int of more digits than Python reads
         raise TypeError(f"the state cannot be told by JSON: {error}") from None
-    tensors[CONTENT] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    tensors[CONTENT] = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
     metadata = {"format": str(FORMAT), "crc32": str(_crc(tensors))}
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = folder / f".{uuid.uuid4().hex}.part"

@@ -38,7 +38,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status: 1 where there is no such server, where it cannot serve, or where it has
     ended without saving its experts.
     """
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # errors are told here, and once
     parser = argparse.ArgumentParser(prog=PROGRAM, description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_serve(commands)

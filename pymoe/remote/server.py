@@ -242,12 +242,14 @@ class ExpertServer:
 
     async def _stop(self, server: Any, grace: float) -> None:
         # Nobody else can listen here until all is saved: who takes the place of this server would load what is older.
-        await self._service.drain(grace)  # which ends _save_again_and_again(), too
-        if self._checkpoints is not None:
-            # What still runs then is an expert that hangs: its checkpoint would wait for it.
-            await self._save_all(max(grace, 1.0))
-        self._service.saved.set()
-        await server.stop(LAST_REPLIES_S)
+        try:
+            await self._service.drain(grace)  # which ends _save_again_and_again(), too
+            if self._checkpoints is not None:
+                # What still runs then is an expert that hangs: its checkpoint would wait for it.
+                await self._save_all(max(grace, 1.0))
+        finally:
+            self._service.saved.set()
+            await server.stop(LAST_REPLIES_S)
 
     def _drain_soon(self) -> None:
         threading.Thread(target=self._drain_with_a_line, name="pymoe-drain", daemon=True).start()
