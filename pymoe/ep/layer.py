@@ -24,6 +24,7 @@ from pymoe.ep.padded import PaddedShipment
 from pymoe.ep.parameters import check_parameters
 from pymoe.ep.shipment import Shipment
 from pymoe.nn.moe import MoE
+from pymoe.nn.networks import as_rows
 from pymoe.nn.options import operators
 from pymoe.nn.record import Record
 from pymoe.ops.transforms import in_torch_func
@@ -96,7 +97,7 @@ class ShardedMoE(MoE):
         try:
             _check_mode(x)
             self._check_input(x)
-            x_TH = x.reshape(-1, self.hidden_size)
+            x_TH = as_rows(x, self.hidden_size)
             gate, logits_TE = self.router(x_TH)
             rows_TH: Tensor
             (rows_TH,) = cast_operands(x_TH)  # type: ignore[assignment]

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from pymoe.nn.apply_experts import APPLY_CHOSEN_EXPERTS
-from pymoe.nn.experts import Experts, SharedExperts
+from pymoe.nn.experts import Experts
 from pymoe.nn.losses import AuxiliaryLosses
-from pymoe.nn.parameters import check_networks, networks_fit
+from pymoe.nn.networks import as_rows
+from pymoe.nn.parameters import networks_fit
 from pymoe.nn.plain_calls import is_called_plainly
 from pymoe.nn.router import Router
 from pymoe.ops import index_checks
@@ -60,7 +61,7 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
     ):
         return None
 
-    x_TH = x.contiguous() if x.dim() == 2 else x.reshape(-1, layer.hidden_size).contiguous()
+    x_TH = as_rows(x, layer.hidden_size)
     logits_TE = router.logits(x_TH)
     capacity = layer._capacity(x_TH.shape[0])
     kind, *numbers = kernel_options(experts.activation)
@@ -69,8 +70,6 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
     y_TH, load = APPLY_CHOSEN_EXPERTS(x_TH, logits_TE, bias, *router.gate_options(), *networks)
     shared = layer.shared
     if shared is not None:
-        if type(shared) is SharedExperts:
-            check_networks("shared", shared, (), x_TH)
         y_TH = y_TH + shared(x_TH)
     router.counted.follow(load.device)
     layer._keep_stats(load, logits_TE, capacity, None)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from pymoe.nn.options import Backend, check_dtype, check_networks, check_size, operators
+from pymoe.nn import options
+from pymoe.nn.options import Backend, check_dtype, check_size, operators
+from pymoe.nn.parameters import check_networks
 from pymoe.nn.row_invariant import linear
 from pymoe.reference.expert_activation import is_gated
 from pymoe.reference.types import ActivationKind
@@ -32,7 +34,7 @@ class _FeedForward(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        check_networks(layer, hidden_size, ffn_size, activation, bias, backend)
+        options.check_networks(layer, hidden_size, ffn_size, activation, bias, backend)
         check_dtype(layer, dtype)
         self.hidden_size = hidden_size
         self.ffn_size = ffn_size
@@ -125,6 +127,7 @@ class Experts(_FeedForward):
             (S, H), the dtype of ``rows_SH`` (the autocast dtype inside ``torch.autocast``); zero past
             ``offsets[-1]``.
         """
+        check_networks("experts", self, self.stack, rows_SH)
         ops = operators(self.backend)
         inner = ops.grouped_linear(rows_SH, self.w_in, offsets, self.b_in)
         inner = ops.expert_activation(inner, self.activation)
@@ -182,6 +185,7 @@ class SharedExperts(_FeedForward):
         Returns:
             (T, H), the dtype of ``x_TH`` (the autocast dtype inside ``torch.autocast``).
         """
+        check_networks("shared", self, self.stack, x_TH)
         inner = linear(x_TH, self.w_in, self.b_in, row_invariant=self.row_invariant)
         inner = operators(self.backend).expert_activation(inner, self.activation)
         return linear(inner, self.w_out, self.b_out, row_invariant=self.row_invariant)

@@ -19,9 +19,9 @@ from pymoe.nn.direct import forward_directly
 from pymoe.nn.expert_bias import update_expert_biases
 from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.losses import AuxiliaryLosses
-from pymoe.nn.networks import Networks, apply_networks, grouped_networks
+from pymoe.nn.networks import Networks, apply_networks, as_rows, grouped_networks
 from pymoe.nn.options import MIN_STEPS_TO_WARN, Backend, check_number, operators, warn_once
-from pymoe.nn.parameters import check_layer
+from pymoe.nn.parameters import check_networks
 from pymoe.nn.plain_calls import is_called_plainly
 from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
 from pymoe.nn.record import LastCall
@@ -228,8 +228,7 @@ class MoE(nn.Module):
             if direct is not None:
                 return direct
         self._check_input(x)
-        check_layer(self, x)
-        x_TH = x.reshape(-1, self.hidden_size)
+        x_TH = as_rows(x, self.hidden_size)
 
         capacity = self._capacity(x_TH.shape[0])
         routing: Routing | None = None
@@ -348,6 +347,7 @@ class MoE(nn.Module):
             return apply_quantized_experts(x_TH, experts_TK, weights_TK, *arguments)
         networks: Networks = experts
         if self._stands_in_for(experts, Experts):
+            check_networks("experts", experts, (self.num_experts,), x_TH)
             parameters = (experts.w_in, experts.w_out, experts.b_in, experts.b_out)
             if not is_recorded(x_TH, weights_TK, *parameters):
                 arguments = (*cast_operands(*parameters), experts.activation, capacity)
@@ -400,12 +400,14 @@ class MoE(nn.Module):
         self.last.keep_pending(partial(_statistics, load, logits, capacity, losses, score, backend), load)
 
     def _check_input(self, x: Tensor) -> None:
-        if isinstance(x, Tensor) and self._fits(x):
+        weight = self._weight_of_input_dtype()
+        if isinstance(x, Tensor) and self._fits(x, weight):
             return
         checks.floating("MoE", "x", x)
         if x.dim() < 1 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"MoE: x must have shape (..., H) with H = {self.hidden_size}, got {tuple(x.shape)}")
-        weight = self._weight_of_input_dtype()
+        if weight is None:
+            return
         checks.same_device("MoE", "x", x, "the parameters", weight)
         if x.dtype != weight.dtype and not autocast_enabled(x.device.type):
             raise TypeError(f"MoE: x must have the dtype of the parameters ({weight.dtype}), got {x.dtype}")
@@ -414,21 +416,26 @@ class MoE(nn.Module):
                 f"MoE: x must not be float64 where the parameters are {weight.dtype}: autocast leaves float64 as it is"
             )
 
-    def _fits(self, x: Tensor) -> bool:
+    def _fits(self, x: Tensor, weight: Tensor | None) -> bool:
         """Return whether ``x`` passes all checks, in one expression; see :mod:`pymoe.reference.checks`."""
-        weight = self._weight_of_input_dtype()
         return (
-            x.dtype == weight.dtype
+            weight is not None
+            and x.dtype == weight.dtype
             and x.dtype in checks.FLOATING
             and x.dim() > 0
             and x.shape[-1] == self.hidden_size
             and x.device == weight.device
         )
 
-    def _weight_of_input_dtype(self) -> Tensor:
-        # Quantised weights are integers, and serve rows of every dtype.
+    def _weight_of_input_dtype(self) -> Tensor | None:
+        """Return the parameter whose dtype and device ``x`` must have, or None where only a called part has it."""
         experts = self.experts
-        return self.router.weight if isinstance(experts, QuantizedExperts) else experts.w_in
+        if is_called_plainly(experts, Experts):
+            return experts.w_in
+        # Quantised weights are integers, and serve rows of every dtype.
+        if type(experts) is QuantizedExperts and is_called_plainly(self.router, Router):
+            return self.router.weight
+        return None
 
 
 def _statistics(

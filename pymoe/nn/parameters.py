@@ -2,55 +2,39 @@
 
 Constructors make parameters that fit, and ``load_state_dict`` keeps them so; assignments and swapped modules may not.
 The operators would refuse most of that in words of their own, torch the rest, or broadcast it.
+
+Whoever is about to compute with parameters checks them: the part that has them, once it has been called, or the layer
+that does its work. Before that they may be elsewhere, cut or in another dtype: FSDP, accelerate's offloading and others
+bring them when the part is called.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from pymoe.nn.experts import Experts, SharedExperts
-from pymoe.nn.router import Router
 from pymoe.reference import checks
 from pymoe.reference.autocast import autocast_enabled
 from pymoe.reference.expert_activation import is_gated
 
-
-def check_layer(layer: Any, x: Tensor) -> None:
-    """Raise unless the parts of an :class:`pymoe.nn.MoE`, where they are of the classes of which it makes them, fit.
-
-    Args:
-        layer: the layer.
-        x: its input, which fits the layer's sizes.
-
-    Raises:
-        ValueError: a parameter has not the layer's sizes, or is on another device than ``x``.
-        TypeError: a parameter of experts has another dtype than ``x``, and autocast does not cast it.
-    """
-    # Of the modules' own dictionaries: Module.__getattr__ costs half a microsecond a name.
-    router, experts, shared = map(layer._modules.get, ("router", "experts", "shared"))
-    if type(router) is Router:
-        weight, bias = router._parameters.get("weight"), router._buffers.get("expert_bias")
-        if weight is not None:
-            _check_place("router.weight", weight, (layer.num_experts, layer.hidden_size), x)
-        if bias is not None:
-            _check_place("router.expert_bias", bias, (layer.num_experts,), x)
-    if type(experts) is Experts:
-        check_networks("experts", experts, (layer.num_experts,), x)
-    if type(shared) is SharedExperts:
-        check_networks("shared", shared, (), x)
+if TYPE_CHECKING:
+    from pymoe.nn.experts import Experts, SharedExperts
 
 
 def check_networks(name: str, networks: Experts | SharedExperts, stack: tuple[int, ...], x: Tensor) -> None:
-    """Raise, as :func:`check_layer` does, unless the parameters of feed-forward networks fit.
+    """Raise unless the parameters of feed-forward networks fit.
 
     Args:
         name: of the module in its layer.
         networks: the module.
         stack: the first sizes of each parameter.
         x: rows that they are to be applied to.
+
+    Raises:
+        ValueError: a parameter has not the sizes of the networks, or is on another device than ``x``.
+        TypeError: a parameter has another dtype than ``x``, and autocast does not cast it.
     """
     if networks_fit(networks, stack, x):
         return
@@ -91,14 +75,17 @@ def check_parameter(name: str, parameter: Tensor, shape: tuple[int, ...], x: Ten
         x: rows that it is to be multiplied with.
         whose: words after the shape.
     """
-    _check_place(name, parameter, shape, x, whose)
+    check_place(name, parameter, shape, x, whose)
     if parameter.dtype == x.dtype:
         return
     if not autocast_enabled(x.device.type) or parameter.dtype == torch.float64:
         raise TypeError(f"MoE: {name} must have the dtype of the rows ({x.dtype}), got {parameter.dtype}")
 
 
-def _check_place(name: str, parameter: Tensor, shape: tuple[int, ...], x: Tensor, whose: str = "") -> None:
+def check_place(name: str, parameter: Tensor, shape: tuple[int, ...], x: Tensor, whose: str = "") -> None:
+    """Raise unless a parameter has this shape, and the device of ``x``; the arguments are those of
+    :func:`check_parameter`.
+    """
     if parameter.shape != shape:
         raise ValueError(f"MoE: {name} must have shape {shape}{whose}, got {tuple(parameter.shape)}")
     checks.same_device("MoE", name, parameter, "x", x)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pymoe.nn.experts import Experts
 from pymoe.nn.options import check_model
+from pymoe.nn.plain_calls import attached_to
 from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
 from pymoe.reference.quantized_weight import check_bits
 
@@ -124,11 +125,7 @@ def _check_weights(name: str, experts: nn.Module) -> None:
 
 def lost_with(experts: Experts) -> str:
     """Return what replacing a module would take away from its calls; "" if nothing."""
-    if experts._forward_hooks or experts._forward_pre_hooks or experts._backward_hooks or experts._backward_pre_hooks:
-        return "hooks"
-    if "forward" in experts.__dict__ or type(experts).forward is not Experts.forward:
-        return "a forward of its own"
-    return ""
+    return attached_to(experts) or ("" if type(experts).forward is Experts.forward else "a forward of its own")
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:

@@ -19,6 +19,7 @@ from pymoe.nn.options import (
     operators,
     warn_once,
 )
+from pymoe.nn.parameters import check_place
 from pymoe.nn.record import Record, count_on_backward
 from pymoe.nn.route import is_one_node, route
 from pymoe.nn.router_product import takes, wide_product, without_autocast
@@ -175,6 +176,7 @@ class Router(nn.Module):
             The gate (``weights`` (T, K) float32, ``experts`` (T, K) int32, ``load`` (E,) int32) and the logits
             (T, E) float32 that it was made from; float64 in place of float32 if anything is float64.
         """
+        self._check(x_TH)
         logits_TE = self.logits(x_TH)
         gate: Gate = operators(self.backend).gate_topk(
             logits_TE,
@@ -201,6 +203,7 @@ class Router(nn.Module):
         """
         if self.backend != "native" or self.row_invariant or not is_one_node(x_TH, self.weight):
             return *self.forward(x_TH), x_TH, None
+        self._check(x_TH)
         options = self.gate_options()
         gate, logits_TE, x_TH, routing = route(x_TH, self.weight, self.expert_bias, options, capacity, alone)
         return self._counted(gate), logits_TE, x_TH, routing
@@ -209,6 +212,12 @@ class Router(nn.Module):
         """Return the options of the choice as the native gate takes them."""
         groups = (self.num_groups or 0, self.topk_groups or 0)
         return (self.top_k, self.score, self.renormalize, *groups, float(self.scale))
+
+    def _check(self, x_TH: Tensor) -> None:
+        """Raise unless weight and bias have the router's sizes and the device of the tokens."""
+        check_place("router.weight", self.weight, (self.num_experts, self.hidden_size), x_TH)
+        if self.expert_bias is not None:
+            check_place("router.expert_bias", self.expert_bias, (self.num_experts,), x_TH)
 
     def _counted(self, gate: Gate) -> Gate:
         self.counted.follow(gate.load.device)

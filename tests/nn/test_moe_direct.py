@@ -359,6 +359,6 @@ def test_it_runs_few_functions_of_python():
     layer, x = make_layer(), make_input(1)
     with torch.no_grad():
         names = [name for _, name in functions_of(lambda: layer(x))]
-    assert len(names) <= 45, f"{len(names)} functions: {names}"
+    assert len(names) <= 48, f"{len(names)} functions: {names}"
     assert sum(name == "__getattr__" for name in names) <= 5, "look-ups past a layer's dictionaries"
     assert "__setattr__" not in names

@@ -105,4 +105,4 @@ def test_autocast_takes_parameters_of_several_dtypes_and_no_float64():
         assert layer(x).dtype == torch.bfloat16
         change(layer, "shared.w_in", lambda value: value.double())
         said = refused(layer, x, TypeError)
-    assert said == "MoE: shared.w_in must have the dtype of the rows (torch.float32), got torch.float64"
+    assert said == "MoE: shared.w_in must have the dtype of the rows (torch.bfloat16), got torch.float64"

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from pymoe.integrations.transformers import interface
 from pymoe.nn.networks import Activation
-from pymoe.nn.plain_calls import is_called_plainly
+from pymoe.nn.plain_calls import is_called_plainly, is_of_its_source
 from pymoe.reference.types import ActivationKind, ClampedSwiglu
 
 _ACTIVATIONS = "transformers.activations"
@@ -69,7 +69,9 @@ def fused_activation(experts: nn.Module) -> ActivationKind | None:
     if interface.has_default_gate(type(experts)):
         return _with_gate(act_fn)
     kind_of = _OWN_GATES.get(place(type(experts)))
-    return None if kind_of is None else kind_of(experts)
+    if kind_of is None or not is_of_its_source(type(experts), interface.GATE):
+        return None
+    return kind_of(experts)
 
 
 def followed_by_cast(activation: Activation, dtype: torch.dtype) -> Activation:

@@ -15,6 +15,9 @@ from torch import Tensor
 NAME = "pymoe"
 """Of pymoe among transformers' implementations of experts."""
 
+GATE = "_apply_gate"
+"""The method of an experts module that computes its gate."""
+
 OLDEST = 5
 INSTALL = 'pip install "transformers>=5"'
 
@@ -82,12 +85,12 @@ def has_default_gate(experts_class: Any) -> bool:
 
 def has_replaced_gate(experts: Any) -> bool:
     """Return whether the gate of this module, and not of its class, was replaced."""
-    return "_apply_gate" in experts.__dict__
+    return GATE in experts.__dict__
 
 
 def is_behind(module: Any) -> bool:
     """Return whether a module's class was made by ``use_experts_implementation``."""
-    return hasattr(module, "_apply_gate") and hasattr(type(module).forward, "__wrapped__") and hasattr(module, "config")
+    return hasattr(module, GATE) and hasattr(type(module).forward, "__wrapped__") and hasattr(module, "config")
 
 
 def implementation(experts: Any) -> str | None:

@@ -18,7 +18,7 @@ from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import gated_activation, place
 from pymoe.integrations.transformers.experts import as_operand, run_experts
 from pymoe.nn.networks import activate, apply_networks
-from pymoe.nn.plain_calls import is_called_plainly
+from pymoe.nn.plain_calls import is_called_plainly, is_of_its_source
 
 
 def llama4_moe(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,9 +106,10 @@ PARTS: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
 def may_do_work_of_parts(module: Any, cls: type) -> bool:
     """Return whether the forward for ``cls`` computes what the parts of ``module`` compute that it does not call.
 
-    Not where one has hooks, another class or another ``forward``, which would not be heard.
+    Not where one has hooks, another class or another ``forward``, or where somebody has patched the ``forward`` of ``cls``
+    itself: they would not be heard.
     """
-    return all(
+    return is_of_its_source(cls, "forward") and all(
         place(type(part)) == expected and is_called_plainly(part, type(part))
         for part, expected in ((getattr(module, name), kind) for name, kind in PARTS.get(place(cls), {}).items())
     )

@@ -1,12 +1,14 @@
 """Hooks and replaced parts are heard on pymoe, where its operators do the work of parts, as in transformers' code."""
 
+import sys
+
 import pytest
 import tiny_models
 import torch
 from torch import nn
 
 import pymoe.integrations.transformers  # noqa: F401
-from pymoe.integrations.transformers import enable
+from pymoe.integrations.transformers import disable, enable
 from pymoe.integrations.transformers.activations import activation_of, gated_activation
 from pymoe.integrations.transformers.outside import FORWARDS, PARTS
 from pymoe.nn import quantize_experts
@@ -120,10 +122,84 @@ def test_hooks_on_quantised_weights(name):
     assert not torch.allclose(output(model), without, rtol=1e-3)
 
 
-def test_without_hooks_nothing_of_transformers_runs(monkeypatch):
+def test_without_hooks_nothing_of_transformers_runs():
     model = tiny_models.build("llama4")
+    forward = type(model.model.layers[0].feed_forward.experts).forward.__code__
+    for switch, called in ((disable, True), (enable, False)):
+        switch(model)
+        ran = set()
+        sys.setprofile(lambda frame, event, _, ran=ran: ran.add(frame.f_code))
+        try:
+            output(model)
+        finally:
+            sys.setprofile(None)
+        assert (forward in ran) == called
+
+
+def gradients(model):
+    """The gradients of a model's parameters, for one objective."""
+    outputs = model(input_ids=tiny_models.tokens(24), use_cache=False)
+    found = outputs.logits if hasattr(outputs, "logits") else outputs.last_hidden_state
+    (found * torch.linspace(-1, 2, found.numel()).reshape(found.shape)).sum().backward()
+    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+BEHIND = {"mixtral": "model.layers.0.mlp.experts.act_fn", "nemotron_h": "model.layers.1.mixer.experts.act_fn"}
+"""Activations of experts behind the interface, with a gate and without."""
+
+
+def halved(module, inputs, outputs):
+    return tuple(None if one is None else one / 2 for one in inputs)
+
+
+@pytest.mark.parametrize(("name", "path"), [*BEHIND.items(), *ACTIVATIONS.items(), *PASSED_OVER.items()])
+def test_backward_hooks_change_gradients_as_in_transformers(name, path):
+    found = []
+    for on_pymoe in (False, True):
+        model = tiny_models.build(name)
+        if on_pymoe:
+            enable(model)
+        handle = model.get_submodule(path).register_full_backward_hook(halved)
+        found.append(gradients(model))
+        handle.remove()
+    for parameter, expected in found[0].items():
+        near = dict(rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+        torch.testing.assert_close(found[1][parameter], expected, **near, msg=lambda m, name=parameter: f"{name}: {m}")
+
+
+def twice(function):
+    return lambda self, *these: 2 * function(self, *these)
+
+
+@pytest.mark.parametrize(("name", "path"), [*BEHIND.items(), *ACTIVATIONS.items(), *PASSED_OVER.items()])
+def test_a_patched_class_of_a_part_is_heard(name, path, monkeypatch):
+    model = tiny_models.build(name)
+    without = output(model)
+    kind = type(model.get_submodule(path))
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "forward", twice(kind.forward))
+        expected = output(model)
+        enable(model)
+        assert_heard(model, expected, without)
+    torch.testing.assert_close(output(model), without, rtol=1e-5, atol=1e-5 * without.abs().max().item())
+
+
+def test_a_patched_class_with_a_gate_of_its_own_is_heard(monkeypatch):
+    model = tiny_models.build("gpt_oss")
+    without = output(model)
     enable(model)
-    calls = []
-    monkeypatch.setattr(type(model.model.layers[0].feed_forward.experts), "forward", lambda *these: calls.append(1))
-    output(model)
-    assert not calls
+    kind = next(type(module) for module in model.modules() if type(module).__name__ == "GptOssExperts")
+    monkeypatch.setattr(kind, "_apply_gate", twice(kind._apply_gate))
+    found = output(model)
+    model.set_experts_implementation("eager")
+    assert_heard(model, found, without)
+
+
+def test_a_patched_forward_of_a_class_that_enable_replaces_is_heard(monkeypatch):
+    model = tiny_models.build("llama4")
+    without = output(model)
+    enable(model)
+    kind = next(type(module) for module in model.modules() if type(module).__name__ == "Llama4TextMoe").__bases__[1]
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: tuple(2 * one for one in forward(self, x)))
+    assert not torch.allclose(output(model), without, rtol=1e-3)
