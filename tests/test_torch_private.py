@@ -46,7 +46,13 @@ def literal(name):
 ATTRIBUTES = [(owner, name) for owner, names in literal("ATTRIBUTES").items() for name in names]
 LAZY = list(literal("_LAZY"))
 # Beside them: of named tuples, of sys and os, and what torch.compile looks for on functions of others.
-KNOWN = {name for _, name in ATTRIBUTES} | {"_replace", "_getframe", "_exit", "_torchdynamo_disable"}
+KNOWN = {name for _, name in ATTRIBUTES} | {
+    "_replace",
+    "_getframe",
+    "_exit",
+    "_torchdynamo_disable",
+    "_dynamo_marked_constant",
+}
 
 
 def missing_names(source):

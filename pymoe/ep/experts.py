@@ -24,6 +24,11 @@ everywhere: WeakSet[ShardedExperts] = WeakSet()
 """All that there are in this process."""
 
 
+def leave(parameter: nn.Parameter, function: str) -> None:
+    """Note that a function of :mod:`pymoe.ep` has put another parameter in the place of this one."""
+    parameter.left_by_pymoe_ep = function  # type: ignore[attr-defined]
+
+
 class ShardedExperts(Experts):
     """The experts of one rank, of a :class:`pymoe.nn.Experts` that :func:`pymoe.ep.shard` has spread over a group.
 
@@ -52,6 +57,7 @@ class ShardedExperts(Experts):
             if whole is not None:
                 if id(whole) not in made:
                     made[id(whole)] = _own_part(whole, arrangement)
+                    leave(whole, "shard")
                 setattr(self, name, made[id(whole)])
 
     @torch.no_grad()

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from pymoe.ep.experts import ShardedExperts
+from pymoe.ep.comparison import compare
+from pymoe.ep.experts import ShardedExperts, leave
 from pymoe.ep.layer import rearrange
 from pymoe.ep.layouts import local_part
 from pymoe.reference import checks
@@ -35,6 +36,10 @@ def data_parallel(
     mean of all losses. What a rank has a copy of (router, attention, ...) is averaged over all ranks. An expert's
     gradient has come from all ranks of its group already, with their rows: it is summed over the ranks that have the
     same expert, and divided by R, too. So a learning rate means the same for all parameters, on any number of ranks.
+
+    Ranks that have the same experts take those of the first of them, the way DDP gives all ranks its parameters of rank
+    0, unless ``init_sync=False`` is among the options. What ``fully_shard`` cuts of the rest must be the same on all
+    ranks, as without experts.
 
     Gradients accumulate over several backward passes as in the module that does the work: with DDP's ``no_sync()``, or
     with ``set_requires_gradient_sync(False)`` of FSDP. ``torch.amp.GradScaler`` raises with ``"ddp"``: some
@@ -62,12 +67,15 @@ def data_parallel(
         TypeError: ``mesh`` is not a mesh, a block is not a module, or ``options`` name other ranks.
         ValueError: ``mesh`` does not fit ``model``, ``model`` holds no sharded layer or has been given to this before,
             or an argument is out of range.
+        GroupError: ranks that should have the same experts have others, or other placements of them.
     """
     checks.choice("data_parallel", "kind", kind, ("ddp", "fsdp"))
     experts = _experts_of(model, mesh)
     blocks = _blocks_of(model, kind, blocks)
     _check_options(mesh, kind, experts, options)
     everyone = _all_ranks(mesh)
+    if options.get("init_sync", True):  # as DDP calls it
+        _take_from_first_twin(experts, mesh)
     rearrange(model, set(experts.values()), everyone=everyone)
     if kind == "ddp":
         parallel: nn.Module = _ddp(model, mesh, everyone, experts, options)
@@ -161,6 +169,8 @@ def _power_of_norm(parameters: list[Tensor], p: float, group: dist.ProcessGroup 
     reduce = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     total = torch.zeros((), dtype=torch.float64, device=device)
     for key, own in gradients.items():
+        # In 16 bits the norm of each gradient would be rounded to 16 bits, too.
+        own = [torch.linalg.vector_norm(one, p, dtype=torch.float32) if one.itemsize == 2 else one for one in own]
         norm = nn.utils.get_total_norm(own, p).to(device, torch.float64)
         part = norm if largest else norm**p
         if key is not None:
@@ -232,6 +242,29 @@ def _check_options(mesh: DeviceMesh, kind: str, experts: dict[str, ShardedExpert
                     f"data_parallel: every rank must have experts with kind='fsdp' and this mesh, got {name!r} with "
                     f"{arrangement.num_experts} spread over {arrangement.ranks} ranks"
                 )
+
+
+@torch.no_grad()
+def _take_from_first_twin(experts: dict[str, ShardedExperts], mesh: DeviceMesh) -> None:
+    """Give all ranks that have the same experts those of the first of them, as DDP does with all else."""
+    if mesh.ndim == 1 or mesh.size(0) == 1:
+        return
+    group = mesh.get_group(0)
+    seen = {
+        name: {
+            "options": one.extra_repr(),
+            "placement": one.arrangement.order,
+            **{own: (tuple(whole.shape), str(whole.dtype)) for own, whole in one.named_parameters()},
+        }
+        for name, one in experts.items()
+    }
+    compare("data_parallel", group, {"layer": seen}, None)
+    first = dist.get_process_group_ranks(group)[0]
+    for one in experts.values():
+        for parameter in one.parameters():
+            own = local_part(parameter)
+            if own.numel() and not own.is_meta:
+                dist.broadcast(own, first, group=group)
 
 
 def _all_ranks(mesh: DeviceMesh) -> DeviceMesh:
@@ -337,3 +370,4 @@ def _move_to_mesh(experts: ShardedExperts, mesh: DeviceMesh) -> None:
                 stride=parameter.stride(),
             )
             setattr(experts, name, nn.Parameter(moved, requires_grad=parameter.requires_grad))
+            leave(parameter, "data_parallel")

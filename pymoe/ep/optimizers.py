@@ -3,7 +3,8 @@
 ``state_dict()`` of an optimizer has the state of every expert at its own place, as that of the layer has its weights;
 ``load_state_dict`` takes it so. An optimizer that is made after a move is found at its first step, or in the next call
 of ``redistribute``. One that was left out of a move, or has loaded a state before it was found, would go on with the
-state of other experts: its next step raises.
+state of other experts, and one that was made before ``shard`` with parameters that no layer uses any more: its next
+step raises.
 """
 
 from __future__ import annotations
@@ -62,12 +63,19 @@ def follow(optimizer: Optimizer, experts: ShardedExperts) -> None:
 
 
 def watch() -> None:
-    """Look at every optimizer before its steps from now on, for experts that have moved."""
+    """Look at every optimizer before its steps from now on, for experts that have moved or parameters that are gone."""
     if not _watches:
         _watches.append(register_optimizer_step_pre_hook(_before_step))
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for parameter in _parameters(optimizer):
+        function = getattr(parameter, "left_by_pymoe_ep", "")
+        if function and parameter.requires_grad and parameter.grad is None:  # something else may use it still
+            raise RuntimeError(
+                f"{type(optimizer).__name__}: an optimizer must be made after pymoe.ep.{function}, which puts other "
+                f"parameters in the place of the experts' own, got one from before, which would never train them"
+            )
     own = set(map(id, _parameters(optimizer)))
     for experts in [one for one in everywhere if one.moves]:
         if not own.isdisjoint(map(id, experts.parameters())):

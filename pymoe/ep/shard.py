@@ -17,6 +17,7 @@ from pymoe.ep.comparison import compare
 from pymoe.ep.experts import ShardedExperts
 from pymoe.ep.groups import next_model, note_announced
 from pymoe.ep.layer import ShardedMoE
+from pymoe.ep.optimizers import watch
 from pymoe.ep.padded import notes_of
 from pymoe.nn.experts import Experts
 from pymoe.nn.moe import MoE
@@ -41,9 +42,9 @@ def shard(
     Each rank keeps the experts that ``torch.chunk`` gives it; E need not be divisible by the ranks, and ranks may have
     none. Expert parameters become DTensors (``Shard(0)`` on the mesh) of the shapes and names that they had, so
     ``torch.distributed.checkpoint`` saves and loads them for any number of ranks. Router and shared experts stay on
-    every rank. Make optimizers afterwards. Every rank must hold the same model: the same seed, or the same checkpoint
-    loaded. A model on the meta device can be sharded first, given memory by ``to_empty``, and initialised or loaded
-    then.
+    every rank. Make optimizers afterwards: the next step of one from before raises. Every rank must hold the same
+    model: the same seed, or the same checkpoint loaded. A model on the meta device can be sharded first, given memory
+    by ``to_empty``, and initialised or loaded then.
 
     A call of a layer is collective (:class:`ShardedMoE`). Rows go to the ranks of their experts and come back, with one
     read of numbers by the host or none; the rank of a token sums its choices, in their order. Sums of rows over an
@@ -132,6 +133,7 @@ def shard(
     options |= {"deduplicate": deduplicate, "transport": transport}
     described = {name: _described(layer) for name, layer in layers.items()}
     compare("shard", mesh.get_group(), {"argument": options, "layer": described}, problem)
+    watch()
     number = next_model(mesh.get_group())
     made: dict[int, nn.Parameter] = {}
     for name, layer in layers.items():

@@ -30,14 +30,14 @@ def is_called_plainly(module: Any, kind: type[nn.Module]) -> bool:
     for hooks in global_call_hooks:
         if hooks:
             return False
-    return not attached_to(module)
+    return not attached_to(module) and _is_as_written(kind)
 
 
 def attached_to(module: nn.Module) -> str:
-    """Return what a call of ``module`` runs in addition to, or in place of, the ``forward`` of its source.
+    """Return what a call of ``module`` runs in addition to, or in place of, the ``forward`` of its class.
 
     Args:
-        module: of any class; hooks of all modules do not count.
+        module: of any class. Hooks of all modules do not count.
 
     Returns:
         Words for an error; "" if there is nothing.
@@ -46,9 +46,7 @@ def attached_to(module: nn.Module) -> str:
         if getattr(module, name):
             return "hooks"
     own = module.__dict__
-    if "forward" in own or "_call_impl" in own or not _is_as_written(type(module)):
-        return "a forward of its own"
-    return ""
+    return "a forward of its own" if "forward" in own or "_call_impl" in own else ""
 
 
 def _is_as_written(kind: Any) -> bool:

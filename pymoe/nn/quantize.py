@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from pymoe.nn.experts import Experts
 from pymoe.nn.options import check_model
-from pymoe.nn.plain_calls import attached_to
+from pymoe.nn.plain_calls import attached_to, is_of_its_source
 from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
 from pymoe.reference.quantized_weight import check_bits
 
@@ -48,6 +49,10 @@ def quantize_experts(model: nn.Module, bits: int = 8) -> Quantized:
     layers stay as they are. The errors are those of :func:`pymoe.ops.quantize_weight`: 0.7 % of the weights' norm with
     8 bits and 7 % with 4, for normally distributed weights.
 
+    Weights with a parametrization (:mod:`torch.nn.utils.parametrize`) are rounded as it gives them, and it is gone
+    then. ``save_pretrained`` of a model of transformers raises once its experts are quantised, since nothing could load
+    its files: save the ``state_dict()``.
+
     Layers are quantised one after another, and the original weights of each are freed before the next one's turn. A
     weight that is not finite is met in the middle of that: its layer and those after it stay as they were, while those
     before it stay quantised. A model on the meta device is quantised too, and then takes the state dict of another one:
@@ -64,7 +69,8 @@ def quantize_experts(model: nn.Module, bits: int = 8) -> Quantized:
         TypeError: ``model`` is not a module, ``bits`` not an int, or weights are float64.
         ValueError: ``bits`` is neither 8 nor 4; there are no experts to quantise; some are in training mode and
             require gradients; an :class:`Experts` has hooks or a ``forward`` of its own, which the
-            :class:`QuantizedExperts` would not have; or a weight is not finite.
+            :class:`QuantizedExperts` would not have; an adapter of PEFT is around experts; weights are offloaded; or a
+            weight is not finite.
     """
     check_model("quantize_experts", model)
     check_bits("quantize_experts", "bits", bits)
@@ -83,15 +89,16 @@ def quantize_experts(model: nn.Module, bits: int = 8) -> Quantized:
         _check_weights(name, experts)
     before = after = 0
     for _, experts in found:
-        names = list(_weights_of(experts))
-        before += sum(experts.get_parameter(name).nbytes for name in names)
+        weights = _weights_of(experts)
+        before += sum(weight.nbytes for weight in weights.values())
         if isinstance(experts, Experts):
             replacement: nn.Module = QuantizedExperts.from_experts(experts, bits)
             _replace(model, experts, replacement)
         else:
             replacement = experts
             _quantize_in_place(experts, bits)
-        after += sum(getattr(replacement, name).packed.nbytes for name in names)
+        after += sum(getattr(replacement, name).packed.nbytes for name in weights)
+        del weights
     return Quantized(len(found), before, after)
 
 
@@ -106,6 +113,17 @@ def _weights_of(module: nn.Module) -> dict[str, Tensor]:
 
 def _check_weights(name: str, experts: nn.Module) -> None:
     weights = _weights_of(experts).values()
+    path, _, own = name.rpartition(".")
+    if own == "base_layer":  # as PEFT names it
+        raise ValueError(
+            f"quantize_experts: model must have experts that nothing adapts, got {path!r} with an adapter, which reads "
+            f"the weights that it adapts; merge it first (merge_and_unload() in PEFT)"
+        )
+    if any(weight.is_meta for weight in weights) and (bringing := attached_to(experts)):
+        raise ValueError(
+            f"quantize_experts: model must have its weights in memory, or all of them on the meta device, got {name!r} "
+            f"with {bringing} that may bring them when it is called; load the model without offloading"
+        )
     if any(weight.dtype == torch.float64 for weight in weights):
         raise TypeError(
             f"quantize_experts: model must have weights in float32, bfloat16 or float16, as rows are multiplied with "
@@ -125,7 +143,8 @@ def _check_weights(name: str, experts: nn.Module) -> None:
 
 def lost_with(experts: Experts) -> str:
     """Return what replacing a module would take away from its calls; "" if nothing."""
-    return attached_to(experts) or ("" if type(experts).forward is Experts.forward else "a forward of its own")
+    plain = type(experts).forward is Experts.forward and is_of_its_source(Experts, "forward")
+    return attached_to(experts) or ("" if plain else "a forward of its own")
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
@@ -143,5 +162,7 @@ def _quantize_in_place(experts: nn.Module, bits: int) -> None:
         for name, weight in _weights_of(experts).items()
     }
     for name, layer in layers.items():
+        if parametrize.is_parametrized(experts, name):
+            parametrize.remove_parametrizations(experts, name)
         delattr(experts, name)
         setattr(experts, name, layer)

@@ -37,6 +37,9 @@ class QuantizedLinear(nn.Module):
     Attributes:
         packed: (E, ceil(N / 64), bytes) uint8.
 
+    ``state_dict`` keys: ``packed``, and ``sizes``, (3,) int64: bits, N and H. Loading those of other sizes raises
+    :class:`RuntimeError`; a state without ``sizes`` is compared by the shape of ``packed`` alone.
+
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: an argument is out of range.
@@ -98,6 +101,40 @@ class QuantizedLinear(nn.Module):
         rows: Tensor = operators(self.backend).quantized_linear(rows_SH, self.weight, offsets, bias)
         return rows
 
+    @property
+    def sizes(self) -> Tensor:
+        """(3,) int64 on the CPU: bits, N and H, which a state dict holds next to the bytes."""
+        return torch.tensor([self.bits, self.output_features, self.input_features], device="cpu")
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "sizes"] = self.sizes
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        # Weights are filled up to whole tiles, so those of other sizes may have as many bytes.
+        key = prefix + "sizes"
+        saved = state_dict.get(key)  # states of before did not have it
+        if saved is not None and (seen := saved.tolist()) != (own := self.sizes.tolist()):
+            error_msgs.append(
+                f"size mismatch for {prefix}packed: expected bits, output and input features {own}, got {seen} in the "
+                f"state dict."
+            )
+            return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if key in unexpected_keys:
+            unexpected_keys.remove(key)
+
     def __getitem__(self, expert: object) -> NoReturn:
         """Refuse: there is no tensor of one expert's weights in here."""
         raise TypeError(_NO_TENSOR)
@@ -130,7 +167,8 @@ class QuantizedExperts(nn.Module):
         device: of the buffers.
         dtype: of the biases.
 
-    ``state_dict`` keys: ``w_in.packed``, ``w_out.packed`` (uint8), and ``b_in``, ``b_out`` if ``bias``.
+    ``state_dict`` keys: ``packed`` and ``sizes`` of ``w_in`` and ``w_out`` (:class:`QuantizedLinear`), and ``b_in`` and
+    ``b_out`` if ``bias``.
 
     Attributes:
         w_in: :class:`QuantizedLinear` of (E, 2F, H) weights for gated activations, else of (E, F, H), in the layout of

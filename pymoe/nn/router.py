@@ -107,6 +107,13 @@ class Router(nn.Module):
         check_backend("Router", backend)
         check_dtype("Router", dtype)
         _check_groups(num_experts, top_k, num_groups, topk_groups)
+        if top_k == 1 < num_experts and renormalize:
+            warn_once(
+                "one choice renormalized",
+                "Router: top_k=1 with renormalize=True makes every weight 1, so that the loss gives the router a "
+                "gradient of exactly 0 and it does not learn; pass renormalize=False, as Switch Transformer does",
+                stacklevel=2,
+            )
         self.hidden_size = hidden_size
         self.num_experts = num_experts
         self.top_k = top_k

@@ -334,3 +334,64 @@ def refused(rank, world, what):
 def is_wrapped(rank, world):
     """What data_parallel returns."""
     return [isinstance(made((2, 2), "ddp")[1], DistributedDataParallel), made((2, 2), "fsdp")[1] is not None]
+
+
+def twins(rank, world, kind, init_sync=True):
+    """Whether ranks with the same experts have equal ones that are those of the first, and whether they had before."""
+    mesh = mesh_of(2, world // 2)
+    torch.manual_seed(mesh.get_local_rank("edp"))
+    spread = nn.Sequential(nn.Linear(H, H), MoE(H, 6, E, 2, bias=True))
+    ep.shard(spread, mesh["ep"])
+    before = {name: one.to_local().clone() for name, one in spread[1].experts.named_parameters()}
+    firsts = {name: one.clone() for name, one in before.items()}
+    source = dist.get_process_group_ranks(mesh.get_group(0))[0]
+    for one in firsts.values():
+        dist.broadcast(one, source, group=mesh.get_group(0))
+    differed = any(not torch.equal(before[name], one) for name, one in firsts.items())
+    ep.data_parallel(spread, mesh, kind=kind, **({} if init_sync else {"init_sync": False}))
+    wanted = firsts if init_sync else before
+    found = []
+    for name, one in spread[1].experts.named_parameters():
+        found.append(torch.equal(_of_expert_group(one, mesh, kind), wanted[name]))
+    return mesh.get_local_rank("edp"), differed, all(found)
+
+
+def _of_expert_group(parameter, mesh, kind):
+    """A parameter as this rank's place among the experts has it, whether FSDP has cut it further or not."""
+    if kind == "ddp":
+        return parameter.to_local()
+    whole = parameter.full_tensor()
+    return whole.chunk(mesh["ep"].size())[mesh.get_local_rank("ep")]
+
+
+def other_twins(rank, world):
+    """What ranks are told whose twins have experts of another size."""
+    mesh = mesh_of(2, world // 2)
+    spread = ep.shard(MoE(H, 6 + mesh.get_local_rank("edp"), E, 2), mesh["ep"])
+    try:
+        ep.data_parallel(spread, mesh)
+    except ep.GroupError as error:
+        return str(error)
+
+
+def early_optimizer(rank, world):
+    """What a step of an optimizer says that was made before the model was sharded, and one made afterwards."""
+    whole = model()
+    early = torch.optim.SGD(whole.parameters(), lr=0.1)
+    spread = ep.shard(whole, dist.group.WORLD)
+    spread(data(world)[0, rank]).sum().backward()
+    torch.optim.SGD(spread.parameters(), lr=0.1, foreach=False).step()
+    try:
+        early.step()
+    except RuntimeError as error:
+        return str(error)
+
+
+def norm_of_16_bits(rank, world, dtype):
+    """How far the norm of 16-bit gradients is from that of their numbers."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.zeros(300, 7, dtype=getattr(torch, dtype))) for _ in range(3)]
+    for one in parameters:
+        one.grad = torch.randn(300, 7).to(one.dtype)
+    exact = torch.cat([one.grad.double().flatten() for one in parameters]).norm()
+    return float((ep.clip_grad_norm_(parameters, 1e9) / exact - 1).abs())

@@ -175,3 +175,33 @@ def test_what_does_not_fit_is_refused(ranks, what, kind, text):
 )
 def test_clipping_refuses_what_is_no_parameter_or_number(what, kind, text):
     assert parallel.clip_refused(0, 1, what) == [kind, f"clip_grad_norm_: {text}"]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_ranks_with_the_same_experts_start_from_those_of_the_first(ranks, kind):
+    """Another seed on each: they stayed different for ever, each rank's own output for the same tokens."""
+    for row, differed, right in ranks.run(parallel.twins, kind=kind):
+        assert differed == (row == 1)
+        assert right
+
+
+def test_nothing_is_sent_where_ddp_is_told_so(ranks):
+    assert all(right for _, _, right in ranks.run(parallel.twins, kind="ddp", init_sync=False))
+
+
+def test_ranks_whose_twins_have_other_experts_are_told(ranks):
+    for said in ranks.run(parallel.other_twins):
+        assert (
+            "data_parallel: all ranks of the group must have the same layer 'experts', got options hidden_size" in said
+        )
+
+
+def test_an_optimizer_from_before_the_model_was_sharded_is_noticed(ranks):
+    """It kept the parameters of before, and the experts never trained."""
+    for said in ranks.run(parallel.early_optimizer):
+        assert "SGD: an optimizer must be made after pymoe.ep.shard" in said
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_norm_of_16_bit_gradients_is_not_rounded_to_16_bits(ranks, dtype):
+    assert max(ranks.run(parallel.norm_of_16_bits, dtype=dtype)) < 1e-6

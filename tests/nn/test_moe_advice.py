@@ -8,7 +8,7 @@ import torch
 from moe_layers import make_input, make_layer
 from torch import nn
 
-from pymoe.nn import Router, options, update_expert_biases
+from pymoe.nn import MoE, Router, options, update_expert_biases
 
 
 @pytest.fixture(autouse=True)
@@ -118,3 +118,21 @@ def test_made_for_inference(heard):
     layer.eval()
     Router(4, 4, 2).eval()
     assert texts(heard) == []
+
+
+def test_one_choice_with_renormalized_weights_is_told_of_once(heard):
+    """Its router has a gradient of exactly 0, and never learns."""
+    layer = MoE(12, 10, 8, 1)
+    layer(torch.randn(5, 12)).sum().backward()
+    assert layer.router.weight.grad.eq(0).all()
+    (text,) = texts(heard)
+    assert "top_k=1 with renormalize=True" in text
+    assert "pass renormalize=False" in text
+    Router(12, 8, 1)
+    assert len(texts(heard)) == 1
+
+
+@pytest.mark.parametrize("options", [{"renormalize": False}, {"num_experts": 1}, {"top_k": 2}], ids=str)
+def test_a_router_that_learns_is_not_told_of(options, heard):
+    MoE(**{"hidden_size": 12, "ffn_size": 10, "num_experts": 8, "top_k": 1} | options)
+    assert not texts(heard)

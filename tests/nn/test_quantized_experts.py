@@ -7,6 +7,8 @@ import torch
 from moe_layers import BACKENDS, make_layer
 from safetensors.torch import load_file, save_file
 from specs.comparison import assert_same_bits
+from torch import nn
+from torch.nn.utils import parametrize
 
 import pymoe
 from pymoe import reference
@@ -91,7 +93,8 @@ def test_state_goes_through_safetensors_and_the_meta_device(bits, bias, tmp_path
     quantize_experts(moe, bits)
     state = moe.state_dict()
     biases = {"experts.b_in", "experts.b_out"} if bias else set()
-    assert state.keys() == {"router.weight", "experts.w_in.packed", "experts.w_out.packed", *biases}
+    weights = {f"experts.{weight}.{key}" for weight in ("w_in", "w_out") for key in ("packed", "sizes")}
+    assert state.keys() == {"router.weight", *weights, *biases}
     save_file(state, tmp_path / "state")
     with torch.device("meta"):
         other = MoE(40, 36, 8, 2, bias=bias).eval()
@@ -372,3 +375,81 @@ def test_compiles_whole(bits):
     x = torch.randn(6, 40)
     compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
     assert_same_bits(compiled(x), moe(x), "y")
+
+
+@BITS
+@pytest.mark.parametrize("assign", [False, True])
+def test_the_state_of_a_layer_of_another_size_is_refused(bits, assign):
+    """Weights are filled up to whole tiles: those of 48 inner features had the shape of 64, and were taken for them."""
+    small, large = (MoE(64, ffn, 4, 2).eval() for ffn in (48, 64))
+    for one in (small, large):
+        quantize_experts(one, bits)
+    assert small.experts.w_out.packed.shape == large.experts.w_out.packed.shape
+    before = large.experts.w_in.packed.clone()
+    for strict in (True, False):
+        with pytest.raises(
+            RuntimeError, match=r"size mismatch for experts.w_in.packed: expected bits, output and input"
+        ):
+            large.load_state_dict(small.state_dict(), assign=assign, strict=strict)
+    assert torch.equal(large.experts.w_in.packed, before)
+
+
+def test_states_without_sizes_and_with_other_keys():
+    """Those of before the sizes were saved load; what is missing or unknown is still told."""
+    moe, other = layer(), layer()
+    for one in (moe, other):
+        quantize_experts(one, 8)
+    state = moe.state_dict()
+    old = {key: value for key, value in state.items() if not key.endswith("sizes")}
+    other.load_state_dict(old)
+    with pytest.raises(RuntimeError, match=r"Missing key.*w_in.packed"):
+        other.load_state_dict({key: value for key, value in state.items() if key != "experts.w_in.packed"})
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*w_in.shape"):
+        other.load_state_dict({**state, "experts.w_in.shape": torch.zeros(1)})
+
+
+class Shifted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.by = nn.Parameter(torch.tensor(0.25))
+
+    def forward(self, weight):
+        return weight + self.by
+
+
+@torch.no_grad()
+@BITS
+def test_parametrized_weights_are_rounded_as_they_are_used(bits):
+    """It said that 'w_in' was no Parameter."""
+    moe, plain, x = layer(), layer(), torch.randn(9, 40)
+    parametrize.register_parametrization(moe.experts, "w_in", Shifted())
+    plain.experts.w_in += 0.25
+    assert quantize_experts(moe, bits) == quantize_experts(plain, bits)
+    assert_same_bits(moe(x), plain(x), "y")
+
+
+class Adapter(nn.Module):
+    """What PEFT puts around a module whose parameter it adapts."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, *args):
+        return self.base_layer(*args)
+
+
+def test_experts_that_an_adapter_reads_are_refused():
+    """They were replaced under the adapter, which asked the packed weights for their dtype in the next call."""
+    moe = layer()
+    moe.experts = Adapter(moe.experts)
+    with pytest.raises(ValueError, match=r"got 'experts' with an adapter.*merge it first"):
+        quantize_experts(moe)
+    assert type(moe.experts.base_layer) is Experts
+
+
+def test_a_class_that_was_patched_is_not_replaced(monkeypatch):
+    forward = Experts.forward
+    monkeypatch.setattr(Experts, "forward", lambda *args: 2 * forward(*args))
+    with pytest.raises(ValueError, match="a forward of its own"):
+        quantize_experts(layer())

@@ -7,6 +7,7 @@ configuration holds.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -102,3 +103,26 @@ def implementation(experts: Any) -> str | None:
 def set_implementation(experts: Any, name: str | None) -> None:
     """Choose the implementation of an experts module, and of all that share its configuration."""
     experts.config._experts_implementation = name
+
+
+@functools.cache
+def refuse_to_save(reason_of: Callable[[Any], str]) -> None:
+    """Make ``save_pretrained`` of all models raise :class:`ValueError` where ``reason_of(model)`` says why.
+
+    transformers asks nobody before it saves, whoever calls it (``Trainer``, ``push_to_hub``), so its method is wrapped,
+    once for all models. Adapters are saved without the model that they adapt.
+
+    Args:
+        reason_of: returns a sentence, or "" for a model that can be saved.
+    """
+    from transformers import PreTrainedModel
+
+    save: Callable[..., Any] = PreTrainedModel.save_pretrained
+
+    @functools.wraps(save)
+    def save_pretrained(self: Any, *arguments: Any, **named: Any) -> Any:
+        if not getattr(self, "_hf_peft_config_loaded", False) and (reason := reason_of(self)):
+            raise ValueError(reason)
+        return save(self, *arguments, **named)
+
+    PreTrainedModel.save_pretrained = save_pretrained

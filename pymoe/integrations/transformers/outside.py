@@ -106,8 +106,8 @@ PARTS: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
 def may_do_work_of_parts(module: Any, cls: type) -> bool:
     """Return whether the forward for ``cls`` computes what the parts of ``module`` compute that it does not call.
 
-    Not where one has hooks, another class or another ``forward``, or where somebody has patched the ``forward`` of ``cls``
-    itself: they would not be heard.
+    Not where one has hooks, another class or another ``forward``, or where somebody has patched the ``forward`` of
+    ``cls`` itself: they would not be heard.
     """
     return is_of_its_source(cls, "forward") and all(
         place(type(part)) == expected and is_called_plainly(part, type(part))
