@@ -429,9 +429,9 @@ class MoE(nn.Module):
 
     def _weight_of_input_dtype(self) -> Tensor | None:
         """Return the parameter whose dtype and device ``x`` must have, or None where only a called part has it."""
-        experts = self.experts
+        experts: Any = self.experts
         if is_called_plainly(experts, Experts):
-            return experts.w_in
+            return experts.w_in  # type: ignore[no-any-return]
         # Quantised weights are integers, and serve rows of every dtype.
         if type(experts) is QuantizedExperts and is_called_plainly(self.router, Router):
             return self.router.weight

@@ -10,7 +10,7 @@ bring them when the part is called.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,16 +19,13 @@ from pymoe.reference import checks
 from pymoe.reference.autocast import autocast_enabled
 from pymoe.reference.expert_activation import is_gated
 
-if TYPE_CHECKING:
-    from pymoe.nn.experts import Experts, SharedExperts
 
-
-def check_networks(name: str, networks: Experts | SharedExperts, stack: tuple[int, ...], x: Tensor) -> None:
+def check_networks(name: str, networks: Any, stack: tuple[int, ...], x: Tensor) -> None:
     """Raise unless the parameters of feed-forward networks fit.
 
     Args:
         name: of the module in its layer.
-        networks: the module.
+        networks: the module, an Experts or SharedExperts. (Their file imports this one.)
         stack: the first sizes of each parameter.
         x: rows that they are to be applied to.
 
@@ -44,7 +41,7 @@ def check_networks(name: str, networks: Experts | SharedExperts, stack: tuple[in
             check_parameter(f"{name}.{parameter}", value, (*stack, *size), x)
 
 
-def networks_fit(networks: Experts | SharedExperts, stack: tuple[int, ...], x: Tensor) -> bool:
+def networks_fit(networks: Any, stack: tuple[int, ...], x: Tensor) -> bool:
     """Return whether the parameters fit without a cast, in one expression; see :mod:`pymoe.reference.checks`."""
     own = networks._parameters
     try:

@@ -94,6 +94,7 @@ def layer_of(dtype, **options):
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 
 
+@pytest.mark.thinned(usual=49)
 @DTYPES
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("layout", TOKENS.values(), ids=TOKENS)
@@ -106,6 +107,7 @@ def test_the_layout_of_tokens_changes_no_bit_on_any_way(layout, way, dtype):
         assert torch.equal(way(layer)(laid).reshape(x.shape), expected), number
 
 
+@pytest.mark.thinned(usual=35)
 @DTYPES
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("part", ["router.weight", "experts.w_in", "experts.w_out", "shared.w_in", "shared.w_out"])
