@@ -161,6 +161,9 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_save_to_state_dict": "overridden: what one module saves",
         "_load_from_state_dict": "overridden: what one module loads",
     },
+    "torch.nn.Module.state_dict": {
+        "_metadata": "versions of the modules, by which they read a state of an older release",
+    },
     "torch._ops.OpOverload": {
         "_schema": "names and kinds of its arguments",
     },
