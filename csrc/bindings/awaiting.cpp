@@ -50,26 +50,23 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
       waiters_.push_back(waiter);
       if (std::exchange(called_, true)) return;
     }
-    const WithGil gil;
-    bool interrupted = false;
-    if (!call_loop(interrupted) && !call_loop(interrupted)) {
-      // They stay, and come with whatever is put next.
-      const std::lock_guard lock(mutex_);
-      called_ = false;
-    }
-    if (interrupted) PyErr_SetInterrupt();
+    with_gil([&] {
+      bool interrupted = false;
+      if (!call_loop(interrupted) && !call_loop(interrupted)) {
+        // They stay, and come with whatever is put next.
+        const std::lock_guard lock(mutex_);
+        called_ = false;
+      }
+      if (interrupted) PyErr_SetInterrupt();
+    });
   }
 
   // Ctrl-C is for the main thread's own code: what must be told is told first.
   bool call_loop(bool& interrupted) {
     try {
-      py::handle call(call_loop_);
-      call(shared_from_this());
+      const py::object self = py::cast(shared_from_this());
+      own(or_stay([&] { return PyObject_CallOneArg(call_loop_, self.ptr()); }));
       return true;
-#ifdef PYMOE_FORCED_UNWIND
-    } catch (const PYMOE_FORCED_UNWIND&) {
-      stay();
-#endif
     } catch (...) {
       set_python_error(std::current_exception());
       const py::object error = take_error();

@@ -274,7 +274,7 @@ void run_elsewhere(const std::function<void()>& work) {
   std::exception_ptr error;
   const py::cpp_function errand([&] {
     try {
-      work();
+      or_stay(work);
     } catch (...) {
       error = std::current_exception();
     }
@@ -326,38 +326,39 @@ void PyBatchFunction::run(Batch batch) {
     columns.emplace_back(batch, i, total);
   }
 
-  const WithGil gil;
-  drop_deferred();
-  const auto run_here = [&] {
-    try {
-      adopt_thread_count();
-      require_unchanged(batch, where_.c_str());
-      if (!pin_memory_) gather(columns);
-      const Range range(range_);
-      std::vector<py::object> tensors;
-      for (Column& column : columns) {
-        tensors.push_back(!column.on_host() ? column.device_tensor()
-                          : pin_memory_     ? column.pinned_tensor()
-                                            : column.tensor());
+  with_gil([&] {
+    drop_deferred();
+    const auto run_here = [&] {
+      try {
+        adopt_thread_count();
+        require_unchanged(batch, where_.c_str());
+        if (!pin_memory_) gather(columns);
+        const Range range(range_);
+        std::vector<py::object> tensors;
+        for (Column& column : columns) {
+          tensors.push_back(!column.on_host() ? column.device_tensor()
+                            : pin_memory_     ? column.pinned_tensor()
+                                              : column.tensor());
+        }
+        const py::object output = call(batch, tensors);
+        tensors.clear();
+        hand_out(batch, split_structure(output, rows, where_.c_str()));
+      } catch (const py::error_already_set& error) {
+        fail(batch, error);
       }
-      const py::object output = call(batch, tensors);
-      tensors.clear();
-      hand_out(batch, split_structure(output, rows, where_.c_str()));
+    };
+    // Inside another batch, and on a worker of parallel calls, a thread must help, whatever is switched on there.
+    const bool known_plain = SystemSync::batches_on_this_thread() == 1 && (on_server_thread() || !on_worker_thread());
+    try {
+      if (known_plain || plain_runner == nullptr || thread_is_plain()) {
+        run_here();
+      } else {
+        run_elsewhere(run_here);
+      }
     } catch (const py::error_already_set& error) {
       fail(batch, error);
     }
-  };
-  // Inside another batch, and on a worker of parallel calls, a thread must help, whatever is switched on there.
-  const bool known_plain = SystemSync::batches_on_this_thread() == 1 && (on_server_thread() || !on_worker_thread());
-  try {
-    if (known_plain || plain_runner == nullptr || thread_is_plain()) {
-      run_here();
-    } else {
-      run_elsewhere(run_here);
-    }
-  } catch (const py::error_already_set& error) {
-    fail(batch, error);
-  }
+  });
 }
 
 bool PyBatchFunction::may_retry(const std::exception_ptr& error) {
@@ -379,8 +380,10 @@ py::object PyBatchFunction::call(Batch batch, const std::vector<py::object>& ten
   const EmptyContext context;
   const WholeStack stack;
   const GradMode enabled(true);
-  return own(PyObject_Vectorcall(function.ptr(), arguments.data() + 1, tensors.size() | PY_VECTORCALL_ARGUMENTS_OFFSET,
-                                 nullptr));
+  return own(or_stay([&] {
+    return PyObject_Vectorcall(function.ptr(), arguments.data() + 1, tensors.size() | PY_VECTORCALL_ARGUMENTS_OFFSET,
+                               nullptr);
+  }));
 }
 
 void bind_batches(py::module_& module) {

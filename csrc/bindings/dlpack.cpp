@@ -58,7 +58,7 @@ PyTypeObject* type_of(const py::module_& module, const char* name) {
 }
 
 // Throws what an error means for a request whose tensor could not be read.
-[[noreturn]] void refuse(const py::error_already_set& error, const char* where, Py_ssize_t position) {
+[[noreturn]] void refuse(const py::error_already_set& error, PyObject* object, const char* where, Py_ssize_t position) {
   if (!error.matches(PyExc_Exception)) raise(error.value());  // an interrupt
   const std::string said = py::str(error.value());
   const bool no_memory = error.matches(PyExc_MemoryError) || said.find("allocate memory") != std::string::npos ||
@@ -67,13 +67,16 @@ PyTypeObject* type_of(const py::module_& module, const char* name) {
   if (no_memory) {
     raise(PyExc_MemoryError, "%s: no memory for a contiguous copy of tensor %zd (%s)", where, position, said.c_str());
   }
-  raise(PyExc_TypeError, "%s: tensor %zd cannot be part of a batch: expected a dense tensor with strides (%s)", where,
-        position, said.c_str());
+  const py::handle tensor(object);
+  raise(PyExc_TypeError,
+        "%s: tensor %zd cannot be part of a batch: expected a dense tensor with values, got %S on %S (%s)", where,
+        position, tensor.attr("layout").ptr(), tensor.attr("device").ptr(),
+        said.substr(0, said.find('\n')).c_str());  // what follows are torch's own functions
 }
 
 // Rows are gathered in memory of the kinds that are let in here; that of other devices is not ours to read.
 void read_table(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t position) {
-  if (table->tensor_from_object(object, &tensor) != 0) refuse(py::error_already_set(), where, position);
+  if (table->tensor_from_object(object, &tensor) != 0) refuse(py::error_already_set(), object, where, position);
   const int32_t type = tensor.device.type;
   if (type == kCpu || type == kCuda || type == kCudaHost) return;
   raise(PyExc_TypeError, "%s: tensor %zd is on a device that batches are not made on (DLPack's type %d): CPU or CUDA",
@@ -102,7 +105,7 @@ py::object plain(PyObject* object, const char* where, Py_ssize_t position) {
     }
     return tensor.attr("detach")().attr("resolve_conj")().attr("resolve_neg")().attr("contiguous")();
   } catch (const py::error_already_set& error) {
-    refuse(error, where, position);
+    refuse(error, object, where, position);
   }
 }
 

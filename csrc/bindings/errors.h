@@ -21,11 +21,7 @@ py::object take_error();
 template <typename Body>
 PyObject* guarded(const Body& body) noexcept {
   try {
-    return body();
-#ifdef PYMOE_FORCED_UNWIND
-  } catch (const PYMOE_FORCED_UNWIND&) {
-    stay();
-#endif
+    return or_stay(body);
   } catch (...) {
     set_python_error(std::current_exception());
   }

@@ -191,18 +191,14 @@ struct Callback {
   GilObject function, future;
 
   void operator()() {
-    const WithGil gil;
-    const py::object called = function.take(), argument = future.take();
-    try {
-      called(argument);
-    } catch (const py::error_already_set& error) {
-      log_error("a callback of a request's future raised", exception_of(error));
-#ifdef PYMOE_FORCED_UNWIND
-    } catch (
-        const PYMOE_FORCED_UNWIND&) {  // the interpreter is gone, and with it the lock that ~WithGil would give back
-      stay();
-#endif
-    }
+    with_gil([&] {
+      const py::object called = function.take(), argument = future.take();
+      try {
+        own(or_stay([&] { return PyObject_CallOneArg(called.ptr(), argument.ptr()); }));
+      } catch (const py::error_already_set& error) {
+        log_error("a callback of a request's future raised", exception_of(error));
+      }
+    });
   }
 };
 
@@ -216,7 +212,12 @@ void add_done_callback(FutureObject& self, const DoneCallback& function) {
   const auto request = self.request;
   auto callback = std::make_shared<Callback>(Callback{GilObject(function), GilObject(borrow(object))});
   const WithoutGil released;
-  request->on_done([callback = std::move(callback)] { (*callback)(); });
+  request->on_done([callback = std::move(callback)] { (*callback)(); }, function.ptr());
+}
+
+size_t remove_done_callback(FutureObject& self, const py::object& function) {
+  if (!self.request->done()) require_this_process(self.created, "RequestFuture.remove_done_callback", "TaskPool");
+  return self.request->remove(function.ptr()).size();
 }
 
 PyObject* await(PyObject* object) {
@@ -419,6 +420,9 @@ void bind_request_future(py::module_& module) {
   def("add_done_callback", add_done_callback, py::arg("function"),
       "Call ``function(future)`` once the request is done, on the thread that completes it; at once if it is done.\n\n"
       "What the function raises is logged by the logger ``pymoe.runtime``.");
+  def("remove_done_callback", remove_done_callback, py::arg("function"),
+      "Take back this very object, which :meth:`add_done_callback` was given. Returns how many times it was there.\n\n"
+      "What was called already, or is being called, is not there any more.");
 
   module.def(
       "must_help", [](bool limited) { return help_of_this_thread(false, limited) == runtime::Help::kInBatch; },

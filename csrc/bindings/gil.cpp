@@ -49,7 +49,7 @@ WithoutGil::~WithoutGil() {
   }
 }
 
-WithGil::WithGil() {
+GilTaken::GilTaken() {
   try {
     state_ = PyGILState_Ensure();
   } catch (...) {

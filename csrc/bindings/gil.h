@@ -7,8 +7,10 @@
 //   - Waits run in slices of at most kSlice on the main thread, between which signals are served: Ctrl-C ends any of
 //     them. Other threads never serve signals, so they wait in one piece.
 //   - A thread that asks for the GIL of an interpreter that has gone stays where it is until the process ends. CPython
-//     does so itself from 3.14 on; before, it unwinds the thread through whatever C++ frames there are. This is why
-//     WithGil and WithoutGil stand here in place of pybind11's classes.
+//     does so itself from 3.14 on; before, it unwinds the thread through whatever C++ frames there are, wherever Python
+//     code that they have called takes the GIL back. So the GIL is taken by with_gil() alone and released by WithoutGil
+//     alone, which such a thread never leaves, and Python functions of users are called by or_stay(): nothing of C++ is
+//     destroyed without the GIL, and no catch (...) of the runtime, which holds no GIL, ever sees such unwinding.
 //   - Python's errors travel as py::error_already_set, so that none is set while C++ unwinds.
 #pragma once
 
@@ -60,17 +62,38 @@ class WithoutGil {
   PyThreadState* state_;
 };
 
-// From any thread, also from one that holds the GIL already.
-class WithGil {
+// Returns body(), a call of Python code: a thread that is unwound in there stays. Where a catch (...) is around Python
+// code, this goes into its try block.
+template <typename Body>
+decltype(auto) or_stay(const Body& body) {
+#ifdef PYMOE_FORCED_UNWIND
+  try {
+    return body();
+  } catch (const PYMOE_FORCED_UNWIND&) {
+    stay();
+  }
+#else
+  return body();
+#endif
+}
+
+class GilTaken {
  public:
-  WithGil();
-  ~WithGil() { PyGILState_Release(state_); }
-  WithGil(const WithGil&) = delete;
-  WithGil& operator=(const WithGil&) = delete;
+  GilTaken();
+  ~GilTaken() { PyGILState_Release(state_); }
+  GilTaken(const GilTaken&) = delete;
+  GilTaken& operator=(const GilTaken&) = delete;
 
  private:
   PyGILState_STATE state_;
 };
+
+// Returns body(), called with the GIL: from any thread, also from one that holds the GIL already.
+template <typename Body>
+decltype(auto) with_gil(const Body& body) {
+  const GilTaken gil;
+  return or_stay(body);
+}
 
 // A Python object that may be moved and destroyed without the GIL; all else is done under it.
 class GilObject {
@@ -83,9 +106,7 @@ class GilObject {
     return *this;
   }
   ~GilObject() {
-    if (pointer_ == nullptr) return;
-    const WithGil gil;
-    Py_DECREF(pointer_);
+    if (pointer_ != nullptr) with_gil([&] { Py_DECREF(pointer_); });
   }
 
   PyObject* get() const { return pointer_; }

@@ -125,10 +125,11 @@ void require_this_process(int created, const char* where, const char* kind) {
 
 void with_thread_state(const std::function<void()>& work) {
   is_worker = true;
-  const WithGil gil;
-  adopt_thread_count();
-  const WithoutGil released;
-  work();
+  with_gil([&] {
+    adopt_thread_count();
+    const WithoutGil released;
+    work();
+  });
 }
 
 void serve_with_thread_state(const std::function<void()>& work) {

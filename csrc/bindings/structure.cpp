@@ -58,13 +58,13 @@ class Split {
             "%s: the output for a batch of %lld rows has shape %R: its first dimension must be the rows", where_,
             static_cast<long long>(total_), shape.ptr());
     }
-    if (rows_.size() == 1) return {output};
+    const GradMode mode(own(PyObject_GetAttr(output.ptr(), torch.requires_grad)).ptr() == Py_True);
+    // Clients may change what they get: the function's own memory (a table, a cache, its parameters), which it may have
+    // returned, a view of it, or one row of memory as several (an expanded one) never get to them.
+    const py::object apart = own(PyObject_CallMethodNoArgs(output.ptr(), torch.clone));
+    if (rows_.size() == 1) return {apart};
     if (!sizes_) sizes_ = py::cast(rows_);
     // "Unsafe" leaves out what forbids to change one of several views in place: each goes to a client of its own.
-    const GradMode mode(own(PyObject_GetAttr(output.ptr(), torch.requires_grad)).ptr() == Py_True);
-    // Rows that are one row in memory (an expanded one) are made to be several: each client may change its own.
-    const bool one_row = output.attr("stride")(0).equal(py::int_(0));
-    const py::object apart = one_row ? output.attr("contiguous")() : output;
     PyObject* arguments[] = {apart.ptr(), sizes_.ptr()};
     const py::object views = own(PyObject_Vectorcall(torch.unsafe_split_with_sizes, arguments, 2, nullptr));
     std::vector<py::object> parts;

@@ -73,6 +73,7 @@ TorchCalls load() {
   calls.record = find("_C._profiler._RecordFunctionFast");
   calls.requires_grad = interned("requires_grad");
   calls.shape = interned("shape");
+  calls.clone = interned("clone");
   calls.gather_batch = find_optional("ops.pymoe.gather_batch.default");
   calls.cuda = find_optional("cuda");
   calls.cuda_device = find_optional("_C._cuda_getDevice");

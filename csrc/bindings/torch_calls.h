@@ -30,6 +30,7 @@ struct TorchCalls {
   PyObject* record;         // torch._C._profiler._RecordFunctionFast
   PyObject* requires_grad;  // names, interned
   PyObject* shape;
+  PyObject* clone;
   PyObject* initialized;
 };
 

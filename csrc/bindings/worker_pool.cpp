@@ -35,25 +35,21 @@ class Task final : public runtime::Job, public runtime::Completion<SystemSync> {
 
   void run() noexcept override {
     if (!claim()) return;
-    {
-      const WithGil gil;
+    with_gil([&] {
       const py::object function = function_.take(), args = args_.take(), kwargs = kwargs_.take();
       try {
-        outcome_ = GilObject(own(PyObject_Call(function.ptr(), args.ptr(), kwargs.ptr())));
+        outcome_ = GilObject(own(or_stay([&] { return PyObject_Call(function.ptr(), args.ptr(), kwargs.ptr()); })));
       } catch (const py::error_already_set& error) {
         raised_ = true;
         outcome_ = GilObject(exception_of(error));
       }
-    }
+    });
     complete();
   }
 
   void cancel() noexcept override {
     if (!claim()) return;
-    {
-      const WithGil gil;
-      function_.take(), args_.take(), kwargs_.take();
-    }
+    with_gil([&] { function_.take(), args_.take(), kwargs_.take(); });
     complete(
         std::make_exception_ptr(runtime::Cancelled("the task was cancelled: its pool stopped before it had started")));
   }
@@ -195,10 +191,10 @@ void parallel_for(const PyWorkerPool& pool, int count, const py::typing::Callabl
                                           "parallel_for: inline_limit must be a number of seconds of at least 0");
   auto workers = pool.of_this_process("parallel_for");
   const auto kept = std::make_shared<GilObject>(borrow(function.ptr()));
-  const auto call = [kept](int number) {
-    const WithGil gil;
+  const auto call_one = [](PyObject* function, int number) {
     try {
-      own(PyObject_CallOneArg(kept->get(), py::int_(number).ptr()));
+      const py::int_ argument(number);
+      own(or_stay([&] { return PyObject_CallOneArg(function, argument.ptr()); }));
     } catch (const py::error_already_set& raised) {
       py::object error = exception_of(raised);
       if (helped != nullptr && is_interrupt(error)) {
@@ -209,6 +205,7 @@ void parallel_for(const PyWorkerPool& pool, int count, const py::typing::Callabl
       throw CallRaised(std::move(error));
     }
   };
+  const auto call = [kept, call_one](int number) { with_gil([&] { call_one(kept->get(), number); }); };
   std::shared_ptr<Calls> run;
   {
     const WithoutGil released;

@@ -8,15 +8,18 @@
 // Waiting    Every wait that began before the end or begins after it returns. `error` is null if all went well, and
 //            does not change after the end.
 // Callbacks  run once each, in the order in which they were added, on the thread that completes, or at once on the
-//            thread that adds them after the end; never under a lock. They must not throw. Whoever completes several
+//            thread that adds them after the end; never under a lock. One that was added with a key can be taken back
+//            (remove) as long as the thing has not ended. They must not throw. Whoever completes several
 //            things ends them all (end) before it runs what they have called for: a callback may wait for any of them.
 // Wakers     are callbacks that wake who waits, and do nothing else: they run as part of the end.
 // Lifetime   A thread that waits or completes must hold a reference: use it through a shared_ptr.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <exception>
 #include <functional>
+#include <iterator>
 #include <mutex>
 #include <stdexcept>
 #include <utility>
@@ -35,7 +38,12 @@ class Completion {
  public:
   using Time = typename Sync::Time;
   using Callback = std::function<void()>;
-  using Callbacks = std::vector<Callback>;
+  struct KeyedCallback {
+    const void* key;
+    Callback call;
+    void operator()() const { call(); }
+  };
+  using Callbacks = std::vector<KeyedCallback>;
 
   virtual ~Completion() = default;
   Completion(const Completion&) = delete;
@@ -57,8 +65,19 @@ class Completion {
   // Only after the end: it never changes again, so it is read without the lock.
   const std::exception_ptr& error() const { return error_; }
 
-  void on_done(Callback callback) { add(callbacks_, std::move(callback)); }
-  void wake_by(Callback waker) { add(wakers_, std::move(waker)); }
+  void on_done(Callback callback, const void* key = nullptr) { add(callbacks_, {key, std::move(callback)}); }
+  void wake_by(Callback waker) { add(wakers_, {nullptr, std::move(waker)}); }
+
+  // Takes the callbacks with this key out, and returns them: they will not be called. None after the end.
+  Callbacks remove(const void* key) {
+    Callbacks removed;
+    const std::lock_guard lock(mutex_);
+    const auto stays = [key](const KeyedCallback& callback) { return callback.key != key; };
+    const auto begin = std::stable_partition(callbacks_.begin(), callbacks_.end(), stays);
+    std::move(begin, callbacks_.end(), std::back_inserter(removed));
+    callbacks_.erase(begin, callbacks_.end());
+    return removed;
+  }
 
   bool claim() {
     Sync::preempt();
@@ -68,7 +87,7 @@ class Completion {
 
   // By whom claim() was given to, once.
   void complete(std::exception_ptr error = nullptr) {
-    for (const Callback& callback : end(std::move(error))) callback();
+    for (const KeyedCallback& callback : end(std::move(error))) callback();
   }
 
   // The same, but for the callbacks: the caller runs them.
@@ -82,7 +101,7 @@ class Completion {
       callbacks.swap(callbacks_);
     }
     ended_.notify_all();
-    for (const Callback& waker : wakers) waker();
+    for (const KeyedCallback& waker : wakers) waker();
     return callbacks;
   }
 
@@ -95,7 +114,7 @@ class Completion {
  private:
   enum class Stage { kPending, kRunning, kDone };
 
-  void add(Callbacks& list, Callback callback) {
+  void add(Callbacks& list, KeyedCallback callback) {
     {
       const std::lock_guard lock(mutex_);
       if (!done()) {

@@ -14,6 +14,19 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from pymoe._torch_private import DelayedError, FunctionBase, get_sequence_nr
 
 
+def _make_anchor() -> tuple[torch.Tensor, GradientEdge]:
+    with torch.inference_mode(False), torch.enable_grad():
+        anchor = torch.empty(0, requires_grad=True, device="cpu")
+        return anchor, get_gradient_edge(anchor)
+
+
+# The leaf of all nodes that need an input which requires gradients and have none of their own: it never gets any. Its
+# accumulator is kept, because torch makes that of a leaf under the leaf's lock, and under ``detect_anomaly()`` lets go
+# of the interpreter's lock meanwhile: two threads that use a leaf whose accumulator is not there can wait for each
+# other for ever. So whatever outlives a call takes this leaf and none of its own.
+ANCHOR, _accumulator_of_the_anchor = _make_anchor()
+
+
 def add_gradients(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return ``one + other``. Either may be sparse, but torch adds a sparse tensor on the right of a dense one only."""
     return other + one if one.is_sparse and not other.is_sparse else one + other

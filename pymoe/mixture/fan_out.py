@@ -218,7 +218,7 @@ def ask(
             requests[index].to.count("given_up")
     for index, begin in sent.items():
         requests[index].member.backoff.timed_out()
-        answers.fail(index, GivenUp(f"no answer within {time.perf_counter() - begin:.3g} s"))
+        answers.fail(index, _given_up(requests[index], time.perf_counter() - begin))
     few_T = answers.came < needed_T
     if rules.raises and bool(few_T.any()):
         what, k_min = ("gradients", rules.backward_k_min) if backward else ("answers", rules.k_min)
@@ -263,13 +263,19 @@ def _collect(
             begin = sent.pop(index)
             request.to.count("given_up")
             request.member.backoff.timed_out()
-            answers.fail(index, GivenUp(f"no answer within {when - begin:.3g} s"))
+            answers.fail(index, _given_up(request, when - begin))
             continue
         else:
             request.to.count("failed")
             answers.fail(index, why)
         request.member.backoff.answered()
         del sent[index]
+
+
+def _given_up(request: ExpertRequest, seconds: float) -> GivenUp:
+    """Return why the answer to ``request`` is missing, ``seconds`` after it was sent."""
+    pool = request.to.pool
+    return GivenUp(f"no answer within {seconds:.3g} s" + ("" if pool.served else f"; {pool.why_unserved}"))
 
 
 def outcome_of(ended: Future | BaseException) -> tuple[BaseException | None, tuple[Any, ...]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pymoe.autograd.compiler_disable import compiler_disable
+from pymoe.autograd.graph_nodes import ANCHOR
 from pymoe.mixture.autograd_node import ForwardRecord, UsedAnswer, use_answers
 from pymoe.mixture.fan_out import ExpertRequest, TooFewAnswersError, ask
 from pymoe.mixture.members import Slots, members_to_ask
@@ -141,7 +142,6 @@ class MixtureOfExpertBackends(nn.Module):
         self.fallback = fallback
         self.losses = AuxiliaryLosses(aux_loss_coef, z_loss_coef)
         self.router_losses: RouterLosses | None = None
-        self._dummy = torch.empty(0, requires_grad=True, device="cpu")
         self._slots = Slots(self.max_experts)
         for backend in backends:
             check_schemas(backend, self._schemas)
@@ -285,7 +285,7 @@ class MixtureOfExpertBackends(nn.Module):
         if not (torch.is_grad_enabled() and (trains or any(x.requires_grad for x in inputs))):
             return outputs
         record = ForwardRecord(self._name, self.rules, used, rows, self._output_protos)
-        attached: tuple[Tensor, ...] = ServedCall.apply(self._dummy, record.gradients, outputs, *inputs)
+        attached: tuple[Tensor, ...] = ServedCall.apply(ANCHOR, record.gradients, outputs, *inputs)
         return attached
 
     def _carry_losses(self, weights_TK: Tensor, choice: Choice) -> Tensor:

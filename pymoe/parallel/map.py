@@ -31,6 +31,7 @@ from pymoe.autograd.isolated_graph import (
 from pymoe.autograd.random_streams import Stream
 from pymoe.parallel.run_concurrently import likeness, run_concurrently
 from pymoe.parallel.saved_tensors import Recorder
+from pymoe.parallel.workers import Visit
 
 NAME = "map_with_parallel_backward"
 
@@ -104,6 +105,11 @@ def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tupl
         return ()
     if functorch_is_active():
         return tuple([as_tuple(function(*args)) for args in args_per_call])
+    with Visit():
+        return _map(func, function, args_per_call)
+
+
+def _map(func: Any, function: Any, args_per_call: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:
     random_streams.install()
     graphs = graphs_are_made()
     calls = isolate(function, args_per_call, graphs, share=True)

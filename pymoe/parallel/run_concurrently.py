@@ -8,6 +8,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from pymoe._torch_private import profiler_enabled
 from pymoe.autograd.random_streams import Stream, restore, with_stream
 from pymoe.autograd.thread_state import ThreadState, current, in_state, known
 from pymoe.parallel.saved_tensors import Recorder, hand_over_all
-from pymoe.parallel.workers import shared_pool
+from pymoe.parallel.workers import end_thread_at_exit, shared_pool
 
 # Calls that are shorter stay on the thread that asked: a worker would spend as much on the interpreter's lock.
 INLINE_LIMIT_S = 100e-6
@@ -70,7 +71,11 @@ def run_concurrently(
 def _on_workers(run: _Run, kind: tuple[str, int]) -> None:
     began = time.perf_counter()
     limit = TRUSTED_INLINE_LIMIT_S if kind in _trusted else INLINE_LIMIT_S
-    parallel_for(shared_pool(), len(run.streams), run.call, limit)
+    try:
+        parallel_for(shared_pool(), len(run.streams), run.call, limit)
+    except (RuntimeError, CancelledError):  # the pool was stopped: what calls raise does not come this way
+        end_thread_at_exit()
+        raise
     if kind[1]:
         span = INLINE_LIMIT_S * len(run.streams) * (2 if kind in _trusted else 1)
         _remember(kind, short=not run.helped and time.perf_counter() - began <= span)

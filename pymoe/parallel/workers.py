@@ -8,21 +8,27 @@ every processor and starts more while calls are queued because those that run wa
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from pymoe._runtime import WorkerPool
 from pymoe.autograd.fork import renew_engine
 
 MOST_THREADS = 512  # with those that wait; each costs some tens of KiB
+WAIT_FOR_MAPS_AT_EXIT_S = 1.0  # that daemon threads make
 END_IDLE_THREAD_AFTER_S = 5.0  # one that was added for calls that wait
 
 _lock = threading.Lock()
 _count: int | None = None
 _pool: WorkerPool | None = None
+_visits: set[Visit] = set()
+_exiting = False
 
 
 def get_parallel_workers() -> int:
@@ -84,11 +90,53 @@ def shared_pool() -> WorkerPool:
         return _pool
 
 
+class Visit:
+    """A map that a thread of Python makes: the exit of the interpreter waits for it, see :func:`_leave`."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        end_thread_at_exit()
+        _visits.add(self)
+
+    def __exit__(self, *exception: Any) -> None:
+        _visits.discard(self)
+        end_thread_at_exit()
+
+
+def end_thread_at_exit() -> None:
+    """End this thread without a word where the interpreter exits: threads other than the main one are daemons then.
+
+    Raises:
+        SystemExit: it does. On the main thread, whose exit handlers may still make calls, nothing is raised.
+    """
+    if _exiting and threading.current_thread() is not threading.main_thread():
+        raise SystemExit("the interpreter is exiting")
+
+
+def _leave() -> None:
+    """Let no daemon thread be inside a map when the interpreter goes.
+
+    Before CPython 3.14 a thread that then wants the interpreter's lock is unwound, and if it is in a function of torch,
+    that aborts the process. So maps that run are cut short and waited for, but not for calls that take long: one that
+    sleeps in Python code does no harm.
+    """
+    global _exiting
+    _exiting = True
+    if _pool is not None:
+        _pool.shutdown(drain=False)
+    end = time.monotonic() + WAIT_FOR_MAPS_AT_EXIT_S
+    while _visits and time.monotonic() < end:
+        time.sleep(0.001)
+
+
 def _forget() -> None:
-    """Forget the pool in the child of a fork, which has none of the threads and maybe a lock that stays held."""
+    """Forget the threads in the child of a fork, which has none of them and maybe a lock that stays held."""
     global _lock, _pool
     _lock = threading.Lock()
     _pool = None
+    _visits.clear()
 
 
 os.register_at_fork(after_in_child=_forget)
+atexit.register(_leave)

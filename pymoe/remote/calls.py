@@ -168,8 +168,7 @@ class Call:
             found = [tuple(one.shape) for one in tensors]
             raise ProtocolError(f"{self._where}: expected an answer of shapes {shapes}, got {found}")
         for proto, one in zip(protos, tensors, strict=True):
-            # The outputs of an expert that was converted, say to bfloat16, are not of its schema's dtype.
-            if one.dtype != proto.dtype and not (one.is_floating_point() and proto.dtype.is_floating_point):
+            if one.dtype != proto.dtype:
                 raise ProtocolError(f"{self._where}: expected an answer of {proto.dtype}, got {one.dtype}")
         self.expert.heard(reply.incarnation, reply.updates, self.method)
         at_home = tensors if self._home.type == "cpu" else [one.to(self._home) for one in tensors]

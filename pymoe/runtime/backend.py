@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from pymoe.autograd.plain_state import in_plain_state
-from pymoe.runtime.differentiate import InputGuard, as_leaf, clear_gradients, differentiate, warm_up_autograd
+from pymoe.runtime.differentiate import as_leaf, clear_gradients, differentiate, lend, warm_up_autograd, zero_grad
 from pymoe.runtime.dry_run import infer_outputs_schema, keep_buffers
 from pymoe.runtime.gradients import GradientRule, check_choice
 from pymoe.runtime.interrupts import uninterrupted
@@ -67,7 +68,8 @@ class ExpertBackend(nn.Module):
             With ``isolate=True`` a failed backward batch is run again in halves and so may make several updates. A
             backward request of more than ``max_batch_size`` rows makes several too, and may fail after some of them.
 
-    Serving a batch clears any gradients that were left in ``.grad`` of the module's parameters.
+    Serving a batch clears any gradients that were left in ``.grad`` of the module's parameters. A backend can be moved
+    to another device, but not converted to another dtype, since clients know its schemas: convert the expert before.
 
     An expert that draws random numbers (dropout) draws others in the backward pass than in the forward pass.
 
@@ -129,7 +131,6 @@ class ExpertBackend(nn.Module):
                 f"and everything a constant that the expert is called with"
             )
         self._placement = Placement(self.expert)
-        self._guard = InputGuard(self.expert)
         self._lock = lock_of([*self._placement.parameters, *optimized(opt)])
         if not self._updates_itself():
             check_updates(name, opt, self._placement.parameters, ())
@@ -209,7 +210,9 @@ class ExpertBackend(nn.Module):
     def forward(self, *inputs: Tensor) -> tuple[Any, ...]:
         """Return the flat outputs of the expert for the flat ``inputs``, computed without gradients.
 
-        For no rows the outputs have none either, and the expert is not called.
+        For no rows the outputs have none either, and the expert is not called. The expert works on copies of the
+        inputs, which stay as they are. What it returns of its parameters and buffers is copied; other memory that it keeps (a
+        cache) is returned as it is when this is called directly, and copied on the way through a pool.
 
         Raises:
             ValueError: a wrong number of inputs, or outputs that are not what the schema says.
@@ -251,13 +254,15 @@ class ExpertBackend(nn.Module):
         """Update the expert: one step of the optimizer, then one of the scheduler. Meant to be overridden.
 
         Called once a batch (every ``accumulate_steps`` batches) by the backward pass, alone: no other pass runs. The
-        gradients are in ``.grad`` of the parameters, reduced, checked and clipped as asked, and are cleared afterwards:
-        by the backward pass, or here when an overriding :meth:`backward` calls this.
+        gradients are in ``.grad`` of the parameters, reduced, checked and clipped as asked, and are cleared afterwards,
+        by ``opt.zero_grad()`` and then to None: by the backward pass, or here when an overriding :meth:`backward` calls
+        this.
         """
         if self.opt is not None:
             self.opt.step()
             self._rule.updates += 1  # made, whatever the scheduler says
             if not self._clears_itself:
+                zero_grad(self.opt)
                 clear_gradients([*self._placement.parameters, *optimized(self.opt)])
         if self.scheduler is not None:
             self.scheduler.step()
@@ -275,10 +280,7 @@ class ExpertBackend(nn.Module):
             return self._placement.run(function, tensors)
 
     def _run_forward(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-        guard = self._guard
-        if guard.copies:
-            inputs = guard.lend(inputs)
-        args, kwargs = self._schema.pack_arguments(inputs)
+        args, kwargs = self._schema.pack_arguments(lend(inputs))
         expert = self._modules["expert"]  # an attribute of a module that is a module takes 1 us to find
         assert expert is not None
         if self._buffers_change_in_forward or not self._placement.has_buffers or not expert.training:
@@ -286,8 +288,6 @@ class ExpertBackend(nn.Module):
         else:
             with keep_buffers(expert):
                 outputs = self._schema.flatten_outputs(expert(*args, **kwargs))
-        if guard.learns:
-            guard.learn(inputs)
         return self._placement.copy_own(outputs)
 
     def _run_backward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -299,11 +299,8 @@ class ExpertBackend(nn.Module):
             clear_gradients(parameters)  # of whatever else the module is used for
             with self._undo_buffers_after_errors():
                 leaves = [as_leaf(tensor) for tensor in tensors[:num_inputs]]
-                lent = self._guard.lend(leaves)
-                args, kwargs = self._schema.pack_arguments(lent)
+                args, kwargs = self._schema.pack_arguments(lend(leaves))
                 outputs = self._schema.flatten_outputs(self.expert(*args, **kwargs))
-                if self._guard.learns:
-                    self._guard.learn(lent)
                 gradients = differentiate(self._schema.output_tensors(outputs), tensors[num_inputs:], leaves, trains)
                 if trains and self._rule.prepare(parameters, len(leaves[0])):
                     changing = True
@@ -311,6 +308,7 @@ class ExpertBackend(nn.Module):
                     self._clears_itself = True
                     self.apply_gradients()
                     self._rule.updates = before + 1
+                    zero_grad(self.opt)
             return gradients
         except BaseException as error:
             mark(error, may_retry=not changing)
@@ -403,13 +401,24 @@ class ExpertBackend(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         with self._lock:
-            before_dtype = self._placement.dtype  # of the parameter itself, which stays the same object
+            self._refuse_conversion(fn)
             super()._apply(fn, recurse)
             self._placement = Placement(self.expert)
-            self._schema.any_dtype |= self._placement.dtype != before_dtype
             if isinstance(self.opt, Optimizer) and self.opt.state:
                 self.opt.load_state_dict(self.opt.state_dict())  # which moves its tensors to where parameters are now
         return self
+
+    def _refuse_conversion(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Raise TypeError if ``fn`` changes a dtype: clients and pools know the schema, which says the old one."""
+        own = [*self.expert.parameters(), *self.expert.buffers()]
+        for dtype, device in {(tensor.dtype, tensor.device): None for tensor in own if not is_lazy(tensor)}:
+            made = fn(torch.empty(0, dtype=dtype, device=device)).dtype
+            if made != dtype:
+                raise TypeError(
+                    f"ExpertBackend {self.name!r}: the expert cannot be converted from {dtype} to {made} once it is "
+                    f"served, since its schemas, which clients know, say what it takes and returns: convert it first, "
+                    f"and make a backend of it with schemas of that dtype"
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but locks and pools: a copy gets its own pools, empty and served by no runtime."""

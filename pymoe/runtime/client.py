@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -11,15 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from pymoe.autograd.graph_nodes import ANCHOR
 from pymoe.runtime.awaiting import outcome
 from pymoe.runtime.future import Future, deadline_after, seconds_left, wait
 from pymoe.runtime.protocols import Backend, RequestPool, check_backend
 from pymoe.runtime.schema import RequestSchema
 
-logger = logging.getLogger("pymoe.runtime")
-
 UNSERVED_WARNING_DELAY_S = 2.0
-"""How long a client without a timeout waits for a pool that no runtime serves until it logs a warning."""
+"""How long a client without a timeout waits for a pool that no runtime serves until it warns."""
 
 # What copies of a client have in common: the server, and what it said of itself.
 SHARED = {"_backend", "_forward_pool", "_backward_pool", "_schema"}
@@ -70,7 +69,6 @@ class ExpertClient(nn.Module):
         self.timeout = timeout
         self._schema = RequestSchema(self.name, info["forward_schema"], info["outputs_schema"])
         self._forward_pool, self._backward_pool = backend.get_pools()
-        self._dummy = torch.empty(0, requires_grad=True, device="cpu")
         # No submodule: its parameters are the server's. A tuple is not looked into.
         self._backend = (backend,)
         self._warned = False
@@ -112,7 +110,7 @@ class ExpertClient(nn.Module):
         if torch.is_grad_enabled() and (self.backend.trains or any([tensor.requires_grad for tensor in inputs])):
             if versions is not None and versions != _versions(inputs):
                 raise RuntimeError(f"{self.name}: an input was changed in place while its request was pending")
-            outputs = ServedCall.apply(self._dummy, self._backward, outputs, *inputs)
+            outputs = ServedCall.apply(ANCHOR, self._backward, outputs, *inputs)
         return self._schema.pack_outputs(outputs)
 
     def _backward(
@@ -143,12 +141,14 @@ class ExpertClient(nn.Module):
             raise
 
     def _wait_for_a_runtime(self, pool: RequestPool, future: Future) -> None:
-        """Wait for a while, then log what may be wrong. A thread that waits with a limit runs no batch itself."""
+        """Wait for a while, then warn of what may be wrong. A thread that waits with a limit runs no batch itself."""
         wait([future], timeout=UNSERVED_WARNING_DELAY_S)
         if not (future.done() or pool.served):
             self._warned = True
             pool._idle_is_known()
-            logger.warning("%s: a client waits for an answer, but %s", pool.name, pool.why_unserved)
+            warnings.warn(
+                f"{pool.name}: a client waits for an answer, but {pool.why_unserved}", RuntimeWarning, stacklevel=7
+            )
 
     def _explain(self, error: TimeoutError, pool: RequestPool, future: Future) -> None:
         """Raise another TimeoutError that says more, unless ``error`` is what the expert raised."""
@@ -225,7 +225,7 @@ class ServedCall(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, dummy: Tensor, gradients: Gradients, outputs: tuple[Any, ...], *inputs: Tensor
+        ctx: Any, anchor: Tensor, gradients: Gradients, outputs: tuple[Any, ...], *inputs: Tensor
     ) -> tuple[Any, ...]:
         ctx.gradients = gradients
         ctx.set_materialize_grads(False)

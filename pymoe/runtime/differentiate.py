@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,25 +11,14 @@ from torch import Tensor, nn
 from pymoe.runtime.batch_tensor_proto import has_gradient
 
 
-class InputGuard:
-    """Protects clients' tensors from an expert that works in place (``nn.ReLU(inplace=True)`` as its first layer).
+def lend(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies to call an expert with: whatever it does to its inputs, those of the caller stay as they are.
 
-    Such an expert gets copies, which are not leaves of autograd, so that it can be differentiated. Modules with an
-    attribute ``inplace`` tell that it is one; otherwise its first pass, which runs on copies, shows it.
+    An expert may work in place in some calls and not in others (a mode, a counter, the values), through ``.data`` or
+    numpy, where no version tells: so all get copies, always. They are no leaves of autograd, which refuses changes of
+    leaves in place.
     """
-
-    def __init__(self, expert: nn.Module) -> None:
-        self.copies = True
-        self.learns = not any(getattr(module, "inplace", False) is True for module in expert.modules())
-
-    def lend(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return what to call the expert with instead of ``tensors``."""
-        return [tensor.clone() for tensor in tensors] if self.copies else tensors
-
-    def learn(self, lent: Sequence[Tensor]) -> None:
-        """Look at what was lent after the first pass: an operation in place increments a tensor's version."""
-        self.copies = any(tensor._version for tensor in lent)
-        self.learns = False
+    return [tensor.clone() for tensor in tensors]
 
 
 def as_leaf(tensor: Tensor) -> Tensor:
@@ -80,6 +70,12 @@ def _apart(found: Sequence[Tensor | None]) -> list[Tensor | None]:
 def clear_gradients(parameters: Sequence[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.grad = None
+
+
+def zero_grad(opt: Any) -> None:
+    """Call the optimizer's own method, which may do more than to clear gradients; one without it, or None, has none."""
+    if callable(own := getattr(opt, "zero_grad", None)):
+        own()
 
 
 _autograd_is_warm = False

@@ -9,12 +9,14 @@ A request has one future: when one of several tasks that await it is cancelled, 
 
 from __future__ import annotations
 
+import concurrent.futures
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from pymoe._runtime import RequestFuture as Future
@@ -119,15 +121,41 @@ def as_completed(futures: Iterable[Any], timeout: float | None = None) -> Iterat
 
 
 def arrivals(futures: set[Any], deadline: float | None, late: type[Exception] = TimeoutError) -> Iterator[Any]:
-    """Yield each future once it is done; raise ``late`` when the deadline has passed and none is."""
+    """Yield each future once it is done; raise ``late`` when the deadline has passed and none is.
+
+    What has not been yielded forgets this wait when it ends, however it ends.
+    """
     ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
     count = len(futures)
-    for future in futures:
-        future.add_done_callback(ended.put)
+    put = ended.put  # one object, which is found again
+    pending = set(futures)
     del futures
-    future = None
-    for missing in range(count, 0, -1):
-        try:
-            yield ended.get(timeout=seconds_left(deadline))  # in no variable, which would keep it here
-        except queue.Empty:
-            raise late(f"{missing} of {count} requests are not done in time") from None
+
+    def take() -> Any:
+        future = ended.get(timeout=seconds_left(deadline))
+        pending.discard(future)
+        return future
+
+    try:
+        for future in tuple(pending):
+            future.add_done_callback(put)
+        future = None
+        for missing in range(count, 0, -1):
+            try:
+                yield take()  # in no variable, which would keep it here
+            except queue.Empty:
+                raise late(f"{missing} of {count} requests are not done in time") from None
+    finally:
+        for future in pending:
+            _forget(future, put)
+
+
+def _forget(future: Any, callback: Any) -> None:
+    """Take back what ``add_done_callback`` was given, unless the future is done and so has dropped it."""
+    if isinstance(future, concurrent.futures.Future) and not isinstance(future, Future):
+        with future._condition:  # under which it becomes done: its list of callbacks is in nobody's hands
+            if not future.done():
+                with suppress(ValueError):
+                    future._done_callbacks.remove(callback)  # type: ignore[attr-defined]
+    elif remove := getattr(future, "remove_done_callback", None):
+        remove(callback)

@@ -45,7 +45,6 @@ class RequestSchema:
     Attributes:
         inputs: the prototypes of the flat inputs, without a device: where a tensor is, is up to the client.
         outputs: those of the tensors among the flat outputs.
-        any_dtype: whether outputs may have another dtype than the schema's, since the expert was converted.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class RequestSchema:
             if isinstance(leaf, BatchTensorProto)
         ]
         self._one_output = isinstance(outputs_schema, BatchTensorProto)
-        self.any_dtype = False
 
     # --- arguments ---
 
@@ -182,12 +180,10 @@ class RequestSchema:
                 raise ValueError(f"{self.name}: outputs_schema expects {self._outputs!r}, got {shown!r}")
         for index, size, dtype in self._expected:
             if leaves[index].shape[1:] != size or leaves[index].dtype is not dtype:
-                self._check_converted(index, leaves[index], size, dtype)
+                self._refuse_output(index, leaves[index], size, dtype)
         return leaves
 
-    def _check_converted(self, index: int, output: Tensor, size: torch.Size, dtype: torch.dtype) -> None:
-        if self.any_dtype and output.shape[1:] == size:
-            return
+    def _refuse_output(self, index: int, output: Tensor, size: torch.Size, dtype: torch.dtype) -> None:
         shape = ", ".join(["rows", *map(str, size)])
         raise ValueError(
             f"{self.name}: outputs_schema expects shape ({shape}) and dtype {dtype} for output {index}, got "

@@ -66,9 +66,10 @@ class TaskPool(_runtime.TaskPool):
     Args:
         process_func: called with one tensor per position, the rows of all requests one after the other in dimension
             0; the tensors are its own. Returns a tensor, or a tuple, list, dict or nested structure of tensors with
-            as many rows; a request's result has the same structure and views of its own rows. Leaves that are not
-            tensors are handed to every request as they are. Whoever keeps or saves such a view keeps or saves the rows
-            of the whole batch: ``clone()`` what is to last. It runs with gradients enabled, on a worker of the runtime
+            as many rows; a request's result has the same structure, with views of its own rows of a copy of each
+            tensor, so that clients may change what they get, whatever the function keeps. Leaves that are not tensors
+            are handed to every request as they are. Whoever keeps or saves such a view keeps or saves the rows of the
+            whole batch: ``clone()`` what is to last. It runs with gradients enabled, on a worker of the runtime
             or on a thread that waits for a result; what it raises, every request of the batch raises.
         name: shown in statistics, errors and profiles (``pymoe::NAME batch``).
         min_batch_size: rows to wait for, as long as ``timeout`` allows.
@@ -89,14 +90,14 @@ class TaskPool(_runtime.TaskPool):
 
     Raises:
         ValueError: sizes, times or ``on_full`` are invalid.
-        TypeError: ``process_func`` cannot be called.
+        TypeError: ``process_func`` cannot be called, or there is no name, or an option that does not exist.
     """
 
     def __init__(
         self,
         process_func: Callable[..., Any],
         *,
-        name: str,
+        name: str | None = None,
         min_batch_size: int = 1,
         max_batch_size: int = 4096,
         timeout: float | None = None,
@@ -119,7 +120,10 @@ class TaskPool(_runtime.TaskPool):
         if "name" in vars(self):
             raise RuntimeError("TaskPool: __init__ was called twice")
         if not isinstance(name, str):
-            raise TypeError(f"TaskPool: name must be a string, got {type(name).__name__}")
+            got = "none" if name is None else type(name).__name__
+            raise TypeError(
+                f"TaskPool: expected name=, a string that statistics and errors call the pool by, got {got}"
+            )
         super().__init__(
             process_func,
             name=name,

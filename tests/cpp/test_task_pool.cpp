@@ -276,6 +276,36 @@ TEST_CASE("a callback that was set before the end runs once, one set later runs 
   CHECK(calls == 2);
 }
 
+TEST_CASE("callbacks with a key are taken back, in any number, and others stay in their order") {
+  auto pool = make_pool();
+  const Pointer r = request();
+  std::vector<int> calls;
+  const int one = 0, other = 0;
+  r->on_done([&] { calls.push_back(1); });
+  r->on_done([&] { calls.push_back(2); }, &one);
+  r->on_done([&] { calls.push_back(3); }, &other);
+  r->on_done([&] { calls.push_back(4); }, &one);
+  CHECK(r->remove(&one).size() == 2);
+  CHECK(r->remove(&one).empty());
+  submit(*pool, r);
+  pool.reset();
+  CHECK(calls == std::vector<int>{1, 3});
+  CHECK(r->remove(&other).empty());
+}
+
+TEST_CASE("a callback that is taken back while the end comes is called or returned, never both") {
+  for (int i = 0; i < 200; ++i) {
+    auto pool = make_pool();
+    const Pointer r = submit(*pool, request());
+    std::atomic<size_t> calls{0};
+    r->on_done([&] { ++calls; }, &calls);
+    std::thread ends([&] { pool.reset(); });
+    const size_t removed = r->remove(&calls).size();
+    ends.join();
+    CHECK(calls + removed == 1);
+  }
+}
+
 TEST_CASE("a pool that goes completes what it holds") {
   auto pool = make_pool();
   const Pointer r = submit(*pool, request());

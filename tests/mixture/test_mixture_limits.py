@@ -10,11 +10,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
-from mixtures import LONG, WIDTH, Scaled, Stuck, backend, dead, mixture, scaled
+from mixtures import LONG, WIDTH, Scaled, Stuck, backend, dead, mixture, mlp, scaled
 from torch import Tensor
 
-from pymoe.runtime import Runtime
+from pymoe.runtime import MixtureOfExpertBackends, Runtime, TooFewAnswersError
 
 SOON = 0.05  # seconds: for what is meant to run out
 ONES = torch.ones(3, WIDTH, dtype=torch.float64)
@@ -67,3 +68,10 @@ def test_an_expert_that_does_not_train_is_asked_for_gradients_only_if_the_inputs
         assert asked_backward() == {"trains": 1, "frozen": 0}
         step(ONES.clone().requires_grad_())
         assert asked_backward() == {"trains": 2, "frozen": 1}
+
+
+def test_a_mixture_that_nobody_serves_says_so() -> None:
+    """As a client does; "no answer within 2.01 s" left open whether the expert was slow."""
+    moe = MixtureOfExpertBackends([backend("a", mlp())], top_k=1, forward_timeout=0.05)
+    with pytest.raises(TooFewAnswersError, match=r"a: GivenUp: no answer within .* s; no Runtime serves the pool"):
+        moe(torch.ones(2, WIDTH, dtype=torch.float64))

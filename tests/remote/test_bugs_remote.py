@@ -311,21 +311,6 @@ def test_an_answer_of_another_kind_of_number_is_none(way: str, coalesce: bool, m
             request.result()
 
 
-class Doubling(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).double()
-
-
-def test_an_answer_of_an_expert_that_was_converted_is_taken() -> None:
-    """As a local one is: the schema says float32, the expert returns float64."""
-    backend = of(Doubling(WIDTH, WIDTH))
-    backend._schema.any_dtype = True  # as _apply() sets it
-    with ExpertServer(backend) as server, connect(server.address, timeout=LONG) as there:
-        (remote,) = there.backends()
-        assert torch.equal(remote.forward_pool(X)[0], backend.forward(X)[0])
-        assert remote.forward_pool(X)[0].dtype is torch.float64
-
-
 class BreaksOff(OwnUpdates):
     """Raises when it has made its update."""
 

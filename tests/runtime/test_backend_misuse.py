@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -115,15 +116,24 @@ def test_experts_that_work_in_place_are_served_and_change_no_clients_tensor(
         assert torch.equal(x, original)
 
 
-def test_inputs_of_other_experts_are_not_copied_after_the_first_pass() -> None:
-    seen = []
-    expert = nn.Linear(4, 4)
-    expert.register_forward_pre_hook(lambda module, args: seen.append(args[0].data_ptr()))
-    backend = make(expert, outputs_schema=X)
-    for _ in range(3):
-        backend.forward(ONES)
-    assert seen[0] != ONES.data_ptr()
-    assert seen[1:] == [ONES.data_ptr()] * 2
+# --- conversions ---
+
+
+@pytest.mark.parametrize("way", ["to", "method", "parent"])
+def test_a_served_expert_is_not_converted(way: str) -> None:
+    """Its schema stayed: no request of either dtype was served any more."""
+    backend = make()
+    convert: Callable[[], Any] = {
+        "to": lambda: backend.to(torch.bfloat16),
+        "method": backend.bfloat16,
+        "parent": lambda: nn.ModuleList([backend]).to(torch.bfloat16),
+    }[way]
+    with pytest.raises(TypeError, match=r"'e': the expert cannot be converted from torch.float32 to torch.bfloat16"):
+        convert()
+    assert {parameter.dtype for parameter in backend.parameters()} == {torch.float32}
+    backend.float().to("cpu")
+    assert backend.backward(ONES, ONES)[0].dtype == torch.float32
+    assert backend.updates == 1
 
 
 # --- steps ---

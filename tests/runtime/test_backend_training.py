@@ -406,8 +406,31 @@ def test_a_loaded_state_begins_without_what_was_accumulated() -> None:
 
 def test_moving_an_expert_moves_its_optimizer() -> None:
     backend = trained()
-    backend.double()
-    dtypes = {value.dtype for state in backend.opt.state.values() for key, value in state.items() if key != "step"}
-    assert dtypes == {torch.float64}
-    backend.backward(torch.randn(5, 4).double(), torch.ones(5, 4).double())
+    loaded: list[Any] = []
+    load, backend.opt.load_state_dict = backend.opt.load_state_dict, loaded.append
+    backend.to("cpu")
+    (state,) = loaded
+    load(state)  # moves its tensors to where parameters are
+    backend.backward(torch.randn(5, 4), torch.ones(5, 4))
     assert backend.updates == 4
+
+
+def test_the_optimizers_own_zero_grad_is_called_after_its_step() -> None:
+    """An optimizer that overrides it (to keep its own sums, say) did not notice that gradients were cleared."""
+    calls = []
+
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            calls.append("step")
+            super().step()
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            calls.append("zero_grad")
+            super().zero_grad(set_to_none=False)
+
+    expert = nn.Linear(4, 4)
+    backend = ExpertBackend("e", expert, Own(expert.parameters(), lr=0.1), args_schema=[BatchTensorProto(4)])
+    for _ in range(2):
+        backend.backward(torch.ones(2, 4), torch.ones(2, 4))
+    assert calls == ["step", "zero_grad"] * 2
+    assert [parameter.grad for parameter in expert.parameters()] == [None] * 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import io
-import logging
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -131,29 +131,25 @@ def test_a_timeout_that_the_expert_raises_is_its_own() -> None:
 
 
 def test_a_client_without_a_timeout_says_that_nobody_serves_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pymoe.runtime.client, "UNSERVED_WARNING_DELAY_S", 0.01)
     backend = plain()
     runtime = Runtime([backend])
+    said: list[str] = []
 
-    class Starts(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            runtime.start()
+    def starts(message: Any, category: type[Warning], *place: Any) -> None:
+        said.append(f"{category.__name__}: {message}")
+        runtime.start()
 
-    logger = logging.getLogger("pymoe.runtime")
-    handler = Starts()
-    logger.addHandler(handler)
-    try:
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", starts)
         client = ExpertClient(backend)
         assert torch.equal(client(torch.ones(3, 4)), torch.ones(3, 4))
         assert torch.equal(client(torch.ones(3, 4)), torch.ones(3, 4))
-    finally:
-        logger.removeHandler(handler)
-        runtime.shutdown()
-    assert [record.getMessage() for record in caplog.records] == [
-        "expert_forward: a client waits for an answer, but no Runtime serves the pool"
-    ]
+    runtime.shutdown()
+    assert said == ["RuntimeWarning: expert_forward: a client waits for an answer, but no Runtime serves the pool"]
 
 
 def test_a_pool_knows_whether_it_is_served() -> None:

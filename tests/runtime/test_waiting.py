@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
+import gc
+import queue
 import signal
 import threading
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION
+from typing import Any
 
 import pytest
 import torch
@@ -113,3 +116,46 @@ def test_those_that_do_not_come_in_time_are_counted() -> None:
     assert next(ended) is one
     with pytest.raises(TimeoutError, match="1 of 2 requests"):
         next(ended)
+
+
+def queues() -> int:
+    gc.collect()
+    return sum(type(one) is queue.SimpleQueue for one in gc.get_objects())
+
+
+@pytest.mark.parametrize("owner", ["a pool", "an executor"])
+def test_a_wait_that_ends_early_leaves_nothing_behind(owner: str) -> None:
+    """A loop that polled left a callback and a queue in each turn, and iterators that nobody had kept results."""
+    pool = TaskPool(lambda x: x, name="pool")
+
+    def pending() -> Any:
+        return pool.submit_task(ONE) if owner == "a pool" else concurrent.futures.Future()
+
+    slow, ended = pending(), pending()
+    ended.cancel()
+    before = queues()
+    for _ in range(20):
+        wait([slow], timeout=0)
+        wait([slow, ended], return_when=FIRST_COMPLETED)
+        for _ in as_completed([slow, ended]):
+            break
+        with pytest.raises(TimeoutError):
+            list(as_completed([slow, ended], timeout=0))
+    assert queues() == before
+    if owner == "an executor":
+        assert slow._done_callbacks == []
+
+
+def test_a_callback_may_be_taken_back() -> None:
+    pool = TaskPool(lambda x: x, name="pool")
+    future, told = pool.submit_task(ONE), []
+    first, second = told.append, lambda future: told.append("second")
+    future.add_done_callback(first)
+    future.add_done_callback(second)
+    future.add_done_callback(first)
+    assert future.remove_done_callback(first) == 2
+    assert future.remove_done_callback(first) == 0
+    with Runtime([pool]):
+        future.result(LONG)
+    assert told == ["second"]
+    assert future.remove_done_callback(second) == 0

@@ -18,12 +18,18 @@ from torch.autograd.graph import GradientEdge, Node
 
 from pymoe._torch_private import pytree
 from pymoe.autograd.compiled_nodes import are_compiled
-from pymoe.autograd.graph_nodes import add_gradients, apply_directly, edge_of, find_leaves_and_nodes, make_edge
+from pymoe.autograd.graph_nodes import (
+    ANCHOR,
+    add_gradients,
+    apply_directly,
+    edge_of,
+    find_leaves_and_nodes,
+    make_edge,
+)
 from pymoe.autograd.isolated_graph import has_tangent
 from pymoe.autograd.random_streams import Stream
 from pymoe.pipe.micro_batches import Whole
 
-_anchor = torch.empty(0, device="cpu", requires_grad=True)
 _PAST = "pymoe.pipe: a backward pass went past the beginning of a stage's graph"
 
 
@@ -206,7 +212,7 @@ class Graph:
                     row.append(leaf)
         if sources:
             # The anchor makes all aliases require gradients.
-            aliases = apply_directly(_StageInputs, _anchor, fixed, *sources)
+            aliases = apply_directly(_StageInputs, ANCHOR, fixed, *sources)
             self._aliases, self._guard = aliases, aliases[0]
             self.entry = entry = aliases[0].grad_fn
             for number, (row, position) in enumerate(places, 1):
