@@ -80,7 +80,11 @@ class RequestFuture:
         Requests of one batch share the exception. Takes and raises what :meth:`result` does otherwise.
         """
     def remove_done_callback(self, function: typing.Any) -> int:
-        """Take back what :meth:`add_done_callback` was given: this very object. Returns how many times it was still there."""
+        """
+        Take back this very object, which :meth:`add_done_callback` was given. Returns how many times it was there.
+
+        What was called already, or is being called, is not there any more.
+        """
     def result(self, timeout: float | None = None) -> typing.Any:
         """
         Wait for the request and return its result, or raise what its batch raised.

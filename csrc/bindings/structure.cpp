@@ -1,5 +1,6 @@
 #include "bindings/structure.h"
 
+#include <algorithm>
 #include <numeric>
 
 #include "bindings/dlpack.h"
@@ -36,6 +37,22 @@ class Split {
   Split(const std::vector<int64_t>& rows, const char* where)
       : rows_(rows), total_(std::accumulate(rows.begin(), rows.end(), int64_t{0})), where_(where) {}
 
+  // Finds the memory that several tensors of an output share: in clones of each an edit of one would not show in the
+  // others, as it does where the function is called directly, and nobody could tell.
+  void find_shared(const py::object& output) {
+    if (dlpack::is_tensor(output.ptr())) {
+      const size_t memory = memory_of(output);
+      (std::find(seen_.begin(), seen_.end(), memory) == seen_.end() ? seen_ : shared_).push_back(memory);
+      return;
+    }
+    const Deeper deeper;
+    if (PyTuple_Check(output.ptr()) || PyList_Check(output.ptr())) {
+      for (py::handle item : py::tuple(output)) find_shared(borrow(item.ptr()));
+    } else if (PyDict_Check(output.ptr())) {
+      for (py::handle item : own(PyMapping_Values(output.ptr()))) find_shared(borrow(item.ptr()));
+    }
+  }
+
   std::vector<py::object> operator()(const py::object& output) {
     if (dlpack::is_tensor(output.ptr())) return tensor(output);
     if (PyTuple_Check(output.ptr()) || PyList_Check(output.ptr())) return sequence(output);
@@ -61,7 +78,7 @@ class Split {
     const GradMode mode(own(PyObject_GetAttr(output.ptr(), torch.requires_grad)).ptr() == Py_True);
     // Clients may change what they get: the function's own memory (a table, a cache, its parameters), which it may have
     // returned, a view of it, or one row of memory as several (an expanded one) never get to them.
-    const py::object apart = own(PyObject_CallMethodNoArgs(output.ptr(), torch.clone));
+    const py::object apart = shares(output) ? output : own(PyObject_CallMethodNoArgs(output.ptr(), torch.clone));
     if (rows_.size() == 1) return {apart};
     if (!sizes_) sizes_ = py::cast(rows_);
     // "Unsafe" leaves out what forbids to change one of several views in place: each goes to a client of its own.
@@ -107,6 +124,25 @@ class Split {
     return results;
   }
 
+  // Zero where there is none.
+  static size_t memory_of(const py::object& tensor) {
+    try {
+      return tensor.attr("untyped_storage")().attr("data_ptr")().cast<size_t>();
+    } catch (const py::error_already_set& error) {
+      if (!error.matches(PyExc_Exception)) throw;
+      return 0;
+    }
+  }
+
+  // Rows that are one row in memory are made to be several all the same.
+  bool shares(const py::object& output) const {
+    if (shared_.empty()) return false;
+    const size_t memory = memory_of(output);
+    return memory != 0 && std::find(shared_.begin(), shared_.end(), memory) != shared_.end() &&
+           !output.attr("stride")(0).equal(py::int_(0));
+  }
+
+  std::vector<size_t> seen_, shared_;
   const std::vector<int64_t>& rows_;
   const int64_t total_;
   const char* where_;
@@ -116,7 +152,9 @@ class Split {
 }  // namespace
 
 std::vector<py::object> split_structure(const py::object& output, const std::vector<int64_t>& rows, const char* where) {
-  return Split(rows, where)(output);
+  Split split(rows, where);
+  if (!dlpack::is_tensor(output.ptr())) split.find_shared(output);
+  return split(output);
 }
 
 py::object cat_structures(const py::list& parts) {

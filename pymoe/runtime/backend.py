@@ -211,8 +211,8 @@ class ExpertBackend(nn.Module):
         """Return the flat outputs of the expert for the flat ``inputs``, computed without gradients.
 
         For no rows the outputs have none either, and the expert is not called. The expert works on copies of the
-        inputs, which stay as they are. What it returns of its parameters and buffers is copied; other memory that it keeps (a
-        cache) is returned as it is when this is called directly, and copied on the way through a pool.
+        inputs, which stay as they are. What it returns of its parameters and buffers is copied; other memory that it
+        keeps (a cache) is returned as it is when this is called directly, and copied on the way through a pool.
 
         Raises:
             ValueError: a wrong number of inputs, or outputs that are not what the schema says.

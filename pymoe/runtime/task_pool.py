@@ -67,7 +67,8 @@ class TaskPool(_runtime.TaskPool):
         process_func: called with one tensor per position, the rows of all requests one after the other in dimension
             0; the tensors are its own. Returns a tensor, or a tuple, list, dict or nested structure of tensors with
             as many rows; a request's result has the same structure, with views of its own rows of a copy of each
-            tensor, so that clients may change what they get, whatever the function keeps. Leaves that are not tensors
+            tensor, so that clients may change what they get, whatever the function keeps
+            (tensors that share memory with each other are not copied). Leaves that are not tensors
             are handed to every request as they are. Whoever keeps or saves such a view keeps or saves the rows of the
             whole batch: ``clone()`` what is to last. It runs with gradients enabled, on a worker of the runtime
             or on a thread that waits for a result; what it raises, every request of the batch raises.
