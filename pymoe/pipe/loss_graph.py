@@ -40,11 +40,22 @@ _FUSED = "linear_cross_entropy"
 _LEAF = "torch::autograd::AccumulateGrad"
 
 
+class Words(NamedTuple):
+    """What errors say to those who call a step."""
+
+    who: str
+    remedy: str
+    of_sums: str
+    instead: str = ""
+
+
 class Divisor(NamedTuple):
     """A number by which a part of a loss is divided; one by which it is multiplied has the exponent -1."""
 
     value: float | torch.Tensor
     exponent: int = 1
+    counts_rows: bool = False
+    """It is proportional to the number of rows in any mean over rows, and no constant."""
 
 
 @dataclass
@@ -94,7 +105,7 @@ def _read(root: Node, ends: Collection[Node | None] | None) -> LossReading:
             divisors += (Divisor(_saved(node, "self_sym_numel")),)
         elif reduction == MEAN:
             weight = getattr(node, "_saved_total_weight", None)
-            divisors += (Divisor(_saved(node, "self").numel() if weight is None else weight),)
+            divisors += (Divisor(_saved(node, "self").numel() if weight is None else weight, counts_rows=True),)
         elif reduction == SUM and not any(one.exponent == 1 for one in divisors) and _depends(node, ends):
             reading.sums.append(kind)
         is_known = kind in _LINEAR or reduction is not None
@@ -168,7 +179,7 @@ def _hear() -> None:
         }
         for what, loss in losses.items():
             assert loss.grad_fn is not None
-            if [round(value, 9) for value, _ in _numbers(_read(loss.grad_fn, None))] != [3.0]:
+            if [round(one.value, 9) for one in _numbers(_read(loss.grad_fn, None))] != [3.0]:
                 raise RuntimeError(f"pymoe.pipe: torch {torch.__version__} does not tell {what} in the graph of a loss")
         root = F.mse_loss(scores, scores.detach(), reduction="sum").grad_fn
         assert root is not None
@@ -176,67 +187,70 @@ def _hear() -> None:
             raise RuntimeError(f"pymoe.pipe: torch {torch.__version__} does not tell the reduction of an mse_loss")
 
 
-def _numbers(reading: LossReading) -> list[tuple[float, float]]:
-    """Return the different numbers that parts of a loss are divided by, and how exactly each is known."""
-    found: dict[float, float] = {}
+class _Number(NamedTuple):
+    value: float
+    counts_rows: bool
+    exact: float
+    """How exactly it is known, relative to it."""
+
+
+def _numbers(reading: LossReading) -> list[_Number]:
+    """Return the different numbers that parts of a loss are divided by, in their order."""
+    found: set[_Number] = set()
     for divisors in reading.divisors:
         product, exact = 1.0, 1e-12
-        for value, exponent in divisors:
+        for value, exponent, _ in divisors:
             if isinstance(value, torch.Tensor) and (value.is_meta or isinstance(value, FakeTensor)):
                 continue
             number = float(value)
             product = product * number if exponent == 1 else product / number if number else inf
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 exact = max(exact, 16 * torch.finfo(value.dtype).eps)
-        found[product] = max(exact, found.get(product, 0.0))
-    return sorted(found.items())
+        found.add(_Number(product, any(one.counts_rows for one in divisors), exact))
+    return sorted(found)
 
 
-def check_mean_over_rows(readings: Sequence[LossReading], rows: Sequence[int]) -> None:
+def check_mean_over_rows(readings: Sequence[LossReading], rows: Sequence[int], words: Words) -> None:
     """Raise ValueError unless the losses of micro-batches, which have so many rows, can be means over rows."""
     for reading in readings:
         if reading.sums:
             raise ValueError(
-                f"Pipe.step: loss_fn returns a sum ({_words(reading.sums[0])} with reduction='sum'), and the step "
-                "takes it for a mean over rows: give the step reduction='sum', too, or divide by the number of rows"
+                f"{words.who}: the loss is a sum ({_name(reading.sums[0])} with reduction='sum'), and is taken for a "
+                f"mean over rows: {words.of_sums}, or divide it by the number of rows"
             )
         if reading.is_weighted:
-            raise ValueError(_not_over_rows("divides by what a fused cross entropy does not tell", rows))
+            raise ValueError(_not_over_rows("divides by what a fused cross entropy does not tell", rows, words))
         if reading.nonlinear:
             raise ValueError(
-                f"Pipe.step: loss_fn takes the {_words(reading.nonlinear[0])} of a mean or sum over a micro-batch, so "
-                "its gradients are not those for the whole mini-batch. Expected a mean over rows; with reduction=len "
-                "the step takes it for one"
+                f"{words.who}: the loss is the {_name(reading.nonlinear[0])} of a mean or sum over a micro-batch, so "
+                f"its gradients are not those for the whole mini-batch. Expected a mean over rows{words.instead}"
             )
     found = [_numbers(reading) for reading in readings]
     for column in zip(*found, strict=False):
-        first, exact = column[0]
-        numbers = [number for number, _ in column]
-        is_constant = all([_equal(number, first, exact) for number in numbers])
+        first = column[0]
+        is_constant = all([_equal(one.value, first.value, first.exact) and not one.counts_rows for one in column])
         if not is_constant and not all(
-            [_equal(number * rows[0], first * count, exact) for number, count in zip(numbers, rows, strict=True)]
+            [
+                _equal(one.value * rows[0], first.value * count, first.exact)
+                for one, count in zip(column, rows, strict=True)
+            ]
         ):
-            raise ValueError(_not_over_rows(f"divides by {', '.join(f'{number:g}' for number in numbers)}", rows))
+            numbers = ", ".join(f"{one.value:g}" for one in column)
+            raise ValueError(_not_over_rows(f"divides by {numbers}", rows, words))
     if len({len(numbers) for numbers in found}) > 1:
-        raise ValueError(_not_over_rows("divides its parts by different numbers", rows))
+        raise ValueError(_not_over_rows("divides its parts by different numbers", rows, words))
 
 
 def _equal(one: float, other: float, exact: float) -> bool:
     return one == other or abs(one - other) <= exact * max(abs(one), abs(other))
 
 
-def _words(kind: str) -> str:
+def _name(kind: str) -> str:
     return kind.partition("Backward")[0]
 
 
-def _not_over_rows(what: str, rows: Sequence[int]) -> str:
+def _not_over_rows(what: str, rows: Sequence[int], words: Words) -> str:
     return (
-        f"Pipe.step: loss_fn {what} in micro-batches of {', '.join(map(str, rows))} rows, so it is not known as a mean "
-        f"over rows (padding, a mask, class weights). {REMEDY}"
+        f"{words.who}: the loss {what} in micro-batches of {', '.join(map(str, rows))} rows, so it is not known as a "
+        f"mean over rows (padding, a mask, class weights). {words.remedy}"
     )
-
-
-REMEDY = (
-    "Give the step the number that the loss is divided by, as a function of a micro-batch's target: "
-    "reduction=lambda target: (target != -100).sum(), for example"
-)

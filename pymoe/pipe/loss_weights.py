@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pymoe._torch_private import FakeTensor, pytree
-from pymoe.pipe.loss_graph import REMEDY, LossReading, check_mean_over_rows
+from pymoe.pipe.loss_graph import LossReading, Words, check_mean_over_rows
 from pymoe.pipe.micro_batches import MicroBatches
 
 Reduction = Literal["mean", "sum"] | Callable[..., Any]
@@ -22,6 +22,13 @@ PADDING = -100
 """What torch's losses, and those of others, leave out unless told otherwise."""
 
 
+STEP = Words(
+    "Pipe.step",
+    "Give the step the number that the loss is divided by, as a function of a micro-batch's target: "
+    "reduction=lambda target: (target != -100).sum(), for example",
+    "give the step reduction='sum', too",
+    "; with reduction=len the step takes it for one",
+)
 _OVER_TARGETS = {"CrossEntropyLoss", "NLLLoss", "LinearCrossEntropyLoss"}
 """Modules of torch (older ones lack the last) that divide by the sum of the weights of targets."""
 
@@ -39,7 +46,7 @@ class LossWeights(NamedTuple):
     def check(self, readings: Sequence[LossReading | None], micro_batches: MicroBatches) -> None:
         """Raise ValueError if the losses are not what they were taken for, as far as their graphs tell."""
         known = [reading for reading in readings if reading is not None]
-        check_mean_over_rows(known, micro_batches.rows)
+        check_mean_over_rows(known, micro_batches.rows, STEP)
         if any(reading.is_opaque for reading in known):
             counted = [sum(map(_not_padding, pytree.tree_leaves(values))) for values in micro_batches.values]
             if any(
@@ -48,7 +55,7 @@ class LossWeights(NamedTuple):
             ):
                 raise ValueError(
                     f"Pipe.step: micro-batches have different amounts of padding ({PADDING}), and what loss_fn divides "
-                    f"by cannot be seen. {REMEDY}, or reduction=len for a mean over rows"
+                    f"by cannot be seen. {STEP.remedy}, or reduction=len for a mean over rows"
                 )
 
 

@@ -22,9 +22,16 @@ from pymoe.pipe.distributed.watchdog import watching
 from pymoe.pipe.execution.gradients import accumulate, total
 from pymoe.pipe.execution.recompute import StageRecompute, recomputed
 from pymoe.pipe.execution.shared_layers import lock_of
+from pymoe.pipe.loss_graph import Words, check_mean_over_rows
 from pymoe.pipe.staged import StagedModel
 from pymoe.pipe.stages import Pipeline
 from pymoe.pipe.traced.stage_module import StageModule
+
+SCHEDULE = Words(
+    "pymoe.pipe",
+    "Let loss_fn divide a sum by that number for the whole mini-batch, and give the schedule scale_grads=False",
+    "give the schedule scale_grads=False",
+)
 
 
 class Rank:
@@ -92,9 +99,15 @@ class Rank:
 
         ``is_mean``: the loss of a micro-batch is a mean over its rows rather than a sum. ``module``: that of the stage;
         a ``DistributedDataParallel`` around it averages the gradients that are added.
+
+        Raises:
+            ValueError: losses are seen not to be means over rows, and ``is_mean`` says so.
         """
         step = self.step
         assert step is not None
+        if is_mean and stage == len(step.plan.rank_of) - 1:
+            read = sorted(step.readings)
+            check_mean_over_rows([step.readings[one] for one in read], [step.rows[one] for one in read], SCHEDULE)
         rows = sum(step.rows.values())
         weight_of = {size: size / rows if is_mean and rows else 1.0 for size in step.rows.values()}
         leaves, grads = step.totals[stage] = step.sums[stage].total(weight_of)

@@ -47,6 +47,7 @@ from pymoe.pipe.execution.graph import (
 )
 from pymoe.pipe.execution.recompute import StageRecompute
 from pymoe.pipe.execution.step_state import StepInputs
+from pymoe.pipe.loss_graph import LossReading, read_loss
 from pymoe.pipe.stages import INPUT, Source
 
 
@@ -89,6 +90,7 @@ class RankStep:
         self.replicated: list[DistributedDataParallel] = []  # their modules
         self.inputs: dict[int, StepInputs] = {}
         self.rows: dict[int, int] = {}
+        self.readings: dict[int, LossReading] = {}  # what the graphs of the losses tell, by micro-batch
         self.forwards = 0
         self._random: SharedSource | None = None
         self._state = current()
@@ -213,6 +215,8 @@ class RankStep:
             return  # a mean over no rows is not a number, and has no weight
         if loss.grad_fn is None:
             raise RuntimeError("pymoe.pipe: the loss does not require gradients: nothing that it depends on does")
+        if self.count > 1 and (reading := read_loss(loss, {graph.entry})) is not None:
+            self.readings[micro_batch] = reading
         root = edge_of(loss)
         leaves = find_leaves([root.node], graph.entry)
         found = differentiate([root], [torch.ones_like(loss)], graph.edges, leaves, graph.entry)

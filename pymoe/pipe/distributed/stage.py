@@ -38,6 +38,9 @@ def build_stage(pipe: Any, index: int, device: torch.device | str, group: dist.P
       stages that take them. Other processes' are ignored. Targets are given where the last stage is.
     - Rows are dimension 0 of the first tensor among the arguments. A micro-batch is weighted by its rows, unless the
       schedule has ``scale_grads=False``: then losses are sums. The number of rows may change from step to step.
+      A loss that is seen to be a mean over something else, such as tokens that are no padding, raises ValueError in
+      the process of the last stage. Let it return the sum, divided by their number in the whole mini-batch, with
+      ``scale_grads=False``.
     - Gradients are added to ``.grad`` once, at the end of a step, so hooks of parameters are called once, and
       gradients of several steps add up. Every process has a copy of a parameter that stages of several processes
       share, with the same gradient, the sum; before the first step copies are set to that of the first stage.

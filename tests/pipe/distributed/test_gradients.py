@@ -74,6 +74,57 @@ def test_losses_that_are_sums_are_summed(ranks, schedule):
     assert max(ranks(2).run(sums, name=schedule)) <= EXACT
 
 
+def padded_batch(world):
+    x, _ = next(batches(1, [4 * world - 1]))
+    target = torch.arange(len(x)) % WIDTH
+    target[1::3] = target[-2:] = -100
+    return x, target
+
+
+def tokens_of_the_whole(rank, world, name):
+    """Sums over targets that are no padding, divided by the number of these in the mini-batch."""
+    model = linear_model(world)
+    x, target = padded_batch(world)
+    tokens = (target != -100).sum()
+
+    def loss(output, target):
+        return F.cross_entropy(output, target, reduction="sum") / tokens
+
+    pipe, schedule, stages = parallel(model, name, rank, world, 2 * world, loss_fn=loss, scale_grads=False)
+    F.cross_entropy(model(x), target).backward()
+    run(schedule, stages, (x,), target=target)
+    return compare(model, pipe, stages)
+
+
+@some_schedules
+def test_sums_over_tokens_are_divided_by_those_of_the_whole_mini_batch(ranks, schedule):
+    assert max(ranks(2).run(tokens_of_the_whole, name=schedule)) <= EXACT
+
+
+def refused_losses(rank, world):
+    """What schedules raise for losses that are no means over rows, each in a group of this rank alone."""
+    x, target = padded_batch(world)
+    said = []
+    for loss in (F.cross_entropy, lambda a, b: F.cross_entropy(a, b, reduction="sum"), lambda a, b: a.mean().sqrt()):
+        groups = [dist.new_group([one]) for one in range(world)]
+        pipe = pymoe.Pipe(linear_model(2), balance=[2, 2], checkpoint="never")
+        schedule, stages = make("ScheduleInterleaved1F1B", pipe, 0, 1, 4, loss, groups[rank])
+        try:
+            run(schedule, stages, (x,), target=target)
+        except ValueError as error:
+            said.append(str(error))
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+    return said
+
+
+def test_losses_that_are_seen_to_be_no_means_over_rows_are_refused(ranks):
+    for of_tokens, of_sum, of_root in ranks(2).run(refused_losses):
+        assert "not known as a mean over rows" in of_tokens
+        assert "scale_grads=False" in of_tokens
+        assert "is a sum" in of_sum
+        assert "is the Sqrt" in of_root
+
+
 def batch_sizes(rank, world, name):
     """Outputs of one schedule for batches of other sizes and widths each time: of rows of tokens, say."""
     model = linear_model(world)
