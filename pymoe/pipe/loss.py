@@ -45,17 +45,13 @@ def with_loss(
         uncounted: micro-batches for which ``loss_fn`` is not called, and whose loss is 0.
         is_read: the graph of the loss is read. Else what it tells is None.
     """
-    stages = list(pipeline.stages)
-    last = stages[-1]
+    reading: tuple[Source, ...] = ()
+    if is_read and loss_fn is None:
+        read = with_reading(pipeline, own)
+        pipeline, reading = replace(read, outputs=pipeline.outputs), read.outputs[-1:]
     outputs = tuple(dict.fromkeys(pipeline.outputs))
     places = [outputs.index(source) for source in pipeline.outputs]
-    others: tuple[Source, ...] = (Source(INPUT, pipeline.inputs),) * has_target
-    if loss_fn is None:
-        others = ()
-        if is_read:
-            maker, number = pipeline.outputs[own]
-            others = (Source(maker, stages[maker].outputs),)
-            stages[maker] = _read_within(stages[maker], number)
+    others = reading if loss_fn is None else (Source(INPUT, pipeline.inputs),) * has_target
 
     def compute(*values: Any) -> Sequence[Any]:
         output = structure([values[place] for place in places])
@@ -71,15 +67,18 @@ def with_loss(
         return [loss, read_loss(loss, ends) if is_read else None]
 
     function: Callable[..., Sequence[Any]] = compute
-    modules = modules_of(loss_fn, [module for stage in stages for module in stage.modules])
+    modules = modules_of(loss_fn, [module for stage in pipeline.stages for module in stage.modules])
     for module in modules:
         function = with_auxiliary_losses(function, module)
-    made = Stage(function, (*outputs, *others), 2, modules, last.device)
+    stages = pipeline.stages
+    made = Stage(function, (*outputs, *others), 2, modules, stages[-1].device)
     return Pipeline((*stages, made), pipeline.inputs + has_target, (Source(len(stages), 0),))
 
 
-def _read_within(stage: Stage, number: int) -> Stage:
-    """Return a stage that makes one more output: what the graph of its output ``number``, a loss, tells."""
+def with_reading(pipeline: Pipeline, own: int) -> Pipeline:
+    """Return the pipeline with one more output: what the graph of its output ``own``, a loss, tells."""
+    maker, number = pipeline.outputs[own]
+    stage = pipeline.stages[maker]
 
     def function(*values: Any) -> Sequence[Any]:
         made = stage.function(*values)
@@ -87,7 +86,9 @@ def _read_within(stage: Stage, number: int) -> Stage:
         is_loss = isinstance(loss, torch.Tensor) and loss.numel() == 1 and not is_recomputing()
         return [*made, read_loss(loss, None) if is_loss else None]
 
-    return replace(stage, function=function, outputs=stage.outputs + 1)
+    reads = replace(stage, function=function, outputs=stage.outputs + 1)
+    stages = (*pipeline.stages[:maker], reads, *pipeline.stages[maker + 1 :])
+    return replace(pipeline, stages=stages, outputs=(*pipeline.outputs, Source(maker, stage.outputs)))
 
 
 def _nothing(outputs: Sequence[torch.Tensor]) -> torch.Tensor:

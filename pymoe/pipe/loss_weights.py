@@ -29,6 +29,11 @@ STEP = Words(
     "give the step reduction='sum', too",
     "; with reduction=len the step takes it for one",
 )
+CALL = Words(
+    "Pipe",
+    "Call step(reduction=...), which takes the number that the loss is divided by, or have one micro-batch",
+    "call step(reduction='sum')",
+)
 _OVER_TARGETS = {"CrossEntropyLoss", "NLLLoss", "LinearCrossEntropyLoss"}
 """Modules of torch (older ones lack the last) that divide by the sum of the weights of targets."""
 
@@ -43,26 +48,25 @@ class LossWeights(NamedTuple):
     are_rows: bool = False
     """The losses are taken for means over rows, which nobody has stated of this loss function."""
 
-    def check(self, readings: Sequence[LossReading | None], micro_batches: MicroBatches) -> None:
-        """Raise ValueError if the losses are not what they were taken for, as far as their graphs tell."""
-        known = [reading for reading in readings if reading is not None]
-        check_mean_over_rows(known, micro_batches.rows, STEP)
-        if any(reading.is_opaque for reading in known):
-            counted = [sum(map(_not_padding, pytree.tree_leaves(values))) for values in micro_batches.values]
-            if any(
-                count * micro_batches.rows[0] != counted[0] * rows
-                for count, rows in zip(counted, micro_batches.rows, strict=True)
-            ):
-                raise ValueError(
-                    f"Pipe.step: micro-batches have different amounts of padding ({PADDING}), and what loss_fn divides "
-                    f"by cannot be seen. {STEP.remedy}, or reduction=len for a mean over rows"
-                )
+
+def check_readings(readings: Sequence[LossReading | None], micro_batches: MicroBatches, words: Words) -> None:
+    """Raise ValueError if losses that are taken for means over rows are something else, as far as their graphs tell."""
+    known = [reading for reading in readings if reading is not None]
+    check_mean_over_rows(known, micro_batches.rows, words)
+    if any(reading.is_opaque for reading in known):
+        rows = micro_batches.rows
+        padding = [sum(map(_padding, pytree.tree_leaves(values))) for values in micro_batches.values]
+        if any(here * rows[0] != padding[0] * count for here, count in zip(padding, rows, strict=True)):
+            raise ValueError(
+                f"{words.who}: micro-batches have different amounts of padding ({PADDING}), and what the loss divides "
+                f"by cannot be seen. {words.remedy}{words.instead}"
+            )
 
 
-def _not_padding(leaf: Any) -> int:
+def _padding(leaf: Any) -> int:
     if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.is_floating_point() or leaf.is_complex():
         return 0
-    return 0 if _has_no_numbers(leaf) else int((leaf != PADDING).sum())
+    return 0 if _has_no_numbers(leaf) else int((leaf == PADDING).sum())
 
 
 def _has_no_numbers(tensor: torch.Tensor) -> bool:

@@ -210,7 +210,8 @@ class Pipe(Inspection):
         Raises:
             TypeError: the model has no such arguments, or has a ``forward`` of its own by now.
             RuntimeError: layers of the model were appended, inserted or deleted, or replaced in a stage alone.
-            ValueError: tensors have different numbers of rows; outputs of micro-batches cannot be put together.
+            ValueError: tensors have different numbers of rows; outputs of micro-batches cannot be put together; the
+                model's own loss is seen not to be a mean over rows.
             BaseException: what a stage raised first, with a note of stage and micro-batch.
         """
         micro_batches = self.staged.micro_batches(self.chunks, args, kwargs)
@@ -218,7 +219,9 @@ class Pipe(Inspection):
         if functorch_is_active() or have_tangents((args, kwargs), self):
             outputs = run_in_one_graph(pipeline, micro_batches)
         else:
-            outputs = self._engine.forward(pipeline, micro_batches, self._recomputed(len(micro_batches.rows)))
+            outputs = self._engine.forward(
+                pipeline, micro_batches, self._recomputed(len(micro_batches.rows)), self.staged.loss
+            )
         return self.staged.output(outputs, micro_batches.weights)
 
     @compiler_disable

@@ -221,6 +221,25 @@ def test_a_models_own_loss_says_what_it_divides_by_or_is_refused():
     assert_close(gradients(model), gradients(plain))
 
 
+def test_a_call_of_a_model_with_its_own_loss_refuses_a_mean_over_tokens():
+    x, y = sentences()
+    model = Captured()
+    for checkpoint in ("never", "always"):
+        pipe = pymoe.pipeline(
+            model, (x[:2], y[:2]), output_loss_value_spec={"loss": True}, chunks=4, checkpoint=checkpoint
+        )
+        with pytest.raises(ValueError, match="^Pipe: the loss divides by 8, 1, 0, 5 in micro-batches"):
+            pipe(x, y)
+        whole = y.clamp(min=0)
+        plain = copy.deepcopy(model)
+        plain(x, whole)["loss"].backward()
+        found = pipe(x, whole)["loss"]
+        found.backward()
+        assert_close(found, plain(x, whole)["loss"])
+        assert_close(gradients(model), gradients(plain))
+        model.zero_grad()
+
+
 def test_stages_of_ones_own_and_captured_models_count_by_tokens():
     x, y = sentences()
     layers = language_model()

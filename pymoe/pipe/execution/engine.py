@@ -19,8 +19,8 @@ from pymoe.pipe.execution.recompute import StageRecompute
 from pymoe.pipe.execution.shared_layers import lock_of
 from pymoe.pipe.execution.step_state import PlanRun, StepState
 from pymoe.pipe.execution.workers import Workers, inside
-from pymoe.pipe.loss import LossFunction, Structure, holds_no_tensors, with_loss
-from pymoe.pipe.loss_weights import LossWeights
+from pymoe.pipe.loss import LossFunction, Structure, holds_no_tensors, with_loss, with_reading
+from pymoe.pipe.loss_weights import CALL, STEP, LossWeights, check_readings
 from pymoe.pipe.micro_batches import MicroBatches
 from pymoe.pipe.schedules import Kind, Record, Schedule, as_run, build
 from pymoe.pipe.stages import INPUT, Pipeline, Source
@@ -69,7 +69,7 @@ class Engine:
         try:
             self._perform(state, schedule, ALL if graphs else FORWARD)
             if weights.are_rows:
-                weights.check(state.readings, micro_batches)
+                check_readings(state.readings, micro_batches, STEP)
             inputs, input_grads = state.inputs.tensors, state.inputs.grads
             leaves, grads = state.gradients()
             edited = state.inputs.edited()
@@ -79,16 +79,25 @@ class Engine:
         end_history(edited)
         return state.losses()
 
-    def forward(self, pipeline: Pipeline, micro_batches: MicroBatches, recomputed: range) -> list[list[Any]]:
-        """Return for every micro-batch the pipeline's output values, which have the pipeline as their history."""
+    def forward(
+        self, pipeline: Pipeline, micro_batches: MicroBatches, recomputed: range, own_loss: int | None = None
+    ) -> list[list[Any]]:
+        """Return for every micro-batch the pipeline's output values, which have the pipeline as their history.
+
+        ``own_loss``: the output that is a loss, a mean over rows. Raises ValueError if it is seen to be another one.
+        """
         schedule = self.schedule("gpipe", len(pipeline.stages), len(micro_batches.rows))
-        state = self._begin(pipeline, pipeline, micro_batches, graphs_are_made(), recomputed, None)
+        is_read = own_loss is not None and len(micro_batches.rows) > 1
+        read = with_reading(pipeline, own_loss or 0) if is_read else pipeline
+        state = self._begin(read, pipeline, micro_batches, graphs_are_made(), recomputed, None)
         try:
             self._perform(state, schedule, FORWARD)
+            outputs = state.outputs()
+            if is_read:
+                check_readings([values.pop().leaves[0] for values in outputs], micro_batches, CALL)
         except BaseException:
             state.release()
             raise
-        outputs = state.outputs()
         crossed = [
             leaf
             for values in outputs
