@@ -228,7 +228,7 @@ def test_a_call_of_a_model_with_its_own_loss_refuses_a_mean_over_tokens():
         pipe = pymoe.pipeline(
             model, (x[:2], y[:2]), output_loss_value_spec={"loss": True}, chunks=4, checkpoint=checkpoint
         )
-        with pytest.raises(ValueError, match="^Pipe: the loss divides by 8, 1, 0, 5 in micro-batches"):
+        with pytest.raises(ValueError, match=r"^Pipe: the loss divides by 8, 1, 0, 5 in micro-batches"):
             pipe(x, y)
         whole = y.clamp(min=0)
         plain = copy.deepcopy(model)
