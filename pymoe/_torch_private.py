@@ -102,6 +102,7 @@ len_torch_dispatch_stack: Any = _C._len_torch_dispatch_stack
 get_current_dispatch_mode_stack: Any = _dispatch._get_current_dispatch_mode_stack
 push_mode: Any = _dispatch._push_mode
 pop_mode: Any = _dispatch._pop_mode
+TorchDispatchMode = _dispatch.TorchDispatchMode  # hears of operators; its public name is in no documentation
 disable_current_modes: Any = _dispatch._disable_current_modes  # a block without dispatch modes
 GLOBAL_DEVICE_CONTEXT: Any = torch._GLOBAL_DEVICE_CONTEXT  # the thread's ``torch.set_default_device``, as a mode
 top_saved_tensors_default_hooks: Any = _C._autograd._top_saved_tensors_default_hooks
@@ -129,6 +130,8 @@ after_ADInplaceOrView_keyset: Any = _C._after_ADInplaceOrView_keyset  # the keys
 foreach_add_: Any = torch._foreach_add_  # sums of many tensors in one kernel; ``torch.optim`` uses it, too
 # What torch.export puts into a graph that holds for the dtypes of its example alone.
 assert_tensor_metadata: Any = torch.ops.aten._assert_tensor_metadata.default
+# What makes a number of Python of a tensor: ``item()``, indices, fill values.
+local_scalar_dense: Any = torch.ops.aten._local_scalar_dense.default
 
 # Attributes that other modules of pymoe use where they stand, by the class or module that has them.
 ATTRIBUTES: dict[str, dict[str, str]] = {

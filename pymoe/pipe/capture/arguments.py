@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pymoe._torch_private import pytree
+from pymoe.pipe.capture.contents import CONSTANTS
 from pymoe.pipe.capture.errors import CaptureError
-from pymoe.pipe.capture.snapshots import CONSTANTS
 
 
 class Like(NamedTuple):

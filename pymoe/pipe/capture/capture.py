@@ -138,7 +138,12 @@ def _guards(program: Any, run: ModelRun) -> Callable[[nn.Module], Guards]:
     for path, name in list(reads.attributes):
         if f"{path}.{name}".lstrip(".") in run.changed:
             del reads.attributes[path, name]
-    return partial(Guards, opaque=tuple(run.opaque), reads=reads, arguments=run.arguments)
+    guards = partial(Guards, opaque=tuple(run.opaque), reads=reads, arguments=run.arguments)
+    try:
+        guards(run.model)
+    except CaptureError as error:  # a value that cannot be watched
+        raise capture_error(error) from None
+    return guards
 
 
 def _refusal(

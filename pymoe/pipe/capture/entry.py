@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from pymoe._torch_private import pytree
 from pymoe.pipe.capture.arguments import PYTREE_HINT, Arguments, Like
+from pymoe.pipe.capture.contents import CONSTANTS, SCALARS
 from pymoe.pipe.capture.errors import CaptureError
-from pymoe.pipe.capture.external_values import ExternalValues
+from pymoe.pipe.capture.external_values import MODULES_OWN, ExternalValues, is_within
+from pymoe.pipe.capture.frozen import Snapshots
 from pymoe.pipe.capture.interception import OpaqueCalls, refusing_lost_calls
 from pymoe.pipe.capture.opaque import COMPUTED_TYPES, Computed, RealModule
 from pymoe.pipe.capture.python_reads import Answers, Recorder
 from pymoe.pipe.capture.side_effects import LineFinder, SideEffects
-from pymoe.pipe.capture.snapshots import CONSTANTS, Changes, attributes_restored
+from pymoe.pipe.capture.snapshots import Changes, attributes_restored
 
 MODEL = "model"
 """The name of the model in what ``torch.export`` is given."""
@@ -70,13 +73,14 @@ class ModelRun:
         leaves = [next(given) if isinstance(leaf, Like) else leaf for leaf in self.arguments.examples]
         args, kwargs = pytree.tree_unflatten(leaves, self.arguments.spec)
         try:
+            before = self._attributes()
             with attributes_restored(self.model) as self.changed:
                 buffers = [
                     (f"{path}.{name}".lstrip("."), name, module, value)
                     for path, module in self.model.named_modules()
                     for name, value in module._buffers.items()
                 ]
-                with self._watching_side_effects(self.changed) as side_effects:
+                with self._watching_side_effects(self.changed, before) as side_effects:
                     self.opaque_calls = OpaqueCalls(lambda: self._ignoring(side_effects))
                     with (
                         refusing_lost_calls(tensors, self.opaque_calls.held, self.recorder),
@@ -86,6 +90,7 @@ class ModelRun:
                         result = self.model(*args, **kwargs)
                 for qualified_name, name, module, value in buffers:
                     _write_back(qualified_name, value, module._buffers.get(name))
+            self.side_effects += [f"changes {name!r}, which cannot be put back" for name in self._moved(before)]
         except Exception as error:
             raise Stopped(error) from error
         paths, self.spec = pytree.tree_flatten_with_path(result)
@@ -107,14 +112,36 @@ class ModelRun:
                 found.setdefault(path, []).append(name)
         return found
 
+    def _attributes(self) -> dict[tuple[str, str], Snapshots]:
+        """Return snapshots of what the modules hold that are not opaque, and are the user's."""
+        return {
+            (path, name): Snapshots(
+                [(f"{path}.{name}".lstrip("."), partial(module.__dict__.get, name), "{}")],
+                self.external.own,
+                is_strict=False,
+            )
+            for path, module in self.model.named_modules()
+            if not is_within(path, self.opaque) and not type(module).__module__.startswith("torch.")
+            for name, value in module.__dict__.items()
+            if name not in MODULES_OWN and type(value) not in SCALARS
+        }
+
+    def _moved(self, before: dict[tuple[str, str], Snapshots]) -> list[str]:
+        """Return the names of what it has changed of what it has read: iterators that it took values from, say."""
+        reads = self.recorder.reads.attributes
+        found = (snapshots.change() for place, snapshots in before.items() if place in reads)
+        return [name for name in found if name is not None]
+
     @contextmanager
-    def _watching_side_effects(self, changed: Changes) -> Iterator[SideEffects]:
+    def _watching_side_effects(
+        self, changed: Changes, before: dict[tuple[str, str], Snapshots]
+    ) -> Iterator[SideEffects]:
         """Note what the block does to Python's values, and undo it."""
-        side_effects = SideEffects(self.external.places)
+        side_effects = SideEffects(self.external.places, self.external.own)
         self.recorder.on_object = side_effects.add_object
 
         def has_happened() -> bool:
-            if side_effects.words():
+            if side_effects.words() or self._moved(before):
                 return True
             return any(_users_module(name, self.model) is not None for name in changed.now())
 

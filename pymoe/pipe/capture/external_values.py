@@ -1,23 +1,27 @@
 """Values outside of a model that its code may read: global variables, those of enclosing functions, defaults.
 
 They are found in the bytecode, not seen when it runs: variables by name, and of Python modules and classes the
-attributes that the code takes of them.
+attributes that the code takes of them. The code is that of the model's classes and hooks, of the functions that it
+names, of those that lie in what it reads, and of the methods of objects there, as far as some code names them.
 """
 
 from __future__ import annotations
 
+import builtins
 import dis
 import functools
+import itertools
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from pymoe.pipe.capture.contents import CONSTANTS, MISSING, reachable
 from pymoe.pipe.capture.errors import is_library, is_users_file
-from pymoe.pipe.capture.snapshots import CONSTANTS, CONTAINERS, MISSING, freeze, is_users_object, restorer
+from pymoe.pipe.capture.snapshots import restorer
 from pymoe.pipe.module_hooks import FORWARD_HOOKS
 
 _CACHE = type(functools.lru_cache(lambda: None))
@@ -31,10 +35,16 @@ class ExternalValue(NamedTuple):
     where: Any
     key: str | None
 
-    def value(self, missing: Any = None) -> Any:
-        """Return what is there now."""
-        if self.key is not None:
-            return self.where.get(self.key, missing)
+    @property
+    def value(self) -> Callable[[Any], Any]:
+        """What returns what is there now, or its argument if there is nothing."""
+        if self.key is None:
+            return self._in_cell
+        if isinstance(self.where, Attributes):
+            return functools.partial(getattr, self.where.owner, self.key)
+        return functools.partial(self.where.get, self.key)
+
+    def _in_cell(self, missing: Any) -> Any:
         try:
             return self.where.cell_contents
         except ValueError:  # nothing yet
@@ -44,16 +54,14 @@ class ExternalValue(NamedTuple):
         """Put another value there."""
         if self.key is None:
             self.where.cell_contents = value
+        elif isinstance(self.where, Attributes):
+            setattr(self.where.owner, self.key, value)
         else:
             self.where[self.key] = value
 
-    def frozen(self) -> Any:
-        """Return a snapshot of what is there now."""
-        return freeze(self.value(MISSING))
-
     def restorer(self) -> Callable[[], None]:
         """Return a function that puts back what is there now, with what that holds now."""
-        value = self.value()
+        value = self.value(None)
         restore_contents = restorer(value)
 
         def restore() -> None:
@@ -63,17 +71,10 @@ class ExternalValue(NamedTuple):
         return restore
 
 
-class ClassAttributes:
-    """The attributes of a class as a dictionary."""
+class Attributes(NamedTuple):
+    """The attributes of a class, or of a Python module, as where a value is."""
 
-    def __init__(self, kind: type) -> None:
-        self._kind = kind
-
-    def get(self, name: str, missing: Any) -> Any:
-        return getattr(self._kind, name, missing)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self._kind, name, value)
+    owner: Any
 
 
 def is_within(path: str, outer: Collection[str]) -> bool:
@@ -97,124 +98,209 @@ def _module_of(function: Any) -> str:
 
 
 class ExternalValues:
-    """What the code of a model, without that of its opaque modules, may read outside of the model."""
+    """What the code of a model, without that of its opaque modules, may read outside of the model.
 
-    def __init__(self, model: nn.Module, opaque: Collection[str] = ()) -> None:
+    Args:
+        model: the model.
+        opaque: qualified names of modules that are not looked into.
+        read: attributes of its modules that its code reads. None: all.
+    """
+
+    def __init__(self, model: nn.Module, opaque: Collection[str] = (), read: Iterable[Any] | None = None) -> None:
         self.places: list[ExternalValue] = []
         self.caches: dict[int, Any] = {}
         """The functions with ``functools.lru_cache`` that it calls, by their ids."""
         self.files: set[str] = set()
         """Those of the model's classes."""
+        self.own = frozenset(map(id, model.modules()))
+        """The ids of the model's modules, whose attributes are no external values."""
+        self._reads_all = read is None
         self._functions: set[int] = set()
         self._seen: dict[tuple[int, str], Any] = {}
+        self._searched: dict[int, Any] = {}
         self._labels: Counter[str] = Counter()
-        for path, module in model.named_modules():
-            if is_within(path, opaque):
-                continue
+        self._names: set[str] = set()
+        self._classes: set[type] = set()
+        self._methods: dict[str, list[Any]] = {}  # that no code has named yet
+        modules = [(path, module) for path, module in model.named_modules() if not is_within(path, opaque)]
+        for _, module in modules:
             # None for classes that make one for every module, as those of TorchScript.
-            forward = getattr(type(module), "forward", None)
-            if not is_library(file := _file_of(forward)):
+            if not is_library(file := _file_of(getattr(type(module), "forward", None))):
                 self.files.add(file)
-            self._function(module.__dict__.get("forward", forward), type(module))
+        for _, module in modules:
+            self._class(type(module), makes_objects=False)
+            self._function(module.__dict__.get("forward", getattr(type(module), "forward", None)))
             for hook in users_hooks(module):
-                self._function(hook, type(module))
-            for value in module.__dict__.values():
-                if isinstance(value, _FUNCTIONS):
-                    self._function(value, None)
+                self._search(hook)
+            if read is None:
+                self._search({name: value for name, value in module.__dict__.items() if name not in MODULES_OWN})
+        for value in read or ():
+            self._search(value)
 
-    def _function(self, function: Any, kind: type | None) -> None:
-        """Search a function, and those that it names. ``kind``: the class of its ``self``."""
-        while isinstance(function, functools.partial):
+    def _search(self, value: Any) -> None:
+        """Search the functions that lie in a value at any depth, and the classes of the objects there."""
+        for held in reachable([value], self.own, self._searched):
+            if isinstance(held, type):
+                self._class(held, makes_objects=True)
+            elif isinstance(held, (types.FunctionType, _CACHE)):
+                self._function(held)
+            elif not isinstance(held, CONSTANTS):
+                self._class(type(held), makes_objects=False)
+
+    def _class(self, kind: type, makes_objects: bool) -> None:
+        """Search the methods of a class that the code names, or that Python calls."""
+        for base in kind.__mro__:  # super() may call those that others override
+            if base not in self._classes and not _is_pythons(base.__module__):
+                self._classes.add(base)
+                for name, method in vars(base).items():
+                    if name in self._names or (name[:2] == "__" and name not in _OF_MAKING):
+                        self._method(method)
+                    else:
+                        self._methods.setdefault(name, []).append(method)
+            if makes_objects and not _is_pythons(base.__module__):
+                for name in _OF_MAKING:
+                    self._method(vars(base).get(name))
+
+    def _method(self, method: Any) -> None:
+        if isinstance(method, property):
+            method = method.fget
+        elif isinstance(method, functools.cached_property):
+            method = method.func
+        if isinstance(method, (*_FUNCTIONS, staticmethod, classmethod, functools.partialmethod, _CACHE)):
+            self._function(method)
+
+    def _name_attribute(self, name: str) -> None:
+        if name not in self._names and name not in _OF_MAKING:
+            self._names.add(name)
+            for method in self._methods.pop(name, ()):
+                self._method(method)
+
+    def _function(self, function: Any) -> None:
+        """Search a function, and what it names."""
+        while isinstance(function, (functools.partial, functools.partialmethod)):
+            self._search([function.args, function.keywords])
             function = function.func
         if isinstance(function, types.MethodType):
-            self._object(type(function.__self__).__name__, function.__self__)
-            function, kind = function.__func__, type(function.__self__)
+            self._search(function.__self__)
+            function = function.__func__
         while (wrapped := getattr(function, "__wrapped__", None)) is not None:
             if isinstance(function, _CACHE) and self._is_users(_file_of(wrapped)):
                 self.caches[id(function)] = function
+            elif isinstance(function, types.FunctionType):
+                self._one_function(function)
             function = wrapped
         if isinstance(function, (staticmethod, classmethod)):
             function = function.__func__
-        if not isinstance(function, types.FunctionType):
-            call = vars(type(function)).get("__call__")
-            if isinstance(call, types.FunctionType) and not isinstance(function, (type, nn.Module)):
-                self._object(type(function).__name__, function)
-                self._function(call, type(function))
-            return
+        if isinstance(function, types.FunctionType):
+            self._one_function(function)
+
+    def _one_function(self, function: types.FunctionType) -> None:
         if id(function) in self._functions or not self._is_users(_file_of(function)):
             return
         self._functions.add(id(function))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if name != "__class__":
                 self._place(ExternalValue(name, cell, None))
-        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            if isinstance(default, (list, dict, set)):
-                self._place(ExternalValue(f"a default of {function.__name__}", {"default": default}, "default"))
-        self._code(function.__code__, function.__globals__, kind)
+        if self._reads_all or id(function) not in self._searched:
+            self._place(ExternalValue(function.__qualname__.rpartition(".")[2], {"": function}, ""))
+        self._code(function.__code__, function.__globals__)
 
-    def _code(self, code: types.CodeType, variables: dict[str, Any], kind: type | None) -> None:
-        steps = list(dis.get_instructions(code))
-        for step, after in zip(steps, [*steps[1:], None], strict=True):
+    def _code(self, code: types.CodeType, variables: dict[str, Any]) -> None:
+        steps = [step for step in dis.get_instructions(code) if step.opname not in _NO_STEPS]
+        for number, step in enumerate(steps):
+            name = str(step.argval)
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"):
-                taken = after.argval if after is not None and after.opname in ("LOAD_ATTR", "LOAD_METHOD") else None
-                self._name(str(step.argval), variables, taken)
-            elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR") and kind is not None:
-                for base in kind.__mro__:  # super() may call those that others override
-                    method = vars(base).get(str(step.argval))
-                    method = method.fget if isinstance(method, property) else method
-                    if isinstance(method, (types.FunctionType, staticmethod, classmethod, _CACHE)):
-                        self._function(method, kind)
+                self._name(name, variables, _attributes_after(steps, number))
+            elif step.opname == "IMPORT_NAME":
+                self._import(name, steps[number - 2 : number], variables, steps[number + 1 :])
+            elif step.opname in _TAKES_ATTRIBUTE:
+                self._name_attribute(name)
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
-                self._code(constant, variables, kind)
+                self._code(constant, variables)
+            elif isinstance(constant, str) and constant.isidentifier():  # getattr(object, "name")
+                self._name_attribute(constant)
 
-    def _name(self, name: str, variables: dict[str, Any], taken: str | None) -> None:
-        """Search a global variable, of which the code takes the attribute ``taken``."""
-        if name not in variables:
+    def _name(self, name: str, variables: dict[str, Any], taken: list[str]) -> None:
+        """Search a global variable, of which the code takes the attribute ``taken[0]``, of that ``taken[1]`` ..."""
+        if name not in variables and hasattr(builtins, name):
             return
-        value = variables[name]
-        if isinstance(value, types.ModuleType):
-            if taken is not None and self._is_users(getattr(value, "__file__", None) or "<"):
-                self._name(taken, vars(value), None)
+        self._taken(ExternalValue(name, variables, name), taken)
+
+    def _import(
+        self, name: str, arguments: list[dis.Instruction], variables: dict[str, Any], after: list[dis.Instruction]
+    ) -> None:
+        """Search what an import within a function makes a variable of."""
+        level = next((step.argval for step in arguments if isinstance(step.argval, int)), 0)
+        module = sys.modules.get(f"{variables.get('__package__')}.{name}".rstrip(".") if level == 1 else name)
+        if module is None:
+            return
+        names = [
+            str(step.argval)
+            for step in itertools.takewhile(lambda step: step.opname in ("IMPORT_FROM", *_STORES), after)
+            if step.opname == "IMPORT_FROM"
+        ]
+        for taken in [[each] for each in names] or [[]]:
+            self._taken(ExternalValue(name, {name: module}, name), taken)
+
+    def _taken(self, place: ExternalValue, taken: list[str]) -> None:
+        """Search a value of which the code takes attributes, as far as these are those of Python modules and classes;
+        of a user's Python module of which no attribute is seen all.
+        """
+        value = place.value(MISSING)
+        if not isinstance(value, (types.ModuleType, type)):
+            self._place(place)
+        elif taken:
+            if isinstance(value, types.ModuleType) or not _is_pythons(value.__module__):
+                self._taken(ExternalValue(f"{place.label}.{taken[0]}", Attributes(value), taken[0]), taken[1:])
+            if isinstance(value, type):
+                self._search(value)
         elif isinstance(value, type):
-            home = getattr(sys.modules.get(value.__module__), "__file__", None) or "<"
-            if taken is not None and (self._is_users(home) or value.__module__ == "__main__"):
-                self._place(ExternalValue(f"{name}.{taken}", ClassAttributes(value), taken))
-        else:
-            self._place(ExternalValue(name, variables, name))
+            self._place(place)
+        elif self._is_users(getattr(value, "__file__", None) or "<"):
+            for name, held in vars(value).items():
+                if name[:2] != "__" and not isinstance(held, types.ModuleType):
+                    self._place(ExternalValue(f"{place.label}.{name}", Attributes(value), name))
 
     def _place(self, place: ExternalValue) -> None:
-        value = place.value()
-        if (id(place.where), place.label) in self._seen or isinstance(value, (types.ModuleType, nn.Module)):
+        value = place.value(MISSING)
+        owner = place.where.owner if isinstance(place.where, Attributes) else place.where
+        key = id(owner), place.label
+        if key in self._seen or isinstance(value, types.ModuleType) or id(value) in self.own:
             return
-        self._seen[id(place.where), place.label] = place.where
-        if isinstance(value, (*_FUNCTIONS, _CACHE)):
-            self._function(value, None)
-            is_read = place.key is not None and self._is_users(_file_of(value))
-        elif callable(value) and is_users_object(value):
-            is_read = True
-            if id(value) not in self._functions:
-                self._functions.add(id(value))
-                self._function(value, None)
-        else:
-            is_read = not callable(value) and (isinstance(value, (*CONSTANTS, *CONTAINERS)) or _is_watched(value))
-        if is_read:
-            self._labels[place.label] += 1
-            count = self._labels[place.label]
-            self.places.append(place if count == 1 else place._replace(label=f"{place.label} ({count})"))
-
-    def _object(self, name: str, value: Any) -> None:
-        if getattr(value, "__dict__", None) and not isinstance(value, nn.Module):
-            self._place(ExternalValue(name, {"self": value}, "self"))
+        self._seen[key] = owner
+        module = getattr(owner, "__name__", "") if isinstance(owner, types.ModuleType) else ""
+        if _is_pythons(module) and not isinstance(value, (int, float, str, list, dict, tuple, set)):
+            return
+        if isinstance(value, _CODE) and _is_pythons(value.__module__ or "builtins"):
+            return
+        self._labels[place.label] += 1
+        count = self._labels[place.label]
+        self.places.append(place if count == 1 else place._replace(label=f"{place.label} ({count})"))
+        self._search(value)
 
     def _is_users(self, file: str) -> bool:
         return file in self.files or is_users_file(file)
 
 
-def _is_watched(value: Any) -> bool:
-    """Return whether a value is an object of a class of the user's, or a random generator, or an array."""
-    home = type(value).__module__
-    return home == "random" or home.startswith("numpy") or is_users_object(value)
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType)
+MODULES_OWN = frozenset(nn.Module().__dict__)
+_OF_MAKING = ("__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__", "__repr__", "__reduce__")
+_NO_STEPS = ("EXTENDED_ARG", "CACHE", "PUSH_NULL", "NOP", "NOT_TAKEN")
+_TAKES_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
+_STORES = ("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF", "STORE_FAST_STORE_FAST")
+
+
+def _attributes_after(steps: Sequence[dis.Instruction], number: int) -> list[str]:
+    """Return the attributes that are taken of what a step loads, of one another."""
+    after = itertools.takewhile(lambda step: step.opname in _TAKES_ATTRIBUTE[:2], steps[number + 1 :])
+    return [str(step.argval) for step in after]
+
+
+def _is_pythons(module: str) -> bool:
+    """Return whether a module, by its name, is one of Python, torch or pymoe, whose functions and classes stay."""
+    package = module.partition(".")[0]
+    return package in sys.stdlib_module_names or package in ("builtins", "torch", "pymoe")
 
 
 def _file_of(function: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from pymoe.pipe.capture.arguments import Arguments, Like
-from pymoe.pipe.capture.external_values import ClassAttributes, ExternalValue, ExternalValues, is_within
+from pymoe.pipe.capture.external_values import Attributes, ExternalValue, ExternalValues, is_within
+from pymoe.pipe.capture.frozen import Place, Snapshots, Tokens, name_within
 from pymoe.pipe.capture.python_reads import Reads, ask
-from pymoe.pipe.capture.snapshots import MISSING, freeze, is_by_value, is_immutable
+from pymoe.pipe.capture.tensor_values import bytes_of
 from pymoe.pipe.module_hooks import CALL_HOOKS
 from pymoe.pipe.structure import have_same_items
 
@@ -41,22 +43,18 @@ class Guards:
         self._shapes = [
             {name: _shape(value) for name, value in dictionary.items()} for _, dictionary in self._state_dictionaries()
         ]
-        values = {
-            (path, name): self._modules[path].__dict__.get(name, MISSING)
-            for path, name in reads.attributes
-            if path in self._modules
-        }
-        frozen = {id(value): freeze(value) for value in values.values()}
-        self._values = {key: (value, frozen[id(value)]) for key, value in values.items()}
+        places = self._places()
+        snapshots = Snapshots(list(places.values()), self._own())
+        self._tokens: dict[_About, Tokens | None] = dict(zip(places, snapshots.tokens, strict=True))
         questions = self._questions()
         self._answers = {about: question() for about, question in questions.items()}
         self._dtypes = self._dtypes_now()
-        self._expected: _Expected | None = self._expect(questions)
+        self._expected: _Expected | None = self._expect(questions, snapshots)
 
     def broken(self, leaves: Sequence[Any] | None = None) -> str | None:
         """Return what has changed since, in words; None if nothing has. ``leaves``: of a call."""
         if self._expected is None:
-            self._expected = self._expect(self._questions())
+            self._expected = self._expect(self._questions(), self._snapshots_kept())
         expected = self._expected
         for about, question, answer in expected.answers:
             if question() != answer:
@@ -78,16 +76,8 @@ class Guards:
                 if _shape(now) != shape:
                     return f"the shape of {label!r}"
                 entry[2] = now
-        seen: dict[int, Any] = {}  # what many modules share, a configuration, is looked into once
-        for entry in expected.attributes:
-            dictionary, name, value, frozen, is_same, label = entry
-            now = dictionary.get(name, MISSING)
-            if now is value and (is_same or seen.get(id(now)) is frozen):
-                continue
-            if freeze(now) != frozen:
-                return repr(label)
-            entry[2] = now
-            seen[id(now)] = frozen
+        if (name := expected.snapshots.change()) is not None:
+            return name
         if leaves is None or not (reads.dtypes or reads.gradients):
             return None
         for leaf, example in zip(leaves, self._arguments.examples, strict=True):
@@ -107,11 +97,44 @@ class Guards:
         return (before.pop(), now.pop()) if len(before) == len(now) == 1 else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What cannot be in a copy is left out: classes and cells are where the copy's model finds them."""
-        kept = {about: answer for about, answer in self._answers.items() if is_by_value(answer)}
-        return {**self.__dict__, "_expected": None, "_answers": kept}
+        """What of the world outside of the model cannot be in a copy is left out: the copy captures again."""
+        kept = {
+            about: None if about[1] is Tensor or not (isinstance(about[1], str) or _can_be_copied(tokens)) else tokens
+            for about, tokens in self._tokens.items()
+        }
+        return {**self.__dict__, "_expected": None, "_tokens": kept}
 
-    def _expect(self, questions: dict[_About, Callable[[], Any]]) -> _Expected:
+    def _snapshots_kept(self) -> Snapshots:
+        """Return what was where the values are now, in a copy in its own model."""
+        places = self._places()
+        kept = [self._tokens.get(about) for about in places]
+        return Snapshots(list(places.values()), self._own(), [[] if tokens is None else tokens for tokens in kept])
+
+    def _own(self) -> frozenset[int]:
+        return frozenset(map(id, self._model.modules()))
+
+    def _places(self) -> dict[_About, Place]:
+        """Return where the values are that the code may have read, and a name for each."""
+        found: dict[_About, Place] = {}
+        values = []
+        for path, name in self._reads.attributes:
+            if (module := self._modules.get(path)) is None:
+                continue
+            own, kind = module.__dict__, type(module)
+            label = _qualified(path, name)
+            found[label, path] = label, ExternalValue(label, own, name).value, "{!r}"
+            values.append(own.get(name))
+            if name not in own:
+                of_class = f"{kind.__name__}.{name}"
+                found[of_class, kind] = of_class, ExternalValue(name, Attributes(kind), name).value, "{!r}"
+        for place in ExternalValues(self._model, self._opaque, values).places:
+            found[place.label, None] = place.label, place.value, "{!r} outside of the model"
+        for number, tensor in enumerate(self._reads.values.tensors.values()):
+            name = next(filter(None, (name_within(*place[:2], tensor) for place in found.values())), "a tensor")
+            found[f"{name} {number}", Tensor] = name, partial(_bytes_at, tensor), "the value of {!r}"
+        return found
+
+    def _expect(self, questions: dict[_About, Callable[[], Any]], snapshots: Snapshots) -> _Expected:
         """Prepare a check, which then does as little as can be."""
         members = [
             (dictionary, kept) for (_, dictionary), kept in zip(self._dictionaries(), self._structure, strict=True)
@@ -127,10 +150,7 @@ class Guards:
                 for (path, dictionary), shapes in state
                 for name, shape in shapes.items()
             ],
-            [
-                [self._modules[path].__dict__, name, value, frozen, is_immutable(value), _qualified(path, name)]
-                for (path, name), (value, frozen) in self._values.items()
-            ],
+            snapshots,
         )
 
     def _questions(self) -> dict[_About, Callable[[], Any]]:
@@ -139,12 +159,6 @@ class Guards:
             ("the mode of a module", None): self._modes_now,
             ("the class of a module", None): self._classes_now,
         }
-        for place in ExternalValues(self._model, self._opaque).places:
-            found[f"{place.label!r} outside of the model", None] = place.frozen
-        for path, name in self._reads.attributes:
-            if path in self._modules and name not in self._modules[path].__dict__:
-                kind = type(self._modules[path])
-                found[f"'{kind.__name__}.{name}'", kind] = ExternalValue(name, ClassAttributes(kind), name).frozen
         for name, args in self._reads.ambient:
             found[f"torch.{name}()", args] = partial(ask, name, args)
         found["torch's default dtype or device", None] = lambda: (torch.get_default_dtype(), torch.get_default_device())
@@ -197,7 +211,19 @@ class _Expected(NamedTuple):
     sizes: list[tuple[dict[Any, Any], int]]
     """Dictionaries of parameters and buffers, and how many they have."""
     state: list[list[Any]]
-    attributes: list[list[Any]]
+    snapshots: Snapshots
+
+
+def _bytes_at(tensor: Tensor, missing: Any) -> bytes:
+    return bytes_of(tensor)
+
+
+def _can_be_copied(tokens: Tokens | None) -> bool:
+    try:
+        pickle.dumps(tokens)
+    except Exception:
+        return False
+    return True
 
 
 _NEVER = object()

@@ -217,7 +217,7 @@ class _Refusing(TorchFunctionMode):
                 "pass would differ"
             )
         _hold((args, kwargs), self._held)
-        return func(*args, **kwargs or {})
+        return self._recorder.reads.values.call(func, args, kwargs or {})
 
 
 def _is_in_autocast_block() -> bool:

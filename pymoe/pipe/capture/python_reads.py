@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pymoe.pipe.capture.errors import CaptureError, is_library
 from pymoe.pipe.capture.snapshots import patched
+from pymoe.pipe.capture.tensor_values import TakenValues
 
 
 @dataclass
@@ -30,6 +31,7 @@ class Reads:
     """What the model's code has asked torch about the caller's state."""
     dtypes: bool = False
     """Whether the model's code has asked a tensor for its dtype."""
+    values: TakenValues = field(default_factory=TakenValues)
     gradients: bool = False
     """Whether it has asked a tensor if it requires gradients."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -17,6 +17,7 @@ from torch import nn
 from pymoe._torch_private import DisableTorchFunction, disable_current_modes
 from pymoe.pipe.capture.errors import describe_line, is_users_file
 from pymoe.pipe.capture.external_values import ExternalValue
+from pymoe.pipe.capture.frozen import Snapshots
 
 
 class _Watched:
@@ -24,30 +25,34 @@ class _Watched:
 
     Args:
         words: what happens when it changes, as the end of "it ...".
-        freeze: returns a snapshot of what is there now.
-        restorer: returns a function that restores that.
+        watch: returns a function that tells the name of what has changed since, or None.
+        restorer: returns a function that restores what is there now.
     """
 
-    def __init__(self, words: str, freeze: Callable[[], Any], restorer: Callable[[], Callable[[], None]]) -> None:
-        self.words = words
-        self._freeze, self._restorer = freeze, restorer
-        self._before, self._restore = freeze(), restorer()
+    def __init__(
+        self, words: str, watch: Callable[[], Callable[[], str | None]], restorer: Callable[[], Callable[[], None]]
+    ) -> None:
+        self._words = words
+        self._watch, self._restorer = watch, restorer
+        self._change, self._restore = watch(), restorer()
 
     def again(self) -> _Watched:
-        return _Watched(self.words, self._freeze, self._restorer)
+        return _Watched(self._words, self._watch, self._restorer)
 
-    def has_changed(self) -> bool:
-        return bool(self._freeze() != self._before)
+    def words(self) -> str | None:
+        """Return what has happened, if something has."""
+        name = self._change()
+        return None if name is None else self._words.format(name)
 
     def undo(self) -> None:
-        if self.has_changed():
+        if self._change() is not None:
             self._restore()
 
 
 class SideEffects:
     """Watches random generators, and values outside of the model, from when it is made."""
 
-    def __init__(self, external: Sequence[ExternalValue]) -> None:
+    def __init__(self, external: Sequence[ExternalValue], own: Collection[int]) -> None:
         self._watched: list[_Watched] = []
         self._add_generator("draws random numbers from Python's `random`", random.getstate, random.setstate)
         numpy = sys.modules.get("numpy")
@@ -56,11 +61,11 @@ class SideEffects:
             self._add_generator(words, numpy.random.get_state, numpy.random.set_state)
         self._add_generator("draws real random numbers, or sets their seed", _torch_state, _set_torch_state)
         for place in external:
-            value = place.value()
+            value = place.value(None)
             self.add_object(place.label, value)
             if not isinstance(value, (nn.Module, torch.Tensor)):
-                words = f"changes {place.label!r}, which is not a tensor of the model"
-                self._watched.append(_Watched(words, place.frozen, place.restorer))
+                words = "changes {!r}, which is not a tensor of the model"
+                self._watched.append(_Watched(words, partial(_watched, place, own), place.restorer))
 
     def add_object(self, name: str, value: Any) -> None:
         """Watch ``value`` if it is a random generator of the user's own."""
@@ -76,7 +81,7 @@ class SideEffects:
 
     def words(self) -> list[str]:
         """Return what has happened, as the end of "it ..."."""
-        return [watched.words for watched in self._watched if watched.has_changed()]
+        return [words for watched in self._watched if (words := watched.words()) is not None]
 
     def undo(self) -> None:
         """Restore what has changed."""
@@ -94,7 +99,15 @@ class SideEffects:
                 watched.undo()
 
     def _add_generator(self, words: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
-        self._watched.append(_Watched(words, lambda: pickle.dumps(get()), lambda: partial(put, get())))
+        def watch() -> Callable[[], str | None]:
+            before = pickle.dumps(get())
+            return lambda: None if pickle.dumps(get()) == before else ""
+
+        self._watched.append(_Watched(words, watch, lambda: partial(put, get())))
+
+
+def _watched(place: ExternalValue, own: Collection[int]) -> Callable[[], str | None]:
+    return Snapshots([(place.label, place.value, "{}")], own, is_strict=False).change
 
 
 def _torch_state() -> bytes:

@@ -110,10 +110,10 @@ REFUSED = {
     "a global list": (lambda m, x: LOG.append(1) or x, "changes 'LOG'"),
     "within a global dictionary": (
         lambda m, x: NESTED["lists"][0].append(x.mean()) or x,
-        "changes 'NESTED'",
+        r"changes .NESTED\['lists'\]",
     ),
     "a global variable": (counts_globally, "changes 'CALLS'"),
-    "a default": (remembers, "changes 'a default of remembers'"),
+    "a default": (remembers, "changes .remembers.__defaults__"),
     "random": (lambda m, x: x * random.random(), "Python's `random`"),
     "numpy.random": (lambda m, x: x * float(numpy.random.rand()), "numpy's"),
     "a generator of its own": (lambda m, x: x + torch.rand(WIDTH, generator=torch.Generator()), "torch.Generator"),

@@ -1,0 +1,423 @@
+"""What a Python value holds: the one place that knows all kinds of holders."""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextvars
+import ctypes
+import enum
+import functools
+import io
+import pathlib
+import pickle
+import sys
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from pymoe.pipe.capture.errors import is_users_file
+
+CONSTANTS = (
+    *(int, float, complex, str, bytes, enum.Enum, slice, range, type(None), type(...)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+"""Types of values that are always the same: numbers, strings, None and the like."""
+
+
+class _Missing(enum.Enum):
+    MISSING = enum.auto()
+
+
+MISSING = _Missing.MISSING
+"""Stands for an attribute, or a variable of the environment, that does not exist."""
+
+
+class Holder(NamedTuple):
+    """How to look into the values of one class."""
+
+    read: Callable[[Any], list[Any]] | None = None
+    """Returns the objects that a value holds, the same ones as long as nothing has changed."""
+    state: Callable[[Any], Any] | None = None
+    """Returns what else a value is made of, to be compared by ``==``."""
+    names: Callable[[Any], list[str]] | None = None
+    """Returns what code writes after the name of a value to get what ``read`` returns, item by item; a dot alone stands
+    for the dictionary of its attributes.
+    """
+    by_identity: bool = False
+    """Whether another object of the same contents is another value."""
+    is_opaque: bool = False
+    """Whether what it holds cannot be seen."""
+    is_plain: bool = False
+    """Whether it is a container, or a function, of which all that it holds counts as read."""
+    is_fixed: bool = False
+    """Whether it always holds the same objects."""
+    glance: Callable[[Any], list[Any]] | None = None
+    """Returns what ``read`` does, and possibly more, in less time."""
+
+
+_LEAF = Holder(by_identity=True)
+
+_BY_IDENTITY = frozenset(
+    (
+        "_asyncio",
+        "_io",
+        "_random",
+        "_socket",
+        "_thread",
+        "asyncio",
+        "ast",
+        "concurrent",
+        "inspect",
+        "io",
+        "logging",
+        "numpy",
+        "pymoe",
+        "random",
+        "re",
+        "socket",
+        "subprocess",
+        "torch",
+        "typing",
+    )
+)
+"""Packages whose objects are compared by identity: locks, files, loggers, and random generators, of which it is watched
+otherwise whether they are used.
+"""
+_LOOKED_INTO = ("torch.nn.", "torch.optim.", "torch.distributions.", "torch.utils.data.")
+"""The exceptions: modules of torch whose objects hold numbers that users change."""
+
+SCALARS = frozenset({int, str, bytes, bool, float, type(None)})
+
+
+def is_users_class(kind: type) -> bool:
+    """Return whether a class comes neither from a package nor from Python itself."""
+    home = getattr(sys.modules.get(kind.__module__), "__file__", None) or "<"
+    return is_users_file(home) or kind.__module__ == "__main__"
+
+
+def is_users_object(value: Any) -> bool:
+    """Return whether a value is an object with attributes whose class does not come from a package."""
+    kind = type(value)
+    if kind.__module__ in ("builtins", "torch") or isinstance(value, _NO_OBJECTS):
+        return False
+    return isinstance(getattr(value, "__dict__", None), dict) and (
+        kind is types.SimpleNamespace or is_users_class(kind)
+    )
+
+
+_NO_OBJECTS = (
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type),
+    *(torch.Tensor, nn.Module),
+)
+
+
+def holder_of(value: Any) -> Holder:
+    """Return how to look into a value that is none of the ``CONSTANTS`` (but a member of an enumeration)."""
+    kind = type(value)
+    try:
+        found = _holders.get(kind)
+        if found is None:
+            found = _holders[kind] = _make_holder(kind, value)
+    except TypeError:  # a class that cannot be hashed
+        found = _make_holder(kind, value)
+    return found
+
+
+_holders: weakref.WeakKeyDictionary[type, Holder] = weakref.WeakKeyDictionary()
+
+
+def contents(value: Any) -> list[Any]:
+    """Return the objects that a value holds."""
+    if isinstance(value, CONSTANTS) and not isinstance(value, enum.Enum):
+        return []
+    read = holder_of(value).read
+    return [] if read is None else read(value)
+
+
+def reachable(values: list[Any], own: Collection[int], seen: dict[int, Any]) -> Iterator[Any]:
+    """Yield all objects that values hold at any depth, the values themselves included, but no numbers and strings, none
+    of those whose ids are in ``own`` or ``seen``, and nothing within these. Those that it yields are ``seen``.
+    """
+    queue = list(values)
+    for value in queue:
+        if type(value) in SCALARS or id(value) in own or id(value) in seen:
+            continue
+        seen[id(value)] = value  # which keeps its id
+        yield value
+        held = contents(value)
+        if len(held) < _FEW or not set(map(type, held)) <= SCALARS:
+            queue += held
+
+
+_FEW = 32
+
+
+# Kinds.
+
+
+def _make_holder(kind: type, value: Any) -> Holder:
+    for types_, holder in _KINDS:
+        if issubclass(kind, types_):
+            return holder
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and issubclass(kind, (numpy.generic, numpy.ndarray)):
+        return _OBJECT_ARRAY if value.dtype.hasobject else _ARRAY
+    if kind in _VIEWS:
+        return _VIEWS[kind]
+    base = next((holder for each, holder in _CONTAINERS.items() if issubclass(kind, each)), None)
+    by_identity = kind is object or kind.__module__.partition(".")[0] in _BY_IDENTITY
+    if base is None and by_identity and not kind.__module__.startswith(_LOOKED_INTO):
+        return _LEAF
+    slots = [
+        member
+        for each in kind.__mro__
+        if "__slots__" in vars(each)
+        for member in vars(each).values()
+        if isinstance(member, types.MemberDescriptorType)
+    ]
+    has_dict = isinstance(dict_of(value), dict)
+    if base is None and not has_dict and not slots:
+        return _pickled(value)
+    return _composed(kind, base or Holder(), slots, has_dict)
+
+
+def _composed(kind: type, base: Holder, slots: list[Any], has_dict: bool) -> Holder:
+    """Return how to look into an object: into what its class inherits from ``base``, its attributes, and its class."""
+    about_class = [] if _is_finished(kind) else [kind]
+    if not slots and not has_dict and not about_class:
+        return base
+
+    def read(value: Any) -> list[Any]:
+        found = base.read(value) if base.read is not None else []
+        if has_dict:
+            found.append(dict_of(value))
+        for slot in slots:
+            try:
+                found.append(slot.__get__(value))
+            except AttributeError:
+                found.append(MISSING)
+        return found + about_class
+
+    def names(value: Any) -> list[str]:
+        found = base.names(value) if base.names is not None else []
+        return found + ["."] * has_dict + [f".{slot.__name__}" for slot in slots] + [""] * len(about_class)
+
+    return base._replace(read=read, names=names, is_fixed=False)
+
+
+def dict_of(value: Any) -> Any:
+    """Return the attributes of an object, without asking its class; None if it has none."""
+    try:
+        if isinstance(value, threading.local):
+            return value.__dict__  # of this thread
+        return object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        return None
+
+
+def _pickled(value: Any) -> Holder:
+    """Return how to look into objects of a class in C: by what ``pickle`` would keep of them, if it does."""
+    try:
+        _bytes_of(value)
+    except Exception:
+        return Holder(by_identity=True, is_opaque=True)
+    return Holder(state=_bytes_of)
+
+
+def _bytes_of(value: Any) -> bytes:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # iterators of itertools will not be pickled for ever
+        return pickle.dumps(value, 4)
+
+
+def _is_finished(kind: type) -> bool:
+    """Return whether the attributes of a class are not looked at: those of Python, torch and pymoe are as they are."""
+    package = kind.__module__.partition(".")[0]
+    return package in sys.stdlib_module_names or package in ("torch", "numpy", "pymoe", "builtins")
+
+
+def _class_attributes(kind: type) -> dict[str, Any]:
+    """Return the attributes of a class that are data, or functions."""
+    if _is_finished(kind):
+        return {}
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if not name.startswith("_abc_") and (name[:2] != "__" or isinstance(value, types.FunctionType))
+    }
+
+
+def _of_class(value: type) -> list[Any]:
+    return [*_class_attributes(value).values(), *value.__bases__]
+
+
+def _names_of_class(value: type) -> list[str]:
+    return [f".{name}" for name in _class_attributes(value)] + [""] * len(value.__bases__)
+
+
+def _glance_at_class(value: type) -> list[Any]:
+    attributes = vars(value)
+    return [*attributes, *attributes.values(), value.__mro__]
+
+
+def _of_cell(cell: Any) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return [MISSING]
+
+
+def _of_function(function: Any) -> list[Any]:
+    """Return what a function holds; of one of a package, whose files are as they are, nothing."""
+    if not is_users_file(function.__code__.co_filename):
+        return []
+    return _glance_at_function(function)
+
+
+def _glance_at_function(function: Any) -> list[Any]:
+    return [
+        *(function.__code__, function.__defaults__, function.__kwdefaults__, function.__dict__),
+        *(function.__closure__ or ()),
+    ]
+
+
+def _names_of_function(function: Any) -> list[str]:
+    return [
+        ".__code__",
+        ".__defaults__",
+        ".__kwdefaults__",
+        ".",
+        *[f".{name}" for name in function.__code__.co_freevars],
+    ]
+
+
+def _state_of_code(code: types.CodeType) -> tuple[Any, ...]:
+    return (
+        *(code.co_code, code.co_names, code.co_varnames, code.co_freevars),
+        *(code.co_filename, code.co_firstlineno, code.co_name),
+    )
+
+
+def _of_builtin(function: Any) -> list[Any]:
+    return [] if isinstance(function.__self__, (types.ModuleType, type(None))) else [function.__self__]
+
+
+def _of_generator(generator: Any) -> list[Any]:
+    frame = generator.gi_frame
+    return [] if frame is None else list(frame.f_locals.values())
+
+
+def _of_dict(value: Any) -> list[Any]:
+    return [*dict.keys(value), *dict.values(value)]
+
+
+def _of_ordered(value: Any) -> list[Any]:
+    keys = [*collections.OrderedDict.keys(value)]
+    return keys + [dict.__getitem__(value, key) for key in keys]
+
+
+def _of_mapping(value: Any) -> list[Any]:
+    return [*value.keys(), *value.values()]
+
+
+def _names_of_mapping(value: Any) -> list[str]:
+    return [""] * len(value) + [f"[{key!r:.80}]" for key in value]
+
+
+def _attributes_of(*names: str) -> Callable[[Any], list[Any]]:
+    return lambda value: [getattr(value, name, None) for name in names]
+
+
+def _numbered(value: Any) -> list[str]:
+    return [f"[{number}]" for number in range(len(value))]
+
+
+def _of_variable(variable: Any) -> list[Any]:
+    return [variable.get(MISSING)]
+
+
+def _of_proxy(proxy: Any) -> list[Any]:
+    return [proxy.__repr__.__self__]
+
+
+_CONTAINERS: dict[type, Holder] = {
+    collections.OrderedDict: Holder(_of_ordered, names=_names_of_mapping, is_plain=True),
+    collections.defaultdict: Holder(
+        lambda value: [*_of_dict(value), value.default_factory],
+        names=lambda value: [*_names_of_mapping(value), ".default_factory"],
+        is_plain=True,
+    ),
+    dict: Holder(_of_dict, names=_names_of_mapping, is_plain=True),
+    list: Holder(list.copy, names=_numbered, is_plain=True),
+    tuple: Holder(lambda value: list(tuple.__iter__(value)), names=_numbered, is_plain=True, is_fixed=True),
+    collections.deque: Holder(
+        lambda value: list(collections.deque.__iter__(value)), lambda value: value.maxlen, _numbered, is_plain=True
+    ),
+    set: Holder(lambda value: list(set.__iter__(value)), is_plain=True),
+    frozenset: Holder(lambda value: list(frozenset.__iter__(value)), is_plain=True, is_fixed=True),
+    bytearray: Holder(state=bytes),
+    array.array: Holder(state=lambda value: (value.typecode, value.tobytes())),
+    weakref.ref: Holder(lambda value: [weakref.ref.__call__(value)]),
+    threading.local: Holder(),
+}
+"""Classes that others may inherit from, which then add attributes; those of subclasses first."""
+
+_VIEWS: dict[type, Holder] = {
+    types.MappingProxyType: Holder(_of_mapping, names=_names_of_mapping, is_plain=True),
+    **dict.fromkeys(
+        [type({}.keys()), type({}.values()), type({}.items())], Holder(lambda value: [value.mapping], is_plain=True)
+    ),
+    memoryview: Holder(state=lambda value: (value.format, value.shape, value.tobytes())),
+}
+
+_ARRAY = Holder(state=lambda value: (str(value.dtype), value.shape, value.tobytes()))
+_OBJECT_ARRAY = Holder(lambda value: list(value.ravel()), lambda value: value.shape, is_plain=True)
+_FUNCTION = Holder(_of_function, names=_names_of_function, by_identity=True, is_plain=True, glance=_glance_at_function)
+
+_KINDS: tuple[tuple[Any, Any], ...] = (
+    (
+        type,
+        Holder(
+            *(_of_class, lambda value: tuple(_class_attributes(value)), _names_of_class),
+            by_identity=True,
+            glance=_glance_at_class,
+        ),
+    ),
+    (types.FunctionType, _FUNCTION),
+    (types.CodeType, Holder(lambda value: list(value.co_consts), _state_of_code, is_fixed=True)),
+    (types.CellType, Holder(_of_cell, names=lambda value: [""], is_plain=True)),
+    (
+        types.MethodType,
+        Holder(_attributes_of("__self__", "__func__"), names=lambda value: [".__self__", ""], is_fixed=True),
+    ),
+    (
+        (types.BuiltinMethodType, types.MethodWrapperType),
+        Holder(_of_builtin, names=lambda value: [".__self__"] * len(_of_builtin(value)), by_identity=True),
+    ),
+    (
+        functools.partial,
+        Holder(
+            _attributes_of("func", "args", "keywords", "__dict__"),
+            names=lambda value: [".func", ".args", ".keywords", "."],
+            is_plain=True,
+            is_fixed=True,
+        ),
+    ),
+    (type(functools.lru_cache(lambda: None)), Holder(_attributes_of("__wrapped__"), by_identity=True, is_fixed=True)),
+    (property, Holder(_attributes_of("fget"), by_identity=True, is_fixed=True)),
+    ((staticmethod, classmethod), Holder(_attributes_of("__func__"), by_identity=True, is_fixed=True)),
+    (weakref.ProxyTypes, Holder(_of_proxy)),
+    (contextvars.ContextVar, Holder(_of_variable, names=lambda value: [".get()"], by_identity=True, is_plain=True)),
+    (types.GeneratorType, Holder(_of_generator, lambda value: value.gi_frame and value.gi_frame.f_lasti)),
+    (torch.Tensor, Holder(_attributes_of("__dict__"), names=lambda value: ["."], by_identity=True)),
+    (pathlib.PurePath, Holder(state=str, is_fixed=True)),
+    (ctypes.c_int.__mro__[2], Holder(state=bytes)),
+    ((types.ModuleType, io.IOBase, type(str.join), type(int.__add__), type(vars(type)["__dict__"])), _LEAF),
+)
