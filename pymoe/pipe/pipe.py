@@ -398,25 +398,29 @@ def pipeline(
     four groups:
 
     - watched, so that a change leads to another capture at the next call: modes; hooks; submodules; attributes of
-      modules, what lists, dictionaries and objects of one's own among them hold, attributes of their classes; global
-      variables, those of enclosing functions; variables of the environment; torch's default dtype and device; and,
-      once the code asks for one, dtypes, grad mode, autocast and what requires gradients. Parameters and buffers may
-      be replaced at any time by others of their shape;
+      modules and of their classes; global variables, those of enclosing functions, defaults; all that these hold, in
+      containers, objects, classes and functions, at any depth and in any number; variables of the environment;
+      numbers made of a tensor that is no buffer, as by ``item()``; torch's default dtype and device; and, once the code
+      asks for one, dtypes, grad mode, autocast and what requires gradients. Parameters and buffers may be replaced at
+      any time by others of their shape;
     - called as they are, uncut, whenever the pipe runs: modules with hooks, and modules whose forward changes
       attributes, where no boundary is inside; ``opaque`` ones; autograd Functions; layers of :mod:`pymoe.nn`, recurrent
       layers, deferred batch norms;
     - refused: changes of attributes and of other values outside of such modules, random numbers that do not come
       from torch's default generators, seeds, hooks on tensors, gradients within the forward, decisions by values of
-      tensors;
-    - fixed at capture, later changes unnoticed: clocks, files, iterators and other outside input; attributes of modules
-      that are no submodules (in a plain list); what C extensions keep; values in containers of more than 256 items,
-      and beyond the thousandth within one. Prints happen in captures alone. Hooks of the model itself, and of
-      modules with boundaries inside, are part of the graph: they get micro-batches, and leave what they compute.
+      tensors; attributes that give another value in every call (iterators, queues), or that do not show their state
+      (objects of C extensions that cannot be pickled);
+    - fixed at capture, later changes unnoticed: clocks, files and other outside input; the state of loggers and locks;
+      what functions of installed packages read, except in the files of the model's own classes. Prints happen in
+      captures alone. Hooks of the model itself, and of modules with boundaries inside, are part of the graph: they get
+      micro-batches, and leave what they compute.
 
     Args:
         module: any model that can be captured by ``torch.export``.
         mb_args: examples of its arguments, of a micro-batch; at least 2 in every dimension that is to stay dynamic.
-        mb_kwargs: examples of its arguments by name. What is not a tensor, here and in ``mb_args``, is a constant.
+        mb_kwargs: examples of its arguments by name. What is not a tensor, here and in ``mb_args``, is a constant of
+            the pipe: a call with another value (``pipe(x, k=2.0)`` after ``k=1.0``) is a ValueError. Give it as a
+            tensor, or make a pipe for each value.
         split_spec: for qualified names of submodules, whether a stage begins or ends there.
         split_policy: puts boundaries into the captured graph (``torch.fx.GraphModule``), and returns it:
             :func:`pymoe.pipe.split_into_equal_parameters` and its like, or one of your own, which calls
