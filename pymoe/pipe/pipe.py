@@ -350,7 +350,6 @@ class Pipe(Inspection):
         """
         for module in (self.staged.module, *self.staged.parts):
             module.training = mode
-        self._engine.forget()
         return super().train(mode)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:

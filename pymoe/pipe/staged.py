@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pymoe.pipe.auxiliary import with_auxiliary_losses
-from pymoe.pipe.execution.shared_layers import StageLock, serialize_shared_layers
+from pymoe.pipe.execution.shared_layers import StageLock
 from pymoe.pipe.micro_batches import MicroBatches, join, mean, split
 from pymoe.pipe.stages import Pipeline, Source, Stage
 from pymoe.pipe.structure import Structure
@@ -75,13 +75,12 @@ class StagedModel(ABC):
     def stages_of(
         self, functions: Iterable[Function], inputs: Iterable[tuple[Source, ...]], outputs: Iterable[int]
     ) -> tuple[Stage, ...]:
-        """Return the stages that run ``functions`` of the parts, which may share layers and inject losses."""
+        """Return the stages that run ``functions`` of the parts, which may inject losses."""
         weighted = [with_auxiliary_losses(function, part) for function, part in zip(functions, self.parts, strict=True)]
-        safe = serialize_shared_layers(weighted, self.parts)
         devices = self.devices or (None,) * len(self.parts)
         return tuple(
             Stage(function, sources, count, (part,), device)
-            for function, sources, count, part, device in zip(safe, inputs, outputs, self.parts, devices, strict=True)
+            for function, sources, count, part, device in zip(weighted, inputs, outputs, self.parts, devices, strict=True)
         )
 
     def micro_batches(

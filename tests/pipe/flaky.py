@@ -91,7 +91,12 @@ class Flaky(nn.Module):
     def __init__(self, faults: Faults) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        self.faults = faults
+        self._faults = lambda: faults  # no state of the model: recomputations count
+
+    @property
+    def faults(self) -> Faults:
+        """What goes wrong."""
+        return self._faults()
 
     def __deepcopy__(self, memo: Any) -> Flaky:
         copy = Flaky(self.faults)

@@ -21,7 +21,7 @@ from pymoe.pipe.distributed.transport import Transport
 from pymoe.pipe.distributed.watchdog import watching
 from pymoe.pipe.execution.gradients import accumulate, total
 from pymoe.pipe.execution.recompute import StageRecompute, recomputed
-from pymoe.pipe.execution.shared_layers import lock_of
+from pymoe.pipe.execution.shared_layers import turns_of
 from pymoe.pipe.loss_graph import Words, check_mean_over_rows
 from pymoe.pipe.staged import StagedModel
 from pymoe.pipe.stages import Pipeline
@@ -48,7 +48,6 @@ class Rank:
         self.step: RankStep | None = None
         self._plans: dict[tuple[int, tuple[int, ...]], _Planned] = {}
         self._copies_are_equal = False
-        self._training: dict[int, bool] = {}
         self._begun: set[int] = set()
         self._steps = 0
 
@@ -87,7 +86,8 @@ class Rank:
         if is_certain:
             for peer, messages in planned.plan.messages(count, graphs).items():
                 self.transport.expect(peer, messages)
-        training = [self._is_training(stage, planned) for stage in planned.plan.stages]
+        planned.find_shared_state()
+        training = [self.staged.parts[stage].training for stage in planned.plan.stages]
         in_backward = recomputed(self._checkpoint, count) if any(training) and graphs else range(0)
         self.step = RankStep(
             planned.plan, planned.tied, self.transport, self._steps, graphs, planned.recompute, in_backward, count
@@ -159,17 +159,10 @@ class Rank:
                 for number, stage in enumerate(pipeline.stages)
             ]
             plan = Plan(Pipeline(tuple(stages), pipeline.inputs, pipeline.outputs), rank_of, self.rank)
-            recompute = [StageRecompute(stage.modules, lock_of(stage.function)) for stage in stages]
+            recompute = [StageRecompute(stage.modules) for stage in stages]
             found = self._plans[key] = _Planned(pipeline, plan, Tied(self.staged.parts, rank_of, self.rank), recompute)
             self._copies_are_equal = False
         return found
-
-    def _is_training(self, stage: int, planned: _Planned) -> bool:
-        training = self.staged.parts[stage].training
-        if self._training.get(stage) != training:
-            self._training[stage] = training
-            planned.recompute[stage].forget()
-        return training
 
     def _make_copies_equal(self, tied: Tied) -> None:
         """Copy shared parameters from the rank of their first stage to the others."""
@@ -192,6 +185,16 @@ class _Planned(NamedTuple):
     plan: Plan
     tied: Tied
     recompute: list[StageRecompute]
+
+    def find_shared_state(self) -> None:
+        """Begin a step, in which no forward may write to what several stages share: ranks have copies of it."""
+        found = turns_of(
+            [stage.held.look().layout for stage in self.recompute], [stage.turns for stage in self.recompute]
+        )
+        for stage, turns in zip(self.recompute, found, strict=True):
+            stage.turns = turns
+        for turns in {*found} - {None}:
+            turns.begin_step()
 
 
 _ranks: WeakKeyDictionary[nn.Module, dict[dist.ProcessGroup, Rank]] = WeakKeyDictionary()

@@ -9,6 +9,7 @@ that were seeded alike stay alike, and like a pipe in one process.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,9 +121,10 @@ class RankStep:
         position = micro_batch * len(pipeline.stages) + stage
         description = MicroBatch(micro_batch, self.count, 1.0, stage=stage)  # weights are known at the end of the step
         activation = Activation(about, description, self._source, position, self._state)
-        recompute = self.recompute[stage] if micro_batch in self.recomputed else None
-        with in_pipeline(Stream(self._source, -1)):
-            made = activation.forward(received, self.graphs, recompute)
+        recompute = self.recompute[stage]
+        turns = nullcontext() if recompute.turns is None else recompute.turns.forward()
+        with in_pipeline(Stream(self._source, -1)), turns:
+            made = activation.forward(received, self.graphs, recompute if micro_batch in self.recomputed else None)
         if self.graphs:
             self._activations[stage, micro_batch] = activation
         for boundary in boundaries_of(received):

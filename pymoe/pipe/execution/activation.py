@@ -70,14 +70,19 @@ class Activation(GradAccumulator):
         if not graphs:
             arguments = [receive_value(value, device) for value in received]
             return [pack(output, BoundaryTensor) for output in self._call(arguments, self._stream(), self._micro_batch)]
+        graph, about = Graph(self._stream(), device), self._micro_batch
         if recompute is not None and recompute.is_useful(received):
-            about = replace(self._micro_batch, checkpointing=True)
-            with recompute.first_run(received, device) as (self._recomputation, arguments):
-                outputs = self._call(arguments, self._stream(), about)
-            return [pack(output, self._cut_off) for output in outputs]
-        stream = self._stream()
-        graph = self._graph = Graph(stream, device)
-        sent = graph.end(self._call(graph.begin(received), stream, self._micro_batch), self)
+            about = replace(about, checkpointing=True)
+            with recompute.first_run(received, graph) as run:
+                outputs = self._call(run.arguments, graph.stream, about)
+            self._recomputation = run.recomputation
+            if run.recomputation is not None:
+                graph.close()
+                return [pack(output, self._cut_off) for output in outputs]
+        else:
+            outputs = self._call(graph.begin(received), graph.stream, about)
+        self._graph = graph
+        sent = graph.end(outputs, self)
         self.grads = [None] * len(graph.roots)
         return sent
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from operator import is_
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from pymoe.autograd.isolated_graph import graphs_are_made
 from pymoe.pipe.context import MicroBatch, running
 from pymoe.pipe.execution.gradients import accumulate, attach, end_history
 from pymoe.pipe.execution.graph import BoundaryTensor, StageValue, memory_of, unpack
+from pymoe.pipe.execution.held_state import Layout
 from pymoe.pipe.execution.plan import Plan, TimedAction
 from pymoe.pipe.execution.recompute import StageRecompute
-from pymoe.pipe.execution.shared_layers import lock_of
+from pymoe.pipe.execution.shared_layers import Turns, turns_of
 from pymoe.pipe.execution.step_state import PlanRun, StepState
 from pymoe.pipe.execution.workers import Workers, inside
 from pymoe.pipe.loss import LossFunction, Structure, holds_no_tensors, with_loss, with_reading
@@ -36,8 +38,9 @@ class Engine:
 
     def __init__(self) -> None:
         self._workers = Workers()
-        self._plans: dict[tuple[int, frozenset[Kind]], Plan] = {}
-        self._recompute: tuple[Pipeline | None, Sequence[StageRecompute]] = None, ()
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._states: dict[tuple[int, ...], StageRecompute] = {}  # by the ids of a stage's modules
+        self._shared: tuple[list[Layout], list[Turns | None]] = [], []
         self._with_loss: tuple[tuple[Any, ...], Pipeline | None] = (), None
         self._last: tuple[Schedule, list[TimedAction]] | None = None
 
@@ -65,7 +68,7 @@ class Engine:
             ended = with_loss(*arguments)
             self._with_loss = (arguments, ended) if holds_no_tensors(loss_fn) else ((), None)
         graphs = graphs_are_made()
-        state = self._begin(ended, pipeline, micro_batches, graphs, recomputed, weights.shares)
+        state = self._begin(ended, micro_batches, graphs, recomputed, weights.shares)
         try:
             self._perform(state, schedule, ALL if graphs else FORWARD)
             if weights.are_rows:
@@ -89,7 +92,7 @@ class Engine:
         schedule = self.schedule("gpipe", len(pipeline.stages), len(micro_batches.rows))
         is_read = own_loss is not None and len(micro_batches.rows) > 1
         read = with_reading(pipeline, own_loss or 0) if is_read else pipeline
-        state = self._begin(read, pipeline, micro_batches, graphs_are_made(), recomputed, None)
+        state = self._begin(read, micro_batches, graphs_are_made(), recomputed, None)
         try:
             self._perform(state, schedule, FORWARD)
             outputs = state.outputs()
@@ -144,35 +147,35 @@ class Engine:
     def _begin(
         self,
         pipeline: Pipeline,
-        stages_of: Pipeline,
         micro_batches: MicroBatches,
         graphs: bool,
         recomputed: range,
         loss_weights: Sequence[float] | None,
     ) -> StepState:
-        """Prepare for a mini-batch that goes through ``pipeline``, which is ``stages_of``, or goes on to a loss."""
+        """Prepare for a mini-batch that goes through ``pipeline``."""
         random_streams.install()
-        if self._recompute[0] is not stages_of:
-            made = [StageRecompute(stage.modules, lock_of(stage.function)) for stage in stages_of.stages]
-            self._recompute = stages_of, made
-        return StepState(pipeline, micro_batches, graphs, self._recompute[1], recomputed, loss_weights)
+        states = []
+        for stage in pipeline.stages:
+            key = tuple(map(id, stage.modules))
+            state = self._states.get(key)
+            if state is None:  # one that is there keeps its modules alive, and so the ids are of no others
+                if len(self._states) >= REMEMBERED + len(pipeline.stages):
+                    self._states.clear()
+                state = self._states[key] = StageRecompute(stage.modules)
+            states.append(state)
+        return StepState(pipeline, micro_batches, graphs, states, recomputed, loss_weights)
 
     def _perform(self, state: StepState, schedule: Schedule, kinds: frozenset[Kind]) -> None:
         """Do the actions of these kinds."""
-        key = id(schedule), kinds
-        plan = self._plans.get(key)
-        if plan is None:  # one that is there keeps its schedule alive, and so the id is of no other
-            if len(self._plans) >= REMEMBERED:
-                self._plans.clear()
-            plan = self._plans[key] = Plan(schedule, kinds)
-        # On a thread of autograd's own for a device the workers could not reach that device's nodes.
-        inline = plan.workers == 1 or (kinds is BACKWARD and not state.is_on_host)
         workers = self._workers
         workers.prepare()
         with workers.lock:
             around = inside.workers
             try:
                 inside.workers = (*around, workers)
+                plan = self._plan(state, schedule, kinds)
+                # On a thread of autograd's own for a device the workers could not reach that device's nodes.
+                inline = plan.workers == 1 or (kinds is BACKWARD and not state.is_on_host)
                 run = PlanRun(plan, state)
                 if not run.run_inline(to_the_end=inline):
                     workers.run(run, plan.workers)
@@ -180,6 +183,30 @@ class Engine:
                 inside.workers = around
                 random_streams.restore()
         self._last = schedule, run.outcome()
+
+    def _plan(self, state: StepState, schedule: Schedule, kinds: frozenset[Kind]) -> Plan:
+        """Return the plan for actions that are about to run, in which stages take turns that share what they write."""
+        turns: list[Turns] = []
+        if Kind.FORWARD in kinds and len(state.recompute) > 1:
+            layouts = [stage.held.look().layout for stage in state.recompute]
+            known, found = self._shared
+            if len(known) != len(layouts) or not all(map(is_, known, layouts)):
+                found = turns_of(layouts, found)
+                self._shared = layouts, found
+            for stage, its_turns in zip(state.recompute, found, strict=True):
+                stage.turns = its_turns
+            turns = [one for one in dict.fromkeys(found) if one is not None and one.begin_step()]
+        # A loss runs with the last stage.
+        in_turns = [tuple(dict.fromkeys(min(n, schedule.stages - 1) for n in one.stages)) for one in turns]
+        key = id(schedule), kinds, *in_turns
+        plan = self._plans.get(key)
+        if plan is None:  # one that is there keeps its schedule alive, and so the id is of no other
+            if len(self._plans) >= REMEMBERED:
+                self._plans.clear()
+            plan = self._plans[key] = Plan(schedule, kinds, in_turns)
+        for one, stages in zip(turns, in_turns, strict=True):
+            one.is_ordered = stages in plan.keeps
+        return plan
 
     def schedule(self, schedule: str | Schedule, stages: int, micro_batches: int) -> Schedule:
         """Return the schedule of that name; or the given one. Raise ValueError if it does not fit."""
@@ -192,18 +219,14 @@ class Engine:
             )
         return schedule
 
-    def forget(self) -> None:
-        """Forget what is known of the modules, which may behave differently from now on."""
-        for stage in self._recompute[1]:
-            stage.forget()
-
     @property
     def last_run(self) -> Record | None:
         """When every action of the last pass started and ended; None before."""
         return None if self._last is None else as_run(*self._last)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plans": {}, "_last": None, "_with_loss": ((), None)}
+        of_these_modules = {"_states": {}, "_shared": ([], [])}
+        return {**self.__dict__, "_plans": {}, "_last": None, "_with_loss": ((), None), **of_these_modules}
 
 
 def run_in_one_graph(pipeline: Pipeline, micro_batches: MicroBatches) -> list[list[Any]]:

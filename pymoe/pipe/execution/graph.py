@@ -153,6 +153,11 @@ class _StageInputs(torch.autograd.Function):
         raise RuntimeError(_PAST)
 
 
+def without_history(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an alias of a tensor that is at hand, but whose history is not: a backward pass that needs it raises."""
+    return apply_directly(_StageInputs, _anchor, [False], tensor)[1]
+
+
 class Graph:
     """Where the graph begins and ends, and the leaves that it has reached: :meth:`begin`, the stage, :meth:`end`."""
 

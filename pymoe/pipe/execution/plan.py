@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
 
-from pymoe.pipe.schedules.schedule import Action, Kind, Schedule
+from pymoe.pipe.schedules.schedule import Action, Kind, Schedule, ScheduleError
 from pymoe.pipe.schedules.validate import run as in_order
 
 INLINE_LIMIT_S = 500e-6
@@ -23,22 +26,45 @@ TimedAction = tuple[Action, float, float]
 class Plan:
     """The actions of a schedule, and which of them wait for actions of other workers."""
 
-    def __init__(self, schedule: Schedule, kinds: frozenset[Kind] = frozenset(Kind)) -> None:
-        """``kinds``: the actions to run; what others would have made is there already. Raises ScheduleError."""
+    def __init__(
+        self, schedule: Schedule, kinds: frozenset[Kind] = frozenset(Kind), in_turns: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """Raise ScheduleError if the schedule cannot run.
+
+        Args:
+            schedule: what to do.
+            kinds: the actions to run; what others would have made is there already.
+            in_turns: stages whose forwards are to come in the order of the model, micro-batch after micro-batch.
+        """
         self.schedule = schedule
         self.workers = schedule.workers
         self.policy = InlinePolicy()
         self.orders = [[action for action in order if action.kind in kinds] for order in schedule.orders]
+        self.keeps: set[tuple[int, ...]] = set()
+        """Those of ``in_turns`` whose order it keeps. The workers of others would wait for each other."""
+        after: dict[Action, tuple[Action, ...]] = {}
+        for stages in in_turns:
+            wanted = dict(after)
+            for number in range(1, schedule.micro_batches):
+                first = Action(stages[0], number, Kind.FORWARD)
+                # Between the two, each stage waits for the one before it.
+                wanted[first] = (*wanted.get(first, ()), Action(stages[-1], number - 1, Kind.FORWARD))
+            with suppress(ScheduleError):
+                deque(in_order(schedule, wanted), 0)
+                after = wanted
+                self.keeps.add(tuple(stages))
         self.in_order: list[Action] = []  # an order for one thread
-        # By action, the one of another worker that it waits for, if there is one. Since stages form a chain, it waits
-        # for no other, and no other waits for that one.
-        self.awaited: dict[Action, Action] = {}
-        for worker, action, dependencies in in_order(schedule):
+        self.awaited: dict[Action, list[Action]] = {}
+        """By action, those of other workers that it waits for."""
+        self.waiting: dict[Action, list[Action]] = {}
+        """By action, those of other workers that wait for it."""
+        for worker, action, dependencies in in_order(schedule, after):
             if action.kind in kinds:
                 self.in_order.append(action)
                 for needed in dependencies:
                     if needed.kind in kinds and schedule.placement[needed.stage] != worker:
-                        self.awaited[action] = needed
+                        self.awaited.setdefault(action, []).append(needed)
+                        self.waiting.setdefault(needed, []).append(action)
 
 
 class InlinePolicy:

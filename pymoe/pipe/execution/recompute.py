@@ -1,26 +1,27 @@
 """Forwards that keep their inputs instead of their graphs, and are recomputed in the backward pass.
 
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), arXiv 1604.06174. The recomputation draws
-the same random numbers (from the same stream), sees the buffers that the first run saw (a spectral norm reads what it
-writes), and leaves those that are there by now as they are (a batch norm would count the micro-batch twice).
+the same random numbers (from the same stream), sees the state that the first run saw (a spectral norm reads what it
+writes), and leaves the state that is there by now as it is (a batch norm would count the micro-batch twice).
 
 The first run makes a graph, too, which goes when the run ends: modules may ask for gradients and hooks within it, and
 what they keep from one run to the next (the weights of ``parametrize.cached``, autocast's casts) has its history. That
-takes no more memory at a time than the recomputation will.
+takes no more memory at a time than the recomputation will. If the run has changed what cannot be put back, or what
+nobody has copied, the graph stays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
 
-from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm
 from pymoe.pipe.execution.graph import BoundaryTensor, Graph, StageValue, version_of
-from pymoe.pipe.execution.shared_layers import StageLock, buffers_of, has_changed
+from pymoe.pipe.execution.held_state import HeldState, Seen
+from pymoe.pipe.execution.shared_layers import Turns
 
 
 def recomputed(checkpoint: str, micro_batches: int) -> range:
@@ -29,23 +30,15 @@ def recomputed(checkpoint: str, micro_batches: int) -> range:
 
 
 class StageRecompute:
-    """The recomputed forwards of one stage, and what is known about the stage so far."""
+    """What its forwards may change, and how they are recomputed: of one stage."""
 
-    def __init__(self, modules: Sequence[nn.Module], lock: StageLock) -> None:
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.turns: Turns | None = None
+        """Of the stages that share state with this one; None: it shares nothing. Set by whoever runs forwards."""
+        self.held = HeldState(("", module) for module in modules)
         self._modules = modules
         self._trains = False
-        self._edited: set[int] | None = None  # the inputs that it changes in place; None: not known yet
-        self._lock = lock  # no other stage may see what is put into a shared buffer for a recomputation
-        owners = {id(owner): owner for module in modules for owner in module.modules()}
-        # Deferred batch norms know recomputations, and may be in other stages that run meanwhile.
-        self._owners = [
-            owner for owner in owners.values() if owner._buffers and not isinstance(owner, DeferredBatchNorm)
-        ]
-        self._changing: set[tuple[int, str]] | None = None  # the buffers that it changes; None: any may change
-
-    def forget(self) -> None:
-        """Forget what is known: the modules may have been switched to evaluation, say."""
-        self._changing = self._edited = None
+        self._edited: set[int] = set()  # inputs that have been changed in place: these are copied
 
     def begin_step(self) -> None:
         """A step begins; parameters may have been frozen or exchanged since the last."""
@@ -58,102 +51,74 @@ class StageRecompute:
         )
 
     @contextmanager
-    def first_run(
-        self, received: Sequence[StageValue], device: torch.device | None
-    ) -> Iterator[tuple[Recomputation, list[Any]]]:
-        """A context in which the stage's function runs for the first time.
+    def first_run(self, received: Sequence[StageValue], graph: Graph) -> Iterator[FirstRun]:
+        """A context in which the stage's function runs for the first time, and ``graph`` is made.
 
-        Yields:
-            What it takes to recompute the forward, which is complete when the context ends, and the arguments.
-
-        Raises:
-            RuntimeError: the function has changed an input in place that it has left alone before.
+        What it yields is complete when the context ends. If the same forward cannot be run again, because it has
+        changed what cannot be put back or what nobody has copied, there is no recomputation: the graph is to be kept.
         """
         edited = self._edited
         taken = [leaf for value in received for leaf in value.leaves if type(leaf) is BoundaryTensor]
-        copies = {
-            number: leaf.tensor.clone() for number, leaf in enumerate(taken) if edited is None or number in edited
-        }
-        graph = Graph(device=device)
-        forward = Recomputation(received, self)
-        with self._watched(forward.seen):
-            yield forward, graph.begin(received)
-        graph.close()
+        copies = {number: leaf.tensor.clone() for number, leaf in enumerate(taken) if number in edited}
+        run = FirstRun(graph.begin(received))
+        with self._lock:
+            before = self.held.before()
+            yield run
+            seen = self.held.after(before)
         changed = {number for number, leaf in enumerate(taken) if version_of(leaf.tensor) != leaf.version}
-        if edited is not None and not changed <= edited:
-            raise RuntimeError(
-                "a checkpointed stage has changed an input in place, and needs it to be recomputed; change a copy "
-                "(inplace=False), or use checkpoint='never'"
-            )
-        self._edited = changed if edited is None else edited
-        if changed:  # the stages that have sent these keep what they have become
-            forward.replace({id(taken[number]): _like(taken[number], copies[number]) for number in changed})
+        if not changed <= edited:
+            self._edited = edited | changed
+        elif seen is not None:
+            # The stages that have sent what it changes keep what that has become.
+            replaced = {id(taken[number]): _like(taken[number], copies[number]) for number in changed}
+            run.recomputation = Recomputation(received, self, seen, replaced)
+
+    @property
+    def _lock(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.turns is None else self.turns.lock
 
     @contextmanager
-    def _watched(self, seen: list[_Contents]) -> Iterator[None]:
-        """A context in which a forward runs; at its end ``seen`` gets the buffers that the forward has changed."""
-        if not self._owners:
+    def put_back(self, seen: Seen) -> Iterator[None]:
+        """A context in which a forward is recomputed: it sees what it has seen, and leaves no trace."""
+        with self._lock, self.held.put_back(seen):
             yield
-            return
-        with self._lock:
-            changing = self._changing
-            before = buffers_of(self._owners)
-            copies = [
-                tensor.detach().clone() if changing is None or (id(owner), name) in changing else None
-                for owner, name, tensor, _ in before
-            ]
-            yield
-            self._changing = changing = changing or set()
-            for (owner, name, tensor, version), copy in zip(before, copies, strict=True):
-                if has_changed(owner, name, tensor, version):
-                    changing.add((id(owner), name))
-                    if copy is not None:
-                        seen.append(_Contents(owner, name, tensor, copy))
 
-    @contextmanager
-    def put_back(self, seen: Sequence[_Contents]) -> Iterator[None]:
-        """A context in which a forward is recomputed: it sees the buffers ``seen``, and leaves no trace in them."""
-        if not seen:
-            yield
-            return
-        with self._lock:
-            now = [
-                _Contents(owner, name, tensor, tensor.detach().clone())
-                for owner, name, _, _ in seen
-                if (tensor := owner._buffers.get(name)) is not None
-            ]
-            for contents in seen:
-                contents.restore()
-            try:
-                yield
-            finally:
-                for contents in now:
-                    contents.restore()
+
+class FirstRun:
+    """The first run of a forward: its arguments, and, after it, what it takes to run it again; None: the graph stays."""
+
+    __slots__ = ("arguments", "recomputation")
+
+    def __init__(self, arguments: list[Any]) -> None:
+        self.arguments = arguments
+        self.recomputation: Recomputation | None = None
 
 
 class Recomputation:
     """What a forward needs to be recomputed."""
 
-    __slots__ = ("_edited", "_received", "_stage", "seen")
+    __slots__ = ("_edited", "_received", "_seen", "_stage")
 
-    def __init__(self, received: Sequence[StageValue], stage: StageRecompute) -> None:
-        self.seen: list[_Contents] = []  # the buffers that the first run saw
-        self._received = received
+    def __init__(
+        self,
+        received: Sequence[StageValue],
+        stage: StageRecompute,
+        seen: Seen,
+        edited: dict[int, BoundaryTensor],
+    ) -> None:
+        """``edited``: in place of inputs that the forward changes, by id, copies from before the first run."""
         self._stage = stage
-        self._edited: list[BoundaryTensor] = []  # inputs that the forward changes in place: copies of their own
-
-    def replace(self, edited: dict[int, BoundaryTensor]) -> None:
-        """Replace inputs, by the id of their boundary tensor, with copies from before the first run."""
+        self._seen = seen
         self._edited = list(edited.values())
-        self._received = _replaced(self._received, edited)
+        self._received = _replaced(received, edited) if edited else received
 
     @contextmanager
     def inputs(self, again: bool) -> Iterator[Sequence[StageValue]]:
-        """A context with the inputs, which it yields, and buffers that the first run saw. ``again``: not the last."""
+        """A context with the inputs, which it yields, and the state that the first run saw. ``again``: not the last."""
         received = self._received
         if again and self._edited:
             received = _replaced(received, {id(x): _like(x, x.tensor.clone()) for x in self._edited})
-        with self._stage.put_back(self.seen):
+        with self._stage.put_back(self._seen):
             yield received
 
 
@@ -164,16 +129,3 @@ def _like(boundary: BoundaryTensor, tensor: torch.Tensor) -> BoundaryTensor:
 def _replaced(values: Sequence[StageValue], others: dict[int, BoundaryTensor]) -> list[StageValue]:
     """Return ``values`` with others of their boundary tensors, by the ids of these."""
     return [StageValue([others.get(id(leaf), leaf) for leaf in value.leaves], value.structure) for value in values]
-
-
-class _Contents(NamedTuple):
-    """A buffer at one time: whose it is, which tensor it is, and a copy of its contents."""
-
-    owner: nn.Module
-    name: str
-    tensor: torch.Tensor
-    copy: torch.Tensor
-
-    def restore(self) -> None:
-        self.owner._buffers[self.name] = self.tensor
-        self.tensor.data.copy_(self.copy)  # not an edit as autograd counts them: graphs have saved what they need

@@ -1,58 +1,143 @@
-"""Stages that share a layer with a state of its own run one at a time.
+"""Stages that share a state take turns, in the order in which the model would run micro-batch after micro-batch.
 
-Stages run concurrently. Layers that several of them contain may share parameters freely, but what their forwards write
-(running statistics, the scale of auxiliary losses) can be written by one thread at a time only.
+Stages run concurrently. They may share parameters freely, and tables that forwards read. But what their forwards write
+(running statistics, a scale, a cache) has to be written, and read, by one stage after the other: of one micro-batch
+first, then of the next. So the first of such stages waits with a micro-batch for the last of them to be done with the
+one before, where the schedule allows it (:class:`pymoe.pipe.execution.plan.Plan`); else no forward may write.
+
+Who writes is found out in each step. Stages whose forwards have written nothing in the last step take no turns as long
+as what they share is as it was then, parameters excepted; if one writes nevertheless, the step fails.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from pymoe._torch_private import NormBase
 from pymoe.pipe.auxiliary import is_weighted
-from pymoe.pipe.execution.graph import version_of
+from pymoe.pipe.execution.held_state import HeldState, Layout, State
 
-Function = Callable[..., Sequence[Any]]
+_WRITTEN_UNSEEN = {"running_mean", "running_var", "fake_quant_enabled"}
+"""Buffers of layers whose kernels write to buffers behind the version counter's back: batch norms and observers."""
 
 
-def serialize_shared_layers(functions: Sequence[Function], parts: Sequence[nn.Module]) -> list[Function]:
-    """Return the functions of stages, of which those whose ``parts`` share layers that write to themselves take turns.
+def turns_of(layouts: Sequence[Layout], known: Sequence[Turns | None] = ()) -> list[Turns | None]:
+    """Return for each stage, given by what its modules hold, its turns; None: it shares nothing.
 
-    For most layers with buffers only a forward can tell whether it writes to them: the first in each mode, training and
-    evaluation, decides. (A table of rotary embeddings that all stages share must not serialize them.)
+    ``known``: those of an earlier time, which are the same where the same stages share the same.
     """
-    states = [{id(layer): layer for layer in part.modules() if layer._buffers or is_weighted(layer)} for part in parts]
-    users = Counter(key for state in states for key in state)
-    lock = StageLock()
-    shared = [[layer for key, layer in state.items() if users[key] > 1] for state in states]
-    return [
-        _Serialized(function, lock, part, layers) if layers else function
-        for function, part, layers in zip(functions, parts, shared, strict=True)
-    ]
+    users: dict[Any, list[int]] = {}
+    for number, layout in enumerate(layouts):
+        for key in layout.shareable:
+            users.setdefault(key, []).append(number)
+    group = list(range(len(layouts)))  # for each stage the least that it shares something with, in steps
+    shared = {key: stages for key, stages in users.items() if len(stages) > 1}
+    for stages in shared.values():
+        joined = {group[stage] for stage in stages}
+        group = [min(joined) if least in joined else least for least in group]
+    turns: list[Turns | None] = [None] * len(layouts)
+    for least in {group[stages[0]] for stages in shared.values()}:
+        roots: dict[int, tuple[str, Any]] = {}
+        for key, stages in shared.items():
+            if group[stages[0]] == least:
+                for stage in stages:
+                    name, root = layouts[stage].shareable[key]
+                    roots.setdefault(id(root), (name, root))
+        made = Turns([stage for stage, other in enumerate(group) if other == least], [*roots.values()])
+        made = next((one for one in known if one is not None and one.is_like(made)), made)
+        for stage in made.stages:
+            turns[stage] = made
+    return turns
 
 
-def lock_of(function: Function) -> StageLock:
-    """Return the lock that the function of a stage takes; a new one if it takes none."""
-    return function.lock if isinstance(function, _Serialized) else StageLock()
+class Turns:
+    """Some stages, and the state that they share."""
+
+    def __init__(self, stages: Sequence[int], roots: Sequence[tuple[str, Any]]) -> None:
+        """``roots``: modules, containers and tensors, with their names."""
+        self.stages = tuple(stages)
+        self.lock = StageLock()
+        """Held by a forward that may write, and by recomputations: no other stage sees what is put back for these."""
+        self.is_ordered = False
+        """Whether the schedule that runs keeps the order; set by whoever runs it."""
+        self._roots = roots
+        self._held = HeldState(roots)
+        self._may_write = not all(_only_reads(root) for _, root in roots)
+        # Auxiliary losses are written to and put back: nobody may see them meanwhile, in whatever order.
+        self._one_at_a_time = any(isinstance(root, nn.Module) and is_weighted(root) for _, root in roots)
+        self._wrote = False
+        self._checked: State | None = None  # the state in which forwards were last seen to write nothing
+
+    def is_like(self, other: Turns) -> bool:
+        """Return whether the other's stages are the same, and what they share."""
+        pairs = zip(self._roots, other._roots, strict=False)
+        same = len(self._roots) == len(other._roots) and all([one is another for (_, one), (_, another) in pairs])
+        return same and self.stages == other.stages
+
+    def begin_step(self) -> bool:
+        """Begin a step with forwards; return whether they have to come in order."""
+        state = self._held.look()
+        if self._checked is not None or self._wrote:
+            self._may_write = self._wrote or not state.is_but_for_parameters(self._checked)
+        self._may_write = self._may_write or bool(_written_unseen(state.layout))
+        self._wrote, self._checked = False, None
+        return self._may_write
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """A context in which one of the stages runs a forward.
+
+        Raises:
+            RuntimeError: it has written to what is shared, out of turn.
+        """
+        with self.lock if self._may_write or self._one_at_a_time else nullcontext():
+            before = self._held.look()
+            unseen = [(buffer, buffer.clone()) for buffer in _written_unseen(before.layout)]
+            yield
+            if self._held.look() is before and all([torch.equal(buffer, copy) for buffer, copy in unseen]):
+                self._checked = before
+                return
+            names = self._held.changes(before)
+            names += [before.layout.names[id(buffer)] for buffer, copy in unseen if not torch.equal(buffer, copy)]
+            if not names:
+                return
+            self._wrote = True
+            if not (self._may_write and self.is_ordered):
+                raise RuntimeError(self._why(names[0]))
+
+    def _why(self, name: str) -> str:
+        shared = f"stages {', '.join(map(str, self.stages))} share state to which a forward has written ({name!r})"
+        if not self._may_write:
+            return (
+                f"{shared}, and none had before: they may have run at the same time. No gradient is added. Run the step "
+                "again: from now on they take turns"
+            )
+        return (
+            f"{shared}, and this schedule cannot run them in the order of the model, one micro-batch after the other: "
+            "use another ('gpipe' or '1f1b', in one process), put the layers into one stage, or give each a state of "
+            "its own"
+        )
 
 
-def buffers_of(layers: Sequence[nn.Module]) -> list[tuple[nn.Module, str, torch.Tensor, int]]:
-    """Return the buffers that the layers themselves have: whose, its name, the tensor, and its version."""
-    buffers = [(layer, *named) for layer in layers for named in layer._buffers.items()]
-    return [(layer, name, tensor, version_of(tensor)) for layer, name, tensor in buffers if tensor is not None]
+def _only_reads(root: Any) -> bool:
+    """Return whether forwards are taken to leave it alone before any has run: parameters, and layers of torch's own."""
+    if isinstance(root, nn.Module):
+        return type(root).__module__.startswith("torch.nn.modules") and not any(
+            buffer is not None for buffer in root._buffers.values()
+        )
+    return isinstance(root, nn.Parameter)
 
 
-def has_changed(layer: nn.Module, name: str, tensor: torch.Tensor, version: int) -> bool:
-    """Return whether a buffer may have been changed or replaced since :func:`buffers_of`."""
-    # The kernels of batch norms change statistics behind the version counter's back.
-    unseen = isinstance(layer, NormBase) and layer.training
-    return unseen or layer._buffers.get(name) is not tensor or version_of(tensor) != version
+def _written_unseen(layout: Layout) -> list[torch.Tensor]:
+    """Return the buffers to which kernels may write behind the version counter's back."""
+    layers = [layer for layer in layout.modules.values() if not _WRITTEN_UNSEEN.isdisjoint(layer._buffers)]
+    layers = [layer for layer in layers if layer.training or "fake_quant_enabled" in layer._buffers]
+    return [buffer for layer in layers for buffer in layer.buffers() if id(buffer) in layout.names]
 
 
 class StageLock:
@@ -69,25 +154,3 @@ class StageLock:
 
     def __reduce__(self) -> Any:
         return StageLock, ()
-
-
-class _Serialized:
-    def __init__(self, function: Function, lock: StageLock, part: nn.Module, shared: list[nn.Module]) -> None:
-        self.lock = lock
-        self._function = function
-        self._part = part
-        self._shared = shared
-        self._read_only: set[bool] = set()  # modes in which forwards do not write
-
-    def __call__(self, *values: Any) -> Sequence[Any]:
-        training = self._part.training
-        if training in self._read_only:
-            return self._function(*values)
-        with self.lock:
-            before = buffers_of(self._shared)
-            result = self._function(*values)
-            # Auxiliary losses that are weighted have no buffer.
-            writes = any(map(is_weighted, self._shared)) or any([has_changed(*buffer) for buffer in before])
-            if not writes and len(buffers_of(self._shared)) == len(before):
-                self._read_only.add(training)
-            return result

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import repeat
 from queue import Empty, SimpleQueue
@@ -89,7 +90,7 @@ class StepState:
         self.inputs = StepInputs()
         self._sums = [LeafSums() for _ in pipeline.stages]
         self._pipeline = pipeline
-        self._recompute = recompute
+        self.recompute = recompute
         self._recomputed = recomputed
         self._graphs = graphs
         self._thread_state = current()
@@ -148,9 +149,10 @@ class StepState:
         about = MicroBatch(index, count, self._weights[index], False, False, last if is_loss else number)
         position = count * number + index if is_loss else index * (last + 1) + number
         activation = Activation(stage, about, self._random, position, self._thread_state)
-        sent = activation.forward(
-            received, self._graphs, self._recompute[number] if index in self._recomputed and not is_loss else None
-        )
+        of_stage = self.recompute[number]
+        is_recomputed = index in self._recomputed and not is_loss
+        with nullcontext() if of_stage.turns is None else of_stage.turns.forward():
+            sent = activation.forward(received, self._graphs, of_stage if is_recomputed else None)
         if self._graphs:
             self._activations[number][index] = activation
         del received
@@ -247,7 +249,7 @@ class PlanRun:
         self._state = state
         self._perform: Callable[[Action], None] | None = self._in_range if profiler_enabled() else state.perform
         self._process = os.getpid()
-        # When there are several threads: for each action that one of another worker waits for, what that one gets.
+        # When there are several threads: for each action what it gets when one of another worker has ended.
         self._gates: dict[Action, SimpleQueue[None]] = {}
         self._stopped: SimpleQueue[None] = SimpleQueue()  # has something once no further action is to start
         self._stop: Callable[[], object] | None = None
@@ -272,7 +274,7 @@ class PlanRun:
         Returns what stops them: no further action starts, and nobody waits. It may be called any number of times, and
         no Ctrl-C can come before it has done all that, since nothing in it is Python.
         """
-        self._gates = {action: SimpleQueue() for action in self._plan.awaited.values()}
+        self._gates = {action: SimpleQueue() for action in self._plan.awaited}
         # What is left of the one iterator is what has not been told yet; once all are told, it is used up.
         tell = map(SimpleQueue.put, [self._stopped, *self._gates.values()], repeat(None))
         stop: Callable[[], object] = partial(deque, tell, 0)
@@ -289,14 +291,16 @@ class PlanRun:
         for action in plan.orders[worker]:
             if self._process != os.getpid():
                 raise RuntimeError("a step cannot go on in a fork: its workers exist only in the parent process")
-            if action in plan.awaited:
-                _pass(gates[plan.awaited[action]])
+            for _ in plan.awaited.get(action, ()):
+                _pass(gates[action])
+                if not stopped.empty():
+                    return
             if not stopped.empty():
                 return
             if action not in self._done:
                 yield action
-            if action in gates:
-                gates[action].put(None)
+            for waiting in plan.waiting.get(action, ()):
+                gates[waiting].put(None)
 
     def perform_actions(self, actions: Iterable[Action], long: list[float] | None = None) -> None:
         """Perform actions on this thread, in this order. Raises nothing; an error ends the run.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from pymoe.pipe.schedules.schedule import Action, Kind, Schedule, ScheduleError, live_counts
 
@@ -20,13 +20,16 @@ def validate(schedule: Schedule) -> None:
         pass
 
 
-def run(schedule: Schedule) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
+def run(
+    schedule: Schedule, others: Mapping[Action, tuple[Action, ...]] | None = None
+) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
     """Validates, and meanwhile yields (worker, action, its dependencies) in an order in which all can run: each action
-    after its dependencies and after its worker's predecessors.
+    after its dependencies and after its worker's predecessors. ``others``: dependencies of actions besides.
 
     A worker that has to wait is looked at again when what it waits for has ended, so this takes time proportional to
     the number of actions.
     """
+    others = others or {}
     _check_places(schedule)
     _check_complete(schedule)
     position = [0] * schedule.workers
@@ -38,7 +41,7 @@ def run(schedule: Schedule) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
         order = schedule.orders[worker]
         while position[worker] < len(order):
             action = order[position[worker]]
-            dependencies = schedule.dependencies(action)
+            dependencies = schedule.dependencies(action) + others.get(action, ())
             missing = [needed for needed in dependencies if needed not in ended]
             if missing:
                 waiting[missing[0]].append(worker)
@@ -50,7 +53,7 @@ def run(schedule: Schedule) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
                 ready += waiting.pop(action)
     for worker, order in enumerate(schedule.orders):
         if position[worker] < len(order):
-            raise _deadlock(schedule, position, worker, ended)
+            raise _deadlock(schedule, position, worker, ended, others)
     _check_live_limits(schedule)
 
 
@@ -107,12 +110,19 @@ def _check_live_limits(schedule: Schedule) -> None:
                 raise ScheduleError(message, worker=worker, position=position, action=action)
 
 
-def _deadlock(schedule: Schedule, position: list[int], worker: int, ended: set[Action]) -> ScheduleError:
+def _deadlock(
+    schedule: Schedule,
+    position: list[int],
+    worker: int,
+    ended: set[Action],
+    others: Mapping[Action, tuple[Action, ...]],
+) -> ScheduleError:
     """Follows from ``worker`` who waits for whom until the chain closes, and blames a link of the ring."""
     chain: dict[int, str] = {}
     while worker not in chain:
         head = schedule.orders[worker][position[worker]]
-        missing = next(needed for needed in schedule.dependencies(head) if needed not in ended)
+        dependencies = schedule.dependencies(head) + others.get(head, ())
+        missing = next(needed for needed in dependencies if needed not in ended)
         home, place = schedule.places[missing]
         chain[worker] = f"{head} waits for {missing}, at position {place} of worker {home}"
         worker = home

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -15,6 +15,22 @@ from pymoe._torch_private import OpOverload
 from pymoe.pipe.capture.graph import Region
 
 _KINDS = ("_parameters", "_buffers")
+
+
+class _Taken(NamedTuple):
+    """A parameter or buffer that stands in another place in the model."""
+
+    where: nn.Module
+    kind: str
+    name: str
+    owner: nn.Module
+
+
+class _Made(NamedTuple):
+    """A module that stands for one of the model."""
+
+    module: nn.Module
+    original: nn.Module
 
 
 class StageModule(nn.Module):
@@ -31,9 +47,8 @@ class StageModule(nn.Module):
         self._graphs: list[fx.GraphModule] = []
         self._compile: Callable[[nn.Module], None] | None = None
         self._modes: list[bool] = []
-        # (where, which of its dictionaries, name, owner): what the model has there now is taken at every call.
-        self._shared: list[tuple[nn.Module, str, str, nn.Module]] = []
-        self.made: list[tuple[nn.Module, nn.Module]] = []
+        self._shared: list[_Taken] = []  # what the model has there now is taken at every call
+        self.made: list[_Made] = []
         """This, and the modules within that are no modules of the model, each with the one that it stands for."""
 
     def forward(self, *values: Any, variant: int | None = None) -> Sequence[Any]:
@@ -91,7 +106,7 @@ class StageModule(nn.Module):
                 where.__dict__[kind][name] = original.__dict__[kind][name]
                 if name in original._non_persistent_buffers_set:
                     where._non_persistent_buffers_set.add(name)
-                self._shared.append((where, kind, name, original))
+                self._shared.append(_Taken(where, kind, name, original))
             for name, child in original._modules.items():  # in the model's order
                 if name not in below or child is None:
                     continue
@@ -100,14 +115,14 @@ class StageModule(nn.Module):
                     where._modules[name] = child
                 else:
                     where._modules[name] = holder = nn.Module()
-                    self.made.append((holder, child))
+                    self.made.append(_Made(holder, child))
                     holder.training = child.training
                     hold(holder, child, below[name])
 
         for kind in (*_KINDS, "_modules"):
             self.__dict__[kind].clear()
         self._shared = []
-        self.made = [(self, model)]
+        self.made = [_Made(self, model)]
         for name, constant in constants.items():
             self.register_buffer(name, constant, persistent=False)
         hold(self, model, paths)
