@@ -23,11 +23,15 @@ class MicroBatch:
     weight: float
     """Its share of the rows of the mini-batch: what a mean over its rows counts in the mean over all."""
     checkpointing: bool = False
-    """The graph of this forward is not kept; it will be recomputed."""
+    """The graph of this forward is not kept, and it is recomputed, unless it changes what cannot be put back."""
     recomputing: bool = False
     """The forward is run again for its graph: whatever counts forwards must leave this one out."""
     stage: int = 0
     """The stage that runs: a module that several stages contain is called by each."""
+    is_last: bool | None = None
+    """Whether no other micro-batch of the mini-batch comes to this stage after it; None: they come by their index."""
+    mini_batch: object = None
+    """An object that all micro-batches of a mini-batch have, and no others; None: not known."""
 
 
 class _Thread(threading.local):

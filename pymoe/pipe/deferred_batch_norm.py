@@ -50,12 +50,15 @@ class _Stage:
     def __init__(self) -> None:
         self.forward: context.MicroBatch | None = None
         self.calls = 0
-        self.collected: dict[int, _Collected] = {}  # by call: a module may be in a stage several times
+        # By call, as a module may be in a stage several times, and by micro-batch, as these may come in any order.
+        self.collected: dict[int, dict[int, _Collected]] = {}
 
     def next_call(self, forward: context.MicroBatch) -> int:
         """Return the number of this call among those of one forward, from 0."""
-        if forward is not self.forward:
-            if self.forward is None or forward.index <= self.forward.index:
+        before = self.forward
+        if forward is not before:
+            is_next = before is not None and forward.mini_batch is before.mini_batch
+            if not is_next or (forward.mini_batch is None and before is not None and forward.index <= before.index):
                 self.collected.clear()  # of a mini-batch that was not finished
             self.forward, self.calls = forward, 0
         self.calls += 1
@@ -122,9 +125,15 @@ class DeferredBatchNorm(BatchNormBase):
     def _collect(self, forward: context.MicroBatch, statistics: _Collected) -> None:
         stage = self.__dict__.setdefault("_unfinished", {}).setdefault(forward.stage, _Stage())
         call = stage.next_call(forward)
-        stage.collected[call] = statistics.plus(stage.collected.get(call))
-        if forward.index == forward.count - 1:
-            self._commit(stage.collected.pop(call))
+        of_call = stage.collected.setdefault(call, {})
+        of_call[forward.index] = statistics
+        if forward.index == forward.count - 1 if forward.is_last is None else forward.is_last:
+            batch: _Collected | None = None
+            for index in sorted(of_call):  # so that the order in which they came changes no bit
+                batch = of_call[index].plus(batch)
+            assert batch is not None
+            del stage.collected[call]
+            self._commit(batch)
 
     def _commit(self, batch: _Collected) -> None:
         assert self.running_mean is not None

@@ -80,7 +80,9 @@ class StagedModel(ABC):
         devices = self.devices or (None,) * len(self.parts)
         return tuple(
             Stage(function, sources, count, (part,), device)
-            for function, sources, count, part, device in zip(weighted, inputs, outputs, self.parts, devices, strict=True)
+            for function, sources, count, part, device in zip(
+                weighted, inputs, outputs, self.parts, devices, strict=True
+            )
         )
 
     def micro_batches(

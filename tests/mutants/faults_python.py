@@ -231,7 +231,7 @@ FAULTS = [
     Fault(
         "a worker goes on without what its next action needs",
         PLAN_RUN,
-        "                _pass(gates[plan.awaited[action]])\n",
+        "                _pass(gates[action])\n",
         "                pass\n",
         (RUNS,),
     ),
@@ -245,7 +245,7 @@ FAULTS = [
     Fault(
         "a worker is not told that its next action can start",
         PLAN_RUN,
-        "                gates[action].put(None)\n",
+        "                gates[waiting].put(None)\n",
         "                pass\n",
         (RUNS, "-k", "an_end_wakes"),
     ),

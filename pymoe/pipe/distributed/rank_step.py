@@ -93,6 +93,7 @@ class RankStep:
         self.rows: dict[int, int] = {}
         self.readings: dict[int, LossReading] = {}  # what the graphs of the losses tell, by micro-batch
         self.forwards = 0
+        self._begun: dict[int, int] = {}  # forwards, by stage
         self._random: SharedSource | None = None
         self._state = current()
         self._values: dict[tuple[int, Source], StageValue] = {}
@@ -119,7 +120,9 @@ class RankStep:
                 self._receive_values(maker, micro_batch)
         received = [self._values[micro_batch, source] for source in about.inputs]
         position = micro_batch * len(pipeline.stages) + stage
-        description = MicroBatch(micro_batch, self.count, 1.0, stage=stage)  # weights are known at the end of the step
+        begun = self._begun[stage] = self._begun.get(stage, 0) + 1
+        # Weights are known at the end of the step.
+        description = MicroBatch(micro_batch, self.count, 1.0, False, False, stage, begun == self.count, self)
         activation = Activation(about, description, self._source, position, self._state)
         recompute = self.recompute[stage]
         turns = nullcontext() if recompute.turns is None else recompute.turns.forward()

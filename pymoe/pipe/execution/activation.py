@@ -78,7 +78,9 @@ class Activation(GradAccumulator):
             self._recomputation = run.recomputation
             if run.recomputation is not None:
                 graph.close()
-                return [pack(output, self._cut_off) for output in outputs]
+                sent = [pack(output, self._cut_off) for output in outputs]
+                graph.refuse_hidden_tensors(sent)
+                return sent
         else:
             outputs = self._call(graph.begin(received), graph.stream, about)
         self._graph = graph

@@ -8,7 +8,8 @@ from its history; its :class:`BoundaryTensor` remembers where its gradient has t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import CellType
 from typing import Any
 
 import torch
@@ -30,7 +31,11 @@ from pymoe.autograd.isolated_graph import has_tangent
 from pymoe.autograd.random_streams import Stream
 from pymoe.pipe.micro_batches import Whole
 
-_PAST = "pymoe.pipe: a backward pass went past the beginning of a stage's graph"
+_NO_CELL = CellType()  # of a variable that has no value yet
+_PAST = (
+    "pymoe.pipe: a backward pass went past the beginning of a stage's graph: a tensor of another stage, or of an earlier "
+    "micro-batch, was used that had not come as an argument (inside of an object, or kept in an attribute)"
+)
 
 
 class GradAccumulator:
@@ -107,8 +112,8 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 _EDITED = (
-    "a tensor that goes to several stages was changed in place by one of them, which autograd could not tell the "
-    "others (micro-batches, too, share the memory of the pipe's input); change a copy there "
+    "a tensor that goes to several stages, or is an output of the model, was changed in place by a stage, which autograd "
+    "could not tell the others (micro-batches, too, share the memory of the pipe's input); change a copy there "
     "(inplace=False, for example)"
 )
 
@@ -242,12 +247,28 @@ class Graph:
             nodes.append(root.node)
             return BoundaryTensor(tensor.detach(), accumulator, len(roots) - 1, is_fixed(tensor))
 
-        sent = []
+        sent: list[StageValue] = []
         for output in outputs:  # no comprehension, and no pack for lone tensors: every micro-batch comes here
             sent.append(StageValue([cross(output)], None) if isinstance(output, torch.Tensor) else pack(output, cross))
+        self.refuse_hidden_tensors(sent)
         self.leaves, reached = find_leaves_and_nodes(nodes, self.entry)
         self.is_compiled = are_compiled(reached)
         return sent
+
+    def refuse_hidden_tensors(self, sent: Sequence[StageValue]) -> None:
+        """Raise TypeError if a tensor whose history begins at the stage's inputs is sent inside of an object."""
+        if self.entry is None:
+            return
+        for value in sent:
+            for leaf in value.leaves:
+                if type(leaf) is not BoundaryTensor and any(
+                    self.entry in _nodes_behind(tensor) for tensor in _tensors_inside(leaf)
+                ):
+                    raise TypeError(
+                        f"a stage sends a {type(leaf).__qualname__} with a tensor inside that needs gradients, which "
+                        "pipes cannot find there: register the class with torch.utils._pytree.register_pytree_node "
+                        "(for dataclasses register_dataclass), or send tensors, tuples, lists or dicts"
+                    )
 
     def close(self) -> None:
         """Let go of the inputs.
@@ -269,6 +290,35 @@ class Graph:
         for (accumulator, number, home), grad in zip(self.accumulators, grads, strict=False):
             if grad is not None:
                 accumulator.add_gradient(number, grad if home is None else grad.to(home, non_blocking=True))
+
+
+def _tensors_inside(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
+    """Yield the tensors that need gradients in an object: its attributes, items, or what a function encloses."""
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad:
+            yield value
+        return
+    if value is None or isinstance(value, (int, float, str, bytes, type, nn.Module)) or not depth:
+        return
+    inside = [*value.values()] if isinstance(value, dict) else []
+    inside += [*value] if isinstance(value, (list, tuple, set, frozenset)) else []
+    inside += [getattr(value, name, None) for name in getattr(type(value), "__slots__", ()) if isinstance(name, str)]
+    inside += [*getattr(value, "__dict__", {}).values()]
+    inside += [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if cell != _NO_CELL]
+    inside += [getattr(value, name, None) for name in ("__self__", "func", "args", "keywords")]
+    for one in inside:
+        yield from _tensors_inside(one, depth - 1)
+
+
+def _nodes_behind(tensor: torch.Tensor) -> set[Any]:
+    found: set[Any] = {tensor.grad_fn}
+    pending: list[Any] = [tensor.grad_fn]
+    while pending:
+        node = pending.pop()
+        following = [] if node is None else [after for after, _ in node.next_functions if after not in found]
+        found.update(following)
+        pending += following
+    return found
 
 
 def memory_of(tensor: torch.Tensor) -> int:

@@ -41,6 +41,11 @@ _OTHERS_CODE = {"torch", *sys.stdlib_module_names} - {"__main__"}
 _FRESH = 1 << 24
 """Added to the version of a tensor while it holds what it held earlier: graphs made then are of no use afterwards."""
 
+_NOT_THE_SAME = (
+    "the recomputation of a checkpointed stage has changed {!r}, which its first run has left alone: it must do the same "
+    "both times; use checkpoint='never'"
+)
+
 _version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
 
@@ -86,6 +91,7 @@ class Layout:
         self.names: dict[int, str] = {}  # of modules, tensors and containers, by id
         self.shareable: dict[Any, tuple[str, Any]] = {}
         """What other stages may have, too: modules, tensors (by their memory) and containers, with their names."""
+        self.generators: list[torch.Generator] = []
         self._found: dict[int, Any] = {}  # also keeps the ids
         self._cells: tuple[list[Cell], list[Cell], list[Cell], list[Cell]] = [], [], [], []
         tensors: list[torch.Tensor] = []
@@ -118,6 +124,9 @@ class Layout:
         path = f"{name}." if name else ""
         if isinstance(value, DeferredBatchNorm):
             return  # it knows recomputations
+        if isinstance(value, torch.Generator):
+            self.generators.append(value)
+            return
         if isinstance(value, nn.Module):
             self.modules[id(value)] = value
             followed = {key: item for key, item in value.__dict__.items() if key not in _NOT_FOLLOWED}
@@ -180,6 +189,10 @@ class Layout:
         stamps = [*map(_version, plain), *map(torch.Tensor.data_ptr, plain)]
         return stamps if not self._odd else stamps + list(map(version_of, self._odd))
 
+    def cheaply_compared(self) -> list[torch.Tensor]:
+        """Return the tensors whose contents may be looked at: small ones in memory."""
+        return [tensor for number in self.small if (tensor := self.tensors[number]).is_cpu]
+
     def written(self, before: Sequence[int], now: Sequence[int]) -> list[int]:
         """Return the numbers of the tensors whose stamps differ."""
         if before == now:
@@ -222,6 +235,8 @@ class Seen(NamedTuple):
     stamps: Sequence[int]
     copies: dict[int, torch.Tensor]
     """Of tensors, by their number in the layout."""
+    generators: Sequence[torch.Tensor]
+    """The states of random number generators."""
 
 
 class HeldState:
@@ -269,7 +284,8 @@ class HeldState:
         if self._written:
             numbers = {*numbers, *(n for n, tensor in enumerate(layout.tensors) if id(tensor) in self._written)}
         copies = {number: layout.tensors[number].detach().clone() for number in numbers}
-        return Seen(state, layout, state.contents, state.stamps, copies)
+        generators = [generator.get_state() for generator in layout.generators]
+        return Seen(state, layout, state.contents, state.stamps, copies, generators)
 
     def after(self, seen: Seen) -> Seen | None:
         """Return what a recomputation needs after the forward that saw this; None: it cannot see the same again."""
@@ -304,6 +320,11 @@ class HeldState:
                 what the first run has left alone.
         """
         layout, state = seen.layout, self.look()
+        if state is seen.state and not seen.copies and not seen.generators:  # most stages write to nothing
+            yield
+            if self.look() is not state and (lost := self._restore(seen, {}, state.stamps, {})):
+                raise RuntimeError(_NOT_THE_SAME.format(lost[0]))
+            return
         changed = [] if state is seen.state else self._changed_cells(seen)
         now = {id(cell.place): cell.contents() for cell, _ in changed}
         stamps = layout.stamps()
@@ -320,6 +341,9 @@ class HeldState:
                 "(an optimizer between forward and backward). Run the step again, or use checkpoint='never'"
             )
         copies = {number: layout.tensors[number].detach().clone() for number in seen.copies}
+        generators = [generator.get_state() for generator in layout.generators]
+        for generator, its_state in zip(layout.generators, seen.generators, strict=True):
+            generator.set_state(its_state)
         for cell, contents in changed:
             cell.put(_with_new_histories(contents))
         for number, copy in seen.copies.items():
@@ -329,23 +353,25 @@ class HeldState:
         try:
             yield
         finally:
-            lost = self._restore(layout, now, seen, stamps, copies)
+            lost = self._restore(seen, now, stamps, copies)
+            for generator, its_state in zip(layout.generators, generators, strict=True):
+                generator.set_state(its_state)
         if lost:
-            raise RuntimeError(
-                f"the recomputation of a checkpointed stage has changed {lost[0]!r}, which its first run has left "
-                "alone: it must do the same both times; use checkpoint='never'"
-            )
+            raise RuntimeError(_NOT_THE_SAME.format(lost[0]))
 
     def _restore(
         self,
-        layout: Layout,
-        now: dict[int, Any],
         seen: Seen,
+        now: dict[int, Any],
         stamps: Sequence[int],
         copies: dict[int, torch.Tensor],
     ) -> list[str]:
-        """Put back what was there before the recomputation; return the names of what cannot be."""
-        lost = []
+        """Put back what was there before the recomputation; return the names of what cannot be.
+
+        ``now``: the contents of cells, by id of the place; of others they were what the first run saw. ``stamps`` and
+        ``copies`` are those of the tensors in the layout.
+        """
+        lost, layout = [], seen.layout
         for cell, contents in zip(layout.cells, seen.contents, strict=True):
             wanted = now.get(id(cell.place), contents)
             if _same(cell.contents(), wanted):

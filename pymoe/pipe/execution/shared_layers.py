@@ -84,7 +84,7 @@ class Turns:
         state = self._held.look()
         if self._checked is not None or self._wrote:
             self._may_write = self._wrote or not state.is_but_for_parameters(self._checked)
-        self._may_write = self._may_write or bool(_written_unseen(state.layout))
+        self._may_write = self._may_write or bool(_writing_unseen(state.layout))
         self._wrote, self._checked = False, None
         return self._may_write
 
@@ -97,14 +97,20 @@ class Turns:
         """
         with self.lock if self._may_write or self._one_at_a_time else nullcontext():
             before = self._held.look()
-            unseen = [(buffer, buffer.clone()) for buffer in _written_unseen(before.layout)]
+            layout = before.layout
+            unseen = [(tensor, tensor.detach().clone()) for tensor in layout.cheaply_compared()]
+            drawn = [generator.get_state() for generator in layout.generators]
             yield
-            if self._held.look() is before and all([torch.equal(buffer, copy) for buffer, copy in unseen]):
-                self._checked = before
-                return
-            names = self._held.changes(before)
-            names += [before.layout.names[id(buffer)] for buffer, copy in unseen if not torch.equal(buffer, copy)]
+            names = [] if self._held.look() is before else self._held.changes(before)
+            names += [layout.names[id(tensor)] for tensor, copy in unseen if not torch.equal(tensor, copy)]
+            names += [
+                "a generator"
+                for one, was in zip(layout.generators, drawn, strict=True)
+                if not torch.equal(one.get_state(), was)
+            ]
+            names += [layout.names[id(layer)] for layer in _writing_unseen(layout)]
             if not names:
+                self._checked = before
                 return
             self._wrote = True
             if not (self._may_write and self.is_ordered):
@@ -133,11 +139,11 @@ def _only_reads(root: Any) -> bool:
     return isinstance(root, nn.Parameter)
 
 
-def _written_unseen(layout: Layout) -> list[torch.Tensor]:
-    """Return the buffers to which kernels may write behind the version counter's back."""
+def _writing_unseen(layout: Layout) -> list[nn.Module]:
+    """Return the layers whose kernels are taken to write to them: where looking at the buffers would wait for a device."""
     layers = [layer for layer in layout.modules.values() if not _WRITTEN_UNSEEN.isdisjoint(layer._buffers)]
     layers = [layer for layer in layers if layer.training or "fake_quant_enabled" in layer._buffers]
-    return [buffer for layer in layers for buffer in layer.buffers() if id(buffer) in layout.names]
+    return [layer for layer in layers if not all([buffer.is_cpu for buffer in layer.buffers()])]
 
 
 class StageLock:

@@ -24,7 +24,7 @@ from pymoe.pipe import context
 from pymoe.pipe.context import MicroBatch
 from pymoe.pipe.execution.activation import Activation
 from pymoe.pipe.execution.gradients import LeafSums, total
-from pymoe.pipe.execution.graph import BoundaryTensor, GradAccumulator, StageValue, is_fixed, pack
+from pymoe.pipe.execution.graph import BoundaryTensor, GradAccumulator, StageValue, is_fixed, pack, receive
 from pymoe.pipe.execution.plan import Plan, TimedAction, calls_threads
 from pymoe.pipe.execution.recompute import StageRecompute
 from pymoe.pipe.loss_graph import LossReading
@@ -107,6 +107,7 @@ class StepState:
         count = len(self._values)
         self._uses_left: list[dict[Source, int]] = [{} for _ in range(count)]  # of values with several
         self._activations: list[list[Activation | None]] = [[None] * count for _ in pipeline.stages]
+        self._begun = [0] * len(pipeline.stages)  # forwards, by stage
         self._keep = False
         self._loss_weights = loss_weights
         self._last = len(pipeline.stages) - (1 if loss_weights is None else 2)  # of those in schedules
@@ -146,7 +147,10 @@ class StepState:
         received = [*map(here.__getitem__, stage.inputs)]
         count, last = len(self._weights), self._last
         is_loss = number > last
-        about = MicroBatch(index, count, self._weights[index], False, False, last if is_loss else number)
+        begun = self._begun[number] = self._begun[number] + 1
+        about = MicroBatch(
+            index, count, self._weights[index], False, False, min(number, last), begun == count, self._random
+        )
         position = count * number + index if is_loss else index * (last + 1) + number
         activation = Activation(stage, about, self._random, position, self._thread_state)
         of_stage = self.recompute[number]
@@ -198,9 +202,17 @@ class StepState:
         return torch.stack([loss.reshape(()) if loss.dim() else loss for loss in self._losses if loss is not None])
 
     def outputs(self) -> list[list[StageValue]]:
-        """Return for every micro-batch the pipeline's outputs, after all forwards. Lets go of them."""
+        """Return for every micro-batch the pipeline's outputs, after all forwards. Lets go of them.
+
+        Raises:
+            RuntimeError: a later stage has changed one in place that needs gradients.
+        """
         values, self._values = self._values, []
-        return [[here[source] for source in self._pipeline.outputs] for here in values]
+        outputs = [[here[source] for source in self._pipeline.outputs] for here in values]
+        for leaf in [leaf for row in outputs for value in row for leaf in value.leaves]:
+            if type(leaf) is BoundaryTensor and leaf.accumulator is not None:
+                receive(leaf, None)
+        return outputs
 
     def leaves(self) -> list[torch.Tensor]:
         """Return the leaves to which backwards will add, as far as they are known, each once, after all forwards."""
