@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pymoe.pipe import Pipe, micro_batch
 from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm, convert_deferred_batch_norm
+from pymoe.pipe.schedules import Action, Kind, Schedule
 
 # Of pipes with one micro-batch, among others.
 pytestmark = pytest.mark.filterwarnings("ignore:Pipe.step:UserWarning")
@@ -263,3 +264,25 @@ def test_a_layer_in_two_stages_of_a_pipeline_updates_by_each(schedule, checkpoin
         pipe.step(batch, target=batch, loss_fn=nn.functional.mse_loss, schedule=schedule)
         assert_same_statistics(alone[1], norm)
     assert norm.num_batches_tracked == 6
+
+
+@pytest.mark.parametrize("order", [(3, 2, 1, 0), (2, 0, 3, 1)])
+def test_micro_batches_may_come_in_any_order(order: tuple[int, ...]) -> None:
+    """A schedule of one's own may take them so; an index below the last one was taken for another mini-batch."""
+    layer = nn.BatchNorm1d(3)
+    found = []
+    x = torch.randn(8, 3) * torch.arange(1, 9)[:, None]
+    for numbers in (range(4), order):
+        model = nn.Sequential(copy.deepcopy(layer), nn.Linear(3, 1))
+        actions = [
+            [Action(stage, n, kind) for kind in (Kind.FORWARD, Kind.BACKWARD) for n in numbers] for stage in (0, 1)
+        ]
+        schedule = Schedule("own", 4, (0, 1), tuple(map(tuple, actions)))
+        pipe = Pipe(model, 4, deferred_batch_norm=True)
+        for _ in range(2):
+            pipe.step(x, loss_fn=torch.mean, schedule=schedule)
+        found.append([buffer.clone() for buffer in model.buffers()])
+    assert all(map(torch.equal, *found))
+    for _ in range(2):
+        layer(x)
+    torch.testing.assert_close(found[0], [*layer.buffers()])

@@ -109,3 +109,23 @@ def test_stages_that_cannot_be_are_refused():
     pipe = Pipe.from_stages(stages(), TAKES)
     with pytest.raises(TypeError, match="expected 2 positional inputs, got 1"):
         pipe(torch.randn(2, WIDTH))
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_an_output_that_a_later_stage_edits_in_place_gives_no_wrong_gradients(chunks, checkpoint):
+    """The values were right, and the gradients those of a model that does not edit them."""
+
+    class Edits(nn.Module):
+        def forward(self, h):
+            h.mul_(3.0)
+            return h.sum(1)
+
+    first = nn.Linear(WIDTH, WIDTH)
+    pipe = Pipe.from_stages([first, Edits()], outputs=[0, 1], chunks=chunks, checkpoint=checkpoint)
+    x = torch.randn(6, WIDTH)
+    with pytest.raises(RuntimeError, match="is an output of the model, was changed in place by a stage"):
+        pipe(x)
+    with torch.no_grad():
+        edited, _ = pipe(x)
+        torch.testing.assert_close(edited, 3 * first(x))

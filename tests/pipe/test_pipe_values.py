@@ -1,7 +1,10 @@
 """What crosses the boundaries of stages, and how mini-batches are cut and put together."""
 
+import dataclasses
 import gc
 import weakref
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -159,3 +162,65 @@ def test_nothing_is_left_of_a_step(schedule):
         assert not any(ref() is not None for ref in kept)
     finally:
         gc.enable()
+
+
+@dataclasses.dataclass
+class Box:
+    value: torch.Tensor
+
+
+class OwnDict(dict):
+    pass
+
+
+class Slots:
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+
+HIDING = {
+    "Box": (Box, lambda box: box.value),
+    "Slots": (Slots, lambda box: box.value),
+    "SimpleNamespace": (lambda x: SimpleNamespace(value=[x]), lambda box: box.value[0]),
+    "OwnDict": (lambda x: OwnDict(value=x), lambda box: box["value"]),
+    "function": (lambda x: lambda: x, lambda box: box()),
+    "partial": (lambda x: partial(torch.add, x, 0), lambda box: box()),
+}
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("kind", HIDING)
+def test_an_object_that_hides_tensors_with_gradients_is_refused_by_its_class(kind, checkpoint):
+    """It ended in the backward pass: "a backward pass went past the beginning of a stage's graph"."""
+    put, take = HIDING[kind]
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    model = nn.Sequential(layers[0], layers[1], Say(put), Say(take), layers[2])
+    pipe = Pipe(model, 3, checkpoint, balance=[1, 2, 2])
+    with pytest.raises(TypeError, match=f"a stage sends a .*{kind} with a tensor inside .*register_pytree_node"):
+        pipe.step(torch.randn(6, WIDTH), loss_fn=torch.sum)
+    with torch.no_grad():
+        pipe.step(torch.randn(6, WIDTH), loss_fn=torch.sum)
+
+
+@dataclasses.dataclass
+class Registered:
+    value: torch.Tensor
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_an_object_of_a_registered_class_crosses_with_gradients(checkpoint):
+    if Registered not in torch.utils._pytree.SUPPORTED_NODES:
+        torch.utils._pytree.register_pytree_node(
+            Registered, lambda box: ([box.value], None), lambda values, _: Registered(*values)
+        )
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    model = nn.Sequential(layers[0], layers[1], Say(Registered), Say(lambda box: box.value), layers[2])
+    x = torch.randn(6, WIDTH)
+    Pipe(model, 3, checkpoint, balance=[1, 2, 2]).step(x, loss_fn=torch.mean)
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    model(x).mean().backward()
+    for mine, parameter in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(mine, parameter.grad)

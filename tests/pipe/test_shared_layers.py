@@ -1,15 +1,14 @@
 """Stages that share layers: who takes turns, and who need not."""
 
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 
 from pymoe.nn import MoE
-from pymoe.pipe.execution.shared_layers import serialize_shared_layers
+from pymoe.pipe.execution.held_state import Layout
+from pymoe.pipe.execution.shared_layers import turns_of
 
 
 class Table(nn.Module):
@@ -28,57 +27,89 @@ class Counted(Table):
         return x
 
 
-def two_stages(layer, run):
-    """Functions of two stages that have the layer, each of which calls ``run``."""
-    parts = [nn.Sequential(layer), nn.Sequential(nn.Linear(3, 3), layer)]
-    return serialize_shared_layers([run, run], parts)
+def turns_of_two(layer):
+    """The turns of two stages that have the layer."""
+    first, second = turns_of([Layout([("", nn.Sequential(layer))]), Layout([("", nn.Sequential(nn.Tanh(), layer))])])
+    assert first is second
+    return first
 
 
-def at_the_same_time(functions):
-    with ThreadPoolExecutor(2) as pool:
-        return [
-            future.result() for future in [pool.submit(function, number) for number, function in enumerate(functions)]
-        ]
+def run(turns, *forwards):
+    """Run a step of these forwards; return whether they were asked to come in order."""
+    turns.is_ordered = turns.begin_step()
+    for forward in forwards:
+        with turns.forward():
+            forward()
+    return turns.is_ordered
+
+
+def is_free(turns):
+    """Whether another thread could run a forward of its stage meanwhile."""
+    found = []
+
+    def take():
+        found.append(turns.lock._lock.acquire(blocking=False))
+        if found[0]:
+            turns.lock._lock.release()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return found[0]
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_table_that_stages_share_does_not_keep_them_from_each_other(training):
-    meeting = threading.Barrier(2)
-    do_meet = []
-    layer = Table().train(training)
-    functions = two_stages(layer, lambda value: [value] if not do_meet else [meeting.wait(300)])
-    assert [function(0) for function in functions] == [[0], [0]]
-    do_meet.append(True)
-    assert sorted(at_the_same_time(functions)) == [[0], [1]]
+    turns = turns_of_two(Table().train(training))
+    assert run(turns, int), "nothing is known about it before its first forward"
+    found = []
+    assert not run(turns, lambda: found.append(is_free(turns)))
+    assert found == [True]
 
 
-@pytest.mark.parametrize(
-    "layer", [Counted(), nn.BatchNorm1d(3), MoE(3, 3, 2, 1)], ids=lambda layer: type(layer).__name__
-)
+@pytest.mark.parametrize("layer", [Counted(), nn.BatchNorm1d(3)], ids=lambda layer: type(layer).__name__)
 def test_stages_that_share_a_layer_that_is_written_to_take_turns(layer):
-    inside, most = [], []
+    turns, found = turns_of_two(layer), []
 
-    def run(value):
-        inside.append(value)
+    def forward():
         layer(torch.ones(2, 3))
-        time.sleep(0.02)
-        most.append(len(inside))
-        inside.pop()
-        return [value]
+        found.append(is_free(turns))
 
-    functions = two_stages(layer, run)
-    for _ in range(3):
-        at_the_same_time(functions)
-    assert most == [1] * 6
+    assert [run(turns, forward, forward) for _ in range(3)] == [True] * 3
+    assert found == [False] * 6
+
+
+def test_auxiliary_losses_that_stages_share_are_seen_by_one_at_a_time():
+    """While a stage runs, they have the weight of its micro-batch."""
+    turns, found = turns_of_two(MoE(3, 3, 2, 1)), []
+    run(turns, int)
+    run(turns, lambda: found.append(is_free(turns)))
+    assert found == [False]
+
+
+def test_whatever_is_changed_between_steps_stages_take_turns_again():
+    layer = Table()
+    turns = turns_of_two(layer)
+    assert [run(turns, int) for _ in range(3)] == [True, False, False]
+    layer.table.add_(1)
+    assert [run(turns, int) for _ in range(2)] == [True, False]
+    layer.anything = 1
+    assert [run(turns, int) for _ in range(2)] == [True, False]
 
 
 def test_layers_of_one_stage_take_no_turns():
-    functions = [lambda value: [value], lambda value: [value]]
     parts = [nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)), nn.Sequential(nn.BatchNorm1d(3))]
-    assert serialize_shared_layers(functions, parts) == functions
+    assert turns_of([Layout([("", part)]) for part in parts]) == [None, None]
 
 
 def test_a_parameter_that_stages_share_needs_no_turns():
-    layer = nn.Linear(3, 3)
-    functions = [lambda value: [value], lambda value: [value]]
-    assert serialize_shared_layers(functions, [nn.Sequential(layer), nn.Sequential(layer)]) == functions
+    turns = turns_of_two(nn.Linear(3, 3))
+    assert not run(turns, int, int)
+
+
+def test_stages_that_share_nothing_with_each_other_have_turns_of_their_own():
+    one, other = Table(), Table()
+    first, second, third, fourth, last = turns_of([Layout([("", x)]) for x in (one, other, one, other, Table())])
+    assert (first, second, last) == (third, fourth, None)
+    assert first.stages == (0, 2)
+    assert second.stages == (1, 3)

@@ -1,4 +1,4 @@
-"""Whatever state a forward writes, gradients and state are the model's, micro-batch by micro-batch, or there is an error.
+"""Whatever state a forward writes, gradients and state are the model's, micro-batch by micro-batch, or it is refused.
 
 Each kind of state is a layer that reads it and then writes to it. With checkpointing it must be as it is without; and
 in stages that share the layer it must be written in the order of the model.
@@ -362,8 +362,8 @@ def test_a_recomputed_forward_sees_the_state_that_the_first_run_saw_and_leaves_n
         try:
             found = trained(model, model[1], by_pipe(model, [2, 2], checkpoint, way), late)
         except RuntimeError as error:
-            assert kind in MAY_FAIL
-            assert "later forwards have begun to write to it" in str(error)
+            if kind not in MAY_FAIL or "later forwards have begun to write to it" not in str(error):
+                raise
             continue
         assert len(found) == len(expected)
         for mine, of_plain in zip(found, expected, strict=True):

@@ -225,7 +225,7 @@ class Engine:
         return None if self._last is None else as_run(*self._last)
 
     def __getstate__(self) -> dict[str, Any]:
-        of_these_modules = {"_states": {}, "_shared": ([], [])}
+        of_these_modules: dict[str, Any] = {"_states": {}, "_shared": ([], [])}
         return {**self.__dict__, "_plans": {}, "_last": None, "_with_loss": ((), None), **of_these_modules}
 
 

@@ -33,8 +33,8 @@ from pymoe.pipe.micro_batches import Whole
 
 _NO_CELL = CellType()  # of a variable that has no value yet
 _PAST = (
-    "pymoe.pipe: a backward pass went past the beginning of a stage's graph: a tensor of another stage, or of an earlier "
-    "micro-batch, was used that had not come as an argument (inside of an object, or kept in an attribute)"
+    "pymoe.pipe: a backward pass went past the beginning of a stage's graph: a tensor of another stage, or of an "
+    "earlier micro-batch, was used that had not come as an argument (inside of an object, or kept in an attribute)"
 )
 
 
@@ -112,9 +112,9 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 _EDITED = (
-    "a tensor that goes to several stages, or is an output of the model, was changed in place by a stage, which autograd "
-    "could not tell the others (micro-batches, too, share the memory of the pipe's input); change a copy there "
-    "(inplace=False, for example)"
+    "a tensor that goes to several stages, or is an output of the model, was changed in place by a stage, "
+    "which autograd could not tell the others (micro-batches, too, share the memory of the pipe's input); "
+    "change a copy there (inplace=False, for example)"
 )
 
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -42,11 +42,11 @@ _FRESH = 1 << 24
 """Added to the version of a tensor while it holds what it held earlier: graphs made then are of no use afterwards."""
 
 _NOT_THE_SAME = (
-    "the recomputation of a checkpointed stage has changed {!r}, which its first run has left alone: it must do the same "
-    "both times; use checkpoint='never'"
+    "the recomputation of a checkpointed stage has changed {!r}, which its first run has left alone: it must do the "
+    "same both times; use checkpoint='never'"
 )
 
-_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+_version = attrgetter("_version")
 
 
 class Cell(NamedTuple):

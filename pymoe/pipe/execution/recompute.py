@@ -85,7 +85,7 @@ class StageRecompute:
 
 
 class FirstRun:
-    """The first run of a forward: its arguments, and, after it, what it takes to run it again; None: the graph stays."""
+    """The first run of a forward: its arguments, and, after it, what a second run takes; None: the graph stays."""
 
     __slots__ = ("arguments", "recomputation")
 

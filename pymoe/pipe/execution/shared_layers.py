@@ -120,8 +120,8 @@ class Turns:
         shared = f"stages {', '.join(map(str, self.stages))} share state to which a forward has written ({name!r})"
         if not self._may_write:
             return (
-                f"{shared}, and none had before: they may have run at the same time. No gradient is added. Run the step "
-                "again: from now on they take turns"
+                f"{shared}, and none had before: they may have run at the same time. No gradient is added. Run the "
+                "step again: from now on they take turns"
             )
         return (
             f"{shared}, and this schedule cannot run them in the order of the model, one micro-batch after the other: "
@@ -140,7 +140,7 @@ def _only_reads(root: Any) -> bool:
 
 
 def _writing_unseen(layout: Layout) -> list[nn.Module]:
-    """Return the layers whose kernels are taken to write to them: where looking at the buffers would wait for a device."""
+    """Return the layers whose kernels are taken to write to them: a look at their buffers would wait for a device."""
     layers = [layer for layer in layout.modules.values() if not _WRITTEN_UNSEEN.isdisjoint(layer._buffers)]
     layers = [layer for layer in layers if layer.training or "fake_quant_enabled" in layer._buffers]
     return [layer for layer in layers if not all([buffer.is_cpu for buffer in layer.buffers()])]

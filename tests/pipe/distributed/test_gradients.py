@@ -24,6 +24,7 @@ from training import (
 
 import pymoe
 from pymoe.nn import MoE
+from pymoe.pipe.distributed import watching
 
 
 def on_one_rank(rank, world):
@@ -310,3 +311,26 @@ def two_schedules(rank, world):
 
 def test_schedules_can_take_turns_with_the_same_stages(ranks):
     assert max(ranks(2).run(two_schedules)) <= EXACT
+
+
+def shared_state(rank, world, training):
+    """What a step raises in a model of which two ranks have one batch norm."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(WIDTH)
+    model = nn.Sequential(norm, nn.Linear(WIDTH, WIDTH), norm)
+    pipe = pymoe.Pipe(model, balance=[2, 1])
+    schedule, stages = make("ScheduleGPipe", pipe, rank, world, 2, lambda output, _: output.sum())
+    norm.train(training)
+    with watching(dist.group.WORLD):
+        try:
+            run(schedule, stages, (torch.randn(6, WIDTH),), target=torch.zeros(6))
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_layer_that_ranks_share_must_not_write_to_its_state(ranks, training):
+    """Each rank moved the statistics of its own copy, by half of the batches."""
+    for said in ranks(2).run(shared_state, training=training):
+        assert ("stages 0, 1 share state to which a forward has written ('0.num_batches_tracked')" in said) == training
