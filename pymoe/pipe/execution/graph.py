@@ -160,7 +160,7 @@ class _StageInputs(torch.autograd.Function):
 
 def without_history(tensor: torch.Tensor) -> torch.Tensor:
     """Return an alias of a tensor that is at hand, but whose history is not: a backward pass that needs it raises."""
-    return apply_directly(_StageInputs, _anchor, [False], tensor)[1]
+    return apply_directly(_StageInputs, ANCHOR, [False], tensor)[1]
 
 
 class Graph:
