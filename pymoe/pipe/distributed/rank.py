@@ -194,7 +194,7 @@ class _Planned(NamedTuple):
         for stage, turns in zip(self.recompute, found, strict=True):
             stage.turns = turns
         for turns in {turns for turns in found if turns is not None}:
-            turns.begin_step()
+            turns.begin_step(())
 
 
 _ranks: WeakKeyDictionary[nn.Module, dict[dist.ProcessGroup, Rank]] = WeakKeyDictionary()

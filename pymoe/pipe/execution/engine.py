@@ -195,7 +195,9 @@ class Engine:
                 self._shared = layouts, found
             for stage, its_turns in zip(state.recompute, found, strict=True):
                 stage.turns = its_turns
-            turns = [one for one in dict.fromkeys(found) if one is not None and one.begin_step()]
+            # Other code writes elsewhere: that of another mode, and of the graph that was captured for it.
+            code = [*state.functions(), *(module.training for one in layouts for module in one.modules.values())]
+            turns = [one for one in dict.fromkeys(found) if one is not None and one.begin_step(code)]
         # A loss runs with the last stage.
         in_turns = [tuple(dict.fromkeys(min(n, schedule.stages - 1) for n in one.stages)) for one in turns]
         key = id(schedule), kinds, *in_turns

@@ -67,7 +67,8 @@ class Turns:
         """Whether the schedule that runs keeps the order; set by whoever runs it."""
         self._roots = roots
         self._held = HeldState(roots)
-        self._may_write = not all(_only_reads(root) for _, root in roots)
+        self._may_write = self._may_write_at_first = not all(_only_reads(root) for _, root in roots)
+        self._code: Sequence[Any] = ()
         # Auxiliary losses are written to and put back: nobody may see them meanwhile, in whatever order.
         self._one_at_a_time = any(isinstance(root, nn.Module) and is_weighted(root) for _, root in roots)
         self._wrote = False
@@ -79,10 +80,15 @@ class Turns:
         same = len(self._roots) == len(other._roots) and all([one is another for (_, one), (_, another) in pairs])
         return same and self.stages == other.stages
 
-    def begin_step(self) -> bool:
-        """Begin a step with forwards; return whether they have to come in order."""
+    def begin_step(self, code: Sequence[Any]) -> bool:
+        """Begin a step with forwards; return whether they have to come in order.
+
+        ``code``: what the stages run, in which mode; of other code than the last step's nothing is known.
+        """
         state = self._held.look()
-        if self._checked is not None or self._wrote:
+        if code != self._code:
+            self._code, self._may_write = code, self._may_write_at_first
+        elif self._checked is not None or self._wrote:
             self._may_write = self._wrote or not state.is_but_for_parameters(self._checked)
         self._may_write = self._may_write or bool(_writing_unseen(state.layout))
         self._wrote, self._checked = False, None

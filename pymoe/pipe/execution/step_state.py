@@ -197,6 +197,10 @@ class StepState:
         assert activation is not None
         activation.backward(self._sums[self._last + 1])
 
+    def functions(self) -> list[Any]:
+        """Return what the stages run."""
+        return [stage.function for stage in self._pipeline.stages]
+
     def losses(self) -> torch.Tensor:
         """Return (micro-batches,): the losses."""
         return torch.stack([loss.reshape(()) if loss.dim() else loss for loss in self._losses if loss is not None])
