@@ -314,7 +314,7 @@ def test_schedules_can_take_turns_with_the_same_stages(ranks):
 
 
 def shared_state(rank, world, training):
-    """What a step raises in a model of which two ranks have one batch norm."""
+    """A step of a model of which two ranks have one batch norm."""
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(WIDTH)
     model = nn.Sequential(norm, nn.Linear(WIDTH, WIDTH), norm)
@@ -322,15 +322,12 @@ def shared_state(rank, world, training):
     schedule, stages = make("ScheduleGPipe", pipe, rank, world, 2, lambda output, _: output.sum())
     norm.train(training)
     with watching(dist.group.WORLD):
-        try:
-            run(schedule, stages, (torch.randn(6, WIDTH),), target=torch.zeros(6))
-        except RuntimeError as error:
-            return str(error)
-    return ""
+        run(schedule, stages, (torch.randn(6, WIDTH),), target=torch.zeros(6))
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_a_layer_that_ranks_share_must_not_write_to_its_state(ranks, training):
+def test_a_layer_that_ranks_share_must_not_write_to_its_state(ranks):
     """Each rank moved the statistics of its own copy, by half of the batches."""
-    for said in ranks(2).run(shared_state, training=training):
-        assert ("stages 0, 1 share state to which a forward has written ('0.num_batches_tracked')" in said) == training
+    ranks(2).run(shared_state, training=False)
+    said = r"stages 0, 1 share state to which a forward has written \('0.num_batches_tracked'\)"
+    with pytest.raises(AssertionError, match=said):
+        ranks(2).run(shared_state, training=True)
