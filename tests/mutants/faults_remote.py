@@ -72,7 +72,7 @@ FAULTS = [
     Fault(
         "keys are listed before what the state holds has settled",
         HOSTED,
-        "            await self.journal.settled()\n",
+        "        await self.journal.settled()\n",
         "",
         (ONCE, "-k", "still_under_way"),
     ),
@@ -156,8 +156,8 @@ FAULTS = [
     Fault(
         "an update that broke off is tried again",
         HOSTED,
-        "in_part = broken or rows",
-        "in_part = rows",
+        "in_part = broken or name in",
+        "in_part = name in",
         (FAILURES, "-k", "broke_off"),
     ),
     Fault(
