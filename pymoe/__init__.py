@@ -17,8 +17,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pymoe import nn, ops, reference
 from pymoe._native import build_info
+from pymoe._torch_versions import warn_of_newer_torch
 
 if TYPE_CHECKING:
     from pymoe import ep, mixture, parallel, pipe, runtime
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
         pipeline,
     )
     from pymoe.runtime import BatchTensorProto, ExpertBackend, Runtime, TaskPool, TesseractRuntime
+
+warn_of_newer_torch(torch.__version__)
 
 __version__ = "0.1.0"  # pyproject.toml takes it from here
 

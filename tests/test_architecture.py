@@ -42,6 +42,7 @@ PYTHON_MAY_USE = {
     "_native": {"_native", "_ops", "_runtime"},
     "_errors": set(),
     "_torch_private": set(),
+    "_torch_versions": set(),
     "ops": {"reference", "ops", "_native", "_ops", "_torch_private"},
     "nn": {"reference", "ops", "nn", "_torch_private"},
     "ep": {"reference", "ops", "nn", "ep", "_errors", "_torch_private"},

@@ -1,5 +1,6 @@
 """What ``import pymoe`` costs: next to nothing over ``import torch``, no thread, and no further package."""
 
+import ast
 import json
 import statistics
 import subprocess
@@ -50,6 +51,26 @@ def test_import_loads_torch_and_numpy_alone(measured):
     """Neither rich, matplotlib, transformers nor anything else that only benchmarks and examples need."""
     packages = set(measured[0]["packages"])
     assert packages - set(sys.stdlib_module_names) <= {"pymoe", "torch"}  # parts of torch that nobody had asked for
+
+
+@pytest.mark.parametrize(
+    ("version", "warns"),
+    [("2.11.0", 0), ("2.15.1+cu132", 0), ("2.16.0", 1), ("2.16.0a0+git1234567", 1), ("3.0.0", 1)],
+)
+def test_import_under_a_torch_newer_than_any_that_was_tested_warns_once(version, warns):
+    code = f"""
+import warnings, torch
+torch.__version__ = {version!r}
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import pymoe, pymoe.pipe, pymoe.nn
+print([str(one.message) for one in caught if "pymoe was tested with torch up to" in str(one.message)])
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=Path(pymoe.__file__).parents[1], capture_output=True, text=True, check=True)
+    said = ast.literal_eval(done.stdout)
+    assert len(said) == warns
+    assert all(f"this is torch {version}" in one for one in said)
 
 
 def test_packages_that_need_more_are_there_by_their_names():

@@ -1,0 +1,21 @@
+"""Warns where torch is newer than every version that the tests have run with."""
+
+from __future__ import annotations
+
+import warnings
+
+NEWEST_TESTED = "2.15"
+
+
+def warn_of_newer_torch(version: str) -> None:
+    """Warn if ``version``, such as ``"2.15.0+cpu"``, is of a later minor release than the newest tested one."""
+    if _release(version) > _release(NEWEST_TESTED):
+        warnings.warn(
+            f"pymoe was tested with torch up to {NEWEST_TESTED}, and this is torch {version}: it uses private names of "
+            "torch, which may do something else by now. Run its tests with this torch before you rely on results",
+            stacklevel=3,
+        )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")[:2]))
