@@ -36,7 +36,7 @@ def turns_of_two(layer):
 
 def run(turns, *forwards):
     """Run a step of these forwards; return whether they were asked to come in order."""
-    turns.is_ordered = turns.begin_step()
+    turns.is_ordered = turns.begin_step(())
     for forward in forwards:
         with turns.forward():
             forward()
