@@ -88,7 +88,7 @@ def test_a_result_that_is_there_can_be_awaited_in_the_child_of_a_fork() -> None:
         ({"max_batch_size": 2**70}, OverflowError, "max_batch_size must be at most 2147483647"),
         ({"timeout": "x"}, TypeError, "timeout must be a number, got 'x'"),
         ({"linger": None}, TypeError, "linger must be a number, got None"),
-        ({"name": b"a"}, TypeError, "name must be a string, got bytes"),
+        ({"name": b"a"}, TypeError, "expected name=, a string that statistics and errors call the pool by, got bytes"),
     ],
 )
 def test_a_pools_options_are_not_cut_off_and_errors_name_them(

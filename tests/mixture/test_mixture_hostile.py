@@ -18,6 +18,7 @@ from processes import in_child
 from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
 
+from pymoe.mixture.fan_out import Answers
 from pymoe.runtime import (
     BatchTensorProto,
     MixtureOfExpertBackends,
@@ -118,7 +119,7 @@ def test_a_refusing_pool_leaves_no_cycle_that_holds_the_tensors_of_a_call() -> N
         try:
             for _ in range(3):
                 moe(ONES)
-            assert not [one for one in gc.get_objects() if type(one).__name__ == "Answers"]
+            assert not [one for one in gc.get_objects() if type(one) is Answers]
         finally:
             gc.enable()
 
