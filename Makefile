@@ -141,9 +141,9 @@ clean:
 	rm -rf .venv .venv-torch-* build dist *.egg-info pymoe/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The packages of a list, with the torch that was asked for in place of the pinned one.
+# The packages of a list, with the torch that was asked for in place of the pinned one; 2.11 needs an older setuptools.
 define install
-	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' requirements-train.txt > $(VENV)/requirements-train.txt
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/; s/^setuptools==/setuptools<=/)' requirements-train.txt > $(VENV)/requirements-train.txt
 	cp requirements-dev.txt $(VENV)/
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r $(VENV)/$(1)
 	@touch $@

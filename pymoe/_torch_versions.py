@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 NEWEST_TESTED = "2.15"
@@ -18,4 +19,4 @@ def warn_of_newer_torch(version: str) -> None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")[:2]))
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])

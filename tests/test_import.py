@@ -56,7 +56,7 @@ def test_import_loads_torch_and_numpy_alone(measured):
 
 @pytest.mark.parametrize(
     ("version", "warns"),
-    [("2.11.0", 0), ("2.15.1+cu132", 0), ("2.16.0", 1), ("2.16.0a0+git1234567", 1), ("3.0.0", 1)],
+    [("2.11.0", 0), ("2.15.1+cu132", 0), ("2.16.0", 1), ("2.16.0a0+git1234567", 1), ("2.16a0", 1), ("3.0.0", 1)],
 )
 def test_import_under_a_torch_newer_than_any_that_was_tested_warns_once(version, warns):
     code = f"""
