@@ -64,18 +64,29 @@ class Pipe(Inspection):
             with fewer rows than that there is one micro-batch per row.
         checkpoint: which micro-batches of a training pass keep only their inputs, and are run again for their
             backward: ``"always"`` all, ``"except_last"`` all but the last, ``"never"`` none. In evaluation none is. The
-            first run makes a graph, too, so that modules may ask for gradients in it; it goes when the run ends.
+            first run makes a graph, too, so that modules may ask for gradients in it; it goes when the run ends, unless
+            the forward has changed what cannot be put back for a second run.
         deferred_batch_norm: replace the model's batch norms by ones whose running statistics follow mini-batches.
         balance: the number of layers of every stage; see :mod:`pymoe.pipe.balance`. None: every layer is a stage.
         devices: a device for every stage, to which its layers are moved. None: they stay where they are.
 
     Every worker has a persistent thread (the first uses the caller's own), which runs in the caller's state: grad
     mode, autocast, inference mode, context variables, profiler. A stage's layers run for one micro-batch after the
-    other. Values between layers are tensors, nested structures of them, or anything.
+    other. Stages that share a layer whose forwards write to it run in the model's order, one micro-batch after
+    the other. Values between layers are tensors, nested structures of them, or anything; an object of a class that
+    ``torch.utils._pytree`` does not know may hold no tensors that need gradients.
+
+    A recomputed forward sees the state that the first run saw: parameters, buffers, tensors and other values in
+    attributes of modules, and in lists and dictionaries there. The page docs/concepts/determinism.md tells what is not
+    seen.
 
     Raises:
         TypeError: the model is not an ``nn.Sequential``; skips do not match; an argument is of the wrong kind.
         ValueError: an argument does not fit the model.
+
+    Warns:
+        UserWarning: forwards change an object that cannot be put back, so their stage keeps its graphs (in its first
+            such step).
     """
 
     def __init__(

@@ -205,3 +205,21 @@ def test_torch_random_is_as_it_was_after_a_step(monkeypatch, threads):
     assert (type(torch.random), vars(torch.random)["default_generator"]) == before
     pipe(torch.randn(4, 2)).sum().backward()
     assert (type(torch.random), vars(torch.random)["default_generator"]) == before
+
+
+def test_a_mode_that_is_switched_between_forward_and_backward_does_not_reach_a_recomputation():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, 1))
+    found = []
+    for switch in (False, True):
+        model.zero_grad()
+        pipe = Pipe(model, 3, "always", balance=[2, 1]).train()
+        torch.manual_seed(1)
+        output = pipe(torch.ones(6, WIDTH))
+        if switch:
+            pipe.eval()
+        output.sum().backward()
+        assert pipe.training is not switch
+        assert model[1].training is not switch
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))

@@ -228,9 +228,7 @@ class LaterInTheStep(Keeps):
     begins = CHUNKS + 3
 
 
-class LargeLaterInTheStep(Large):
-    """There is no copy of what earlier micro-batches saw: in some schedules the step fails."""
-
+class LargeLaterInTheStep(Large):  # no copy of what earlier micro-batches saw: in some schedules the step fails
     begins = CHUNKS + 3
 
 
@@ -483,3 +481,19 @@ def test_a_shared_layer_that_begins_to_write_by_an_outer_sign_fails_the_step_and
     pipe.step(batch(0), loss_fn=loss_fn)
     by_hand(plain)(batch(0))
     assert torch.equal(layer.kept, plain[1].kept)
+
+
+class ReadAfterWriting(Buffer):
+    """The graph needs the buffer itself, which the next forward changes."""
+
+    def forward(self, x):
+        self.kept.mul_(2.0)
+        return self.linear(x) / self.kept
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_graph_that_needs_what_a_later_forward_has_changed_raises(checkpoint):
+    """What the recomputation had seen was exchanged for what is there now, which autograd was not told."""
+    model = with_layer(ReadAfterWriting)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        by_pipe(model, [2, 2], checkpoint, "gpipe")(batch(0))

@@ -44,6 +44,7 @@ def build_stage(pipe: Any, index: int, device: torch.device | str, group: dist.P
     - Gradients are added to ``.grad`` once, at the end of a step, so hooks of parameters are called once, and
       gradients of several steps add up. Every process has a copy of a parameter that stages of several processes
       share, with the same gradient, the sum; before the first step copies are set to that of the first stage.
+    - Forwards must not write to state that stages share (the statistics of a batch norm, say): that is an error.
     - ``pymoe.pipe.micro_batch().weight`` is 1 here: weights are known at the end of a step.
     - A pipe that returns its own loss takes ``loss_fn=lambda output, _: output["loss"]``, and any target.
     - A stage's module may be wrapped in ``DistributedDataParallel`` (``stage.submod = DistributedDataParallel(...)``,
