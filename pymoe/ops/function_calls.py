@@ -34,7 +34,12 @@ def one_by_one(function: Callable[..., Any], info: Any, in_dims: tuple[int | Non
 
     Returns:
         The stacked outputs, and their batch dimensions.
+
+    Raises:
+        ValueError: the batch has no elements, of which the shapes of the outputs could be learned.
     """
+    if not info.batch_size:
+        raise ValueError("pymoe.ops: torch.vmap: expected a batch of at least one element, got none")
 
     def of(place: int) -> list[Any]:
         return [value if dim is None else value.select(dim, place) for value, dim in zip(args, in_dims, strict=True)]

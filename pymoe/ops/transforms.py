@@ -25,11 +25,12 @@ def has_tangent(*tensors: Tensor) -> bool:
 
 def gradients_again(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """Return the gradients of ``inputs`` where ``grad`` is that of ``function(*inputs)``; differentiable in both."""
+    if not torch.compiler.is_compiling():  # what torch.func.vjp returned is called when its transform is over
+        grad, *inputs = (unwrap_if_dead(value) for value in (grad, *inputs))  # type: ignore[assignment]
     if in_torch_func():
         return torch.func.vjp(function, *inputs)[1](grad)  # type: ignore[no-any-return]
     create_graph = torch.is_grad_enabled()
-    if not torch.compiler.is_compiling():  # what torch.func.vjp returned is called when its transform is over
-        grad, *inputs = (unwrap_if_dead(value) for value in (grad, *inputs))  # type: ignore[assignment]
+    if not torch.compiler.is_compiling():
         create_graph = create_graph and any(value.requires_grad for value in (grad, *inputs))
     with torch.enable_grad():
         # Aliases, because one of the inputs may have been computed from another.

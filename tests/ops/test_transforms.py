@@ -123,6 +123,34 @@ def test_jacrev(name):
         assert_close(got, wanted, (1e-12, 1e-12))
 
 
+@names
+def test_vmap_over_a_vjp_of_a_gradient(name):
+    function, inputs = function_and_inputs(name, "native")
+
+    def product(*values):
+        def loss(*values):
+            return sum((output**2).sum() for output in function(*values))
+
+        gradient = torch.func.grad(loss, argnums=tuple(range(len(values))))
+        return torch.func.vjp(gradient, *values)[1](values)
+
+    stacked = tuple(torch.stack((value, value * 0.5)) for value in inputs)
+    found = torch.func.vmap(product)(*stacked)
+    for number in range(2):
+        alone = product(*(value[number] for value in stacked))
+        for got, wanted in zip(found, alone, strict=True):
+            assert_close(got[number], wanted, (1e-12, 1e-12))
+
+
+@names
+def test_vmap_over_no_elements_is_refused(name):
+    if not refuses_tangents(name, "native"):
+        pytest.skip("made of torch's operators, or with a rule of its own")
+    function, inputs = function_and_inputs(name, "native")
+    with pytest.raises(ValueError, match="expected a batch of at least one element, got none"):
+        torch.func.vmap(function)(*(value[None][:0] for value in inputs))
+
+
 LAYERS = [{}, {"bias": True, "capacity_factor": 0.8}, {"aux_loss_coef": 0.01, "z_loss_coef": 0.01, "score": "sigmoid"}]
 layers = pytest.mark.parametrize("options", LAYERS, ids=str)
 
