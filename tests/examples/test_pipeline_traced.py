@@ -39,6 +39,7 @@ def batches():
     return Batches(DATA, OPTIONS.context, OPTIONS.rows, OPTIONS.seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "cut"), [("llama", "parameters"), ("gpt2", "flops"), ("qwen3", "time")])
 def test_pipelines_train_as_the_model_does(batches, architecture, cut):
     options = asked(architecture=architecture, cut=cut)
@@ -73,6 +74,7 @@ def test_every_architecture_and_cut_is_tried():
         assert made.get_output_embeddings().weight is made.get_input_embeddings().weight
 
 
+@pytest.mark.slow
 def test_the_example_writes_a_record_and_pictures(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(pipeline_traced, "FALL", 2.0)  # three steps teach nothing
     arguments = (

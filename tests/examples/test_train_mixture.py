@@ -43,6 +43,7 @@ def test_a_run_that_learns_nothing_says_so(tmp_path, capsys):
     assert not all(found["checks"].values())
 
 
+@pytest.mark.slow
 def test_from_the_command_line(tmp_path):
     found = subprocess.run(
         [sys.executable, str(EXAMPLES / "train_mixture.py"), *SMALL, *LEARNS, "--steps", "12", "--out", str(tmp_path)],

@@ -16,6 +16,7 @@ FOLDER = Path(__file__).parent
 
 if not torch.cuda.is_available():  # with a GPU the other tests of this folder say more
 
+    @pytest.mark.slow
     @pytest.mark.only_on("cpu")
     def test_the_layer_reads_nothing_on_the_host_and_keeps_to_its_device():
         source = Source(FOLDER / "fake_cuda.cpp", "-UTORCH_TARGET_VERSION")

@@ -40,12 +40,14 @@ def compare(spec, sample, backend):
     return len(leaves(sample))
 
 
+@pytest.mark.thinned(usual=5)
 @pytest.mark.parametrize("name", SPECS)
 def test_traced_whole_and_equal_to_eager(name, device):
     for sample in some_samples(SPECS[name], 3, device):
         compare(SPECS[name], sample, "aot_eager")
 
 
+@pytest.mark.thinned(usual=5)
 @pytest.mark.parametrize("name", SPECS)
 def test_one_graph_serves_any_number_of_tokens(name, device):
     """With dynamic shapes the traced graph is not specialised to the sizes of its first call."""

@@ -26,6 +26,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thinned(usual=8)
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_largest_samples(name, dtype, device):
     spec = SPECS[name]
@@ -40,6 +41,7 @@ LARGE_CASES = [
 ]
 
 
+@pytest.mark.thinned(usual=6)
 @pytest.mark.parametrize(("name", "case"), LARGE_CASES)
 def test_benchmark_shapes(name, case, device):
     """Large enough for every kernel to spread over all threads."""

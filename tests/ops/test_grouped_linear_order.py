@@ -84,6 +84,7 @@ def test_every_bit_is_that_of_sorted_rows_in_random_shapes():
         same_as_sorted(counts, (one(1, 70), one(1, 90)), order, past, dtype, random, bool(one(0, 1)), bool(one(0, 1)))
 
 
+@pytest.mark.slow
 @pytest.mark.only_on("cpu")
 @pytest.mark.parametrize("isa", ISAS[: ISAS.index(pymoe.build_info()["cpu_isa"])])
 def test_every_bit_is_that_of_sorted_rows_on_a_lesser_processor(isa):

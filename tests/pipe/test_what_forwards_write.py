@@ -347,6 +347,7 @@ def with_layer(kind):
     return nn.Sequential(nn.Linear(4, 4), kind(), nn.Tanh(), nn.Linear(4, 1))
 
 
+@pytest.mark.thinned(usual=80)
 @pytest.mark.filterwarnings("ignore:Pipe. a forward changes:UserWarning")
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("way", ["gpipe", "1f1b", "zero-bubble", "forward"])
@@ -376,6 +377,7 @@ def test_a_stage_that_changes_what_cannot_be_put_back_keeps_its_graphs_and_says_
     assert len([one for one in said if "a forward changes" in str(one.message)]) == 1
 
 
+@pytest.mark.thinned(usual=60)
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("late", [False, True])

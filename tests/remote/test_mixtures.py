@@ -60,6 +60,7 @@ class Trained:
             one.close()
 
 
+@pytest.mark.slow
 def test_training_goes_on_with_1_of_4_servers_killed_and_restarted(processes: ServerProcesses, tmp_path: Path) -> None:
     """And ends about where it does without a death, which takes a long run to see."""
     steps, ends = rounds(12, 400), []

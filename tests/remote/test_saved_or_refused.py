@@ -205,6 +205,7 @@ def cases() -> list[Any]:
     return found
 
 
+@pytest.mark.thinned(usual=120)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("place", "make"), cases())
 def test_what_a_server_says_is_saved_is_saved(tmp_path: Path, place: str, make: Make) -> None:

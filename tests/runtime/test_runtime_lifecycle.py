@@ -251,6 +251,7 @@ def wait_idly(idle):
 """
 
 
+@pytest.mark.slow
 def test_exit_with_live_work() -> None:
     """Five exits a case, of children forked before there are threads: to import torch takes longer than all of them."""
     script = f"""

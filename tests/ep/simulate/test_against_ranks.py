@@ -40,6 +40,7 @@ def test_four_ranks_send_what_is_counted(ranks, chunks, deduplicate):
     assert found.balance.imbalance == pytest.approx(float(filled.max() / filled.double().mean()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clones", [1, 2])
 def test_four_ranks_with_clones_send_what_is_counted(ranks, clones):
     answers = ranks.run(sent_rows.sent_in_a_step, chunks=2, clones=clones)

@@ -48,6 +48,7 @@ def test_text_and_json_tell_the_same(tmp_path, capsys):
     assert [one["name"] for one in found["alternatives"]] == ["DP", "FSDP"]
 
 
+@pytest.mark.thinned(usual=3)
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_runs(name, capsys):
     out = run(capsys, "simulate", "--model", name, "--tokens", "64", "--ranks", "8", "--network", "infiniband")

@@ -127,6 +127,7 @@ def test_plans_help_a_skewed_load():
     assert factor["2 clones a rank"] <= factor["1 clone a rank"] < 1.2
 
 
+@pytest.mark.slow
 @examples(25)
 @given(st.integers(0, 99), st.sampled_from([0.0, 0.7, 1.5]), st.integers(1, 8), st.integers(1, 60))
 def test_clones_never_increase_the_fullest_rank(seed, skew, ranks, worth):
@@ -139,6 +140,7 @@ def times(found):
     return [one.seconds for one in found.passes]
 
 
+@pytest.mark.slow
 @examples(16)
 @given(st.integers(0, 99), st.floats(1, 100), st.sampled_from(["bandwidth", "local_bandwidth", "flops", "memory"]))
 def test_more_bandwidth_or_speed_is_never_slower(seed, factor, what):

@@ -107,6 +107,7 @@ def test_the_unsplit_model_loads_it_with_torchs_own_calls(saved):
     assert model[0] is model[6]
 
 
+@pytest.mark.slow
 def test_the_unsplit_models_optimizer_loads_it_with_torchs_own_calls(saved):
     folder, whole = saved
     model = build_model(seed=1)

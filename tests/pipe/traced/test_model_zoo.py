@@ -142,7 +142,7 @@ def fresh(name):
     return pipe, model
 
 
-@pytest.mark.thinned(usual=8, deep=22)
+@pytest.mark.thinned(usual=6, deep=22)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", CASES)
 def test_training_equals_that_of_the_model(name, schedule):
@@ -179,7 +179,7 @@ def test_outputs_are_those_of_the_model(name):
             assert_same_output(batch(pipe), batch(plain))
 
 
-@pytest.mark.thinned(usual=8, deep=19)
+@pytest.mark.thinned(usual=4, deep=19)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_loss_outside_of_the_pipe_leaves_the_models_gradients(name, checkpoint):

@@ -374,6 +374,7 @@ def test_no_place_hides_a_change(name, as_before):
     assert_follows(Reads(how, held), change)
 
 
+@pytest.mark.thinned(usual=20)
 @pytest.mark.parametrize("name", HOLDERS)
 def test_pipes_follow_what_any_holder_holds(name):
     holder, innermost_of, replace = nested(2, *HOLDERS[name], 1.5)
