@@ -31,16 +31,21 @@ def serve(pool: TaskPool, requests: int, clients: int = 8) -> None:
         thread.join()
 
 
+def growth(pool: TaskPool, requests: int) -> int:
+    gc.collect()
+    before = resident_bytes()
+    serve(pool, requests)
+    gc.collect()
+    return resident_bytes() - before
+
+
 @pytest.mark.slow
 def test_memory_does_not_grow_over_200000_requests() -> None:
     pool = TaskPool(lambda x: (x + 1, {"doubled": x * 2}), name="pool")
     with Runtime([pool]):
         serve(pool, 40_000)
-        gc.collect()
-        before = resident_bytes()
-        serve(pool, 200_000)
-        gc.collect()
-        assert resident_bytes() - before <= 2 << 20
+        # A leak grows in every round; the allocator of a process that has run other tests may take a page in one.
+        assert min(growth(pool, 200_000) for _ in range(2)) <= 2 << 20
 
 
 def test_blocks_come_back_when_tensors_go() -> None:

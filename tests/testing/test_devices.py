@@ -28,7 +28,8 @@ def run_tests(*arguments):
 
 
 def collected(*arguments):
-    lines = run_tests("--collect-only", "-q", "-o", "addopts=--import-mode=importlib", *arguments).stdout.splitlines()
+    options = ("--collect-only", "-q", "-o", "addopts=--import-mode=importlib", "--level=exhaustive")
+    lines = run_tests(*options, *arguments).stdout.splitlines()
     return [line for line in lines if "::" in line]
 
 
