@@ -445,10 +445,9 @@ def test_a_schedule_that_cannot_keep_the_order_of_the_model_is_refused(checkpoin
     layer = nn.BatchNorm1d(4)
     model = nn.Sequential(layer, nn.Linear(4, 4), layer, nn.Linear(4, 1))
     pipe = Pipe(model, CHUNKS, checkpoint)
+    said = r"stages 0, 2 share state to which a forward has written \('0\.num_batch"
     for _ in range(2):
-        with pytest.raises(
-            RuntimeError, match=r"stages 0, 2 share state to which a forward has written \('0\.num_batch"
-        ):
+        with pytest.raises(RuntimeError, match=said):
             pipe.step(batch(0), loss_fn=loss_fn, schedule="interleaved-1f1b")
     assert all(parameter.grad is None for parameter in model.parameters())
     layer.eval()
