@@ -25,6 +25,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node
 
+from pymoe import _torch_canaries as canaries
 from pymoe._torch_private import get_sequence_nr, peek_interpreter_stack, pytree, run_backward
 from pymoe.autograd.compiled_nodes import has_compiled_nodes
 from pymoe.autograd.graph_nodes import apply_directly, edge_of, find_leaves_and_nodes, keep_nodes, make_edge, put_behind
@@ -50,6 +51,7 @@ def has_tangent(tensor: torch.Tensor) -> bool:
 
 def functorch_is_active() -> bool:
     """Return whether a transform of ``torch.func`` is at work: calls belong to its graph, and must run in order."""
+    canaries.transforms()
     return peek_interpreter_stack() is not None
 
 
@@ -226,6 +228,7 @@ def isolate(
     calls = [IsolatedCall(function, args) for args in args_per_call]
     if not graphs:
         return calls
+    canaries.graphs()
     entering: list[Alias] = []
     for call in calls:
         assert call._args is not None

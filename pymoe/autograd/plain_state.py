@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from pymoe import _runtime
+from pymoe import _torch_canaries as canaries
 from pymoe._torch_private import set_grad_enabled
 
 Result = TypeVar("Result")
@@ -30,6 +31,7 @@ _is_plain = _runtime.thread_is_plain
 
 def in_plain_state(grad: bool, function: Callable[..., Result], *args: Any) -> Result:
     """Run ``function(*args)`` with gradients on or off and nothing else that a thread can switch on in torch."""
+    canaries.thread_states()
     if _is_plain():
         return _with_grad(grad, function, *args)
     with ExitStack() as stack:

@@ -42,6 +42,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from pymoe import _torch_canaries as canaries
 from pymoe._torch_private import (
     DisableTorchFunction,
     disable_current_modes,
@@ -193,6 +194,7 @@ def install() -> None:
         with _changing:
             if not _libraries:
                 _install()
+    _numbers_come_from_streams()
     if _is_changed and torch.cuda.is_initialized() and not isinstance(torch.cuda.default_generators, _CudaDefaults):
         with _changing:
             _change_cuda()  # which has come into use since
@@ -209,6 +211,26 @@ def _install() -> None:
         if operator is not None:
             library.impl(name, _drawing_from_streams(operator))
     _libraries.extend((fallback, library))
+
+
+@canaries.canary
+def _numbers_come_from_streams() -> canaries.Exercises:
+    """Exercise what gives a call a generator of its own."""
+    source, expected = Source.__new__(Source), torch.Generator("cpu")
+    source._lock, source._base = threading.Lock(), 1
+    expected.manual_seed(source.seed(1))
+
+    def twice() -> list[torch.Tensor]:
+        return [torch.rand(2, device="cpu", dtype=torch.float64) for _ in range(2)]
+
+    drawn = with_stream(source.stream(1), twice)
+    numbers = [torch.rand(2, generator=expected, device="cpu", dtype=torch.float64) for _ in range(2)]
+    restore()
+    is_heard = all(map(torch.equal, drawn, numbers))
+    for name in ("parse_dispatch_key", "dispatch_tls_set_dispatch_key_included", "dispatch_has_backend_fallback"):
+        yield name, is_heard
+    # Without it the kernel would come to itself again, for ever.
+    yield "dispatch_tls_set_dispatch_key_excluded", is_heard
 
 
 def _change() -> None:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from pymoe import _torch_canaries as canaries
 from pymoe._torch_private import (
     GLOBAL_DEVICE_CONTEXT,
     InferenceMode,
@@ -163,6 +164,7 @@ def in_state(state: ThreadState, function: Callable[..., Result], *args: Any, cl
     Where ``state`` has autocast and this thread does not, the function runs in an autocast block of its own; for
     ``clears`` see :func:`autocast_level`.
     """
+    canaries.thread_states()
     was_known = known.state
     before = was_known or current()
     known.state = None

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from pymoe import _torch_canaries as canaries
 from pymoe._torch_private import CALL_HOOKS, global_call_hooks
 
 _as_written: dict[type, tuple[Any, ...]] = {}
@@ -54,6 +55,7 @@ def _is_as_written(kind: Any) -> bool:
     functions = (kind.forward, kind.__call__, kind._call_impl)
     if _as_written.get(kind) == functions:
         return True
+    canaries.modules()
     if all(is_of_its_source(kind, name) for name in ("forward", "__call__", "_call_impl")):
         _as_written[kind] = functions
         return True

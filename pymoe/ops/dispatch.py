@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pymoe import _torch_canaries as canaries
 from pymoe._torch_private import after_ADInplaceOrView_keyset
 from pymoe.ops import index_checks
 from pymoe.ops.row_moves import spread_rows
@@ -24,6 +25,8 @@ def dispatch(x: Tensor, routing: Routing, *, out: Tensor | None = None) -> Tenso
     check_out(x, routing, out)
     if has_tangent(x, out):
         raise ValueError("dispatch: out= has no tangent, but x or out carries one; call it without out=")
+    if not torch.compiler.is_compiling():
+        _edits_are_counted()
     slot, _, offsets = routing
     torch.ops.pymoe.dispatch_out(x.detach().contiguous(), slot.contiguous(), offsets.contiguous(), out)
     return out
@@ -53,3 +56,13 @@ def _count_change(keys: Any, x: Tensor, slot: Tensor, offsets: Tensor, out: Tens
 
 
 _LIBRARY.impl("dispatch_out", _count_change, "ADInplaceOrView", with_keyset=True)
+
+
+@canaries.canary
+def _edits_are_counted() -> canaries.Exercises:
+    """Exercise what has autograd notice that dispatch(out=) writes to a tensor."""
+    x, out = (torch.full((1, 1), value, dtype=torch.float64, device="cpu") for value in (1.0, 0.0))
+    slot, offsets = (torch.tensor(values, dtype=torch.int32, device="cpu") for values in ([[0]], [0, 1]))
+    before = out._version
+    torch.ops.pymoe.dispatch_out(x, slot, offsets, out)
+    yield "after_ADInplaceOrView_keyset", out._version == before + 1 and out.item() == 1

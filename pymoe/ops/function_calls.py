@@ -15,6 +15,7 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+from pymoe import _torch_canaries as canaries
 from pymoe._torch_private import are_functorch_transforms_active, unwrap_if_dead
 
 _Function = type[torch.autograd.Function]
@@ -77,8 +78,10 @@ def is_recorded(*values: Any) -> bool:
     if is_compiling():
         if torch.compiler.is_exporting():
             return True
-    elif are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return True
+    else:
+        canaries.transforms()
+        if are_functorch_transforms_active() or forward_ad._current_level >= 0:
+            return True
     return is_grad_enabled() and _any_requires_grad(values)
 
 
@@ -100,6 +103,7 @@ def call(function: _Function, *args: Any) -> Any:
     """
     if is_compiling():
         return function.apply(*args)
+    canaries.transforms()
     if are_functorch_transforms_active():
         return _transformable(function).apply(*args)
     if forward_ad._current_level >= 0:

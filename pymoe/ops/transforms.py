@@ -8,12 +8,16 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from pymoe import _torch_canaries as canaries
 from pymoe._torch_private import are_functorch_transforms_active, unwrap_if_dead
 
 
 def in_torch_func() -> bool:
     """Return whether a transform of :mod:`torch.func` (``grad``, ``vmap``, …) is active; False while compiling."""
-    return not torch.compiler.is_compiling() and are_functorch_transforms_active()
+    if torch.compiler.is_compiling():
+        return False
+    canaries.transforms()
+    return are_functorch_transforms_active()  # type: ignore[no-any-return]
 
 
 def has_tangent(*tensors: Tensor) -> bool:

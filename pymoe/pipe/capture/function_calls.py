@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pymoe import _torch_canaries as canaries
 from pymoe._torch_private import DisableTorchFunction, FunctionMeta, SingleLevelFunction, set_grad_enabled
 from pymoe.pipe.capture.snapshots import patched
 
@@ -37,6 +38,10 @@ class FunctionCalls:
 
     def intercepted(self) -> AbstractContextManager[None]:
         """Intercept them within the block."""
+        _functions_are_heard()
+        return self._patched()
+
+    def _patched(self) -> AbstractContextManager[None]:
         return patched((FunctionMeta, "__getattribute__", lambda cls, name: self._attribute(cls, name)))
 
     def _attribute(self, cls: Any, name: str) -> Any:
@@ -91,3 +96,44 @@ def _grad_mode(enabled: bool) -> Iterator[None]:
     finally:
         with DisableTorchFunction():
             set_grad_enabled(before)
+
+
+class _OfOneContext(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+class _OfSetup(_OfOneContext):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:  # type: ignore[override]
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.is_set_up = True
+
+
+@canaries.canary
+def _functions_are_heard() -> canaries.Exercises:
+    """Exercise what intercepts the autograd Functions of a model while it is captured."""
+    leaf = torch.ones(1, dtype=torch.float64, device="cpu", requires_grad=True)
+    found = []
+    for kind in (_OfOneContext, _OfSetup):
+        bound = kind.apply  # by a name that was bound before
+        heard: list[Any] = []
+
+        def instead(cls: type, apply: Any, args: Any, heard: list[Any] = heard) -> Any:
+            heard.append((cls, torch.is_grad_enabled(), apply))
+            return args[0] * 3
+
+        with FunctionCalls(instead, lambda cls, kind=kind: cls is kind)._patched():  # type: ignore[misc]
+            result = bound(leaf)
+        again = heard[0][2](leaf) if heard else result
+        found.append([one[:2] for one in heard] == [(kind, True)] and result.item() == 3 and again.item() == 2)
+    for name in ("FunctionMeta", "SingleLevelFunction"):
+        yield name, all(found)

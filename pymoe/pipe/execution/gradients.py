@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from pymoe import _torch_canaries as canaries
 from pymoe._torch_private import (
     foreach_add_,
     get_current_graph_task_keep_graph,
@@ -33,6 +34,7 @@ class LeafSums:
     __slots__ = ("_numbers", "_own", "leaves", "sums")
 
     def __init__(self) -> None:
+        canaries.graphs()
         self.leaves: list[torch.Tensor] = []
         self.sums: list[torch.Tensor] = []
         self._numbers: dict[int, int] = {}
