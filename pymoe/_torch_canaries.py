@@ -412,10 +412,8 @@ def _is_known_of_all_modules(register: str) -> bool:
     The function runs with registries of its own, so that no module hears the hook.
     """
     function = getattr(_module, register.replace("register_", "register_module_"))
-    own: dict[str, Any] = {
-        name: OrderedDict() for name, value in vars(_module).items() if isinstance(value, OrderedDict | dict)
-    }
-    own = {name: hooks for name, hooks in own.items() if name.startswith("_global_")}
+    registries = [name for name, value in vars(_module).items() if isinstance(value, dict)]
+    own: dict[str, Any] = {name: OrderedDict() for name in registries if name.startswith("_global_")}
     copied = FunctionType(function.__code__, {**vars(_module), **own}, argdefs=function.__defaults__)
     copied.__kwdefaults__ = function.__kwdefaults__
     copied(print)
