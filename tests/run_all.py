@@ -101,6 +101,10 @@ def python_step(level: str) -> Step:
     )
 
 
+def packaging_step(name: str, about: str, level: str) -> Step:
+    return pytest_step(name, about, "-m", "build", f"--level={level}", "tests/packaging")
+
+
 def usual_steps(level: str) -> list[Step]:
     """Return what shows that the package works: lint, types, docs, Python and C++ tests, an installation."""
     return [
@@ -120,7 +124,7 @@ def usual_steps(level: str) -> list[Step]:
         cpp_step(
             "plain", "C++ tests, the CUDA kernels on the CPU among them", "", MANY_SEEDS * (level == "exhaustive")
         ),
-        pytest_step("packaging", "sdist, installation into new environments", "-m", "build", f"--level={level}"),
+        packaging_step("packaging", "sdist, installation into new environments", level),
     ]
 
 
@@ -165,11 +169,7 @@ def deep_steps(level: str) -> list[Step]:
             "the PTX that nvcc makes of the kernels, run by an interpreter (without nvcc: the interpreter's own tests)",
             [[PYTHON, "tests/cuda_ptx/run_ptx.py", "--durations=10", *cases, *XDIST]],
         ),
-        *(
-            [pytest_step("packaging-deep", "a build with CUDA kernels", "-m", "build", "--level=deep")]
-            if level == "deep"
-            else []
-        ),
+        *([packaging_step("packaging-deep", "a build with CUDA kernels", level)] if level == "deep" else []),
     ]
 
 

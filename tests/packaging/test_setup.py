@@ -123,6 +123,7 @@ def test_other_systems_are_refused() -> None:
     assert done.stderr.startswith("pymoe is built only on Linux (this is darwin)")
 
 
+@pytest.mark.thinned(usual=2)
 @pytest.mark.parametrize(
     ("cuda", "gpu", "wish", "told"),
     [
