@@ -54,7 +54,8 @@ def canary(exercise: Callable[[], Exercises]) -> Callable[[], None]:
                 failure.append(error)
 
         try:
-            thread = threading.Thread(target=run, name="pymoe canary", daemon=True)
+            # Not a daemon: the interpreter ends after it, as torch aborts where its functions are cut off.
+            thread = threading.Thread(target=run, name="pymoe canary", daemon=False)
             thread.start()
         except RuntimeError:  # the interpreter is about to end
             run()
