@@ -28,7 +28,8 @@ def llama4_moe(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """
     x_TH = hidden_states.reshape(-1, self.hidden_dim)
     scores_TE, logits_TE = self.router(x_TH)
-    index_TK = torch.topk(logits_TE, self.top_k, dim=1).indices  # as the router chose, which it does not return
+    # As the router chose, which it does not return; other scores are 0, and so are the outputs for them.
+    index_TK = torch.topk(logits_TE, self.router.top_k, dim=1).indices
     scaled_TKH = x_TH[:, None] * scores_TE.gather(1, index_TK)[..., None]
     w_in, w_out, activation = self.experts.gate_up_proj, self.experts.down_proj, gated_activation(self.experts.act_fn)
     index_S1 = index_TK.reshape(-1, 1)  # every choice is a token of its own here, with the weight 1
@@ -94,17 +95,19 @@ PARTS: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
         "mlp": ("transformers.models.dbrx.modeling_dbrx", "DbrxExpertGLU")
     },
     ("transformers.models.llama4.modeling_llama4", "Llama4TextMoe"): {
-        "experts": ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts")
+        "experts": ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"),
+        "router": ("transformers.models.llama4.modeling_llama4", "Llama4Router"),
     },
     ("transformers.models.longcat_flash.modeling_longcat_flash", "LongcatFlashExperts"): {
         "identity_expert": ("torch.nn.modules.linear", "Identity")
     },
 }
-"""The parts, by name, whose work a forward of :data:`FORWARDS` does itself, and the classes that it knows them by."""
+"""The parts, by name, of which a forward of :data:`FORWARDS` does the work itself, or knows more than they return; and
+the classes that it knows them by."""
 
 
 def may_do_work_of_parts(module: Any, cls: type) -> bool:
-    """Return whether the forward for ``cls`` computes what the parts of ``module`` compute that it does not call.
+    """Return whether the forward for ``cls`` computes what the parts of ``module`` in :data:`PARTS` do by themselves.
 
     Not where one has hooks, another class or another ``forward``, or where somebody has patched the ``forward`` of
     ``cls`` itself: they would not be heard.

@@ -72,6 +72,53 @@ def test_replaced_parts_outside_the_interface(name, path):
     assert_heard(model, expected, without)
 
 
+def all_scores(router, arguments, output):
+    """A hook by which every token goes to every expert: a score that is not 0 for each."""
+    scores, logits = output
+    return torch.full_like(scores, 0.3), logits
+
+
+def other_logits(router, arguments, output):
+    """A hook that changes what the router is seen to have preferred, and not its scores."""
+    scores, logits = output
+    return scores, -logits
+
+
+def hooked(hook):
+    return lambda block: block.router.register_forward_hook(hook)
+
+
+def derived_router(block):
+    forward = type(block.router).forward
+    changed = {"forward": lambda self, *these: all_scores(self, these, forward(self, *these))}
+    block.router.__class__ = type("AllScores", (type(block.router),), changed)
+
+
+def more_choices(block):
+    block.router.top_k = 2
+
+
+LLAMA4_ROUTERS = {
+    "scores": hooked(all_scores),
+    "logits": hooked(other_logits),
+    "class": derived_router,
+    "top_k": more_choices,
+}
+
+
+@pytest.mark.parametrize("change", LLAMA4_ROUTERS.values(), ids=LLAMA4_ROUTERS)
+def test_a_router_of_llama4_that_chooses_otherwise_is_heard(change):
+    """The forward on pymoe took the block's ``top_k`` best logits, whatever scores the router had returned."""
+    model = tiny_models.build("llama4")
+    without = output(model)
+    change(model.model.layers[0].feed_forward)
+    expected = output(model)
+    enable(model)
+    found = output(model)
+    assert change is LLAMA4_ROUTERS["logits"] or not torch.allclose(expected, without, rtol=1e-3)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
 def test_a_replaced_gate_outside_the_interface():
     model = tiny_models.build("step3p7")
     without = output(model)
