@@ -95,27 +95,37 @@ PARTS: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
         "mlp": ("transformers.models.dbrx.modeling_dbrx", "DbrxExpertGLU")
     },
     ("transformers.models.llama4.modeling_llama4", "Llama4TextMoe"): {
-        "experts": ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"),
-        "router": ("transformers.models.llama4.modeling_llama4", "Llama4Router"),
+        "experts": ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts")
     },
     ("transformers.models.longcat_flash.modeling_longcat_flash", "LongcatFlashExperts"): {
         "identity_expert": ("torch.nn.modules.linear", "Identity")
     },
 }
-"""The parts, by name, of which a forward of :data:`FORWARDS` does the work itself, or knows more than they return; and
-the classes that it knows them by."""
+"""The parts, by name, whose work a forward of :data:`FORWARDS` does itself, and the classes that it knows them by."""
+
+CALLED: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
+    ("transformers.models.llama4.modeling_llama4", "Llama4TextMoe"): {
+        "router": ("transformers.models.llama4.modeling_llama4", "Llama4Router")
+    },
+}
+"""The parts that a forward calls and of which it knows more than they return, in the same way."""
 
 
 def may_do_work_of_parts(module: Any, cls: type) -> bool:
-    """Return whether the forward for ``cls`` computes what the parts of ``module`` in :data:`PARTS` do by themselves.
+    """Return whether the forward for ``cls`` computes what ``module`` does by calling all of its parts.
 
-    Not where one has hooks, another class or another ``forward``, or where somebody has patched the ``forward`` of
-    ``cls`` itself: they would not be heard.
+    Not where one of :data:`PARTS` has hooks, another class or another ``forward``, or where somebody has patched the
+    ``forward`` of ``cls`` itself: they would not be heard. Nor where one of :data:`CALLED` has, which is heard and may
+    return something else than what the forward counts on; hooks by which transformers records outputs return nothing.
     """
-    return is_of_its_source(cls, "forward") and all(
-        place(type(part)) == expected and is_called_plainly(part, type(part))
-        for part, expected in ((getattr(module, name), kind) for name, kind in PARTS.get(place(cls), {}).items())
-    )
+    if not is_of_its_source(cls, "forward"):
+        return False
+    for known, harmless in ((PARTS, None), (CALLED, interface.records_outputs)):
+        for name, expected in known.get(place(cls), {}).items():
+            part = getattr(module, name)
+            if place(type(part)) != expected or not is_called_plainly(part, type(part), harmless):
+                return False
+    return True
 
 
 REFUSED: dict[tuple[str, str], str] = {

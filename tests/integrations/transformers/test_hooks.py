@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import pymoe.integrations.transformers  # noqa: F401
-from pymoe.integrations.transformers import disable, enable
+from pymoe.integrations.transformers import disable, enable, outside
 from pymoe.integrations.transformers.activations import activation_of, gated_activation
-from pymoe.integrations.transformers.outside import FORWARDS, PARTS
+from pymoe.integrations.transformers.outside import CALLED, FORWARDS, PARTS
 from pymoe.nn import quantize_experts
 
 ACTIVATIONS = {
@@ -119,6 +119,26 @@ def test_a_router_of_llama4_that_chooses_otherwise_is_heard(change):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
 
+def test_a_router_of_llama4_whose_logits_transformers_records_stays_on_pymoe(monkeypatch):
+    """transformers leaves its hook on the router when it was once asked for the logits; it changes nothing."""
+    model = tiny_models.build("llama4")
+    enable(model)
+    ids = tiny_models.tokens(24)
+    with torch.no_grad():
+        recorded = model(input_ids=ids, use_cache=False, output_router_logits=True).router_logits
+    router = model.model.layers[0].feed_forward.router
+    assert len(recorded) > 0
+    assert router._forward_hooks
+    calls = []
+    run = outside.run_experts
+    monkeypatch.setattr(outside, "run_experts", lambda *these, **named: calls.append(1) or run(*these, **named))
+    output(model)
+    assert len(calls) == len(recorded)
+    router.register_forward_hook(all_scores)
+    output(model)
+    assert len(calls) == 2 * len(recorded) - 1
+
+
 def test_a_replaced_gate_outside_the_interface():
     model = tiny_models.build("step3p7")
     without = output(model)
@@ -131,7 +151,7 @@ def test_a_replaced_gate_outside_the_interface():
 
 
 def test_parts_are_those_of_known_classes():
-    assert set(PARTS) <= set(FORWARDS)
+    assert set(PARTS) | set(CALLED) <= set(FORWARDS)
 
 
 @pytest.mark.parametrize("base", [nn.ReLU, nn.GELU])
