@@ -19,9 +19,7 @@ _as_written: dict[type, tuple[Any, ...]] = {}
 """The functions that calls of a class run, for classes in which they are those of its source."""
 
 
-def is_called_plainly(
-    module: Any, kind: type[nn.Module], harmless: Callable[[Any], bool] | None = None
-) -> bool:
+def is_called_plainly(module: Any, kind: type[nn.Module], harmless: Callable[[Any], bool] | None = None) -> bool:
     """Return whether calling ``module``, and differentiating the call, runs the ``forward`` of ``kind`` alone.
 
     Args:

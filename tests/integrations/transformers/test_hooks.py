@@ -120,7 +120,7 @@ def test_a_router_of_llama4_that_chooses_otherwise_is_heard(change):
 
 
 def test_a_router_of_llama4_whose_logits_transformers_records_stays_on_pymoe(monkeypatch):
-    """transformers leaves its hook on the router when it was once asked for the logits; it changes nothing."""
+    """Its hook stays on the router once somebody has asked for the logits; it changes nothing."""
     model = tiny_models.build("llama4")
     enable(model)
     ids = tiny_models.tokens(24)
