@@ -68,7 +68,8 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
     networks = (w_in, b_in, w_out, b_out, kind, capacity, *numbers)
     y_TH: Tensor
     y_TH, load = APPLY_CHOSEN_EXPERTS(x_TH, logits_TE, bias, *router.gate_options(), *networks)
-    y_TH = layer._with_shared(y_TH, x_TH)
+    if layer.shared is not None:
+        y_TH = layer._with_shared(y_TH, x_TH)
     router.counted.follow(load.device)
     layer._keep_stats(load, logits_TE, capacity, None)
     return y_TH if x.dim() == 2 else y_TH.reshape(x.shape)

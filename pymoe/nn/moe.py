@@ -245,7 +245,8 @@ class MoE(nn.Module):
         if y_TH.shape[1] != self.hidden_size:  # of experts that the layer did not make
             seen = y_TH.shape[1]
             raise ValueError(f"MoE: experts must return rows (S, H) with H = {self.hidden_size}, got {seen} features")
-        y_TH = self._with_shared(y_TH, rows_TH)
+        if self.shared is not None:
+            y_TH = self._with_shared(y_TH, rows_TH)
 
         self._keep_stats(gate.load, logits_TE, capacity, losses)
         output: Tensor = y_TH.reshape(x.shape)
@@ -379,10 +380,9 @@ class MoE(nn.Module):
         )
 
     def _with_shared(self, y_TH: Tensor, x_TH: Tensor) -> Tensor:
-        """Return the routed experts' output plus that of the shared ones, if there are any."""
-        if self.shared is None:
-            return y_TH
-        shared_TH: Tensor = self.shared(x_TH)
+        """Return the routed experts' output plus that of the shared ones."""
+        shared: Any = self.shared
+        shared_TH: Tensor = shared(x_TH)
         if shared_TH.shape != y_TH.shape:  # of a module that the layer did not make; it would be broadcast
             seen = tuple(shared_TH.shape)
             raise ValueError(f"MoE: shared experts must return rows (T, H) = {tuple(y_TH.shape)}, got {seen}")
@@ -414,7 +414,8 @@ class MoE(nn.Module):
         logits: Tensor | None = None
         how: tuple[Any, ...] = ()
         if losses is None:
-            how = (self.losses.score, self.losses.backend)
+            auxiliary = self.losses
+            how = (auxiliary.score, auxiliary.backend)
             logits = logits_TE.detach() if logits_TE.requires_grad else logits_TE
             # A backward pass lets go of its own when it is over, and may come long before the next forward.
             if logits_TE.numel() * logits_TE.element_size() > MOST_HELD_LOGITS:
