@@ -103,7 +103,7 @@ class ShardedMoE(MoE):
             (rows_TH,) = cast_operands(x_TH)  # type: ignore[assignment]
             check_parameters(arrangement, self.experts, self.shared, rows_TH)
             experts: list[Tensor] = list(self.experts.parameters())
-            call = call_of(arrangement, rows_TH, gate.weights, experts, self.top_k, self.capacity_factor)
+            call = call_of(arrangement, rows_TH, gate.weights, experts, gate.experts.shape[1], self.capacity_factor)
             shipment = self._shipment(gate)
         except Exception as error:
             tell_failure(arrangement, error)
@@ -127,7 +127,7 @@ class ShardedMoE(MoE):
 
     def _shipment(self, gate: Gate) -> Shipment:
         arrangement = self.arrangement
-        options = arrangement, gate, self.top_k, self.capacity_factor, operators(self.backend)
+        options = arrangement, gate, gate.experts.shape[1], self.capacity_factor, operators(self.backend)
         if arrangement.transport == "padded":
             return PaddedShipment(*options, self.notes)
         return ShipmentOfTokens(*options) if arrangement.deduplicate else Shipment(*options)

@@ -63,14 +63,13 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
 
     x_TH = as_rows(x, layer.hidden_size)
     logits_TE = router.logits(x_TH)
-    capacity = layer._capacity(x_TH.shape[0])
+    capacity = layer._capacity(x_TH.shape[0], router.top_k)
     kind, *numbers = kernel_options(experts.activation)
     networks = (w_in, b_in, w_out, b_out, kind, capacity, *numbers)
     y_TH: Tensor
     y_TH, load = APPLY_CHOSEN_EXPERTS(x_TH, logits_TE, bias, *router.gate_options(), *networks)
-    shared = layer.shared
-    if shared is not None:
-        y_TH = y_TH + shared(x_TH)
+    if layer.shared is not None:
+        y_TH = layer._with_shared(y_TH, x_TH)
     router.counted.follow(load.device)
     layer._keep_stats(load, logits_TE, capacity, None)
     return y_TH if x.dim() == 2 else y_TH.reshape(x.shape)

@@ -111,7 +111,7 @@ class MoE(nn.Module):
         hidden_size: H.
         ffn_size: F, of one expert.
         num_experts: E.
-        top_k: K, experts per token, in 1..E.
+        top_k: K, experts per token, in 1..E. It is the router's, and may be set between calls.
         activation: a kind of :func:`pymoe.ops.expert_activation`: ``"swiglu"``, ``"gelu"``, ``"relu"`` and others.
         score: ``"softmax"`` or ``"sigmoid"`` of the logits.
         renormalize: divide the weights of a token by their sum. With ``top_k=1`` that makes every weight 1 and the
@@ -173,7 +173,6 @@ class MoE(nn.Module):
             check_number("MoE", "capacity_factor", capacity_factor, above=0)
         self.hidden_size = hidden_size
         self.num_experts = num_experts
-        self.top_k = top_k
         self.capacity_factor = capacity_factor
         self.backend = backend
         place: dict[str, Any] = {"backend": backend, "device": device, "dtype": dtype}
@@ -237,12 +236,13 @@ class MoE(nn.Module):
         self._check_input(x)
         x_TH = as_rows(x, self.hidden_size)
 
-        capacity = self._capacity(x_TH.shape[0])
         routing: Routing | None = None
         if is_called_plainly(self.router, Router):
+            capacity = self._capacity(x_TH.shape[0], self.router.top_k)
             gate, logits_TE, x_TH, routing = self.router.route(x_TH, capacity, alone=self.shared is None)
         else:
             gate, logits_TE = self.router(x_TH)
+            capacity = self._capacity(*gate.experts.shape)
         weights_TK, losses = gate.weights, None
         if not is_called_plainly(self.losses, AuxiliaryLosses) or self.losses.injects():
             weights_TK, losses = self.losses(gate, logits_TE)
@@ -253,7 +253,7 @@ class MoE(nn.Module):
             seen = y_TH.shape[1]
             raise ValueError(f"MoE: experts must return rows (S, H) with H = {self.hidden_size}, got {seen} features")
         if self.shared is not None:
-            y_TH = y_TH + self.shared(rows_TH)
+            y_TH = self._with_shared(y_TH, rows_TH)
 
         self._keep_stats(gate.load, logits_TE, capacity, losses)
         output: Tensor = y_TH.reshape(x.shape)
@@ -271,6 +271,15 @@ class MoE(nn.Module):
         if self.training and not mode:
             self._warn_if_unbalanced()
         return super().train(mode)
+
+    @property
+    def top_k(self) -> int:
+        """K, experts per token: that of the router."""
+        return self.router.top_k
+
+    @top_k.setter
+    def top_k(self, value: int) -> None:
+        self.router.top_k = value
 
     @property
     def stats(self) -> Stats:
@@ -321,8 +330,11 @@ class MoE(nn.Module):
         super()._save_to_state_dict(*args)
 
     def _warn_if_unbalanced(self) -> None:
-        balanced = self.losses.aux_loss_coef > 0 or self.router.expert_bias is not None
-        if not balanced and self.top_k < self.num_experts and self.router.steps_seen() >= MIN_STEPS_TO_WARN:
+        router, losses = self.router, self.losses
+        if not (isinstance(router, Router) and isinstance(losses, AuxiliaryLosses)):  # others may balance, too
+            return
+        balanced = losses.aux_loss_coef > 0 or router.expert_bias is not None
+        if not balanced and router.top_k < self.num_experts and router.steps_seen() >= MIN_STEPS_TO_WARN:
             warn_once(
                 "no balancing",
                 "MoE: the layer was trained without anything that balances its experts, so a few may take all tokens; "
@@ -331,11 +343,12 @@ class MoE(nn.Module):
                 stacklevel=3,
             )
 
-    def _capacity(self, tokens: int) -> int | None:
+    def _capacity(self, tokens: int, choices: int) -> int | None:
+        """Return the most slots that an expert takes of ``tokens`` of so many choices each; None for no limit."""
         if self.capacity_factor is None:
             return None
         factor = min(self.capacity_factor, self.num_experts)  # which lets one expert take every slot
-        slots = factor * (tokens * self.top_k) / self.num_experts
+        slots = factor * (tokens * choices) / self.num_experts
         if isinstance(tokens, torch.SymInt):  # torch.export cannot save a program with a math.ceil
             whole = torch.sym_int(slots)
             return torch.sym_max(1, torch.sym_ite(slots > whole, whole + 1, whole))  # type: ignore[no-any-return]
@@ -373,6 +386,15 @@ class MoE(nn.Module):
             routing=routing,
         )
 
+    def _with_shared(self, y_TH: Tensor, x_TH: Tensor) -> Tensor:
+        """Return the routed experts' output plus that of the shared ones."""
+        shared: Any = self.shared
+        shared_TH: Tensor = shared(x_TH)
+        if shared_TH.shape != y_TH.shape:  # of a module that the layer did not make; it would be broadcast
+            seen = tuple(shared_TH.shape)
+            raise ValueError(f"MoE: shared experts must return rows (T, H) = {tuple(y_TH.shape)}, got {seen}")
+        return y_TH + shared_TH
+
     def _stands_in_for(self, part: Any, kind: type[nn.Module]) -> bool:
         """Return whether one native call of the layer may do the work of ``part`` instead of calling it."""
         return self.backend == "native" and is_called_plainly(part, kind) and part.backend == "native"
@@ -396,15 +418,16 @@ class MoE(nn.Module):
         # program holds the layer's parameters, and nothing that it could leave statistics in.
         if in_torch_func() or torch.compiler.is_exporting():
             return
-        auxiliary = self.losses
-        score, backend = auxiliary.score, auxiliary.backend
-        logits = None
+        logits: Tensor | None = None
+        how: tuple[Any, ...] = ()
         if losses is None:
+            auxiliary = self.losses
+            how = (auxiliary.score, auxiliary.backend)
             logits = logits_TE.detach() if logits_TE.requires_grad else logits_TE
             # A backward pass lets go of its own when it is over, and may come long before the next forward.
             if logits_TE.numel() * logits_TE.element_size() > MOST_HELD_LOGITS:
-                losses, logits = operators(backend).router_losses(logits, load, score=score), None
-        self.last.keep_pending(partial(_statistics, load, logits, capacity, losses, score, backend), load)
+                losses, logits = _losses(logits, load, *how), None
+        self.last.keep_pending(partial(_statistics, load, capacity, losses, logits, *how), load)
 
     def _check_input(self, x: Tensor) -> None:
         weight = self._weight_of_input_dtype()
@@ -445,17 +468,16 @@ class MoE(nn.Module):
         return None
 
 
+def _losses(logits_TE: Tensor | None, load: Tensor, score: Score, backend: Backend) -> RouterLosses:
+    return operators(backend).router_losses(logits_TE, load, score=score)  # type: ignore[no-any-return]
+
+
 def _statistics(
-    load: Tensor,
-    logits_TE: Tensor | None,
-    capacity: int | None,
-    losses: RouterLosses | None,
-    score: Score,
-    backend: Backend,
+    load: Tensor, capacity: int | None, losses: RouterLosses | None, logits_TE: Tensor | None, *how: Any
 ) -> dict[str, Tensor]:
-    """Return the fields of a call's :class:`Stats`: with losses that are there, or those of logits."""
+    """Return the fields of a call's :class:`Stats`: with losses that are there, or those of logits (score, backend)."""
     if losses is None:
-        losses = operators(backend).router_losses(logits_TE, load, score=score)
+        losses = _losses(logits_TE, load, *how)
     dropped = load.new_zeros(()) if capacity is None else (load - capacity).clamp_(min=0).sum()
     return {"load": load, "dropped": dropped, "load_balancing_loss": losses.load_balancing, "z_loss": losses.z}
 

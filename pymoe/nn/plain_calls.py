@@ -8,6 +8,7 @@ replaced on the module or on its class, another class (parametrizations, FSDP), 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -19,35 +20,40 @@ _as_written: dict[type, tuple[Any, ...]] = {}
 """The functions that calls of a class run, for classes in which they are those of its source."""
 
 
-def is_called_plainly(module: Any, kind: type[nn.Module]) -> bool:
+def is_called_plainly(module: Any, kind: type[nn.Module], harmless: Callable[[Any], bool] | None = None) -> bool:
     """Return whether calling ``module``, and differentiating the call, runs the ``forward`` of ``kind`` alone.
 
     Args:
         module: a part of a layer, which its user may have replaced.
         kind: the class of which the layer made it.
+        harmless: of hooks of its own that need not count.
     """
     if type(module) is not kind or module._compiled_call_impl is not None:
         return False
     for hooks in global_call_hooks:
         if hooks:
             return False
-    return not attached_to(module) and _is_as_written(kind)
+    return not attached_to(module, harmless) and _is_as_written(kind)
 
 
-def attached_to(module: nn.Module) -> str:
+def attached_to(module: nn.Module, harmless: Callable[[Any], bool] | None = None) -> str:
     """Return what a call of ``module`` runs in addition to, or in place of, the ``forward`` of its class.
 
     Args:
         module: of any class. Hooks of all modules do not count.
+        harmless: returns true for hooks that do not count either.
 
     Returns:
         Words for an error; "" if there is nothing.
     """
     for name in CALL_HOOKS:
-        if getattr(module, name):
+        hooks = getattr(module, name)
+        if hooks and (harmless is None or not all(harmless(hook) for hook in hooks.values())):
             return "hooks"
+    # Read as calls read it, which torch.compile guards: what takes its place after a compilation is compiled anew.
     own = module.__dict__
-    return "a forward of its own" if "forward" in own or "_call_impl" in own else ""
+    plain = getattr(module.forward, "__func__", None) is type(module).forward
+    return "" if plain and "forward" not in own and "_call_impl" not in own else "a forward of its own"
 
 
 def _is_as_written(kind: Any) -> bool:

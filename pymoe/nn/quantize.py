@@ -69,8 +69,8 @@ def quantize_experts(model: nn.Module, bits: int = 8) -> Quantized:
         TypeError: ``model`` is not a module, ``bits`` not an int, or weights are float64.
         ValueError: ``bits`` is neither 8 nor 4; there are no experts to quantise; some are in training mode and
             require gradients; an :class:`Experts` has hooks or a ``forward`` of its own, which the
-            :class:`QuantizedExperts` would not have; an adapter of PEFT is around experts; weights are offloaded; or a
-            weight is not finite.
+            :class:`QuantizedExperts` would not have; an adapter of PEFT or ``torch.compile`` is around experts; weights
+            are offloaded or spread over ranks; or a weight is not finite.
     """
     check_model("quantize_experts", model)
     check_bits("quantize_experts", "bits", bits)
@@ -119,6 +119,16 @@ def _check_weights(name: str, experts: nn.Module) -> None:
             f"quantize_experts: model must have experts that nothing adapts, got {path!r} with an adapter, which reads "
             f"the weights that it adapts; merge it first (merge_and_unload() in PEFT)"
         )
+    if own == "_orig_mod" and isinstance(experts, Experts):  # as torch.compile names it; others keep their module
+        raise ValueError(
+            f"quantize_experts: model must have experts that torch.compile has not wrapped, got {path!r}, which would "
+            f"run the weights that it was made with; quantise first, and compile then"
+        )
+    if any(hasattr(weight, "full_tensor") for weight in weights):  # a DTensor, whose class would be slow to import
+        raise ValueError(
+            f"quantize_experts: model must have whole weights, got {name!r} with weights that are spread over ranks, "
+            f"as fully_shard leaves them; quantise first"
+        )
     if any(weight.is_meta for weight in weights) and (bringing := attached_to(experts)):
         raise ValueError(
             f"quantize_experts: model must have its weights in memory, or all of them on the meta device, got {name!r} "
@@ -143,7 +153,9 @@ def _check_weights(name: str, experts: nn.Module) -> None:
 
 def lost_with(experts: Experts) -> str:
     """Return what replacing a module would take away from its calls; "" if nothing."""
-    plain = type(experts).forward is Experts.forward and is_of_its_source(Experts, "forward")
+    plain = is_of_its_source(Experts, "forward") and all(
+        getattr(type(experts), name) is getattr(Experts, name) for name in ("forward", "__call__", "_call_impl")
+    )
     return attached_to(experts) or ("" if plain else "a forward of its own")
 
 

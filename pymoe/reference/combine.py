@@ -75,8 +75,10 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
     total = torch.zeros(slot.shape[0], y.shape[1], dtype=dtype, device=y.device)
     for choice in range(slot.shape[1]):
         row = slot[:, choice]
-        term = y[row.clamp(min=0).long()].to(dtype)
+        kept = row >= 0
+        # A factor that is not finite would reach the other one's gradient, by a product whose own gradient is 0.
+        term = torch.where(kept[:, None], y[row.clamp(min=0).long()].to(dtype), 0)
         if weights_TK is not None:
-            term = spread(weights_TK[:, choice], 1, term.shape[1]) * term
-        total = torch.where(row[:, None] >= 0, total + term, total)
+            term = spread(torch.where(kept, weights_TK[:, choice], 0), 1, term.shape[1]) * term
+        total = torch.where(kept[:, None], total + term, total)
     return total.to(y.dtype)

@@ -60,7 +60,7 @@ def sent_once(rank, world, ep_ranks, experts, top_k, chunks, tokens, **options):
     x = torch.randn(ep_ranks, tokens, 12, dtype=torch.float32)[rank].requires_grad_()
     chosen = layer.router(x)[0].experts.long()
     if layer.capacity_factor is not None:
-        kept = ops.build_routing(chosen, experts, capacity=layer._capacity(tokens)).slot >= 0
+        kept = ops.build_routing(chosen, experts, capacity=layer._capacity(tokens, layer.top_k)).slot >= 0
         chosen = torch.where(kept, chosen, experts)
     parts = [[set(cut) for cut in cuts] for cuts in layer.arrangement.cuts]
     rows = [[sum(bool(own & set(token)) for token in chosen.tolist()) for own in cuts] for cuts in parts]
@@ -106,7 +106,9 @@ def overflowing(rank, world, chunks, room, dtype, capacity):
     gate, logits = whole.router(all_x)
     chosen, left_out = [], []
     for tokens in gate.experts.split(TOKENS):
-        kept, overflow = first_that_fit(layer.arrangement, tokens, whole._capacity(len(tokens)), room // (4 * chunks))
+        kept, overflow = first_that_fit(
+            layer.arrangement, tokens, whole._capacity(len(tokens), whole.top_k), room // (4 * chunks)
+        )
         chosen.append(kept)
         left_out.append(overflow)
     experts = whole.experts

@@ -32,7 +32,7 @@ def expected(layer, x):
     """The statistics of ``layer(x)``, from the router's logits."""
     gate, logits = layer.router(x.detach())
     losses = ops.router_losses(logits.detach(), gate.load, score=layer.losses.score)
-    capacity = layer._capacity(x.shape[0])
+    capacity = layer._capacity(x.shape[0], layer.top_k)
     dropped = gate.load.new_zeros(()) if capacity is None else (gate.load - capacity).clamp(min=0).sum()
     return gate.load, dropped, losses.load_balancing, losses.z
 

@@ -251,6 +251,25 @@ def test_a_patch_is_heard_by_torch_compile():
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "no_grad"])
+@pytest.mark.parametrize(
+    "way", [class_forward, own_forward, derived_class, module_around, parametrized], ids=lambda way: way.__name__
+)
+def test_what_takes_the_place_of_a_call_after_a_compilation_is_heard(way, recorded):
+    """torch.compile went on with the layer's own work where ``forward`` had been replaced since.
+
+    Hooks and ``_call_impl`` it does not guard, of any module.
+    """
+    layer, x = make_layer(dtype=torch.float32), make_input(5, dtype=torch.float32)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    with torch.set_grad_enabled(recorded):
+        expected = 2 * compiled(x).detach()
+        with way(layer) or nullcontext():
+            torch.testing.assert_close(compiled(x).detach(), expected)
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_nothing_stands_before_a_fresh_layer(part):
     layer = MoE(8, 6, 4, 2)

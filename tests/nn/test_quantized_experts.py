@@ -283,6 +283,10 @@ def replace_class(experts, _):
     experts.__class__ = Other
 
 
+def replace_call(experts, _):
+    experts.__class__ = type("Other", (Experts,), {"__call__": lambda self, *args: 2 * Experts.__call__(self, *args)})
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [
@@ -292,6 +296,7 @@ def replace_class(experts, _):
         (watch, "register_full_backward_pre_hook"),
         (replace_forward, "a forward"),
         (replace_class, "a forward"),
+        (replace_call, "a forward"),
     ],
 )
 def test_experts_whose_hooks_or_forward_would_be_lost_are_refused(change, what):
@@ -446,6 +451,34 @@ def test_experts_that_an_adapter_reads_are_refused():
     with pytest.raises(ValueError, match=r"got 'experts' with an adapter.*merge it first"):
         quantize_experts(moe)
     assert type(moe.experts.base_layer) is Experts
+
+
+def test_experts_that_torch_compile_has_wrapped_are_refused():
+    """Its wrapper went on with the weights that it was made with, while the state dict had the rounded ones."""
+    moe, x = layer(), torch.randn(5, 40)
+    moe.experts = torch.compile(moe.experts, backend="eager")
+    with pytest.raises(ValueError, match=r"got 'experts', which would run the weights .* compile then"):
+        quantize_experts(moe)
+    moe.experts = moe.experts._orig_mod
+    with torch.no_grad():
+        compiled = torch.compile(moe, backend="eager")
+        before = compiled(x)
+        quantize_experts(compiled)  # nothing has wrapped the experts of their own
+        assert torch.equal(compiled(x), moe(x))
+        assert not torch.equal(moe(x), before)
+    torch._dynamo.reset()
+
+
+def test_weights_that_are_spread_over_ranks_are_refused():
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(layer())
+        dist.fsdp.fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+        with pytest.raises(ValueError, match=r"got '0\.experts' with weights that are spread over ranks"):
+            quantize_experts(model)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_class_that_was_patched_is_not_replaced(monkeypatch):

@@ -77,6 +77,25 @@ def test_dropped_choices_are_zero_rows_without_gradient():
     assert weights.grad[:, 0].tolist() == [6, 6, 6, 6, 0, 0]
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("combine", [pymoe.ops.combine, pymoe.reference.combine], ids=["native", "reference"])
+@pytest.mark.parametrize("of", ["weight", "row"])
+def test_a_dropped_choice_has_no_part_in_gradients_whatever_its_weight(of, combine, value):
+    """The reference read row 0 for it: a NaN of either was in the gradient of the other, and from there in weights."""
+    routing = build_routing(torch.zeros(3, 1, dtype=torch.int32), 1, capacity=2)
+    y, weights = torch.ones(3, 4), torch.full((3, 1), 0.5)
+    if of == "weight":
+        weights[2] = value  # of the dropped one
+    else:
+        y[0] = value
+    y.requires_grad_()
+    weights.requires_grad_()
+    dy, dweights = torch.autograd.grad(combine(y, routing, weights).sum(), (y, weights))
+    assert dy.tolist() == [[0.5] * 4, [0.5] * 4, [0.0] * 4]
+    assert dweights[1:].tolist() == [[4.0], [0.0]]
+    assert bool(torch.isfinite(dweights[0]).all()) == (of == "weight")
+
+
 @pytest.mark.parametrize("hidden", [1, 4, 7, 8, 64])
 def test_combine_adds_in_the_order_of_the_choices(hidden):
     """2^24 + 1 - 2^24 is 0 in float32 in this order and 1 in another, at every column of every vector width."""

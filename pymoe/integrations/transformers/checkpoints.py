@@ -13,6 +13,7 @@ from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import fused_activation, gated_activation
 from pymoe.integrations.transformers.blocks import DIFFERENT, PLANS, Plan
 from pymoe.nn import MoE
+from pymoe.nn.plain_calls import attached_to
 from pymoe.reference import checks
 
 
@@ -36,10 +37,15 @@ def from_transformers(block: nn.Module, *, bias_update_rate: float = 0.001) -> M
 
     Raises:
         TypeError: the weights of its experts are quantised.
-        ValueError: the block is of another kind, or one of its options changes what it computes.
+        ValueError: the block is of another kind, or one of its options changes what it computes; or something would be
+            lost: a module in it has hooks, a ``forward`` or a class of its own, an adapter or a parametrization.
     """
     name = "from_transformers"
     plan = _plan(name, type(block))
+    _check_plain(name, block, _OF_BLOCKS)
+    for weight in ("gate_up_proj", "down_proj"):
+        checks.floating(f"{name} ({type(block).__name__})", f"experts.{weight}", getattr(block.experts, weight))
+    _check_weights(name, block, [key for one in _parts(block, plan) for key in one.block_keys])
     options = _options(name, block, plan)
     if plan.bias is not None and not bias_update_rate > 0:
         raise ValueError(
@@ -72,13 +78,16 @@ def to_transformers(moe: MoE, block_class: Callable[..., nn.Module], config: Any
 
     Raises:
         TypeError: ``moe`` is no :class:`pymoe.nn.MoE`, or its experts are quantised.
-        ValueError: the class is of another kind, or the configuration describes another layer than ``moe``.
+        ValueError: the class is of another kind, the configuration describes another layer than ``moe``, or something
+            would be lost, as for :func:`from_transformers`.
     """
     name = "to_transformers"
     if not isinstance(moe, MoE):
         raise TypeError(f"{name}: moe must be a pymoe.nn.MoE, got {type(moe).__name__}")
+    _check_plain(name, moe, _OF_LAYERS)
     for weight in ("w_in", "w_out"):
         checks.floating(f"{name} (MoE)", f"experts.{weight}", getattr(moe.experts, weight))
+    _check_weights(name, moe, ["router.weight", "experts.w_in", "experts.w_out"])
     plan = _plan(name, block_class)
     with torch.device("meta"):
         block = block_class(config)
@@ -134,8 +143,39 @@ def _parts(block: Any, plan: Plan) -> list[_Part]:
     return parts
 
 
+_OF_LAYERS = ("pymoe.nn.",)
+_OF_BLOCKS = ("transformers.", "torch.nn.modules.", *_OF_LAYERS)
+"""What the modules of Python begin with whose classes a block, or a layer, consists of."""
+
+
+def _check_plain(name: str, module: nn.Module, known: tuple[str, ...]) -> None:
+    """Raise where a module inside, or this itself, would do something that weights and options do not say."""
+    for path, part in module.named_modules():
+        lost = attached_to(part, interface.records_outputs)
+        if not lost and not type(part).__module__.startswith(known):
+            lost = "a class of its own"
+        if lost:
+            raise ValueError(
+                f"{name}: expected a {type(module).__name__} that nothing was attached to, got "
+                f"{repr(path) if path else 'it'} ({type(part).__name__}) with {lost}, which would be lost; remove it "
+                f"first (an adapter of PEFT by merge_and_unload())"
+            )
+
+
+def _check_weights(name: str, module: nn.Module, keys: list[str]) -> None:
+    """Raise unless the state dict of a module has these keys."""
+    state = module.state_dict()
+    if missing := [key for key in keys if key not in state]:
+        raise ValueError(
+            f"{name}: expected a {type(module).__name__} with weights of its own, got none called {missing[0]!r}, as "
+            f"a parametrization leaves it; remove that first"
+        )
+
+
 def _plan(name: str, block_class: Any) -> Plan:
     kind = block_class.__name__
+    if kind in PLANS and not block_class.__module__.startswith(_OF_BLOCKS):
+        raise ValueError(f"{name}: expected the {kind} of transformers, got that of {block_class.__module__}")
     if kind not in PLANS:
         why = f": {DIFFERENT[kind]}" if kind in DIFFERENT else f"; known are {', '.join(PLANS)}"
         raise ValueError(f"{name}: expected a block that pymoe.nn.MoE can be, got {kind}{why}")
@@ -148,8 +188,6 @@ def _options(name: str, block: Any, plan: Plan) -> dict[str, Any]:
     for attribute, expected in plan.only.items():
         if (seen := attrgetter(attribute)(block)) != expected:
             raise ValueError(f"{name}: expected a {kind} with {attribute}={expected!r}, got {seen!r}")
-    for weight in ("gate_up_proj", "down_proj"):
-        checks.floating(f"{name} ({kind})", f"experts.{weight}", getattr(block.experts, weight))
     if fused_activation(block.experts) != "swiglu":
         seen = type(getattr(block.experts, "act_fn", None)).__name__
         raise ValueError(f"{name}: expected a {kind} whose experts compute a plain swiglu, got {seen}")

@@ -105,6 +105,14 @@ def set_implementation(experts: Any, name: str | None) -> None:
     experts.config._experts_implementation = name
 
 
+def records_outputs(hook: Any) -> bool:
+    """Return whether a hook is one that transformers leaves on modules to hand out what they return.
+
+    A model that was once asked for its router's logits, for example, has them ever after. They change nothing.
+    """
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+
+
 @functools.cache
 def refuse_to_save(reason_of: Callable[[Any], str]) -> None:
     """Make ``save_pretrained`` of all models raise :class:`ValueError` where ``reason_of(model)`` says why.

@@ -28,7 +28,8 @@ def llama4_moe(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """
     x_TH = hidden_states.reshape(-1, self.hidden_dim)
     scores_TE, logits_TE = self.router(x_TH)
-    index_TK = torch.topk(logits_TE, self.top_k, dim=1).indices  # as the router chose, which it does not return
+    # As the router chose, which it does not return; other scores are 0, and so are the outputs for them.
+    index_TK = torch.topk(logits_TE, self.router.top_k, dim=1).indices
     scaled_TKH = x_TH[:, None] * scores_TE.gather(1, index_TK)[..., None]
     w_in, w_out, activation = self.experts.gate_up_proj, self.experts.down_proj, gated_activation(self.experts.act_fn)
     index_S1 = index_TK.reshape(-1, 1)  # every choice is a token of its own here, with the weight 1
@@ -102,17 +103,29 @@ PARTS: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
 }
 """The parts, by name, whose work a forward of :data:`FORWARDS` does itself, and the classes that it knows them by."""
 
+CALLED: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
+    ("transformers.models.llama4.modeling_llama4", "Llama4TextMoe"): {
+        "router": ("transformers.models.llama4.modeling_llama4", "Llama4Router")
+    },
+}
+"""The parts that a forward calls and of which it knows more than they return, in the same way."""
+
 
 def may_do_work_of_parts(module: Any, cls: type) -> bool:
-    """Return whether the forward for ``cls`` computes what the parts of ``module`` compute that it does not call.
+    """Return whether the forward for ``cls`` computes what ``module`` does by calling all of its parts.
 
-    Not where one has hooks, another class or another ``forward``, or where somebody has patched the ``forward`` of
-    ``cls`` itself: they would not be heard.
+    Not where one of :data:`PARTS` has hooks, another class or another ``forward``, or where somebody has patched the
+    ``forward`` of ``cls`` itself: they would not be heard. Nor where one of :data:`CALLED` has, which is heard and may
+    return something else than what the forward counts on; hooks by which transformers records outputs return nothing.
     """
-    return is_of_its_source(cls, "forward") and all(
-        place(type(part)) == expected and is_called_plainly(part, type(part))
-        for part, expected in ((getattr(module, name), kind) for name, kind in PARTS.get(place(cls), {}).items())
-    )
+    if not is_of_its_source(cls, "forward"):
+        return False
+    for known, harmless in ((PARTS, None), (CALLED, interface.records_outputs)):
+        for name, expected in known.get(place(cls), {}).items():
+            part = getattr(module, name)
+            if place(type(part)) != expected or not is_called_plainly(part, type(part), harmless):
+                return False
+    return True
 
 
 REFUSED: dict[tuple[str, str], str] = {

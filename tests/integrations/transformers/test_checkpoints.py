@@ -195,6 +195,127 @@ def test_quantised_experts_are_refused():
         to_transformers(moe, kind, model.config)
 
 
+def doubled(module, arguments, output):
+    return tuple(2 * one for one in output) if isinstance(output, tuple) else 2 * output
+
+
+def hooked(path):
+    return lambda module: module.get_submodule(path).register_forward_hook(doubled)
+
+
+def own_forward(path):
+    def change(module):
+        part = module.get_submodule(path)
+        forward = part.forward
+        part.forward = lambda *these: doubled(part, these, forward(*these))
+
+    return change
+
+
+def own_class(path):
+    def change(module):
+        part = module.get_submodule(path)
+        forward = type(part).forward
+        changed = {"forward": lambda self, *these: doubled(self, these, forward(self, *these))}
+        part.__class__ = type(type(part).__name__, (type(part),), {**changed, "__module__": __name__})
+
+    return change
+
+
+class Around(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *these):
+        return self.inner(*these)
+
+
+def wrapped(path):
+    def change(module):
+        parent, _, name = path.rpartition(".")
+        setattr(module.get_submodule(parent), name, Around(module.get_submodule(path)))
+
+    return change
+
+
+def parametrized(path):
+    def change(module):
+        parent, _, name = path.rpartition(".")
+        torch.nn.utils.parametrize.register_parametrization(module.get_submodule(parent), name, torch.nn.Identity())
+
+    return change
+
+
+CHANGES_OF_BLOCKS = {
+    "hook of the block": hooked(""),
+    "hook of the gate": hooked("gate"),
+    "hook of the experts": hooked("experts"),
+    "hook of a shared layer": hooked("shared_experts.up_proj"),
+    "forward of the block": own_forward(""),
+    "forward of the gate": own_forward("gate"),
+    "forward of the experts": own_forward("experts"),
+    "class of the block": own_class(""),
+    "class of the gate": own_class("gate"),
+    "class of the experts": own_class("experts"),
+    "wrapped experts": wrapped("experts"),
+    "wrapped shared layer": wrapped("shared_experts.up_proj"),
+    "parametrized gate": parametrized("gate.weight"),
+    "parametrized experts": parametrized("experts.down_proj"),
+}
+CHANGES_OF_LAYERS = {
+    "hook of the layer": hooked(""),
+    "hook of the router": hooked("router"),
+    "hook of the experts": hooked("experts"),
+    "forward of the router": own_forward("router"),
+    "class of the layer": own_class(""),
+    "class of the router": own_class("router"),
+    "wrapped experts": wrapped("experts"),
+    "wrapped router": wrapped("router"),
+    "wrapped shared experts": wrapped("shared"),
+    "parametrized router": parametrized("router.weight"),
+    "parametrized experts": parametrized("experts.w_out"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_BLOCKS.values(), ids=CHANGES_OF_BLOCKS)
+def test_what_a_layer_would_lose_is_refused(change):
+    """Hooks, replaced forwards and derived classes were dropped, and the layer computed something else."""
+    block, _ = block_of("deepseek_v3", "DeepseekV3MoE")
+    change(block)
+    with pytest.raises(ValueError, match=r"^from_transformers: expected (a|the) DeepseekV3MoE .*, got "):
+        from_transformers(block)
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_LAYERS.values(), ids=CHANGES_OF_LAYERS)
+def test_what_a_block_would_lose_is_refused(change):
+    block, config = block_of("deepseek_v3", "DeepseekV3MoE")
+    moe = from_transformers(block)
+    change(moe)
+    with pytest.raises(ValueError, match=r"^to_transformers: expected a [A-Za-z]+ .*, got "):
+        to_transformers(moe, type(block), config)
+
+
+def test_another_number_of_choices_is_seen():
+    """The layer had a number of its own, and a router with another one became a block with that of the layer."""
+    block, config = block_of("mixtral", "MixtralSparseMoeBlock")
+    moe = from_transformers(block)
+    moe.router.top_k = 1
+    with pytest.raises(ValueError, match="expected a layer with top_k=3, as MixtralSparseMoeBlock has it, got 1"):
+        to_transformers(moe, type(block), config)
+
+
+def test_hooks_by_which_transformers_records_outputs_are_no_obstacle():
+    model = tiny_models.build("mixtral").eval()
+    with torch.no_grad():
+        model(input_ids=tiny_models.tokens(24), output_router_logits=True)
+    block = model.model.layers[0].mlp
+    assert block.gate._forward_hooks
+    x = torch.randn(2, 5, block.gate.weight.shape[1])
+    with torch.no_grad():
+        torch.testing.assert_close(from_transformers(block)(x), block(x))
+
+
 def test_options_that_the_layer_lacks_are_refused():
     block, _ = block_of("mixtral", "MixtralSparseMoeBlock")
     block.jitter_noise = 0.1

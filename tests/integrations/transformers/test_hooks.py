@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import pymoe.integrations.transformers  # noqa: F401
-from pymoe.integrations.transformers import disable, enable
+from pymoe.integrations.transformers import disable, enable, outside
 from pymoe.integrations.transformers.activations import activation_of, gated_activation
-from pymoe.integrations.transformers.outside import FORWARDS, PARTS
+from pymoe.integrations.transformers.outside import CALLED, FORWARDS, PARTS
 from pymoe.nn import quantize_experts
 
 ACTIVATIONS = {
@@ -72,6 +72,73 @@ def test_replaced_parts_outside_the_interface(name, path):
     assert_heard(model, expected, without)
 
 
+def all_scores(router, arguments, output):
+    """A hook by which every token goes to every expert: a score that is not 0 for each."""
+    scores, logits = output
+    return torch.full_like(scores, 0.3), logits
+
+
+def other_logits(router, arguments, output):
+    """A hook that changes what the router is seen to have preferred, and not its scores."""
+    scores, logits = output
+    return scores, -logits
+
+
+def hooked(hook):
+    return lambda block: block.router.register_forward_hook(hook)
+
+
+def derived_router(block):
+    forward = type(block.router).forward
+    changed = {"forward": lambda self, *these: all_scores(self, these, forward(self, *these))}
+    block.router.__class__ = type("AllScores", (type(block.router),), changed)
+
+
+def more_choices(block):
+    block.router.top_k = 2
+
+
+LLAMA4_ROUTERS = {
+    "scores": hooked(all_scores),
+    "logits": hooked(other_logits),
+    "class": derived_router,
+    "top_k": more_choices,
+}
+
+
+@pytest.mark.parametrize("change", LLAMA4_ROUTERS.values(), ids=LLAMA4_ROUTERS)
+def test_a_router_of_llama4_that_chooses_otherwise_is_heard(change):
+    """The forward on pymoe took the block's ``top_k`` best logits, whatever scores the router had returned."""
+    model = tiny_models.build("llama4")
+    without = output(model)
+    change(model.model.layers[0].feed_forward)
+    expected = output(model)
+    enable(model)
+    found = output(model)
+    assert change is LLAMA4_ROUTERS["logits"] or not torch.allclose(expected, without, rtol=1e-3)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+def test_a_router_of_llama4_whose_logits_transformers_records_stays_on_pymoe(monkeypatch):
+    """Its hook stays on the router once somebody has asked for the logits; it changes nothing."""
+    model = tiny_models.build("llama4")
+    enable(model)
+    ids = tiny_models.tokens(24)
+    with torch.no_grad():
+        recorded = model(input_ids=ids, use_cache=False, output_router_logits=True).router_logits
+    router = model.model.layers[0].feed_forward.router
+    assert len(recorded) > 0
+    assert router._forward_hooks
+    calls = []
+    run = outside.run_experts
+    monkeypatch.setattr(outside, "run_experts", lambda *these, **named: calls.append(1) or run(*these, **named))
+    output(model)
+    assert len(calls) == len(recorded)
+    router.register_forward_hook(all_scores)
+    output(model)
+    assert len(calls) == 2 * len(recorded) - 1
+
+
 def test_a_replaced_gate_outside_the_interface():
     model = tiny_models.build("step3p7")
     without = output(model)
@@ -84,7 +151,7 @@ def test_a_replaced_gate_outside_the_interface():
 
 
 def test_parts_are_those_of_known_classes():
-    assert set(PARTS) <= set(FORWARDS)
+    assert set(PARTS) | set(CALLED) <= set(FORWARDS)
 
 
 @pytest.mark.parametrize("base", [nn.ReLU, nn.GELU])
