@@ -1,4 +1,4 @@
-"""Every process must have the same pipe: another cut is noticed, and parameters may be tied and untied between steps."""
+"""Every process must have the same pipe: another cut is noticed; parameters may be tied and untied between steps."""
 
 import copy
 
