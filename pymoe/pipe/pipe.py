@@ -427,11 +427,11 @@ def pipeline(
       ``torch.backends``), except in the files of the model's own classes, and which functions these packages have; what
       ``functools.cache`` keeps; variables by names that are put together when the code runs; of arguments, memory
       layout, whether one is a ``Parameter`` or two are the same, and attributes. ``torch.compiler.is_compiling()`` and
-      ``is_exporting()`` are true in a capture, ``type(x) is torch.Tensor`` is not: the graph does what the code does
-      then. So it is with ``nn.TransformerEncoder`` in evaluation: the graph is that of its usual path, also without
-      gradients, where torch's fast path puts zeros into rows that ``src_key_padding_mask`` hides. Prints happen in
-      captures alone. Hooks of the model itself, and of modules with boundaries inside, are part of the graph: they get
-      micro-batches, and leave what they compute.
+      ``is_exporting()`` are true in a capture, ``type(x) is torch.Tensor`` is not, and a size is no ``int`` and has
+      another text: the graph does what the code does then. So it is with ``nn.TransformerEncoder`` in evaluation: the
+      graph is that of its usual path, also without gradients, where torch's fast path puts zeros into rows that
+      ``src_key_padding_mask`` hides. Prints happen in captures alone. Hooks of the model itself, and of modules with
+      boundaries inside, are part of the graph: they get micro-batches, and leave what they compute.
 
     Args:
         module: any model that can be captured by ``torch.export``.

@@ -140,11 +140,11 @@ class Guards:
             elif name not in own:
                 of_class = f"{kind.__name__}.{name}"
                 found[of_class, kind] = of_class, ExternalValue(name, Attributes(kind), name).value, "{!r}"
-        for (path, kind, name), attributes in self._reads.of_tensors.items():
+        for (path, sort, name), attributes in self._reads.of_tensors.items():
             if (module := self._modules.get(path)) is not None:
                 for attribute in attributes:
                     label = f"{_qualified(path, name)}.{attribute}"
-                    found[label, path] = label, partial(_attribute_of, module.__dict__[kind], name, attribute), "{!r}"
+                    found[label, path] = label, partial(_attribute_of, module.__dict__[sort], name, attribute), "{!r}"
         for place in ExternalValues(self._model, self._opaque, values).places:
             found[place.label, None] = place.label, place.value, "{!r} outside of the model"
         for number, tensor in enumerate(self._reads.values.tensors.values()):
