@@ -73,7 +73,8 @@ _QUESTIONS: dict[str, tuple[tuple[Any, ...], ...]] = {
 """Functions of torch, and the arguments with which they are asked."""
 
 _SEEDS = ("initial_seed", "get_rng_state", "set_rng_state", "manual_seed", "seed")
-_ENTROPY = ((os, "urandom"), (random, "_urandom"), (random.Random, "seed"))
+_ENTROPY = ((os, "urandom", False), (random, "_urandom", False), (random.Random, "seed", True))
+"""Functions that take random numbers from the operating system, and whether they do so only without a seed."""
 _OF_ENTROPY = tuple(str(module.__file__) for module in (random, secrets, tempfile, uuid))
 """Files of Python that ask for it on behalf of their callers."""
 
@@ -147,9 +148,11 @@ class Recorder:
             home, _, last = f"torch.{name}".rpartition(".")
             replaced.append((sys.modules[home], last, self._question(name, attrgetter(name)(torch))))
         replaced += [(home, name, self._seed(name, getattr(home, name))) for home in _HOMES for name in _SEEDS]
-        replaced += [(home, name, self._entropy(getattr(home, name))) for home, name in _ENTROPY]
+        replaced += [
+            (home, name, self._entropy(getattr(home, name), takes_seed)) for home, name, takes_seed in _ENTROPY
+        ]
         if (numpy := sys.modules.get("numpy")) is not None:
-            replaced.append((numpy.random, "default_rng", self._entropy(numpy.random.default_rng)))
+            replaced.append((numpy.random, "default_rng", self._entropy(numpy.random.default_rng, True)))
         by_function = {id(getattr(home, name)): function for home, name, function in replaced}
         with ExitStack() as stack:
             for place in functions:
@@ -251,12 +254,10 @@ class Recorder:
 
         return answer
 
-    def _entropy(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        is_seeded = function not in (os.urandom, random._urandom)  # type: ignore[attr-defined]
-
+    def _entropy(self, function: Callable[..., Any], takes_seed: bool) -> Callable[..., Any]:
         def refuse(*args: Any, **kwargs: Any) -> Any:
             given = [one for one in (*args, *kwargs.values()) if one is not None and not isinstance(one, random.Random)]
-            if not (is_seeded and given) and self._is_model_asking(_OF_ENTROPY):
+            if not (takes_seed and given) and self._is_model_asking(_OF_ENTROPY):
                 raise CaptureError(
                     "it draws random numbers from the operating system, or seeds a generator with them: draw them from "
                     "torch, or give the generator a seed"
