@@ -13,7 +13,7 @@ import contextlib
 import functools
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,8 @@ LARGEST = 3e38  # a capacity factor in a message, as a float32
 FAILED = 1
 
 _layers: dict[int, str] = {}  # titles of layers, by what stands for them in a message
+_options: dict[int, str] = {}  # the same of options of layers
+_PARAMETERS = ("w_in", "w_out", "b_in", "b_out")
 
 
 class Call(NamedTuple):
@@ -45,12 +47,17 @@ class Call(NamedTuple):
     weights_need_gradients: int
     top_k: int
     capacity: int
+    options: int
 
     def shown(self, field: str) -> str:
         """Return one of the numbers as what it stands for."""
         value: int = getattr(self, field)
         if field == "layer":
             return _layers.get(value, f"unknown ({value})")
+        if field == "options":
+            return _options.get(value, "others")
+        if field == "experts_need_gradients":
+            return " and ".join(name for place, name in enumerate(_PARAMETERS) if value >> place & 1) or "none"
         if field == "dtype":
             return str(checks.FLOATING[value]).removeprefix("torch.")
         if field.endswith("gradients"):
@@ -66,10 +73,11 @@ MEANING = {
     "width": "the width of its rows",
     "dtype": "the dtype of its rows",
     "rows_need_gradients": "whether its rows need gradients",
-    "experts_need_gradients": "whether its experts need gradients",
+    "experts_need_gradients": "which parameters of its experts need gradients",
     "weights_need_gradients": "whether the weights that travel need gradients",
     "top_k": "its top_k",
     "capacity": "its capacity_factor",
+    "options": "the options of its router, experts and losses",
 }
 HEADER = len(MEANING) + 2  # and whether the rank has failed, and its number of tokens
 
@@ -94,9 +102,10 @@ def call_of(
     arrangement: Arrangement,
     rows_TH: Tensor,
     weights_TK: Tensor,
-    experts: list[Tensor],
+    experts: Iterable[tuple[str, Tensor]],
     top_k: int,
     capacity_factor: float | None,
+    options: tuple[Any, ...],
 ) -> Call:
     """Return what this rank is about to do.
 
@@ -104,9 +113,10 @@ def call_of(
         arrangement: of the layer.
         rows_TH: (T, H), the tokens as they will travel.
         weights_TK: (T, K), of the gate.
-        experts: the parameters of this rank's experts.
+        experts: the parameters of this rank's experts, and their names.
         top_k: K.
         capacity_factor: of the layer, or None. Compared as float32.
+        options: what else rows and gradients depend on, as names and values in turns.
     """
     recorded = torch.is_grad_enabled()
     return Call(
@@ -115,10 +125,11 @@ def call_of(
         rows_TH.shape[1],
         checks.FLOATING.index(rows_TH.dtype),
         int(recorded and rows_TH.requires_grad),
-        int(recorded and any(parameter.requires_grad for parameter in experts)),
+        sum(1 << _PARAMETERS.index(name) for name, one in experts if recorded and one.requires_grad),
         int(recorded and arrangement.deduplicate and weights_TK.requires_grad),
         top_k,
         0 if capacity_factor is None else struct.unpack("<i", struct.pack("<f", min(capacity_factor, LARGEST)))[0],
+        _number_of_options(options),
     )
 
 
@@ -242,6 +253,14 @@ def raise_for_difference(arrangement: Arrangement, said: list[list[int]]) -> Non
     """
     _raise_for_failures(arrangement, said)
     _raise_for_disagreement(arrangement, [Call(*one[: len(MEANING)]) for one in said])
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _number_of_options(options: tuple[Any, ...]) -> int:
+    text = ", ".join(f"{name}={value!r}" for name, value in zip(options[::2], options[1::2], strict=True))
+    number = zlib.crc32(text.encode()) & 0x7FFFFFFF
+    _options[number] = text
+    return number
 
 
 @functools.lru_cache(maxsize=256)

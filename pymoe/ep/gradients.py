@@ -99,8 +99,10 @@ def clip_grad_norm_(
     """Scale gradients so that the norm of all of them together is at most ``max_norm``; in place.
 
     What ``torch.nn.utils.clip_grad_norm_`` does, for parameters of which some are whole on every rank and others are
-    DTensors on one mesh or several: each expert counts once, wherever it is. All ranks get the same norm, and call this
-    for the same parameters. The host waits for nothing (but with ``error_if_nonfinite``).
+    DTensors on one mesh or several: each expert counts once, wherever it is. All ranks call this for the same
+    parameters, after the gradients of what every rank has a copy of have been summed or averaged over the ranks, as
+    :func:`data_parallel` does: then all get the same norm, and otherwise each another one. The host waits
+    for nothing (but with ``error_if_nonfinite``).
 
     Args:
         parameters: those of the model; without a gradient they count as zero.

@@ -102,8 +102,9 @@ class ShardedMoE(MoE):
             rows_TH: Tensor
             (rows_TH,) = cast_operands(x_TH)  # type: ignore[assignment]
             check_parameters(arrangement, self.experts, self.shared, rows_TH)
-            experts: list[Tensor] = list(self.experts.parameters())
-            call = call_of(arrangement, rows_TH, gate.weights, experts, gate.experts.shape[1], self.capacity_factor)
+            experts = self.experts.named_parameters()
+            options = gate.experts.shape[1], self.capacity_factor, self._compared_options()
+            call = call_of(arrangement, rows_TH, gate.weights, experts, *options)
             shipment = self._shipment(gate)
         except Exception as error:
             tell_failure(arrangement, error)
@@ -124,6 +125,15 @@ class ShardedMoE(MoE):
 
     def _weight_of_input_dtype(self) -> Tensor:
         return self.router.weight  # the experts may be cut once more, in a wider dtype, until they are called
+
+    def _compared_options(self) -> tuple[Any, ...]:
+        router, losses = self.router, self.losses
+        return (
+            *("score", router.score, "renormalize", router.renormalize, "scale", float(router.scale)),
+            *("num_groups", router.num_groups, "topk_groups", router.topk_groups),
+            *("bias_update_rate", float(router.bias_update_rate), "activation", self.experts.activation),
+            *("aux_loss_coef", float(losses.aux_loss_coef), "z_loss_coef", float(losses.z_loss_coef)),
+        )
 
     def _shipment(self, gate: Gate) -> Shipment:
         arrangement = self.arrangement

@@ -408,22 +408,30 @@ def pipeline(
     four groups:
 
     - watched, so that a change leads to another capture at the next call: modes; hooks; submodules; attributes of
-      modules and of their classes; global variables, those of enclosing functions, defaults; all that these hold, in
-      containers, objects, classes and functions, at any depth and in any number; variables of the environment;
-      numbers made of a tensor that is no buffer, as by ``item()``; torch's default dtype and device; and, once the code
-      asks for one, dtypes, grad mode, autocast and what requires gradients. Parameters and buffers may be replaced at
-      any time by others of their shape;
+      modules and of their classes, and those that were put on parameters and buffers; global variables, those of
+      enclosing functions, defaults; all that these hold, in containers, objects, classes and functions, at any depth
+      and in any number; variables of the environment; numbers made of a tensor that is no buffer, as by ``item()``;
+      torch's default dtype and device; and, once the code asks for one, dtypes, grad mode, autocast, what requires
+      gradients, and torch's numbers of threads, precision of products, deterministic and anomaly modes. Parameters and
+      buffers may be replaced at any time by others of their shape, and tied or untied;
     - called as they are, uncut, whenever the pipe runs: modules with hooks, and modules whose forward changes
       attributes, where no boundary is inside; ``opaque`` ones; autograd Functions; layers of :mod:`pymoe.nn`, recurrent
       layers, deferred batch norms;
     - refused: changes of attributes and of other values outside of such modules, random numbers that do not come
-      from torch's default generators, seeds, hooks on tensors, gradients within the forward, decisions by values of
-      tensors; attributes that give another value in every call (iterators, queues), or that do not show their state
-      (objects of C extensions that cannot be pickled);
+      from torch's default generators, generators without a seed, seeds, hooks on tensors and on nodes of autograd,
+      ``saved_tensors_hooks``, gradients within the forward, ``.grad``, decisions by values of tensors; attributes that
+      give another value in every call (iterators, queues), or that do not show their state (objects of C extensions
+      that cannot be pickled);
     - fixed at capture, later changes unnoticed: clocks, files and other outside input; the state of loggers and locks;
-      what functions of installed packages read, except in the files of the model's own classes. Prints happen in
-      captures alone. Hooks of the model itself, and of modules with boundaries inside, are part of the graph: they get
-      micro-batches, and leave what they compute.
+      what functions of Python itself and of installed packages read (``decimal`` contexts, numpy's settings,
+      ``torch.backends``), except in the files of the model's own classes, and which functions these packages have; what
+      ``functools.cache`` keeps; variables by names that are put together when the code runs; of arguments, memory
+      layout, whether one is a ``Parameter`` or two are the same, and attributes. ``torch.compiler.is_compiling()`` and
+      ``is_exporting()`` are true in a capture, ``type(x) is torch.Tensor`` is not, and a size is no ``int`` and has
+      another text: the graph does what the code does then. So it is with ``nn.TransformerEncoder`` in evaluation: the
+      graph is that of its usual path, also without gradients, where torch's fast path puts zeros into rows that
+      ``src_key_padding_mask`` hides. Prints happen in captures alone. Hooks of the model itself, and of modules with
+      boundaries inside, are part of the graph: they get micro-batches, and leave what they compute.
 
     Args:
         module: any model that can be captured by ``torch.export``.

@@ -60,6 +60,7 @@ def unequal_calls(rank, world, wrong):
     model, other = (ep.shard(layers(capacity_factor=1.25), dist.group.WORLD) for _ in range(2))
     few, x, mine = model["few"], torch.randn(3, 12, dtype=torch.float32), rank == WRONG
     options = few.top_k, few.capacity_factor
+    whole = few.router.scale, few.experts.activation, few.losses.z_loss_coef
     called = few
     if mine and wrong == "many":
         called = model["many"]
@@ -69,7 +70,17 @@ def unequal_calls(rank, world, wrong):
         few.capacity_factor = None
     elif mine and wrong == "top_k":
         few.router.top_k = few.top_k = 3
+    elif mine and wrong == "scale":
+        few.router.scale = 2.0
+    elif mine and wrong == "activation":
+        few.experts.activation = "geglu"
+    elif mine and wrong == "loss":
+        few.losses.z_loss_coef = 0.5
+    elif mine and wrong == "frozen":
+        few.experts.w_in.requires_grad_(False)
     said = told(called, x)
+    few.experts.w_in.requires_grad_()
+    few.router.scale, few.experts.activation, few.losses.z_loss_coef = whole
     few.top_k, few.capacity_factor = options
     few.router.top_k = few.top_k
     return said, told(few, x)

@@ -10,7 +10,7 @@ SAID = {
     "dtype": "agree on the dtype of its rows, got rank 0: float32, rank 1: float32, rank 2: bfloat16, rank 3: float32",
     "no gradients": "agree on whether its rows need gradients, got rank 0: yes, rank 1: yes, rank 2: no, rank 3: yes",
     "frozen input": "agree on whether its rows need gradients, got rank 0: yes, rank 1: yes, rank 2: no, rank 3: yes",
-    "frozen experts": "agree on whether its experts need gradients, got rank 0: yes, rank 1: yes, rank 2: no",
+    "frozen experts": "agree on which parameters of its experts need gradients, got rank 0: w_in and w_out",
     "width": "rank 2 of the expert-parallel group failed before it sent rows: ValueError: MoE: x must have shape "
     "(..., H) with H = 12, got (3, 13)",
     "a bug": "rank 2 of the expert-parallel group failed before it sent rows: ArithmeticError: a bug of rank 2",

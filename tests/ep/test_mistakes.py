@@ -45,6 +45,13 @@ def test_an_error_after_the_announcement_says_that_others_wait(ranks):
         ("model", "which layer they call, got rank 0: 'few'"),
         ("capacity", "its capacity_factor, got rank 0: 1.25, rank 1: 1.25, rank 2: None, rank 3: 1.25"),
         ("top_k", "its top_k, got rank 0: 2, rank 1: 2, rank 2: 3, rank 3: 2"),
+        (
+            "scale",
+            "the options of its router, experts and losses, got rank 0: score='softmax', renormalize=True, scale",
+        ),
+        ("activation", "num_groups=None, topk_groups=None, bias_update_rate=0.0, activation='swiglu'"),
+        ("loss", "activation='swiglu', aux_loss_coef=0.0, z_loss_coef=0.0"),
+        ("frozen", "rank 1: w_in and w_out, rank 2: w_out, rank 3: w_in and w_out"),
     ],
 )
 def test_ranks_in_unequal_calls_all_raise(ranks, wrong, text):

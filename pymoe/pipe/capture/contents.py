@@ -239,7 +239,10 @@ def _bytes_of(value: Any) -> bytes:
 
 def _is_finished(kind: type) -> bool:
     """Return whether the attributes of a class are not looked at: those of Python, torch and pymoe are as they are."""
-    package = kind.__module__.partition(".")[0]
+    home: Any = kind.__module__
+    if not isinstance(home, str):  # of a metaclass in C, what gives its classes theirs
+        return True
+    package = home.partition(".")[0]
     return package in sys.stdlib_module_names or package in ("torch", "numpy", "pymoe", "builtins")
 
 
@@ -255,11 +258,12 @@ def _class_attributes(kind: type) -> dict[str, Any]:
 
 
 def _of_class(value: type) -> list[Any]:
-    return [*_class_attributes(value).values(), *value.__bases__]
+    metaclass = [] if _is_finished(type(value)) else [type(value)]
+    return [*_class_attributes(value).values(), *value.__bases__, *metaclass]
 
 
 def _names_of_class(value: type) -> list[str]:
-    return [f".{name}" for name in _class_attributes(value)] + [""] * len(value.__bases__)
+    return [f".{name}" for name in _class_attributes(value)]
 
 
 def _glance_at_class(value: type) -> list[Any]:

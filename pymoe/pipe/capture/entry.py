@@ -85,7 +85,7 @@ class ModelRun:
                     with (
                         refusing_lost_calls(tensors, self.opaque_calls.held, self.recorder),
                         self.opaque_calls.intercepted(self.opaque),
-                        self.recorder.on(),
+                        self.recorder.on(self.external.functions),
                     ):
                         result = self.model(*args, **kwargs)
                 for qualified_name, name, module, value in buffers:

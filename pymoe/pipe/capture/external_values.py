@@ -8,6 +8,7 @@ names, of those that lie in what it reads, and of the methods of objects there, 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dis
 import functools
 import itertools
@@ -108,6 +109,8 @@ class ExternalValues:
 
     def __init__(self, model: nn.Module, opaque: Collection[str] = (), read: Iterable[Any] | None = None) -> None:
         self.places: list[ExternalValue] = []
+        self.functions: list[ExternalValue] = []
+        """Variables that hold functions and classes of Python, torch and pymoe, which stay as they are."""
         self.caches: dict[int, Any] = {}
         """The functions with ``functools.lru_cache`` that it calls, by their ids."""
         self.files: set[str] = set()
@@ -136,6 +139,8 @@ class ExternalValues:
                 self._search({name: value for name, value in module.__dict__.items() if name not in MODULES_OWN})
         for value in read or ():
             self._search(value)
+        for kind in {type(module): None for _, module in modules}:
+            self._data_of_class(kind)
 
     def _search(self, value: Any) -> None:
         """Search the functions that lie in a value at any depth, and the classes of the objects there."""
@@ -160,6 +165,14 @@ class ExternalValues:
             if makes_objects and not _is_pythons(base.__module__):
                 for name in _OF_MAKING:
                     self._method(vars(base).get(name))
+
+    def _data_of_class(self, kind: type) -> None:
+        """Search what a class holds besides methods, as far as the code names it: ``type(self).name`` reads it."""
+        for base in kind.__mro__:
+            if not _is_pythons(base.__module__):
+                for name, value in vars(base).items():
+                    if name in self._names and not hasattr(type(value), "__get__"):
+                        self._place(ExternalValue(f"{base.__name__}.{name}", Attributes(base), name))
 
     def _method(self, method: Any) -> None:
         if isinstance(method, property):
@@ -215,11 +228,22 @@ class ExternalValues:
                 self._import(name, steps[number - 2 : number], variables, steps[number + 1 :])
             elif step.opname in _TAKES_ATTRIBUTE:
                 self._name_attribute(name)
+        looks_up = not _LOOK_UP.isdisjoint(code.co_names)
         for constant in code.co_consts:
+            if looks_up and isinstance(constant, str):
+                self._look_up(constant, variables)
             if isinstance(constant, types.CodeType):
                 self._code(constant, variables)
             elif isinstance(constant, str) and constant.isidentifier():  # getattr(object, "name")
                 self._name_attribute(constant)
+
+    def _look_up(self, text: str, variables: dict[str, Any]) -> None:
+        """Search what a text may stand for in code that looks names up: a variable, a module, or Python itself."""
+        module = sys.modules.get(text)
+        if module is not None and self._is_users(getattr(module, "__file__", None) or "<"):
+            self._taken(ExternalValue(text, {text: module}, text), [])
+        with contextlib.suppress(SyntaxError, ValueError):
+            self._code(compile(text, "<text>", "exec"), variables)
 
     def _name(self, name: str, variables: dict[str, Any], taken: list[str]) -> None:
         """Search a global variable, of which the code takes the attribute ``taken[0]``, of that ``taken[1]`` ..."""
@@ -273,6 +297,7 @@ class ExternalValues:
         if _is_pythons(module) and not isinstance(value, (int, float, str, list, dict, tuple, set)):
             return
         if isinstance(value, _CODE) and _is_pythons(value.__module__ or "builtins"):
+            self.functions.append(place)
             return
         self._labels[place.label] += 1
         count = self._labels[place.label]
@@ -286,6 +311,7 @@ class ExternalValues:
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType)
 MODULES_OWN = frozenset(nn.Module().__dict__)
 _OF_MAKING = ("__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__", "__repr__", "__reduce__")
+_LOOK_UP = frozenset(("eval", "exec", "globals", "import_module", "__import__", "modules"))
 _NO_STEPS = ("EXTENDED_ARG", "CACHE", "PUSH_NULL", "NOP", "NOT_TAKEN")
 _TAKES_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 _STORES = ("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF", "STORE_FAST_STORE_FAST")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import types
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pymoe._torch_private import global_call_hooks
 from pymoe.pipe.capture.arguments import Arguments, Like
 from pymoe.pipe.capture.external_values import Attributes, ExternalValue, ExternalValues, is_within
 from pymoe.pipe.capture.frozen import Place, Snapshots, Tokens, name_within
@@ -49,6 +51,8 @@ class Guards:
         questions = self._questions()
         self._answers = {about: question() for about, question in questions.items()}
         self._dtypes = self._dtypes_now()
+        self._sharing = self._sharing_now()
+        self._is_shared_alike = True
         self._expected: _Expected | None = self._expect(questions, snapshots)
 
     def broken(self, leaves: Sequence[Any] | None = None) -> str | None:
@@ -63,19 +67,26 @@ class Guards:
         for variable, text in reads.environment.items():
             if os.environ.get(variable) != text:
                 return f"the environment variable {variable}"
+        if reads.all_variables is not None and reads.all_variables != dict(os.environ):
+            return "the environment"
         if any(expected.empty) or any([not have_same_items(*pair) for pair in expected.filled]):
             now = zip(self._dictionaries(), self._structure, strict=True)
             return next((label for (label, dictionary), kept in now if not have_same_items(dictionary, kept)), None)
         for dictionary, size in expected.sizes:
             if len(dictionary) != size:  # hasattr() may have been told that there is none
                 return "a parameter or buffer"
+        has_another = False
         for entry in expected.state:
             dictionary, name, value, shape, label = entry
             now = dictionary.get(name)
             if now is not value:
                 if _shape(now) != shape:
                     return f"the shape of {label!r}"
-                entry[2] = now
+                entry[2], has_another = now, True
+        if has_another:
+            self._is_shared_alike = self._sharing_now() == self._sharing
+        if not self._is_shared_alike:  # a graph has one name for all places of a parameter
+            return "which parameters or buffers are one and the same"
         if (name := expected.snapshots.change()) is not None:
             return name
         if leaves is None or not (reads.dtypes or reads.gradients):
@@ -124,9 +135,16 @@ class Guards:
             label = _qualified(path, name)
             found[label, path] = label, ExternalValue(label, own, name).value, "{!r}"
             values.append(own.get(name))
-            if name not in own:
+            if isinstance(getattr(kind, name, None), types.MemberDescriptorType):
+                found[label, path] = label, partial(getattr, module, name), "{!r}"  # in __slots__
+            elif name not in own:
                 of_class = f"{kind.__name__}.{name}"
                 found[of_class, kind] = of_class, ExternalValue(name, Attributes(kind), name).value, "{!r}"
+        for (path, sort, name), attributes in self._reads.of_tensors.items():
+            if (module := self._modules.get(path)) is not None:
+                for attribute in attributes:
+                    label = f"{_qualified(path, name)}.{attribute}"
+                    found[label, path] = label, partial(_attribute_of, module.__dict__[sort], name, attribute), "{!r}"
         for place in ExternalValues(self._model, self._opaque, values).places:
             found[place.label, None] = place.label, place.value, "{!r} outside of the model"
         for number, tensor in enumerate(self._reads.values.tensors.values()):
@@ -179,6 +197,8 @@ class Guards:
             yield f"the submodules of {where}", module.__dict__["_modules"]
             for kind in CALL_HOOKS:
                 yield f"the hooks of {where}", module.__dict__[kind]
+        for hooks in global_call_hooks:
+            yield "the hooks of all modules", hooks
 
     def _state_dictionaries(self) -> list[tuple[str, dict[str, Tensor | None]]]:
         return [(path, module.__dict__[kind]) for path, module in self._traced() for kind in _STATE]
@@ -193,6 +213,14 @@ class Guards:
     def _classes_now(self) -> list[str]:
         kinds = [type(module) for module in self._modules.values()]
         return [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds]  # by name: copies cannot keep every class
+
+    def _sharing_now(self) -> list[int | None]:
+        """Return for all parameters and buffers, in order, the number of the first that is the same tensor."""
+        everything = (
+            value for module in self._model.modules() for kind in _STATE for value in module.__dict__[kind].values()
+        )
+        first: dict[int, int] = {}
+        return [None if value is None else first.setdefault(id(value), n) for n, value in enumerate(everything)]
 
     def _gradients_now(self) -> list[bool]:
         return [value.requires_grad for value in self._tensors() if value is not None]
@@ -216,6 +244,10 @@ class _Expected(NamedTuple):
 
 def _bytes_at(tensor: Tensor, missing: Any) -> bytes:
     return bytes_of(tensor)
+
+
+def _attribute_of(tensors: dict[str, Tensor | None], name: str, attribute: str, missing: Any) -> Any:
+    return getattr(tensors.get(name), "__dict__", {}).get(attribute, missing)
 
 
 def _can_be_copied(tokens: Tokens | None) -> bool:

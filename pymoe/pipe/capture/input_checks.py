@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from pymoe.pipe.capture.arguments import Arguments, Like
 from pymoe.pipe.capture.errors import is_library
+from pymoe.pipe.capture.frozen import freeze
 from pymoe.pipe.capture.snapshots import patched
 
 
@@ -123,7 +124,7 @@ def sizes_of(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _check_constant(name: str, expected: Any, value: Any) -> None:
-    if not (value is expected or (type(value) is type(expected) and value == expected)):
+    if value is not expected and freeze(value) != freeze(expected):  # tells zeros apart by sign, and NaN is NaN
         raise ValueError(
             f"{name}: expected {expected!r:.80}, as in the capture, got {value!r:.80}: arguments other than "
             "tensors are constants of the capture"

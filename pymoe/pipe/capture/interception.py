@@ -188,6 +188,15 @@ _LOST: dict[Any, str] = {
 }
 
 
+_NOT_OF_STAND_INS: dict[Any, str] = {
+    Tensor.grad: "it asks for the gradient of a tensor, which is another one in every step",
+    Tensor.grad_fn: "it asks for the grad_fn of a tensor: a graph has no autograd history, and loses hooks on it",
+    Tensor.is_leaf: "it asks whether a tensor is a leaf: a graph has no autograd history",
+    Tensor._version: "it asks for the version of a tensor, which is another one in every call",
+}
+"""Properties of tensors of which the model's code would be told something else in a capture."""
+
+
 class _Refusing(TorchFunctionMode):
     def __init__(self, held: Held, recorder: Recorder) -> None:
         super().__init__()
@@ -202,6 +211,13 @@ class _Refusing(TorchFunctionMode):
             return args[0].detach()
         if asked is Tensor.dtype:
             self._recorder.reads.dtypes = True
+        if (
+            asked in _NOT_OF_STAND_INS
+            and len(args) == 1
+            and not (asked is Tensor.is_leaf and isinstance(args[0], nn.Parameter))
+            and self._recorder.hears(sys._getframe(1))
+        ):
+            raise CaptureError(_NOT_OF_STAND_INS[asked])
         if asked is Tensor.requires_grad and len(args) == 1:
             return self._recorder.requires_grad(args[0], sys._getframe(1), func(*args))
         if any(isinstance(value, torch.Generator) for value in (*args, *(kwargs or {}).values())):
@@ -241,10 +257,19 @@ def refusing_lost_calls(tensors: Sequence[Tensor], held: Held, recorder: Recorde
     def leave(self: Any, *error: Any) -> None:
         blocks.pop().__exit__(*error)
 
+    packing = torch.autograd.graph.saved_tensors_hooks
+    enter_packing = packing.__enter__
+
+    def pack(self: Any) -> None:
+        # save_on_cpu changes no value.
+        if not isinstance(self, torch.autograd.graph.save_on_cpu) and recorder.hears(sys._getframe(1)):
+            raise CaptureError("it packs what is saved for the backward pass by hooks, which a graph would lose")
+        enter_packing(self)
+
     kind = torch.inference_mode
     with (
         where_sizes_are_asked(None if fake_mode is None else fake_mode.shape_env),
-        patched((kind, "__enter__", enter), (kind, "__exit__", leave)),
+        patched((kind, "__enter__", enter), (kind, "__exit__", leave), (packing, "__enter__", pack)),
         _Refusing(held, recorder),
     ):
         yield

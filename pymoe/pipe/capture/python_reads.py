@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import os
+import random
+import secrets
 import sys
+import tempfile
 import threading
+import uuid
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pymoe.pipe.capture.contents import MISSING
 from pymoe.pipe.capture.errors import CaptureError, is_library
+from pymoe.pipe.capture.external_values import ExternalValue
 from pymoe.pipe.capture.snapshots import patched
 from pymoe.pipe.capture.tensor_values import TakenValues
 
@@ -26,7 +33,11 @@ class Reads:
 
     attributes: dict[tuple[str, str], None] = field(default_factory=dict)
     """Qualified names of modules, and of each the name of an attribute; in the order in which they were read."""
+    of_tensors: dict[tuple[str, str, str], dict[str, None]] = field(default_factory=dict)
+    """The same of parameters and buffers, by module, ``_parameters`` or ``_buffers``, and name."""
     environment: dict[str, str | None] = field(default_factory=dict)
+    all_variables: dict[str, str] | None = None
+    """The whole environment, if the model's code has gone through it."""
     ambient: Answers = field(default_factory=dict)
     """What the model's code has asked torch about the caller's state."""
     dtypes: bool = False
@@ -48,9 +59,24 @@ _QUESTIONS: dict[str, tuple[tuple[Any, ...], ...]] = {
     "get_autocast_dtype": (("cpu",), ("cuda",)),
     "get_autocast_cpu_dtype": ((),),
     "get_autocast_gpu_dtype": ((),),
+    "is_autocast_cache_enabled": ((),),
+    "is_anomaly_enabled": ((),),
+    "is_anomaly_check_nan_enabled": ((),),
+    "are_deterministic_algorithms_enabled": ((),),
+    "is_deterministic_algorithms_warn_only_enabled": ((),),
+    "get_deterministic_debug_mode": ((),),
+    "get_float32_matmul_precision": ((),),
+    "get_num_threads": ((),),
+    "get_num_interop_threads": ((),),
+    "backends.mha.get_fastpath_enabled": ((),),
 }
+"""Functions of torch, and the arguments with which they are asked."""
 
 _SEEDS = ("initial_seed", "get_rng_state", "set_rng_state", "manual_seed", "seed")
+_ENTROPY = ((os, "urandom", False), (random, "_urandom", False), (random.Random, "seed", True))
+"""Functions that take random numbers from the operating system, and whether they do so only without a seed."""
+_OF_ENTROPY = tuple(str(module.__file__) for module in (random, secrets, tempfile, uuid))
+"""Files of Python that ask for it on behalf of their callers."""
 
 
 Answers = dict[tuple[str, tuple[Any, ...]], Any]
@@ -66,7 +92,7 @@ def ask(name: str, args: tuple[Any, ...]) -> Any:
     """Return what torch answers now."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return getattr(torch, name)(*args)
+        return attrgetter(name)(torch)(*args)
 
 
 class Recorder:
@@ -81,6 +107,13 @@ class Recorder:
         """Called with the name and value of an attribute when it is read first."""
         # torch.export calls methods with a stand-in for the module that shares its ``__dict__``.
         self._paths = {id(module.__dict__): path for path, module in model.named_modules()}
+        # It puts stand-ins, which lack the attributes, in the places of parameters and buffers.
+        self._tensors = [
+            (path, kind, name, module.__dict__[kind], tensor)
+            for path, module in model.named_modules()
+            for kind in _STATE[:2]
+            for name, tensor in module.__dict__[kind].items()
+        ]
         self._ambient = ambient
         self._plain: Answers = {}
         self._thread = threading.get_ident()
@@ -88,28 +121,56 @@ class Recorder:
 
     def requires_grad(self, tensor: Tensor, frame: FrameType, real: bool) -> bool:
         """Return what ``frame`` is told about whether a tensor requires gradients: as in the caller's grad mode."""
-        if not self._hears() or _asked_by_library(frame):
+        if not self.hears(frame):
             return real
         self.reads.gradients = True
         key: Any = "is_grad_enabled", ()
         self.reads.ambient[key] = self._ambient[key]
         return real and (self._ambient[key] or tensor.is_leaf)
 
+    def hears(self, frame: FrameType) -> bool:
+        """Return whether what ``frame`` asks is asked by the model's code, and recorded."""
+        return self._hears() and not _asked_by_library(frame)
+
     def paused(self) -> AbstractContextManager[None]:
         """Do not record what the block reads."""
         return patched((self, "_is_on", False))
 
-    def on(self) -> AbstractContextManager[None]:
-        """Record what the block reads of modules, of the environment, and of torch's state."""
+    @contextmanager
+    def on(self, functions: Sequence[ExternalValue] = ()) -> Iterator[None]:
+        """Record what the block reads of modules, of the environment, and of torch's state. ``functions``: where the
+        model's code has torch's functions by names of its own.
+        """
         self._plain = ambient_answers()
-        environment = type(os.environ)
-        return patched(
-            (nn.Module, "__getattribute__", self._attribute()),
-            (environment, "__getitem__", self._variable(environment.__getitem__)),
-            *[(torch, name, self._question(name, getattr(torch, name))) for name in _QUESTIONS],
-            *[(home, name, self._seed(name, getattr(home, name))) for home in (torch, torch.random) for name in _SEEDS],
-            (self, "_is_on", True),
-        )
+        environment: Any = type(os.environ)
+        replaced: list[tuple[Any, str, Any]] = []
+        for name in _QUESTIONS:
+            home, _, last = f"torch.{name}".rpartition(".")
+            replaced.append((sys.modules[home], last, self._question(name, attrgetter(name)(torch))))
+        replaced += [(home, name, self._seed(name, getattr(home, name))) for home in _HOMES for name in _SEEDS]
+        replaced += [
+            (home, name, self._entropy(getattr(home, name), takes_seed)) for home, name, takes_seed in _ENTROPY
+        ]
+        if (numpy := sys.modules.get("numpy")) is not None:
+            replaced.append((numpy.random, "default_rng", self._entropy(numpy.random.default_rng, True)))
+        by_function = {id(getattr(home, name)): function for home, name, function in replaced}
+        with ExitStack() as stack:
+            for place in functions:
+                if (function := by_function.get(id(before := place.value(None)))) is not None:
+                    stack.callback(place.assign, before)
+                    place.assign(function)
+            stack.enter_context(
+                patched(
+                    *replaced,
+                    (nn.Module, "__getattribute__", self._attribute()),
+                    (Tensor, "__getattr__", self._attribute_of_tensor),
+                    (environment, "__getitem__", self._variable(environment.__getitem__)),
+                    (environment, "__iter__", self._all_variables(environment.__iter__)),
+                    (environment, "__len__", self._all_variables(environment.__len__)),
+                    (self, "_is_on", True),
+                )
+            )
+            yield
 
     def _hears(self) -> bool:
         return self._is_on and threading.get_ident() == self._thread
@@ -149,13 +210,36 @@ class Recorder:
         if name in own:
             self.on_object(f"{path}.{name}".lstrip("."), own[name])
 
-    def _variable(self, get_item: Callable[[Any, str], str]) -> Callable[[Any, str], str]:
-        def __getitem__(environment: Any, key: str) -> str:
-            if environment is os.environ and self._is_model_asking(_ENVIRONMENT):
-                self.reads.environment.setdefault(key, environment.get(key))
+    @property
+    def _attribute_of_tensor(self) -> Callable[[Tensor, str], Any]:
+        def __getattr__(tensor: Tensor, name: str) -> Any:
+            if name[:2] != "__" and self._is_model_asking():
+                for path, kind, own, tensors, real in self._tensors:
+                    if tensors.get(own) is tensor:
+                        self.reads.of_tensors.setdefault((path, kind, own), {})[name] = None
+                        if (value := real.__dict__.get(name, MISSING)) is not MISSING:
+                            return value
+            raise AttributeError(f"{type(tensor).__name__!r} object has no attribute {name!r}")
+
+        return __getattr__
+
+    def _variable(self, get_item: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def __getitem__(environment: Any, key: Any) -> Any:
+            if isinstance(key, (str, bytes)) and self._is_model_asking(_ENVIRONMENT):
+                variable = os.fsdecode(key)
+                self.reads.environment.setdefault(variable, os.environ.get(variable))
             return get_item(environment, key)
 
         return __getitem__
+
+    def _all_variables(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def answer(environment: Any) -> Any:
+            if self.reads.all_variables is None and self._is_model_asking(_ENVIRONMENT):
+                with self.paused():
+                    self.reads.all_variables = dict(os.environ)
+            return function(environment)
+
+        return answer
 
     def _question(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def answer(*args: Any, **kwargs: Any) -> Any:
@@ -170,6 +254,18 @@ class Recorder:
 
         return answer
 
+    def _entropy(self, function: Callable[..., Any], takes_seed: bool) -> Callable[..., Any]:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            given = [one for one in (*args, *kwargs.values()) if one is not None and not isinstance(one, random.Random)]
+            if not (takes_seed and given) and self._is_model_asking(_OF_ENTROPY):
+                raise CaptureError(
+                    "it draws random numbers from the operating system, or seeds a generator with them: draw them from "
+                    "torch, or give the generator a seed"
+                )
+            return function(*args, **kwargs)
+
+        return refuse
+
     def _seed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def refuse(*args: Any, **kwargs: Any) -> Any:
             if self._is_model_asking():
@@ -182,6 +278,7 @@ class Recorder:
         return refuse
 
 
+_HOMES = (torch, torch.random)
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 _ENVIRONMENT = (_STDLIB + "os.py", _STDLIB + "_collections_abc.py", "<frozen")
 """Files of ``os.environ``'s own code, which asks for its caller."""

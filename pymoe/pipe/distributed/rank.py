@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -160,9 +161,29 @@ class Rank:
             ]
             plan = Plan(Pipeline(tuple(stages), pipeline.inputs, pipeline.outputs), rank_of, self.rank)
             recompute = [StageRecompute(stage.modules) for stage in stages]
+            self._compare(plan)
             found = self._plans[key] = _Planned(pipeline, plan, Tied(self.staged.parts, rank_of, self.rank), recompute)
             self._copies_are_equal = False
+        elif not found.tied.holds():
+            found = self._plans[key] = found._replace(tied=Tied(self.staged.parts, rank_of, self.rank))
+            self._copies_are_equal = False
         return found
+
+    def _compare(self, plan: Plan) -> None:
+        """Raise ValueError unless the ranks that make a plan in this step have cut the same model in the same way."""
+        stages = plan.pipeline.stages
+        modules = [[name for name, _ in part.named_modules()] for part in self.staged.parts]
+        parameters = [[name for name, _ in part.named_parameters()] for part in self.staged.parts]
+        edges = [(stage.inputs, stage.outputs) for stage in stages], plan.pipeline.inputs, plan.pipeline.outputs
+        whole = repr((plan.rank_of, modules, parameters, edges))
+        mine = hashlib.sha256(whole.encode()).digest(), list(map(len, modules)), self.rank
+        first = self.failure_detector.first(f"cut {self.transport.tag} {self._steps}", mine)
+        if first is not None and first[0] != mine[0]:
+            raise ValueError(
+                f"build_stage: every process must make the same pipe, of the same model and cut in the same way, got "
+                f"stages of {mine[1]} modules on rank {self.rank} and of {first[1]} on rank {first[2]}"
+                + (", and they differ in names or edges" if first[1] == mine[1] else "")
+            )
 
     def _make_copies_equal(self, tied: Tied) -> None:
         """Copy shared parameters from the rank of their first stage to the others."""

@@ -29,8 +29,10 @@ class Tied:
         self.copied_from: dict[int, list[Shared]] = {}
         """For another rank: the parameters that are copied from it."""
         self._parts = parts
+        self._shared = list(shared_parameters(parts))
+        self._look()
         self._own = {stage for stage, of_stage in enumerate(rank_of) if of_stage == rank}
-        for shared in shared_parameters(parts):  # in the same order in every process
+        for shared in self._shared:  # in the same order in every process
             ranks = [rank_of[stage] for stage in shared]
             others = sorted({*ranks} - {rank})
             if rank not in ranks or not others:
@@ -46,6 +48,17 @@ class Tied:
                 continue
             for other in others:
                 self.copied_to.setdefault(other, []).append(shared)
+
+    def _look(self) -> None:
+        modules = {module for part in self._parts for module in part.modules()}
+        self._seen = [(module._parameters, *item) for module in modules for item in module._parameters.items()]
+
+    def holds(self) -> bool:
+        """Return whether stages share what they shared; parameters may have been replaced, tied or untied since."""
+        if all(parameters.get(name) is parameter for parameters, name, parameter in self._seen):
+            return True
+        self._look()
+        return list(shared_parameters(self._parts)) == self._shared
 
     def of(self, stage: int, shared: Shared) -> nn.Parameter:
         """Return the stage's parameter, which may have been replaced since."""

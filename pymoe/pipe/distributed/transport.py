@@ -51,7 +51,8 @@ class Transport:
         self._rank = dist.get_rank(group)
         self._wire = wire_device(group, device)
         self._device = device
-        self._tag = FIRST_TAG + _pipes[group]
+        self.tag = FIRST_TAG + _pipes[group]
+        """The same on all ranks, and another one for every pipe of the group."""
         _pipes[group] += 1
         self.groups = groups_of_directions(group, self._wire)
         """In which this rank waits for messages: those to higher, and those to lower ranks."""
@@ -83,7 +84,7 @@ class Transport:
         parts.extend(flat(tensor.to(self._wire)) for tensor in tensors if tensor.numel())
         for part in parts:
             there = part.to(self._wire)
-            work = dist.isend(there, group=group, group_dst=peer, tag=self._tag)
+            work = dist.isend(there, group=group, group_dst=peer, tag=self.tag)
             arrival = partial(wait, work, peer, key, there)
             if self._sender is not None:
                 self._sender.put(arrival)
@@ -143,7 +144,7 @@ class Transport:
     def _fill(self, buffers: Sequence[torch.Tensor], peer: int) -> None:
         up, down = self.groups
         group = up if peer < self._rank else down
-        works = [dist.irecv(buffer, group=group, group_src=peer, tag=self._tag) for buffer in buffers]
+        works = [dist.irecv(buffer, group=group, group_src=peer, tag=self.tag) for buffer in buffers]
         for work in works:
             wait(work, peer)
 

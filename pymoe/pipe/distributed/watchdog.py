@@ -84,6 +84,10 @@ class FailureDetector:
         """Have waits in these groups, too, end when a rank fails."""
         self._groups.update(groups)
 
+    def first(self, key: str, record: object) -> Any:
+        """Return what the first rank that came here has recorded under a key; None if the store is lost."""
+        return self._store.write_first(key, record) if self._ranks > 1 else record
+
     def begin(self) -> None:
         """Begin a step, if none has begun. Raise RankError if a rank has failed before."""
         self._check()
