@@ -15,7 +15,7 @@ from pymoe.autograd.isolated_graph import graphs_are_made
 from pymoe.pipe.context import MicroBatch, running
 from pymoe.pipe.execution.gradients import accumulate, attach, end_history
 from pymoe.pipe.execution.graph import BoundaryTensor, StageValue, memory_of, unpack
-from pymoe.pipe.execution.held_state import Layout
+from pymoe.pipe.execution.held_values import Layout
 from pymoe.pipe.execution.plan import Plan, TimedAction
 from pymoe.pipe.execution.recompute import StageRecompute
 from pymoe.pipe.execution.shared_layers import Turns, turns_of
