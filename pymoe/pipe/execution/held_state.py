@@ -96,13 +96,16 @@ class Seen(NamedTuple):
 class HeldState:
     """What some modules hold, for the forwards of one stage."""
 
-    def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
-        """``roots``: modules, containers and tensors, with names that messages begin with."""
+    def __init__(self, roots: Iterable[tuple[str, Any]], moment: int = 0) -> None:
+        """``roots``: modules, containers and tensors, with names that messages begin with.
+
+        ``moment``: the one before that of the first fingerprints.
+        """
         self._roots = [*roots]
         self._state: State | None = None
         self._written: set[int] = set()  # tensors that forwards have written to: these are copied, whatever their size
         self._fixed: set[str] = set()  # what forwards change and nobody can put back: no forward is recomputed any more
-        self._moment = 0
+        self._moment = moment
 
     def look(self) -> State:
         """Return what is there now: the same object as long as nothing is changed."""
@@ -154,9 +157,8 @@ class HeldState:
         written = layout.written(seen.stamps, layout.stamps())
         unseen = seen.rewritten() | _differing(seen)
         names += map(layout.name, dict.fromkeys([*written, *sorted(unseen)]))
-        if not all(map(_drawn_alike, [one.get_state() for one in layout.generators], seen.generators)):
-            names.append("a generator")
-        return names
+        drawn = zip(layout.generators, seen.generators, strict=True)
+        return names + [layout.names[id(one)] for one, was in drawn if not _drawn_alike(one.get_state(), was)]
 
     def after(self, seen: Seen | None) -> Seen | None:
         """Return what a recomputation needs after the forward that saw this; None: it cannot see the same again."""
@@ -295,9 +297,10 @@ class HeldState:
         ]
 
     def _keep_graphs(self, name: str, does: str) -> None:
-        self._fixed.add(name)
-        if len(self._fixed) > 1:
+        if self._fixed:
+            self._fixed.add(name)
             return
+        self._fixed.add(name)
         warnings.warn(
             f"Pipe: a forward {does} {name!r}, which cannot be put back for a recomputation: its stage keeps its "
             "graphs from now on, as under checkpoint='never'. Attributes of modules, lists, dictionaries and tensors "

@@ -185,6 +185,7 @@ class Layout:
             yield from self._visit_class(value)
         elif (source := _random_of(value)) is not None:
             self.generators.append(source)
+            self.names[id(source)] = name
             self.shareable[id(value)] = name, value
         elif _is_array(value):
             yield from self._visit_array(value, name)
