@@ -167,6 +167,8 @@ class Layout:
             pass  # it knows recomputations
         elif isinstance(value, nn.Module):
             yield from self._visit_module(value, name)
+        elif type(value).__module__.partition(".")[0] == "pymoe":
+            pass  # its own bookkeeping
         elif isinstance(value, (tuple, frozenset)):
             yield from ((item, f"{name}[{number}]", foreign) for number, item in enumerate(value))
         elif isinstance(value, (dict, list, set, deque)):
