@@ -20,6 +20,7 @@ __all__: list[str] = [
     "buffer_statistics",
     "compiler",
     "identity_of_this_thread",
+    "memory_fingerprints",
     "must_help",
     "parallel_for",
     "patience_of_batch",
@@ -246,6 +247,21 @@ def buffer_statistics() -> tuple[int, int]:
 
 def identity_of_this_thread() -> ThreadIdentity:
     """What the runtime knows the calling thread by, for a thread that works in its place."""
+
+def memory_fingerprints(
+    addresses: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+    bytes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+    allocations: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+    allocated: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+    round: typing.SupportsInt | typing.SupportsIndex,
+    whole: bool,
+) -> list[int]:
+    """
+    Return for each piece of memory a number that differs if it was written to: see csrc/runtime/fingerprint.h.
+
+    A piece that is not within its allocation, an address and a size, counts as empty. Allocations must stay meanwhile. Two
+    looks of one ``round`` read the same lines; ``whole``: read everything.
+    """
 
 def must_help(limited: bool) -> bool:
     """

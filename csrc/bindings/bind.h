@@ -8,6 +8,7 @@ namespace pymoe::bindings {
 void bind_awaiting(pybind11::module_& module);        // how coroutines wait for requests
 void bind_batches(pybind11::module_& module);         // settings and counters of what runs batches
 void bind_executor(pybind11::module_& module);        // Executor, the threads of a Runtime
+void bind_fingerprints(pybind11::module_& module);    // memory_fingerprints
 void bind_parameter_lock(pybind11::module_& module);  // ParameterLock
 void bind_process(pybind11::module_& module);         // ThreadIdentity; fork and exit
 void bind_profiler(pybind11::module_& module);        // Profiled

@@ -16,6 +16,7 @@ PYBIND11_MODULE(_runtime, module) {
   bind_batches(module);
   bind_task_pool(module);
   bind_executor(module);
+  bind_fingerprints(module);
   bind_parameter_lock(module);
   bind_worker_pool(module);
   bind_profiler(module);

@@ -76,13 +76,17 @@ class Pipe(Inspection):
     the other. Values between layers are tensors, nested structures of them, or anything; an object of a class that
     ``torch.utils._pytree`` does not know may hold no tensors that need gradients.
 
-    A recomputed forward sees the state that the first run saw: parameters, buffers, tensors and other values in
-    attributes of modules, and in lists and dictionaries there. The page docs/concepts/determinism.md tells what is not
-    seen.
+    A recomputed forward sees the state that the first run saw: parameters, buffers, tensors, arrays and other values in
+    attributes of modules, and in lists and dictionaries there. Not seen are globals; and, if they count no change (as
+    ``x.data.mul_()`` does not), writes to CUDA tensors, and some writes to a part of a tensor of more than 4 KiB that
+    begin late. The page docs/concepts/determinism.md tells the details.
+
+    Pipes that share layers may run at the same time, in several threads, while no forward writes to what they share.
 
     Raises:
         TypeError: the model is not an ``nn.Sequential``; skips do not match; an argument is of the wrong kind.
         ValueError: an argument does not fit the model.
+        RuntimeError: from calls and steps: another pipe ran at the same time, and one of them wrote to what they share.
 
     Warns:
         UserWarning: forwards change an object that cannot be put back, so their stage keeps its graphs (in its first

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from unseen import unseen
 
 from pymoe.pipe import Pipe
 from pymoe.pipe.context import is_recomputing, micro_batch
@@ -91,12 +92,13 @@ class Flaky(nn.Module):
     def __init__(self, faults: Faults) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        self._faults = lambda: faults  # no state of the model: recomputations count
+        self._faults = unseen(faults)  # no state of the model: recomputations count
 
     @property
     def faults(self) -> Faults:
         """What goes wrong."""
-        return self._faults()
+        faults: Faults = self._faults()
+        return faults
 
     def __deepcopy__(self, memo: Any) -> Flaky:
         copy = Flaky(self.faults)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from unseen import unseen
 
 import pymoe
 from pymoe.pipe import Pipe, is_recomputing
@@ -39,8 +40,7 @@ class Traced(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(2, 2)
-        found: dict[str, list[Frame]] = {}
-        self.found = lambda: found  # no state of the model: recomputations leave theirs
+        self.found = unseen({})  # no state of the model: recomputations leave theirs
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         where = "inline" if threading.current_thread() is threading.main_thread() else "worker"

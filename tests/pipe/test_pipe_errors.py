@@ -7,6 +7,7 @@ import torch
 from pipe_models import CHECKPOINT, SCHEDULES, WIDTH, batches, row_model
 from torch import nn
 from torch.nn import functional as F
+from unseen import unseen
 
 from pymoe.pipe import Pipe, is_recomputing, micro_batch
 from pymoe.pipe.schedules import build
@@ -22,8 +23,9 @@ class FailsAt(nn.Module):
     def __init__(self, where=None, index=1, pause=0.0):
         super().__init__()
         self.index, self.pause = index, pause
-        told = [where]
-        self.told = lambda: told  # no state of the model: a recomputation is told, too, and not what the first run was
+        self.told = unseen(
+            [where]
+        )  # no state of the model: a recomputation is told, too, and not what the first run was
 
     @property
     def where(self):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pymoe.nn import MoE
-from pymoe.pipe.execution.held_state import Layout
+from pymoe.pipe.execution.held_values import Layout
 from pymoe.pipe.execution.shared_layers import turns_of
 
 

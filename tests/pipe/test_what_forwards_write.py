@@ -5,296 +5,19 @@ in stages that share the layer it must be written in the order of the model.
 """
 
 import copy
-from collections import deque
-from types import SimpleNamespace
 
 import pytest
 import torch
+from kinds_of_hidden_state import FOREIGN, KINDS, MAY_FAIL
+from kinds_of_state import CHUNKS, Buffer
 from torch import nn
-from torch.ao import quantization
 
 from pymoe.pipe import Pipe
-from pymoe.pipe.execution import held_state, plan
+from pymoe.pipe.execution import plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:Pipe.step:UserWarning")
 
-CHUNKS, STEPS = 4, 3
-LARGE = held_state.SMALL_BYTES // 8 + 1
-
-
-class Keeps(nn.Module):
-    """Divides by what it keeps, and moves that; ``on``: whether it does."""
-
-    begins = 0
-    """The number of the forward in which it begins, after it was switched on."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.on = True
-        self.forwards = 0
-        self.make(torch.ones(()))
-
-    def forward(self, x):
-        y = self.linear(x) / self.read().clone()
-        self.forwards += self.begins > 0  # a counter is a state of its own
-        if self.on and self.forwards >= self.begins:
-            with torch.no_grad():
-                self.write(0.9 * self.read() + 0.1 * x.abs().mean())
-        return y
-
-    def make(self, value):
-        self.register_buffer("kept", value)
-
-    def read(self):
-        return self.kept
-
-    def write(self, value):
-        self.kept.copy_(value)
-
-    def state(self):
-        return [self.read().clone()]
-
-
-class Buffer(Keeps):
-    pass
-
-
-class ReplacedBuffer(Keeps):
-    def write(self, value):
-        self.kept = value
-
-
-class PlainTensor(Keeps):
-    def make(self, value):
-        self.kept = value
-
-
-class ReplacedTensor(PlainTensor):
-    def write(self, value):
-        self.kept = value
-
-
-class AttributeThatComes(Keeps):
-    def make(self, value):
-        pass
-
-    def read(self):
-        return getattr(self, "kept", torch.ones(()))
-
-    def write(self, value):
-        self.kept = value
-
-
-class InList(Keeps):
-    def make(self, value):
-        self.kept = [value]
-
-    def read(self):
-        return self.kept[0]
-
-    def write(self, value):
-        self.kept[0].copy_(value)
-
-
-class ReplacedInList(InList):
-    def write(self, value):
-        self.kept[0] = value
-
-
-class ListThatGrows(InList):
-    def read(self):
-        return self.kept[-1]
-
-    def write(self, value):
-        self.kept.append(value)
-
-
-class InDict(Keeps):
-    def make(self, value):
-        self.kept = {"a": {"b": (value,)}}
-
-    def read(self):
-        return self.kept["a"]["b"][0]
-
-    def write(self, value):
-        self.read().copy_(value)
-
-
-class ReplacedInDict(InDict):
-    def write(self, value):
-        self.kept["a"]["b"] = (value,)
-
-
-class InDeque(InList):
-    def make(self, value):
-        self.kept = deque([value, value], maxlen=2)
-
-    def write(self, value):
-        self.kept.append(value)
-
-
-class InObject(Keeps):
-    def make(self, value):
-        self.kept = SimpleNamespace(value=value)
-
-    def read(self):
-        return self.kept.value
-
-    def write(self, value):
-        self.kept.value = value
-
-
-class ParameterWithoutGradient(Keeps):
-    """A momentum encoder, for one."""
-
-    def make(self, value):
-        self.kept = nn.Parameter(value, requires_grad=False)
-
-
-class ParameterData(ParameterWithoutGradient):
-    def write(self, value):
-        self.kept.data = value
-
-
-class ParameterOfAnUnregisteredModule(ParameterWithoutGradient):
-    def make(self, value):
-        self.inside = [Keeps.__new__(Keeps)]
-        nn.Module.__init__(self.inside[0])
-        self.inside[0].kept = nn.Parameter(value, requires_grad=False)
-
-    def read(self):
-        return self.inside[0].kept
-
-    def write(self, value):
-        self.read().copy_(value)
-
-
-class Number(Keeps):
-    def make(self, value):
-        self.kept = float(value)
-
-    def read(self):
-        return torch.tensor(self.kept)
-
-    def write(self, value):
-        self.kept = float(value)
-
-
-class Generator(Keeps):
-    def make(self, value):
-        self.kept = torch.Generator().manual_seed(3)
-
-    def read(self):
-        return 1 + torch.rand((), generator=self.kept)
-
-    def write(self, value):
-        pass
-
-    def state(self):
-        return [self.kept.get_state()]
-
-    def __deepcopy__(self, memo):
-        again = type(self)()
-        again.linear.load_state_dict(self.linear.state_dict())
-        return again
-
-
-class Counter(Keeps):
-    """Of a number that nothing is computed from."""
-
-    begins = 1
-
-
-class BehindTheCounter(Keeps):
-    def write(self, value):
-        self.kept.data.copy_(value)
-
-
-class ByNumpy(Keeps):
-    def write(self, value):
-        self.kept.numpy()[...] = value.numpy()
-
-
-class Large(Keeps):
-    def make(self, value):
-        self.register_buffer("kept", value.expand(LARGE).clone())
-
-    def read(self):
-        return self.kept[0]
-
-
-class LaterInTheStep(Keeps):
-    begins = CHUNKS + 3
-
-
-class LargeLaterInTheStep(Large):  # no copy of what earlier micro-batches saw: in some schedules the step fails
-    begins = CHUNKS + 3
-
-
-class LastOutput(Keeps):
-    """Keeps what it returns, and its history."""
-
-    def forward(self, x):
-        self.last = super().forward(x)
-        return self.last
-
-
-class Norm(nn.Module):
-    """``on``: whether it is in training."""
-
-    def __init__(self, norm):
-        super().__init__()
-        self.linear, self.norm, self.on = nn.Linear(4, 4), norm, True
-
-    def forward(self, x):
-        self.norm.train(self.on)
-        return self.norm(self.linear(x))
-
-    def state(self):
-        return [value.clone() for value in self.norm.buffers()]
-
-
-class Observer(Norm):
-    """``on``: whether it observes and quantises."""
-
-    def forward(self, x):
-        self.norm.apply(quantization.enable_observer if self.on else quantization.disable_observer)
-        self.norm.apply(quantization.enable_fake_quant if self.on else quantization.disable_fake_quant)
-        return self.norm(self.linear(x).float()).to(x.dtype)
-
-
-class OwnStatistics(Norm):
-    """Statistics that ``F.batch_norm`` moves for a class of one's own."""
-
-    def __init__(self):
-        super().__init__(nn.Module())
-        self.norm.register_buffer("running_mean", torch.zeros(4))
-        self.norm.register_buffer("running_var", torch.ones(4))
-
-    def forward(self, x):
-        return nn.functional.batch_norm(
-            self.linear(x), self.norm.running_mean, self.norm.running_var, training=self.on, momentum=0.3
-        )
-
-
-def observer(kind):
-    return lambda: Observer(kind(quantization.MovingAverageMinMaxObserver, quant_min=0, quant_max=255).float())
-
-
-KINDS = {
-    **{kind.__name__: kind for kind in [Buffer, ReplacedBuffer, PlainTensor, ReplacedTensor, AttributeThatComes]},
-    **{kind.__name__: kind for kind in [InList, ReplacedInList, ListThatGrows, InDict, ReplacedInDict, InDeque]},
-    **{kind.__name__: kind for kind in [InObject, ParameterWithoutGradient, ParameterData, Number, Generator]},
-    **{kind.__name__: kind for kind in [ParameterOfAnUnregisteredModule, BehindTheCounter, ByNumpy, Large, Counter]},
-    **{kind.__name__: kind for kind in [LaterInTheStep, LargeLaterInTheStep, LastOutput, OwnStatistics]},
-    "BatchNorm": lambda: Norm(nn.BatchNorm1d(4)),
-    "SpectralNorm": lambda: Norm(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))),
-    "FakeQuantize": observer(quantization.FakeQuantize),
-    "FusedFakeQuantize": observer(quantization.FusedMovingAvgObsFakeQuantize),
-}
-MAY_FAIL = {"LargeLaterInTheStep"}
-WARNS = {"InObject"}
+STEPS = 3
 
 
 @pytest.fixture(autouse=True)
@@ -348,7 +71,7 @@ def with_layer(kind):
 
 
 @pytest.mark.thinned(usual=80)
-@pytest.mark.filterwarnings("ignore:Pipe. a forward changes:UserWarning")
+@pytest.mark.filterwarnings("ignore:Pipe. a forward:UserWarning")
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("way", ["gpipe", "1f1b", "zero-bubble", "forward"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -369,19 +92,19 @@ def test_a_recomputed_forward_sees_the_state_that_the_first_run_saw_and_leaves_n
             torch.testing.assert_close(mine, of_plain, rtol=1e-12, atol=1e-12, msg=f"{checkpoint}")
 
 
-@pytest.mark.parametrize("kind", WARNS)
+@pytest.mark.parametrize("kind", sorted(FOREIGN))
 def test_a_stage_that_changes_what_cannot_be_put_back_keeps_its_graphs_and_says_so_once(kind):
     model = with_layer(KINDS[kind])
-    with pytest.warns(UserWarning, match="a forward changes '1.kept', which cannot be put back") as said:
+    with pytest.warns(UserWarning, match=r"a forward (may )?change.*, which cannot be put back") as said:
         trained(model, model[1], by_pipe(model, [2, 2], "always", "1f1b"), False)
-    assert len([one for one in said if "a forward changes" in str(one.message)]) == 1
+    assert len([one for one in said if "cannot be put back" in str(one.message)]) == 1
 
 
 @pytest.mark.thinned(usual=60)
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("kind", sorted({*KINDS} - {"InObject", "LargeLaterInTheStep"}))
+@pytest.mark.parametrize("kind", sorted({*KINDS} - MAY_FAIL))
 def test_stages_that_share_a_layer_write_to_it_in_the_order_of_the_model(kind, late, checkpoint, threads, monkeypatch):
     monkeypatch.setattr(plan, "ALWAYS_THREADS", threads)
     torch.manual_seed(0)
@@ -394,34 +117,33 @@ def test_stages_that_share_a_layer_write_to_it_in_the_order_of_the_model(kind, l
         torch.testing.assert_close(mine, of_plain, rtol=1e-12, atol=1e-12)
 
 
-class InClosure(Keeps):
-    def make(self, value):
-        kept = [value]
-        self.cell = lambda: kept
+class Unseen(Buffer):
+    """Keeps its state where nobody looks for it."""
 
     def read(self):
-        return self.cell()[0]
+        return GLOBAL[0]
 
     def write(self, value):
-        self.cell()[0] = value
+        GLOBAL[0] = value
 
-    def __deepcopy__(self, memo):
-        again = type(self)()
-        again.linear.load_state_dict(self.linear.state_dict())
-        return again
+
+GLOBAL = [None]
 
 
 def test_a_state_that_nobody_sees_would_be_noticed_here():
-    """Closures are documented as a limit: the comparison of the tests above fails for them."""
-    made = with_layer(InClosure)
+    """Globals are documented as a limit: the comparison of the tests above fails for them."""
+    made = with_layer(Unseen)
     plain, model = copy.deepcopy(made), copy.deepcopy(made)
+    GLOBAL[0] = torch.ones(())
     expected = trained(plain, plain[1], by_hand(plain), False)
+    GLOBAL[0] = torch.ones(())
     found = trained(model, model[1], by_pipe(model, [2, 2], "always", "1f1b"), False)
     assert not all(map(torch.allclose, found, expected))
 
 
-def test_a_step_fails_in_which_a_large_tensor_begins_to_change_and_the_next_is_right():
-    model = with_layer(LargeLaterInTheStep)
+@pytest.mark.parametrize("kind", sorted(MAY_FAIL))
+def test_a_step_fails_in_which_a_large_tensor_begins_to_change_and_the_next_is_right(kind):
+    model = with_layer(KINDS[kind])
     plain = copy.deepcopy(model)
     run, by_itself = by_pipe(model, [2, 2], "always", "gpipe"), by_hand(plain)
     run(batch(0))

@@ -12,10 +12,12 @@ import torch
 
 from pymoe.autograd import random_streams
 from pymoe.autograd.isolated_graph import graphs_are_made
-from pymoe.pipe.context import MicroBatch, running
+from pymoe.pipe import context
+from pymoe.pipe.context import MicroBatch
+from pymoe.pipe.execution.concurrent_steps import running
 from pymoe.pipe.execution.gradients import accumulate, attach, end_history
 from pymoe.pipe.execution.graph import BoundaryTensor, StageValue, memory_of, unpack
-from pymoe.pipe.execution.held_state import Layout
+from pymoe.pipe.execution.held_values import Layout
 from pymoe.pipe.execution.plan import Plan, TimedAction
 from pymoe.pipe.execution.recompute import StageRecompute
 from pymoe.pipe.execution.shared_layers import Turns, turns_of
@@ -163,7 +165,7 @@ class Engine:
                     self._states.clear()
                 state = self._states[key] = StageRecompute(stage.modules)
             states.append(state)
-        return StepState(pipeline, micro_batches, graphs, states, recomputed, loss_weights)
+        return StepState(pipeline, micro_batches, graphs, states, recomputed, loss_weights, inside.workers)
 
     def _perform(self, state: StepState, schedule: Schedule, kinds: frozenset[Kind]) -> None:
         """Do the actions of these kinds."""
@@ -171,18 +173,21 @@ class Engine:
         workers.prepare()
         with workers.lock:
             around = inside.workers
-            try:
-                inside.workers = (*around, workers)
-                plan = self._plan(state, schedule, kinds)
-                # On a thread of autograd's own for a device the workers could not reach that device's nodes.
-                inline = plan.workers == 1 or (kinds is BACKWARD and not state.is_on_host)
-                run = PlanRun(plan, state)
-                if not run.run_inline(to_the_end=inline):
-                    workers.run(run, plan.workers)
-            finally:
-                inside.workers = around
-                random_streams.restore()
+            held = [stage.held for stage in state.recompute]
+            with running(held, workers, (*around, *state.around)) as step:
+                try:
+                    inside.workers = (*around, workers)
+                    plan = self._plan(state, schedule, kinds)
+                    # On a thread of autograd's own for a device the workers could not reach that device's nodes.
+                    inline = plan.workers == 1 or (kinds is BACKWARD and not state.is_on_host)
+                    run = PlanRun(plan, state)
+                    if not run.run_inline(to_the_end=inline):
+                        workers.run(run, plan.workers)
+                finally:
+                    inside.workers = around
+                    random_streams.restore()
         self._last = schedule, run.outcome()
+        step.refuse_conflict()
 
     def _plan(self, state: StepState, schedule: Schedule, kinds: frozenset[Kind]) -> Plan:
         """Return the plan for actions that are about to run, in which stages take turns that share what they write."""
@@ -238,7 +243,7 @@ def run_in_one_graph(pipeline: Pipeline, micro_batches: MicroBatches) -> list[li
         made = {Source(INPUT, number): value for number, value in enumerate(inputs)}
         for number, stage in enumerate(pipeline.stages):
             about = MicroBatch(index, len(micro_batches.rows), micro_batches.weights[index], stage=number)
-            with running(about):
+            with context.running(about):
                 found = stage.function(*[made[source] for source in stage.inputs])
             made.update((Source(number, output), value) for output, value in enumerate(found))
         outputs.append([made[source] for source in pipeline.outputs])

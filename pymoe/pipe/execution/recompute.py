@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pymoe.pipe.execution.concurrent_steps import note_put_back
 from pymoe.pipe.execution.graph import BoundaryTensor, Graph, StageValue, version_of
 from pymoe.pipe.execution.held_state import HeldState, Seen
 from pymoe.pipe.execution.shared_layers import Turns
@@ -80,8 +81,12 @@ class StageRecompute:
     @contextmanager
     def put_back(self, seen: Seen) -> Iterator[None]:
         """A context in which a forward is recomputed: it sees what it has seen, and leaves no trace."""
-        with self._lock, self.held.put_back(seen):
-            yield
+        with self._lock:
+            try:
+                with self.held.put_back(seen):
+                    yield
+            finally:
+                note_put_back(self.held, seen)
 
 
 class FirstRun:

@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import nn
 
 from pymoe.pipe.auxiliary import is_weighted
-from pymoe.pipe.execution.held_state import HeldState, Layout, State
+from pymoe.pipe.execution.held_state import HeldState, State
+from pymoe.pipe.execution.held_values import Layout
 
 _WRITTEN_UNSEEN = {"running_mean", "running_var", "fake_quant_enabled"}
 """Buffers of layers whose kernels write to buffers behind the version counter's back: batch norms and observers."""
@@ -102,21 +102,12 @@ class Turns:
             RuntimeError: it has written to what is shared, out of turn.
         """
         with self.lock if self._may_write or self._one_at_a_time else nullcontext():
-            before = self._held.look()
-            layout = before.layout
-            unseen = [(tensor, tensor.detach().clone()) for tensor in layout.cheaply_compared()]
-            drawn = [generator.get_state() for generator in layout.generators]
+            before = self._held.seen(to_compare=True)
             yield
-            names = [] if self._held.look() is before else self._held.changes(before)
-            names += [layout.names[id(tensor)] for tensor, copy in unseen if not torch.equal(tensor, copy)]
-            names += [
-                "a generator"
-                for one, was in zip(layout.generators, drawn, strict=True)
-                if not torch.equal(one.get_state(), was)
-            ]
-            names += [layout.names[id(layer)] for layer in _writing_unseen(layout)]
+            names = self._held.changes(before) + before.layout.opaque
+            names += [before.layout.names[id(layer)] for layer in _writing_unseen(before.layout)]
             if not names:
-                self._checked = before
+                self._checked = before.state
                 return
             self._wrote = True
             if not (self._may_write and self.is_ordered):

@@ -81,16 +81,19 @@ class StepState:
         recompute: Sequence[StageRecompute],
         recomputed: range,
         loss_weights: Sequence[float] | None,
+        around: Sequence[object] = (),
     ) -> None:
         """Take the values of the pipeline's inputs, whose forwards are recomputed for the micro-batches ``recomputed``.
 
         ``graphs``: there will be backward passes. ``loss_weights``: the pipeline ends in a loss, in a stage that no
-        schedule has, and the loss of each micro-batch has this gradient; None: it does not.
+        schedule has, and the loss of each micro-batch has this gradient; None: it does not. ``around``: the threads of
+        the pipes of which a stage runs this one.
         """
         self.inputs = StepInputs()
         self._sums = [LeafSums() for _ in pipeline.stages]
         self._pipeline = pipeline
         self.recompute = recompute
+        self.around = around
         self._recomputed = recomputed
         self._graphs = graphs
         self._thread_state = current()

@@ -1,0 +1,473 @@
+"""Finds what modules hold: the tensors, containers and objects that their attributes lead to.
+
+Attributes of modules are followed, and what lists, dictionaries, sets, deques and tuples hold, modules included; so are
+functions (what they enclose, their defaults and attributes), bound methods, partial functions, objects of other classes
+with their ``__dict__`` and ``__slots__``, and attributes of classes. Arrays of numpy are taken as tensors. Of random
+number generators the state is known, and of most iterators how far they are. What cannot be compared at all is noted:
+generators, and iterators that do not tell how far they are.
+
+Not followed are globals, hooks, weak references, caches of ``functools``, and objects of the standard library's and
+torch's own classes. Of containers with more than a thousand items the number of items alone is known.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+import operator
+import pickle
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from operator import attrgetter, itemgetter
+from types import (
+    BuiltinMethodType,
+    FunctionType,
+    GeneratorType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from pymoe._runtime import memory_fingerprints
+from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm
+from pymoe.pipe.execution.graph import memory_of, version_of
+
+SMALL_BYTES = 1 << 16
+"""Tensors of modules up to this size, parameters excepted, are copied before every forward that may run again."""
+MANY = 1000
+"""Of containers with more items only the number of items is compared."""
+PLAIN = (int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device, enum.Enum)
+"""Values that nobody can change, and that are equal if their contents are."""
+
+_REGISTRIES = {"_parameters", "_buffers", "_modules"}
+# Hooks, which are no state of a forward.
+_NOT_FOLLOWED = {*vars(nn.Module())} - _REGISTRIES - {"training"}
+_OTHERS_CODE = {"torch", "numpy", "pymoe", *sys.stdlib_module_names} - {"__main__"}
+_METHODS = (FunctionType, classmethod, staticmethod, property, MemberDescriptorType, GetSetDescriptorType)
+_FUNCTIONS = (FunctionType, MethodType, functools.partial)
+_MISSING = object()
+
+_version, _nbytes, _is_cpu = attrgetter("_version"), attrgetter("nbytes"), attrgetter("is_cpu")
+
+
+class View:
+    """What an object that is no container holds, as if it were one."""
+
+    def __init__(self, read: Callable[[], Sequence[Any]]) -> None:
+        self._read = read
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._read())
+
+
+class Cell(NamedTuple):
+    """A mutable collection of values: the attributes of a module, an object or a class, or a container."""
+
+    place: Any
+    name: str
+    keys: tuple[str, ...] = ()
+    """The attributes of a module or class that are followed."""
+    is_foreign: bool = False
+    """It belongs to an object that is no module, and is not changed from here."""
+
+    def contents(self) -> Any:
+        """Return a copy of what is in it."""
+        place = self.place
+        if len(place) > MANY and not self.keys:
+            return len(place)
+        if self.keys:
+            return {key: value for key, value in place.items() if key not in _NOT_FOLLOWED}
+        return dict(place) if isinstance(place, dict) else list(place)
+
+    def is_fixed(self, contents: Any) -> bool:
+        """Return whether these contents of another time cannot be put back."""
+        return self.is_foreign or isinstance(contents, int) or (len(self.place) > MANY and not self.keys)
+
+    def put(self, contents: Any) -> None:
+        """Give it the contents of another time."""
+        place = self.place
+        if self.keys:
+            for key in [key for key in place if key not in contents and key not in _NOT_FOLLOWED]:
+                del place[key]
+        else:
+            place.clear()
+        (place.extend if isinstance(place, (list, deque)) else place.update)(contents)
+
+
+class Random(NamedTuple):
+    """A random number generator of Python or numpy, with the methods of torch's."""
+
+    get_state: Callable[[], Any]
+    set_state: Callable[[Any], object]
+
+
+Found = Iterator[tuple[Any, str, bool]]
+"""Values to be followed, with their names, and whether they are parts of something foreign."""
+
+
+class Layout:
+    """The cells and tensors that a walk from ``roots`` finds: modules, containers, tensors."""
+
+    def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
+        self.modules: dict[int, nn.Module] = {}
+        self.names: dict[int, str] = {}  # of modules, tensors and containers, by id
+        self.shareable: dict[Any, tuple[str, Any]] = {}
+        """What other stages may have, too: modules, tensors (by their memory) and containers, with their names."""
+        self.generators: list[Any] = []
+        """Of random numbers: they have ``get_state`` and ``set_state``."""
+        self.opaque: list[str] = []
+        """The names of what may change without anybody seeing it."""
+        self._found: dict[int, Any] = {}  # also keeps the ids
+        self._cells: tuple[list[Cell], list[Cell], list[Cell], list[Cell]] = [], [], [], []
+        self._arrays: dict[int, Any] = {}  # of numpy, by the ids of their tensors
+        self._all_tensors: list[torch.Tensor] = []
+        pending = deque((root, name, False) for name, root in roots)
+        while pending:
+            value, name, foreign = pending.popleft()
+            if isinstance(value, PLAIN) or id(value) in self._found:
+                continue
+            self._found[id(value)] = value
+            pending.extend(self._visit(value, name, foreign))
+        attributes, dicts, others, large = self._cells
+        self.cells = [*attributes, *dicts, *others, *large]
+        self._places = [cell.place for cell in self.cells]
+        self._attributes = [(itemgetter(*cell.keys), cell.place) for cell in attributes]
+        self._dicts = [cell.place for cell in dicts]
+        self._others = [cell.place for cell in others]
+        self._plain = [tensor for tensor in self._all_tensors if _is_plain(tensor)]
+        self._odd = [tensor for tensor in self._all_tensors if not _is_plain(tensor)]
+        self.tensors = self._plain + self._odd
+        self.small = [number for number, tensor in enumerate(self._plain) if _is_small(tensor)]
+        small = {*self.small}
+        self.watched = [n for n, tensor in enumerate(self._plain) if n not in small and tensor.is_cpu]
+        """The numbers of tensors whose memory has :meth:`fingerprints`."""
+        self._watched = [self._plain[number] for number in self.watched]
+        self._strided = [(n, span) for n, tensor in enumerate(self._watched) if (span := _span(tensor)) is not None]
+
+    def _visit(self, value: Any, name: str, foreign: bool) -> Found:
+        """Note what a value holds, and yield what is in it."""
+        if isinstance(value, torch.Tensor):
+            if value.grad_fn is None and not nn.parameter.is_lazy(value):
+                self.shareable["memory of", memory_of(value)] = name, value
+                self._note_tensor(value, name)
+        elif isinstance(value, DeferredBatchNorm):
+            pass  # it knows recomputations
+        elif isinstance(value, nn.Module):
+            yield from self._visit_module(value, name)
+        elif type(value).__module__.partition(".")[0] == "pymoe":
+            pass  # its own bookkeeping
+        elif isinstance(value, (tuple, frozenset)):
+            yield from ((item, f"{name}[{number}]", foreign) for number, item in enumerate(value))
+        elif isinstance(value, (dict, list, set, deque)):
+            yield from self._visit_container(value, name, foreign)
+            yield from self._visit_object(value, name)
+        elif isinstance(value, functools.partial):
+            yield from ((one, name, foreign) for one in (value.func, value.args, value.keywords))
+        elif isinstance(value, MethodType):
+            yield from ((one, name, foreign) for one in (value.__self__, value.__func__))
+        elif isinstance(value, BuiltinMethodType):
+            if not isinstance(value.__self__, (type, ModuleType)):
+                yield value.__self__, name, foreign
+        elif isinstance(value, FunctionType):
+            yield from self._visit_function(value, name)
+        elif isinstance(value, type):
+            yield from self._visit_class(value)
+        elif (source := _random_of(value)) is not None:
+            self.generators.append(source)
+            self.names[id(source)] = name
+            self.shareable[id(value)] = name, value
+        elif _is_array(value):
+            yield from self._visit_array(value, name)
+        elif isinstance(value, GeneratorType) or (
+            hasattr(type(value), "__next__") and type(value).__module__ in ("builtins", "itertools")
+        ):
+            self._visit_iterator(value, name)
+        else:
+            yield from self._visit_object(value, name)
+
+    def _visit_module(self, value: nn.Module, name: str) -> Found:
+        self.modules[id(value)] = value
+        path = f"{name}." if name else ""
+        followed = {key: item for key, item in value.__dict__.items() if key not in _NOT_FOLLOWED}
+        cell = Cell(value.__dict__, name or type(value).__name__, tuple(followed))
+        self._cells[0].append(cell)
+        self.names[id(value)] = cell.name
+        self.shareable[id(value)] = cell.name, value
+        for key, item in followed.items():
+            if key not in _REGISTRIES:
+                yield item, path + key, False
+                continue
+            if id(item) not in self._found:
+                self._found[id(item)] = item
+                self._cells[1].append(Cell(item, cell.name))
+            for child, held in item.items():
+                yield held, path + child, False
+        yield from self._visit_slots(value, cell.name)
+
+    def _visit_container(self, value: Any, name: str, foreign: bool) -> Found:
+        _, dicts, others, large = self._cells
+        cell = Cell(value, name, is_foreign=foreign)
+        self.names[id(value)] = name
+        if not foreign:
+            self.shareable[id(value)] = name, value
+        if len(value) > MANY:
+            large.append(cell)
+        elif isinstance(value, dict):
+            dicts.append(cell)
+            yield from ((item, name if foreign else f"{name}[{key!r}]", foreign) for key, item in [*value.items()])
+        else:
+            others.append(cell)
+            inside = enumerate([*value])
+            yield from ((item, name if foreign else f"{name}[{number}]", foreign) for number, item in inside)
+
+    def _visit_object(self, value: Any, name: str) -> Found:
+        """Yield what the attributes of an object hold that is of a class of the user's."""
+        if not _is_users(type(value)) and type(value) is not SimpleNamespace:
+            return
+        inside = getattr(value, "__dict__", None)
+        if type(inside) is dict and id(inside) not in self._found:
+            self._found[id(inside)] = inside
+            yield from self._visit_container(inside, name, True)
+        yield from self._visit_slots(value, name)
+
+    def _visit_slots(self, value: Any, name: str) -> Found:
+        """Yield what an object has in slots, and its classes."""
+        classes = [one for one in type(value).__mro__ if _is_users(one)]
+        slots = [slot for one in classes for slot in vars(one).values() if isinstance(slot, MemberDescriptorType)]
+        if slots:
+            yield from self._visit_view(lambda: [_in_slot(slot, value) for slot in slots], name)
+        yield from ((one, "", True) for one in classes)
+
+    def _visit_class(self, value: type) -> Found:
+        if not _is_users(value):
+            return
+        name = value.__qualname__.rpartition(".<locals>.")[2]
+        named = {key: item for key, item in vars(value).items() if not (key[:2] == "__" == key[-2:])}
+        held = {key: item for key, item in named.items() if not isinstance(item, _METHODS)}
+        # Two that every class has, so that there are several.
+        self._cells[0].append(Cell(vars(value), name, ("__module__", "__doc__", *held), True))
+        yield from ((item, f"{name}.{key}", True) for key, item in held.items())
+        functions = [(key, getattr(item, "__func__", item)) for key, item in named.items()]
+        yield from ((one, f"{name}.{key}", True) for key, one in functions if _may_hold(one))
+        yield from ((one, "", True) for one in value.__bases__)
+
+    def _visit_function(self, value: FunctionType, name: str) -> Found:
+        """Yield what a function encloses and what its defaults and attributes are; of others' code, functions alone."""
+        held = _held_by(value)
+        if value.__globals__.get("__name__", "").partition(".")[0] in _OTHERS_CODE:
+            yield from ((one, name, True) for one in held if isinstance(one, (*_FUNCTIONS, nn.Module)))
+            return
+        if held:
+            yield from self._visit_view(lambda: _held_by(value), name)
+        self._found[id(vars(value))] = vars(value)
+        yield from self._visit_container(vars(value), name, True)
+
+    def _visit_array(self, value: Any, name: str) -> Found:
+        if value.dtype.hasobject:
+            if value.size > MANY:
+                self.opaque.append(name)
+            else:
+                yield from self._visit_view(lambda: value.ravel().tolist(), name)
+        elif not value.flags.writeable:
+            if _is_array(value.base):  # which others may write to
+                yield value.base, name, True
+        elif value.size:
+            tensor = _as_tensor(value)
+            if tensor is None:
+                self.opaque.append(name)
+            else:
+                self._arrays[id(tensor)] = value
+                self.shareable[id(value)] = name, value
+                self._note_tensor(tensor, name)
+
+    def _visit_iterator(self, value: Any, name: str) -> None:
+        if isinstance(value, GeneratorType):
+            if value.gi_frame is not None:  # it has not ended
+                self.opaque.append(name)
+        elif (read := _progress_of(value)) is not None:
+            deque(self._visit_view(read, name), 0)
+        else:
+            self.opaque.append(name)
+
+    def _visit_view(self, read: Callable[[], Sequence[Any]], name: str) -> Found:
+        self._cells[2].append(Cell(View(read), name, is_foreign=True))
+        yield from ((item, name, True) for item in read())
+
+    def _note_tensor(self, tensor: torch.Tensor, name: str) -> None:
+        self.names[id(tensor)] = name
+        self._all_tensors.append(tensor)
+
+    def identity(self, number: int) -> int:
+        """Return a number that stays a tensor's in other layouts, as long as it lives; of an array the array's."""
+        tensor = self.tensors[number]
+        return id(self._arrays.get(id(tensor), tensor))
+
+    def name(self, number: int) -> str:
+        """Return the name of a tensor."""
+        return self.names[id(self.tensors[number])]
+
+    def sizes(self) -> list[int]:
+        return list(map(len, self._places))
+
+    def values(self) -> Iterator[Any]:
+        """Iterate over all values; raises KeyError if an attribute is gone."""
+        return chain(
+            chain.from_iterable([getter(place) for getter, place in self._attributes]),
+            chain.from_iterable(map(dict.values, self._dicts)),
+            chain.from_iterable(self._others),
+        )
+
+    def stamps(self) -> list[int]:
+        """Return numbers that differ from those of another time where a tensor was written to, as torch counts it."""
+        plain = self._plain
+        stamps = [*map(_version, plain), *map(torch.Tensor.data_ptr, plain)]
+        return stamps if not self._odd else stamps + list(map(version_of, self._odd))
+
+    def fingerprints(self, moment: int) -> list[int]:
+        """Return numbers that differ from those of another time where memory was written to, by whatever means.
+
+        One for each of :attr:`watched`. Of large memory a sample is read, which differs from ``moment`` to ``moment``;
+        where that is a power of two, all of it is read.
+        """
+        tensors = self._watched
+        if not tensors:
+            return []
+        memory, sizes = [*map(torch.Tensor.untyped_storage, tensors)], [*map(_nbytes, tensors)]
+        for place, span in self._strided:
+            sizes[place] = span
+        addresses = [*map(torch.Tensor.data_ptr, tensors)]
+        if not all(map(_is_cpu, tensors)):  # it has been moved since
+            addresses = [where if tensor.is_cpu else 0 for where, tensor in zip(addresses, tensors, strict=True)]
+        allocations, allocated = map(torch.UntypedStorage.data_ptr, memory), map(torch.UntypedStorage.nbytes, memory)
+        is_whole = moment & (moment - 1) == 0
+        return memory_fingerprints(addresses, sizes, [*allocations], [*allocated], moment, is_whole)
+
+    def written(self, before: Sequence[int], now: Sequence[int]) -> list[int]:
+        """Return the numbers of the tensors whose stamps differ."""
+        if before == now:
+            return []
+        count = len(self._plain)
+        differ = [place for place, (one, other) in enumerate(zip(before, now, strict=True)) if one != other]
+        return sorted({place if place < count else place - count for place in differ})
+
+
+def _is_users(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] not in _OTHERS_CODE
+
+
+def _in_slot(slot: Any, value: Any) -> Any:
+    try:
+        return slot.__get__(value)
+    except AttributeError:
+        return _MISSING
+
+
+def _held_by(function: FunctionType) -> list[Any]:
+    held = []
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if name != "__class__":  # of super()
+            try:
+                held.append(cell.cell_contents)
+            except ValueError:  # the variable has no value yet
+                held.append(_MISSING)
+    return [*held, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+
+
+def _may_hold(value: Any) -> bool:
+    """Return whether a method holds more than constants."""
+    if not isinstance(value, FunctionType):
+        return isinstance(value, (MethodType, functools.partial))
+    return bool(vars(value)) or not all([isinstance(one, (*PLAIN, type)) for one in _held_by(value)])
+
+
+def _random_of(value: Any) -> Any:
+    """Return the value with torch's methods if it is a random number generator, else None."""
+    if isinstance(value, torch.Generator):
+        return value
+    if isinstance(value, random.Random):
+        return None if isinstance(value, random.SystemRandom) else Random(value.getstate, value.setstate)
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is None:
+        return None
+    if isinstance(value, numpy_random.RandomState):
+        return Random(
+            lambda: pickle.dumps(value.get_state(legacy=False)), lambda state: value.set_state(pickle.loads(state))
+        )
+    bits = value.bit_generator if isinstance(value, numpy_random.Generator) else value
+    if not isinstance(bits, numpy_random.BitGenerator):
+        return None
+    return Random(lambda: pickle.dumps(bits.state), lambda state: setattr(bits, "state", pickle.loads(state)))
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _as_tensor(array: Any) -> torch.Tensor | None:
+    """Return a tensor that shares an array's memory; None if there can be none."""
+    try:
+        if array.flags.forc:
+            array = array.ravel(order="K").view("u1")
+        return torch.from_numpy(array)
+    except (TypeError, ValueError):
+        return None
+
+
+def _progress_of(iterator: Any) -> Callable[[], Sequence[Any]] | None:
+    """Return a function that tells how far an iterator is; None if that is not known."""
+    if isinstance(iterator, itertools.count):
+        how_far: Callable[[Any], Any] = repr
+    elif hasattr(iterator, "__length_hint__"):
+        how_far = _items_left
+    else:
+        return None
+    last = [how_far(iterator)]
+
+    def read() -> Sequence[Any]:
+        now = how_far(iterator)
+        if now != last[0]:  # else it stays the same object
+            last[0] = now
+        return last
+
+    return read
+
+
+def _items_left(iterator: Any) -> int:
+    try:
+        return operator.length_hint(iterator, -1)
+    except (TypeError, RuntimeError):  # repeat() without end; a dictionary that has changed its size
+        return -1
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in (torch.Tensor, nn.Parameter)
+        and tensor.layout == torch.strided
+        and not (tensor.is_inference() or tensor.is_quantized or tensor.is_nested)
+    )
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    """Return whether it is copied before every forward. Parameters, of which there are many, are not."""
+    overlaps = any([step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)])
+    return not tensor.requires_grad and type(tensor) is torch.Tensor and tensor.nbytes <= SMALL_BYTES and not overlaps
+
+
+def _span(tensor: torch.Tensor) -> int | None:
+    """Return the number of bytes from the first element to the last; None if these are all the tensor's own."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return None if not tensor.numel() or last + 1 == tensor.numel() else (last + 1) * tensor.itemsize

@@ -1,0 +1,142 @@
+"""Steps of several pipes at the same time: right where nobody writes to what they share, else both are refused."""
+
+import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from kinds_of_hidden_state import KINDS
+from kinds_of_state import Buffer, Norm
+from limits import LONG
+from torch import nn
+
+from pymoe.pipe import Pipe
+from pymoe.pipe.execution import concurrent_steps
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Pipe.step:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Pipe. a forward:UserWarning"),
+]
+OPAQUE = {"GeneratorFunction", "Cycles", "ReversedArray"}
+"""Nobody can tell whether these are written to."""
+
+
+class Meet(nn.Module):
+    """Waits once in a step for that of the other pipe."""
+
+    def __init__(self, barrier):
+        super().__init__()
+        self.wait = [barrier.wait]
+
+    def forward(self, x):
+        if self.wait:
+            self.wait[0](LONG)
+            self.wait = []
+        return x
+
+    def __deepcopy__(self, memo):
+        return nn.Identity()
+
+
+def pair(layer, checkpoint="never"):
+    """Two models that share a layer, as pipes whose steps wait for each other at their beginnings and ends."""
+    first, last = threading.Barrier(2), threading.Barrier(2)
+    models = [
+        nn.Sequential(Meet(first), nn.Linear(4, 4), layer, nn.Linear(4, 4), nn.Tanh(), Meet(last)) for _ in range(2)
+    ]
+    return models, [Pipe(model, 2, checkpoint, balance=[2, 4]) for model in models]
+
+
+def step(pipe):
+    try:
+        return pipe.step(torch.ones(6, 4), loss_fn=loss_fn)
+    except RuntimeError as error:
+        return error
+
+
+def loss_fn(output):
+    return output.square().mean()
+
+
+@pytest.mark.thinned(usual=40)
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("kind", sorted({*KINDS} - OPAQUE - {"NormalisedByData"}))
+def test_steps_at_the_same_time_that_share_a_layer_to_which_a_forward_writes_are_refused(kind, checkpoint):
+    torch.manual_seed(0)
+    models, pipes = pair(KINDS[kind]().float(), checkpoint)
+    with ThreadPoolExecutor(2) as threads:
+        found = [*threads.map(step, pipes)]
+    assert all(isinstance(one, RuntimeError) for one in found), found
+    assert any("ran at the same time, in two threads, share" in str(one) for one in found)
+    assert all(parameter.grad is None for model in models for parameter in model.parameters())
+    assert not concurrent_steps._running
+    assert not concurrent_steps._overlaps
+
+
+@pytest.mark.thinned(usual=30)
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize(
+    "kind", ["Buffer", "BatchNorm", "LargeByData", "ParameterByData", "InClosure", "ClassNumber", "Array"]
+)
+def test_steps_that_share_a_layer_to_which_nobody_writes_run_at_the_same_time(kind, checkpoint):
+    torch.manual_seed(0)
+    layer = KINDS[kind]().float()
+    layer.on = False
+    layer(torch.ones(2, 4))
+    models, pipes = pair(layer, checkpoint)
+    plain = copy.deepcopy(models)
+    plain[1][2] = plain[0][2]
+    plain[0][2].on = False
+    with ThreadPoolExecutor(2) as threads:
+        found = [*threads.map(step, pipes)]
+    for model, losses in zip(plain, found, strict=True):
+        loss = loss_fn(model(torch.ones(6, 4)))
+        loss.backward()
+        torch.testing.assert_close(losses.mean(), loss)
+    for mine, of_plain in zip(models, plain, strict=True):
+        for one, other in zip(mine.parameters(), of_plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_a_recomputation_that_puts_back_what_another_step_may_read_is_refused_with_it():
+    torch.manual_seed(0)
+    layer = Norm(nn.BatchNorm1d(4))
+    barriers = [threading.Barrier(2) for _ in range(2)]
+    trained = Pipe(nn.Sequential(nn.Linear(4, 4), layer), 2, "always", balance=[1, 1])
+    output = trained(torch.randn(6, 4))  # writes to it, alone
+    layer.on = False
+    layer.norm.eval()
+    other = Pipe(nn.Sequential(*map(Meet, barriers), layer), 1, balance=[2, 1])
+
+    def evaluate():
+        try:
+            return other(torch.ones(6, 4))
+        except RuntimeError as error:
+            return error
+
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(evaluate)
+        barriers[0].wait(LONG)
+        with pytest.raises(RuntimeError, match=r"ran at the same time.*running_"):
+            output.sum().backward()
+        barriers[1].wait(LONG)
+        assert "ran at the same time" in str(waiting.result(LONG))
+    assert all(parameter.grad is None for parameter in trained.parameters())
+    assert isinstance(evaluate(), torch.Tensor)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_pipe_in_a_stage_of_another_is_a_part_of_its_step(checkpoint):
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), Norm(nn.BatchNorm1d(4)), Buffer().float()))
+    inner = Pipe(copy.deepcopy(made[1]), 1, checkpoint, balance=[1, 2])
+    outer = Pipe(nn.Sequential(copy.deepcopy(made[0]), inner), 2, checkpoint, balance=[1, 1])
+    for _ in range(2):
+        outer.step(torch.ones(6, 4), loss_fn=loss_fn)
+        for part in torch.ones(6, 4).chunk(2):
+            (loss_fn(made(part)) / 2).backward()
+    for mine, of_plain in zip(outer.parameters(), made.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, of_plain.grad)
+    for one, other in zip(outer.buffers(), made.buffers(), strict=True):
+        torch.testing.assert_close(one, other)
