@@ -29,6 +29,7 @@ from pymoe.autograd.graph_nodes import (
 )
 from pymoe.autograd.isolated_graph import has_tangent
 from pymoe.autograd.random_streams import Stream
+from pymoe.pipe.loss_graph import LossReading
 from pymoe.pipe.micro_batches import Whole
 
 _NO_CELL = CellType()  # of a variable that has no value yet
@@ -261,7 +262,7 @@ class Graph:
             return
         for value in sent:
             for leaf in value.leaves:
-                if type(leaf) is not BoundaryTensor and any(
+                if type(leaf) not in _KNOWN and any(
                     self.entry in _nodes_behind(tensor) for tensor in _tensors_inside(leaf)
                 ):
                     raise TypeError(
@@ -290,6 +291,10 @@ class Graph:
         for (accumulator, number, home), grad in zip(self.accumulators, grads, strict=False):
             if grad is not None:
                 accumulator.add_gradient(number, grad if home is None else grad.to(home, non_blocking=True))
+
+
+_KNOWN = {BoundaryTensor, LossReading, type(None), bool, int, float, str, bytes}
+"""Classes of values that hide no tensors with a history."""
 
 
 def _tensors_inside(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
