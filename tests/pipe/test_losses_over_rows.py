@@ -103,7 +103,7 @@ REFUSED = {
     "difference of means squared": lambda z, y: (z.mean(0) - y.mean(0)).square().sum(),
     "features match": lambda z, y: F.mse_loss(z.mean(0), y.mean(0)),
     "entropy of the mean": lambda z, y: (z.softmax(1).mean(0) * z.softmax(1).mean(0).log()).sum(),
-    "hinge of means": lambda z, y: F.relu(1 + z[:, 0].mean() - z[:, 1].mean()),
+    "hinge of means": lambda z, y: F.relu((z * y).mean(0)).sum(),
     "contrastive": contrastive,
     "triplets with a roll": lambda z, y: F.triplet_margin_loss(z, z + y, (z + y).roll(1, 0)),
     "triplets with an order": lambda z, y: F.mse_loss(z, z[torch.arange(len(z)).flip(0)]),
@@ -173,13 +173,13 @@ def model_of() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, WIDTH)).to(D)
 
 
-def outcome(loss_fn, chunks: int) -> str:
+def outcome(loss_fn, chunks: int, **options) -> str:
     model = model_of()
     plain = copy.deepcopy(model)
     x, y = torch.randn(ROWS, 3, dtype=D), torch.randn(ROWS, WIDTH, dtype=D)
     loss_fn(plain(x), y).backward()
     try:
-        Pipe(model, chunks, balance=[2, 1]).step(x, target=y, loss_fn=loss_fn)
+        Pipe(model, chunks, balance=[2, 1]).step(x, target=y, loss_fn=loss_fn, **options)
     except ValueError as error:
         refused = str(error)
         assert refused.startswith("Pipe.step: the loss")
@@ -205,3 +205,44 @@ def test_what_is_no_mean_over_rows_is_refused(name: str, chunks: int) -> None:
 @pytest.mark.parametrize("name", EQUAL)
 def test_means_over_rows_of_any_making_have_the_gradients_of_the_model(name: str, chunks: int) -> None:
     assert outcome(EQUAL[name], chunks) == "equal"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_has_other_gradients_in_micro_batches(name: str) -> None:
+    """A step that is told to take a loss for a mean over rows shows that its refusal was none of a mean."""
+    assert outcome(REFUSED[name], 4, reduction=len) == "different"
+    assert outcome(REFUSED[name], 1) == "equal"  # one micro-batch is the whole
+
+
+def test_an_output_whose_rows_are_not_its_dimension_0_is_not_judged() -> None:
+    class TimeFirst(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.unflatten(1, (3, 1)).transpose(0, 1)  # (3, rows, 1)
+
+    model = nn.Sequential(nn.Linear(3, 3), TimeFirst()).to(D)
+    plain = copy.deepcopy(model)
+    x = torch.randn(ROWS, 3, dtype=D)
+
+    def smooth(z: Tensor) -> Tensor:
+        return (z - z.mean(0)).square().mean()  # a mean over time
+
+    smooth(plain(x)).backward()
+    Pipe(model, 4).step(x, loss_fn=smooth)
+    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+
+
+class Last(nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+@pytest.mark.parametrize("function", [torch.linalg.vector_norm, torch.max, lambda x: x.square().mean().sqrt()])
+def test_a_models_own_loss_that_is_one_number_of_a_whole_micro_batch_is_refused(function) -> None:
+    pipe = Pipe(nn.Sequential(nn.Linear(3, 2), Last(function)), 4)
+    with pytest.raises(ValueError, match="of a whole micro-batch|is the Sqrt of a mean"):
+        pipe.step(torch.randn(ROWS, 3))
+    pipe.step(torch.randn(ROWS, 3), reduction=len)
