@@ -243,6 +243,6 @@ class Last(nn.Module):
 @pytest.mark.parametrize("function", [torch.linalg.vector_norm, torch.max, lambda x: x.square().mean().sqrt()])
 def test_a_models_own_loss_that_is_one_number_of_a_whole_micro_batch_is_refused(function) -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(3, 2), Last(function)), 4)
-    with pytest.raises(ValueError, match="of a whole micro-batch|is the Sqrt of a mean"):
+    with pytest.raises(ValueError, match=r"of a whole micro-batch|is the Sqrt of a mean"):
         pipe.step(torch.randn(ROWS, 3))
     pipe.step(torch.randn(ROWS, 3), reduction=len)

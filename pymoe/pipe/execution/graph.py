@@ -89,10 +89,17 @@ class StageValue:
         self.structure = structure
 
 
+_LEAVES = {LossReading, type(None), bool, int, float, str}
+"""Classes of values that are their own only leaves and hold no tensors with a history."""
+_WITHOUT_TENSORS = {BoundaryTensor, *_LEAVES}
+
+
 def pack(value: Any, cross: Callable[[torch.Tensor], BoundaryTensor]) -> StageValue:
     """Return the value with ``cross(tensor)`` for every tensor in it."""
     if isinstance(value, torch.Tensor):
         return StageValue([cross(value)], None)
+    if type(value) in _LEAVES:
+        return StageValue([value], None)
     leaves, structure = pytree.tree_flatten(value)
     return StageValue([cross(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure)
 
@@ -262,7 +269,7 @@ class Graph:
             return
         for value in sent:
             for leaf in value.leaves:
-                if type(leaf) not in _KNOWN and any(
+                if type(leaf) not in _WITHOUT_TENSORS and any(
                     self.entry in _nodes_behind(tensor) for tensor in _tensors_inside(leaf)
                 ):
                     raise TypeError(
@@ -291,10 +298,6 @@ class Graph:
         for (accumulator, number, home), grad in zip(self.accumulators, grads, strict=False):
             if grad is not None:
                 accumulator.add_gradient(number, grad if home is None else grad.to(home, non_blocking=True))
-
-
-_KNOWN = {BoundaryTensor, LossReading, type(None), bool, int, float, str, bytes}
-"""Classes of values that hide no tensors with a history."""
 
 
 def _tensors_inside(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
