@@ -13,14 +13,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import Node
-
-from pymoe._torch_private import FunctionBase
 
 LEAF = "torch::autograd::AccumulateGrad"
 NONE, MEAN, SUM = 0, 1, 2
@@ -83,6 +82,7 @@ class Label(NamedTuple):
 
 
 CONSTANT, TOTAL, UNKNOWN = Label(Kind.CONSTANT), Label(Kind.TOTAL), Label(Kind.UNKNOWN)
+SUMMED = TOTAL._replace(is_sum=True)
 _EACH_ITS_OWN = object()  # as a part: of a node that returns other rows in each of its results
 
 
@@ -129,8 +129,13 @@ def follow(root: Node, ends: Collection[Node | None], most: int) -> Rows | None:
 
 def kind_of(node: Node) -> str | None:
     """Return the name of torch's operator that made a node; None: it is not one of torch's own."""
-    name, found, number = node.name().partition("Backward")
-    return name if found and number.isdigit() and not isinstance(node, FunctionBase) else None
+    return _kind(node.name())
+
+
+@cache
+def _kind(name: str) -> str | None:
+    kind, found, number = name.partition("Backward")
+    return kind if found and number.isdigit() else None  # those of classes of Python have no number
 
 
 def shape_of(node: Node, number: int = 0) -> tuple[int, ...]:
@@ -149,39 +154,49 @@ class _Operand(NamedTuple):
         return self.label.dim + len(self.shape)
 
 
+_CONSTANT = _Operand(CONSTANT, ())
+
+
 def _operand(edge: tuple[Node | None, int], rows: Rows) -> _Operand:
     node, number = edge
-    if node is None or node.name() == LEAF:
-        return _Operand(CONSTANT, ())
-    shape = shape_of(node, number)
+    if node is None:
+        return _CONSTANT
     if node in rows.ends:
+        shape = shape_of(node, number)
         rows.shapes.add(shape)
         return _Operand(Label(Kind.ROWS, -len(shape)) if shape else TOTAL, shape)
     label = rows.labels[node]
-    return _Operand(label._replace(part=(node, number)) if label.part is _EACH_ITS_OWN else label, shape)
+    if label is CONSTANT:
+        return _CONSTANT
+    if label.part is _EACH_ITS_OWN:
+        label = label._replace(part=(node, number))
+    return _Operand(label, shape_of(node, number))
 
 
 def _label(node: Node, rows: Rows) -> Label:
-    if node.name() == LEAF:
-        return CONSTANT
     operands = [_operand(edge, rows) for edge in node.next_functions]
-    inputs = [one for one in operands if one.label.kind is not Kind.CONSTANT]
+    inputs = [one for one in operands if one is not _CONSTANT]
     if not inputs:
         return CONSTANT
     kind, shape = kind_of(node), shape_of(node)
-    kinds = {one.label.kind for one in inputs}
     if kind is None:
         return UNKNOWN if shape else TOTAL
     reduction = getattr(node, "_saved_reduction", None)
-    is_one_row = all([one.label.kind is Kind.ROWS and one.label.dim is None for one in inputs])
-    is_single = is_one_row and all([one.label.part is not None for one in inputs])
-    is_reduced = not shape and any([one.shape for one in inputs])
+    # No comprehensions: every micro-batch comes here.
+    has_total = has_unknown = is_reduced = False
+    is_one_row = is_single = True
+    for label, given in inputs:
+        has_total |= label.kind is Kind.TOTAL
+        has_unknown |= label.kind is Kind.UNKNOWN
+        is_reduced |= bool(given) and not shape
+        is_one_row &= label.kind is Kind.ROWS and label.dim is None
+        is_single &= is_one_row and label.part is not None
     if is_reduced and reduction is None and kind not in PROPORTIONAL and not is_single:
         rows.of_numbers.append(of_whole(kind))
         return TOTAL
-    if Kind.TOTAL in kinds:
+    if has_total:
         return _of_totals(node, kind, reduction, operands, inputs, rows)
-    if Kind.UNKNOWN in kinds:
+    if has_unknown:
         return UNKNOWN if shape else TOTAL
     if reduction is not None:
         return _of_loss(kind, reduction, inputs, shape, rows)
@@ -198,7 +213,7 @@ def _label(node: Node, rows: Rows) -> Label:
         return _combined(kind, inputs, shape, rows)
     if is_one_row:
         is_total = not shape and not is_single and kind in _SUMS
-        return TOTAL._replace(is_sum=kind != "Mean") if is_total else inputs[0].label
+        return (TOTAL if kind == "Mean" else SUMMED) if is_total else inputs[0].label
     return _moved(node, kind, inputs[0], shape, rows)
 
 
@@ -224,7 +239,7 @@ def _of_totals(
     """Return the label of a step that gets a total over rows."""
     is_sum = any([one.label.is_sum for one in inputs])
     if kind in ("Mul", "Div", *_CONTRACTIONS):
-        factors = [one for one in operands[-2:] if one.label.kind is not Kind.CONSTANT]  # a number is no operand
+        factors = [one for one in operands[-2:] if one is not _CONSTANT]  # a number is no operand
         is_proportional = len(factors) == 1 and (kind != "Div" or operands[0] is factors[0])
         is_sum = is_sum and kind != "Div"
     else:
@@ -233,7 +248,7 @@ def _of_totals(
         totals = [one for one in inputs if one.label.kind is Kind.TOTAL]
         found = rows.of_rows if all([one.shape for one in totals]) else rows.of_numbers
         found.append(of_total(kind))
-    return TOTAL._replace(is_sum=is_sum)
+    return SUMMED if is_sum else TOTAL
 
 
 def _of_loss(kind: str, reduction: int, inputs: list[_Operand], shape: tuple[int, ...], rows: Rows) -> Label:
@@ -250,7 +265,7 @@ def _of_loss(kind: str, reduction: int, inputs: list[_Operand], shape: tuple[int
 def _contracted(kind: str, operands: list[_Operand], rows: Rows) -> Label:
     """Return the label of a product of matrices or vectors."""
     left, right = (one.label for one in operands[-2:])
-    if len(operands) > 2 and operands[0].label.kind is not Kind.CONSTANT:
+    if len(operands) > 2 and operands[0] is not _CONSTANT:
         return UNKNOWN
     has_vector = kind in ("Mv", "Addmv", "Dot", "Vdot")
     summed = -1, -1 if has_vector else -2
@@ -261,7 +276,7 @@ def _contracted(kind: str, operands: list[_Operand], rows: Rows) -> Label:
                 return UNKNOWN
             roles.append("batch" if label.dim < -2 else "summed" if label.dim == own else "kept")
     if "summed" in roles and len(set(roles)) == 1 and (len(roles) == 1 or left.part == right.part):
-        return TOTAL._replace(is_sum=True)
+        return SUMMED
     if roles == ["batch"] * len(roles) and kind != "Addbmm":
         return left if left.kind is Kind.ROWS else right
     if roles == ["kept"]:
@@ -316,7 +331,7 @@ def _moved(node: Node, kind: str, given: _Operand, shape: tuple[int, ...], rows:
     count = len(shape)
     if kind in _SUMS:
         if row in _dims(node, len(before)):
-            return TOTAL._replace(is_sum=kind != "Mean")
+            return TOTAL if kind == "Mean" else SUMMED
         return _without(node, given, shape)
     if kind == "Cumsum" and row in _dims(node, len(before)):
         return TOTAL
