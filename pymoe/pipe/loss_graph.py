@@ -174,7 +174,10 @@ def _is_zero(value: float | torch.Tensor) -> bool:
 
 def _is_scalar(node: Node) -> bool:
     metadata = node._input_metadata  # type: ignore[attr-defined]
-    return len(metadata) == 1 and not metadata[0].shape
+    try:
+        return len(metadata) == 1 and not metadata[0].shape
+    except RuntimeError:  # nested tensors have no shape
+        return False
 
 
 def _saved(node: Node, name: str) -> Any:

@@ -120,7 +120,10 @@ def follow(root: Node, ends: Collection[Node | None], most: int) -> Rows | None:
         if missing:
             todo += missing
         else:
-            rows.labels[node] = _label(node, rows)
+            try:
+                rows.labels[node] = _label(node, rows)
+            except RuntimeError:  # nested tensors have no shape
+                rows.labels[node] = UNKNOWN
             todo.pop()
         if len(rows.labels) + len(todo) > most:
             return None
@@ -391,8 +394,9 @@ def _without(node: Node, given: _Operand, shape: tuple[int, ...]) -> Label:
 def _viewed(label: Label, before: Sequence[int], row: int, shape: Sequence[int]) -> Label:
     """Return the label of the same elements in another shape: rows may be merged with what follows, or be split."""
     size, outside = before[row], prod(before[:row])
-    fitting = [place for place, other in enumerate(shape) if other != 1 or size == 1]
-    places = [place for place in fitting if prod(shape[:place]) == outside]
+    places = [place for place in range(len(shape)) if prod(shape[:place]) == outside]
+    # The place of one row between other dimensions cannot be told from sizes.
+    places = places[: row == 0] if size == 1 else [place for place in places if shape[place] != 1]
     if not places or (shape[places[0]] % size and size % shape[places[0]]):
         return UNKNOWN
     return label._replace(dim=places[0] - len(shape))
@@ -419,7 +423,7 @@ def _taken(node: Node, kind: str, given: _Operand, shape: tuple[int, ...]) -> La
 
 def _indexed(node: Node, given: _Operand, shape: tuple[int, ...]) -> Label:
     """Return the label of elements that masks and tensors of indices choose."""
-    indices: Sequence[torch.Tensor | None] = node._saved_indices  # type: ignore[attr-defined]
+    indices: Sequence[torch.Tensor | None] = _saved(node, "indices")
     label, row = given.label, given.front
     places: list[tuple[int, int, torch.Tensor]] = []
     at = 0
