@@ -239,7 +239,7 @@ def test_a_pipe_forgets_the_schedules_of_former_steps():
     schedules = []
     for _ in range(200):
         schedule = pymoe.pipe.schedules.build("1f1b", 2, 1)
-        pipe.step(torch.ones(1, 2), loss_fn=torch.sum, schedule=schedule)
+        pipe.step(torch.ones(1, 2), loss_fn=torch.sum, reduction="sum", schedule=schedule)
         schedules.append(weakref.ref(schedule))
     del schedule
     gc.collect()
@@ -275,7 +275,7 @@ def test_a_mixture_in_several_stages_keeps_the_scale_of_its_auxiliary_losses(mon
     found = []
     for balance in ([3], [1, 1, 1], [1, 1, 1]):
         model.zero_grad()
-        pymoe.Pipe(model, chunks=4, checkpoint="never", balance=balance).step(x, loss_fn=torch.sum)
+        pymoe.Pipe(model, chunks=4, checkpoint="never", balance=balance).step(x, loss_fn=torch.sum, reduction="sum")
         found.append(layer.mixture.router.weight.grad)
         assert layer.mixture.losses.scale == 1.0
     torch.testing.assert_close(found[1:], found[:1] * 2)
@@ -313,7 +313,7 @@ def test_a_checkpointed_batch_norm_in_several_stages_loses_no_update(schedule, m
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), norm, torch.nn.Linear(4, 4), norm, torch.nn.Linear(4, 4))
     pipe = pymoe.Pipe(model, 4, "always", balance=[3, 2])
     for step in range(1, 9):
-        pipe.step(torch.randn(12, 4), loss_fn=torch.sum, schedule=schedule)
+        pipe.step(torch.randn(12, 4), loss_fn=torch.sum, reduction="sum", schedule=schedule)
         assert norm.num_batches_tracked == 8 * step
 
 
@@ -326,7 +326,7 @@ def test_the_first_step_of_a_pipe_does_not_import_the_compiler():
     from torch import nn
     import pymoe
     pipe = pymoe.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2)
-    pipe.step(torch.ones(4, 2), loss_fn=torch.sum)
+    pipe.step(torch.ones(4, 2), loss_fn=torch.sum, reduction="sum")
     pipe(torch.ones(4, 2)).sum().backward()
     assert "torch._dynamo" not in sys.modules
     """
@@ -356,7 +356,7 @@ def test_threads_in_the_child_of_a_fork_do_not_meet_in_torchs_old_engine():
     def run_pipe():
         pipe = pymoe.Pipe(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), 2)
         pymoe.pipe.execution.plan.ALWAYS_THREADS = True
-        pipe.step(torch.ones(4, 2), loss_fn=torch.sum)
+        pipe.step(torch.ones(4, 2), loss_fn=torch.sum, reduction="sum")
 
     def run_server():
         with pymoe.Runtime([pymoe.TaskPool(torch.square, name="squares")]) as runtime:

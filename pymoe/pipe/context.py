@@ -33,6 +33,19 @@ class MicroBatch:
     mini_batch: object = None
     """An object that all micro-batches of a mini-batch have, and no others; None: not known."""
 
+    def in_run(self, *, checkpointing: bool = False, recomputing: bool = False) -> MicroBatch:
+        """Return the same micro-batch in another run, in less time than ``dataclasses.replace`` takes."""
+        return MicroBatch(
+            self.index,
+            self.count,
+            self.weight,
+            checkpointing,
+            recomputing,
+            self.stage,
+            self.is_last,
+            self.mini_batch,
+        )
+
 
 class _Thread(threading.local):
     micro_batch: MicroBatch | None = None

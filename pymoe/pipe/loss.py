@@ -58,11 +58,11 @@ def with_loss(
         given = values[len(outputs) :]
         if loss_fn is None:
             return [_checked(output, None), given[0] if is_read else None]
-        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        now = micro_batch()
-        if now is not None and now.index in uncounted:
+        flat = [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
+        leaves = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+        if uncounted and (now := micro_batch()) is not None and now.index in uncounted:
             return [_nothing(leaves), None]
-        ends = [leaf.grad_fn for leaf in leaves]  # the loss function may change them in place
+        ends = {leaf.grad_fn for leaf in leaves}  # the loss function may change them in place
         loss = _checked(loss_fn(output, *given), loss_fn)
         return [loss, read_loss(loss, ends) if is_read else None]
 

@@ -20,24 +20,14 @@ from torch.autograd.graph import Node
 from torch.nn import functional as F
 
 from pymoe._torch_private import FakeTensor, FunctionBase, disable_current_modes
+from pymoe.pipe.loss_rows import LEAF, MEAN, PROPORTIONAL, SUM, UNKNOWN, Kind, follow, kind_of, of_total, of_whole
 
 MOST_NODES = 1000
 """That are read of one loss."""
-MEAN, SUM = 1, 2
-"""What torch's losses save as their ``reduction``."""
-_MUL, _DIV = {"MulBackward0", "MulBackward1"}, {"DivBackward0", "DivBackward1"}
-_LINEAR = {
-    *_MUL,
-    *_DIV,
-    *("AddBackward0", "AddBackward1", "SubBackward0", "SubBackward1", "RsubBackward0", "RsubBackward1", "NegBackward0"),
-    *("SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1", "CloneBackward0", "ToCopyBackward0"),
-    *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0", "ExpandBackward0"),
-    *("SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0", "NanToNumBackward0", "WhereBackward0"),
-}
-"""Of scalars they make a scalar that is linear in each."""
+MOST_FOLLOWED = 10_000
+"""For whose rows to be followed."""
 _FUSED = "linear_cross_entropy"
 """In the names of nodes of torch that hide a cross entropy with its weights."""
-_LEAF = "torch::autograd::AccumulateGrad"
 
 
 class Words(NamedTuple):
@@ -56,6 +46,8 @@ class Divisor(NamedTuple):
     exponent: int = 1
     counts_rows: bool = False
     """It is proportional to the number of rows in any mean over rows, and no constant."""
+    is_quotient: bool = False
+    """The loss divides by it itself, perhaps a sum by the number of rows."""
 
 
 @dataclass
@@ -66,8 +58,14 @@ class LossReading:
     """For every part, of which the loss is the sum, what it is divided by."""
     sums: list[str] = field(default_factory=list)
     """Nodes of torch's losses that are sums over what they get, and that nothing divides."""
-    nonlinear: list[str] = field(default_factory=list)
-    """Nodes that compute a number of a number, such as the root of a mean, but not in proportion."""
+    own_sums: list[str] = field(default_factory=list)
+    """The same of other sums, if dimension 0 of the model's outputs is that of rows."""
+    of_numbers: list[str] = field(default_factory=list)
+    """Why it is no mean over rows: what it computes of numbers, such as the root of a mean, or one of all elements."""
+    of_rows: list[str] = field(default_factory=list)
+    """The same for what it computes with rows, if dimension 0 of the model's outputs is that of rows."""
+    shapes: frozenset[tuple[int, ...]] = frozenset()
+    """Those of the model's outputs."""
     is_opaque: bool = False
     """It has nodes that can hide anything: those of Python and of compiled code, say."""
     is_weighted: bool = False
@@ -90,74 +88,100 @@ def read_loss(loss: torch.Tensor, ends: Collection[Node | None] | None) -> LossR
 
 def _read(root: Node, ends: Collection[Node | None] | None) -> LossReading:
     reading = LossReading()
+    if ends is not None and _is_mean_of_one(root, ends):
+        reading.divisors.append((_elements(root),))
+        return reading
+    rows = None if ends is None else follow(root, ends, MOST_FOLLOWED)
+    labels = {} if rows is None else rows.labels
+    if rows is not None:
+        reading.shapes, reading.of_numbers, reading.of_rows = frozenset(rows.shapes), rows.of_numbers, rows.of_rows
     todo: list[tuple[Node, tuple[Divisor, ...]]] = [(root, ())]
     for _ in range(MOST_NODES):
         if not todo:
             break
         node, divisors = todo.pop()
-        kind = node.name()
-        if kind == _LEAF:
+        if node.name() == LEAF:
+            continue
+        label, kind = labels.get(node), kind_of(node)
+        if label is not None and label.kind is Kind.ROWS:  # the term of one row, which may divide by anything
+            reading.divisors.append(divisors)
             continue
         inner = [(number, child) for number, (child, _) in enumerate(node.next_functions) if child is not None]
-        scalars = [(number, child) for number, child in inner if _is_scalar(child)]
+        totals = [one for one in inner if _is_scalar(one[1]) or labels.get(one[1], UNKNOWN).kind is Kind.TOTAL]
         reduction = getattr(node, "_saved_reduction", None)
-        if kind.startswith("MeanBackward"):
-            divisors += (Divisor(_saved(node, "self_sym_numel")),)
+        is_sum = reduction == SUM and (label is None or label.kind is not Kind.CONSTANT)
+        is_own_sum = label is not None and label.is_sum and len(totals) < len(inner)
+        if is_sum or is_own_sum:
+            if not any([one.is_quotient or _is_zero(one.value) for one in divisors]):
+                (reading.sums if is_sum else reading.own_sums).append(node.name())
+            divisors += (Divisor(1.0, counts_rows=True),)
+        elif kind == "Mean" and (count := _saved(node, "self_sym_numel")) != 1:
+            divisors += (Divisor(count),)
         elif reduction == MEAN:
-            weight = getattr(node, "_saved_total_weight", None)
-            divisors += (Divisor(_saved(node, "self").numel() if weight is None else weight, counts_rows=True),)
-        elif reduction == SUM and not any(one.exponent == 1 for one in divisors) and _depends(node, ends):
-            reading.sums.append(kind)
-        is_known = kind in _LINEAR or reduction is not None
-        reading.is_opaque |= not is_known
-        reading.is_weighted |= _FUSED in kind
-        if scalars and kind not in _LINEAR and not isinstance(node, FunctionBase):
-            if _depends(node, ends):
-                reading.nonlinear.append(kind)
-            scalars = []
-        if len(scalars) < len(inner) or not inner:
+            divisors += (_elements(node),)
+        reading.is_opaque |= kind not in PROPORTIONAL and reduction is None
+        reading.is_weighted |= _FUSED in node.name()
+        if kind not in PROPORTIONAL and not isinstance(node, FunctionBase):
+            if rows is None and kind is not None and inner:
+                if totals:
+                    reading.of_numbers.append(of_total(kind))
+                elif reduction is None:
+                    reading.of_numbers.append(of_whole(kind))
+            totals = []
+        if len(totals) < len(inner) or not inner:
             reading.divisors.append(divisors)
-        todo += [(child, (*divisors, *_divisor(node, kind, number))) for number, child in scalars]
+        todo += [(child, (*divisors, *_divisor(node, kind, number))) for number, child in totals]
     reading.is_opaque |= bool(todo)
     return reading
 
 
-def _divisor(node: Node, kind: str, number: int) -> Iterator[Divisor]:
+def _is_mean_of_one(root: Node, ends: Collection[Node | None]) -> bool:
+    """Return whether the root is one of torch's losses, a mean, of one output of the model, as most are."""
+    children = [child for child, _ in root.next_functions if child is not None]
+    return len(children) == 1 and children[0] in ends and getattr(root, "_saved_reduction", None) == MEAN
+
+
+def _elements(node: Node) -> Divisor:
+    """Return what one of torch's losses, a mean, divides by."""
+    weight = getattr(node, "_saved_total_weight", None)
+    return Divisor(_saved(node, "self").numel() if weight is None else weight, counts_rows=True)
+
+
+def _divisor(node: Node, kind: str | None, number: int) -> Iterator[Divisor]:
     """Yield what a sum, product or quotient of scalars does to its operand of that number."""
-    if kind in _DIV and number == 0:
-        yield Divisor(_constant(_saved(node, "other")))
-    elif kind in _MUL:
+    if kind == "Div" and number == 0:
+        yield Divisor(_constant(_saved(node, "other")), is_quotient=True)
+    elif kind == "Mul":
         yield Divisor(_constant(_saved(node, "self" if number else "other")), -1)
     elif number and (alpha := getattr(node, "_saved_alpha", 1)) != 1:
         yield Divisor(_constant(alpha), -1)
 
 
 def _constant(value: Any) -> float | torch.Tensor:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else float(value)
+    if not isinstance(value, torch.Tensor):
+        return float(value)
+    value = value.detach()
+    return value.clone() if value.numel() == 1 or _has_no_value(value) else value.to(torch.float64).mean()
+
+
+def _has_no_value(value: torch.Tensor) -> bool:
+    return value.is_meta or isinstance(value, FakeTensor)
+
+
+def _is_zero(value: float | torch.Tensor) -> bool:
+    return not (isinstance(value, torch.Tensor) and _has_no_value(value)) and float(value) == 0.0
 
 
 def _is_scalar(node: Node) -> bool:
     metadata = node._input_metadata  # type: ignore[attr-defined]
-    return len(metadata) == 1 and not metadata[0].shape
+    try:
+        return len(metadata) == 1 and not metadata[0].shape
+    except RuntimeError:  # nested tensors have no shape
+        return False
 
 
 def _saved(node: Node, name: str) -> Any:
     return getattr(node, f"_saved_{name}")
-
-
-def _depends(node: Node, ends: Collection[Node | None] | None) -> bool:
-    """Return whether one of the nodes ``ends`` can be reached."""
-    if ends is None:
-        return True
-    todo, seen = [node], set()
-    while todo:
-        node = todo.pop()
-        if node in ends:
-            return True
-        if node not in seen:
-            seen.add(node)
-            todo += [child for child, _ in node.next_functions if child is not None]
-    return False
 
 
 @cache
@@ -199,8 +223,8 @@ def _numbers(reading: LossReading) -> list[_Number]:
     found: set[_Number] = set()
     for divisors in reading.divisors:
         product, exact = 1.0, 1e-12
-        for value, exponent, _ in divisors:
-            if isinstance(value, torch.Tensor) and (value.is_meta or isinstance(value, FakeTensor)):
+        for value, exponent, *_ in divisors:
+            if isinstance(value, torch.Tensor) and _has_no_value(value):
                 continue
             number = float(value)
             product = product * number if exponent == 1 else product / number if number else inf
@@ -212,18 +236,23 @@ def _numbers(reading: LossReading) -> list[_Number]:
 
 def check_mean_over_rows(readings: Sequence[LossReading], rows: Sequence[int], words: Words) -> None:
     """Raise ValueError unless the losses of micro-batches, which have so many rows, can be means over rows."""
-    for reading in readings:
-        if reading.sums:
+    for reading, count in zip(readings, rows, strict=True):
+        are_rows = all([_has_rows(shape, count) for shape in reading.shapes])
+        sums = [
+            *[f"{_name(one)} with reduction='sum'" for one in reading.sums],
+            *map(_name, reading.own_sums * are_rows),
+        ]
+        if sums:
             raise ValueError(
-                f"{words.who}: the loss is a sum ({_name(reading.sums[0])} with reduction='sum'), and is taken for a "
-                f"mean over rows: {words.of_sums}, or divide it by the number of rows"
+                f"{words.who}: the loss is a sum ({sums[0]}), and is taken for a mean over rows: {words.of_sums}, or "
+                "divide it by the number of rows"
             )
         if reading.is_weighted:
             raise ValueError(_not_over_rows("divides by what a fused cross entropy does not tell", rows, words))
-        if reading.nonlinear:
+        for what in [*reading.of_numbers, *reading.of_rows * are_rows]:
             raise ValueError(
-                f"{words.who}: the loss is the {_name(reading.nonlinear[0])} of a mean or sum over a micro-batch, so "
-                f"its gradients are not those for the whole mini-batch. Expected a mean over rows{words.instead}"
+                f"{words.who}: the loss {what}, so its gradients are not those for the whole mini-batch. Expected a "
+                f"mean over rows of terms that depend on one row each{words.instead}"
             )
     found = [_numbers(reading) for reading in readings]
     for column in zip(*found, strict=False):
@@ -239,6 +268,11 @@ def check_mean_over_rows(readings: Sequence[LossReading], rows: Sequence[int], w
             raise ValueError(_not_over_rows(f"divides by {numbers}", rows, words))
     if len({len(numbers) for numbers in found}) > 1:
         raise ValueError(_not_over_rows("divides its parts by different numbers", rows, words))
+
+
+def _has_rows(shape: tuple[int, ...], count: int) -> bool:
+    """Return whether dimension 0 of an output has the rows of its micro-batch, or several for each."""
+    return shape[:1] == (count,) or (count > 1 and bool(shape) and shape[0] % count == 0 and count not in shape[1:])
 
 
 def _equal(one: float, other: float, exact: float) -> bool:

@@ -51,8 +51,9 @@ class LossWeights(NamedTuple):
 
 def check_readings(readings: Sequence[LossReading | None], micro_batches: MicroBatches, words: Words) -> None:
     """Raise ValueError if losses that are taken for means over rows are something else, as far as their graphs tell."""
-    known = [reading for reading in readings if reading is not None]
-    check_mean_over_rows(known, micro_batches.rows, words)
+    read = [(reading, rows) for reading, rows in zip(readings, micro_batches.rows, strict=True) if reading is not None]
+    known = [reading for reading, _ in read]
+    check_mean_over_rows(known, [rows for _, rows in read], words)
     if any(reading.is_opaque for reading in known):
         rows = micro_batches.rows
         padding = [sum(map(_padding, pytree.tree_leaves(values))) for values in micro_batches.values]

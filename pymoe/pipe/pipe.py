@@ -54,9 +54,9 @@ class Pipe(Inspection):
 
     Parameters stay those of the model, so optimizers, ``state_dict`` keys and hooks need no change; layers of the model
     that are replaced later are run, at any depth. Gradients are those of ``loss_fn(model(x), y).backward()``, with two
-    exceptions: layers and losses that look at a batch as a whole (a batch norm sees micro-batches), and random numbers
+    exceptions: layers that look at a batch as a whole (a batch norm sees micro-batches), and random numbers
     (every micro-batch draws from its own stream in every stage: results depend on the seed, never on threads). For
-    losses that are no means over rows see ``reduction`` of :meth:`step`.
+    losses that are no means over rows, which are refused as far as they are seen, see ``reduction`` of :meth:`step`.
 
     Args:
         module: the model. Its layers may be ``@skippable`` (:mod:`pymoe.pipe.skip`) and share parameters.
@@ -273,7 +273,10 @@ class Pipe(Inspection):
                 Without a target it gets the model's arguments. A micro-batch for which it returns 0 counts for nothing:
                 ``loss_fn`` is not called, and its loss is 0. Of torch's own losses, given as they are or by
                 ``functools.partial``, the step knows all this: sums, ``ignore_index``, class weights. Any other loss
-                is looked at, as far as its graph tells, before gradients are added.
+                is looked at, as far as its graph tells, before gradients are added: a mean over rows is one of terms
+                that depend on one row each. Not seen are rows that meet outside of the graph (in ``detach()``, in the
+                target), in an ``autograd.Function`` or in compiled code. The page
+                docs/tutorials/pipeline_sequential.md lists what is checked and what is not.
             kwargs: what the model takes by name.
 
         Returns:
@@ -282,8 +285,10 @@ class Pipe(Inspection):
         Raises:
             TypeError: the model has no such arguments.
             ValueError: an argument is out of range, tensors have different numbers of rows, or losses are seen not to
-                be means over rows (they divide by the number of tokens that are no padding, by a mask or by class
-                weights; they are sums; they are functions of a mean, such as its root) and ``reduction`` is "mean".
+                be means over rows and ``reduction`` is "mean": they divide by the number of tokens that are no padding,
+                by a mask or by class weights; they are sums; they take a norm, maximum, variance or the like of a whole
+                micro-batch; they are functions or products of means; they compute with several rows at once, as
+                contrastive losses and covariances do.
             RuntimeError: the loss does not require gradients.
             NotImplementedError: tensors have tangents of forward-mode differentiation, which a step has no use for.
             BaseException: what a stage raised first, with a note of stage and micro-batch.

@@ -79,7 +79,7 @@ def test_hooks_of_a_stage_see_micro_batches(checkpoint):
     pipe.get_stage_module(0).register_forward_hook(lambda module, args, output: rows.append(len(output)))
     pipe[1].register_forward_hook(triple_output)
     x = torch.randn(7, WIDTH, dtype=torch.float64)
-    pipe.step(x, loss_fn=torch.sum, schedule="gpipe")
+    pipe.step(x, loss_fn=torch.sum, reduction="sum", schedule="gpipe")
     assert rows == [3, 2, 2] * (1 if checkpoint == "never" else 2)
     torch.testing.assert_close(pipe(x), build()(x) * 3)
 
@@ -125,5 +125,5 @@ def test_a_step_with_tangents_is_refused():
     x = torch.randn(4, WIDTH, dtype=torch.float64)
     with forward_ad.dual_level():
         with pytest.raises(NotImplementedError, match=r"Pipe\.step: forward-mode differentiation .* pipe\(x\)"):
-            pipe.step(forward_ad.make_dual(x, x), loss_fn=torch.sum)
-        pipe.step(x, loss_fn=torch.sum)  # nothing in it has one
+            pipe.step(forward_ad.make_dual(x, x), loss_fn=torch.sum, reduction="sum")
+        pipe.step(x, loss_fn=torch.sum, reduction="sum")  # nothing in it has one

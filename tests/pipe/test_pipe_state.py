@@ -201,7 +201,7 @@ def test_torch_random_is_as_it_was_after_a_step(monkeypatch, threads):
     monkeypatch.setattr(plan, "ALWAYS_THREADS", threads)
     before = type(torch.random), vars(torch.random)["default_generator"]
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), 2)
-    pipe.step(torch.randn(4, 2), loss_fn=torch.sum)
+    pipe.step(torch.randn(4, 2), loss_fn=torch.sum, reduction="sum")
     assert (type(torch.random), vars(torch.random)["default_generator"]) == before
     pipe(torch.randn(4, 2)).sum().backward()
     assert (type(torch.random), vars(torch.random)["default_generator"]) == before

@@ -199,9 +199,9 @@ def test_an_object_that_hides_tensors_with_gradients_is_refused_by_its_class(kin
     model = nn.Sequential(layers[0], layers[1], Say(put), Say(take), layers[2])
     pipe = Pipe(model, 3, checkpoint, balance=[1, 2, 2])
     with pytest.raises(TypeError, match=f"a stage sends a .*{kind} with a tensor inside .*register_pytree_node"):
-        pipe.step(torch.randn(6, WIDTH), loss_fn=torch.sum)
+        pipe.step(torch.randn(6, WIDTH), loss_fn=torch.sum, reduction="sum")
     with torch.no_grad():
-        pipe.step(torch.randn(6, WIDTH), loss_fn=torch.sum)
+        pipe.step(torch.randn(6, WIDTH), loss_fn=torch.sum, reduction="sum")
 
 
 @dataclasses.dataclass

@@ -227,7 +227,7 @@ def test_an_input_that_a_stage_has_changed_has_no_history_afterwards(doubles, ch
         z = x * 1
         pipe = Pipe(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)), 1, checkpoint)
         if how == "step":
-            pipe.step(z, loss_fn=torch.sum)
+            pipe.step(z, loss_fn=torch.sum, reduction="sum")
             loss = 0.0
         else:
             loss = pipe(z).sum()

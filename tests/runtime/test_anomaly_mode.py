@@ -63,7 +63,7 @@ with torch.autograd.detect_anomaly():
     "pipes of several threads": """
 with torch.autograd.detect_anomaly():
     def step():
-        pymoe.Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), chunks=2).step(x, loss_fn=lambda y: y.sum())
+        pymoe.Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), chunks=2).step(x, loss_fn=lambda y: y.mean())
     in_threads(step)
 """,
 }

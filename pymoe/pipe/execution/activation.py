@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -72,7 +71,7 @@ class Activation(GradAccumulator):
             return [pack(output, BoundaryTensor) for output in self._call(arguments, self._stream(), self._micro_batch)]
         graph, about = Graph(self._stream(), device), self._micro_batch
         if recompute is not None and recompute.is_useful(received):
-            about = replace(about, checkpointing=True)
+            about = about.in_run(checkpointing=True)
             with recompute.first_run(received, graph) as run:
                 outputs = self._call(run.arguments, graph.stream, about)
             self._recomputation = run.recomputation
@@ -162,6 +161,6 @@ class Activation(GradAccumulator):
     def _recompute_forward(self, graph: Graph, again: bool) -> None:
         recomputation = self._recomputation
         assert recomputation is not None
-        about = replace(self._micro_batch, recomputing=True)
+        about = self._micro_batch.in_run(recomputing=True)
         with recomputation.inputs(again) as received:
             graph.end(self._call(graph.begin(received), graph.stream, about), self)

@@ -29,6 +29,7 @@ from pymoe.autograd.graph_nodes import (
 )
 from pymoe.autograd.isolated_graph import has_tangent
 from pymoe.autograd.random_streams import Stream
+from pymoe.pipe.loss_graph import LossReading
 from pymoe.pipe.micro_batches import Whole
 
 _NO_CELL = CellType()  # of a variable that has no value yet
@@ -88,10 +89,17 @@ class StageValue:
         self.structure = structure
 
 
+_LEAVES = {LossReading, type(None), bool, int, float, str}
+"""Classes of values that are their own only leaves and hold no tensors with a history."""
+_WITHOUT_TENSORS = {BoundaryTensor, *_LEAVES}
+
+
 def pack(value: Any, cross: Callable[[torch.Tensor], BoundaryTensor]) -> StageValue:
     """Return the value with ``cross(tensor)`` for every tensor in it."""
     if isinstance(value, torch.Tensor):
         return StageValue([cross(value)], None)
+    if type(value) in _LEAVES:
+        return StageValue([value], None)
     leaves, structure = pytree.tree_flatten(value)
     return StageValue([cross(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure)
 
@@ -261,7 +269,7 @@ class Graph:
             return
         for value in sent:
             for leaf in value.leaves:
-                if type(leaf) is not BoundaryTensor and any(
+                if type(leaf) not in _WITHOUT_TENSORS and any(
                     self.entry in _nodes_behind(tensor) for tensor in _tensors_inside(leaf)
                 ):
                     raise TypeError(

@@ -1,0 +1,446 @@
+"""Follows the rows of a micro-batch through the graph of its loss, and finds where rows are put together.
+
+A mean over rows is linear in a sum over rows of terms that each depend on one row. So after rows were summed nothing
+may be computed of the sum except in proportion, and before that no step may use several rows for one number. Every
+node of the graph gets a label: a constant, rows along a dimension, a total over rows, or unknown. What happens to
+unknown values is not judged, so an operator that does not stand here can hide a mistake, but refuses no mean.
+
+The rows of a model's output are its dimension 0. A row may have become several there, as in (B T, V).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cache
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import Node
+
+LEAF = "torch::autograd::AccumulateGrad"
+NONE, MEAN, SUM = 0, 1, 2
+"""What torch's losses save as their ``reduction``."""
+ADDITIVE = {"Add", "Sub", "Rsub", "Where", "Lerp"}
+LINEAR = {
+    *ADDITIVE,
+    *("Mul", "Div", "Neg", "Sum", "Mean", "Nansum", "Clone", "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Alias"),
+    *("Expand", "Squeeze", "Unsqueeze", "NanToNum"),
+}
+"""Operators whose result is linear in each operand."""
+_SUMS = {"Sum", "Mean", "Nansum"}
+_VIEWS = {"View", "UnsafeView", "ReshapeAlias"}
+_MOVES = {
+    *("Select", "Slice", "Split", "SplitWithSizes", "Unbind", "Index", "Gather", "IndexSelect", "Take", "MaskedSelect"),
+    *("Permute", "Transpose", "T", "Diagonal", "AsStrided", "Cat", "Stack", "Repeat", "Flip", "Roll", "ConstantPadNd"),
+    *("MaskedFill", "Tril", "Triu", "Cumsum", "Trace", "Scatter", "ScatterAdd", "IndexAdd", "IndexFill", "Unfold"),
+    *("DiagEmbed", "UnsafeSplit"),
+}
+"""Linear operators that keep or move elements, or add them up."""
+_CONTRACTIONS = {"Mm", "Bmm", "Mv", "Dot", "Vdot", "Addmm", "Baddbmm", "Addmv", "Addbmm"}
+PROPORTIONAL = LINEAR | _MOVES | _CONTRACTIONS
+_OVER_A_DIMENSION = {
+    *(
+        "Softmax",
+        "LogSoftmax",
+        "SafeSoftmax",
+        "Logsumexp",
+        "Logcumsumexp",
+        "LinalgVectorNorm",
+        "Norm",
+        "Prod",
+        "Cumprod",
+    ),
+    *("Max", "Min", "Amax", "Amin", "Aminmax", "Std", "Var", "StdMean", "VarMean", "Topk", "Sort", "Median"),
+    *("Nanmedian", "Kthvalue", "Mode", "Cummax", "Cummin", "Roll", "Flip"),
+}
+"""Operators that use all elements along their dimensions for one number, or move them along."""
+
+
+class Kind(Enum):
+    """What a value is in terms of the rows of a micro-batch."""
+
+    CONSTANT = "it depends on no output of the model"
+    ROWS = "each of its elements depends on one row"
+    TOTAL = "it is linear in a sum or mean over rows"
+    UNKNOWN = "any other value"
+
+
+class Label(NamedTuple):
+    """What is known of a value."""
+
+    kind: Kind
+    dim: int | None = None
+    """The dimension of ROWS, counted from the end; None: everything belongs to one row."""
+    part: Any = None
+    """Which of the rows, and in which order; None: all as they come."""
+    is_sum: bool = False
+    """A TOTAL that was summed and never divided."""
+
+
+CONSTANT, TOTAL, UNKNOWN = Label(Kind.CONSTANT), Label(Kind.TOTAL), Label(Kind.UNKNOWN)
+SUMMED = TOTAL._replace(is_sum=True)
+_EACH_ITS_OWN = object()  # as a part: of a node that returns other rows in each of its results
+
+
+@dataclass
+class Rows:
+    """What was found in the graph of a loss."""
+
+    ends: Collection[Node | None]
+    labels: dict[Node, Label] = field(default_factory=dict)
+    shapes: set[tuple[int, ...]] = field(default_factory=set)
+    """Those of the model's outputs on which the loss depends."""
+    of_numbers: list[str] = field(default_factory=list)
+    """What is no mean over rows wherever the rows are, in words that follow "the loss"."""
+    of_rows: list[str] = field(default_factory=list)
+    """The same if dimension 0 of the shapes is that of rows."""
+
+
+def follow(root: Node, ends: Collection[Node | None], most: int) -> Rows | None:
+    """Return what the graph of a loss does with rows; None: it has more than ``most`` nodes.
+
+    Args:
+        root: the loss's node.
+        ends: nodes of the model's outputs.
+        most: so many nodes are read.
+    """
+    rows = Rows(ends)
+    todo = [] if root in ends else [root]
+    while todo:
+        node = todo[-1]
+        if node in rows.labels:
+            todo.pop()
+            continue
+        inner = [child for child, _ in node.next_functions if child is not None]
+        missing = [child for child in inner if child not in rows.labels and child not in ends]
+        if missing:
+            todo += missing
+        else:
+            try:
+                rows.labels[node] = _label(node, rows)
+            except RuntimeError:  # nested tensors have no shape
+                rows.labels[node] = UNKNOWN
+            todo.pop()
+        if len(rows.labels) + len(todo) > most:
+            return None
+    return rows
+
+
+def kind_of(node: Node) -> str | None:
+    """Return the name of torch's operator that made a node; None: it is not one of torch's own."""
+    return _kind(node.name())
+
+
+@cache
+def _kind(name: str) -> str | None:
+    kind, found, number = name.partition("Backward")
+    return kind if found and number.isdigit() else None  # those of classes of Python have no number
+
+
+def shape_of(node: Node, number: int = 0) -> tuple[int, ...]:
+    """Return the shape of one of the results of the operator that made the node."""
+    return tuple(node._input_metadata[number].shape)  # type: ignore[attr-defined]
+
+
+class _Operand(NamedTuple):
+    label: Label
+    shape: tuple[int, ...]
+
+    @property
+    def front(self) -> int:
+        """The dimension of rows, counted from the front."""
+        assert self.label.dim is not None
+        return self.label.dim + len(self.shape)
+
+
+_CONSTANT = _Operand(CONSTANT, ())
+
+
+def _operand(edge: tuple[Node | None, int], rows: Rows) -> _Operand:
+    node, number = edge
+    if node is None:
+        return _CONSTANT
+    if node in rows.ends:
+        shape = shape_of(node, number)
+        rows.shapes.add(shape)
+        return _Operand(Label(Kind.ROWS, -len(shape)) if shape else TOTAL, shape)
+    label = rows.labels[node]
+    if label is CONSTANT:
+        return _CONSTANT
+    if label.part is _EACH_ITS_OWN:
+        label = label._replace(part=(node, number))
+    return _Operand(label, shape_of(node, number))
+
+
+def _label(node: Node, rows: Rows) -> Label:
+    operands = [_operand(edge, rows) for edge in node.next_functions]
+    inputs = [one for one in operands if one is not _CONSTANT]
+    if not inputs:
+        return CONSTANT
+    kind, shape = kind_of(node), shape_of(node)
+    if kind is None:
+        return UNKNOWN if shape else TOTAL
+    reduction = getattr(node, "_saved_reduction", None)
+    # No comprehensions: every micro-batch comes here.
+    has_total = has_unknown = is_reduced = False
+    is_one_row = is_single = True
+    for label, given in inputs:
+        has_total |= label.kind is Kind.TOTAL
+        has_unknown |= label.kind is Kind.UNKNOWN
+        is_reduced |= bool(given) and not shape
+        is_one_row &= label.kind is Kind.ROWS and label.dim is None
+        is_single &= is_one_row and label.part is not None
+    if is_reduced and reduction is None and kind not in PROPORTIONAL and not is_single:
+        rows.of_numbers.append(of_whole(kind))
+        return TOTAL
+    if has_total:
+        return _of_totals(node, kind, reduction, operands, inputs, rows)
+    if has_unknown:
+        return UNKNOWN if shape else TOTAL
+    if reduction is not None:
+        return _of_loss(kind, reduction, inputs, shape, rows)
+    if kind in _CONTRACTIONS:
+        return _contracted(kind, operands, rows)
+    if kind in ("Cdist", "Pdist"):
+        if len(inputs) < 2 and kind == "Cdist":
+            return inputs[0].label
+        rows.of_rows.append(_mixes(kind))
+        return UNKNOWN
+    if kind in ("Cat", "Stack"):
+        return _joined(node, kind, inputs, shape)
+    if len(inputs) > 1:
+        return _combined(kind, inputs, shape, rows)
+    if is_one_row:
+        is_total = not shape and not is_single and kind in _SUMS
+        return (TOTAL if kind == "Mean" else SUMMED) if is_total else inputs[0].label
+    return _moved(node, kind, inputs[0], shape, rows)
+
+
+def of_whole(kind: str) -> str:
+    """Return, as words that follow "the loss", that an operator makes one number of a whole micro-batch."""
+    return f"takes the {kind} of a whole micro-batch"
+
+
+def of_total(kind: str) -> str:
+    """Return, as words that follow "the loss", that an operator of a mean or sum is not proportional to it."""
+    if kind in ("Mul", "Div"):
+        return f"is the {'product' if kind == 'Mul' else 'quotient'} of means or sums over a micro-batch"
+    return f"is the {kind} of a mean or sum over a micro-batch"
+
+
+def _mixes(kind: str) -> str:
+    return f"computes with several rows of a micro-batch at once ({kind})"
+
+
+def _of_totals(
+    node: Node, kind: str, reduction: int | None, operands: list[_Operand], inputs: list[_Operand], rows: Rows
+) -> Label:
+    """Return the label of a step that gets a total over rows."""
+    is_sum = any([one.label.is_sum for one in inputs])
+    if kind in ("Mul", "Div", *_CONTRACTIONS):
+        factors = [one for one in operands[-2:] if one is not _CONSTANT]  # a number is no operand
+        is_proportional = len(factors) == 1 and (kind != "Div" or operands[0] is factors[0])
+        is_sum = is_sum and kind != "Div"
+    else:
+        is_proportional = reduction is None and kind in PROPORTIONAL
+    if not is_proportional:
+        totals = [one for one in inputs if one.label.kind is Kind.TOTAL]
+        found = rows.of_rows if all([one.shape for one in totals]) else rows.of_numbers
+        found.append(of_total(kind))
+    return SUMMED if is_sum else TOTAL
+
+
+def _of_loss(kind: str, reduction: int, inputs: list[_Operand], shape: tuple[int, ...], rows: Rows) -> Label:
+    """Return the label of one of torch's losses."""
+    label = _combined(kind, inputs, inputs[0].shape, rows)
+    if label.kind is Kind.ROWS and label.dim is None and (reduction == NONE or label.part is not None):
+        return label
+    if reduction != NONE or label.kind is not Kind.ROWS or label.dim is None:
+        return UNKNOWN if reduction == NONE else TOTAL
+    is_first = label.dim == -max(len(one.shape) for one in inputs)
+    return label._replace(dim=-len(shape)) if is_first and shape else UNKNOWN
+
+
+def _contracted(kind: str, operands: list[_Operand], rows: Rows) -> Label:
+    """Return the label of a product of matrices or vectors."""
+    left, right = (one.label for one in operands[-2:])
+    if len(operands) > 2 and operands[0] is not _CONSTANT:
+        return UNKNOWN
+    has_vector = kind in ("Mv", "Addmv", "Dot", "Vdot")
+    summed = -1, -1 if has_vector else -2
+    roles = []
+    for label, own in ((left, summed[0]), (right, summed[1])):
+        if label.kind is Kind.ROWS:
+            if label.dim is None:
+                return UNKNOWN
+            roles.append("batch" if label.dim < -2 else "summed" if label.dim == own else "kept")
+    if "summed" in roles and len(set(roles)) == 1 and (len(roles) == 1 or left.part == right.part):
+        return SUMMED
+    if roles == ["batch"] * len(roles) and kind != "Addbmm":
+        return left if left.kind is Kind.ROWS else right
+    if roles == ["kept"]:
+        if left.kind is not Kind.ROWS:
+            return right
+        return left._replace(dim=-1 if has_vector else -2)
+    rows.of_rows.append(_mixes(kind))
+    return UNKNOWN
+
+
+def _joined(node: Node, kind: str, inputs: list[_Operand], shape: tuple[int, ...]) -> Label:
+    """Return the label of tensors that are put one after the other."""
+    along = _saved(node, "dim") % len(shape)
+    labels = {one.label for one in inputs}
+    if all([one.label.dim is None for one in inputs]):  # rows that were taken one by one
+        return Label(Kind.ROWS, along - len(shape))
+    first = inputs[0]
+    if len({label.dim for label in labels}) > 1 or len(labels) > 1:
+        return UNKNOWN
+    if kind == "Stack":
+        return first.label._replace(dim=first.front + (along <= first.front) - len(shape))
+    return first.label._replace(part=("cat",)) if along == first.front else first.label
+
+
+def _combined(kind: str, inputs: list[_Operand], shape: tuple[int, ...], rows: Rows) -> Label:
+    """Return the label of a step that combines operands element by element."""
+    dims = {one.label.dim for one in inputs if one.label.dim is not None}
+    parts = {one.label.part for one in inputs}
+    if len(dims) > 1 or len(parts) > 1:
+        if kind in ADDITIVE:
+            return TOTAL
+        rows.of_rows.append(_mixes(kind))
+        return UNKNOWN
+    dim = next(iter(dims), None)
+    sizes = [one.shape[dim] for one in inputs if dim is not None and one.label.dim is not None]
+    if dim is not None and (len(shape) < -dim or shape[dim] not in sizes):
+        return UNKNOWN
+    return inputs[0].label._replace(dim=dim)
+
+
+def _dims(node: Node, count: int) -> tuple[int, ...]:
+    """Return the dimensions that an operator saved, or all of so many if it saved none."""
+    saved = _saved(node, "dim")
+    saved = _saved(node, "dims") if saved is None else saved
+    dims = saved if isinstance(saved, (tuple, list)) else () if saved is None else (saved,)
+    return tuple([_signed(dim) % count for dim in dims]) or tuple(range(count))
+
+
+def _moved(node: Node, kind: str, given: _Operand, shape: tuple[int, ...], rows: Rows) -> Label:
+    """Return the label of a step of one operand that has rows along a dimension."""
+    label, before, row = given.label, given.shape, given.front
+    count = len(shape)
+    if kind in _SUMS:
+        if row in _dims(node, len(before)):
+            return TOTAL if kind == "Mean" else SUMMED
+        return _without(node, given, shape)
+    if kind == "Cumsum" and row in _dims(node, len(before)):
+        return TOTAL
+    if kind in _OVER_A_DIMENSION:
+        if row in _dims(node, len(before)):
+            rows.of_rows.append(_mixes(kind))
+            return UNKNOWN
+        return _without(node, given, shape)
+    if kind in _VIEWS:
+        return _viewed(label, before, row, shape)
+    if kind == "Permute":
+        return label._replace(dim=_dims(node, count).index(row) - count)
+    if kind in ("Transpose", "T"):
+        one, other = (0, count - 1) if kind == "T" else (_saved(node, "dim0") % count, _saved(node, "dim1") % count)
+        return label._replace(dim={one: other, other: one}.get(row, row) - count)
+    if kind == "Unsqueeze":
+        at = _saved(node, "dim") % count
+        return label._replace(dim=row + (at <= row) - count)
+    if kind == "Squeeze":
+        dims = range(len(before)) if _saved(node, "dim") is None else _dims(node, len(before))
+        gone = [dim for dim in dims if before[dim] == 1]
+        return label._replace(dim=None if row in gone else row - sum(dim < row for dim in gone) - count)
+    if kind == "Expand":
+        return label
+    if kind in ("Select", "Unbind", "Slice", "Split", "UnsafeSplit", "SplitWithSizes", "Gather", "IndexSelect"):
+        return _taken(node, kind, given, shape)
+    if kind == "Index":
+        return _indexed(node, given, shape)
+    if kind == "MaskedSelect":
+        return label._replace(dim=-1) if row == 0 else UNKNOWN
+    if count == len(before) and shape[row] == before[row]:
+        return label
+    if row == 0 and shape and shape[0] == before[0]:
+        return label._replace(dim=-count)
+    return UNKNOWN if shape else TOTAL
+
+
+def _saved(node: Node, name: str) -> Any:
+    """Return what the node saved under that name; None: nothing."""
+    value = getattr(node, f"_saved_{name}", None)
+    return _signed(value) if isinstance(value, int) else value
+
+
+def _signed(number: int) -> int:
+    """Return a number that nodes return as one without a sign."""
+    return number - 2**64 if number >= 2**63 else number
+
+
+def _without(node: Node, given: _Operand, shape: tuple[int, ...]) -> Label:
+    """Return the label after other dimensions than that of rows were reduced, and kept or not."""
+    if len(shape) == len(given.shape):
+        return given.label
+    before = sum([dim < given.front for dim in _dims(node, len(given.shape))])
+    return given.label._replace(dim=given.front - before - len(shape))
+
+
+def _viewed(label: Label, before: Sequence[int], row: int, shape: Sequence[int]) -> Label:
+    """Return the label of the same elements in another shape: rows may be merged with what follows, or be split."""
+    size, outside = before[row], prod(before[:row])
+    places = [place for place in range(len(shape)) if prod(shape[:place]) == outside]
+    # The place of one row between other dimensions cannot be told from sizes.
+    places = places[: row == 0] if size == 1 else [place for place in places if shape[place] != 1]
+    if not places or (shape[places[0]] % size and size % shape[places[0]]):
+        return UNKNOWN
+    return label._replace(dim=places[0] - len(shape))
+
+
+def _taken(node: Node, kind: str, given: _Operand, shape: tuple[int, ...]) -> Label:
+    """Return the label of some of the elements along a dimension."""
+    label, row = given.label, given.front
+    along = _saved(node, "dim") % len(given.shape)
+    if kind in ("Select", "Unbind"):
+        if along == row:
+            index = _saved(node, "index") if kind == "Select" else None
+            one = _EACH_ITS_OWN if index is None else ("row", index % given.shape[row], label.part)
+            return label._replace(dim=None, part=one)
+        return label._replace(dim=row - (along < row) - len(shape))
+    if along != row or (shape == given.shape and kind == "Slice"):
+        return label
+    if kind == "Slice":
+        start, end, step = (_saved(node, name) for name in ("start", "end", "step"))
+        chosen = range(given.shape[row])[start:end:step]
+        return label._replace(dim=None if len(chosen) == 1 else label.dim, part=("slice", chosen, label.part))
+    return label._replace(part=("index",) if kind in ("Gather", "IndexSelect") else _EACH_ITS_OWN)
+
+
+def _indexed(node: Node, given: _Operand, shape: tuple[int, ...]) -> Label:
+    """Return the label of elements that masks and tensors of indices choose."""
+    indices: Sequence[torch.Tensor | None] = _saved(node, "indices")
+    label, row = given.label, given.front
+    places: list[tuple[int, int, torch.Tensor]] = []
+    at = 0
+    for index in indices:
+        width = index.dim() if index is not None and index.dtype in (torch.bool, torch.uint8) else 1
+        if index is not None:
+            places.append((at, at + width, index))
+        at += width
+    if not places or any(before[1] != after[0] for before, after in pairwise(places)):
+        return UNKNOWN
+    first, last = places[0][0], places[-1][1]
+    if row < first:
+        return label._replace(dim=row - len(shape))
+    if row >= last:
+        return label
+    masks = [index.dtype in (torch.bool, torch.uint8) for _, _, index in places]
+    if not all(masks) and any(index.dim() > 1 for _, _, index in places):
+        return UNKNOWN
+    is_order = masks == [False] and len(places) == 1  # with several each row has its own index in the others
+    return label._replace(dim=first - len(shape), part=("index",) if is_order else label.part)
