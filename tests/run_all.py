@@ -140,7 +140,7 @@ def deep_steps(level: str) -> list[Step]:
         ),
         Step(
             "cuda-static",
-            "their machine code: held to bars, faults planted in it noticed (predicted times in build/cuda/static.md)",
+            "their machine code: held to bars, faults planted in it noticed",
             [[PYTHON, "tests/cuda_static/check.py"], [PYTHON, "tests/mutants/run.py", "static"]],
         ),
         cpp_step("thread", "C++ tests under ThreadSanitizer, planted races included", "thread"),

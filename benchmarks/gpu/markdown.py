@@ -24,7 +24,6 @@ def markdown(folder: Path, machine: Record, outcomes: Sequence[Record], note: st
         ("compute-sanitizer", sanitizer(folder)),
         ("Rates", rates(folder)),
         ("The lines with targets", bench(folder / "design_rows.json")),
-        ("Predicted and measured", predictions(folder, machine)),
         ("The router's product, and the launches of a layer", parts(folder)),
         ("Layer, forward and backward", bench(folder / "layer.json")),
         ("Operators", bench(folder / "operators.json")),
@@ -137,38 +136,6 @@ def rates(folder: Path) -> Iterator[str]:
             for dtype, rate in found["mm_flops_per_second"].items():
                 yield f"- `torch.mm`, dense, {dtype}: {rate / 1e12:.1f} TFLOP/s"
             return
-
-
-PREDICTIONS = Path(__file__).with_name("predictions.json")
-PREDICTED = {
-    "gate": "gate_topk T4096 E128 K8 softmax float32",
-    "gate, bf16 logits": "gate_topk T4096 E128 K8 softmax bfloat16",
-    "build_routing": "build_routing T4096 K8 E128 int32",
-    "dispatch": "dispatch T4096 H7168 K8 into a buffer bfloat16",
-    "combine": "combine T4096 H7168 K8 bfloat16",
-}
-"""The lines of the benchmark that a prediction is about."""
-
-
-def predictions(folder: Path, machine: Record) -> Iterator[str]:
-    """What the model of tests/cuda_static predicts, beside what was measured in a graph (or called, without one)."""
-    result = read_json(folder / "design_rows.json")
-    stored = read_json(PREDICTIONS)
-    if not result or not stored:
-        return
-    measured = {f"{one['operator']} {one['case']} {one['dtype']}": one for one in result["lines"]}
-    gpu = next((name for name in ("H200", "H100") if name in (machine["gpu"] or "")), "H200")
-    numbers = f"predicted for {gpu} (us), measured (us), measured over predicted"
-    yield from heading(f"call, limit in the model, {numbers}", numbers)
-    for name, line in PREDICTED.items():
-        one = measured.get(line)
-        if one is None or name not in stored:
-            continue
-        timing = one["native_in_graph"] or one["native"]
-        us, expected = 1e6 * timing["median"], stored[name]["us"][gpu]
-        yield row(line, stored[name]["limit"], f"{expected:.2f}", f"{us:.2f}", f"{us / expected:.2f}")
-    if gpu not in (machine["gpu"] or ""):
-        yield "\nThe model knows the H100 and the H200: the predictions are not this machine's."
 
 
 def parts(folder: Path) -> Iterator[str]:

@@ -4,21 +4,12 @@
 // over the whole depth of its sum, in the same steps whatever its size: results know nothing of the grid.
 //
 // 16-bit floats go through the tensor cores (kernels/cuda/tensor_tile.h) in tiles of 128 x 128, or of 64 x 128 where
-// experts have fewer than 128 rows on average. There the weight's bytes count: 64 rows make 64 FLOP of a byte, so that
-// at 3.35 TB/s a third of what mma.sync can do keeps up with memory, and tiles of fewer rows would gain nothing. fp32
-// and fp64 go through the CUDA cores (kernels/cuda/tile_gemm.h).
+// experts have fewer than 128 rows on average. fp32 and fp64 go through the CUDA cores (kernels/cuda/tile_gemm.h).
 //
-// What the tiles of 128 x 128 can reach on an H100 SXM, worked out and not measured (132 multiprocessors at 1.755 GHz):
-// a step of 32 depths is 524,288 multiplications of a block. The tensor cores take 256 cycles at their full rate, and
-// 410 at the five eighths of it that mma.sync is known for (590 TFLOPS); shared memory, 128 bytes a cycle, takes 384
-// for the 32 KiB that ldmatrix reads and the 16 KiB that cp.async writes (630 TFLOPS); 16 KiB from L2 take 670 where
-// all multiprocessors together get 5.7 TB/s, which is the bound: 360 TFLOPS. (Of tiles of 64 x 128 it is 240.)
-//
-// Tiles of 128 x 256 would lift it to 486: compiled as an experiment, their 256 threads take 223 to 240 registers,
-// without a spill. But then a multiprocessor holds one block, with no other that multiplies while it finds its tile,
-// waits for its first stage and writes 64 KiB: some 4,500 cycles beside the 820 of a step. Of the 35 % that leaves 24 %
-// in a depth of 2048, and nothing in a weight's gradient of 512 rows. There are none, as what such a GPU asks of this
-// kernel is fp16 and layers with biases: torch makes the products of bf16.
+// Tiles of 128 x 256 would read fewer bytes. Compiled as an experiment, their 256 threads take 223 to 240 registers,
+// without a spill, so that a multiprocessor holds one block, with no other that multiplies while it finds its tile,
+// waits for its first stage and writes its result. There are none: torch makes the products of bf16, and what is left
+// for this kernel on such a GPU is fp16 and layers with biases.
 //
 // Rows that an order gives are read and written at their places, which a thread looks up once for a tile, or for every
 // depth of a weight's gradient. The first row or depth of a tile is one of the order, so tiles and sums are those of

@@ -119,27 +119,6 @@ def test_the_report_holds_every_outcome_and_the_last_words(planted):
     assert "failing:\n\n```\nat file.py on host" in text
 
 
-def test_predictions_stand_beside_what_was_measured(tmp_path):
-    line = {"operator": "combine", "case": "T4096 H7168 K8", "dtype": "bfloat16", "native": {"median": 3e-4}}
-    lines = [line | {"native_in_graph": {"median": 2e-4}}]
-    (tmp_path / "design_rows.json").write_text(json.dumps({"lines": lines}))
-    (tmp_path / "stored.json").write_text(json.dumps({"combine": {"us": {"H200": 100.0}, "limit": "bandwidth"}}))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_markdown, "PREDICTIONS", tmp_path / "stored.json")
-        text = "\n".join(gpu_markdown.predictions(tmp_path, MACHINE | {"gpu": "NVIDIA H200"}))
-        other = "\n".join(gpu_markdown.predictions(tmp_path, MACHINE | {"gpu": "NVIDIA L4"}))
-    assert "| combine T4096 H7168 K8 bfloat16 | bandwidth | 100.00 | 200.00 | 2.00 |" in text
-    assert "not this machine's" not in text
-    assert "not this machine's" in other
-
-
-def test_predictions_are_stored_for_every_line_that_the_report_names():
-    stored = json.loads(gpu_markdown.PREDICTIONS.read_text())
-    wanted = {f"{line.name.removesuffix(' forward')}" for line in selected("cuda", report.LINES["design_rows"][0])}
-    assert set(gpu_markdown.PREDICTED) <= set(stored)
-    assert set(gpu_markdown.PREDICTED.values()) <= wanted
-
-
 @pytest.mark.slow
 def test_the_router_and_the_launches_have_their_part(tmp_path):
     file = tmp_path / "parts.json"

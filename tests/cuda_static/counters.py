@@ -1,91 +1,48 @@
-"""The figures of every kernel and of every shape of the design, from the compiler's report and its machine code."""
+"""Counts what stands in the machine code of the kernels: stores, fused multiply-adds, fences, loads that wait."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
-from collections import defaultdict
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import sass
-from cases import WORK, blocks_with_work, trace
-from launches import Result
 from machine_code import Compiled, Kernel, demangle, parse
-from model import GPUS, Occupancy, Prediction, bytes_in_flight, occupancy, predict
-from recorded import Case, Recorded
 
-TRACED = "sm_90"
 FUSED = ("FFMA", "DFMA", "FFMA2")
 STORE = re.compile(r"STG?\b(?!.*\.(U8|S8|U16|S16|64|128))")
 """Stores of 4 bytes to global memory."""
+WIDE_LOAD = re.compile(r"LDG?\b.*\.128")
+"""Loads of 16 bytes from global memory: of rows, where others are of indices, weights and counts."""
+# What makes one block wait for, or see the work of, another: fences beyond the block, atomics that return something,
+# loads past the caches that other blocks do not share, clusters. Blocks may add to counters that none of them reads
+# (RED) and write past L1 (ST.STRONG.GPU, which __stcg becomes); atomics in shared memory (ATOMS) stay in the block.
+BETWEEN_BLOCKS = re.compile(
+    r"^(MEMBAR\.(?!\w*\.?CTA)|ERRBAR|CCTL\.IVALL|ATOMG?\.|LDG?\..*STRONG|STG?\..*STRONG\.SYS|UCGABAR|MAPA|SYNCS|NANOSLEEP)"
+)
 
 
-@dataclass(frozen=True)
-class Line:
-    """One launch of one shape."""
+def loads_together(instructions: Iterable[sass.Instruction]) -> float:
+    """Return how many loads of 16 bytes a kernel has under way together, on average over groups of them.
 
-    case: str
-    kernel: str
-    launch: Recorded
-    registers: int
-    held: Occupancy
-    result: Result
-    in_flight: float
-    memsets: int
-    predictions: dict[str, Prediction]
-
-    @property
-    def figures(self) -> dict[str, float]:
-        """What bars are set for, of a launch."""
-        work = WORK[self.case]
-        warps = blocks_with_work(work, self.launch) * -(-self.launch.threads // 32)
-        found: dict[str, float] = {
-            "registers": self.registers,
-            "instructions an element": self.result.instructions_a_warp * 32 * warps / work.elements,
-        }
-        if work.payload:
-            found["epochs a round"] = self.result.epochs / work.rounds
-        moved: dict[str, list[float]] = defaultdict(list)
-        for (way, name), entry in self.result.traffic.items():
-            if way != "atomic" and (name in work.payload or name in OUTPUTS):
-                moved[way].append(entry.bytes_a_sector)
-                if way == "store":
-                    found["narrowest store, bytes"] = min(min(entry.widths), found.get("narrowest store, bytes", 16))
-        if moved:
-            found["bytes a sector"] = min(one for listed in moved.values() for one in listed)
-        return found
-
-
-OUTPUTS = frozenset({"out", "dy"})
-"""Buffers that are written a row at a time."""
-
-
-def lines(compiled: list[Compiled], cases: dict[str, Case]) -> list[Line]:
-    """Trace every launch of every call, and predict its time."""
-    reports = {
-        (kernel.name, kernel.architecture): kernel for one in compiled for kernel in parse(one.report, one.source.name)
-    }
-    functions = {name: function for one in compiled for name, function in sass.disassemble(one.cubin(TRACED)).items()}
-    found = []
-    for case in cases.values():
-        for launch, result in zip(case.launches, trace(case, functions), strict=True):
-            report = reports[launch.kernel, TRACED]
-            held = occupancy(report.registers, launch.threads, report.shared + launch.shared_bytes)
-            work = WORK[case.name]
-            predictions = {
-                gpu.name: predict(case, result, blocks_with_work(work, launch), launch.threads, held, work, gpu)
-                for gpu in GPUS
-            }
-            in_flight = bytes_in_flight(result, held, work)
-            (name,) = demangle([launch.kernel])
-            found.append(
-                Line(case.name, name, launch, report.registers, held, result, in_flight, len(case.memsets), predictions)
-            )
-    return found
+    A load begins a group where a result of the group before was waited for, in order of address: a loop's body counts
+    once, and so does each of two ways that a warp may take.
+    """
+    loads = groups = 0
+    under_way: set[int] = set()  # the scoreboards that loads of the present group release
+    for one in instructions:
+        if one.waits & under_way:
+            under_way.clear()
+        if WIDE_LOAD.match(one.opcode) and one.releases is not None:
+            loads += 1
+            groups += not under_way
+            under_way.add(one.releases)
+    return round(loads / groups, 2) if groups else 0.0
 
 
 @dataclass(frozen=True)
@@ -97,14 +54,6 @@ class Statics:
     narrow_stores: int
     fused: int
     to_others: tuple[str, ...]
-
-
-# What makes one block wait for, or see the work of, another: fences beyond the block, atomics that return something,
-# loads past the caches that other blocks do not share, clusters. Blocks may add to counters that none of them reads
-# (RED) and write past L1 (ST.STRONG.GPU, which __stcg becomes); atomics in shared memory (ATOMS) stay in the block.
-BETWEEN_BLOCKS = re.compile(
-    r"^(MEMBAR\.(?!\w*\.?CTA)|ERRBAR|CCTL\.IVALL|ATOMG?\.|LDG?\..*STRONG|STG?\..*STRONG\.SYS|UCGABAR|MAPA|SYNCS|NANOSLEEP)"
-)
 
 
 def statics(compiled: list[Compiled], architectures: list[str]) -> list[Statics]:

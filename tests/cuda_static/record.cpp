@@ -1,15 +1,10 @@
-// Which launches do the kernels' host functions make? This program calls them on shapes of the design, on a CUDA
-// runtime that starts nothing and prints every launch: kernel, grid, block, shared memory, and the bytes of its
-// arguments. Those who read the machine code (launches.py) run it with exactly these.
-//
-//     record SIZES     # SIZES: a line a kernel, its name and the size of each of its parameters in bytes
+// Which kernels do the host functions launch? This program calls them on shapes of the design, on a CUDA runtime that
+// starts nothing, and prints every call (case), every kernel that it launches, and every memset.
 #include <cuda_runtime.h>
 
 #include <cstdint>
 #include <cstdio>
-#include <fstream>
 #include <map>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -25,41 +20,23 @@
 
 namespace {
 
-std::map<std::string, std::vector<size_t>> sizes;  // of the parameters
-std::map<const void*, std::string> names;          // by the host's stub
+std::map<const void*, std::string> names;  // of the kernels, by the host's stubs
 
-struct {
-  dim3 grid, block;
-  size_t shared;
-} pushed;
-
-cudaError_t print_launch(const void* stub, dim3 grid, dim3 block, void** arguments, size_t shared, unsigned cluster) {
-  const std::string& name = names.at(stub);
-  std::printf("launch %s %u %u %zu %u", name.c_str(), grid.x, block.x, shared, cluster);
-  size_t i = 0;
-  for (const size_t size : sizes.at(name)) {
-    std::printf(" ");
-    const auto* const bytes = static_cast<const unsigned char*>(arguments[i++]);
-    for (size_t at = 0; at < size; ++at) std::printf("%02x", bytes[at]);
-  }
-  std::printf("\n");
+cudaError_t print_launch(const void* stub) {
+  std::printf("launch %s\n", names.at(stub).c_str());
   return cudaSuccess;
 }
 
-// An address that no host memory has, aligned as an allocation is.
-uint64_t next_address = uint64_t{1} << 40;
-
+// Returns an address that no host memory has, aligned as an allocation is: nothing is read or written there.
 template <typename T = void>
-T* buffer(const char* name, int64_t bytes) {
-  const uint64_t address = next_address;
-  next_address += (static_cast<uint64_t>(bytes) + (2 << 20)) & ~uint64_t{(1 << 20) - 1};
-  std::printf("buffer %s %llu %lld\n", name, static_cast<unsigned long long>(address), static_cast<long long>(bytes));
-  return reinterpret_cast<T*>(address);
+T* buffer() {
+  static uint64_t next = uint64_t{1} << 40;
+  return reinterpret_cast<T*>(next += uint64_t{1} << 36);
 }
 
 using pymoe::DType;
 
-int64_t bytes_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : dtype == DType::kFloat64 ? 8 : 2; }
+int64_t bytes_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 struct Shape {
   int64_t tokens, choices, hidden, experts;
@@ -70,21 +47,21 @@ void gate(const char* name, Shape s, DType dtype, pymoe::Score score, bool biase
   std::printf("case %s\n", name);
   pymoe::GateTopkArguments a{};
   a.dtype = dtype;
-  a.logits = buffer("logits", s.tokens * s.experts * bytes_of(dtype));
-  if (biased) a.bias = buffer("bias", s.experts * 4);
-  a.weights = buffer("weights", s.tokens * s.choices * 4);
-  a.experts = buffer<int32_t>("experts", s.tokens * s.choices * 4);
+  a.logits = buffer();
+  if (biased) a.bias = buffer();
+  a.weights = buffer();
+  a.experts = buffer<int32_t>();
   a.tokens = s.tokens;
   a.num_experts = s.experts;
   a.choices = s.choices;
   a.options = {score, true, 1.0};
   if (counted) {
     a.counts = pymoe::cuda::gate_topk_counts(a);
-    a.counts.values = buffer<uint16_t>("counts", a.counts.size() * 2);
+    a.counts.values = buffer<uint16_t>();
   } else {
-    a.load = buffer<int32_t>("load", s.experts * 4);
+    a.load = buffer<int32_t>();
   }
-  if (const int64_t bytes = pymoe::cuda::gate_topk_workspace(a)) a.workspace = buffer("workspace", bytes);
+  if (pymoe::cuda::gate_topk_workspace(a) > 0) a.workspace = buffer();
   pymoe::cuda::gate_topk(a, nullptr);
 }
 
@@ -93,12 +70,11 @@ void routing(const char* name, Shape s, bool counted) {
   std::printf("case %s\n", name);
   const int64_t rows = s.tokens * s.choices;
   pymoe::CountedRoutingArguments a{};
-  a.experts = buffer("experts", rows * 4);
-  a.slot = buffer<int32_t>("slot", rows * 4);
-  a.token = buffer<int32_t>("token", rows * 4);
-  a.offsets = buffer<int32_t>("offsets", (s.experts + 1) * 4);
-  const int64_t words = counted ? 0 : pymoe::cuda::build_routing_workspace(rows, s.experts);
-  if (words > 0) a.workspace = buffer<int32_t>("workspace", words * 4);
+  a.experts = buffer();
+  a.slot = buffer<int32_t>();
+  a.token = buffer<int32_t>();
+  a.offsets = buffer<int32_t>();
+  if (!counted && pymoe::cuda::build_routing_workspace(rows, s.experts) > 0) a.workspace = buffer<int32_t>();
   a.tokens = s.tokens;
   a.choices = s.choices;
   a.num_experts = s.experts;
@@ -111,34 +87,33 @@ void routing(const char* name, Shape s, bool counted) {
   gate.choices = s.choices;
   gate.options = {pymoe::Score::kSoftmax, true, 1.0};
   a.counts = pymoe::cuda::gate_topk_counts(gate);
-  a.counts.values = buffer<uint16_t>("counts", a.counts.size() * 2);
-  a.load = buffer<int32_t>("load", s.experts * 4);
+  a.counts.values = buffer<uint16_t>();
+  a.load = buffer<int32_t>();
   pymoe::cuda::build_routing_counted(a, nullptr);
 }
 
 void dispatch(const char* name, Shape s, DType dtype) {
   std::printf("case %s\n", name);
-  const int64_t row = s.hidden * bytes_of(dtype), rows = s.tokens * s.choices;
+  const int64_t rows = s.tokens * s.choices;
   pymoe::DispatchArguments a{};
-  a.x = buffer("x", s.tokens * row);
-  a.slot = buffer<int32_t>("slot", rows * 4);
-  a.used = buffer<int32_t>("used", 4);
-  a.out = buffer("out", rows * row);
+  a.x = buffer();
+  a.slot = buffer<int32_t>();
+  a.used = buffer<int32_t>();
+  a.out = buffer();
   a.tokens = s.tokens;
   a.choices = s.choices;
   a.rows = rows;
-  a.row_bytes = row;
+  a.row_bytes = s.hidden * bytes_of(dtype);
   pymoe::cuda::dispatch(a, nullptr);
 }
 
 void fill(pymoe::CombineInput& a, Shape s, DType dtype) {
-  const int64_t row = s.hidden * bytes_of(dtype), rows = s.tokens * s.choices;
-  a.y = buffer("y", rows * row);
-  a.slot = buffer<int32_t>("slot", rows * 4);
-  a.weights = buffer("weights", rows * 4);
+  a.y = buffer();
+  a.slot = buffer<int32_t>();
+  a.weights = buffer();
   a.tokens = s.tokens;
   a.choices = s.choices;
-  a.rows = rows;
+  a.rows = s.tokens * s.choices;
   a.hidden = s.hidden;
   a.dtype = dtype;
 }
@@ -147,7 +122,7 @@ void combine(const char* name, Shape s, DType dtype) {
   std::printf("case %s\n", name);
   pymoe::CombineArguments a{};
   fill(a, s, dtype);
-  a.out = buffer("out", s.tokens * s.hidden * bytes_of(dtype));
+  a.out = buffer();
   pymoe::cuda::combine(a, nullptr);
 }
 
@@ -155,20 +130,19 @@ void combine_backward(const char* name, Shape s, DType dtype) {
   std::printf("case %s\n", name);
   pymoe::CombineBackwardArguments a{};
   fill(a, s, dtype);
-  a.grad = buffer("grad", s.tokens * s.hidden * bytes_of(dtype));
-  a.used = buffer<int32_t>("used", 4);
-  a.dy = buffer("dy", a.rows * s.hidden * bytes_of(dtype));
-  a.dweights = buffer("dweights", a.rows * 4);
+  a.grad = buffer();
+  a.used = buffer<int32_t>();
+  a.dy = buffer();
+  a.dweights = buffer();
   pymoe::cuda::combine_backward(a, nullptr);
 }
 
 void activation(const char* name, int64_t rows, int64_t features, pymoe::Activation kind, DType dtype, bool backward) {
   std::printf("case %s\n", name);
   pymoe::ExpertActivationArguments a{};
-  const int64_t bytes = rows * features * bytes_of(dtype), of_h = pymoe::is_gated(kind) ? 2 * bytes : bytes;
-  a.h = buffer("h", of_h);
-  if (backward) a.grad = buffer("grad", bytes);
-  a.out = buffer("out", backward ? of_h : bytes);
+  a.h = buffer();
+  if (backward) a.grad = buffer();
+  a.out = buffer();
   a.rows = rows;
   a.features = features;
   a.kind = kind;
@@ -182,8 +156,8 @@ struct Product {
 };
 
 void fill(pymoe::GroupedArguments& a, Product p, DType dtype) {
-  a.offsets = buffer<int32_t>("offsets", (p.experts + 1) * 4);
-  a.workspace = buffer<int32_t>("workspace", pymoe::cuda::grouped_linear_workspace(p.experts) * 4);
+  a.offsets = buffer<int32_t>();
+  a.workspace = buffer<int32_t>();
   a.rows = p.rows;
   a.input_features = p.inputs;
   a.output_features = p.outputs;
@@ -193,12 +167,11 @@ void fill(pymoe::GroupedArguments& a, Product p, DType dtype) {
 
 void grouped_linear(const char* name, Product p, DType dtype, bool transposed) {
   std::printf("case %s\n", name);
-  const int64_t bytes = bytes_of(dtype);
   pymoe::GroupedLinearArguments a{};
   fill(a, p, dtype);
-  a.out = buffer("y", p.rows * p.outputs * bytes);
-  a.x = {buffer("x", p.rows * p.inputs * bytes), p.inputs, 1};
-  const void* const weight = buffer("weight", p.experts * p.inputs * p.outputs * bytes);
+  a.out = buffer();
+  a.x = {buffer(), p.inputs, 1};
+  const void* const weight = buffer();
   a.weight = transposed ? pymoe::MatrixView{weight, 1, p.outputs} : pymoe::MatrixView{weight, p.inputs, 1};
   a.weight_stride = p.inputs * p.outputs;
   pymoe::cuda::grouped_linear(a, nullptr);
@@ -206,12 +179,11 @@ void grouped_linear(const char* name, Product p, DType dtype, bool transposed) {
 
 void weight_grad(const char* name, Product p, DType dtype) {
   std::printf("case %s\n", name);
-  const int64_t bytes = bytes_of(dtype);
   pymoe::GroupedWeightGradArguments a{};
   fill(a, p, dtype);
-  a.out = buffer("dweight", p.experts * p.inputs * p.outputs * bytes);
-  a.grad = {buffer("grad", p.rows * p.outputs * bytes), p.outputs, 1};
-  a.x = {buffer("x", p.rows * p.inputs * bytes), p.inputs, 1};
+  a.out = buffer();
+  a.grad = {buffer(), p.outputs, 1};
+  a.x = {buffer(), p.inputs, 1};
   pymoe::cuda::grouped_linear_weight_grad(a, nullptr);
 }
 
@@ -219,8 +191,8 @@ void bias_grad(const char* name, Product p, DType dtype) {
   std::printf("case %s\n", name);
   pymoe::GroupedBiasGradArguments a{};
   fill(a, p, dtype);
-  a.out = buffer("dbias", p.experts * p.outputs * bytes_of(dtype));
-  a.grad = {buffer("grad", p.rows * p.outputs * bytes_of(dtype)), p.outputs, 1};
+  a.out = buffer();
+  a.grad = {buffer(), p.outputs, 1};
   pymoe::cuda::grouped_linear_bias_grad(a, nullptr);
 }
 
@@ -228,10 +200,10 @@ void gate_backward(const char* name, Shape s, DType dtype) {
   std::printf("case %s\n", name);
   pymoe::GateTopkBackwardArguments a{};
   a.dtype = dtype;
-  a.logits = buffer("logits", s.tokens * s.experts * bytes_of(dtype));
-  a.experts = buffer<int32_t>("experts", s.tokens * s.choices * 4);
-  a.grad_weights = buffer("grad_weights", s.tokens * s.choices * 4);
-  a.grad_logits = buffer("grad_logits", s.tokens * s.experts * 2);
+  a.logits = buffer();
+  a.experts = buffer<int32_t>();
+  a.grad_weights = buffer();
+  a.grad_logits = buffer();
   a.tokens = s.tokens;
   a.num_experts = s.experts;
   a.choices = s.choices;
@@ -243,10 +215,10 @@ void gate_backward(const char* name, Shape s, DType dtype) {
 
 void fill(pymoe::RouterLossesInput& a, Shape s) {
   a.dtype = DType::kFloat32;
-  a.logits = buffer("logits", s.tokens * s.experts * 4);
+  a.logits = buffer();
   a.tokens = s.tokens;
   a.num_experts = s.experts;
-  a.load = buffer("load", s.experts * 4);
+  a.load = buffer();
   a.with_z = true;
   a.score = pymoe::Score::kSoftmax;
 }
@@ -255,9 +227,9 @@ void losses(const char* name, Shape s) {
   std::printf("case %s\n", name);
   pymoe::RouterLossesArguments a{};
   fill(a, s);
-  a.balance = buffer("balance", 4);
-  a.z = buffer("z", 4);
-  a.workspace = buffer<double>("workspace", pymoe::router_losses_workspace(s.tokens) * 8);
+  a.balance = buffer();
+  a.z = buffer();
+  a.workspace = buffer<double>();
   pymoe::cuda::router_losses(a, nullptr);
 }
 
@@ -265,9 +237,9 @@ void losses_backward(const char* name, Shape s) {
   std::printf("case %s\n", name);
   pymoe::RouterLossesBackwardArguments a{};
   fill(a, s);
-  a.grad_balance = buffer("grad_balance", 4);
-  a.grad_z = buffer("grad_z", 4);
-  a.grad_logits = buffer("grad_logits", s.tokens * s.experts * 4);
+  a.grad_balance = buffer();
+  a.grad_z = buffer();
+  a.grad_logits = buffer();
   pymoe::cuda::router_losses_backward(a, nullptr);
 }
 
@@ -275,12 +247,12 @@ void gather(const char* name, int64_t requests, int64_t row_bytes) {
   std::printf("case %s\n", name);
   std::vector<const void*> sources;
   std::vector<int64_t> starts{0};
-  const auto* const rows = static_cast<const char*>(buffer("sources", requests * row_bytes));
+  const auto* const rows = static_cast<const char*>(buffer());
   for (int64_t i = 0; i < requests; ++i) {
     sources.push_back(rows + (requests - 1 - i) * row_bytes);
     starts.push_back((i + 1) * row_bytes);
   }
-  pymoe::cuda::gather_batch({sources.data(), starts.data(), buffer("out", requests * row_bytes), requests}, nullptr);
+  pymoe::cuda::gather_batch({sources.data(), starts.data(), buffer(), requests}, nullptr);
 }
 
 // Every kind of activation in bf16, and swiglu in the other dtypes that train: "geglu", "geglu_backward", ...
@@ -307,36 +279,23 @@ extern "C" {
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t) { return "refused"; }
-cudaError_t cudaMemsetAsync(void*, int, size_t bytes, cudaStream_t) {
-  std::printf("memset %zu\n", bytes);
+cudaError_t cudaMemsetAsync(void*, int, size_t, cudaStream_t) {
+  std::printf("memset\n");
   return cudaSuccess;
 }
-unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, CUstream_st*) {
-  pushed = {grid, block, shared};
-  return 0;
-}
+unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, CUstream_st*) { return 0; }
 cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void*) {
-  *grid = pushed.grid, *block = pushed.block, *shared = pushed.shared;
+  *grid = *block = dim3{}, *shared = 0;
   return cudaSuccess;
 }
 cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* stub) {
   *kernel = reinterpret_cast<cudaKernel_t>(const_cast<void*>(stub));
   return cudaSuccess;
 }
-cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments, size_t shared,
-                               cudaStream_t) {
-  return print_launch(kernel, grid, block, arguments, shared, 1);
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void**, size_t, cudaStream_t) {
+  return print_launch(kernel);
 }
-cudaError_t cudaLaunchKernel(const void* stub, dim3 grid, dim3 block, void** arguments, size_t shared, cudaStream_t) {
-  return print_launch(stub, grid, block, arguments, shared, 1);
-}
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* how, const void* stub, void** arguments) {
-  unsigned cluster = 1;
-  for (unsigned i = 0; i < how->numAttrs; ++i) {
-    if (how->attrs[i].id == cudaLaunchAttributeClusterDimension) cluster = how->attrs[i].val.clusterDim.x;
-  }
-  return print_launch(stub, how->gridDim, how->blockDim, arguments, how->dynamicSmemBytes, cluster);
-}
+cudaError_t cudaLaunchKernel(const void* stub, dim3, dim3, void**, size_t, cudaStream_t) { return print_launch(stub); }
 // The GPU for which launches are recorded: an H200.
 cudaError_t cudaGetDevice(int* device) {
   *device = 0;
@@ -360,15 +319,7 @@ void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int)
 char __cudaInitModule(void**) { return 0; }
 }
 
-int main(int, char** arguments) {
-  std::ifstream file(arguments[1]);
-  for (std::string line; std::getline(file, line);) {
-    std::istringstream words(line);
-    std::string name;
-    words >> name;
-    auto& of_kernel = sizes[name];
-    for (size_t size; words >> size;) of_kernel.push_back(size);
-  }
+int main() {
   const Shape design{4096, 8, 7168, 256}, router{4096, 8, 0, 128};
   gate("gate", router, DType::kFloat32, pymoe::Score::kSoftmax, false, true);
   gate("gate, bf16 logits", router, DType::kBFloat16, pymoe::Score::kSoftmax, false, true);

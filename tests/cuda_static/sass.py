@@ -1,9 +1,9 @@
-"""Machine code as nvdisasm prints it: instructions with their operands and what they wait for.
+"""Machine code as nvdisasm prints it: instructions, and which of them wait for which.
 
 An instruction of compute capability 7.0 and later is 128 bits. Bits 105 to 125 are for the scheduler, and nvdisasm
-prints them in the encoding alone: how many cycles to stall, the scoreboard that the instruction releases when its
-result is there (or when it has read its operands), and the scoreboards that must be released before it may issue. So
-the encoding says exactly where a warp waits for a load; nothing has to be inferred from registers.
+prints them in the encoding alone: the scoreboard that the instruction releases when its result is there, and the
+scoreboards that must be released before it may issue. So the encoding says exactly where a warp waits for a load;
+nothing has to be inferred from registers.
 """
 
 from __future__ import annotations
@@ -23,57 +23,18 @@ HOW_TO_GET_NVDISASM = (
 SCOREBOARDS = 6
 NO_SCOREBOARD = 7
 SECTION = re.compile(r"^\.text\.(\S+):$", re.MULTILINE)
-OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w\s+)?([A-Z][\w.]*)", re.MULTILINE)
-LABEL = re.compile(r"^([.$][\w.$]+):$")
-FIRST_HALF = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;?\s*/\* 0x([0-9a-f]{16}) \*/$")
+GUARD = r"(?:@!?U?P\w\s+)?"
+OPCODE = re.compile(rf"^\s+/\*[0-9a-f]{{4,}}\*/\s+{GUARD}([A-Z][\w.]*)", re.MULTILINE)
+FIRST_HALF = re.compile(rf"^\s+/\*[0-9a-f]{{4,}}\*/\s+{GUARD}([A-Z][\w.]*).*/\* 0x[0-9a-f]{{16}} \*/$")
 SECOND_HALF = re.compile(r"^\s+/\* 0x([0-9a-f]{16}) \*/$")
-GUARD = re.compile(r"^@(!?)(U?P(?:\d|T))\s+")
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction: ``@!P0 LDG.E.128 R4, desc[UR4][R2.64]`` at its address."""
+    """One instruction: its opcode, such as ``LDG.E.128``, and the orders to the scheduler in its encoding."""
 
-    address: int
-    text: str
+    opcode: str
     control: int
-
-    @cached_property
-    def guard(self) -> tuple[str, bool] | None:
-        """The predicate that decides whether it takes effect, and its negation; None where it always does."""
-        found = GUARD.match(self.text)
-        return (found[2], found[1] == "!") if found else None
-
-    @cached_property
-    def body(self) -> str:
-        """The instruction without its guard."""
-        return GUARD.sub("", self.text)
-
-    @cached_property
-    def opcode(self) -> str:
-        """Such as ``LDG.E.128``."""
-        return self.body.split(None, 1)[0]
-
-    @cached_property
-    def kind(self) -> str:
-        """The opcode without its modifiers; ``F2F.F64`` widens, with the same ones as ``F2F``, which rounds."""
-        return "F2F.F64" if self.opcode.startswith("F2F.F64.") else self.opcode.split(".")[0]
-
-    @cached_property
-    def modifiers(self) -> frozenset[str]:
-        """The opcode's modifiers."""
-        return frozenset(self.opcode.split(".")[1:])
-
-    @cached_property
-    def operands(self) -> list[str]:
-        """The operands, without hints such as ``.reuse``."""
-        rest = self.body.split(None, 1)[1] if " " in self.body else ""
-        return [part.strip().replace(".reuse", "") for part in rest.split(",")] if rest else []
-
-    @property
-    def stall(self) -> int:
-        """Cycles before the warp's next instruction may issue."""
-        return self.control & 15
 
     @property
     def releases(self) -> int | None:
@@ -82,44 +43,21 @@ class Instruction:
         return None if number == NO_SCOREBOARD else number
 
     @property
-    def releases_after_reading(self) -> int | None:
-        """The scoreboard that is released when the operands were read, so that their registers may be written."""
-        number = self.control >> 8 & 7
-        return None if number == NO_SCOREBOARD else number
-
-    @property
     def waits(self) -> frozenset[int]:
         """The scoreboards that must be released before it issues."""
         return frozenset(n for n in range(SCOREBOARDS) if self.control >> 11 >> n & 1)
 
-    @cached_property
-    def bytes(self) -> int:
-        """The width of a memory access, a lane."""
-        for name, width in (("128", 16), ("64", 8), ("U8", 1), ("S8", 1), ("U16", 2), ("S16", 2)):
-            if name in self.modifiers:
-                return width
-        return 4
-
 
 @dataclass(frozen=True)
 class Function:
-    """A kernel: its mangled name, its instructions by address, and where its labels lead; read when asked for."""
+    """A kernel: its mangled name, and its code, which is read when it is asked for."""
 
     name: str
     listing: str
 
     @cached_property
-    def instructions(self) -> dict[int, Instruction]:
-        """Every instruction by its address."""
-        return self._read[0]
-
-    @cached_property
-    def labels(self) -> dict[str, int]:
-        """The addresses of the labels."""
-        return self._read[1]
-
-    @cached_property
-    def _read(self) -> tuple[dict[int, Instruction], dict[str, int]]:
+    def instructions(self) -> list[Instruction]:
+        """Every instruction in order of address."""
         return read_function(self.listing)
 
     @cached_property
@@ -163,27 +101,20 @@ def parse(listing: str) -> dict[str, Function]:
     return {one[1]: Function(one[1], listing[one.end() : end]) for one, end in zip(begins, ends, strict=True)}
 
 
-def read_function(listing: str) -> tuple[dict[int, Instruction], dict[str, int]]:
-    """Read the instructions and the labels of one function. A line of code that is not understood is an error."""
-    instructions: dict[int, Instruction] = {}
-    addresses: dict[str, int] = {}
-    half: tuple[int, str] | None = None
-    labels: list[str] = []
+def read_function(listing: str) -> list[Instruction]:
+    """Read the instructions of one function. A line of code that is not understood is an error."""
+    instructions: list[Instruction] = []
+    opcode: str | None = None
     for line in listing.splitlines():
         if found := FIRST_HALF.match(line):
-            half = int(found[1], 16), found[2]
+            opcode = found[1]
         elif found := SECOND_HALF.match(line):
-            if half is None:
+            if opcode is None:
                 raise ValueError(f"the second half of an instruction without its first: {line!r}")
-            address, text = half
-            half = None
-            instructions[address] = Instruction(address, text, int(found[1], 16) >> 41 & 0x1FFFFF)
-            addresses.update(dict.fromkeys(labels, address))
-            labels.clear()
-        elif found := LABEL.match(line):
-            labels.append(found[1])
+            instructions.append(Instruction(opcode, int(found[1], 16) >> 41 & 0x1FFFFF))
+            opcode = None
         elif line.lstrip().startswith("/*"):
             raise ValueError(f"a line is not understood: {line!r}")
-    if half is not None:
+    if opcode is not None:
         raise ValueError("the listing ends within an instruction")
-    return instructions, addresses
+    return instructions

@@ -1,4 +1,4 @@
-"""The reader and the executor on kernels that nvcc compiles for the purpose: each fault is seen, its absence too."""
+"""The reader on kernels that nvcc compiles for the purpose: each fault is seen, its absence too."""
 
 import sys
 from pathlib import Path
@@ -7,11 +7,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 import sass
-from counters import BETWEEN_BLOCKS, FUSED, STORE
-from launches import run
+from counters import BETWEEN_BLOCKS, FUSED, STORE, loads_together
 from machine_code import FLAGS, STRICT, compile_one, find_nvcc, gencode, parse
-from memory import Buffer
-from recorded import Recorded
 
 SOURCE = """
 #include <cstdint>
@@ -29,7 +26,10 @@ __global__ void split_store(const uint4* x, uint32_t* out) {
   const uint4 a = x[threadIdx.x];
   for (int i = 0; i < 4; ++i) out[threadIdx.x * 4 + i] = i == 0 ? a.x : i == 1 ? a.y : i == 2 ? a.z : a.w;
 }
-__global__ void strided(const uint4* x, uint4* out) { out[threadIdx.x] = x[threadIdx.x * 3]; }
+__global__ void split_load(const uint32_t* x, uint4* out) {
+  const uint32_t* const at = x + threadIdx.x * 4;
+  out[threadIdx.x] = make_uint4(at[0], at[1], at[2], at[3]);
+}
 __global__ void sums(const float* x, float* out) { out[threadIdx.x] = x[threadIdx.x] * x[threadIdx.x + 32] + 1.5f; }
 __global__ void waits(const uint4*, uint32_t* out) {
   while (atomicCAS(out, 0u, 1u) != 0u) {}
@@ -70,33 +70,21 @@ def named(functions, name):
     return function
 
 
-def traced(function):
-    x, out = Buffer("x", 1 << 40, 1 << 16), Buffer("out", (1 << 40) + (1 << 20), 1 << 16)
-    arguments = x.base.to_bytes(8, "little") + out.base.to_bytes(8, "little")
-    return run(function, Recorded("", 1, 32, 0, 1, arguments), [x, out], frozenset({"x"}), [0], {"otherwise": 600})
-
-
 def test_a_load_that_waits_is_seen(compiled):
     _, functions, _ = compiled
-    assert traced(named(functions, "together")).epochs == 1
-    serial = traced(named(functions, "one_by_one"))
-    assert serial.epochs == 2
-    assert serial.cycles > traced(named(functions, "together")).cycles + 500
+    assert loads_together(named(functions, "together").instructions) == 2
+    assert loads_together(named(functions, "one_by_one").instructions) == 1
+
+
+def test_loads_that_were_taken_apart_are_seen(compiled):
+    _, functions, _ = compiled
+    assert loads_together(named(functions, "split_load").instructions) == 0
 
 
 def test_a_store_that_was_taken_apart_is_seen(compiled):
     _, functions, _ = compiled
-    whole, split = named(functions, "together"), named(functions, "split_store")
-    assert not [one for one in whole.opcodes if STORE.match(one)]
-    assert [one for one in split.opcodes if STORE.match(one)]
-    assert traced(whole).traffic["store", "out"].widths == {16}
-    assert traced(split).traffic["store", "out"].widths == {4}
-    assert traced(split).traffic["store", "out"].bytes_a_sector == 8.0
-
-
-def test_sectors_that_are_used_in_part_are_seen(compiled):
-    _, functions, _ = compiled
-    assert traced(named(functions, "strided")).traffic["load", "x"].bytes_a_sector == 16.0
+    assert not [one for one in named(functions, "together").opcodes if STORE.match(one)]
+    assert [one for one in named(functions, "split_store").opcodes if STORE.match(one)]
 
 
 def test_a_spill_is_seen(compiled):

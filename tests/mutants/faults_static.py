@@ -34,7 +34,7 @@ FAULTS = [
         "now.row[k] >= 0 && (k == 0 || to_accumulate(values[k > 0 ? k - 1 : 0][0]) != 1), y +",
         "combine_cuda.cu",
         "8.0;9.0",
-        "combine: epochs a round is",
+        "combine: 16-byte loads together is",
     ),
     Fault(
         "combine: more blocks on a multiprocessor than there are registers for",

@@ -76,7 +76,7 @@ class StaticFault(Fault):
     source: str
     """The file of kernels that is compiled with it."""
     architectures: str
-    """For which, as TORCH_CUDA_ARCH_LIST spells them; 9.0 is among them, for which launches are traced."""
+    """For which, as TORCH_CUDA_ARCH_LIST spells them; 9.0 is among them, for which bars are set."""
     said: str
     """A part of the complaint that notices it."""
 
