@@ -68,14 +68,13 @@ def run_isolated_forward(func: Any, *args: Any) -> tuple[IsolatedContext, tuple[
     """Run ``func(*args)`` on this thread, in an autograd graph of its own.
 
     No other call shares the graph, so backward passes of several such calls may run at once, on any threads (PyTorch's
-    engine runs backward passes of one graph one after the other). In-place changes of an argument between the passes are
-    noticed as usual.
+    engine runs backward passes of one graph one after the other). In-place changes of an argument between the passes
+    are noticed as usual.
 
     Args:
         func: an ``autograd.Function`` class or its ``apply``, an ``nn.Module`` or any other callable.
         args: its arguments: tensors of any shape and dtype, and anything else. :func:`run_isolated_backward` returns
-        the
-            gradients of the tensors that require them.
+            the gradients of the tensors that require them.
 
     Returns:
         The context for :func:`run_isolated_backward`, and a tuple of outputs: if ``func`` returns a tuple or list, its
