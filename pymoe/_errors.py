@@ -1,4 +1,4 @@
-"""How errors are shown in logs and in notes on other errors."""
+"""Text of errors in logs and in notes on other errors."""
 
 from __future__ import annotations
 
